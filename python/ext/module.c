@@ -1,0 +1,20 @@
+/* module.c — koila._core: the slots and the order in which the parts are added. Each part adds its names to the module in one function. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "koila/koila.h"
+
+static int exec(PyObject *m)
+{
+    if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    { Py_mod_exec, exec },
+    { 0, NULL },
+};
+
+static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "koila._core", .m_doc = "The C part of koila.", .m_size = 0, .m_slots = slots };
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&def); }

@@ -1,0 +1,81 @@
+/* alloc.c — the default allocator and the arena (see alloc.h). Chunks double from 4 KiB to 1 MiB; a large request gets its own. */
+#include "alloc.h"
+
+#include <stdlib.h>
+
+static void *libc_realloc(void *user, void *p, size_t old_n, size_t n)
+{
+    (void)user;
+    (void)old_n;
+    if (n == 0) {
+        free(p);
+        return NULL;
+    }
+    return realloc(p, n);
+}
+
+koila_allocator koila__allocator(const koila_allocator *mem)
+{
+    if (mem && mem->fn) return *mem;
+    return (koila_allocator){ libc_realloc, NULL };
+}
+
+struct koila__chunk {
+    koila__chunk *older;
+    size_t n_bytes, n_used; /* both without this header */
+};
+
+#define CHUNK_FIRST ((size_t)4096)
+#define CHUNK_MAX ((size_t)1 << 20)
+#define CHUNK_HEADER ((sizeof(koila__chunk) + 15) & ~(size_t)15)
+
+void koila__arena_init(koila__arena *a, const koila_allocator *mem)
+{
+    a->mem = koila__allocator(mem);
+    a->last = NULL;
+}
+
+void *koila__arena_alloc(koila__arena *a, size_t n)
+{
+    if (n > SIZE_MAX / 2) return NULL;
+    n = (n + 15) & ~(size_t)15;
+    koila__chunk *c = a->last;
+    if (!c || c->n_bytes - c->n_used < n) {
+        size_t grown = c ? c->n_bytes * 2 : CHUNK_FIRST;
+        if (grown > CHUNK_MAX) grown = CHUNK_MAX;
+        if (grown < n) grown = n;
+        koila__chunk *fresh = koila__realloc(&a->mem, NULL, 0, CHUNK_HEADER + grown);
+        if (!fresh) return NULL;
+        fresh->n_bytes = grown;
+        fresh->n_used = 0;
+        fresh->older = c;
+        a->last = c = fresh;
+    }
+    void *p = (char *)c + CHUNK_HEADER + c->n_used;
+    c->n_used += n;
+    return memset(p, 0, n);
+}
+
+void *koila__arena_array(koila__arena *a, size_t count, size_t size)
+{
+    uint64_t n;
+    if (!koila__mul(count, size, &n) || n > SIZE_MAX / 2) return NULL;
+    return koila__arena_alloc(a, (size_t)n);
+}
+
+char *koila__arena_str(koila__arena *a, const char *s, size_t n)
+{
+    char *p = koila__arena_alloc(a, n + 1);
+    if (p && n) memcpy(p, s, n);
+    return p;
+}
+
+void koila__arena_deinit(koila__arena *a)
+{
+    for (koila__chunk *c = a->last; c;) {
+        koila__chunk *older = c->older;
+        koila__release(&a->mem, c, CHUNK_HEADER + c->n_bytes);
+        c = older;
+    }
+    a->last = NULL;
+}
