@@ -1146,3 +1146,181 @@ done:
     PyMem_Free(results);
     return status;
 }
+
+/* ---- the module's functions */
+
+static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "micro_batch", "budget", "strict", "fastest", NULL };
+    static PyObject unset;
+    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:configure", names, &rows, &budget, &strict, &fastest)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O}", "micro_batch", settings.rows ? PyLong_FromLongLong(settings.rows) : Py_NewRef(Py_None), "budget",
+                                     settings.has_budget ? PyLong_FromUnsignedLongLong(settings.budget) : Py_NewRef(Py_None), "strict", settings.strict ? Py_True : Py_False,
+                                     "fastest", settings.fastest ? Py_True : Py_False);
+    if (!before) return NULL;
+    const int64_t new_rows = rows == &unset ? settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
+    const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    if (PyErr_Occurred() || new_rows < 0) {
+        Py_DECREF(before);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
+        return NULL;
+    }
+    settings.rows = new_rows;
+    if (budget != &unset) {
+        settings.has_budget = budget != Py_None;
+        settings.budget = settings.has_budget ? new_budget : UINT64_MAX;
+        koila__truth_set_limit(settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+    }
+    if (strict != &unset) settings.strict = PyObject_IsTrue(strict) == 1;
+    if (fastest != &unset) settings.fastest = PyObject_IsTrue(fastest) == 1;
+    return before;
+}
+
+static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    if (!last.c) Py_RETURN_NONE;
+    return koila__plan_dict(last.c->plan, last.c->part, last.base_bytes, last.measured ? &last.measured_peak_bytes : NULL, last.budget_bytes, last.retries, last.n_run);
+}
+
+/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
+static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_t *n)
+{
+    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
+    if (!fast) return NULL;
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
+    koila__tape *t = NULL;
+    *n = 0;
+    *values = PyMem_Malloc(((size_t)size + 1) * sizeof **values);
+    for (Py_ssize_t i = 0; *values && i < size; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h) continue;
+        if (t && h->group->tape != t) { /* of another step: on its own */
+            if (!koila__concrete(h)) goto fail;
+            continue;
+        }
+        const koila_value v = koila__value_of(h);
+        if (v == KOILA_NONE) goto fail;
+        t = h->group->tape;
+        if (!t->values[v].real) (*values)[(*n)++] = v;
+    }
+    Py_DECREF(fast);
+    if (!t) PyErr_SetString(PyExc_ValueError, "no lazy tensor among the values");
+    return t;
+fail:
+    Py_DECREF(fast);
+    PyMem_Free(*values);
+    *values = NULL;
+    return NULL;
+}
+
+/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
+static PyObject *py_run_all(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    int commit;
+    koila_value *values = NULL, *held = NULL;
+    uint32_t n, n_held;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit)) return NULL;
+    if (run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    if (!t) {
+        PyMem_Free(values);
+        return NULL;
+    }
+    Py_INCREF(t);
+    n_held = koila__tape_held(t, NULL, 0);
+    held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
+    int status = held ? 0 : (PyErr_NoMemory(), -1);
+    if (held) {
+        const uint32_t there = koila__tape_held(t, held, n_held);
+        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
+    }
+    if (status == 0 && commit) t->closed = true;
+    PyMem_Free(values);
+    PyMem_Free(held);
+    Py_DECREF(t);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_explain(PyObject *self, PyObject *list)
+{
+    koila_value *values = NULL;
+    uint32_t n;
+    (void)self;
+    if (run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    PyObject *d = NULL;
+    if (!t || request_make(t, values, n, &r) < 0) goto done;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    uint64_t limit;
+    const uint64_t budget = free_bytes(&limit);
+    koila_graph *part = r.part;
+    r.part = NULL;
+    cached *c = plan_for(part, r.targets, n, budget, settings.rows, &err, &status);
+    if (!c) {
+        raise_no_fit(status, &err, "explain");
+        goto done;
+    }
+    d = koila__plan_dict(c->plan, c->part, koila__truth_current(), NULL, limit, 0, 0);
+    cached_release(c);
+done:
+    request_free(&r);
+    PyMem_Free(values);
+    return d;
+}
+
+static PyObject *py_save_graph(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    const char *path;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path)) return NULL;
+    if (list == Py_None) {
+        if (!last.c) return PyErr_SetString(PyExc_ValueError, "no step has run yet"), NULL;
+        if (koila__save_graph(last.c->part, path) < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    koila_value *values = NULL;
+    uint32_t n;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    int status = t ? request_make(t, values, n, &r) : -1;
+    if (status == 0) status = koila__save_graph(r.part, path);
+    request_free(&r);
+    PyMem_Free(values);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Forget plans and what was learned: for tests. */
+static PyObject *py_forget(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    for (uint32_t i = 0; i < N_CACHED; i++) {
+        cached_release(cache[i]);
+        cache[i] = NULL;
+    }
+    if (learned.n) memset(learned.at, 0, learned.n * sizeof *learned.at);
+    learned.generation++;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
+    { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
+    { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
+    { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
+    { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__run_module_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }
