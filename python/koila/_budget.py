@@ -37,7 +37,8 @@ def readable(n_bytes: float) -> str:
 def _free(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(_core.free_memory())
+    free = _core.free_memory()["free"]
+    return _total(device) if free is None else int(free)
 
 
 def _total(device: torch.device) -> int:
