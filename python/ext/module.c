@@ -4,9 +4,12 @@
 
 #include "koila/koila.h"
 
+#include "truth.h"
+
 static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
+    if (koila__truth_add_module(m) < 0) return -1;
     return 0;
 }
 
