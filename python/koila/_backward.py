@@ -170,10 +170,8 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
     if lazies:
         _core.run_all(lazies, not retain)
-    targets, gradients = [], []
-    for leaf, g in real:
-        targets.append(leaf)
-        gradients.append(_core.take_concrete(g) if _core.is_lazy(g) else g)
+    targets = [leaf for leaf, _ in real]
+    gradients = _core.take_all([g for _, g in real])
     del real, lazy_pairs, lazies
     if targets:
         _hand_over(targets, gradients)
