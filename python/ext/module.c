@@ -4,10 +4,12 @@
 
 #include "koila/koila.h"
 
+int koila__module_add(PyObject *m); /* capture.c */
+
 static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
-    return 0;
+    return koila__module_add(m);
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -1,0 +1,13 @@
+"""The exceptions of koila. Each says what, where and what to do."""
+
+
+class KoilaError(Exception):
+    """The base of every error that is koila's own; an error of torch keeps its own type."""
+
+
+class UnsupportedError(KoilaError, RuntimeError):
+    """Something that koila cannot do exactly, and therefore does not do."""
+
+
+class StaleValueError(KoilaError, RuntimeError):
+    """A lazy value is asked for after a tensor it is computed from was changed."""
