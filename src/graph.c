@@ -33,7 +33,7 @@ uint32_t koila_graph_n_axes(const koila_graph *g) { return g->axes.n; }
 int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis) { return axis < g->axes.n ? g->axes.at[axis] : 0; }
 uint32_t koila_graph_n_nodes(const koila_graph *g) { return g->nodes.n; }
 uint32_t koila_graph_n_values(const koila_graph *g) { return g->values.n; }
-uint64_t koila_graph_hash(const koila_graph *g) { return g->hash; }
+uint64_t koila_graph_hash(const koila_graph *g) { return koila__mix(g->axes_hash, g->hash); }
 koila_node_info koila_node_get(const koila_graph *g, koila_node n) { return g->nodes.at[n]; }
 koila_value_info koila_value_get(const koila_graph *g, koila_value v) { return g->values.at[v]; }
 const koila_value *koila_node_inputs(const koila_graph *g, koila_node n) { return g->inputs.at + g->nodes.at[n].first_input; }
@@ -42,7 +42,7 @@ koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
 {
     if (size < 0 || g->axes.n >= UINT16_MAX) return KOILA_BAD_ARGUMENT;
     if (!koila__vec_push(&g->mem, &g->axes, size)) return KOILA_NO_MEMORY;
-    g->hash = koila__mix(g->hash, (uint64_t)size ^ 0xa1);
+    g->axes_hash = koila__mix(g->axes_hash, (uint64_t)size);
     *out = (uint16_t)(g->axes.n - 1);
     return KOILA_OK;
 }
@@ -122,6 +122,74 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
     g->hash = h;
     *first_output = n.first_output;
     koila_check(koila_graph_check(g, NULL));
+    return KOILA_OK;
+}
+
+koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known, const koila_allocator *mem,
+                                 koila_graph **out, koila_value *value_of, koila_node *node_from)
+{
+    enum { NEEDED = 0, UNNEEDED = KOILA_NONE };
+    koila_graph *part = NULL;
+    KOILA_TRY(koila_graph_new(g->table, mem, &part));
+    koila_status status = KOILA_OK;
+    for (uint32_t v = 0; v < g->values.n; v++) value_of[v] = UNNEEDED;
+    for (uint32_t i = 0; i < n_targets; i++) value_of[targets[i]] = NEEDED;
+    for (uint32_t n = g->nodes.n; n-- > 0;) { /* node_from[n] doubles as "node n is needed" until it is filled below */
+        const koila_sig_info *s = koila__node_sig(g, n);
+        node_from[n] = UNNEEDED;
+        for (uint32_t o = 0; o < s->n_outputs; o++) {
+            const koila_value v = g->nodes.at[n].first_output + o;
+            if (value_of[v] == NEEDED && !(known && known[v])) node_from[n] = NEEDED;
+        }
+        if (node_from[n] == UNNEEDED) continue;
+        for (uint32_t i = 0; i < s->n_inputs; i++) value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
+    }
+    for (uint32_t a = 0; a < g->axes.n && status == KOILA_OK; a++) {
+        uint16_t id;
+        status = koila_graph_axis(part, g->axes.at[a], &id);
+    }
+    for (uint32_t l = 0; l < g->lines.n && status == KOILA_OK; l++) {
+        uint32_t id;
+        status = koila_graph_line(part, koila_text(g->table, g->lines.at[l].file), g->lines.at[l].number, &id);
+    }
+    /* leaves first, then nodes: both in recorded order */
+    koila_value inputs_few[16], *inputs = inputs_few;
+    uint32_t n_inputs_max = KOILA_COUNT(inputs_few);
+    for (uint32_t v = 0; v < g->values.n && status == KOILA_OK; v++) {
+        const koila_value_info *info = &g->values.at[v];
+        const bool is_known = known && known[v] && info->node != KOILA_NONE;
+        if (value_of[v] != NEEDED || !(info->node == KOILA_NONE || is_known)) continue;
+        const char *name = koila_graph_leaf_name(g, v);
+        status = koila_graph_leaf(part, info->meta, is_known ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind, info->axis, info->dim, *name ? name : NULL, &value_of[v]);
+    }
+    for (uint32_t n = 0; n < g->nodes.n && status == KOILA_OK; n++) {
+        if (node_from[n] == UNNEEDED) continue;
+        const koila_sig_info *s = koila__node_sig(g, n);
+        koila_value first = 0;
+        if (s->n_inputs > n_inputs_max) {
+            koila_value *more = koila__realloc(&g->mem, inputs == inputs_few ? NULL : inputs, n_inputs_max * sizeof *more, s->n_inputs * sizeof *more);
+            if (!more) {
+                status = KOILA_NO_MEMORY;
+                break;
+            }
+            inputs = more;
+            n_inputs_max = s->n_inputs;
+        }
+        for (uint32_t i = 0; i < s->n_inputs; i++) inputs[i] = value_of[g->inputs.at[g->nodes.at[n].first_input + i]];
+        status = koila_graph_node(part, g->nodes.at[n].sig, inputs, g->nodes.at[n].line, &first);
+        if (status != KOILA_OK) break;
+        node_from[part->nodes.n - 1] = n; /* part->nodes.n - 1 <= n: that entry has been read already */
+        for (uint32_t o = 0; o < s->n_outputs; o++) {
+            const koila_value v = g->nodes.at[n].first_output + o;
+            if (!(known && known[v])) value_of[v] = first + o; /* a known result keeps its leaf */
+        }
+    }
+    if (inputs != inputs_few) koila__release(&g->mem, inputs, n_inputs_max * sizeof *inputs);
+    if (status != KOILA_OK) {
+        koila_graph_free(part);
+        return status;
+    }
+    *out = part;
     return KOILA_OK;
 }
 

@@ -2,11 +2,13 @@
  *
  *   base.h      status, error buffer, host allocator
  *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its text form
+ *   plan.h      how to run it in slices of the batch
  */
 #ifndef KOILA_H
 #define KOILA_H
 
 #include "koila/base.h"
 #include "koila/graph.h"
+#include "koila/plan.h"
 
 #endif
