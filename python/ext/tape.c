@@ -135,6 +135,17 @@ int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
 
 /* ---- what must still happen outside */
 
+void koila__tape_drop_effects(koila__tape *t)
+{
+    const uint32_t n = t->n_effects;
+    for (uint32_t i = 0; i < n; i++) { /* the tensor has new contents and a new version: a later read is a new leaf */
+        tape_leaf *leaf = find_leaf(t, t->effects[i].real);
+        if (leaf && leaf->real) leaf->version = UINT32_MAX;
+    }
+    t->n_effects = 0;
+    for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
+}
+
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
 {
     uint32_t version;
@@ -160,17 +171,6 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
     leaf->value = v;
     leaf->version = version;
     return 0;
-}
-
-void koila__tape_drop_effects(koila__tape *t)
-{
-    const uint32_t n = t->n_effects;
-    for (uint32_t i = 0; i < n; i++) { /* the tensor has new contents and a new version: a later read is a new leaf */
-        tape_leaf *leaf = find_leaf(t, t->effects[i].real);
-        if (leaf && leaf->real) leaf->version = UINT32_MAX;
-    }
-    t->n_effects = 0;
-    for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
 }
 
 int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state)

@@ -70,7 +70,7 @@ PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
 uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
 /* The generator state recorded before random node `n` (borrowed uint8 tensor), or NULL without an error: not a random node. */
 PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
-/* The effects are written (or given up): forget them. */
+/* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);

@@ -10,12 +10,13 @@
  */
 #include "capture.h"
 
+uint64_t koila__n_handles;
+
 #include <dlfcn.h>
 #include <structmember.h>
 
 PyTypeObject *koila__lazy_class;
 Py_ssize_t koila__slot;
-Py_ssize_t koila__n_lazy;
 
 static PyObject *torch_tensor_base;     /* torch._C.TensorBase */
 static PyObject *torch_device;          /* torch.device */
@@ -323,6 +324,7 @@ static void attach(koila__handle *h, koila__group *g, koila__chain *c, koila_val
     if (t->handles) t->handles->prev_in_tape = h;
     t->handles = h;
     t->n_handles++;
+    koila__n_handles++;
     link_value(h, v);
 }
 
@@ -339,6 +341,7 @@ static koila__group *detach(koila__handle *h)
     else t->handles = h->next_in_tape;
     if (h->next_in_tape) h->next_in_tape->prev_in_tape = h->prev_in_tape;
     t->n_handles--;
+    koila__n_handles--;
     koila__chain_release(h->chain);
     h->group = NULL;
     h->chain = NULL;
@@ -366,7 +369,6 @@ static void handle_dealloc(koila__handle *h)
         if (t->n_effects) settle(t);
         Py_DECREF(t);
     }
-    koila__n_lazy--;
     if (n_free < FREELIST) freelist[n_free++] = h;
     else PyObject_Free(h);
 }
@@ -398,7 +400,6 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
     if (!h) return Py_DECREF(w), PyErr_NoMemory();
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
-    koila__n_lazy++;
     attach(h, g, c, v, meta, offset);
     *(koila__handle **)((char *)w + koila__slot) = h;
     return w;
