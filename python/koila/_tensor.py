@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 from typing import Any, Callable
 
 from ._torch import second_owner_adds_reference, torch  # noqa: F401  (the first is called from C)
