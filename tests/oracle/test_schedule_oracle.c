@@ -2,7 +2,7 @@
  * the recorded graph run whole. Numbers must be equal (they are exact), and the interpreter's bytes must be what live.c predicted, at the byte.
  * A checker that cannot fail proves nothing: faults of each kind are planted and must be seen.
  *
- * Arguments: [name of a test] or, to look at one graph, seed <n>. KOILA_ORACLE_GRAPHS=<n> in the environment runs more graphs. */
+ * KOILA_ORACLE_GRAPHS=<n> in the environment runs more graphs; KOILA_ORACLE_SEED=<n> and the argument `seed` show one. */
 #include "interpreter.h"
 #include "random_graph.h"
 
@@ -213,9 +213,22 @@ TEST(oracle__planted_faults_are_caught)
     }
 }
 
+static int show(void *user, const char *text, size_t n) { return fwrite(text, 1, n, user) == n ? 0 : 1; }
+
 TEST(seed)
-{ /* look at one: test_schedule_oracle seed with KOILA_ORACLE_SEED=<n> */
+{ /* look at one: KOILA_ORACLE_SEED=<n> test_schedule_oracle seed */
     const char *s = getenv("KOILA_ORACLE_SEED");
     uint32_t n_runs = 0, n_planted = 0, n_wrong = 0;
-    if (s) try_graph(strtoull(s, NULL, 10), NULL, &n_runs, &n_planted, &n_wrong, true);
+    if (!s) return;
+    const uint64_t seed = strtoull(s, NULL, 10);
+    try_graph(seed, NULL, &n_runs, &n_planted, &n_wrong, true);
+    random_graph r;
+    koila_plan *p = NULL;
+    const koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = UINT64_MAX, .rows = 1 };
+    CHECK(rg_init(&r, NULL, seed, NULL, 0, N_STEPS) == KOILA_OK);
+    koila_graph_print(r.g, show, stdout);
+    CHECK(koila_plan_new(r.g, r.targets, r.n_targets, &o, NULL, &p, NULL) == KOILA_OK);
+    if (p) koila_plan_print(p, show, stdout);
+    koila_plan_free(p);
+    rg_deinit(&r);
 }
