@@ -18,6 +18,7 @@
 #include "run.h"
 
 #include <math.h>
+#include <time.h>
 
 #include "capture.h"
 #include "truth.h"
@@ -47,6 +48,7 @@ static PyObject *op_of(PyObject *aten, const char *packet, const char *overload)
 static int run_init(void)
 {
     if (call.ready) return 0;
+    koila__truth_install(); /* without it: no measured peak, no learned workspaces, no limit; everything else works */
     PyObject *torch = PyImport_ImportModule("torch"), *ops = torch ? PyObject_GetAttrString(torch, "ops") : NULL;
     PyObject *aten = ops ? PyObject_GetAttrString(ops, "aten") : NULL, *mine = PyImport_ImportModule("koila._run");
     int status = -1;
@@ -172,10 +174,68 @@ static void cached_release(cached *c)
     PyMem_RawFree(c);
 }
 
+static double seconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 static uint64_t mix(uint64_t h, uint64_t x)
 {
     h = (h ^ x) * 0x9e3779b97f4a7c15u;
     return h ^ (h >> 29);
+}
+
+/* ---- micro_batch("fastest"): of the sizes that fit, a few are timed in the first steps and the fastest is kept */
+
+#define N_TUNED 16
+#define N_SIZES 4   /* the automatic size, 1/2, 1/4 and 1/8 of it */
+#define N_TIMINGS 2 /* of each; the smaller counts, so that the first step's start-up does not */
+typedef struct tuning {
+    uint64_t key, used;
+    int64_t rows[N_SIZES];
+    double seconds[N_SIZES];
+    uint32_t n_sizes, n_runs;
+} tuning;
+static tuning tunings[N_TUNED];
+
+static tuning *tuning_of(uint64_t key)
+{
+    for (uint32_t i = 0; i < N_TUNED; i++)
+        if (tunings[i].n_sizes && tunings[i].key == key) return &tunings[i];
+    return NULL;
+}
+
+/* Rows for the next run of step `key`; 0: not seen yet, take the automatic size. */
+static int64_t tuned_rows(uint64_t key)
+{
+    tuning *t = tuning_of(key);
+    if (!t) return 0;
+    t->used = ++cache_clock;
+    if (t->n_runs < N_TIMINGS * t->n_sizes) return t->rows[t->n_runs % t->n_sizes];
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < t->n_sizes; i++)
+        if (t->seconds[i] < t->seconds[best]) best = i;
+    return t->rows[best];
+}
+
+static void tuned_record(uint64_t key, int64_t rows, double seconds)
+{
+    tuning *t = tuning_of(key);
+    if (!t) { /* the automatic size: its first run */
+        t = &tunings[0];
+        for (uint32_t i = 1; i < N_TUNED; i++)
+            if (tunings[i].used < t->used) t = &tunings[i];
+        *t = (tuning){ .key = key, .used = ++cache_clock };
+        for (int64_t r = rows; t->n_sizes < N_SIZES && (!t->n_sizes || r < t->rows[t->n_sizes - 1]); r = (r + 1) / 2) {
+            t->rows[t->n_sizes] = r;
+            t->seconds[t->n_sizes++] = HUGE_VAL;
+        }
+    }
+    for (uint32_t i = 0; i < t->n_sizes; i++)
+        if (t->rows[i] == rows && seconds < t->seconds[i]) t->seconds[i] = seconds;
+    t->n_runs++;
 }
 
 /* ---- errors */
@@ -253,7 +313,7 @@ typedef struct exec {
     uint64_t n_run;
     uint32_t retries;
     bool measure;
-    PyObject *user_state;  /* the user's generator as it was */
+    PyObject *user_state;  /* the user's generator as it was; NULL until the first random operator */
 } exec;
 
 static PyObject *dims_tuple(const int64_t *size, uint32_t n)
@@ -542,6 +602,7 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     if (random) {
         PyObject *state = koila__tape_random_state(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
         if (state) {
+            if (!x->user_state && !(x->user_state = PyObject_CallMethod(call.generator, "get_state", NULL))) return -1;
             if (set_generator(state) < 0) return -1;
             const koila_share share = koila_plan_share(x->plan, info.first_output);
             if (in_loop && share.kind == KOILA_SHARE_SLICE && !(x->begin == 0 && x->end == x->batch)) return run_random_rows(x, n, s, info.first_output);
@@ -930,7 +991,6 @@ static int run_plan(koila__tape *t, const request *r, const cached *c, uint32_t 
         Py_INCREF(t->values[v].real);
         Py_XSETREF(x.whole[leaf], t->values[v].real);
     }
-    if (!(x.user_state = PyObject_CallMethod(call.generator, "get_state", NULL))) goto done;
     if (!(guard = PyObject_CallNoArgs(call.guards))) goto done;
     status = 0;
     for (uint32_t k = 0; k < c->info.n_stages && status == 0; k++) status = run_stage(&x, k);
@@ -1066,6 +1126,9 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         const uint64_t budget = free_bytes(&limit);
         koila_graph *part = r.part;
         r.part = NULL;
+        const bool tune = settings.fastest && !settings.rows && !retries;
+        const uint64_t tune_key = koila_graph_hash(part);
+        if (tune) rows = tuned_rows(tune_key);
         cached *c = plan_for(part, r.targets, n, budget, rows, &err, &plan_status);
         if (!c) {
             if (plan_status == KOILA_OOM && n > n_must) { /* give up the largest of what is merely held */
@@ -1094,7 +1157,9 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         base = koila__truth_current();
         peak_before = koila__truth_swap_peak(base);
         measured = koila__truth_ok();
+        const double started = seconds_now();
         status = run_plan(t, &r, c, n, results, &retries, &n_run);
+        if (tune && status == 0) tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
         if (peak_before > peak) koila__truth_swap_peak(peak_before);
         if (status < 0 && koila__is_out_of_memory() && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
@@ -1146,3 +1211,215 @@ done:
     PyMem_Free(results);
     return status;
 }
+
+/* ---- the module's functions */
+
+static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "micro_batch", "budget", "strict", "fastest", NULL };
+    static PyObject unset;
+    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:configure", names, &rows, &budget, &strict, &fastest)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O}", "micro_batch", settings.rows ? PyLong_FromLongLong(settings.rows) : Py_NewRef(Py_None), "budget",
+                                     settings.has_budget ? PyLong_FromUnsignedLongLong(settings.budget) : Py_NewRef(Py_None), "strict", settings.strict ? Py_True : Py_False,
+                                     "fastest", settings.fastest ? Py_True : Py_False);
+    if (!before) return NULL;
+    const int64_t new_rows = rows == &unset ? settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
+    const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    if (PyErr_Occurred() || new_rows < 0) {
+        Py_DECREF(before);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
+        return NULL;
+    }
+    settings.rows = new_rows;
+    if (budget != &unset) {
+        koila__truth_install();
+        settings.has_budget = budget != Py_None;
+        settings.budget = settings.has_budget ? new_budget : UINT64_MAX;
+        koila__truth_set_limit(settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+    }
+    if (strict != &unset) settings.strict = PyObject_IsTrue(strict) == 1;
+    if (fastest != &unset) settings.fastest = PyObject_IsTrue(fastest) == 1;
+    return before;
+}
+
+static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    if (!last.c) Py_RETURN_NONE;
+    return koila__plan_dict(last.c->plan, last.c->part, last.base_bytes, last.measured ? &last.measured_peak_bytes : NULL, last.budget_bytes, last.retries, last.n_run);
+}
+
+/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
+static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_t *n)
+{
+    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
+    if (!fast) return NULL;
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
+    koila__tape *t = NULL;
+    *n = 0;
+    *values = PyMem_Malloc(((size_t)size + 1) * sizeof **values);
+    for (Py_ssize_t i = 0; *values && i < size; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h) continue;
+        if (t && h->group->tape != t) { /* of another step: on its own */
+            if (!koila__concrete(h)) goto fail;
+            continue;
+        }
+        const koila_value v = koila__value_of(h);
+        if (v == KOILA_NONE) goto fail;
+        t = h->group->tape;
+        if (!t->values[v].real) (*values)[(*n)++] = v;
+    }
+    Py_DECREF(fast);
+    if (!t) PyErr_SetString(PyExc_ValueError, "no lazy tensor among the values");
+    return t;
+fail:
+    Py_DECREF(fast);
+    PyMem_Free(*values);
+    *values = NULL;
+    return NULL;
+}
+
+/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
+static PyObject *py_run_all(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    int commit;
+    koila_value *values = NULL, *held = NULL;
+    uint32_t n, n_held;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit)) return NULL;
+    if (run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    if (!t) {
+        PyMem_Free(values);
+        return NULL;
+    }
+    Py_INCREF(t);
+    n_held = koila__tape_held(t, NULL, 0);
+    held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
+    int status = held ? 0 : (PyErr_NoMemory(), -1);
+    if (held) {
+        const uint32_t there = koila__tape_held(t, held, n_held);
+        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
+    }
+    if (status == 0 && commit) t->closed = true;
+    PyMem_Free(values);
+    PyMem_Free(held);
+    Py_DECREF(t);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* take_all(lazies) -> list of plain tensors: each concrete value, which the tape then lets go when nobody else can ask for it, so that whoever gets
+ * it may own its storage alone (AccumulateGrad takes a gradient without a copy only then). */
+static PyObject *py_take_all(PyObject *self, PyObject *list)
+{
+    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
+    (void)self;
+    if (!fast) return NULL;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    PyObject *out = PyList_New(n);
+    for (Py_ssize_t i = 0; out && i < n; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i), *real = koila__is_lazy(o) ? koila__concrete(koila__handle_of(o)) : o;
+        if (!real) Py_CLEAR(out);
+        else PyList_SET_ITEM(out, i, Py_NewRef(real));
+    }
+    for (Py_ssize_t i = 0; out && i < n; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h || h->chain || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value || h->group->refs > 1) continue;
+        koila__tape *t = h->group->tape;
+        if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
+    }
+    Py_DECREF(fast);
+    return out;
+}
+
+static PyObject *py_explain(PyObject *self, PyObject *list)
+{
+    koila_value *values = NULL;
+    uint32_t n;
+    (void)self;
+    if (run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    PyObject *d = NULL;
+    if (!t || request_make(t, values, n, &r) < 0) goto done;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    uint64_t limit;
+    const uint64_t budget = free_bytes(&limit);
+    koila_graph *part = r.part;
+    r.part = NULL;
+    cached *c = plan_for(part, r.targets, n, budget, settings.rows, &err, &status);
+    if (!c) {
+        raise_no_fit(status, &err, "explain");
+        goto done;
+    }
+    d = koila__plan_dict(c->plan, c->part, koila__truth_current(), NULL, limit, 0, 0);
+    cached_release(c);
+done:
+    request_free(&r);
+    PyMem_Free(values);
+    return d;
+}
+
+static PyObject *py_save_graph(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    const char *path;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path)) return NULL;
+    if (list == Py_None) {
+        if (!last.c) return PyErr_SetString(PyExc_ValueError, "no step has run yet"), NULL;
+        if (koila__save_graph(last.c->part, path) < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    koila_value *values = NULL;
+    uint32_t n;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    int status = t ? request_make(t, values, n, &r) : -1;
+    if (status == 0) status = koila__save_graph(r.part, path);
+    request_free(&r);
+    PyMem_Free(values);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyBool_FromLong(koila__n_handles != 0);
+}
+
+/* Forget plans and what was learned: for tests. */
+static PyObject *py_forget(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    for (uint32_t i = 0; i < N_CACHED; i++) {
+        cached_release(cache[i]);
+        cache[i] = NULL;
+    }
+    if (learned.n) memset(learned.at, 0, learned.n * sizeof *learned.at);
+    learned.generation++;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
+    { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
+    { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
+    { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
+    { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
+    { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__run_module_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }
