@@ -98,6 +98,7 @@ bool koila__rule_cdist(koila__case *c)
     const uint32_t n = c->out_meta[0]->n_dims;
     if (c->in_meta[0]->n_dims != n || c->in_meta[1]->n_dims != n || n < 2) return false;
     const uint32_t lead = koila__lead(c);
+    if (lead == KOILA_NONE) return false;
     const koila_placement p = c->in[lead];
     if (p.dim == n - 1u) return false;
     if (p.dim < n - 2u) {
@@ -118,6 +119,7 @@ bool koila__rule_cdist_backward(koila__case *c)
     for (uint32_t i = 0; i < 4; i++)
         if (c->in_meta[i]->n_dims != n) return false;
     const uint32_t lead = koila__lead(c);
+    if (lead == KOILA_NONE) return false;
     koila_placement p = c->in[lead];
     if (lead == 2 && p.dim == n - 2u) p.dim = (uint8_t)(n - 1u); /* b's points are the columns of grad */
     else if ((lead == 1 || lead == 2) && p.dim == n - 1u) return false;

@@ -111,6 +111,20 @@ static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh,
     return koila__emit_end(&k, out);
 }
 
+/* The first n_full inputs are like x, sharded on dimension 1; all others are vectors of channels, as are all results but the first. */
+static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
+{
+    const koila_placement v = koila__moved(x, 0);
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (!koila__need(c, i, i < n_full ? x : v)) return false;
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        if (!c->out_meta[j]) continue;
+        c->out[j] = j == 0 ? x : c->out_meta[j]->n_elements == 0 ? koila__p(c, KOILA_SUM) : v;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j])) return false;
+    }
+    return true;
+}
+
 /* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var pos_mean + 1, then training, momentum, eps. */
 static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
 {
@@ -118,7 +132,9 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     double momentum, eps;
     const koila_placement x = c->in[0];
     if (!koila__arg_bool(c, pos_training, false, &training)) return false;
-    if (koila__any_p(c) || !koila__is_s(x) || x.dim == 1) return false;
+    if (koila__any_p(c)) return false;
+    if (koila__is_s(x) && x.dim == 1) return per_channel_rows(c, x, 1); /* InstanceNorm: the samples are channels, each by itself */
+    if (!koila__is_s(x)) return false;
     for (uint32_t i = 1; i < c->n_in; i++)
         if (!koila__is_r(c->in[i])) return false;
     if (!training) {
@@ -205,7 +221,8 @@ bool koila__rule_batch_norm_backward(koila__case *c)
 {
     bool train;
     const uint32_t lead = koila__lead_among(c, 2), weight = koila__input_at(c, 2), save_mean = koila__input_at(c, 5), save_invstd = koila__input_at(c, 6);
-    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE || c->in[lead].dim == 1 || !koila__arg_bool(c, 7, false, &train)) return false;
+    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE || !koila__arg_bool(c, 7, false, &train)) return false;
+    if (c->in[lead].dim == 1) return per_channel_rows(c, c->in[lead], 2);
     if (!train) {
         for (uint32_t i = 0; i < c->n_in; i++) {
             if (i >= 2) koila__need_r(c, i);
