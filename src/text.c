@@ -26,7 +26,8 @@
  *   VALUE  = "%"N    STRING = as in C, with \" \\ \n \t \xHH    FLOAT = decimal, or 0x<hex>p<exponent> where decimal would not be exact, inf, nan, nan:<bits>
  *
  * Equal means: parsed into the table it came from, the graph has the same signatures, values, lines, names and hash; parsed into any table, it prints
- * as the same text. (Opaque arguments are found in the table by label, different ones stay different; the n-th of a label is the n-th.)
+ * as the same text. (Opaque arguments are found in the table by label. Different ones stay different, but which of several with one label is
+ * told by their order alone.)
  *
  * Text may be hostile: every id is checked, every value is written out where it is made (so a graph is never more than a constant times larger than
  * its text), and no step goes back. Numbers are read and written here and not by the C library, whose answer depends on the locale. */
@@ -106,7 +107,7 @@ static bool read_decimal(const char *s, size_t n, double *out)
 {
     uint64_t m = 0;
     int64_t e = 0, shift = 0;
-    size_t i = 0;
+    size_t i = 0, n_zeros = 0; /* zeros of the fraction that nothing has followed yet */
     bool dot = false, digit = false;
     for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !dot)); i++) {
         if (s[i] == '.') {
@@ -114,6 +115,14 @@ static bool read_decimal(const char *s, size_t n, double *out)
             continue;
         }
         digit = true;
+        if (dot && s[i] == '0') {
+            n_zeros++;
+            continue;
+        }
+        for (; n_zeros; n_zeros--, shift--) {
+            if (m >> 53) return false;
+            m *= 10;
+        }
         if (m >> 53) return false;
         m = m * 10 + (uint64_t)(s[i] - '0');
         shift -= dot;
