@@ -868,6 +868,16 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
                 goto leave;
             }
     }
+    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x): eager refuses some of these */
+        const koila__handle *a = w.in[i].h;
+        for (uint32_t j = 0; w.in[i].written && j < w.n_in; j++) {
+            const koila__handle *b = w.in[j].h;
+            if (w.in[j].written || !b || b->group != a->group || (b->offset == a->offset && b->meta == a->meta)) continue;
+            PyObject *ok = call_helper("check_overlap", op->func, args, kwargs);
+            if (!ok) goto leave;
+            Py_DECREF(ok);
+        }
+    }
     const bool grad = koila__grad_mode();
     uint32_t n_key;
     if (make_key(&w, op, grad, &n_key) < 0) goto leave;
