@@ -1081,6 +1081,13 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     unsigned dim = 0;
     if (!PyArg_ParseTuple(args, "OO|IO", &real, &axis_arg, &dim, &shared)) return NULL;
     if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) return PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor"), NULL;
+    static bool guarded; /* the doors of plain tensors */
+    if (!guarded) {
+        PyObject *ok = call_helper("install", NULL, NULL, NULL);
+        if (!ok) return NULL;
+        Py_DECREF(ok);
+        guarded = true;
+    }
     koila__tape *t = koila__tape_current();
     koila_meta meta;
     if (!t || koila__meta_of(real, &meta) < 0) return NULL;
