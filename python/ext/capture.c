@@ -996,6 +996,20 @@ static bool has_mask(PyObject *args)
 
 static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs)
 {
+    if ((op->kind == VIEW || op->kind == SAME || op->kind == STRIDED) && koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
+        PyObject *context = call_helper("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
+        if (!context) return NULL;
+        PyObject *r = op->kind == SAME ? same(args) : record(op, args, kwargs), *type, *value, *trace;
+        if (context != Py_None) {
+            PyErr_Fetch(&type, &value, &trace);
+            PyObject *ok = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+            if (!ok) PyErr_Clear();
+            Py_XDECREF(ok);
+            PyErr_Restore(type, value, trace);
+        }
+        Py_DECREF(context);
+        return r;
+    }
     switch (op->kind) {
     case SAME: return same(args);
     case INDEX:

@@ -42,6 +42,7 @@ static struct shim {
     int32_t (*get_device_index)(tensor_handle, int32_t *);
     bool (*grad_mode)(void);
     void (*set_grad_mode)(bool);
+    bool (*inference_mode)(void);
     bool works;
 } shim;
 
@@ -66,6 +67,8 @@ int koila__set_grad_mode(bool on)
     Py_XDECREF(r);
     return r ? 0 : -1;
 }
+
+bool koila__maybe_inference(void) { return !shim.inference_mode || shim.inference_mode(); }
 
 PyObject *koila__dtype_object(koila_dtype d) { return dtypes[d]; }
 
@@ -484,6 +487,7 @@ static int learn_shim(PyObject *torch)
     FIND(get_device_index, "aoti_torch_get_device_index");
     FIND(grad_mode, "aoti_torch_grad_mode_is_enabled");
     FIND(set_grad_mode, "aoti_torch_grad_mode_set_enabled");
+    FIND(inference_mode, "_ZN3c1013InferenceMode10is_enabledEv"); /* the one C++ name; without it Python is asked */
 #undef FIND
     if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype || !shim.get_device_type || !shim.get_device_index) return Py_DECREF(probe), 0;
     memset(dtype_of_code, -1, sizeof dtype_of_code);

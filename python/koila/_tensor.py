@@ -189,6 +189,15 @@ def check_type(func: Any, cls: type) -> None:
     raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
 
 
+def leave_inference(like: torch.Tensor) -> Any:
+    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under which its wrapper is made; None when there is nothing to leave."""
+    if like.is_inference() or not torch.is_inference_mode_enabled():
+        return None
+    context = torch._C._InferenceMode(False)
+    context.__enter__()
+    return context
+
+
 def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:
     raise StaleValueError(
         f"a lazy value is asked for, but a tensor {_text(meta)} that it is computed from has been changed since (version {then}, now {now}). "
@@ -447,11 +456,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i in mutated:
             if fakes[i].size() != tensors[i].size():
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
-            if torch._debug_has_internal_overlap(fakes[i]) == 1 and schema.name.removeprefix("aten::") not in _may_overlap:
-                raise RuntimeError(
-                    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-                    "Please clone() the tensor before performing the operation."
-                )
+            if torch._debug_has_internal_overlap(fakes[i]) == 1:
+                _real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
     kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
     out: list[tuple[int, Any]] = []
@@ -482,9 +488,6 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         lambda t: memory[t.dtype].as_strided(t.size(), t.stride(), t.storage_offset()) if _core.is_lazy(t) else torch.zeros_like(t), args, kwargs
     )
     func(*a, **k)
-
-
-_may_overlap = {"fill_", "zero_", "index_put_", "_index_put_impl_"}
 
 
 def _flat_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
@@ -780,7 +783,7 @@ def _self_test(func: Any, dtype: torch.dtype) -> bool:
 
 @special("bernoulli")
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fresh = redispatch(aten.empty_like.default, args[:1], {})
+    fresh = redispatch(aten.empty_like.default, args[:1], {"memory_format": torch.contiguous_format})
     p = args[1] if len(args) > 1 else kwargs.get("p", args[0])
     rest = {k: v for k, v in kwargs.items() if k == "generator"}
     write = aten.bernoulli_.Tensor if isinstance(p, torch.Tensor) else aten.bernoulli_.float

@@ -285,9 +285,7 @@ def run(
         # whatever a choice drew before it raised, both worlds go on from the same place
         r.setstate(state)
         r.random()
-        out.log.append(
-            f"{step} {kind}{at} {tuple(new.shape)} {new.stride()} {new.storage_offset()} v{new._version} grad={new.requires_grad} leaf={new.is_leaf} base={new._is_view()}"
-        )
+        out.log.append(f"{step} {kind}{at} {_describe(new)}")
         if not any(new is p for p in pool) and new.numel() < 3000:
             pool.append(new)
     try:
@@ -314,6 +312,14 @@ def run(
             raise Refused(str(e)) from None
         assert torch.equal(given, x), "the tensor handed to lazy() was written"
     return out
+
+
+def _describe(t: torch.Tensor) -> str:
+    text = f"{tuple(t.shape)} {t.stride()} {t.storage_offset()} v{t._version} view={t._is_view()}"
+    try:
+        return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
+    except RuntimeError as e:  # a view of a split whose base was written: autograd refuses to look at it
+        return f"{text} {str(e)[:60]}"
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
