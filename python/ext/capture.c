@@ -833,6 +833,16 @@ static int check_strided(const koila__group *g, const result *r)
     return 0;
 }
 
+static bool grad_required(PyObject *tensor)
+{
+    if (!koila__grad_mode()) return false;
+    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
+    const bool yes = r == Py_True;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return yes;
+}
+
 static PyObject *run_on_reals(const op_info *op, PyObject *args, PyObject *kwargs) { return call_helper("run_on_reals", op->func, args, kwargs); }
 
 static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
@@ -856,6 +866,10 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
     if (resolve_inputs(&w) < 0) goto leave;
     koila__handle *first = w.n_in ? w.in[0].h : NULL;
     if (op->kind == STRIDED && first) { /* it reads the storage, that is the base */
+        if (first->chain && grad_required(w.in[0].object)) {
+            unsupported("as_strided of a lazy view that requires grad: its gradient depends on memory that views share. Use select, narrow, unfold or diagonal");
+            goto leave;
+        }
         const koila_value base = first->group->cur;
         w.in[0].value = base;
         w.tok[w.in[0].token].u.id = first->group->meta;
