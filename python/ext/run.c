@@ -242,7 +242,14 @@ static void tuned_record(uint64_t key, int64_t rows, double seconds)
 
 /* ---- errors */
 
-static PyObject *error_class(const char *name) { return PyObject_GetAttrString(call.errors, name); }
+static PyObject *error_class(const char *name)
+{ /* leaves an exception that is set alone: looking up a module's attribute clears it */
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *cls = PyObject_GetAttrString(call.errors, name);
+    if (type) PyErr_Restore(type, value, trace);
+    return cls;
+}
 
 /* Is the current exception an out of memory? By type first, then by the texts torch and its libraries use. Leaves it set. */
 bool koila__is_out_of_memory(void)
