@@ -33,7 +33,7 @@ uint32_t koila_graph_n_axes(const koila_graph *g) { return g->axes.n; }
 int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis) { return axis < g->axes.n ? g->axes.at[axis] : 0; }
 uint32_t koila_graph_n_nodes(const koila_graph *g) { return g->nodes.n; }
 uint32_t koila_graph_n_values(const koila_graph *g) { return g->values.n; }
-uint64_t koila_graph_hash(const koila_graph *g) { return g->hash; }
+uint64_t koila_graph_hash(const koila_graph *g) { return koila__mix(g->axes_hash, g->hash); }
 koila_node_info koila_node_get(const koila_graph *g, koila_node n) { return g->nodes.at[n]; }
 koila_value_info koila_value_get(const koila_graph *g, koila_value v) { return g->values.at[v]; }
 const koila_value *koila_node_inputs(const koila_graph *g, koila_node n) { return g->inputs.at + g->nodes.at[n].first_input; }
@@ -42,7 +42,7 @@ koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
 {
     if (size < 0 || g->axes.n >= UINT16_MAX) return KOILA_BAD_ARGUMENT;
     if (!koila__vec_push(&g->mem, &g->axes, size)) return KOILA_NO_MEMORY;
-    g->hash = koila__mix(g->hash, (uint64_t)size ^ 0xa1);
+    g->axes_hash = koila__mix(g->axes_hash, (uint64_t)size);
     *out = (uint16_t)(g->axes.n - 1);
     return KOILA_OK;
 }

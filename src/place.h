@@ -5,7 +5,11 @@
  *   S(dim, outer, inner)  size[dim] == outer * batch * inner; slice [s, e) owns, in each of the `outer` blocks, elements s*inner .. e*inner
  *   P(combine)            each slice has a value of the full shape; the whole value is their combination (sum, max, min, moments)
  *   FREE                  a factory (or pointwise operators of factories): nobody has asked yet; becomes the S of its first sharded use, else R
+ * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Zero-size results of a call in a loop that no slice owns (workspaces,
+ * the empty statistics of BatchNorm in eval mode) are S(0, 0, 0) or P.
  * A use that needs R of an S or P value is a *barrier*; a use that needs S of an R value is a free slice.
+ * An `overwrites` write has no data edge to its base: need is then what costs nothing (the base's own placement, or the result's when the base is
+ * R), and the executor may allocate the result (meta of the base, slice's size) instead of reading the base.
  * Each value belongs to at most one axis; a node that meets two axes keeps one and needs the other's values whole.
  *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it: most nodes are copied; a rule may
@@ -38,9 +42,10 @@ typedef enum koila__fix_kind {
     KOILA__FIX_SIZES,   /* argument `arg` is a list of sizes of output `output`: entry output.dim := outer * b * inner (an entry of -1 stays) */
     KOILA__FIX_STRIDES, /* argument `arg` is a list of strides of output `output`: those of a dense tensor with the slice's sizes, same dim order */
     KOILA__FIX_EXTENT,  /* argument `arg` is an int: := outer * b * inner of output `output` (or of input `output` - 1000 when >= 1000) */
-    KOILA__FIX_SCALE,   /* multiply output `output` by b / batch (a mean over the batch becomes a partial sum) */
+    KOILA__FIX_ROWS,    /* argument `arg` is an int, or a list of ints: each := value / batch * b (they are multiples of batch; `output` is unused) */
+    KOILA__FIX_SCALE,   /* multiply output `output` by b / batch (a mean over the batch becomes a partial sum, or 1/N stays that of the whole) */
     KOILA__FIX_ALIAS,   /* the call returns its first tensor input unchanged (a slice over the whole batch) */
-    KOILA__FIX_DIMS,    /* squeeze without dims: call "aten::squeeze.dims" with the dims of size 1 in the recorded input instead */
+    KOILA__FIX_DIMS,    /* a squeeze: call "aten::squeeze.dims" with those of the call's dims (all, when it names none) of size 1 in the recorded input */
 } koila__fix_kind;
 #define KOILA__MAX_FIXES 4
 typedef struct koila__fix {
@@ -59,7 +64,7 @@ typedef struct koila__placed_node {
     const koila__placed_link *link;   /* links of all writes of the node, one after another; NULL when there are none or not in a loop */
     uint16_t axis;                    /* of the loop it runs in, when sharded */
     uint8_t in_loop;                  /* runs once per slice; else once, on whole values */
-    uint8_t gathered;                 /* some input is S or P and is needed R because no rule allowed less */
+    uint8_t gathered;                 /* some input is S and is needed R: activations are collected (a P input made whole is no gather) */
     koila_node recorded;              /* the recorded node it comes from */
 } koila__placed_node;
 
@@ -72,7 +77,7 @@ typedef struct koila__placed {
     koila__arena arena;
 } koila__placed;
 
-/** Place what `targets` (values of the recorded graph) need. `main_axis` KOILA_NONE: when two axes meet, the one with more rows is kept.
+/** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one with more rows is kept.
  *  On success *out is yours: koila__placed_free(). Expected: NO_MEMORY, UNSUPPORTED. */
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                           koila__placed **out, koila_error *err);
@@ -85,6 +90,7 @@ bool koila__placed_check(const koila__placed *p, koila_error *err);
 
 /** Extent of dimension `p.dim` for a slice of b rows. */
 static inline int64_t koila__extent(koila_placement p, int64_t b) { return p.outer * b * p.inner; }
+/** Equal as far as the kind's fields go. */
 static inline bool koila__placement_equal(koila_placement a, koila_placement b)
 {
     if (a.kind != b.kind) return false;

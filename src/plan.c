@@ -403,13 +403,29 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
             a->n = 1;
             a->ints[0] = koila__extent(x, rows);
             break;
+        case KOILA__FIX_ROWS: {
+            const koila_arg *first = &s->tokens[s->start[fix[k].arg]];
+            const bool is_list = first->kind == KOILA_ARG_LIST;
+            const int64_t batch = p->placed->graph->axes.at[pn->axis];
+            a->kind = is_list ? KOILA_ADAPT_INTS : KOILA_ADAPT_INT;
+            a->n = is_list ? first->n : 1;
+            for (uint32_t i = 0; i < a->n && i < KOILA_MAX_DIMS; i++) a->ints[i] = batch ? first[is_list + i].u.i / batch * rows : 0;
+            break;
+        }
         case KOILA__FIX_SCALE: a->kind = KOILA_ADAPT_SCALE; break;
         case KOILA__FIX_ALIAS: a->kind = KOILA_ADAPT_ALIAS; break;
-        case KOILA__FIX_DIMS:
+        case KOILA__FIX_DIMS: {
             a->kind = KOILA_ADAPT_SQUEEZE;
-            for (uint32_t d = 0; d < koila__meta(t, s->inputs[0])->n_dims; d++)
-                if (koila__meta(t, s->inputs[0])->size[d] == 1) a->ints[a->n++] = d;
+            const koila_meta_info *in = koila__meta(t, s->inputs[0]);
+            const koila_arg *named = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
+            const uint32_t n_named = !named ? in->n_dims : named->kind == KOILA_ARG_LIST ? named->n : 1;
+            for (uint32_t i = 0; i < n_named; i++) {
+                int64_t d = !named ? i : named->kind == KOILA_ARG_LIST ? named[1 + i].u.i : named->u.i;
+                if (d < 0) d += in->n_dims;
+                if (d >= 0 && d < in->n_dims && in->size[d] == 1 && a->n < KOILA_MAX_DIMS) a->ints[a->n++] = d;
+            }
             break;
+        }
         default: n_out--; break;
         }
     }

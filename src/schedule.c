@@ -37,6 +37,11 @@ typedef struct scope {
     uint8_t *here;     /* [value] alive in this scope */
 } scope;
 
+typedef struct slice_of {
+    koila_node user;
+    uint32_t input;
+} slice_of;
+
 typedef struct work_state {
     const koila__placed *p;
     const koila_graph *g;
@@ -72,6 +77,7 @@ typedef struct work_state {
     uint32_t *last_run;    /* [node] last loop that can possibly run it, or KOILA_NONE */
     scope whole, slice;    /* who is alive on which storage: whole values, values of the running slice */
     scope *s;              /* the one emission is in */
+    slice_of *sliced;      /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
     uint32_t *whole_last;  /* [value] last stage that reads whole v */
     instr_vec instrs;
     event_vec events;
@@ -98,7 +104,8 @@ static bool uses_local(const work_state *w, koila_node n, uint32_t i)
 {
     const koila_value v = input_of(w, n, i);
     if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
-    return need_of(w, n, i).kind != KOILA_R || w->p->value[v].kind == KOILA_R;
+    const koila_placement need = need_of(w, n, i);
+    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
 }
 
 /* ---- what is needed, and at which level */
@@ -337,7 +344,13 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
     for (uint32_t i = 0; in_loop && i < s->n_inputs; i++) { /* slices of whole values, pieces kept by earlier loops */
         const koila_value v = input_of(w, n, i);
-        if (w->s->here[v] || (need_of(w, n, i).kind == KOILA_R && !uses_local(w, n, i))) continue;
+        if (need_of(w, n, i).kind == KOILA_R && !uses_local(w, n, i)) continue;
+        if (w->s->here[v]) {
+            const slice_of cut = w->sliced[v];
+            if (cut.user == KOILA_NONE || koila__placement_equal(need_of(w, cut.user, cut.input), need_of(w, n, i))) continue;
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v })); /* cut along another dimension: cut again */
+            TRY_ALLOC(release_value(w, v, KOILA__LOCAL_FREE));
+        }
         const bool fetch = w->kept[v];
         if (!fetch && uses_local(w, n, i) && w->made_whole[v] == KOILA_NONE) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
         w->s->here[v] = 1;
@@ -345,7 +358,8 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         w->s->alive[v] = 1;
         w->s->owned[v] = 0;
         const uint8_t last = fetch && !keeps(w, v, j) ? KOILA_INSTR_LAST : 0;
-        TRY_ALLOC(emit(w, (koila_instr){ .kind = (uint8_t)(fetch ? KOILA_DO_FETCH : KOILA_DO_SLICE), .flags = last, .id = v }));
+        w->sliced[v] = (slice_of){ fetch ? KOILA_NONE : n, i };
+        TRY_ALLOC(emit(w, (koila_instr){ .kind = (uint8_t)(fetch ? KOILA_DO_FETCH : KOILA_DO_SLICE), .flags = last, .steal = (uint16_t)i, .id = v, .user = n }));
         if (last) w->s->owned[v] = 2; /* freed like an own storage, but as a kept piece; may be written in place */
     }
     for (uint32_t k = 0; k < s->n_writes; k++) { /* in place when the base dies here and nobody else lives on its storage */
@@ -364,6 +378,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         const koila_value v = first + o;
         if (!exists(w, v)) continue;
         w->s->here[v] = 1;
+        w->sliced[v].user = KOILA_NONE;
         if (o >= s->n_fresh && run.steal >> (o - s->n_fresh) & 1)
             w->s->root[v] = w->s->root[input_of(w, n, s->writes[o - s->n_fresh].input)];
         else if (o < s->n_fresh && alias && w->s->here[input_of(w, n, 0)])
@@ -629,6 +644,7 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, 
     MAKE(mark, N);
     MAKE(last_use, V);
     MAKE(last_run, N);
+    MAKE(sliced, V);
     scope *const scopes[] = { &w.whole, &w.slice };
     for (size_t i = 0; i < 2; i++) {
         scopes[i]->root = koila__arena_array(&w.tmp, V, sizeof *scopes[i]->root);

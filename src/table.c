@@ -235,7 +235,8 @@ static bool sig_same(const void *t, uint32_t id, const void *key)
 static koila_status check_desc(const koila_table *t, const koila_sig_info *d, uint32_t *n_inputs)
 {
     uint32_t n_tensors = 0, n_values = 0;
-    if (d->op >= t->ops.n || d->n_pos > 4096 || d->n_kw > 4096) return KOILA_BAD_ARGUMENT;
+    if (d->op >= t->ops.n || d->n_pos > 4096 || d->n_kw > 4096 || d->result_kind > 3) return KOILA_BAD_ARGUMENT;
+    if (d->n_fresh > UINT32_MAX / 2 || d->n_writes > UINT32_MAX / 2) return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_tokens; n_values++) {
         const uint32_t n_rest = d->tokens[i].kind == KOILA_ARG_LIST ? d->tokens[i].n : 0;
         if (n_rest > d->n_tokens - i - 1) return KOILA_BAD_ARGUMENT;
@@ -243,6 +244,7 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
             const koila_arg *a = &d->tokens[k];
             if (a->kind > KOILA_ARG_LIST || (a->kind == KOILA_ARG_LIST && k != i)) return KOILA_BAD_ARGUMENT;
             if (a->kind == KOILA_ARG_TENSOR && (n_tensors++, a->u.id >= t->metas.n)) return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_BOOL && (uint64_t)a->u.i > 1) return KOILA_BAD_ARGUMENT;
             if (a->kind == KOILA_ARG_STR && a->u.id >= t->texts.n) return KOILA_BAD_ARGUMENT;
             if (a->kind == KOILA_ARG_DTYPE && a->u.id >= KOILA_N_DTYPES) return KOILA_BAD_ARGUMENT;
             if (a->kind == KOILA_ARG_OPAQUE && a->u.id >= t->opaques.n) return KOILA_BAD_ARGUMENT;
@@ -258,7 +260,9 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
         if (d->writes[w].input >= n_tensors || (d->writes[w].overwrites && d->writes[w].n_links)) return KOILA_BAD_ARGUMENT;
         for (uint32_t l = 0; l < d->writes[w].n_links; l++) {
             const koila_link link = d->writes[w].links[l];
-            if (link.sig >= t->sigs.n || link.output >= koila__sig(t, link.sig)->n_fresh || koila__sig(t, link.sig)->n_inputs != 1) return KOILA_BAD_ARGUMENT;
+            if (link.sig >= t->sigs.n) return KOILA_BAD_ARGUMENT;
+            const koila_sig_info *view = koila__sig(t, link.sig);
+            if (view->n_inputs != 1 || view->n_writes || link.output >= view->n_fresh || view->outputs[link.output] == KOILA_NONE) return KOILA_BAD_ARGUMENT;
         }
     }
     *n_inputs = n_tensors;

@@ -42,7 +42,7 @@ struct koila_graph {
     VEC(int64_t) axes;
     VEC(koila__line) lines;
     koila__idset line_set;
-    uint64_t hash;
+    uint64_t axes_hash, hash; /* of the axes, and of the rest: an axis may be added at any time */
 };
 
 static inline const koila_meta_info *koila__meta(const koila_table *t, koila_meta m) { return t->metas.at[m]; }

@@ -42,8 +42,10 @@ enum { /* koila_instr.flags */
 typedef struct koila_instr {
     uint8_t kind;
     uint8_t flags;
-    uint16_t steal; /**< RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first */
+    uint16_t steal; /**< RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first.
+                         SLICE: which input of `user` */
     uint32_t id;    /**< node (RUN) or value */
+    koila_node user; /**< SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
 } koila_instr;
 
 typedef struct koila_stage {
