@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import koila
 from koila import lazy
-from koila._core import truth_current, truth_install, truth_peak, truth_reset_peak, truth_set_limit
+from koila._core import truth_install, truth_peak, truth_reset_peak  # what torch's CPU allocator holds, to the byte
 
 MIB = 2**20
 
@@ -37,69 +37,54 @@ def data():
     return images[train], labels[train], images[test], labels[test]
 
 
-def limit(n_bytes):
-    """From here on torch may hold so many bytes more than now; None: no limit."""
-    truth_set_limit(None if n_bytes is None else truth_current() + n_bytes)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", help="write the last step's page here")
     args = parser.parse_args()
-    x, y, x_test, y_test = data()
     truth_install()
+    x, y, x_test, y_test = data()
 
     # what plain PyTorch needs: one step of the whole training set
     model = make_model()
-    base = truth_current()
     truth_reset_peak()
     start = time.perf_counter()
     F.cross_entropy(model(x), y).backward()
-    plain_seconds = time.perf_counter() - start
-    needed = truth_peak() - base
+    seconds = time.perf_counter() - start
+    needed = truth_peak()
     budget = needed // 3
     model.zero_grad()
-    print(f"plain PyTorch needs     {needed / MIB:7.1f} MiB for a step of {len(x)} images, {plain_seconds:.2f} s")
+    print(f"plain PyTorch needs     {needed / MIB:7.1f} MiB for a step of {len(x)} images, {seconds:.2f} s")
     print(f"the budget is           {budget / MIB:7.1f} MiB")
-    limit(budget)
-    try:
-        F.cross_entropy(model(x), y).backward()
-        print("plain PyTorch under it  finishes (unexpectedly)")
-    except RuntimeError as e:
-        print(f"plain PyTorch under it  fails: {str(e).splitlines()[0][:110]}")
-    finally:
-        limit(None)
+    with koila.budget(budget):
+        try:
+            F.cross_entropy(model(x), y).backward()
+            print("plain PyTorch under it  finishes (unexpectedly)")
+        except RuntimeError as e:
+            print(f"plain PyTorch under it  fails: {str(e).splitlines()[0][:110]}")
+    model.zero_grad()
 
     # the same loop with koila
-    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for p in model.parameters():  # Adam's state is not the step's
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
     highest, seconds = 0, 0.0
     with koila.budget(budget):
         for _ in range(args.steps):
-            optimizer.zero_grad()
-            limit(budget)
-            truth_reset_peak()
-            base = truth_current()
             start = time.perf_counter()
             input, label = lazy(x, y, batch=0)  # the only line added
             loss = F.cross_entropy(model(input), label)
+            optimizer.zero_grad()
             loss.backward()
-            seconds += time.perf_counter() - start
-            limit(None)
-            plan = koila.last_plan()
-            highest = max(highest, truth_peak() - base)
             optimizer.step()
+            seconds += time.perf_counter() - start
+            plan = koila.last_plan()
+            highest = max(highest, plan.measured_peak_bytes or 0)
         with torch.no_grad():
             accuracy = (model(lazy(x_test)).argmax(1) == y_test).float().mean().item()
     print(f"koila under it          finishes: {plan.n_micro_batches} slices of {plan.micro_batch} rows")
     print(f"  predicted peak        {plan.predicted_peak_bytes / MIB:7.1f} MiB")
     print(f"  measured peak         {highest / MIB:7.1f} MiB")
     print(f"  time                  {seconds / args.steps:7.2f} s a step ({args.steps} steps)")
-    print(f"  loss                  {float(loss):7.3f}")
+    print(f"  loss                  {loss.item():7.3f}")
     print(f"  test accuracy         {100 * accuracy:7.1f} %")
     if args.report:
         plan.save(args.report)
