@@ -1391,6 +1391,12 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyBool_FromLong(koila__n_handles != 0);
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -1411,6 +1417,7 @@ static PyMethodDef methods[] = {
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
+    { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

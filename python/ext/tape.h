@@ -38,8 +38,29 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool ran;                /* something was made concrete since it was opened */
+    struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
+    struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
+    uint32_t n_leaves, n_leaf_slots;
+    struct tape_random *random;    /* sorted by node, for they are recorded in order */
+    uint32_t n_random, n_random_alloc;
+    uint64_t *axis_ids;            /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape */
+    uint32_t n_axis_ids;
+    uint64_t uid;                  /* never reused in this process */
     PyObject *weakrefs;
 } koila__tape;
+
+typedef struct tape_leaf {
+    PyObject *real;      /* borrowed from values[].real or effects[].real; NULL: empty slot */
+    koila_meta meta;
+    koila_value value;   /* what a read of `real` is now: its leaf, or the value of its effect */
+    uint32_t version;
+} tape_leaf;
+
+typedef struct tape_random {
+    koila_node node;
+    PyObject *state; /* owned: the user's generator's state just before eager would have drawn */
+} tape_random;
 
 /* ---- capture.c */
 extern koila_table *koila__table;                        /* the process' table; made at first use */
@@ -47,6 +68,10 @@ PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
 /* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are. */
 uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
+/* The generator state recorded before random node `n` (borrowed uint8 tensor), or NULL without an error: not a random node. */
+PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
+/* The effects are committed: forget them. */
+void koila__tape_drop_effects(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 
@@ -66,6 +91,10 @@ typedef struct koila__call_fix {
  * references (NULL for a None result; for a write the base tensor itself) and 0 is returned; on failure -1 with torch's own exception set. Runs below autograd, in the
  * signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs);
+
+/* The simple executor: everything whole, recorded order, each value freed at its last use. What koila__run does when nothing needs splitting, and its
+ * reference in tests. Same contract as koila__run. */
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 
 /* ---- run.c */
 /* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception and nothing changed. `commit_effects`: also run and

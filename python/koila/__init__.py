@@ -1,8 +1,8 @@
 """koila: a training step that fits in memory, with exactly the gradients of the full batch."""
 
-from ._torch import *  # noqa: F403  first: says which torch is needed
+from . import _torch
 from . import _core
-from ._backward import *  # noqa: F403
+from . import _backward
 from ._budget import budget, from_environment, micro_batch, set_budget, strict
 from ._errors import GatherError, KoilaError, OutOfMemory, StaleValueError, UnsupportedError
 from ._lazy import lazy, run
