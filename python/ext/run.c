@@ -313,7 +313,7 @@ typedef struct exec {
     uint64_t n_run;
     uint32_t retries;
     bool measure;
-    PyObject *user_state;  /* the user's generator as it was */
+    PyObject *user_state;  /* the user's generator as it was; NULL until the first random operator */
 } exec;
 
 static PyObject *dims_tuple(const int64_t *size, uint32_t n)
@@ -602,6 +602,7 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     if (random) {
         PyObject *state = koila__tape_random_state(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
         if (state) {
+            if (!x->user_state && !(x->user_state = PyObject_CallMethod(call.generator, "get_state", NULL))) return -1;
             if (set_generator(state) < 0) return -1;
             const koila_share share = koila_plan_share(x->plan, info.first_output);
             if (in_loop && share.kind == KOILA_SHARE_SLICE && !(x->begin == 0 && x->end == x->batch)) return run_random_rows(x, n, s, info.first_output);
@@ -990,7 +991,6 @@ static int run_plan(koila__tape *t, const request *r, const cached *c, uint32_t 
         Py_INCREF(t->values[v].real);
         Py_XSETREF(x.whole[leaf], t->values[v].real);
     }
-    if (!(x.user_state = PyObject_CallMethod(call.generator, "get_state", NULL))) goto done;
     if (!(guard = PyObject_CallNoArgs(call.guards))) goto done;
     status = 0;
     for (uint32_t k = 0; k < c->info.n_stages && status == 0; k++) status = run_stage(&x, k);

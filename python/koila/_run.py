@@ -12,9 +12,10 @@ from . import _core
 class _Guards:
     """Below autograd, no autocast, no torch functions, while the object lives. Autograd keys are excluded from construction on."""
 
-    __slots__ = ("_autocast", "_below", "_functions")
+    __slots__ = ("_autocast", "_below", "_functions", "_grad")
 
     def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()  # calls set the mode that each was recorded in
         self._below = torch._C._AutoDispatchBelowAutograd()
         self._functions = torch._C.DisableTorchFunctionSubclass()
         self._autocast = []
@@ -24,6 +25,7 @@ class _Guards:
                 self._autocast.append(device)
 
     def __del__(self) -> None:
+        torch._C._set_grad_enabled(self._grad)
         for device in self._autocast:
             torch.set_autocast_enabled(device, True)
 
