@@ -364,19 +364,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         if (!r) rc = -1;
         Py_XDECREF(r);
         Py_XDECREF(list);
-        if (rc == 0) {
-            for (uint32_t i = 0; i < n; i++) {
-                /* the tensor has new contents and a new version: a later read is a new leaf */
-                for (uint32_t k = 0; k < t->n_leaf_slots; k++)
-                    if (t->leaves[k].real == t->effects[i].real) t->leaves[k].version = UINT32_MAX;
-            }
-            t->n_effects = 0;
-            for (uint32_t i = 0; i < n; i++) {
-                PyObject *real = t->effects[i].real;
-                t->effects[i].real = NULL;
-                Py_DECREF(real);
-            }
-        }
+        if (rc == 0) koila__tape_drop_effects(t);
     }
 done:
     Py_CLEAR(guards);

@@ -1096,8 +1096,6 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
 
 static PyObject *py_is_lazy(PyObject *module, PyObject *o) { return PyBool_FromLong(koila__lazy_class && koila__is_lazy(o)); }
 
-static PyObject *py_any_lazy(PyObject *module, PyObject *unused) { return PyBool_FromLong(koila__n_lazy > 0); }
-
 static PyObject *py_concrete(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
@@ -1309,7 +1307,6 @@ static PyMethodDef methods[] = {
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },
-    { "any_lazy", py_any_lazy, METH_NOARGS, "Whether any lazy tensor is alive." },
     { "is_lazy", py_is_lazy, METH_O, "is_lazy(x)" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },
     { "concrete_all", py_concrete_all, METH_O, "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },

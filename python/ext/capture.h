@@ -53,7 +53,6 @@ extern uint64_t koila__n_handles;                    /* live handles of all tape
 int koila__tensor_setup(PyObject *lazy_class);       /* learn the slot's place and torch's entry points */
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
-extern Py_ssize_t koila__n_lazy;                      /* live handles */
 static inline bool koila__is_lazy(PyObject *o) { return Py_TYPE(o) == koila__lazy_class || (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class)); }
 static inline koila__handle *koila__handle_of(PyObject *lazy) { return *(koila__handle **)((char *)lazy + koila__slot); } /* borrowed; NULL: half made */
 /* Meta of a real tensor; -1 with an exception (sparse, unknown dtype). */

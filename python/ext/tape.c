@@ -137,13 +137,13 @@ int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
 
 void koila__tape_drop_effects(koila__tape *t)
 {
-    for (uint32_t i = 0; i < t->n_leaf_slots; i++) /* a later read of the real tensor is a new leaf: its version has changed */
-        for (uint32_t k = 0; k < t->n_effects && t->leaves[i].real; k++)
-            if (t->leaves[i].real == t->effects[k].real) t->leaves[i].version = UINT32_MAX;
-    while (t->n_effects) {
-        PyObject *real = t->effects[--t->n_effects].real;
-        Py_CLEAR(real);
+    const uint32_t n = t->n_effects;
+    for (uint32_t i = 0; i < n; i++) { /* the tensor has new contents and a new version: a later read is a new leaf */
+        tape_leaf *leaf = find_leaf(t, t->effects[i].real);
+        if (leaf && leaf->real) leaf->version = UINT32_MAX;
     }
+    t->n_effects = 0;
+    for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
 }
 
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)

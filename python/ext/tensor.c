@@ -17,7 +17,6 @@ uint64_t koila__n_handles;
 
 PyTypeObject *koila__lazy_class;
 Py_ssize_t koila__slot;
-Py_ssize_t koila__n_lazy;
 
 static PyObject *torch_tensor_base;     /* torch._C.TensorBase */
 static PyObject *torch_device;          /* torch.device */
@@ -370,7 +369,6 @@ static void handle_dealloc(koila__handle *h)
         if (t->n_effects) settle(t);
         Py_DECREF(t);
     }
-    koila__n_lazy--;
     if (n_free < FREELIST) freelist[n_free++] = h;
     else PyObject_Free(h);
 }
@@ -402,7 +400,6 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
     if (!h) return Py_DECREF(w), PyErr_NoMemory();
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
-    koila__n_lazy++;
     attach(h, g, c, v, meta, offset);
     *(koila__handle **)((char *)w + koila__slot) = h;
     return w;
@@ -482,6 +479,10 @@ static int learn_shim(PyObject *torch)
     memset(dtype_of_code, -1, sizeof dtype_of_code);
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
         if (dtypes[d] == Py_None) continue;
+        if (d == KOILA_DTYPE_C32) { /* making one prints a warning */
+            dtype_of_code[8] = (int8_t)d;
+            continue;
+        }
         PyObject *empty = PyObject_CallMethod(torch, "empty", "i", 0), *typed = NULL;
         if (empty) typed = PyObject_CallMethod(empty, "to", "O", dtypes[d]);
         int32_t code;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 from typing import Any, Callable
 
 from ._torch import second_owner_adds_reference, torch  # noqa: F401  (the first is called from C)
@@ -164,6 +165,10 @@ def user_file(filename: str) -> str | None:
 def op_by_name(name: str) -> Any:
     """``"aten::sum.dim_IntList"`` → the OpOverload."""
     space, rest = name.split("::", 1)
+    if space == "koila":  # an operator that only rewrites use
+        from ._run import PSEUDO
+
+        return SimpleNamespace(_op=PSEUDO[name])
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
 
@@ -314,7 +319,9 @@ def describe(func: Any) -> tuple[Any, ...]:
         kind, handler = STRIDED, _as_strided
     elif base in _factories and not writes and "aten::" in schema.name:
         kind = FACTORY
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd") and not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("CPU", "CUDA")  # silu_backward has both: its own kernel is what eager runs
+    ):
         kind, handler = SPECIAL, _decompose
     elif torch.Tag.inplace_view in func.tags:
         kind, handler = SPECIAL, _metadata_write

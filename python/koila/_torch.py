@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+__all__: list[str] = []
 OLDEST = (2, 10)
 
 
