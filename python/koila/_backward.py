@@ -180,7 +180,7 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not _core.is_recording():
         return _original(t_outputs, *args, **kwargs)
-    grads, retain, create, inputs = args
+    grads, retain, create, inputs = args[:4]
     if kwargs.get("accumulate_grad"):
         return _backward(t_outputs, grads, retain, create, inputs or (), kwargs)
     result = _original(t_outputs, *args, **kwargs)
@@ -195,9 +195,21 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     )
 
 
+_original_is_valid = torch.autograd._is_checkpoint_valid
+
+
+def _checkpoint_is_valid() -> bool:
+    """Reentrant checkpoints refuse a backward with `inputs`, whose nested gradients would be lost. Pass 1 is such a backward, and keeps them."""
+    return _depth.level > 0 or bool(_original_is_valid())
+
+
 def install() -> None:
     """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
     torch.autograd._engine_run_backward = _engine_run_backward
+    if torch.autograd._is_checkpoint_valid is not _checkpoint_is_valid:
+        global _original_is_valid
+        _original_is_valid = torch.autograd._is_checkpoint_valid
+        torch.autograd._is_checkpoint_valid = _checkpoint_is_valid
     _graph._engine_run_backward = _engine_run_backward
 
 

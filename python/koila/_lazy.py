@@ -109,6 +109,27 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
 # ---- the one line
 
 
+class _Enter(torch.autograd.Function):
+    """A tensor that requires gradients becomes lazy, and its gradient goes on to where the tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, axis: int, dim: int) -> Any:
+        return _core.lazy_leaf(given.detach(), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+def _enter(given: torch.Tensor, axis: int, dim: int) -> Any:
+    if not (given.requires_grad and torch.is_grad_enabled()):
+        return _core.lazy_leaf(given.detach() if given.requires_grad else given, axis, dim)
+    entered = _Enter.apply(given, axis, dim)
+    if given.is_leaf:  # `x = lazy(x)` … `x.grad`: whichever is asked
+        entered.retain_grad()
+    return entered
+
+
 class LazyLoader:
     """A loader whose batches are lazy. Length and attributes are the loader's own."""
 
@@ -213,7 +234,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
             return t
         key = (id(t), d)  # one tensor given twice stays one
         if key not in made:
-            made[key] = _core.lazy_leaf(t, axis, d)
+            made[key] = _enter(t, axis, d)
         return made[key]
 
     return tree_map(wrap, value, batch)

@@ -256,7 +256,7 @@ def test_module_hooks_fire_as_often_as_in_eager():
         return {"loss": loss}
 
     compare_programs(value(body), B)
-    assert counts["Tensor"] == counts["LazyTensor"] == "pfgb" or counts["Tensor"] == counts["LazyTensor"]
+    assert sorted(counts["Tensor"]) == sorted(counts["LazyTensor"]) == sorted("pfgb")
 
 
 # ---- autograd in full
@@ -637,7 +637,7 @@ def test_sequence_of_steps_with_changing_batch_sizes():
             out[f"loss:{k}"] = plain(loss)
         return out | model_state(model)
 
-    compare_programs(program, 6, tol=1e-10)
+    compare_programs(program, 9, tol=1e-10, split=False)
 
 
 # ---- random programs
