@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import graph as _graph
 
-from . import _core
+from . import _core, _lazy
 from ._errors import UnsupportedError
 
 _original = _graph._engine_run_backward
@@ -52,9 +52,11 @@ class _Depth:
 _depth = _Depth()
 
 
-def _leaves(outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad nodes."""
+def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
+    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad nodes; and whether some node runs a
+    backward of its own (a reentrant checkpoint), which autograd allows only when no `inputs` are named."""
     found: list[torch.Tensor] = []
+    reentrant = False
     seen: set[Any] = set()
     stack = []
     for o in outputs:
@@ -72,10 +74,11 @@ def _leaves(outputs: Sequence[Any]) -> list[torch.Tensor]:
         if variable is not None and not node.next_functions:
             found.append(variable)
             continue
+        reentrant |= type(node).__name__ == "CheckpointFunctionBackward"
         for up, _ in reversed(node.next_functions):
             if up is not None and up not in seen:
                 stack.append(up)
-    return found
+    return found, reentrant
 
 
 def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -127,8 +130,25 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
         raise
 
 
+def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of leaves, let into empty `.grad`s and taken out again."""
+    before = [leaf.grad for leaf in leaves]
+    after_hooks = [(h, dict(h)) for leaf in leaves if (h := getattr(leaf, "_post_accumulate_grad_hooks", None)) and not _core.is_lazy(leaf)]
+    for hooks, _ in after_hooks:
+        hooks.clear()
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        _original(outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True)
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, grad in zip(leaves, before):
+            leaf.grad = grad
+        _wake_hooks(after_hooks)
+
+
 def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    leaves = [i for i in inputs if isinstance(i, torch.Tensor)] if inputs else _leaves(outputs)
+    leaves, reentrant = ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
     if not leaves:
         _original(outputs, grads, retain, create, inputs, **kwargs)
         return
@@ -136,7 +156,10 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     _depth.level += 1
     outer_nested, _depth.nested = _depth.nested, []
     try:
-        given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+        if reentrant:
+            given = _by_accumulation(outputs, grads, retain, create, leaves)
+        else:
+            given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
         nested = _depth.nested
     finally:
         _depth.level -= 1
@@ -165,6 +188,9 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     with torch.no_grad():
         for leaf, g in lazy_pairs:
             _accumulate_lazy(leaf, g)
+            origin = _lazy.given_for(leaf)
+            if origin is not None:  # the tensor that was handed to lazy() gets its gradient too
+                real.append((origin, g))
     lazies = [g for _, g in real if _core.is_lazy(g)] + [g for _, g in lazy_pairs if _core.is_lazy(g)]
     if not lazies:
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
@@ -195,21 +221,9 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     )
 
 
-_original_is_valid = torch.autograd._is_checkpoint_valid
-
-
-def _checkpoint_is_valid() -> bool:
-    """Reentrant checkpoints refuse a backward with `inputs`, whose nested gradients would be lost. Pass 1 is such a backward, and keeps them."""
-    return _depth.level > 0 or bool(_original_is_valid())
-
-
 def install() -> None:
     """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
     torch.autograd._engine_run_backward = _engine_run_backward
-    if torch.autograd._is_checkpoint_valid is not _checkpoint_is_valid:
-        global _original_is_valid
-        _original_is_valid = torch.autograd._is_checkpoint_valid
-        torch.autograd._is_checkpoint_valid = _checkpoint_is_valid
     _graph._engine_run_backward = _engine_run_backward
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _core
 from ._errors import UnsupportedError
@@ -107,27 +108,6 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
 
 
 # ---- the one line
-
-
-class _Enter(torch.autograd.Function):
-    """A tensor that requires gradients becomes lazy, and its gradient goes on to where the tensor came from."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, axis: int, dim: int) -> Any:
-        return _core.lazy_leaf(given.detach(), axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, None
-
-
-def _enter(given: torch.Tensor, axis: int, dim: int) -> Any:
-    if not (given.requires_grad and torch.is_grad_enabled()):
-        return _core.lazy_leaf(given.detach() if given.requires_grad else given, axis, dim)
-    entered = _Enter.apply(given, axis, dim)
-    if given.is_leaf:  # `x = lazy(x)` … `x.grad`: whichever is asked
-        entered.retain_grad()
-    return entered
 
 
 class LazyLoader:
@@ -234,10 +214,39 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
             return t
         key = (id(t), d)  # one tensor given twice stays one
         if key not in made:
-            made[key] = _enter(t, axis, d)
+            made[key] = _wrap(t, axis, d)
         return made[key]
 
     return tree_map(wrap, value, batch)
+
+
+_given = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
+
+
+def given_for(leaf: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that was handed to `lazy()` and whose gradient this lazy leaf's is."""
+    return _given.get(leaf)
+
+
+class _Given(torch.autograd.Function):
+    """A tensor with a graph behind it goes lazy: its gradient goes on into that graph."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        return _core.lazy_leaf(t.detach(), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, None
+
+
+def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+    if t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled():
+        return _Given.apply(t, axis, dim)
+    leaf = _core.lazy_leaf(t, axis, dim)
+    if t.requires_grad:
+        _given[leaf] = t
+    return leaf
 
 
 def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:

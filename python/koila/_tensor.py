@@ -682,7 +682,7 @@ def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if is_view or n > 1:
         raise UnsupportedError(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
     overload = func._schema.overload_name or "default"
-    twin = redispatch(getattr(getattr(aten, _twins[name]), overload), args, kwargs)
+    twin = redispatch(getattr(getattr(aten, _twins[name]), "int" if name == "transpose_" else overload), args, kwargs)
     guard = torch._C._DisableTorchDispatch()
     func(*args, **kwargs)
     del guard
