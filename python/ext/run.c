@@ -242,6 +242,19 @@ static void tuned_record(uint64_t key, int64_t rows, double seconds)
 
 static PyObject *error_class(const char *name) { return PyObject_GetAttrString(call.errors, name); }
 
+/* Is the current exception koila's `name`? It is put aside meanwhile: an attribute lookup clears what is pending. */
+static bool error_is(const char *name)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *cls = type ? error_class(name) : NULL;
+    const bool is = cls && PyErr_GivenExceptionMatches(type, cls);
+    PyErr_Clear();
+    Py_XDECREF(cls);
+    PyErr_Restore(type, value, trace);
+    return is;
+}
+
 /* Is the current exception an out of memory? By type first, then by the texts torch and its libraries use. Leaves it set. */
 bool koila__is_out_of_memory(void)
 {
@@ -1109,10 +1122,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         request_free(&r);
         if (request_make(t, targets, n, &r) < 0) goto done;
         if (check_versions(t, &r) < 0) {
-            PyObject *stale = error_class("StaleValueError");
-            const bool is_stale = stale && PyErr_ExceptionMatches(stale);
-            Py_XDECREF(stale);
-            if (is_stale && n > n_must) { /* something merely held is stale: do without */
+            if (n > n_must && error_is("StaleValueError")) { /* something merely held is stale: do without */
                 PyErr_Clear();
                 n = n_must;
                 if (!n) {
@@ -1166,6 +1176,12 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             PyErr_Clear(); /* the plan was too optimistic: half the rows */
             rows = (c->info.rows + 1) / 2;
             retries++;
+            cached_release(c);
+            continue;
+        }
+        if (status < 0 && n > n_must && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
+            n = n_must;
             cached_release(c);
             continue;
         }
