@@ -227,4 +227,3 @@ def install() -> None:
     _graph._engine_run_backward = _engine_run_backward
 
 
-install()
