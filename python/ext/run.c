@@ -242,14 +242,7 @@ static void tuned_record(uint64_t key, int64_t rows, double seconds)
 
 /* ---- errors */
 
-static PyObject *error_class(const char *name)
-{ /* leaves an exception that is set alone: looking up a module's attribute clears it */
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *cls = PyObject_GetAttrString(call.errors, name);
-    if (type) PyErr_Restore(type, value, trace);
-    return cls;
-}
+static PyObject *error_class(const char *name) { return PyObject_GetAttrString(call.errors, name); } /* pre: no exception is set */
 
 /* Is the current exception an out of memory? By type first, then by the texts torch and its libraries use. Leaves it set. */
 bool koila__is_out_of_memory(void)
@@ -1171,6 +1164,12 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             PyErr_Clear(); /* the plan was too optimistic: half the rows */
             rows = (c->info.rows + 1) / 2;
             retries++;
+            cached_release(c);
+            continue;
+        }
+        if (status < 0 && n > n_must && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
+            n = n_must;
             cached_release(c);
             continue;
         }
