@@ -19,6 +19,7 @@
  */
 #include "memlab.h"
 
+#include <frameobject.h>
 #include <structmember.h>
 
 #include "columns.h"
@@ -67,17 +68,6 @@ static int pass_on(PyFrameObject *frame, int what, PyObject *arg)
     return my_tracer.before ? my_tracer.before(my_tracer.before_obj, frame, what, arg) : 0;
 }
 
-static int trace_lines(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg)
-{
-    koila__stack *s = koila__memlab_stack;
-    if (what == PyTrace_LINE && s) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        if (on_top(s, code)) koila__lines_line(LINES, s, koila__stack_top(s), PyFrame_GetLineNumber(frame));
-        Py_DECREF(code);
-    }
-    return pass_on(frame, what, arg);
-}
-
 #if PY_VERSION_HEX < 0x030C0000
 /* ==== 3.10 and 3.11: frame evaluation */
 
@@ -110,6 +100,17 @@ typedef PyFrameObject frame_type;
 static PyCodeObject *code_of(frame_type *frame) { return frame->f_code; }
 static int resume_line(frame_type *frame) { return frame->f_lasti < 0 ? -1 : PyFrame_GetLineNumber(frame); }
 #endif
+
+static int trace_lines(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg)
+{
+    koila__stack *s = koila__memlab_stack;
+    if (what == PyTrace_LINE && s) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        if (on_top(s, code)) koila__lines_line(LINES, s, koila__stack_top(s), PyFrame_GetLineNumber(frame));
+        Py_DECREF(code);
+    }
+    return pass_on(frame, what, arg);
+}
 
 static _PyFrameEvalFunction next_eval; /* whom we hand frames to; set while the hook is in */
 

@@ -14,6 +14,7 @@
  */
 #include "memlab.h"
 
+#include <frameobject.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -393,7 +394,7 @@ struct any_frame {
     any_frame *previous;
     PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
     PyFrameObject *frame_obj;
-    _Py_CODEUNIT *instr;
+    const char *instr;
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_executable && PyCode_Check(f->f_executable) ? (PyCodeObject *)f->f_executable : NULL; }
@@ -403,7 +404,7 @@ struct any_frame {
     any_frame *previous;
     PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
     PyFrameObject *frame_obj;
-    _Py_CODEUNIT *instr;
+    const char *instr;
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
@@ -414,7 +415,7 @@ struct any_frame {
     PyCodeObject *f_code;
     PyFrameObject *frame_obj;
     any_frame *previous;
-    _Py_CODEUNIT *instr;
+    const char *instr;
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
@@ -424,7 +425,7 @@ static any_frame *frame_below(any_frame *f) { return f->previous; }
 static int frame_line(any_frame *f)
 {
     PyCodeObject *code = frame_code(f);
-    return PyCode_Addr2Line(code, (int)((const char *)f->instr - (const char *)code->co_code_adaptive));
+    return PyCode_Addr2Line(code, (int)(f->instr - (const char *)code->co_code_adaptive));
 }
 #else
 struct any_frame { PyFrameObject f; };

@@ -11,7 +11,7 @@ static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
     if (koila__truth_add_module(m) < 0) return -1;
-    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0) return -1;
+    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0) return -1;
     return 0;
 }
 
