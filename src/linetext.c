@@ -164,7 +164,8 @@ static void write_json(koila__lines *l, const koila__view *views, size_t n_views
                 koila__text_puts(out, ", ");
                 koila__text_json(out, koila__column_name(&columns[k], buffer));
                 koila__text_puts(out, ": ");
-                write_number(&columns[k], cell(l, &columns[k], row_at(&views[i], r), device, &value), value, "null", out);
+                bool known = cell(l, &columns[k], row_at(&views[i], r), device, &value);
+                write_number(&columns[k], known, known ? value : 0, "null", out);
             }
             koila__text_puts(out, "}");
         }
@@ -189,7 +190,8 @@ static void write_csv(koila__lines *l, const koila__view *views, size_t n_views,
             koila__text_printf(out, ",%d", views[i].first_line + r);
             for (size_t k = 0; k < n_columns; k++) {
                 koila__text_puts(out, ",");
-                write_number(&columns[k], cell(l, &columns[k], row_at(&views[i], r), device, &value), value, "", out);
+                bool known = cell(l, &columns[k], row_at(&views[i], r), device, &value);
+                write_number(&columns[k], known, known ? value : 0, "", out);
             }
             koila__text_puts(out, ",");
             koila__text_csv(out, code_at(&views[i], r));

@@ -243,10 +243,14 @@ static void add_reachable(finding *f)
     while (r.n && !r.failed) {
         PyObject *o = r.todo[--r.n];
         add_tensor(f, o);
-        if (PyFrame_Check(o)) { /* older frames, and locals that live only in the frame */
+        if (PyFrame_Check(o)) { /* older frames, and the locals: a running frame does not traverse them */
             PyFrameObject *back = PyFrame_GetBack((PyFrameObject *)o);
+            PyObject *locals = PyObject_GetAttrString(o, "f_locals");
             if (back) reach((PyObject *)back, &r);
+            if (locals) reach(locals, &r);
             Py_XDECREF(back);
+            Py_XDECREF(locals);
+            PyErr_Clear();
         }
         traverseproc traverse = Py_TYPE(o)->tp_traverse;
         if (traverse) traverse(o, reach, &r);

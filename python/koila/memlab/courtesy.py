@@ -80,7 +80,8 @@ class Courtesy:
         if torch is None or (self._devices is None and not devices_there()):
             return 0
         _refuse_graphs(torch)
-        names = tensors.Names(tensors.models_around(), self._names.optimizers)
+        names = tensors.names_around()
+        names.optimizers += self._names.optimizers
         self.skipped, moved = [], []
         _synchronize(torch)
         try:

@@ -57,7 +57,7 @@ def autopsy(error, where, top: int) -> str:
     user = [f for f in traceback.extract_tb(where) if "/torch/" not in f.filename and "/koila/" not in f.filename]
     if user:
         out.append(f"at {user[-1].filename}:{user[-1].lineno}: {user[-1].line or ''}\n")
-    rows = tensors.Names(tensors.models_around()).collect()
+    rows = tensors.names_around().collect()
     local_names = _local_names(where)
     largest = sorted((r for r in rows if r[tensors.BYTES] > 0), key=lambda r: -r[tensors.BYTES])
     out.append(f"\n{'Largest storages':<40s}{'Size':>20s}{'Used MEM':>10s}\n")

@@ -130,13 +130,15 @@ def ready() -> None:
         _core.report_prepare(torch)
 
 
-def models_around() -> list:
-    """[(prefix, weakref)] of the modules that are nobody's child: names for a report that was given no model."""
+def names_around() -> Names:
+    """Names for a report that was given no model: of the modules that are nobody's child, and of all optimizers."""
     import gc
     import weakref
 
     torch = sys.modules["torch"]
-    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    objects = gc.get_objects()
+    modules = [o for o in objects if issubclass(type(o), torch.nn.Module)]
+    optimizers = [weakref.ref(o) for o in objects if issubclass(type(o), torch.optim.Optimizer)]
     children = {id(c) for m in modules for c in m.__dict__.get("_modules", {}).values()}
     tops = [m for m in modules if id(m) not in children and any(True for _ in m.parameters())]
-    return [("" if len(tops) == 1 else f"{type(m).__name__}{i or ''}.", weakref.ref(m)) for i, m in enumerate(tops)]
+    return Names([("" if len(tops) == 1 else f"{type(m).__name__}{i or ''}.", weakref.ref(m)) for i, m in enumerate(tops)], optimizers)

@@ -111,9 +111,13 @@ class LineProfiler(_core.LineTable):
         if not found:
             warnings.warn(f"LineProfiler.add_function: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=2)
         for code, name in found:
-            first, lines = _source(code)
-            n = max(_last_line(code) - first + 1, len(lines or ()))
-            self.add(code, name, code.co_filename, first, n, lines)
+            self.add_code(code, name)
+
+    def add_code(self, code, name) -> None:
+        """Record a code object, under this name."""
+        first, lines = _source(code)
+        n = max(_last_line(code) - first + 1, len(lines or ()))
+        self.add(code, name, code.co_filename, first, n, lines)
 
     def enable(self) -> None:
         devices.listen()

@@ -129,20 +129,20 @@ def profile_every(output_interval=1, enable=True, columns=DEFAULT_COLUMNS):
         elif inspect.isasyncgenfunction(func):
 
             async def wrapper(*args, **kwargs):
-                agen, value = func(*args, **kwargs), None
-                try:
-                    while True:
-                        try:
-                            sent = yield await agen.asend(value)
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:
-                            sent = yield await agen.athrow(error)
-                        value = sent
-                except StopAsyncIteration:
-                    returned()
-                finally:
-                    await agen.aclose()
+                agen, sent, thrown = func(*args, **kwargs), None, None
+                while True:
+                    try:
+                        value = await (agen.asend(sent) if thrown is None else agen.athrow(thrown))
+                    except StopAsyncIteration:
+                        returned()
+                        return
+                    try:
+                        sent, thrown = (yield value), None
+                    except GeneratorExit:
+                        await agen.aclose()
+                        raise
+                    except BaseException as error:
+                        thrown = error
 
         elif inspect.isgeneratorfunction(func):
 
