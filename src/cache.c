@@ -1317,6 +1317,8 @@ void koila_cache_stats(const koila_cache *c, koila_cache_stat *out)
     out->struct_size = (uint32_t)n;
 }
 
+const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c) { return &c->s.stat; }
+
 bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uint64_t *value)
 {
     static const char *const kinds[] = {

@@ -2,11 +2,13 @@
  *
  *   base.h      status, error buffer, host allocator
  *   cache.h     PyTorch's CUDA caching allocator, simulated
+ *   snapshot.h  a PyTorch memory snapshot, read as data and replayed
  */
 #ifndef KOILA_H
 #define KOILA_H
 
 #include "koila/base.h"
 #include "koila/cache.h"
+#include "koila/snapshot.h"
 
 #endif
