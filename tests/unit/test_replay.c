@@ -17,6 +17,7 @@ static koila_cache *make_cache(size_t k, koila_cache_config *conf)
     CHECK_EQ(koila_cache_config_parse(conf, kinds[k].conf, 1, NULL), KOILA_OK);
     conf->total_bytes = kinds[k].total_mib * MIB;
     conf->cap_bytes = kinds[k].cap_mib * MIB;
+    conf->device_bytes = (uint64_t)24 << 30; /* a recording does not say; reservations of a real device are far larger than what is mapped */
     CHECK_EQ(koila_cache_new(conf, NULL, &c, NULL), KOILA_OK);
     return c;
 }
