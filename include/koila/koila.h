@@ -3,6 +3,8 @@
  *   base.h      status, error buffer, host allocator
  *   cache.h     PyTorch's CUDA caching allocator, simulated
  *   snapshot.h  a PyTorch memory snapshot, read as data and replayed
+ *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its text form
+ *   plan.h      how to run it in slices of the batch
  */
 #ifndef KOILA_H
 #define KOILA_H
@@ -10,5 +12,7 @@
 #include "koila/base.h"
 #include "koila/cache.h"
 #include "koila/snapshot.h"
+#include "koila/graph.h"
+#include "koila/plan.h"
 
 #endif

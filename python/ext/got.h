@@ -1,0 +1,39 @@
+/* got.h — change where a loaded shared object's calls to an imported function go, by writing its GOT slots.
+ *
+ * A call from libX.so to an imported f goes through one or more pointer-sized slots that ld.so fills in (JUMP_SLOT, GLOB_DAT, absolute
+ * data relocations). We find those slots in the object's own dynamic section and store our function there: no headers of the other
+ * library, no LD_PRELOAD, no privileges, and only that library's calls are seen. Names are compared without their version.
+ * Linux, ELF64, x86-64 and aarch64.
+ */
+#ifndef KOILA_EXT_GOT_H
+#define KOILA_EXT_GOT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct koila__got_slot {
+    void **at;      /* where the pointer is kept */
+    void *original; /* what stood there before us */
+    void *ours;
+} koila__got_slot;
+
+#define KOILA__GOT_MAX 128
+typedef struct koila__got_set {
+    koila__got_slot slots[KOILA__GOT_MAX];
+    size_t n;
+} koila__got_set;
+
+/* In every loaded object whose file name starts with `library` (NULL: every object but this one), let `symbol` be `ours`; the slots are
+ * added to `set`, those that hold `ours` already only once. Returns how many slots were found, -1 when one could not be written. */
+int koila__got_patch(koila__got_set *set, const char *library, const char *symbol, void *ours);
+/* Do all slots that are `ours` still hold it? NULL: all of the set. False when there are none. */
+bool koila__got_holds(const koila__got_set *set, const void *ours);
+/* Put `original` back in the slots that still hold `ours`, and forget them. */
+void koila__got_restore(koila__got_set *set, const void *ours);
+/* Path of the loaded object whose file name starts with `library`; false if there is none. */
+bool koila__got_path(const char *library, char *path, size_t n_path);
+/* How many objects were ever loaded: when it has changed, there may be new slots. */
+uint64_t koila__got_n_loads(void);
+
+#endif

@@ -1,0 +1,18 @@
+/* plan_costs.h — every tunable of the planner, with unit and origin. */
+#ifndef KOILA_SRC_PLAN_COSTS_H
+#define KOILA_SRC_PLAN_COSTS_H
+
+/* Time is estimated in bytes moved through memory. One floating-point multiply-add of a dense kernel (matrix product, convolution, attention)
+ * costs as much as 1/8 byte: about 80 Gflop/s beside 10 GB/s on a desktop core; GPUs have a similar ratio. Only ratios of plans matter. */
+#define KOILA_COST_BYTES_PER_MULTIPLY_ADD 0.125
+
+/* An operator is expensive (worth keeping its result rather than running it again) when its multiply-adds cost more than moving its bytes. */
+#define KOILA_COST_EXPENSIVE_RATIO 1.0
+
+/* With forced rows and no budget: the least memory among the policies that cost at most this many times the cheapest one. */
+#define KOILA_COST_MODERATE 2.0
+
+/* Frontier policies: loops between checkpoints, as multiples of sqrt(loops). */
+#define KOILA_SPACING_FACTORS { 1.0, 2.0 }
+
+#endif
