@@ -459,6 +459,9 @@ bool koila_plan_check(const koila_plan *p, koila_error *err)
                 const koila_sig_info *s = koila__node_sig(g, in.id);
                 for (uint32_t u = 0; u < s->n_inputs; u++) {
                     const koila_value x = g->inputs.at[g->nodes.at[in.id].first_input + u];
+                    bool unread = false;
+                    for (uint32_t q = 0; q < s->n_writes; q++) unread |= s->writes[q].input == u && s->writes[q].overwrites;
+                    if (unread) continue;
                     const bool whole = !st->is_loop || p->placed->need[g->nodes.at[in.id].first_input + u].kind == KOILA_R;
                     HOLDS(flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
                 }

@@ -8,7 +8,7 @@
  *     add    %9 P  its storage becomes the whole one
  *     free   %0 %3
  */
-#include "text.h"
+#include "graph_text.h"
 
 #include "koila/plan.h"
 

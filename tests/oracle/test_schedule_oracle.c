@@ -71,7 +71,7 @@ static void count(const koila__placed *p, const koila__schedule *s)
             const bool add = in.kind == KOILA_DO_ADD, is_write = in.kind == KOILA_DO_RUN && koila__node_sig(p->graph, in.id)->n_writes;
             covered.steals += is_write && in.steal;
             covered.copies += is_write && !in.steal;
-            covered.overwrites += is_write && in.steal && koila__node_sig(p->graph, in.id)->writes[0].overwrites;
+            covered.overwrites += is_write && koila__node_sig(p->graph, in.id)->writes[0].overwrites;
             covered.owned += add && in.flags;
             covered.clones += add && !in.flags;
             covered.maxima += add && p->value[in.id].combine == KOILA_MAX;

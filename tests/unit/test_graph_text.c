@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "text.h"
+#include "graph_text.h"
 
 typedef struct text {
     char *at;
