@@ -113,6 +113,7 @@ typedef struct work_state {
     instr_vec instrs;
     event_vec events;
     uint64_t n_emitted, max_emitted;
+    uint32_t n_keeps;
 } work_state;
 
 #define TRY_ALLOC(p) \
@@ -559,6 +560,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
         w->kept[v] = true;
         w->kept_list[w->n_kept++] = v;
+        w->n_keeps++;
         w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
     return KOILA_OK;
@@ -824,6 +826,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         KOILA_TRY(emit_whole(w, s, level, &next_ending));
         for (; j < w->n_loops && w->loops[j].level == level; j++) KOILA_TRY(emit_loop(w, s, j));
     }
+    s->n_keeps = w->n_keeps;
     return KOILA_OK;
 }
 

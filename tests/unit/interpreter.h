@@ -487,7 +487,10 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
         }
         const bool known = run_write(name, to, in);
         drop(&to);
-        if (!known) WRONG(x, "%s is not known, or its shapes do not agree", name);
+        if (!known) {
+            drop(&out);
+            WRONG(x, "%s is not known, or its shapes do not agree", name);
+        }
     } else if (alias)
         out = view_of(in[0]);
     else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) && shapes_agree(name, s, in, m->n_dims, size))
