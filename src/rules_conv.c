@@ -47,14 +47,6 @@ bool koila__rule_images1(koila__case *c) { return images(c, 1); }
 bool koila__rule_images2(koila__case *c) { return images(c, 2); }
 bool koila__rule_images3(koila__case *c) { return images(c, 3); }
 
-/* adaptive_max_pool3d_backward reads its indices as if they were contiguous (torch 2.13, CPU): only slices that are */
-bool koila__rule_images3_dense(koila__case *c)
-{
-    for (uint32_t i = 0; i < c->n_in; i++)
-        if (koila__is_s(c->in[i]) && (c->in[i].dim != 0 || c->in[i].outer != 1)) return false;
-    return images(c, 3);
-}
-
 /* upsample*_backward(grad, output_size, input_size, ...): the list of input sizes follows the slice */
 static bool upsample_backward(koila__case *c, uint32_t n_spatial)
 {
