@@ -1111,11 +1111,14 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) return PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor"), NULL;
     static bool guarded; /* the doors of plain tensors */
     if (!guarded) {
-        PyObject *ok = call_helper("install", NULL, NULL, NULL);
-        if (!ok) return NULL;
-        Py_DECREF(ok);
+        PyObject *done = call_helper("install", NULL, NULL, NULL);
+        if (!done) return NULL;
+        Py_DECREF(done);
         guarded = true;
     }
+    PyObject *ok = call_helper("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
+    if (!ok) return NULL;
+    Py_DECREF(ok);
     koila__tape *t = koila__tape_current();
     koila_meta meta;
     if (!t || koila__meta_of(real, &meta) < 0) return NULL;

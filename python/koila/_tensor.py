@@ -186,6 +186,8 @@ def check_type(func: Any, cls: type) -> None:
     """Another class of tensor is among the arguments."""
     if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (torch._C._disabled_torch_dispatch_impl,):
         return
+    if func is None:
+        raise UnsupportedError(f"a {cls.__name__} cannot be lazy: it has a dispatch of its own")
     raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
 
 
@@ -448,6 +450,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if error is not None:
             raise error.with_traceback(None) from None
         raise e.with_traceback(None) from None
+    _dtype_error(func, args, kwargs)
     schema = func._schema
     written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
     if written:
@@ -474,6 +477,22 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
     return kind, out
+
+
+_always_implemented = (torch.float32, torch.float64)
+
+
+def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
+    """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for 'Long''): try a few elements of each."""
+    tensors = _tensors(args, kwargs)
+    if func.namespace != "aten" or all(t.dtype in _always_implemented for t in tensors) or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    try:
+        a, k = _map_call(lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device), args, kwargs)
+        func(*a, **k)
+    except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
+        if "not implemented for" in str(e):
+            raise e.with_traceback(None) from None
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
