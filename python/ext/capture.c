@@ -1096,7 +1096,7 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     const long long size = PyLong_AsLongLong(arg);
     if (size == -1 && PyErr_Occurred()) return NULL;
     if (size < 0) return PyErr_SetString(PyExc_ValueError, "an axis has a size of at least 0"), NULL;
-    koila__tape *t = koila__tape_current();
+    koila__tape *t = koila__tape_for_lazy();
     uint16_t axis;
     if (!t || koila__tape_axis(t, 0, size, &axis) < 0) return NULL;
     return PyLong_FromUnsignedLong(axis);
