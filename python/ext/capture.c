@@ -1235,6 +1235,22 @@ static PyObject *py_run(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* run_whole([lazy, ...]): by the simple executor, which checks that each call returns what was recorded; for tests */
+static PyObject *py_run_whole(PyObject *module, PyObject *seq)
+{
+    PyObject *fast = PySequence_Fast(seq, "run_whole() takes a sequence of lazy tensors");
+    if (!fast) return NULL;
+    int rc = 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast) && rc == 0; i++) {
+        koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
+        const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
+        rc = v == KOILA_NONE ? -1 : h->group->tape->values[v].real ? 0 : koila__run_whole(h->group->tape, &v, 1, false);
+    }
+    Py_DECREF(fast);
+    if (rc < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* effect(lazy, real): after the step, real's contents are lazy's */
 static PyObject *py_effect(PyObject *module, PyObject *args)
 {
@@ -1362,6 +1378,7 @@ static PyMethodDef methods[] = {
     { "handle_info", py_handle_info, METH_O, "handle_info(lazy) -> (tape, value id)" },
     { "tape_of", py_tape_of, METH_O, "tape_of(lazy)" },
     { "run", py_run, METH_VARARGS, "run(tape, [lazy, ...], commit_effects=False)" },
+    { "run_whole", py_run_whole, METH_O, "run_whole([lazy, ...]): the reference executor" },
     { "effect", py_effect, METH_VARARGS, "effect(lazy, real): after the step real's contents are lazy's" },
     { "random", py_random, METH_VARARGS, "random(lazy, state): the node that made lazy draws from a generator in this state" },
     { "random_state", py_random_state, METH_VARARGS, "random_state(tape, node)" },

@@ -952,11 +952,46 @@ def install() -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make them plain with x.torch()")
 
+    _lazy_states()
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)
         except Exception:  # already there, or of a kind that takes no classes
             pass
+
+
+def _lazy_states() -> None:
+    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it: everything after would be whole. Given a lazy input and no state, we
+    pass the zeros as a lazy factory, which is sliced like the input."""
+    import types
+
+    def states(self: Any, x: Any) -> Any:
+        data, sizes = (x.data, x.batch_sizes) if isinstance(x, torch.nn.utils.rnn.PackedSequence) else (x, None)
+        if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
+            return None
+        rows = int(sizes[0]) if sizes is not None else None if data.dim() == 2 else data.size(0 if self.batch_first else 1)
+        n = self.num_layers * (2 if self.bidirectional else 1)
+        lead = (n,) if rows is None else (n, rows)
+        h = data.new_zeros(*lead, self.proj_size or self.hidden_size)
+        return (h, data.new_zeros(*lead, self.hidden_size)) if self.mode == "LSTM" else h
+
+    for cls in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
+        original = cls.forward
+
+        def wrap(original: Any) -> Any:
+            def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
+                return original(self, input, states(self, input) if hx is None else hx)
+
+            # TorchScript compiles the source of what it unwraps, with the globals of what it is given: they must belong together
+            at = original.__code__
+            code = forward.__code__.replace(co_firstlineno=at.co_firstlineno, co_filename=at.co_filename)
+            same = types.FunctionType(code, original.__globals__, "forward", (None,), forward.__closure__)
+            for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+                setattr(same, name, getattr(original, name))
+            same.__wrapped__ = original  # type: ignore[attr-defined]
+            return same
+
+        cls.forward = wrap(original)  # type: ignore[method-assign]
 
 
 def _keep_leaf(real: torch.Tensor) -> None:
