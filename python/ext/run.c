@@ -1299,6 +1299,21 @@ fail:
     return NULL;
 }
 
+/* The step of tape `t` has run. When every lazy tensor that is left is concrete, nobody can ask for anything else: let go of the batch, of
+ * gradients that were taken, and of what they were made from. The tape itself lives on with its handles only. */
+static void let_go(koila__tape *t)
+{
+    if (koila__open == t) {
+        koila__open = NULL;
+        Py_DECREF(t); /* the caller has a reference of its own */
+    }
+    for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
+        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real) return;
+    const uint32_t n = koila_graph_n_values(t->graph);
+    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
+        if (!t->values[v].handle) Py_CLEAR(t->values[v].real);
+}
+
 /* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
@@ -1322,7 +1337,10 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
         const uint32_t there = koila__tape_held(t, held, n_held);
         status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
     }
-    if (status == 0 && commit) t->closed = true;
+    if (status == 0 && commit) {
+        t->closed = true;
+        let_go(t);
+    }
     PyMem_Free(values);
     PyMem_Free(held);
     Py_DECREF(t);
@@ -1347,8 +1365,9 @@ static PyObject *py_take_all(PyObject *self, PyObject *list)
     for (Py_ssize_t i = 0; out && i < n; i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->chain || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value || h->group->refs > 1) continue;
+        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
         koila__tape *t = h->group->tape;
+        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
         if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
     }
     Py_DECREF(fast);

@@ -33,7 +33,7 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.box = box
         ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        return torch.empty(0)  # no bytes: handing over must not fail for want of memory
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -113,16 +113,15 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
 
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before."""
-    before = None
-    if any(_has_hooks(leaf) for leaf in leaves):
-        before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    hooks = any(_has_hooks(leaf) for leaf in leaves)
+    before = [(leaf, leaf.grad, leaf.grad.detach().clone() if hooks and leaf.grad is not None else None) for leaf in leaves]
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
     del gradients
     try:
-        _original((root,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _original((root,), (torch.empty(0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
-        for leaf, grad, contents in before or ():
+        for leaf, grad, contents in before:
             leaf.grad = grad
             if grad is not None and contents is not None:
                 with torch.no_grad():
