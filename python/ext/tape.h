@@ -38,6 +38,7 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
     bool ran;                /* something was made concrete since it was opened */
     struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
     struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */

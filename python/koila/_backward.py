@@ -33,7 +33,7 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.box = box
         ctx.set_materialize_grads(False)
-        return torch.empty(0)  # no bytes: handing over must not fail for want of memory
+        return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -111,21 +111,34 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
+def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not have to copy it when it can no longer fail safely."""
+    if leaf.grad is not None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+        return gradient
+    if leaf.is_contiguous():
+        return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+
+
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before."""
-    hooks = any(_has_hooks(leaf) for leaf in leaves)
-    before = [(leaf, leaf.grad, leaf.grad.detach().clone() if hooks and leaf.grad is not None else None) for leaf in leaves]
+    hooked = any(_has_hooks(leaf) for leaf in leaves)
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves):
+            gradients[i] = _own_layout(leaf, gradients[i])
+        contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
+        before = [leaf.grad for leaf in leaves]
+        one = torch.ones(())
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
-    del gradients
     try:
-        _original((root,), (torch.empty(0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _original((root,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
-        for leaf, grad, contents in before:
+        for leaf, grad, old in zip(leaves, before, contents):
             leaf.grad = grad
-            if grad is not None and contents is not None:
+            if grad is not None and old is not None:
                 with torch.no_grad():
-                    grad.copy_(contents)
+                    grad.copy_(old)
         raise
 
 
