@@ -1287,21 +1287,6 @@ fail:
     return NULL;
 }
 
-/* The step of tape `t` has run. When every lazy tensor that is left is concrete, nobody can ask for anything else: let go of the batch, of
- * gradients that were taken, and of what they were made from. The tape itself lives on with its handles only. */
-static void let_go(koila__tape *t)
-{
-    if (koila__open == t) {
-        koila__open = NULL;
-        Py_DECREF(t); /* the caller has a reference of its own */
-    }
-    for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
-        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real) return;
-    const uint32_t n = koila_graph_n_values(t->graph);
-    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
-        if (!t->values[v].handle) Py_CLEAR(t->values[v].real);
-}
-
 /* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
@@ -1327,7 +1312,11 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     }
     if (status == 0 && commit) {
         t->closed = true;
-        let_go(t);
+        if (koila__open == t) {
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
+        koila__tape_let_go(t);
     }
     PyMem_Free(values);
     PyMem_Free(held);
