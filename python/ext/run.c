@@ -1310,7 +1310,14 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
         const uint32_t there = koila__tape_held(t, held, n_held);
         status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
     }
-    if (status == 0 && commit) t->closed = true;
+    if (status == 0 && commit) {
+        t->closed = true;
+        if (koila__open == t) {
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
+        koila__tape_let_go(t);
+    }
     PyMem_Free(values);
     PyMem_Free(held);
     Py_DECREF(t);
@@ -1335,8 +1342,9 @@ static PyObject *py_take_all(PyObject *self, PyObject *list)
     for (Py_ssize_t i = 0; out && i < n; i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->chain || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value || h->group->refs > 1) continue;
+        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
         koila__tape *t = h->group->tape;
+        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
         if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
     }
     Py_DECREF(fast);
