@@ -485,6 +485,7 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
 
 void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int line)
 {
+    if (s->n_lost) return; /* of an activation there was no memory for */
     if (koila__stack_top(s) != c) { /* a run that began unseen: an exception thrown into a generator, or profiling switched on in between */
         koila__lines_enter(l, s, c, line, false);
         int at = row_of(c, line);
