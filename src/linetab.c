@@ -315,29 +315,51 @@ static bool is_outermost(const koila__activation *a)
     return true;
 }
 
-static void record_stats(koila__lines *l, koila__func *f, koila__row *row, int device, koila__activation *a, koila__rec *rec)
+/* Does a profiler want this row's statistics read from the allocators? */
+static bool wants_stats(const koila__activation *a, int row)
 {
-    if (device == 0 || !l->read_stats || f->wish->stats_mode == KOILA__STATS_HOOK) return;
-    if (f->wish->stats_mode == KOILA__STATS_AUTO && row->n_stats_reads >= 1000) return;
-    koila__stats end;
-    if (!l->read_stats(device, &end)) return;
-    row->n_stats_reads++;
+    for (const koila__func *f = row < 0 ? NULL : a->code->funcs; f; f = f->next) {
+        if (!f->wish->enabled || f->wish->stats_mode == KOILA__STATS_HOOK) continue;
+        if (f->wish->stats_mode == KOILA__STATS_FULL || f->rows[row].n_stats_reads < 1000) return true;
+    }
+    return false;
+}
+
+/* Read them for the moment between two windows: row_before ends, row_after begins. false: nobody wants them, or there are none. */
+static bool read_end_stats(koila__lines *l, koila__activation *a, int row_before, int row_after)
+{
+    if (!l->read_stats || l->meter->n_devices == 1 || !(wants_stats(a, row_before) || wants_stats(a, row_after))) return false;
+    if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
+    if (!a->w.end_stats) a->w.end_stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.end_stats);
+    if (!a->w.stats || !a->w.end_stats) return false;
+    bool any = false;
+    for (int d = 1; d < l->meter->n_devices; d++) {
+        if (l->read_stats(d, &a->w.end_stats[d])) any = true;
+        else memset(&a->w.end_stats[d], 0, sizeof a->w.end_stats[d]);
+    }
+    return any;
+}
+
+static void record_stats(koila__lines *l, koila__func *f, koila__row *row, int device, const koila__activation *a, koila__rec *rec)
+{
+    if (f->wish->stats_mode == KOILA__STATS_HOOK || (f->wish->stats_mode == KOILA__STATS_AUTO && row->n_stats_reads > 1000)) return;
     if (!rec->stats_max) rec->stats_max = zeroed(l, sizeof(koila__stats));
     if (!rec->stats_peak) rec->stats_peak = zeroed(l, sizeof(koila__stats));
     if (!rec->stats_max || !rec->stats_peak) return;
-    const koila__stats *start = a->w.stats ? &a->w.stats[device] : &end;
+    const koila__stats *end = &a->w.end_stats[device], *start = a->w.has_stats ? &a->w.stats[device] : end;
     for (int i = 0; i < KOILA__STATS; i++) {
-        max_to(&rec->stats_max->current[i], end.current[i]);
-        max_to(&rec->stats_peak->current[i], end.current[i] > start->current[i] ? end.current[i] : start->current[i]);
-        max_to(&rec->stats_max->allocated[i], end.allocated[i] - start->allocated[i]);
-        max_to(&rec->stats_max->freed[i], end.freed[i] - start->freed[i]);
+        max_to(&rec->stats_max->current[i], end->current[i]);
+        max_to(&rec->stats_peak->current[i], end->current[i] > start->current[i] ? end->current[i] : start->current[i]);
+        max_to(&rec->stats_max->allocated[i], end->allocated[i] - start->allocated[i]);
+        max_to(&rec->stats_max->freed[i], end->freed[i] - start->freed[i]);
     }
 }
 
 /* One moment, the end of a window and the start of the next: what an event in between would change is read once, so that it is in one
  * of the two and never in none. Not taken when nothing happened since the window was opened. */
 typedef struct moment {
-    uint64_t n_events, ticks, n_shared;
+    uint64_t n_shared;
+    bool has_stats; /* the activation's end_stats belong to this moment */
     uint64_t now[KOILA__DEVICES_MAX][KOILA__Q_COUNT], peak[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
     koila__sums sums[KOILA__DEVICES_MAX];
 } moment;
@@ -345,6 +367,7 @@ typedef struct moment {
 /* `saved`: the peaks of the enclosing window, which has seen what this one saw. */
 static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOILA__Q_COUNT], moment *m)
 {
+    m->has_stats = false;
     m->n_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
     for (int d = 0; d < l->meter->n_devices; d++) {
         koila__thread_device *live = &s->thread.device[d];
@@ -396,7 +419,7 @@ static void record(koila__lines *l, koila__activation *a, koila__func *f, koila_
         rec->sum_freed += out[0];
         rec->sum_delta += (int64_t)(m->now[device][KOILA__Q_BYTES_ALL] - start);
     }
-    record_stats(l, f, row, device, a, rec);
+    if (device && m->has_stats) record_stats(l, f, row, device, a, rec);
 }
 
 static void end_window(koila__lines *l, koila__activation *a, uint64_t ticks, uint64_t n_events, const moment *m)
@@ -416,6 +439,7 @@ static void end_window(koila__lines *l, koila__activation *a, uint64_t ticks, ui
         row->shared |= m && m->n_shared != a->opened_shared;
         row->seen_events = n_events;
         row->seen_target = f->wish->target;
+        row->n_stats_reads += m && m->has_stats;
         int n_devices = l->meter->n_devices;
         for (int d = 0; d < n_devices; d++) record(l, a, f, row, d, m, adds, &row->rec[d]);
         if (n_devices > 1) record(l, a, f, row, f->wish->target, m, adds, &row->rec[n_devices]);
@@ -431,12 +455,10 @@ static void begin_window(koila__lines *l, koila__activation *a, int row, uint64_
     for (int d = 0; m && d < l->meter->n_devices; d++) {
         a->w.start_bytes[d] = m->now[d][KOILA__Q_BYTES_ALL];
         a->w.start[d] = m->sums[d];
-        if (d && l->read_stats) {
-            if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
-            if (a->w.stats && !l->read_stats(d, &a->w.stats[d])) memset(&a->w.stats[d], 0, sizeof a->w.stats[d]);
-        }
+        if (m->has_stats) a->w.stats[d] = a->w.end_stats[d];
     }
     if (m) {
+        a->w.has_stats = m->has_stats;
         a->opened_shared = m->n_shared;
         a->opened_events = n_events;
     }
@@ -478,8 +500,10 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     int row = is_call ? 0 : row_of(c, line);
     if (row < 0) return;
     if (is_call) count_hit(c, 0);
+    bool has_stats = read_end_stats(l, a, -1, row);
     moment m;
     take_moment(l, s, a->w.saved, &m);
+    m.has_stats = has_stats;
     begin_window(l, a, row, koila__ticks(), n_events, &m);
 }
 
@@ -496,10 +520,11 @@ void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int lin
     koila__activation *a = s->activations[s->n - 1];
     uint64_t ticks = koila__ticks(), n_events = events_now(l);
     moment m;
-    bool quiet = a->row >= 0 && n_events == a->opened_events;
-    if (!quiet) take_moment(l, s, a->w.saved, &m);
-    if (a->row >= 0) end_window(l, a, ticks, n_events, quiet ? NULL : &m);
     int row = row_of(c, line);
+    bool quiet = a->row >= 0 && n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, row);
+    if (!quiet) take_moment(l, s, a->w.saved, &m);
+    m.has_stats = has_stats;
+    if (a->row >= 0) end_window(l, a, ticks, n_events, quiet ? NULL : &m);
     if (row < 0) return;
     if (row) count_hit(c, row);
     begin_window(l, a, row, ticks, n_events, quiet ? NULL : &m);
@@ -517,8 +542,9 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
     if (a->row >= 0) {
         uint64_t n_events = events_now(l);
         moment m;
-        bool quiet = n_events == a->opened_events;
+        bool quiet = n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, -1);
         if (!quiet) take_moment(l, s, a->w.saved, &m);
+        m.has_stats = has_stats;
         end_window(l, a, koila__ticks(), n_events, quiet ? NULL : &m);
     }
     koila__window_close(l->meter, &s->thread, a->w.saved);
