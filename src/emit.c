@@ -67,6 +67,24 @@ void koila__emit_bools(koila__call *k, const bool *at, uint32_t n)
     add_list(k, a, n);
 }
 
+void koila__emit_values(koila__call *k, const koila_value *at, uint32_t n)
+{
+    koila_arg a[KOILA__CALL_VALUES];
+    if (n > KOILA__CALL_VALUES - k->n_values) {
+        k->bad = true;
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (at[i] == KOILA_NONE) {
+            k->bad = true;
+            return;
+        }
+        k->value[k->n_values++] = at[i];
+        a[i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = koila_value_get(k->c->placer->to, at[i]).meta };
+    }
+    add_list(k, a, n);
+}
+
 void koila__emit_copy(koila__call *k, uint32_t pos)
 {
     const koila_arg *a = koila__arg(k->c, pos);
@@ -126,6 +144,8 @@ const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v)
 {
     return v == KOILA_NONE ? NULL : koila_meta_get(c->table, koila_value_get(c->placer->to, v).meta);
 }
+
+koila_meta koila__emit_meta_id(const koila__case *c, koila_value v) { return v == KOILA_NONE ? KOILA_NONE : koila_value_get(c->placer->to, v).meta; }
 
 koila_placement koila__emit_placement(const koila__case *c, koila_value v) { return koila__placer_placement(c->placer, v); }
 

@@ -30,6 +30,7 @@ typedef struct koila__call {
 
 void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t op_flags);
 void koila__emit_value(koila__call *k, koila_value v);
+void koila__emit_values(koila__call *k, const koila_value *at, uint32_t n); /* a list of tensors */
 void koila__emit_none(koila__call *k);
 void koila__emit_int(koila__call *k, int64_t i);
 void koila__emit_float(koila__call *k, double f);
@@ -46,6 +47,7 @@ bool koila__emit_end_n(koila__call *k, uint32_t n_out, const koila_meta *out, ko
 koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_dtype dtype, uint32_t n_dims, const int64_t *size);
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype); /* the same sizes and strides */
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
+koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 

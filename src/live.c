@@ -19,12 +19,12 @@ uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows)
     return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0;
 }
 
-/* Partial sums of half precision are accumulated in float32. */
-static uint64_t accumulator_bytes(const koila__placed *p, koila_value v)
+/* Partial sums of half precision are accumulated in float32, unless one slice is all. */
+static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cut)
 {
     const koila_meta_info *m = koila__value_meta(p->graph, v);
     const bool half = m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16;
-    return half ? m->n_elements * 4 : m->n_bytes;
+    return cut && half && p->value[v].kind == KOILA_P && p->value[v].combine == KOILA_SUM ? m->n_elements * 4 : m->n_bytes;
 }
 
 typedef struct walk {
@@ -37,7 +37,7 @@ typedef struct walk {
     koila__live_curve_fn curve;
     void *curve_user;
     /* for koila__live_at_peak: bytes each storage holds now; stops at the first time the peak is reached */
-    uint64_t *held;
+    uint64_t *held, *held_before; /* now; before the slice that is multiplied */
     uint64_t stop_at;
     bool stopped;
 } walk;
@@ -51,15 +51,35 @@ static void sub(walk *w, koila_value v, uint64_t bytes)
 {
     koila_assert(bytes <= w->live);
     w->live -= bytes;
-    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v];
+    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v]; /* an accumulator may have grown from another value's storage */
 }
+
+/* The walk is at `now` bytes. */
+static void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
+{
+    if (now > w->stage_peak) w->stage_peak = now;
+    if (now > w->peak) {
+        w->peak = now;
+        w->peak_stage = stage;
+        w->peak_node = running;
+    }
+    if (w->held && now >= w->stop_at) w->stopped = true;
+}
+
+/* A dense copy of `rows` of `batch` rows. */
+static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batch) { return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0; }
+
+/* A sum is added in place; other combinations make a new accumulator while the old one lives. */
+static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes; }
 
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
+    const bool cut = rows != batch;
     const koila__stage *st = &w->s->stages[stage];
     for (uint32_t i = 0; i < st->n_events && !w->stopped; i++) {
         const uint32_t v = st->events[i].value;
-        uint64_t now;
+        const koila_meta_info *m = st->events[i].kind == KOILA__RUN ? NULL : koila__value_meta(w->p->graph, v);
+        uint64_t now, inside = 0;
         koila_node running = KOILA_NONE;
         switch ((koila__event_kind)st->events[i].kind) {
         case KOILA__LOCAL_ALLOC: add(w, v, koila__live_bytes(w->p, v, rows)); break;
@@ -68,30 +88,42 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         case KOILA__LOCAL_FREE_LATER:
             if (!first) sub(w, v, koila__live_bytes(w->p, v, rows));
             break;
-        case KOILA__WHOLE_ALLOC: add(w, v, koila__value_meta(w->p->graph, v)->n_storage_bytes); break;
-        case KOILA__WHOLE_FREE: sub(w, v, koila__value_meta(w->p->graph, v)->n_storage_bytes); break;
-        case KOILA__ADD_OWNED: /* the local storage stays; in half precision a wider one is made beside it */
-            if (first && accumulator_bytes(w->p, v) != koila__value_meta(w->p->graph, v)->n_bytes && rows != batch)
-                add(w, v, accumulator_bytes(w->p, v) - koila__value_meta(w->p->graph, v)->n_bytes);
+        case KOILA__LOCAL_FREE_IF_CUT:
+            if (cut) sub(w, v, koila__live_bytes(w->p, v, rows));
+            break;
+        case KOILA__SLICE_ALLOC:
+            if (cut) add(w, v, share_bytes(m, rows, batch));
+            break;
+        case KOILA__SLICE_FREE:
+            if (cut) sub(w, v, share_bytes(m, rows, batch));
+            break;
+        case KOILA__CUT_ALLOC: add(w, v, share_bytes(m, rows, batch)); break;
+        case KOILA__CUT_FREE: sub(w, v, share_bytes(m, rows, batch)); break;
+        case KOILA__WHOLE_ALLOC: add(w, v, m->n_storage_bytes); break;
+        case KOILA__WHOLE_FREE: sub(w, v, m->n_storage_bytes); break;
+        case KOILA__COLLECTED_FREE: sub(w, v, m->n_bytes); break;
+        case KOILA__ADD_OWNED:
+            if (!first) inside = combine_bytes(w->p, v);
+            break;
+        case KOILA__ADD_OWNED_WIDE:
+            if (first && cut) add(w, v, accumulator_bytes(w->p, v, true));
             break;
         case KOILA__ADD_CLONE:
-            if (first) add(w, v, accumulator_bytes(w->p, v));
+            if (first) add(w, v, accumulator_bytes(w->p, v, cut));
+            else inside = combine_bytes(w->p, v);
             break;
-        case KOILA__PUT_ALLOC:
-            if (first) add(w, v, koila__value_meta(w->p->graph, v)->n_storage_bytes);
+        case KOILA__PUT:
+            if (first) add(w, v, m->n_bytes);
+            break;
+        case KOILA__PUT_OWNED:
+            if (first && cut) add(w, v, m->n_bytes);
             break;
         case KOILA__RUN: running = v; break;
         }
-        now = w->live;
-        if (running != KOILA_NONE && w->o->workspace) now += w->o->workspace(w->o->user, w->p->graph->nodes.at[running].sig, batch ? rows : 0, batch);
-        if (now > w->stage_peak) w->stage_peak = now;
-        if (now > w->peak) {
-            w->peak = now;
-            w->peak_stage = stage;
-            w->peak_node = running;
-        }
+        if (running != KOILA_NONE && w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[running].sig, batch ? rows : 0, batch);
+        now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+        see(w, stage, running, now);
         if (running != KOILA_NONE && w->curve && !w->curve(w->curve_user, stage, running, now)) w->curve = NULL;
-        if (w->held && now >= w->stop_at) w->stopped = true;
     }
     for (uint32_t i = 0; i < st->n_events && !w->stopped; i++)
         if (st->events[i].kind == KOILA__KEPT_FREE) sub(w, st->events[i].value, koila__live_bytes(w->p, st->events[i].value, rows));
@@ -110,20 +142,24 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
             const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
             for (int64_t i = 0; i < n_full && !w->stopped; i++) {
                 const uint64_t before = w->live;
+                if (w->held && i == 1) memcpy(w->held_before, w->held, w->p->graph->values.n * sizeof *w->held);
                 walk_slice(w, k, rows, batch, i == 0);
                 if (i == 1 && n_full > 3) { /* the slices between do as this one did */
                     const int64_t n_skipped = n_full - 3;
-                    const int64_t growth = (int64_t)w->live - (int64_t)before;
-                    w->live = (uint64_t)((int64_t)w->live + growth * n_skipped);
+                    w->live += (w->live - before) * (uint64_t)n_skipped; /* modulo 2^64: growth may be negative */
+                    for (uint32_t v = 0; w->held && v < w->p->graph->values.n; v++) w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
                     i += n_skipped;
                 }
             }
             if (ragged) walk_slice(w, k, ragged, batch, n_full == 0);
-            for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) /* wide accumulators are cast back */
-                if (st->instrs[i].kind == KOILA_DO_ADD && rows != batch) {
+            for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) /* wide accumulators are cast back, one after another */
+                if (st->instrs[i].kind == KOILA_DO_ADD) {
                     const koila_value v = st->instrs[i].id;
-                    const uint64_t wide = accumulator_bytes(w->p, v), narrow = koila__value_meta(w->p->graph, v)->n_bytes;
-                    if (wide != narrow) sub(w, v, wide - narrow);
+                    const uint64_t wide = accumulator_bytes(w->p, v, rows != batch), narrow = accumulator_bytes(w->p, v, false);
+                    if (wide == narrow) continue;
+                    add(w, v, narrow);
+                    see(w, k, KOILA_NONE, w->live);
+                    sub(w, v, wide);
                 }
         }
         if (stage_peaks) stage_peaks[k] = w->stage_peak;
@@ -144,9 +180,11 @@ uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, c
     const koila_allocator a = koila__allocator(mem);
     const uint32_t n_values = p->graph->values.n;
     walk w = { .p = p, .s = s, .o = o, .stop_at = peak_bytes };
-    w.held = koila__realloc(&a, NULL, 0, (n_values + 1) * sizeof *w.held);
+    const size_t n_bytes = 2 * ((size_t)n_values + 1) * sizeof *w.held;
+    w.held = koila__realloc(&a, NULL, 0, n_bytes);
     if (!w.held) return 0; /* for people only: without it the error names nothing */
-    memset(w.held, 0, (n_values + 1) * sizeof *w.held);
+    memset(w.held, 0, n_bytes);
+    w.held_before = w.held + n_values + 1;
     walk_all(&w, NULL);
     uint32_t n = 0;
     for (; n < cap; n++) {
@@ -158,6 +196,6 @@ uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, c
         bytes[n] = w.held[best];
         w.held[best] = 0;
     }
-    koila__release(&a, w.held, (n_values + 1) * sizeof *w.held);
+    koila__release(&a, w.held, n_bytes);
     return n;
 }

@@ -112,23 +112,25 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig, c
 static bool sound(attempt *a)
 {
     const koila__case *c = &a->c;
-    bool loop = false;
+    bool s_need = false, p_need = false, r_out = false, s_out = false, any_out = false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         const koila_placement n = c->need[i], in = c->in[i];
         if (n.kind == KOILA_FREE) return false;
         if (n.kind == KOILA_S && (n.axis != c->axis || !koila__fits(c, n, c->in_meta[i]))) return false;
-        if (n.kind == KOILA_S && !koila__is_r(in) && !koila__placement_equal(n, in)) return false;
         if (n.kind == KOILA_P && !koila__placement_equal(n, in) && !(c->zero[i] && n.combine == KOILA_SUM)) return false;
-        loop |= n.kind != KOILA_R;
+        s_need |= n.kind == KOILA_S;
+        p_need |= n.kind == KOILA_P;
     }
-    for (uint32_t j = 0; j < c->n_out; j++) loop |= c->out_meta[j] && c->out[j].kind != KOILA_R;
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j]) continue;
-        if (c->out[j].kind == KOILA_FREE || (loop && c->out[j].kind == KOILA_R)) return false;
+        if (c->out[j].kind == KOILA_FREE) return false;
         if (c->out[j].kind == KOILA_S && (c->out[j].axis != c->axis || !koila__fits(c, c->out[j], c->out_meta[j]))) return false;
+        r_out |= c->out[j].kind == KOILA_R;
+        s_out |= c->out[j].kind == KOILA_S;
+        any_out |= c->out[j].kind != KOILA_R;
     }
-    a->loop = loop;
-    return true;
+    a->loop = s_need || p_need || any_out;
+    return !(p_need && (s_out || (s_need && !c->accumulates))) && !(a->loop && r_out);
 }
 
 /* The placement of a chain's last view when its base is `base`; link may be NULL. A base that is R or FREE stays so. */
@@ -261,6 +263,14 @@ static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
     return true;
 }
 
+/* No input is needed sliced otherwise than it is placed (a node that exists cannot get a barrier in front of it). */
+static bool slices_as_placed(const attempt *a)
+{
+    for (uint32_t i = 0; i < a->c.n_in; i++)
+        if (a->c.need[i].kind == KOILA_S && !koila__is_r(a->c.in[i]) && !koila__placement_equal(a->c.need[i], a->c.in[i])) return false;
+    return true;
+}
+
 static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig, const koila_value *in, const koila_placement *placed, uint16_t axis,
                          const koila_placement *want, bool may_emit)
 {
@@ -276,6 +286,80 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
     const bool ok = sound(a);
     koila_assert(ok);
     return ok;
+}
+
+/* ---- where a value comes from */
+
+static bool is_int(const koila_sig_info *sig, uint32_t pos, int64_t value)
+{
+    return pos < sig->n_pos && sig->tokens[sig->start[pos]].kind == KOILA_ARG_INT && sig->tokens[sig->start[pos]].u.i == value;
+}
+
+bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
+{
+    const koila__placer *p = c->placer;
+    if (!c->in_value) return false;
+    koila_value v = c->in_value[i];
+    const koila_meta_info *m = koila_meta_get(p->table, koila_value_get(p->to, v).meta);
+    const koila_meta_info *const asked = m;
+    int64_t n = -1;
+    /* down to the arange, whose length is n; then up again, is there one dimension of size n that carries it? Views in between keep the row-major
+     * order, and every other dimension is of size 1 or broadcast, so the carrying one is found from sizes and strides of the value asked for. */
+    for (uint32_t depth = 0; depth < 16; depth++) {
+        const koila_node node = koila_value_get(p->to, v).node;
+        if (node == KOILA_NONE) return false;
+        const koila_node_info info = koila_node_get(p->to, node);
+        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
+        const char *op = koila_op_name(p->table, sig->op);
+        m = koila_meta_get(p->table, sig->outputs[0]);
+        if (strcmp(op, "aten::arange") == 0 || (strcmp(op, "aten::arange.start") == 0 && is_int(sig, 0, 0)) ||
+            (strcmp(op, "aten::arange.start_step") == 0 && is_int(sig, 0, 0) && (sig->n_pos < 3 || is_int(sig, 2, 1)))) {
+            const uint32_t end = strcmp(op, "aten::arange") == 0 ? 0 : 1;
+            if (m->n_dims != 1 || !is_int(sig, end, m->size[0]) || koila__dtype_is_float(m->dtype)) return false;
+            n = m->size[0];
+            break;
+        }
+        if (sig->n_inputs != 1 || sig->n_writes) return false;
+        const koila_meta_info *from = koila_meta_get(p->table, sig->inputs[0]);
+        const bool reshapes = strcmp(op, "aten::view") == 0 || strcmp(op, "aten::unsqueeze") == 0 || strcmp(op, "aten::_unsafe_view") == 0 ||
+                              strcmp(op, "aten::reshape") == 0;
+        const bool broadcasts = strcmp(op, "aten::expand") == 0;
+        const bool same = strcmp(op, "aten::alias") == 0 || strcmp(op, "aten::detach") == 0 || strcmp(op, "aten::clone") == 0 || strcmp(op, "aten::_to_copy") == 0 ||
+                          (strcmp(op, "aten::add.Tensor") == 0 && is_int(sig, 1, 0));
+        if (!reshapes && !broadcasts && !same) return false;
+        if (koila__dtype_is_float(m->dtype) || koila_dtype_bytes(m->dtype) < 4) return false;
+        if (reshapes) /* only dims of size 1 come and go */
+            for (uint32_t d = 0; d < m->n_dims; d++)
+                if (m->size[d] != 1 && (uint64_t)m->size[d] != from->n_elements) return false;
+        if (reshapes && from->n_elements != m->n_elements) return false;
+        v = koila_node_inputs(p->to, node)[0];
+    }
+    if (n < 2) return false;
+    /* After a broadcast nothing is reshaped (its sizes no longer allow it), so the carrying dimension is the last one of size n that was not
+     * broadcast: walk up once more. */
+    uint32_t carries = KOILA_NONE;
+    v = c->in_value[i];
+    const koila_meta_info *top = asked;
+    uint32_t d_from_right = KOILA_NONE;
+    for (uint32_t depth = 0; depth < 16; depth++) {
+        const koila_node_info info = koila_node_get(p->to, koila_value_get(p->to, v).node);
+        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
+        m = koila_meta_get(p->table, sig->outputs[0]);
+        if (m->n_elements == (uint64_t)n) { /* below every broadcast: exactly one dimension is not 1 */
+            for (uint32_t d = 0; d < m->n_dims; d++)
+                if (m->size[d] == n) d_from_right = m->n_dims - 1 - d;
+            break;
+        }
+        if (strcmp(koila_op_name(p->table, sig->op), "aten::expand") != 0 && strcmp(koila_op_name(p->table, sig->op), "aten::clone") != 0 &&
+            strcmp(koila_op_name(p->table, sig->op), "aten::_to_copy") != 0 && strcmp(koila_op_name(p->table, sig->op), "aten::alias") != 0)
+            return false;
+        v = koila_node_inputs(p->to, koila_value_get(p->to, v).node)[0];
+    }
+    if (d_from_right == KOILA_NONE || d_from_right >= top->n_dims) return false;
+    carries = top->n_dims - 1u - d_from_right;
+    if (top->size[carries] != n) return false;
+    *dim = carries;
+    return true;
 }
 
 /* ---- FREE values */
@@ -335,7 +419,7 @@ static bool input_gives_want(void *user, koila_placement s)
     input_search *t = user;
     const koila_placement was = t->placed[t->i];
     t->placed[t->i] = s;
-    const bool ok = attempt_rule(t->p, t->a, t->sig, t->in, t->placed, t->axis, NULL, false) && t->a->loop &&
+    const bool ok = attempt_rule(t->p, t->a, t->sig, t->in, t->placed, t->axis, NULL, false) && t->a->loop && slices_as_placed(t->a) &&
                     koila__placement_equal(t->a->c.out[t->output], t->want);
     t->placed[t->i] = was;
     return ok;
@@ -357,7 +441,8 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
         placed[i] = p->value.at[in[i]];
     }
     attempt a;
-    bool found = output == 0 && attempt_rule(p, &a, sig, in, placed, want.axis, &want, false) && a.loop && koila__placement_equal(a.c.out[0], want);
+    bool found = output == 0 && attempt_rule(p, &a, sig, in, placed, want.axis, &want, false) && a.loop && slices_as_placed(&a) &&
+                 koila__placement_equal(a.c.out[0], want);
     for (uint32_t i = 0; i < sig->n_inputs && !found && p->status == KOILA_OK; i++) {
         if (placed[i].kind != KOILA_FREE) continue;
         input_search t = { p, sig, in, placed, want, i, output, want.axis, &a };
@@ -428,6 +513,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
         const koila_placement is = p->value.at[p->to->inputs.at[n.first_input + i]], need = c->need[i];
         suits &= need.kind == KOILA_R || koila__placement_equal(is, need) || (need.kind == KOILA_S && is.kind == KOILA_R);
         gathered |= need.kind == KOILA_R && is.kind == KOILA_S;
+        if (koila__is_opaque(is) && !koila__placement_equal(is, need)) return fail(p, KOILA_UNSUPPORTED);
     }
     if (!suits) {
         value_stack stack = { 0 };
@@ -483,6 +569,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     if (s != KOILA_OK) return fail(p, s);
     const koila_node node = koila_graph_n_nodes(p->to) - 1;
     if (!koila__vec_reserve(&p->mem, &p->value, sig->n_outputs) || !koila__vec_reserve(&p->mem, &p->zero, sig->n_outputs) ||
+        !koila__vec_reserve(&p->mem, &p->whole_of, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->need, sig->n_inputs) || !koila__vec_reserve(&p->mem, &p->node, 1))
         return fail(p, KOILA_NO_MEMORY);
     p->node.at[p->node.n++] = (koila__placed_node){ .recorded = p->recorded };
@@ -490,6 +577,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
         const bool exists = sig->outputs[j] != KOILA_NONE;
         p->value.at[p->value.n++] = is_free_call && exists ? (koila_placement){ .kind = KOILA_FREE } : koila__r();
         p->zero.at[p->zero.n++] = zero;
+        p->whole_of.at[p->whole_of.n++] = KOILA_NONE;
         results[j] = first + j;
     }
     for (uint32_t i = 0; i < sig->n_inputs; i++) p->need.at[p->need.n++] = koila__r();
@@ -497,6 +585,30 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     if (is_free_call) return true;
     value_stack stack = { 0 };
     return set_whole(p, node, &stack) && drain_r(p, &stack);
+}
+
+/* v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. */
+static bool made_whole(koila__placer *p, koila_value v, koila_value *out)
+{
+    if (p->whole_of.at[v] == KOILA_NONE) {
+        const koila_meta meta = koila_value_get(p->to, v).meta;
+        const koila_arg token = { .kind = KOILA_ARG_TENSOR, .u.id = meta };
+        koila_sig_info desc = { .n_tokens = 1, .n_pos = 1, .tokens = &token, .n_fresh = 1, .outputs = &meta };
+        const koila_sig_info *sig;
+        koila_sig id;
+        attempt a;
+        koila_status s = koila_table_op(p->table, "aten::alias", KOILA_OP_VIEW, &desc.op);
+        if (s == KOILA_OK) s = koila_table_sig(p->table, &desc, &id);
+        if (s != KOILA_OK) return fail(p, s);
+        sig = koila_sig_get(p->table, id);
+        if (!case_init(p, &a, sig, &v, &p->value.at[v], p->value.at[v].axis)) return false;
+        a.c.need[0] = koila__r();
+        koila_value whole;
+        if (!append(p, id, sig, &v, &a, false, &whole)) return false;
+        p->whole_of.at[v] = whole;
+    }
+    *out = p->whole_of.at[v];
+    return true;
 }
 
 static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
@@ -537,7 +649,14 @@ static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koi
         for (uint32_t i = 0; i < sig->n_inputs; i++) a.c.need[i] = koila__r();
         for (uint32_t j = 0; j < sig->n_outputs; j++) a.c.out[j] = koila__r();
     }
-    return append(p, id, sig, in, &a, false, results);
+    koila_value *from = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *from);
+    if (!from) return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        from[i] = in[i];
+        const koila_placement need = a.c.need[i], is = p->value.at[in[i]];
+        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !made_whole(p, in[i], &from[i])) return false;
+    }
+    return append(p, id, sig, from, &a, false, results);
 }
 
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in, koila_value *results)
@@ -559,7 +678,8 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
     koila_placement at = koila__r();
     if (info.leaf_kind == KOILA_LEAF_BATCH && !p->whole)
         at = (koila_placement){ .kind = KOILA_S, .dim = info.dim, .axis = info.axis, .outer = 1, .inner = 1 };
-    if (!koila__vec_push(&p->mem, &p->value, at) || !koila__vec_push(&p->mem, &p->zero, 0)) return fail(p, KOILA_NO_MEMORY);
+    if (!koila__vec_push(&p->mem, &p->value, at) || !koila__vec_push(&p->mem, &p->zero, 0) || !koila__vec_push(&p->mem, &p->whole_of, KOILA_NONE))
+        return fail(p, KOILA_NO_MEMORY);
     return true;
 }
 
@@ -607,7 +727,7 @@ static bool settle_free(koila__placer *p, koila_node id)
         if (!koila__is_r(placed[i])) axis = placed[i].axis;
     }
     attempt a;
-    if (axis != KOILA_NONE && attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, false)) return settle(p, id, &a);
+    if (axis != KOILA_NONE && attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, false) && slices_as_placed(&a)) return settle(p, id, &a);
     value_stack stack = { 0 };
     return p->status == KOILA_OK && set_whole(p, id, &stack) && drain_r(p, &stack);
 }
@@ -672,6 +792,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     }
     koila__vec_free(&a, &p.value);
     koila__vec_free(&a, &p.zero);
+    koila__vec_free(&a, &p.whole_of);
     koila__vec_free(&a, &p.need);
     koila__vec_free(&a, &p.node);
     koila__vec_free(&a, &p.op);
@@ -725,7 +846,7 @@ bool koila__placed_check(const koila__placed *p, koila_error *err)
         if (q.kind == KOILA_R) continue;
         HOLDS(info.meta != KOILA_NONE, "value %u: a result that does not exist is placed", v);
         HOLDS(q.axis < koila_graph_n_axes(g), "value %u: no axis %u", v, q.axis);
-        if (q.kind == KOILA_P) continue;
+        if (q.kind == KOILA_P || koila__is_opaque(q)) continue;
         const koila_meta_info *m = koila_meta_get(t, info.meta);
         HOLDS(q.dim < m->n_dims && m->size[q.dim] == koila__extent(q, koila_graph_axis_size(g, q.axis)), "value %u: size[%u] is not outer * batch * inner", v, q.dim);
     }
@@ -742,7 +863,7 @@ bool koila__placed_check(const koila__placed *p, koila_error *err)
             if (need.kind == KOILA_R) continue;
             HOLDS(need.axis == p->node[n].axis, "node %u: input %u is of another axis", n, i);
             HOLDS(koila__placement_equal(need, is) || (need.kind == KOILA_S && is.kind == KOILA_R), "node %u: input %u cannot become what is needed", n, i);
-            if (need.kind == KOILA_S)
+            if (need.kind == KOILA_S && !koila__is_opaque(need))
                 HOLDS(need.dim < m->n_dims && m->size[need.dim] == koila__extent(need, koila_graph_axis_size(g, need.axis)), "node %u: input %u: no such slice", n, i);
         }
         for (uint32_t j = 0; j < sig->n_outputs; j++) {

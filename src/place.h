@@ -5,8 +5,10 @@
  *   S(dim, outer, inner)  size[dim] == outer * batch * inner; slice [s, e) owns, in each of the `outer` blocks, elements s*inner .. e*inner
  *   P(combine)            each slice has a value of the full shape; the whole value is their combination (sum, max, min, moments)
  *   FREE                  a factory (or pointwise operators of factories): nobody has asked yet; becomes the S of its first sharded use, else R
- * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Zero-size results of a call in a loop that no slice owns (workspaces,
- * the empty statistics of BatchNorm in eval mode) are S(0, 0, 0) or P.
+ * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Empty results of a call in a loop (the statistics of BatchNorm in
+ * eval mode) are P.
+ * Note [Opaque]. S(0, 0, 0), outer == inner == 0: every slice has its own, whatever its size, and it cannot be made whole (workspace of an RNN
+ * layer). It is only ever needed as it is; its operator is KOILA_OP_OPAQUE and runs again in each loop that needs it.
  * A use that needs R of an S or P value is a *barrier*; a use that needs S of an R value is a free slice.
  * An `overwrites` write has no data edge to its base: need is then what costs nothing (the base's own placement, or the result's when the base is
  * R), and the executor may allocate the result (meta of the base, slice's size) instead of reading the base.

@@ -20,6 +20,7 @@ struct koila__placer {
     koila__arena scratch;
     VEC(koila_placement) value;    /* [values of to] */
     VEC(uint8_t) zero;             /* [values of to] FREE and all zeros */
+    VEC(koila_value) whole_of;     /* [values of to] this S or P value made whole, for uses that slice it otherwise; KOILA_NONE: nobody did */
     VEC(koila_placement) need;     /* [flat inputs of to] */
     VEC(koila__placed_node) node;  /* [nodes of to] */
     VEC(koila__op_rule) op;        /* [operators of table], grown on demand */

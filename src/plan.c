@@ -69,15 +69,15 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
 static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep *out)
 {
     uint32_t n = 0;
-    if (keep != KOILA_KEEP_NONE) out[n++] = (koila__keep){ UINT32_MAX, 0 };
+    if (keep != KOILA_KEEP_NONE) out[n++] = (koila__keep){ .horizon = UINT32_MAX };
     if (keep != KOILA_KEEP_ALL) {
         const double factors[] = KOILA_SPACING_FACTORS, root = sqrt((double)all->n_loops);
         if (keep == KOILA_KEEP_AUTO && all->n_loops > 4)
             for (size_t i = 0; i < KOILA_COUNT(factors); i++) {
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
-                out[n++] = (koila__keep){ spacing + 2, spacing };
+                out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ 0, 0 };
+        out[n++] = (koila__keep){ .horizon = 0 };
     }
     return n;
 }
@@ -182,7 +182,7 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
     if (options->rows <= 0 || options->rows >= largest_axis) { /* as it was recorded */
         if ((status = koila__place_whole(graph, targets, n_targets, mem, &whole, err)) != KOILA_OK) goto done;
         if ((status = map_targets(whole, targets, n_targets, p->targets)) != KOILA_OK) goto done;
-        if ((status = koila__schedule_init(&one, whole, p->targets, n_targets, (koila__keep){ UINT32_MAX, 0 }, mem, err)) != KOILA_OK) goto done;
+        if ((status = koila__schedule_init(&one, whole, p->targets, n_targets, (koila__keep){ .horizon = UINT32_MAX }, mem, err)) != KOILA_OK) goto done;
         one_made = true;
         rows_for(graph, 1, rows);
         const koila__live live = simulate(whole, &one, options, rows, NULL);
@@ -192,7 +192,7 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
         if ((status = koila__place(graph, targets, n_targets, mem, &placed, err)) != KOILA_OK) goto done;
         koila_check(koila__placed_check(placed, NULL));
         if ((status = map_targets(placed, targets, n_targets, p->targets)) != KOILA_OK) goto done;
-        koila__keep keeps[MAX_POLICIES] = { { UINT32_MAX, 0 } };
+        koila__keep keeps[MAX_POLICIES] = { { .horizon = UINT32_MAX } };
         if ((status = koila__schedule_init(&candidates[0].schedule, placed, p->targets, n_targets, keeps[0], mem, err)) != KOILA_OK) goto done;
         candidates[0].made = true;
         const uint32_t n_policies = policies(&candidates[0].schedule, options->keep, keeps);

@@ -9,6 +9,14 @@
 /* An operator is expensive (worth keeping its result rather than running it again) when its multiply-adds cost more than moving its bytes. */
 #define KOILA_COST_EXPENSIVE_RATIO 1.0
 
+/* A cheap operator's result is worth keeping too when making it again from what is kept moves so many times its bytes: eight pointwise operators
+ * read and write 16 times their size. It bounds what a chain of barriers without dense kernels recomputes. */
+#define KOILA_COST_CHAIN 32.0
+
+/* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy is refused; a few times the work is the most anybody wants. */
+#define KOILA_COST_MAX_LOOPS 8192
+#define KOILA_COST_MAX_INSTRS 64
+
 /* With forced rows and no budget: the least memory among the policies that cost at most this many times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0
 

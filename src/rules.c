@@ -8,10 +8,11 @@ bool koila__any_p(const koila__case *c)
     return false;
 }
 
-uint32_t koila__lead(const koila__case *c)
+uint32_t koila__lead(const koila__case *c) { return koila__lead_among(c, c->n_in); }
+uint32_t koila__lead_among(const koila__case *c, uint32_t n)
 {
     uint32_t best = KOILA_NONE;
-    for (uint32_t i = 0; i < c->n_in; i++)
+    for (uint32_t i = 0; i < n && i < c->n_in; i++)
         if (koila__is_s(c->in[i]) && (best == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[best]->n_elements)) best = i;
     return best;
 }
@@ -19,6 +20,7 @@ uint32_t koila__lead(const koila__case *c)
 bool koila__fits(const koila__case *c, koila_placement p, const koila_meta_info *m)
 {
     if (p.kind != KOILA_S || p.dim >= m->n_dims || p.outer < 0 || p.inner < 0) return false;
+    if (koila__is_opaque(p)) return true;
     int64_t n;
     if (__builtin_mul_overflow(p.outer, p.inner, &n) || __builtin_mul_overflow(n, c->batch, &n)) return false;
     return m->size[p.dim] == n;
@@ -26,12 +28,7 @@ bool koila__fits(const koila__case *c, koila_placement p, const koila_meta_info 
 
 bool koila__need(koila__case *c, uint32_t i, koila_placement p)
 {
-    if (i >= c->n_in) return false;
-    if (koila__is_s(c->in[i])) {
-        c->need[i] = c->in[i];
-        return koila__placement_equal(c->in[i], p);
-    }
-    if (!koila__is_r(c->in[i]) || !koila__fits(c, p, c->in_meta[i])) return false;
+    if (i >= c->n_in || !koila__fits(c, p, c->in_meta[i])) return false;
     c->need[i] = p;
     return true;
 }
@@ -46,7 +43,6 @@ void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t
         const uint32_t missing = n_dims - m->n_dims;
         if (p.dim >= missing && koila__fits(c, koila__moved(p, p.dim - missing), m)) q = koila__moved(p, p.dim - missing);
     }
-    if (koila__is_s(c->in[i]) && !koila__placement_equal(q, c->in[i])) q = koila__r(); /* sharded otherwise: made whole */
     c->need[i] = q;
 }
 
@@ -125,6 +121,24 @@ bool koila__arg_number(const koila__case *c, uint32_t pos, double otherwise, dou
     if (!a) *out = otherwise;
     else if (a->kind == KOILA_ARG_FLOAT) *out = a->u.f;
     else if (a->kind == KOILA_ARG_INT || a->kind == KOILA_ARG_BOOL) *out = (double)a->u.i;
+    else return false;
+    return true;
+}
+
+bool koila__kw_int(const koila__case *c, const char *name, int64_t otherwise, int64_t *out)
+{
+    const koila_arg *a = koila__kw(c, name);
+    if (a && a->kind != KOILA_ARG_ABSENT && a->kind != KOILA_ARG_INT && a->kind != KOILA_ARG_BOOL) return false;
+    *out = a && a->kind != KOILA_ARG_ABSENT ? a->u.i : otherwise;
+    return true;
+}
+
+bool koila__kw_number(const koila__case *c, const char *name, double otherwise, double *out)
+{
+    const koila_arg *a = koila__kw(c, name);
+    if (!a || a->kind == KOILA_ARG_ABSENT) *out = otherwise;
+    else if (a->kind == KOILA_ARG_FLOAT) *out = a->u.f;
+    else if (a->kind == KOILA_ARG_INT) *out = (double)a->u.i;
     else return false;
     return true;
 }

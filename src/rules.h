@@ -3,7 +3,9 @@
  * A rule looks at the placements of a call's inputs (all of one axis: others were made R first; FREE inputs look like R with .kind KOILA_FREE)
  * and answers true after writing
  *   need[i]  what each input must be (preset: in[i], and R for FREE). R for an S or P input is a barrier; S for an R or FREE input is a free
- *            slice; P only for a P input or for a FREE one with zero[i].
+ *            slice, for an input placed otherwise a barrier and then a slice; P only for a P input or for a FREE one with zero[i]. A call
+ *            that needs a P needs no S and gives only P: a partial sum may not meet a row, but in an operator that adds rows into it
+ *            (index_add, scatter_add, index_put with accumulate), whose rule then sets c->accumulates.
  *   out[j]   placement of each result (preset: R). When a need or a result is not R the call runs in the loop: then *every* result that exists
  *            is S or P.
  *   fix[]    how the call's arguments follow the slice (koila__fix in place.h)
@@ -41,6 +43,7 @@ typedef struct koila__case {
     uint32_t n_fix;
     const koila_placement *want;           /* see above; usually NULL */
     bool may_emit;
+    bool accumulates;                      /* the result is the P input plus what this slice's rows add to it */
     koila_value *replaced;                 /* preset KOILA_NONE; set all results that exist to rewrite */
 } koila__case;
 
@@ -71,23 +74,34 @@ static inline bool koila__is_s(koila_placement p) { return p.kind == KOILA_S; }
 static inline bool koila__is_p(koila_placement p) { return p.kind == KOILA_P; }
 static inline bool koila__is_sum(koila_placement p) { return p.kind == KOILA_P && p.combine == KOILA_SUM; }
 
+/* A result that each slice has for itself and nobody can make whole: the workspace of a recurrent layer. Note [Opaque] in place.h. */
+static inline koila_placement koila__opaque(const koila__case *c) { return koila__s(c, 0, 0, 0); }
+static inline bool koila__is_opaque(koila_placement p) { return p.kind == KOILA_S && p.outer == 0 && p.inner == 0; }
+
 /* ---- inputs and results (rules.c) */
 
 /** Some input is P. Most rules start with: if (koila__any_p(c)) return false; */
 bool koila__any_p(const koila__case *c);
 /** The S input with the most elements, or KOILA_NONE. */
 uint32_t koila__lead(const koila__case *c);
-/** p is S, its dimension exists in m and has size outer * batch * inner. */
+/** The same among the first n inputs. */
+uint32_t koila__lead_among(const koila__case *c, uint32_t n);
+/** p is S, its dimension exists in m and has size outer * batch * inner; or p is opaque (outer == inner == 0), which
+ *  fits every tensor with a dimension. */
 bool koila__fits(const koila__case *c, koila_placement p, const koila_meta_info *m);
-/** Make input i exactly p (S): true when it is p already, or is R/FREE and p fits; an S input placed otherwise: false. */
+/** Make input i exactly p (S), at the price of a barrier when it is placed otherwise; false when p does not fit it. */
 bool koila__need(koila__case *c, uint32_t i, koila_placement p);
 /** Input i whole: a barrier when it is S or P. */
 void koila__need_r(koila__case *c, uint32_t i);
 /** Input i is broadcast to a tensor of n dims that is placed p (S): needs the aligned S where it has that dimension at full size, else R.
- *  An S input that is not so aligned is needed R. */
+ *  (An S input placed otherwise costs a barrier.) */
 void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t n_dims);
 /** Every result that exists is p; false when it does not fit one of them. */
 bool koila__out_all(koila__case *c, koila_placement p);
+
+/** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along the others (an arange, seen through views and
+ *  integer casts; place.c looks up who made it). n is its size there. */
+bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim);
 
 /* ---- arguments (rules.c). Positions count positional values; defaults may have been left out. */
 
@@ -106,6 +120,10 @@ bool koila__arg_dims(const koila__case *c, uint32_t pos, uint32_t n_dims, uint32
 bool koila__fix_add(koila__case *c, koila__fix_kind kind, uint32_t arg, uint32_t output);
 /** The tensors of a list argument: first input index and count. false when it is no list of tensors. */
 bool koila__arg_tensors(const koila__case *c, uint32_t pos, uint32_t *first, uint32_t *n);
+
+/** A keyword, or `otherwise` when it was left out; false when it is something else. None is left out. */
+bool koila__kw_int(const koila__case *c, const char *name, int64_t otherwise, int64_t *out);
+bool koila__kw_number(const koila__case *c, const char *name, double otherwise, double *out);
 
 bool koila__dtype_is_float(koila_dtype d);
 bool koila__dtype_is_complex(koila_dtype d);

@@ -155,3 +155,43 @@ bool koila__rule_nll_loss_backward(koila__case *c)
     c->out[0] = px;
     return koila__fits(c, px, c->out_meta[0]);
 }
+
+/* ---- losses over the classes of one sample: input [N, C], target [N] or [N, C], mean over N */
+
+static bool row_loss(koila__case *c, uint32_t n_rows, uint32_t pos)
+{
+    int64_t reduction;
+    const uint32_t lead = koila__lead_among(c, n_rows);
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 || c->in_meta[0]->n_dims != 2 || !koila__arg_int(c, pos, MEAN, &reduction)) return false;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i >= n_rows) koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead])) return false;
+    }
+    for (uint32_t j = 0; j < c->n_out; j++) { /* further results (is_target) have a row per sample */
+        if (!c->out_meta[j]) continue;
+        c->out[j] = j == 0 && reduction != NONE ? koila__p(c, KOILA_SUM) : c->in[lead];
+    }
+    return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);
+}
+bool koila__rule_multi_margin(koila__case *c) { return row_loss(c, 2, 5); }      /* (x, target, p, margin, weight?, reduction) */
+bool koila__rule_multilabel_margin(koila__case *c) { return row_loss(c, 2, 2); } /* (x, target, reduction) -> loss, is_target */
+
+/* (grad, x, target, ..., reduction, is_target?): grad is one number unless there is no reduction */
+static bool row_loss_backward(koila__case *c, uint32_t pos, uint32_t is_target)
+{
+    int64_t reduction;
+    uint32_t lead = KOILA_NONE;
+    if (koila__any_p(c) || !koila__arg_int(c, pos, MEAN, &reduction) || c->in_meta[1]->n_dims != 2) return false;
+    for (uint32_t i = 0; i < 3; i++)
+        if (koila__is_s(c->in[i]) && (i > 0 || reduction == NONE)) lead = i;
+    if (lead == KOILA_NONE || c->in[lead].dim != 0) return false;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        const bool is_row = i == 1 || i == 2 || i == is_target || (i == 0 && reduction == NONE);
+        if (!is_row) koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead])) return false;
+    }
+    c->out[0] = c->in[lead];
+    return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);
+}
+bool koila__rule_multi_margin_backward(koila__case *c) { return row_loss_backward(c, 6, KOILA_NONE); }
+bool koila__rule_multilabel_margin_backward(koila__case *c) { return row_loss_backward(c, 3, 3); }

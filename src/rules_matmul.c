@@ -23,9 +23,7 @@ static bool product(koila__case *c, operand a, operand b, uint32_t n_shared, koi
     const operand x = a_leads ? a : b, y = a_leads ? b : a;
     const koila_placement p = c->in[x.i];
     if (p.dim < n_shared && p.dim != x.contracted && (x.kept == KOILA_NONE || p.dim != x.kept)) { /* a batch of products */
-        if (!koila__need(c, y.i, p)) koila__need_r(c, x.i), koila__need_r(c, y.i);
-        else return *out = p, true;
-        return false;
+        return koila__need(c, y.i, p) && (*out = p, true);
     }
     if (p.dim == x.contracted) {
         const koila_placement q = koila__moved(p, y.contracted);
@@ -58,12 +56,16 @@ bool koila__rule_dot(koila__case *c)
     return c->n_in == 2 && product(c, (operand){ 0, 0, KOILA_NONE, KOILA_NONE }, (operand){ 1, 0, KOILA_NONE, KOILA_NONE }, 0, &c->out[0]);
 }
 
-/* beta * self + alpha * (a @ b): self is broadcast to the result. Added once, so never into a partial sum. */
+/* beta * self + alpha * (a @ b): self is broadcast to the result. Added once, so into a partial sum only when it is one, or zeros. */
 static bool with_bias(koila__case *c, operand a, operand b, uint32_t n_shared)
 {
-    if (c->n_in != 3 || koila__is_p(c->in[0])) return false;
-    if (koila__is_s(c->in[0]) && koila__is_r(c->in[1]) && koila__is_r(c->in[2])) return false;
-    if (!product(c, a, b, n_shared, &c->out[0]) || c->out[0].kind != KOILA_S) return false;
+    if (c->n_in != 3 || !product(c, a, b, n_shared, &c->out[0])) return false;
+    if (c->out[0].kind == KOILA_P) {
+        c->need[0] = c->out[0];
+        c->accumulates = true;
+        return koila__is_sum(c->in[0]) || c->zero[0];
+    }
+    if (koila__is_p(c->in[0])) return false;
     koila__need_aligned(c, 0, c->out[0], c->out_meta[0]->n_dims);
     return true;
 }

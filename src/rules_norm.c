@@ -30,8 +30,8 @@ bool koila__rule_layer_norm(koila__case *c)
 /* native_layer_norm_backward(grad, x, shape, mean, rstd, weight?, bias?, mask) -> gx, gw, gb */
 static bool norm_backward(koila__case *c, uint32_t n_rows, uint32_t pos_shape)
 {
-    const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || lead >= n_rows || !rows_only(c, c->in[lead], pos_shape)) return false;
+    const uint32_t lead = koila__lead_among(c, n_rows);
+    if (koila__any_p(c) || lead == KOILA_NONE || !rows_only(c, c->in[lead], pos_shape)) return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         if (i >= n_rows) koila__need_r(c, i);
         else if (!koila__need(c, i, c->in[lead])) return false;
@@ -55,8 +55,8 @@ bool koila__rule_group_norm(koila__case *c)
 /* (grad, x, mean, rstd, weight?, N, C, HxW, groups, mask) -> gx, gw, gb */
 bool koila__rule_group_norm_backward(koila__case *c)
 {
-    const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || lead >= 4 || c->in[lead].dim != 0) return false;
+    const uint32_t lead = koila__lead_among(c, 4);
+    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim != 0) return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         if (i >= 4) koila__need_r(c, i);
         else if (!koila__need(c, i, c->in[lead])) return false;
@@ -111,6 +111,20 @@ static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh,
     return koila__emit_end(&k, out);
 }
 
+/* The first n_full inputs are like x, sharded on dimension 1; all others are vectors of channels, as are all results but the first. */
+static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
+{
+    const koila_placement v = koila__moved(x, 0);
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (!koila__need(c, i, i < n_full ? x : v)) return false;
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        if (!c->out_meta[j]) continue;
+        c->out[j] = j == 0 ? x : c->out_meta[j]->n_elements == 0 ? koila__p(c, KOILA_SUM) : v;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j])) return false;
+    }
+    return true;
+}
+
 /* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var pos_mean + 1, then training, momentum, eps. */
 static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
 {
@@ -118,7 +132,9 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     double momentum, eps;
     const koila_placement x = c->in[0];
     if (!koila__arg_bool(c, pos_training, false, &training)) return false;
-    if (koila__any_p(c) || !koila__is_s(x) || x.dim == 1) return false;
+    if (koila__any_p(c)) return false;
+    if (koila__is_s(x) && x.dim == 1) return per_channel_rows(c, x, 1); /* InstanceNorm: the samples are channels, each by itself */
+    if (!koila__is_s(x)) return false;
     for (uint32_t i = 1; i < c->n_in; i++)
         if (!koila__is_r(c->in[i])) return false;
     if (!training) {
@@ -204,8 +220,9 @@ static koila_value per_channel(koila__case *c, koila_value v, uint32_t n_dims)
 bool koila__rule_batch_norm_backward(koila__case *c)
 {
     bool train;
-    const uint32_t lead = koila__lead(c), weight = koila__input_at(c, 2), save_mean = koila__input_at(c, 5), save_invstd = koila__input_at(c, 6);
-    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE || lead > 1 || c->in[lead].dim == 1 || !koila__arg_bool(c, 7, false, &train)) return false;
+    const uint32_t lead = koila__lead_among(c, 2), weight = koila__input_at(c, 2), save_mean = koila__input_at(c, 5), save_invstd = koila__input_at(c, 6);
+    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE || !koila__arg_bool(c, 7, false, &train)) return false;
+    if (c->in[lead].dim == 1) return per_channel_rows(c, c->in[lead], 2);
     if (!train) {
         for (uint32_t i = 0; i < c->n_in; i++) {
             if (i >= 2) koila__need_r(c, i);
@@ -276,29 +293,88 @@ bool koila__rule_batch_norm_backward(koila__case *c)
     return true;
 }
 
-/* ---- softmax: rows are along `dim` */
+/* ---- softmax: rows are along `dim`. Along the batch: maximum and sum are partial, the rest is pointwise. */
+
+typedef struct along { /* the calls of a rewrite along dimension d, in the accumulate type */
+    koila__case *c;
+    int64_t d;
+    koila_dtype acc;
+    koila_meta full, one; /* of x; of x with size 1 along d */
+} along;
+
+static bool along_init(along *a, koila__case *c, uint32_t x, uint32_t d)
+{
+    const koila_meta_info *m = c->in_meta[x];
+    int64_t size[KOILA_MAX_DIMS];
+    if (!c->may_emit || !koila__dtype_is_float(m->dtype)) return false;
+    *a = (along){ .c = c, .d = d, .acc = accumulate_type(c->out_meta[0]->dtype) };
+    for (uint32_t k = 0; k < m->n_dims; k++) size[k] = k == d ? 1 : m->size[k];
+    a->full = koila__emit_meta_like(c, m, a->acc);
+    a->one = koila__emit_meta(c, m, a->acc, m->n_dims, size);
+    return a->full != KOILA_NONE && a->one != KOILA_NONE;
+}
+
+static koila_value reduce_along(const along *a, const char *op, koila_value x)
+{
+    koila__call k;
+    koila__emit_begin(a->c, &k, op, 0);
+    koila__emit_value(&k, x);
+    koila__emit_ints(&k, &a->d, 1);
+    koila__emit_bool(&k, true);
+    return koila__emit_end(&k, a->one);
+}
+
+static bool replace(koila__case *c, koila_value v) /* result 0, in its recorded dtype and layout */
+{
+    const koila_meta_info *m = koila__emit_meta_of(c, v);
+    if (!m) return false;
+    c->replaced[0] = m->dtype == c->out_meta[0]->dtype ? v : koila__emit_cast_as(c, v, c->sig->outputs[0]);
+    if (c->replaced[0] == KOILA_NONE) return false;
+    return koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
+}
 
 /* _softmax(x, dim, half_to_float), _log_softmax */
 bool koila__rule_softmax(koila__case *c)
 {
     uint32_t d;
-    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || d == c->in[0].dim) return false;
-    c->out[0] = c->in[0];
-    return true;
+    along a;
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
+    if (d != c->in[0].dim) return c->out[0] = c->in[0], true;
+    if (strcmp(c->op, "aten::_safe_softmax") == 0 || !along_init(&a, c, 0, d)) return false;
+    const koila_value x = koila__emit_cast(c, c->in_value[0], a.acc);
+    const koila_value shifted = koila__emit_binary(c, "aten::sub.Tensor", x, reduce_along(&a, "aten::amax", x), a.full);
+    const koila_value e = koila__emit_unary(c, "aten::exp", shifted, a.full), sum = reduce_along(&a, "aten::sum.dim_IntList", e);
+    const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
+    return replace(c, strcmp(c->op, "aten::_softmax") == 0
+                          ? koila__emit_binary(c, "aten::div.Tensor", e, sum, out)
+                          : koila__emit_binary(c, "aten::sub.Tensor", shifted, koila__emit_unary(c, "aten::log", sum, a.one), out));
 }
 
-/* _softmax_backward_data(grad, output, dim, dtype): linear in grad */
+/* _softmax_backward_data(grad, output, dim, dtype) = output * (grad - sum(grad * output)); _log_softmax: grad - exp(output) * sum(grad) */
 bool koila__rule_softmax_backward(koila__case *c)
 {
     uint32_t d;
+    along a;
     const uint32_t lead = koila__lead(c);
     if (c->n_in != 2 || !koila__arg_dim(c, 2, 0, c->in_meta[0]->n_dims, &d)) return false;
-    if (koila__any_p(c)) {
+    if (koila__any_p(c)) { /* linear in grad */
         if (!koila__is_sum(c->in[0]) || !koila__is_r(c->in[1])) return false;
         c->out[0] = c->in[0];
         return true;
     }
-    if (lead == KOILA_NONE || c->in[lead].dim == d || !koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
-    c->out[0] = c->in[lead];
-    return true;
+    if (lead == KOILA_NONE) return false;
+    if (c->in[lead].dim != d) {
+        if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
+        c->out[0] = c->in[lead];
+        return true;
+    }
+    if (!along_init(&a, c, 1, d)) return false;
+    const koila_value grad = koila__emit_cast(c, c->in_value[0], a.acc), y = koila__emit_cast(c, c->in_value[1], a.acc);
+    const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
+    if (strcmp(c->op, "aten::_softmax_backward_data") == 0) {
+        const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", koila__emit_binary(c, "aten::mul.Tensor", grad, y, a.full));
+        return replace(c, koila__emit_binary(c, "aten::mul.Tensor", y, koila__emit_binary(c, "aten::sub.Tensor", grad, sum, a.full), out));
+    }
+    const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", grad), p = koila__emit_unary(c, "aten::exp", y, a.full);
+    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", grad, koila__emit_binary(c, "aten::mul.Tensor", p, sum, a.full), out));
 }

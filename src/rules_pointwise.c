@@ -153,3 +153,12 @@ bool koila__rule_fill(koila__case *c)
     }
     return koila__rule_pointwise(c);
 }
+
+/* bucketize(x, boundaries), isin(x, set): the second input is a table */
+bool koila__rule_bucketize(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in != 2 || !koila__is_s(c->in[0])) return false;
+    koila__need_r(c, 1);
+    c->out[0] = c->in[0];
+    return true;
+}

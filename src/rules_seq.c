@@ -4,8 +4,8 @@
 /* All q, k, v (and in backward grad, out, logsumexp) share dims 0 (batch) and 1 (heads); attn_mask is broadcast to [B, H, L, S]. */
 static bool heads(koila__case *c, uint32_t n_same, uint32_t mask)
 {
-    const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || lead >= n_same || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4) return false;
+    const uint32_t lead = koila__lead_among(c, n_same);
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4) return false;
     const koila_placement p = c->in[lead];
     for (uint32_t i = 0; i < c->n_in; i++) {
         if (i == mask) koila__need_aligned(c, i, p, 4);
@@ -13,7 +13,6 @@ static bool heads(koila__case *c, uint32_t n_same, uint32_t mask)
             if (!koila__need(c, i, p)) return false;
         } else return false;
     }
-    if (mask != KOILA_NONE && koila__is_s(c->in[mask]) && c->need[mask].kind == KOILA_R) return false;
     return true;
 }
 
@@ -28,7 +27,7 @@ bool koila__rule_flash_cpu(koila__case *c)
 {
     double dropout;
     if (c->n_in < 3 || c->n_out != 2 || !koila__arg_number(c, 3, 0, &dropout) || dropout != 0) return false;
-    return heads(c, 3, mask_input(c, 3)) && koila__out_all(c, c->in[koila__lead(c)]);
+    return heads(c, 3, mask_input(c, 3)) && koila__out_all(c, c->in[koila__lead_among(c, 3)]);
 }
 
 /* ..._backward(grad, q, k, v, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale) -> gq, gk, gv */
@@ -36,5 +35,60 @@ bool koila__rule_flash_cpu_backward(koila__case *c)
 {
     double dropout;
     if (c->n_in < 6 || c->n_out != 3 || !koila__arg_number(c, 6, 0, &dropout) || dropout != 0) return false;
-    return heads(c, 6, mask_input(c, 6)) && koila__out_all(c, c->in[koila__lead(c)]);
+    return heads(c, 6, mask_input(c, 6)) && koila__out_all(c, c->in[koila__lead_among(c, 6)]);
+}
+
+/* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H], cy[N, H], workspace. Time comes first here whatever
+ * batch_first says: the caller has transposed. `batch_sizes` (packed sequences) must be empty. */
+static bool is_empty_list(const koila__case *c, uint32_t pos)
+{
+    const koila_arg *a = koila__arg(c, pos);
+    return a && a->kind == KOILA_ARG_LIST && a->n == 0;
+}
+
+bool koila__rule_rnn_layer(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in != 7 || c->n_out != 4 || !is_empty_list(c, 8) || c->in_meta[0]->n_dims != 3) return false;
+    koila_placement p;
+    if (koila__is_s(c->in[0])) p = c->in[0];
+    else if (koila__is_s(c->in[5])) p = koila__moved(c->in[5], 1);
+    else if (koila__is_s(c->in[6])) p = koila__moved(c->in[6], 1);
+    else return false;
+    const koila_placement h = koila__moved(p, 0);
+    if (p.dim != 1 || !koila__need(c, 0, p) || !koila__need(c, 5, h) || !koila__need(c, 6, h)) return false;
+    for (uint32_t i = 1; i < 5; i++) koila__need_r(c, i);
+    c->out[0] = p;
+    c->out[1] = c->out[2] = h;
+    if (c->out_meta[3]) c->out[3] = c->out_meta[3]->n_dims ? koila__opaque(c) : koila__r();
+    return true;
+}
+
+/* ..._backward(x, w1..w4, hx, cx, out, hy, cy, grad_out?, grad_hy?, grad_cy?, ..., batch_sizes at 20, batch_first, workspace) -> gx, gw1..gw4, ghx, gcx */
+bool koila__rule_rnn_layer_backward(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in < 11 || c->n_out != 7 || !is_empty_list(c, 20) || c->in_meta[0]->n_dims != 3) return false;
+    const uint32_t work = koila__input_at(c, 22);
+    if (work == KOILA_NONE || !koila__is_opaque(c->in[work]) || !koila__is_s(c->in[0]) || c->in[0].dim != 1) return false;
+    const koila_placement p = c->in[0], h = koila__moved(p, 0);
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i == work) continue;
+        if (i >= 1 && i <= 4) koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in_meta[i]->n_dims == 3 ? p : h)) return false;
+    }
+    for (uint32_t j = 0; j < 7; j++)
+        if (c->out_meta[j]) c->out[j] = j == 0 ? p : j < 5 ? koila__p(c, KOILA_SUM) : h;
+    return true;
+}
+
+/* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases whole. The workspace has a row per sample. */
+bool koila__rule_fused_cell(koila__case *c)
+{
+    const bool lstm = strstr(c->op, "lstm") != NULL;
+    const uint32_t lead = koila__lead_among(c, 3);
+    if (koila__any_p(c) || c->n_in < 3 || lead == KOILA_NONE || c->in[lead].dim != 0 || koila__input_at(c, 0) != 0 || koila__input_at(c, 2) != 2) return false;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i >= 3) koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead])) return false;
+    }
+    return c->n_out == (lstm ? 3u : 2u) && koila__out_all(c, c->in[lead]);
 }

@@ -189,7 +189,8 @@ bool koila__rule_unbind(koila__case *c)
     return koila__out_all(c, koila__moved(c->in[0], c->in[0].dim - (c->in[0].dim > d)));
 }
 
-/* cat(tensors, dim). Along the batch, equal rows of each: [a; b] is S(dim, outer_a + outer_b, inner). */
+/* cat(tensors, dim). Along the batch, equal rows of each: [a; b] is S(dim, outer_a + outer_b, inner). Tensors of shape [0] are skipped, whatever the
+ * others' dimensions (an empty key-value cache). */
 bool koila__rule_cat(koila__case *c)
 {
     uint32_t first, n, d;
@@ -205,19 +206,39 @@ bool koila__rule_cat(koila__case *c)
     }
     if (lead == KOILA_NONE) return false;
     const koila_placement p = c->in[lead];
-    if (p.dim != d) {
-        for (uint32_t i = 0; i < n; i++)
-            if (!koila__need(c, i, p)) return false;
-        c->out[0] = p;
-        return true;
-    }
     for (uint32_t i = 0; i < n; i++) {
-        const koila_placement q = c->in[i];
-        if (!koila__is_s(q) || q.dim != d || q.inner != p.inner) return false;
-        outer += q.outer;
+        const koila_meta_info *m = c->in_meta[i];
+        int64_t blocks;
+        if (m->n_dims == 1 && m->size[0] == 0 && n_dims != 1) {
+            koila__need_r(c, i);
+            continue;
+        }
+        if (m->n_dims != n_dims) return false;
+        if (p.dim != d) {
+            if (!koila__need(c, i, p)) return false;
+            continue;
+        }
+        /* a whole tensor counts too when it is so many rows (zeros of a slice's gradient) */
+        if (!at_block(c, p, m->size[d], &blocks) || !koila__need(c, i, koila__s(c, d, blocks, p.inner))) return false;
+        if (koila__is_s(c->in[i]) && !koila__placement_equal(c->in[i], c->need[i])) return false;
+        outer += blocks;
     }
-    c->out[0] = koila__s(c, d, outer, p.inner);
+    c->out[0] = p.dim == d ? koila__s(c, d, outer, p.inner) : p;
     return koila__fits(c, c->out[0], c->out_meta[0]);
+}
+
+/* repeat(x, repeats): tiles whole copies; new leading dims first */
+bool koila__rule_repeat(koila__case *c)
+{
+    const koila_arg *r = koila__arg(c, 1);
+    const koila_meta_info *m = c->in_meta[0], *out = c->out_meta[0];
+    if (!r || r->kind != KOILA_ARG_LIST || c->n_in != 1 || r->n != out->n_dims || r->n < m->n_dims) return false;
+    if (koila__any_p(c)) return koila__is_sum(c->in[0]) && (c->out[0] = c->in[0], true);
+    if (!koila__is_s(c->in[0])) return false;
+    const uint32_t d = c->in[0].dim + r->n - m->n_dims;
+    if (r[1 + d].kind != KOILA_ARG_INT || r[1 + d].u.i < 1) return false;
+    c->out[0] = koila__s(c, d, c->in[0].outer * r[1 + d].u.i, c->in[0].inner);
+    return koila__fits(c, c->out[0], out);
 }
 
 bool koila__rule_stack(koila__case *c)
@@ -297,3 +318,58 @@ bool koila__rule_alias(koila__case *c)
     if (koila__any_p(c)) return passes_p(c);
     return c->n_in == 1 && koila__is_s(c->in[0]) && koila__out_all(c, c->in[0]);
 }
+
+/* diag_embed(x, offset, dim1, dim2): the last dimension becomes a matrix at dim1, dim2 (the last two) */
+bool koila__rule_diag_embed(koila__case *c)
+{
+    uint32_t a, b;
+    const uint32_t n = c->out_meta[0]->n_dims;
+    if (koila__any_p(c)) return passes_p(c);
+    if (c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 2, -2, n, &a) || !koila__arg_dim(c, 3, -1, n, &b)) return false;
+    if (a < n - 2u || b < n - 2u || c->in[0].dim + 2u >= n) return false;
+    c->out[0] = c->in[0];
+    return true;
+}
+
+/* diagonal_backward(grad, sizes, offset, dim1, dim2) */
+bool koila__rule_diagonal_backward(koila__case *c)
+{
+    uint32_t a, b;
+    const uint32_t n = c->out_meta[0]->n_dims;
+    if (koila__any_p(c)) return passes_p(c);
+    if (c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 3, 0, n, &a) || !koila__arg_dim(c, 4, 1, n, &b) || a == b) return false;
+    const uint32_t low = a < b ? a : b, high = a < b ? b : a;
+    uint32_t d = c->in[0].dim;
+    if (d + 1u == c->in_meta[0]->n_dims) return false; /* the diagonal itself */
+    d += d >= low;
+    d += d >= high;
+    c->out[0] = koila__moved(c->in[0], d);
+    return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
+}
+
+/* unfold_backward(grad, sizes, dim, size, step): the window is the last dimension of grad */
+bool koila__rule_unfold_backward(koila__case *c)
+{
+    uint32_t d;
+    if (koila__any_p(c)) return passes_p(c);
+    if (c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 2, 0, c->out_meta[0]->n_dims, &d)) return false;
+    if (d == c->in[0].dim || c->in[0].dim + 1u == c->in_meta[0]->n_dims) return false;
+    c->out[0] = c->in[0];
+    return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
+}
+
+/* slice_scatter(x, src, dim, ...), select_scatter(x, src, dim, index): the batch is another dimension */
+static bool scattered(koila__case *c, bool is_select)
+{
+    uint32_t d;
+    if (koila__any_p(c) || c->n_in != 2 || !koila__arg_dim(c, 2, 0, c->in_meta[0]->n_dims, &d)) return false;
+    koila_placement p;
+    if (koila__is_s(c->in[0])) p = c->in[0];
+    else if (koila__is_s(c->in[1])) p = koila__moved(c->in[1], c->in[1].dim + (is_select && c->in[1].dim >= d));
+    else return false;
+    if (p.dim == d || !koila__need(c, 0, p) || !koila__need(c, 1, koila__moved(p, p.dim - (is_select && p.dim > d)))) return false;
+    c->out[0] = p;
+    return true;
+}
+bool koila__rule_slice_scatter(koila__case *c) { return scattered(c, false); }
+bool koila__rule_select_scatter(koila__case *c) { return scattered(c, true); }

@@ -10,20 +10,29 @@
  * `horizon` loops, or when it crosses a checkpoint: a boundary every `spacing` loops (0 = none). Everything else is recomputed. */
 typedef struct koila__keep {
     uint32_t horizon, spacing;
+    bool cheap; /* results of cheap operators too: a hostile build, for tests */
 } koila__keep;
 
 /* Memory events, in order; live.c replays them with sizes. `value` names the storage: the value that allocated it. */
 typedef enum koila__event_kind {
     KOILA__LOCAL_ALLOC,
     KOILA__LOCAL_FREE,
-    KOILA__LOCAL_FREE_LATER, /* not in the first slice: there it has become the accumulator */
-    KOILA__WHOLE_ALLOC,      /* by an operator of a whole stage */
+    KOILA__LOCAL_FREE_LATER,  /* not in the first slice: there it has become the accumulator */
+    KOILA__LOCAL_FREE_IF_CUT, /* not in a slice of all rows: there it has become the whole value */
+    KOILA__SLICE_ALLOC,       /* a slice that is copied, unless it is all rows */
+    KOILA__SLICE_FREE,
+    KOILA__CUT_ALLOC,         /* a slice that is copied always */
+    KOILA__CUT_FREE,
+    KOILA__WHOLE_ALLOC,       /* by an operator of a whole stage */
     KOILA__WHOLE_FREE,
-    KOILA__ADD_OWNED,        /* first slice: local storage becomes the whole one */
-    KOILA__ADD_CLONE,        /* first slice: a whole storage of its own is made */
-    KOILA__PUT_ALLOC,        /* first slice: the whole buffer is made */
-    KOILA__KEPT_FREE,        /* a kept piece's last use is over */
-    KOILA__RUN,              /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
+    KOILA__COLLECTED_FREE,    /* a whole value that a loop made */
+    KOILA__ADD_OWNED,         /* first slice: local storage becomes the accumulator */
+    KOILA__ADD_OWNED_WIDE,    /* the same when a wider accumulator is needed: only in a slice of all rows */
+    KOILA__ADD_CLONE,         /* first slice: an accumulator of its own is made */
+    KOILA__PUT,               /* first slice: the whole buffer is made */
+    KOILA__PUT_OWNED,         /* the same, unless the slice is all rows: then local storage becomes it */
+    KOILA__KEPT_FREE,         /* a kept piece's last use is over */
+    KOILA__RUN,               /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
 } koila__event_kind;
 
 typedef struct koila__event {
@@ -46,7 +55,8 @@ typedef struct koila__schedule {
     uint32_t n_needed;    /* needed nodes */
 } koila__schedule;
 
-/* targets: values of p->graph. On success *out is filled; koila__schedule_deinit() frees it. Expected: NO_MEMORY. */
+/* targets: values of p->graph. On success *out is filled; koila__schedule_deinit() frees it.
+ * Expected: NO_MEMORY; UNSUPPORTED when the policy would run too much again, or there are too many barriers. */
 koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err);
 void koila__schedule_deinit(koila__schedule *s);

@@ -1,33 +1,48 @@
-/* text.h — what text.c and print.c share: a buffered writer, and the words for metas, strings and numbers. Internal to src/. */
+/* text.h — a growing text, and how memory sizes, times and foreign strings are written in it.
+ *
+ * Appending never fails to the caller: when the host is out of memory the text is marked and the rest is dropped; ask koila__text_ok() once
+ * at the end. `s` is NUL-terminated after the first append.
+ */
 #ifndef KOILA_SRC_TEXT_H
 #define KOILA_SRC_TEXT_H
 
-#include "koila/graph.h"
-#include "table.h"
+#include "alloc.h"
 
-/* Pieces are collected and handed to `write` in blocks. `status` is the first failure; everything after it is dropped. */
-typedef struct koila__out {
-    koila_write_fn write;
-    void *user;
-    koila_status status;
-    size_t n;
-    char at[4096];
-} koila__out;
+typedef struct koila__text {
+    koila_allocator mem;
+    char *s;
+    size_t n, capacity;
+    bool failed;
+} koila__text;
 
-void koila__out_init(koila__out *o, koila_write_fn write, void *user);
-void koila__out_bytes(koila__out *o, const char *s, size_t n);
-static inline void koila__out_str(koila__out *o, const char *s) { koila__out_bytes(o, s, strlen(s)); }
-void koila__out_fmt(koila__out *o, const char *fmt, ...) /* at most 255 bytes: longer text goes by koila__out_str */
+void koila__text_init(koila__text *t, const koila_allocator *mem);
+void koila__text_deinit(koila__text *t);
+static inline bool koila__text_ok(const koila__text *t) { return !t->failed; }
+
+void koila__text_add(koila__text *t, const char *s, size_t n);
+void koila__text_puts(koila__text *t, const char *s);
+void koila__text_printf(koila__text *t, const char *fmt, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 2, 3)))
 #endif
     ;
-koila_status koila__out_finish(koila__out *o); /* hands over the rest */
+void koila__text_fill(koila__text *t, char c, size_t n);
+/* `s` in a field of `width` columns (UTF-8 code points), at its right or left end. */
+void koila__text_right(koila__text *t, const char *s, size_t width);
+void koila__text_left(koila__text *t, const char *s, size_t width);
+/* Drop blanks at the end. */
+void koila__text_trim(koila__text *t);
+/* Code points in a UTF-8 string. */
+size_t koila__text_width(const char *s);
 
-void koila__out_quoted(koila__out *o, const char *s);
-void koila__out_float(koila__out *o, double x);
-void koila__out_meta(koila__out *o, const koila_meta_info *m);
-/* One argument token that is no list and no tensor; `opaque_names` may be NULL, then an opaque is shown by its label. */
-void koila__out_token(koila__out *o, const koila_table *t, const koila_arg *a, const uint32_t *opaque_names);
+/* `s` made harmless: & < > " ' for HTML; quotes, backslashes and control characters for JSON, with the quotes around; CSV quoting if needed. */
+void koila__text_html(koila__text *t, const char *s);
+void koila__text_json(koila__text *t, const char *s);
+void koila__text_csv(koila__text *t, const char *s);
+
+/* "39.45K": two decimals and B K M G T P, base 1024; NaN is "". At least 32 bytes of buffer. */
+const char *koila__size_text(double bytes, char *buffer);
+/* "1.25ms": ns us ms s. */
+const char *koila__time_text(double ns, char *buffer);
 
 #endif

@@ -146,6 +146,10 @@ typedef struct koila_adapt {
 #define KOILA_MAX_ADAPTS 4
 /** Adaptations of node n (link < 0) or of link `link` of its writes' chains; writes at most KOILA_MAX_ADAPTS, returns how many. */
 KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows, koila_adapt *out);
+/** The plan as a table for people: facts, then every stage with its instructions. One line an instruction; runs of FREE share one. */
+KOILA_API koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user);
+/** The plan as a Graphviz drawing: a box a stage, an operator where it runs (again where it runs again), barriers and kept pieces as edges between boxes. */
+KOILA_API koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *user);
 /** Every invariant of this header. */
 KOILA_API bool koila_plan_check(const koila_plan *p, koila_error *err);
 

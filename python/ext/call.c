@@ -15,8 +15,6 @@ typedef struct template {
 static template *templates; /* [n_templates] by signature */
 static uint32_t n_templates;
 
-static PyObject *set_grad_enabled;
-
 static PyObject *constant_of(const koila_arg *t, const koila_arg **end)
 { /* new; a list of constants too */
     *end = t + 1;
@@ -94,22 +92,6 @@ fail:
     return NULL;
 }
 
-static int grad_mode(bool on)
-{
-    if (koila__grad_mode() == on) return 0;
-    if (!set_grad_enabled) {
-        PyObject *c = PyImport_ImportModule("torch._C");
-        if (!c) return -1;
-        set_grad_enabled = PyObject_GetAttrString(c, "_set_grad_enabled");
-        Py_DECREF(c);
-        if (!set_grad_enabled) return -1;
-    }
-    PyObject *r = PyObject_CallOneArg(set_grad_enabled, on ? Py_True : Py_False);
-    if (!r) return -1;
-    Py_DECREF(r);
-    return 0;
-}
-
 static PyObject *ints(const koila__arg_fix *f)
 {
     if (!f->is_list) return PyLong_FromLongLong(f->ints[0]);
@@ -129,10 +111,14 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
     if (!t) return NULL;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     const uint32_t n = s->n_pos + s->n_kw;
-    if (grad_mode(s->grad_mode) < 0) return NULL;
+    const bool grad = koila__grad_mode();
+    if (grad != s->grad_mode && koila__set_grad_mode(s->grad_mode) < 0) return NULL;
     PyObject *few[24], **args = n <= 24 ? few : PyMem_Malloc(n * sizeof *args), *r = NULL;
     uint64_t owned = 0;
-    if (!args || n > 64) return PyErr_NoMemory();
+    if (!args || n > 64) {
+        PyErr_NoMemory();
+        goto done;
+    }
     uint32_t at_input = 0;
     for (uint32_t i = 0; i < n; i++) {
         const koila_arg *tok = s->tokens + s->start[i];
@@ -182,8 +168,9 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
     }
     r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
 done:
-    for (uint32_t i = 0; i < n && owned >> i; i++)
+    for (uint32_t i = 0; i < n && i < 64 && owned >> i; i++)
         if (owned >> i & 1) Py_DECREF(args[i]);
+    if (grad != s->grad_mode) koila__set_grad_mode(grad);
     if (args != few) PyMem_Free(args);
     return r;
 }
@@ -281,7 +268,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
     PyObject **env = PyMem_Calloc(n_values + 1, sizeof *env);
     bool *needed = PyMem_Calloc(n_nodes + 1, sizeof *needed);
     PyObject *guards = NULL, *in[256], *out[256];
-    const bool grad = koila__grad_mode();
     int rc = -1;
     Py_INCREF(t);
     if (!uses || !env || !needed) {
@@ -368,12 +354,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
     }
 done:
     Py_CLEAR(guards);
-    if (koila__grad_mode() != grad) {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        if (grad_mode(grad) < 0) PyErr_Clear();
-        PyErr_Restore(type, value, trace);
-    }
     for (uint32_t v = 0; env && v < n_values; v++) Py_XDECREF(env[v]);
     PyMem_Free(uses);
     PyMem_Free(env);

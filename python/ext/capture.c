@@ -833,6 +833,16 @@ static int check_strided(const koila__group *g, const result *r)
     return 0;
 }
 
+static bool grad_required(PyObject *tensor)
+{
+    if (!koila__grad_mode()) return false;
+    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
+    const bool yes = r == Py_True;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return yes;
+}
+
 static PyObject *run_on_reals(const op_info *op, PyObject *args, PyObject *kwargs) { return call_helper("run_on_reals", op->func, args, kwargs); }
 
 static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
@@ -856,6 +866,10 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
     if (resolve_inputs(&w) < 0) goto leave;
     koila__handle *first = w.n_in ? w.in[0].h : NULL;
     if (op->kind == STRIDED && first) { /* it reads the storage, that is the base */
+        if (first->chain && grad_required(w.in[0].object)) {
+            unsupported("as_strided of a lazy view that requires grad: its gradient depends on memory that views share. Use select, narrow, unfold or diagonal");
+            goto leave;
+        }
         const koila_value base = first->group->cur;
         w.in[0].value = base;
         w.tok[w.in[0].token].u.id = first->group->meta;
@@ -867,6 +881,16 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
                 unsupported("%s writes two lazy tensors that share memory", koila_op_name(koila__table, op->id));
                 goto leave;
             }
+    }
+    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x): eager refuses some of these */
+        const koila__handle *a = w.in[i].h;
+        for (uint32_t j = 0; w.in[i].written && j < w.n_in; j++) {
+            const koila__handle *b = w.in[j].h;
+            if (w.in[j].written || !b || b->group != a->group || (b->offset == a->offset && b->meta == a->meta)) continue;
+            PyObject *ok = call_helper("check_overlap", op->func, args, kwargs);
+            if (!ok) goto leave;
+            Py_DECREF(ok);
+        }
     }
     const bool grad = koila__grad_mode();
     uint32_t n_key;
@@ -986,6 +1010,20 @@ static bool has_mask(PyObject *args)
 
 static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs)
 {
+    if ((op->kind == VIEW || op->kind == SAME || op->kind == STRIDED) && koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
+        PyObject *context = call_helper("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
+        if (!context) return NULL;
+        PyObject *r = op->kind == SAME ? same(args) : record(op, args, kwargs), *type, *value, *trace;
+        if (context != Py_None) {
+            PyErr_Fetch(&type, &value, &trace);
+            PyObject *ok = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+            if (!ok) PyErr_Clear();
+            Py_XDECREF(ok);
+            PyErr_Restore(type, value, trace);
+        }
+        Py_DECREF(context);
+        return r;
+    }
     switch (op->kind) {
     case SAME: return same(args);
     case INDEX:
@@ -1071,6 +1109,13 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     unsigned dim = 0;
     if (!PyArg_ParseTuple(args, "OO|IO", &real, &axis_arg, &dim, &shared)) return NULL;
     if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) return PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor"), NULL;
+    static bool guarded; /* the doors of plain tensors */
+    if (!guarded) {
+        PyObject *ok = call_helper("install", NULL, NULL, NULL);
+        if (!ok) return NULL;
+        Py_DECREF(ok);
+        guarded = true;
+    }
     koila__tape *t = koila__tape_current();
     koila_meta meta;
     if (!t || koila__meta_of(real, &meta) < 0) return NULL;

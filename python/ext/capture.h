@@ -60,6 +60,8 @@ int koila__meta_of(PyObject *real, koila_meta *out);
 int koila__version_of(PyObject *real, uint32_t *out);
 bool koila__is_tensor(PyObject *o);
 bool koila__grad_mode(void);
+int koila__set_grad_mode(bool on);
+bool koila__maybe_inference(void);                    /* false: surely not in inference mode */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta); /* refs 0: the first wrapper owns it */

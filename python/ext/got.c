@@ -5,6 +5,7 @@
  */
 #include "got.h"
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <fcntl.h>
 #include <link.h>
@@ -178,4 +179,12 @@ uint64_t koila__got_n_loads(void)
     uint64_t n = 0;
     dl_iterate_phdr(loads_of, &n);
     return n;
+}
+
+void *koila__got_symbol(const char *path, const char *symbol)
+{
+    void *library = dlopen(path, RTLD_NOLOAD | RTLD_NOW);
+    void *at = library ? dlsym(library, symbol) : NULL;
+    if (library) dlclose(library);
+    return at;
 }

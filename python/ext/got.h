@@ -33,6 +33,8 @@ bool koila__got_holds(const koila__got_set *set, const void *ours);
 void koila__got_restore(koila__got_set *set, const void *ours);
 /* Path of the loaded object whose file name starts with `library`; false if there is none. */
 bool koila__got_path(const char *library, char *path, size_t n_path);
+/* The address of an exported function of a loaded object, or NULL. */
+void *koila__got_symbol(const char *path, const char *symbol);
 /* How many objects were ever loaded: when it has changed, there may be new slots. */
 uint64_t koila__got_n_loads(void);
 

@@ -30,6 +30,7 @@ static struct {
     PyObject *float32;
     PyObject *errors;       /* module koila._errors */
     PyObject *oom_type;     /* torch.OutOfMemoryError */
+    PyObject *stale_type;   /* koila.StaleValueError: looked up before, for no attribute may be read while an exception is set */
     PyObject *generator;    /* torch.default_generator */
     PyObject *guards;       /* koila._run.guards: returns an object that holds the mode guards while it lives */
     PyObject *pseudo;       /* dict of koila._run.PSEUDO */
@@ -70,6 +71,7 @@ static int run_init(void)
     if (!(call.float32 = PyObject_GetAttrString(torch, "float32"))) goto done;
     if (!(call.errors = PyImport_ImportModule("koila._errors"))) goto done;
     if (!(call.oom_type = PyObject_GetAttrString(torch, "OutOfMemoryError"))) goto done;
+    if (!(call.stale_type = PyObject_GetAttrString(call.errors, "StaleValueError"))) goto done;
     if (!(call.generator = PyObject_GetAttrString(torch, "default_generator"))) goto done;
     if (!(call.guards = PyObject_GetAttrString(mine, "guards"))) goto done;
     if (!(call.pseudo = PyObject_GetAttrString(mine, "PSEUDO"))) goto done;
@@ -240,7 +242,7 @@ static void tuned_record(uint64_t key, int64_t rows, double seconds)
 
 /* ---- errors */
 
-static PyObject *error_class(const char *name) { return PyObject_GetAttrString(call.errors, name); }
+static PyObject *error_class(const char *name) { return PyObject_GetAttrString(call.errors, name); } /* pre: no exception is set */
 
 /* Is the current exception an out of memory? By type first, then by the texts torch and its libraries use. Leaves it set. */
 bool koila__is_out_of_memory(void)
@@ -936,14 +938,13 @@ static int check_versions(koila__tape *t, const request *r)
         uint32_t now;
         if (koila__version_of(t->values[v].real, &now) < 0) return -1;
         if (now == t->values[v].version) continue;
-        PyObject *cls = error_class("StaleValueError"), *shape = PyObject_GetAttrString(t->values[v].real, "shape");
-        if (cls && shape)
-            PyErr_Format(cls,
+        PyObject *shape = PyObject_GetAttrString(t->values[v].real, "shape");
+        if (shape)
+            PyErr_Format(call.stale_type,
                          "a value recorded before was asked for, but it needs a tensor of shape %R that has been written since (version %u, recorded at %u): a parameter "
                          "after optimizer.step(), or a buffer. Ask for it before that (print it, .item(), .torch()), or keep a reference to it until the step runs: "
                          "values you hold are saved as they pass by",
                          shape, now, t->values[v].version);
-        Py_XDECREF(cls);
         Py_XDECREF(shape);
         return -1;
     }
@@ -1109,10 +1110,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         request_free(&r);
         if (request_make(t, targets, n, &r) < 0) goto done;
         if (check_versions(t, &r) < 0) {
-            PyObject *stale = error_class("StaleValueError");
-            const bool is_stale = stale && PyErr_ExceptionMatches(stale);
-            Py_XDECREF(stale);
-            if (is_stale && n > n_must) { /* something merely held is stale: do without */
+            if (PyErr_ExceptionMatches(call.stale_type) && n > n_must) { /* something merely held is stale: do without */
                 PyErr_Clear();
                 n = n_must;
                 if (!n) {
@@ -1169,6 +1167,12 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             cached_release(c);
             continue;
         }
+        if (status < 0 && n > n_must && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
+            n = n_must;
+            cached_release(c);
+            continue;
+        }
         if (status < 0 && koila__is_out_of_memory()) {
             char text[300];
             koila_gather top[3];
@@ -1196,7 +1200,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     if (status < 0) goto done;
     for (uint32_t i = 0; i < n; i++) koila__tape_set_real(t, targets[i], results[i]); /* takes the references */
 commit:
-    for (uint32_t i = 0; i < n_effects && status == 0; i++) {
+    for (uint32_t i = 0; i < n_effects && status == 0; i++) { /* copies of equal dtype into memory that is there: nothing here can fail halfway */
         tape_effect *e = &t->effects[i];
         PyObject *new_contents = t->values[e->value].real;
         if (!new_contents || !e->real) continue;

@@ -30,7 +30,7 @@ static PyObject *set_throw;             /* torch._C._set_throw_on_mutable_data_p
 static Py_ssize_t cdata_offset;         /* of the TensorImpl * in a tensor object */
 static getter version_getter;
 static void *version_closure;
-static PyObject *is_grad_enabled;
+static PyObject *is_grad_enabled, *set_grad_enabled;
 
 typedef void *tensor_handle;
 static struct shim {
@@ -41,6 +41,8 @@ static struct shim {
     int32_t (*get_device_type)(tensor_handle, int32_t *);
     int32_t (*get_device_index)(tensor_handle, int32_t *);
     bool (*grad_mode)(void);
+    void (*set_grad_mode)(bool);
+    bool (*inference_mode)(void);
     bool works;
 } shim;
 
@@ -57,6 +59,16 @@ bool koila__grad_mode(void)
     PyErr_Clear();
     return on;
 }
+
+int koila__set_grad_mode(bool on)
+{
+    if (shim.set_grad_mode) return shim.set_grad_mode(on), 0;
+    PyObject *r = PyObject_CallOneArg(set_grad_enabled, on ? Py_True : Py_False);
+    Py_XDECREF(r);
+    return r ? 0 : -1;
+}
+
+bool koila__maybe_inference(void) { return !shim.inference_mode || shim.inference_mode(); }
 
 PyObject *koila__dtype_object(koila_dtype d) { return dtypes[d]; }
 
@@ -474,6 +486,8 @@ static int learn_shim(PyObject *torch)
     FIND(get_device_type, "aoti_torch_get_device_type");
     FIND(get_device_index, "aoti_torch_get_device_index");
     FIND(grad_mode, "aoti_torch_grad_mode_is_enabled");
+    FIND(set_grad_mode, "aoti_torch_grad_mode_set_enabled");
+    FIND(inference_mode, "_ZN3c1013InferenceMode10is_enabledEv"); /* the one C++ name; without it Python is asked */
 #undef FIND
     if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype || !shim.get_device_type || !shim.get_device_index) return Py_DECREF(probe), 0;
     memset(dtype_of_code, -1, sizeof dtype_of_code);
@@ -518,9 +532,10 @@ int koila__tensor_setup(PyObject *lazy_class)
     torch_device = PyObject_GetAttrString(torch, "device");
     set_throw = PyObject_GetAttrString(c, "_set_throw_on_mutable_data_ptr");
     is_grad_enabled = PyObject_GetAttrString(torch, "is_grad_enabled");
+    set_grad_enabled = PyObject_GetAttrString(c, "_set_grad_enabled");
     devices_other = PyList_New(0);
     devices_cuda = PyList_New(0);
-    if (!torch_tensor_base || !torch_device || !set_throw || !is_grad_enabled || !devices_other || !devices_cuda) goto done;
+    if (!torch_tensor_base || !torch_device || !set_throw || !is_grad_enabled || !set_grad_enabled || !devices_other || !devices_cuda) goto done;
     device_cpu = PyObject_CallFunction(torch_device, "s", "cpu");
     if (!device_cpu) goto done;
     for (int d = 0; d < KOILA_N_DTYPES; d++) {

@@ -20,7 +20,6 @@
  */
 #include "truth.h"
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -181,12 +180,9 @@ static const char *try_plan(char which, PyObject *torch)
     char path[4096];
     plan = which;
     if (!koila__got_path("libc10.so", path, sizeof path)) return "unsupported: no libc10.so is loaded (torch linked statically?)";
-    void *c10 = dlopen(path, RTLD_NOLOAD | RTLD_NOW);
-    if (!c10) return "unsupported: libc10.so cannot be opened";
-    real_alloc_cpu = (void *(*)(size_t))dlsym(c10, ALLOC_CPU);
-    real_free_cpu = (void (*)(void *))dlsym(c10, FREE_CPU);
-    throw_enforce = (void (*)(const char *, int, const char *, const char *, const void *))dlsym(c10, THROW_ENFORCE);
-    dlclose(c10);
+    real_alloc_cpu = (void *(*)(size_t))koila__got_symbol(path, ALLOC_CPU);
+    real_free_cpu = (void (*)(void *))koila__got_symbol(path, FREE_CPU);
+    throw_enforce = (void (*)(const char *, int, const char *, const char *, const void *))koila__got_symbol(path, THROW_ENFORCE);
     if (!real_alloc_cpu || !real_free_cpu) return "unsupported: libc10.so does not export alloc_cpu and free_cpu";
     if (which == 'B' && !throw_enforce) return "unsupported: libc10.so does not export ThrowEnforceNotMet";
     /* once through the real functions, so that lazy binding has happened and will not overwrite our pointers */
@@ -206,7 +202,8 @@ static const char *try_plan(char which, PyObject *torch)
 
 static int install(char wanted)
 {
-    PyObject *torch = PyImport_GetModule(PyUnicode_InternFromString("torch")); /* the interned name stays: one word per process */
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    Py_XDECREF(name);
     if (!torch) {
         PyErr_Clear();
         if (state == NOT_YET) why = "unsupported: torch is not imported";
@@ -260,6 +257,7 @@ const char *koila__truth_plan(void)
 /* ---- counters */
 
 uint64_t koila__truth_current(void) { return atomic_load_explicit(&ledger.current, memory_order_relaxed); }
+const _Atomic uint64_t *koila__truth_current_slot(void) { return &ledger.current; }
 uint64_t koila__truth_peak(void) { return atomic_load_explicit(&ledger.peak, memory_order_relaxed); }
 void koila__truth_reset_peak(void) { atomic_store_explicit(&ledger.peak, koila__truth_current(), memory_order_relaxed); }
 uint64_t koila__truth_swap_peak(uint64_t v) { return atomic_exchange_explicit(&ledger.peak, v, memory_order_relaxed); }

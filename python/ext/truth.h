@@ -10,6 +10,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -27,6 +28,7 @@ const char *koila__truth_plan(void);
 uint64_t koila__truth_generation(void);
 
 uint64_t koila__truth_current(void);
+const _Atomic uint64_t *koila__truth_current_slot(void); /* where current() stands, for as long as the process lives */
 uint64_t koila__truth_peak(void);
 void koila__truth_reset_peak(void); /* peak = current */
 /* Set the peak slot to v and return what it held. For the peak of a stretch of work:

@@ -111,22 +111,34 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
+def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not have to copy it when it can no longer fail safely."""
+    if leaf.grad is not None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+        return gradient
+    if leaf.is_contiguous():
+        return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+
+
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before."""
-    before = None
-    if any(_has_hooks(leaf) for leaf in leaves):
-        before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    hooked = any(_has_hooks(leaf) for leaf in leaves)
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves):
+            gradients[i] = _own_layout(leaf, gradients[i])
+        contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
+        before = [leaf.grad for leaf in leaves]
+        one = torch.ones(())
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
-    del gradients
     try:
-        _original((root,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _original((root,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
-        for leaf, grad, contents in before or ():
+        for leaf, grad, old in zip(leaves, before, contents):
             leaf.grad = grad
-            if grad is not None and contents is not None:
+            if grad is not None and old is not None:
                 with torch.no_grad():
-                    grad.copy_(contents)
+                    grad.copy_(old)
         raise
 
 
@@ -227,4 +239,3 @@ def install() -> None:
     _graph._engine_run_backward = _engine_run_backward
 
 
-install()

@@ -47,6 +47,10 @@ def _total(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _held(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else int(_core.truth_current())
+
+
 def _device_in_use() -> torch.device:
     """Where steps run: the current GPU if there is one. The budget of other devices is checked and waits."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -57,7 +61,7 @@ def _refuse(asked: object, expected: str, call: str) -> ValueError:
 
 
 def _bytes(asked: object, device: torch.device, call: str) -> int:
-    """Bytes of `asked` on `device`; a fraction is of what is free there now."""
+    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch holds already."""
     amount: float
     fraction = isinstance(asked, float) and asked <= 1
     if isinstance(asked, bool) or not isinstance(asked, (int, float, str)):
@@ -79,8 +83,8 @@ def _bytes(asked: object, device: torch.device, call: str) -> int:
         raise _refuse(asked, "a budget above zero", call)
     if fraction and amount > 1:
         raise _refuse(asked, "at most 100% of what is free", call)
-    n = int(amount * _free(device)) if fraction else int(amount)
     total = _total(device)
+    n = min(_held(device) + int(amount * _free(device)), total) if fraction else int(amount)
     if n > total:
         raise _refuse(asked, f"at most what {device} has, {readable(total)}", call)
     return max(n, 1)
@@ -125,7 +129,8 @@ class _Setting(contextlib.ContextDecorator):
 
 
 class budget(_Setting):
-    """A step may use at most this much memory.
+    """Torch may hold at most this much memory, model and data included. Steps are cut so that they stay within it; on the CPU torch itself
+    refuses to go beyond.
 
     Args:
         amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry, a dict by device, or `None`: what is free

@@ -1,6 +1,17 @@
-"""The exceptions of koila. Each says what, where and what to do."""
+"""The exceptions of koila. Each says what, where and what to do.
 
-import torch
+Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    class OutOfMemory(torch.OutOfMemoryError):
+        missing_bytes: int
 
 
 class KoilaError(Exception):
@@ -19,7 +30,17 @@ class GatherError(KoilaError, RuntimeError):
     """Under `strict()`: an operator needs a value of the whole batch at once."""
 
 
-class OutOfMemory(KoilaError, torch.OutOfMemoryError):
-    """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when unknown."""
+def __getattr__(name: str) -> Any:
+    if name != "OutOfMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
 
-    missing_bytes = 0
+    class OutOfMemory(KoilaError, torch.OutOfMemoryError):
+        """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when unknown."""
+
+        missing_bytes = 0
+
+    OutOfMemory.__module__ = __name__
+    OutOfMemory.__qualname__ = "OutOfMemory"
+    globals()["OutOfMemory"] = OutOfMemory
+    return OutOfMemory

@@ -258,6 +258,10 @@ def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
     if t.layout is not torch.strided or t.is_nested or t.is_quantized:
         kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
         raise UnsupportedError(f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make it dense first")
+    if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _core.is_lazy(t):
+        raise UnsupportedError(f"a {type(t).__name__} computes in its own way; koila slices plain tensors")
+    if t.device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
     if not -t.ndim <= dim < t.ndim:
         raise ValueError(f"expected a batch dimension that every tensor has, got {dim} for {describe(t)}{where and f' at {where}'}")
     return dim % t.ndim

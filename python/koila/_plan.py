@@ -54,8 +54,9 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
-        predicted_peak_bytes, measured_peak_bytes: what the step allocates at its highest; measured is `None` where nobody counted.
-        budget_bytes: what it may use; `None`: what was free.
+        predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is `None` where nobody counted.
+        base_bytes: what it held before the step (model, data, optimizer).
+        budget_bytes: what it may hold; `None`: what was free.
         loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
         curve: (label, bytes) along the step.
         retries: times a slice did not fit and was cut again.
@@ -67,6 +68,7 @@ class Plan:
     n_micro_batches: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
+    base_bytes: int
     budget_bytes: int | None
     retries: int
     n_recorded: int
@@ -97,6 +99,7 @@ class Plan:
             ("batch", cut),
             ("predicted peak", size(self.predicted_peak_bytes, "unknown")),
             ("measured peak", size(self.measured_peak_bytes, "not run" if self._values is not None else "not measured")),
+            ("held before", size(self.base_bytes, "unknown")),
             ("budget", size(self.budget_bytes, "what is free")),
             ("operators", f"{self.n_recorded} recorded, {self.n_run} run" + (f", {self.replay_ratio:.2f} per slice" if self.n_run else "")),
         ]

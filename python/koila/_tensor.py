@@ -189,6 +189,15 @@ def check_type(func: Any, cls: type) -> None:
     raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
 
 
+def leave_inference(like: torch.Tensor) -> Any:
+    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under which its wrapper is made; None when there is nothing to leave."""
+    if like.is_inference() or not torch.is_inference_mode_enabled():
+        return None
+    context = torch._C._InferenceMode(False)
+    context.__enter__()
+    return context
+
+
 def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:
     raise StaleValueError(
         f"a lazy value is asked for, but a tensor {_text(meta)} that it is computed from has been changed since (version {then}, now {now}). "
@@ -375,14 +384,26 @@ def _lazies(args: Any, kwargs: Any) -> list[LazyTensor]:
 def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     """Run on fakes. Returns the result and the fakes of the tensor arguments, in order."""
     fakes: list[Any] = []
-    with fake_mode():
+    mode = fake_mode()
+    log = _fake_log()
+    quiet, log.disabled = log.disabled, True  # it prints every failure; ours are the user's shape errors, and they are raised
+    try:
+        with mode:
 
-        def fake(t: torch.Tensor) -> Any:
-            fakes.append(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device))
-            return fakes[-1]
+            def fake(t: torch.Tensor) -> Any:
+                fakes.append(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device))
+                return fakes[-1]
 
-        a, k = _map_call(fake, args, kwargs)
-        return func(*a, **k), fakes
+            a, k = _map_call(fake, args, kwargs)
+            return func(*a, **k), fakes
+    finally:
+        log.disabled = quiet
+
+
+def _fake_log() -> Any:
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.log
 
 
 def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
@@ -398,17 +419,12 @@ def _real_error(func: Any, args: Any, kwargs: Any) -> None:
     tensors = _tensors(args, kwargs)
     if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28:
         return
-    a, k = _map_call(lambda t: torch.zeros(1, dtype=t.dtype, device=t.device).as_strided((1,), (1,)).new_zeros(t.size()).as_strided(t.size(), t.stride())
-                     if _dense(t) else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
+    a, k = _map_call(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
     state = torch.default_generator.get_state()
     try:
         func(*a, **k)
     finally:
         torch.default_generator.set_state(state)
-
-
-def _dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous()
 
 
 def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,11 +456,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i in mutated:
             if fakes[i].size() != tensors[i].size():
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
-            if torch._debug_has_internal_overlap(fakes[i]) == 1 and schema.name.removeprefix("aten::") not in _may_overlap:
-                raise RuntimeError(
-                    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-                    "Please clone() the tensor before performing the operation."
-                )
+            if torch._debug_has_internal_overlap(fakes[i]) == 1:
+                _real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
     kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
     out: list[tuple[int, Any]] = []
@@ -463,7 +476,18 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kind, out
 
 
-_may_overlap = {"fill_", "zero_", "index_put_", "_index_put_impl_", "copy_"} - {"copy_"}
+def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A written tensor shares memory with another argument: let eager's own check speak, on memory of the same shape."""
+    end = 0
+    for t in _tensors(args, kwargs):
+        end = max(end, t.storage_offset() + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0)
+    if end > 1 << 22:
+        return
+    memory = {t.dtype: torch.zeros(end, dtype=t.dtype) for t in _lazies(args, kwargs)}
+    a, k = _map_call(
+        lambda t: memory[t.dtype].as_strided(t.size(), t.stride(), t.storage_offset()) if _core.is_lazy(t) else torch.zeros_like(t), args, kwargs
+    )
+    func(*a, **k)
 
 
 def _flat_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
@@ -500,7 +524,7 @@ def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
         fill = (aten.normal_.default, (0.0, 1.0), {})
     elif base == "randint_like":
         bounds = [a for a in args[1:] if isinstance(a, int)]
-        fill = (aten.random_["from"] if False else getattr(aten.random_, "from"), (bounds[0] if len(bounds) > 1 else 0, bounds[-1]), {})
+        fill = (getattr(aten.random_, "from"), (bounds[0] if len(bounds) > 1 else 0, bounds[-1]), {})
     made = {"dtype": dtype, "device": device}
     if value is not None:
         if result.is_contiguous():
@@ -662,27 +686,32 @@ def _positions(mask: torch.Tensor) -> list[torch.Tensor]:
 
 
 _twins = {
-    "t_": "t",
-    "squeeze_": "squeeze",
-    "unsqueeze_": "unsqueeze",
-    "transpose_": "transpose",
-    "swapdims_": "swapdims",
-    "swapaxes_": "swapaxes",
+    "aten::t_": aten.t.default,
+    "aten::squeeze_": aten.squeeze.default,
+    "aten::squeeze_.dim": aten.squeeze.dim,
+    "aten::squeeze_.dims": aten.squeeze.dims,
+    "aten::unsqueeze_": aten.unsqueeze.default,
+    "aten::transpose_": aten.transpose.int,
+    "aten::swapdims_": aten.swapdims.default,
+    "aten::swapaxes_": aten.swapaxes.default,
 }
 
 
 def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`t_` and its like: the wrapper becomes a view of itself. With other wrappers of the same memory alive, autograd would replay their views on
     the changed base and give a wrong gradient, so that is refused."""
-    name = func._schema.name.removeprefix("aten::")
+    name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
     self = args[0]
     if name not in _twins:
         raise UnsupportedError(f"{func} on a lazy tensor changes its memory layout")
     is_view, n = _core.group_info(self)
     if is_view or n > 1:
         raise UnsupportedError(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
-    overload = func._schema.overload_name or "default"
-    twin = redispatch(getattr(getattr(aten, _twins[name]), "int" if name == "transpose_" else overload), args, kwargs)
+    try:
+        twin = redispatch(_twins[name], args, kwargs)
+    except Exception:
+        _real_error(func, args, kwargs)  # names itself, not its twin
+        raise
     guard = torch._C._DisableTorchDispatch()
     func(*args, **kwargs)
     del guard
@@ -754,7 +783,7 @@ def _self_test(func: Any, dtype: torch.dtype) -> bool:
 
 @special("bernoulli")
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fresh = redispatch(aten.empty_like.default, args[:1], {})
+    fresh = redispatch(aten.empty_like.default, args[:1], {"memory_format": torch.contiguous_format})
     p = args[1] if len(args) > 1 else kwargs.get("p", args[0])
     rest = {k: v for k, v in kwargs.items() if k == "generator"}
     write = aten.bernoulli_.Tensor if isinstance(p, torch.Tensor) else aten.bernoulli_.float

@@ -25,14 +25,9 @@ class Held:
         self.kept = _core.truth_current() - self.base
 
 
-@contextlib.contextmanager
 def only(n_bytes):
-    """Torch's CPU allocator refuses what goes above `n_bytes` more than it holds now."""
-    _core.truth_set_limit(_core.truth_current() + n_bytes)
-    try:
-        yield
-    finally:
-        _core.truth_set_limit(None)
+    """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila cuts its steps."""
+    return koila.budget(_core.truth_current() + n_bytes)
 
 
 def out_of_memory(e):

@@ -28,7 +28,9 @@ STEPS = {
 
 
 def world(model):
-    return {**model_state(model), "rng": torch.get_rng_state()}
+    """`num_batches_tracked` is counted by a line of PyTorch's forward on a plain tensor: by then the step has not begun."""
+    state = {k: v for k, v in model_state(model).items() if "num_batches_tracked" not in k}
+    return {**state, "rng": torch.get_rng_state()}
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -266,7 +266,7 @@ assert float(koila.run(koila.lazy(torch.ones(6, 2)).sum())) == 12
     assert p.stdout.count("refused") == 3, p.stdout
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x @ torch.ones(3, 3, dtype=D), lambda x: x.view(7, 7), lambda x: x + torch.ones(7), lambda x: x.long().softmax(1).log_softmax(9), lambda x: x.sum(5)])
+@pytest.mark.parametrize("wrong", [lambda x: x @ torch.ones(3, 3, dtype=D), lambda x: x.view(7, 7), lambda x: x + torch.ones(7), lambda x: x.log_softmax(9), lambda x: x.sum(5), lambda x: F.embedding(x, x), lambda x: F.cross_entropy(x, x.long()[:3, 0])])
 def test_a_mistake_of_the_user_is_torch_s_error_at_the_user_s_line(wrong):
     x, _ = xy()
     with pytest.raises(Exception) as eager:
@@ -274,6 +274,19 @@ def test_a_mistake_of_the_user_is_torch_s_error_at_the_user_s_line(wrong):
     with pytest.raises(eager.type) as ours:
         wrong(lazy(x))
     assert any(entry.path.name == "test_bad_input.py" if hasattr(entry.path, "name") else "test_bad_input.py" in str(entry.path) for entry in ours.traceback)
+
+
+def test_an_operator_that_has_no_kernel_is_torch_s_error_and_does_not_poison_what_follows():
+    x, y = xy()
+    with pytest.raises(NotImplementedError):
+        x.long().softmax(1)
+    u, v = lazy(x, y)
+    bad = u.long().softmax(1)  # its shape is known, that there is no kernel is found when it runs
+    model = net()
+    F.cross_entropy(model(u), v).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(NotImplementedError):
+        bad.sum().item()
 
 
 # ---- interruptions

@@ -7,6 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import MLP, B, Block, ConvNet, Encoder, Recurrent, ResNet, Seq2Seq, UNet, bert, ce, gpt2, images, padded, rows_of, tokens, vit
 
+# PyTorch's own backward of SiLU is written out for tensor subclasses (and for double backward), in other operators: equal, not to the bit.
+SILU = {"convnet-groupnorm", "convnet-layernorm-channels-last", "unet", "convnet-batchnorm", "convnet-batchnorm-no-affine"}
+SILU |= {"convnet-batchnorm-no-running-stats", "convnet-batchnorm-cumulative-average"}
 ACTIVATION = 64  # bytes a row: smaller than any activation here, larger than a label or a flag
 SGD = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
 
@@ -70,7 +73,11 @@ ALLOWED_BYTES_A_ROW = {"lstm": 8 * 7 * 2, "lstm-bidirectional": 8 * 7 * 2, "gru"
 def test_a_step_equals_eager(name):
     make, batch, loss = MODELS[name]
     compare(
-        lambda: make().double(), batch, loss, gather_bytes_per_row=max(ACTIVATION, ALLOWED_BYTES_A_ROW.get(name, 0))
+        lambda: make().double(),
+        batch,
+        loss,
+        gather_bytes_per_row=max(ACTIVATION, ALLOWED_BYTES_A_ROW.get(name, 0)),
+        tol_whole=1e-14 if name in SILU else 0.0,
     )
 
 
@@ -94,7 +101,7 @@ NORMED = {
 def test_batchnorm_in_training_mode_equals_eager(name):
     make, batch = NORMED[name]
     # one slice runs the recorded operators: bit-equal. Split statistics combine in another order.
-    compare(lambda: make().double(), batch, ce, gather_bytes_per_row=ACTIVATION)
+    compare(lambda: make().double(), batch, ce, gather_bytes_per_row=ACTIVATION, tol_whole=1e-14 if name in SILU else 0.0)
 
 
 def test_a_resnet_of_20_batchnorms_equals_eager():
@@ -142,4 +149,4 @@ def test_ten_steps_of_training_end_at_eager_s_parameters():
             out[f"loss:{step}"] = plain(loss)
         return out | model_state(model)
 
-    compare_programs(program, B, tol=1e-10)
+    compare_programs(program, B, tol=1e-10, tol_whole=1e-11)

@@ -256,7 +256,7 @@ def test_module_hooks_fire_as_often_as_in_eager():
         return {"loss": loss}
 
     compare_programs(value(body), B)
-    assert counts["Tensor"] == counts["LazyTensor"] == "pfgb" or counts["Tensor"] == counts["LazyTensor"]
+    assert sorted(counts["Tensor"]) == sorted(counts["LazyTensor"]) == sorted("pfgb")
 
 
 # ---- autograd in full

@@ -1,5 +1,6 @@
 """In fresh processes, under limits: koila finishes wherever hand-tuned micro-batching can, with the same numbers; plain PyTorch does not."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -60,7 +61,7 @@ def test_a_batch_8_times_longer_at_step_900_of_1000_loses_nothing():
         for step in range(steps):
             t = 8 * (8 if step == 900 else 1)
             x, y = torch.randn(32, t, 8, generator=data, dtype=torch.float64), torch.randint(0, 4, (32, t), generator=data)
-            with only(limit) if limit else torch.enable_grad():
+            with only(limit) if limit else contextlib.nullcontext():
                 x, y = wrap(x, y)
                 loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
                 optimizer.zero_grad()
@@ -77,8 +78,7 @@ def test_a_batch_8_times_longer_at_step_900_of_1000_loses_nothing():
     with pytest.raises(RuntimeError) as e:
         train(1000, plain, limit)
     assert out_of_memory(e.value)
-    with koila.budget(limit):
-        model, cuts = train(1000, lazy, limit)
+    model, cuts = train(1000, lazy, limit)
     assert cuts[900] > 1 and max(cuts[:899]) == 1 and len(cuts) == 1000
     for a, b in zip(model.parameters(), reference.parameters()):
         assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)

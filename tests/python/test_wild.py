@@ -107,8 +107,12 @@ def test_1_swap_tensors_with_a_lazy():
     survives("""
 real, x = torch.zeros(6, 2), torch.randn(6, 2)
 l = lazy(x) * 2
-torch.utils.swap_tensors(real, l)
-assert torch.equal(koila.run(real), x * 2) and torch.equal(koila.run(l), torch.zeros(6, 2))
+try:
+    torch.utils.swap_tensors(real, l)
+except RuntimeError as e:  # torch's own refusal
+    assert "slots" in str(e) and torch.equal(real, torch.zeros(6, 2)) and torch.equal(koila.run(l), x * 2)
+else:
+    assert torch.equal(koila.run(real), x * 2) and torch.equal(koila.run(l), torch.zeros(6, 2))
 """)
 
 
@@ -544,7 +548,7 @@ def test_13_rows_in_another_order(f):
     [
         lambda m, x, y: (m(x) - m(x).mean(0)).square().mean(),
         lambda m, x, y: F.cross_entropy(m(x) * m(x).sum(), y),
-        lambda m, x, y: F.layer_norm(m(x).sum(0).expand(B, 4) * m(x), (4,)).square().mean(),
+        lambda m, x, y: (F.layer_norm(m(x).sum(0).expand(B, 4) * m(x), (4,)) * torch.linspace(1, 2, 4, dtype=D)).square().mean(),
         lambda m, x, y: (F.layer_norm(m(x), (4,), m(x).mean(0), m(x).sum(0)) * y[:, None]).mean(),
         lambda m, x, y: (m(x) / m(x).abs().amax()).sum().exp(),
         lambda m, x, y: (m(x).sum() * m(x).sum()).sqrt() if True else None,

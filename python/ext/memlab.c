@@ -1,0 +1,665 @@
+/* memlab.c — who tells the meter: the allocators' events, threads and forks; and koila.memlab.measure().
+ *
+ *   CPU           truth.c counts every block and calls us after each event.
+ *   accelerators  their caching allocators call c10::reportMemoryUsageToProfiler(ptr, +-bytes, allocated, reserved, device) for every block
+ *                 handed out or taken back, through one slot of libc10_cuda.so (libc10_hip.so, libc10_xpu.so). We put ourselves there and call
+ *                 the original afterwards. Nothing of the user's statistics is read or reset. It runs under the allocator's lock, on any
+ *                 thread, without the GIL: atomics only. Other allocators (cudaMallocAsync, pluggable ones) never call it; then the device
+ *                 is read through its statistics at the ends of lines ("stats"), and what happened inside a line is not known.
+ * Thread states and spans may still be looked at by an event in flight when they are given up, so their memory is kept and used again.
+ *
+ * Measure is equivalent to:
+ *     class Measure:                               # a context manager; device: 0 the CPU, 1 + i accelerator i
+ *         start, end, peak, rise, alloc, freed, allocs, frees: int     # live inside the block, final after it
+ */
+#include "memlab.h"
+
+#include <frameobject.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "got.h"
+#include "ptrtab.h"
+#include "text.h"
+#include "truth.h"
+
+koila__meter koila__memlab_meter;
+koila__lines koila__memlab_lines;
+__thread koila__stack *koila__memlab_stack;
+
+#define METER (&koila__memlab_meter)
+
+static bool listening, pretend; /* pretend: tests feed the CPU's events themselves */
+static uint64_t generation_seen;
+
+/* ---- the CPU */
+
+static void on_truth(const void *p, int64_t delta, uint64_t now)
+{
+    koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 0, delta, now, UINT64_MAX);
+}
+
+static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
+{
+    uint64_t *now = user;
+    int large = n > KOILA__SMALL_BYTES;
+    now[KOILA__Q_BYTES_ALL] += n;
+    now[KOILA__Q_BYTES_SMALL + large] += n;
+    now[KOILA__Q_N_ALL]++;
+    now[KOILA__Q_N_SMALL + large]++;
+    return true;
+}
+
+static void listen_to_cpu(void)
+{
+    if (koila__truth_install() != 0) {
+        koila__truth_del_event(on_truth);
+        return;
+    }
+    if (METER->device[0].bytes && generation_seen == koila__truth_generation() && koila__truth_add_event(on_truth) == 0) return;
+    uint64_t now[KOILA__Q_COUNT] = { 0 };
+    koila__truth_each(add_block, now);
+    now[KOILA__Q_RESERVED] = now[KOILA__Q_BYTES_ALL];
+    METER->device[0].bytes = koila__truth_current_slot();
+    koila__meter_set(METER, 0, now);
+    koila__truth_add_event(on_truth);
+    generation_seen = koila__truth_generation();
+}
+
+/* ---- accelerators */
+
+#define REPORT_USAGE "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
+static void (*real_report)(void *p, int64_t delta, size_t allocated, size_t reserved, uint16_t device);
+static koila__got_set report_slots;
+static const char *accelerator; /* "cuda", "xpu": what torch calls the devices 1.. ; NULL: none */
+
+static void hook_report(void *p, int64_t delta, size_t allocated, size_t reserved, uint16_t device)
+{
+    int type = device & 0xFF, index = (int8_t)(device >> 8); /* c10::Device: type, then index */
+    bool ours = type == 1 || type == 6 || type == 12;        /* CUDA, HIP, XPU */
+    if (ours && delta && index >= 0 && index + 1 < METER->n_devices)
+        koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 1 + index, delta, allocated, reserved);
+    if (real_report) real_report(p, delta, allocated, reserved, device);
+}
+
+static const struct {
+    const char *library, *device;
+} libraries[] = { { "libc10_cuda.so", "cuda" }, { "libc10_hip.so", "cuda" }, { "libc10_xpu.so", "xpu" } };
+
+/* How many accelerators torch sees, without starting any. */
+static int count_devices(PyObject *torch)
+{
+    int n = 0;
+    for (int i = 0; n == 0 && i < 2; i++) {
+        const char *name = i ? "xpu" : "cuda";
+        PyObject *module = PyObject_GetAttrString(torch, name);
+        PyObject *count = module ? PyObject_CallMethod(module, "device_count", NULL) : NULL;
+        if (count) n = (int)PyLong_AsLong(count);
+        if (n > 0) accelerator = name;
+        Py_XDECREF(count);
+        Py_XDECREF(module);
+        PyErr_Clear();
+    }
+    return n < 0 ? 0 : n < KOILA__DEVICES_MAX - 1 ? n : KOILA__DEVICES_MAX - 1;
+}
+
+static PyObject *get_key(PyObject *dict, const char *key) // borrowed, or NULL without an exception
+{
+    return dict && PyDict_Check(dict) ? PyDict_GetItemString(dict, key) : NULL;
+}
+static uint64_t number(PyObject *o)
+{
+    uint64_t v = o && PyLong_Check(o) ? PyLong_AsUnsignedLongLong(o) : 0;
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        v = 0;
+    }
+    return v;
+}
+
+/* The allocator's own nested statistics of an accelerator: {metric: {pool: {stat: int}}}; a new reference, or NULL without an exception. */
+static PyObject *raw_stats(int device)
+{
+    if (!accelerator || !PyGILState_Check()) return NULL;
+    PyObject *error_type, *value, *where;
+    PyErr_Fetch(&error_type, &value, &where);
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *c = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
+    char method[32];
+    snprintf(method, sizeof method, "_%s_memoryStats", accelerator);
+    PyObject *stats = c ? PyObject_CallMethod(c, method, "i", device - 1) : NULL;
+    Py_XDECREF(c);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    PyErr_Clear();
+    PyErr_Restore(error_type, value, where);
+    return stats;
+}
+
+static const char *const pool_names[] = { "all", "large_pool", "small_pool" };
+static bool read_stats(int device, koila__stats *out)
+{
+    static const char *const metrics[KOILA__STATS_METRICS] = { "requested_bytes", "inactive_split", "inactive_split_bytes", "segment",
+                                                               "reserved_bytes" };
+    PyObject *stats = raw_stats(device);
+    if (!stats) return false;
+    for (int i = 0; i < KOILA__STATS; i++) {
+        PyObject *of_pool = get_key(get_key(stats, metrics[i / 3]), pool_names[i % 3]);
+        out->current[i] = number(get_key(of_pool, "current"));
+        out->allocated[i] = number(get_key(of_pool, "allocated"));
+        out->freed[i] = number(get_key(of_pool, "freed"));
+    }
+    Py_DECREF(stats);
+    return true;
+}
+
+/* Let the meter know a device through its statistics: at the beginning, and for one without a hook at every boundary. */
+static void read_device(int device)
+{
+    PyObject *stats = raw_stats(device);
+    if (!stats) return;
+    static const int pool_q[] = { 0, 2, 1 }; /* all, large, small -> offset in koila__q */
+    uint64_t now[KOILA__Q_COUNT];
+    bool changed = false;
+    for (int p = 0; p < 3; p++) {
+        now[KOILA__Q_BYTES_ALL + pool_q[p]] = number(get_key(get_key(get_key(stats, "allocated_bytes"), pool_names[p]), "current"));
+        now[KOILA__Q_N_ALL + pool_q[p]] = number(get_key(get_key(get_key(stats, "allocation"), pool_names[p]), "current"));
+    }
+    now[KOILA__Q_RESERVED] = number(get_key(get_key(get_key(stats, "reserved_bytes"), "all"), "current"));
+    Py_DECREF(stats);
+    for (int q = 0; q < KOILA__Q_COUNT; q++) changed |= now[q] != koila__meter_now(METER, device, (koila__q)q);
+    if (changed) koila__meter_set(METER, device, now);
+}
+static void poll_unhooked(void)
+{
+    for (int d = 1; d < METER->n_devices; d++)
+        if (!koila__memlab_is_hooked(d)) read_device(d);
+}
+
+static void listen_to_accelerators(void)
+{
+    if (METER->n_devices == 1) return;
+    char path[4096];
+    if (!real_report && koila__got_path("libc10.so", path, sizeof path)) {
+        void *slot = koila__got_symbol(path, REPORT_USAGE);
+        memcpy(&real_report, &slot, sizeof slot);
+    }
+    if (!koila__got_holds(&report_slots, NULL)) {
+        for (size_t i = 0; i < KOILA_COUNT(libraries); i++) koila__got_patch(&report_slots, libraries[i].library, REPORT_USAGE, (void *)hook_report);
+        for (int d = 1; d < METER->n_devices; d++) read_device(d);
+    }
+    koila__memlab_lines.read_stats = read_stats;
+    koila__memlab_lines.poll = koila__memlab_is_hooked(1) ? NULL : poll_unhooked;
+}
+
+/* cudaMallocAsync and pluggable allocators do not go through the hook. */
+static bool uses_native_allocator(void)
+{
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *module = torch ? PyObject_GetAttrString(torch, accelerator) : NULL;
+    PyObject *memory = module ? PyObject_GetAttrString(module, "memory") : NULL;
+    PyObject *backend = memory ? PyObject_CallMethod(memory, "get_allocator_backend", NULL) : NULL;
+    bool native = !backend || !PyUnicode_Check(backend) || PyUnicode_CompareWithASCIIString(backend, "native") == 0;
+    Py_XDECREF(backend);
+    Py_XDECREF(memory);
+    Py_XDECREF(module);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    PyErr_Clear();
+    return native;
+}
+static bool native_allocator = true;
+
+bool koila__memlab_is_hooked(int device)
+{
+    if (device == 0) return pretend || koila__truth_ok();
+    return device < METER->n_devices && native_allocator && koila__got_holds(&report_slots, NULL);
+}
+
+void koila__memlab_listen(void)
+{
+    if (!listening) {
+        PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+        if (torch) {
+            METER->n_devices = 1 + count_devices(torch);
+            if (accelerator) native_allocator = uses_native_allocator();
+            listening = true;
+        }
+        Py_XDECREF(torch);
+        Py_XDECREF(name);
+        PyErr_Clear();
+    }
+    listen_to_cpu();
+    listen_to_accelerators();
+}
+
+/* ---- threads and forks */
+
+static pthread_key_t thread_ends;
+static pthread_mutex_t spare_lock = PTHREAD_MUTEX_INITIALIZER, site_lock = PTHREAD_MUTEX_INITIALIZER;
+static koila__stack *spare_stacks[KOILA__THREADS_MAX]; /* of threads that ended */
+static int n_spare_stacks;
+
+static void end_thread(void *stack)
+{
+    koila__stack *s = stack;
+    atomic_store(&s->thread.n_open, 0);
+    s->n = s->n_lost = 0;
+    pthread_mutex_lock(&spare_lock);
+    if (n_spare_stacks < KOILA__THREADS_MAX) spare_stacks[n_spare_stacks++] = s;
+    else koila__meter_del_thread(METER, &s->thread);
+    pthread_mutex_unlock(&spare_lock);
+}
+
+koila__stack *koila__memlab_my_stack(void)
+{
+    if (koila__memlab_stack) return koila__memlab_stack;
+    pthread_mutex_lock(&spare_lock);
+    koila__stack *s = n_spare_stacks ? spare_stacks[--n_spare_stacks] : NULL;
+    pthread_mutex_unlock(&spare_lock);
+    if (!s) s = koila__stack_new(&koila__memlab_lines);
+    if (s && pthread_setspecific(thread_ends, s) == 0) koila__memlab_stack = s;
+    return koila__memlab_stack;
+}
+
+static void after_fork_child(void)
+{
+    koila__stack *s = koila__memlab_stack;
+    n_spare_stacks = 0;
+    pthread_mutex_init(&spare_lock, NULL);
+    pthread_mutex_init(&site_lock, NULL);
+    koila__meter_fork_child(METER, s ? &s->thread : NULL);
+    for (size_t i = 0; s && i < s->n; i++) {
+        memset(s->activations[i]->w.saved, 0, sizeof s->activations[i]->w.saved);
+        memset(s->activations[i]->w.start_bytes, 0, sizeof s->activations[i]->w.start_bytes);
+    }
+}
+
+/* ---- Measure */
+
+static koila__span *spare_spans[KOILA__SPANS_MAX];
+static int n_spare_spans;
+
+typedef struct measure {
+    PyObject_HEAD
+    int device;
+    koila__span *span; /* NULL until entered */
+} measure;
+
+static PyObject *measure_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    int device;
+    if (!PyArg_ParseTuple(args, "i:Measure", &device)) return NULL;
+    koila__memlab_listen();
+    if (device < 0 || device >= METER->n_devices) return PyErr_Format(PyExc_ValueError, "measure: device %d: there are %d", device, METER->n_devices);
+    measure *m = (measure *)type->tp_alloc(type, 0);
+    if (m) m->device = device;
+    return (PyObject *)m;
+}
+static void measure_dealloc(measure *m)
+{
+    PyTypeObject *type = Py_TYPE(m);
+    if (m->span) {
+        koila__span_close(METER, m->span);
+        if (n_spare_spans < KOILA__SPANS_MAX) spare_spans[n_spare_spans++] = m->span;
+    }
+    type->tp_free(m);
+    Py_DECREF(type);
+}
+static PyObject *measure_enter(measure *m, PyObject *none)
+{
+    if (!m->span) m->span = n_spare_spans ? spare_spans[--n_spare_spans] : calloc(1, sizeof *m->span);
+    if (!m->span) return PyErr_NoMemory();
+    if (m->span->open) return PyErr_Format(PyExc_RuntimeError, "measure: this one is already open; nest another measure()");
+    if (!koila__span_open(METER, m->span, m->device))
+        return PyErr_Format(PyExc_RuntimeError, "measure: more than %d are open", KOILA__SPANS_MAX);
+    return Py_NewRef(m);
+}
+static PyObject *measure_exit(measure *m, PyObject *args)
+{
+    if (m->span) koila__span_close(METER, m->span);
+    Py_RETURN_FALSE;
+}
+
+enum { START, END, PEAK, RISE, ALLOC, FREED, ALLOCS, FREES };
+static PyObject *measure_get(measure *m, void *what)
+{
+    koila__span *s = m->span;
+    if (!s) return PyErr_Format(PyExc_AttributeError, "measure: nothing measured yet");
+    uint64_t end = s->open ? koila__meter_now(METER, s->device, KOILA__Q_BYTES_ALL) : s->end_bytes;
+    uint64_t peak = atomic_load(&s->peak);
+    koila__sums last = s->end, *first = &s->start;
+    if (s->open) koila__sums_read(&METER->device[s->device].sums, &last);
+#define IN(field) (last.field[0] + last.field[1] - first->field[0] - first->field[1])
+    switch ((int)(intptr_t)what) {
+    case START: return PyLong_FromUnsignedLongLong(s->start_bytes);
+    case END: return PyLong_FromUnsignedLongLong(end);
+    case PEAK: return PyLong_FromUnsignedLongLong(peak);
+    case RISE: return PyLong_FromUnsignedLongLong(peak - s->start_bytes);
+    case ALLOC: return PyLong_FromUnsignedLongLong(IN(alloc_bytes));
+    case FREED: return PyLong_FromUnsignedLongLong(IN(freed_bytes));
+    case ALLOCS: return PyLong_FromUnsignedLongLong(IN(n_allocs));
+    default: return PyLong_FromUnsignedLongLong(IN(n_frees));
+    }
+#undef IN
+}
+static PyMethodDef measure_methods[] = {
+    { "__enter__", (PyCFunction)measure_enter, METH_NOARGS, NULL },
+    { "__exit__", (PyCFunction)measure_exit, METH_VARARGS, NULL },
+    { NULL, NULL, 0, NULL },
+};
+static PyGetSetDef measure_getset[] = {
+    { "start", (getter)measure_get, NULL, "Bytes at the beginning.", (void *)START },
+    { "end", (getter)measure_get, NULL, "Bytes at the end, or now.", (void *)END },
+    { "peak", (getter)measure_get, NULL, "Highest bytes inside.", (void *)PEAK },
+    { "rise", (getter)measure_get, NULL, "peak - start: the room that was needed.", (void *)RISE },
+    { "alloc", (getter)measure_get, NULL, "Bytes handed out inside.", (void *)ALLOC },
+    { "freed", (getter)measure_get, NULL, "Bytes taken back inside.", (void *)FREED },
+    { "allocs", (getter)measure_get, NULL, "Blocks handed out inside.", (void *)ALLOCS },
+    { "frees", (getter)measure_get, NULL, "Blocks taken back inside.", (void *)FREES },
+    { NULL, NULL, NULL, NULL, NULL },
+};
+static PyType_Slot measure_slots[] = {
+    { Py_tp_doc, "What a block of code did to a device's memory, exactly; see koila.memlab.measure." },
+    { Py_tp_new, measure_new },
+    { Py_tp_dealloc, measure_dealloc },
+    { Py_tp_methods, measure_methods },
+    { Py_tp_getset, measure_getset },
+    { 0, NULL },
+};
+static PyType_Spec measure_spec = { "koila._core.Measure", sizeof(measure), 0, Py_TPFLAGS_DEFAULT, measure_slots };
+
+/* ---- where allocations were asked for: koila.memlab.start(trace=True)
+ *
+ * The asking thread usually holds no GIL (torch gives it up around every operator), so no Python object may be touched but to read: this
+ * thread's own frames, which nobody else changes while it is here, their code and the characters of its file name. A site is (file, line),
+ * copied; its number is the block's tag. Frames of torch and of ourselves are stepped over: the line is the user's. */
+
+typedef struct site {
+    char *file;
+    int line;
+    uint64_t hash;
+} site;
+static site *sites;                  /* [1 .. n_sites]; 0: unknown */
+static uint32_t *site_slots, n_sites, n_site_slots;
+
+#if PY_VERSION_HEX >= 0x030E0000
+#define CAN_TRACE 0
+#else
+#define CAN_TRACE 1
+typedef struct any_frame any_frame;
+#if PY_VERSION_HEX >= 0x030D0000 /* the first fields of struct _PyInterpreterFrame in 3.13 */
+struct any_frame {
+    PyObject *f_executable;
+    any_frame *previous;
+    PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
+    PyFrameObject *frame_obj;
+    const char *instr;
+};
+static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->current_frame; }
+static PyCodeObject *frame_code(any_frame *f) { return f->f_executable && PyCode_Check(f->f_executable) ? (PyCodeObject *)f->f_executable : NULL; }
+#elif PY_VERSION_HEX >= 0x030C0000
+struct any_frame {
+    PyCodeObject *f_code;
+    any_frame *previous;
+    PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
+    PyFrameObject *frame_obj;
+    const char *instr;
+};
+static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
+static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
+#elif PY_VERSION_HEX >= 0x030B0000
+struct any_frame {
+    PyFunctionObject *f_func;
+    PyObject *f_globals, *f_builtins, *f_locals;
+    PyCodeObject *f_code;
+    PyFrameObject *frame_obj;
+    any_frame *previous;
+    const char *instr;
+};
+static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
+static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
+#endif
+#if PY_VERSION_HEX >= 0x030B0000
+static any_frame *frame_below(any_frame *f) { return f->previous; }
+static int frame_line(any_frame *f)
+{
+    PyCodeObject *code = frame_code(f);
+    return PyCode_Addr2Line(code, (int)(f->instr - (const char *)code->co_code_adaptive));
+}
+#else
+struct any_frame { PyFrameObject f; };
+static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->frame; }
+static PyCodeObject *frame_code(any_frame *f) { return f->f.f_code; }
+static any_frame *frame_below(any_frame *f) { return (any_frame *)f->f.f_back; }
+static int frame_line(any_frame *f) { return PyCode_Addr2Line(f->f.f_code, f->f.f_lasti * 2); }
+#endif
+
+static const char *file_of(PyCodeObject *code)
+{
+    PyObject *name = code ? code->co_filename : NULL;
+    return name && PyUnicode_IS_COMPACT_ASCII(name) ? (const char *)PyUnicode_1BYTE_DATA(name) : NULL;
+}
+static bool is_inside(const char *file)
+{
+    return strstr(file, "/torch/") || strstr(file, "/koila/") || file[0] == '<';
+}
+
+static bool widen_sites(void)
+{
+    uint32_t wider = n_site_slots ? n_site_slots * 2 : 1024;
+    uint32_t *slots = calloc(wider, sizeof *slots);
+    site *more = realloc(sites, (wider / 2 + 1) * sizeof *more);
+    if (more) sites = more;
+    if (!slots || !more) {
+        free(slots);
+        return false;
+    }
+    for (uint32_t i = 1; i <= n_sites; i++) {
+        uint32_t k = (uint32_t)sites[i].hash & (wider - 1);
+        while (slots[k]) k = (k + 1) & (wider - 1);
+        slots[k] = i;
+    }
+    free(site_slots);
+    site_slots = slots;
+    n_site_slots = wider;
+    return true;
+}
+
+static uint32_t intern_site(const char *file, int line)
+{
+    uint64_t h = 1469598103934665603u ^ (uint64_t)line;
+    for (const char *s = file; *s; s++) h = (h ^ (unsigned char)*s) * 1099511628211u;
+    h ^= h >> 32;
+    uint32_t found = 0;
+    pthread_mutex_lock(&site_lock);
+    if ((n_sites + 1) * 2 <= n_site_slots || widen_sites()) {
+        uint32_t k = (uint32_t)h & (n_site_slots - 1);
+        for (; site_slots[k] && !found; k = (k + 1) & (n_site_slots - 1)) {
+            const site *s = &sites[site_slots[k]];
+            if (s->hash == h && s->line == line && strcmp(s->file, file) == 0) found = site_slots[k];
+        }
+        char *copy = found || n_sites >= KOILA__PTRTAB_MAX_TAG ? NULL : strdup(file);
+        if (copy) {
+            sites[++n_sites] = (site){ copy, line, h };
+            site_slots[k] = found = n_sites;
+        }
+    }
+    pthread_mutex_unlock(&site_lock);
+    return found;
+}
+
+static uint32_t who_asks(void)
+{
+    PyThreadState *ts = PyGILState_GetThisThreadState();
+    any_frame *user = NULL, *f = ts ? first_frame(ts) : NULL;
+    for (int depth = 0; f && !user && depth < 1000; f = frame_below(f), depth++) {
+        const char *file = file_of(frame_code(f));
+        if (file && !is_inside(file)) user = f;
+    }
+    return user ? intern_site(file_of(frame_code(user)), frame_line(user)) : 0;
+}
+#endif
+
+/* ---- Python */
+
+static PyObject *memlab_listen(PyObject *self, PyObject *none)
+{
+    koila__memlab_listen();
+    Py_RETURN_NONE;
+}
+static PyObject *memlab_trace(PyObject *self, PyObject *on)
+{
+    int want = PyObject_IsTrue(on);
+    if (want < 0) return NULL;
+#if CAN_TRACE
+    koila__truth_set_tagger(want ? who_asks : NULL);
+    return PyBool_FromLong(want);
+#else
+    Py_RETURN_FALSE;
+#endif
+}
+/* (file, line) that asked for the block at an address, or None */
+static PyObject *memlab_site(PyObject *self, PyObject *address)
+{
+    uint64_t n;
+    uint32_t tag = 0;
+    const void *p = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred()) return NULL;
+    if (!koila__truth_find(p, &n, &tag) || !tag) Py_RETURN_NONE;
+    pthread_mutex_lock(&site_lock);
+    site s = sites[tag];
+    pthread_mutex_unlock(&site_lock);
+    return Py_BuildValue("(si)", s.file, s.line);
+}
+/* Live CPU blocks: [(address, bytes, (file, line) or None)] */
+typedef struct block_list {
+    struct { uintptr_t p; uint64_t n; uint32_t tag; } *at;
+    size_t n, capacity;
+} block_list;
+static bool add_to_list(void *user, const void *p, uint64_t n, uint32_t tag)
+{
+    block_list *l = user;
+    if (l->n == l->capacity) {
+        size_t wider = l->capacity ? l->capacity * 2 : 1024;
+        void *at = realloc(l->at, wider * sizeof *l->at);
+        if (!at) return false;
+        l->at = at;
+        l->capacity = wider;
+    }
+    l->at[l->n].p = (uintptr_t)p;
+    l->at[l->n].n = n;
+    l->at[l->n++].tag = tag;
+    return true;
+}
+static PyObject *memlab_blocks(PyObject *self, PyObject *none)
+{
+    block_list l = { NULL, 0, 0 };
+    koila__truth_each(add_to_list, &l);
+    PyObject *out = PyList_New((Py_ssize_t)l.n);
+    for (size_t i = 0; out && i < l.n; i++) {
+        PyObject *where = Py_NewRef(Py_None);
+        if (l.at[i].tag) {
+            pthread_mutex_lock(&site_lock);
+            site s = sites[l.at[i].tag];
+            pthread_mutex_unlock(&site_lock);
+            Py_SETREF(where, Py_BuildValue("(si)", s.file, s.line));
+        }
+        PyObject *row = where ? Py_BuildValue("(KKN)", (unsigned long long)l.at[i].p, (unsigned long long)l.at[i].n, where) : NULL;
+        if (!row) Py_CLEAR(out);
+        else PyList_SET_ITEM(out, (Py_ssize_t)i, row);
+    }
+    free(l.at);
+    return out;
+}
+static PyObject *memlab_now(PyObject *self, PyObject *arg)
+{
+    long device = PyLong_AsLong(arg);
+    if (device == -1 && PyErr_Occurred()) return NULL;
+    if (device < 0 || device >= METER->n_devices) return PyErr_Format(PyExc_ValueError, "device %ld: there are %d", device, METER->n_devices);
+    if (device && !koila__memlab_is_hooked((int)device)) read_device((int)device);
+    return Py_BuildValue("(KK)", (unsigned long long)koila__meter_now(METER, (int)device, KOILA__Q_BYTES_ALL),
+                         (unsigned long long)koila__meter_now(METER, (int)device, KOILA__Q_RESERVED));
+}
+static PyObject *memlab_devices(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("(zi)", accelerator, METER->n_devices - 1);
+}
+static PyObject *memlab_hooked(PyObject *self, PyObject *arg)
+{
+    long device = PyLong_AsLong(arg);
+    if (device == -1 && PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(koila__memlab_is_hooked((int)device));
+}
+static PyObject *size_text(PyObject *self, PyObject *size)
+{
+    char buffer[32];
+    if (size == Py_None) return PyUnicode_FromString("");
+    double v = PyFloat_CheckExact(size) || PyLong_CheckExact(size) ? PyFloat_AsDouble(size) : -1;
+    if (v == -1 && !PyFloat_CheckExact(size) && !PyLong_CheckExact(size)) { /* numpy's and the like are numbers; a symbolic size is shown as it is */
+        PyObject *real = PyNumber_Check(size) && !PyObject_HasAttrString(size, "node") ? PyNumber_Float(size) : NULL;
+        PyErr_Clear();
+        if (!real) return PyObject_Str(size);
+        v = PyFloat_AsDouble(real);
+        Py_DECREF(real);
+    }
+    if (v == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return PyObject_Str(size);
+    }
+    return PyUnicode_FromString(koila__size_text(v, buffer));
+}
+static PyObject *memlab_stop(PyObject *self, PyObject *none)
+{
+    koila__truth_set_tagger(NULL);
+    koila__truth_uninstall();
+    koila__got_restore(&report_slots, (void *)hook_report);
+    Py_RETURN_NONE;
+}
+/* For tests: pretend to be an allocator. memlab_event(device, delta, thread=True); device 0 then needs no torch. */
+static PyObject *memlab_event(PyObject *self, PyObject *args)
+{
+    int device, own = 1;
+    long long delta;
+    if (!PyArg_ParseTuple(args, "iL|p:memlab_event", &device, &delta, &own)) return NULL;
+    if (device < 0 || device >= METER->n_devices) return PyErr_Format(PyExc_ValueError, "no device %d", device);
+    if (device == 0 && METER->device[0].bytes) return PyErr_Format(PyExc_RuntimeError, "the CPU has real events");
+    if (device == 0) pretend = true;
+    uint64_t now = koila__meter_now(METER, device, KOILA__Q_BYTES_ALL) + (uint64_t)delta;
+    koila__meter_event(METER, own && koila__memlab_stack ? &koila__memlab_stack->thread : NULL, device, delta, now, UINT64_MAX);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "memlab_listen", memlab_listen, METH_NOARGS, "Put the allocator hooks in." },
+    { "memlab_stop", memlab_stop, METH_NOARGS, "Take the allocating side of the hooks off." },
+    { "memlab_trace", memlab_trace, METH_O, "Keep file and line of every CPU allocation from now on; whether that is possible." },
+    { "memlab_site", memlab_site, METH_O, "(file, line) that asked for the CPU block at an address, or None." },
+    { "memlab_blocks", memlab_blocks, METH_NOARGS, "Live CPU blocks: [(address, bytes, (file, line) or None)]." },
+    { "memlab_now", memlab_now, METH_O, "(allocated, reserved) bytes of a device: 0 the CPU, 1 + i accelerator i." },
+    { "memlab_devices", memlab_devices, METH_NOARGS, "(name of the accelerator or None, how many)." },
+    { "memlab_hooked", memlab_hooked, METH_O, "Does this device tell us of every event?" },
+    { "size_text", size_text, METH_O, "'39.45K': a memory size as people read it." },
+    { "memlab_event", memlab_event, METH_VARARGS, "For tests: memlab_event(device, delta, own_thread=True)." },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__memlab_add_module(PyObject *m)
+{
+    static bool ready;
+    if (!ready) {
+        koila__meter_init(METER, 1);
+        koila__lines_init(&koila__memlab_lines, METER, NULL);
+        if (pthread_key_create(&thread_ends, end_thread) != 0 || pthread_atfork(NULL, NULL, after_fork_child) != 0) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        ready = true;
+    }
+    PyObject *type = PyType_FromSpec(&measure_spec);
+    if (!type || PyModule_AddObject(m, "Measure", type) < 0) {
+        Py_XDECREF(type);
+        return -1;
+    }
+    return PyModule_AddFunctions(m, methods);
+}

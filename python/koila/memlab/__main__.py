@@ -1,0 +1,214 @@
+"""python -m koila.memlab: profile a script without changing it; look at and compare what was saved.
+
+  run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] (script.py | -m module) args...
+       FUNC: a function of the script ("train", "Net.forward") or "module:function"; none: every function the script defines.
+       The script's exit code is kept; the report goes to stderr, or to FILE (.txt .html .json .csv).
+  top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
+  view FILE.json                                        a saved table or snapshot as text
+  diff A.json B.json                                    two saved snapshots, by name
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import threading
+import traceback
+import types
+
+from .. import _core
+from . import control, devices, utils
+from .line_profiler import DEFAULT_COLUMNS, LineProfiler
+
+
+def _load(args) -> tuple:
+    """(code, namespace) of the script or module; sys.argv is set for it."""
+    import runpy
+    from importlib.util import find_spec
+
+    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
+    if args.m:
+        spec = find_spec(args.m)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{args.m}.__main__")
+        if spec is None or spec.loader is None:
+            raise SystemExit(f"koila.memlab: no module named {args.m}")
+        code = spec.loader.get_code(spec.name)
+        namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
+        sys.argv = [spec.origin, *([args.script] if args.script else []), *args.args]
+    else:
+        if not args.script:
+            raise SystemExit("koila.memlab: expected a script, or -m module")
+        code = runpy._get_code_from_file(args.script)
+        code = code[0] if isinstance(code, tuple) else code
+        namespace["__file__"] = args.script
+        import os
+
+        sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
+        sys.argv = [args.script, *args.args]
+    return code, namespace
+
+
+def codes_inside(code, prefix="") -> list:
+    """[(qualified name, code)] of every function defined in a module's code."""
+    found = []
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            name = prefix + const.co_name
+            is_class = "__qualname__" in const.co_names and const.co_name.isidentifier() and not const.co_flags & 2
+            if not is_class and not const.co_name.startswith("<"):
+                found.append((name, const))
+            found += codes_inside(const, f"{name}." if is_class else f"{name}.<locals>.")
+    return found
+
+
+def _execute(code, namespace) -> int:
+    """Run as __main__; the exit code."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(namespace)
+    sys.modules["__main__"] = module
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        sys.stderr.write(f"{leaving.code}\n")
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def run(args) -> int:
+    if args.output:
+        utils.format_of(args.output)
+    code, namespace = _load(args)
+    profiler = LineProfiler(target_gpu=int(args.gpu) if args.gpu.isdigit() else args.gpu)
+    inside = codes_inside(code)
+    for wanted in args.function or [None]:
+        if wanted and ":" in wanted:
+            module, _, path = wanted.partition(":")
+            target = importlib.import_module(module)
+            for part in path.split("."):
+                target = getattr(target, part)
+            profiler.add_function(target)
+            continue
+        chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
+        if wanted and not chosen:
+            raise SystemExit(f"koila.memlab run: {wanted} is not in the script; it has {', '.join(n for n, _ in inside) or 'no function'}")
+        for name, c in chosen:
+            profiler.add_code(c, name)
+    devices.listen()
+    with profiler:
+        status = _execute(code, namespace)
+    try:
+        display = profiler.display(columns=args.column or DEFAULT_COLUMNS)
+        if args.output:
+            display.save(args.output)
+        else:
+            display.print(sys.stderr)
+    except Exception as error:
+        sys.stderr.write(f"koila.memlab: {error}\n")
+    return status
+
+
+def top(args) -> int:
+    code, namespace = _load(args)
+    control.start()
+    done = threading.Event()
+
+    def watch():
+        high = 0
+        while not done.wait(args.interval):
+            kind, count = _core.memlab_devices()
+            parts = []
+            for device in range(1 + count):
+                allocated, reserved = _core.memlab_now(device)
+                high = max(high, allocated)
+                held = "" if device == 0 else f" reserved {utils.readable_size(reserved)}"
+                parts.append(f"{devices.name(device)} {utils.readable_size(allocated)}{held}")
+            sys.stderr.write(f"{'  '.join(parts)}  highest seen {utils.readable_size(high)}\n")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        return _execute(code, namespace)
+    finally:
+        done.set()
+        watcher.join(1)
+
+
+def _saved(path) -> dict:
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def view(args) -> int:
+    data = _saved(args.file)
+    if isinstance(data, dict):
+        rows = sorted(data["rows"], key=lambda r: -r["bytes"])
+        for r in rows:
+            size = utils.readable_size(r["bytes"])
+            print(f"{r['name']:<40s}{r['kind']:>10s}{str(tuple(r['shape'])):>20s}{size:>10s}  {r['line'] or ''}".rstrip())
+        return 0
+    for function in data:
+        print(f"## {function['function']} ({function['file']}:{function['line']})\n")
+        columns = [c for c in (function["lines"] or [{}])[0] if c not in {"line", "code"}]
+        print(" ".join(f"{c:>24s}" for c in columns), " line code")
+        for line in function["lines"]:
+            cells = (
+                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss"} else str(line[c])
+                for c in columns
+            )
+            print(" ".join(f"{cell:>24s}" for cell in cells), f"{line['line']:>5d} {line['code']}".rstrip())
+        print()
+    return 0
+
+
+def diff(args) -> int:
+    from .snapshots import Diff
+
+    before, after = ({r["name"]: r["bytes"] for r in _saved(path)["rows"]} for path in (args.a, args.b))
+    changed = [(k, n - before[k]) for k, n in after.items() if k in before and n != before[k]]
+    new, gone = [(k, n) for k, n in after.items() if k not in before], [(k, -n) for k, n in before.items() if k not in after]
+    sys.stdout.write(str(Diff(new, gone, changed, by_name_only=True)))
+    return 0
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m koila.memlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name, function in (("run", run), ("top", top)):
+        p = verbs.add_parser(name)
+        p.set_defaults(do=function)
+        if name == "run":
+            p.add_argument("-f", "--function", action="append")
+            p.add_argument("-c", "--column", action="append")
+            p.add_argument("-g", "--gpu", default="0")
+            p.add_argument("-o", "--output")
+        else:
+            p.add_argument("-i", "--interval", type=float, default=1.0)
+        p.add_argument("-m", metavar="module")
+        p.add_argument("script", nargs="?")
+        p.add_argument("args", nargs=argparse.REMAINDER)
+    p = verbs.add_parser("view")
+    p.add_argument("file")
+    p.set_defaults(do=view)
+    p = verbs.add_parser("diff")
+    p.add_argument("a")
+    p.add_argument("b")
+    p.set_defaults(do=diff)
+    args = parser.parse_args(argv)
+    try:
+        return args.do(args)
+    except (OSError, ValueError, KeyError) as error:
+        sys.stderr.write(f"koila.memlab {args.verb}: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Courtesy: lend the device's memory for a while. Storages are copied out and emptied in place; tensors, views and graphs stay as they are."""
+
+import mmap
+import os
+import sys
+import tempfile
+
+from .. import _errors
+from . import devices, tensors
+
+_PATIENCE = "koila.memlab.Courtesy: {} was yielded; restore() it first"
+
+
+class _Away:
+    """One storage whose bytes are elsewhere. Knows it by a weak reference only."""
+
+    def __init__(self, name, storage, home):
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self.name, self.n, self.address = name, storage.nbytes(), storage._cdata
+        self.ref, self.home = StorageWeakRef(storage), home
+
+    def storage(self):
+        """The storage, or None if it died."""
+        torch = sys.modules["torch"]
+        return None if self.ref.expired() else torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+
+
+def _bytes_of(storage):
+    torch = sys.modules["torch"]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Courtesy:
+    """Give the memory of all tensors back for a while, and go on afterwards as if nothing had been.
+
+    device: None all accelerators; "cpu" moves CPU storages out of PyTorch's memory. to: "cpu", "pinned" or a directory.
+    optimizers: for names in `.skipped` and in errors.
+    `.yield_memory()` -> bytes given back; `.restore()` -> bytes taken again; as a context manager it yields on entry and restores on exit.
+    `.yielded`: is anything away; `.skipped`: [(name, bytes, reason)] of what could not be moved (shared, borrowed, not resizable).
+
+    Values come back bit-equal; aliases, versions, gradients and a graph in flight survive. All or nothing: on failure everything is as it
+    was. While yielded, an operator on a yielded tensor raises RuntimeError on the yielding thread; reading it past the dispatcher
+    (`tolist()`, `numpy()`, another thread) is not caught on every version of torch. The accelerator's context itself stays.
+
+    Raises:
+        ValueError: no such device, or `to` is none of the three.
+        UnsupportedError: CUDA graphs are being captured or alive. Nothing was moved.
+        MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says how many bytes are missing.
+    """
+
+    def __init__(self, device=None, to="cpu", optimizers=()):
+        self._to = to
+        self._devices = None
+        if device is not None:
+            if str(device) != "cpu" and not devices_there():
+                raise ValueError(f"Courtesy(device={device!r}): there is no accelerator")
+            self._devices = {devices.name(devices.resolve(device, "Courtesy(device)"))}
+        if to not in {"cpu", "pinned"} and not os.path.isdir(to):
+            raise ValueError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists')
+        from .mem_reporter import check_optimizer
+
+        self._names = tensors.Names(optimizers=[check_optimizer(o, "Courtesy(optimizers)") for o in optimizers])
+        self._away, self._guard = [], None
+        self.skipped = []
+
+    @property
+    def yielded(self) -> bool:
+        return bool(self._away)
+
+    def __enter__(self):
+        self.yield_memory()
+        return self
+
+    def __exit__(self, *exc):
+        self.restore()
+
+    def yield_memory(self) -> int:
+        torch = sys.modules.get("torch")
+        if torch is None or (self._devices is None and not devices_there()):
+            return 0
+        _refuse_graphs(torch)
+        names = tensors.names_around()
+        names.optimizers += self._names.optimizers
+        self.skipped, moved = [], []
+        _synchronize(torch)
+        try:
+            with torch.no_grad():
+                for row in names.collect(with_tensors=True):
+                    self._yield_one(torch, row, moved)
+        except BaseException as error:
+            self._bring_back(torch, moved)
+            if is_no_memory(error):
+                raise MemoryError(f"Courtesy.yield_memory: no host memory for {getattr(error, 'n_missing', '?')} bytes; nothing was moved") from error
+            raise
+        self._away += moved
+        _empty_caches(torch)
+        if self._away and self._guard is None:
+            self._guard = _guard(self)
+            self._guard.__enter__()
+        return sum(a.n for a in moved)
+
+    def _yield_one(self, torch, row, moved) -> None:
+        device = row[tensors.DEVICE]
+        if row[tensors.BYTES] <= 0 or (device not in self._devices if self._devices is not None else device in {"cpu", "meta"}):
+            return
+        storage = torch._C.TensorBase.untyped_storage(row[-1])
+        reason = "shared between processes" if storage.is_shared() and device == "cpu" else "not resizable" if not storage.resizable() else None
+        if row[tensors.OWNER] == "borrowed":
+            reason = reason or "borrowed memory"
+        if reason:
+            self.skipped.append((row[tensors.NAME], row[tensors.BYTES], reason))
+            return
+        away = _Away(row[tensors.NAME], storage, None)
+        try:
+            away.home = _Home(torch, self._to, storage)
+        except (OSError, RuntimeError, MemoryError, ValueError) as error:
+            error.n_missing = away.n
+            raise
+        moved.append(away)
+        storage.resize_(0)
+        _poison(torch, storage, _PATIENCE.format(away.name))
+
+    def restore(self) -> int:
+        torch = sys.modules.get("torch")
+        if not self._away:
+            return 0
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.leave()
+        try:
+            n = self._bring_back(torch, self._away)
+        except BaseException:
+            if guard is not None:
+                self._guard = _guard(self)
+                self._guard.__enter__()
+            raise
+        self._away = []
+        return n
+
+    def _bring_back(self, torch, away) -> int:
+        """Refill storages; all or none."""
+        done = []
+        try:
+            with torch.no_grad():
+                for a in away:
+                    storage = a.storage()
+                    if storage is None:
+                        continue
+                    _poison(torch, storage, None)
+                    done.append((a, storage))
+                    storage.resize_(a.n)
+                    a.home.read(torch, storage)
+            _synchronize(torch)
+        except BaseException as error:
+            for a, storage in done:
+                storage.resize_(0)
+                _poison(torch, storage, _PATIENCE.format(a.name))
+            if is_no_memory(error):
+                missing = sum(a.n for a in away) - sum(a.n for a, _ in done[:-1])
+                raise _errors.OutOfMemory(f"Courtesy.restore: {missing} bytes are missing on the device; nothing was restored, try again") from error
+            raise
+        for a in away:
+            a.home.close()
+        return sum(a.n for a, _ in done)
+
+
+class _Home:
+    """Where a storage's bytes are kept: private pages, pinned memory, or a file."""
+
+    def __init__(self, torch, to, storage):
+        self._file, n = None, storage.nbytes()
+        if to == "pinned":
+            self._buffer = torch.empty(n, dtype=torch.uint8, pin_memory=True)
+        elif to == "cpu":
+            try:
+                self._map = mmap.mmap(-1, n)
+            except OSError as error:
+                raise MemoryError(str(error)) from None
+            self._buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        else:
+            self._file = tempfile.TemporaryFile(dir=to)
+            os.posix_fallocate(self._file.fileno(), 0, n)
+            self._buffer = torch.frombuffer(mmap.mmap(self._file.fileno(), n), dtype=torch.uint8)
+        self._buffer.copy_(_bytes_of(storage))
+        if self._file is not None:
+            self._buffer = None  # the pages go to the file
+
+    def read(self, torch, storage) -> None:
+        buffer = self._buffer
+        if self._file is not None:
+            buffer = torch.frombuffer(mmap.mmap(self._file.fileno(), storage.nbytes()), dtype=torch.uint8)
+        _bytes_of(storage).copy_(buffer)
+
+    def close(self) -> None:
+        self._buffer = self._map = None
+        if self._file is not None:
+            self._file.close()
+
+
+def devices_there() -> int:
+    from .. import _core
+
+    devices.listen()
+    return _core.memlab_devices()[1]
+
+
+def is_no_memory(error) -> bool:
+    from .oom import is_out_of_memory
+
+    return isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error)
+
+
+def _synchronize(torch) -> None:
+    if devices_there():
+        torch.accelerator.synchronize()
+
+
+def _empty_caches(torch) -> None:
+    if devices_there() and torch.cuda.is_available() and torch.cuda.is_initialized():
+        if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def _refuse_graphs(torch) -> None:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise _errors.UnsupportedError("Courtesy.yield_memory: a CUDA graph is being captured; nothing was moved")
+    if any(tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in torch.cuda.memory_snapshot()):
+        raise _errors.UnsupportedError("Courtesy.yield_memory: CUDA graphs are alive and keep addresses; delete them first; nothing was moved")
+
+
+def _poison(torch, storage, text) -> None:
+    """Let torch itself refuse access to an emptied storage, where it can."""
+    poison = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if poison is not None:
+        poison(storage._cdata, text)
+
+
+def _guard(courtesy):
+    """A dispatch mode that refuses operators on yielded tensors."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Guard(TorchDispatchMode):
+        on = True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if self.on:
+                away = {a.address: a for a in courtesy._away}
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf):
+                        a = away.get(torch._C._storage_address(leaf))
+                        if a is not None and leaf.numel() and leaf.untyped_storage().nbytes() == 0:
+                            raise RuntimeError(_PATIENCE.format(a.name))
+            return func(*args, **(kwargs or {}))
+
+        def leave(self):
+            """Take it off; if other modes were put on top meanwhile, it stays below them and does nothing."""
+            self.on = False
+            from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+            if _get_current_dispatch_mode() is self:
+                self.__exit__(None, None, None)
+
+    return Guard()

@@ -1,0 +1,69 @@
+"""Which device is meant. Inside memlab a device is a number: 0 the CPU, 1 + i accelerator i."""
+
+import warnings
+
+from .. import _core
+
+_ACCEPTED = 'an index, a torch.device, "cpu", "cuda" or "cuda:1"'
+_warned = False
+
+
+def listen() -> None:
+    """Import torch if it can be had, and put the allocator hooks in."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        pass
+    _core.memlab_listen()
+
+
+def resolve(device, call: str) -> int:
+    """The number of `device`; `call` is echoed in errors. Without an accelerator an index means the CPU.
+
+    Raises:
+        TypeError, ValueError: not a device, not parsable, or there are not so many.
+    """
+    global _warned
+    listen()
+    kind, count = _core.memlab_devices()
+    index = None
+    if isinstance(device, bool) or device is None:
+        raise TypeError(f"{call}: expected {_ACCEPTED}, got {device!r}")
+    if isinstance(device, int):
+        index = device
+    elif isinstance(device, str) or (hasattr(device, "type") and hasattr(device, "index")):
+        name, _, number = str(device).partition(":")
+        if name not in {"cpu", "cuda", "hip", "xpu"} or (number and not number.isdigit()):
+            raise ValueError(f"{call}: expected {_ACCEPTED}, got {device!r}")
+        if name == "cpu":
+            return 0
+        index = int(number) if number else current() - 1
+        if kind is None:
+            index = int(number or 0)
+    else:
+        raise TypeError(f"{call}: expected {_ACCEPTED}, got {type(device).__name__}")
+    if kind is None:
+        if index > 0 and not _warned:
+            _warned = True
+            warnings.warn(f"{call}: there is no accelerator here, showing the CPU", UserWarning, stacklevel=3)
+        if index < 0:
+            raise ValueError(f"{call}: expected {_ACCEPTED}, got {device!r}")
+        return 0
+    if not 0 <= index < count:
+        raise ValueError(f"{call}: device index {index}, but there are {count} devices")
+    return 1 + index
+
+
+def current() -> int:
+    """The current accelerator, else the CPU."""
+    listen()
+    kind, count = _core.memlab_devices()
+    if not count:
+        return 0
+    import torch
+
+    return 1 + getattr(torch, kind).current_device()
+
+
+def name(device: int) -> str:
+    return "cpu" if device == 0 else f"{_core.memlab_devices()[0] or 'cuda'}:{device - 1}"

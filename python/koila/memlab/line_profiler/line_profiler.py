@@ -1,0 +1,221 @@
+"""LineProfiler: names, options and words; what happens at a line is in C (lines.c, linetab.c)."""
+
+import functools
+import inspect
+import sys
+import types
+import warnings
+
+from ... import _core
+from ..._errors import UnsupportedError
+from .. import devices, utils
+
+DEFAULT_COLUMNS = ("active_bytes.all.peak", "reserved_bytes.all.peak")
+_STATS = {"hook": 0, "auto": 1, "full": 2}
+
+
+def check_columns(columns) -> tuple:
+    """A tuple of column names; a plain string is one column.
+
+    Raises:
+        ValueError: not a column; the text lists what there is.
+    """
+    columns = (columns,) if isinstance(columns, str) else tuple(columns)
+    _core.check_columns(columns)
+    return columns
+
+
+def codes_of(obj) -> list:
+    """[(code, qualified name)] behind anything that has code; [] if there is none."""
+    seen = set()
+    while id(obj) not in seen:
+        seen.add(id(obj))
+        if isinstance(obj, functools.partial):
+            obj = obj.func
+        elif isinstance(obj, (staticmethod, classmethod, types.MethodType)):
+            obj = obj.__func__
+        elif isinstance(obj, property):
+            return [pair for f in (obj.fget, obj.fset, obj.fdel) if f is not None for pair in codes_of(f)]
+        elif _is_module(obj):
+            obj = obj.forward
+        elif isinstance(getattr(obj, "__wrapped__", None), (types.FunctionType, types.MethodType, functools.partial)):
+            obj = obj.__wrapped__
+    if isinstance(obj, types.CodeType):
+        return [(obj, obj.co_name)]
+    code = getattr(obj, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return []
+    return [(code, str(getattr(obj, "__qualname__", code.co_name)))]
+
+
+def _is_module(obj) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and isinstance(obj, torch.nn.Module)
+
+
+def _source(code):
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except (OSError, TypeError, IndexError, SyntaxError, UnicodeError):
+        return code.co_firstlineno, None
+    return first or 1, [line.rstrip("\n") for line in lines]
+
+
+def _last_line(code) -> int:
+    return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+
+
+class LineProfiler(_core.LineTable):
+    """Record, for each line of some functions, what it does to the memory of every device.
+
+    functions: anything with code behind it: functions, methods, properties, partials, modules (their forward), async and generator ones.
+    target_gpu: the device a row shows: an index (without a GPU: the CPU), a torch.device, "cuda", "cuda:1", "cpu"; may be set at any time.
+    stats: "auto" reads what only the GPU's allocator knows at most 1000 times a line, "full" always, "hook" never.
+    As a context manager it enables and returns itself; leaving disables.
+
+    >>> with LineProfiler(work) as p:
+    ...     work()
+    >>> p.print_stats()
+
+    It resets and empties nothing of yours, and does not see lines of functions that were not given to it.
+    """
+
+    def __new__(cls, *functions, target_gpu=0, stats="auto"):
+        return super().__new__(cls)
+
+    def __init__(self, *functions, target_gpu=0, stats="auto"):
+        if stats not in _STATS:
+            raise ValueError(f"LineProfiler(stats={stats!r}): expected one of {', '.join(_STATS)}")
+        self.stats_mode = _STATS[stats]
+        self._target = 0
+        self._generation = None
+        if target_gpu != 0:
+            self.target_gpu = target_gpu
+        elif "torch" in sys.modules:
+            self.target_device = devices.resolve(0, "LineProfiler(target_gpu)")
+        for function in functions:
+            self.add_function(function)
+
+    @property
+    def target_gpu(self):
+        return self._target
+
+    @target_gpu.setter
+    def target_gpu(self, device):
+        self.target_device = devices.resolve(device, "target_gpu")
+        self._target = device
+
+    def add_function(self, func) -> None:
+        """Record this function too, also while enabled. An object without code is a UserWarning and ignored."""
+        found = codes_of(func)
+        if not found:
+            warnings.warn(f"LineProfiler.add_function: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=2)
+        for code, name in found:
+            self.add_code(code, name)
+
+    def add_code(self, code, name) -> None:
+        """Record a code object, under this name."""
+        first, lines = _source(code)
+        n = max(_last_line(code) - first + 1, len(lines or ()))
+        self.add(code, name, code.co_filename, first, n, lines)
+
+    def enable(self) -> None:
+        devices.listen()
+        if self.target_device == 0 and self._target == 0:
+            self.target_device = devices.resolve(0, "target_gpu")
+        self._generation = _core.truth_generation()
+        super().enable()
+
+    def __enter__(self):
+        self.enable()
+        return self
+
+    def __exit__(self, *exc):
+        self.disable()
+
+    def display(self, func=None, columns=DEFAULT_COLUMNS, device=None) -> "RecordsDisplay":
+        """The table as it is now.
+
+        func: None (all, in order of registration), a callable, a qualified name, or a list of these.
+        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss.
+        device: show this device for every line, instead of the target at the time.
+
+        Raises:
+            KeyError: a function that was never registered.
+            ValueError: not a column.
+            UnsupportedError: a column this device cannot have.
+        """
+        columns = check_columns(columns)
+        index = -1 if device is None else devices.resolve(device, "display(device)")
+        which = self._which(func)
+        self._check_truth(columns, index)
+        return RecordsDisplay(self.frozen(which), columns, index)
+
+    def print_stats(self, func=None, columns=DEFAULT_COLUMNS, stream=None, device=None) -> None:
+        """`display(...)` written to `stream` (None: sys.stdout of this moment)."""
+        self.display(func, columns, device).print(stream)
+
+    def records(self, func=None, device=None) -> list:
+        """A list of dicts, one per source line: function, file, line, code, and every recorded column (bytes, counts; time in ns)."""
+        index = -1 if device is None else devices.resolve(device, "records(device)")
+        return self.table_records(index, self._which(func))
+
+    def _which(self, func):
+        if func is None:
+            return None
+        found, names, codes = [], self.names, self.codes
+        for one in func if isinstance(func, (list, tuple)) else [func]:
+            if isinstance(one, str):
+                hits = [i for i, n in enumerate(names) if n == one]
+            else:
+                wanted = [code for code, _ in codes_of(one)]
+                hits = [i for i, code in enumerate(codes) if any(code is w for w in wanted)]
+            if not hits:
+                raise KeyError(f"display: {one if isinstance(one, str) else _shown(one)} is not registered; registered: {', '.join(names) or 'nothing'}")
+            found += hits
+        return found
+
+    def _check_truth(self, columns, index):
+        """Declare numbers void when another tool took the hook away in between; refuse columns that then cannot be had."""
+        device = self.target_device if index < 0 else index
+        if self._generation is None or device or not set(columns) - {"hits", "time", "rss"}:
+            return
+        lost = _core.truth_generation() != self._generation
+        if _core.memlab_hooked(0) and not lost:
+            return
+        from ..control import _why
+
+        if lost or "overwritten" in _why(0):
+            warnings.warn("koila.memlab: another tool overwrote the CPU allocator hook; numbers since then are void", UserWarning, stacklevel=3)
+        raise UnsupportedError(f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss can be shown")
+
+
+def _shown(obj) -> str:
+    try:
+        return f"{type(obj).__name__} object {getattr(obj, '__qualname__', None) or repr(obj)[:60]}"
+    except Exception:
+        return f"{type(obj).__name__} object"
+
+
+class RecordsDisplay:
+    """A line table of one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as .txt .html .json .csv."""
+
+    def __init__(self, table, columns, device=-1):
+        self._table, self._columns, self._device = table, columns, device
+
+    def render(self, format="text", all=False) -> str:
+        return self._table.render(format, self._columns, self._device, None, all)
+
+    def __repr__(self):
+        return self.render()
+
+    def _repr_html_(self):
+        return self.render("html")
+
+    def print(self, stream=None) -> None:
+        (sys.stdout if stream is None else stream).write(self.render())
+
+    def save(self, path) -> None:
+        format = utils.format_of(path)
+        text = self.render(format)
+        utils.write(path, utils.page("koila.memlab", text) if format == "html" else text)

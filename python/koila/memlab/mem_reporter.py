@@ -1,0 +1,133 @@
+"""MemReporter: which tensors fill each device now, under which names, and what the rest is."""
+
+import gc
+import sys
+import weakref
+
+from .. import _core
+from . import devices, tensors, utils
+from .tensors import BYTES, DEVICE, FIRST, NAME, NUMEL, SHAPE
+
+_RULE = "-" * 79
+_HEADER = f"{'Element type':<40s}{'Size':>20s}{'Used MEM':>10s}\n{_RULE}\n"
+
+
+def readable_size(num_bytes) -> str:
+    return utils.readable_size(num_bytes)
+
+
+def check_models(model, call: str) -> list:
+    """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
+    if model is None:
+        return []
+    torch = sys.modules.get("torch")
+    named = model if isinstance(model, dict) else {"": model}
+    for one in named.values():
+        if torch is None or not isinstance(one, torch.nn.Module):
+            raise TypeError(f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}")
+    return [(f"{name}." if name else "", weakref.ref(one)) for name, one in named.items()]
+
+
+def check_optimizer(optimizer, call: str):
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}")
+    return weakref.ref(optimizer)
+
+
+class MemReporter:
+    """List every tensor there is, with its storage's bytes, and balance the books against the allocator.
+
+    model: a Module, or a dict of them: names its parameters and buffers. pre_collect: gc.collect() before looking.
+    It holds weak references only, and never keeps memory alive.
+
+    >>> reporter = MemReporter(model)
+    >>> reporter.report()
+    """
+
+    def __init__(self, model=None, pre_collect: bool = False):
+        self._names = tensors.Names(check_models(model, "MemReporter(model)"))
+        self._pre_collect = pre_collect
+        self._rows = []
+        self._books = {}
+        self.device_tensor_stat = {}
+
+    def add_optimizer(self, optimizer) -> None:
+        """Name this optimizer's states, before or after its first step."""
+        ref = check_optimizer(optimizer, "MemReporter.add_optimizer")
+        if not any(r() is optimizer for r in self._names.optimizers):
+            self._names.optimizers.append(ref)
+
+    def collect_tensor(self) -> None:
+        """Look at every tensor now."""
+        if self._pre_collect:
+            gc.collect()
+        self._rows = self._names.collect(shared_saved=True)
+        counted = {devices.name(i) for i in range(1 + _core.memlab_devices()[1])}
+        self._books = {d: tensors.books(self._rows, d) for d in {r[DEVICE] for r in self._rows} & counted}
+
+    def get_stats(self) -> None:
+        """Group what was collected by device, into `device_tensor_stat`: {torch.device: [(name, size, numel, bytes)]}."""
+        torch = sys.modules.get("torch")
+        self.device_tensor_stat = {}
+        for row in self._listed():
+            self.device_tensor_stat.setdefault(row[DEVICE], []).append((row[NAME], row[SHAPE] or (1,), row[NUMEL], max(row[BYTES], 0)))
+        if torch is not None:
+            self.device_tensor_stat = {torch.device(d): rows for d, rows in self.device_tensor_stat.items()}
+
+    def _listed(self, verbose: bool = False) -> list:
+        """Rows shown: a saved tensor whose storage is listed already only when verbose."""
+        return self._rows if verbose else [r for r in self._rows if r[tensors.KIND] != "saved" or r[FIRST] is None]
+
+    def print_stats(self, verbose: bool = False, target_device=None) -> None:
+        """Print what was collected. verbose: say which row a shared storage belongs to, and list saved tensors that share one."""
+        sys.stdout.write(self.text(verbose, target_device))
+
+    def text(self, verbose: bool = False, target_device=None) -> str:
+        parts = [_HEADER]
+        wanted = None if target_device is None else self._matching(target_device)
+        shown = self._listed(verbose)
+        for device in sorted({r[DEVICE] for r in shown}) if self.device_tensor_stat else ():
+            if wanted is None or wanted(device):
+                parts.append(self._device_text([r for r in shown if r[DEVICE] == device], device, verbose))
+        if wanted is not None and len(parts) == 1 and self.device_tensor_stat:
+            parts.append(f"No tensors on {target_device}\n")
+        return "".join(parts)
+
+    @staticmethod
+    def _matching(device):
+        if not isinstance(device, int) or isinstance(device, bool):
+            text = str(device)
+            if text in {"cuda", "xpu", "meta"}:
+                return lambda d: d == text or d.startswith(text + ":")
+            if text == "cpu":
+                return lambda d: d == "cpu"
+        number = devices.resolve(device, "print_stats(target_device)")
+        return lambda d: d == devices.name(number)
+
+    def _device_text(self, rows, device, verbose) -> str:
+        body, elements, used = _core.report_rows(rows, verbose, 1 if device == "cpu" or device == "meta" else 512)
+        lines = [f"Storage on {device}\n", body, f"{_RULE}\nTotal Tensors: {elements} \tUsed Memory: {readable_size(used)}\n"]
+        books = self._books.get(device)
+        if books:
+            lines.append(f"The allocated memory on {device}: {readable_size(books['truth'])}\n")
+            loose_bytes, n = books["loose"]
+            if loose_bytes:
+                lines.append(f"Not held by a tensor found: {readable_size(loose_bytes)} in {n} block{'s' * (n != 1)}\n")
+            for key, title in (("rounding", "Allocator rounding"), ("waiting", "Waiting for another stream"), ("unexplained", "Unexplained")):
+                if books[key]:
+                    lines.append(f"{title}: {readable_size(books[key])}\n")
+            if books["borrowed"]:
+                lines.append(f"Borrowed memory: {readable_size(books['borrowed'])}\n")
+        return "".join(lines) + f"{_RULE}\n"
+
+    def report(self, verbose: bool = False, device=None) -> None:
+        """collect_tensor(); get_stats(); print_stats(verbose, device)."""
+        self.collect_tensor()
+        self.get_stats()
+        self.print_stats(verbose, device)
+
+    def snapshot(self):
+        """A Snapshot of now, with this reporter's names."""
+        from .snapshots import Snapshot
+
+        return Snapshot(self._names)

@@ -1,0 +1,94 @@
+"""on_oom: what filled the memory when it ran out. The exception goes on, unchanged."""
+
+import contextlib
+import re
+import sys
+import traceback
+
+from .. import _core
+from . import tensors, utils
+
+
+def is_out_of_memory(error) -> bool:
+    """torch's or koila's OutOfMemoryError, or the CPU allocator's RuntimeError."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return "DefaultCPUAllocator" in text and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+class on_oom(contextlib.ContextDecorator):
+    """When the memory runs out inside: print what was asked for and where, the largest storages with their names (of models seen by the
+    garbage collector's walk, and of local variables of the frames passed), totals by kind, and what no tensor explains. Then the same
+    exception goes on.
+
+    top: how many storages. stream: where to print; None: sys.stderr of that moment. Allocates nothing on the device and changes no state
+    of the allocator.
+
+    >>> with on_oom():
+    ...     train()
+    """
+
+    def __init__(self, top: int = 20, stream=None):
+        self.top, self.stream = top, stream
+
+    def __enter__(self):
+        tensors.ready()
+        return self
+
+    def __exit__(self, kind, error, where):
+        if error is None or not is_out_of_memory(error) or getattr(error, "_koila_autopsy", False):
+            return False
+        stream = sys.stderr if self.stream is None else self.stream
+        try:
+            error._koila_autopsy = True  # the innermost on_oom speaks
+            stream.write(autopsy(error, where, self.top))
+        except Exception as trouble:  # never in the way of the user's exception
+            with contextlib.suppress(Exception):
+                stream.write(f"koila.memlab.on_oom: {type(trouble).__name__}: {trouble}\n")
+        return False
+
+
+def autopsy(error, where, top: int) -> str:
+    """The text of on_oom."""
+    asked = re.search(r"(?:tried to allocate|Tried to allocate) ([0-9.]+ ?\w+)", str(error))
+    out = [f"Out of memory: asked for {asked.group(1) if asked else '?'}\n"]
+    user = [f for f in traceback.extract_tb(where) if "/torch/" not in f.filename and "/koila/" not in f.filename]
+    if user:
+        out.append(f"at {user[-1].filename}:{user[-1].lineno}: {user[-1].line or ''}\n")
+    rows = tensors.names_around().collect()
+    local_names = _local_names(where)
+    largest = sorted((r for r in rows if r[tensors.BYTES] > 0), key=lambda r: -r[tensors.BYTES])
+    out.append(f"\n{'Largest storages':<40s}{'Size':>20s}{'Used MEM':>10s}\n")
+    for r in largest[:top]:
+        names = local_names.get(r[tensors.STORAGE])
+        size = str(r[tensors.SHAPE] or (1,))
+        out.append(f"{r[tensors.NAME]:<40s}{size:>20s}{utils.readable_size(r[tensors.BYTES]):>10s}  {r[tensors.DEVICE]}")
+        site = _core.memlab_site(r[tensors.DATA])
+        out.append(f"{'  ' + ', '.join(names) if names else ''}{f'  {site[0]}:{site[1]}' if site else ''}\n")
+    totals = {}
+    for r in rows:
+        if r[tensors.BYTES] > 0:
+            key = (r[tensors.DEVICE], r[tensors.KIND])
+            totals[key] = totals.get(key, 0) + r[tensors.BYTES]
+    out.append("\n")
+    for (device, kind), n in sorted(totals.items(), key=lambda item: -item[1]):
+        out.append(f"{device} {kind:<20s}{utils.readable_size(n):>10s}\n")
+    for device in sorted({d for d, _ in totals} - {"meta"}):
+        b = tensors.books(rows, device)
+        out.append(f"{device} allocated {utils.readable_size(b['truth'])}, not held by a tensor found {utils.readable_size(b['loose'][0])}, ")
+        out.append(f"unexplained {utils.readable_size(b['unexplained'])}\n")
+    return "".join(out)
+
+
+def _local_names(where) -> dict:
+    """{storage: ["function: variable"]} of the frames in a traceback."""
+    torch, found = sys.modules["torch"], {}
+    while where is not None:
+        frame = where.tb_frame
+        for name, value in list(frame.f_locals.items()):
+            if issubclass(type(value), torch.Tensor) and torch._C._has_storage(value):
+                found.setdefault(torch._C._storage_address(value), []).append(f"{frame.f_code.co_name}: {name}")
+        where = where.tb_next
+    return found

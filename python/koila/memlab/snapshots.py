@@ -1,0 +1,175 @@
+"""snapshot and diff: what filled the memory at one moment, and what changed between two."""
+
+import csv
+import html
+import io
+import json
+import os
+from collections import namedtuple
+
+from .. import _core
+from . import devices, tensors, utils
+from .mem_reporter import check_models, check_optimizer
+
+Row = namedtuple("Row", "name aliases kind shape dtype device bytes storage_bytes offset shared_with node line")
+Row.__doc__ = "One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it; line: 'file:line' under start(trace=True)."
+
+_names = tensors.Names()  # the numbers of anonymous tensors, one series for the process
+
+
+class Snapshot:
+    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`, `.total(device)`, `.save(path)`, `str()`."""
+
+    def __init__(self, names: tensors.Names):
+        self.pid = os.getpid()
+        self.rows = []
+        names.numbers, names.counter = _names.numbers, _names.counter
+        rows = names.collect(shared_saved=True)
+        self.books = {d: tensors.books(rows, d) for d in {r[tensors.DEVICE] for r in rows} | {"cpu"} if d == "cpu" or ":" in d}
+        aliases = _aliases(names)
+        for r in rows:
+            name, kind = r[tensors.NAME], r[tensors.KIND]
+            site = _core.memlab_site(r[tensors.DATA]) if r[tensors.DEVICE] == "cpu" and r[tensors.DATA] else None
+            node = name.partition(".")[0] if kind == "saved" else None
+            line = f"{site[0]}:{site[1]}" if site else None
+            self.rows.append(
+                Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE], r[tensors.DEVICE], max(r[tensors.BYTES], 0),
+                    r[tensors.STORAGE_BYTES], r[tensors.OFFSET], r[tensors.FIRST], node, line)
+            )  # fmt: skip
+        found = {r[tensors.DATA] for r in rows}
+        for i, (address, n, site) in enumerate(b for b in _core.memlab_blocks() if b[0] not in found):
+            line = f"{site[0]}:{site[1]}" if site else None
+            self.rows.append(Row(f"block{i}", (), "block", (), "", "cpu", n, n, 0, None, None, line))
+
+    def by_kind(self) -> dict:
+        """{kind: bytes}, largest first."""
+        return _summed((r.kind, r.bytes) for r in self.rows)
+
+    def by_module(self) -> dict:
+        """{module path: bytes of its parameters, gradients, buffers and optimizer states}; '' is the model itself."""
+        return _summed((_module_of(r), r.bytes) for r in self.rows if r.kind in {"parameter", "buffer", "grad", "optimizer"})
+
+    def total(self, device=None) -> int:
+        """Bytes of all storages listed, on one device or on all."""
+        wanted = None if device is None else devices.name(devices.resolve(device, "Snapshot.total(device)"))
+        return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
+
+    def __sub__(self, other):
+        return diff(other, self)
+
+    def __str__(self):
+        out = [f"{'Name':<40s}{'Kind':>10s}{'Size':>20s}{'Bytes':>10s}  Line\n"]
+        for r in sorted(self.rows, key=lambda r: -r.bytes):
+            line = f"{r.name:<40s}{r.kind:>10s}{str(r.shape):>20s}{utils.readable_size(r.bytes):>10s}  {r.line or ''}"
+            out.append(line.rstrip() + "\n")
+        out += [f"{kind:<70s}{utils.readable_size(n):>10s}\n" for kind, n in self.by_kind().items()]
+        return "".join(out)
+
+    def save(self, path) -> None:
+        """Write to a .txt, .html, .json or .csv file."""
+        format = utils.format_of(path)
+        if format == "text":
+            text = str(self)
+        elif format == "json":
+            text = json.dumps({"pid": self.pid, "by_kind": self.by_kind(), "rows": [r._asdict() for r in self.rows]}, default=str, indent=1)
+        elif format == "csv":
+            buffer = io.StringIO()
+            writer = csv.writer(buffer)
+            writer.writerow(Row._fields)
+            writer.writerows(self.rows)
+            text = buffer.getvalue()
+        else:
+            cells = "".join(
+                "<tr>" + "".join(f"<td>{html.escape(str('' if v is None else v))}</td>" for v in row) + "</tr>\n"
+                for row in sorted(self.rows, key=lambda r: -r.bytes)
+            )
+            head = "".join(f"<th>{f}</th>" for f in Row._fields)
+            text = utils.page("koila.memlab snapshot", f"<table>\n<tr>{head}</tr>\n{cells}</table>")
+        utils.write(path, text)
+
+
+def _summed(pairs) -> dict:
+    total = {}
+    for key, n in pairs:
+        total[key] = total.get(key, 0) + n
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _module_of(row) -> str:
+    name = row.name
+    if row.kind == "optimizer":
+        name = name.partition(".")[2].rpartition(".")[0]
+    if row.kind == "grad":
+        name = name.rpartition(".")[0]
+    return name.rpartition(".")[0]
+
+
+def _aliases(names) -> dict:
+    """{first name: the other names} of tied parameters and buffers."""
+    first, others = {}, {}
+    for prefix, ref in names.models:
+        model = ref()
+        if model is None:
+            continue
+        for name, p in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+            known = first.setdefault(id(p), prefix + name)
+            if known != prefix + name:
+                others[known] = (*others.get(known, ()), prefix + name)
+    return others
+
+
+def snapshot(model=None, optimizers=()) -> Snapshot:
+    """What fills the memory now. model: a Module or a dict of them; optimizers: for the names of their states."""
+    call = "snapshot(model)"
+    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return Snapshot(tensors.Names(check_models(model, call), [check_optimizer(o, "snapshot(optimizers)") for o in optimizers]))
+
+
+class Diff:
+    """What changed: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`. `.by_name_only`: other processes."""
+
+    def __init__(self, new, gone, grown, by_name_only=False):
+        def order(pairs):
+            return sorted(pairs, key=lambda pair: -abs(pair[1]))
+
+        self.new, self.gone, self.grown, self.by_name_only = order(new), order(gone), order(grown), by_name_only
+        self.total = sum(n for pairs in (new, gone, grown) for _, n in pairs)
+
+    def __str__(self):
+        out = ["snapshots of different processes: compared by name only\n"] if self.by_name_only else []
+        for title, pairs in (("new", self.new), ("gone", self.gone), ("grown", self.grown)):
+            out += [f"{title:<6s}{name:<60s}{utils.readable_size(n):>12s}\n" for name, n in pairs]
+        return "".join(out) + f"{'total':<66s}{utils.readable_size(self.total):>12s}\n"
+
+    __repr__ = __str__
+
+
+def diff(a, b) -> Diff:
+    """From a to b: two Snapshots, or two `records()` of a line profiler (then a line's bytes are its peak)."""
+    if isinstance(a, Snapshot) and isinstance(b, Snapshot):
+        before, after = _bytes_by_name(a), _bytes_by_name(b)
+        other = a.pid != b.pid
+    elif isinstance(a, list) and isinstance(b, list):
+        before, after, other = _bytes_by_line(a), _bytes_by_line(b), False
+    else:
+        raise TypeError(f"diff: expected two Snapshots or two records(), got {type(a).__name__} and {type(b).__name__}")
+    return Diff(
+        [(k, n) for k, n in after.items() if k not in before],
+        [(k, -n) for k, n in before.items() if k not in after],
+        [(k, n - before[k]) for k, n in after.items() if k in before and n != before[k]],
+        other,
+    )
+
+
+def _bytes_by_name(s):
+    total = {}
+    for r in s.rows:
+        key = r.name if r.kind != "block" else f"blocks without a tensor{f' from {r.line}' if r.line else ''}"
+        total[key] = total.get(key, 0) + r.bytes
+    return total
+
+
+def _bytes_by_line(records):
+    return {
+        f"{r['function']} ({r['file']}:{r['line']})": r["active_bytes.all.peak"] for r in records if r.get("active_bytes.all.peak") is not None
+    }

@@ -1,0 +1,144 @@
+"""All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in C (report.c)."""
+
+import sys
+
+from .. import _core
+from . import devices
+
+NAME, KIND, SHAPE, NUMEL, DTYPE, DEVICE, BYTES, STORAGE_BYTES, STORAGE, DATA, OFFSET, FIRST, OWNER = range(13)
+_both_owners = None
+
+
+def _counts_both_owners(torch) -> bool:
+    """Does a tensor object that C++ holds too have a reference of C++'s (torch 2.10 and later)? Tried on one we know."""
+    global _both_owners
+    if _both_owners is None:
+        with torch.enable_grad():
+            a = torch._C.TensorBase.detach(torch.zeros(1))
+            before = sys.getrefcount(a)
+            graph = torch.ones(1, requires_grad=True) * a
+            _both_owners = sys.getrefcount(a) == before + 1
+            del graph
+    return _both_owners
+
+
+class Names:
+    """Which names tensors have: models, optimizers, and the numbers of the anonymous ones. Holds weak references only."""
+
+    def __init__(self, models=(), optimizers=()):
+        self.models = list(models)  # [(prefix, weakref to a Module)]
+        self.optimizers = list(optimizers)  # weakrefs
+        self.numbers, self.counter = {}, [0]
+
+    def roots(self) -> list:
+        """[(name, kind, tensor)]: parameters in model order, buffers, optimizer states."""
+        found, buffers, parameter_names = [], [], {}
+        for prefix, ref in self.models:
+            model = ref()
+            if model is None:
+                continue
+            for name, p in model.named_parameters():
+                parameter_names.setdefault(id(p), prefix + name)
+                found.append((prefix + name, "parameter", p))
+            buffers += [(prefix + name, "buffer", b) for name, b in model.named_buffers()]
+        found += buffers
+        for ref in self.optimizers:
+            optimizer = ref()
+            if optimizer is None:
+                continue
+            kind = type(optimizer).__name__
+            known = {}
+            for g, group in enumerate(optimizer.param_groups):
+                for i, p in enumerate(group["params"]):
+                    known[id(p)] = parameter_names.get(id(p), f"group{g}.param{i}")
+            for p, state in list(optimizer.state.items()):
+                if not isinstance(state, dict):
+                    continue
+                for key, value in state.items():
+                    found.append((f"{kind}.{known.get(id(p), 'param')}.{key}", "optimizer", value))
+        return found
+
+    def collect(self, shared_saved: bool = False, with_tensors: bool = False) -> list:
+        """Rows of every tensor there is now; see report.c. with_tensors: each ends with its tensor."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return []
+        devices.listen()
+        both = _counts_both_owners(torch)
+        dead = [key for key, (ref, _) in self.numbers.items() if ref() is None]
+        for key in dead:
+            del self.numbers[key]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return _core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors)
+
+
+def books(rows: list, device: str) -> dict:
+    """What the allocator of `device` holds, against what the rows show: truth == listed + the items, `Unexplained` is what is left.
+
+    Keys: listed, truth, loose (bytes, blocks), rounding, waiting, unexplained, borrowed.
+    """
+    mine = [r for r in rows if r[DEVICE] == device and r[BYTES] > 0]
+    borrowed = sum(r[BYTES] for r in mine if r[OWNER] == "borrowed")
+    if device == "cpu":
+        listed = sum(r[BYTES] for r in mine if r[OWNER] != "borrowed")
+        older = sum(r[BYTES] for r in mine if r[OWNER] == "older")
+        truth = _core.memlab_now(0)[0] + older
+        loose = _core.loose_blocks(rows)
+        rounding = waiting = 0
+    else:
+        listed = sum(-(-r[BYTES] // 512) * 512 for r in mine)
+        truth, loose, rounding, waiting = _accelerator(device, mine)
+    left = truth - listed - loose[0] - rounding - waiting
+    return dict(listed=listed, truth=truth, loose=loose, rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
+
+
+def _accelerator(device: str, mine: list) -> tuple:
+    """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its allocator lists."""
+    torch = sys.modules["torch"]
+    kind, _, index = device.partition(":")
+    number = int(index or 0)
+    truth = _core.memlab_now(1 + number)[0]
+    found = {r[DATA]: -(-r[BYTES] // 512) * 512 for r in mine}
+    loose_bytes = loose_blocks = rounding = waiting = 0
+    try:
+        segments = getattr(torch, kind).memory_snapshot()
+    except (RuntimeError, AttributeError):
+        segments = []
+    for segment in segments:
+        if segment.get("device", 0) != number:
+            continue
+        at = segment["address"]
+        for block in segment["blocks"]:
+            address, size, state = block.get("address", at), block["size"], block["state"]
+            at = address + size
+            if state == "active_allocated" and address in found:
+                rounding += size - found[address]
+            elif state == "active_allocated":
+                loose_bytes += size
+                loose_blocks += 1
+            elif state == "active_awaiting_free":
+                waiting += size
+    return truth, (loose_bytes, loose_blocks), rounding, waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0
+
+
+def ready() -> None:
+    """Find out now what needs a few bytes of memory, for a report at a time when there are none."""
+    torch = sys.modules.get("torch")
+    devices.listen()
+    if torch is not None:
+        _counts_both_owners(torch)
+        _core.report_prepare(torch)
+
+
+def names_around() -> Names:
+    """Names for a report that was given no model: of the modules that are nobody's child, and of all optimizers."""
+    import gc
+    import weakref
+
+    torch = sys.modules["torch"]
+    objects = gc.get_objects()
+    modules = [o for o in objects if issubclass(type(o), torch.nn.Module)]
+    optimizers = [weakref.ref(o) for o in objects if issubclass(type(o), torch.optim.Optimizer)]
+    children = {id(c) for m in modules for c in m.__dict__.get("_modules", {}).values()}
+    tops = [m for m in modules if id(m) not in children and any(True for _ in m.parameters())]
+    return Names([("" if len(tops) == 1 else f"{type(m).__name__}{i or ''}.", weakref.ref(m)) for i, m in enumerate(tops)], optimizers)

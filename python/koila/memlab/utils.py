@@ -1,0 +1,34 @@
+"""Sizes as people read them, and writing to files by suffix."""
+
+import os
+
+from .. import _core
+
+FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv"}
+
+
+def readable_size(num_bytes) -> str:
+    """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its str."""
+    return _core.size_text(num_bytes)
+
+
+def format_of(path) -> str:
+    """The format named by a path's suffix.
+
+    Raises:
+        ValueError: none of the known suffixes.
+    """
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix not in FORMATS:
+        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(FORMATS)}, got {suffix!r}")
+    return FORMATS[suffix]
+
+
+def page(title: str, body: str) -> str:
+    """One self-contained HTML page: nothing is loaded, no script."""
+    return f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n{body}\n</body></html>\n'
+
+
+def write(path, text: str) -> None:
+    with open(path, "w", encoding="utf-8", errors="replace") as f:
+        f.write(text)

@@ -1,0 +1,504 @@
+/* linetab.c — see linetab.h. */
+#include "linetab.h"
+
+#include <fcntl.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <x86intrin.h>
+#endif
+
+/* ---- time: the processor's counter where it runs at one speed (8 ns a reading), else the system's clock (25 ns) */
+
+static uint64_t clock_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+#if defined(__x86_64__)
+static bool has_steady_counter(void)
+{
+    static int known; /* 0 not asked, 1 yes, 2 no; racing threads find the same */
+    if (!known) {
+        unsigned a, b, c, d;
+        known = __get_cpuid(0x80000007, &a, &b, &c, &d) && (d & 1u << 8) ? 1 : 2;
+    }
+    return known == 1;
+}
+uint64_t koila__ticks(void) { return has_steady_counter() ? __rdtsc() : clock_ns(); }
+#elif defined(__aarch64__)
+uint64_t koila__ticks(void)
+{
+    uint64_t v;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(v));
+    return v;
+}
+#else
+uint64_t koila__ticks(void) { return clock_ns(); }
+#endif
+
+double koila__ticks_to_ns(koila__lines *l, uint64_t ticks)
+{
+    uint64_t n_ns = clock_ns() - l->ns0, n_ticks = koila__ticks() - l->tick0;
+    if (n_ns > 1000000 || l->ticks_per_ns == 0) l->ticks_per_ns = n_ns ? (double)n_ticks / (double)n_ns : 1;
+    return (double)ticks / l->ticks_per_ns;
+}
+
+#define RSS_EVERY_TICKS 400000 /* about 0.2 ms: one reading costs 0.7 us */
+static uint64_t rss_now(koila__lines *l, uint64_t ticks)
+{
+    if (ticks - l->rss_ticks < RSS_EVERY_TICKS) return l->rss_bytes;
+    char text[96];
+    if (l->rss_fd == -1) {
+        int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+        l->rss_fd = fd < 0 ? -2 : fd;
+    }
+    ssize_t n = l->rss_fd >= 0 ? pread(l->rss_fd, text, sizeof text - 1, 0) : 0;
+    unsigned long size, resident;
+    text[n > 0 ? n : 0] = 0;
+    if (sscanf(text, "%lu %lu", &size, &resident) == 2) l->rss_bytes = (uint64_t)resident * (uint64_t)sysconf(_SC_PAGESIZE);
+    l->rss_ticks = ticks;
+    return l->rss_bytes;
+}
+
+/* ---- codes */
+
+void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *mem)
+{
+    *l = (koila__lines){ .mem = koila__allocator(mem), .meter = m, .rss_fd = -1, .tick0 = koila__ticks(), .ns0 = clock_ns() };
+}
+
+static size_t home_of(const koila__lines *l, const void *key) { return (((uintptr_t)key >> 4) * 0x9E3779B97F4A7C15u >> 20) & (l->n_slots - 1); }
+
+koila__code *koila__lines_find(const koila__lines *l, const void *key)
+{
+    if (!l->n_codes) return NULL;
+    for (size_t i = home_of(l, key);; i = (i + 1) & (l->n_slots - 1))
+        if (!l->slots[i] || l->slots[i]->key == key) return l->slots[i];
+}
+
+static void insert(koila__lines *l, koila__code *c)
+{
+    size_t i = home_of(l, c->key);
+    while (l->slots[i]) i = (i + 1) & (l->n_slots - 1);
+    l->slots[i] = c;
+}
+
+static koila_status rehash(koila__lines *l, size_t n_slots)
+{
+    koila__code **slots = koila__realloc(&l->mem, NULL, 0, n_slots * sizeof *slots);
+    if (!slots) return KOILA_NO_MEMORY;
+    koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
+    memset(slots, 0, n_slots * sizeof *slots);
+    l->slots = slots;
+    l->n_slots = n_slots;
+    for (koila__code *c = l->codes; c; c = c->next) insert(l, c);
+    return KOILA_OK;
+}
+
+static void free_code(koila__lines *l, koila__code *c)
+{
+    koila__release(&l->mem, c->n_open, (size_t)c->n_rows * sizeof *c->n_open);
+    koila__release(&l->mem, c, sizeof *c);
+}
+
+static void *zeroed(koila__lines *l, size_t n)
+{
+    void *p = koila__realloc(&l->mem, NULL, 0, n);
+    return p ? memset(p, 0, n) : NULL;
+}
+
+koila_status koila__func_new(koila__lines *l, const void *key, int first_line, int n_rows, const koila__wish *wish, koila__func **out)
+{
+    koila__code *c = koila__lines_find(l, key), *made = NULL;
+    koila__func *f = NULL;
+    if (n_rows < 1) n_rows = 1;
+    if (!c) {
+        if ((l->n_codes + 1) * 4 > l->n_slots) KOILA_TRY(rehash(l, l->n_slots ? l->n_slots * 2 : 16));
+        made = c = zeroed(l, sizeof *c);
+        if (!c) return KOILA_NO_MEMORY;
+        c->key = key;
+        c->first_line = first_line;
+        c->n_rows = n_rows;
+        c->n_open = zeroed(l, (size_t)n_rows * sizeof *c->n_open);
+        if (!c->n_open) goto fail;
+    }
+    f = zeroed(l, sizeof *f);
+    if (!f) goto fail;
+    f->rows = zeroed(l, (size_t)c->n_rows * sizeof *f->rows);
+    if (!f->rows) goto fail;
+    f->code = c;
+    f->wish = wish;
+    if (made) {
+        c->next = l->codes;
+        l->codes = c;
+        l->n_codes++;
+        insert(l, c);
+    }
+    f->next = c->funcs;
+    c->funcs = f;
+    *out = f;
+    return KOILA_OK;
+fail:
+    koila__release(&l->mem, f, sizeof *f);
+    if (made) {
+        koila__release(&l->mem, made->n_open, (size_t)made->n_rows * sizeof *made->n_open);
+        koila__release(&l->mem, made, sizeof *made);
+    }
+    return KOILA_NO_MEMORY;
+}
+
+static int n_recs(const koila__lines *l) { return l->meter->n_devices == 1 ? 1 : l->meter->n_devices + 1; }
+const koila__rec *koila__row_rec(const koila__lines *l, const koila__row *row, int device)
+{
+    if (!row->rec) return NULL;
+    return &row->rec[device < 0 ? n_recs(l) - 1 : device];
+}
+
+static void free_rows(koila__lines *l, koila__func *f)
+{
+    for (int i = 0; i < f->code->n_rows; i++) {
+        koila__row *row = &f->rows[i];
+        for (int d = 0; row->rec && d < n_recs(l); d++) {
+            koila__release(&l->mem, row->rec[d].stats_max, sizeof(koila__stats));
+            koila__release(&l->mem, row->rec[d].stats_peak, sizeof(koila__stats));
+        }
+        koila__release(&l->mem, row->rec, (size_t)n_recs(l) * sizeof *row->rec);
+    }
+    koila__release(&l->mem, f->rows, (size_t)f->code->n_rows * sizeof *f->rows);
+}
+
+/* NULL for NULL, and when the host is out of memory: then the copy lacks what only the allocator knows. */
+static koila__stats *copy_stats(koila__lines *l, const koila__stats *from)
+{
+    koila__stats *to = from ? zeroed(l, sizeof *to) : NULL;
+    if (to) *to = *from;
+    return to;
+}
+
+koila_status koila__func_copy(koila__lines *l, const koila__func *f, const koila__wish *wish, koila__func **out)
+{
+    koila__func *copy;
+    KOILA_TRY(koila__func_new(l, f->code->key, f->code->first_line, f->code->n_rows, wish, &copy));
+    for (int i = 0; i < f->code->n_rows; i++) {
+        const koila__row *from = &f->rows[i];
+        copy->rows[i] = *from;
+        copy->rows[i].rec = NULL;
+        if (!from->rec) continue;
+        koila__rec *rec = copy->rows[i].rec = zeroed(l, (size_t)n_recs(l) * sizeof *rec);
+        for (int d = 0; rec && d < n_recs(l); d++) {
+            rec[d] = from->rec[d];
+            rec[d].stats_max = copy_stats(l, from->rec[d].stats_max);
+            rec[d].stats_peak = copy_stats(l, from->rec[d].stats_peak);
+        }
+        if (!rec) {
+            koila__func_free(l, copy);
+            return KOILA_NO_MEMORY;
+        }
+    }
+    *out = copy;
+    return KOILA_OK;
+}
+
+static void forget_code(koila__lines *l, koila__code *c)
+{
+    for (koila__code **at = &l->codes; *at; at = &(*at)->next)
+        if (*at == c) {
+            *at = c->next;
+            break;
+        }
+    l->n_codes--;
+    if (l->n_slots) memset(l->slots, 0, l->n_slots * sizeof *l->slots);
+    for (koila__code *k = l->codes; k; k = k->next) insert(l, k);
+    free_code(l, c);
+}
+
+bool koila__func_free(koila__lines *l, koila__func *f)
+{
+    koila__code *c = f->code;
+    for (koila__func **at = &c->funcs; *at; at = &(*at)->next)
+        if (*at == f) {
+            *at = f->next;
+            break;
+        }
+    free_rows(l, f);
+    koila__release(&l->mem, f, sizeof *f);
+    if (c->funcs || c->n_activations) return false;
+    forget_code(l, c);
+    return true;
+}
+
+const void *koila__lines_reap(koila__lines *l)
+{
+    for (koila__code *c = l->codes; c; c = c->next)
+        if (!c->funcs && !c->n_activations) {
+            const void *key = c->key;
+            forget_code(l, c);
+            return key;
+        }
+    return NULL;
+}
+
+bool koila__code_wanted(const koila__code *c)
+{
+    for (koila__func *f = c->funcs; f; f = f->next)
+        if (f->wish->enabled) return true;
+    return false;
+}
+
+void koila__lines_deinit(koila__lines *l)
+{
+    while (l->codes) {
+        koila__code *c = l->codes;
+        c->n_activations = 0;
+        while (c->funcs && !koila__func_free(l, c->funcs)) continue;
+        if (l->codes == c) forget_code(l, c);
+    }
+    koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
+    if (l->rss_fd >= 0) close(l->rss_fd);
+    l->slots = NULL;
+    l->n_slots = 0;
+    l->rss_fd = -1;
+}
+
+/* ---- stacks */
+
+koila__stack *koila__stack_new(koila__lines *l)
+{
+    koila__stack *s = zeroed(l, sizeof *s);
+    if (s && !koila__meter_add_thread(l->meter, &s->thread)) {
+        koila__release(&l->mem, s, sizeof *s);
+        return NULL;
+    }
+    if (s) s->thread.owner = s;
+    return s;
+}
+
+void koila__stack_clear(koila__lines *l, koila__stack *s)
+{
+    while (s->n || s->n_lost) koila__lines_leave(l, s);
+}
+
+static koila__activation *push(koila__lines *l, koila__stack *s)
+{
+    if (s->n == s->n_made) {
+        if (s->n == s->capacity) {
+            size_t wider = s->capacity ? s->capacity * 2 : 8;
+            koila__activation **grown = koila__realloc(&l->mem, s->activations, s->capacity * sizeof *grown, wider * sizeof *grown);
+            if (!grown) return NULL;
+            s->activations = grown;
+            s->capacity = wider;
+        }
+        koila__activation *a = zeroed(l, sizeof *a);
+        if (!a) return NULL;
+        s->activations[s->n_made++] = a;
+    }
+    return s->activations[s->n++];
+}
+
+/* ---- windows */
+
+static void max_to(uint64_t *slot, uint64_t v)
+{
+    if (*slot < v) *slot = v;
+}
+
+/* Does an activation below `a` with the same code have its window open on this row? Then that one does the adding. */
+static bool is_outermost(const koila__activation *a)
+{
+    if (a->code->n_open[a->row] == 1) return true;
+    for (const koila__activation *b = a->outer_same; b; b = b->outer_same)
+        if (b->row == a->row) return false;
+    return true;
+}
+
+static void record_stats(koila__lines *l, koila__func *f, koila__row *row, int device, koila__activation *a, koila__rec *rec)
+{
+    if (device == 0 || !l->read_stats || f->wish->stats_mode == KOILA__STATS_HOOK) return;
+    if (f->wish->stats_mode == KOILA__STATS_AUTO && row->n_stats_reads >= 1000) return;
+    koila__stats end;
+    if (!l->read_stats(device, &end)) return;
+    row->n_stats_reads++;
+    if (!rec->stats_max) rec->stats_max = zeroed(l, sizeof(koila__stats));
+    if (!rec->stats_peak) rec->stats_peak = zeroed(l, sizeof(koila__stats));
+    if (!rec->stats_max || !rec->stats_peak) return;
+    const koila__stats *start = a->w.stats ? &a->w.stats[device] : &end;
+    for (int i = 0; i < KOILA__STATS; i++) {
+        max_to(&rec->stats_max->current[i], end.current[i]);
+        max_to(&rec->stats_peak->current[i], end.current[i] > start->current[i] ? end.current[i] : start->current[i]);
+        max_to(&rec->stats_max->allocated[i], end.allocated[i] - start->allocated[i]);
+        max_to(&rec->stats_max->freed[i], end.freed[i] - start->freed[i]);
+    }
+}
+
+/* Bring one device's record up to date with the window that ends now. */
+static void record(koila__lines *l, koila__stack *s, koila__activation *a, koila__func *f, koila__row *row, int device, bool quiet, bool adds,
+                   koila__rec *rec)
+{
+    koila__thread_device *live = &s->thread.device[device];
+    uint64_t now[KOILA__Q_COUNT];
+    for (int q = 0; q < KOILA__Q_COUNT; q++) {
+        now[q] = koila__meter_now(l->meter, device, (koila__q)q);
+        max_to(&rec->current[q], now[q]);
+        max_to(&rec->peak[q], quiet ? now[q] : atomic_load_explicit(&live->peak[q], memory_order_relaxed));
+    }
+    if (quiet) return;
+    uint64_t start = a->w.start_bytes[device], peak = atomic_load_explicit(&live->peak[KOILA__Q_BYTES_ALL], memory_order_relaxed);
+    if (peak > start) max_to(&rec->rise, peak - start);
+    koila__sums end;
+    const koila__sums *begin = &a->w.start[device];
+    uint64_t in[KOILA__FLOWS], out[KOILA__FLOWS];
+    koila__sums_read(&live->sums, &end);
+    for (int i = 0; i < 2; i++) {
+        in[1 + i] = end.alloc_bytes[i] - begin->alloc_bytes[i];
+        in[4 + i] = end.n_allocs[i] - begin->n_allocs[i];
+        out[1 + i] = end.freed_bytes[i] - begin->freed_bytes[i];
+        out[4 + i] = end.n_frees[i] - begin->n_frees[i];
+    }
+    in[0] = in[1] + in[2];
+    in[3] = in[4] + in[5];
+    out[0] = out[1] + out[2];
+    out[3] = out[4] + out[5];
+    for (int i = 0; i < KOILA__FLOWS; i++) {
+        max_to(&rec->allocated[i], in[i]);
+        max_to(&rec->freed[i], out[i]);
+    }
+    if (adds) {
+        rec->sum_alloc += in[0];
+        rec->sum_freed += out[0];
+        rec->sum_delta += (int64_t)(now[KOILA__Q_BYTES_ALL] - start);
+    }
+    record_stats(l, f, row, device, a, rec);
+}
+
+static void end_window(koila__lines *l, koila__stack *s, koila__activation *a, uint64_t ticks)
+{
+    koila__code *c = a->code;
+    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
+    bool quiet = n_events == a->opened_events, adds = is_outermost(a);
+    bool shared = !quiet && atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed) != a->opened_shared;
+    uint64_t rss = rss_now(l, ticks);
+    for (koila__func *f = c->funcs; f; f = f->next) {
+        if (!f->wish->enabled) continue;
+        koila__row *row = &f->rows[a->row];
+        if (adds) row->n_ticks += ticks - a->opened_ticks;
+        if (row->rss_bytes < rss) row->rss_bytes = rss;
+        if (quiet && row->recorded && row->seen_events == n_events && row->seen_target == f->wish->target) continue;
+        if (!row->rec) row->rec = zeroed(l, (size_t)n_recs(l) * sizeof *row->rec);
+        if (!row->rec) continue;
+        row->recorded = true;
+        row->shared |= shared;
+        row->seen_events = n_events;
+        row->seen_target = f->wish->target;
+        int n_devices = l->meter->n_devices;
+        for (int d = 0; d < n_devices; d++) record(l, s, a, f, row, d, quiet, adds, &row->rec[d]);
+        if (n_devices > 1) record(l, s, a, f, row, f->wish->target, quiet, adds, &row->rec[n_devices]);
+    }
+    koila_assert(c->n_open[a->row] > 0);
+    c->n_open[a->row]--;
+    a->row = -1;
+}
+
+/* Note what is true at the start of a window. The live peaks are set by the caller. */
+static void begin_window(koila__lines *l, koila__stack *s, koila__activation *a, int row, uint64_t ticks, uint64_t n_events)
+{
+    if (a->opened_events != n_events) {
+        for (int d = 0; d < l->meter->n_devices; d++) {
+            a->w.start_bytes[d] = koila__meter_now(l->meter, d, KOILA__Q_BYTES_ALL);
+            koila__sums_read(&s->thread.device[d].sums, &a->w.start[d]);
+            if (d && l->read_stats) {
+                if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
+                if (a->w.stats && !l->read_stats(d, &a->w.stats[d])) memset(&a->w.stats[d], 0, sizeof a->w.stats[d]);
+            }
+        }
+        a->opened_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
+        a->opened_events = n_events;
+    }
+    a->opened_ticks = ticks;
+    a->row = row;
+    a->code->n_open[row]++;
+}
+
+static int row_of(const koila__code *c, int line)
+{
+    int row = line - c->first_line;
+    return row >= 0 && row < c->n_rows ? row : -1;
+}
+
+static void count_hit(koila__code *c, int row)
+{
+    for (koila__func *f = c->funcs; f; f = f->next)
+        if (f->wish->enabled) f->rows[row].n_hits++;
+}
+
+void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int line, bool is_call)
+{
+    if (l->poll) l->poll();
+    koila__activation *a = s->n_lost ? NULL : push(l, s);
+    if (!a) {
+        s->n_lost++;
+        return;
+    }
+    a->code = c;
+    a->row = -1;
+    a->outer_same = NULL;
+    if (c->n_activations++)
+        for (size_t i = s->n - 1; i-- > 0 && !a->outer_same;)
+            if (s->activations[i]->code == c) a->outer_same = s->activations[i];
+    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
+    koila__window_open(l->meter, &s->thread, a->w.saved);
+    a->opened_events = n_events - 1; /* not this: take everything anew */
+    int row = is_call ? 0 : row_of(c, line);
+    if (row < 0) return;
+    if (is_call) count_hit(c, 0);
+    begin_window(l, s, a, row, koila__ticks(), n_events);
+}
+
+void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int line)
+{
+    if (koila__stack_top(s) != c) { /* a run that began unseen: an exception thrown into a generator, or profiling switched on in between */
+        koila__lines_enter(l, s, c, line, false);
+        int at = row_of(c, line);
+        if (at > 0) count_hit(c, at);
+        return;
+    }
+    if (l->poll) l->poll();
+    koila__activation *a = s->activations[s->n - 1];
+    uint64_t ticks = koila__ticks();
+    if (a->row >= 0) end_window(l, s, a, ticks);
+    int row = row_of(c, line);
+    if (row < 0) return;
+    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
+    if (a->opened_events != n_events) koila__window_restart(l->meter, &s->thread);
+    if (row) count_hit(c, row);
+    begin_window(l, s, a, row, ticks, n_events);
+}
+
+void koila__lines_leave(koila__lines *l, koila__stack *s)
+{
+    if (s->n_lost) {
+        s->n_lost--;
+        return;
+    }
+    if (!s->n) return;
+    if (l->poll) l->poll();
+    koila__activation *a = s->activations[s->n - 1];
+    if (a->row >= 0) end_window(l, s, a, koila__ticks());
+    koila__window_close(l->meter, &s->thread, a->w.saved);
+    s->n--;
+    a->code->n_activations--;
+}
+
+bool koila__stack_check(const koila__lines *l, const koila__stack *s)
+{
+    if (atomic_load(&s->thread.n_open) != s->n) return false;
+    for (size_t i = 0; i < s->n; i++) {
+        const koila__activation *a = s->activations[i];
+        if (a->row >= a->code->n_rows || (a->row >= 0 && a->code->n_open[a->row] == 0)) return false;
+        if (koila__lines_find(l, a->code->key) != a->code) return false;
+    }
+    return true;
+}

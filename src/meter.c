@@ -1,0 +1,171 @@
+/* meter.c — see meter.h. Written for the case that nothing is open (the hook then only keeps a device's totals), then for one window on
+ * one thread; many threads and spans are a scan over slots that are mostly empty. */
+#include "meter.h"
+
+#define LOAD(x) atomic_load_explicit(&(x), memory_order_relaxed)
+#define STORE(x, v) atomic_store_explicit(&(x), (v), memory_order_relaxed)
+#define ADD(x, v) atomic_fetch_add_explicit(&(x), (v), memory_order_relaxed)
+
+static void raise_to(_Atomic uint64_t *slot, uint64_t v)
+{
+    uint64_t seen = LOAD(*slot);
+    while (seen < v && !atomic_compare_exchange_weak_explicit(slot, &seen, v, memory_order_relaxed, memory_order_relaxed)) continue;
+}
+
+void koila__meter_init(koila__meter *m, int n_devices)
+{
+    memset(m, 0, sizeof *m);
+    m->n_devices = n_devices;
+}
+
+uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
+{
+    const koila__device *d = &m->device[device];
+    if (d->bytes && (q == KOILA__Q_BYTES_ALL || q == KOILA__Q_RESERVED)) return LOAD(*d->bytes);
+    return LOAD(d->now[q]);
+}
+
+void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT])
+{
+    for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(m->device[device].now[q], now[q]);
+    ADD(m->n_events, 1);
+}
+
+static void count(koila__live_sums *s, int large, int64_t delta)
+{
+    if (delta > 0) {
+        ADD(s->alloc_bytes[large], (uint64_t)delta);
+        ADD(s->n_allocs[large], 1);
+    } else {
+        ADD(s->freed_bytes[large], (uint64_t)-delta);
+        ADD(s->n_frees[large], 1);
+    }
+}
+
+void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved)
+{
+    koila__device *d = &m->device[device];
+    uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
+    int large = size > KOILA__SMALL_BYTES;
+    uint64_t one = delta < 0 ? (uint64_t)-1 : 1;
+    uint64_t after[KOILA__Q_COUNT];
+    after[KOILA__Q_BYTES_ALL] = now;
+    STORE(d->now[KOILA__Q_BYTES_ALL], now);
+    after[KOILA__Q_RESERVED] = reserved == UINT64_MAX ? now : reserved;
+    STORE(d->now[KOILA__Q_RESERVED], after[KOILA__Q_RESERVED]);
+    after[KOILA__Q_BYTES_SMALL + large] = ADD(d->now[KOILA__Q_BYTES_SMALL + large], (uint64_t)delta) + (uint64_t)delta;
+    after[KOILA__Q_N_ALL] = ADD(d->now[KOILA__Q_N_ALL], one) + one;
+    after[KOILA__Q_N_SMALL + large] = ADD(d->now[KOILA__Q_N_SMALL + large], one) + one;
+    count(&d->sums, large, delta);
+
+    int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire), n_given = 0;
+    bool own = self && LOAD(self->n_open) > 0;
+    for (int i = 0; i < n_threads; i++) {
+        koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
+        if (!t || LOAD(t->n_open) == 0) continue;
+        if (delta > 0) {
+            raise_to(&t->device[device].peak[KOILA__Q_BYTES_ALL], after[KOILA__Q_BYTES_ALL]);
+            raise_to(&t->device[device].peak[KOILA__Q_BYTES_SMALL + large], after[KOILA__Q_BYTES_SMALL + large]);
+            raise_to(&t->device[device].peak[KOILA__Q_N_ALL], after[KOILA__Q_N_ALL]);
+            raise_to(&t->device[device].peak[KOILA__Q_N_SMALL + large], after[KOILA__Q_N_SMALL + large]);
+            raise_to(&t->device[device].peak[KOILA__Q_RESERVED], after[KOILA__Q_RESERVED]);
+        }
+        if (own ? t == self : true) {
+            count(&t->device[device].sums, large, delta);
+            n_given++;
+        }
+    }
+    if (n_given > 1)
+        for (int i = 0; i < n_threads; i++) {
+            koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
+            if (t && LOAD(t->n_open)) ADD(t->n_shared, 1);
+        }
+    if (delta > 0) {
+        int n_spans = atomic_load_explicit(&m->n_spans, memory_order_acquire);
+        for (int i = 0; i < n_spans; i++) {
+            koila__span *s = atomic_load_explicit(&m->spans[i], memory_order_acquire);
+            if (s && s->device == device) raise_to(&s->peak, now);
+        }
+    }
+    atomic_fetch_add_explicit(&m->n_events, 1, memory_order_release);
+}
+
+/* Find a free slot of `n_max`, or take the one after the last ever used. */
+#define TAKE_SLOT(array, n_used, n_max, what)                                                                 \
+    for (int i = 0; i < (n_max); i++) {                                                                       \
+        __typeof__(what) none = NULL;                                                                         \
+        if (!atomic_compare_exchange_strong(&(array)[i], &none, (what))) continue;                            \
+        int used = LOAD(n_used);                                                                              \
+        while (used < i + 1 && !atomic_compare_exchange_weak(&(n_used), &used, i + 1)) continue;              \
+        return true;                                                                                          \
+    }                                                                                                         \
+    return false
+
+bool koila__meter_add_thread(koila__meter *m, koila__thread *t) { TAKE_SLOT(m->threads, m->n_threads, KOILA__THREADS_MAX, t); }
+void koila__meter_del_thread(koila__meter *m, koila__thread *t)
+{
+    for (int i = 0; i < LOAD(m->n_threads); i++)
+        if (LOAD(m->threads[i]) == t) STORE(m->threads[i], NULL);
+}
+
+void koila__window_restart(koila__meter *m, koila__thread *t)
+{
+    for (int d = 0; d < m->n_devices; d++)
+        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(t->device[d].peak[q], koila__meter_now(m, d, (koila__q)q));
+}
+void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT])
+{
+    for (int d = 0; d < m->n_devices; d++)
+        for (int q = 0; q < KOILA__Q_COUNT; q++) saved[d][q] = LOAD(t->device[d].peak[q]);
+    koila__window_restart(m, t);
+    ADD(t->n_open, 1);
+}
+void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT])
+{
+    koila_assert(LOAD(t->n_open) > 0);
+    for (int d = 0; d < m->n_devices; d++)
+        for (int q = 0; q < KOILA__Q_COUNT; q++) raise_to(&t->device[d].peak[q], saved[d][q]);
+    ADD(t->n_open, (uint32_t)-1);
+}
+
+void koila__sums_read(const koila__live_sums *from, koila__sums *out)
+{
+    for (int i = 0; i < 2; i++) {
+        out->alloc_bytes[i] = LOAD(from->alloc_bytes[i]);
+        out->freed_bytes[i] = LOAD(from->freed_bytes[i]);
+        out->n_allocs[i] = LOAD(from->n_allocs[i]);
+        out->n_frees[i] = LOAD(from->n_frees[i]);
+    }
+}
+
+static bool add_span(koila__meter *m, koila__span *s) { TAKE_SLOT(m->spans, m->n_spans, KOILA__SPANS_MAX, s); }
+bool koila__span_open(koila__meter *m, koila__span *s, int device)
+{
+    s->device = device;
+    s->start_bytes = s->end_bytes = koila__meter_now(m, device, KOILA__Q_BYTES_ALL);
+    STORE(s->peak, s->start_bytes);
+    koila__sums_read(&m->device[device].sums, &s->start);
+    s->end = s->start;
+    s->open = add_span(m, s);
+    return s->open;
+}
+void koila__span_close(koila__meter *m, koila__span *s)
+{
+    if (!s->open) return;
+    s->open = false;
+    for (int i = 0; i < LOAD(m->n_spans); i++)
+        if (LOAD(m->spans[i]) == s) STORE(m->spans[i], NULL);
+    s->end_bytes = koila__meter_now(m, s->device, KOILA__Q_BYTES_ALL);
+    koila__sums_read(&m->device[s->device].sums, &s->end);
+}
+
+void koila__meter_fork_child(koila__meter *m, koila__thread *self)
+{
+    for (int i = 0; i < LOAD(m->n_threads); i++)
+        if (LOAD(m->threads[i]) != self) STORE(m->threads[i], NULL);
+    for (int d = 0; d < m->n_devices; d++)
+        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(m->device[d].now[q], 0);
+    for (int i = 0; i < LOAD(m->n_spans); i++) STORE(m->spans[i], NULL);
+    if (self) koila__window_restart(m, self);
+    ADD(m->n_events, 1);
+}

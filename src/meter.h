@@ -1,0 +1,109 @@
+/* meter.h — what every device's memory did inside a stretch of work, from allocator events alone.
+ *
+ * An event is (device, thread, +-bytes). From events we keep, per device, seven quantities as they are now (koila__q), and:
+ *   window    a stretch on one thread. Windows of a thread nest; only the innermost one's peaks are live, in the thread's `peak` slots.
+ *             Opening a nested window saves the parent's peaks and starts from now; closing raises the saved ones: O(1), no stack walk.
+ *               peak(outer) == max(saved peaks before, peaks of everything nested, peaks after)
+ *   sums      what was handed out and taken back, per thread. An event counts for its own thread if that thread has a window open, else
+ *             (autograd's workers) for every thread that has one; if there are several, they are marked as shared.
+ *   span      a stretch for all threads (koila.memlab.measure): its own peak slot, and differences of the device's totals.
+ * Events come on any thread, inside the allocator, so they only touch atomics here: no lock, no memory, no call.
+ */
+#ifndef KOILA_SRC_METER_H
+#define KOILA_SRC_METER_H
+
+#include <stdatomic.h>
+
+#include "base.h"
+
+#define KOILA__DEVICES_MAX 17 /* 0: the CPU, 1 + i: accelerator i */
+#define KOILA__THREADS_MAX 256
+#define KOILA__SPANS_MAX 256
+#define KOILA__SMALL_BYTES ((uint64_t)1 << 20) /* blocks up to this belong to the small pool, as in PyTorch's CUDA allocator */
+
+/* The quantities that have a peak. BYTES_* == sum of live blocks, N_* == how many; ALL == SMALL + LARGE; RESERVED >= BYTES_ALL. */
+typedef enum koila__q {
+    KOILA__Q_BYTES_ALL,
+    KOILA__Q_BYTES_SMALL,
+    KOILA__Q_BYTES_LARGE,
+    KOILA__Q_N_ALL,
+    KOILA__Q_N_SMALL,
+    KOILA__Q_N_LARGE,
+    KOILA__Q_RESERVED,
+    KOILA__Q_COUNT
+} koila__q;
+
+/* Events summed up since the beginning; [0] small, [1] large blocks. A window's sums are the difference of two of these. */
+typedef struct koila__sums {
+    uint64_t alloc_bytes[2], freed_bytes[2], n_allocs[2], n_frees[2];
+} koila__sums;
+typedef struct koila__live_sums {
+    _Atomic uint64_t alloc_bytes[2], freed_bytes[2], n_allocs[2], n_frees[2];
+} koila__live_sums;
+
+typedef struct koila__thread_device {
+    _Atomic uint64_t peak[KOILA__Q_COUNT]; /* of the innermost open window */
+    koila__live_sums sums;
+} koila__thread_device;
+
+typedef struct koila__thread {
+    _Atomic int taken;
+    _Atomic uint32_t n_open;   /* open windows; 0: events of this thread belong to those that have one */
+    _Atomic uint64_t n_shared; /* events of other threads that more than one thread was given */
+    void *owner;               /* the line table's stack for this thread */
+    koila__thread_device device[KOILA__DEVICES_MAX];
+} koila__thread;
+
+typedef struct koila__device {
+    _Atomic uint64_t now[KOILA__Q_COUNT];
+    const _Atomic uint64_t *bytes; /* where BYTES_ALL really stands, if not in now[] */
+    koila__live_sums sums;
+} koila__device;
+
+typedef struct koila__span {
+    int device;
+    _Atomic uint64_t peak;
+    uint64_t start_bytes, end_bytes;
+    koila__sums start, end;
+    bool open;
+} koila__span;
+
+typedef struct koila__meter {
+    _Atomic uint64_t n_events; /* unchanged: nothing happened anywhere */
+    int n_devices;
+    koila__device device[KOILA__DEVICES_MAX];
+    _Atomic(koila__thread *) threads[KOILA__THREADS_MAX];
+    _Atomic int n_threads; /* slots ever used */
+    _Atomic(koila__span *) spans[KOILA__SPANS_MAX];
+    _Atomic int n_spans;
+} koila__meter;
+
+void koila__meter_init(koila__meter *m, int n_devices);
+
+/* One block handed out (delta > 0) or taken back (delta < 0). `self`: this thread's state or NULL. now: the device's bytes after it.
+ * reserved: the device's reserved bytes after it; UINT64_MAX: the device reserves nothing beyond its blocks. */
+void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved);
+/* Set a device's quantities as they are now: what was there before we listened. */
+void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT]);
+uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q);
+
+/* Put a thread's state where events find it; false when there are too many threads. `t` stays at its address until removed. */
+bool koila__meter_add_thread(koila__meter *m, koila__thread *t);
+void koila__meter_del_thread(koila__meter *m, koila__thread *t);
+
+/* Open a window on t: the parent's peaks go to `saved`, the live ones start from now. */
+void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT]);
+/* Start the innermost window anew, at a boundary between two lines of one activation. */
+void koila__window_restart(koila__meter *m, koila__thread *t);
+/* Close it: the parent's window is live again and has seen all that this one saw. */
+void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT]);
+void koila__sums_read(const koila__live_sums *from, koila__sums *out);
+
+/* false: too many spans are open. `s` stays at its address while open. */
+bool koila__span_open(koila__meter *m, koila__span *s, int device);
+void koila__span_close(koila__meter *m, koila__span *s);
+
+/* In the child of a fork: other threads are gone, devices start from zero. */
+void koila__meter_fork_child(koila__meter *m, koila__thread *self);
+
+#endif
