@@ -91,7 +91,7 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ .horizon = 0 };
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
 }

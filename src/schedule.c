@@ -261,30 +261,62 @@ static koila_status find_costs(work_state *w)
 
 /* ---- which loop makes what */
 
-/* Work of the nodes v needs in loop j that are not in `set` (a bit per node of its demand), with v's producer; adds them to it when `add`. Negative
- * when it is more than `limit`. */
-static double demand(work_state *w, koila_value v, uint32_t j, uint64_t *set, bool add, double limit)
+static bool runs_in(const work_state *w, koila_node n, uint32_t j) { return w->exec[(size_t)n * w->words + (j >> 6)] >> (j & 63) & 1; }
+static void set_runs_in(work_state *w, koila_node n, uint32_t j) { w->exec[(size_t)n * w->words + (j >> 6)] |= (uint64_t)1 << (j & 63); }
+
+static bool keepable(const work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
+    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+}
+
+/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is the home of a consumer. */
+static void find_homes(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->home[n] = KOILA_NONE;
+        if (!w->needed[n] || !w->p->node[n].in_loop) continue;
+        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
+            const koila_value v = w->g->nodes.at[n].first_output + o;
+            if (w->made_whole[v] < w->home[n]) w->home[n] = w->made_whole[v];
+            for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
+                if (w->home[w->consumer_node[at]] < w->home[n] && uses_local(w, w->consumer_node[at], w->consumer_input[at])) w->home[n] = w->home[w->consumer_node[at]];
+        }
+    }
+}
+
+/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the loops before; runs it there when `add`. Negative when
+ * it is more than `limit`. */
+static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
 {
     double work = 0;
     uint32_t top = 0;
     w->epoch++;
-#define VISIT(node_)                                                                       \
-    do {                                                                                   \
-        const koila_node q_ = (node_);                                                     \
-        if (w->mark[q_] != w->epoch && !(set[q_ >> 6] >> (q_ & 63) & 1)) {                  \
-            w->mark[q_] = w->epoch;                                                        \
-            w->stack[top++] = q_;                                                          \
-        }                                                                                  \
+#define VISIT(node_)                                                \
+    do {                                                            \
+        const koila_node q_ = (node_);                              \
+        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {         \
+            w->mark[q_] = w->epoch;                                 \
+            w->stack[top++] = q_;                                   \
+        }                                                           \
     } while (0)
     VISIT(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
         work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
         if (!add && work > limit) return -1;
-        if (add) set[n >> 6] |= (uint64_t)1 << (n & 63);
+        if (add) {
+            set_runs_in(w, n, j);
+            if (j < w->home[n]) w->home[n] = j;
+        }
         const koila_sig_info *s = sig_of(w, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (reads(s, i) && uses_local(w, n, i) && !sliced_in(w, input_of(w, n, i), j)) VISIT(producer(w, input_of(w, n, i)));
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value x = input_of(w, n, i);
+            if (!reads(s, i) || !uses_local(w, n, i) || sliced_in(w, x, j)) continue;
+            if (w->home[producer(w, x)] < j && keepable(w, x)) continue;
+            VISIT(producer(w, x));
+        }
     }
 #undef VISIT
     return work;
@@ -292,7 +324,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, uint64_t *set, bo
 
 /* The loop, of its own and the last ones of its axis, where result v adds least. All are asked with a limit that doubles, so that asking costs about
  * what the answer does, and each answer is work that is then done: linear in all. */
-static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
+static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
     const uint32_t first = w->natural[n];
@@ -304,7 +336,7 @@ static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
         uint32_t best = KOILA_NONE;
         double best_work = 0;
         for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
-            const double work = demand(w, v, choice[k], set[choice[k]], false, limit);
+            const double work = demand(w, v, choice[k], false, limit);
             if (work >= 0 && (best == KOILA_NONE || work < best_work)) best = choice[k], best_work = work;
         }
         if (best != KOILA_NONE) return best;
@@ -312,33 +344,24 @@ static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
     return first;
 }
 
-static koila_status assign_targets(work_state *w)
+static void assign_targets(work_state *w)
 {
-    const uint32_t set_words = w->n_nodes / 64 + 1;
-    uint64_t **set = koila__arena_array(&w->tmp, w->n_loops, sizeof *set);
-    TRY_ALLOC(set);
-    for (uint32_t j = 0; j < w->n_loops; j++) {
-        set[j] = koila__arena_array(&w->tmp, set_words, sizeof **set);
-        TRY_ALLOC(set[j]);
-    }
     for (uint32_t v = 0; v < w->n_values; v++) w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+    find_homes(w);
     for (uint32_t v = 0; v < w->n_values; v++)
-        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], set[w->made_whole[v]], true, 0);
+        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], true, 0);
     for (uint32_t v = w->n_values; v-- > 0;) { /* late results first: they decide where earlier ones pass by */
         if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v)) continue;
-        w->made_whole[v] = best_loop(w, v, set);
-        demand(w, v, w->made_whole[v], set[w->made_whole[v]], true, 0);
+        const uint32_t j = best_loop(w, v);
+        demand(w, v, j, true, 0);
+        w->made_whole[v] = j;
     }
     for (uint32_t v = w->n_values; v-- > 0;) {
         if (w->made_whole[v] == KOILA_NONE) continue;
         w->target_next[v] = w->target_first[w->made_whole[v]];
         w->target_first[w->made_whole[v]] = v;
     }
-    memset(w->home, 0xff, w->n_nodes * sizeof *w->home);
-    for (uint32_t j = w->n_loops; j-- > 0;)
-        for (uint32_t k = 0; k < set_words; k++)
-            for (uint64_t bits = set[j][k]; bits; bits &= bits - 1) w->home[k * 64 + (uint32_t)__builtin_ctzll(bits)] = j;
-    return KOILA_OK;
+    find_homes(w);
 }
 
 /* Adds the loops in which consumers read v locally, when consumers run where exec says. */
@@ -349,20 +372,14 @@ static void add_uses(const work_state *w, koila_value v, uint64_t *out)
         const koila_node c = w->consumer_node[at];
         if (w->home[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
         const uint64_t *e = w->exec + (size_t)c * w->words;
-        for (uint32_t k = 0; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
+        for (uint32_t k = w->home[c] >> 6; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
     }
-}
-
-static bool keepable(const work_state *w, koila_value v)
-{
-    const koila_node n = producer(w, v);
-    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
-    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
 }
 
 /* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
 static koila_status find_exec(work_state *w)
 {
+    memset(w->exec, 0, (size_t)w->n_nodes * w->words * sizeof *w->exec);
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
         uint64_t *e = w->exec + (size_t)n * w->words;
@@ -818,7 +835,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         s->n_needed++;
         s->work_recorded += w->cost[n].work;
     }
-    w->max_emitted = (uint64_t)KOILA_COST_MAX_INSTRS * s->n_needed + 4096;
+    w->max_emitted = (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * s->n_needed + 4096;
     s->stages = koila__arena_array(&s->arena, (size_t)w->n_levels + w->n_loops, sizeof *s->stages);
     TRY_ALLOC(s->stages);
     s->n_loops = w->n_loops;
@@ -882,7 +899,7 @@ static koila_status make_schedule(work_state *w, const koila_value *targets, uin
     KOILA_TRY(find_costs(w));
     KOILA_TRY(find_levels(w));
     TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
-    KOILA_TRY(assign_targets(w));
+    assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
     return make_stages(w, s);

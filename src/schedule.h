@@ -10,6 +10,7 @@
  * `horizon` loops, or when it crosses a checkpoint: a boundary every `spacing` loops (0 = none). Everything else is recomputed. */
 typedef struct koila__keep {
     uint32_t horizon, spacing;
+    uint32_t max_instrs; /* refuse more instructions than so many times the needed nodes; 0: KOILA_COST_MAX_INSTRS */
     bool cheap; /* results of cheap operators too: a hostile build, for tests */
 } koila__keep;
 
