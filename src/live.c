@@ -142,12 +142,18 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
             const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
             for (int64_t i = 0; i < n_full && !w->stopped; i++) {
                 const uint64_t before = w->live;
-                if (w->held && i == 1) memcpy(w->held_before, w->held, w->p->graph->values.n * sizeof *w->held);
+                for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
+                    if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
                 walk_slice(w, k, rows, batch, i == 0);
                 if (i == 1 && n_full > 3) { /* the slices between do as this one did */
                     const int64_t n_skipped = n_full - 3;
                     w->live += (w->live - before) * (uint64_t)n_skipped; /* modulo 2^64: growth may be negative */
-                    for (uint32_t v = 0; w->held && v < w->p->graph->values.n; v++) w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
+                    for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
+                        const koila_value v = w->s->stages[k].events[e].value;
+                        if (w->s->stages[k].events[e].kind == KOILA__RUN) continue;
+                        w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
+                        w->held_before[v] = w->held[v]; /* once */
+                    }
                     i += n_skipped;
                 }
             }

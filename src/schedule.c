@@ -81,6 +81,7 @@ typedef struct work_state {
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
     uint32_t *consumer_first, *consumer_next, *consumer_input; /* uses of a value: chains through flat inputs of needed nodes */
     uint32_t *consumer_node;
+    bool *is_local;        /* [flat input] see uses_local */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
 
     loop_info *loops;
@@ -91,8 +92,7 @@ typedef struct work_state {
     uint64_t **use;        /* [value] keepable only: loops that read it locally */
 
     bool *kept;            /* [value] a piece of every slice is there now */
-    koila_value *kept_list;
-    uint32_t n_kept;
+    koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
     bool *given_up;        /* [value] its piece was fetched for the last time in the current loop */
     uint32_t *in_loop;     /* [node] == loop + 1: runs in that loop */
     uint64_t *order_bits;  /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
@@ -145,13 +145,14 @@ static bool reads(const koila_sig_info *s, uint32_t i)
 }
 
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
-static bool uses_local(const work_state *w, koila_node n, uint32_t i)
+static bool find_local(const work_state *w, koila_node n, uint32_t i)
 {
     const koila_value v = input_of(w, n, i);
     if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
     const koila_placement need = need_of(w, n, i);
     return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
 }
+static bool uses_local(const work_state *w, koila_node n, uint32_t i) { return w->is_local[w->g->nodes.at[n].first_input + i]; }
 
 /* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
 static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
@@ -222,8 +223,10 @@ static koila_status find_levels(work_state *w)
     if (w->n_loops > KOILA_COST_MAX_LOOPS) return KOILA_UNSUPPORTED;
     w->loops = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->loops);
     w->target_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->target_first);
-    TRY_ALLOC(w->loops && w->target_first);
+    w->kept_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->kept_first);
+    TRY_ALLOC(w->loops && w->target_first && w->kept_first);
     memset(w->target_first, 0xff, w->n_loops * sizeof *w->target_first);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
     uint32_t next = 0;
     for (uint64_t i = 0; i < n_slots; i++) {
         if (!loop_of[i]) continue;
@@ -241,6 +244,8 @@ static koila_status find_levels(work_state *w)
  * across many barriers is not run from its beginning in every loop. */
 static koila_status find_costs(work_state *w)
 {
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) w->is_local[w->g->nodes.at[n].first_input + i] = find_local(w, n, i);
     double *chain = koila__arena_array(&w->tmp, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
     TRY_ALLOC(chain);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
@@ -551,6 +556,15 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     return true;
 }
 
+/* v is kept after loop j: at least until its next use, for what decides it only changes there. */
+static void keep_until_next(work_state *w, koila_value v, uint32_t j)
+{
+    const uint32_t u = next_use(w, v, j);
+    w->kept[v] = true;
+    w->kept_next[v] = w->kept_first[u];
+    w->kept_first[u] = v;
+}
+
 /* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
 static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j, koila__event_kind *how)
 {
@@ -575,8 +589,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
-        w->kept[v] = true;
-        w->kept_list[w->n_kept++] = v;
+        keep_until_next(w, v, j);
         w->n_keeps++;
         w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
@@ -727,14 +740,13 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         for (uint32_t o = 0; o < s->n_outputs; o++) w->last_use[w->g->nodes.at[order[k]].first_output + o] = k;
     }
     for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
-    uint32_t n_kept = 0;
-    for (uint32_t i = 0; i < w->n_kept; i++) { /* pieces whose last loop this was */
-        const koila_value v = w->kept_list[i];
+    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
+        next = w->kept_next[v];
+        w->kept[v] = false;
         if (keeps(w, v, j)) {
-            w->kept_list[n_kept++] = v;
+            keep_until_next(w, v, j);
             continue;
         }
-        w->kept[v] = false;
         if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
             begin_value(w->s, v, OWNER_PIECE);
             TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v }));
@@ -743,7 +755,6 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         }
         w->given_up[v] = false;
     }
-    w->n_kept = n_kept;
     return finish_stage(w, out, true, w->loops[j].axis);
 }
 
@@ -866,7 +877,8 @@ static koila_status make_arrays(work_state *w)
     MAKE(home, N);
     MAKE(use, V);
     MAKE(kept, V);
-    MAKE(kept_list, V);
+    MAKE(kept_next, V);
+    MAKE(is_local, I);
     MAKE(given_up, V);
     MAKE(in_loop, N);
     MAKE(order_bits, N / 64 + 1);
