@@ -589,6 +589,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
+        if (v != r) TRY_ALLOC(event(w, KOILA__KEPT, v) && event(w, KOILA__KEPT_FROM, r));
         keep_until_next(w, v, j);
         w->n_keeps++;
         w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
