@@ -33,7 +33,7 @@ def build() -> C.CDLL:
     out = Path(tempfile.gettempdir()) / f"koila-oracle-{key}-{zlib.crc32(str(ROOT).encode()):08x}.so"
     if not out.exists() or out.stat().st_mtime < max(p.stat().st_mtime for p in inputs):
         tmp = out.with_suffix(f".{os.getpid()}.tmp")
-        flags = ["-std=gnu11", "-O1", "-g", "-shared", "-fPIC", "-D_GNU_SOURCE", "-DKOILA_DEBUG_LEVEL=2", f"-I{ROOT / 'include'}"]
+        flags = ["-std=gnu11", "-O0", "-g", "-shared", "-fPIC", "-D_GNU_SOURCE", "-DKOILA_DEBUG_LEVEL=2", f"-I{ROOT / 'include'}"]
         subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", str(tmp), *map(str, sources), "-lm", "-lpthread"], check=True)
         tmp.replace(out)
     return C.CDLL(str(out))
