@@ -53,8 +53,15 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = repr(plain(self))
         if self.grad_fn is not None:
-            return f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
-        return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
+            suffix = f"grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            suffix = "requires_grad=True"
+        else:
+            return text
+        text = text[:-1]  # one more suffix, by torch's rule for breaking the line
+        last_line = len(text) - text.rfind("\n") + 1
+        full = last_line + len(suffix) + 2 > torch._tensor_str.PRINT_OPTS.linewidth
+        return f"{text},\n{' ' * len('tensor(')}{suffix})" if full else f"{text}, {suffix})"
 
     def __str__(self) -> str:
         return repr(self)
@@ -723,8 +730,8 @@ def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     self = args[0]
     if name not in _twins:
         raise UnsupportedError(f"{func} on a lazy tensor changes its memory layout")
-    is_view, n = _core.group_info(self)
-    if is_view or n > 1:
+    _, n = _core.group_info(self)
+    if n > 1 or self._is_view():
         raise UnsupportedError(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
     try:
         twin = redispatch(_twins[name], args, kwargs)
