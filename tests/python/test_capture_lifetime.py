@@ -35,7 +35,7 @@ def step():
     optimizer.step()
     kept.append(loss.detach())
 def alive():
-    return sum(t() is not None for t in tapes)
+    return len({id(t()) for t in tapes if t() is not None})
 """
 
 
@@ -79,7 +79,7 @@ def record():
     y = model(x)
     v = y[:, :2]
     v.add_(1)
-    y.t_() if False else y.unsqueeze(0)
+    y.unsqueeze(0)
     try:
         y @ y
     except RuntimeError:
