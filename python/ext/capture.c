@@ -1103,6 +1103,7 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     koila__tape *t = koila__tape_for_lazy();
     uint16_t axis;
     if (!t || koila__tape_axis(t, 0, size, &axis) < 0) return NULL;
+    t->waiting = true;
     return PyLong_FromUnsignedLong(axis);
 }
 
@@ -1140,6 +1141,7 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     if (!g) return NULL;
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
     if (!w) return koila__group_free(g), NULL;
+    t->waiting = false;
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0)) Py_CLEAR(w);
     Py_XDECREF(grad);

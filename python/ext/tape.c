@@ -316,6 +316,19 @@ uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap)
     return n;
 }
 
+/* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for anything else: let go of the batch, of gradients
+ * that were taken, and of what they were made from. Called when the step ends and again while handles die, until it succeeds. */
+void koila__tape_let_go(koila__tape *t)
+{
+    if (!t->closed || t->let_go || t->n_effects) return;
+    for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
+        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real) return;
+    t->let_go = true;
+    const uint32_t n = koila_graph_n_values(t->graph);
+    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
+        if (!t->values[v].handle) Py_CLEAR(t->values[v].real);
+}
+
 /* ---- the type */
 
 static void tape_dealloc(koila__tape *t)

@@ -38,6 +38,8 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
+    bool let_go;             /* closed, and what nobody can ask for any more has been given up */
     bool ran;                /* something was made concrete since it was opened */
     struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
     struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
@@ -75,6 +77,7 @@ uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
 PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
 /* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
+void koila__tape_let_go(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 
