@@ -92,7 +92,7 @@ before = rss()
 for _ in range(300):
     record()
 gc.collect()
-assert alive() <= 1 and rss() - before < 4000, (alive(), rss() - before)
+assert alive() <= 1 and rss() - before < 8000, (alive(), rss() - before)
 """)
 
 
