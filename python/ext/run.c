@@ -1025,7 +1025,7 @@ static int raise_no_fit(koila_status status, const koila_error *err, const char 
     if (status == KOILA_OOM) {
         const char *p = strstr(err->text, ", ");
         unsigned long long missing = 0;
-        const char *shorter = strstr(err->text, " short");
+        const char *shorter = strstr(err->text, " bytes short");
         if (p && shorter) {
             const char *q = shorter;
             while (q > err->text && q[-1] >= '0' && q[-1] <= '9') q--;
