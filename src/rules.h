@@ -96,7 +96,7 @@ void koila__need_r(koila__case *c, uint32_t i);
 /** Input i is broadcast to a tensor of n dims that is placed p (S): needs the aligned S where it has that dimension at full size, else R.
  *  (An S input placed otherwise costs a barrier.) */
 void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t n_dims);
-/** Every result that exists is p; false when it does not fit one of them. */
+/** Every result that exists is p, empty ones P; false when p does not fit one of the others. */
 bool koila__out_all(koila__case *c, koila_placement p);
 
 /** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along the others (an arange, seen through views and

@@ -22,7 +22,8 @@
  * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
  * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage, and the storage belongs to this scope: it is
- * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right.
+ * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right. What is written over
+ * without being read is no use of its base: the result is new memory, and the base may be long gone.
  *
  * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the instructions and checks that every local
  * value is made before it is used and freed exactly once per slice. */
@@ -112,6 +113,7 @@ typedef struct work_state {
     instr_vec instrs;
     event_vec events;
     uint64_t n_emitted, max_emitted;
+    uint32_t n_keeps;
 } work_state;
 
 #define TRY_ALLOC(p) \
@@ -129,6 +131,18 @@ static bool made_in_loop(const work_state *w, koila_value v)
 }
 static koila_placement need_of(const work_state *w, koila_node n, uint32_t i) { return w->p->need[w->g->nodes.at[n].first_input + i]; }
 static koila_value input_of(const work_state *w, koila_node n, uint32_t i) { return w->g->inputs.at[w->g->nodes.at[n].first_input + i]; }
+
+/* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for that, and nobody waits for it. */
+static bool reads(const koila_sig_info *s, uint32_t i)
+{
+    bool is_base = false;
+    for (uint32_t k = 0; k < s->n_writes; k++) {
+        if (s->writes[k].input != i) continue;
+        if (!s->writes[k].overwrites) return true;
+        is_base = true;
+    }
+    return !is_base;
+}
 
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
 static bool uses_local(const work_state *w, koila_node n, uint32_t i)
@@ -159,6 +173,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         for (uint32_t i = s->n_inputs; i-- > 0;) {
             const uint32_t at = w->g->nodes.at[n].first_input + i;
             const koila_value v = w->g->inputs.at[at];
+            if (!reads(s, i)) continue;
             if (producer(w, v) != KOILA_NONE) w->needed[producer(w, v)] = true;
             w->consumer_node[at] = n;
             w->consumer_input[at] = i;
@@ -178,7 +193,7 @@ static koila_status find_levels(work_state *w)
         for (uint32_t i = 0; i < s->n_inputs; i++) {
             const koila_value v = input_of(w, n, i);
             const koila_node q = producer(w, v);
-            if (q == KOILA_NONE) continue;
+            if (q == KOILA_NONE || !reads(s, i)) continue;
             uint32_t l = w->level[q];
             if (w->p->node[q].in_loop && !uses_local(w, n, i)) {
                 l += 1;
@@ -235,7 +250,7 @@ static koila_status find_costs(work_state *w)
         chain[n] = w->cost[n].work;
         double n_bytes = 0;
         for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (uses_local(w, n, i)) chain[n] += chain[producer(w, input_of(w, n, i))];
+            if (reads(s, i) && uses_local(w, n, i)) chain[n] += chain[producer(w, input_of(w, n, i))];
         for (uint32_t o = 0; o < s->n_outputs; o++)
             if (s->outputs[o] != KOILA_NONE) n_bytes += (double)koila__meta(w->g->table, s->outputs[o])->n_bytes;
         w->cost[n].expensive |= !is_view && (chain[n] > KOILA_COST_CHAIN * n_bytes || w->keep.cheap);
@@ -269,21 +284,35 @@ static double demand(work_state *w, koila_value v, uint32_t j, uint64_t *set, bo
         if (add) set[n >> 6] |= (uint64_t)1 << (n & 63);
         const koila_sig_info *s = sig_of(w, n);
         for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (uses_local(w, n, i) && !sliced_in(w, input_of(w, n, i), j)) VISIT(producer(w, input_of(w, n, i)));
+            if (reads(s, i) && uses_local(w, n, i) && !sliced_in(w, input_of(w, n, i), j)) VISIT(producer(w, input_of(w, n, i)));
     }
 #undef VISIT
     return work;
 }
 
-/* The loop, of its own and the last ones of its axis, where result v adds least. All are asked with a limit that doubles, so that asking costs about
- * what the answer does, and each answer is work that is then done: linear in all. */
+/* The first loop from `first` on, of n's axis, whose demand holds n; KOILA_NONE when there is none. */
+static uint32_t first_with(const work_state *w, koila_node n, uint32_t first, uint64_t **set)
+{
+    for (uint32_t j = first; j < w->n_loops; j++)
+        if (w->loops[j].axis == w->p->node[n].axis && set[j][n >> 6] >> (n & 63) & 1) return j;
+    return KOILA_NONE;
+}
+
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway (later ones may only seem to: there an expensive value is
+ * kept and not run again). Else, of its own loop, the first that runs all its inputs, and the last ones, where it adds least. The choices are asked
+ * with a limit that doubles, so that asking costs about what the answer does, and each answer is work that is then done: linear in all. */
 static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
 {
     const koila_node n = producer(w, v);
-    const uint32_t first = w->natural[n];
-    uint32_t choice[4], n_choices = 0;
+    const koila_sig_info *s = sig_of(w, n);
+    const uint32_t first = w->natural[n], there = first_with(w, n, first, set);
+    if (there != KOILA_NONE) return there;
+    uint32_t choice[5], n_choices = 0, inputs = first;
     for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
         if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
+    for (uint32_t i = 0; i < s->n_inputs && inputs != KOILA_NONE; i++)
+        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs, set);
+    if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;
@@ -477,7 +506,7 @@ static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
         const koila_value v = input_of(w, n, i);
         const koila_placement need = need_of(w, n, i);
         const bool local = uses_local(w, n, i);
-        if (need.kind == KOILA_R && !local) continue;
+        if (!reads(s, i) || (need.kind == KOILA_R && !local)) continue;
         if (w->s->here[v]) {
             const slice_of cut = w->sliced[v];
             if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) continue;
@@ -510,8 +539,8 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
 {
     const koila_sig_info *s = sig_of(w, n);
     const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
-    if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false; /* what is written over may have been placed otherwise */
-    if (k >= 16 || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
+    if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
+    if (k >= 16 || s->writes[k].overwrites || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
     const koila_value r = w->s->root[b];
     if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->alive[r] != 1) return false;
     for (uint32_t h = 0; h < k; h++)
@@ -545,6 +574,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
         w->kept[v] = true;
         w->kept_list[w->n_kept++] = v;
+        w->n_keeps++;
         w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
     return KOILA_OK;
@@ -650,7 +680,7 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         const koila_sig_info *s = sig_of(w, n);
         for (uint32_t i = 0; i < s->n_inputs; i++) {
             const koila_value v = input_of(w, n, i);
-            if (uses_local(w, n, i) && !w->kept[v] && !sliced_in(w, v, j)) ENTER(producer(w, v));
+            if (reads(s, i) && uses_local(w, n, i) && !w->kept[v] && !sliced_in(w, v, j)) ENTER(producer(w, v));
         }
     }
 #undef ENTER
@@ -689,7 +719,8 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     const koila_node *order = w->stack;
     for (uint32_t k = 0; k < n_order; k++) {
         const koila_sig_info *s = sig_of(w, order[k]);
-        for (uint32_t i = 0; i < s->n_inputs; i++) w->last_use[input_of(w, order[k], i)] = k;
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            if (reads(s, i)) w->last_use[input_of(w, order[k], i)] = k;
         for (uint32_t o = 0; o < s->n_outputs; o++) w->last_use[w->g->nodes.at[order[k]].first_output + o] = k;
     }
     for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
@@ -734,7 +765,8 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
         const koila_value v = (v_);                                                                                                   \
         w->last_use[v] = w->is_result[v] || (w->whole_last[v] != KOILA_NONE && w->whole_last[v] > stage) ? KOILA_NONE : k;             \
     } while (0)
-        for (uint32_t i = 0; i < s->n_inputs; i++) LAST_USE(input_of(w, n, i));
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            if (reads(s, i)) LAST_USE(input_of(w, n, i));
         for (uint32_t o = 0; o < s->n_outputs; o++) LAST_USE(w->g->nodes.at[n].first_output + o);
 #undef LAST_USE
     }
@@ -781,7 +813,7 @@ static koila_status find_whole_last(work_state *w)
             stage = whole_stage[w->level[n]];
         for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) {
             const koila_value v = input_of(w, n, i);
-            if (producer(w, v) == KOILA_NONE || (uses_local(w, n, i) && !sliced_in(w, v, w->last_run[n]))) continue;
+            if (producer(w, v) == KOILA_NONE || !reads(sig_of(w, n), i) || (uses_local(w, n, i) && !sliced_in(w, v, w->last_run[n]))) continue;
             if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage) w->whole_last[v] = stage;
         }
     }
@@ -808,6 +840,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         KOILA_TRY(emit_whole(w, s, level, &next_ending));
         for (; j < w->n_loops && w->loops[j].level == level; j++) KOILA_TRY(emit_loop(w, s, j));
     }
+    s->n_keeps = w->n_keeps;
     return KOILA_OK;
 }
 

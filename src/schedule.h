@@ -49,7 +49,7 @@ typedef struct koila__stage {
 typedef struct koila__schedule {
     koila__arena arena;
     koila__stage *stages;
-    uint32_t n_stages, n_loops;
+    uint32_t n_stages, n_loops, n_keeps; /* n_keeps: KEEP instructions */
     double work;          /* estimated time of everything that runs, all slices, in bytes moved (plan_costs.h) */
     double work_recorded; /* of every needed node once */
     uint32_t n_needed;    /* needed nodes */

@@ -401,12 +401,12 @@ static PyObject *slice_value(exec *x, koila_value v, koila_share s)
     return dense;
 }
 
-static int put_value(exec *x, koila_value v)
+static int put_value(exec *x, koila_value v, bool owned)
 {
     const koila_share s = koila_plan_share(x->plan, v);
     const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
     if (!x->acc[v]) {
-        if (x->begin == 0 && x->end == x->batch) {
+        if (owned && x->begin == 0 && x->end == x->batch) { /* not owned: somebody may still write to it in place */
             Py_INCREF(x->local[v]);
             x->acc[v] = x->local[v];
             return 0;
@@ -444,7 +444,7 @@ static int add_value(exec *x, koila_value v, bool owned)
             if (args && kw && PyDict_SetItemString(kw, "dtype", call.float32) == 0) sum = PyObject_Call(call.to_copy, args, kw);
             Py_XDECREF(args);
             Py_XDECREF(kw);
-        } else if (owned || (x->begin == 0 && x->end == x->batch)) {
+        } else if (owned) {
             Py_INCREF(mine);
             sum = mine;
         } else
@@ -713,7 +713,7 @@ static int run_instrs(exec *x, const koila_stage *st)
         case KOILA_DO_SLICE: status = (x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal))) ? 0 : -1; break;
         case KOILA_DO_FETCH: status = (x->local[v] = fetch_value(x, v)) ? 0 : -1; break;
         case KOILA_DO_KEEP: status = keep_value(x, v); break;
-        case KOILA_DO_PUT: status = put_value(x, v); break;
+        case KOILA_DO_PUT: status = put_value(x, v, in->flags & KOILA_INSTR_OWNED); break;
         case KOILA_DO_ADD:
             if (x->done[i]) break;
             status = add_value(x, v, in->flags & KOILA_INSTR_OWNED);

@@ -48,6 +48,9 @@ typedef struct koila__tape {
     uint32_t n_random, n_random_alloc;
     uint64_t *axis_ids;            /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape */
     uint32_t n_axis_ids;
+    bool compacted;                /* closed, and what was concrete has left it */
+    bool is_island;                /* made for one concrete value that outlives its step */
+    struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                  /* never reused in this process */
     PyObject *weakrefs;
 } koila__tape;

@@ -146,6 +146,7 @@ static tensor *run_view(const char *name, const koila_sig_info *s, const tensor 
         v->stride[0] = in->stride[1], v->stride[1] = in->stride[0];
         return v;
     }
+    if (!strcmp(name, "aten::alias")) return view_of(in);
     if (!strcmp(name, "aten::expand")) {
         v = view_of(in);
         for (uint32_t d = 0; d < 2; d++)
@@ -167,10 +168,38 @@ static tensor *run_view(const char *name, const koila_sig_info *s, const tensor 
     return NULL;
 }
 
+static bool broadcasts(const tensor *t, uint32_t n_dims, const int64_t *size)
+{
+    if (t->n_dims > n_dims) return false;
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        if (t->size[d] != 1 && t->size[d] != size[n_dims - t->n_dims + d]) return false;
+    return true;
+}
+/* Would torch take these inputs and give a result of this size? */
+static bool shapes_agree(const char *name, const koila_sig_info *s, tensor *const *in, uint32_t n_dims, const int64_t *size)
+{
+    if (!strcmp(name, "aten::mm")) return in[0]->size[0] == size[0] && in[0]->size[1] == in[1]->size[0] && in[1]->size[1] == size[1];
+    if (!strcmp(name, "aten::sum.dim_IntList") || !strcmp(name, "aten::mean.dim") || !strcmp(name, "aten::amax")) {
+        for (uint32_t d = 0; d < 2; d++)
+            if (size[d] != (reduced(s, d) ? 1 : in[0]->size[d])) return false;
+        return true;
+    }
+    if (!strcmp(name, "aten::flip") || !strcmp(name, "aten::cumsum")) return memcmp(in[0]->size, size, 2 * sizeof *size) == 0;
+    bool full[3] = { 0 };
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        if (!broadcasts(in[i], n_dims, size)) return false;
+        for (uint32_t d = 0; d < in[i]->n_dims; d++) full[n_dims - in[i]->n_dims + d] |= in[i]->size[d] == size[n_dims - in[i]->n_dims + d];
+    }
+    for (uint32_t d = 0; d < n_dims && s->n_inputs; d++)
+        if (!full[d]) return false;
+    return true;
+}
+
 /* What a written view becomes. False when the operator is unknown. */
 static bool run_write(const char *name, const tensor *to, tensor *const *in)
 {
     const bool add = !strcmp(name, "aten::add_.Tensor"), mul = !strcmp(name, "aten::mul_.Tensor");
+    if (in[1] && !broadcasts(in[1], to->n_dims, to->size)) return false;
     for (int64_t k = 0; k < n_elements(to); k++) {
         uint64_t *x = element(to, k);
         if (add) *x = (*x + spread(in[1], to, k)) % PRIME;
@@ -458,12 +487,15 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
         }
         const bool known = run_write(name, to, in);
         drop(&to);
-        if (!known) WRONG(x, "%s is not known", name);
+        if (!known) {
+            drop(&out);
+            WRONG(x, "%s is not known, or its shapes do not agree", name);
+        }
     } else if (alias)
         out = view_of(in[0]);
-    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))))
+    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) && shapes_agree(name, s, in, m->n_dims, size))
         out = run_fresh(&x->h, name, s, in, koila_dtype_bytes(m->dtype), m->n_dims, size, scale);
-    if (!out) WRONG(x, "%s is not known", name);
+    if (!out) WRONG(x, "%s is not known, or its shapes do not agree", name);
     into[out_v] = out;
     for (uint32_t d = 0; d < m->n_dims; d++)
         if (out->size[d] != size[d]) WRONG(x, "%s: size[%u] is %lld, placed %lld", name, d, (long long)out->size[d], (long long)size[d]);
