@@ -912,3 +912,9 @@ def test_coverage_is_undisturbed(tmp_path):
     """))
     p = subprocess.run([sys.executable, "s.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert p.stdout == "set() True [1, 1, 1, 1, None]\n", p.stdout + p.stderr
+
+
+def test_oracle_without_torch_prints_the_table_written_by_hand():
+    here = os.path.dirname(__file__)
+    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py")], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 0 and "1 passed, 0 failed" in p.stdout, p.stdout + p.stderr
