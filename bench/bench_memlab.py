@@ -113,6 +113,7 @@ def step_costs(rounds):
     base, best = {k: [] for k in arms}, {k: [] for k in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
+            memlab.stop()
             base[name].append(clock(step, n))
             try:
                 with arm() as f:

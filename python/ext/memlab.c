@@ -243,6 +243,7 @@ static int n_spare_stacks;
 static void end_thread(void *stack)
 {
     koila__stack *s = stack;
+    koila__memlab_stack = NULL;
     atomic_store(&s->thread.n_open, 0);
     s->n = s->n_lost = 0;
     pthread_mutex_lock(&spare_lock);
