@@ -802,7 +802,7 @@ static koila_status setup(replay *r, const koila_snapshot *s, uint32_t device, c
     out->verified = r->conf.verified;
     out->n_entries = r->n;
     if (r->n_segs && !(r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t)))) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-    memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
+    if (r->made_at) memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
     for (uint64_t i = 0; i < r->n; i++) {
         const snap_entry *x = entry(r, i);
         if (x->kind != KOILA_EVENT_SEGMENT_ALLOC) continue;
