@@ -1,5 +1,6 @@
 /* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to eager). Otherwise the graph is placed, scheduled under
  * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest in work wins.
+ * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
  * Schedules do not depend on the number of rows, so each is made once. */
 #include "koila/plan.h"
 
@@ -22,7 +23,7 @@ struct koila_plan {
     koila_gather *largest;
     uint32_t n_largest;
     koila_curve_point *curve;
-    uint32_t n_curve;
+    uint32_t n_curve, n_curve_max;
     koila__arena arena;
 };
 
@@ -50,11 +51,24 @@ static uint16_t main_axis(const koila__placed *p)
     return axis;
 }
 
-static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n, koila_value *out)
+static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n, koila_value *out, koila_error *err)
 {
     for (uint32_t i = 0; i < n; i++)
-        if ((out[i] = p->lowered[targets[i]]) == KOILA_NONE) return KOILA_BAD_ARGUMENT;
+        if ((out[i] = p->lowered[targets[i]]) == KOILA_NONE) return koila__fail(err, KOILA_BAD_ARGUMENT, 0, "plan: target %u does not exist", targets[i]);
     return KOILA_OK;
+}
+
+/* Sums of bytes are taken without a check once this holds: every value is alive at most once whole, once in slices, once kept, and once more as
+ * a wider accumulator. */
+static bool bytes_add_up(const koila_graph *g)
+{
+    uint64_t sum = 0, four;
+    for (uint32_t v = 0; v < g->values.n; v++) {
+        if (g->values.at[v].meta == KOILA_NONE) continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        if (!koila__mul(m->n_bytes > m->n_storage_bytes ? m->n_bytes : m->n_storage_bytes, 6, &four) || !koila__add(sum, four, &sum) || sum > INT64_MAX) return false;
+    }
+    return true;
 }
 
 /* Rows of a slice of every axis when the main one is cut into n. */
@@ -77,7 +91,7 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ .horizon = 0 };
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
 }
@@ -85,22 +99,17 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
 static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
 {
     koila_plan *p = user;
-    if (p->n_curve < UINT32_MAX && p->curve) p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
+    koila_assert(p->n_curve < p->n_curve_max);
+    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-static bool count_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
-{
-    (void)stage, (void)node, (void)bytes;
-    ++*(uint32_t *)user;
-    return true;
-}
-
 /* Gathers of needed nodes; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user };
-    uint32_t n_gathers = 0, n_points = 0;
+    uint32_t n_gathers = 0;
+    uint64_t n_points = 0;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -119,9 +128,16 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     p->info.n_gathers = n_gathers;
     uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
     if (!peaks) return KOILA_NO_MEMORY;
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, count_curve, &n_points);
-    if (!(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
-    koila__live_simulate(p->placed, &p->schedule, &live, NULL, fill_curve, p);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        uint64_t n_runs = 0;
+        for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
+        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
+    }
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    p->n_curve_max = (uint32_t)n_points;
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
@@ -148,115 +164,186 @@ static void word_no_fit(koila_error *err, const koila_plan *p, uint64_t budget)
                 (unsigned long long)p->info.peak_bytes, (unsigned long long)budget, (unsigned long long)(p->info.peak_bytes - budget), largest);
 }
 
+/* What the parts of koila_plan_new() share. */
+typedef struct planning {
+    const koila_graph *graph;
+    const koila_value *targets;
+    uint32_t n_targets;
+    const koila_plan_options *options;
+    const koila_allocator *mem;
+    koila_error *err;
+    koila_plan *plan;
+    int64_t largest_axis;
+    bool is_empty; /* an axis has no rows: nothing to slice */
+} planning;
+
+static koila_status place(planning *q, bool whole, koila__placed **out)
+{
+    koila_plan *p = q->plan;
+    koila__placed *placed = NULL;
+    KOILA_TRY((whole ? koila__place_whole : koila__place)(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
+    koila_check(koila__placed_check(placed, NULL));
+    koila_status status = map_targets(placed, q->targets, q->n_targets, p->targets, q->err);
+    if (status == KOILA_OK && !bytes_add_up(placed->graph)) status = koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the sizes of all values do not add up to a number of bytes");
+    if (status == KOILA_OK) *out = placed;
+    else koila__placed_free(placed);
+    return status;
+}
+
+/* As it was recorded, in one slice. *fits: within the budget. */
+static koila_status plan_whole(planning *q, bool *fits)
+{
+    koila_plan *p = q->plan;
+    KOILA_TRY(place(q, true, &p->placed));
+    KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
+    rows_for(q->graph, 1, p->rows);
+    *fits = simulate(p->placed, &p->schedule, q->options, p->rows, NULL).peak_bytes <= q->options->budget_bytes;
+    p->info.batch = p->info.rows = q->largest_axis;
+    p->info.n_slices = 1;
+    return KOILA_OK;
+}
+
+/* Schedules of every policy that can be made. */
+static koila_status make_candidates(planning *q, const koila__placed *placed, candidate *candidates, uint32_t *n_policies)
+{
+    koila__keep keeps[MAX_POLICIES] = { { .horizon = UINT32_MAX } };
+    koila_status status = koila__schedule_init(&candidates[0].schedule, placed, q->plan->targets, q->n_targets, keeps[0], q->mem, q->err);
+    candidates[0].made = status == KOILA_OK;
+    if (status != KOILA_OK && status != KOILA_UNSUPPORTED) return status;
+    const koila__schedule none = { .n_loops = KOILA_COST_MAX_LOOPS, .n_keeps = 1 }, *first = candidates[0].made ? &candidates[0].schedule : &none;
+    *n_policies = 1;
+    if (first->n_keeps == 0) return status; /* nothing is worth keeping: all policies are one */
+    *n_policies = policies(first, q->options->keep, keeps);
+    bool any = false;
+    for (uint32_t k = 0; k < *n_policies; k++) {
+        if (k == 0 && keeps[0].horizon == UINT32_MAX) {
+            any = candidates[0].made;
+            continue;
+        }
+        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule), candidates[k].made = false;
+        const koila_status made = koila__schedule_init(&candidates[k].schedule, placed, q->plan->targets, q->n_targets, keeps[k], q->mem, q->err);
+        if (made != KOILA_OK && made != KOILA_UNSUPPORTED) return made;
+        any |= candidates[k].made = made == KOILA_OK;
+    }
+    return any ? KOILA_OK : KOILA_UNSUPPORTED;
+}
+
+/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. */
+static uint32_t choose(planning *q, const koila__placed *placed, const candidate *candidates, uint32_t n_policies)
+{
+    const koila_plan_options *o = q->options;
+    const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
+    int64_t *rows = q->plan->rows;
+    /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
+    const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
+    double least_work = -1;
+    for (uint32_t k = 0; k < n_policies; k++)
+        if (candidates[k].made && (least_work < 0 || candidates[k].schedule.work < least_work)) least_work = candidates[k].schedule.work;
+    for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+        uint32_t best = KOILA_NONE, smallest = KOILA_NONE;
+        double best_score = 0;
+        uint64_t least_peak = 0;
+        if (forced)
+            for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
+        else
+            rows_for(q->graph, n_slices, rows);
+        for (uint32_t k = 0; k < n_policies; k++) {
+            if (!candidates[k].made) continue;
+            const koila__schedule *s = &candidates[k].schedule;
+            const uint64_t peak = simulate(placed, s, o, rows, NULL).peak_bytes;
+            if (smallest == KOILA_NONE || peak < least_peak) least_peak = peak, smallest = k;
+            if (peak > o->budget_bytes || (frugal && s->work > KOILA_COST_MODERATE * least_work)) continue;
+            const double score = frugal ? (double)peak : s->work;
+            if (best == KOILA_NONE || score < best_score) best_score = score, best = k;
+        }
+        if (best != KOILA_NONE) return best;
+        if (forced || n_slices >= batch) return smallest; /* the caller learns by the peak */
+    }
+}
+
+/* In slices. On KOILA_UNSUPPORTED nothing of the plan has changed but rows and targets. */
+static koila_status plan_sliced(planning *q)
+{
+    koila_plan *p = q->plan;
+    candidate candidates[MAX_POLICIES] = { 0 };
+    uint32_t n_policies = 0;
+    koila__placed *placed = NULL;
+    KOILA_TRY(place(q, false, &placed));
+    koila_status status = make_candidates(q, placed, candidates, &n_policies);
+    if (status == KOILA_OK) {
+        const uint32_t k = choose(q, placed, candidates, n_policies);
+        koila__placed_free(p->placed);
+        koila__schedule_deinit(&p->schedule);
+        p->placed = placed;
+        p->schedule = candidates[k].schedule;
+        candidates[k].made = false;
+        placed = NULL;
+        const uint16_t axis = main_axis(p->placed);
+        p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
+        p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
+        p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    }
+    for (uint32_t k = 0; k < MAX_POLICIES; k++)
+        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule);
+    koila__placed_free(placed);
+    return status;
+}
+
+static koila_status make_plan(planning *q)
+{
+    koila_plan *p = q->plan;
+    const koila_plan_options *o = q->options;
+    const koila_allocator *mem = q->mem;
+    koila__arena_init(&p->arena, mem);
+    p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
+    p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
+    if (!p->targets || !p->rows) return KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < q->n_targets; i++)
+        if (q->targets[i] >= q->graph->values.n || q->graph->values.at[q->targets[i]].meta == KOILA_NONE)
+            return koila__fail(q->err, KOILA_BAD_ARGUMENT, 0, "plan: target %u is no value of the graph", q->targets[i]);
+    q->largest_axis = 1;
+    for (uint32_t i = 0; i < q->graph->axes.n; i++) {
+        if (q->graph->axes.at[i] > q->largest_axis) q->largest_axis = q->graph->axes.at[i];
+        q->is_empty |= q->graph->axes.at[i] == 0;
+    }
+    const bool one_slice = q->is_empty || q->largest_axis <= 1 || o->rows >= q->largest_axis;
+    bool fits = false;
+    if (o->rows <= 0 || one_slice) KOILA_TRY(plan_whole(q, &fits));
+    if (!fits && !one_slice) {
+        koila_status status = plan_sliced(q);
+        if (status == KOILA_UNSUPPORTED && !p->placed) status = plan_whole(q, &fits); /* rows were asked for; whole is right too */
+        else if (status == KOILA_UNSUPPORTED) {
+            rows_for(q->graph, 1, p->rows);
+            status = map_targets(p->placed, q->targets, q->n_targets, p->targets, q->err);
+        }
+        KOILA_TRY(status);
+    }
+    p->info.struct_size = sizeof p->info;
+    p->info.budget_bytes = o->budget_bytes;
+    p->info.n_stages = p->schedule.n_stages;
+    p->info.n_loops = p->schedule.n_loops;
+    p->info.n_recorded = p->schedule.n_needed;
+    p->info.replay_ratio = p->schedule.work_recorded > 0 ? p->schedule.work / p->schedule.work_recorded : 1;
+    KOILA_TRY(describe(p, o));
+    koila_check(koila_plan_check(p, NULL));
+    if (p->info.peak_bytes <= o->budget_bytes) return KOILA_OK;
+    word_no_fit(q->err, p, o->budget_bytes);
+    return KOILA_OOM;
+}
+
 koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets, uint32_t n_targets, const koila_plan_options *options,
                             const koila_allocator *mem, koila_plan **out, koila_error *err)
 {
     const koila_allocator a = koila__allocator(mem);
-    koila__placed *whole = NULL, *placed = NULL;
-    candidate candidates[MAX_POLICIES] = { 0 };
-    koila__schedule one = { 0 };
-    bool one_made = false;
-    koila_status status;
     koila_plan *p = koila__realloc(&a, NULL, 0, sizeof *p);
-    if (!p) return koila__fail(err, KOILA_NO_MEMORY, 0, "plan: the host is out of memory");
-    memset(p, 0, sizeof *p);
-    p->mem = a;
-    koila__arena_init(&p->arena, mem);
-    p->targets = koila__arena_array(&p->arena, n_targets, sizeof *p->targets);
-    p->rows = koila__arena_array(&p->arena, graph->axes.n + 1, sizeof *p->rows);
-    int64_t *rows = koila__arena_array(&p->arena, graph->axes.n + 1, sizeof *rows);
-    status = KOILA_NO_MEMORY;
-    if (!p->targets || !p->rows || !rows) goto done;
-    for (uint32_t i = 0; i < n_targets; i++)
-        if (targets[i] >= graph->values.n) {
-            status = koila__fail(err, KOILA_BAD_ARGUMENT, 0, "plan: target %u is no value of the graph", targets[i]);
-            goto done;
-        }
-    int64_t largest_axis = 1;
-    for (uint32_t i = 0; i < graph->axes.n; i++)
-        if (graph->axes.at[i] > largest_axis) largest_axis = graph->axes.at[i];
-
-    bool chosen = false;
-    uint32_t policy = 0;
-    int64_t n_slices = 1;
-    if (options->rows <= 0 || options->rows >= largest_axis) { /* as it was recorded */
-        if ((status = koila__place_whole(graph, targets, n_targets, mem, &whole, err)) != KOILA_OK) goto done;
-        if ((status = map_targets(whole, targets, n_targets, p->targets)) != KOILA_OK) goto done;
-        if ((status = koila__schedule_init(&one, whole, p->targets, n_targets, (koila__keep){ .horizon = UINT32_MAX }, mem, err)) != KOILA_OK) goto done;
-        one_made = true;
-        rows_for(graph, 1, rows);
-        const koila__live live = simulate(whole, &one, options, rows, NULL);
-        chosen = live.peak_bytes <= options->budget_bytes || options->rows > 0 || largest_axis <= 1;
+    koila_status status = KOILA_NO_MEMORY;
+    if (p) {
+        memset(p, 0, sizeof *p);
+        p->mem = a;
+        planning q = { .graph = graph, .targets = targets, .n_targets = n_targets, .options = options, .mem = mem, .err = err, .plan = p };
+        status = make_plan(&q);
     }
-    if (!chosen) {
-        if ((status = koila__place(graph, targets, n_targets, mem, &placed, err)) != KOILA_OK) goto done;
-        koila_check(koila__placed_check(placed, NULL));
-        if ((status = map_targets(placed, targets, n_targets, p->targets)) != KOILA_OK) goto done;
-        koila__keep keeps[MAX_POLICIES] = { { .horizon = UINT32_MAX } };
-        if ((status = koila__schedule_init(&candidates[0].schedule, placed, p->targets, n_targets, keeps[0], mem, err)) != KOILA_OK) goto done;
-        candidates[0].made = true;
-        const uint32_t n_policies = policies(&candidates[0].schedule, options->keep, keeps);
-        for (uint32_t k = 0; k < n_policies; k++) {
-            if (candidates[k].made && k == 0 && keeps[0].horizon == UINT32_MAX) continue;
-            if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule), candidates[k].made = false;
-            if ((status = koila__schedule_init(&candidates[k].schedule, placed, p->targets, n_targets, keeps[k], mem, err)) != KOILA_OK) goto done;
-            candidates[k].made = true;
-        }
-        double least_work = candidates[0].schedule.work;
-        for (uint32_t k = 1; k < n_policies; k++)
-            if (candidates[k].schedule.work < least_work) least_work = candidates[k].schedule.work;
-        const int64_t batch = graph->axes.n ? graph->axes.at[main_axis(placed)] : 1;
-        for (n_slices = options->rows > 0 ? 0 : 2;; n_slices = n_slices * 2 < batch ? n_slices * 2 : batch) {
-            if (options->rows > 0)
-                for (uint32_t i = 0; i < graph->axes.n; i++) rows[i] = options->rows < graph->axes.at[i] ? options->rows : graph->axes.at[i];
-            else
-                rows_for(graph, n_slices, rows);
-            /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
-            const bool frugal = options->rows > 0 && options->budget_bytes == UINT64_MAX;
-            double best = -1, least_peak = -1;
-            uint32_t smallest = 0;
-            for (uint32_t k = 0; k < n_policies; k++) {
-                const koila__schedule *s = &candidates[k].schedule;
-                const koila__live live = simulate(placed, s, options, rows, NULL);
-                if (least_peak < 0 || (double)live.peak_bytes < least_peak) least_peak = (double)live.peak_bytes, smallest = k;
-                if (live.peak_bytes > options->budget_bytes || (frugal && s->work > KOILA_COST_MODERATE * least_work)) continue;
-                const double score = frugal ? (double)live.peak_bytes : s->work;
-                if (best < 0 || score < best) best = score, policy = k;
-            }
-            if (best >= 0) break;
-            policy = smallest;
-            if (options->rows > 0 || n_slices >= batch) break; /* the caller learns by the peak */
-        }
-        p->placed = placed;
-        p->schedule = candidates[policy].schedule;
-        candidates[policy].made = false;
-        placed = NULL;
-    } else {
-        p->placed = whole;
-        p->schedule = one;
-        one_made = false;
-        whole = NULL;
-    }
-    memcpy(p->rows, rows, (graph->axes.n + 1) * sizeof *rows);
-    const uint16_t axis = chosen ? 0 : main_axis(p->placed);
-    p->info = (koila_plan_info){ .struct_size = sizeof p->info, .budget_bytes = options->budget_bytes, .n_stages = p->schedule.n_stages,
-                                 .n_loops = p->schedule.n_loops, .n_recorded = p->schedule.n_needed };
-    p->info.batch = chosen ? largest_axis : graph->axes.at[axis];
-    p->info.rows = chosen ? largest_axis : p->rows[axis];
-    p->info.n_slices = chosen ? 1 : koila__n_slices(p->info.batch, p->info.rows);
-    p->info.replay_ratio = p->schedule.work_recorded > 0 ? p->schedule.work / p->schedule.work_recorded : 1;
-    if ((status = describe(p, options)) != KOILA_OK) goto done;
-    koila_check(koila_plan_check(p, NULL));
-    if (p->info.peak_bytes > options->budget_bytes) {
-        status = KOILA_OOM;
-        word_no_fit(err, p, options->budget_bytes);
-    }
-done:
-    for (uint32_t k = 0; k < MAX_POLICIES; k++)
-        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule);
-    if (one_made) koila__schedule_deinit(&one);
-    koila__placed_free(whole);
-    koila__placed_free(placed);
+    if (status == KOILA_NO_MEMORY) koila__fail(err, status, 0, "plan: %s", koila_status_text(status));
     if (status != KOILA_OK) {
         koila_plan_free(p);
         return status;
@@ -459,6 +546,9 @@ bool koila_plan_check(const koila_plan *p, koila_error *err)
                 const koila_sig_info *s = koila__node_sig(g, in.id);
                 for (uint32_t u = 0; u < s->n_inputs; u++) {
                     const koila_value x = g->inputs.at[g->nodes.at[in.id].first_input + u];
+                    bool unread = false;
+                    for (uint32_t q = 0; q < s->n_writes; q++) unread |= s->writes[q].input == u && s->writes[q].overwrites;
+                    if (unread) continue;
                     const bool whole = !st->is_loop || p->placed->need[g->nodes.at[in.id].first_input + u].kind == KOILA_R;
                     HOLDS(flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
                 }

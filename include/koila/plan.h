@@ -35,7 +35,8 @@ typedef enum koila_instr_kind {
 } koila_instr_kind;
 
 enum { /* koila_instr.flags */
-    KOILA_INSTR_OWNED = 1, /**< ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it) */
+    KOILA_INSTR_OWNED = 1, /**< ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it);
+                                PUT: the same when the slice is all rows. Without it a copy must be made: others may write to the storage */
     KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
 };
 

@@ -401,12 +401,12 @@ static PyObject *slice_value(exec *x, koila_value v, koila_share s)
     return dense;
 }
 
-static int put_value(exec *x, koila_value v)
+static int put_value(exec *x, koila_value v, bool owned)
 {
     const koila_share s = koila_plan_share(x->plan, v);
     const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
     if (!x->acc[v]) {
-        if (x->begin == 0 && x->end == x->batch) {
+        if (owned && x->begin == 0 && x->end == x->batch) { /* not owned: somebody may still write to it in place */
             Py_INCREF(x->local[v]);
             x->acc[v] = x->local[v];
             return 0;
@@ -444,7 +444,7 @@ static int add_value(exec *x, koila_value v, bool owned)
             if (args && kw && PyDict_SetItemString(kw, "dtype", call.float32) == 0) sum = PyObject_Call(call.to_copy, args, kw);
             Py_XDECREF(args);
             Py_XDECREF(kw);
-        } else if (owned || (x->begin == 0 && x->end == x->batch)) {
+        } else if (owned) {
             Py_INCREF(mine);
             sum = mine;
         } else
@@ -713,7 +713,7 @@ static int run_instrs(exec *x, const koila_stage *st)
         case KOILA_DO_SLICE: status = (x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal))) ? 0 : -1; break;
         case KOILA_DO_FETCH: status = (x->local[v] = fetch_value(x, v)) ? 0 : -1; break;
         case KOILA_DO_KEEP: status = keep_value(x, v); break;
-        case KOILA_DO_PUT: status = put_value(x, v); break;
+        case KOILA_DO_PUT: status = put_value(x, v, in->flags & KOILA_INSTR_OWNED); break;
         case KOILA_DO_ADD:
             if (x->done[i]) break;
             status = add_value(x, v, in->flags & KOILA_INSTR_OWNED);
@@ -1310,7 +1310,14 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
         const uint32_t there = koila__tape_held(t, held, n_held);
         status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
     }
-    if (status == 0 && commit) t->closed = true;
+    if (status == 0 && commit) {
+        t->closed = true;
+        if (koila__open == t) {
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
+        koila__tape_let_go(t);
+    }
     PyMem_Free(values);
     PyMem_Free(held);
     Py_DECREF(t);
@@ -1335,8 +1342,9 @@ static PyObject *py_take_all(PyObject *self, PyObject *list)
     for (Py_ssize_t i = 0; out && i < n; i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->chain || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value || h->group->refs > 1) continue;
+        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
         koila__tape *t = h->group->tape;
+        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
         if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
     }
     Py_DECREF(fast);
@@ -1401,6 +1409,18 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
+static PyObject *py_register_rule(PyObject *self, PyObject *args)
+{
+    const char *op, *rule;
+    koila_error err = KOILA_ERROR_INIT;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    const koila_status status = koila_table_rule(koila__table, op, rule, &err);
+    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
+    if (status != KOILA_OK) return koila__raise(status);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -1422,6 +1442,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

@@ -146,6 +146,7 @@ static tensor *run_view(const char *name, const koila_sig_info *s, const tensor 
         v->stride[0] = in->stride[1], v->stride[1] = in->stride[0];
         return v;
     }
+    if (!strcmp(name, "aten::alias")) return view_of(in);
     if (!strcmp(name, "aten::expand")) {
         v = view_of(in);
         for (uint32_t d = 0; d < 2; d++)
@@ -167,10 +168,38 @@ static tensor *run_view(const char *name, const koila_sig_info *s, const tensor 
     return NULL;
 }
 
+static bool broadcasts(const tensor *t, uint32_t n_dims, const int64_t *size)
+{
+    if (t->n_dims > n_dims) return false;
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        if (t->size[d] != 1 && t->size[d] != size[n_dims - t->n_dims + d]) return false;
+    return true;
+}
+/* Would torch take these inputs and give a result of this size? */
+static bool shapes_agree(const char *name, const koila_sig_info *s, tensor *const *in, uint32_t n_dims, const int64_t *size)
+{
+    if (!strcmp(name, "aten::mm")) return in[0]->size[0] == size[0] && in[0]->size[1] == in[1]->size[0] && in[1]->size[1] == size[1];
+    if (!strcmp(name, "aten::sum.dim_IntList") || !strcmp(name, "aten::mean.dim") || !strcmp(name, "aten::amax")) {
+        for (uint32_t d = 0; d < 2; d++)
+            if (size[d] != (reduced(s, d) ? 1 : in[0]->size[d])) return false;
+        return true;
+    }
+    if (!strcmp(name, "aten::flip") || !strcmp(name, "aten::cumsum")) return memcmp(in[0]->size, size, 2 * sizeof *size) == 0;
+    bool full[3] = { 0 };
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        if (!broadcasts(in[i], n_dims, size)) return false;
+        for (uint32_t d = 0; d < in[i]->n_dims; d++) full[n_dims - in[i]->n_dims + d] |= in[i]->size[d] == size[n_dims - in[i]->n_dims + d];
+    }
+    for (uint32_t d = 0; d < n_dims && s->n_inputs; d++)
+        if (!full[d]) return false;
+    return true;
+}
+
 /* What a written view becomes. False when the operator is unknown. */
 static bool run_write(const char *name, const tensor *to, tensor *const *in)
 {
     const bool add = !strcmp(name, "aten::add_.Tensor"), mul = !strcmp(name, "aten::mul_.Tensor");
+    if (in[1] && !broadcasts(in[1], to->n_dims, to->size)) return false;
     for (int64_t k = 0; k < n_elements(to); k++) {
         uint64_t *x = element(to, k);
         if (add) *x = (*x + spread(in[1], to, k)) % PRIME;
@@ -230,7 +259,7 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
     return out;
 }
 
-static bool same_elements(const tensor *a, const tensor *b)
+__attribute__((unused)) static bool same_elements(const tensor *a, const tensor *b)
 {
     if (!a || !b || a->n_dims != b->n_dims || memcmp(a->size, b->size, a->n_dims * sizeof *a->size) != 0) return false;
     for (int64_t k = 0; k < n_elements(a); k++)
@@ -247,12 +276,12 @@ static tensor *leaf_tensor(heap *h, const koila_graph *g, koila_value v, uint64_
     return t;
 }
 
-/* ---- a recorded graph, whole, every value its own store: the truth */
+/* ---- a recorded graph, whole, every value its own store: the truth. Leaves that value[] has already stay. */
 
-static bool run_recorded(heap *h, const koila_graph *g, tensor **value)
+__attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, tensor **value)
 {
     for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) value[v] = leaf_tensor(h, g, v, v);
+        if (g->values.at[v].node == KOILA_NONE && !value[v]) value[v] = leaf_tensor(h, g, v, v);
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const char *name = koila_op_name(g->table, s->op);
@@ -458,12 +487,15 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
         }
         const bool known = run_write(name, to, in);
         drop(&to);
-        if (!known) WRONG(x, "%s is not known", name);
+        if (!known) {
+            drop(&out);
+            WRONG(x, "%s is not known, or its shapes do not agree", name);
+        }
     } else if (alias)
         out = view_of(in[0]);
-    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))))
+    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) && shapes_agree(name, s, in, m->n_dims, size))
         out = run_fresh(&x->h, name, s, in, koila_dtype_bytes(m->dtype), m->n_dims, size, scale);
-    if (!out) WRONG(x, "%s is not known", name);
+    if (!out) WRONG(x, "%s is not known, or its shapes do not agree", name);
     into[out_v] = out;
     for (uint32_t d = 0; d < m->n_dims; d++)
         if (out->size[d] != size[d]) WRONG(x, "%s: size[%u] is %lld, placed %lld", name, d, (long long)out->size[d], (long long)size[d]);
@@ -540,7 +572,7 @@ static bool do_stage(interpreter *x, const koila_stage *st)
 }
 
 /* Runs all stages. x->p, x->s and x->rows are set, the rest is zero; leaf[v] of the lowered graph: its seed. */
-static bool interpret(interpreter *x, const uint64_t *leaf)
+__attribute__((unused)) static bool interpret(interpreter *x, const uint64_t *leaf)
 {
     const koila_graph *g = x->p->graph;
     const uint32_t V = g->values.n;
@@ -559,7 +591,7 @@ static bool interpret(interpreter *x, const uint64_t *leaf)
         if (!do_stage(x, &x->s->stages[k].stage)) return false;
     return true;
 }
-static void interpreter_deinit(interpreter *x)
+__attribute__((unused)) static void interpreter_deinit(interpreter *x)
 {
     const uint32_t V = x->p->graph->values.n;
     int64_t n_slices = 1;

@@ -151,9 +151,9 @@ static koila_meta rg_chain(random_graph *r, koila_value base, bool select)
 }
 
 /* Tries one random operator; nothing when what it drew does not fit together. */
-static void rg_step(random_graph *r)
+__attribute__((unused)) static void rg_step(random_graph *r)
 {
-    const uint32_t what = rg_pick(r, 22);
+    const uint32_t what = rg_pick(r, 24);
     const koila_value a = rg_value(r, what == 10 || what == 11 ? 0 : 2, false, false);
     if (a == KOILA_NONE) return;
     const koila_meta_info *m = rg_meta(r, a);
@@ -238,6 +238,15 @@ static void rg_step(random_graph *r)
         if (base != KOILA_NONE && base != a) rg_call(r, "aten::copy_", 0, KOILA_NONE, true, "tt", base, a);
         return;
     }
+    case 22:
+    case 23: { /* normalised: a sum over the batch is a barrier, and what follows is sharded again */
+        const int64_t full[2] = { size[0], size[1] };
+        const koila_dtype type = m->dtype;
+        size[dim] = 1;
+        const koila_value sum = rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, type, 2, size, NULL), false, "tlb", a, 1, dim, 1);
+        if (r->status == KOILA_OK) rg_call(r, "aten::sub.Tensor", 0, rg_shape(r, type, 2, full, NULL), false, "tt", a, sum);
+        return;
+    }
     default: { /* two of a size, or one broadcast over the other */
         static const char *const names[] = { "aten::add.Tensor", "aten::mul.Tensor", "aten::sub.Tensor", "aten::add.Tensor" };
         for (int i = 0; i < 8; i++) {
@@ -245,7 +254,7 @@ static void rg_step(random_graph *r)
             if (b == KOILA_NONE) continue;
             const koila_meta_info *x = rg_meta(r, b);
             if (x->dtype != m->dtype || (x->size[0] != m->size[0] && x->size[0] != 1) || (x->size[1] != m->size[1] && x->size[1] != 1)) continue;
-            rg_call(r, names[what - 18], 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tt", a, b);
+            rg_call(r, names[(what - 18) & 3], 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tt", a, b);
             return;
         }
     }
@@ -253,7 +262,7 @@ static void rg_step(random_graph *r)
 }
 
 /* A graph of about n_steps operators. `two_axes`: leaves of a second axis too. */
-static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_t seed, const uint8_t *data, size_t n_data, uint32_t n_steps)
+__attribute__((unused)) static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_t seed, const uint8_t *data, size_t n_data, uint32_t n_steps)
 {
     memset(r, 0, sizeof *r);
     r->seed = seed * 0x9e3779b97f4a7c15u + 1;
@@ -286,7 +295,7 @@ static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_
     return r->status;
 }
 
-static void rg_deinit(random_graph *r)
+__attribute__((unused)) static void rg_deinit(random_graph *r)
 {
     koila_graph_free(r->g);
     koila_table_free(r->t);
