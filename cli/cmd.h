@@ -17,7 +17,7 @@ enum { EXIT_OK = 0, EXIT_NO_FIT = 1, EXIT_BAD = 2 };
 
 /* verb, function, one line, usage */
 #define COMMANDS(X)                                                                                           \
-    X("plan", cmd_plan, "Predict a recorded step's memory on a GPU, without the GPU", "koila plan STEP.kgraph --gpu NAME|FILE [--memory SIZE] [--conf KEY=VALUE,…] [--slice N|auto] [--sdpa NAME] [--json]\n       koila plan --list-gpus") \
+    X("plan", cmd_plan, "Predict a recorded step's memory on a GPU, without the GPU", "koila plan STEP.kgraph --gpu NAME|FILE [--memory SIZE] [--conf KEY=VALUE,…] [--slice N|auto] [--sdpa NAME] [--optimizer KIND] [--torch V] [--json]\n       koila plan --list-gpus") \
     X("simulate", cmd_simulate, "Replay a memory snapshot; what if memory or settings were different", "koila simulate SNAPSHOT [--device N] [--torch V] [--memory SIZE] [--outside SIZE] [--conf KEY=VALUE,…] [--check] [--events FILE] [--json]") \
     X("report", cmd_report, "Write a memory snapshot as one web page", "koila report SNAPSHOT -o report.html [--device N] [--torch V] [--top 30]") \
     X("help", cmd_help, "This text, or a command's", "koila help [COMMAND]")

@@ -315,48 +315,96 @@ static bool is_outermost(const koila__activation *a)
     return true;
 }
 
-static void record_stats(koila__lines *l, koila__func *f, koila__row *row, int device, koila__activation *a, koila__rec *rec)
+/* Does a profiler want this row's statistics read from the allocators? */
+static bool wants_stats(const koila__activation *a, int row)
 {
-    if (device == 0 || !l->read_stats || f->wish->stats_mode == KOILA__STATS_HOOK) return;
-    if (f->wish->stats_mode == KOILA__STATS_AUTO && row->n_stats_reads >= 1000) return;
-    koila__stats end;
-    if (!l->read_stats(device, &end)) return;
-    row->n_stats_reads++;
+    for (const koila__func *f = row < 0 ? NULL : a->code->funcs; f; f = f->next) {
+        if (!f->wish->enabled || f->wish->stats_mode == KOILA__STATS_HOOK) continue;
+        if (f->wish->stats_mode == KOILA__STATS_FULL || f->rows[row].n_stats_reads < 1000) return true;
+    }
+    return false;
+}
+
+/* Read them for the moment between two windows: row_before ends, row_after begins. false: nobody wants them, or there are none. */
+static bool read_end_stats(koila__lines *l, koila__activation *a, int row_before, int row_after)
+{
+    if (!l->read_stats || l->meter->n_devices == 1 || !(wants_stats(a, row_before) || wants_stats(a, row_after))) return false;
+    if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
+    if (!a->w.end_stats) a->w.end_stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.end_stats);
+    if (!a->w.stats || !a->w.end_stats) return false;
+    bool any = false;
+    for (int d = 1; d < l->meter->n_devices; d++) {
+        if (l->read_stats(d, &a->w.end_stats[d])) any = true;
+        else memset(&a->w.end_stats[d], 0, sizeof a->w.end_stats[d]);
+    }
+    return any;
+}
+
+static void record_stats(koila__lines *l, koila__func *f, koila__row *row, int device, const koila__activation *a, koila__rec *rec)
+{
+    if (f->wish->stats_mode == KOILA__STATS_HOOK || (f->wish->stats_mode == KOILA__STATS_AUTO && row->n_stats_reads > 1000)) return;
     if (!rec->stats_max) rec->stats_max = zeroed(l, sizeof(koila__stats));
     if (!rec->stats_peak) rec->stats_peak = zeroed(l, sizeof(koila__stats));
     if (!rec->stats_max || !rec->stats_peak) return;
-    const koila__stats *start = a->w.stats ? &a->w.stats[device] : &end;
+    const koila__stats *end = &a->w.end_stats[device], *start = a->w.has_stats ? &a->w.stats[device] : end;
     for (int i = 0; i < KOILA__STATS; i++) {
-        max_to(&rec->stats_max->current[i], end.current[i]);
-        max_to(&rec->stats_peak->current[i], end.current[i] > start->current[i] ? end.current[i] : start->current[i]);
-        max_to(&rec->stats_max->allocated[i], end.allocated[i] - start->allocated[i]);
-        max_to(&rec->stats_max->freed[i], end.freed[i] - start->freed[i]);
+        max_to(&rec->stats_max->current[i], end->current[i]);
+        max_to(&rec->stats_peak->current[i], end->current[i] > start->current[i] ? end->current[i] : start->current[i]);
+        max_to(&rec->stats_max->allocated[i], end->allocated[i] - start->allocated[i]);
+        max_to(&rec->stats_max->freed[i], end->freed[i] - start->freed[i]);
     }
 }
 
-/* Bring one device's record up to date with the window that ends now. */
-static void record(koila__lines *l, koila__stack *s, koila__activation *a, koila__func *f, koila__row *row, int device, bool quiet, bool adds,
-                   koila__rec *rec)
+/* One moment, the end of a window and the start of the next: what an event in between would change is read once, so that it is in one
+ * of the two and never in none. Not taken when nothing happened since the window was opened. */
+typedef struct moment {
+    uint64_t n_shared;
+    bool has_stats; /* the activation's end_stats belong to this moment */
+    uint64_t now[KOILA__DEVICES_MAX][KOILA__Q_COUNT], peak[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
+    koila__sums sums[KOILA__DEVICES_MAX];
+} moment;
+
+/* `saved`: the peaks of the enclosing window, which has seen what this one saw. */
+static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOILA__Q_COUNT], moment *m)
 {
-    koila__thread_device *live = &s->thread.device[device];
-    uint64_t now[KOILA__Q_COUNT];
-    for (int q = 0; q < KOILA__Q_COUNT; q++) {
-        now[q] = koila__meter_now(l->meter, device, (koila__q)q);
-        max_to(&rec->current[q], now[q]);
-        max_to(&rec->peak[q], quiet ? now[q] : atomic_load_explicit(&live->peak[q], memory_order_relaxed));
+    m->has_stats = false;
+    m->n_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
+    for (int d = 0; d < l->meter->n_devices; d++) {
+        koila__thread_device *live = &s->thread.device[d];
+        koila__sums_read(&live->sums, &m->sums[d]);
+        for (int q = 0; q < KOILA__Q_COUNT; q++) {
+            m->now[d][q] = koila__meter_now(l->meter, d, (koila__q)q);
+            m->peak[d][q] = atomic_exchange_explicit(&live->peak[q], m->now[d][q], memory_order_relaxed);
+            max_to(&m->peak[d][q], m->now[d][q]);
+            max_to(&saved[d][q], m->peak[d][q]);
+        }
     }
-    if (quiet) return;
-    uint64_t start = a->w.start_bytes[device], peak = atomic_load_explicit(&live->peak[KOILA__Q_BYTES_ALL], memory_order_relaxed);
+}
+
+/* Bring one device's record up to date with the window that ends now; m is NULL when it was quiet. */
+static void record(koila__lines *l, koila__activation *a, koila__func *f, koila__row *row, int device, const moment *m, bool adds, koila__rec *rec)
+{
+    if (!m) {
+        for (int q = 0; q < KOILA__Q_COUNT; q++) {
+            uint64_t now = koila__meter_now(l->meter, device, (koila__q)q);
+            max_to(&rec->current[q], now);
+            max_to(&rec->peak[q], now);
+        }
+        return;
+    }
+    for (int q = 0; q < KOILA__Q_COUNT; q++) {
+        max_to(&rec->current[q], m->now[device][q]);
+        max_to(&rec->peak[q], m->peak[device][q]);
+    }
+    uint64_t start = a->w.start_bytes[device], peak = m->peak[device][KOILA__Q_BYTES_ALL];
     if (peak > start) max_to(&rec->rise, peak - start);
-    koila__sums end;
-    const koila__sums *begin = &a->w.start[device];
+    const koila__sums *end = &m->sums[device], *begin = &a->w.start[device];
     uint64_t in[KOILA__FLOWS], out[KOILA__FLOWS];
-    koila__sums_read(&live->sums, &end);
     for (int i = 0; i < 2; i++) {
-        in[1 + i] = end.alloc_bytes[i] - begin->alloc_bytes[i];
-        in[4 + i] = end.n_allocs[i] - begin->n_allocs[i];
-        out[1 + i] = end.freed_bytes[i] - begin->freed_bytes[i];
-        out[4 + i] = end.n_frees[i] - begin->n_frees[i];
+        in[1 + i] = end->alloc_bytes[i] - begin->alloc_bytes[i];
+        in[4 + i] = end->n_allocs[i] - begin->n_allocs[i];
+        out[1 + i] = end->freed_bytes[i] - begin->freed_bytes[i];
+        out[4 + i] = end->n_frees[i] - begin->n_frees[i];
     }
     in[0] = in[1] + in[2];
     in[3] = in[4] + in[5];
@@ -369,58 +417,57 @@ static void record(koila__lines *l, koila__stack *s, koila__activation *a, koila
     if (adds) {
         rec->sum_alloc += in[0];
         rec->sum_freed += out[0];
-        rec->sum_delta += (int64_t)(now[KOILA__Q_BYTES_ALL] - start);
+        rec->sum_delta += (int64_t)(m->now[device][KOILA__Q_BYTES_ALL] - start);
     }
-    record_stats(l, f, row, device, a, rec);
+    if (device && m->has_stats) record_stats(l, f, row, device, a, rec);
 }
 
-static void end_window(koila__lines *l, koila__stack *s, koila__activation *a, uint64_t ticks)
+static void end_window(koila__lines *l, koila__activation *a, uint64_t ticks, uint64_t n_events, const moment *m)
 {
     koila__code *c = a->code;
-    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
-    bool quiet = n_events == a->opened_events, adds = is_outermost(a);
-    bool shared = !quiet && atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed) != a->opened_shared;
+    bool adds = is_outermost(a);
     uint64_t rss = rss_now(l, ticks);
     for (koila__func *f = c->funcs; f; f = f->next) {
         if (!f->wish->enabled) continue;
         koila__row *row = &f->rows[a->row];
         if (adds) row->n_ticks += ticks - a->opened_ticks;
         if (row->rss_bytes < rss) row->rss_bytes = rss;
-        if (quiet && row->recorded && row->seen_events == n_events && row->seen_target == f->wish->target) continue;
+        if (!m && row->recorded && row->seen_events == n_events && row->seen_target == f->wish->target) continue;
         if (!row->rec) row->rec = zeroed(l, (size_t)n_recs(l) * sizeof *row->rec);
         if (!row->rec) continue;
         row->recorded = true;
-        row->shared |= shared;
+        row->shared |= m && m->n_shared != a->opened_shared;
         row->seen_events = n_events;
         row->seen_target = f->wish->target;
+        row->n_stats_reads += m && m->has_stats;
         int n_devices = l->meter->n_devices;
-        for (int d = 0; d < n_devices; d++) record(l, s, a, f, row, d, quiet, adds, &row->rec[d]);
-        if (n_devices > 1) record(l, s, a, f, row, f->wish->target, quiet, adds, &row->rec[n_devices]);
+        for (int d = 0; d < n_devices; d++) record(l, a, f, row, d, m, adds, &row->rec[d]);
+        if (n_devices > 1) record(l, a, f, row, f->wish->target, m, adds, &row->rec[n_devices]);
     }
     koila_assert(c->n_open[a->row] > 0);
     c->n_open[a->row]--;
     a->row = -1;
 }
 
-/* Note what is true at the start of a window. The live peaks are set by the caller. */
-static void begin_window(koila__lines *l, koila__stack *s, koila__activation *a, int row, uint64_t ticks, uint64_t n_events)
+/* Note what is true at the start of a window; m NULL: the same as at the start of the one before. */
+static void begin_window(koila__lines *l, koila__activation *a, int row, uint64_t ticks, uint64_t n_events, const moment *m)
 {
-    if (a->opened_events != n_events) {
-        for (int d = 0; d < l->meter->n_devices; d++) {
-            a->w.start_bytes[d] = koila__meter_now(l->meter, d, KOILA__Q_BYTES_ALL);
-            koila__sums_read(&s->thread.device[d].sums, &a->w.start[d]);
-            if (d && l->read_stats) {
-                if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
-                if (a->w.stats && !l->read_stats(d, &a->w.stats[d])) memset(&a->w.stats[d], 0, sizeof a->w.stats[d]);
-            }
-        }
-        a->opened_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
+    for (int d = 0; m && d < l->meter->n_devices; d++) {
+        a->w.start_bytes[d] = m->now[d][KOILA__Q_BYTES_ALL];
+        a->w.start[d] = m->sums[d];
+        if (m->has_stats) a->w.stats[d] = a->w.end_stats[d];
+    }
+    if (m) {
+        a->w.has_stats = m->has_stats;
+        a->opened_shared = m->n_shared;
         a->opened_events = n_events;
     }
     a->opened_ticks = ticks;
     a->row = row;
     a->code->n_open[row]++;
 }
+
+static uint64_t events_now(const koila__lines *l) { return atomic_load_explicit(&l->meter->n_events, memory_order_acquire); }
 
 static int row_of(const koila__code *c, int line)
 {
@@ -448,17 +495,21 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     if (c->n_activations++)
         for (size_t i = s->n - 1; i-- > 0 && !a->outer_same;)
             if (s->activations[i]->code == c) a->outer_same = s->activations[i];
-    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
+    uint64_t n_events = events_now(l);
     koila__window_open(l->meter, &s->thread, a->w.saved);
-    a->opened_events = n_events - 1; /* not this: take everything anew */
     int row = is_call ? 0 : row_of(c, line);
     if (row < 0) return;
     if (is_call) count_hit(c, 0);
-    begin_window(l, s, a, row, koila__ticks(), n_events);
+    bool has_stats = read_end_stats(l, a, -1, row);
+    moment m;
+    take_moment(l, s, a->w.saved, &m);
+    m.has_stats = has_stats;
+    begin_window(l, a, row, koila__ticks(), n_events, &m);
 }
 
 void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int line)
 {
+    if (s->n_lost) return; /* of an activation there was no memory for */
     if (koila__stack_top(s) != c) { /* a run that began unseen: an exception thrown into a generator, or profiling switched on in between */
         koila__lines_enter(l, s, c, line, false);
         int at = row_of(c, line);
@@ -467,14 +518,16 @@ void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int lin
     }
     if (l->poll) l->poll();
     koila__activation *a = s->activations[s->n - 1];
-    uint64_t ticks = koila__ticks();
-    if (a->row >= 0) end_window(l, s, a, ticks);
+    uint64_t ticks = koila__ticks(), n_events = events_now(l);
+    moment m;
     int row = row_of(c, line);
+    bool quiet = a->row >= 0 && n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, row);
+    if (!quiet) take_moment(l, s, a->w.saved, &m);
+    m.has_stats = has_stats;
+    if (a->row >= 0) end_window(l, a, ticks, n_events, quiet ? NULL : &m);
     if (row < 0) return;
-    uint64_t n_events = atomic_load_explicit(&l->meter->n_events, memory_order_acquire);
-    if (a->opened_events != n_events) koila__window_restart(l->meter, &s->thread);
     if (row) count_hit(c, row);
-    begin_window(l, s, a, row, ticks, n_events);
+    begin_window(l, a, row, ticks, n_events, quiet ? NULL : &m);
 }
 
 void koila__lines_leave(koila__lines *l, koila__stack *s)
@@ -486,7 +539,14 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
     if (!s->n) return;
     if (l->poll) l->poll();
     koila__activation *a = s->activations[s->n - 1];
-    if (a->row >= 0) end_window(l, s, a, koila__ticks());
+    if (a->row >= 0) {
+        uint64_t n_events = events_now(l);
+        moment m;
+        bool quiet = n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, -1);
+        if (!quiet) take_moment(l, s, a->w.saved, &m);
+        m.has_stats = has_stats;
+        end_window(l, a, koila__ticks(), n_events, quiet ? NULL : &m);
+    }
     koila__window_close(l->meter, &s->thread, a->w.saved);
     s->n--;
     a->code->n_activations--;

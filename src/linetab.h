@@ -82,7 +82,8 @@ typedef struct koila__activation {
         uint64_t saved[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
         uint64_t start_bytes[KOILA__DEVICES_MAX];
         koila__sums start[KOILA__DEVICES_MAX];
-        koila__stats *stats; /* at the window's start, when somebody wants them */
+        koila__stats *stats, *end_stats; /* per device at the window's start and end, when somebody wants them; NULL until then */
+        bool has_stats;                  /* `stats` were read */
     } w;
 } koila__activation;
 

@@ -23,6 +23,6 @@
 #define KOILA_COST_MODERATE 2.0
 
 /* Frontier policies: loops between checkpoints, as multiples of sqrt(loops). */
-#define KOILA_SPACING_FACTORS { 1.0, 2.0 }
+#define KOILA_SPACING_FACTORS { 0.5, 0.7, 1.0 }
 
 #endif

@@ -50,8 +50,9 @@ bool koila__out_all(koila__case *c, koila_placement p)
 {
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j]) continue;
-        if (p.kind == KOILA_S && !koila__fits(c, p, c->out_meta[j])) return false;
-        c->out[j] = p;
+        const bool fits = p.kind != KOILA_S || koila__fits(c, p, c->out_meta[j]);
+        if (!fits && c->out_meta[j]->n_elements) return false;
+        c->out[j] = fits ? p : koila__p(c, KOILA_SUM); /* an empty result (a buffer this device does not use) adds up to an empty one */
     }
     return true;
 }
@@ -193,3 +194,6 @@ bool koila__dtype_is_float(koila_dtype d)
     default: return koila__dtype_is_complex(d);
     }
 }
+
+koila_dtype koila__accumulate_type(koila_dtype d) { return d == KOILA_DTYPE_F16 || d == KOILA_DTYPE_BF16 ? KOILA_DTYPE_F32 : d; }
+koila_dtype koila__moments_type(koila_dtype d) { return d == KOILA_DTYPE_F32 ? KOILA_DTYPE_F64 : koila__accumulate_type(d); }

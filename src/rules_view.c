@@ -3,7 +3,7 @@
  * view and reshape: think of the row-major index. The batch factor has pre * outer elements-blocks before it and inner * post after it, and these
  * two numbers survive any reshape. In the new shape the batch lies in the one dimension d where size[0..d) divides the first and size(d..n)
  * divides the second. If the batch itself is split by the new shape there is no such d, and the value is gathered. */
-#include "rules.h"
+#include "emit.h"
 
 static bool passes_p(koila__case *c) /* every input P alike (or zeros) */
 {
@@ -40,6 +40,20 @@ bool koila__rule_view(koila__case *c)
     if (c->n_in != 1 || !koila__is_s(c->in[0]) || !reshaped(c, c->in[0], c->in_meta[0], c->out_meta[0], &c->out[0])) return false;
     const koila_arg *sizes = koila__arg(c, 1);
     return sizes && sizes->kind == KOILA_ARG_LIST && sizes->n == c->out_meta[0]->n_dims && koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
+}
+
+/* _reshape_alias(x, sizes, strides): the strides are those of the whole, so it is rewritten as a view */
+bool koila__rule_reshape_alias(koila__case *c)
+{
+    const koila_arg *sizes = koila__arg(c, 1);
+    koila__call k;
+    if (koila__any_p(c)) return passes_p(c);
+    if (!c->may_emit || c->n_in != 1 || !sizes || sizes->kind != KOILA_ARG_LIST) return false;
+    koila__emit_begin(c, &k, "aten::view", KOILA_OP_VIEW);
+    koila__emit_copy(&k, 0);
+    koila__emit_copy(&k, 1);
+    c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
+    return c->replaced[0] != KOILA_NONE;
 }
 
 /* flatten(x, start, end) and unflatten arrive whole in inference mode; flatten names no sizes */

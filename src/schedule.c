@@ -327,15 +327,35 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
     return work;
 }
 
-/* The loop, of its own and the last ones of its axis, where result v adds least. All are asked with a limit that doubles, so that asking costs about
- * what the answer does, and each answer is work that is then done: linear in all. */
+/* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
+static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
+{
+    for (uint32_t k = first >> 6; k < w->words; k++) {
+        uint64_t bits = w->exec[(size_t)n * w->words + k];
+        if (k == first >> 6) bits &= UINT64_MAX << (first & 63);
+        for (; bits; bits &= bits - 1) {
+            const uint32_t j = k * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (w->loops[j].axis == w->p->node[n].axis) return j;
+        }
+    }
+    return KOILA_NONE;
+}
+
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
+ * and the last ones, where it adds least. The choices are asked with a limit that doubles, so that asking costs about what the answer does, and each
+ * answer is work that is then done: linear in all. */
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
-    const uint32_t first = w->natural[n];
-    uint32_t choice[4], n_choices = 0;
+    const koila_sig_info *s = sig_of(w, n);
+    const uint32_t first = w->natural[n], there = first_with(w, n, first);
+    if (there != KOILA_NONE) return there;
+    uint32_t choice[5], n_choices = 0, inputs = first;
     for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
         if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
+    for (uint32_t i = 0; i < s->n_inputs && inputs != KOILA_NONE; i++)
+        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs);
+    if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;

@@ -350,6 +350,7 @@ void koila_table_free(koila_table *t)
     koila__vec_free(&mem, &t->opaques);
     koila__vec_free(&mem, &t->metas);
     koila__vec_free(&mem, &t->sigs);
+    koila__vec_free(&mem, &t->user_rules);
     koila__arena_deinit(&t->arena);
     koila__release(&mem, t, sizeof *t);
 }

@@ -157,6 +157,9 @@ KOILA_API const char *koila_opaque_label(const koila_table *t, uint32_t id);
 KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims, const int64_t *size,
                                         const int64_t *stride, koila_meta *out);
 KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta);
+/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each tensor argument and each result is: R whole, S<d>
+ *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one. Expected: BAD_INPUT with the offset in `rule`. */
+KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const char *rule, koila_error *err);
 /** Intern a signature; `desc` is copied. */
 KOILA_API koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_sig *out);
 KOILA_API const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig);

@@ -5,6 +5,7 @@
  *   snapshot.h  a PyTorch memory snapshot, read as data and replayed
  *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its text form
  *   plan.h      how to run it in slices of the batch
+ *   predict.h   what it will need on a GPU that is not here
  */
 #ifndef KOILA_H
 #define KOILA_H
@@ -14,5 +15,6 @@
 #include "koila/snapshot.h"
 #include "koila/graph.h"
 #include "koila/plan.h"
+#include "koila/predict.h"
 
 #endif

@@ -76,6 +76,7 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
             Py_INCREF(t);
             rc = koila__run(t, want, m, false);
             t->ran = true;
+            if (rc == 0 && t->closed) rc = koila__compact(t); /* a running total of past losses must not keep them all */
             Py_DECREF(t);
         }
     }
@@ -117,37 +118,69 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     return 0;
 }
 
-int koila__move_to(koila__handle *h, koila__tape *to)
+/* Without running anything: 1 moved, 0 not concrete, -1 error. */
+static int move_concrete(koila__handle *h, koila__tape *to)
 {
     koila__group *g = h->group;
     koila__tape *from = g->tape;
-    if (from == to) return 0;
+    PyObject *real = from->values[g->cur].real;
     const koila_value_info info = koila_value_get(from->graph, g->cur);
-    if (info.node == KOILA_NONE && info.leaf_kind == KOILA_LEAF_BATCH && from->values[g->cur].real) {
+    if (real && info.node == KOILA_NONE && info.leaf_kind == KOILA_LEAF_BATCH) {
         uint16_t axis;
         if (koila__tape_axis(to, from->axis_ids[info.axis], koila_graph_axis_size(from->graph, info.axis), &axis) < 0) return -1;
-        return move_group(g, to, from->values[g->cur].real, info.meta, KOILA_LEAF_BATCH, axis, info.dim);
+        return move_group(g, to, real, info.meta, KOILA_LEAF_BATCH, axis, info.dim) < 0 ? -1 : 1;
     }
-    if (!from->values[g->cur].real && h->chain && !h->next_in_group && !h->prev_in_group) {
-        /* the only wrapper left shows a view: its own contents are all that anyone can see */
-        PyObject *real = koila__concrete(h);
-        if (!real) return -1;
-        Py_INCREF(real);
-        const koila_value v = koila__tape_leaf_new(to, real, h->meta, KOILA_LEAF_REAL, 0, 0);
-        koila__group *fresh = v == KOILA_NONE ? NULL : koila__group_new(to, v, h->meta);
-        Py_DECREF(real);
-        if (!fresh) return -1;
-        koila__handle_move(h, fresh, NULL, v, h->meta, h->offset);
-        return 0;
+    if (real) return move_group(g, to, real, g->meta, KOILA_LEAF_REAL, 0, 0) < 0 ? -1 : 1;
+    if (!h->chain || h->next_in_group || h->prev_in_group || h->gen != g->gen || h->value == KOILA_NONE || !(real = from->values[h->value].real)) return 0;
+    /* the only wrapper left shows a view: its own contents are all that anyone can see */
+    Py_INCREF(real);
+    const koila_value v = koila__tape_leaf_new(to, real, h->meta, KOILA_LEAF_REAL, 0, 0);
+    koila__group *fresh = v == KOILA_NONE ? NULL : koila__group_new(to, v, h->meta);
+    Py_DECREF(real);
+    if (!fresh) return -1;
+    koila__handle_move(h, fresh, NULL, v, h->meta, h->offset);
+    return 1;
+}
+
+int koila__move_to(koila__handle *h, koila__tape *to)
+{
+    koila__tape *from = h->group->tape;
+    if (from == to) return 0;
+    int rc = move_concrete(h, to);
+    if (rc) return rc < 0 ? -1 : 0;
+    const bool alone = h->chain && !h->next_in_group && !h->prev_in_group;
+    const koila_value want = alone ? koila__value_of(h) : h->group->cur;
+    if (want == KOILA_NONE) return -1;
+    Py_INCREF(from);
+    rc = from->values[want].real ? 0 : koila__run(from, &want, 1, false);
+    from->ran = true;
+    Py_DECREF(from);
+    if (rc < 0) return -1;
+    if (h->group->tape == to) return 0; /* somebody else moved it meanwhile */
+    rc = move_concrete(h, to);
+    if (rc == 0) PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
+    return rc > 0 ? 0 : -1;
+}
+
+static koila__handle *next_movable(koila__tape *t)
+{
+    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
+        const koila__group *g = h->group;
+        if (t->values[g->cur].real) return h;
+        if (h->chain && !h->next_in_group && !h->prev_in_group && h->gen == g->gen && h->value != KOILA_NONE && t->values[h->value].real) return h;
     }
-    if (!from->values[g->cur].real) {
-        const koila_value want = g->cur;
-        Py_INCREF(from);
-        const int rc = koila__run(from, &want, 1, false);
-        from->ran = true;
-        Py_DECREF(from);
-        if (rc < 0) return -1;
-        if (h->group != g || g->tape == to) return koila__move_to(h, to); /* somebody else moved it meanwhile */
+    return NULL;
+}
+
+int koila__compact(koila__tape *t)
+{
+    for (koila__handle *h; (h = next_movable(t));) { /* each moves its whole group out of t, so this ends */
+        koila__tape *island = koila__tape_new();
+        if (!island) return -1;
+        island->closed = island->is_island = true;
+        const int rc = move_concrete(h, island);
+        Py_DECREF(island); /* the handles keep it */
+        if (rc <= 0) return rc;
     }
-    return move_group(g, to, from->values[g->cur].real, g->meta, KOILA_LEAF_REAL, 0, 0);
+    return 0;
 }

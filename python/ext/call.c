@@ -322,6 +322,15 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         for (uint32_t i = 0; i < n_owned; i++) Py_DECREF(owned[i]);
         if (!ok) goto done;
         for (uint32_t j = 0; j < s->n_outputs; j++) {
+            koila_meta m;
+            if (out[j] && (koila__meta_of(out[j], &m) < 0 || m != s->outputs[j])) {
+                PyObject *is = koila__meta_object(m), *was = koila__meta_object(s->outputs[j]);
+                PyErr_Format(PyExc_AssertionError, "node %u %s, result %u: recorded as %R, is %R", n, koila_op_name(koila__table, s->op), j, was, is);
+                Py_XDECREF(is);
+                Py_XDECREF(was);
+                for (; j < s->n_outputs; j++) Py_XDECREF(out[j]);
+                goto done;
+            }
             if (!out[j]) continue;
             if (uses[node.first_output + j] && !t->values[node.first_output + j].real) env[node.first_output + j] = out[j];
             else Py_DECREF(out[j]);

@@ -1096,9 +1096,10 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     const long long size = PyLong_AsLongLong(arg);
     if (size == -1 && PyErr_Occurred()) return NULL;
     if (size < 0) return PyErr_SetString(PyExc_ValueError, "an axis has a size of at least 0"), NULL;
-    koila__tape *t = koila__tape_current();
+    koila__tape *t = koila__tape_for_lazy();
     uint16_t axis;
     if (!t || koila__tape_axis(t, 0, size, &axis) < 0) return NULL;
+    t->waiting = true;
     return PyLong_FromUnsignedLong(axis);
 }
 
@@ -1111,11 +1112,14 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) return PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor"), NULL;
     static bool guarded; /* the doors of plain tensors */
     if (!guarded) {
-        PyObject *ok = call_helper("install", NULL, NULL, NULL);
-        if (!ok) return NULL;
-        Py_DECREF(ok);
+        PyObject *done = call_helper("install", NULL, NULL, NULL);
+        if (!done) return NULL;
+        Py_DECREF(done);
         guarded = true;
     }
+    PyObject *ok = call_helper("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
+    if (!ok) return NULL;
+    Py_DECREF(ok);
     koila__tape *t = koila__tape_current();
     koila_meta meta;
     if (!t || koila__meta_of(real, &meta) < 0) return NULL;
@@ -1133,6 +1137,7 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     if (!g) return NULL;
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
     if (!w) return koila__group_free(g), NULL;
+    t->waiting = false;
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0)) Py_CLEAR(w);
     Py_XDECREF(grad);
@@ -1227,6 +1232,22 @@ static PyObject *py_run(PyObject *module, PyObject *args)
         t->ran = true;
     }
     PyMem_Free(v);
+    Py_DECREF(fast);
+    if (rc < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* run_whole([lazy, ...]): by the simple executor, which checks that each call returns what was recorded; for tests */
+static PyObject *py_run_whole(PyObject *module, PyObject *seq)
+{
+    PyObject *fast = PySequence_Fast(seq, "run_whole() takes a sequence of lazy tensors");
+    if (!fast) return NULL;
+    int rc = 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast) && rc == 0; i++) {
+        koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
+        const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
+        rc = v == KOILA_NONE ? -1 : h->group->tape->values[v].real ? 0 : koila__run_whole(h->group->tape, &v, 1, false);
+    }
     Py_DECREF(fast);
     if (rc < 0) return NULL;
     Py_RETURN_NONE;
@@ -1359,6 +1380,7 @@ static PyMethodDef methods[] = {
     { "handle_info", py_handle_info, METH_O, "handle_info(lazy) -> (tape, value id)" },
     { "tape_of", py_tape_of, METH_O, "tape_of(lazy)" },
     { "run", py_run, METH_VARARGS, "run(tape, [lazy, ...], commit_effects=False)" },
+    { "run_whole", py_run_whole, METH_O, "run_whole([lazy, ...]): the reference executor" },
     { "effect", py_effect, METH_VARARGS, "effect(lazy, real): after the step real's contents are lazy's" },
     { "random", py_random, METH_VARARGS, "random(lazy, state): the node that made lazy draws from a generator in this state" },
     { "random_state", py_random_state, METH_VARARGS, "random_state(tape, node)" },

@@ -88,7 +88,10 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state);
 koila__tape *koila__tape_current(void);              /* borrowed: the open tape, opened when there is none; NULL + error */
 
+koila__tape *koila__tape_for_lazy(void);             /* the same, for a new lazy() call: may finish and close the one before */
+
 /* ---- alias.c */
+int koila__compact(koila__tape *t);                  /* groups of a closed tape whose base is concrete move to a tape of their own */
 koila_value koila__value_of(koila__handle *h);       /* its value now, replaying its chain after a write; KOILA_NONE + error */
 int koila__move_to(koila__handle *h, koila__tape *to); /* h's group becomes a leaf of another tape */
 PyObject *koila__concrete(koila__handle *h);         /* borrowed real tensor; NULL + error */

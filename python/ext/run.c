@@ -1310,7 +1310,14 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
         const uint32_t there = koila__tape_held(t, held, n_held);
         status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
     }
-    if (status == 0 && commit) t->closed = true;
+    if (status == 0 && commit) {
+        t->closed = true;
+        if (koila__open == t) {
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
+        koila__tape_let_go(t);
+    }
     PyMem_Free(values);
     PyMem_Free(held);
     Py_DECREF(t);
@@ -1335,8 +1342,9 @@ static PyObject *py_take_all(PyObject *self, PyObject *list)
     for (Py_ssize_t i = 0; out && i < n; i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->chain || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value || h->group->refs > 1) continue;
+        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
         koila__tape *t = h->group->tape;
+        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
         if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
     }
     Py_DECREF(fast);
@@ -1401,6 +1409,18 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
+static PyObject *py_register_rule(PyObject *self, PyObject *args)
+{
+    const char *op, *rule;
+    koila_error err = KOILA_ERROR_INIT;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    const koila_status status = koila_table_rule(koila__table, op, rule, &err);
+    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
+    if (status != KOILA_OK) return koila__raise(status);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -1422,6 +1442,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

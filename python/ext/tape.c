@@ -14,6 +14,7 @@
 
 koila__tape *koila__open;
 static uint64_t next_axis_id = 1, next_uid;
+static koila__tape *tapes; /* all that are alive, linked by next_tape */
 
 koila__tape *koila__tape_new(void)
 {
@@ -21,6 +22,9 @@ koila__tape *koila__tape_new(void)
     if (!t) return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
+    t->next_tape = tapes;
+    if (tapes) tapes->prev_tape = t;
+    tapes = t;
     const koila_status s = koila_graph_new(koila__table, NULL, &t->graph);
     if (s) {
         Py_DECREF(t);
@@ -43,6 +47,25 @@ int koila__tape_reserve(koila__tape *t)
     return 0;
 }
 
+/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die: losses kept in a list must not keep their batches. */
+static int compact_closed(void)
+{
+    for (koila__tape *t = tapes; t;) {
+        if (!t->closed || t->compacted || t->is_island) {
+            t = t->next_tape;
+            continue;
+        }
+        t->compacted = true;
+        Py_INCREF(t);
+        const int rc = koila__compact(t);
+        koila__tape *next = t->next_tape;
+        Py_DECREF(t);
+        if (rc < 0) return -1;
+        t = next ? tapes : NULL; /* others may have died with it: from the start; compacted ones are passed over */
+    }
+    return 0;
+}
+
 koila__tape *koila__tape_current(void)
 {
     if (koila__open && !koila__open->closed) return koila__open;
@@ -51,7 +74,49 @@ koila__tape *koila__tape_current(void)
     koila__tape *old = koila__open;
     koila__open = t;
     Py_XDECREF(old);
-    return t;
+    if (compact_closed() < 0) return NULL;
+    return koila__open;
+}
+
+#define MAX_LAZY_CALLS 16 /* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to its end */
+
+static bool graph_waits(koila__tape *t)
+{ /* may a backward come that needs what is recorded here? */
+    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
+        PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
+        const bool yes = r == Py_True;
+        Py_XDECREF(r);
+        if (!r) PyErr_Clear();
+        if (yes) return true;
+    }
+    return false;
+}
+
+/* The tape for a new lazy(). Several calls join one step; but when no backward can come, what the user still holds of the work before is made now, in one run. */
+koila__tape *koila__tape_for_lazy(void)
+{
+    koila__tape *t = koila__open;
+    if (!t || t->closed) return koila__tape_current();
+    const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
+    if (t->n_handles && (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS))) return t;
+    Py_INCREF(t);
+    int rc = 0;
+    if (t->n_handles) {
+        uint32_t n = koila__tape_held(t, NULL, 0);
+        koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
+        if (!v) {
+            PyErr_NoMemory();
+            rc = -1;
+        } else {
+            const uint32_t m = koila__tape_held(t, v, n);
+            n = m < n ? m : n;
+            if (n || t->n_effects) rc = koila__run(t, v, n, true);
+        }
+        PyMem_Free(v);
+    }
+    if (rc == 0) t->closed = true;
+    Py_DECREF(t);
+    return rc < 0 ? NULL : koila__tape_current();
 }
 
 /* ---- leaves */
@@ -260,10 +325,26 @@ uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap)
     return n;
 }
 
+/* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for anything else: let go of the batch, of gradients
+ * that were taken, and of what they were made from. Called when the step ends and again while handles die, until it succeeds. */
+void koila__tape_let_go(koila__tape *t)
+{
+    if (!t->closed || t->let_go || t->n_effects) return;
+    for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
+        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real) return;
+    t->let_go = true;
+    const uint32_t n = koila_graph_n_values(t->graph);
+    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
+        if (!t->values[v].handle) Py_CLEAR(t->values[v].real);
+}
+
 /* ---- the type */
 
 static void tape_dealloc(koila__tape *t)
 {
+    if (t->prev_tape) t->prev_tape->next_tape = t->next_tape;
+    else tapes = t->next_tape;
+    if (t->next_tape) t->next_tape->prev_tape = t->prev_tape;
     if (t->weakrefs) PyObject_ClearWeakRefs((PyObject *)t);
     const uint32_t n = t->graph ? koila_graph_n_values(t->graph) : 0;
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++) Py_XDECREF(t->values[v].real);

@@ -38,6 +38,8 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
+    bool let_go;             /* closed, and what nobody can ask for any more has been given up */
     bool ran;                /* something was made concrete since it was opened */
     struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
     struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
@@ -46,6 +48,9 @@ typedef struct koila__tape {
     uint32_t n_random, n_random_alloc;
     uint64_t *axis_ids;            /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape */
     uint32_t n_axis_ids;
+    bool compacted;                /* closed, and what was concrete has left it */
+    bool is_island;                /* made for one concrete value that outlives its step */
+    struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                  /* never reused in this process */
     PyObject *weakrefs;
 } koila__tape;
@@ -72,6 +77,7 @@ uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
 PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
 /* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
+void koila__tape_let_go(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 

@@ -379,6 +379,11 @@ static void handle_dealloc(koila__handle *h)
         koila__group *last = detach(h);
         if (last) koila__group_free(last);
         if (t->n_effects) settle(t);
+        if (t->closed && t->n_handles < 16) koila__tape_let_go(t);
+        if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t) { /* nothing of it can be asked for: the next lazy() opens a new one */
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
         Py_DECREF(t);
     }
     if (n_free < FREELIST) freelist[n_free++] = h;

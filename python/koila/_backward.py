@@ -33,7 +33,7 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.box = box
         ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -128,7 +128,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
             gradients[i] = _own_layout(leaf, gradients[i])
         contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
         before = [leaf.grad for leaf in leaves]
-        one = torch.ones(())
+        one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
     try:

@@ -186,6 +186,8 @@ def check_type(func: Any, cls: type) -> None:
     """Another class of tensor is among the arguments."""
     if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (torch._C._disabled_torch_dispatch_impl,):
         return
+    if func is None:
+        raise UnsupportedError(f"a {cls.__name__} cannot be lazy: it has a dispatch of its own")
     raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
 
 
@@ -448,6 +450,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if error is not None:
             raise error.with_traceback(None) from None
         raise e.with_traceback(None) from None
+    _dtype_error(func, args, kwargs)
     schema = func._schema
     written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
     if written:
@@ -473,7 +476,23 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out.append((2, r))
         else:
             raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
+    if func is aten._native_batch_norm_legit_functional.default:  # new running statistics are clones of the old; the shape function widens half precision
+        out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
     return kind, out
+
+
+def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
+    """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for 'Long''): try a few elements. Only calls with one tensor, of
+    whole numbers: with several, a shrunken call may not fit together, and kernels trust their callers."""
+    tensors = _tensors(args, kwargs)
+    if func.namespace != "aten" or len(tensors) != 1 or tensors[0].dtype.is_floating_point or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    try:
+        a, k = _map_call(lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device), args, kwargs)
+        func(*a, **k)
+    except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
+        if "not implemented for" in str(e):
+            raise e.with_traceback(None) from None
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -933,11 +952,46 @@ def install() -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make them plain with x.torch()")
 
+    _lazy_states()
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)
         except Exception:  # already there, or of a kind that takes no classes
             pass
+
+
+def _lazy_states() -> None:
+    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it: everything after would be whole. Given a lazy input and no state, we
+    pass the zeros as a lazy factory, which is sliced like the input."""
+    import types
+
+    def states(self: Any, x: Any) -> Any:
+        data, sizes = (x.data, x.batch_sizes) if isinstance(x, torch.nn.utils.rnn.PackedSequence) else (x, None)
+        if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
+            return None
+        rows = int(sizes[0]) if sizes is not None else None if data.dim() == 2 else data.size(0 if self.batch_first else 1)
+        n = self.num_layers * (2 if self.bidirectional else 1)
+        lead = (n,) if rows is None else (n, rows)
+        h = data.new_zeros(*lead, self.proj_size or self.hidden_size)
+        return (h, data.new_zeros(*lead, self.hidden_size)) if self.mode == "LSTM" else h
+
+    for cls in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
+        original = cls.forward
+
+        def wrap(original: Any) -> Any:
+            def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
+                return original(self, input, states(self, input) if hx is None else hx)
+
+            # TorchScript compiles the source of what it unwraps, with the globals of what it is given: they must belong together
+            at = original.__code__
+            code = forward.__code__.replace(co_firstlineno=at.co_firstlineno, co_filename=at.co_filename)
+            same = types.FunctionType(code, original.__globals__, "forward", (None,), forward.__closure__)
+            for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+                setattr(same, name, getattr(original, name))
+            same.__wrapped__ = original  # type: ignore[attr-defined]
+            return same
+
+        cls.forward = wrap(original)  # type: ignore[method-assign]
 
 
 def _keep_leaf(real: torch.Tensor) -> None:

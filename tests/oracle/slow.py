@@ -433,9 +433,19 @@ def record(fn, inputs, batch_dims=None) -> Recording:
 # ---- running
 
 def take(x: torch.Tensor, p: Placement, s: int, e: int, batch: int) -> torch.Tensor:
-    """Rows s..e of whole x placed p."""
-    x = x.unflatten(p.dim, (p.outer, batch, p.inner)) if p.outer and p.inner else x
-    return x.narrow(p.dim + 1, s, e - s).flatten(p.dim, p.dim + 2) if p.outer and p.inner else x
+    """Rows s..e of whole x placed p. A dense value stays dense: kernels that read strides wrongly (recurrent layers, statistics in backward) never see
+    others in a whole run."""
+    if p.outer == 0 or p.inner == 0:
+        return x
+    rows = x.unflatten(p.dim, (p.outer, batch, p.inner)).narrow(p.dim + 1, s, e - s).flatten(p.dim, p.dim + 2)
+    if not is_dense(x) or is_dense(rows):
+        return rows
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    return torch.empty_permuted(rows.shape, order, dtype=x.dtype).copy_(rows)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    return x.numel() == 0 or x.numel() == 1 + sum((n - 1) * st for n, st in zip(x.shape, x.stride()))
 
 
 def put_together(parts, p: Placement, sizes):

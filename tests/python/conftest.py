@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 def _settings_are_put_back():
     yield
     try:
-        import koila
+        from koila import _core
     except ImportError:
         return
-    koila._core.configure(micro_batch=None, budget=None, strict=False, fastest=False)
+    _core.configure(micro_batch=None, budget=None, strict=False, fastest=False)

@@ -109,8 +109,8 @@ real, x = torch.zeros(6, 2), torch.randn(6, 2)
 l = lazy(x) * 2
 try:
     torch.utils.swap_tensors(real, l)
-except RuntimeError as e:  # torch's own refusal
-    assert "slots" in str(e) and torch.equal(real, torch.zeros(6, 2)) and torch.equal(koila.run(l), x * 2)
+except RuntimeError:  # koila's refusal, or torch's own
+    assert torch.equal(real, torch.zeros(6, 2)) and torch.equal(koila.run(l), x * 2)
 else:
     assert torch.equal(koila.run(real), x * 2) and torch.equal(koila.run(l), torch.zeros(6, 2))
 """)

@@ -10,7 +10,9 @@
 
 import argparse
 import importlib
+import io
 import json
+import os
 import sys
 import threading
 import traceback
@@ -23,7 +25,6 @@ from .line_profiler import DEFAULT_COLUMNS, LineProfiler
 
 def _load(args) -> tuple:
     """(code, namespace) of the script or module; sys.argv is set for it."""
-    import runpy
     from importlib.util import find_spec
 
     namespace = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -39,11 +40,9 @@ def _load(args) -> tuple:
     else:
         if not args.script:
             raise SystemExit("koila.memlab: expected a script, or -m module")
-        code = runpy._get_code_from_file(args.script)
-        code = code[0] if isinstance(code, tuple) else code
+        with io.open_code(args.script) as f:
+            code = compile(f.read(), args.script, "exec", dont_inherit=True)
         namespace["__file__"] = args.script
-        import os
-
         sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
         sys.argv = [args.script, *args.args]
     return code, namespace

@@ -127,6 +127,23 @@ def test_recursion_sees_the_sum_and_counts_an_event_once():
     assert rows(p, rec, "hits", "alloc", "freed") == {0: (3, 0, 0), 1: (3, 3 * KIB, 0), 2: (3, 0, 0), 3: (2, 2 * KIB, 2 * KIB), 4: (3, 0, 0)}
 
 
+def test_a_caller_sees_the_peaks_of_every_line_it_calls():
+    def inner():
+        x = kib(9)
+        del x
+        return kib(1)
+
+    def outer():
+        y = inner()
+        return y
+
+    base = core.truth_current()
+    with LineProfiler(outer, inner) as p:
+        outer()
+    assert peaks_above(p, outer, base) == {0: 0, 1: 9, 2: 1}
+    assert peaks_above(p, inner, base) == {0: 0, 1: 9, 2: 9, 3: 1}
+
+
 def test_maximum_over_hits_and_hits_of_a_loop():
     def loop():
         for n in (1, 5, 2):

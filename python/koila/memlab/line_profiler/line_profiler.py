@@ -178,6 +178,8 @@ class LineProfiler(_core.LineTable):
     def _check_truth(self, columns, index):
         """Declare numbers void when another tool took the hook away in between; refuse columns that then cannot be had."""
         device = self.target_device if index < 0 else index
+        if device and self.stats_mode == 0 and _core.check_columns(columns):
+            raise UnsupportedError('display: a column must be read from the allocator, which stats="hook" never does; use stats="auto"')
         if self._generation is None or device or not set(columns) - {"hits", "time", "rss"}:
             return
         lost = _core.truth_generation() != self._generation

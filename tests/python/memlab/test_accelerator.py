@@ -1,0 +1,166 @@
+"""The accelerator back ends without an accelerator: a small libc10_cuda.so of our own calls the function that the real one calls for
+every block, and torch is told that there are two devices. What only hardware can show is not claimed here."""
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+SOURCE = """
+#include <stddef.h>
+#include <stdint.h>
+void _ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE(void *, int64_t, size_t, size_t, uint16_t);
+static size_t held[2], reserved[2];
+void block(int device, long delta, long more)
+{
+    held[device] += delta; reserved[device] += more;
+    _ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE((void *)4096, delta, held[device], reserved[device], (uint16_t)(1 | device << 8));
+}
+size_t allocated(int device) { return held[device]; }
+size_t all(int device) { return reserved[device]; }
+"""
+
+HEAD = """
+import ctypes, sys, warnings, torch
+fake = ctypes.CDLL(sys.argv[1])
+fake.block.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long]
+fake.allocated.restype = fake.all.restype = ctypes.c_size_t
+def block(device, delta, more=0): fake.block(device, delta, more)
+n_reads = 0
+def stats(device):
+    global n_reads
+    n_reads += 1
+    one = lambda v: {p: dict(current=v, peak=v, allocated=v, freed=0) for p in ("all", "large_pool", "small_pool")}
+    return {"allocated_bytes": one(fake.allocated(device)), "allocation": one(1), "reserved_bytes": one(fake.all(device)),
+            "requested_bytes": one(fake.allocated(device) - 100 if fake.allocated(device) else 0), "segment": one(3), "inactive_split": one(2), "inactive_split_bytes": one(1 << 20)}
+torch._C._cuda_memoryStats = stats
+torch.cuda.device_count = lambda: 2
+torch.cuda.current_device = lambda: 1
+torch.cuda.memory.get_allocator_backend = lambda: BACKEND
+import koila._core as core
+from koila import memlab
+from koila._errors import UnsupportedError
+def rows(p, f, *columns, device=None):
+    found = p.records(f, device=device)
+    return {r["line"] - found[0]["line"]: tuple(r.get(c) for c in columns) for r in found if r["hits"] is not None}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    cc = shutil.which("cc") or shutil.which("gcc")
+    if cc is None or torch.cuda.is_available():
+        pytest.skip("needs a C compiler, and no real accelerator")
+    folder = tmp_path_factory.mktemp("fake")
+    (folder / "fake.c").write_text(SOURCE)
+    lib = os.path.join(os.path.dirname(torch.__file__), "lib")
+    out = folder / "libc10_cuda.so"
+    subprocess.run([cc, "-shared", "-fPIC", "-O1", str(folder / "fake.c"), "-o", str(out), f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"], check=True)
+    return str(out)
+
+
+def run(library, body, backend="native"):
+    code = HEAD.replace("BACKEND", repr(backend)) + textwrap.dedent(body)
+    p = subprocess.run([sys.executable, "-c", code, library], capture_output=True, text=True, timeout=120)
+    assert p.returncode == 0, p.stdout + p.stderr
+    return p.stdout
+
+
+def test_lines_show_allocated_and_reserved_peaks_of_their_device(library):
+    run(library, """
+        block(1, 5000, 1 << 21)                     # before we listen
+        def work():
+            block(0, 4096, 2 << 20)
+            block(0, 2 << 20, 2 << 20); block(0, -(2 << 20))
+            block(1, 512)
+            block(0, -4096)
+        with memlab.LineProfiler(work) as p: work()
+        assert memlab.backend()["cuda"] == "hook"
+        assert rows(p, work, "active_bytes.all.peak", "reserved_bytes.all.peak", "alloc", "freed", "rise") == {
+            0: (0, 0, 0, 0, 0), 1: (4096, 2 << 20, 4096, 0, 4096), 2: (4096 + (2 << 20), 4 << 20, 2 << 20, 2 << 20, 2 << 20),
+            3: (4096, 4 << 20, 0, 0, 0), 4: (4096, 4 << 20, 0, 4096, 0)}, rows(p, work, "active_bytes.all.peak", "reserved_bytes.all.peak", "alloc", "freed", "rise")
+        assert rows(p, work, "active_bytes.all.peak", "alloc", device="cuda:1") == {0: (5000, 0), 1: (5000, 0), 2: (5000, 0), 3: (5512, 512), 4: (5512, 0)}
+        assert rows(p, work, "alloc", device="cpu") == {i: (0,) for i in range(5)}
+        assert rows(p, work, "active_bytes.large_pool.allocated")[2] == (2 << 20,)
+        assert rows(p, work, "requested_bytes.all.peak", "segment.all.current")[1] == (3996, 3)
+        assert "larger end of the line" in str(p.display(columns=["requested_bytes.all.peak"]))
+        with memlab.measure("cuda:1") as m: block(1, 1000); block(1, -1000)
+        assert (m.start, m.rise, m.alloc, m.freed) == (5512, 1000, 1000, 1000)
+    """)
+
+
+def test_a_switch_of_the_target_inside_a_function(library):
+    run(library, """
+        def work():
+            block(0, 1000)
+            block(1, 70)
+            p.target_gpu = 1
+            block(0, 5000)
+            block(1, 500)
+        p = memlab.LineProfiler(work)
+        with p: work()
+        assert rows(p, work, "active_bytes.all.peak") == {0: (0,), 1: (1000,), 2: (1000,), 3: (70,), 4: (70,), 5: (570,)}
+    """)
+
+
+def test_statistics_are_read_as_asked(library):
+    run(library, """
+        def work():
+            for _ in range(1500):
+                block(0, 512); block(0, -512)
+        reads = {}
+        for mode in ("hook", "auto", "full"):
+            before = n_reads
+            with memlab.LineProfiler(work, stats=mode) as p: work()
+            reads[mode] = n_reads - before
+        assert reads["hook"] <= 4 and 2000 <= reads["auto"] <= 2 * 2100 and reads["full"] >= 2 * 1500, reads
+        with memlab.LineProfiler(work, stats="hook") as p: work()
+        try:
+            p.display(columns=["requested_bytes.all.peak"])
+        except UnsupportedError as e:
+            assert "stats" in str(e)
+        else: raise AssertionError
+    """)
+
+
+def test_other_allocators_fall_back_to_statistics(library):
+    run(library, """
+        def work():
+            block(0, 4096, 1 << 20)
+            block(0, 100); block(0, -100)
+        with memlab.LineProfiler(work) as p: work()
+        b = memlab.backend()
+        assert b["cuda"] == "stats" and "cudaMallocAsync" in b["why"]["cuda"]
+        assert rows(p, work, "active_bytes.all.peak")[1] == (4096,)
+        try: memlab.measure("cuda:0")
+        except UnsupportedError as e: assert "cudaMallocAsync" in str(e)
+        else: raise AssertionError
+    """, backend="cudaMallocAsync")
+
+
+def test_indices_and_current_device(library):
+    run(library, """
+        from koila.memlab import devices
+        try: memlab.LineProfiler(target_gpu=2)
+        except ValueError as e: assert "there are 2 devices" in str(e), e
+        else: raise AssertionError
+        assert devices.resolve("cuda", "x") == 2 and devices.resolve(torch.device("cuda", 0), "x") == 1 and devices.current() == 2
+    """)
+
+
+def test_books_of_an_accelerator_itemise_the_rest(library):
+    run(library, """
+        from koila.memlab import tensors
+        block(0, 512 + 1024 + 2048 + 4096, 1 << 21)
+        memlab.start()
+        torch.cuda.memory_snapshot = lambda: [dict(device=0, address=0, blocks=[
+            dict(address=1000, size=512, state="active_allocated"), dict(address=2000, size=1024, state="active_allocated"),
+            dict(address=4000, size=2048, state="active_allocated"), dict(address=9000, size=4096, state="active_awaiting_free"),
+            dict(address=20000, size=1 << 20, state="inactive")]), dict(device=1, address=0, blocks=[dict(address=1, size=7, state="active_allocated")])]
+        def row(name, n, data): return (name, "tensor", (n,), n, "u8", "cuda:0", n, n, data, data, 0, None, "allocator")
+        b = tensors.books([row("a", 10, 1000), row("b", 512, 2000)], "cuda:0")
+        assert b == dict(listed=1024, truth=7680, loose=(2048, 1), rounding=512, waiting=4096, unexplained=0, borrowed=0), b
+    """)
