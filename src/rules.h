@@ -44,6 +44,7 @@ typedef struct koila__case {
     const koila_placement *want;           /* see above; usually NULL */
     bool may_emit;
     bool accumulates;                      /* the result is the P input plus what this slice's rows add to it */
+    uint32_t unread;                       /* bit i: the call does not read input i for these arguments (a random state without dropout); need[i] is as it is placed */
     koila_value *replaced;                 /* preset KOILA_NONE; set all results that exist to rewrite */
 } koila__case;
 

@@ -258,3 +258,23 @@ bool koila__rule_matrices(koila__case *c)
         if (c->in_meta[i]->n_dims != c->in_meta[lead]->n_dims || !koila__need(c, i, c->in[lead])) return false;
     return koila__out_all(c, c->in[lead]);
 }
+
+/* linalg_lu_solve(LU, pivots, B), lu_unpack(LU, pivots), householder_product(A, tau): input 1 is a vector for each matrix */
+bool koila__rule_matrices_vector(koila__case *c)
+{
+    const uint32_t lead = koila__lead(c), n = c->in_meta[0]->n_dims;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim + 2u >= n) return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (c->in_meta[i]->n_dims + (i == 1 ? 1u : 0u) != n || !koila__need(c, i, c->in[lead])) return false;
+    return koila__out_all(c, c->in[lead]);
+}
+
+/* glu_backward(grad, x, dim): rows of both */
+bool koila__rule_glu_backward(koila__case *c)
+{
+    uint32_t d;
+    const uint32_t lead = koila__lead(c);
+    if (koila__any_p(c) || c->n_in != 2 || lead == KOILA_NONE || !koila__arg_dim(c, 2, -1, c->in_meta[1]->n_dims, &d) || c->in[lead].dim == d) return false;
+    if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
+    return koila__out_all(c, c->in[lead]);
+}
