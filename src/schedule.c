@@ -331,17 +331,23 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
     return work;
 }
 
-/* The first loop from `first` on, of n's axis, whose demand holds n; KOILA_NONE when there is none. */
+/* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
 static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 {
-    for (uint32_t j = first; j < w->n_loops; j++)
-        if (w->loops[j].axis == w->p->node[n].axis && runs_in(w, n, j)) return j;
+    for (uint32_t k = first >> 6; k < w->words; k++) {
+        uint64_t bits = w->exec[(size_t)n * w->words + k];
+        if (k == first >> 6) bits &= UINT64_MAX << (first & 63);
+        for (; bits; bits &= bits - 1) {
+            const uint32_t j = k * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (w->loops[j].axis == w->p->node[n].axis) return j;
+        }
+    }
     return KOILA_NONE;
 }
 
-/* The loop for result v, which nobody waits for: the first that runs its producer anyway (later ones may only seem to: there an expensive value is
- * kept and not run again). Else, of its own loop, the first that runs all its inputs, and the last ones, where it adds least. The choices are asked
- * with a limit that doubles, so that asking costs about what the answer does, and each answer is work that is then done: linear in all. */
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
+ * and the last ones, where it adds least. The choices are asked with a limit that doubles, so that asking costs about what the answer does, and each
+ * answer is work that is then done: linear in all. */
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
