@@ -292,6 +292,10 @@ def own_samples():
     for mode in ("nearest", "linear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x1, scale_factor=2, mode=mode).sum().backward()
     yield loss(lambda x: F.grid_sample(x, torch.rand(5, 2, 3, 4, 3, dtype=d, requires_grad=True)), 5, 2, 3, 3, 3)
+    yield lambda: A.searchsorted.Tensor(r(9, dtype=d).sort()[0], r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(5, 3, dtype=d), r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
+    yield lambda: F.bilinear(r(5, 3, dtype=d, requires_grad=True), r(5, 2, dtype=d, requires_grad=True), r(4, 3, 2, dtype=d, requires_grad=True)).sum().backward()
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
     for mode in ("nearest", "trilinear", "nearest-exact"):
