@@ -416,7 +416,9 @@ def judge(func, flat, spec, how, batch, zeros=()):
         if not any(run.p.contents.node[n].in_loop for n in mine):
             return "none"
         ragged = [r for r in (batch // 2 + 1, batch - batch // 2 - 1) if r]
-        run.check([ragged, [1] * batch], atol=1e-9, rtol=1e-9)
+        narrow = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in flat)
+        tolerance = 1e-4 if narrow else 1e-9  # a float32 input may give a float64 result
+        run.check([ragged, [1] * batch], atol=tolerance, rtol=tolerance, loose=not narrow)
         return "claim"
     finally:
         run.close()
