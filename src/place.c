@@ -58,7 +58,7 @@ static const koila__op_rule *op_rule(koila__placer *p, koila_op op)
             twin = s;
         }
     }
-    *r = (koila__op_rule){ true, koila__rule_of(twin), twin };
+    *r = (koila__op_rule){ true, koila__user_rule_of(p->table, twin) ? koila__rule_user : koila__rule_of(twin), twin };
     return r;
 }
 

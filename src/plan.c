@@ -23,7 +23,7 @@ struct koila_plan {
     koila_gather *largest;
     uint32_t n_largest;
     koila_curve_point *curve;
-    uint32_t n_curve;
+    uint32_t n_curve, n_curve_max;
     koila__arena arena;
 };
 
@@ -91,7 +91,7 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ .horizon = 0 };
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
 }
@@ -99,22 +99,17 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
 static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
 {
     koila_plan *p = user;
-    if (p->n_curve < UINT32_MAX && p->curve) p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
+    koila_assert(p->n_curve < p->n_curve_max);
+    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-static bool count_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
-{
-    (void)stage, (void)node, (void)bytes;
-    ++*(uint32_t *)user;
-    return true;
-}
-
 /* Gathers of needed nodes; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user };
-    uint32_t n_gathers = 0, n_points = 0;
+    uint32_t n_gathers = 0;
+    uint64_t n_points = 0;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -133,9 +128,16 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     p->info.n_gathers = n_gathers;
     uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
     if (!peaks) return KOILA_NO_MEMORY;
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, count_curve, &n_points);
-    if (!(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
-    koila__live_simulate(p->placed, &p->schedule, &live, NULL, fill_curve, p);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        uint64_t n_runs = 0;
+        for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
+        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
+    }
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    p->n_curve_max = (uint32_t)n_points;
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
@@ -148,18 +150,42 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     return KOILA_OK;
 }
 
-static void word_no_fit(koila_error *err, const koila_plan *p, uint64_t budget)
+/* "234.6 KiB" */
+static const char *size_text(char out[32], uint64_t bytes)
 {
-    char largest[120] = "";
+    static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+    double n = (double)bytes;
+    uint32_t u = 0;
+    for (; n >= 1024 && u < 4; u++) n /= 1024;
+    snprintf(out, 32, u ? "%.1f %s" : "%.0f %s", n, units[u]);
+    return out;
+}
+
+/* Names the largest values, each as "f32[64, 128] 32.0 KiB aten::mm train.py:12" while there is room. */
+static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph *recorded, uint64_t budget)
+{
+    char largest[150] = "", needs[32], there[32], bytes[32];
     size_t used = 0;
-    for (uint32_t i = 0; i < p->n_largest && i < 3 && used < sizeof largest; i++) {
+    for (uint32_t i = 0; i < p->n_largest && i < 3; i++) {
         const koila_graph *g = p->placed->graph;
         const koila_node n = p->largest[i].node;
-        used += (size_t)snprintf(largest + used, sizeof largest - used, "%s%s %.1f MiB", i ? ", " : "",
-                                 n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op), (double)p->largest[i].bytes / 1048576.0);
+        const koila_meta_info *m = koila__value_meta(g, p->largest[i].value);
+        char one[160], shape[64] = "";
+        size_t at = 0;
+        for (uint32_t d = 0; d < m->n_dims && at < sizeof shape; d++)
+            at += (size_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        const uint32_t line = n == KOILA_NONE ? KOILA_NONE : koila_node_get(recorded, koila_plan_recorded(p, n)).line;
+        const char *file = line == KOILA_NONE ? "" : koila_graph_line_file(recorded, line), *slash = strrchr(file, '/');
+        int k = snprintf(one, sizeof one, "%s%s[%s] %s %s", i ? ", " : "", koila_dtype_text(m->dtype), shape, size_text(bytes, p->largest[i].bytes),
+                         n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op));
+        if (k > 0 && (size_t)k < sizeof one && line != KOILA_NONE)
+            k += snprintf(one + k, sizeof one - (size_t)k, " %s:%u", slash ? slash + 1 : file, koila_graph_line_number(recorded, line));
+        if (k < 0 || used + (size_t)k >= sizeof largest) break;
+        memcpy(largest + used, one, (size_t)k + 1);
+        used += (size_t)k;
     }
-    koila__fail(err, KOILA_OOM, 0, "one slice of %lld row(s) needs %llu bytes, %llu are there, %llu short; largest: %s", (long long)p->info.rows,
-                (unsigned long long)p->info.peak_bytes, (unsigned long long)budget, (unsigned long long)(p->info.peak_bytes - budget), largest);
+    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are there, %llu bytes short; largest: %s", (long long)p->info.rows,
+                size_text(needs, p->info.peak_bytes), size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget), largest);
 }
 
 /* What the parts of koila_plan_new() share. */
@@ -325,7 +351,7 @@ static koila_status make_plan(planning *q)
     KOILA_TRY(describe(p, o));
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes) return KOILA_OK;
-    word_no_fit(q->err, p, o->budget_bytes);
+    word_no_fit(q->err, p, q->graph, o->budget_bytes);
     return KOILA_OOM;
 }
 
