@@ -17,6 +17,7 @@ ENGINE = [
     ["dtype", "shape"],
     ["table"],
     ["graph"],
+    ["graph_text"],
     ["ops", "pseudo", "place", "placer", "rules", "emit"],
     ["rules_*"],
     ["cost", "schedule"],
@@ -26,12 +27,13 @@ ENGINE = [
 ]
 # Beside the engine: they stand on base … arena alone (and on their own kind), know no graph, and are what the extension may use directly.
 BESIDE = {
-    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "json", "profile"],
+    "the allocator model": ["cache", "cache_*", "snapshot", "replay", "device"],
+    "the prediction": ["predict"],
     "the CPU's memory": ["ptrtab", "ledger", "freemem"],
     "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "report", "tags", "view"],
 }
 BELOW_BESIDE = 3  # layers of ENGINE that those may see
-PLAN_SEES_BESIDE = {"plan", "live", "print"}  # the planner on CUDA asks the allocator model
+SEES_THE_ALLOCATOR_MODEL = {"plan", "live", "print", "predict"}  # the planner on CUDA asks it
 
 
 def layer(module):
@@ -59,9 +61,11 @@ def may(module, other):
     at, to = layer(module), layer(other)
     if at is not None and to is not None:
         return to <= at
+    if module in SEES_THE_ALLOCATOR_MODEL and kind(other) == "the allocator model":
+        return True
     if kind(module) is not None:
         return kind(module) == kind(other) or (to is not None and to < BELOW_BESIDE)
-    return kind(other) == "the allocator model" and module in PLAN_SEES_BESIDE
+    return False
 
 
 def includes(path):
