@@ -23,7 +23,7 @@ struct koila_plan {
     koila_gather *largest;
     uint32_t n_largest;
     koila_curve_point *curve;
-    uint32_t n_curve;
+    uint32_t n_curve, n_curve_max;
     koila__arena arena;
 };
 
@@ -91,7 +91,7 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ .horizon = 0 };
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
 }
@@ -99,22 +99,17 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
 static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
 {
     koila_plan *p = user;
-    if (p->n_curve < UINT32_MAX && p->curve) p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
+    koila_assert(p->n_curve < p->n_curve_max);
+    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-static bool count_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
-{
-    (void)stage, (void)node, (void)bytes;
-    ++*(uint32_t *)user;
-    return true;
-}
-
 /* Gathers of needed nodes; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user };
-    uint32_t n_gathers = 0, n_points = 0;
+    uint32_t n_gathers = 0;
+    uint64_t n_points = 0;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -133,9 +128,16 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     p->info.n_gathers = n_gathers;
     uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
     if (!peaks) return KOILA_NO_MEMORY;
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, count_curve, &n_points);
-    if (!(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
-    koila__live_simulate(p->placed, &p->schedule, &live, NULL, fill_curve, p);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        uint64_t n_runs = 0;
+        for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
+        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
+    }
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    p->n_curve_max = (uint32_t)n_points;
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;

@@ -74,7 +74,7 @@ typedef struct sim {
     int level;
     uint32_t n_values, n_targets;
     uint32_t *whole, *local; /* storage of each value, 0 = none */
-    uint8_t *is_target, *is_grad;
+    uint8_t *is_target, *is_grad, *is_mask; /* is_mask: a dropout mask, Note [Masks] */
     inside_kind *kinds; /* of each operator of the table */
     uint32_t n_ops;
     uint32_t *kept_row; /* value -> row + 1 of kept[] */
@@ -312,7 +312,8 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
             home[v] = hold(s, found(s, inputs[0]));
             continue;
         }
-        const uint64_t bytes = result_bytes(s, &k, kind, i, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v));
+        uint64_t bytes = result_bytes(s, &k, kind, i, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v));
+        if (s->is_mask[v]) bytes /= koila_dtype_bytes(meta_of(s, v)->dtype);
         out_bytes += bytes;
         home[v] = storage_new(s, bytes, v);
     }
@@ -483,6 +484,51 @@ static void *zeroed(sim *s, uint64_t n, size_t size)
     return memset(p, 0, (size_t)(n ? n : 1) * size);
 }
 
+static bool is_real_leaf(const sim *s, koila_value v)
+{
+    const koila_value_info x = koila_value_get(s->g, v);
+    return x.node == KOILA_NONE && x.leaf_kind == KOILA_LEAF_REAL && x.meta != KOILA_NONE;
+}
+static bool is_contiguous(const koila_meta_info *m)
+{
+    int64_t want = 1;
+    for (uint32_t i = m->n_dims; i-- > 0; want *= m->size[i])
+        if (m->size[i] != 1 && m->stride[i] != want) return false;
+    return true;
+}
+/* The same sizes, in any order: a parameter and its transpose. */
+static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
+{
+    uint32_t taken = 0;
+    if (a->dtype != b->dtype || a->n_dims != b->n_dims || a->n_elements != b->n_elements) return false;
+    for (uint32_t i = 0; i < a->n_dims; i++) {
+        uint32_t k = 0;
+        while (k < b->n_dims && (taken >> k & 1 || b->size[k] != a->size[i])) k++;
+        if (k == b->n_dims) return false;
+        taken |= 1u << k;
+    }
+    return true;
+}
+
+/* Note [Masks]
+ * Dropout on a CPU is empty_strided, bernoulli_, div_, mul: the mask has the input's dtype. On CUDA it is native_dropout: one byte an
+ * element, and no other temporary. So the storage that bernoulli_ fills counts one byte an element. */
+static void find_masks(sim *s)
+{
+    for (koila_node i = 0; i < koila_graph_n_nodes(s->g); i++) {
+        const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, i).sig);
+        char name[80];
+        if (!sig->n_writes) continue;
+        base_name(koila_op_name(s->t, sig->op), name, sizeof name);
+        if (strcmp(name, "bernoulli")) continue;
+        const koila_value v = koila_node_inputs(s->g, i)[sig->writes[0].input];
+        const koila_node maker = koila_value_get(s->g, v).node;
+        if (maker == KOILA_NONE || !meta_of(s, v)) continue;
+        base_name(koila_op_name(s->t, koila_sig_get(s->t, koila_node_get(s->g, maker).sig)->op), name, sizeof name);
+        s->is_mask[v] = !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+    }
+}
+
 static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *targets, uint32_t n_targets, const koila_device *d, const koila_predict_opts *o, int level)
 {
     *s = (sim){ .plan = plan, .g = koila_plan_graph(plan), .d = d, .level = level, .mem = koila__allocator(NULL), .peak_node = KOILA_NONE, .at_node = KOILA_NONE };
@@ -494,6 +540,7 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
     s->local = zeroed(s, s->n_values, sizeof(uint32_t));
     s->is_target = zeroed(s, s->n_values, 1);
     s->is_grad = zeroed(s, s->n_values, 1);
+    s->is_mask = zeroed(s, s->n_values, 1);
     s->kept_row = zeroed(s, s->n_values, sizeof(uint32_t));
     s->kinds = zeroed(s, s->n_ops, sizeof(inside_kind));
     if (s->status) return s->status;
@@ -504,12 +551,10 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
         s->is_target[v] = 1;
         const koila_meta_info *m = meta_of(s, v);
         for (koila_value leaf = 0; m && m->n_dims && leaf < s->n_values && !s->is_grad[v]; leaf++) {
-            const koila_value_info x = koila_value_get(s->g, leaf);
-            if (x.node != KOILA_NONE || x.leaf_kind != KOILA_LEAF_REAL || x.meta == KOILA_NONE) continue;
-            const koila_meta_info *l = koila_meta_get(s->t, x.meta);
-            s->is_grad[v] = l->dtype == m->dtype && l->n_dims == m->n_dims && !memcmp(l->size, m->size, m->n_dims * sizeof *m->size);
+            if (is_real_leaf(s, leaf)) s->is_grad[v] = same_sizes(meta_of(s, leaf), m);
         }
     }
+    find_masks(s);
     const koila_plan_info info = koila_plan_get(plan);
     uint32_t n_fetches = 0;
     for (uint32_t k = 0; k < info.n_stages; k++) {
@@ -534,6 +579,7 @@ static void sim_deinit(sim *s, bool own_cache)
     koila__release(&s->mem, s->local, n * sizeof(uint32_t));
     koila__release(&s->mem, s->is_target, n);
     koila__release(&s->mem, s->is_grad, n);
+    koila__release(&s->mem, s->is_mask, n);
     koila__release(&s->mem, s->kept_row, n * sizeof(uint32_t));
     koila__release(&s->mem, s->kinds, (s->n_ops ? s->n_ops : 1) * sizeof(inside_kind));
     koila__release(&s->mem, s->kept, (kept ? kept : 1) * sizeof(uint32_t));
@@ -544,12 +590,17 @@ static void sim_deinit(sim *s, bool own_cache)
     if (own_cache) koila_cache_free(s->c);
 }
 
-/* Parameters, masks, tables: there before the first step. */
+/* Parameters, masks, tables: there before the first step. A weight is often met twice, as itself and transposed: a leaf that is not
+ * contiguous shares the storage of a contiguous one of the same sizes, one for one. */
 static void load_leaves(sim *s)
 {
+    for (koila_value v = 0; v < s->n_values && !s->status; v++)
+        if (is_real_leaf(s, v) && is_contiguous(meta_of(s, v))) s->whole[v] = storage_new(s, whole_bytes(s, v), v);
     for (koila_value v = 0; v < s->n_values && !s->status; v++) {
-        const koila_value_info x = koila_value_get(s->g, v);
-        if (x.node == KOILA_NONE && x.leaf_kind == KOILA_LEAF_REAL) s->whole[v] = storage_new(s, whole_bytes(s, v), v);
+        if (!is_real_leaf(s, v) || s->whole[v]) continue;
+        koila_value twin = 0;
+        while (twin < s->n_values && !(s->whole[twin] && s->st[s->whole[twin]].refs == 1 && is_real_leaf(s, twin) && is_contiguous(meta_of(s, twin)) && same_sizes(meta_of(s, twin), meta_of(s, v)))) twin++;
+        s->whole[v] = twin < s->n_values ? hold(s, s->whole[twin]) : storage_new(s, whole_bytes(s, v), v);
     }
 }
 
@@ -708,6 +759,11 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     if (strcmp(c->verified, "recording")) note(p, "the allocator's rules of torch %u.%u are %s, not yet proved on a recording", c->torch_version / 100, c->torch_version % 100, c->verified);
     note(p, "recorded on a CPU: results are taken to have the same shapes and dtypes on CUDA");
     if (seen[INSIDE_SDPA] || seen[INSIDE_SDPA_GRAD]) note(p, o->sdpa ? "attention's back end is as given" : "attention's back end is chosen by dtype, head size and capability; --sdpa overrides");
+    for (koila_node i = 0; i < koila_graph_n_nodes(g); i++)
+        if (!strncmp(koila_op_name(t, koila_sig_get(t, koila_node_get(g, i).sig)->op), "aten::_safe_softmax", 19)) {
+            note(p, "attention with dropout was recorded as the CPU runs it, with square matrices: on CUDA it usually needs less");
+            break;
+        }
     if (seen[INSIDE_CONV]) note(p, "every convolution is taken to use the profile's convolution workspace");
     if (seen[INSIDE_GEMM]) note(p, "cuBLAS keeps one workspace for forward and one for backward");
     if (o->optimizer == KOILA_OPTIMIZER_NONE) note(p, "no optimizer: its state and temporaries are not counted");

@@ -17,23 +17,22 @@ ENGINE = [
     ["dtype", "shape"],
     ["table"],
     ["graph"],
-    ["graph_text"],
     ["ops", "pseudo", "place", "placer", "rules", "emit"],
     ["rules_*"],
     ["cost", "schedule"],
     ["live"],
     ["plan"],
+    ["predict"],
     ["print"],
 ]
 # Beside the engine: they stand on base … arena alone (and on their own kind), know no graph, and are what the extension may use directly.
 BESIDE = {
-    "the allocator model": ["cache", "cache_*", "snapshot", "replay", "device"],
-    "the prediction": ["predict"],
+    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "device"],
     "the CPU's memory": ["ptrtab", "ledger", "freemem"],
     "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "report", "tags", "view"],
 }
 BELOW_BESIDE = 3  # layers of ENGINE that those may see
-SEES_THE_ALLOCATOR_MODEL = {"plan", "live", "print", "predict"}  # the planner on CUDA asks it
+PLAN_SEES_BESIDE = {"plan", "live", "predict", "print"}  # the planner on CUDA asks the allocator model
 
 
 def layer(module):
@@ -61,11 +60,9 @@ def may(module, other):
     at, to = layer(module), layer(other)
     if at is not None and to is not None:
         return to <= at
-    if module in SEES_THE_ALLOCATOR_MODEL and kind(other) == "the allocator model":
-        return True
     if kind(module) is not None:
         return kind(module) == kind(other) or (to is not None and to < BELOW_BESIDE)
-    return False
+    return kind(other) == "the allocator model" and module in PLAN_SEES_BESIDE
 
 
 def includes(path):

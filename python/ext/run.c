@@ -1408,6 +1408,18 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
+static PyObject *py_register_rule(PyObject *self, PyObject *args)
+{
+    const char *op, *rule;
+    koila_error err = KOILA_ERROR_INIT;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    const koila_status status = koila_table_rule(koila__table, op, rule, &err);
+    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
+    if (status != KOILA_OK) return koila__raise(status);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -1429,6 +1441,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };
