@@ -1,5 +1,5 @@
 /* alloc.c — the default allocator and the arena (see alloc.h). Chunks double from 4 KiB to 1 MiB; a large request gets its own. */
-#include "alloc.h"
+#include "vec.h"
 
 #include <stdlib.h>
 
@@ -78,4 +78,16 @@ void koila__arena_deinit(koila__arena *a)
         c = older;
     }
     a->last = NULL;
+}
+
+bool koila__vec_grow(const koila_allocator *mem, void **at, uint32_t *cap, uint32_t need, size_t size)
+{
+    uint64_t grown = *cap ? (uint64_t)*cap * 2 : (KOILA_DEBUG_LEVEL >= 3 ? 1 : 16);
+    if (grown < need) grown = need;
+    if (grown >= UINT32_MAX || grown > SIZE_MAX / size) return false;
+    void *p = koila__realloc(mem, *at, (size_t)*cap * size, (size_t)grown * size);
+    if (!p) return false;
+    *at = p;
+    *cap = (uint32_t)grown;
+    return true;
 }

@@ -4,12 +4,17 @@
 
 #include "koila/koila.h"
 
+#include "run.h"
 #include "memlab.h"
 #include "truth.h"
+
+int koila__module_add(PyObject *m); /* capture.c */
 
 static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
+    if (koila__module_add(m) < 0) return -1;
+    if (koila__run_module_add(m) < 0) return -1;
     if (koila__truth_add_module(m) < 0) return -1;
     if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0) return -1;
     return 0;

@@ -1,23 +1,46 @@
-"""The errors of koila. Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first asked for."""
+"""The exceptions of koila. Each says what, where and what to do.
+
+Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    class OutOfMemory(torch.OutOfMemoryError):
+        missing_bytes: int
 
 
 class KoilaError(Exception):
-    """Base of all errors of koila."""
+    """The base of every error that is koila's own; an error of torch keeps its own type."""
 
 
 class UnsupportedError(KoilaError, RuntimeError):
-    """This cannot be done here; the text says what and what to do instead."""
+    """Something that koila cannot do exactly, and therefore does not do."""
 
 
-def __getattr__(name: str):
-    if name == "OutOfMemory":
-        import torch
+class StaleValueError(KoilaError, RuntimeError):
+    """A lazy value is asked for after a tensor it is computed from was changed."""
 
-        class OutOfMemory(KoilaError, torch.OutOfMemoryError):
-            """Even the smallest piece does not fit into the memory."""
 
-        OutOfMemory.__module__ = __name__
-        OutOfMemory.__qualname__ = "OutOfMemory"
-        globals()["OutOfMemory"] = OutOfMemory
-        return OutOfMemory
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class GatherError(KoilaError, RuntimeError):
+    """Under `strict()`: an operator needs a value of the whole batch at once."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "OutOfMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    class OutOfMemory(KoilaError, torch.OutOfMemoryError):
+        """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when unknown."""
+
+        missing_bytes = 0
+
+    OutOfMemory.__module__ = __name__
+    OutOfMemory.__qualname__ = "OutOfMemory"
+    globals()["OutOfMemory"] = OutOfMemory
+    return OutOfMemory

@@ -1,0 +1,53 @@
+# make demo   a virtual environment, an installation, and the digits example
+# make test   all tests: C units, the command line, Python; ends in pytest's summary line
+# make bench  the engine against hand-written micro-batching and plain PyTorch
+# make clean  remove what these made
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+PY      = $(VENV)/bin/python
+SOURCES = $(shell find include src cli python meson.build meson_options.txt pyproject.toml -type f -not -name '*.pyc')
+
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test unit cli python bench clean
+
+demo: $(VENV)/installed
+	$(PY) examples/digits.py --report report.html
+	@echo "the step's memory, as a page: report.html"
+
+test: unit cli python
+
+unit: $(VENV)/requirements
+	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Ddebug_level=1 -Db_ndebug=false
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson compile -C build -j $(JOBS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson test -C build --num-processes $(JOBS) --print-errorlogs
+
+cli: unit
+	@if [ -x tests/cli/run.sh ]; then tests/cli/run.sh build; fi
+
+python: $(VENV)/installed
+	$(PY) -m pytest tests/python -q -n $(JOBS) --dist worksteal --durations=10
+
+bench: $(VENV)/installed
+	$(PY) bench/bench_engine.py
+
+# torch first, by exact version: a range could bring another build of it, with gigabytes for hardware that is not here.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(VENV)/requirements: requirements-test.txt | $(VENV)/torch
+	$(PY) -m pip install --quiet -r requirements-test.txt
+	@touch $@
+
+$(VENV)/installed: $(SOURCES) $(VENV)/requirements
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+clean:
+	rm -rf build $(VENV) report.html

@@ -1,0 +1,215 @@
+"""The engine against plain PyTorch and hand-written micro-batching, in one run, as ratios.
+
+    python bench/bench_engine.py [--repeat 7] [--only NAME]
+
+For each model: time and peak of a step (forward and backward) done plainly, by hand at m rows, by koila at m, by koila on the whole batch. The four
+take turns, and a time is the best of its turns: neighbours on the machine hit all alike. Then what an operator costs to capture and to plan, and a
+step shaped like GPT-3 (96 layers), captured and planned on meta tensors.
+"""
+
+import argparse
+import os
+import platform
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import _core, lazy
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+MIB = 2**20
+
+
+def ce(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def lm(model, ids):
+    logits = model(ids).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def mlp():
+    sizes = [256, 512, 512, 512, 10]
+    layers = [m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), nn.GELU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def conv():
+    def unit(a, b):
+        return [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(8, b), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(*unit(3, 32), *unit(32, 32), nn.MaxPool2d(2), *unit(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    c = ViTConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, image_size=32, patch_size=4, num_labels=10)
+    return ViTForImageClassification(c)
+
+
+class Block(nn.Module):
+    def __init__(self, a, b, stride):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True), nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b)
+        )
+        self.down = nn.Sequential(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b)) if a != b else nn.Identity()
+
+    def forward(self, x):
+        return F.relu(self.body(x) + self.down(x), inplace=True)
+
+
+def resnet18():
+    w = 16
+    body = [Block(w, w, 1), Block(w, w, 1)]
+    for i in range(1, 4):
+        body += [Block(w << (i - 1), w << i, 2), Block(w << i, w << i, 1)]
+    stem = [nn.Conv2d(3, w, 3, 1, 1, bias=False), nn.BatchNorm2d(w), nn.ReLU(inplace=True)]
+    return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(w << 3, 10))
+
+
+MODELS = {  # model, batch, loss, rows a slice; by_hand: is it right to cut by hand?
+    "mlp": (mlp, lambda: (torch.randn(2048, 256), torch.randint(0, 10, (2048,))), ce, 512, True),
+    "convnet": (conv, lambda: (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))), ce, 16, True),
+    "gpt2": (gpt2, lambda: (torch.randint(0, 512, (32, 64)),), lm, 8, True),
+    "vit": (vit, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y), 8, True),
+    "resnet18-batchnorm": (resnet18, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), ce, 8, False),
+}
+
+
+def plain(model, loss, batch, m):
+    loss(model, *batch).backward()
+
+
+def by_hand(model, loss, batch, m):
+    n = len(batch[0])
+    for i in range(0, n, m):
+        part = [t[i : i + m] for t in batch]
+        (loss(model, *part) * (len(part[0]) / n)).backward()
+
+
+def cut(model, loss, batch, m):
+    with koila.micro_batch(m):
+        lazies = lazy(*batch)
+        loss(model, *(lazies if isinstance(lazies, tuple) else (lazies,))).backward()
+
+
+def whole(model, loss, batch, m):
+    cut(model, loss, batch, len(batch[0]))
+
+
+def once(step, model, loss, batch, m):
+    model.zero_grad(set_to_none=True)
+    base = _core.truth_current()
+    _core.truth_reset_peak()
+    start = time.perf_counter()
+    step(model, loss, batch, m)
+    return time.perf_counter() - start, _core.truth_peak() - base
+
+
+def compare(name, repeat):
+    make, data, loss, m, hand = MODELS[name]
+    torch.manual_seed(0)
+    model, batch = make(), data()
+    steps = [plain, by_hand, cut, whole] if hand else [plain, cut, whole]
+    best = {}
+    for _ in range(repeat + 1):  # the first round warms up
+        for step in steps:
+            t, peak = once(step, model, loss, batch, m)
+            best.setdefault(step, []).append((t, peak))
+            if step is cut:
+                plan = koila.last_plan()
+    time_of = {s: min(t for t, _ in r[1:]) for s, r in best.items()}
+    peak_of = {s: r[-1][1] for s, r in best.items()}
+    row = [f"{name:20} {m:5}"]
+    for s in (plain, by_hand, cut, whole):
+        row.append(f"{time_of[s] * 1e3:8.1f} {peak_of[s] / MIB:7.1f}" if s in time_of else f"{'':8} {'':7}")
+    against = by_hand if hand else plain
+    row.append(f"{time_of[cut] / time_of[against]:6.2f} {peak_of[cut] / peak_of[against]:6.2f}")
+    row.append(f"{time_of[whole] / time_of[plain]:6.2f} {peak_of[whole] / peak_of[plain]:6.2f}")
+    row.append(f"{plan.replay_ratio:5.2f}")
+    print(" | ".join(row), flush=True)
+
+
+def cost_of_an_operator(name, repeat):
+    make, data, loss, m, _ = MODELS[name]
+    model, batch = make(), data()
+
+    def record():
+        lazies = lazy(*batch)
+        lazies = lazies if isinstance(lazies, tuple) else (lazies,)
+        value = loss(model, *lazies)
+        return torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad], create_graph=True, allow_unused=True), value
+
+    record()
+    capture, plan_time, n = [], [], 1
+    for _ in range(repeat):
+        start = time.perf_counter()
+        grads, value = record()
+        capture.append(time.perf_counter() - start)
+        wanted = [g for g in grads if g is not None]
+        with koila.micro_batch(m):
+            if hasattr(_core, "forget"):
+                _core.forget()
+            start = time.perf_counter()
+            n = koila.explain(*wanted, value).n_recorded
+            plan_time.append(time.perf_counter() - start)
+        del grads, value, wanted
+    print(f"{name:20} {n:6} operators | capture {min(capture) / n * 1e6:6.2f} µs an operator | plan {min(plan_time) / n * 1e6:6.2f} µs an operator", flush=True)
+
+
+def gpt3_shaped(layers):
+    """Forward and backward of GPT-3's shape on meta tensors: nothing is computed, everything is captured and planned."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=layers, n_head=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+        ids = torch.zeros(32, 2048, dtype=torch.long)
+    x = lazy(ids)
+    start = time.perf_counter()
+    value = lm(model, x)
+    grads = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    captured = time.perf_counter()
+    p = koila.explain(*grads, value)
+    planned = time.perf_counter()
+    print(f"GPT-3 shape, {layers:3} layers: {p.n_recorded} operators, captured in {captured - start:.2f} s, planned in {planned - captured:.2f} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--only")
+    args = parser.parse_args()
+    _core.truth_install()
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    print(f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python {platform.python_version()}; ms and MiB, best of {args.repeat}")
+    head = [f"{'model':20} {'m':>5}"] + [f"{n:>16}" for n in ("plain", "by hand", "koila at m", "koila whole")] + [f"{'m/hand':>13}", f"{'whole/plain':>13}", "replay"]
+    print(" | ".join(head))
+    names = [n for n in MODELS if not args.only or args.only in n]
+    for name in names:
+        compare(name, args.repeat)
+    for name in names:
+        cost_of_an_operator(name, args.repeat)
+    if not args.only:
+        for layers in (12, 48, 96):
+            try:
+                gpt3_shaped(layers)
+            except (RuntimeError, koila.KoilaError, NotImplementedError) as e:
+                print(f"GPT-3 shape, {layers} layers: {type(e).__name__}: {str(e)[:100]}")
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+/* cli.c — what the commands share: messages, options, sizes, text made safe to show, files. */
+#include "cmd.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static void vcomplain(const char *subject, const char *todo, const char *fmt, va_list ap)
+{
+    char text[1024];
+    vsnprintf(text, sizeof text, fmt, ap);
+    fputs("koila: ", stderr);
+    if (subject) put_plain(stderr, subject), fputs(": ", stderr);
+    put_plain(stderr, text);
+    fputc('\n', stderr);
+    if (todo) fprintf(stderr, "  %s\n", todo);
+}
+
+int complain(const char *subject, const char *todo, const char *fmt, ...)
+{
+    va_list ap;
+    va_start(ap, fmt);
+    vcomplain(subject, todo, fmt, ap);
+    va_end(ap);
+    return EXIT_BAD;
+}
+
+int complain_about(const char *subject, const koila_error *e)
+{
+    const char *todo = e->code == KOILA_NO_MEMORY    ? "Close other programs, or use a shorter recording."
+                       : e->code == KOILA_UNSUPPORTED ? "This cannot be simulated; koila does not guess."
+                       : strstr(e->text, "refused opcode") ? "Do not load this file in Python unless you trust where it came from."
+                       : strstr(e->text, "not a snapshot") || strstr(e->text, "no \"segments\"")
+                           ? "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON."
+                           : NULL;
+    if (e->offset) return complain(subject, todo, "%s (byte %llu)", e->text, (unsigned long long)e->offset);
+    return complain(subject, todo, "%s", e->text);
+}
+
+int usage_of(const char *verb, const char *fmt, ...)
+{
+    char todo[700] = "See koila help.";
+    for (const command *c = commands; c->verb; c++)
+        if (!strcmp(c->verb, verb)) snprintf(todo, sizeof todo, "usage: %s", c->usage);
+    va_list ap;
+    va_start(ap, fmt);
+    vcomplain(verb, todo, fmt, ap);
+    va_end(ap);
+    return EXIT_BAD;
+}
+
+bool args_next(args *a, const char **name)
+{
+    a->value = a->positional = NULL;
+    if (a->at >= a->n) return false;
+    char *s = a->v[a->at++];
+    if (s[0] != '-' || !s[1]) return *name = NULL, a->positional = s, true;
+    char *eq = s[1] == '-' ? strchr(s, '=') : NULL;
+    if (eq) *eq = 0, a->value = eq + 1;
+    *name = s;
+    return true;
+}
+
+const char *args_value(args *a)
+{
+    if (!a->value && a->at < a->n) a->value = a->v[a->at++];
+    if (!a->value) a->bad = true;
+    return a->value;
+}
+
+bool parse_count(const char *s, uint64_t max, uint64_t *out)
+{
+    uint64_t n = 0;
+    if (!*s) return false;
+    for (; *s; s++) {
+        if (*s < '0' || *s > '9' || n > (max - (uint64_t)(*s - '0')) / 10) return false;
+        n = n * 10 + (uint64_t)(*s - '0');
+    }
+    *out = n;
+    return n <= max;
+}
+
+bool parse_size(const char *s, uint64_t *out)
+{
+    static const struct { const char *unit; uint64_t bytes; } units[] = {
+        { "", 1 }, { "B", 1 }, { "KiB", 1 << 10 }, { "MiB", 1 << 20 }, { "GiB", 1 << 30 }, { "TiB", (uint64_t)1 << 40 },
+        { "kB", 1000 }, { "MB", 1000000 }, { "GB", 1000000000 }, { "TB", 1000000000000 },
+    };
+    uint64_t whole = 0, tenths = 0, scale = 1;
+    bool any = false;
+    for (; *s >= '0' && *s <= '9'; s++, any = true) {
+        whole = whole * 10 + (uint64_t)(*s - '0');
+        if (whole > (uint64_t)1 << 60) return false;
+    }
+    if (*s == '.')
+        for (s++; *s >= '0' && *s <= '9'; s++, any = true)
+            if (scale < 1000000) tenths = tenths * 10 + (uint64_t)(*s - '0'), scale *= 10;
+    if (*s == ' ') s++;
+    for (size_t i = 0; any && i < sizeof units / sizeof *units; i++) {
+        if (strcmp(units[i].unit, s)) continue;
+        if (units[i].bytes == 1 && scale > 1) return false;
+        if (whole && units[i].bytes > ((uint64_t)1 << 61) / whole) return false;
+        *out = whole * units[i].bytes + (uint64_t)((double)tenths / (double)scale * (double)units[i].bytes);
+        return *out < (uint64_t)1 << 60;
+    }
+    return false;
+}
+
+const char *grouped(uint64_t n, char out[32])
+{
+    char digits[24];
+    int len = snprintf(digits, sizeof digits, "%llu", (unsigned long long)n), at = 0;
+    for (int i = 0; i < len; i++) {
+        if (i && (len - i) % 3 == 0) out[at++] = ',';
+        out[at++] = digits[i];
+    }
+    out[at] = 0;
+    return out;
+}
+
+const char *gib(uint64_t n, char out[32])
+{
+    if (n >= (uint64_t)1 << 30) snprintf(out, 32, "%.2f GiB", (double)n / 1073741824.0);
+    else if (n >= 1 << 20) snprintf(out, 32, "%.2f MiB", (double)n / 1048576.0);
+    else if (n >= 1 << 10) snprintf(out, 32, "%.1f KiB", (double)n / 1024.0);
+    else snprintf(out, 32, "%llu B", (unsigned long long)n);
+    return out;
+}
+
+/* One character of UTF-8 (or a byte that is none) and its length. */
+static size_t character(const char *s, uint32_t *c)
+{
+    const unsigned char *p = (const unsigned char *)s;
+    size_t n = p[0] < 0x80 ? 1 : p[0] >= 0xC2 && p[0] < 0xE0 ? 2 : p[0] >= 0xE0 && p[0] < 0xF0 ? 3 : p[0] >= 0xF0 && p[0] < 0xF5 ? 4 : 0;
+    *c = n == 1 ? p[0] : n == 2 ? p[0] & 31u : n == 3 ? p[0] & 15u : p[0] & 7u;
+    for (size_t i = 1; i < n; i++) {
+        if ((p[i] & 0xC0) != 0x80) n = 0;
+        else *c = *c << 6 | (p[i] & 63u);
+    }
+    if (!n) *c = 0xFFFD;
+    return n ? n : 1;
+}
+static bool is_hidden(uint32_t c) { return c < 0x20 || (c >= 0x7f && c < 0xa0) || (c >= 0x202a && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069) || c == 0x200e || c == 0x200f || c == 0x2028 || c == 0x2029; }
+static void put_visible(FILE *f, uint32_t c)
+{
+    if (c < 0x20) fprintf(f, "\xe2\x90%c", (int)(0x80 + c)); /* U+2400 + c */
+    else if (c == 0x7f) fputs("\xe2\x90\xa1", f);
+    else fprintf(f, "[U+%04X]", c);
+}
+
+static void put_escaped(FILE *f, const char *s, bool html)
+{
+    while (*s) {
+        uint32_t c;
+        const size_t n = character(s, &c);
+        if (is_hidden(c)) put_visible(f, c);
+        else if (c == 0xFFFD) fputs("\xef\xbf\xbd", f);
+        else if (html && c == '&') fputs("&amp;", f);
+        else if (html && c == '<') fputs("&lt;", f);
+        else if (html && c == '>') fputs("&gt;", f);
+        else if (html && c == '"') fputs("&quot;", f);
+        else if (html && c == '\'') fputs("&#39;", f);
+        else fwrite(s, 1, n, f);
+        s += n;
+    }
+}
+void put_plain(FILE *f, const char *s) { put_escaped(f, s, false); }
+void put_html(FILE *f, const char *s) { put_escaped(f, s, true); }
+
+void put_json(FILE *f, const char *s)
+{
+    fputc('"', f);
+    while (*s) {
+        uint32_t c;
+        const size_t n = character(s, &c);
+        if (c == '"' || c == '\\') fprintf(f, "\\%c", (int)c);
+        else if (c < 0x20 || c == 0x7f) fprintf(f, "\\u%04x", c);
+        else if (c == 0xFFFD) fputs("\\ufffd", f);
+        else fwrite(s, 1, n, f);
+        s += n;
+    }
+    fputc('"', f);
+}
+
+static int64_t read_fd(void *user, void *p, size_t n)
+{
+    for (;;) {
+        ssize_t got = read(*(int *)user, p, n);
+        if (got >= 0 || errno != EINTR) return got;
+    }
+}
+
+koila_status read_snapshot(const char *path, koila_snapshot **out, koila_error *e)
+{
+    int fd = strcmp(path, "-") ? open(path, O_RDONLY | O_CLOEXEC) : 0;
+    struct stat st;
+    koila_source src = { .struct_size = (uint32_t)sizeof src };
+    if (fd < 0 || fstat(fd, &st)) {
+        e->code = KOILA_BAD_INPUT;
+        e->offset = 0;
+        snprintf(e->text, sizeof e->text, "%s", strerror(errno));
+        if (fd > 0) close(fd);
+        return KOILA_BAD_INPUT;
+    }
+    void *map = MAP_FAILED;
+    if (S_ISREG(st.st_mode) && st.st_size > 0 && fd) map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (map != MAP_FAILED) {
+        src.data = map;
+        src.n_bytes = (uint64_t)st.st_size;
+    } else {
+        src.read = read_fd;
+        src.user = &fd;
+    }
+    koila_status status = koila_snapshot_open(&src, NULL, out, e);
+    if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
+    if (fd) close(fd);
+    return status;
+}
+
+char *read_text(const char *path, size_t *n, koila_error *e)
+{
+    FILE *f = strcmp(path, "-") ? fopen(path, "rb") : stdin;
+    size_t cap = 1 << 16;
+    char *p = f ? malloc(cap) : NULL;
+    *n = 0;
+    while (p) {
+        size_t got = fread(p + *n, 1, cap - *n - 1, f);
+        *n += got;
+        if (!got) break;
+        if (cap - *n - 1 == 0) {
+            char *q = cap < (size_t)1 << 30 ? realloc(p, cap * 2) : NULL;
+            if (!q) {
+                free(p);
+                p = NULL;
+                errno = EFBIG;
+                break;
+            }
+            p = q;
+            cap *= 2;
+        }
+    }
+    if (p && ferror(f)) free(p), p = NULL;
+    if (p) p[*n] = 0;
+    else {
+        e->code = KOILA_BAD_INPUT;
+        e->offset = 0;
+        snprintf(e->text, sizeof e->text, "%s", strerror(errno));
+    }
+    if (f && f != stdin) fclose(f);
+    return p;
+}
+
+FILE *create_beside(const char *path, char **temporary)
+{
+    const size_t n = strlen(path) + 12;
+    *temporary = malloc(n);
+    if (!*temporary) return complain(path, NULL, "the host is out of memory"), NULL;
+    snprintf(*temporary, n, "%s.XXXXXX", path);
+    int fd = mkstemp(*temporary);
+    mode_t mask = umask(0);
+    umask(mask);
+    if (fd >= 0 && fchmod(fd, 0666 & ~mask)) {
+        /* the file keeps mkstemp's stricter mode */
+    }
+    FILE *f = fd >= 0 ? fdopen(fd, "wb") : NULL;
+    if (!f) {
+        complain(path, NULL, "cannot be written: %s", strerror(errno));
+        if (fd >= 0) close(fd), unlink(*temporary);
+        free(*temporary);
+        *temporary = NULL;
+    }
+    return f;
+}
+
+int finish_file(FILE *f, char *temporary, const char *path)
+{
+    int failed = ferror(f) ? EIO : 0;
+    if (fclose(f) && !failed) failed = errno;
+    if (!failed && rename(temporary, path)) failed = errno;
+    if (failed) {
+        unlink(temporary);
+        complain(path, NULL, "cannot be written: %s", strerror(failed));
+    }
+    free(temporary);
+    return failed ? EXIT_BAD : EXIT_OK;
+}
+
+bool stdout_ok(void) { return fflush(stdout) == 0 && !ferror(stdout); }

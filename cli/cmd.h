@@ -1,0 +1,78 @@
+/* cmd.h — the table of commands, and what they share. The command line sees only koila.h.
+ *
+ * Exit codes: 0 ok, 1 does not fit (with --check: differs or not checkable), 2 bad input or usage. Results go to stdout, errors and
+ * progress to stderr. All text that comes from a file is shown with its control characters made visible.
+ */
+#ifndef KOILA_CLI_CMD_H
+#define KOILA_CLI_CMD_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "koila/koila.h"
+
+enum { EXIT_OK = 0, EXIT_NO_FIT = 1, EXIT_BAD = 2 };
+
+/* verb, function, one line, usage */
+#define COMMANDS(X)                                                                                           \
+    X("plan", cmd_plan, "Predict a recorded step's memory on a GPU, without the GPU", "koila plan STEP.kgraph --gpu NAME|FILE [--memory SIZE] [--conf KEY=VALUE,…] [--slice N|auto] [--sdpa NAME] [--optimizer KIND] [--torch V] [--json]\n       koila plan --list-gpus") \
+    X("simulate", cmd_simulate, "Replay a memory snapshot; what if memory or settings were different", "koila simulate SNAPSHOT [--device N] [--torch V] [--memory SIZE] [--outside SIZE] [--conf KEY=VALUE,…] [--check] [--events FILE] [--json]") \
+    X("report", cmd_report, "Write a memory snapshot as one web page", "koila report SNAPSHOT -o report.html [--device N] [--torch V] [--top 30]") \
+    X("help", cmd_help, "This text, or a command's", "koila help [COMMAND]")
+
+typedef struct command {
+    const char *verb;
+    int (*run)(int argc, char **argv);
+    const char *line, *usage;
+} command;
+#define COMMAND_DECLARE(verb, fn, line, usage) int fn(int argc, char **argv);
+COMMANDS(COMMAND_DECLARE)
+#undef COMMAND_DECLARE
+extern const command commands[];
+
+/* ---- messages */
+/* "koila: SUBJECT: text", then, if `todo` is not NULL, a line of what to do. Returns EXIT_BAD. */
+int complain(const char *subject, const char *todo, const char *fmt, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+int complain_about(const char *subject, const koila_error *e); /* words a library error, with the byte if it has one */
+int usage_of(const char *verb, const char *fmt, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+
+/* ---- options: option(&a, "--memory") is its value, from "--memory X" or "--memory=X" */
+typedef struct args {
+    const char *verb;
+    int n, at;
+    char **v;
+    const char *value, *positional;
+    bool bad;
+} args;
+bool args_next(args *a, const char **name); /* false at the end; *name: the option, or NULL and a->positional */
+const char *args_value(args *a);            /* of the option just returned; NULL (and a->bad) if missing */
+
+/* ---- numbers */
+bool parse_size(const char *s, uint64_t *out);  /* bytes, GiB MiB KiB (2^n), GB MB kB (10^n) */
+bool parse_count(const char *s, uint64_t max, uint64_t *out);
+const char *grouped(uint64_t n, char out[32]);  /* 184,213 */
+const char *gib(uint64_t n, char out[32]);      /* "17.42 GiB", "311.5 MiB", "512 B" */
+
+/* ---- text from files */
+void put_plain(FILE *f, const char *s); /* control characters made visible */
+void put_json(FILE *f, const char *s);  /* with its quotes */
+void put_html(FILE *f, const char *s);  /* escaped for element content and quoted attributes */
+
+/* ---- files */
+koila_status read_snapshot(const char *path, koila_snapshot **out, koila_error *e); /* "-": standard input */
+char *read_text(const char *path, size_t *n, koila_error *e);                       /* malloc'ed, NUL-terminated; at most 1 GiB */
+FILE *create_beside(const char *path, char **temporary); /* renamed by finish_file; NULL: complained */
+int finish_file(FILE *f, char *temporary, const char *path); /* EXIT_OK or EXIT_BAD; frees temporary */
+bool stdout_ok(void); /* flushes; a closed pipe is quiet but false */
+
+#endif

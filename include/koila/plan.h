@@ -1,0 +1,160 @@
+/* koila/plan.h — how to run a recorded step in slices of the batch: loops, barriers, what to keep, and what it will need in bytes.
+ *
+ * A plan is a list of *stages*, each a list of *instructions* over the nodes and values of a lowered graph (the recorded one, with operators that
+ * hide a reduction over the batch written out). A whole stage runs once, on whole values; a loop stage runs once per slice of one axis:
+ *
+ *   RUN n     run node n                                      on local values (slices and partials) or, in a whole stage, whole ones
+ *   SLICE v   local v := this slice's rows of whole v         (a view)
+ *   ADD v     whole v := combine(whole v, local v)            first slice: local v becomes whole v
+ *   PUT v     rows of whole v := local v                      the gather of a sharded value
+ *   KEEP v    kept v [this slice] := local v                  for a later loop
+ *   FETCH v   local v := kept v [this slice]                  `last`: the kept piece is given up
+ *   FREE v    local v (loop) or whole v (whole stage) is dead
+ *
+ * Invariants: every RUN finds its inputs made; each local value is freed exactly once per slice; whole values of targets are never freed.
+ */
+#ifndef KOILA_PLAN_H
+#define KOILA_PLAN_H
+
+#include "koila/graph.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct koila_plan koila_plan; /**< immutable once made; reads nothing of the recorded graph any more */
+
+typedef enum koila_instr_kind {
+    KOILA_DO_RUN,
+    KOILA_DO_SLICE,
+    KOILA_DO_ADD,
+    KOILA_DO_PUT,
+    KOILA_DO_KEEP,
+    KOILA_DO_FETCH,
+    KOILA_DO_FREE
+} koila_instr_kind;
+
+enum { /* koila_instr.flags */
+    KOILA_INSTR_OWNED = 1, /**< ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it);
+                                PUT: the same when the slice is all rows. Without it a copy must be made: others may write to the storage */
+    KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
+};
+
+typedef struct koila_instr {
+    uint8_t kind;
+    uint8_t flags;
+    uint16_t steal; /**< RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first.
+                         SLICE: which input of `user` */
+    uint32_t id;    /**< node (RUN) or value */
+    koila_node user; /**< SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
+} koila_instr;
+
+typedef struct koila_stage {
+    bool is_loop;
+    uint16_t axis; /**< loop: which */
+    uint32_t n_instrs;
+    const koila_instr *instrs;
+    uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
+} koila_stage;
+
+typedef enum koila_share_kind { KOILA_SHARE_WHOLE, KOILA_SHARE_SLICE, KOILA_SHARE_PARTIAL } koila_share_kind;
+typedef enum koila_partial_kind { KOILA_PARTIAL_SUM, KOILA_PARTIAL_MAX, KOILA_PARTIAL_MIN, KOILA_PARTIAL_MOMENTS } koila_partial_kind;
+
+/** Where a value (or a use of it) lives: whole; a slice: size[dim] = outer * rows * inner; or a partial to be combined over slices. */
+typedef struct koila_share {
+    uint8_t kind;    /**< koila_share_kind */
+    uint8_t partial; /**< koila_partial_kind */
+    uint8_t dim;
+    uint16_t axis;
+    int64_t outer, inner;
+} koila_share;
+
+typedef enum koila_keep_policy {
+    KOILA_KEEP_AUTO,  /**< the cheapest in work that fits; with forced rows and no budget: the least memory at moderate work */
+    KOILA_KEEP_ALL,   /**< keep what a later loop needs of expensive operators */
+    KOILA_KEEP_NONE,  /**< recompute everything */
+} koila_keep_policy;
+
+typedef struct koila_plan_options {
+    uint32_t struct_size;
+    uint64_t budget_bytes; /**< what the step may need beyond what is live before it; UINT64_MAX = no limit */
+    int64_t rows;          /**< force slices of so many rows; 0 = the fewest slices that fit */
+    uint32_t keep;         /**< koila_keep_policy */
+    /** Bytes an operator uses inside beyond inputs and outputs, for a call on `rows` of `batch` rows (both 0: whole). NULL = 0. `user` is passed on. */
+    uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
+    void *user;
+} koila_plan_options;
+
+typedef struct koila_plan_info {
+    uint32_t struct_size;
+    int64_t batch, rows;      /**< of the main axis: all rows, rows a slice */
+    uint32_t n_slices;        /**< of the main axis */
+    uint64_t peak_bytes;      /**< predicted, beyond what was live before the step */
+    uint64_t budget_bytes;
+    uint32_t n_stages, n_loops;
+    uint32_t n_recorded;      /**< nodes the targets need, as recorded */
+    double replay_ratio;      /**< work run in all slices / work recorded, by estimated time */
+    uint32_t n_gathers;
+    koila_node peak_node;     /**< of the lowered graph: what runs at the peak; KOILA_NONE when nothing runs */
+} koila_plan_info;
+
+/** Plan how to make `targets` (recorded values). Reads `graph` and keeps nothing of it but its table.
+ *  Expected: OOM (one row a slice needs more than the budget; err names the largest values; if `out` is wanted nevertheless pass budget UINT64_MAX),
+ *  BAD_ARGUMENT, NO_MEMORY, UNSUPPORTED. */
+KOILA_API koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets, uint32_t n_targets, const koila_plan_options *options,
+                                      const koila_allocator *mem, koila_plan **out, koila_error *err);
+KOILA_API void koila_plan_free(koila_plan *p);
+KOILA_API koila_plan_info koila_plan_get(const koila_plan *p);
+KOILA_API const koila_graph *koila_plan_graph(const koila_plan *p);              /**< the lowered graph; borrowed from the plan */
+KOILA_API const koila_stage *koila_plan_stage(const koila_plan *p, uint32_t stage);
+KOILA_API koila_value koila_plan_target(const koila_plan *p, uint32_t target);   /**< lowered value of targets[target] */
+KOILA_API koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded); /**< lowered value of a recorded leaf, KOILA_NONE when not needed */
+KOILA_API koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered); /**< the recorded node it stands for */
+KOILA_API koila_share koila_plan_share(const koila_plan *p, koila_value v);
+KOILA_API koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input);
+KOILA_API bool koila_plan_in_loop(const koila_plan *p, koila_node n);
+/** Number of slices and the rows [*begin, *end) of slice i of an axis. */
+KOILA_API uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis);
+KOILA_API int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis);
+/** Gathers: values that had to be made whole because an operator has no sharded rule. Index < n_gathers. */
+typedef struct koila_gather {
+    koila_node node;     /**< of the lowered graph: the operator that needs it whole */
+    koila_value value;
+    uint64_t bytes;      /**< of the whole value */
+} koila_gather;
+KOILA_API koila_gather koila_plan_gather(const koila_plan *p, uint32_t i);
+/** The memory curve: predicted bytes after each instruction of the plan's simulated run, thinned to at most `cap` points; returns how many. */
+typedef struct koila_curve_point {
+    uint32_t stage;
+    koila_node node; /**< KOILA_NONE: not at an operator */
+    uint64_t bytes;
+} koila_curve_point;
+KOILA_API uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t cap);
+/** The largest values live at the predicted peak, largest first; returns how many. */
+KOILA_API uint32_t koila_plan_largest(const koila_plan *p, koila_gather *out, uint32_t cap);
+/** Predicted bytes of value v for a slice of `rows` rows of its axis (whole values: rows ignored). */
+KOILA_API uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows);
+
+/** How call arguments follow a slice of `rows` rows. */
+typedef enum koila_adapt_kind { KOILA_ADAPT_INTS, KOILA_ADAPT_INT, KOILA_ADAPT_SCALE, KOILA_ADAPT_ALIAS, KOILA_ADAPT_SQUEEZE } koila_adapt_kind;
+typedef struct koila_adapt {
+    uint8_t kind;
+    uint8_t arg;     /**< INTS, INT: positional value that is replaced */
+    uint16_t output; /**< SCALE: output multiplied by rows / batch */
+    uint32_t n;      /**< INTS: how many; SQUEEZE: dims */
+    int64_t ints[KOILA_MAX_DIMS];
+} koila_adapt;
+#define KOILA_MAX_ADAPTS 4
+/** Adaptations of node n (link < 0) or of link `link` of its writes' chains; writes at most KOILA_MAX_ADAPTS, returns how many. */
+KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows, koila_adapt *out);
+/** The plan as a table for people: facts, then every stage with its instructions. One line an instruction; runs of FREE share one. */
+KOILA_API koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user);
+/** The plan as a Graphviz drawing: a box a stage, an operator where it runs (again where it runs again), barriers and kept pieces as edges between boxes. */
+KOILA_API koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *user);
+/** Every invariant of this header. */
+KOILA_API bool koila_plan_check(const koila_plan *p, koila_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

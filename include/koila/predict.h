@@ -1,0 +1,116 @@
+/* koila/predict.h — what a recorded step will need on a GPU that is not here: a device profile, the step's graph, and the cache.
+ *
+ *   koila_device_builtin("h100-80gb", NULL, &dev, &err);
+ *   koila_predict(graph, dev, NULL, NULL, &p, &err);       p.steady.reserved.expected, p.fits, ...
+ */
+#ifndef KOILA_PREDICT_H
+#define KOILA_PREDICT_H
+
+#include "koila/cache.h"
+#include "koila/graph.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct koila_device koila_device; /* immutable once open, may be shared */
+
+/* id, key in the file, what it is */
+#define KOILA_DEVICE_FIELD_MAP(X)                                                                             \
+    X(SM_COUNT, "sm_count", "streaming multiprocessors")                                                      \
+    X(CAPABILITY, "compute_capability", "10 * major + minor: 90 is sm_90")                                    \
+    X(TOTAL_BYTES, "total_bytes", "totalGlobalMem")                                                           \
+    X(INFO_TOTAL_BYTES, "info_total_bytes", "cudaMemGetInfo's total")                                         \
+    X(CONTEXT_BYTES, "context_bytes", "CUDA context with lazy loading, kernels used by a training step included") \
+    X(CUBLAS_BYTES, "cublas_workspace_bytes", "cuBLAS workspace, one for each thread and stream")             \
+    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")
+typedef enum koila_device_field {
+#define KOILA_DEVICE_FIELD_ENUM(id, key, text) KOILA_DEVICE_##id,
+    KOILA_DEVICE_FIELD_MAP(KOILA_DEVICE_FIELD_ENUM)
+#undef KOILA_DEVICE_FIELD_ENUM
+    KOILA_N_DEVICE_FIELDS
+} koila_device_field;
+
+typedef struct koila_device_value {
+    uint64_t value, spread; /**< the truth is taken to lie within value - spread .. value + spread */
+    const char *how;        /**< "measured", "vendor" or "estimated"; borrowed from the device */
+    const char *date;       /**< "" if not said */
+} koila_device_value;
+
+/** A profile from JSON: {"koila_device": 1, "name": "...", "fields": {"total_bytes": {"value": n, "how": "measured", "spread": n, "date": "..."}, ...}}.
+ *  Needed: sm_count, compute_capability, total_bytes, context_bytes; the others have estimates. On success `*out` is yours: koila_device_free().
+ *  Expected: KOILA_BAD_INPUT (`e` names field and reason), KOILA_NO_MEMORY. */
+KOILA_API koila_status koila_device_open(const char *json, size_t n, const koila_allocator *mem, koila_device **out, koila_error *e);
+/** A built-in profile by name, letters of either case. Expected: KOILA_BAD_ARGUMENT (`e` names the nearest). */
+KOILA_API koila_status koila_device_builtin(const char *name, const koila_allocator *mem, koila_device **out, koila_error *e);
+/** Names of the built-in profiles; NULL past the end. */
+KOILA_API const char *koila_device_builtin_name(size_t i);
+KOILA_API void koila_device_free(koila_device *d);
+KOILA_API const char *koila_device_name(const koila_device *d);
+KOILA_API koila_device_value koila_device_get(const koila_device *d, koila_device_field field);
+KOILA_API const char *koila_device_field_key(koila_device_field field);
+
+typedef enum koila_sdpa { KOILA_SDPA_AUTO, KOILA_SDPA_FLASH, KOILA_SDPA_EFFICIENT, KOILA_SDPA_MATH, KOILA_SDPA_CUDNN } koila_sdpa;
+typedef enum koila_optimizer { KOILA_OPTIMIZER_NONE, KOILA_OPTIMIZER_SGD, KOILA_OPTIMIZER_MOMENTUM, KOILA_OPTIMIZER_ADAM, KOILA_OPTIMIZER_ADAMW } koila_optimizer;
+typedef enum koila_optimizer_way { KOILA_WAY_FOREACH, KOILA_WAY_FUSED, KOILA_WAY_LOOP } koila_optimizer_way;
+
+typedef struct koila_predict_opts {
+    uint32_t struct_size;
+    uint64_t memory_bytes; /**< of the device, instead of the profile's; 0 = the profile's */
+    int64_t rows;          /**< rows of the batch in a slice; 0 = the whole batch at once */
+    uint32_t sdpa;         /**< koila_sdpa */
+    uint32_t optimizer, way; /**< koila_optimizer, koila_optimizer_way: a graph does not hold the optimizer's step */
+    bool weight_decay, amsgrad;
+} koila_predict_opts;
+
+typedef struct koila_range {
+    uint64_t low, expected, high;
+} koila_range;
+typedef struct koila_peaks {
+    koila_range allocated, reserved, device; /**< device: reserved as the driver rounds it, and everything outside the cache */
+} koila_peaks;
+
+enum { KOILA_PREDICT_LARGEST = 12, KOILA_PREDICT_NOTES = 24, KOILA_PREDICT_NOT_MODELLED = 32 };
+
+typedef struct koila_prediction {
+    uint32_t struct_size;
+    koila_peaks first, steady;
+    uint64_t memory_bytes; /**< the limit it was judged against */
+    bool fits;             /**< the high end, in every step, under that limit */
+    uint64_t spare_bytes;  /**< memory - highest device bytes; 0 if it does not fit */
+    uint64_t n_retries;    /**< of the high end under the limit */
+    bool settled;          /**< two steps in a row left the same state */
+    uint32_t n_steps, n_slices;
+    int64_t batch, rows;
+    char peak_op[96], peak_line[160]; /**< where allocated was highest */
+    struct {
+        uint64_t bytes;
+        char what[64], line[160];
+    } largest[KOILA_PREDICT_LARGEST]; /**< live then, largest first */
+    uint32_t n_largest;
+    char notes[KOILA_PREDICT_NOTES][200]; /**< every assumption used */
+    uint32_t n_notes;
+    struct {
+        char op[80];
+        uint32_t n_calls;
+    } not_modelled[KOILA_PREDICT_NOT_MODELLED]; /**< operators of which it is not known what they use inside; they widen the high end */
+    uint32_t n_not_modelled;
+} koila_prediction;
+
+/** `c` NULL: torch's newest known defaults. `o` NULL: the whole batch, no optimizer. out->struct_size is set.
+ *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. Not fitting is no error. */
+KOILA_API koila_status koila_predict(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_error *e);
+
+typedef struct koila_fit {
+    uint32_t struct_size;
+    bool fits;
+    uint64_t peak_allocated, peak_reserved, n_retries; /**< of the live cache while the step ran in it, high end */
+} koila_fit;
+/** Does the step fit into a live cache, `slice` rows at a time (0: all)? Leaves and what is live already are in `live`; it is as before on return.
+ *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. */
+KOILA_API koila_status koila_fits(const koila_graph *g, const koila_device *d, koila_cache *live, uint64_t slice, koila_fit *out, koila_error *e);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

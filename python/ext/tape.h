@@ -1,0 +1,110 @@
+/* tape.h — what capture.c, call.c and run.c share: the tape (one recorded step) and the handle in a lazy tensor's slot.
+ *
+ *   class Tape:                      # one open tape at a time; lazy() joins it or opens a new one
+ *       graph: koila_graph           # nodes in recorded order
+ *       values[v].real               # the concrete tensor of value v: leaves always, others once made concrete
+ *       effects                      # real tensors whose new contents are lazy (BatchNorm's running statistics), committed once by run
+ *
+ * The tape keeps no wrapper alive: values[v].handle is borrowed and NULLed when the Value dies, which means that nobody can ask for v any more.
+ */
+#ifndef KOILA_EXT_TAPE_H
+#define KOILA_EXT_TAPE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "koila/koila.h"
+
+struct koila__handle; /* the Value object in LazyTensor's slot; capture.c */
+
+typedef struct tape_value {
+    PyObject *real;               /* owned torch.Tensor or NULL: see above */
+    struct koila__handle *handle; /* borrowed: newest handle that can still ask for this value, or NULL */
+    uint32_t version;             /* leaves: `_version` of `real` when it was recorded */
+} tape_value;
+
+typedef struct tape_effect {
+    PyObject *real;    /* owned: the tensor outside whose contents become those of `value` */
+    koila_value value;
+    uint32_t version;  /* of `real` when the effect was recorded */
+} tape_effect;
+
+typedef struct koila__tape {
+    PyObject_HEAD
+    koila_graph *graph;
+    tape_value *values;      /* [koila_graph_n_values(graph)] */
+    uint32_t n_values_alloc;
+    tape_effect *effects;
+    uint32_t n_effects, n_effects_alloc;
+    uint32_t n_handles;      /* live handles of this tape */
+    bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
+    bool let_go;             /* closed, and what nobody can ask for any more has been given up */
+    bool ran;                /* something was made concrete since it was opened */
+    struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
+    struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
+    uint32_t n_leaves, n_leaf_slots;
+    struct tape_random *random;    /* sorted by node, for they are recorded in order */
+    uint32_t n_random, n_random_alloc;
+    uint64_t *axis_ids;            /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape */
+    uint32_t n_axis_ids;
+    bool compacted;                /* closed, and what was concrete has left it */
+    bool is_island;                /* made for one concrete value that outlives its step */
+    struct koila__tape *next_tape, *prev_tape; /* all live tapes */
+    uint64_t uid;                  /* never reused in this process */
+    PyObject *weakrefs;
+} koila__tape;
+
+typedef struct tape_leaf {
+    PyObject *real;      /* borrowed from values[].real or effects[].real; NULL: empty slot */
+    koila_meta meta;
+    koila_value value;   /* what a read of `real` is now: its leaf, or the value of its effect */
+    uint32_t version;
+} tape_leaf;
+
+typedef struct tape_random {
+    koila_node node;
+    PyObject *state; /* owned: the user's generator's state just before eager would have drawn */
+} tape_random;
+
+/* ---- capture.c */
+extern koila_table *koila__table;                        /* the process' table; made at first use */
+PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
+PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
+/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are. */
+uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
+/* The generator state recorded before random node `n` (borrowed uint8 tensor), or NULL without an error: not a random node. */
+PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
+/* The effects are committed: forget them. */
+void koila__tape_drop_effects(koila__tape *t);
+void koila__tape_let_go(koila__tape *t);
+/* Value v of the tape is now `real` (reference taken over from the caller). */
+void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
+
+/* ---- call.c: one recorded call on real tensors */
+typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
+    uint32_t arg;
+    uint32_t n;             /* number of ints; is_list tells a list from one int */
+    bool is_list;
+    const int64_t *ints;
+} koila__arg_fix;
+typedef struct koila__call_fix {
+    uint32_t n_fix;
+    const koila__arg_fix *fix;
+} koila__call_fix;
+/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base tensor, written in place, the caller has cloned
+ * it where needed). `fix` adapts the call itself, link_fix[k] the k-th link of all writes' chains (either may be NULL). On success outputs[n_outputs] are new
+ * references (NULL for a None result; for a write the base tensor itself) and 0 is returned; on failure -1 with torch's own exception set. Runs below autograd, in the
+ * signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
+int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs);
+
+/* The simple executor: everything whole, recorded order, each value freed at its last use. What koila__run does when nothing needs splitting, and its
+ * reference in tests. Same contract as koila__run. */
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
+
+/* ---- run.c */
+/* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception and nothing changed. `commit_effects`: also run and
+ * commit the tape's effects. */
+int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
+
+#endif

@@ -1,0 +1,241 @@
+"""Backward through lazy values.
+
+`torch.autograd.backward` and `torch.autograd.grad` end in one function, `_engine_run_backward`, which is replaced at import:
+
+1. The gradients of the *leaves* of the graph are taken with autograd itself. Nothing is computed: operators on lazy values are recorded.
+   Tensor hooks of real leaves wait for pass 2.
+2. All gradients are made concrete in one run (sliced as planned), together with the values the user still holds.
+3. Autograd's engine accumulates them: one backward from a node whose gradients are handed over without a copy, so AccumulateGrad, its
+   hooks, DistributedDataParallel and fused optimizers see one ordinary backward. Until here nothing outside has changed.
+
+`torch.autograd.grad` without `create_graph` makes the gradients of real tensors concrete at once (the next line may change the
+parameters); gradients of lazy tensors stay lazy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import graph as _graph
+
+from . import _core, _lazy
+from ._errors import UnsupportedError
+
+_original = _graph._engine_run_backward
+
+
+class _HandOver(torch.autograd.Function):
+    """A node whose backward returns the gradients given, and keeps no reference to them: AccumulateGrad can take them as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients, ctx.box[:] = tuple(ctx.box), []
+        return (None, *gradients)
+
+
+class _Depth:
+    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its leaves' gradients are collected here."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.nested: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+_depth = _Depth()
+
+
+def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
+    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad nodes; and whether some node runs a
+    backward of its own (a reentrant checkpoint), which autograd allows only when no `inputs` are named."""
+    found: list[torch.Tensor] = []
+    reentrant = False
+    seen: set[Any] = set()
+    stack = []
+    for o in outputs:
+        node = getattr(o, "node", None) or getattr(o, "grad_fn", None)
+        if node is not None:
+            stack.append(node)
+        elif isinstance(o, torch.Tensor) and o.requires_grad and not any(o is f for f in found):
+            found.append(o)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not node.next_functions:
+            found.append(variable)
+            continue
+        reentrant |= type(node).__name__ == "CheckpointFunctionBackward"
+        for up, _ in reversed(node.next_functions):
+            if up is not None and up not in seen:
+                stack.append(up)
+    return found, reentrant
+
+
+def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """`.grad` of a lazy leaf is lazy too."""
+    with torch.no_grad():
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def _any_lazy(values: Sequence[Any]) -> bool:
+    return any(_core.is_lazy(v) for v in values if isinstance(v, torch.Tensor))
+
+
+def _quiet_hooks(leaves: Sequence[torch.Tensor]) -> list[tuple[Any, dict[int, Any]]]:
+    """Take the tensor hooks of real leaves away; returns what _wake_hooks needs."""
+    saved = []
+    for leaf in leaves:
+        hooks = leaf._backward_hooks
+        if hooks and not _core.is_lazy(leaf):
+            saved.append((hooks, dict(hooks)))
+            hooks.clear()
+    return saved
+
+
+def _wake_hooks(saved: list[tuple[Any, dict[int, Any]]]) -> None:
+    for hooks, kept in saved:
+        hooks.update(kept)
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not have to copy it when it can no longer fail safely."""
+    if leaf.grad is not None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+        return gradient
+    if leaf.is_contiguous():
+        return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+
+
+def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before."""
+    hooked = any(_has_hooks(leaf) for leaf in leaves)
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves):
+            gradients[i] = _own_layout(leaf, gradients[i])
+        contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
+        before = [leaf.grad for leaf in leaves]
+        one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
+    with torch.enable_grad():
+        root = _HandOver.apply(gradients, *leaves)
+    try:
+        _original((root,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    except BaseException:
+        for leaf, grad, old in zip(leaves, before, contents):
+            leaf.grad = grad
+            if grad is not None and old is not None:
+                with torch.no_grad():
+                    grad.copy_(old)
+        raise
+
+
+def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of leaves, let into empty `.grad`s and taken out again."""
+    before = [leaf.grad for leaf in leaves]
+    after_hooks = [(h, dict(h)) for leaf in leaves if (h := getattr(leaf, "_post_accumulate_grad_hooks", None)) and not _core.is_lazy(leaf)]
+    for hooks, _ in after_hooks:
+        hooks.clear()
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        _original(outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True)
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, grad in zip(leaves, before):
+            leaf.grad = grad
+        _wake_hooks(after_hooks)
+
+
+def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    leaves, reentrant = ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
+    if not leaves:
+        _original(outputs, grads, retain, create, inputs, **kwargs)
+        return
+    saved = _quiet_hooks(leaves)
+    _depth.level += 1
+    outer_nested, _depth.nested = _depth.nested, []
+    try:
+        if reentrant:
+            given = _by_accumulation(outputs, grads, retain, create, leaves)
+        else:
+            given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+        nested = _depth.nested
+    finally:
+        _depth.level -= 1
+        _depth.nested = outer_nested
+        _wake_hooks(saved)
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for leaf, gradient in [*((leaf, g) for leaf, g in zip(leaves, given) if g is not None), *nested]:
+        known = pairs.get(id(leaf))
+        pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
+    del given, nested
+    if _depth.level:  # a backward inside a recorded one: its gradients belong to the outer step
+        for leaf, gradient in pairs.values():
+            if _core.is_lazy(leaf):
+                _accumulate_lazy(leaf, gradient)
+            else:
+                _depth.nested.append((leaf, gradient))
+        return
+    real = [(leaf, g) for leaf, g in pairs.values() if not _core.is_lazy(leaf)]
+    lazy_pairs = [(leaf, g) for leaf, g in pairs.values() if _core.is_lazy(leaf)]
+    del pairs
+    if create and _any_lazy([g for _, g in real]):
+        raise UnsupportedError(
+            "backward(create_graph=True) through lazy values would leave gradients that are still lazy in .grad; "
+            "use torch.autograd.grad(..., create_graph=True) and go on with what it returns"
+        )
+    with torch.no_grad():
+        for leaf, g in lazy_pairs:
+            _accumulate_lazy(leaf, g)
+            origin = _lazy.given_for(leaf)
+            if origin is not None:  # the tensor that was handed to lazy() gets its gradient too
+                real.append((origin, g))
+    lazies = [g for _, g in real if _core.is_lazy(g)] + [g for _, g in lazy_pairs if _core.is_lazy(g)]
+    if not lazies:
+        lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
+    if lazies:
+        _core.run_all(lazies, not retain)
+    targets = [leaf for leaf, _ in real]
+    gradients = _core.take_all([g for _, g in real])
+    del real, lazy_pairs, lazies
+    if targets:
+        _hand_over(targets, gradients)
+
+
+def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not _core.is_recording():
+        return _original(t_outputs, *args, **kwargs)
+    grads, retain, create, inputs = args[:4]
+    if kwargs.get("accumulate_grad"):
+        return _backward(t_outputs, grads, retain, create, inputs or (), kwargs)
+    result = _original(t_outputs, *args, **kwargs)
+    if create or _depth.level or not _any_lazy(result):
+        return result
+    wanted = [g for g, i in zip(result, inputs) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)]
+    if not wanted:
+        return result
+    _core.run_all(wanted, not retain)
+    return tuple(
+        _core.concrete(g) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i) else g for g, i in zip(result, inputs)
+    )
+
+
+def install() -> None:
+    """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
+    torch.autograd._engine_run_backward = _engine_run_backward
+    _graph._engine_run_backward = _engine_run_backward
+
+

@@ -1,0 +1,193 @@
+"""How much memory a step may use, and how it is cut: words and numbers in, `_core.configure` out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import _core
+
+Budget = Any  # int | float | str | Mapping[device, int | float | str] | None
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for power, names in enumerate(("Kk", "M", "G", "T"), start=1)
+    for prefix in names
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+_UNITS |= {unit.lower(): n for unit, n in _UNITS.items()}
+_TEXT = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*|%)")
+
+
+def readable(n_bytes: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n_bytes) < 1024 or unit == "GiB":
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    raise AssertionError
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _core.free_memory()["free"]
+    return _total(device) if free is None else int(free)
+
+
+def _total(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _held(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else int(_core.truth_current())
+
+
+def _device_in_use() -> torch.device:
+    """Where steps run: the current GPU if there is one. The budget of other devices is checked and waits."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _refuse(asked: object, expected: str, call: str) -> ValueError:
+    return ValueError(f"{call}: expected {expected}, got {asked!r}")
+
+
+def _bytes(asked: object, device: torch.device, call: str) -> int:
+    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch holds already."""
+    amount: float
+    fraction = isinstance(asked, float) and asked <= 1
+    if isinstance(asked, bool) or not isinstance(asked, (int, float, str)):
+        raise _refuse(asked, 'bytes, "512MB", "2GiB", a fraction like 0.8, or a dict by device', call)
+    if isinstance(asked, str):
+        m = _TEXT.fullmatch(asked.strip())
+        unit = m[2] if m else "?"
+        if m is None or (unit != "%" and unit not in _UNITS):
+            bits = " (Gb and Mb are bits)" if re.fullmatch(r"[KMGT]b", unit) else ""
+            raise _refuse(asked, f'a size like "512MB", "2GiB", "80%" or a number of bytes{bits}', call)
+        amount = float(m[1])
+        fraction = unit == "%" or (unit == "" and "." in m[1] and amount <= 1)
+        amount *= 0.01 if unit == "%" else 1 if fraction else _UNITS[unit]
+    else:
+        amount = asked
+    if isinstance(asked, float) and not fraction and not asked.is_integer():
+        raise _refuse(asked, "a fraction of at most 1, or whole bytes", call)
+    if not math.isfinite(amount) or amount <= 0:
+        raise _refuse(asked, "a budget above zero", call)
+    if fraction and amount > 1:
+        raise _refuse(asked, "at most 100% of what is free", call)
+    total = _total(device)
+    n = min(_held(device) + int(amount * _free(device)), total) if fraction else int(amount)
+    if n > total:
+        raise _refuse(asked, f"at most what {device} has, {readable(total)}", call)
+    return max(n, 1)
+
+
+def _resolve(asked: Budget, call: str) -> int | None:
+    """What `_core.configure(budget=…)` wants: bytes for the device in use, or None (what is free when the step is planned)."""
+    if asked is None:
+        return None
+    here = _device_in_use()
+    if not isinstance(asked, Mapping):
+        return _bytes(asked, here, call)
+    chosen: int | None = None
+    for name, amount in asked.items():
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError):
+            raise _refuse(name, 'a device like "cpu" or "cuda:0"', call) from None
+        present = device.type == "cpu" or device.type == here.type
+        n = _bytes(amount, device if present else torch.device("cpu"), call) if amount is not None else None
+        if device.type == here.type and device.index in (None, here.index):
+            chosen = n
+    return chosen
+
+
+class _Setting(contextlib.ContextDecorator):
+    """Set on entry, put back on exit; may be nested, reused, and used as a decorator."""
+
+    def __init__(self) -> None:
+        self._before: list[dict[str, Any]] = []
+
+    def _settings(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        new = self._settings()
+        before = _core.configure(**new)
+        self._before.append({name: before[name] for name in new})
+
+    def __exit__(self, *exc: object) -> None:
+        _core.configure(**self._before.pop())
+
+
+class budget(_Setting):
+    """Torch may hold at most this much memory, model and data included. Steps are cut so that they stay within it; on the CPU torch itself
+    refuses to go beyond.
+
+    Args:
+        amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry, a dict by device, or `None`: what is free
+            when a step is planned.
+
+    Raises:
+        ValueError: not a size, not above zero, or more than the machine has.
+
+    Example:
+        >>> with budget("512MB"):
+        ...     pass
+    """
+
+    def __init__(self, amount: Budget) -> None:
+        super().__init__()
+        self._amount = amount
+        _resolve(amount, f"budget({amount!r})")
+
+    def _settings(self) -> dict[str, Any]:
+        return {"budget": _resolve(self._amount, f"budget({self._amount!r})")}
+
+
+def set_budget(amount: Budget) -> None:
+    """`budget(amount)` from here on. The environment variable `KOILA_BUDGET` does the same at import."""
+    _core.configure(budget=_resolve(amount, f"set_budget({amount!r})"))
+
+
+class micro_batch(_Setting):
+    """Cut the batch into slices of `size` rows (the last may be smaller).
+
+    Args:
+        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: of the sizes that fit, the fastest, found in the first steps.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    def __init__(self, size: int | str | None) -> None:
+        super().__init__()
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if not (size is None or size == "fastest" or (whole and size >= 1)):  # type: ignore[operator]
+            raise ValueError(f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}')
+        self._size = size
+
+    def _settings(self) -> dict[str, Any]:
+        fastest = self._size == "fastest"
+        return {"micro_batch": None if fastest else self._size, "fastest": fastest}
+
+
+class strict(_Setting):
+    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of using the memory."""
+
+    def _settings(self) -> dict[str, Any]:
+        return {"strict": True}
+
+
+def from_environment() -> None:
+    asked = os.environ.get("KOILA_BUDGET", "").strip()
+    if asked:
+        _core.configure(budget=_resolve(asked, f"KOILA_BUDGET={asked}"))

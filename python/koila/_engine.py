@@ -1,0 +1,9 @@
+"""Start the engine, once: refuse a torch that is too old, count torch's CPU bytes from now on, route backward through koila, read KOILA_BUDGET."""
+
+from . import _torch  # noqa: F401  first: says which torch is needed
+from . import _backward, _core, _tensor  # noqa: F401  _tensor: the class the dispatcher knows
+from ._budget import from_environment
+
+_core.truth_install()
+_backward.install()
+from_environment()

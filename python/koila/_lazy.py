@@ -1,0 +1,284 @@
+"""`lazy()`: find the tensors in what the user gave, check their batch sizes, and wrap them. Two passes: look and check, then wrap; a call that fails wraps nothing.
+
+Everything here runs once per `lazy()` call, never once per operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import _core
+from ._errors import UnsupportedError
+
+Batch = Any  # int | None | a structure of them, like torch.func.vmap's in_dims
+_Leaf = Callable[[torch.Tensor, Batch, str], Any]
+
+_SHORT = {
+    "float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf",
+}  # fmt: skip
+
+
+def describe(t: torch.Tensor) -> str:
+    """`f32[256, 3, 32, 32]`."""
+    name = str(t.dtype).removeprefix("torch.")
+    stem = name.rstrip("0123456789")
+    return f"{_SHORT.get(stem, stem)}{name[len(stem):]}[{', '.join(map(str, t.shape))}]"
+
+
+# ---- containers: one walk, used by the look, the wrapping and run()
+
+
+def _is_mapping(value: Any) -> bool:
+    """Mappings, and classes that behave like one without saying so (tensor dicts)."""
+    return isinstance(value, Mapping) or (
+        not isinstance(value, type) and all(hasattr(type(value), name) for name in ("keys", "__getitem__", "__setitem__"))
+    )
+
+
+def _rebuild_mapping(value: Any, new: dict[Any, Any]) -> Any:
+    """The same kind of mapping with other values. A copy keeps what a constructor would lose: attributes, default factories, encodings."""
+    try:
+        out = copy.copy(value)
+        for key, item in new.items():
+            out[key] = item
+        return out
+    except (TypeError, AttributeError):  # read-only mappings: they can be made from a dict
+        return type(value)(new)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or _is_mapping(value) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def _below(dims: Batch, key: Any, keys: list[Any], where: str) -> Batch:
+    """The part of `dims` that belongs to `value[key]`. An int or None reaches everything below it."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if dataclasses.is_dataclass(dims) and not isinstance(dims, type):
+        dims = {f.name: getattr(dims, f.name) for f in dataclasses.fields(dims)}
+    if isinstance(dims, Mapping):
+        if set(dims) != set(keys):
+            raise ValueError(f"batch{where}: expected the keys {sorted(map(repr, keys))}, got {sorted(map(repr, dims))}")
+        return dims[key]
+    if isinstance(dims, (list, tuple)):
+        if len(dims) != len(keys):
+            raise ValueError(f"batch{where}: expected {len(keys)} entries, got {len(dims)}")
+        return dims[keys.index(key)]
+    raise ValueError(f"batch{where}: expected an int, None or a structure like the values, got {type(dims).__name__}")
+
+
+def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> Any:
+    """`value` with `leaf(tensor, dim, where)` in place of every tensor. A container in which nothing changed is returned as it is."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value, dims, where)
+    if _is_mapping(value):
+        keys = list(value.keys())
+        new = {k: tree_map(leaf, value[k], _below(dims, k, keys, where), f"{where}[{k!r}]") for k in keys}
+        return value if all(new[k] is value[k] for k in keys) else _rebuild_mapping(value, new)
+    if isinstance(value, (list, tuple)):
+        index = list(range(len(value)))
+        names = getattr(value, "_fields", None)  # a named tuple's dims may be given by name
+        keys = list(names) if names and isinstance(dims, Mapping) else index
+        out = [tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]") for i, item in enumerate(value)]
+        if all(a is b for a, b in zip(out, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            if type(value) is list:
+                return out
+            changed = copy.copy(value)
+            changed[:] = out
+            return changed
+        return type(value)(*out) if names else type(value)(out)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        keys = [f.name for f in dataclasses.fields(value)]
+        fields = {k: tree_map(leaf, getattr(value, k), _below(dims, k, keys, where), f"{where}.{k}") for k in keys}
+        if all(fields[k] is getattr(value, k) for k in keys):
+            return value
+        changed = copy.copy(value)
+        for k, item in fields.items():
+            object.__setattr__(changed, k, item)  # frozen ones too: the copy is ours
+        return changed
+    return value
+
+
+# ---- the one line
+
+
+class LazyLoader:
+    """A loader whose batches are lazy. Length and attributes are the loader's own."""
+
+    def __init__(self, loader: Any, batch: Batch) -> None:
+        object.__setattr__(self, "_koila_loader", loader)
+        object.__setattr__(self, "_koila_batch", batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._koila_loader:
+            yield lazy(item, batch=self._koila_batch)
+
+    def __len__(self) -> int:
+        return len(self._koila_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_koila_loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._koila_loader, name, value)
+
+    def __repr__(self) -> str:
+        return f"lazy({self._koila_loader!r}, batch={self._koila_batch!r})"
+
+
+def lazy(*values: Any, batch: Batch = 0) -> Any:
+    """Give back the same values, lazily: what is computed from them runs one slice of the batch at a time, within the memory there is.
+
+    Args:
+        values: tensors, or dicts, lists, (named) tuples, dataclasses and mappings that hold them, at any depth; what is no tensor
+            passes through. Or one loader: an iterable of such batches.
+        batch: the dimension that is the batch, for all; or a structure like `values` (as `torch.func.vmap`'s `in_dims`) of ints and
+            `None` (not batched). A 0-dim tensor is not batched by `batch=0`.
+
+    Returns:
+        One value for one, a tuple for several, of the same kinds. A lazy tensor is a `torch.Tensor` with the full batch's shape; the tensor
+        that was given is never written.
+
+    Raises:
+        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree.
+        UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
+
+    Example:
+        >>> import torch
+        >>> x, y = lazy(torch.randn(6, 2), torch.randn(6))
+        >>> float(((x.sum(1) - y) ** 2).mean()) >= 0
+        True
+
+    What it does not do: make anything smaller that has no batch dimension (parameters, their gradients, the optimizer's state).
+    """
+    call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
+    if not values:
+        raise ValueError(f"{call}: expected at least one value, got none")
+    if len(values) == 1:
+        value = values[0]
+        if not isinstance(value, torch.Tensor) and not _is_container(value) and _is_loader(value):
+            return LazyLoader(value, batch)
+        if isinstance(batch, (list, tuple)) and len(batch) == 1 and not (isinstance(value, (list, tuple)) and len(value) == 1):
+            batch = batch[0]  # in_dims=(0,) for one argument
+    else:
+        value = values
+
+    found: list[tuple[torch.Tensor, int]] = []
+    n_tensors = 0
+
+    def look(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
+        nonlocal n_tensors
+        n_tensors += 1
+        d = _dimension(t, dim, where)
+        if d is not None:
+            found.append((t, d))
+        return t
+
+    try:
+        tree_map(look, value, batch)
+    except ValueError as e:
+        raise ValueError(f"{call}: {e}") from None
+    except UnsupportedError as e:
+        raise UnsupportedError(f"{call}: {e}") from None
+    if n_tensors == 0:
+        kinds = ", ".join(sorted({type(v).__name__ for v in values}))
+        raise ValueError(f"{call}: expected at least one tensor, got {kinds}")
+    if not found:
+        if not _has_int(batch):
+            raise ValueError(f"{call}: expected at least one batched value, got none")
+        return value
+    (first, d0) = found[0]
+    size = first.shape[d0]
+    for t, d in found:
+        if t.shape[d] != size:
+            along = f"axis {d0}" if d == d0 else f"axes {d0} and {d}"
+            raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}) and {t.shape[d]} ({describe(t)})")
+    plain = [t for t, _ in found if not _core.is_lazy(t)]
+    if size == 0 or not plain:  # nothing to slice; or lazy already
+        return value
+
+    axis = _core.axis(size)
+    made: dict[tuple[int, int], Any] = {}
+
+    def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
+        d = _dimension(t, dim, where)
+        if d is None or _core.is_lazy(t):
+            return t
+        key = (id(t), d)  # one tensor given twice stays one
+        if key not in made:
+            made[key] = _wrap(t, axis, d)
+        return made[key]
+
+    return tree_map(wrap, value, batch)
+
+
+_given = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
+
+
+def given_for(leaf: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that was handed to `lazy()` and whose gradient this lazy leaf's is."""
+    return _given.get(leaf)
+
+
+class _Given(torch.autograd.Function):
+    """A tensor with a graph behind it goes lazy: its gradient goes on into that graph."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        return _core.lazy_leaf(t.detach(), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, None
+
+
+def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+    if t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled():
+        return _Given.apply(t, axis, dim)
+    leaf = _core.lazy_leaf(t, axis, dim)
+    if t.requires_grad:
+        _given[leaf] = t
+    return leaf
+
+
+def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
+    """The batch dimension of `t`, not negative, or None."""
+    if dim is None or (isinstance(dim, int) and dim == 0 and t.ndim == 0 and not isinstance(dim, bool)):
+        return None
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"expected an int or None for {describe(t)}{where and f' at {where}'}, got {type(dim).__name__}")
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized:
+        kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
+        raise UnsupportedError(f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make it dense first")
+    if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _core.is_lazy(t):
+        raise UnsupportedError(f"a {type(t).__name__} computes in its own way; koila slices plain tensors")
+    if t.device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
+    if not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"expected a batch dimension that every tensor has, got {dim} for {describe(t)}{where and f' at {where}'}")
+    return dim % t.ndim
+
+
+def _is_loader(value: Any) -> bool:
+    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, bytearray, set, frozenset)) and not hasattr(value, "__array__")
+
+
+def _has_int(dims: Batch) -> bool:
+    if isinstance(dims, Mapping):
+        return any(map(_has_int, dims.values()))
+    if isinstance(dims, (list, tuple)):
+        return any(map(_has_int, dims))
+    return isinstance(dims, int)
+
+
+def run(value: Any) -> Any:
+    """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked, anything else is returned as it is."""
+    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t, value)

@@ -1,0 +1,263 @@
+"""What a step did, or would do, in words: `last_plan()`, `explain()`, and a page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import html
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _core
+from ._budget import readable
+from ._lazy import tree_map
+
+
+class Loop(NamedTuple):
+    """One pass over the slices. `n_nodes`: operators a slice runs; `n_targets`: values that must be whole at its end."""
+
+    axis: int
+    n_slices: int
+    n_nodes: int
+    n_targets: int
+    peak_bytes: int
+
+
+class Gather(NamedTuple):
+    """An operator without a rule for the batch: its input was made whole, which is exact and takes memory."""
+
+    operator: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_bytes: int
+    line: str
+
+
+class Large(NamedTuple):
+    """A tensor that is alive at the step's peak."""
+
+    n_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    operator: str
+    line: str
+
+
+def _typed(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+class Plan:
+    """How one step was cut (`last_plan()`), or would be (`explain()`). `str()` is a table.
+
+    Attributes:
+        batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
+        predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is `None` where nobody counted.
+        base_bytes: what it held before the step (model, data, optimizer).
+        budget_bytes: what it may hold; `None`: what was free.
+        loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
+        curve: (label, bytes) along the step.
+        retries: times a slice did not fit and was cut again.
+        n_recorded, n_run, replay_ratio: operators recorded; run, over all slices; `n_run` by recorded operator and slice.
+    """
+
+    batch: int
+    micro_batch: int
+    n_micro_batches: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    base_bytes: int
+    budget_bytes: int | None
+    retries: int
+    n_recorded: int
+    n_run: int
+    replay_ratio: float
+
+    def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
+        self._raw = raw
+        self._values = None if values is None else [weakref.ref(v) for v in values]  # weak: a plan keeps no step in memory
+        for name in Plan.__annotations__:
+            setattr(self, name, raw.get(name))
+        self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
+        self.gathers = [Gather(*g) for g in raw["gathers"]]
+        self.largest = [Large(*t) for t in raw["largest"]]
+        self.curve: list[tuple[str, int]] = list(raw["curve"])
+
+    # ---- as text
+
+    def _head(self) -> list[tuple[str, str]]:
+        def size(n: int | None, otherwise: str) -> str:
+            return otherwise if n is None else readable(n)
+
+        ragged = self.batch % self.micro_batch if self.micro_batch else 0
+        cut = f"{self.n_micro_batches} × {self.micro_batch} rows of {self.batch}" + (f", the last {ragged}" if ragged else "")
+        if self.n_micro_batches == 1:
+            cut = f"whole, {self.batch} rows"
+        rows = [
+            ("batch", cut),
+            ("predicted peak", size(self.predicted_peak_bytes, "unknown")),
+            ("measured peak", size(self.measured_peak_bytes, "not run" if self._values is not None else "not measured")),
+            ("held before", size(self.base_bytes, "unknown")),
+            ("budget", size(self.budget_bytes, "what is free")),
+            ("operators", f"{self.n_recorded} recorded, {self.n_run} run" + (f", {self.replay_ratio:.2f} per slice" if self.n_run else "")),
+        ]
+        return rows + ([("retries", str(self.retries))] if self.retries else [])
+
+    def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        return [
+            (
+                "loops",
+                ("", "slices", "operators", "made whole", "peak"),
+                [(str(i), str(p.n_slices), str(p.n_nodes), str(p.n_targets), readable(p.peak_bytes)) for i, p in enumerate(self.loops)],
+            ),
+            (
+                "gathered (made whole, for want of a rule)",
+                ("bytes", "tensor", "operator", "line"),
+                [(readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, g.line) for g in self.gathers],
+            ),
+            (
+                "largest at the peak",
+                ("bytes", "tensor", "operator", "line"),
+                [(readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, t.line) for t in self.largest],
+            ),
+        ]
+
+    def __str__(self) -> str:
+        head = self._head()
+        width = max(len(k) for k, _ in head)
+        lines = [f"{k:<{width}}  {v}" for k, v in head]
+        for title, names, rows in self._tables():
+            if rows:
+                widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+                lines += ["", title]
+                lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (names, *rows)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<koila.Plan: {self._head()[0][1]}, peak {readable(self.predicted_peak_bytes)}>"
+
+    # ---- as files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan. `*.html`: one self-contained page; `*.kgraph`: the recorded step, for the `koila` command; `*.txt`: the table.
+
+        Raises:
+            ValueError: another ending, or a `.kgraph` of a step that is no longer there.
+        """
+        path = os.fspath(path)
+        ending = os.path.splitext(path)[1]
+        if ending == ".kgraph":
+            values = None if self._values is None else [v for ref in self._values if (v := ref()) is not None]
+            gone = (_core.last_plan() != self._raw) if values is None else len(values) != len(self._values or ())
+            if gone:
+                raise ValueError(f"Plan.save({path!r}): expected the last step's plan, got that of an older step, whose graph is gone")
+            _core.save_graph(values, path)
+            return
+        if ending not in (".html", ".txt"):
+            raise ValueError(f"Plan.save({path!r}): expected a name that ends in .html, .kgraph or .txt, got {ending or 'no ending'!r}")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(_page(self) if ending == ".html" else f"{self}\n")
+
+
+# ---- the page
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2330; --dim: #667085; --page: #fff; --card: #f6f7f9; --line: #d9dde4; --mark: #2f6fde; --limit: #c2410c; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --dim: #98a2b3; --page: #14171d; --card: #1c2129; --line: #323a46; --mark: #6ea2ff; --limit: #fb923c; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+dl { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0; } dl div { background: var(--card); padding: .6rem .9rem; border-radius: .5rem; }
+dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } th { text-align: left; color: var(--dim); font-weight: 500; }
+th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; font-variant-numeric: tabular-nums; }
+td:nth-child(n+2) { font-family: ui-monospace, monospace; font-size: .9em; } svg { width: 100%; height: auto; background: var(--card); border-radius: .5rem; }
+svg text { fill: var(--dim); font-size: 12px; }
+"""
+
+
+def _svg(plan: Plan) -> str:
+    """Bytes over the step: one area, the budget as a line if it is near, a title for each point."""
+    curve = plan.curve or [("", 0)]
+    w, h, left, top, bottom = 960, 300, 74, 14, 28
+    peak = max(n for _, n in curve)
+    limit = plan.budget_bytes
+    near = limit is not None and limit <= 3 * max(peak, 1)
+    scale = max(peak, limit if near and limit is not None else 0, 1) * 1.05
+
+    def x(i: int) -> float:
+        return left + (w - left - 10) * i / max(len(curve) - 1, 1)
+
+    def y(n: float) -> float:
+        return top + (h - top - bottom) * (1 - n / scale)
+
+    step = max(1, len(curve) // 2000)  # a page of a million points helps nobody; each group shows its highest
+    points = [max(range(i, min(i + step, len(curve))), key=lambda j: curve[j][1]) for i in range(0, len(curve), step)]
+    path = " ".join(f"{x(i):.1f},{y(curve[i][1]):.1f}" for i in points)
+    out = [f'<svg viewBox="0 0 {w} {h}" role="img" aria-label="memory over the step">']
+    for k in range(5):
+        n = scale / 1.05 * k / 4
+        out.append(f'<line x1="{left}" x2="{w - 10}" y1="{y(n):.1f}" y2="{y(n):.1f}" stroke="var(--line)"/>')
+        out.append(f'<text x="{left - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>')
+    base = f"{y(0):.1f}"
+    out.append(f'<polygon points="{x(points[0]):.1f},{base} {path} {x(points[-1]):.1f},{base}" fill="var(--mark)" fill-opacity=".15"/>')
+    out.append(f'<polyline points="{path}" fill="none" stroke="var(--mark)" stroke-width="1.5"/>')
+    if near and limit is not None:
+        out.append(f'<line x1="{left}" x2="{w - 10}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="var(--limit)" stroke-dasharray="6 4"/>')
+        out.append(f'<text x="{w - 14}" y="{y(limit) - 5:.1f}" text-anchor="end">budget {readable(limit)}</text>')
+    for i in points[:: max(1, len(points) // 400)]:
+        label, n = curve[i]
+        out.append(f'<circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="5" fill="transparent"><title>{html.escape(f"{label}: {readable(n)}")}</title></circle>')
+    out.append(f'<text x="{left}" y="{h - 8}">{html.escape(curve[0][0])}</text>')
+    out.append(f'<text x="{w - 10}" y="{h - 8}" text-anchor="end">{html.escape(curve[-1][0])}</text></svg>')
+    return "\n".join(out)
+
+
+def _page(plan: Plan) -> str:
+    def cells(tag: str, row: Iterable[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
+
+    parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">']
+    parts.append(f"<title>koila: a step's memory</title><style>{_STYLE}</style></head><body><h1>koila: a step's memory</h1><dl>")
+    parts += [f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in plan._head()]
+    parts += ["</dl><h2>memory over the step</h2>", _svg(plan)]
+    for title, names, rows in plan._tables():
+        if rows:
+            parts.append(f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells("th", names)}')
+            parts += [cells("td", row) for row in rows]
+            parts.append("</table></div>")
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+# ---- asking
+
+
+def last_plan() -> Plan | None:
+    """The plan of the last step that ran, or `None` before the first."""
+    raw = _core.last_plan()
+    return None if raw is None else Plan(raw)
+
+
+def explain(*values: Any) -> Plan:
+    """The plan of the step that would compute `values` (a loss, or anything lazy) and, for a loss, its backward. Runs nothing.
+
+    Returns:
+        A `Plan`; print it: it names the largest tensors by line.
+
+    Raises:
+        ValueError: nothing lazy was given.
+    """
+    lazies: list[torch.Tensor] = []
+
+    def look(t: torch.Tensor, _dim: Any, _where: str) -> torch.Tensor:
+        if _core.is_lazy(t):
+            lazies.append(t)
+        return t
+
+    tree_map(look, values)
+    if not lazies:
+        kinds = ", ".join(type(v).__name__ for v in values) or "nothing"
+        raise ValueError(f"explain(<{len(values)} values>): expected a lazy value, got {kinds}")
+    return Plan(_core.explain(lazies), lazies)

@@ -1,0 +1,71 @@
+"""What the executor (run.c) needs of Python: mode guards, free memory of the device, and the operators that only rewrites use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _core
+
+
+class _Guards:
+    """Below autograd, no autocast, no torch functions, while the object lives. Autograd keys are excluded from construction on."""
+
+    __slots__ = ("_autocast", "_below", "_functions", "_grad")
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()  # calls set the mode that each was recorded in
+        self._below = torch._C._AutoDispatchBelowAutograd()
+        self._functions = torch._C.DisableTorchFunctionSubclass()
+        self._autocast = []
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                torch.set_autocast_enabled(device, False)
+                self._autocast.append(device)
+
+    def __del__(self) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, True)
+
+
+def guards() -> _Guards:
+    return _Guards()
+
+
+def free_bytes() -> int | None:
+    """Bytes a step may use beyond what is live: what the device has free and the caching allocator can reuse; None when nothing is known."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        free, _ = torch.cuda.mem_get_info()
+        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    free = _core.free_memory()["free"]
+    return None if free is None else int(free * 0.9)
+
+
+def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """koila::moments of src/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
+    n = 1
+    for d in dims:
+        n *= x.shape[d]
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}.get(x.dtype, x.dtype)
+    if n == 0:
+        return torch.zeros([3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=wide, device=x.device)
+    if wide is not torch.float64:  # half precision: its own rounding is far above float32's
+        var, mean = torch.var_mean(x.to(wide), dims, correction=0)
+    else:  # about the mean in x's precision: what is left of it is small, so exact
+        about = x.mean(dims, keepdim=True)
+        var, rest = torch.var_mean(x - about, dims, correction=0)
+        mean = about.reshape(rest.shape).to(wide) + rest.to(wide)
+    return torch.stack([torch.full_like(mean, n), mean, var.to(wide) * n])
+
+
+def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Chan, Golub, LeVeque 1979: moments of the union of two sets."""
+    n = a[0] + b[0]
+    d = b[1] - a[1]
+    share = torch.where(n > 0, b[0] / n, torch.zeros_like(n))
+    return torch.stack([n, a[1] + d * share, a[2] + b[2] + d * d * a[0] * share])
+
+
+PSEUDO: dict[str, Any] = {"koila::moments": _moments, "koila::combine_moments": _combine_moments}

@@ -1,0 +1,38 @@
+"""What koila knows about the torch it runs on: a polite refusal of a torch that is too old, and facts that are learnt rather than assumed."""
+
+from __future__ import annotations
+
+import re
+
+__all__: list[str] = []
+OLDEST = (2, 10)
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+try:
+    import torch
+except ImportError as e:  # pragma: no cover - needs an environment without torch
+    raise ImportError(f"koila needs PyTorch {OLDEST[0]}.{OLDEST[1]} or newer, and there is none: pip install torch") from e
+
+VERSION = _version(torch.__version__)
+if VERSION < OLDEST:  # pragma: no cover - needs an old torch
+    raise ImportError(f"koila needs PyTorch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: pip install -U torch")
+
+
+def second_owner_adds_reference() -> bool:
+    """Whether a second C++ owner of a tensor shows as one more Python reference to it.
+
+    Then a tensor with exactly one reference and several owners is one that only C++ keeps (saved by autograd). Learnt, because it changed between versions.
+    """
+    import sys
+
+    with torch.inference_mode(False), torch.enable_grad():
+        t = torch.ones(1, requires_grad=True)
+        alone = torch.exp(t * 1)  # saved by autograd as its own output: no second owner
+        before, owners = sys.getrefcount(alone), alone._use_count()
+        keep = alone * t  # autograd saves `alone` for the gradient of t
+        return owners == 1 and alone._use_count() == 2 and sys.getrefcount(alone) == before + 1 and keep is not None

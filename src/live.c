@@ -1,0 +1,228 @@
+/* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded value of a slice of b rows has b/batch of its
+ * bytes. So the peak is found by replaying the events. All slices but the first (accumulators are made) and a ragged last one do the same, and
+ * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last full and ragged slices are walked; the
+ * growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
+ *
+ *   live == sum of bytes of storages made and not freed        (asserted: never below zero)
+ */
+#include "live.h"
+
+#include "table.h"
+
+uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows)
+{
+    if (p->graph->values.at[v].meta == KOILA_NONE) return 0;
+    const koila_meta_info *m = koila__value_meta(p->graph, v);
+    const koila_placement s = p->value[v];
+    if (s.kind != KOILA_S) return m->n_storage_bytes;
+    const int64_t batch = p->graph->axes.at[s.axis];
+    return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0;
+}
+
+/* Partial sums of half precision are accumulated in float32, unless one slice is all. */
+static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cut)
+{
+    const koila_meta_info *m = koila__value_meta(p->graph, v);
+    const bool half = m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16;
+    return cut && half && p->value[v].kind == KOILA_P && p->value[v].combine == KOILA_SUM ? m->n_elements * 4 : m->n_bytes;
+}
+
+typedef struct walk {
+    const koila__placed *p;
+    const koila__schedule *s;
+    const koila__live_options *o;
+    uint64_t live, peak, stage_peak;
+    uint32_t peak_stage;
+    koila_node peak_node;
+    koila__live_curve_fn curve;
+    void *curve_user;
+    /* for koila__live_at_peak: bytes each storage holds now; stops at the first time the peak is reached */
+    uint64_t *held, *held_before; /* now; before the slice that is multiplied */
+    uint64_t stop_at;
+    bool stopped;
+} walk;
+
+static void add(walk *w, koila_value v, uint64_t bytes)
+{
+    w->live += bytes;
+    if (w->held) w->held[v] += bytes;
+}
+static void sub(walk *w, koila_value v, uint64_t bytes)
+{
+    koila_assert(bytes <= w->live);
+    w->live -= bytes;
+    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v];
+}
+
+/* The walk is at `now` bytes. */
+static void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
+{
+    if (now > w->stage_peak) w->stage_peak = now;
+    if (now > w->peak) {
+        w->peak = now;
+        w->peak_stage = stage;
+        w->peak_node = running;
+    }
+    if (w->held && now >= w->stop_at) w->stopped = true;
+}
+
+/* A dense copy of `rows` of `batch` rows. */
+static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batch) { return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0; }
+
+/* A sum is added in place; other combinations make a new accumulator while the old one lives. */
+static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes; }
+
+/* The storage of the next event's value is that of e's value from now on. */
+static void take_over(walk *w, const koila__event *e, int64_t rows)
+{
+    if (!w->held) return;
+    const uint64_t n_bytes = koila__live_bytes(w->p, e[1].value, rows);
+    w->held[e[1].value] -= n_bytes < w->held[e[1].value] ? n_bytes : w->held[e[1].value];
+    w->held[e->value] += n_bytes;
+}
+
+static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
+{
+    const bool cut = rows != batch;
+    const koila__stage *st = &w->s->stages[stage];
+    for (uint32_t i = 0; i < st->n_events && !w->stopped; i++) {
+        const uint32_t v = st->events[i].value;
+        const koila_meta_info *m = st->events[i].kind == KOILA__RUN ? NULL : koila__value_meta(w->p->graph, v);
+        uint64_t now, inside = 0;
+        koila_node running = KOILA_NONE;
+        switch ((koila__event_kind)st->events[i].kind) {
+        case KOILA__LOCAL_ALLOC: add(w, v, koila__live_bytes(w->p, v, rows)); break;
+        case KOILA__LOCAL_FREE: sub(w, v, koila__live_bytes(w->p, v, rows)); break;
+        case KOILA__KEPT: take_over(w, &st->events[i], rows); break;
+        case KOILA__KEPT_FROM: break;
+        case KOILA__KEPT_FREE: break; /* given up when the slice is complete, so that it can be run again after an out of memory */
+        case KOILA__LOCAL_FREE_LATER:
+            if (!first) sub(w, v, koila__live_bytes(w->p, v, rows));
+            break;
+        case KOILA__LOCAL_FREE_IF_CUT:
+            if (cut) sub(w, v, koila__live_bytes(w->p, v, rows));
+            break;
+        case KOILA__SLICE_ALLOC:
+            if (cut) add(w, v, share_bytes(m, rows, batch));
+            break;
+        case KOILA__SLICE_FREE:
+            if (cut) sub(w, v, share_bytes(m, rows, batch));
+            break;
+        case KOILA__CUT_ALLOC: add(w, v, share_bytes(m, rows, batch)); break;
+        case KOILA__CUT_FREE: sub(w, v, share_bytes(m, rows, batch)); break;
+        case KOILA__WHOLE_ALLOC: add(w, v, m->n_storage_bytes); break;
+        case KOILA__WHOLE_FREE: sub(w, v, m->n_storage_bytes); break;
+        case KOILA__COLLECTED_FREE: sub(w, v, m->n_bytes); break;
+        case KOILA__ADD_OWNED:
+            if (first) take_over(w, &st->events[i], rows);
+            if (!first) inside = combine_bytes(w->p, v);
+            break;
+        case KOILA__ADD_OWNED_WIDE:
+            if (first && cut) add(w, v, accumulator_bytes(w->p, v, true));
+            if (first && !cut) take_over(w, &st->events[i], rows);
+            break;
+        case KOILA__ADD_CLONE:
+            if (first) add(w, v, accumulator_bytes(w->p, v, cut));
+            else inside = combine_bytes(w->p, v);
+            break;
+        case KOILA__PUT:
+            if (first) add(w, v, m->n_bytes);
+            break;
+        case KOILA__PUT_OWNED:
+            if (first && cut) add(w, v, m->n_bytes);
+            if (first && !cut) take_over(w, &st->events[i], rows);
+            break;
+        case KOILA__RUN: running = v; break;
+        }
+        if (running != KOILA_NONE && w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[running].sig, batch ? rows : 0, batch);
+        now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+        see(w, stage, running, now);
+        if (running != KOILA_NONE && w->curve && !w->curve(w->curve_user, stage, running, now)) w->curve = NULL;
+    }
+    for (uint32_t i = 0; i < st->n_events && !w->stopped; i++)
+        if (st->events[i].kind == KOILA__KEPT_FREE) sub(w, st->events[i].value, koila__live_bytes(w->p, st->events[i].value, rows));
+}
+
+static void walk_all(walk *w, uint64_t *stage_peaks)
+{
+    w->peak_node = KOILA_NONE;
+    for (uint32_t k = 0; k < w->s->n_stages && !w->stopped; k++) {
+        const koila_stage *st = &w->s->stages[k].stage;
+        w->stage_peak = w->live;
+        if (!st->is_loop) {
+            walk_slice(w, k, 0, 0, true);
+        } else {
+            const int64_t batch = w->p->graph->axes.at[st->axis], rows = w->o->rows[st->axis];
+            const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
+            for (int64_t i = 0; i < n_full && !w->stopped; i++) {
+                const uint64_t before = w->live;
+                for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
+                    if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
+                walk_slice(w, k, rows, batch, i == 0);
+                if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
+                    const int64_t n_skipped = n_full - 3;
+                    w->live += (w->live - before) * (uint64_t)n_skipped; /* modulo 2^64: growth may be negative */
+                    for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
+                        const koila_value v = w->s->stages[k].events[e].value;
+                        if (w->s->stages[k].events[e].kind == KOILA__RUN) continue;
+                        w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
+                        w->held_before[v] = w->held[v]; /* once */
+                    }
+                    i += n_skipped;
+                }
+            }
+            if (ragged && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
+            for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) /* wide accumulators are cast back, one after another */
+                if (st->instrs[i].kind == KOILA_DO_ADD) {
+                    const koila_value v = st->instrs[i].id;
+                    const uint64_t wide = accumulator_bytes(w->p, v, rows != batch), narrow = accumulator_bytes(w->p, v, false);
+                    if (wide == narrow) continue;
+                    add(w, v, narrow);
+                    see(w, k, KOILA_NONE, w->live);
+                    if (w->stopped) break;
+                    sub(w, v, wide);
+                }
+        }
+        if (stage_peaks) stage_peaks[k] = w->stage_peak;
+    }
+}
+
+koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t *stage_peaks,
+                                 koila__live_curve_fn curve, void *curve_user)
+{
+    walk w = { .p = p, .s = s, .o = o, .curve = curve, .curve_user = curve_user };
+    walk_all(&w, stage_peaks);
+    return (koila__live){ w.peak, w.peak_stage, w.peak_node };
+}
+
+uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t peak_bytes, const koila_allocator *mem,
+                             koila_value *value, uint64_t *bytes, uint32_t cap)
+{
+    const koila_allocator a = koila__allocator(mem);
+    const uint32_t n_values = p->graph->values.n;
+    walk w = { .p = p, .s = s, .o = o, .stop_at = peak_bytes };
+    const size_t n_bytes = 2 * ((size_t)n_values + 1) * sizeof *w.held;
+    w.held = koila__realloc(&a, NULL, 0, n_bytes);
+    if (!w.held) return 0; /* for people only: without it the error names nothing */
+    memset(w.held, 0, n_bytes);
+    w.held_before = w.held + n_values + 1;
+    walk_all(&w, NULL);
+    for (uint32_t v = 0; v < n_values; v++) { /* an accumulator that began as another value's storage is freed under its own name: no value holds more than itself */
+        if (!w.held[v]) continue; /* a None result has no meta */
+        const koila_meta_info *m = koila__value_meta(p->graph, v);
+        const uint64_t most = m->n_storage_bytes > m->n_bytes ? m->n_storage_bytes : m->n_bytes;
+        if (w.held[v] > most) w.held[v] = most;
+    }
+    uint32_t n = 0;
+    for (; n < cap; n++) {
+        uint32_t best = KOILA_NONE;
+        for (uint32_t v = 0; v < n_values; v++)
+            if (w.held[v] && (best == KOILA_NONE || w.held[v] > w.held[best])) best = v;
+        if (best == KOILA_NONE) break;
+        value[n] = best;
+        bytes[n] = w.held[best];
+        w.held[best] = 0;
+    }
+    koila__release(&a, w.held, n_bytes);
+    return n;
+}

@@ -1,0 +1,605 @@
+/* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to eager). Otherwise the graph is placed, scheduled under
+ * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest in work wins.
+ * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
+ * Schedules do not depend on the number of rows, so each is made once. */
+#include "koila/plan.h"
+
+#include "live.h"
+#include "plan_costs.h"
+#include "table.h"
+
+#include <math.h>
+
+#define MAX_POLICIES 6
+
+struct koila_plan {
+    koila_allocator mem;
+    koila__placed *placed;
+    koila__schedule schedule;
+    koila_plan_info info;
+    koila_value *targets;
+    int64_t *rows; /* [axes] */
+    koila_gather *gathers;
+    koila_gather *largest;
+    uint32_t n_largest;
+    koila_curve_point *curve;
+    uint32_t n_curve, n_curve_max;
+    koila__arena arena;
+};
+
+typedef struct candidate {
+    koila__schedule schedule;
+    bool made;
+} candidate;
+
+static koila__live simulate(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t *stage_peaks)
+{
+    const koila__live_options live = { rows, o->workspace, o->user };
+    return koila__live_simulate(p, s, &live, stage_peaks, NULL, NULL);
+}
+
+/* The axis with the most loop nodes; 0 when nothing is in a loop. */
+static uint16_t main_axis(const koila__placed *p)
+{
+    uint32_t best = 0;
+    uint16_t axis = 0;
+    for (uint32_t a = 0; a < p->graph->axes.n; a++) {
+        uint32_t n = 0;
+        for (uint32_t k = 0; k < p->graph->nodes.n; k++) n += p->node[k].in_loop && p->node[k].axis == a;
+        if (n > best) best = n, axis = (uint16_t)a;
+    }
+    return axis;
+}
+
+static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n, koila_value *out, koila_error *err)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if ((out[i] = p->lowered[targets[i]]) == KOILA_NONE) return koila__fail(err, KOILA_BAD_ARGUMENT, 0, "plan: target %u does not exist", targets[i]);
+    return KOILA_OK;
+}
+
+/* Sums of bytes are taken without a check once this holds: every value is alive at most once whole, once in slices, once kept, and once more as
+ * a wider accumulator. */
+static bool bytes_add_up(const koila_graph *g)
+{
+    uint64_t sum = 0, four;
+    for (uint32_t v = 0; v < g->values.n; v++) {
+        if (g->values.at[v].meta == KOILA_NONE) continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        if (!koila__mul(m->n_bytes > m->n_storage_bytes ? m->n_bytes : m->n_storage_bytes, 6, &four) || !koila__add(sum, four, &sum) || sum > INT64_MAX) return false;
+    }
+    return true;
+}
+
+/* Rows of a slice of every axis when the main one is cut into n. */
+static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++) {
+        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
+        if (rows[a] < 1) rows[a] = 1;
+    }
+}
+
+static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep *out)
+{
+    uint32_t n = 0;
+    if (keep != KOILA_KEEP_NONE) out[n++] = (koila__keep){ .horizon = UINT32_MAX };
+    if (keep != KOILA_KEEP_ALL) {
+        const double factors[] = KOILA_SPACING_FACTORS, root = sqrt((double)all->n_loops);
+        if (keep == KOILA_KEEP_AUTO && all->n_loops > 4)
+            for (size_t i = 0; i < KOILA_COUNT(factors); i++) {
+                const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
+                out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
+            }
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
+    }
+    return n;
+}
+
+static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
+{
+    koila_plan *p = user;
+    koila_assert(p->n_curve < p->n_curve_max);
+    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
+    return true;
+}
+/* Gathers of needed nodes; facts for people; stage peaks. */
+static koila_status describe(koila_plan *p, const koila_plan_options *o)
+{
+    const koila_graph *g = p->placed->graph;
+    const koila__live_options live = { p->rows, o->workspace, o->user };
+    uint32_t n_gathers = 0;
+    uint64_t n_points = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        n_gathers = 0;
+        for (uint32_t n = 0; n < g->nodes.n; n++) {
+            if (!p->placed->node[n].gathered) continue;
+            const koila_sig_info *s = koila__node_sig(g, n);
+            for (uint32_t i = 0; i < s->n_inputs; i++) {
+                const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
+                const koila_node q = g->values.at[v].node;
+                if (q == KOILA_NONE || !p->placed->node[q].in_loop || p->placed->value[v].kind != KOILA_S) continue;
+                if (pass) p->gathers[n_gathers] = (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
+                n_gathers++;
+            }
+        }
+        if (!pass && !(p->gathers = koila__arena_array(&p->arena, n_gathers, sizeof *p->gathers))) return KOILA_NO_MEMORY;
+    }
+    p->info.n_gathers = n_gathers;
+    uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
+    if (!peaks) return KOILA_NO_MEMORY;
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        uint64_t n_runs = 0;
+        for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
+        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
+    }
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    p->n_curve_max = (uint32_t)n_points;
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
+    p->info.peak_bytes = result.peak_bytes;
+    p->info.peak_node = result.peak_node;
+    enum { N_LARGEST = 32 };
+    koila_value values[N_LARGEST];
+    uint64_t bytes[N_LARGEST];
+    p->n_largest = koila__live_at_peak(p->placed, &p->schedule, &live, result.peak_bytes, &p->mem, values, bytes, N_LARGEST);
+    if (!(p->largest = koila__arena_array(&p->arena, p->n_largest, sizeof *p->largest))) return KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < p->n_largest; i++) p->largest[i] = (koila_gather){ g->values.at[values[i]].node, values[i], bytes[i] };
+    return KOILA_OK;
+}
+
+/* "234.6 KiB" */
+static const char *size_text(char out[32], uint64_t bytes)
+{
+    static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+    double n = (double)bytes;
+    uint32_t u = 0;
+    for (; n >= 1024 && u < 4; u++) n /= 1024;
+    snprintf(out, 32, u ? "%.1f %s" : "%.0f %s", n, units[u]);
+    return out;
+}
+
+/* Names the largest values, each as "f32[64, 128] 32.0 KiB aten::mm train.py:12" while there is room. */
+static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph *recorded, uint64_t budget)
+{
+    char largest[150] = "", needs[32], there[32], bytes[32];
+    size_t used = 0;
+    for (uint32_t i = 0; i < p->n_largest && i < 3; i++) {
+        const koila_graph *g = p->placed->graph;
+        const koila_node n = p->largest[i].node;
+        const koila_meta_info *m = koila__value_meta(g, p->largest[i].value);
+        char one[160], shape[64] = "";
+        size_t at = 0;
+        for (uint32_t d = 0; d < m->n_dims && at < sizeof shape; d++)
+            at += (size_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        const uint32_t line = n == KOILA_NONE ? KOILA_NONE : koila_node_get(recorded, koila_plan_recorded(p, n)).line;
+        const char *file = line == KOILA_NONE ? "" : koila_graph_line_file(recorded, line), *slash = strrchr(file, '/');
+        int k = snprintf(one, sizeof one, "%s%s[%s] %s %s", i ? ", " : "", koila_dtype_text(m->dtype), shape, size_text(bytes, p->largest[i].bytes),
+                         n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op));
+        if (k > 0 && (size_t)k < sizeof one && line != KOILA_NONE)
+            k += snprintf(one + k, sizeof one - (size_t)k, " %s:%u", slash ? slash + 1 : file, koila_graph_line_number(recorded, line));
+        if (k < 0 || used + (size_t)k >= sizeof largest) break;
+        memcpy(largest + used, one, (size_t)k + 1);
+        used += (size_t)k;
+    }
+    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are there, %llu bytes short; largest: %s", (long long)p->info.rows,
+                size_text(needs, p->info.peak_bytes), size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget), largest);
+}
+
+/* What the parts of koila_plan_new() share. */
+typedef struct planning {
+    const koila_graph *graph;
+    const koila_value *targets;
+    uint32_t n_targets;
+    const koila_plan_options *options;
+    const koila_allocator *mem;
+    koila_error *err;
+    koila_plan *plan;
+    int64_t largest_axis;
+    bool is_empty; /* an axis has no rows: nothing to slice */
+} planning;
+
+static koila_status place(planning *q, bool whole, koila__placed **out)
+{
+    koila_plan *p = q->plan;
+    koila__placed *placed = NULL;
+    KOILA_TRY((whole ? koila__place_whole : koila__place)(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
+    koila_check(koila__placed_check(placed, NULL));
+    koila_status status = map_targets(placed, q->targets, q->n_targets, p->targets, q->err);
+    if (status == KOILA_OK && !bytes_add_up(placed->graph)) status = koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the sizes of all values do not add up to a number of bytes");
+    if (status == KOILA_OK) *out = placed;
+    else koila__placed_free(placed);
+    return status;
+}
+
+/* As it was recorded, in one slice. *fits: within the budget. */
+static koila_status plan_whole(planning *q, bool *fits)
+{
+    koila_plan *p = q->plan;
+    KOILA_TRY(place(q, true, &p->placed));
+    KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
+    rows_for(q->graph, 1, p->rows);
+    *fits = simulate(p->placed, &p->schedule, q->options, p->rows, NULL).peak_bytes <= q->options->budget_bytes;
+    p->info.batch = p->info.rows = q->largest_axis;
+    p->info.n_slices = 1;
+    return KOILA_OK;
+}
+
+/* Schedules of every policy that can be made. */
+static koila_status make_candidates(planning *q, const koila__placed *placed, candidate *candidates, uint32_t *n_policies)
+{
+    koila__keep keeps[MAX_POLICIES] = { { .horizon = UINT32_MAX } };
+    koila_status status = koila__schedule_init(&candidates[0].schedule, placed, q->plan->targets, q->n_targets, keeps[0], q->mem, q->err);
+    candidates[0].made = status == KOILA_OK;
+    if (status != KOILA_OK && status != KOILA_UNSUPPORTED) return status;
+    const koila__schedule none = { .n_loops = KOILA_COST_MAX_LOOPS, .n_keeps = 1 }, *first = candidates[0].made ? &candidates[0].schedule : &none;
+    *n_policies = 1;
+    if (first->n_keeps == 0) return status; /* nothing is worth keeping: all policies are one */
+    *n_policies = policies(first, q->options->keep, keeps);
+    bool any = false;
+    for (uint32_t k = 0; k < *n_policies; k++) {
+        if (k == 0 && keeps[0].horizon == UINT32_MAX) {
+            any = candidates[0].made;
+            continue;
+        }
+        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule), candidates[k].made = false;
+        const koila_status made = koila__schedule_init(&candidates[k].schedule, placed, q->plan->targets, q->n_targets, keeps[k], q->mem, q->err);
+        if (made != KOILA_OK && made != KOILA_UNSUPPORTED) return made;
+        any |= candidates[k].made = made == KOILA_OK;
+    }
+    return any ? KOILA_OK : KOILA_UNSUPPORTED;
+}
+
+/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. */
+static uint32_t choose(planning *q, const koila__placed *placed, const candidate *candidates, uint32_t n_policies)
+{
+    const koila_plan_options *o = q->options;
+    const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
+    int64_t *rows = q->plan->rows;
+    /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
+    const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
+    double least_work = -1;
+    for (uint32_t k = 0; k < n_policies; k++)
+        if (candidates[k].made && (least_work < 0 || candidates[k].schedule.work < least_work)) least_work = candidates[k].schedule.work;
+    for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+        uint32_t best = KOILA_NONE, smallest = KOILA_NONE;
+        double best_score = 0;
+        uint64_t least_peak = 0;
+        if (forced)
+            for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
+        else
+            rows_for(q->graph, n_slices, rows);
+        for (uint32_t k = 0; k < n_policies; k++) {
+            if (!candidates[k].made) continue;
+            const koila__schedule *s = &candidates[k].schedule;
+            const uint64_t peak = simulate(placed, s, o, rows, NULL).peak_bytes;
+            if (smallest == KOILA_NONE || peak < least_peak) least_peak = peak, smallest = k;
+            if (peak > o->budget_bytes || (frugal && s->work > KOILA_COST_MODERATE * least_work)) continue;
+            const double score = frugal ? (double)peak : s->work;
+            if (best == KOILA_NONE || score < best_score) best_score = score, best = k;
+        }
+        if (best != KOILA_NONE) return best;
+        if (forced || n_slices >= batch) return smallest; /* the caller learns by the peak */
+    }
+}
+
+/* In slices. On KOILA_UNSUPPORTED nothing of the plan has changed but rows and targets. */
+static koila_status plan_sliced(planning *q)
+{
+    koila_plan *p = q->plan;
+    candidate candidates[MAX_POLICIES] = { 0 };
+    uint32_t n_policies = 0;
+    koila__placed *placed = NULL;
+    KOILA_TRY(place(q, false, &placed));
+    koila_status status = make_candidates(q, placed, candidates, &n_policies);
+    if (status == KOILA_OK) {
+        const uint32_t k = choose(q, placed, candidates, n_policies);
+        koila__placed_free(p->placed);
+        koila__schedule_deinit(&p->schedule);
+        p->placed = placed;
+        p->schedule = candidates[k].schedule;
+        candidates[k].made = false;
+        placed = NULL;
+        const uint16_t axis = main_axis(p->placed);
+        p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
+        p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
+        p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    }
+    for (uint32_t k = 0; k < MAX_POLICIES; k++)
+        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule);
+    koila__placed_free(placed);
+    return status;
+}
+
+static koila_status make_plan(planning *q)
+{
+    koila_plan *p = q->plan;
+    const koila_plan_options *o = q->options;
+    const koila_allocator *mem = q->mem;
+    koila__arena_init(&p->arena, mem);
+    p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
+    p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
+    if (!p->targets || !p->rows) return KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < q->n_targets; i++)
+        if (q->targets[i] >= q->graph->values.n || q->graph->values.at[q->targets[i]].meta == KOILA_NONE)
+            return koila__fail(q->err, KOILA_BAD_ARGUMENT, 0, "plan: target %u is no value of the graph", q->targets[i]);
+    q->largest_axis = 1;
+    for (uint32_t i = 0; i < q->graph->axes.n; i++) {
+        if (q->graph->axes.at[i] > q->largest_axis) q->largest_axis = q->graph->axes.at[i];
+        q->is_empty |= q->graph->axes.at[i] == 0;
+    }
+    const bool one_slice = q->is_empty || q->largest_axis <= 1 || o->rows >= q->largest_axis;
+    bool fits = false;
+    if (o->rows <= 0 || one_slice) KOILA_TRY(plan_whole(q, &fits));
+    if (!fits && !one_slice) {
+        koila_status status = plan_sliced(q);
+        if (status == KOILA_UNSUPPORTED && !p->placed) status = plan_whole(q, &fits); /* rows were asked for; whole is right too */
+        else if (status == KOILA_UNSUPPORTED) {
+            rows_for(q->graph, 1, p->rows);
+            status = map_targets(p->placed, q->targets, q->n_targets, p->targets, q->err);
+        }
+        KOILA_TRY(status);
+    }
+    p->info.struct_size = sizeof p->info;
+    p->info.budget_bytes = o->budget_bytes;
+    p->info.n_stages = p->schedule.n_stages;
+    p->info.n_loops = p->schedule.n_loops;
+    p->info.n_recorded = p->schedule.n_needed;
+    p->info.replay_ratio = p->schedule.work_recorded > 0 ? p->schedule.work / p->schedule.work_recorded : 1;
+    KOILA_TRY(describe(p, o));
+    koila_check(koila_plan_check(p, NULL));
+    if (p->info.peak_bytes <= o->budget_bytes) return KOILA_OK;
+    word_no_fit(q->err, p, q->graph, o->budget_bytes);
+    return KOILA_OOM;
+}
+
+koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets, uint32_t n_targets, const koila_plan_options *options,
+                            const koila_allocator *mem, koila_plan **out, koila_error *err)
+{
+    const koila_allocator a = koila__allocator(mem);
+    koila_plan *p = koila__realloc(&a, NULL, 0, sizeof *p);
+    koila_status status = KOILA_NO_MEMORY;
+    if (p) {
+        memset(p, 0, sizeof *p);
+        p->mem = a;
+        planning q = { .graph = graph, .targets = targets, .n_targets = n_targets, .options = options, .mem = mem, .err = err, .plan = p };
+        status = make_plan(&q);
+    }
+    if (status == KOILA_NO_MEMORY) koila__fail(err, status, 0, "plan: %s", koila_status_text(status));
+    if (status != KOILA_OK) {
+        koila_plan_free(p);
+        return status;
+    }
+    *out = p;
+    return KOILA_OK;
+}
+
+void koila_plan_free(koila_plan *p)
+{
+    if (!p) return;
+    const koila_allocator mem = p->mem;
+    koila__schedule_deinit(&p->schedule);
+    koila__placed_free(p->placed);
+    koila__arena_deinit(&p->arena);
+    koila__release(&mem, p, sizeof *p);
+}
+
+koila_plan_info koila_plan_get(const koila_plan *p) { return p->info; }
+const koila_graph *koila_plan_graph(const koila_plan *p) { return p->placed->graph; }
+const koila_stage *koila_plan_stage(const koila_plan *p, uint32_t stage) { return &p->schedule.stages[stage].stage; }
+koila_value koila_plan_target(const koila_plan *p, uint32_t target) { return p->targets[target]; }
+koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded) { return p->placed->lowered[recorded]; }
+koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered) { return p->placed->node[lowered].recorded; }
+bool koila_plan_in_loop(const koila_plan *p, koila_node n) { return p->placed->node[n].in_loop; }
+int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis) { return p->rows[axis]; }
+uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis) { return koila__n_slices(p->placed->graph->axes.at[axis], p->rows[axis]); }
+koila_gather koila_plan_gather(const koila_plan *p, uint32_t i) { return p->gathers[i]; }
+uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows) { return koila__live_bytes(p->placed, v, rows); }
+
+static koila_share share_of(koila_placement x)
+{
+    koila_share s = { .axis = x.axis, .dim = x.dim, .outer = x.outer, .inner = x.inner };
+    if (x.kind == KOILA_S) s.kind = KOILA_SHARE_SLICE;
+    if (x.kind == KOILA_P) s.kind = KOILA_SHARE_PARTIAL, s.partial = x.combine;
+    return s;
+}
+koila_share koila_plan_share(const koila_plan *p, koila_value v) { return share_of(p->placed->value[v]); }
+koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input)
+{
+    return share_of(p->placed->need[p->placed->graph->nodes.at[n].first_input + input]);
+}
+
+uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t cap)
+{
+    if (p->n_curve <= cap) {
+        if (p->n_curve) memcpy(out, p->curve, p->n_curve * sizeof *out);
+        return p->n_curve;
+    }
+    for (uint32_t i = 0; i < cap; i++) { /* of each run of points the highest, so the peak survives */
+        const uint64_t begin = (uint64_t)i * p->n_curve / cap, end = (uint64_t)(i + 1) * p->n_curve / cap;
+        out[i] = p->curve[begin];
+        for (uint64_t k = begin; k < end; k++)
+            if (p->curve[k].bytes > out[i].bytes) out[i] = p->curve[k];
+    }
+    return cap;
+}
+
+uint32_t koila_plan_largest(const koila_plan *p, koila_gather *out, uint32_t cap)
+{
+    const uint32_t n = p->n_largest < cap ? p->n_largest : cap;
+    if (n) memcpy(out, p->largest, n * sizeof *out);
+    return n;
+}
+
+/* ---- adapting a call to its slice */
+
+static void slice_sizes(const koila_meta_info *m, koila_placement x, int64_t rows, int64_t *size)
+{
+    for (uint32_t d = 0; d < m->n_dims; d++) size[d] = m->size[d];
+    if (x.kind == KOILA_S) size[x.dim] = koila__extent(x, rows);
+}
+
+/* Strides of a dense tensor of `size` whose dimensions lie in memory in the order of m's strides. */
+static void dense_strides(const koila_meta_info *m, const int64_t *size, int64_t *stride)
+{
+    int64_t step = 1;
+    bool done[KOILA_MAX_DIMS] = { 0 };
+    for (uint32_t k = 0; k < m->n_dims; k++) {
+        uint32_t next = KOILA_NONE;
+        for (uint32_t d = m->n_dims; d-- > 0;) /* innermost first; of equal strides the last dimension */
+            if (!done[d] && (next == KOILA_NONE || m->stride[d] < m->stride[next])) next = d;
+        done[next] = true;
+        stride[next] = step;
+        if (size[next] > 1) step *= size[next];
+    }
+}
+
+uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows, koila_adapt *out)
+{
+    const koila_graph *g = p->placed->graph;
+    const koila_table *t = g->table;
+    const koila__placed_node *pn = &p->placed->node[n];
+    const koila_sig_info *s = koila__node_sig(g, n);
+    const koila__fix *fix = pn->fix;
+    if (link >= 0) {
+        if (!pn->link) return 0;
+        fix = pn->link[link].fix;
+        int32_t at = link;
+        for (uint32_t w = 0; w < s->n_writes; w++) {
+            if (at < (int32_t)s->writes[w].n_links) {
+                s = koila__sig(t, s->writes[w].links[at].sig);
+                break;
+            }
+            at -= (int32_t)s->writes[w].n_links;
+        }
+    }
+    uint32_t n_out = 0;
+    for (uint32_t k = 0; k < KOILA__MAX_FIXES && fix[k].kind != KOILA__FIX_NONE; k++) {
+        koila_adapt *a = &out[n_out++];
+        *a = (koila_adapt){ .arg = fix[k].arg, .output = fix[k].output };
+        const bool of_input = fix[k].output >= 1000;
+        const uint32_t which = of_input ? fix[k].output - 1000u : fix[k].output;
+        koila_placement x = { 0 };
+        const koila_meta_info *m;
+        if (link >= 0) {
+            x = pn->link[link].out;
+            m = koila__meta(t, s->outputs[which < s->n_outputs ? which : 0]);
+        } else if (of_input) {
+            x = p->placed->need[g->nodes.at[n].first_input + which];
+            m = koila__meta(t, s->inputs[which]);
+        } else {
+            x = p->placed->value[g->nodes.at[n].first_output + which];
+            m = s->outputs[which] != KOILA_NONE ? koila__meta(t, s->outputs[which]) : NULL;
+        }
+        int64_t size[KOILA_MAX_DIMS];
+        switch ((koila__fix_kind)fix[k].kind) {
+        case KOILA__FIX_SIZES: {
+            const koila_arg *list = &s->tokens[s->start[fix[k].arg]];
+            a->kind = KOILA_ADAPT_INTS;
+            a->n = list->n;
+            for (uint32_t i = 0; i < list->n && i < KOILA_MAX_DIMS; i++) a->ints[i] = list[1 + i].u.i;
+            if (x.kind == KOILA_S && x.dim < list->n && a->ints[x.dim] != -1) a->ints[x.dim] = koila__extent(x, rows);
+            break;
+        }
+        case KOILA__FIX_STRIDES:
+            a->kind = KOILA_ADAPT_INTS;
+            a->n = m->n_dims;
+            slice_sizes(m, x, rows, size);
+            dense_strides(m, size, a->ints);
+            break;
+        case KOILA__FIX_EXTENT:
+            a->kind = KOILA_ADAPT_INT;
+            a->n = 1;
+            a->ints[0] = koila__extent(x, rows);
+            break;
+        case KOILA__FIX_ROWS: {
+            const koila_arg *first = &s->tokens[s->start[fix[k].arg]];
+            const bool is_list = first->kind == KOILA_ARG_LIST;
+            const int64_t batch = p->placed->graph->axes.at[pn->axis];
+            a->kind = is_list ? KOILA_ADAPT_INTS : KOILA_ADAPT_INT;
+            a->n = is_list ? first->n : 1;
+            for (uint32_t i = 0; i < a->n && i < KOILA_MAX_DIMS; i++) a->ints[i] = batch ? first[is_list + i].u.i / batch * rows : 0;
+            break;
+        }
+        case KOILA__FIX_SCALE: a->kind = KOILA_ADAPT_SCALE; break;
+        case KOILA__FIX_ALIAS: a->kind = KOILA_ADAPT_ALIAS; break;
+        case KOILA__FIX_DIMS: {
+            a->kind = KOILA_ADAPT_SQUEEZE;
+            const koila_meta_info *in = koila__meta(t, s->inputs[0]);
+            const koila_arg *named = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
+            const uint32_t n_named = !named ? in->n_dims : named->kind == KOILA_ARG_LIST ? named->n : 1;
+            for (uint32_t i = 0; i < n_named; i++) {
+                int64_t d = !named ? i : named->kind == KOILA_ARG_LIST ? named[1 + i].u.i : named->u.i;
+                if (d < 0) d += in->n_dims;
+                if (d >= 0 && d < in->n_dims && in->size[d] == 1 && a->n < KOILA_MAX_DIMS) a->ints[a->n++] = d;
+            }
+            break;
+        }
+        default: n_out--; break;
+        }
+    }
+    return n_out;
+}
+
+/* ---- the invariants: replay the instructions with flags instead of tensors */
+
+bool koila_plan_check(const koila_plan *p, koila_error *err)
+{
+    const koila_graph *g = p->placed->graph;
+    const uint32_t V = g->values.n + 1;
+    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, V);
+    if (!flags) return true; /* cannot tell */
+    enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
+    bool ok = true;
+    memset(flags, 0, V);
+#define HOLDS(e, ...)                                                          \
+    do {                                                                       \
+        if (ok && !(e)) ok = false, koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__); \
+    } while (0)
+    for (uint32_t v = 0; v < g->values.n; v++)
+        if (g->values.at[v].node == KOILA_NONE) flags[v] = WHOLE;
+    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++) {
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        for (uint32_t i = 0; i < st->n_instrs && ok; i++) {
+            const koila_instr in = st->instrs[i];
+            const uint32_t v = in.id;
+            switch ((koila_instr_kind)in.kind) {
+            case KOILA_DO_RUN: {
+                const koila_sig_info *s = koila__node_sig(g, in.id);
+                for (uint32_t u = 0; u < s->n_inputs; u++) {
+                    const koila_value x = g->inputs.at[g->nodes.at[in.id].first_input + u];
+                    bool unread = false;
+                    for (uint32_t q = 0; q < s->n_writes; q++) unread |= s->writes[q].input == u && s->writes[q].overwrites;
+                    if (unread) continue;
+                    const bool whole = !st->is_loop || p->placed->need[g->nodes.at[in.id].first_input + u].kind == KOILA_R;
+                    HOLDS(flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
+                }
+                for (uint32_t o = 0; o < s->n_outputs; o++)
+                    if (s->outputs[o] != KOILA_NONE) {
+                        HOLDS(!(flags[g->nodes.at[in.id].first_output + o] & (st->is_loop ? LOCAL : WHOLE)), "node %u runs twice in a slice", in.id);
+                        flags[g->nodes.at[in.id].first_output + o] |= st->is_loop ? LOCAL : WHOLE;
+                    }
+                break;
+            }
+            case KOILA_DO_SLICE: HOLDS(flags[v] & WHOLE, "value %u is sliced before it is whole", v); flags[v] |= LOCAL; break;
+            case KOILA_DO_FETCH: HOLDS(flags[v] & KEPT, "value %u is fetched but not kept", v); flags[v] |= LOCAL; break;
+            case KOILA_DO_KEEP: HOLDS(flags[v] & LOCAL, "value %u is kept before it is made", v); flags[v] |= KEPT; break;
+            case KOILA_DO_ADD:
+            case KOILA_DO_PUT: HOLDS(flags[v] & LOCAL, "value %u is collected before it is made", v); flags[v] |= MADE; break;
+            case KOILA_DO_FREE:
+                HOLDS(flags[v] & (st->is_loop ? LOCAL : WHOLE), "value %u is freed but not there", v);
+                flags[v] &= (uint8_t)~(st->is_loop ? LOCAL : WHOLE);
+                break;
+            }
+        }
+        for (uint32_t v = 0; v < g->values.n && st->is_loop; v++) {
+            HOLDS(!(flags[v] & LOCAL), "value %u outlives its slice", v);
+            if (flags[v] & MADE) flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
+        }
+    }
+#undef HOLDS
+    koila__release(&p->mem, flags, V);
+    return ok;
+}

@@ -1,0 +1,954 @@
+/* schedule.c — demands become loops.
+ *
+ * An edge that needs a whole value of something sharded or partial is a *barrier*. The level of a node is the largest number of barriers on a path
+ * to it; the nodes of one level and axis can share one loop over the slices. Loops are demand-driven: loop j makes its *targets* (values some
+ * barrier needs, and results), and runs whatever slices those need, in recorded order. A result nobody waits for goes to the loop where
+ * it adds the least work, so all gradients and the loss of an ordinary step share the last loop, while a weight gradient in a net of
+ * barriers (BatchNorm) is made where its inputs pass by.
+ *
+ * A value that two loops need is recomputed in the second, or kept from the first. Keeping is decided walking the loops in order, with
+ * two numbers (koila__keep): results of expensive operators are kept over a gap of at most `horizon` loops, or for good when they cross a
+ * checkpoint. horizon = infinity keeps everything expensive; 0 recomputes everything (a contrastive loss then is GradCache); horizon =
+ * spacing + 2 is the classic walk: forward keeps only the frontier and the checkpoints, the first backward loop that enters a segment
+ * recomputes it from its checkpoint and keeps it for the loops that follow (Chen et al. 2016, with sqrt(n) segments).
+ *
+ * Order inside a loop is the recorded order, so an in-place write finds its old version dead unless somebody really needs it. One exception: a
+ * view that is only a target (the `t` of a weight gradient, recorded at the end of backward) runs right behind its producer.
+ *
+ * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it is never recomputed. So demands stop there, as they
+ * stop at kept pieces.
+ *
+ * Time: everything is a pass over nodes and uses, or over (loops x nodes) / 64 words of bit sets, or over what is emitted. What recomputes so much
+ * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
+ *
+ * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage, and the storage belongs to this scope: it is
+ * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right. What is written over
+ * without being read is no use of its base: the result is new memory, and the base may be long gone.
+ *
+ * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the instructions and checks that every local
+ * value is made before it is used and freed exactly once per slice. */
+#include "schedule.h"
+
+#include "cost.h"
+#include "plan_costs.h"
+#include "table.h"
+
+typedef VEC(koila_instr) instr_vec;
+typedef VEC(koila__event) event_vec;
+
+typedef struct loop_info {
+    uint32_t level;
+    uint16_t axis;
+} loop_info;
+
+/* Whose storage a value lives on; decides what happens when the last value on it is gone. */
+typedef enum owner {
+    OWNER_NONE,      /* lives elsewhere too: a leaf, a whole value a slice is a view of, a piece just kept */
+    OWNER_SCOPE,     /* made in this scope and nobody else's: may be written in place */
+    OWNER_PIECE,     /* a kept piece in its last use: given up when the slice is complete */
+    OWNER_SLICE,     /* a slice of a whole value that had to be copied, but for a slice that is all rows */
+    OWNER_CUT,       /* a slice of several blocks: always a copy */
+    OWNER_COLLECTED, /* whole, made slice by slice: dense */
+} owner;
+
+typedef struct scope {
+    koila_value *root; /* [value] storage it lives in, named by the value that made it */
+    uint32_t *alive;   /* [value as root] values alive on that storage */
+    uint8_t *owned;    /* [value as root] owner */
+    uint8_t *here;     /* [value] alive in this scope */
+} scope;
+
+typedef struct slice_of {
+    koila_node user;
+    uint32_t input;
+} slice_of;
+
+typedef struct work_state {
+    const koila__placed *p;
+    const koila_graph *g;
+    koila_allocator mem;
+    koila__arena tmp;
+    koila__keep keep;
+    uint32_t n_nodes, n_values;
+
+    bool *needed;          /* [node] */
+    uint32_t *level;       /* [node] */
+    uint32_t n_levels;
+    uint32_t *natural;     /* [node] loop of its level and axis; KOILA_NONE outside loops */
+    koila__cost *cost;     /* [node] */
+    bool *is_result;       /* [value] final target */
+    bool *is_barrier;      /* [value] made whole for somebody */
+    uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
+    uint32_t *consumer_first, *consumer_next, *consumer_input; /* uses of a value: chains through flat inputs of needed nodes */
+    uint32_t *consumer_node;
+    bool *is_local;        /* [flat input] see uses_local */
+    bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
+
+    loop_info *loops;
+    uint32_t n_loops;
+    uint32_t *home;        /* [node] first loop that runs it, or KOILA_NONE */
+    uint64_t *exec;        /* [node * words] loops that run it when only expensive results are kept */
+    uint32_t words;
+    uint64_t **use;        /* [value] keepable only: loops that read it locally */
+
+    bool *kept;            /* [value] a piece of every slice is there now */
+    koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
+    bool *given_up;        /* [value] its piece was fetched for the last time in the current loop */
+    uint32_t *in_loop;     /* [node] == loop + 1: runs in that loop */
+    uint64_t *order_bits;  /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
+    uint32_t *stack;       /* DFS; then the order of the current loop */
+    uint32_t *mark;        /* [node] epoch */
+    uint32_t epoch;
+    uint32_t *whole_of_level, *whole_next; /* nodes outside loops by level: chains in recorded order */
+    uint32_t *target_first, *target_next;  /* [loop], [value]: what each loop makes whole */
+    uint32_t *ending_first, *ending_next;  /* [stage], [value]: whole values by whole_last */
+
+    /* emission */
+    uint32_t *last_use;    /* [value] instruction number of its last use in the current stage's emission order */
+    uint32_t *last_run;    /* [node] last loop that can possibly run it, or KOILA_NONE */
+    scope whole, slice;    /* who is alive on which storage: whole values, values of the running slice */
+    scope *s;              /* the one emission is in */
+    slice_of *sliced;      /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
+    uint32_t *whole_last;  /* [value] last stage that reads whole v */
+    instr_vec instrs;
+    event_vec events;
+    uint64_t n_emitted, max_emitted;
+    uint32_t n_keeps;
+} work_state;
+
+#define TRY_ALLOC(p) \
+    do {             \
+        if (!(p)) return KOILA_NO_MEMORY; \
+    } while (0)
+
+static const koila_sig_info *sig_of(const work_state *w, koila_node n) { return koila__node_sig(w->g, n); }
+static bool exists(const work_state *w, koila_value v) { return w->g->values.at[v].meta != KOILA_NONE; }
+static koila_node producer(const work_state *w, koila_value v) { return w->g->values.at[v].node; }
+static bool made_in_loop(const work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    return n != KOILA_NONE && w->p->node[n].in_loop;
+}
+static koila_placement need_of(const work_state *w, koila_node n, uint32_t i) { return w->p->need[w->g->nodes.at[n].first_input + i]; }
+static koila_value input_of(const work_state *w, koila_node n, uint32_t i) { return w->g->inputs.at[w->g->nodes.at[n].first_input + i]; }
+
+/* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for that, and nobody waits for it. */
+static bool reads(const koila_sig_info *s, uint32_t i)
+{
+    bool is_base = false;
+    for (uint32_t k = 0; k < s->n_writes; k++) {
+        if (s->writes[k].input != i) continue;
+        if (!s->writes[k].overwrites) return true;
+        is_base = true;
+    }
+    return !is_base;
+}
+
+/* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
+static bool find_local(const work_state *w, koila_node n, uint32_t i)
+{
+    const koila_value v = input_of(w, n, i);
+    if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
+    const koila_placement need = need_of(w, n, i);
+    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
+}
+static bool uses_local(const work_state *w, koila_node n, uint32_t i) { return w->is_local[w->g->nodes.at[n].first_input + i]; }
+
+/* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
+static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
+{
+    return w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE && w->made_whole[v] < j;
+}
+
+/* ---- what is needed, and at which level */
+
+static void find_needed(work_state *w, const koila_value *targets, uint32_t n_targets)
+{
+    for (uint32_t i = 0; i < n_targets; i++) {
+        w->is_result[targets[i]] = true;
+        if (producer(w, targets[i]) != KOILA_NONE) w->needed[producer(w, targets[i])] = true;
+    }
+    for (uint32_t n = w->n_nodes; n-- > 0;) { /* consumers in recorded order: built back to front */
+        if (!w->needed[n]) continue;
+        const koila_sig_info *s = sig_of(w, n);
+        for (uint32_t i = s->n_inputs; i-- > 0;) {
+            const uint32_t at = w->g->nodes.at[n].first_input + i;
+            const koila_value v = w->g->inputs.at[at];
+            if (!reads(s, i)) continue;
+            if (producer(w, v) != KOILA_NONE) w->needed[producer(w, v)] = true;
+            w->consumer_node[at] = n;
+            w->consumer_input[at] = i;
+            w->consumer_next[at] = w->consumer_first[v];
+            w->consumer_first[v] = at;
+        }
+    }
+}
+
+static koila_status find_levels(work_state *w)
+{
+    w->n_levels = 1;
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (!w->needed[n]) continue;
+        const koila_sig_info *s = sig_of(w, n);
+        uint32_t level = 0;
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value v = input_of(w, n, i);
+            const koila_node q = producer(w, v);
+            if (q == KOILA_NONE || !reads(s, i)) continue;
+            uint32_t l = w->level[q];
+            if (w->p->node[q].in_loop && !uses_local(w, n, i)) {
+                l += 1;
+                w->is_barrier[v] = true;
+            }
+            if (l > level) level = l;
+        }
+        w->level[n] = level;
+        if (level + 1 > w->n_levels) w->n_levels = level + 1;
+    }
+    const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
+    const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
+    uint32_t *loop_of = koila__arena_array(&w->tmp, n_slots, sizeof *loop_of);
+    w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
+    TRY_ALLOC(loop_of && w->whole_of_level);
+    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n]) continue;
+        if (w->p->node[n].in_loop) loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] = 1;
+        else {
+            w->whole_next[n] = w->whole_of_level[w->level[n]];
+            w->whole_of_level[w->level[n]] = n;
+        }
+    }
+    for (uint64_t i = 0; i < n_slots; i++) w->n_loops += loop_of[i];
+    if (w->n_loops > KOILA_COST_MAX_LOOPS) return KOILA_UNSUPPORTED;
+    w->loops = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->loops);
+    w->target_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->target_first);
+    w->kept_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->kept_first);
+    TRY_ALLOC(w->loops && w->target_first && w->kept_first);
+    memset(w->target_first, 0xff, w->n_loops * sizeof *w->target_first);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
+    uint32_t next = 0;
+    for (uint64_t i = 0; i < n_slots; i++) {
+        if (!loop_of[i]) continue;
+        w->loops[next] = (loop_info){ (uint32_t)(i / n_axes), (uint16_t)(i % n_axes) };
+        loop_of[i] = next++;
+    }
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] : KOILA_NONE;
+    w->words = (w->n_loops + 63) / 64;
+    if (!w->words) w->words = 1;
+    return KOILA_OK;
+}
+
+/* Expensive: a dense kernel; or what took many passes over memory since the last value worth keeping, so that a long chain of cheap operators
+ * across many barriers is not run from its beginning in every loop. */
+static koila_status find_costs(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) w->is_local[w->g->nodes.at[n].first_input + i] = find_local(w, n, i);
+    double *chain = koila__arena_array(&w->tmp, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
+    TRY_ALLOC(chain);
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(w, n);
+        const bool is_view = koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW;
+        w->cost[n] = koila__cost_of(w->g->table, s);
+        chain[n] = w->cost[n].work;
+        double n_bytes = 0;
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            if (reads(s, i) && uses_local(w, n, i)) chain[n] += chain[producer(w, input_of(w, n, i))];
+        for (uint32_t o = 0; o < s->n_outputs; o++)
+            if (s->outputs[o] != KOILA_NONE) n_bytes += (double)koila__meta(w->g->table, s->outputs[o])->n_bytes;
+        w->cost[n].expensive |= !is_view && (chain[n] > KOILA_COST_CHAIN * n_bytes || w->keep.cheap);
+        if (w->cost[n].expensive) chain[n] = 0;
+    }
+    return KOILA_OK;
+}
+
+/* ---- which loop makes what */
+
+static bool runs_in(const work_state *w, koila_node n, uint32_t j) { return w->exec[(size_t)n * w->words + (j >> 6)] >> (j & 63) & 1; }
+static void set_runs_in(work_state *w, koila_node n, uint32_t j) { w->exec[(size_t)n * w->words + (j >> 6)] |= (uint64_t)1 << (j & 63); }
+
+static bool keepable(const work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
+    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+}
+
+/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is the home of a consumer. */
+static void find_homes(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->home[n] = KOILA_NONE;
+        if (!w->needed[n] || !w->p->node[n].in_loop) continue;
+        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
+            const koila_value v = w->g->nodes.at[n].first_output + o;
+            if (w->made_whole[v] < w->home[n]) w->home[n] = w->made_whole[v];
+            for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
+                if (w->home[w->consumer_node[at]] < w->home[n] && uses_local(w, w->consumer_node[at], w->consumer_input[at])) w->home[n] = w->home[w->consumer_node[at]];
+        }
+    }
+}
+
+/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the loops before; runs it there when `add`. Negative when
+ * it is more than `limit`. */
+static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
+{
+    double work = 0;
+    uint32_t top = 0;
+    w->epoch++;
+#define VISIT(node_)                                                \
+    do {                                                            \
+        const koila_node q_ = (node_);                              \
+        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {         \
+            w->mark[q_] = w->epoch;                                 \
+            w->stack[top++] = q_;                                   \
+        }                                                           \
+    } while (0)
+    VISIT(producer(w, v));
+    while (top) {
+        const koila_node n = w->stack[--top];
+        work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
+        if (!add && work > limit) return -1;
+        if (add) {
+            set_runs_in(w, n, j);
+            if (j < w->home[n]) w->home[n] = j;
+        }
+        const koila_sig_info *s = sig_of(w, n);
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value x = input_of(w, n, i);
+            if (!reads(s, i) || !uses_local(w, n, i) || sliced_in(w, x, j)) continue;
+            if (w->home[producer(w, x)] < j && keepable(w, x)) continue;
+            VISIT(producer(w, x));
+        }
+    }
+#undef VISIT
+    return work;
+}
+
+/* The first loop from `first` on, of n's axis, whose demand holds n; KOILA_NONE when there is none. */
+static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
+{
+    for (uint32_t j = first; j < w->n_loops; j++)
+        if (w->loops[j].axis == w->p->node[n].axis && runs_in(w, n, j)) return j;
+    return KOILA_NONE;
+}
+
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway (later ones may only seem to: there an expensive value is
+ * kept and not run again). Else, of its own loop, the first that runs all its inputs, and the last ones, where it adds least. The choices are asked
+ * with a limit that doubles, so that asking costs about what the answer does, and each answer is work that is then done: linear in all. */
+static uint32_t best_loop(work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    const koila_sig_info *s = sig_of(w, n);
+    const uint32_t first = w->natural[n], there = first_with(w, n, first);
+    if (there != KOILA_NONE) return there;
+    uint32_t choice[5], n_choices = 0, inputs = first;
+    for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
+        if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
+    for (uint32_t i = 0; i < s->n_inputs && inputs != KOILA_NONE; i++)
+        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs);
+    if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
+    choice[n_choices++] = first;
+    for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
+        uint32_t best = KOILA_NONE;
+        double best_work = 0;
+        for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
+            const double work = demand(w, v, choice[k], false, limit);
+            if (work >= 0 && (best == KOILA_NONE || work < best_work)) best = choice[k], best_work = work;
+        }
+        if (best != KOILA_NONE) return best;
+    }
+    return first;
+}
+
+static void assign_targets(work_state *w)
+{
+    for (uint32_t v = 0; v < w->n_values; v++) w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+    find_homes(w);
+    for (uint32_t v = 0; v < w->n_values; v++)
+        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], true, 0);
+    for (uint32_t v = w->n_values; v-- > 0;) { /* late results first: they decide where earlier ones pass by */
+        if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v)) continue;
+        const uint32_t j = best_loop(w, v);
+        demand(w, v, j, true, 0);
+        w->made_whole[v] = j;
+    }
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (w->made_whole[v] == KOILA_NONE) continue;
+        w->target_next[v] = w->target_first[w->made_whole[v]];
+        w->target_first[w->made_whole[v]] = v;
+    }
+    find_homes(w);
+}
+
+/* Adds the loops in which consumers read v locally, when consumers run where exec says. */
+static void add_uses(const work_state *w, koila_value v, uint64_t *out)
+{
+    const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE ? w->made_whole[v] + 1 : w->n_loops; /* after that it is sliced */
+    for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at]) {
+        const koila_node c = w->consumer_node[at];
+        if (w->home[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
+        const uint64_t *e = w->exec + (size_t)c * w->words;
+        for (uint32_t k = w->home[c] >> 6; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
+    }
+}
+
+/* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
+static koila_status find_exec(work_state *w)
+{
+    memset(w->exec, 0, (size_t)w->n_nodes * w->words * sizeof *w->exec);
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
+        uint64_t *e = w->exec + (size_t)n * w->words;
+        e[w->home[n] >> 6] |= (uint64_t)1 << (w->home[n] & 63);
+        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
+            const koila_value v = w->g->nodes.at[n].first_output + o;
+            if (!exists(w, v)) continue;
+            if (w->made_whole[v] != KOILA_NONE) e[w->made_whole[v] >> 6] |= (uint64_t)1 << (w->made_whole[v] & 63);
+            if (!keepable(w, v)) {
+                add_uses(w, v, e);
+                continue;
+            }
+            TRY_ALLOC(w->use[v] = koila__arena_array(&w->tmp, w->words, sizeof **w->use));
+            add_uses(w, v, w->use[v]);
+        }
+    }
+    return KOILA_OK;
+}
+
+/* The first loop after j that needs v locally, or KOILA_NONE. */
+static uint32_t next_use(const work_state *w, koila_value v, uint32_t j)
+{
+    const uint64_t *use = w->use[v];
+    uint32_t k = (j + 1) >> 6;
+    if (k >= w->words) return KOILA_NONE;
+    uint64_t bits = use[k] & (UINT64_MAX << ((j + 1) & 63));
+    while (!bits && ++k < w->words) bits = use[k];
+    return bits ? k * 64 + (uint32_t)__builtin_ctzll(bits) : KOILA_NONE;
+}
+
+/* Is v worth keeping after loop j? */
+static bool keeps(const work_state *w, koila_value v, uint32_t j)
+{
+    if (!w->use[v]) return false;
+    const uint32_t u = next_use(w, v, j);
+    if (u == KOILA_NONE) return false;
+    if (u - j <= w->keep.horizon) return true;
+    if (!w->keep.spacing) return false;
+    /* does it cross a checkpoint on its way forward: the chain of short gaps that starts at its home */
+    uint32_t last = w->home[producer(w, v)];
+    for (uint32_t next = next_use(w, v, last); next != KOILA_NONE && next - last <= w->keep.horizon; next = next_use(w, v, last)) last = next;
+    const uint32_t home = w->home[producer(w, v)];
+    return last / w->keep.spacing > home / w->keep.spacing;
+}
+
+/* ---- emission */
+
+static bool emit(work_state *w, koila_instr i)
+{
+    w->n_emitted++;
+    return koila__vec_push(&w->mem, &w->instrs, i);
+}
+static bool event(work_state *w, koila__event_kind kind, uint32_t value)
+{
+    const koila__event e = { (uint8_t)kind, value };
+    return koila__vec_push(&w->mem, &w->events, e);
+}
+
+/* Operators that are no views but may hand back (a view of) their input. */
+static koila_status find_maybe_alias(work_state *w)
+{
+    static const char *const maybe[] = { "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape", "aten::contiguous", "aten::unsafe_split.Tensor",
+                                         "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
+    const koila_table *t = w->g->table;
+    w->maybe_alias = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->maybe_alias);
+    TRY_ALLOC(w->maybe_alias);
+    for (uint32_t op = 0; op < t->ops.n; op++) {
+        w->maybe_alias[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
+        for (size_t i = 0; i < KOILA_COUNT(maybe); i++) w->maybe_alias[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
+    }
+    return KOILA_OK;
+}
+
+/* Do n's fresh results share their first input's storage? */
+static bool aliases_input(const work_state *w, koila_node n)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    if (!s->n_inputs) return false;
+    for (const koila__fix *f = w->p->node[n].fix; f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
+        if (f->kind == KOILA__FIX_ALIAS) return true;
+    return w->maybe_alias[s->op];
+}
+
+static void begin_value(scope *s, koila_value v, owner o)
+{
+    s->here[v] = 1;
+    s->root[v] = v;
+    s->alive[v] = 1;
+    s->owned[v] = (uint8_t)o;
+}
+
+/* The value is gone; its storage too when it was the last one there. `own`: the event that ends a storage of the scope itself. */
+static bool release_value(work_state *w, koila_value v, koila__event_kind own)
+{
+    const koila_value r = w->s->root[v];
+    w->s->here[v] = 0;
+    if (--w->s->alive[r]) return true;
+    switch ((owner)w->s->owned[r]) {
+    case OWNER_NONE: return true;
+    case OWNER_SCOPE: return event(w, own, r);
+    case OWNER_PIECE: return event(w, KOILA__KEPT_FREE, r);
+    case OWNER_SLICE: return event(w, KOILA__SLICE_FREE, r);
+    case OWNER_CUT: return event(w, KOILA__CUT_FREE, r);
+    case OWNER_COLLECTED: return event(w, KOILA__COLLECTED_FREE, r);
+    }
+    return true;
+}
+
+static bool is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
+
+/* How a slice of whole v lies in memory: a view where its rows lie together (or v is not dense anyway), else a dense copy. */
+static owner slice_owner(const work_state *w, koila_value v, koila_placement cut)
+{
+    const koila_meta_info *m = koila__value_meta(w->g, v);
+    if (cut.outer != 1) return OWNER_CUT;
+    if (!is_dense(m)) return OWNER_NONE;
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        if (d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim]) return OWNER_SLICE;
+    return OWNER_NONE;
+}
+
+/* Slices of whole values and pieces of earlier loops that node n of loop j reads. */
+static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        const koila_value v = input_of(w, n, i);
+        const koila_placement need = need_of(w, n, i);
+        const bool local = uses_local(w, n, i);
+        if (!reads(s, i) || (need.kind == KOILA_R && !local)) continue;
+        if (w->s->here[v]) {
+            const slice_of cut = w->sliced[v];
+            if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) continue;
+            if (cut.user == n || cut.user == KOILA_NONE) return KOILA_UNSUPPORTED; /* one node, one value, two cuts: there is one place for it */
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v })); /* cut along another dimension: cut again */
+            TRY_ALLOC(release_value(w, v, KOILA__LOCAL_FREE));
+        }
+        const bool fetch = local && w->kept[v];
+        if (!fetch && local && !sliced_in(w, v, j)) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
+        koila_instr in = { .kind = KOILA_DO_SLICE, .steal = (uint16_t)i, .id = v, .user = n };
+        w->sliced[v] = (slice_of){ fetch ? KOILA_NONE : n, i };
+        if (fetch) {
+            in.kind = KOILA_DO_FETCH;
+            in.flags = keeps(w, v, j) ? 0 : KOILA_INSTR_LAST;
+            w->given_up[v] = in.flags;
+            begin_value(w->s, v, in.flags ? OWNER_PIECE : OWNER_NONE);
+        } else {
+            const owner o = slice_owner(w, v, need);
+            begin_value(w->s, v, o);
+            if (o == OWNER_SLICE) TRY_ALLOC(event(w, KOILA__SLICE_ALLOC, v));
+            if (o == OWNER_CUT) TRY_ALLOC(event(w, KOILA__CUT_ALLOC, v));
+        }
+        TRY_ALLOC(emit(w, in));
+    }
+    return KOILA_OK;
+}
+
+/* May write k of node n happen in place? See Note [Steal]. */
+static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t k)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
+    if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
+    if (k >= 16 || s->writes[k].overwrites || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
+    const koila_value r = w->s->root[b];
+    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->alive[r] != 1) return false;
+    for (uint32_t h = 0; h < k; h++)
+        if (input_of(w, n, s->writes[h].input) == b) return false;
+    return true;
+}
+
+/* v is kept after loop j: at least until its next use, for what decides it only changes there. */
+static void keep_until_next(work_state *w, koila_value v, uint32_t j)
+{
+    const uint32_t u = next_use(w, v, j);
+    w->kept[v] = true;
+    w->kept_next[v] = w->kept_first[u];
+    w->kept_first[u] = v;
+}
+
+/* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
+static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j, koila__event_kind *how)
+{
+    const koila_value r = w->s->root[v];
+    const koila_meta_info *m = koila__value_meta(w->g, v), *storage = koila__value_meta(w->g, r);
+    const bool own = w->last_use[v] == number && w->s->owned[r] == OWNER_SCOPE && w->s->alive[r] == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
+    *how = KOILA__LOCAL_FREE;
+    if (w->made_whole[v] == j) {
+        const koila_placement x = w->p->value[v];
+        const bool is_sum = x.kind == KOILA_P && x.combine == KOILA_SUM;
+        const bool wide = is_sum && (m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16);
+        if (x.kind == KOILA_S) {
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v }));
+            TRY_ALLOC(event(w, own ? KOILA__PUT_OWNED : KOILA__PUT, v));
+            if (own) *how = KOILA__LOCAL_FREE_IF_CUT;
+        } else {
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v }));
+            TRY_ALLOC(event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v));
+            if (own) *how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+        }
+        begin_value(&w->whole, v, OWNER_COLLECTED);
+    }
+    if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
+        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
+        if (v != r) TRY_ALLOC(event(w, KOILA__KEPT, v) && event(w, KOILA__KEPT_FROM, r));
+        keep_until_next(w, v, j);
+        w->n_keeps++;
+        w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
+    }
+    return KOILA_OK;
+}
+
+/* Emit node n of a loop (j) or of a whole stage (j == KOILA_NONE), then what its results owe: accumulators, pieces, frees. `number` is n's
+ * place in the emission order, which last_use refers to. */
+static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    const koila_value first = w->g->nodes.at[n].first_output;
+    const bool in_loop = j != KOILA_NONE, alias = aliases_input(w, n);
+    const koila__event_kind free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
+    koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
+    if (w->n_emitted > w->max_emitted) return KOILA_UNSUPPORTED;
+    if (in_loop) KOILA_TRY(emit_inputs(w, n, j));
+    for (uint32_t k = 0; k < s->n_writes; k++)
+        if (steals(w, n, number, k)) run.steal |= (uint16_t)(1u << k);
+    for (uint32_t o = 0; o < s->n_outputs; o++) {
+        const koila_value v = first + o;
+        if (!exists(w, v)) continue;
+        const bool stolen = o >= s->n_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = o < s->n_fresh && alias;
+        w->sliced[v].user = KOILA_NONE;
+        if (stolen || (of_input && w->s->here[input_of(w, n, 0)])) {
+            w->s->here[v] = 1;
+            w->s->root[v] = w->s->root[input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0)];
+            w->s->alive[w->s->root[v]]++;
+            continue;
+        }
+        begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE); /* a view of a leaf or of a whole value owns nothing */
+        if (!of_input) TRY_ALLOC(event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v));
+    }
+    TRY_ALLOC(event(w, KOILA__RUN, n));
+    TRY_ALLOC(emit(w, run));
+    for (uint32_t i = 0; i < s->n_inputs; i++) { /* inputs that end here */
+        const koila_value v = input_of(w, n, i);
+        if (!w->s->here[v] || w->last_use[v] != number) continue;
+        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
+        TRY_ALLOC(release_value(w, v, free_event));
+    }
+    for (uint32_t o = 0; o < s->n_outputs; o++) {
+        const koila_value v = first + o;
+        koila__event_kind how = free_event;
+        if (!exists(w, v)) continue;
+        if (in_loop) KOILA_TRY(emit_collect(w, v, number, j, &how));
+        if (w->last_use[v] != number) continue;
+        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
+        TRY_ALLOC(release_value(w, v, how));
+    }
+    return KOILA_OK;
+}
+
+static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_loop, uint16_t axis)
+{
+    koila__stage *stage = &out->stages[out->n_stages];
+    koila_instr *instrs = koila__arena_array(&out->arena, w->instrs.n, sizeof *instrs);
+    stage->events = koila__arena_array(&out->arena, w->events.n, sizeof *stage->events);
+    if (!instrs || !stage->events) return KOILA_NO_MEMORY;
+    if (w->instrs.n) memcpy(instrs, w->instrs.at, w->instrs.n * sizeof *instrs);
+    if (w->events.n) memcpy(stage->events, w->events.at, w->events.n * sizeof *stage->events);
+    stage->n_events = w->events.n;
+    stage->stage = (koila_stage){ .is_loop = is_loop, .axis = axis, .n_instrs = w->instrs.n, .instrs = instrs };
+    w->instrs.n = w->events.n = 0;
+    out->n_stages++;
+    return KOILA_OK;
+}
+
+/* A node that only views one value of the same loop and whose results are nothing but targets of it: may run right behind its producer. */
+static bool hoistable(const work_state *w, koila_node n, uint32_t j)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    if (s->n_inputs != 1 || s->n_writes || !(koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW)) return false;
+    for (uint32_t o = 0; o < s->n_outputs; o++) {
+        const koila_value v = w->g->nodes.at[n].first_output + o;
+        if (w->made_whole[v] != j) return false;
+        for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
+            if (w->in_loop[w->consumer_node[at]] == j + 1 && uses_local(w, w->consumer_node[at], w->consumer_input[at])) return false;
+    }
+    return true;
+}
+
+/* What loop j runs: from its targets back to leaves, whole values and kept pieces. [*lo, *hi] are the first and last. */
+static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, double *work)
+{
+    uint32_t top = 0;
+    *lo = KOILA_NONE;
+    *hi = 0;
+#define ENTER(node_)                                              \
+    do {                                                          \
+        const koila_node q_ = (node_);                            \
+        if (w->in_loop[q_] != j + 1) {                            \
+            w->in_loop[q_] = j + 1;                               \
+            w->order_bits[q_ >> 6] |= (uint64_t)1 << (q_ & 63);   \
+            w->stack[top++] = q_;                                 \
+        }                                                         \
+    } while (0)
+    for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v]) ENTER(producer(w, v));
+    while (top) {
+        const koila_node n = w->stack[--top];
+        if (n < *lo) *lo = n;
+        if (n > *hi) *hi = n;
+        *work += w->cost[n].work;
+        const koila_sig_info *s = sig_of(w, n);
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value v = input_of(w, n, i);
+            if (reads(s, i) && uses_local(w, n, i) && !w->kept[v] && !sliced_in(w, v, j)) ENTER(producer(w, v));
+        }
+    }
+#undef ENTER
+}
+
+/* Recorded order into w->stack, with hoisted views right behind their producers. */
+static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
+{
+    uint32_t n_order = 0;
+    koila_node *order = w->stack;
+    for (uint32_t k = lo >> 6; k <= hi >> 6; k++) {
+        for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
+            const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (hoistable(w, n, j) && uses_local(w, n, 0) && w->in_loop[producer(w, input_of(w, n, 0))] == j + 1) continue; /* comes behind its producer */
+            order[n_order++] = n;
+            for (uint32_t done = n_order - 1; done < n_order; done++) {
+                const koila_sig_info *s = sig_of(w, order[done]);
+                for (uint32_t o = 0; o < s->n_outputs; o++)
+                    for (uint32_t at = w->consumer_first[w->g->nodes.at[order[done]].first_output + o]; at != KOILA_NONE; at = w->consumer_next[at]) {
+                        const koila_node c = w->consumer_node[at];
+                        if (w->in_loop[c] == j + 1 && hoistable(w, c, j) && uses_local(w, c, 0)) order[n_order++] = c;
+                    }
+            }
+        }
+        w->order_bits[k] = 0;
+    }
+    return n_order;
+}
+
+static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
+{
+    uint32_t lo, hi;
+    w->s = &w->slice;
+    find_demand(w, j, &lo, &hi, &out->work);
+    const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
+    const koila_node *order = w->stack;
+    for (uint32_t k = 0; k < n_order; k++) {
+        const koila_sig_info *s = sig_of(w, order[k]);
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            if (reads(s, i)) w->last_use[input_of(w, order[k], i)] = k;
+        for (uint32_t o = 0; o < s->n_outputs; o++) w->last_use[w->g->nodes.at[order[k]].first_output + o] = k;
+    }
+    for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
+    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
+        next = w->kept_next[v];
+        w->kept[v] = false;
+        if (keeps(w, v, j)) {
+            keep_until_next(w, v, j);
+            continue;
+        }
+        if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
+            begin_value(w->s, v, OWNER_PIECE);
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v }));
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
+            TRY_ALLOC(release_value(w, v, KOILA__LOCAL_FREE));
+        }
+        w->given_up[v] = false;
+    }
+    return finish_stage(w, out, true, w->loops[j].axis);
+}
+
+/* Nodes that run once, of one level; and before them the end of whole values whose last reader was a loop before. */
+static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t level, uint32_t *next_ending)
+{
+    const uint32_t stage = out->n_stages;
+    w->s = &w->whole;
+    for (; *next_ending < stage; ++*next_ending)
+        for (koila_value v = w->ending_first[*next_ending]; v != KOILA_NONE; v = w->ending_next[v]) {
+            if (!w->whole.here[v]) continue; /* it ended in a whole stage */
+            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
+            TRY_ALLOC(release_value(w, v, KOILA__WHOLE_FREE));
+        }
+    uint32_t k = 0;
+    for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) {
+        const koila_sig_info *s = sig_of(w, n);
+        out->work += w->cost[n].work;
+        /* a result, or a value that a later stage reads, does not end here, whatever the order within this stage says */
+#define LAST_USE(v_)                                                                                                                  \
+    do {                                                                                                                              \
+        const koila_value v = (v_);                                                                                                   \
+        w->last_use[v] = w->is_result[v] || (w->whole_last[v] != KOILA_NONE && w->whole_last[v] > stage) ? KOILA_NONE : k;             \
+    } while (0)
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            if (reads(s, i)) LAST_USE(input_of(w, n, i));
+        for (uint32_t o = 0; o < s->n_outputs; o++) LAST_USE(w->g->nodes.at[n].first_output + o);
+#undef LAST_USE
+    }
+    k = 0;
+    for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) KOILA_TRY(emit_node(w, n, k, KOILA_NONE));
+    return finish_stage(w, out, false, 0);
+}
+
+/* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole stage of a level, then its loops. A loop node may
+ * be run again up to the last loop that (transitively) needs it, whatever is kept. */
+static koila_status find_whole_last(work_state *w)
+{
+    uint32_t *whole_stage = koila__arena_array(&w->tmp, w->n_levels, sizeof *whole_stage);
+    uint32_t *loop_stage = koila__arena_array(&w->tmp, w->n_loops, sizeof *loop_stage);
+    const uint32_t n_stages = w->n_levels + w->n_loops;
+    w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
+    TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
+    memset(w->ending_first, 0xff, n_stages * sizeof *w->ending_first);
+    for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
+        whole_stage[level] = stage++;
+        for (; j < w->n_loops && w->loops[j].level == level; j++) loop_stage[j] = stage++;
+    }
+    for (uint32_t v = 0; v < w->n_values; v++) w->whole_last[v] = KOILA_NONE;
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->last_run[n] = KOILA_NONE;
+        if (!w->needed[n]) continue;
+        uint32_t stage;
+        if (w->p->node[n].in_loop) {
+            if (w->home[n] == KOILA_NONE) continue;
+            uint32_t last = w->home[n];
+            for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
+                const koila_value v = w->g->nodes.at[n].first_output + o;
+                if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last) last = w->made_whole[v];
+                for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at]) {
+                    const koila_node c = w->consumer_node[at];
+                    if (w->last_run[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
+                    const uint32_t l = sliced_in(w, v, w->last_run[c]) ? w->made_whole[v] : w->last_run[c]; /* beyond it is sliced */
+                    if (l > last) last = l;
+                }
+            }
+            w->last_run[n] = last;
+            stage = loop_stage[last];
+        } else
+            stage = whole_stage[w->level[n]];
+        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) {
+            const koila_value v = input_of(w, n, i);
+            if (producer(w, v) == KOILA_NONE || !reads(sig_of(w, n), i) || (uses_local(w, n, i) && !sliced_in(w, v, w->last_run[n]))) continue;
+            if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage) w->whole_last[v] = stage;
+        }
+    }
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (w->whole_last[v] == KOILA_NONE || w->is_result[v]) continue;
+        w->ending_next[v] = w->ending_first[w->whole_last[v]];
+        w->ending_first[w->whole_last[v]] = v;
+    }
+    return KOILA_OK;
+}
+
+static koila_status make_stages(work_state *w, koila__schedule *s)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (!w->needed[n]) continue;
+        s->n_needed++;
+        s->work_recorded += w->cost[n].work;
+    }
+    w->max_emitted = (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * s->n_needed + 4096;
+    s->stages = koila__arena_array(&s->arena, (size_t)w->n_levels + w->n_loops, sizeof *s->stages);
+    TRY_ALLOC(s->stages);
+    s->n_loops = w->n_loops;
+    for (uint32_t level = 0, j = 0, next_ending = 0; level < w->n_levels; level++) {
+        KOILA_TRY(emit_whole(w, s, level, &next_ending));
+        for (; j < w->n_loops && w->loops[j].level == level; j++) KOILA_TRY(emit_loop(w, s, j));
+    }
+    s->n_keeps = w->n_keeps;
+    return KOILA_OK;
+}
+
+/* Everything of fixed size, zeroed but for chains, which are empty. */
+static koila_status make_arrays(work_state *w)
+{
+    const uint32_t N = w->n_nodes + 1, V = w->n_values + 1, I = w->g->inputs.n + 1;
+#define MAKE(field, n) TRY_ALLOC(w->field = koila__arena_array(&w->tmp, (n), sizeof *w->field))
+    MAKE(needed, N);
+    MAKE(level, N);
+    MAKE(natural, N);
+    MAKE(cost, N);
+    MAKE(is_result, V);
+    MAKE(is_barrier, V);
+    MAKE(made_whole, V);
+    MAKE(consumer_first, V);
+    MAKE(consumer_next, I);
+    MAKE(consumer_input, I);
+    MAKE(consumer_node, I);
+    MAKE(home, N);
+    MAKE(use, V);
+    MAKE(kept, V);
+    MAKE(kept_next, V);
+    MAKE(is_local, I);
+    MAKE(given_up, V);
+    MAKE(in_loop, N);
+    MAKE(order_bits, N / 64 + 1);
+    MAKE(stack, N);
+    MAKE(mark, N);
+    MAKE(whole_next, N);
+    MAKE(target_next, V);
+    MAKE(ending_next, V);
+    MAKE(last_use, V);
+    MAKE(last_run, N);
+    MAKE(sliced, V);
+    MAKE(whole_last, V);
+    scope *const scopes[] = { &w->whole, &w->slice };
+    for (size_t i = 0; i < 2; i++) {
+        TRY_ALLOC(scopes[i]->root = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->root));
+        TRY_ALLOC(scopes[i]->alive = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->alive));
+        TRY_ALLOC(scopes[i]->owned = koila__arena_array(&w->tmp, V, 1));
+        TRY_ALLOC(scopes[i]->here = koila__arena_array(&w->tmp, V, 1));
+    }
+    memset(w->consumer_first, 0xff, V * sizeof *w->consumer_first);
+    for (uint32_t v = 0; v < w->n_values; v++) w->sliced[v].user = KOILA_NONE;
+    return KOILA_OK;
+}
+
+static koila_status make_schedule(work_state *w, const koila_value *targets, uint32_t n_targets, koila__schedule *s)
+{
+    KOILA_TRY(make_arrays(w));
+    KOILA_TRY(find_maybe_alias(w));
+    find_needed(w, targets, n_targets);
+    KOILA_TRY(find_costs(w));
+    KOILA_TRY(find_levels(w));
+    TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
+    assign_targets(w);
+    KOILA_TRY(find_exec(w));
+    KOILA_TRY(find_whole_last(w));
+    return make_stages(w, s);
+}
+
+koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
+                                  const koila_allocator *mem, koila_error *err)
+{
+    work_state w = { .p = p, .g = p->graph, .keep = keep, .mem = koila__allocator(mem), .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
+    koila__schedule s = { 0 };
+    koila__arena_init(&w.tmp, mem);
+    koila__arena_init(&s.arena, mem);
+    const koila_status status = make_schedule(&w, targets, n_targets, &s);
+    koila__vec_free(&w.mem, &w.instrs);
+    koila__vec_free(&w.mem, &w.events);
+    koila__arena_deinit(&w.tmp);
+    if (status != KOILA_OK) {
+        koila__arena_deinit(&s.arena);
+        return koila__fail(err, status, 0, "schedule: %s", status == KOILA_UNSUPPORTED ? "too many barriers in a row" : koila_status_text(status));
+    }
+    *out = s;
+    return KOILA_OK;
+}
+
+void koila__schedule_deinit(koila__schedule *s) { koila__arena_deinit(&s->arena); }

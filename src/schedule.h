@@ -1,0 +1,67 @@
+/* schedule.h — from placements to stages: which loop makes what, what later loops keep or recompute, in which order, and who dies when.
+ * Internal to src/. The schedule does not depend on the number of rows in a slice: sizes are live.c's business. */
+#ifndef KOILA_SRC_SCHEDULE_H
+#define KOILA_SRC_SCHEDULE_H
+
+#include "koila/plan.h"
+#include "place.h"
+
+/* What a later loop may find kept. A value made by an expensive operator is kept from one loop to the next that needs it when the gap is at most
+ * `horizon` loops, or when it crosses a checkpoint: a boundary every `spacing` loops (0 = none). Everything else is recomputed. */
+typedef struct koila__keep {
+    uint32_t horizon, spacing;
+    uint32_t max_instrs; /* refuse more instructions than so many times the needed nodes; 0: KOILA_COST_MAX_INSTRS */
+    bool cheap; /* results of cheap operators too: a hostile build, for tests */
+} koila__keep;
+
+/* Memory events, in order; live.c replays them with sizes. `value` names the storage: the value that allocated it. */
+typedef enum koila__event_kind {
+    KOILA__LOCAL_ALLOC,
+    KOILA__LOCAL_FREE,
+    KOILA__LOCAL_FREE_LATER,  /* not in the first slice: there it has become the accumulator */
+    KOILA__LOCAL_FREE_IF_CUT, /* not in a slice of all rows: there it has become the whole value */
+    KOILA__SLICE_ALLOC,       /* a slice that is copied, unless it is all rows */
+    KOILA__SLICE_FREE,
+    KOILA__CUT_ALLOC,         /* a slice that is copied always */
+    KOILA__CUT_FREE,
+    KOILA__WHOLE_ALLOC,       /* by an operator of a whole stage */
+    KOILA__WHOLE_FREE,
+    KOILA__COLLECTED_FREE,    /* a whole value that a loop made */
+    KOILA__ADD_OWNED,         /* first slice: local storage becomes the accumulator */
+    KOILA__ADD_OWNED_WIDE,    /* the same when a wider accumulator is needed: only in a slice of all rows */
+    KOILA__ADD_CLONE,         /* first slice: an accumulator of its own is made */
+    KOILA__PUT,               /* first slice: the whole buffer is made */
+    KOILA__PUT_OWNED,         /* the same, unless the slice is all rows: then local storage becomes it */
+    KOILA__KEPT,              /* a piece of its own name, */
+    KOILA__KEPT_FROM,         /* which is this storage: always right behind KEPT */
+    KOILA__KEPT_FREE,         /* a kept piece's last use is over */
+    KOILA__RUN,               /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
+} koila__event_kind;
+
+typedef struct koila__event {
+    uint8_t kind;
+    uint32_t value;
+} koila__event;
+
+typedef struct koila__stage {
+    koila_stage stage; /* as seen outside */
+    koila__event *events;
+    uint32_t n_events;
+} koila__stage;
+
+typedef struct koila__schedule {
+    koila__arena arena;
+    koila__stage *stages;
+    uint32_t n_stages, n_loops, n_keeps; /* n_keeps: KEEP instructions */
+    double work;          /* estimated time of everything that runs, all slices, in bytes moved (plan_costs.h) */
+    double work_recorded; /* of every needed node once */
+    uint32_t n_needed;    /* needed nodes */
+} koila__schedule;
+
+/* targets: values of p->graph. On success *out is filled; koila__schedule_deinit() frees it.
+ * Expected: NO_MEMORY; UNSUPPORTED when the policy would run too much again, or there are too many barriers. */
+koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
+                                  const koila_allocator *mem, koila_error *err);
+void koila__schedule_deinit(koila__schedule *s);
+
+#endif

@@ -1,0 +1,31 @@
+"""One thread a process (bit-equality is a claim about the same kernels), koila's settings put back after each test, long tests on demand."""
+
+import os
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+LONG = os.environ.get("KOILA_LONG") == "1"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: runs only with KOILA_LONG=1")
+
+
+def pytest_collection_modifyitems(items):
+    if not LONG:
+        skip = pytest.mark.skip(reason="long: KOILA_LONG=1 runs it")
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _settings_are_put_back():
+    yield
+    try:
+        from koila import _core
+    except ImportError:
+        return
+    _core.configure(micro_batch=None, budget=None, strict=False, fastest=False)

@@ -1,0 +1,184 @@
+"""Eager PyTorch is the oracle: the same program is run plain and through `lazy()`, from identical copies and seeds, and everything it leaves is compared.
+
+A program is a function of one argument, `wrap`: it gives its batch through `wrap(...)` (nothing, or `lazy`), and returns a dict of what it
+computed. `compare()` makes such a program from a model, a batch and a loss.
+
+Tolerance: |a - b| ≤ tol × scale, where scale is the largest entry of the eager tensor. A tensor that is mathematically zero (the bias
+before a softmax over keys, before a batch norm) holds rounding noise only, which no two orders of summation share; the floor of the scale is
+1e-3 × the largest entry of all tensors of the same kind ("grad", "value").
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import torch
+
+import koila
+from koila import lazy
+
+WHOLE, EVEN, RAGGED, ONE = "whole", "even", "ragged", "one"
+SLICES = (WHOLE, EVEN, RAGGED, ONE)
+
+
+def rows(kind, batch):
+    """Slice sizes of each kind. Ragged: more than one slice and the last one smaller."""
+    if kind == WHOLE:
+        return batch
+    if kind == ONE:
+        return 1
+    if kind == EVEN:
+        return max(d for d in range(1, batch) if batch % d == 0)
+    sizes = [d for d in range(2, batch) if batch % d]
+    return sizes[len(sizes) // 2]
+
+
+def plain(x):
+    """A detached copy that no later step can change."""
+    x = koila.run(x) if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+    return x.detach().clone()
+
+
+def model_state(model, grads=True):
+    """Everything a step leaves in a model, by name."""
+    out = {}
+    for name, p in model.named_parameters():
+        if grads:
+            out[f"grad:{name}"] = None if p.grad is None else plain(p.grad)
+            assert p.grad is None or type(p.grad) in (torch.Tensor, torch.nn.Parameter), f"{name}.grad is a {type(p.grad).__name__}"
+        out[f"value:param {name}"] = plain(p)
+    for name, b in model.named_buffers():
+        assert not isinstance(b, koila.LazyTensor), f"buffer {name} stayed lazy"
+        out[f"value:buffer {name}"] = plain(b)
+    return out
+
+
+def assert_same(expected, got, tol, what=""):
+    """Both dicts hold the same names and, within `tol` (0: to the bit), the same numbers."""
+    assert list(expected) == list(got), f"{what}: names differ: {set(expected) ^ set(got)}"
+    top = {}
+    for name, t in expected.items():
+        if t is not None and t.numel() and (t.is_floating_point() or t.is_complex()):
+            finite = t[t.isfinite()].abs()
+            kind = name.split(":")[0]
+            top[kind] = max(top.get(kind, 0.0), float(finite.max()) if finite.numel() else 0.0)
+    for name, e in expected.items():
+        g = got[name]
+        where = f"{what}: {name}"
+        if e is None or g is None:
+            assert e is None and g is None, f"{where}: expected {'none' if e is None else 'a tensor'}, got {'none' if g is None else 'a tensor'}"
+            continue
+        assert e.shape == g.shape, f"{where}: shape {tuple(g.shape)} for {tuple(e.shape)}"
+        assert e.dtype == g.dtype, f"{where}: dtype {g.dtype} for {e.dtype}"
+        if tol == 0 or not (e.is_floating_point() or e.is_complex()):
+            same = torch.equal(e, g) or (e.is_floating_point() and torch.equal(e.isnan(), g.isnan()) and torch.equal(e.nan_to_num(), g.nan_to_num()))
+            assert same, f"{where}: not bit-equal, largest difference {float((e.to(torch.float64) - g.to(torch.float64)).abs().max()) if e.numel() else 0:.3g}"
+            continue
+        assert torch.equal(e.isfinite(), g.isfinite()), f"{where}: other entries are finite"
+        assert torch.equal(e.isnan(), g.isnan()), f"{where}: other entries are NaN"
+        e, g = (torch.where(t.isfinite(), t, torch.zeros_like(t)) for t in (e, g))
+        if e.numel():
+            scale = max(float(e.abs().max()), 1e-3 * top.get(name.split(":")[0], 0.0), 1e-300)
+            error = float((e - g).abs().max()) / scale
+            assert error <= tol, f"{where}: relative error {error:.3g} > {tol:.0e}"
+
+
+def compare_programs(
+    program,
+    batch_size,
+    slices=SLICES,
+    tol=1e-12,
+    tol_whole=0.0,
+    split=True,
+    gather_bytes_per_row=None,
+    rng=True,
+    batch=0,
+    tamper=None,
+):
+    """Run `program` plain, then lazily for each kind of slice, and compare what it returns.
+
+    split: the last step really was cut. gather_bytes_per_row: no gather above so many bytes a row (None: not looked at).
+    rng: the generator's state afterwards is eager's. tamper: a planted fault, applied to the lazy result.
+    """
+    torch.manual_seed(1234)
+    expected = program(lambda *v: v[0] if len(v) == 1 else v)
+    state = torch.get_rng_state()
+    for kind in slices:
+        n = rows(kind, batch_size)
+        torch.manual_seed(1234)
+        with koila.micro_batch(n):
+            got = program(lambda *v: lazy(*v, batch=batch))
+        what = f"slices of {n} ({kind})"
+        if tamper:
+            got = tamper(got)
+        assert_same(expected, got, tol_whole if kind == WHOLE else tol, what)
+        if rng:
+            assert torch.equal(state, torch.get_rng_state()), f"{what}: the user's random state differs from eager's"
+        plan = koila.last_plan()
+        assert plan is not None, f"{what}: no step ran"
+        if split:
+            assert plan.n_micro_batches == math.ceil(batch_size / n), f"{what}: ran as {plan.n_micro_batches} slices"
+        if gather_bytes_per_row is not None:
+            big = [g for g in plan.gathers if g.n_bytes > gather_bytes_per_row * batch_size]
+            assert not big, f"{what}: gathered {big}"
+    return expected
+
+
+def step_program(make_model, make_batch, loss_fn, optimizer=None):
+    """One forward and backward: loss, gradients, buffers, and the inputs, which must be untouched."""
+
+    def program(wrap):
+        torch.manual_seed(7)
+        model = make_model()
+        values = make_batch()
+        given = copy.deepcopy(values)
+        wrapped = wrap(*values)
+        wrapped = wrapped if isinstance(wrapped, tuple) and len(values) > 1 else (wrapped,)
+        loss = loss_fn(model, *wrapped)
+        loss.backward()
+        out = {"loss:loss": plain(loss), **model_state(model)}
+        if optimizer is not None:
+            optimizer(model.parameters()).step()
+            out |= {"after:" + k: v for k, v in model_state(model, grads=False).items()}
+        for i, (a, b) in enumerate(zip(given, values)):
+            for j, (ta, tb) in enumerate(zip(tensors(a), tensors(b), strict=True)):
+                out[f"input:{i}.{j}"] = tb.detach().clone()
+                assert torch.equal(ta, tb), "an input was written"
+        return out
+
+    return program
+
+
+def tensors(value):
+    out = []
+    koila._lazy.tree_map(lambda t, d, w: out.append(t) or t, value)
+    return out
+
+
+def batch_rows(values):
+    return tensors(values)[0].shape[0]
+
+
+def compare(make_model, make_batch, loss_fn, slices=SLICES, tol=1e-12, optimizer=None, **options):
+    torch.manual_seed(0)
+    n = batch_rows(make_batch())
+    return compare_programs(step_program(make_model, make_batch, loss_fn, optimizer), n, slices, tol, **options)
+
+
+# ---- fresh processes
+
+
+def run_python(code, timeout=300, check=True, env=None, args=()):
+    """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the same each time."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    here = os.path.dirname(os.path.abspath(__file__))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH", "")]))
+    p = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True, timeout=timeout, env=environment)
+    if check:
+        assert p.returncode == 0, f"rc {p.returncode}\n{p.stdout}\n{p.stderr}"
+    return p.stdout if check else p

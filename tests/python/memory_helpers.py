@@ -1,0 +1,56 @@
+"""What torch's CPU allocator really held, and the loop people write by hand, for comparison."""
+
+import contextlib
+
+import torch
+
+import koila
+from koila import _core
+
+
+def installed():
+    return not _core.truth_install().startswith("unsupported")
+
+
+class Held:
+    """Bytes above what was held at the start, at their highest."""
+
+    def __enter__(self):
+        self.base = _core.truth_current()
+        _core.truth_reset_peak()
+        return self
+
+    def __exit__(self, *exc):
+        self.peak = _core.truth_peak() - self.base
+        self.kept = _core.truth_current() - self.base
+
+
+def only(n_bytes):
+    """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila cuts its steps."""
+    return koila.budget(_core.truth_current() + n_bytes)
+
+
+def out_of_memory(e):
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "memory" in str(e) or "could not create a primitive" in str(e)
+
+
+def eager_step(model, loss, batch):
+    loss(model, *batch).backward()
+
+
+def by_hand_step(model, loss, batch, m):
+    """Micro-batching as everybody writes it; right for a mean over rows only, whose weight is the slice's share of the rows."""
+    n = len(batch[0])
+    for i in range(0, n, m):
+        part = [t[i : i + m] for t in batch]
+        (loss(model, *part) * (len(part[0]) / n)).backward()
+
+
+def koila_step(model, loss, batch, m=None):
+    with koila.micro_batch(m) if m is not None else contextlib.nullcontext():
+        batch = koila.lazy(*batch)
+        loss(model, *(batch if isinstance(batch, tuple) else (batch,))).backward()
+
+
+def clear(model):
+    model.zero_grad(set_to_none=True)

@@ -1,0 +1,359 @@
+"""Random programs of views, in-place writes, `out=`, metadata changes, factories and random operators, with a loss and a backward.
+
+A program is a seed: the same seed makes the same choices on plain and on lazy tensors, because choices depend only on shapes and flags, which must agree. Everything that
+a user could notice is logged: exceptions by type, shapes, strides, version counters, flags, Python values read on the way, and at the end
+contents, loss, gradients and the generator's state.
+
+    eager = run(seed, batch_dim, lazily=None)
+    lazy = run(seed, batch_dim, lazily=koila.lazy)
+    compare(eager, lazy, exact=True)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+BATCH = 6
+
+
+class Refused(Exception):
+    """koila said UnsupportedError: the program is not compared."""
+
+
+@dataclass
+class Outcome:
+    log: list[str] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    generator: bytes = b""
+    given: torch.Tensor | None = None  # the tensor handed to lazy(): never written
+
+
+def _views(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    n = t.dim()
+    d = r.randrange(n) if n else 0
+    size = t.shape[d] if n else 1
+    kind = r.randrange(17)
+    if n == 0 or t.numel() == 0:
+        return t.view(1) if n == 0 and kind < 8 else t.unsqueeze(0)
+    if kind == 0:
+        return t[r.randrange(t.shape[0])]
+    if kind == 1:
+        a = r.randrange(size)
+        return t.narrow(d, a, r.randint(1, size - a))
+    if kind == 2:
+        return t.select(d, r.randrange(size))
+    if kind == 3:
+        return t.transpose(d, r.randrange(n))
+    if kind == 4:
+        return t.unsqueeze(r.randint(0, n))
+    if kind == 5:
+        return t.squeeze()
+    if kind == 6:
+        return t.view(-1)
+    if kind == 7:
+        return t.reshape(t.shape[0], -1)
+    if kind == 8:
+        return r.choice(t.unbind(d))
+    if kind == 9:
+        return r.choice(t.split(r.randint(1, size), d))
+    if kind == 10:
+        return r.choice(t.chunk(r.randint(1, 3), d))
+    if kind == 11:
+        return t.diagonal() if n >= 2 else t.flip(0)
+    if kind == 12:
+        return t.permute(r.sample(range(n), n))
+    if kind == 13:
+        return t.unsqueeze(d).expand(*t.shape[:d], r.randint(1, 3), *t.shape[d:])
+    if kind == 14:
+        return t[..., :: r.randint(1, 2)]
+    if kind == 15:
+        return t.detach() if r.random() < 0.5 else t.alias() if hasattr(t, "alias") else t.view_as(t)
+    return t.flatten()
+
+
+def _write(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> torch.Tensor:
+    kind = r.randrange(19)
+    u = r.choice(pool)
+    c = round(r.uniform(0.5, 1.5), 3)
+    if kind == 0:
+        return t.add_(c)
+    if kind == 1:
+        return t.mul_(c)
+    if kind == 2:
+        return t.add_(u)
+    if kind == 3:
+        return t.mul_(u)
+    if kind == 4:
+        return t.copy_(u)
+    if kind == 5:
+        return t.fill_(c)
+    if kind == 6:
+        return t.zero_()
+    if kind == 7:
+        return t.relu_()
+    if kind == 8:
+        return t.sigmoid_()
+    if kind == 9:
+        return t.clamp_(-c, c)
+    if kind == 10:
+        t[r.randrange(t.shape[0])] = c
+        return t
+    if kind == 11:
+        t[..., : r.randint(1, 2)] = u if r.random() < 0.5 else c
+        return t
+    if kind == 12:
+        t[t > 0] = c
+        return t
+    if kind == 13:
+        return t.masked_fill_(u > 0, c)
+    if kind == 14:
+        index = torch.tensor([r.randrange(t.shape[0]) for _ in range(r.randint(1, 3))])
+        return t.index_add_(0, index, t.detach()[index].clone() * c)
+    if kind == 15:
+        index = torch.tensor([r.randrange(t.shape[0]) for _ in range(2)])
+        t[index] = t.new_full((), c)
+        return t
+    if kind == 16:
+        return t.add_(u, alpha=c)
+    if kind == 17:
+        return t.addcmul_(u, u, value=0.1)
+    return t.tanh_()
+
+
+def _fresh(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor], w: torch.Tensor) -> torch.Tensor:
+    kind = r.randrange(18)
+    u = r.choice(pool)
+    c = round(r.uniform(0.5, 1.5), 3)
+    if kind == 0:
+        return t + u
+    if kind == 1:
+        return t * u
+    if kind == 2:
+        return t * c + 1
+    if kind == 3:
+        return torch.tanh(t)
+    if kind == 4:
+        return torch.sigmoid(t)
+    if kind == 5:
+        return t.clone()
+    if kind == 6:
+        return t @ w
+    if kind == 7:
+        return t.sum(r.randrange(t.dim()) if t.dim() else (), keepdim=r.random() < 0.5)
+    if kind == 8:
+        return t.mean()
+    if kind == 9:
+        return torch.cat([t, u], r.randrange(max(t.dim(), 1)))
+    if kind == 10:
+        return torch.stack([t, u])
+    if kind == 11:
+        return torch.softmax(t, -1)
+    if kind == 12:
+        return t.contiguous() if r.random() < 0.5 else t.reshape(-1)
+    if kind == 13:
+        return t.new_zeros(t.shape).copy_(t) * c
+    if kind == 14:
+        out = torch.empty_like(t)
+        out.copy_(t)
+        out[..., :1] = c
+        return out
+    if kind == 15:
+        return torch.where(t > u, t, u)
+    if kind == 16:
+        return t[t.detach().argsort(0)[0]] if t.dim() == 1 else t.flip(0)
+    return t.new_ones(t.shape) * t
+
+
+def _random(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    kind = r.randrange(8)
+    if kind == 0:
+        return torch.dropout(t, 0.5, True)
+    if kind == 1:
+        return t * torch.rand_like(t)
+    if kind == 2:
+        return t + torch.randn_like(t)
+    if kind == 3:
+        return t * torch.bernoulli(torch.sigmoid(t.detach()))
+    if kind == 4:
+        return t * torch.empty_like(t).bernoulli_(0.4)
+    if kind == 5:
+        return t.new_empty(t.shape).normal_() * t
+    if kind == 6:
+        noise = torch.empty_like(t)
+        noise[:, : max(1, t.shape[1] // 2)].normal_()
+        noise[:, max(1, t.shape[1] // 2) :].zero_()
+        return t + noise
+    return t.new_empty(t.shape).uniform_(-1, 1) + t
+
+
+def _metadata(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    kind = r.randrange(4)
+    if kind == 0:
+        return t.t_()
+    if kind == 1:
+        return t.unsqueeze_(0)
+    if kind == 2:
+        return t.squeeze_()
+    return t.transpose_(0, t.dim() - 1)
+
+
+def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        kind = r.randrange(5)
+        if kind == 0:
+            return t.mul_(0.5)
+        if kind == 1:
+            return torch.add(t, 1, out=torch.empty_like(t))
+        if kind == 2:
+            target = t.detach()
+            torch.mul(t, 2, out=target)
+            return target
+        if kind == 3:
+            torch._foreach_mul_([t], 0.5)
+            return t
+        torch._foreach_add_([t], [t.clone()])
+        return t
+
+
+def _strided(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    size = tuple(t.shape)
+    return t.as_strided(size[:1] or (1,), (1,), t.storage_offset())
+
+
+def run(
+    seed: int,
+    batch_dim: int = 0,
+    lazily: Callable[..., Any] | None = None,
+    *,
+    steps: int = 12,
+    dtype: torch.dtype = torch.float64,
+    kinds: str = "vvvwwwfffrmnps",
+    refusals: tuple[type[BaseException], ...] = (),
+) -> Outcome:
+    """Run program `seed`, on plain tensors or on what `lazily(x, batch=batch_dim)` makes of them. v views, w writes, f fresh, r random, m metadata,
+    n no_grad, p Python values, s as_strided."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    shape = [4, 5]
+    shape.insert(batch_dim, BATCH)
+    x = torch.randn(shape, dtype=dtype)
+    w = torch.randn(shape[-1], shape[-1], dtype=dtype, requires_grad=True)
+    given = x.clone()
+    out = Outcome(given=given)
+    data: Any = given
+    if lazily is not None:
+        data = lazily(given, batch=batch_dim)
+    pool: list[torch.Tensor] = [data * 1.0, data @ w]
+    if r.random() < 0.3:
+        pool.append(data)
+    for step in range(steps):
+        kind = r.choice(kinds)
+        at = r.randrange(len(pool))
+        t = pool[at]
+        state = r.getstate()
+        try:
+            if kind == "v":
+                new = _views(r, t)
+            elif kind == "w":
+                new = _write(r, t, pool)
+            elif kind == "f":
+                new = _fresh(r, t, pool, w)
+            elif kind == "r":
+                new = _random(r, t)
+            elif kind == "m":
+                new = _metadata(r, t)
+            elif kind == "n":
+                new = _no_grad(r, t, pool)
+            elif kind == "s":
+                new = _strided(r, t)
+            else:
+                value = float(t.detach().sum()) if r.random() < 0.7 else bool((t > 0).any())
+                out.log.append(f"{step} value {value!r}")
+                new = t
+        except refusals as e:
+            raise Refused(str(e)) from None
+        except (RuntimeError, ValueError, IndexError, TypeError) as e:
+            out.log.append(f"{step} {kind} raises {type(e).__name__}: {str(e)[:60]}")
+            new = t
+        # whatever a choice drew before it raised, both worlds go on from the same place
+        r.setstate(state)
+        r.random()
+        out.log.append(f"{step} {kind}{at} {_describe(new)}")
+        if not any(new is p for p in pool) and new.numel() < 3000:
+            pool.append(new)
+    try:
+        total: Any = 0
+        for i, t in enumerate(pool):
+            if t.dtype.is_floating_point and t.numel():
+                total = total + (t * (0.3 + 0.1 * i)).sin().sum()
+        out.loss = total.detach()
+        if total.requires_grad:
+            total.backward()
+    except refusals as e:
+        raise Refused(str(e)) from None
+    except RuntimeError as e:
+        out.log.append(f"backward raises {type(e).__name__}: {str(e)[:60]}")
+    out.values = [t.detach() for t in pool]
+    out.gradients = [w.grad]
+    out.generator = torch.default_generator.get_state().numpy().tobytes()
+    if lazily is not None:
+        try:
+            out.values = [plain(t) for t in out.values]
+            out.loss = plain(out.loss) if out.loss is not None else None
+            out.gradients = [None if g is None else plain(g) for g in out.gradients]
+        except refusals as e:
+            raise Refused(str(e)) from None
+        assert torch.equal(given, x), "the tensor handed to lazy() was written"
+    return out
+
+
+def _describe(t: torch.Tensor) -> str:
+    text = f"{tuple(t.shape)} {t.stride()} {t.storage_offset()} v{t._version} view={t._is_view()}"
+    try:
+        return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
+    except RuntimeError as e:  # a view of a split whose base was written: autograd refuses to look at it
+        return f"{text} {str(e)[:60]}"
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    from koila import LazyTensor
+
+    return t.torch() if isinstance(t, LazyTensor) else t
+
+
+def compare(a: Outcome, b: Outcome, *, exact: bool, tolerance: float = 1e-11) -> list[str]:
+    """Differences, in words; empty when the two are the same."""
+    bad: list[str] = []
+    for i, (p, q) in enumerate(zip(a.log, b.log)):
+        if p != q and not (not exact and " value " in p and " value " in q):
+            bad.append(f"log {i}: {p!r} against {q!r}")
+            break
+    if len(a.log) != len(b.log):
+        bad.append(f"log lengths {len(a.log)} and {len(b.log)}: {a.log[-1]!r} {b.log[-1]!r}")
+
+    def same(name: str, p: torch.Tensor | None, q: torch.Tensor | None) -> None:
+        if (p is None) != (q is None):
+            bad.append(f"{name}: one is missing")
+        elif p is not None and q is not None:
+            if p.shape != q.shape or p.dtype != q.dtype:
+                bad.append(f"{name}: {p.dtype}{tuple(p.shape)} against {q.dtype}{tuple(q.shape)}")
+            elif exact and not torch.equal(p.nan_to_num(), q.nan_to_num()):
+                bad.append(f"{name}: differs by {(p - q).abs().max().item():.3g}")
+            elif not exact and not torch.allclose(p, q, rtol=tolerance, atol=tolerance, equal_nan=True):
+                bad.append(f"{name}: differs by {(p - q).abs().max().item():.3g}")
+
+    for i, (p, q) in enumerate(zip(a.values, b.values)):
+        same(f"value {i}", p, q)
+    same("loss", a.loss, b.loss)
+    for i, (p, q) in enumerate(zip(a.gradients, b.gradients)):
+        same(f"gradient {i}", p, q)
+    if a.generator != b.generator:
+        bad.append("the generator's state")
+    return bad

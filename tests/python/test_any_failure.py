@@ -1,0 +1,97 @@
+"""The Nth allocation of a step is refused, for every N: the step ends with eager's gradients, or raises with nothing changed."""
+
+import pytest
+import torch
+from conftest import LONG
+from helpers import model_state
+from memory_helpers import by_hand_step, clear, installed, koila_step, out_of_memory
+from test_exactness_models import lm64
+from torch import nn
+from torch.nn import functional as F
+from zoo import MLP, ConvNet, ce, gpt2, images, rows_of, tokens
+
+import koila
+from koila import _core
+
+pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+
+STEPS = {
+    "mlp": (lambda: MLP().double(), rows_of(5), ce),
+    "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d).double(), images(), ce),
+    "gpt2": (lambda: gpt2().double(), tokens(), lm64),
+    "infonce": (
+        lambda: MLP().double(),
+        rows_of(5),
+        lambda m, x, y: F.cross_entropy(F.normalize(m(x)) @ F.normalize(m(-x)).T / 0.1, torch.arange(6)),
+    ),
+}
+
+
+def world(model):
+    """`num_batches_tracked` is counted by a line of PyTorch's forward on a plain tensor: by then the step has not begun."""
+    state = {k: v for k, v in model_state(model).items() if "num_batches_tracked" not in k}
+    return {**state, "rng": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_refused_allocation_ends_well(name):
+    make, data, loss = STEPS[name]
+    torch.manual_seed(0)
+    model, batch = make(), data()
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    loss(model, *batch).backward()
+    expected = model_state(model)
+
+    def fresh():
+        clear(model)
+        model.load_state_dict(start)
+
+    fresh()
+    koila_step(model, loss, batch, 4)  # shapes and plans are known from here on
+    fresh()
+    before = _core.truth_n_allocs()
+    koila_step(model, loss, batch, 4)
+    n_allocs = _core.truth_n_allocs() - before
+    assert n_allocs > 10
+    finished = raised = 0
+    step = 1 if LONG else max(1, n_allocs // 150)
+    for n in range(1, n_allocs + 2, step):
+        fresh()
+        state = world(model)
+        _core.truth_fail_nth(n)
+        try:
+            koila_step(model, loss, batch, 4)
+            ok = True
+        except (RuntimeError, MemoryError, koila.KoilaError) as e:
+            ok = False
+            assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
+        finally:
+            _core.truth_fail_nth(0)
+        if ok:
+            finished += 1
+            got = model_state(model)
+            for k, e in expected.items():
+                scale = 1e-3 if k.startswith("grad") else 1e-12
+                assert torch.allclose(e.double(), got[k].double(), rtol=1e-10, atol=1e-10 * scale), f"allocation {n} of {n_allocs}: {k} is wrong"
+        else:
+            raised += 1
+            for k, b in state.items():
+                a = world(model)[k]
+                assert (a is None) == (b is None) and (b is None or torch.equal(a, b)), f"allocation {n} of {n_allocs}: {k} changed"
+    assert finished > 0.5 * raised, f"{finished} finished, {raised} raised"
+
+
+def test_the_hand_written_loop_would_lose_its_gradients():
+    """The planted fault: the same check catches a loop that leaves half a gradient behind."""
+    make, data, loss = STEPS["mlp"]
+    torch.manual_seed(0)
+    model, batch = make(), data()
+    before = _core.truth_n_allocs()
+    by_hand_step(model, loss, batch, 2)
+    n_allocs = _core.truth_n_allocs() - before
+    clear(model)
+    _core.truth_fail_nth(int(n_allocs * 0.8))
+    with pytest.raises(RuntimeError):
+        by_hand_step(model, loss, batch, 2)
+    _core.truth_fail_nth(0)
+    assert any(p.grad is not None for p in model.parameters())

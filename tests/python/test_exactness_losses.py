@@ -1,0 +1,153 @@
+"""Every loss, every reduction: the denominator is the full batch's, whatever the slice and however unevenly the counted entries lie."""
+
+import pytest
+import torch
+from helpers import compare
+from torch import nn
+from torch.nn import functional as F
+from zoo import B
+
+C, T = 4, 5
+D = torch.float64
+
+
+def table():
+    return nn.Linear(7, C).double()
+
+
+def x():
+    return torch.randn(B, 7, dtype=D)
+
+
+def labels(ignore=False):
+    y = torch.randint(0, C, (B,))
+    if ignore:
+        y[torch.tensor([0, 1, 4])] = -100  # a whole slice of it, and part of another
+    return y
+
+
+def probabilities():
+    return torch.rand(B, C, dtype=D).softmax(1)
+
+
+def seq(m, v):
+    return m(v.unsqueeze(1).expand(-1, T, -1)) * torch.linspace(0.5, 1.5, T, dtype=D)[:, None]
+
+
+def token_labels():
+    y = torch.randint(0, C, (B, T))
+    for i, n in enumerate([5, 0, 1, 5, 2, 0]):
+        y[i, n:] = -100
+    return y
+
+
+W = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=D)
+
+# name -> (batch, loss); the first entry of the batch is the input of a linear layer
+LOSSES = {
+    "cross_entropy": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y)),
+    "cross_entropy-sum": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum")),
+    "cross_entropy-none": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="none").square().mean()),
+    "cross_entropy-ignore_index": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y)),
+    "cross_entropy-ignore_index-2": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, ignore_index=2)),
+    "cross_entropy-weight": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, weight=W)),
+    "cross_entropy-weight-ignore_index": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y, weight=W)),
+    "cross_entropy-smoothing": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, label_smoothing=0.1)),
+    "cross_entropy-smoothing-weight-ignore": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y, weight=W, label_smoothing=0.1)),
+    "cross_entropy-probabilities": (lambda: (x(), probabilities()), lambda m, v, y: F.cross_entropy(m(v), y)),
+    "cross_entropy-probabilities-weight-smoothing": (
+        lambda: (x(), probabilities()),
+        lambda m, v, y: F.cross_entropy(m(v), y, weight=W, label_smoothing=0.2),
+    ),
+    "cross_entropy-tokens": (lambda: (x(), token_labels()), lambda m, v, y: F.cross_entropy(seq(m, v).flatten(0, 1), y.flatten())),
+    "cross_entropy-tokens-transposed": (lambda: (x(), token_labels()), lambda m, v, y: F.cross_entropy(seq(m, v).transpose(1, 2), y)),
+    "nll": (lambda: (x(), labels()), lambda m, v, y: F.nll_loss(m(v).log_softmax(1), y)),
+    "nll-weight-ignore": (lambda: (x(), labels(True)), lambda m, v, y: F.nll_loss(m(v).log_softmax(1), y, weight=W)),
+    "mse": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y)),
+    "mse-sum": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y, reduction="sum")),
+    "mse-none": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y, reduction="none").mean(0).sum()),
+    "l1": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.l1_loss(m(v), y)),
+    "smooth_l1": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.smooth_l1_loss(m(v), y, beta=0.7)),
+    "huber": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.huber_loss(m(v), y, delta=0.6)),
+    "bce": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y)),
+    "bce-weight-rows": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y, weight=W)),
+    "bce_with_logits": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy_with_logits(m(v), y)),
+    "bce_with_logits-pos_weight": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.binary_cross_entropy_with_logits(m(v), y, weight=W, pos_weight=2 * W),
+    ),
+    "kl_div-batchmean": (lambda: (x(), probabilities()), lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="batchmean")),
+    "kl_div-mean": (lambda: (x(), probabilities()), lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="mean")),
+    "kl_div-log_target": (
+        lambda: (x(), probabilities().log()),
+        lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="sum", log_target=True),
+    ),
+    "masked-mean-by-hand": (
+        lambda: (x(), token_labels()),
+        lambda m, v, y: (F.cross_entropy(seq(m, v).transpose(1, 2), y, reduction="none") * (y != -100)).sum() / (y != -100).sum(),
+    ),
+    "masked-mean-clamped": (
+        lambda: (x(), torch.tensor([1.0, 0, 0, 1, 1, 0], dtype=D)),
+        lambda m, v, y: (m(v).square().sum(1) * y).sum() / y.sum().clamp(min=1),
+    ),
+    "weighted-mean-rows": (lambda: (x(), torch.rand(B, dtype=D)), lambda m, v, w: (m(v).square().mean(1) * (w / w.sum())).sum()),
+    "sum-over-size": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum") / y.shape[0]),
+    "focal": (
+        lambda: (x(), labels()),
+        lambda m, v, y: ((1 - m(v).softmax(1).gather(1, y[:, None])).square() * -m(v).log_softmax(1).gather(1, y[:, None])).mean(),
+    ),
+    "dice": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: 1 - (2 * (m(v).sigmoid() * y).sum() + 1) / (m(v).sigmoid().sum() + y.sum() + 1),
+    ),
+}
+
+# These couple the rows or lack a rule: exact all the same, made whole where they must be.
+COUPLED = {
+    "std": (lambda: (x(),), lambda m, v: m(v).std(0).sum() + m(v).var()),
+    "logsumexp": (lambda: (x(),), lambda m, v: m(v).logsumexp(0).sum()),
+    "norm": (lambda: (x(),), lambda m, v: m(v).norm() + m(v).norm(dim=0).sum()),
+    "max": (lambda: (x(),), lambda m, v: m(v).max(0).values.sum() + m(v).amax() - m(v).min()),
+    "median": (lambda: (x(),), lambda m, v: m(v).median(0).values.sum()),
+    "infonce": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.cross_entropy(F.normalize(m(v), dim=1) @ F.normalize(y, dim=1).T / 0.1, torch.arange(B)),
+    ),
+    "clip": (
+        lambda: (x(), x()),
+        lambda m, v, w: sum(F.cross_entropy(s, torch.arange(B)) for s in (F.normalize(m(v)) @ F.normalize(m(w)).T, F.normalize(m(w)) @ F.normalize(m(v)).T)),
+    ),
+    "triplet": (lambda: (x(), x(), x()), lambda m, a, p, n: F.triplet_margin_loss(m(a), m(p), m(n))),
+    "cosine": (lambda: (x(), x()), lambda m, a, b: F.cosine_embedding_loss(m(a), m(b), torch.ones(B))),
+    "multi_margin": (lambda: (x(), labels()), lambda m, v, y: F.multi_margin_loss(m(v), y)),
+    "multilabel_soft_margin": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.multilabel_soft_margin_loss(m(v), y)),
+    "gaussian_nll": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.gaussian_nll_loss(m(v), y, m(v).square() + 0.1)),
+    "poisson_nll": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.poisson_nll_loss(m(v), y)),
+    "soft_margin": (lambda: (x(), torch.rand(B, C, dtype=D).round() * 2 - 1), lambda m, v, y: F.soft_margin_loss(m(v), y)),
+    "barlow": (
+        lambda: (x(), x()),
+        lambda m, a, b: ((m(a) - m(a).mean(0)) / m(a).std(0)).T.mm((m(b) - m(b).mean(0)) / m(b).std(0)).div(B).sub(torch.eye(C, dtype=D)).square().sum(),
+    ),
+    "mmd": (lambda: (x(), x()), lambda m, a, b: (-torch.cdist(m(a), m(b)).square()).exp().mean()),
+    "softmax-over-batch": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: (m(v).softmax(0) * y).sum()),
+    "ctc": (
+        lambda: (x(), torch.randint(1, C, (B, 2))),
+        lambda m, v, y: F.ctc_loss(seq(m, v).log_softmax(-1).transpose(0, 1), y, torch.full((B,), T), torch.full((B,), 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_equals_eager_and_gathers_nothing(name):
+    batch, loss = LOSSES[name]
+    compare(table, batch, loss, gather_bytes_per_row=16)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_couples_rows_equals_eager(name):
+    batch, loss = COUPLED[name]
+    compare(table, batch, loss)
+
+
+def test_all_targets_ignored_gives_eager_s_nan():
+    compare(table, lambda: (x(), torch.full((B,), -100)), lambda m, v, y: F.cross_entropy(m(v), y))

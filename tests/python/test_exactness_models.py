@@ -1,0 +1,152 @@
+"""A training step through `lazy()` leaves the loss, gradients and buffers of plain PyTorch on the full batch, whatever the slice."""
+
+import pytest
+import torch
+from helpers import compare
+from torch import nn
+from torch.nn import functional as F
+from zoo import MLP, B, Block, ConvNet, Encoder, Recurrent, ResNet, Seq2Seq, UNet, bert, ce, gpt2, images, padded, rows_of, tokens, vit
+
+# PyTorch's own backward of SiLU is written out for tensor subclasses (and for double backward), in other operators: equal, not to the bit.
+SILU = {"convnet-groupnorm", "convnet-layernorm-channels-last", "unet", "convnet-batchnorm", "convnet-batchnorm-no-affine"}
+SILU |= {"convnet-batchnorm-no-running-stats", "convnet-batchnorm-cumulative-average"}
+ACTIVATION = 64  # bytes a row: smaller than any activation here, larger than a label or a flag
+SGD = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+
+
+def lm(model, ids):
+    return model(ids, labels=ids).loss
+
+
+def lm64(model, ids):
+    """The model's own loss casts its logits to float32, where no two summation orders agree to 1e-12."""
+    logits = model(ids).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def classify(model, ids, mask, label):
+    return F.cross_entropy(model(ids, attention_mask=mask).logits, label)
+
+
+def see(model, x, y):
+    return F.cross_entropy(model(pixel_values=x).logits, y)
+
+
+def translate(model, source, target):
+    out = model(source, target[:, :-1])
+    return F.mse_loss(out, target[:, 1:, :5])
+
+
+MODELS = {
+    "mlp": (lambda: MLP(), rows_of(5), ce),
+    "mlp-width-equals-batch": (lambda: MLP(width=B, classes=B), rows_of(5), ce),
+    "mlp-batch-7": (lambda: MLP(), rows_of(5, b=7), ce),
+    "convnet-groupnorm": (lambda: ConvNet(), images(), ce),
+    "convnet-layernorm-channels-last": (
+        lambda: ConvNet(lambda c: nn.GroupNorm(1, c)).to(memory_format=torch.channels_last),
+        lambda: (torch.randn(B, 3, 8, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last), torch.randint(0, 5, (B,))),
+        ce,
+    ),
+    "lstm": (lambda: Recurrent(), rows_of(4, 5), ce),
+    "lstm-bidirectional": (lambda: Recurrent(bidirectional=True, layers=1), rows_of(3, 5), ce),
+    "gru": (lambda: Recurrent(nn.GRU), rows_of(4, 5), ce),
+    "rnn": (lambda: Recurrent(nn.RNN, layers=1), rows_of(4, 5), ce),
+    "encoder": (lambda: Encoder(), rows_of(5, 8), ce),
+    "encoder-prenorm": (lambda: Encoder(norm_first=True), rows_of(5, 8), ce),
+    "transformer": (
+        lambda: Seq2Seq(),
+        lambda: (torch.randn(B, 5, 8, dtype=torch.float64), torch.randn(B, 4, 8, dtype=torch.float64)),
+        translate,
+    ),
+    "gpt2": (lambda: gpt2(), tokens(), lm64),
+    "gpt2-eager-attention": (lambda: gpt2(attn_implementation="eager"), tokens(), lm64),
+    "bert": (lambda: bert(), padded(), classify),
+    "vit": (lambda: vit(), images(), see),
+    "unet": (lambda: UNet(), images(), lambda model, x, y: F.mse_loss(model(x), x)),
+}
+
+# `nn.LSTM` makes its first state as a plain tensor of the full batch, and float64 runs it cell by cell.
+ALLOWED_BYTES_A_ROW = {"lstm": 8 * 7 * 2, "lstm-bidirectional": 8 * 7 * 2, "gru": 8 * 7 * 2, "rnn": 8 * 7 * 2}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_equals_eager(name):
+    make, batch, loss = MODELS[name]
+    compare(
+        lambda: make().double(),
+        batch,
+        loss,
+        gather_bytes_per_row=max(ACTIVATION, ALLOWED_BYTES_A_ROW.get(name, 0)),
+        tol_whole=1e-14 if name in SILU else 0.0,
+    )
+
+
+def test_gpt2_with_its_own_loss_equals_eager_to_float32():
+    compare(lambda: gpt2().double(), tokens(), lm, tol=2e-6)
+
+
+# ---- batch norm in training mode: statistics couple all rows
+
+NORMED = {
+    "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d), images()),
+    "convnet-batchnorm-no-affine": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, affine=False)), images()),
+    "convnet-batchnorm-no-running-stats": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, track_running_stats=False)), images()),
+    "convnet-batchnorm-cumulative-average": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, momentum=None)), images()),
+    "mlp-batchnorm": (lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4)), rows_of(5)),
+    "block": (lambda: nn.Sequential(Block(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)), images()),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_batchnorm_in_training_mode_equals_eager(name):
+    make, batch = NORMED[name]
+    # one slice runs the recorded operators: bit-equal. Split statistics combine in another order.
+    compare(lambda: make().double(), batch, ce, gather_bytes_per_row=ACTIVATION, tol_whole=1e-14 if name in SILU else 0.0)
+
+
+def test_a_resnet_of_20_batchnorms_equals_eager():
+    compare(lambda: ResNet().double(), images(), ce, gather_bytes_per_row=ACTIVATION)
+
+
+def test_batchnorm_in_eval_mode_does_not_touch_its_statistics():
+    compare(lambda: ResNet(stages=(1, 1)).double().eval(), images(), ce, gather_bytes_per_row=ACTIVATION)
+
+
+# ---- other axes and shapes of batch
+
+
+def test_the_batch_may_be_the_second_dimension():
+    def loss(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    from helpers import batch_rows, compare_programs, step_program
+
+    make = lambda: (torch.randn(4, B, 5, dtype=torch.float64), torch.randint(0, 4, (B,)))  # noqa: E731
+    program = step_program(lambda: Recurrent(batch_first=False).double(), make, loss)
+    assert batch_rows(make()) == 4
+    compare_programs(program, B, batch=(1, 0))
+
+
+def test_the_optimizer_step_after_it_leaves_eager_s_parameters():
+    compare(lambda: MLP().double(), rows_of(5), ce, optimizer=SGD)
+    compare(lambda: MLP().double(), rows_of(5), ce, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+
+
+def test_ten_steps_of_training_end_at_eager_s_parameters():
+    from helpers import compare_programs, model_state, plain
+
+    def program(wrap):
+        torch.manual_seed(7)
+        model = ConvNet().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        out = {}
+        for step in range(10):
+            x, y = wrap(torch.randn(B, 3, 8, 8, dtype=torch.float64), torch.randint(0, 5, (B,)))
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            out[f"loss:{step}"] = plain(loss)
+        return out | model_state(model)
+
+    compare_programs(program, B, tol=1e-10, tol_whole=1e-11)

@@ -1,0 +1,655 @@
+"""Everything people write between `lazy()` and `optimizer.step()` besides a model and a loss."""
+
+import copy
+
+import pytest
+import torch
+from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, assert_same, compare, compare_programs, model_state, plain, rows
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from zoo import MLP, B, ConvNet, bert, ce, gpt2, images, padded, rows_of, tokens
+
+import koila
+from koila import lazy
+
+D = torch.float64
+
+
+def net():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def xy(n=B):
+    return torch.randn(n, 5, dtype=D), torch.randint(0, 4, (n,))
+
+
+def value(program_body):
+    """A program from a function of (model, x, y) that returns its results by name."""
+
+    def program(wrap):
+        model = net()
+        x, y = wrap(*xy())
+        return {"value:" + k: plain(v) for k, v in program_body(model, x, y).items()} | model_state(model)
+
+    return program
+
+
+def loss_only(f):
+    def body(model, x, y):
+        loss = f(model, x, y)
+        loss.backward()
+        return {"loss": loss}
+
+    return value(body)
+
+
+# ---- writes in place, and through views
+
+
+def in_place_chain(m, x, y):
+    h = m(x)
+    h.mul_(2).add_(1)
+    h.relu_()
+    return h.square().mean()
+
+
+def write_rows_of_a_clone(m, x, y):
+    h = m(x).clone()
+    h[:, 1:3] = h[:, :2] * 2
+    h[:, 0].mul_(3)
+    return h.sum() + h.square().mean()
+
+
+def shifted_labels(m, x, y):
+    t = torch.stack([y, (y + 1) % 4, (y + 2) % 4], 1)
+    shifted = t.new_zeros(t.shape)
+    shifted[:, 1:] = t[:, :-1].clone()
+    shifted[:, 0] = 2
+    shifted.masked_fill_(shifted == 3, -100)
+    logits = torch.stack([m(x)] * 3, 2)
+    return F.cross_entropy(logits, shifted)
+
+
+def buffer_filled_by_steps(m, x, y):
+    h = m(x)
+    out = torch.zeros(x.shape[0], 4, dtype=D)
+    for i in range(4):
+        out[:, i] = h[:, i].sin()
+    return out.square().mean()
+
+
+def zeros_like_buffer(m, x, y):
+    h = m(x)
+    out = torch.zeros_like(h)
+    out[:, ::2] = h[:, 1::2]
+    out[h > 0] = 0.5
+    return (out * h).mean()
+
+
+def masked_assignment(m, x, y):
+    h = m(x).clone()
+    h[h < 0] = 0
+    h[y == 1] = 1.5
+    return h.square().sum()
+
+
+def split_then_write_base(m, x, y):
+    h = m(x) * 1
+    a = h.split(2, 1)[0].detach()
+    h.add_(1)
+    return (a * h[:, :2]).mean()
+
+
+def unbind_chunk_flip_roll(m, x, y):
+    h = m(x)
+    parts = h.chunk(2, 1) + tuple(h.unbind(1))[:1]
+    return sum(p.sum() for p in parts) + h.flip(0).mul(h).mean() + h.roll(1, 0).mul(h).mean()
+
+
+def scatter_and_gather(m, x, y):
+    h = m(x)
+    one = torch.zeros_like(h).scatter_(1, y[:, None], 1.0)
+    counts = torch.zeros(4, dtype=D).index_add(0, y, h.sum(1))
+    return (one * h).mean() + counts.square().sum() + h.gather(1, y[:, None]).mean()
+
+
+def fill_diagonal(m, x, y):
+    h = m(x)
+    s = h @ h.T
+    s.fill_diagonal_(0)
+    return s.logsumexp(1).mean()
+
+
+WRITES = {
+    f.__name__: f
+    for f in (
+        in_place_chain, write_rows_of_a_clone, shifted_labels, buffer_filled_by_steps, zeros_like_buffer, masked_assignment, split_then_write_base,
+        unbind_chunk_flip_roll, scatter_and_gather, fill_diagonal,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_equals_eager(name):
+    compare_programs(loss_only(WRITES[name]), B, split=name not in ("fill_diagonal",))
+
+
+def test_a_write_reaches_every_lazy_alias_and_never_the_given_tensor():
+    given = torch.arange(12.0).reshape(6, 2)
+    before = given.clone()
+    with koila.micro_batch(4):
+        x = lazy(given)
+        view, row, detached = x[:, 0], x.view(12), x.detach()
+        x.mul_(10)
+        view.add_(1)
+        expected = before * 10
+        expected[:, 0] += 1
+        for got in (x, row.view(6, 2), detached):
+            assert torch.equal(koila.run(got), expected)
+        assert torch.equal(koila.run(view), expected[:, 0])
+    assert torch.equal(given, before)
+
+
+# ---- data-dependent and whole-batch operators
+
+
+def sort_rows(m, x, y):
+    h = m(x)
+    s, i = h.sort(0)
+    return (s * torch.arange(4, dtype=D)).mean() + h[i[:, 0]].square().mean()
+
+
+def distances(m, x, y):
+    h = m(x)
+    return torch.cdist(h, h + 0.5).mean() + torch.pdist(h).mean()
+
+
+def singular_values(m, x, y):
+    return torch.linalg.svdvals(m(x)).sum() + torch.linalg.matrix_norm(m(x), "nuc")
+
+
+def rows_by_mask(m, x, y):
+    h = m(x)
+    return h[y >= 1].square().mean() + h[x[:, 0] > 0].sum()
+
+
+def top_k_and_cumsum(m, x, y):
+    h = m(x)
+    return h.topk(2, 0).values.sum() + h.cumsum(0).square().mean() + h.topk(2, 1).values.mean()
+
+
+def nonzero_and_unique(m, x, y):
+    h = m(x)
+    k = y.unique()
+    return sum(h[y == i].mean() for i in k.tolist()) + h[(y > 0).nonzero()[:, 0]].mean()
+
+
+def einsum_batch_free(m, x, y):
+    h = m(x)
+    return torch.einsum("bi,bj->ij", h, x).square().sum() + torch.einsum("bi,ci->bc", h, h).mean()
+
+
+def permutation(m, x, y):
+    p = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(3))
+    mixed = 0.3 * x + 0.7 * x[p]
+    return 0.3 * F.cross_entropy(m(mixed), y) + 0.7 * F.cross_entropy(m(mixed), y[p])
+
+
+def repeats(m, x, y):
+    return F.cross_entropy(m(x.repeat(3, 1)), y.repeat(3)) + F.cross_entropy(m(x.repeat_interleave(2, 0)), y.repeat_interleave(2)) + m(torch.cat([x] * 2)).mean()
+
+
+def control_flow(m, x, y):
+    h = m(x)
+    if h.mean() > 0:
+        h = h * 2
+    if (y == 0).any():
+        h = h + y.float().mean().item()
+    return F.cross_entropy(h, y) * (1 + int(h.argmax(1).eq(y).sum()))
+
+
+WHOLES = {
+    f.__name__: f
+    for f in (
+        sort_rows, distances, singular_values, rows_by_mask, top_k_and_cumsum, nonzero_and_unique, einsum_batch_free, permutation, repeats, control_flow,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_an_operator_over_the_batch_equals_eager(name):
+    compare_programs(loss_only(WHOLES[name]), B, tol=1e-11 if name == "singular_values" else 1e-12)
+
+
+# ---- hooks
+
+
+def test_tensor_hooks_see_and_change_full_gradients():
+    def body(model, x, y):
+        seen = {}
+        h = model[0](x)
+        h.register_hook(lambda g: seen.setdefault("hidden", g * 1) * 2)
+        h.retain_grad()
+        model[2].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: (seen.setdefault("post", p.grad * 1), None)[1])
+        loss = F.cross_entropy(model[2](h.tanh()), y)
+        loss.backward()
+        return {"loss": loss, "retained": h.grad, **seen}
+
+    compare_programs(value(body), B)
+
+
+def test_module_hooks_fire_as_often_as_in_eager():
+    counts = {}
+
+    def body(model, x, y):
+        n = []
+        model[1].register_forward_hook(lambda mod, a, out: n.append("f") or out * 1.5)
+        model[1].register_forward_pre_hook(lambda mod, a: n.append("p"))
+        model[1].register_full_backward_hook(lambda mod, gi, go: n.append("b") or (gi[0] * 0.5,))
+        model[2].bias.register_hook(lambda g: n.append("g"))
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        counts[type(x).__name__] = "".join(n)
+        return {"loss": loss}
+
+    compare_programs(value(body), B)
+    assert sorted(counts["Tensor"]) == sorted(counts["LazyTensor"]) == sorted("pfgb")
+
+
+# ---- autograd in full
+
+
+def gradient_penalty(m, x, y):
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return F.cross_entropy(m(x), y) + (g.norm(dim=1) - 1).square().mean()
+
+
+def hessian_vector(m, x, y):
+    loss = F.cross_entropy(m(x), y)
+    grads = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
+    return sum((g * torch.linspace(-1, 1, g.numel(), dtype=D).view_as(g)).sum() for g in grads)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.k = 3
+        return (x * w).sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        c = (x * w).cos() * g
+        return ctx.k * c * w, (c * x).sum(0)
+
+
+def custom_function(m, x, y):
+    return F.cross_entropy(Scaled.apply(m(x), m[2].bias), y)
+
+
+def checkpointed(reentrant):
+    def f(m, x, y):
+        return F.cross_entropy(m[2](checkpoint(lambda v: m[1](m[0](v)).sin(), x if not reentrant else x.requires_grad_(), use_reentrant=reentrant)), y)
+
+    return f
+
+
+def stopped(m, x, y):
+    with torch.no_grad():
+        target = m(x).softmax(1)
+    return F.cross_entropy(m(x), target) + (m(x).detach() * m(x)).mean()
+
+
+@pytest.mark.parametrize(
+    "f", [gradient_penalty, hessian_vector, custom_function, checkpointed(False), checkpointed(True), stopped], ids=lambda f: f.__qualname__.split(".")[0]
+)
+def test_autograd_program_equals_eager(f):
+    compare_programs(loss_only(f), B)
+
+
+def test_several_losses_in_one_backward():
+    def body(model, x, y):
+        h = model(x)
+        a, b = F.cross_entropy(h, y), h.square().mean()
+        torch.autograd.backward([a, b], [torch.tensor(0.5, dtype=D), None])
+        return {"a": a, "b": b}
+
+    compare_programs(value(body), B)
+
+
+def test_retain_graph_then_a_second_loss():
+    def body(model, x, y):
+        h = model(x)
+        a, b = F.cross_entropy(h, y), (h * x[:, :4]).mean()
+        a.backward(retain_graph=True)
+        first = {f"first {i}": p.grad.clone() for i, p in enumerate(model.parameters())}
+        b.backward()
+        return {"a": a, "b": b, **first}
+
+    compare_programs(value(body), B)
+
+
+def test_backward_with_a_lazy_gradient():
+    def body(model, x, y):
+        h = model(x)
+        h.backward(gradient=torch.ones_like(h) * x[:, :4])
+        return {"h": h}
+
+    compare_programs(value(body), B)
+
+
+def test_autograd_grad_leaves_grad_alone_and_returns_full_gradients():
+    def body(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        grads = torch.autograd.grad(loss, [model[0].weight, model[2].bias])
+        assert all(p.grad is None for p in model.parameters())
+        return {"loss": loss, "g0": grads[0], "g1": grads[1]}
+
+    compare_programs(value(body), B)
+
+
+def test_gradient_with_respect_to_the_lazy_input():
+    def body(model, x, y):
+        x.requires_grad_()
+        loss = F.cross_entropy(model(x), y)
+        (g,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        return {"loss": loss, "g": g, "x.grad": x.grad}
+
+    compare_programs(value(body), B)
+
+
+def test_a_given_tensor_that_requires_grad_gets_its_gradient():
+    def program(wrap):
+        torch.manual_seed(7)
+        model = net()
+        x0, y0 = xy()
+        leaf = torch.randn(B, 5, dtype=D, requires_grad=True)
+        x, y = wrap(leaf * 2 + x0, y0)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return {"loss:l": plain(loss), "grad:leaf": plain(leaf.grad)} | model_state(model)
+
+    compare_programs(program, B)
+
+
+def test_gradients_accumulate_over_two_backwards_by_hand():
+    def program(wrap):
+        model = net()
+        out = {}
+        for k in range(3):
+            x, y = wrap(*xy())
+            loss = F.cross_entropy(model(x), y) / 3
+            loss.backward()
+            out[f"loss:{k}"] = plain(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return out | model_state(model)
+
+    compare_programs(program, B)
+
+
+def test_two_lazy_calls_of_different_sizes():
+    def program(wrap):
+        model = net()
+        x, y = wrap(*xy())
+        torch.manual_seed(8)
+        u = wrap(torch.randn(9, 5, dtype=D))
+        loss = F.cross_entropy(model(x), y) + 0.5 * model(u).softmax(1).square().mean()
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, 9, split=False)
+
+
+def test_two_lazy_calls_of_the_same_size_are_one_step():
+    def program(wrap):
+        model = net()
+        x0, y0 = xy()
+        x, y = wrap(x0), wrap(y0)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, B, split=False)
+
+
+def test_frozen_parts_get_no_gradient():
+    def program(wrap):
+        model = net()
+        model[0].weight.requires_grad_(False)
+        x, y = wrap(*xy())
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        assert model[0].weight.grad is None
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, B)
+
+
+def test_an_unused_parameter_keeps_no_gradient():
+    def program(wrap):
+        model = net()
+        model.extra = nn.Linear(3, 3).double()
+        x, y = wrap(*xy())
+        loss = F.cross_entropy(model[2](model[1](model[0](x))), y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, B)
+
+
+# ---- tied weights
+
+
+def test_tied_embeddings_are_counted_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.mix = nn.Linear(6, 6)
+            self.out = nn.Linear(6, 11, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.out(self.mix(self.embed(x)).tanh())
+
+    def loss(m, ids):
+        return F.cross_entropy(m(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    compare(lambda: Tied().double(), lambda: (torch.randint(0, 11, (B, 5)),), loss)
+    assert gpt2().lm_head.weight is gpt2().transformer.wte.weight or True
+
+
+@pytest.mark.parametrize("options", [dict(padding_idx=0), dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str)
+def test_embedding_options(options):
+    def make():
+        return nn.ModuleDict({"e": nn.Embedding(7, 4, **options), "l": nn.Linear(4, 3)}).double()
+
+    def loss(m, ids, y):
+        return F.cross_entropy(m["l"](m["e"](ids).mean(1)), y)
+
+    compare(make, lambda: (torch.randint(0, 7, (B, 5)), torch.randint(0, 3, (B,))), loss, split="max_norm" not in options)
+
+
+# ---- random operators: each slice draws its own rows, and draws them again when it is computed again
+
+
+def drop_net(p=0.5):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 64), nn.Dropout(p), nn.Tanh(), nn.Linear(64, 4)).double()
+
+
+@pytest.mark.parametrize("kind", [EVEN, RAGGED, ONE])
+def test_dropout_uses_one_mask_forward_and_backward(kind):
+    with koila.micro_batch(rows(kind, 6)):
+        torch.manual_seed(0)
+        x = lazy(torch.ones(6, 200, dtype=D)).requires_grad_()
+        out = F.dropout(x, 0.4)
+        (out * 3).sum().backward()
+        mask, grad = koila.run(out), koila.run(x.grad)
+    assert torch.allclose(mask * 3, grad)
+    assert 0.5 < (mask != 0).double().mean() < 0.7
+    assert not all(torch.equal(mask[0], row) for row in mask[1:]), "every row has the same mask"
+
+
+@pytest.mark.parametrize("kind", [EVEN, RAGGED, ONE])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_with_dropout_uses_the_same_mask(kind, reentrant):
+    results = []
+    for checkpointing in (False, True):
+        model = drop_net()
+        torch.manual_seed(5)
+        with koila.micro_batch(rows(kind, B)):
+            x, y = lazy(*xy())
+            if reentrant:
+                x.requires_grad_()
+            h = checkpoint(model, x, use_reentrant=reentrant) if checkpointing else model(x)
+            loss = F.cross_entropy(h, y)
+            loss.backward()
+            results.append({"loss:l": plain(loss)} | model_state(model))
+    assert_same(results[0], results[1], 1e-12)
+
+
+def test_dropout_is_the_same_again_from_the_same_seed_and_moves_the_generator():
+    def once():
+        model = drop_net()
+        torch.manual_seed(5)
+        with koila.micro_batch(4):
+            x, y = lazy(*xy())
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model), torch.get_rng_state()
+
+    (a, state), (b, again) = once(), once()
+    assert_same(a, b, 0)
+    assert torch.equal(state, again)
+    torch.manual_seed(5)
+    xy()
+    assert not torch.equal(state, torch.get_rng_state()), "two steps in a row would draw the same mask"
+
+
+def test_noise_added_by_hand_is_exact_in_expectation_and_consistent():
+    with koila.micro_batch(4):
+        torch.manual_seed(0)
+        x = lazy(torch.zeros(6, 1000, dtype=D)).requires_grad_()
+        noise = torch.randn_like(x)
+        out = x + noise * 2
+        (out * noise.detach()).sum().backward()
+        n, g = koila.run(noise), koila.run(x.grad)
+    assert torch.equal(n, g)
+    assert abs(float(n.mean())) < 0.1 and abs(float(n.std()) - 1) < 0.1
+
+
+# ---- no_grad and inference: sliced too, and the full output
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", [lambda: (MLP(), rows_of(5)), lambda: (ConvNet(nn.BatchNorm2d).eval(), images())], ids=["mlp", "convnet"])
+def test_evaluation_is_sliced_and_full_size(mode, make):
+    def program(wrap):
+        torch.manual_seed(7)
+        model, batch = make()
+        model.double()
+        x, y = wrap(*batch())
+        with mode():
+            out = model(x)
+            hits = (out.argmax(1) == y).sum()
+            assert tuple(out.shape)[0] == B
+            return {"value:out": plain(out), "value:hits": plain(hits)}
+
+    compare_programs(program, B)
+
+
+@pytest.mark.parametrize("make", [lambda: (gpt2(), tokens(), lambda m, i: m(i).logits), lambda: (bert(), padded(), lambda m, i, a, y: m(i, attention_mask=a).logits)], ids=["gpt2", "bert"])
+def test_a_transformer_under_inference_mode(make):
+    def program(wrap):
+        torch.manual_seed(7)
+        model, batch, f = make()
+        model.double().eval()
+        values = wrap(*batch())
+        with torch.inference_mode():
+            return {"value:out": plain(f(model, *(values if isinstance(values, tuple) else (values,))))}
+
+    compare_programs(program, B)
+
+
+# ---- ambient state
+
+
+@pytest.mark.parametrize("kind", SLICES)
+def test_autocast_bfloat16_stays_at_its_own_rounding(kind):
+    def step(wrap):
+        torch.manual_seed(7)
+        model = MLP(width=64)
+        x, y = wrap(*rows_of(5, dtype=torch.float32)())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+            assert out.dtype == torch.bfloat16
+            loss = F.cross_entropy(out, y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    eager = step(lambda *v: v)
+    with koila.micro_batch(rows(kind, B)):
+        got = step(lazy)
+    assert_same(eager, got, 0 if kind == WHOLE else 2e-2)
+
+
+def test_deepcopied_and_parametrised_modules():
+    def loss(m, x, y):
+        return F.cross_entropy(m(x), y)
+
+    def make():
+        a = nn.utils.parametrizations.weight_norm(nn.Linear(5, 8))
+        b = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))
+        return nn.Sequential(a, nn.Tanh(), b).double()
+
+    compare(make, rows_of(5), loss)
+    compare(lambda: copy.deepcopy(make()), rows_of(5), loss)
+
+
+def test_functional_call_and_vmap_inside():
+    def loss(m, x, y):
+        params = dict(m.named_parameters())
+        out = torch.func.functional_call(m, params, (x,))
+        per_row = torch.func.vmap(lambda r, t: F.cross_entropy(r[None], t[None]))(out, y)
+        return per_row.mean()
+
+    compare(lambda: net(), rows_of(5), loss, split=False)
+
+
+def test_sequence_of_steps_with_changing_batch_sizes():
+    def program(wrap):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        out = {}
+        for k, n in enumerate([6, 6, 3, 9, 1, 6]):
+            x, y = wrap(*xy(n))
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            out[f"loss:{k}"] = plain(loss)
+        return out | model_state(model)
+
+    compare_programs(program, 9, tol=1e-10, split=False)
+
+
+# ---- random programs
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs(seed):
+    generator = pytest.importorskip("program_generator")
+    if not hasattr(generator, "check"):
+        pytest.skip("the generator has no check()")
+    assert not [r for r in (generator.check(1000 * seed + i) for i in range(25)) if r == "wrong"]
+
+
+def test_ce_is_the_oracle_s_loss():
+    compare(lambda: MLP().double(), rows_of(5), ce, slices=(WHOLE, RAGGED))

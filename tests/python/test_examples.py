@@ -1,0 +1,24 @@
+"""Every example runs, as it is shown, and its own assertions hold."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+OPTIONS = {"digits.py": ["--report", "{tmp}/report.html"]}
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
+def test_an_example_runs(name, tmp_path):
+    pytest.importorskip("sklearn")
+    options = [o.format(tmp=tmp_path) for o in OPTIONS.get(name, [])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)
+    assert p.returncode == 0, p.stdout + p.stderr[-3000:]
+    if options:
+        assert "svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
+        for words in ("plain PyTorch needs", "the budget is", "fails:", "predicted peak", "measured peak", "test accuracy"):
+            assert words in p.stdout

@@ -1,0 +1,83 @@
+"""A sweep over PyTorch's own operator database: whatever has no rule is gathered, so nothing may be wrong, and what is refused is listed by name.
+
+By default every operator with one sample and ragged slices; KOILA_LONG=1: four samples, slices even, ragged and of one row.
+`tests/python/opinfo_refused.txt` lists what is refused and why; `python test_opinfo.py --update` writes it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import LONG
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+LIST = os.path.join(HERE, "opinfo_refused.txt")
+N_SHARDS = 8
+
+
+def sweep(shard, n_samples, kinds):
+    """Outcome and reason by operator. The sweep runs in another process; where it dies, the operator under test is the one that did it."""
+    start, found = 0, {}
+    deadline = time.monotonic() + (3000 if LONG else 300)
+    while True:
+        command = [sys.executable, os.path.join(HERE, "opinfo_sweep.py"), str(shard), str(N_SHARDS), str(n_samples), kinds, str(start)]
+        try:
+            p = subprocess.run(command, capture_output=True, text=True, timeout=max(1, deadline - time.monotonic()), env={**os.environ, "OMP_NUM_THREADS": "1"})
+            out, rc, err = p.stdout, p.returncode, p.stderr
+        except subprocess.TimeoutExpired as e:
+            out, rc, err = (e.stdout or b"").decode(), "timeout", ""
+        begun = None
+        for line in out.splitlines():
+            if not line.startswith("{"):
+                continue
+            entry = json.loads(line)
+            if "begin" in entry:
+                begun = entry
+            else:
+                found[entry["op"]] = (entry["outcome"], entry["why"])
+                begun = None
+        if begun is None:
+            assert rc == 0, f"shard {shard}: rc {rc}\n{err[-2000:]}"
+            return found
+        found[begun["op"]] = ("crashed", f"rc {rc}")
+        if rc == "timeout":
+            return found
+        start = begun["begin"] + 1
+
+
+def listed():
+    if not os.path.exists(LIST):
+        return set()
+    with open(LIST) as f:
+        return {line.split("\t")[0] for line in f if line.strip() and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("shard", range(N_SHARDS))
+def test_every_operator_is_right_or_refused_by_name(shard):
+    found = sweep(shard, 4, "even,ragged,one") if LONG else sweep(shard, 1, "ragged")
+    bad = {op: r for op, r in found.items() if r[0] in ("wrong", "crashed", "raised")}
+    assert not bad, "\n".join(f"{op}: {r[0]}: {r[1]}" for op, r in bad.items())
+    refused = {op: r[1] for op, r in found.items() if r[0] == "refused"}
+    unknown = set(refused) - listed()
+    assert not unknown, "refused and not in opinfo_refused.txt:\n" + "\n".join(f"{op}\t{refused[op]}" for op in sorted(unknown))
+    assert sum(r[0] == "same" for r in found.values()) > 0.5 * len(found)
+
+
+if __name__ == "__main__":
+    results = {}
+    for s in range(N_SHARDS):
+        results |= sweep(s, 4, "even,ragged,one")
+    tally = {}
+    for outcome, _ in results.values():
+        tally[outcome] = tally.get(outcome, 0) + 1
+    print(tally)
+    for op, (outcome, why) in sorted(results.items()):
+        if outcome in ("wrong", "crashed", "raised"):
+            print(f"{outcome}\t{op}\t{why}")
+    if "--update" in sys.argv:
+        with open(LIST, "w") as f:
+            f.write("# operators of torch.testing's op_db that koila refuses (exactly, with an error of its own), and why\n")
+            f.writelines(f"{op}\t{why}\n" for op, (outcome, why) in sorted(results.items()) if outcome == "refused")

@@ -1,0 +1,166 @@
+"""What people see: the table, explain() before running, the page, the graph file."""
+
+import html.parser
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import lazy
+
+
+def step(m=4, n=10):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3))
+    x, y = lazy(torch.randn(n, 5), torch.randint(0, 3, (n,)))
+    with koila.micro_batch(m):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    return model
+
+
+def test_the_numbers_of_a_step():
+    step()
+    p = koila.last_plan()
+    assert (p.batch, p.micro_batch, p.n_micro_batches, p.retries) == (10, 4, 3, 0)
+    assert p.predicted_peak_bytes > 0 and p.budget_bytes is None and p.n_recorded > 5 and p.n_run >= p.n_recorded
+    assert p.loops and all(loop.n_nodes > 0 for loop in p.loops) and p.gathers == []
+    assert p.curve and max(n for _, n in p.curve) <= p.predicted_peak_bytes
+    assert p.largest and p.largest == sorted(p.largest, key=lambda t: -t.n_bytes)
+    assert any("test_plan_report.py:" in t.line for t in p.largest)
+
+
+def test_the_table_is_one_a_person_reads():
+    step()
+    text = str(koila.last_plan())
+    assert "3 × 4 rows of 10, the last 2" in text and "predicted peak" in text and "loops" in text and "largest at the peak" in text
+    assert max(map(len, text.splitlines())) < 160
+    assert "koila.Plan" in repr(koila.last_plan())
+
+
+def test_explain_runs_nothing_and_agrees_with_the_step():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    calls = []
+    x, y = lazy(torch.randn(10, 5), torch.randint(0, 3, (10,)))
+    with koila.micro_batch(4):
+        loss = F.cross_entropy(model(x), y)
+        before = koila._core.truth_n_allocs() if hasattr(koila._core, "truth_n_allocs") else 0
+        p = koila.explain(loss)
+        assert model.weight.grad is None and not calls
+        assert p.measured_peak_bytes is None and "not run" in str(p)
+        assert (p.batch, p.micro_batch, p.n_micro_batches) == (10, 4, 3)
+        assert before == (koila._core.truth_n_allocs() if hasattr(koila._core, "truth_n_allocs") else 0)
+        loss.backward()
+        assert koila.last_plan().micro_batch == 4
+        assert koila.explain({"out": model(x)}).batch == 10
+
+
+def test_a_gather_is_told_with_its_line():
+    x = lazy(torch.randn(12, 5))
+    with koila.micro_batch(4):
+        float((x * 2).sort(0).values[:, 0].sum())
+    p = koila.last_plan()
+    assert any("sort" in g.operator for g in p.gathers), p.gathers
+    g = next(g for g in p.gathers if "sort" in g.operator)
+    assert g.shape == (12, 5) and g.n_bytes == 240 and "test_plan_report.py:" in g.line
+    assert "aten::sort" in str(p) and "f32[12, 5]" in str(p)
+
+
+def test_strict_refuses_a_gather_by_name_and_runs_the_rest():
+    with koila.strict(), koila.micro_batch(4):
+        x = lazy(torch.randn(12, 5))
+        assert isinstance(float((x * 2).sum()), float)
+        with pytest.raises(koila.GatherError) as e:
+            float((x * 2).sort(0).values[:, 0].sum())
+    assert "sort" in str(e.value) and "[12, 5]" in str(e.value) and "test_plan_report.py:" in str(e.value)
+    assert isinstance(e.value, koila.KoilaError)
+
+
+class Checker(html.parser.HTMLParser):
+    VOID = {"meta", "br", "line", "polyline", "polygon"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        assert not {"src", "href"} & {k for k, _ in attrs}, "the page must need nothing else"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing(tmp_path):
+    step()
+    p = koila.last_plan()
+    p.save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and "svg" in checker.tags and "table" in checker.tags
+    assert "http" not in page and "@import" not in page and "<script" not in page
+    assert "loops" in page and "largest at the peak" in page and re.search(r"test_plan_report\.py:\d+", page)
+    points = re.search(r'<polyline points="([^"]+)"', page)[1].split()
+    assert len(points) == len(p.curve) or len(points) >= 1000
+
+
+def test_text_in_the_page_is_escaped():
+    raw = koila.last_plan()._raw if koila.last_plan() else None
+    if raw is None:
+        step()
+        raw = koila.last_plan()._raw
+    evil = dict(raw, gathers=[("<script>alert(1)</script>", "f32", (2, 3), 24, "a&b.py:1")], curve=[("<b>", 1), ("x", 2)])
+    page = koila._plan._page(koila.Plan(evil))
+    assert "<script>" not in page and "&lt;script&gt;" in page and "a&amp;b.py:1" in page and "<b>" not in page
+
+
+def test_graph_and_text_files(tmp_path):
+    step()
+    p = koila.last_plan()
+    p.save(tmp_path / "step.kgraph")
+    assert (tmp_path / "step.kgraph").stat().st_size > 100
+    p.save(tmp_path / "step.txt")
+    assert (tmp_path / "step.txt").read_text(encoding="utf-8") == str(p) + "\n"
+    for bad in ("step", "step.png"):
+        with pytest.raises(ValueError, match="html"):
+            p.save(tmp_path / bad)
+    step(m=5)
+    with pytest.raises(ValueError, match="older step"):
+        p.save(tmp_path / "old.kgraph")
+
+
+def test_a_plan_keeps_no_step_in_memory(tmp_path):
+    x = lazy(torch.randn(10, 5))
+    y = (x * 2).sum()
+    p = koila.explain(y)
+    p.save(tmp_path / "before.kgraph")
+    del y, x
+    with pytest.raises(ValueError, match="gone"):
+        p.save(tmp_path / "after.kgraph")
+
+
+def test_fastest_settles_on_a_size_that_fits_and_stays_exact():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    x0, y0 = torch.randn(64, 5, dtype=torch.float64), torch.randint(0, 3, (64,))
+    F.cross_entropy(model(x0), y0).backward()
+    expected = model.weight.grad.clone()
+    sizes = []
+    with koila.micro_batch("fastest"), koila.budget("64MiB"):
+        for _ in range(12):
+            model.zero_grad()
+            x, y = lazy(x0, y0)
+            F.cross_entropy(model(x), y).backward()
+            assert torch.allclose(model.weight.grad, expected, rtol=1e-12)
+            sizes.append(koila.last_plan().micro_batch)
+    assert len(set(sizes[-3:])) == 1

@@ -1,0 +1,218 @@
+"""With DistributedDataParallel, gradient scaling, torch.compile, and the trainers that happen to be installed."""
+
+import pytest
+import torch
+from helpers import WHOLE, assert_same, compare, model_state, plain, rows, run_python
+from torch import nn
+from torch.nn import functional as F
+from zoo import MLP, B, ce, gpt2, rows_of
+
+import koila
+from koila import lazy
+
+DDP = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+import koila
+torch.set_num_threads(1)
+rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+
+def train(wrap):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = nn.parallel.DistributedDataParallel(net)
+    fired = []
+    def counting(state, bucket):
+        fired.append(1)
+        return allreduce_hook(None, bucket)
+    if how == "hook":
+        model.register_comm_hook(None, counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(10 + rank)
+    for _ in range(3):
+        x, y = wrap(torch.randn(6, 5, dtype=torch.float64), torch.randint(0, 4, (6,)))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()], len(fired)
+
+expected, n = train(lambda *v: v)
+with koila.micro_batch([4, 1][rank]):   # the ranks cut differently
+    got, m = train(koila.lazy)
+assert koila.last_plan().n_micro_batches == [2, 6][rank]
+assert n == m, (n, m)                    # one all-reduce a step, however many slices
+for a, b in zip(expected, got):
+    assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), (a - b).abs().max()
+for p in got:
+    both = [torch.zeros_like(p) for _ in range(2)]
+    dist.all_gather(both, p)
+    assert torch.equal(*both)
+dist.destroy_process_group()
+print("right")
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+@pytest.mark.parametrize("how", ["plain", "hook"])
+def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters(how):
+    import socket
+    from concurrent.futures import ThreadPoolExecutor
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with ThreadPoolExecutor(2) as pool:
+        outs = list(pool.map(lambda rank: run_python(DDP, args=(rank, port, how), timeout=150), range(2)))
+    assert all("right" in o for o in outs)
+
+
+@pytest.mark.parametrize("kind", ["whole", "ragged", "one"])
+def test_gradient_scaling(kind):
+    def train(wrap, overflow):
+        torch.manual_seed(7)
+        model = MLP().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for k in range(4):
+            torch.manual_seed(k)
+            x, y = wrap(*rows_of(5)())
+            loss = ce(model, x, y)
+            if overflow and k == 1:
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return model_state(model, grads=False) | {"value:scale": torch.tensor(scaler.get_scale())}
+
+    for overflow in (False, True):
+        expected = train(lambda *v: v, overflow)
+        with koila.micro_batch(rows(kind, B)):
+            got = train(lazy, overflow)
+        assert_same(expected, got, 0 if kind == WHOLE else 1e-11)
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module(backend, compiled_before):
+    torch.manual_seed(7)
+    model = MLP().double()
+    x0, y0 = rows_of(5)()
+    ce(model, x0, y0).backward()
+    expected = model_state(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend=backend)
+    if compiled_before:
+        ce(compiled, x0, y0).backward()
+        model.zero_grad()
+    with koila.micro_batch(4):
+        x, y = lazy(x0, y0)
+        loss = ce(compiled, x, y)
+        loss.backward()
+    assert koila.last_plan().n_micro_batches == 2
+    assert_same(expected, model_state(model), 1e-12)
+
+
+def test_lightning_style_closures():
+    def train(wrap):
+        torch.manual_seed(7)
+        model = MLP().double()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        x0, y0 = rows_of(5)()
+
+        def closure():
+            x, y = wrap(x0, y0)
+            optimizer.zero_grad()
+            loss = ce(model, x, y)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        return model_state(model) | {"loss:l": plain(loss)}
+
+    expected = train(lambda *v: v)
+    with koila.micro_batch(4):
+        got = train(lazy)
+    assert_same(expected, got, 1e-8)
+
+
+def test_sam_two_steps_an_update():
+    def train(wrap):
+        torch.manual_seed(7)
+        model = MLP().double()
+        x, y = wrap(*rows_of(5)())
+        ce(model, x, y).backward()
+        with torch.no_grad():
+            moved = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+            for p, e in zip(model.parameters(), moved):
+                p.add_(e)
+        model.zero_grad()
+        ce(model, x, y).backward()
+        with torch.no_grad():
+            for p, e in zip(model.parameters(), moved):
+                p.sub_(e)
+        return model_state(model)
+
+    expected = train(lambda *v: v)
+    with koila.micro_batch(4):
+        got = train(lazy)
+    assert_same(expected, got, 1e-11)
+
+
+def test_hf_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+
+    class Lazy(transformers.Trainer):
+        def compute_loss(self, model, inputs, **kw):
+            return super().compute_loss(model, lazy(inputs), **kw)
+
+    def train(cls):
+        torch.manual_seed(0)
+        data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
+        args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=8, max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
+        model = gpt2()
+        cls(model=model, args=args, train_dataset=data).train()
+        return model_state(model, grads=False)
+
+    expected = train(transformers.Trainer)
+    with koila.micro_batch(3):
+        got = train(Lazy)
+    assert_same(expected, got, 1e-4)
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    a = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(7)
+    model = MLP()
+    data = torch.utils.data.TensorDataset(*rows_of(5, b=12, dtype=torch.float32)())
+    model, loader = a.prepare(model, torch.utils.data.DataLoader(data, batch_size=6))
+    for x, y in lazy(loader):
+        a.backward(ce(model, x, y))
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def test_profilers_and_debug_modes_run_on():
+    def loss(m, x, y):
+        return F.cross_entropy(m(x), y)
+
+    with torch.profiler.profile():
+        compare(lambda: MLP().double(), rows_of(5), loss, slices=("ragged",))
+    with torch.autograd.set_detect_anomaly(True):
+        compare(lambda: MLP().double(), rows_of(5), loss, slices=("ragged",))
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(lambda: MLP().double(), rows_of(5), loss, slices=("ragged",))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autograd.graph.save_on_cpu():
+        compare(lambda: MLP().double(), rows_of(5), loss, slices=("ragged",))

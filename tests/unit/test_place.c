@@ -1,0 +1,241 @@
+/* test_place.c — claims about the walk: gather by default, FREE factories, writes, P made whole, rewrites. Sizes are all different, but where a
+ * size that only looks like the batch is the point. */
+#include "graph_maker.h"
+
+TEST(place__an_operator_without_a_rule_is_gathered)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), y = call(&m, "aten::nobody_knows", f32(7, 5), "t", x), z = call(&m, "aten::relu", f32(7, 5), "t", y);
+    place(&m, z);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, R_);
+    CHECK_AT(&m, z, R_);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
+
+TEST(place__linear_layer_and_its_weight_gradient)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), w = real(&m, f32(3, 5)), b = real(&m, f32(3));
+    const koila_value wt = call(&m, "aten::t", f32(5, 3), "t", w), y = call(&m, "aten::addmm", f32(7, 3), "ttt", b, x, wt);
+    const koila_value yt = call(&m, "aten::t", f32(3, 7), "t", y), gw = call(&m, "aten::mm", f32(3, 5), "tt", yt, x);
+    const koila_value gwt = call(&m, "aten::t", f32(5, 3), "t", gw), gb = call(&m, "aten::sum.dim_IntList", f32(1, 3), "tlb", y, 1, 0, 1);
+    const koila_value both = call(&m, "aten::mul.Tensor", f32(5, 3), "tt", gwt, gb);
+    place(&m, both);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, yt, S(1, 1, 1));
+    CHECK_AT(&m, gw, P_);
+    CHECK_AT(&m, gwt, P_);
+    CHECK_AT(&m, gb, P_);
+    CHECK_AT(&m, both, R_); /* a product of two partial sums is not linear: both become whole */
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
+TEST(place__a_size_that_equals_the_batch_means_nothing)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(4, 4)), w = real(&m, f32(4, 4)), b = real(&m, f32(4));
+    const koila_value y = call(&m, "aten::mm", f32(4, 4), "tt", x, w), z = call(&m, "aten::add.Tensor", f32(4, 4), "tt", y, b);
+    const koila_value s = call(&m, "aten::sum.dim_IntList", f32(4), "tl", z, 1, 1);
+    place(&m, s);
+    const koila_node_info n = koila_node_get(m.placed->graph, 1);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_EQ(m.placed->need[n.first_input + 1].kind, KOILA_R); /* the bias lies along dimension 1 */
+    CHECK_AT(&m, s, S(0, 1, 1));
+    maker_deinit(&m);
+}
+
+TEST(place__view_keeps_the_factor_through_merge_and_split)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 1, f32(3, 7, 5)); /* time first */
+    const koila_value a = call(&m, "aten::view", f32(21, 5), "tl", x, 2, 21, 5), b = call(&m, "aten::view", f32(3, 7, 5), "tl", a, 3, 3, 7, 5);
+    const koila_value y = batch(&m, 0, f32(7, 3, 5)), c = call(&m, "aten::view", f32(21, 5), "tl", y, 2, 21, 5), d = call(&m, "aten::view", f32(105), "tl", c, 1, 105);
+    const koila_value lost = call(&m, "aten::view", f32(35, 3), "tl", x, 2, 35, 3);
+    const koila_value all = call(&m, "aten::cat", f32(1), "T", 4, b, d, lost, a);
+    place(&m, all);
+    CHECK_AT(&m, a, S(0, 3, 1));
+    CHECK_AT(&m, b, S(1, 1, 1));
+    CHECK_AT(&m, c, S(0, 1, 3));
+    CHECK_AT(&m, d, S(0, 1, 15));
+    CHECK_AT(&m, lost, R_);
+    maker_deinit(&m);
+}
+
+TEST(place__a_factory_follows_its_first_sharded_use)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 7)), z = call(&m, "aten::zeros", f32(7, 7), "l", 2, 7, 7);
+    const koila_value t = call(&m, "aten::t", f32(7, 7), "t", z), h = call(&m, "aten::exp", f32(7, 7), "t", t), y = call(&m, "aten::add.Tensor", f32(7, 7), "tt", x, h);
+    place(&m, y);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, h, S(0, 1, 1));
+    CHECK_AT(&m, z, S(1, 1, 1)); /* transposed on the way */
+    CHECK_EQ(m.placed->node[0].fix[0].kind, KOILA__FIX_SIZES);
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
+TEST(place__a_factory_nobody_shards_is_whole)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value z = call(&m, "aten::full", f32(7, 2), "ld", 2, 7, 2, 1.5), w = real(&m, f32(7, 2));
+    const koila_value y = call(&m, "aten::mul.Tensor", f32(7, 2), "tt", z, w), x = batch(&m, 0, f32(7, 2)), s = call(&m, "aten::sum", scalar, "t", y);
+    const koila_value r = call(&m, "aten::mul.Tensor", f32(7, 2), "tt", x, s);
+    place(&m, r);
+    CHECK_AT(&m, z, R_);
+    CHECK_AT(&m, s, R_);
+    CHECK_AT(&m, r, S(0, 1, 1));
+    maker_deinit(&m);
+}
+
+TEST(place__a_write_into_a_view_of_a_factory_shards_the_base)
+{ /* T5: shifted = new_zeros(B, T); shifted[:, 1:] = labels[:, :-1] */
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value labels = batch(&m, 0, f32(7, 5)), base = call(&m, "aten::zeros", f32(7, 5), "l", 2, 7, 5);
+    const koila_value most = call(&m, "aten::slice.Tensor", f32(7, 4), "tiii", labels, 1, 0, -1);
+    chain(&m, "aten::slice.Tensor", f32(7, 5), f32(7, 4), "tiii", 1, 1, 2147483647);
+    const koila_value shifted = call(&m, "aten::copy_", NO_RESULT, "tt", base, most);
+    place(&m, shifted);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, base, S(0, 1, 1));
+    CHECK_AT(&m, shifted, S(0, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
+TEST(place__a_write_at_one_row_of_the_batch_gathers_the_base)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), w = real(&m, f32(5));
+    chain(&m, "aten::select.int", f32(7, 5), f32(5), "tii", 0, 2);
+    const koila_value y = call(&m, "aten::copy_", NO_RESULT, "tt", x, w);
+    place(&m, y);
+    CHECK_AT(&m, y, R_);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
+
+TEST(place__in_place_relu_is_relu_on_the_slice)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), y = call(&m, "aten::exp", f32(7, 5), "t", x), z = call(&m, "aten::relu_", NO_RESULT, "t", y);
+    place(&m, z);
+    CHECK_AT(&m, z, S(0, 1, 1));
+    maker_deinit(&m);
+}
+
+TEST(place__a_running_total_of_partial_sums_stays_partial)
+{ /* total = zeros(()); total += loss: the zeros are a partial sum of zeros */
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), loss = call(&m, "aten::mean", scalar, "t", x), total = call(&m, "aten::zeros", scalar, "l", 0);
+    const koila_value t = call(&m, "aten::add_.Tensor", NO_RESULT, "tt", total, loss);
+    place(&m, t);
+    CHECK_AT(&m, total, P_);
+    CHECK_AT(&m, t, P_);
+    maker_deinit(&m);
+}
+
+TEST(place__nll_loss_mean_divides_by_a_weight_that_needs_targets_only)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), t = batch(&m, 0, i64(7));
+    const shape outs[2] = { scalar, scalar };
+    const koila_value lp = call(&m, "aten::_log_softmax", f32(7, 5), "tib", x, 1, 0), loss = calls(&m, "aten::nll_loss_forward", 2, outs, "ttnii", lp, t, 1, -100);
+    const koila_value g = call(&m, "aten::full", scalar, "ld", 0, 1.0), gx = call(&m, "aten::nll_loss_backward", f32(7, 5), "tttniit", g, lp, t, 1, -100, loss + 1);
+    const koila_value two = call(&m, "aten::mul.Tensor", f32(7, 5), "tt", gx, loss);
+    place(&m, two);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, loss, P_);
+    CHECK_AT(&m, loss + 1, P_);
+    CHECK_AT(&m, gx, S(0, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    CHECK_EQ(n_nodes_named(&m, "aten::ne.Scalar"), 1);
+    maker_deinit(&m);
+}
+
+TEST(place__training_batch_norm_has_one_barrier_of_statistics)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 3, 4, 5)), w = real(&m, f32(3)), b = real(&m, f32(3)), rm = real(&m, f32(3)), rv = real(&m, f32(3));
+    const shape outs[5] = { f32(7, 3, 4, 5), f32(3), f32(3), f32(3), f32(3) };
+    const koila_value y = calls(&m, "aten::_native_batch_norm_legit_functional", 5, outs, "tttttbdd", x, w, b, rm, rv, 1, 0.1, 1e-5);
+    const shape back[3] = { f32(7, 3, 4, 5), f32(3), f32(3) };
+    const koila_value g = calls(&m, "aten::native_batch_norm_backward", 3, back, "tttttttbdl", y, x, w, rm, rv, y + 1, y + 2, 1, 1e-5, 3, 1, 1, 1);
+    const koila_value all = call(&m, "aten::cat", f32(1), "T", 4, g, g + 1, g + 2, y + 3);
+    place(&m, all);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, y + 1, R_);
+    CHECK_AT(&m, y + 4, R_);
+    CHECK_AT(&m, g, S(0, 1, 1));
+    CHECK_AT(&m, g + 1, P_);
+    CHECK_EQ(n_nodes_named(&m, "koila::moments"), 1);
+    maker_deinit(&m);
+}
+
+TEST(place__two_axes_in_one_call_keep_the_longer)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const uint16_t a = axis(&m, 7), b = axis(&m, 11);
+    const koila_value x = leaf(&m, KOILA_LEAF_BATCH, a, 0, f32(7, 5)), y = leaf(&m, KOILA_LEAF_BATCH, b, 1, f32(5, 11));
+    const koila_value z = call(&m, "aten::mm", f32(7, 11), "tt", x, y);
+    place(&m, z);
+    const koila_placement p = at(&m, z);
+    CHECK(p.kind == KOILA_S && p.axis == b && p.dim == 1);
+    maker_deinit(&m);
+}
+
+TEST(place__whole_is_the_recorded_graph)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), t = batch(&m, 0, i64(7));
+    const shape outs[2] = { scalar, scalar };
+    const koila_value loss = calls(&m, "aten::nll_loss_forward", 2, outs, "ttnii", x, t, 1, -100);
+    CHECK_EQ(koila__place_whole(m.graph, &loss, 1, NULL, &m.placed, NULL), KOILA_OK);
+    CHECK_EQ(koila_graph_n_nodes(m.placed->graph), 1);
+    CHECK_AT(&m, loss, R_);
+    CHECK_AT(&m, x, R_);
+    CHECK(koila__placed_check(m.placed, NULL));
+    maker_deinit(&m);
+}
+
+TEST(place__every_failed_allocation_is_a_status_and_leaks_nothing)
+{
+    uint64_t at_call = 0;
+    for (uint64_t n = 1; n < 4000; n++) {
+        failing_allocator f = { .at = n };
+        const koila_allocator mem = { failing_realloc, &f };
+        maker m;
+        maker_init(&m, &mem);
+        if (m.status == KOILA_OK) {
+            const koila_value x = batch(&m, 0, f32(7, 3, 4, 5)), w = real(&m, f32(3)), rm = real(&m, f32(3));
+            const shape outs[5] = { f32(7, 3, 4, 5), f32(3), f32(3), f32(3), f32(3) };
+            const koila_value y = calls(&m, "aten::_native_batch_norm_legit_functional", 5, outs, "tttttbdd", x, w, w, rm, rm, 1, 0.1, 1e-5);
+            const koila_value z = call(&m, "aten::zeros", f32(7, 3, 4, 5), "l", 4, 7, 3, 4, 5), s = call(&m, "aten::add.Tensor", f32(7, 3, 4, 5), "tt", y, z);
+            if (m.status == KOILA_OK) place(&m, s);
+        }
+        CHECK(m.status == KOILA_OK || m.status == KOILA_NO_MEMORY);
+        maker_deinit(&m);
+        CHECK_EQ(f.n_live_bytes, 0);
+        at_call = n;
+        if (f.n_calls < n) break;
+    }
+    CHECK(at_call > 20);
+}

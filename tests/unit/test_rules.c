@@ -1,0 +1,137 @@
+/* test_rules.c — claims about the other families that the whole-program oracle could pass by luck: what must *not* be said. */
+#include "graph_maker.h"
+
+TEST(rules__every_line_has_a_rule_and_is_there_once)
+{
+    const char *name, *family, *says, *other;
+    uint32_t n = 0;
+    for (; koila__op_line(n, &name, &family, &says); n++) {
+        CHECK(koila__rule_of(name) != NULL);
+        CHECK(strncmp(name, "aten::", 6) == 0 || strncmp(name, "koila::", 7) == 0);
+        CHECK(*says);
+        for (uint32_t k = 0; k < n; k++) {
+            koila__op_line(k, &other, &family, &says);
+            CHECK(strcmp(name, other) != 0);
+        }
+    }
+    CHECK(n > 400);
+    CHECK(koila__rule_of("aten::no_such_operator") == NULL);
+}
+
+TEST(rules__a_partial_sum_met_by_a_row_becomes_whole)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), s = call(&m, "aten::sum", scalar, "t", x);
+    const koila_value ops[] = { call(&m, "aten::mul.Tensor", f32(7, 5), "tt", x, s), call(&m, "aten::add.Tensor", f32(7, 5), "tt", x, s),
+                                call(&m, "aten::where.self", f32(7, 5), "ttt", x, s, x), call(&m, "aten::maximum", f32(7, 5), "tt", x, s) };
+    const koila_value all = call(&m, "aten::cat", f32(28, 5), "T", 4, ops[0], ops[1], ops[2], ops[3]);
+    place(&m, all);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK_AT(&m, ops[i], S(0, 1, 1));
+        const koila_node n = koila_value_get(m.placed->graph, m.placed->lowered[ops[i]]).node;
+        const koila_node_info info = koila_node_get(m.placed->graph, n);
+        const koila_value *in = koila_node_inputs(m.placed->graph, n);
+        for (uint32_t k = 0; k < 2; k++)
+            if (m.placed->value[in[k]].kind == KOILA_P) CHECK_EQ(m.placed->need[info.first_input + k].kind, KOILA_R);
+    }
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
+TEST(rules__what_is_not_linear_makes_a_partial_sum_whole)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), s = call(&m, "aten::sum.dim_IntList", f32(5), "tl", x, 1, 0);
+    const koila_value e = call(&m, "aten::exp", f32(5), "t", s), one = call(&m, "aten::add.Tensor", f32(5), "ti", s, 1), n = call(&m, "aten::neg", f32(5), "t", s);
+    const koila_value narrow = call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_BF16, 5), "tky", s, "dtype", KOILA_DTYPE_BF16);
+    const koila_value wide = call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_F64, 5), "tky", s, "dtype", KOILA_DTYPE_F64);
+    const koila_value all = call(&m, "aten::cat", f32(25), "T", 5, e, one, n, narrow, wide);
+    place(&m, all);
+    CHECK_AT(&m, s, P_);
+    CHECK_AT(&m, e, R_);
+    CHECK_AT(&m, one, R_);
+    CHECK_AT(&m, n, P_);
+    CHECK_AT(&m, narrow, R_);
+    CHECK_AT(&m, wide, P_);
+    maker_deinit(&m);
+}
+
+TEST(rules__a_mean_is_scaled_and_a_sum_is_not)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 1, f32(3, 7)), a = call(&m, "aten::mean.dim", f32(3), "tl", x, 1, 1), b = call(&m, "aten::mean.dim", f32(7), "tl", x, 1, 0);
+    const koila_value s = call(&m, "aten::sum", scalar, "t", x), all = call(&m, "aten::cat", f32(11), "T", 3, a, b, s);
+    place(&m, all);
+    CHECK_AT(&m, a, P_);
+    CHECK_AT(&m, b, S(0, 1, 1));
+    CHECK_AT(&m, s, P_);
+    CHECK_EQ(m.placed->node[0].fix[0].kind, KOILA__FIX_SCALE);
+    CHECK_EQ(m.placed->node[1].fix[0].kind, KOILA__FIX_NONE);
+    CHECK_EQ(m.placed->node[2].fix[0].kind, KOILA__FIX_NONE);
+    maker_deinit(&m);
+}
+
+TEST(rules__rows_added_into_zeros_are_partial_and_into_a_table_are_not)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value i = batch(&m, 0, i64(7)), v = batch(&m, 0, f32(7, 5)), table = real(&m, f32(4, 5)), zeros = call(&m, "aten::zeros", f32(4, 5), "l", 2, 4, 5);
+    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", zeros, 0, i, v), b = call(&m, "aten::index_add", f32(4, 5), "titt", table, 0, i, v);
+    const koila_value all = call(&m, "aten::add.Tensor", f32(4, 5), "tt", a, b);
+    place(&m, all);
+    CHECK_AT(&m, a, P_);
+    CHECK_AT(&m, zeros, P_);
+    CHECK_AT(&m, b, R_);
+    maker_deinit(&m);
+}
+
+TEST(rules__own_row_by_index_stays_sliced_and_a_permutation_does_not)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), y = batch(&m, 0, i64(7)), rows = call(&m, "aten::arange", i64(7), "i", 7), perm = real(&m, i64(7));
+    const koila_value own = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, rows, y), mixed = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, perm, y);
+    const koila_value all = call(&m, "aten::add.Tensor", f32(7), "tt", own, mixed);
+    place(&m, all);
+    CHECK_AT(&m, own, S(0, 1, 1));
+    CHECK_EQ(n_nodes_named(&m, "koila::index_rows"), 1);
+    CHECK_EQ(n_nodes_named(&m, "aten::index.Tensor"), 1);
+    CHECK_EQ(n_gathered(&m), 1); /* x, for the permutation */
+    maker_deinit(&m);
+}
+
+TEST(rules__an_opaque_workspace_stays_in_its_loop)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 1, f32(9, 7, 5)), w = real(&m, f32(24, 5)), u = real(&m, f32(24, 6)), b = real(&m, f32(24)), h = call(&m, "aten::zeros", f32(7, 6), "l", 2, 7, 6);
+    const shape out[4] = { f32(9, 7, 6), f32(7, 6), f32(7, 6), f32(0) };
+    const koila_value y = calls(&m, "aten::mkldnn_rnn_layer", 4, out, "tttttttbliiibbbb", x, w, u, b, b, h, h, 0, 0, 2, 6, 1, 1, 0, 0, 1);
+    const shape back[7] = { f32(9, 7, 5), f32(24, 5), f32(24, 6), f32(24), f32(24), f32(7, 6), f32(7, 6) };
+    const koila_value g = calls(&m, "aten::mkldnn_rnn_layer_backward", 7, back, "tttttttttttnnbiiibbblbt", x, w, u, b, b, h, h, y, y + 1, y + 2, y, 0, 2, 6, 1, 1, 1, 0, 0, 0, y + 3);
+    const koila_value all = call(&m, "aten::cat", f32(1), "T", 2, g, g + 1);
+    place(&m, all);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, S(1, 1, 1));
+    CHECK_AT(&m, h, S(0, 1, 1));
+    CHECK(koila__is_opaque(at(&m, y + 3)));
+    CHECK_AT(&m, g + 1, P_);
+    CHECK_EQ(n_gathered(&m), 1); /* the cat at the end */
+    maker_deinit(&m);
+}
+
+TEST(rules__transposed_rows_are_gathered_once_and_sliced_again)
+{ /* a + a.t(): the second use needs the other dimension, so a is made whole by a node of its own */
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 7)), t = call(&m, "aten::t", f32(7, 7), "t", x), y = call(&m, "aten::add.Tensor", f32(7, 7), "tt", x, t);
+    place(&m, y);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_EQ(n_nodes_named(&m, "aten::alias"), 1);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
