@@ -321,7 +321,7 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
         const koila_value base = inputs[sig->writes[w].input], v = node.first_output + sig->n_fresh + w;
         if (home[v]) continue;
         if (steal >> w & 1) home[v] = hold(s, found(s, base));
-        else home[v] = storage_new(s, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v), v);
+        else home[v] = storage_new(s, (in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v)) / (s->is_mask[v] ? koila_dtype_bytes(meta_of(s, v)->dtype) : 1), v);
     }
     const int n_temps = temporaries(s, &k, kind, out_bytes, temp);
     for (int i = 0; i < n_temps; i++) addr[i] = take(s, temp[i]);
@@ -516,16 +516,19 @@ static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
 static void find_masks(sim *s)
 {
     for (koila_node i = 0; i < koila_graph_n_nodes(s->g); i++) {
-        const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, i).sig);
+        const koila_node_info node = koila_node_get(s->g, i);
+        const koila_sig_info *sig = koila_sig_get(s->t, node.sig);
         char name[80];
-        if (!sig->n_writes) continue;
-        base_name(koila_op_name(s->t, sig->op), name, sizeof name);
-        if (strcmp(name, "bernoulli")) continue;
-        const koila_value v = koila_node_inputs(s->g, i)[sig->writes[0].input];
-        const koila_node maker = koila_value_get(s->g, v).node;
-        if (maker == KOILA_NONE || !meta_of(s, v)) continue;
-        base_name(koila_op_name(s->t, koila_sig_get(s->t, koila_node_get(s->g, maker).sig)->op), name, sizeof name);
-        s->is_mask[v] = !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+        for (uint32_t w = 0; w < sig->n_writes; w++) {
+            const koila_value v = koila_node_inputs(s->g, i)[sig->writes[w].input];
+            const koila_node maker = koila_value_get(s->g, v).node;
+            base_name(koila_op_name(s->t, sig->op), name, sizeof name);
+            if (!strcmp(name, "bernoulli") && maker != KOILA_NONE && meta_of(s, v)) {
+                base_name(koila_op_name(s->t, koila_sig_get(s->t, koila_node_get(s->g, maker).sig)->op), name, sizeof name);
+                s->is_mask[v] = !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+            }
+            s->is_mask[node.first_output + sig->n_fresh + w] = s->is_mask[v]; /* also if the write has to copy it */
+        }
     }
 }
 
