@@ -150,18 +150,42 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     return KOILA_OK;
 }
 
-static void word_no_fit(koila_error *err, const koila_plan *p, uint64_t budget)
+/* "234.6 KiB" */
+static const char *size_text(char out[32], uint64_t bytes)
 {
-    char largest[120] = "";
+    static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+    double n = (double)bytes;
+    uint32_t u = 0;
+    for (; n >= 1024 && u < 4; u++) n /= 1024;
+    snprintf(out, 32, u ? "%.1f %s" : "%.0f %s", n, units[u]);
+    return out;
+}
+
+/* Names the largest values, each as "f32[64, 128] 32.0 KiB aten::mm train.py:12" while there is room. */
+static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph *recorded, uint64_t budget)
+{
+    char largest[150] = "", needs[32], there[32], bytes[32];
     size_t used = 0;
-    for (uint32_t i = 0; i < p->n_largest && i < 3 && used < sizeof largest; i++) {
+    for (uint32_t i = 0; i < p->n_largest && i < 3; i++) {
         const koila_graph *g = p->placed->graph;
         const koila_node n = p->largest[i].node;
-        used += (size_t)snprintf(largest + used, sizeof largest - used, "%s%s %.1f MiB", i ? ", " : "",
-                                 n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op), (double)p->largest[i].bytes / 1048576.0);
+        const koila_meta_info *m = koila__value_meta(g, p->largest[i].value);
+        char one[160], shape[64] = "";
+        size_t at = 0;
+        for (uint32_t d = 0; d < m->n_dims && at < sizeof shape; d++)
+            at += (size_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        const uint32_t line = n == KOILA_NONE ? KOILA_NONE : koila_node_get(recorded, koila_plan_recorded(p, n)).line;
+        const char *file = line == KOILA_NONE ? "" : koila_graph_line_file(recorded, line), *slash = strrchr(file, '/');
+        int k = snprintf(one, sizeof one, "%s%s[%s] %s %s", i ? ", " : "", koila_dtype_text(m->dtype), shape, size_text(bytes, p->largest[i].bytes),
+                         n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op));
+        if (k > 0 && (size_t)k < sizeof one && line != KOILA_NONE)
+            k += snprintf(one + k, sizeof one - (size_t)k, " %s:%u", slash ? slash + 1 : file, koila_graph_line_number(recorded, line));
+        if (k < 0 || used + (size_t)k >= sizeof largest) break;
+        memcpy(largest + used, one, (size_t)k + 1);
+        used += (size_t)k;
     }
-    koila__fail(err, KOILA_OOM, 0, "one slice of %lld row(s) needs %llu bytes, %llu are there, %llu short; largest: %s", (long long)p->info.rows,
-                (unsigned long long)p->info.peak_bytes, (unsigned long long)budget, (unsigned long long)(p->info.peak_bytes - budget), largest);
+    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are there, %llu bytes short; largest: %s", (long long)p->info.rows,
+                size_text(needs, p->info.peak_bytes), size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget), largest);
 }
 
 /* What the parts of koila_plan_new() share. */
@@ -327,7 +351,7 @@ static koila_status make_plan(planning *q)
     KOILA_TRY(describe(p, o));
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes) return KOILA_OK;
-    word_no_fit(q->err, p, o->budget_bytes);
+    word_no_fit(q->err, p, q->graph, o->budget_bytes);
     return KOILA_OOM;
 }
 

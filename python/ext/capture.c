@@ -1079,9 +1079,13 @@ static koila__handle *handle_arg(PyObject *o)
     return h;
 }
 
-static PyObject *py_setup(PyObject *module, PyObject *lazy_class)
+static PyObject *py_setup(PyObject *module, PyObject *args)
 {
+    PyObject *lazy_class;
+    int owners_show;
+    if (!PyArg_ParseTuple(args, "Op", &lazy_class, &owners_show)) return NULL;
     if (koila__tensor_setup(lazy_class) < 0) return NULL;
+    koila__owners_show = owners_show;
     Py_RETURN_NONE;
 }
 
@@ -1368,7 +1372,7 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     { "dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL, "dispatch(func, types, args, kwargs): LazyTensor.__torch_dispatch__" },
     { "record", (PyCFunction)(void (*)(void))py_record, METH_FASTCALL, "record(func, args, kwargs): the default path" },
-    { "setup", py_setup, METH_O, "setup(LazyTensor)" },
+    { "setup", py_setup, METH_VARARGS, "setup(LazyTensor, whether C++ owners show as a Python reference)" },
     { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one." },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },

@@ -79,6 +79,7 @@ PyObject *koila__meta_object(koila_meta meta);       /* new (dtype, device, size
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset); /* (dtype, device, sizes, strides, offset) */
 
 /* ---- tape.c */
+extern bool koila__owners_show;
 koila__tape *koila__tape_new(void);
 int koila__tape_reserve(koila__tape *t);             /* values[] covers every value of the graph */
 koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta); /* KOILA_NONE + error */

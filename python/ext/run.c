@@ -139,14 +139,13 @@ static void learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
         if (bytes > w->whole_bytes) w->whole_bytes = bytes;
         w->whole_batch = batch;
     } else {
-        before = w->slice_rows ? workspace_of(NULL, sig, rows, batch) : UINT64_MAX;
-        if (before == UINT64_MAX && bytes == 0) before = 0;
+        before = workspace_of(NULL, sig, rows, batch); /* what plans counted with until now */
         if (rows > w->slice_rows || (rows == w->slice_rows && bytes > w->slice_bytes)) {
             w->slice_bytes = bytes;
             w->slice_rows = rows;
         }
     }
-    if (bytes > before + before / 50 + 4096 || (bytes + bytes / 50 + 4096 < before && before != UINT64_MAX)) learned.generation++;
+    if (bytes > before + before / 50 + 4096 || bytes + bytes / 50 + 4096 < before) learned.generation++;
 }
 
 /* ---- the plan cache */
@@ -1025,7 +1024,7 @@ static int raise_no_fit(koila_status status, const koila_error *err, const char 
     if (status == KOILA_OOM) {
         const char *p = strstr(err->text, ", ");
         unsigned long long missing = 0;
-        const char *shorter = strstr(err->text, " short");
+        const char *shorter = strstr(err->text, " bytes short");
         if (p && shorter) {
             const char *q = shorter;
             while (q > err->text && q[-1] >= '0' && q[-1] <= '9') q--;

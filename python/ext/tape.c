@@ -38,7 +38,7 @@ int koila__tape_reserve(koila__tape *t)
 {
     const uint32_t n = koila_graph_n_values(t->graph);
     if (n <= t->n_values_alloc) return 0;
-    const uint32_t want = n * 2 < 256 ? 256 : n * 2;
+    const uint32_t want = n < 8 ? 8 : n < 64 ? 256 : n * 2; /* small for islands */
     tape_value *v = PyMem_Realloc(t->values, want * sizeof *v);
     if (!v) return PyErr_NoMemory(), -1;
     memset(v + t->n_values_alloc, 0, (want - t->n_values_alloc) * sizeof *v);
@@ -274,13 +274,15 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
 
 /* ---- what the user can still ask for */
 
-static int held_rule = -1; /* 1: torch counts all C++ owners as one Python reference (2.12 and later); 0: cannot tell, everything is held */
+/* Torch counts all C++ owners of a tensor as one Python reference. Learnt at import (_torch.second_owner_adds_reference), for it changed between versions;
+ * where it does not hold nobody can tell, and everything counts as held. */
+bool koila__owners_show;
 
 /* Torch keeps a tensor's Python object alive while C++ owns the tensor. In the versions where it does so with one plain reference, a wrapper that
  * has exactly that one reference is kept by C++ alone: saved by autograd, and no variable of the user reaches it. */
 static bool user_holds(PyObject *wrapper, PyObject *use_count)
 {
-    if (held_rule != 1) return true;
+    if (!koila__owners_show) return true;
     if (Py_REFCNT(wrapper) > 1) return true;
     PyObject *n = PyObject_CallOneArg(use_count, wrapper);
     const long uses = n ? PyLong_AsLong(n) : 1;
@@ -289,22 +291,11 @@ static bool user_holds(PyObject *wrapper, PyObject *use_count)
     return uses < 2;
 }
 
-static void learn_held_rule(PyObject *use_count)
-{ /* does a second C++ owner add one Python reference? An empty tensor put into a C++ list (the saved tensors of a graph node) tells. */
-    held_rule = 0;
-    PyObject *f = koila__helper("second_owner_adds_reference"), *r = f ? PyObject_CallNoArgs(f) : NULL;
-    if (r == Py_True) held_rule = 1;
-    PyErr_Clear();
-    Py_XDECREF(f);
-    Py_XDECREF(r);
-}
-
 uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyObject *use_count = koila__helper("use_count");
-    if (held_rule < 0 && use_count) learn_held_rule(use_count);
     uint32_t n = 0;
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
         if (h->wrapper && use_count && !user_holds(h->wrapper, use_count)) continue;

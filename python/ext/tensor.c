@@ -28,8 +28,9 @@ static PyObject *device_cpu;
 static PyCFunctionWithKeywords make_wrapper;
 static PyObject *set_throw;             /* torch._C._set_throw_on_mutable_data_ptr */
 static Py_ssize_t cdata_offset;         /* of the TensorImpl * in a tensor object */
-static getter version_getter;
-static void *version_closure;
+static getter version_getter, layout_getter;
+static void *version_closure, *layout_closure;
+static PyObject *strided;               /* torch.strided */
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 typedef void *tensor_handle;
@@ -175,7 +176,11 @@ static int shim_meta(PyObject *real, koila_meta *out)
 
 int koila__meta_of(PyObject *real, koila_meta *out)
 {
-    if (shim.works && shim_meta(real, out) == 0) return 0;
+    PyObject *layout = layout_getter(real, layout_closure); /* the shim gives sizes and strides of sparse tensors too */
+    const bool dense = layout == strided;
+    if (!layout) PyErr_Clear();
+    Py_XDECREF(layout);
+    if (dense && shim.works && shim_meta(real, out) == 0) return 0;
     PyObject *f = koila__helper("real_meta"), *t = f ? PyObject_CallOneArg(f, real) : NULL;
     const int rc = t ? koila__meta_from(t, out, NULL) : -1;
     Py_XDECREF(t);
@@ -569,6 +574,14 @@ int koila__tensor_setup(PyObject *lazy_class)
     }
     version_getter = ((PyGetSetDescrObject *)version)->d_getset->get;
     version_closure = ((PyGetSetDescrObject *)version)->d_getset->closure;
+    PyObject *layout = PyDict_GetItemString(((PyTypeObject *)torch_tensor_base)->tp_dict, "layout");
+    strided = PyObject_GetAttrString(torch, "strided");
+    if (!strided || !layout || !Py_IS_TYPE(layout, &PyGetSetDescr_Type)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch.Tensor.layout is not the attribute koila knows");
+        goto done;
+    }
+    layout_getter = ((PyGetSetDescrObject *)layout)->d_getset->get;
+    layout_closure = ((PyGetSetDescrObject *)layout)->d_getset->closure;
     if (learn_shim(torch) < 0) goto done;
     koila__lazy_class = (PyTypeObject *)Py_NewRef(lazy_class);
     rc = 0;

@@ -204,6 +204,7 @@ static int install(char wanted)
 {
     PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
     Py_XDECREF(name);
+    if (torch && !PyObject_HasAttrString(torch, "UntypedStorage")) Py_CLEAR(torch); /* half imported */
     if (!torch) {
         PyErr_Clear();
         if (state == NOT_YET) why = "unsupported: torch is not imported";

@@ -11,7 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any, Callable
 
-from ._torch import second_owner_adds_reference, torch  # noqa: F401  (the first is called from C)
+from ._torch import second_owner_adds_reference, torch
 from . import _core
 from ._errors import StaleValueError, UnsupportedError
 
@@ -53,8 +53,15 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = repr(plain(self))
         if self.grad_fn is not None:
-            return f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
-        return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
+            suffix = f"grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            suffix = "requires_grad=True"
+        else:
+            return text
+        text = text[:-1]  # one more suffix, by torch's rule for breaking the line
+        last_line = len(text) - text.rfind("\n") + 1
+        full = last_line + len(suffix) + 2 > torch._tensor_str.PRINT_OPTS.linewidth
+        return f"{text},\n{' ' * len('tensor(')}{suffix})" if full else f"{text}, {suffix})"
 
     def __str__(self) -> str:
         return repr(self)
@@ -147,7 +154,7 @@ def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
     return t.detach().requires_grad_() if x.requires_grad else t
 
 
-_core.setup(LazyTensor)
+_core.setup(LazyTensor, second_owner_adds_reference())
 
 # -------------------------------------------------------------------------------------------------- what C asks now and then
 
@@ -337,7 +344,7 @@ def describe(func: Any) -> tuple[Any, ...]:
     elif torch.Tag.inplace_view in func.tags:
         kind, handler = SPECIAL, _metadata_write
     elif random and writes:
-        kind, handler = SPECIAL, _random_write
+        kind, handler = SPECIAL, _random_write if base in _overwriting else value_dependent
     elif random:
         kind, handler = SPECIAL, run_on_reals
     elif func.is_view:
@@ -419,7 +426,7 @@ def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
 def _real_error(func: Any, args: Any, kwargs: Any) -> None:
     """Raise what eager would raise for these shapes, by trying on zeros of the same kind; returns when that works or is too big to try."""
     tensors = _tensors(args, kwargs)
-    if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28:
+    if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28 or not _harmless(func):
         return
     a, k = _map_call(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
     state = torch.default_generator.get_state()
@@ -478,14 +485,23 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
     if func is aten._native_batch_norm_legit_functional.default:  # new running statistics are clones of the old; the shape function widens half precision
         out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
+    for argument, value in zip(schema.arguments, args):
+        if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
+            out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
     return kind, out
+
+
+def _harmless(func: Any) -> bool:
+    """May it run on zeros? Not what takes a workspace that another call must have filled: that crashes."""
+    name = func._schema.name
+    return func.namespace == "aten" and not any(word in name for word in ("mkldnn", "rnn", "backward", "cudnn", "miopen", "mps", "quantized", "fbgemm", "embedding_bag"))
 
 
 def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
     """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for 'Long''): try a few elements. Only calls with one tensor, of
     whole numbers: with several, a shrunken call may not fit together, and kernels trust their callers."""
     tensors = _tensors(args, kwargs)
-    if func.namespace != "aten" or len(tensors) != 1 or tensors[0].dtype.is_floating_point or torch.Tag.nondeterministic_seeded in func.tags:
+    if not _harmless(func) or len(tensors) != 1 or tensors[0].dtype.is_floating_point or torch.Tag.nondeterministic_seeded in func.tags:
         return
     try:
         a, k = _map_call(lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device), args, kwargs)
@@ -617,7 +633,7 @@ def _nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     return None
 
 
-@special("set_", "as_strided_scatter", "as_strided_copy", "as_strided_")
+@special("set_", "as_strided_scatter", "as_strided_copy")
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(f"{func} on a lazy tensor addresses memory that it does not have. Use x.torch()")
 
@@ -721,11 +737,16 @@ def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     the changed base and give a wrong gradient, so that is refused."""
     name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
     self = args[0]
-    if name not in _twins:
+    if name not in _twins and name != "aten::as_strided_":
         raise UnsupportedError(f"{func} on a lazy tensor changes its memory layout")
-    is_view, n = _core.group_info(self)
-    if is_view or n > 1:
+    _, n = _core.group_info(self)
+    if n > 1 or self._is_view():
         raise UnsupportedError(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
+    if name == "aten::as_strided_":  # adaptive pooling does it to what it just made
+        twin = redispatch(aten.as_strided.default, args, kwargs)
+        torch._C.TensorBase.data.__set__(self, twin)
+        _core.become(self, twin)
+        return self
     try:
         twin = redispatch(_twins[name], args, kwargs)
     except Exception:

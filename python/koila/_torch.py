@@ -30,10 +30,9 @@ def second_owner_adds_reference() -> bool:
     """
     import sys
 
-    t = torch.ones(1, requires_grad=True)
-    s = t * 1  # held by this frame only
-    alone = sys.getrefcount(s)
-    other = s * s.detach().fill_(2)  # autograd saves one of the operands ...
-    saved = torch.exp(other)
-    keep = saved * t  # ... and here `saved`, which was alone before
-    return s._use_count() == 1 and sys.getrefcount(saved) == alone + 1 and saved._use_count() == 2 and keep is not None
+    with torch.inference_mode(False), torch.enable_grad():
+        t = torch.ones(1, requires_grad=True)
+        alone = torch.exp(t * 1)  # saved by autograd as its own output: no second owner
+        before, owners = sys.getrefcount(alone), alone._use_count()
+        keep = alone * t  # autograd saves `alone` for the gradient of t
+        return owners == 1 and alone._use_count() == 2 and sys.getrefcount(alone) == before + 1 and keep is not None

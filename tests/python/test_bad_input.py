@@ -281,12 +281,11 @@ def test_an_operator_that_has_no_kernel_is_torch_s_error_and_does_not_poison_wha
     with pytest.raises(NotImplementedError):
         x.long().softmax(1)
     u, v = lazy(x, y)
-    bad = u.long().softmax(1)  # its shape is known, that there is no kernel is found when it runs
+    with pytest.raises(NotImplementedError):
+        u.long().softmax(1)
     model = net()
     F.cross_entropy(model(u), v).backward()
     assert all(p.grad is not None for p in model.parameters())
-    with pytest.raises(NotImplementedError):
-        bad.sum().item()
 
 
 # ---- interruptions

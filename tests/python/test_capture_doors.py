@@ -1,0 +1,315 @@
+"""What a lazy tensor does where torch never asks the dispatcher: each door one by one, against a plain tensor."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import koila
+from koila import LazyTensor, UnsupportedError, _core, lazy
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(3)
+    return torch.randn(6, 4, dtype=torch.float64)
+
+
+def doubled(x):
+    return lazy(x) * 2
+
+
+def test_numpy_tolist_array_are_the_values(x):
+    y = doubled(x)
+    assert np.array_equal(y.numpy(), (x * 2).numpy())
+    assert y.tolist() == (x * 2).tolist()
+    assert np.array_equal(np.asarray(y), (x * 2).numpy())
+    assert np.asarray(y, dtype=np.float32).dtype == np.float32
+    assert np.allclose(np.add(y, 1), (x * 2 + 1).numpy())
+
+
+def test_numpy_of_what_requires_grad_is_eagers_error(x):
+    y = doubled(x) * torch.ones(4, dtype=x.dtype, requires_grad=True)
+    for door in (lambda t: t.numpy(), np.asarray):
+        with pytest.raises(RuntimeError, match="Can't call numpy"):
+            door(y)
+    assert np.array_equal(y.detach().numpy(), (x * 2).numpy())
+    assert np.array_equal(y.numpy(force=True), (x * 2).numpy())
+
+
+def test_python_numbers(x):
+    s, e = doubled(x).sum(), (x * 2).sum()
+    assert float(s) == float(e) and s.item() == e.item() and bool(s > 0) == bool(e > 0)
+    assert int(s) == int(e) and complex(s) == complex(e) and f"{s:.3f}" == f"{e:.3f}"
+    i = lazy(torch.tensor([2, 1, 0])).max()
+    assert [10, 20, 30][i] == 30 and range(5)[i] == 2
+    assert (0.0 in doubled(x)) == (0.0 in x * 2)
+    assert len(doubled(x)) == 6 and len(list(doubled(x))) == 6
+
+
+def test_print_repr_format(x):
+    y, e = doubled(x), x * 2
+    assert repr(y) == repr(e) and str(y) == str(e) and f"{y}" == f"{e}"
+    w = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    assert repr(doubled(x) * w) == repr((x * 2) * w)
+    assert repr(lazy(x).requires_grad_()) == repr(x.clone().requires_grad_())
+
+
+def test_pickle_and_save_write_plain_tensors(x):
+    y = doubled(x)
+    back = pickle.loads(pickle.dumps({"y": y}))["y"]
+    assert type(back) is torch.Tensor and torch.equal(back, x * 2)
+    file = io.BytesIO()
+    torch.save([y], file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)[0], x * 2)
+
+
+def test_deepcopy(x):
+    y = copy.deepcopy(doubled(x))
+    assert torch.equal(y, x * 2) and not isinstance(y, LazyTensor)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(doubled(x) * torch.ones(4, dtype=x.dtype, requires_grad=True))
+
+
+def test_torch_is_differentiable(x):
+    w = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    t = (doubled(x) * w).torch()
+    assert type(t) is torch.Tensor and t.requires_grad
+    t.square().sum().backward()
+    v = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    (x * 2 * v).square().sum().backward()
+    assert torch.equal(w.grad, v.grad)
+
+
+def test_as_subclass(x):
+    class Mine(torch.Tensor):
+        pass
+
+    w = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    t = (doubled(x) * w).as_subclass(Mine)
+    assert type(t) is Mine
+    t.sum().backward()
+    assert torch.equal(w.grad, (x * 2).sum(0))
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda y: y.data_ptr(),
+        lambda y: y.share_memory_(),
+        lambda y: y.apply_(lambda v: v),
+        lambda y: y.map_(y, lambda a, b: a),
+        lambda y: y.untyped_storage(),
+        lambda y: y.storage(),
+        lambda y: y.set_(torch.ones(3)),
+        lambda y: y.resize_(3, 3),
+        lambda y: torch.ops.aten.as_strided_(y, (3,), (1,)),
+        lambda y: torch.utils.swap_tensors(y, torch.ones(3)),
+        lambda y: y + torch.ones(6, 4).to_sparse(),
+        lambda y: y.to_sparse(),
+    ],
+)
+def test_what_has_no_meaning_is_refused_and_nothing_changes(x, door):
+    y = doubled(x)
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        door(y)
+    assert torch.equal(y.torch(), x * 2)
+
+
+def test_the_data_pointer_of_nothing_is_an_error_in_c_too(x):
+    with pytest.raises(RuntimeError):
+        torch.Tensor.data_ptr(doubled(x))
+
+
+def test_dlpack(x):
+    assert torch.equal(torch.from_dlpack(doubled(x)), x * 2)
+
+
+def test_new(x):
+    y = doubled(x)
+    assert torch.equal(y.new_tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=x.dtype))
+    assert y.new(3).dtype == x.dtype and y.new([1, 2]).tolist() == [1.0, 2.0]
+    assert torch.equal(y.new_full((6, 2), 3).torch(), torch.full((6, 2), 3.0, dtype=x.dtype))
+
+
+def test_metadata_is_eagers(x):
+    y, e = doubled(x), x * 2
+    for f in (lambda t: t.type(), lambda t: t.stride(), lambda t: t.is_contiguous(), lambda t: t.storage_offset(), lambda t: t[2:].storage_offset(), lambda t: t.device,
+              lambda t: t.dtype, lambda t: t.layout, lambda t: t.element_size(), lambda t: t.nbytes, lambda t: t.is_floating_point(), lambda t: t.is_shared(), lambda t: t.is_pinned(),
+              lambda t: t.t().is_contiguous(), lambda t: t.T.stride(), lambda t: t.dim(), lambda t: t.numel(), lambda t: t.is_leaf, lambda t: hash(t) == id(t)):
+        assert f(y) == f(e)
+
+
+# -- data and grad
+
+
+def test_a_real_tensor_given_lazy_data_holds_plain_contents(x):
+    real = torch.zeros(6, 4, dtype=x.dtype)
+    real.data = doubled(x)
+    assert torch.equal(real + 0, x * 2)
+
+
+def test_a_lazy_tensor_given_data_has_the_new_contents(x):
+    for make in (lambda: torch.ones(2, 3), lambda: lazy(torch.ones(2, 3)) * 1):
+        y = doubled(x)
+        y.data = make()
+        assert y.shape == (2, 3) and torch.equal((y + 1).torch(), torch.full((2, 3), 2.0))
+
+
+def test_data_of_a_lazy_tensor_shares_its_contents(x):
+    y, e = doubled(x), x * 2
+    y.data.mul_(3)
+    e.data.mul_(3)
+    assert torch.equal(y.torch(), e) and y._version == e._version
+
+
+def test_what_was_recorded_from_a_tensor_keeps_its_contents_when_data_is_replaced(x):
+    p = torch.ones(4, dtype=x.dtype)
+    y = lazy(x) * p
+    p.data = torch.full((4,), 5.0, dtype=x.dtype)
+    z = lazy(x) * p
+    assert torch.equal(y.torch(), x) and torch.equal(z.torch(), x * 5)
+
+
+def test_a_lazy_gradient_given_to_a_parameter_is_plain_for_who_reads_it(x):
+    p = torch.nn.Parameter(torch.ones(6, 4, dtype=x.dtype))
+    p.grad = doubled(x)
+    assert type(p.grad) is torch.Tensor and torch.equal(p.grad, x * 2)
+    p.grad = None
+    assert p.grad is None
+
+
+def test_the_given_tensor_is_never_written(x):
+    before = x.clone()
+    y = lazy(x)
+    y.add_(1)
+    y[0] = 5
+    y.data.zero_()
+    assert torch.equal(y.torch(), torch.zeros_like(x)) and torch.equal(x, before) and x._version == 0
+
+
+# -- lazy data written into plain tensors
+
+
+def test_writing_lazy_data_into_a_plain_tensor(x):
+    real = torch.zeros(6, 4, dtype=x.dtype)
+    assert real.copy_(doubled(x)) is real and torch.equal(real, x * 2)
+    real.add_(lazy(x))
+    real[0] = lazy(x)[1]
+    e = x * 2 + x
+    e[0] = x[1]
+    assert torch.equal(real, e)
+    out = torch.empty(6, 4, dtype=x.dtype)
+    torch.add(lazy(x), 1, out=out)
+    assert torch.equal(out, x + 1)
+
+
+def test_earlier_reads_of_a_buffer_keep_its_contents_when_lazy_data_is_written(x):
+    buffer = torch.ones(6, 4, dtype=x.dtype)
+    y = lazy(x)
+    z = y + buffer
+    buffer.copy_(y * 7)
+    assert torch.equal(z.torch(), x + 1) and torch.equal((y + buffer).torch(), x + x * 7)
+
+
+# -- values in the middle
+
+
+def test_masks_and_data_dependent_operators(x):
+    y = doubled(x)
+    e = x * 2
+    assert torch.equal(koila.run(y[y > 0]), e[e > 0])
+    assert torch.equal(koila.run(y.nonzero()), e.nonzero())
+    assert torch.equal(koila.run(torch.masked_select(y, y > 0)), torch.masked_select(e, e > 0))
+    assert torch.equal(y, e) and torch.equal(koila.run(y.unique()), e.unique())
+    i = lazy(torch.tensor([1, 1, 0, 3]))
+    assert torch.bincount(i).tolist() == [1, 2, 0, 1]
+    assert bool((y == y).all()) and torch.allclose(y, e)
+
+
+def test_rows_chosen_by_a_mask_are_differentiable(x):
+    w, v = (torch.ones(4, dtype=x.dtype, requires_grad=True) for _ in range(2))
+    y, e = lazy(x) * w, x * v
+    y[x[:, 0] > 0].square().sum().backward()
+    e[x[:, 0] > 0].square().sum().backward()
+    assert torch.equal(w.grad, v.grad)
+
+
+def test_only_the_mask_is_made_concrete(x):
+    big = x.repeat(1, 500)  # what is small and held is made on the way
+    y = doubled(big)
+    z = y * 3
+    z[y > 0].sum()
+    assert not _core.is_concrete(z) and not _core.is_concrete(y)
+
+
+def test_a_higher_order_operator_is_refused(x):
+    with pytest.raises((UnsupportedError, RuntimeError, NotImplementedError)):
+        torch.ops.higher_order.cond(lazy(x).sum() > 0, lambda t: t + 1, lambda t: t - 1, (lazy(x),))
+
+
+def test_another_tensor_class_with_a_dispatch_of_its_own_is_refused(x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode().from_tensor(x)
+    with pytest.raises((UnsupportedError, AssertionError)):
+        lazy(x) + fake
+    with pytest.raises(UnsupportedError):
+        _core.lazy_leaf(fake, None, 0)
+
+
+def test_swap_tensors_of_two_lazies(x):
+    a, b = doubled(x), lazy(x)[:3] + 1
+    torch.utils.swap_tensors(a, b)
+    assert a.shape == (3, 4) and torch.equal(a.torch(), x[:3] + 1) and torch.equal(b.torch(), x * 2)
+
+
+# -- metadata in place
+
+
+@pytest.mark.parametrize("change", [lambda t: t.t_(), lambda t: t.unsqueeze_(1), lambda t: t.transpose_(0, 1), lambda t: t.unsqueeze_(0).squeeze_(0), lambda t: t.squeeze_()])
+def test_metadata_in_place(x, change):
+    y, e = lazy(x) * 2, x * 2
+    assert change(y) is y
+    change(e)
+    assert y.shape == e.shape and y.stride() == e.stride() and torch.equal((y + 1).torch(), e + 1)
+    y.mul_(2)
+    assert torch.equal(y.torch(), e.mul_(2))
+
+
+def test_metadata_in_place_with_a_view_alive_is_refused(x):
+    y = lazy(x) * 2
+    v = y.view(-1)
+    with pytest.raises(UnsupportedError, match="shares memory"):
+        y.t_()
+    assert torch.equal(v.torch(), (x * 2).view(-1))
+
+
+# -- foreach
+
+
+def test_foreach(x):
+    with torch.no_grad():
+        a, b = [lazy(x) * 1, lazy(x) * 2], [x * 1, x * 2]
+        for f in (lambda t: torch._foreach_add_(t, 1), lambda t: torch._foreach_mul_(t, [2.0, 3.0]), lambda t: torch._foreach_addcmul_(t, t, t, 0.5), lambda t: torch._foreach_sqrt_(torch._foreach_abs(t)),
+                  lambda t: torch._foreach_add_(t, [x, x], alpha=2), lambda t: torch._foreach_lerp_(t, [x, x], 0.3), lambda t: torch._foreach_clamp_min_(t, 0.1), lambda t: torch._foreach_maximum_(t, [x, x])):
+            f(a)
+            f(b)
+        for p, q in zip(a, b):
+            assert torch.equal(koila.run(p), q) and p._version == q._version
+        for p, q in zip(torch._foreach_norm(a), torch._foreach_norm(b)):
+            assert torch.equal(koila.run(p), q)
+
+
+def test_foreach_counts_versions_so_that_autograd_notices(x):
+    w = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    y = lazy(x) * w
+    z = y * y
+    with torch.no_grad():
+        torch._foreach_mul_([y], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()

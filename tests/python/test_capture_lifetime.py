@@ -1,0 +1,214 @@
+"""Who keeps what: leaks in a fresh process, references, and which values the user can still ask for."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from koila import _core, lazy
+
+
+def run_fresh(code):
+    p = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200)
+    assert p.returncode == 0, p.stderr[-3000:]
+    return p.stdout
+
+
+STEP = """
+import gc, weakref, torch, koila
+from koila import _core
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+tapes, kept = [], []
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4
+def step():
+    x, y = koila.lazy(torch.randn(256, 32), torch.randint(0, 4, (256,)))
+    tapes.append(weakref.ref(_core.tape_of(x)))
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    kept.append(loss.detach())
+def alive():
+    return len({id(t()) for t in tapes if t() is not None})
+"""
+
+
+def test_steps_keep_neither_tapes_nor_memory():
+    run_fresh(STEP + """
+for _ in range(60):
+    step()
+gc.collect()
+before = rss()
+for _ in range(300):
+    step()
+gc.collect()
+assert alive() <= 1, alive()
+assert rss() - before < 8000, rss() - before
+assert len({float(k) for k in kept}) > 300
+""")
+
+
+def test_an_evaluation_loop_is_not_recorded_to_its_end():
+    run_fresh(STEP + """
+model.eval()
+right, expected = 0, 0
+for grad in (False, True):
+    with torch.set_grad_enabled(grad):
+        for _ in range(50):
+            a, b = torch.randn(64, 32), torch.randint(0, 4, (64,))
+            x, y = koila.lazy(a, b)
+            tapes.append(weakref.ref(_core.tape_of(x)))
+            right = right + (model(x).argmax(1) == y).sum()
+            expected += (model(a).argmax(1) == b).sum()
+            assert alive() <= 2 and _core.tape_of(x).n_nodes < 400
+assert int(right) == int(expected)
+""")
+
+
+def test_a_program_that_only_records_leaks_nothing():
+    run_fresh(STEP + """
+def record():
+    x = koila.lazy(torch.randn(256, 32))
+    tapes.append(weakref.ref(_core.tape_of(x)))
+    y = model(x)
+    v = y[:, :2]
+    v.add_(1)
+    y.unsqueeze(0)
+    try:
+        y @ y
+    except RuntimeError:
+        pass
+    return float(v.sum())
+for _ in range(50):
+    record()
+gc.collect()
+before = rss()
+for _ in range(300):
+    record()
+gc.collect()
+assert alive() <= 1 and rss() - before < 8000, (alive(), rss() - before)
+""")
+
+
+def test_reference_counts_are_level():
+    x = torch.randn(6, 4)
+    w = torch.randn(4, requires_grad=True)
+    things = [None, x, w, torch.float32, torch.strided, _core, torch.ops.aten.mul.Tensor]
+
+    def use():
+        y = lazy(x) * w
+        z = y[1:] + 1.5
+        z.mul_(2)
+        y.sum().item()
+        t = _core.tape_of(y)
+        del y, z
+        t.close()
+
+    for _ in range(3):
+        use()
+    before = [sys.getrefcount(t) for t in things]
+    for _ in range(50):
+        use()
+    after = [sys.getrefcount(t) for t in things]
+    assert all(abs(a - b) <= 3 for a, b in zip(after, before)), list(zip(things, before, after))
+
+
+def held(tape):
+    return sorted(tape.held())
+
+
+def ident(t):
+    return _core.handle_info(t)[1]
+
+
+def test_what_only_autograd_keeps_is_not_held():
+    w = torch.randn(8, 8, requires_grad=True)
+    x = lazy(torch.randn(4, 8))
+    tape = _core.tape_of(x)
+
+    def forward():
+        h = torch.tanh(x @ w) * w.sum()
+        return torch.relu(h) * torch.exp(h) @ w
+
+    y = forward()
+    assert held(tape) == [ident(y)]
+    a = x @ w
+    b = a * a  # autograd saves a too
+    assert held(tape) == sorted(map(ident, (a, b, y)))
+    keep, box = [b], {"y": y}
+    ids = sorted(map(ident, (b, y)))
+    del a, b, y
+    assert held(tape) == ids
+    del keep, box
+    assert held(tape) == []
+
+
+def test_what_a_custom_function_keeps_in_python_is_held():
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.mine = a * 2
+            return a * 3
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.mine
+
+    x = lazy(torch.randn(4, 8)) * torch.ones(8, requires_grad=True)
+    tape = _core.tape_of(x)
+    del_me = Keeps.apply(x)
+    assert len(held(tape)) == 3 and ident(del_me) in held(tape)
+
+
+def test_a_stale_value_is_an_error():
+    w = torch.randn(4, requires_grad=True)
+    y = lazy(torch.randn(6, 4)) * w
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(Exception, match="written since|changed"):
+        y.sum().item()
+
+
+def test_a_total_over_steps_is_the_sum():
+    w = torch.ones(4, requires_grad=True)
+    total, expected = 0, 0.0
+    for i in range(5):
+        x = torch.full((6, 4), float(i))
+        loss = (lazy(x) * w).sum()
+        loss.backward()
+        total += loss.detach()
+        expected += float((x * w).sum())
+        with torch.no_grad():
+            w.mul_(1.5)
+    assert float(total) == expected
+
+
+def test_a_batch_used_again_after_its_step_is_sliced_again():
+    w = torch.ones(4, requires_grad=True)
+    x = lazy(torch.randn(6, 4))
+    (x * w).sum().backward()
+    y = x * w
+    tape = _core.tape_of(y)
+    assert "batch axis" in tape.text()
+    y.sum().backward()
+
+
+def test_leaves_from_several_calls_join_one_tape():
+    a = lazy(torch.randn(6, 4))
+    b = lazy(torch.randn(3, 4))
+    assert _core.tape_of(a) is _core.tape_of(b)
+    c = (a.sum(0) * b).sum()
+    assert _core.tape_of(c) is _core.tape_of(a)
+
+
+def test_source_lines_are_the_users():
+    x = lazy(torch.randn(6, 4))
+    y = torch.nn.functional.softmax(torch.nn.Linear(4, 4)(x), -1)
+    text = _core.tape_of(y).text()
+    assert text.count("test_capture_lifetime.py") >= 1 and "/torch/" not in text

@@ -1,0 +1,58 @@
+"""Random programs of views, writes, metadata changes, factories and random operators: lazy ≡ eager, in everything a user could notice."""
+
+import pytest
+import torch
+
+import koila
+import program_generator as programs
+from koila import UnsupportedError, lazy
+
+WHOLE, SLICED, LONG = range(0, 60), range(1000, 1025), range(2000, 3000)
+
+
+def same(seed, rows):
+    eager = programs.run(seed, seed % 2)
+    try:
+        with koila.micro_batch(rows):
+            ours = programs.run(seed, seed % 2, lazy, refusals=(UnsupportedError,))
+    except programs.Refused:
+        return  # said so, and said why
+    differences = programs.compare(eager, ours, exact=rows is None)
+    assert not differences, (seed, differences)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", WHOLE)
+def test_a_program_in_one_slice_is_bit_equal(seed):
+    same(seed, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("seed", SLICED)
+def test_a_program_in_slices_is_equal(seed, rows):
+    same(seed, rows)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [None, 3, 4, 1])
+@pytest.mark.parametrize("first", LONG[::50])
+def test_many_programs(first, rows):
+    for seed in range(first, first + 50):
+        same(seed, rows)
+
+
+def test_the_comparison_notices_a_lost_write():
+    """A planted fault: a lazy world in which fill_ does nothing must not pass."""
+    caught = 0
+    fill = torch.Tensor.fill_
+    for seed in range(40):
+        eager = programs.run(seed, 0, kinds="vwwf")
+        torch.Tensor.fill_ = lambda self, value: self
+        try:
+            ours = programs.run(seed, 0, kinds="vwwf")
+        finally:
+            torch.Tensor.fill_ = fill
+        caught += bool(programs.compare(eager, ours, exact=True))
+    assert caught > 0
