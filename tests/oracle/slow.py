@@ -473,7 +473,8 @@ def combine(parts, p: Placement):
 
 
 def moments(x, dims):
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else torch.float64 if x.dtype is torch.float32 else x.dtype
+    x = x.to(wide)
     n = 1
     for d in dims:
         n *= x.size(d)
