@@ -128,7 +128,7 @@ koila_status koila_device_builtin(const char *name, const koila_allocator *mem, 
             }
             continue;
         }
-        koila_device *d;
+        koila_device *d = NULL;
         KOILA_TRY(device_new(mem, &d, e));
         snprintf(d->name, sizeof d->name, "%s", cards[i].name);
         set(d, KOILA_DEVICE_SM_COUNT, cards[i].sms, 0, "vendor", "");
@@ -256,7 +256,7 @@ static koila_status take_profile(json *j, koila_device *d)
 koila_status koila_device_open(const char *text, size_t n, const koila_allocator *mem, koila_device **out, koila_error *e)
 {
     json j = { text, text + n, text, e };
-    koila_device *d;
+    koila_device *d = NULL;
     KOILA_TRY(device_new(mem, &d, e));
     koila_status status = take_profile(&j, d);
     if (status) {

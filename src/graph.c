@@ -129,6 +129,8 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
                                  koila_graph **out, koila_value *value_of, koila_node *node_from)
 {
     enum { NEEDED = 0, UNNEEDED = KOILA_NONE };
+    for (uint32_t i = 0; i < n_targets; i++)
+        if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE) return KOILA_BAD_ARGUMENT;
     koila_graph *part = NULL;
     KOILA_TRY(koila_graph_new(g->table, mem, &part));
     koila_status status = KOILA_OK;

@@ -51,7 +51,7 @@ static void sub(walk *w, koila_value v, uint64_t bytes)
 {
     koila_assert(bytes <= w->live);
     w->live -= bytes;
-    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v]; /* an accumulator may have grown from another value's storage */
+    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v];
 }
 
 /* The walk is at `now` bytes. */
@@ -72,6 +72,15 @@ static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batc
 /* A sum is added in place; other combinations make a new accumulator while the old one lives. */
 static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes; }
 
+/* The storage of the next event's value is that of e's value from now on. */
+static void take_over(walk *w, const koila__event *e, int64_t rows)
+{
+    if (!w->held) return;
+    const uint64_t n_bytes = koila__live_bytes(w->p, e[1].value, rows);
+    w->held[e[1].value] -= n_bytes < w->held[e[1].value] ? n_bytes : w->held[e[1].value];
+    w->held[e->value] += n_bytes;
+}
+
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
     const bool cut = rows != batch;
@@ -84,6 +93,8 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         switch ((koila__event_kind)st->events[i].kind) {
         case KOILA__LOCAL_ALLOC: add(w, v, koila__live_bytes(w->p, v, rows)); break;
         case KOILA__LOCAL_FREE: sub(w, v, koila__live_bytes(w->p, v, rows)); break;
+        case KOILA__KEPT: take_over(w, &st->events[i], rows); break;
+        case KOILA__KEPT_FROM: break;
         case KOILA__KEPT_FREE: break; /* given up when the slice is complete, so that it can be run again after an out of memory */
         case KOILA__LOCAL_FREE_LATER:
             if (!first) sub(w, v, koila__live_bytes(w->p, v, rows));
@@ -103,10 +114,12 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         case KOILA__WHOLE_FREE: sub(w, v, m->n_storage_bytes); break;
         case KOILA__COLLECTED_FREE: sub(w, v, m->n_bytes); break;
         case KOILA__ADD_OWNED:
+            if (first) take_over(w, &st->events[i], rows);
             if (!first) inside = combine_bytes(w->p, v);
             break;
         case KOILA__ADD_OWNED_WIDE:
             if (first && cut) add(w, v, accumulator_bytes(w->p, v, true));
+            if (first && !cut) take_over(w, &st->events[i], rows);
             break;
         case KOILA__ADD_CLONE:
             if (first) add(w, v, accumulator_bytes(w->p, v, cut));
@@ -117,6 +130,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             break;
         case KOILA__PUT_OWNED:
             if (first && cut) add(w, v, m->n_bytes);
+            if (first && !cut) take_over(w, &st->events[i], rows);
             break;
         case KOILA__RUN: running = v; break;
         }
@@ -142,16 +156,22 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
             const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
             for (int64_t i = 0; i < n_full && !w->stopped; i++) {
                 const uint64_t before = w->live;
-                if (w->held && i == 1) memcpy(w->held_before, w->held, w->p->graph->values.n * sizeof *w->held);
+                for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
+                    if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
                 walk_slice(w, k, rows, batch, i == 0);
-                if (i == 1 && n_full > 3) { /* the slices between do as this one did */
+                if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
                     const int64_t n_skipped = n_full - 3;
                     w->live += (w->live - before) * (uint64_t)n_skipped; /* modulo 2^64: growth may be negative */
-                    for (uint32_t v = 0; w->held && v < w->p->graph->values.n; v++) w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
+                    for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
+                        const koila_value v = w->s->stages[k].events[e].value;
+                        if (w->s->stages[k].events[e].kind == KOILA__RUN) continue;
+                        w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
+                        w->held_before[v] = w->held[v]; /* once */
+                    }
                     i += n_skipped;
                 }
             }
-            if (ragged) walk_slice(w, k, ragged, batch, n_full == 0);
+            if (ragged && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
             for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) /* wide accumulators are cast back, one after another */
                 if (st->instrs[i].kind == KOILA_DO_ADD) {
                     const koila_value v = st->instrs[i].id;
@@ -159,6 +179,7 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
                     if (wide == narrow) continue;
                     add(w, v, narrow);
                     see(w, k, KOILA_NONE, w->live);
+                    if (w->stopped) break;
                     sub(w, v, wide);
                 }
         }
@@ -186,6 +207,12 @@ uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, c
     memset(w.held, 0, n_bytes);
     w.held_before = w.held + n_values + 1;
     walk_all(&w, NULL);
+    for (uint32_t v = 0; v < n_values; v++) { /* an accumulator that began as another value's storage is freed under its own name: no value holds more than itself */
+        if (!w.held[v]) continue; /* a None result has no meta */
+        const koila_meta_info *m = koila__value_meta(p->graph, v);
+        const uint64_t most = m->n_storage_bytes > m->n_bytes ? m->n_storage_bytes : m->n_bytes;
+        if (w.held[v] > most) w.held[v] = most;
+    }
     uint32_t n = 0;
     for (; n < cap; n++) {
         uint32_t best = KOILA_NONE;

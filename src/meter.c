@@ -18,16 +18,38 @@ void koila__meter_init(koila__meter *m, int n_devices)
     m->n_devices = n_devices;
 }
 
+static uint64_t bytes_in_pool(const koila__device *d, int large)
+{
+    return LOAD(d->base_bytes[large]) + LOAD(d->sums.alloc_bytes[large]) - LOAD(d->sums.freed_bytes[large]);
+}
+static uint64_t blocks_in_pool(const koila__device *d, int large)
+{
+    return LOAD(d->base_n[large]) + LOAD(d->sums.n_allocs[large]) - LOAD(d->sums.n_frees[large]);
+}
+
 uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
 {
     const koila__device *d = &m->device[device];
-    if (d->bytes && (q == KOILA__Q_BYTES_ALL || q == KOILA__Q_RESERVED)) return LOAD(*d->bytes);
-    return LOAD(d->now[q]);
+    switch (q) {
+    case KOILA__Q_BYTES_ALL: return d->bytes ? LOAD(*d->bytes) : LOAD(d->bytes_all);
+    case KOILA__Q_RESERVED: return d->bytes ? LOAD(*d->bytes) : LOAD(d->reserved);
+    case KOILA__Q_BYTES_SMALL: return bytes_in_pool(d, 0);
+    case KOILA__Q_BYTES_LARGE: return bytes_in_pool(d, 1);
+    case KOILA__Q_N_SMALL: return blocks_in_pool(d, 0);
+    case KOILA__Q_N_LARGE: return blocks_in_pool(d, 1);
+    default: return blocks_in_pool(d, 0) + blocks_in_pool(d, 1);
+    }
 }
 
 void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT])
 {
-    for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(m->device[device].now[q], now[q]);
+    koila__device *d = &m->device[device];
+    STORE(d->bytes_all, now[KOILA__Q_BYTES_ALL]);
+    STORE(d->reserved, now[KOILA__Q_RESERVED]);
+    for (int i = 0; i < 2; i++) {
+        ADD(d->base_bytes[i], now[KOILA__Q_BYTES_SMALL + i] - bytes_in_pool(d, i));
+        ADD(d->base_n[i], now[KOILA__Q_N_SMALL + i] - blocks_in_pool(d, i));
+    }
     ADD(m->n_events, 1);
 }
 
@@ -47,15 +69,10 @@ void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_
     koila__device *d = &m->device[device];
     uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
     int large = size > KOILA__SMALL_BYTES;
-    uint64_t one = delta < 0 ? (uint64_t)-1 : 1;
-    uint64_t after[KOILA__Q_COUNT];
-    after[KOILA__Q_BYTES_ALL] = now;
-    STORE(d->now[KOILA__Q_BYTES_ALL], now);
-    after[KOILA__Q_RESERVED] = reserved == UINT64_MAX ? now : reserved;
-    STORE(d->now[KOILA__Q_RESERVED], after[KOILA__Q_RESERVED]);
-    after[KOILA__Q_BYTES_SMALL + large] = ADD(d->now[KOILA__Q_BYTES_SMALL + large], (uint64_t)delta) + (uint64_t)delta;
-    after[KOILA__Q_N_ALL] = ADD(d->now[KOILA__Q_N_ALL], one) + one;
-    after[KOILA__Q_N_SMALL + large] = ADD(d->now[KOILA__Q_N_SMALL + large], one) + one;
+    if (!d->bytes) {
+        STORE(d->bytes_all, now);
+        STORE(d->reserved, reserved == UINT64_MAX ? now : reserved);
+    }
     count(&d->sums, large, delta);
 
     int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire), n_given = 0;
@@ -64,11 +81,13 @@ void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_
         koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
         if (!t || LOAD(t->n_open) == 0) continue;
         if (delta > 0) {
-            raise_to(&t->device[device].peak[KOILA__Q_BYTES_ALL], after[KOILA__Q_BYTES_ALL]);
-            raise_to(&t->device[device].peak[KOILA__Q_BYTES_SMALL + large], after[KOILA__Q_BYTES_SMALL + large]);
-            raise_to(&t->device[device].peak[KOILA__Q_N_ALL], after[KOILA__Q_N_ALL]);
-            raise_to(&t->device[device].peak[KOILA__Q_N_SMALL + large], after[KOILA__Q_N_SMALL + large]);
-            raise_to(&t->device[device].peak[KOILA__Q_RESERVED], after[KOILA__Q_RESERVED]);
+            _Atomic uint64_t *peak = t->device[device].peak;
+            uint64_t n_pool = blocks_in_pool(d, large);
+            raise_to(&peak[KOILA__Q_BYTES_ALL], now);
+            raise_to(&peak[KOILA__Q_BYTES_SMALL + large], bytes_in_pool(d, large));
+            raise_to(&peak[KOILA__Q_N_SMALL + large], n_pool);
+            raise_to(&peak[KOILA__Q_N_ALL], n_pool + blocks_in_pool(d, !large));
+            raise_to(&peak[KOILA__Q_RESERVED], reserved == UINT64_MAX ? now : reserved);
         }
         if (own ? t == self : true) {
             count(&t->device[device].sums, large, delta);
@@ -164,7 +183,7 @@ void koila__meter_fork_child(koila__meter *m, koila__thread *self)
     for (int i = 0; i < LOAD(m->n_threads); i++)
         if (LOAD(m->threads[i]) != self) STORE(m->threads[i], NULL);
     for (int d = 0; d < m->n_devices; d++)
-        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(m->device[d].now[q], 0);
+        koila__meter_set(m, d, (const uint64_t[KOILA__Q_COUNT]){ 0 });
     for (int i = 0; i < LOAD(m->n_spans); i++) STORE(m->spans[i], NULL);
     if (self) koila__window_restart(m, self);
     ADD(m->n_events, 1);

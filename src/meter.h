@@ -54,9 +54,11 @@ typedef struct koila__thread {
     koila__thread_device device[KOILA__DEVICES_MAX];
 } koila__thread;
 
+/* The small and large quantities are not kept but follow: now == base + handed out - taken back (modulo 2^64). */
 typedef struct koila__device {
-    _Atomic uint64_t now[KOILA__Q_COUNT];
-    const _Atomic uint64_t *bytes; /* where BYTES_ALL really stands, if not in now[] */
+    _Atomic uint64_t bytes_all, reserved;
+    const _Atomic uint64_t *bytes; /* where BYTES_ALL and RESERVED really stand, if not above */
+    _Atomic uint64_t base_bytes[2], base_n[2];
     koila__live_sums sums;
 } koila__device;
 

@@ -18,12 +18,13 @@ struct koila_plan {
     koila__schedule schedule;
     koila_plan_info info;
     koila_value *targets;
+    uint32_t n_targets;
     int64_t *rows; /* [axes] */
     koila_gather *gathers;
     koila_gather *largest;
     uint32_t n_largest;
     koila_curve_point *curve;
-    uint32_t n_curve;
+    uint32_t n_curve, n_curve_max;
     koila__arena arena;
 };
 
@@ -91,7 +92,7 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
             }
-        out[n++] = (koila__keep){ .horizon = 0 };
+        out[n++] = (koila__keep){ .horizon = 0, .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
 }
@@ -99,22 +100,17 @@ static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep 
 static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
 {
     koila_plan *p = user;
-    if (p->n_curve < UINT32_MAX && p->curve) p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
+    koila_assert(p->n_curve < p->n_curve_max);
+    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-static bool count_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
-{
-    (void)stage, (void)node, (void)bytes;
-    ++*(uint32_t *)user;
-    return true;
-}
-
 /* Gathers of needed nodes; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user };
-    uint32_t n_gathers = 0, n_points = 0;
+    uint32_t n_gathers = 0;
+    uint64_t n_points = 0;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -133,9 +129,16 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     p->info.n_gathers = n_gathers;
     uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
     if (!peaks) return KOILA_NO_MEMORY;
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, count_curve, &n_points);
-    if (!(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
-    koila__live_simulate(p->placed, &p->schedule, &live, NULL, fill_curve, p);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
+        const koila_stage *st = &p->schedule.stages[k].stage;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        uint64_t n_runs = 0;
+        for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
+        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
+    }
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    p->n_curve_max = (uint32_t)n_points;
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
@@ -148,18 +151,42 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     return KOILA_OK;
 }
 
-static void word_no_fit(koila_error *err, const koila_plan *p, uint64_t budget)
+/* "234.6 KiB" */
+static const char *size_text(char out[32], uint64_t bytes)
 {
-    char largest[120] = "";
+    static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+    double n = (double)bytes;
+    uint32_t u = 0;
+    for (; n >= 1024 && u < 4; u++) n /= 1024;
+    snprintf(out, 32, u ? "%.1f %s" : "%.0f %s", n, units[u]);
+    return out;
+}
+
+/* Names the largest values, each as "f32[64, 128] 32.0 KiB aten::mm train.py:12" while there is room. */
+static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph *recorded, uint64_t budget)
+{
+    char largest[150] = "", needs[32], there[32], bytes[32];
     size_t used = 0;
-    for (uint32_t i = 0; i < p->n_largest && i < 3 && used < sizeof largest; i++) {
+    for (uint32_t i = 0; i < p->n_largest && i < 3; i++) {
         const koila_graph *g = p->placed->graph;
         const koila_node n = p->largest[i].node;
-        used += (size_t)snprintf(largest + used, sizeof largest - used, "%s%s %.1f MiB", i ? ", " : "",
-                                 n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op), (double)p->largest[i].bytes / 1048576.0);
+        const koila_meta_info *m = koila__value_meta(g, p->largest[i].value);
+        char one[160], shape[64] = "";
+        size_t at = 0;
+        for (uint32_t d = 0; d < m->n_dims && at < sizeof shape; d++)
+            at += (size_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        const uint32_t line = n == KOILA_NONE ? KOILA_NONE : koila_node_get(recorded, koila_plan_recorded(p, n)).line;
+        const char *file = line == KOILA_NONE ? "" : koila_graph_line_file(recorded, line), *slash = strrchr(file, '/');
+        int k = snprintf(one, sizeof one, "%s%s[%s] %s %s", i ? ", " : "", koila_dtype_text(m->dtype), shape, size_text(bytes, p->largest[i].bytes),
+                         n == KOILA_NONE ? "input" : koila_op_name(g->table, koila__node_sig(g, n)->op));
+        if (k > 0 && (size_t)k < sizeof one && line != KOILA_NONE)
+            k += snprintf(one + k, sizeof one - (size_t)k, " %s:%u", slash ? slash + 1 : file, koila_graph_line_number(recorded, line));
+        if (k < 0 || used + (size_t)k >= sizeof largest) break;
+        memcpy(largest + used, one, (size_t)k + 1);
+        used += (size_t)k;
     }
-    koila__fail(err, KOILA_OOM, 0, "one slice of %lld row(s) needs %llu bytes, %llu are there, %llu short; largest: %s", (long long)p->info.rows,
-                (unsigned long long)p->info.peak_bytes, (unsigned long long)budget, (unsigned long long)(p->info.peak_bytes - budget), largest);
+    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are there, %llu bytes short; largest: %s", (long long)p->info.rows,
+                size_text(needs, p->info.peak_bytes), size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget), largest);
 }
 
 /* What the parts of koila_plan_new() share. */
@@ -296,6 +323,7 @@ static koila_status make_plan(planning *q)
     p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
     p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
     if (!p->targets || !p->rows) return KOILA_NO_MEMORY;
+    p->n_targets = q->n_targets;
     for (uint32_t i = 0; i < q->n_targets; i++)
         if (q->targets[i] >= q->graph->values.n || q->graph->values.at[q->targets[i]].meta == KOILA_NONE)
             return koila__fail(q->err, KOILA_BAD_ARGUMENT, 0, "plan: target %u is no value of the graph", q->targets[i]);
@@ -325,7 +353,7 @@ static koila_status make_plan(planning *q)
     KOILA_TRY(describe(p, o));
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes) return KOILA_OK;
-    word_no_fit(q->err, p, o->budget_bytes);
+    word_no_fit(q->err, p, q->graph, o->budget_bytes);
     return KOILA_OOM;
 }
 
@@ -519,61 +547,96 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
 
 /* ---- the invariants: replay the instructions with flags instead of tensors */
 
+/* WHOLE, LOCAL, KEPT: there is such a tensor of v now; MADE: it is being collected and is whole when the loop ends. */
+enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
+
+/* Follows one stage. n_local: local values there are; n_kept: pieces. */
+static bool check_stage(const koila_plan *p, uint32_t k, uint8_t *flags, uint32_t *n_kept, koila_error *err)
+{
+    const koila_graph *g = p->placed->graph;
+    const koila_stage *st = &p->schedule.stages[k].stage;
+    const uint8_t mine = st->is_loop ? LOCAL : WHOLE;
+    uint32_t n_local = 0;
+#define HOLDS(e, ...)                                                              \
+    do {                                                                           \
+        if (!(e)) return koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__), false; \
+    } while (0)
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr in = st->instrs[i];
+        const uint32_t v = in.id;
+        switch ((koila_instr_kind)in.kind) {
+        case KOILA_DO_RUN: {
+            const koila_sig_info *s = koila__node_sig(g, in.id);
+            const koila_node_info *n = &g->nodes.at[in.id];
+            for (uint32_t u = 0; u < s->n_inputs; u++) {
+                const koila_value x = g->inputs.at[n->first_input + u];
+                bool is_read = true;
+                for (uint32_t w = 0; w < s->n_writes; w++) is_read &= s->writes[w].input != u || !s->writes[w].overwrites;
+                const bool whole = !st->is_loop || p->placed->need[n->first_input + u].kind == KOILA_R;
+                HOLDS(!is_read || flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
+            }
+            for (uint32_t o = 0; o < s->n_outputs; o++) {
+                if (s->outputs[o] == KOILA_NONE) continue;
+                HOLDS(!(flags[n->first_output + o] & mine), "node %u (%s): result %u is there already", in.id, koila_op_name(g->table, s->op), o);
+                flags[n->first_output + o] |= mine;
+                n_local++;
+            }
+            break;
+        }
+        case KOILA_DO_SLICE:
+            HOLDS(st->is_loop && flags[v] & WHOLE && !(flags[v] & LOCAL), "value %u is sliced before it is whole, or twice", v);
+            flags[v] |= LOCAL;
+            n_local++;
+            break;
+        case KOILA_DO_FETCH:
+            HOLDS(st->is_loop && flags[v] & KEPT && !(flags[v] & LOCAL), "value %u is fetched but not kept, or twice", v);
+            flags[v] |= LOCAL;
+            n_local++;
+            break;
+        case KOILA_DO_KEEP:
+            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & KEPT), "value %u is kept before it is made, or twice", v);
+            flags[v] |= KEPT;
+            ++*n_kept;
+            break;
+        case KOILA_DO_ADD:
+        case KOILA_DO_PUT:
+            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & (WHOLE | MADE)), "value %u is collected before it is made, or twice", v);
+            flags[v] |= MADE;
+            break;
+        case KOILA_DO_FREE:
+            HOLDS(flags[v] & mine && g->values.at[v].meta != KOILA_NONE, "value %u is freed but not there", v);
+            HOLDS(st->is_loop || g->values.at[v].node != KOILA_NONE, "value %u is freed but is not ours", v);
+            flags[v] &= (uint8_t)~mine;
+            n_local--;
+            break;
+        }
+    }
+    HOLDS(!st->is_loop || n_local == 0, "%u values outlive their slice", n_local);
+    for (uint32_t i = 0; i < st->n_instrs && st->is_loop; i++) {
+        const uint32_t v = st->instrs[i].id;
+        if (st->instrs[i].kind == KOILA_DO_ADD || st->instrs[i].kind == KOILA_DO_PUT) flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
+        if (st->instrs[i].kind != KOILA_DO_FETCH || !(st->instrs[i].flags & KOILA_INSTR_LAST)) continue;
+        HOLDS(flags[v] & KEPT, "value %u is given up twice", v);
+        flags[v] &= (uint8_t)~KEPT;
+        --*n_kept;
+    }
+#undef HOLDS
+    return true;
+}
+
 bool koila_plan_check(const koila_plan *p, koila_error *err)
 {
     const koila_graph *g = p->placed->graph;
-    const uint32_t V = g->values.n + 1;
-    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, V);
+    const size_t n_bytes = (size_t)g->values.n + 1;
+    uint32_t n_kept = 0;
+    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, n_bytes);
     if (!flags) return true; /* cannot tell */
-    enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
+    for (uint32_t v = 0; v < g->values.n; v++) flags[v] = g->values.at[v].node == KOILA_NONE ? WHOLE : 0;
     bool ok = true;
-    memset(flags, 0, V);
-#define HOLDS(e, ...)                                                          \
-    do {                                                                       \
-        if (ok && !(e)) ok = false, koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__); \
-    } while (0)
-    for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) flags[v] = WHOLE;
-    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++) {
-        const koila_stage *st = &p->schedule.stages[k].stage;
-        for (uint32_t i = 0; i < st->n_instrs && ok; i++) {
-            const koila_instr in = st->instrs[i];
-            const uint32_t v = in.id;
-            switch ((koila_instr_kind)in.kind) {
-            case KOILA_DO_RUN: {
-                const koila_sig_info *s = koila__node_sig(g, in.id);
-                for (uint32_t u = 0; u < s->n_inputs; u++) {
-                    const koila_value x = g->inputs.at[g->nodes.at[in.id].first_input + u];
-                    bool unread = false;
-                    for (uint32_t q = 0; q < s->n_writes; q++) unread |= s->writes[q].input == u && s->writes[q].overwrites;
-                    if (unread) continue;
-                    const bool whole = !st->is_loop || p->placed->need[g->nodes.at[in.id].first_input + u].kind == KOILA_R;
-                    HOLDS(flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
-                }
-                for (uint32_t o = 0; o < s->n_outputs; o++)
-                    if (s->outputs[o] != KOILA_NONE) {
-                        HOLDS(!(flags[g->nodes.at[in.id].first_output + o] & (st->is_loop ? LOCAL : WHOLE)), "node %u runs twice in a slice", in.id);
-                        flags[g->nodes.at[in.id].first_output + o] |= st->is_loop ? LOCAL : WHOLE;
-                    }
-                break;
-            }
-            case KOILA_DO_SLICE: HOLDS(flags[v] & WHOLE, "value %u is sliced before it is whole", v); flags[v] |= LOCAL; break;
-            case KOILA_DO_FETCH: HOLDS(flags[v] & KEPT, "value %u is fetched but not kept", v); flags[v] |= LOCAL; break;
-            case KOILA_DO_KEEP: HOLDS(flags[v] & LOCAL, "value %u is kept before it is made", v); flags[v] |= KEPT; break;
-            case KOILA_DO_ADD:
-            case KOILA_DO_PUT: HOLDS(flags[v] & LOCAL, "value %u is collected before it is made", v); flags[v] |= MADE; break;
-            case KOILA_DO_FREE:
-                HOLDS(flags[v] & (st->is_loop ? LOCAL : WHOLE), "value %u is freed but not there", v);
-                flags[v] &= (uint8_t)~(st->is_loop ? LOCAL : WHOLE);
-                break;
-            }
-        }
-        for (uint32_t v = 0; v < g->values.n && st->is_loop; v++) {
-            HOLDS(!(flags[v] & LOCAL), "value %u outlives its slice", v);
-            if (flags[v] & MADE) flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
-        }
-    }
-#undef HOLDS
-    koila__release(&p->mem, flags, V);
+    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++) ok = check_stage(p, k, flags, &n_kept, err);
+    if (ok && n_kept) ok = false, koila__fail(err, KOILA_BAD_INPUT, 0, "%u kept values are never given up", n_kept);
+    for (uint32_t i = 0; i < p->n_targets && ok; i++)
+        if (!(flags[p->targets[i]] & WHOLE)) ok = false, koila__fail(err, KOILA_BAD_INPUT, 0, "target %u (value %u) is not there at the end", i, p->targets[i]);
+    koila__release(&p->mem, flags, n_bytes);
     return ok;
 }

@@ -16,6 +16,8 @@
 /* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy is refused; a few times the work is the most anybody wants. */
 #define KOILA_COST_MAX_LOOPS 8192
 #define KOILA_COST_MAX_INSTRS 64
+/* The same for recomputing everything when nobody asked for that: about five times the work. */
+#define KOILA_COST_MAX_INSTRS_AUTO 12
 
 /* With forced rows and no budget: the least memory among the policies that cost at most this many times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0

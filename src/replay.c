@@ -749,33 +749,81 @@ static void check_end(replay *r)
 
 /* ---- the run */
 
+/* A set of addresses: open addressing, deletion by moving back. */
+typedef struct addr_set {
+    koila_allocator mem;
+    uint64_t *at;
+    uint64_t n, cap;
+    bool failed;
+} addr_set;
+static uint64_t addr_home(const addr_set *t, uint64_t addr) { return (addr >> 9) * 0x9E3779B97F4A7C15u >> 16 & (t->cap - 1); }
+static bool set_has(const addr_set *t, uint64_t addr)
+{
+    if (!t->cap) return false;
+    for (uint64_t h = addr_home(t, addr); t->at[h]; h = (h + 1) & (t->cap - 1))
+        if (t->at[h] == addr) return true;
+    return false;
+}
+static void set_put(addr_set *t, uint64_t addr)
+{
+    if (!addr || set_has(t, addr)) return;
+    if ((t->n + 1) * 2 > t->cap) {
+        const uint64_t cap = t->cap ? t->cap * 2 : 1024;
+        uint64_t *at = koila__realloc(&t->mem, NULL, 0, (size_t)cap * 8), *old = t->at;
+        if (!at) {
+            t->failed = true;
+            return;
+        }
+        memset(at, 0, (size_t)cap * 8);
+        const uint64_t old_cap = t->cap;
+        t->at = at;
+        t->cap = cap;
+        for (uint64_t i = 0; i < old_cap; i++) {
+            if (!old[i]) continue;
+            uint64_t h = addr_home(t, old[i]);
+            while (at[h]) h = (h + 1) & (cap - 1);
+            at[h] = old[i];
+        }
+        koila__release(&t->mem, old, (size_t)old_cap * 8);
+    }
+    uint64_t h = addr_home(t, addr);
+    while (t->at[h]) h = (h + 1) & (t->cap - 1);
+    t->at[h] = addr;
+    t->n++;
+}
+static bool set_drop(addr_set *t, uint64_t addr)
+{
+    if (!set_has(t, addr)) return false;
+    const uint64_t mask = t->cap - 1;
+    uint64_t hole = addr_home(t, addr);
+    while (t->at[hole] != addr) hole = (hole + 1) & mask;
+    for (uint64_t h = (hole + 1) & mask; t->at[h]; h = (h + 1) & mask)
+        if (((h - addr_home(t, t->at[h])) & mask) >= ((h - hole) & mask)) t->at[hole] = t->at[h], hole = h;
+    t->at[hole] = 0;
+    t->n--;
+    return true;
+}
+
+/* Is every freed block and every segment of the end made in the window? */
 static bool begins_inside(const replay *r, koila_error *e, bool *inside)
 {
-    /* every free and every end segment must have been made in the window */
-    omap live = { .mem = r->mem }, segs = { .mem = r->mem };
+    addr_set live = { .mem = r->mem }, segs = { .mem = r->mem };
     *inside = true;
     for (uint64_t i = 0; i < r->n && *inside && !live.failed && !segs.failed; i++) {
         const snap_entry *x = entry(r, i);
         switch (x->kind) {
-        case KOILA_EVENT_ALLOC:
-            if (!omap_find(&live, x->addr)) omap_put(&live, x->addr);
-            break;
-        case KOILA_EVENT_FREE_REQUESTED: *inside = omap_find(&live, x->addr) != 0; break;
-        case KOILA_EVENT_FREE_COMPLETED:
-            *inside = omap_find(&live, x->addr) != 0;
-            omap_drop(&live, x->addr);
-            break;
-        case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP:
-            if (!omap_find(&segs, x->addr)) omap_put(&segs, x->addr);
-            break;
-        case KOILA_EVENT_SEGMENT_FREE: *inside = omap_find(&segs, x->addr) != 0; omap_drop(&segs, x->addr); break;
+        case KOILA_EVENT_ALLOC: set_put(&live, x->addr); break;
+        case KOILA_EVENT_FREE_REQUESTED: *inside = set_has(&live, x->addr); break;
+        case KOILA_EVENT_FREE_COMPLETED: *inside = set_drop(&live, x->addr); break;
+        case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: set_put(&segs, x->addr); break;
+        case KOILA_EVENT_SEGMENT_FREE: *inside = set_drop(&segs, x->addr); break;
         default: break;
         }
     }
-    for (size_t i = 0; i < r->n_segs && *inside; i++) *inside = omap_find(&segs, r->segs[i].addr) != 0;
+    for (size_t i = 0; i < r->n_segs && *inside; i++) *inside = set_has(&segs, r->segs[i].addr);
     const bool failed = live.failed || segs.failed;
-    omap_free(&live);
-    omap_free(&segs);
+    koila__release(&r->mem, live.at, (size_t)live.cap * 8);
+    koila__release(&r->mem, segs.at, (size_t)segs.cap * 8);
     if (failed) koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     return !failed;
 }
@@ -802,7 +850,7 @@ static koila_status setup(replay *r, const koila_snapshot *s, uint32_t device, c
     out->verified = r->conf.verified;
     out->n_entries = r->n;
     if (r->n_segs && !(r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t)))) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-    memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
+    if (r->made_at) memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
     for (uint64_t i = 0; i < r->n; i++) {
         const snap_entry *x = entry(r, i);
         if (x->kind != KOILA_EVENT_SEGMENT_ALLOC) continue;

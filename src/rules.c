@@ -194,3 +194,6 @@ bool koila__dtype_is_float(koila_dtype d)
     default: return koila__dtype_is_complex(d);
     }
 }
+
+koila_dtype koila__accumulate_type(koila_dtype d) { return d == KOILA_DTYPE_F16 || d == KOILA_DTYPE_BF16 ? KOILA_DTYPE_F32 : d; }
+koila_dtype koila__moments_type(koila_dtype d) { return d == KOILA_DTYPE_F32 ? KOILA_DTYPE_F64 : koila__accumulate_type(d); }

@@ -44,12 +44,16 @@ typedef struct koila__case {
     const koila_placement *want;           /* see above; usually NULL */
     bool may_emit;
     bool accumulates;                      /* the result is the P input plus what this slice's rows add to it */
+    uint32_t unread;                       /* bit i: the call does not read input i for these arguments (a random state without dropout); need[i] is as it is placed */
     koila_value *replaced;                 /* preset KOILA_NONE; set all results that exist to rewrite */
 } koila__case;
 
 typedef bool (*koila__rule)(koila__case *c);
 /** The rule of an operator by its ATen name, or NULL (gather). From ops.def. */
 koila__rule koila__rule_of(const char *op);
+/** The text of the rule a user gave for an operator (koila_table_rule), or NULL; and the rule that reads it. */
+const char *koila__user_rule_of(const koila_table *t, const char *op);
+bool koila__rule_user(koila__case *c);
 /** The lines of ops.def, in order; false past the end. `family` is the rule's name without "koila__rule_". */
 bool koila__op_line(uint32_t i, const char **name, const char **family, const char **says);
 
@@ -126,6 +130,10 @@ bool koila__kw_int(const koila__case *c, const char *name, int64_t otherwise, in
 bool koila__kw_number(const koila__case *c, const char *name, double otherwise, double *out);
 
 bool koila__dtype_is_float(koila_dtype d);
+/** What sums over the batch are kept in: float32 for half precision, else the type itself. */
+koila_dtype koila__accumulate_type(koila_dtype d);
+/** What koila::moments gives: float32 for half precision, float64 for float32 (as PyTorch's own CPU statistics), else the type itself. */
+koila_dtype koila__moments_type(koila_dtype d);
 bool koila__dtype_is_complex(koila_dtype d);
 
 /* ---- the families: every rule named in ops.def */

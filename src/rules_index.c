@@ -122,8 +122,8 @@ bool koila__rule_index_add(koila__case *c)
 bool koila__rule_index_fill(koila__case *c)
 {
     uint32_t d;
-    if (koila__any_p(c) || c->n_in != 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || !koila__is_s(c->in[0]) || c->in[0].dim == d) return false;
-    koila__need_r(c, 1);
+    if (koila__any_p(c) || c->n_in < 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || !koila__is_s(c->in[0]) || c->in[0].dim == d) return false;
+    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
     c->out[0] = c->in[0];
     return true;
 }

@@ -110,7 +110,7 @@ bool koila__rule_nll_loss(koila__case *c)
     }
     if (reduction != MEAN || !c->may_emit) return false;
     const koila_dtype type = c->out_meta[0]->dtype;
-    const koila_dtype acc = type == KOILA_DTYPE_F16 || type == KOILA_DTYPE_BF16 ? KOILA_DTYPE_F32 : type; /* a sum of halves overflows where their mean does not */
+    const koila_dtype acc = koila__accumulate_type(type); /* a sum of halves overflows where their mean does not */
     const koila_meta scalar = koila__emit_meta(c, x, acc, 0, NULL);
     const koila_value tw = total_weight(c, c->in_value[1], weight, ignore, acc);
     const koila_meta out[2] = { scalar, scalar };

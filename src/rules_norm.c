@@ -95,8 +95,6 @@ static koila_value row(koila__case *c, koila_value m, int64_t i) /* m[i] */
     return koila__emit_end(&k, koila__emit_meta(c, info, info->dtype, info->n_dims - 1u, info->size + 1));
 }
 
-static koila_dtype accumulate_type(koila_dtype d) { return d == KOILA_DTYPE_F16 || d == KOILA_DTYPE_BF16 ? KOILA_DTYPE_F32 : d; }
-
 static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh, double momentum, koila_meta out)
 {
     const koila_meta_info *m = koila_meta_get(c->table, out);
@@ -150,7 +148,7 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     if (!koila__arg_number(c, pos_training + 1, 0.1, &momentum) || !koila__arg_number(c, pos_training + 2, 1e-5, &eps)) return false;
     const koila_meta_info *m = c->in_meta[0];
     const koila_meta stat = c->sig->outputs[1];
-    const koila_dtype acc = accumulate_type(m->dtype);
+    const koila_dtype acc = koila__moments_type(m->dtype);
     const koila_value whole = moments(c, c->in_value[0], acc);
     const koila_meta_info *w = koila__emit_meta_of(c, whole);
     if (!w) return false;
@@ -307,7 +305,7 @@ static bool along_init(along *a, koila__case *c, uint32_t x, uint32_t d)
     const koila_meta_info *m = c->in_meta[x];
     int64_t size[KOILA_MAX_DIMS];
     if (!c->may_emit || !koila__dtype_is_float(m->dtype)) return false;
-    *a = (along){ .c = c, .d = d, .acc = accumulate_type(c->out_meta[0]->dtype) };
+    *a = (along){ .c = c, .d = d, .acc = koila__accumulate_type(c->out_meta[0]->dtype) };
     for (uint32_t k = 0; k < m->n_dims; k++) size[k] = k == d ? 1 : m->size[k];
     a->full = koila__emit_meta_like(c, m, a->acc);
     a->one = koila__emit_meta(c, m, a->acc, m->n_dims, size);

@@ -164,3 +164,12 @@ bool koila__rule_bucketize(koila__case *c)
     c->out[0] = c->in[0];
     return true;
 }
+
+/* searchsorted(sorted[n], x): one sorted table for all */
+bool koila__rule_searchsorted(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in != 2 || koila__input_at(c, 1) != 1 || c->in_meta[0]->n_dims != 1 || !koila__is_s(c->in[1])) return false;
+    koila__need_r(c, 0);
+    c->out[0] = c->in[1];
+    return koila__fits(c, c->out[0], c->out_meta[0]);
+}

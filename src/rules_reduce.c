@@ -69,8 +69,6 @@ bool koila__rule_moments(koila__case *c)
 
 /* ---- reductions over the batch that are no sum: rewritten */
 
-static koila_dtype accumulate_type(koila_dtype d) { return d == KOILA_DTYPE_F16 || d == KOILA_DTYPE_BF16 ? KOILA_DTYPE_F32 : d; }
-
 /* input 0 reduced over `set`: its sizes with 1 (keepdim) or without them */
 static uint32_t reduced_sizes(const koila__case *c, uint32_t set, bool keepdim, int64_t *size)
 {
@@ -125,7 +123,7 @@ static bool variance(koila__case *c, bool root, bool with_mean)
     for (uint32_t d = n = 0; d < m->n_dims; d++)
         if ((set >> d) & 1) dims[n++] = d, count *= m->size[d];
     if (count <= correction) return false; /* eager warns and gives nan or inf: let it */
-    const koila_dtype acc = accumulate_type(m->dtype);
+    const koila_dtype acc = koila__moments_type(m->dtype);
     size[0] = 3;
     const uint32_t n_dims = reduced_sizes(c, set, false, size + 1);
     koila__call k;
@@ -163,7 +161,7 @@ bool koila__rule_logsumexp(koila__case *c)
     if (!koila__arg_bool(c, 2, false, &keepdim)) return false;
     if (!((set >> c->in[0].dim) & 1)) return koila__out_all(c, koila__moved(c->in[0], after(set, keepdim, c->in[0].dim)));
     if (!c->may_emit || !koila__dtype_is_float(m->dtype) || koila__dtype_is_complex(m->dtype)) return false;
-    const koila_dtype acc = accumulate_type(m->dtype);
+    const koila_dtype acc = koila__accumulate_type(m->dtype);
     int64_t size[KOILA_MAX_DIMS];
     const uint32_t kept = reduced_sizes(c, set, true, size);
     const koila_value x = koila__emit_cast(c, c->in_value[0], acc), max = reduced(c, "aten::amax", x, set, true, acc);
@@ -197,7 +195,7 @@ static bool norm(koila__case *c, uint32_t pos_dims)
     if (!((set >> c->in[0].dim) & 1)) return koila__out_all(c, koila__moved(c->in[0], after(set, keepdim, c->in[0].dim)));
     if (!c->may_emit || koila__kw(c, "dtype") || !koila__dtype_is_float(m->dtype) || koila__dtype_is_complex(m->dtype)) return false;
     const double inf = __builtin_inf();
-    const koila_dtype acc = accumulate_type(m->dtype);
+    const koila_dtype acc = koila__accumulate_type(m->dtype);
     const koila_meta full = koila__emit_meta_like(c, m, acc);
     const koila_value x = koila__emit_cast(c, c->in_value[0], acc);
     int64_t size[KOILA_MAX_DIMS];
@@ -259,4 +257,49 @@ bool koila__rule_matrices(koila__case *c)
     for (uint32_t i = 0; i < c->n_in; i++)
         if (c->in_meta[i]->n_dims != c->in_meta[lead]->n_dims || !koila__need(c, i, c->in[lead])) return false;
     return koila__out_all(c, c->in[lead]);
+}
+
+/* linalg_lu_solve(LU, pivots, B), lu_unpack(LU, pivots), householder_product(A, tau): input 1 is a vector for each matrix */
+bool koila__rule_matrices_vector(koila__case *c)
+{
+    const uint32_t lead = koila__lead(c), n = c->in_meta[0]->n_dims;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim + 2u >= n) return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (c->in_meta[i]->n_dims + (i == 1 ? 1u : 0u) != n || !koila__need(c, i, c->in[lead])) return false;
+    return koila__out_all(c, c->in[lead]);
+}
+
+/* glu_backward(grad, x, dim): rows of both */
+bool koila__rule_glu_backward(koila__case *c)
+{
+    uint32_t d;
+    const uint32_t lead = koila__lead(c);
+    if (koila__any_p(c) || c->n_in != 2 || lead == KOILA_NONE || !koila__arg_dim(c, 2, -1, c->in_meta[1]->n_dims, &d) || c->in[lead].dim == d) return false;
+    if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
+    return koila__out_all(c, c->in[lead]);
+}
+
+/* aminmax(x, *, dim?, keepdim): over the batch the two results combine differently but alike: maximum and minimum */
+bool koila__rule_aminmax(koila__case *c)
+{
+    int64_t dim = 0, keepdim;
+    const koila_arg *a = koila__kw(c, "dim");
+    const int64_t n = c->in_meta[0]->n_dims;
+    if (koila__any_p(c) || c->n_in != 1 || c->n_out != 2 || !koila__is_s(c->in[0]) || !koila__kw_int(c, "dim", 0, &dim) || !koila__kw_int(c, "keepdim", 0, &keepdim))
+        return false;
+    if (dim < 0) dim += n;
+    if (dim < 0 || dim >= n) return false;
+    if (a && a->kind == KOILA_ARG_INT && dim != c->in[0].dim) return koila__out_all(c, koila__moved(c->in[0], after(1u << dim, keepdim, c->in[0].dim)));
+    c->out[0] = koila__p(c, KOILA_MIN);
+    c->out[1] = koila__p(c, KOILA_MAX);
+    return true;
+}
+
+/* linalg_cross(a, b, *, dim): broadcast, vectors along dim */
+bool koila__rule_cross(koila__case *c)
+{
+    int64_t dim;
+    if (koila__any_p(c) || !koila__kw_int(c, "dim", -1, &dim) || !koila__rule_pointwise(c) || c->out[0].kind != KOILA_S) return false;
+    if (dim < 0) dim += c->out_meta[0]->n_dims;
+    return c->out[0].dim != dim;
 }

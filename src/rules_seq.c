@@ -38,6 +38,85 @@ bool koila__rule_flash_cpu_backward(koila__case *c)
     return heads(c, 6, mask_input(c, 6)) && koila__out_all(c, c->in[koila__lead_among(c, 6)]);
 }
 
+/* Attention kernels of CUDA. Without dropout the random state they return is never read: it is a P that nobody adds up, and stays in its loop. */
+static void rest_unread(koila__case *c, uint32_t first)
+{
+    for (uint32_t j = first; j < c->n_out; j++)
+        if (c->out_meta[j]) c->out[j] = koila__p(c, KOILA_SUM);
+}
+
+static bool unread(koila__case *c, uint32_t pos)
+{
+    const uint32_t i = koila__input_at(c, pos);
+    if (i == KOILA_NONE) return koila__is_absent(c, pos);
+    if (i >= 32) return false;
+    c->need[i] = koila__is_r(c->in[i]) ? koila__r() : c->in[i];
+    c->unread |= 1u << i;
+    return true;
+}
+
+/* _scaled_dot_product_efficient_attention(q, k, v, attn_bias?, compute_lse, dropout_p, is_causal) -> out, lse[B, H, L], seed, offset
+ * _scaled_dot_product_cudnn_attention(the same, return_debug_mask), _scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, ...) */
+static bool attention(koila__case *c, uint32_t n_full, uint32_t pos_bias, uint32_t pos_dropout)
+{
+    double dropout;
+    const uint32_t bias = pos_bias ? koila__input_at(c, pos_bias) : KOILA_NONE;
+    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0 || c->n_out < 2 || c->n_in != n_full + (bias != KOILA_NONE)) return false;
+    if (!heads(c, n_full, bias)) return false;
+    const koila_placement p = c->in[koila__lead_among(c, n_full)];
+    for (uint32_t j = 0; j < 2; j++) {
+        if (!c->out_meta[j]) continue;
+        c->out[j] = p;
+        if (!koila__fits(c, p, c->out_meta[j])) {
+            if (c->out_meta[j]->n_elements) return false;
+            c->out[j] = koila__p(c, KOILA_SUM);
+        }
+    }
+    rest_unread(c, 2);
+    return true;
+}
+bool koila__rule_efficient_attention(koila__case *c) { return attention(c, 3, 3, 5); }
+bool koila__rule_flash_attention(koila__case *c) { return attention(c, 3, 0, 3); }
+
+/* Inputs that share batch and heads are those of 4 dims and the logsumexp; the bias is broadcast; the state is not read. */
+static bool attention_backward(koila__case *c, uint32_t pos_bias, const uint32_t *state, uint32_t n_state, uint32_t pos_dropout)
+{
+    double dropout;
+    const uint32_t bias = pos_bias ? koila__input_at(c, pos_bias) : KOILA_NONE;
+    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0) return false;
+    for (uint32_t k = 0; k < n_state; k++)
+        if (!unread(c, state[k])) return false;
+    uint32_t lead = KOILA_NONE;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if ((c->unread >> i) & 1) continue;
+        if (koila__is_p(c->in[i])) return false;
+        if (i != bias && koila__is_s(c->in[i]) && (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements)) lead = i;
+    }
+    if (lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4) return false;
+    const koila_placement p = c->in[lead];
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if ((c->unread >> i) & 1) continue;
+        if (i == bias) koila__need_aligned(c, i, p, 4);
+        else if (!koila__need(c, i, p)) return false;
+    }
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        if (!c->out_meta[j]) continue;
+        c->out[j] = p;
+        if (j >= 3 && c->need[bias == KOILA_NONE ? 0 : bias].kind != KOILA_S) c->out[j] = koila__p(c, KOILA_SUM); /* gradient of a whole bias */
+    }
+    return true;
+}
+bool koila__rule_efficient_attention_backward(koila__case *c)
+{ /* (grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal) */
+    static const uint32_t state[] = { 7, 8 };
+    return attention_backward(c, 4, state, 2, 9);
+}
+bool koila__rule_flash_attention_backward(koila__case *c)
+{ /* (grad, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset) */
+    static const uint32_t state[] = { 6, 7, 12, 13 };
+    return attention_backward(c, 0, state, 4, 10);
+}
+
 /* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H], cy[N, H], workspace. Time comes first here whatever
  * batch_first says: the caller has transposed. `batch_sizes` (packed sequences) must be empty. */
 static bool is_empty_list(const koila__case *c, uint32_t pos)

@@ -21,7 +21,8 @@
  * Time: everything is a pass over nodes and uses, or over (loops x nodes) / 64 words of bit sets, or over what is emitted. What recomputes so much
  * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
- * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage, and the storage belongs to this scope: it is
+ * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage (or on its part of it, when the storage was
+ * cut by unsafe_split and nobody holds the uncut one), and the storage belongs to this scope: it is
  * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right. What is written over
  * without being read is no use of its base: the result is new memory, and the base may be long gone.
  *
@@ -55,6 +56,8 @@ typedef struct scope {
     koila_value *root; /* [value] storage it lives in, named by the value that made it */
     uint32_t *alive;   /* [value as root] values alive on that storage */
     uint8_t *owned;    /* [value as root] owner */
+    koila_value *region; /* [value] the part of the storage it may touch: its root for all of it, else the result of an unsafe_split it comes from */
+    uint32_t *touching;  /* [value as region] values alive there: sum over the regions of a root == alive[root] */
     uint8_t *here;     /* [value] alive in this scope */
 } scope;
 
@@ -81,7 +84,9 @@ typedef struct work_state {
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
     uint32_t *consumer_first, *consumer_next, *consumer_input; /* uses of a value: chains through flat inputs of needed nodes */
     uint32_t *consumer_node;
+    bool *is_local;        /* [flat input] see uses_local */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
+    bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
 
     loop_info *loops;
     uint32_t n_loops;
@@ -91,8 +96,7 @@ typedef struct work_state {
     uint64_t **use;        /* [value] keepable only: loops that read it locally */
 
     bool *kept;            /* [value] a piece of every slice is there now */
-    koila_value *kept_list;
-    uint32_t n_kept;
+    koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
     bool *given_up;        /* [value] its piece was fetched for the last time in the current loop */
     uint32_t *in_loop;     /* [node] == loop + 1: runs in that loop */
     uint64_t *order_bits;  /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
@@ -145,13 +149,14 @@ static bool reads(const koila_sig_info *s, uint32_t i)
 }
 
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
-static bool uses_local(const work_state *w, koila_node n, uint32_t i)
+static bool find_local(const work_state *w, koila_node n, uint32_t i)
 {
     const koila_value v = input_of(w, n, i);
     if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
     const koila_placement need = need_of(w, n, i);
     return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
 }
+static bool uses_local(const work_state *w, koila_node n, uint32_t i) { return w->is_local[w->g->nodes.at[n].first_input + i]; }
 
 /* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
 static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
@@ -222,8 +227,10 @@ static koila_status find_levels(work_state *w)
     if (w->n_loops > KOILA_COST_MAX_LOOPS) return KOILA_UNSUPPORTED;
     w->loops = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->loops);
     w->target_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->target_first);
-    TRY_ALLOC(w->loops && w->target_first);
+    w->kept_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->kept_first);
+    TRY_ALLOC(w->loops && w->target_first && w->kept_first);
     memset(w->target_first, 0xff, w->n_loops * sizeof *w->target_first);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
     uint32_t next = 0;
     for (uint64_t i = 0; i < n_slots; i++) {
         if (!loop_of[i]) continue;
@@ -241,6 +248,8 @@ static koila_status find_levels(work_state *w)
  * across many barriers is not run from its beginning in every loop. */
 static koila_status find_costs(work_state *w)
 {
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) w->is_local[w->g->nodes.at[n].first_input + i] = find_local(w, n, i);
     double *chain = koila__arena_array(&w->tmp, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
     TRY_ALLOC(chain);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
@@ -261,64 +270,102 @@ static koila_status find_costs(work_state *w)
 
 /* ---- which loop makes what */
 
-/* Work of the nodes v needs in loop j that are not in `set` (a bit per node of its demand), with v's producer; adds them to it when `add`. Negative
- * when it is more than `limit`. */
-static double demand(work_state *w, koila_value v, uint32_t j, uint64_t *set, bool add, double limit)
+static bool runs_in(const work_state *w, koila_node n, uint32_t j) { return w->exec[(size_t)n * w->words + (j >> 6)] >> (j & 63) & 1; }
+static void set_runs_in(work_state *w, koila_node n, uint32_t j) { w->exec[(size_t)n * w->words + (j >> 6)] |= (uint64_t)1 << (j & 63); }
+
+static bool keepable(const work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
+    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+}
+
+/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is the home of a consumer. */
+static void find_homes(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->home[n] = KOILA_NONE;
+        if (!w->needed[n] || !w->p->node[n].in_loop) continue;
+        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
+            const koila_value v = w->g->nodes.at[n].first_output + o;
+            if (w->made_whole[v] < w->home[n]) w->home[n] = w->made_whole[v];
+            for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
+                if (w->home[w->consumer_node[at]] < w->home[n] && uses_local(w, w->consumer_node[at], w->consumer_input[at])) w->home[n] = w->home[w->consumer_node[at]];
+        }
+    }
+}
+
+/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the loops before; runs it there when `add`. Negative when
+ * it is more than `limit`. */
+static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
 {
     double work = 0;
     uint32_t top = 0;
     w->epoch++;
-#define VISIT(node_)                                                                       \
-    do {                                                                                   \
-        const koila_node q_ = (node_);                                                     \
-        if (w->mark[q_] != w->epoch && !(set[q_ >> 6] >> (q_ & 63) & 1)) {                  \
-            w->mark[q_] = w->epoch;                                                        \
-            w->stack[top++] = q_;                                                          \
-        }                                                                                  \
+#define VISIT(node_)                                                \
+    do {                                                            \
+        const koila_node q_ = (node_);                              \
+        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {         \
+            w->mark[q_] = w->epoch;                                 \
+            w->stack[top++] = q_;                                   \
+        }                                                           \
     } while (0)
     VISIT(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
         work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
         if (!add && work > limit) return -1;
-        if (add) set[n >> 6] |= (uint64_t)1 << (n & 63);
+        if (add) {
+            set_runs_in(w, n, j);
+            if (j < w->home[n]) w->home[n] = j;
+        }
         const koila_sig_info *s = sig_of(w, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (reads(s, i) && uses_local(w, n, i) && !sliced_in(w, input_of(w, n, i), j)) VISIT(producer(w, input_of(w, n, i)));
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value x = input_of(w, n, i);
+            if (!reads(s, i) || !uses_local(w, n, i) || sliced_in(w, x, j)) continue;
+            if (w->home[producer(w, x)] < j && keepable(w, x)) continue;
+            VISIT(producer(w, x));
+        }
     }
 #undef VISIT
     return work;
 }
 
-/* The first loop from `first` on, of n's axis, whose demand holds n; KOILA_NONE when there is none. */
-static uint32_t first_with(const work_state *w, koila_node n, uint32_t first, uint64_t **set)
+/* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
+static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 {
-    for (uint32_t j = first; j < w->n_loops; j++)
-        if (w->loops[j].axis == w->p->node[n].axis && set[j][n >> 6] >> (n & 63) & 1) return j;
+    for (uint32_t k = first >> 6; k < w->words; k++) {
+        uint64_t bits = w->exec[(size_t)n * w->words + k];
+        if (k == first >> 6) bits &= UINT64_MAX << (first & 63);
+        for (; bits; bits &= bits - 1) {
+            const uint32_t j = k * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (w->loops[j].axis == w->p->node[n].axis) return j;
+        }
+    }
     return KOILA_NONE;
 }
 
-/* The loop for result v, which nobody waits for: the first that runs its producer anyway (later ones may only seem to: there an expensive value is
- * kept and not run again). Else, of its own loop, the first that runs all its inputs, and the last ones, where it adds least. The choices are asked
- * with a limit that doubles, so that asking costs about what the answer does, and each answer is work that is then done: linear in all. */
-static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
+ * and the last ones, where it adds least. The choices are asked with a limit that doubles, so that asking costs about what the answer does, and each
+ * answer is work that is then done: linear in all. */
+static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
     const koila_sig_info *s = sig_of(w, n);
-    const uint32_t first = w->natural[n], there = first_with(w, n, first, set);
+    const uint32_t first = w->natural[n], there = first_with(w, n, first);
     if (there != KOILA_NONE) return there;
     uint32_t choice[5], n_choices = 0, inputs = first;
     for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
         if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
     for (uint32_t i = 0; i < s->n_inputs && inputs != KOILA_NONE; i++)
-        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs, set);
+        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs);
     if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;
         double best_work = 0;
         for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
-            const double work = demand(w, v, choice[k], set[choice[k]], false, limit);
+            const double work = demand(w, v, choice[k], false, limit);
             if (work >= 0 && (best == KOILA_NONE || work < best_work)) best = choice[k], best_work = work;
         }
         if (best != KOILA_NONE) return best;
@@ -326,33 +373,24 @@ static uint32_t best_loop(work_state *w, koila_value v, uint64_t **set)
     return first;
 }
 
-static koila_status assign_targets(work_state *w)
+static void assign_targets(work_state *w)
 {
-    const uint32_t set_words = w->n_nodes / 64 + 1;
-    uint64_t **set = koila__arena_array(&w->tmp, w->n_loops, sizeof *set);
-    TRY_ALLOC(set);
-    for (uint32_t j = 0; j < w->n_loops; j++) {
-        set[j] = koila__arena_array(&w->tmp, set_words, sizeof **set);
-        TRY_ALLOC(set[j]);
-    }
     for (uint32_t v = 0; v < w->n_values; v++) w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+    find_homes(w);
     for (uint32_t v = 0; v < w->n_values; v++)
-        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], set[w->made_whole[v]], true, 0);
+        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], true, 0);
     for (uint32_t v = w->n_values; v-- > 0;) { /* late results first: they decide where earlier ones pass by */
         if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v)) continue;
-        w->made_whole[v] = best_loop(w, v, set);
-        demand(w, v, w->made_whole[v], set[w->made_whole[v]], true, 0);
+        const uint32_t j = best_loop(w, v);
+        demand(w, v, j, true, 0);
+        w->made_whole[v] = j;
     }
     for (uint32_t v = w->n_values; v-- > 0;) {
         if (w->made_whole[v] == KOILA_NONE) continue;
         w->target_next[v] = w->target_first[w->made_whole[v]];
         w->target_first[w->made_whole[v]] = v;
     }
-    memset(w->home, 0xff, w->n_nodes * sizeof *w->home);
-    for (uint32_t j = w->n_loops; j-- > 0;)
-        for (uint32_t k = 0; k < set_words; k++)
-            for (uint64_t bits = set[j][k]; bits; bits &= bits - 1) w->home[k * 64 + (uint32_t)__builtin_ctzll(bits)] = j;
-    return KOILA_OK;
+    find_homes(w);
 }
 
 /* Adds the loops in which consumers read v locally, when consumers run where exec says. */
@@ -363,20 +401,14 @@ static void add_uses(const work_state *w, koila_value v, uint64_t *out)
         const koila_node c = w->consumer_node[at];
         if (w->home[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
         const uint64_t *e = w->exec + (size_t)c * w->words;
-        for (uint32_t k = 0; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
+        for (uint32_t k = w->home[c] >> 6; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
     }
-}
-
-static bool keepable(const work_state *w, koila_value v)
-{
-    const koila_node n = producer(w, v);
-    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
-    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
 }
 
 /* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
 static koila_status find_exec(work_state *w)
 {
+    memset(w->exec, 0, (size_t)w->n_nodes * w->words * sizeof *w->exec);
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
         uint64_t *e = w->exec + (size_t)n * w->words;
@@ -442,10 +474,12 @@ static koila_status find_maybe_alias(work_state *w)
                                          "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
     const koila_table *t = w->g->table;
     w->maybe_alias = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->maybe_alias);
-    TRY_ALLOC(w->maybe_alias);
+    w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
+    TRY_ALLOC(w->maybe_alias && w->splits);
     for (uint32_t op = 0; op < t->ops.n; op++) {
         w->maybe_alias[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
         for (size_t i = 0; i < KOILA_COUNT(maybe); i++) w->maybe_alias[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
+        w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     }
     return KOILA_OK;
 }
@@ -466,6 +500,19 @@ static void begin_value(scope *s, koila_value v, owner o)
     s->root[v] = v;
     s->alive[v] = 1;
     s->owned[v] = (uint8_t)o;
+    s->region[v] = v;
+    s->touching[v] = 1;
+}
+
+/* v lives on the storage of `on`: on the same part of it, or (disjoint) on a part that no other result of the same call touches. */
+static void join_value(scope *s, koila_value v, koila_value on, bool disjoint)
+{
+    s->here[v] = 1;
+    s->root[v] = s->root[on];
+    s->alive[s->root[v]]++;
+    s->region[v] = disjoint ? v : s->region[on];
+    if (disjoint) s->touching[v] = 0;
+    s->touching[s->region[v]]++;
 }
 
 /* The value is gone; its storage too when it was the last one there. `own`: the event that ends a storage of the scope itself. */
@@ -473,6 +520,7 @@ static bool release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s->root[v];
     w->s->here[v] = 0;
+    w->s->touching[w->s->region[v]]--;
     if (--w->s->alive[r]) return true;
     switch ((owner)w->s->owned[r]) {
     case OWNER_NONE: return true;
@@ -541,11 +589,21 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
     if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
     if (k >= 16 || s->writes[k].overwrites || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
-    const koila_value r = w->s->root[b];
-    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->alive[r] != 1) return false;
+    const koila_value r = w->s->root[b], part = w->s->region[b];
+    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->touching[part] != 1) return false;
+    if (part == r ? w->s->alive[r] != 1 : w->s->touching[r] != 0) return false;
     for (uint32_t h = 0; h < k; h++)
         if (input_of(w, n, s->writes[h].input) == b) return false;
     return true;
+}
+
+/* v is kept after loop j: at least until its next use, for what decides it only changes there. */
+static void keep_until_next(work_state *w, koila_value v, uint32_t j)
+{
+    const uint32_t u = next_use(w, v, j);
+    w->kept[v] = true;
+    w->kept_next[v] = w->kept_first[u];
+    w->kept_first[u] = v;
 }
 
 /* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
@@ -572,8 +630,8 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
-        w->kept[v] = true;
-        w->kept_list[w->n_kept++] = v;
+        if (v != r) TRY_ALLOC(event(w, KOILA__KEPT, v) && event(w, KOILA__KEPT_FROM, r));
+        keep_until_next(w, v, j);
         w->n_keeps++;
         w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
@@ -599,9 +657,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         const bool stolen = o >= s->n_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = o < s->n_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s->here[input_of(w, n, 0)])) {
-            w->s->here[v] = 1;
-            w->s->root[v] = w->s->root[input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0)];
-            w->s->alive[w->s->root[v]]++;
+            join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0), !stolen && w->splits[s->op]);
             continue;
         }
         begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE); /* a view of a leaf or of a whole value owns nothing */
@@ -724,14 +780,13 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         for (uint32_t o = 0; o < s->n_outputs; o++) w->last_use[w->g->nodes.at[order[k]].first_output + o] = k;
     }
     for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
-    uint32_t n_kept = 0;
-    for (uint32_t i = 0; i < w->n_kept; i++) { /* pieces whose last loop this was */
-        const koila_value v = w->kept_list[i];
+    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
+        next = w->kept_next[v];
+        w->kept[v] = false;
         if (keeps(w, v, j)) {
-            w->kept_list[n_kept++] = v;
+            keep_until_next(w, v, j);
             continue;
         }
-        w->kept[v] = false;
         if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
             begin_value(w->s, v, OWNER_PIECE);
             TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v }));
@@ -740,7 +795,6 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         }
         w->given_up[v] = false;
     }
-    w->n_kept = n_kept;
     return finish_stage(w, out, true, w->loops[j].axis);
 }
 
@@ -832,7 +886,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         s->n_needed++;
         s->work_recorded += w->cost[n].work;
     }
-    w->max_emitted = (uint64_t)KOILA_COST_MAX_INSTRS * s->n_needed + 4096;
+    w->max_emitted = (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * s->n_needed + 4096;
     s->stages = koila__arena_array(&s->arena, (size_t)w->n_levels + w->n_loops, sizeof *s->stages);
     TRY_ALLOC(s->stages);
     s->n_loops = w->n_loops;
@@ -863,7 +917,8 @@ static koila_status make_arrays(work_state *w)
     MAKE(home, N);
     MAKE(use, V);
     MAKE(kept, V);
-    MAKE(kept_list, V);
+    MAKE(kept_next, V);
+    MAKE(is_local, I);
     MAKE(given_up, V);
     MAKE(in_loop, N);
     MAKE(order_bits, N / 64 + 1);
@@ -879,6 +934,8 @@ static koila_status make_arrays(work_state *w)
     scope *const scopes[] = { &w->whole, &w->slice };
     for (size_t i = 0; i < 2; i++) {
         TRY_ALLOC(scopes[i]->root = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->root));
+        TRY_ALLOC(scopes[i]->region = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->region));
+        TRY_ALLOC(scopes[i]->touching = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->touching));
         TRY_ALLOC(scopes[i]->alive = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->alive));
         TRY_ALLOC(scopes[i]->owned = koila__arena_array(&w->tmp, V, 1));
         TRY_ALLOC(scopes[i]->here = koila__arena_array(&w->tmp, V, 1));
@@ -896,7 +953,7 @@ static koila_status make_schedule(work_state *w, const koila_value *targets, uin
     KOILA_TRY(find_costs(w));
     KOILA_TRY(find_levels(w));
     TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
-    KOILA_TRY(assign_targets(w));
+    assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
     return make_stages(w, s);

@@ -10,6 +10,7 @@
  * `horizon` loops, or when it crosses a checkpoint: a boundary every `spacing` loops (0 = none). Everything else is recomputed. */
 typedef struct koila__keep {
     uint32_t horizon, spacing;
+    uint32_t max_instrs; /* refuse more instructions than so many times the needed nodes; 0: KOILA_COST_MAX_INSTRS */
     bool cheap; /* results of cheap operators too: a hostile build, for tests */
 } koila__keep;
 
@@ -31,6 +32,8 @@ typedef enum koila__event_kind {
     KOILA__ADD_CLONE,         /* first slice: an accumulator of its own is made */
     KOILA__PUT,               /* first slice: the whole buffer is made */
     KOILA__PUT_OWNED,         /* the same, unless the slice is all rows: then local storage becomes it */
+    KOILA__KEPT,              /* a piece of its own name, */
+    KOILA__KEPT_FROM,         /* which is this storage: always right behind KEPT */
     KOILA__KEPT_FREE,         /* a kept piece's last use is over */
     KOILA__RUN,               /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
 } koila__event_kind;

@@ -290,7 +290,7 @@ static bool intern_stack(reader *r, const value *frames, uint64_t n, uint32_t *i
 {
     koila_snapshot *s = r->s;
     if (n > MAX_FRAMES) n = MAX_FRAMES;
-    if (!grow32(r, &s->stack_ids, &s->stack_ids_cap, s->n_stack_ids + (uint32_t)n, sizeof(uint32_t))) return false;
+    if (!grow32(r, &s->stack_ids, &s->stack_ids_cap, s->n_stack_ids + (uint32_t)n + 1, sizeof(uint32_t))) return false;
     uint32_t *ids = s->stack_ids + s->n_stack_ids; /* built in place, kept only if new */
     for (uint64_t i = 0; i < n; i++) ids[i] = (uint32_t)of(frames[i]);
     if (!rehash(r, &s->stack_hash, &s->stack_hash_cap, s->n_stacks, stack_hash_of)) return false;
@@ -415,10 +415,20 @@ static bool need(reader *r, place at, const fields *f, int key)
     return (f->has >> key & 1) || BAD(r, "%s %llu: \"%s\" missing", at.what, (unsigned long long)at.i, key_names[key]);
 }
 
-static const struct { const char *name; uint8_t kind; } actions[] = {
-    { "alloc", KOILA_EVENT_ALLOC }, { "free_requested", KOILA_EVENT_FREE_REQUESTED }, { "free_completed", KOILA_EVENT_FREE_COMPLETED },
-    { "segment_alloc", KOILA_EVENT_SEGMENT_ALLOC }, { "segment_free", KOILA_EVENT_SEGMENT_FREE }, { "segment_map", KOILA_EVENT_SEGMENT_MAP },
-    { "segment_unmap", KOILA_EVENT_SEGMENT_UNMAP }, { "oom", KOILA_EVENT_OOM }, { "snapshot", KOILA_EVENT_SNAPSHOT }, { "user_defined", 0 },
+/* id, text, kind of event. "name" */
+#define ACTION_MAP(X)                                                                                         \
+    X(0, "alloc", KOILA_EVENT_ALLOC) X(1, "free_requested", KOILA_EVENT_FREE_REQUESTED) X(2, "free_completed", KOILA_EVENT_FREE_COMPLETED)                         \
+    X(3, "segment_alloc", KOILA_EVENT_SEGMENT_ALLOC) X(4, "segment_free", KOILA_EVENT_SEGMENT_FREE) X(5, "segment_map", KOILA_EVENT_SEGMENT_MAP)                   \
+    X(6, "segment_unmap", KOILA_EVENT_SEGMENT_UNMAP) X(7, "oom", KOILA_EVENT_OOM) X(8, "snapshot", KOILA_EVENT_SNAPSHOT) X(9, "user_defined", 0)
+static const char *const action_texts[] = {
+#define ACTION_TEXT(i, text, kind) text,
+    ACTION_MAP(ACTION_TEXT)
+#undef ACTION_TEXT
+};
+static const struct { bool known; uint8_t kind; } kinds_by_id[] = {
+#define ACTION_KIND(i, text, kind) [N_KEYS + (i)] = { true, kind },
+    ACTION_MAP(ACTION_KIND)
+#undef ACTION_KIND
 };
 
 static bool build_entry(reader *r, const fields *f, value *out)
@@ -428,11 +438,9 @@ static bool build_entry(reader *r, const fields *f, value *out)
     snap_entry x = { 0 };
     uint32_t name;
     if (!get_str(r, at, KEY_ACTION, V(f, ACTION), &name)) return false;
-    const char *action = snap_str(s, name);
-    size_t k = 0;
-    while (k < KOILA_COUNT(actions) && strcmp(actions[k].name, action)) k++;
-    if (k == KOILA_COUNT(actions)) return BAD(r, "entry %llu: unknown action \"%.40s\" (newest torch known: 2.13)", (unsigned long long)at.i, action);
-    x.kind = actions[k].kind;
+    if (name >= KOILA_COUNT(kinds_by_id) || !kinds_by_id[name].known) /* actions are interned right after the keys */
+        return BAD(r, "entry %llu: unknown action \"%.40s\" (newest torch known: 2.13)", (unsigned long long)at.i, snap_str(s, name));
+    x.kind = kinds_by_id[name].kind;
     if (x.kind) {
         int key = HAS(f, DEVICE_FREE) && x.kind == KOILA_EVENT_OOM ? KEY_DEVICE_FREE : KEY_ADDR;
         if (!need(r, at, f, key) || !get_bits(r, at, key, f->v[key], &x.addr)) return false;
@@ -692,16 +700,24 @@ static open_one *open_of(reader *r, value v)
     return &r->open[i];
 }
 
-static bool items_put(reader *r, value v)
+static inline bool items_put(reader *r, value v)
 {
-    if (!grow64(r, &r->items, &r->items_cap, r->n_items + 1, sizeof v)) return false;
+    if (r->n_items == r->items_cap && !grow64(r, &r->items, &r->items_cap, r->n_items + 1, sizeof v)) return false;
     r->items[r->n_items++] = v;
     return true;
 }
 
+static const value *items_of(const reader *r, const open_one *o) { return r->items ? r->items + o->items : NULL; }
+
 static bool list_add(reader *r, open_one *o, value v)
 {
     enum kind k = kind_of(v);
+    if (k == K_FRAME && o->list_kind == K_FRAME) {
+        if (o->n < MAX_FRAMES && !items_put(r, v)) return false;
+        o->n++;
+        return true;
+    }
+    if (k == K_ENTRY && o->list_kind == K_ENTRY && of(v) == o->first + o->n) return o->n++, true;
     if (k == K_WIDE || k == K_BOOL) k = K_INT;
     if (k == K_ENTRIES || (k == K_EMPTY && (o->list_kind == K_NONE || o->list_kind == K_TRACES))) {
         /* a list of lists of entries: the traces, one per device; an empty one is a trace too */
@@ -758,7 +774,7 @@ static bool pair_of_ints(reader *r, value a, value b, value *out)
 static bool finish_list(reader *r, open_one *o, value *out)
 {
     koila_snapshot *s = r->s;
-    const value *items = r->items + o->items;
+    const value *items = items_of(r, o);
     uint32_t id;
     if (!o->n) return *out = make(K_EMPTY, 0), true;
     switch (o->list_kind) {
@@ -799,15 +815,14 @@ static bool no_segments(reader *r, const open_one *o)
 }
 
 /* The innermost open container becomes its record. */
-static bool finish(reader *r, value *v)
+static bool finish_open(reader *r, value *v)
 {
-    if (kind_of(*v) != K_DICT && kind_of(*v) != K_LIST) return true;
     open_one *o = open_of(r, *v);
     if (!o) return BAD(r, "broken pickle: a container is used twice");
     if (o != &r->open[r->n_open - 1]) return BAD(r, "broken pickle: a container is used before another inside it is finished");
     open_one done = *o;
     value out = 0;
-    if (!(done.is_dict ? build_record(r, r->items + done.items, done.n, &out) : finish_list(r, o, &out))) return false;
+    if (!(done.is_dict ? build_record(r, items_of(r, &done), done.n, &out) : finish_list(r, o, &out))) return false;
     if (done.is_dict && r->n_open == 1 && kind_of(out) != K_TOP) return no_segments(r, &done);
     r->n_items = done.items;
     r->n_open--;
@@ -815,6 +830,8 @@ static bool finish(reader *r, value *v)
     *v = out;
     return true;
 }
+
+static inline bool finish(reader *r, value *v) { return (kind_of(*v) != K_DICT && kind_of(*v) != K_LIST) || finish_open(r, v); }
 
 static bool dict_add(reader *r, open_one *o, value key, value v)
 {
@@ -853,11 +870,12 @@ static bool have(reader *r, uint64_t n)
 
 static bool early(reader *r, const char *where) { return BAD(r, "ends early: %s", where); }
 
-static bool take_u(reader *r, unsigned n, uint64_t *out)
+static inline bool take_u(reader *r, unsigned n, uint64_t *out)
 {
-    if (!have(r, n)) return early(r, "inside a number");
-    *out = 0;
-    for (unsigned i = 0; i < n; i++) *out |= (uint64_t)r->buf[r->at + i] << 8 * i;
+    if (r->end - r->at < n && !have(r, n)) return early(r, "inside a number");
+    uint64_t x = 0;
+    for (unsigned i = 0; i < n; i++) x |= (uint64_t)r->buf[r->at + i] << 8 * i; /* n is a constant where it is called: one load */
+    *out = x;
     r->at += n;
     return true;
 }
@@ -893,7 +911,7 @@ static const struct { uint8_t op; const char *name; } refused[] = {
     { 0x90, "ADDITEMS" }, { 0x91, "FROZENSET" }, { '2', "DUP" }, { '0', "POP" }, { '1', "POP_MARK" },
 };
 
-static bool push(reader *r, value v)
+static inline bool push(reader *r, value v)
 {
     if (kind_of(v) == K_DICT || kind_of(v) == K_LIST) { /* a dict right below cannot be its parent: it is complete */
         if (r->status) return false;
@@ -1459,7 +1477,7 @@ static bool publish(reader *r, uint64_t first, uint64_t n)
 {
     koila_snapshot *s = r->s;
     uint32_t n_devices = s->n_traces;
-    snap_segment *a = s->segments + first;
+    snap_segment *a = s->segments ? s->segments + first : NULL;
     uint64_t n_blocks = 0;
     for (uint64_t i = 0; i < n; i++) {
         if (!valid_blocks(r, &a[i], i)) return false;
@@ -1504,6 +1522,8 @@ static bool read_all(reader *r)
     uint32_t id;
     for (size_t i = 0; i < N_KEYS; i++)
         if (!intern(r, (const uint8_t *)key_names[i], strlen(key_names[i]), &id)) return false;
+    for (size_t i = 0; i < KOILA_COUNT(action_texts); i++)
+        if (!intern(r, (const uint8_t *)action_texts[i], strlen(action_texts[i]), &id)) return false;
     if (!intern_pool(r, KOILA_POOL_DEFAULT, &id)) return false;
     if (!have(r, 1)) return r->status ? false : BAD(r, "empty file");
     const uint8_t c = r->buf[0];

@@ -140,9 +140,9 @@ koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device
         if (!koila__mul((uint64_t)(size[d] - 1), step, &span) || !koila__add(reach, span, &reach)) return KOILA_BAD_ARGUMENT;
     }
     koila_meta_info m = { .dtype = dtype, .device = device, .n_dims = (uint8_t)n_dims, .size = size, .stride = stride, .n_elements = n };
-    if (!koila__mul(n, dtype_bytes[dtype], &n_bytes)) return KOILA_BAD_ARGUMENT;
+    if (!koila__mul(n, dtype_bytes[dtype], &n_bytes) || n_bytes > INT64_MAX) return KOILA_BAD_ARGUMENT;
     m.n_bytes = n_bytes;
-    if (n && (!koila__add(reach, 1, &reach) || !koila__mul(reach, dtype_bytes[dtype], &reach))) return KOILA_BAD_ARGUMENT;
+    if (n && (!koila__add(reach, 1, &reach) || !koila__mul(reach, dtype_bytes[dtype], &reach) || reach > INT64_MAX)) return KOILA_BAD_ARGUMENT;
     m.n_storage_bytes = n ? reach : 0;
     const uint64_t hash = hash_meta(&m);
     uint32_t id = koila__idset_find(&t->meta_set, hash, meta_same, t, &m);
@@ -350,6 +350,7 @@ void koila_table_free(koila_table *t)
     koila__vec_free(&mem, &t->opaques);
     koila__vec_free(&mem, &t->metas);
     koila__vec_free(&mem, &t->sigs);
+    koila__vec_free(&mem, &t->user_rules);
     koila__arena_deinit(&t->arena);
     koila__release(&mem, t, sizeof *t);
 }

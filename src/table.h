@@ -16,6 +16,10 @@ typedef struct koila__op {
     uint32_t flags;
 } koila__op;
 
+typedef struct koila__user_rule {
+    uint32_t op, text; /* texts */
+} koila__user_rule;
+
 struct koila_table {
     koila_allocator mem;
     koila__arena arena;
@@ -24,6 +28,7 @@ struct koila_table {
     VEC(const char *) opaques;
     VEC(const koila_meta_info *) metas;
     VEC(const koila_sig_info *) sigs;
+    VEC(koila__user_rule) user_rules; /* rules_custom.c */
     koila__idset op_set, text_set, meta_set, sig_set;
 };
 

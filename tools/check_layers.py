@@ -22,16 +22,17 @@ ENGINE = [
     ["cost", "schedule"],
     ["live"],
     ["plan"],
+    ["predict"],
     ["print"],
 ]
 # Beside the engine: they stand on base … arena alone (and on their own kind), know no graph, and are what the extension may use directly.
 BESIDE = {
-    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "json", "profile"],
+    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "device"],
     "the CPU's memory": ["ptrtab", "ledger", "freemem"],
     "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "report", "tags", "view"],
 }
 BELOW_BESIDE = 3  # layers of ENGINE that those may see
-PLAN_SEES_BESIDE = {"plan", "live", "print"}  # the planner on CUDA asks the allocator model
+PLAN_SEES_BESIDE = {"plan", "live", "predict", "print"}  # the planner on CUDA asks the allocator model
 
 
 def layer(module):

@@ -157,6 +157,9 @@ KOILA_API const char *koila_opaque_label(const koila_table *t, uint32_t id);
 KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims, const int64_t *size,
                                         const int64_t *stride, koila_meta *out);
 KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta);
+/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each tensor argument and each result is: R whole, S<d>
+ *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one. Expected: BAD_INPUT with the offset in `rule`. */
+KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const char *rule, koila_error *err);
 /** Intern a signature; `desc` is copied. */
 KOILA_API koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_sig *out);
 KOILA_API const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig);
@@ -210,7 +213,8 @@ KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node 
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
 /** The part of `g` that makes `targets`, with the values whose known[v] is nonzero as REAL leaves instead of being made (BATCH leaves stay; `known`
  *  may be NULL). Ids are dense and decided by the part alone, so equal steps give equal graphs and hashes whatever else was recorded around them.
- *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of *out entries are the nodes of g they come from. */
+ *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of *out entries are the nodes of g they come from.
+ *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the two arrays are then in no particular state. */
 KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known,
                                            const koila_allocator *mem, koila_graph **out, koila_value *value_of, koila_node *node_from);
 /** Every invariant of this header; true when all hold. */

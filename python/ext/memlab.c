@@ -52,7 +52,7 @@ static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
 
 static void listen_to_cpu(void)
 {
-    if (koila__truth_install() != 0) {
+    if (koila__truth_listen() != 0) {
         koila__truth_del_event(on_truth);
         return;
     }
@@ -243,6 +243,7 @@ static int n_spare_stacks;
 static void end_thread(void *stack)
 {
     koila__stack *s = stack;
+    koila__memlab_stack = NULL;
     atomic_store(&s->thread.n_open, 0);
     s->n = s->n_lost = 0;
     pthread_mutex_lock(&spare_lock);
@@ -284,6 +285,7 @@ typedef struct measure {
     PyObject_HEAD
     int device;
     koila__span *span; /* NULL until entered */
+    uint64_t generation; /* of the CPU's count, at the beginning */
 } measure;
 
 static PyObject *measure_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -313,11 +315,15 @@ static PyObject *measure_enter(measure *m, PyObject *none)
     if (m->span->open) return PyErr_Format(PyExc_RuntimeError, "measure: this one is already open; nest another measure()");
     if (!koila__span_open(METER, m->span, m->device))
         return PyErr_Format(PyExc_RuntimeError, "measure: more than %d are open", KOILA__SPANS_MAX);
+    m->generation = koila__truth_generation();
     return Py_NewRef(m);
 }
 static PyObject *measure_exit(measure *m, PyObject *args)
 {
     if (m->span) koila__span_close(METER, m->span);
+    bool lost = m->device == 0 && !pretend && (!koila__truth_ok() || koila__truth_generation() != m->generation);
+    if (lost && PyErr_WarnEx(PyExc_UserWarning, "koila.memlab.measure: another tool overwrote the CPU allocator hook inside; the numbers are void", 1) < 0)
+        return NULL;
     Py_RETURN_FALSE;
 }
 
@@ -612,7 +618,7 @@ static PyObject *size_text(PyObject *self, PyObject *size)
 static PyObject *memlab_stop(PyObject *self, PyObject *none)
 {
     koila__truth_set_tagger(NULL);
-    koila__truth_uninstall();
+    if (!koila__truth_is_kept()) koila__truth_uninstall(); /* the executor measures with it too */
     koila__got_restore(&report_slots, (void *)hook_report);
     Py_RETURN_NONE;
 }

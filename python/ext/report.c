@@ -16,6 +16,7 @@
  */
 #include "memlab.h"
 
+#include <frameobject.h>
 #include <stdlib.h>
 
 #include "text.h"

@@ -139,14 +139,13 @@ static void learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
         if (bytes > w->whole_bytes) w->whole_bytes = bytes;
         w->whole_batch = batch;
     } else {
-        before = w->slice_rows ? workspace_of(NULL, sig, rows, batch) : UINT64_MAX;
-        if (before == UINT64_MAX && bytes == 0) before = 0;
+        before = workspace_of(NULL, sig, rows, batch); /* what plans counted with until now */
         if (rows > w->slice_rows || (rows == w->slice_rows && bytes > w->slice_bytes)) {
             w->slice_bytes = bytes;
             w->slice_rows = rows;
         }
     }
-    if (bytes > before + before / 50 + 4096 || (bytes + bytes / 50 + 4096 < before && before != UINT64_MAX)) learned.generation++;
+    if (bytes > before + before / 50 + 4096 || bytes + bytes / 50 + 4096 < before) learned.generation++;
 }
 
 /* ---- the plan cache */
@@ -1025,7 +1024,7 @@ static int raise_no_fit(koila_status status, const koila_error *err, const char 
     if (status == KOILA_OOM) {
         const char *p = strstr(err->text, ", ");
         unsigned long long missing = 0;
-        const char *shorter = strstr(err->text, " short");
+        const char *shorter = strstr(err->text, " bytes short");
         if (p && shorter) {
             const char *q = shorter;
             while (q > err->text && q[-1] >= '0' && q[-1] <= '9') q--;
@@ -1409,6 +1408,18 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
+static PyObject *py_register_rule(PyObject *self, PyObject *args)
+{
+    const char *op, *rule;
+    koila_error err = KOILA_ERROR_INIT;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    const koila_status status = koila_table_rule(koila__table, op, rule, &err);
+    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
+    if (status != KOILA_OK) return koila__raise(status);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -1430,6 +1441,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

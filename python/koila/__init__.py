@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._errors import GatherError, KoilaError, OutOfMemory, StaleValueError, UnsupportedError
     from ._lazy import lazy, run
     from ._plan import Plan, explain, last_plan
+    from ._rules import opaque, register_rule
     from ._tensor import LazyTensor
 
 # name -> the module it lives in: the one list of what koila offers
@@ -32,6 +33,8 @@ _HOME = {
     "last_plan": "_plan",
     "lazy": "_lazy",
     "micro_batch": "_budget",
+    "opaque": "_rules",
+    "register_rule": "_rules",
     "run": "_lazy",
     "set_budget": "_budget",
     "strict": "_budget",

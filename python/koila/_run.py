@@ -45,14 +45,19 @@ def free_bytes() -> int | None:
 
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """koila::moments of src/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
-    accumulate = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     n = 1
     for d in dims:
         n *= x.shape[d]
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}.get(x.dtype, x.dtype)
     if n == 0:
-        return torch.zeros([3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=accumulate, device=x.device)
-    var, mean = torch.var_mean(x.to(accumulate), dims, correction=0)
-    return torch.stack([torch.full_like(mean, n), mean, var * n])
+        return torch.zeros([3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=wide, device=x.device)
+    if wide is not torch.float64:  # half precision: its own rounding is far above float32's
+        var, mean = torch.var_mean(x.to(wide), dims, correction=0)
+    else:  # about the mean in x's precision: what is left of it is small, so exact
+        about = x.mean(dims, keepdim=True)
+        var, rest = torch.var_mean(x - about, dims, correction=0)
+        mean = about.reshape(rest.shape).to(wide) + rest.to(wide)
+    return torch.stack([torch.full_like(mean, n), mean, var.to(wide) * n])
 
 
 def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

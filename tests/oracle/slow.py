@@ -33,7 +33,7 @@ def build() -> C.CDLL:
     out = Path(tempfile.gettempdir()) / f"koila-oracle-{key}-{zlib.crc32(str(ROOT).encode()):08x}.so"
     if not out.exists() or out.stat().st_mtime < max(p.stat().st_mtime for p in inputs):
         tmp = out.with_suffix(f".{os.getpid()}.tmp")
-        flags = ["-std=gnu11", "-O1", "-g", "-shared", "-fPIC", "-D_GNU_SOURCE", "-DKOILA_DEBUG_LEVEL=2", f"-I{ROOT / 'include'}"]
+        flags = ["-std=gnu11", "-O0", "-g", "-shared", "-fPIC", "-D_GNU_SOURCE", "-DKOILA_DEBUG_LEVEL=2", f"-I{ROOT / 'include'}"]
         subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", str(tmp), *map(str, sources), "-lm", "-lpthread"], check=True)
         tmp.replace(out)
     return C.CDLL(str(out))
@@ -304,8 +304,10 @@ class Recorder(TorchDispatchMode):
         flat = [out] if isinstance(out, torch.Tensor) else list(out) if isinstance(out, (tuple, list)) else None
         if flat is None:
             return out
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = torch.Tag.nondeterministic_seeded in func.tags and not (base_name.startswith("_scaled_dot_product") and (args[3] if len(args) > 3 else 0) == 0)
         flags = (VIEW if func.is_view else 0) | (RANDOM if random else 0) | (FACTORY if not tensors else 0)
+        if not tensors and "dtype" not in skw and any(a.name == "dtype" for a in func._schema.arguments):
+            skw["dtype"] = flat[0].dtype  # not the default dtype of whoever replays
         sig = self.g.sig(name, flags, sargs, skw, [self.g.meta(o) for o in flat], 0 if isinstance(out, torch.Tensor) else 1 if isinstance(out, tuple) else 2)
         first = self.g.node(sig, [s.value for s in tensors])
         self.names.append(name)
@@ -612,15 +614,11 @@ class Run:
         if name in ("aten::view", "aten::_unsafe_view"):
             out = pos[0].reshape(pos[1])
         else:
-            if sig.n_inputs == 0 and "dtype" not in kw and "arange" not in name and self.default_dtype is not None:
-                pass
             out = self.func(name)(*pos, **kw)
         out = [out] if isinstance(out, torch.Tensor) or out is None else list(out)
         for j in scale:
             out[j] = out[j] * (b / self.r.batch)
         return out
-
-    default_dtype = None
 
     def run(self, rows: list[int]) -> list[torch.Tensor]:
         """Targets, with slices of the given lengths (they add up to the batch)."""
@@ -724,19 +722,22 @@ class Run:
         m = lib.koila_meta_get(self.r.g.table, u32(meta)).contents
         return tuple(m.size[d] for d in range(m.n_dims))
 
-    def check(self, slices, atol=1e-11, rtol=1e-11):
-        """Every target, sliced, equals the recorded one. Returns the largest relative difference."""
+    def check(self, slices, atol=1e-11, rtol=1e-11, loose=True):
+        """Every target, sliced, equals the recorded one (`loose`: the tolerance is float64's, others are scaled). Returns the largest relative difference."""
         worst = 0.0
         for rows in slices:
             got = self.run(rows)
             for k, (a, b) in enumerate(zip(got, self.r.outs)):
                 a, b = a.detach(), b.detach()
+                q = self.p.contents.value[self.p.contents.lowered[self.r.targets[k]]]
+                if q.kind == 1 and q.outer * q.inner == 0:
+                    continue  # opaque: a workspace
                 assert a.shape == b.shape and a.dtype == b.dtype, f"target {k}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}"
                 if not b.dtype.is_floating_point and not b.dtype.is_complex:
                     assert torch.equal(a, b), f"target {k} differs with slices {rows}"
                     continue
-                loose = 1.0 if b.dtype in (torch.float64, torch.complex128) else 1e6 if b.dtype in (torch.float32, torch.complex64) else 1e9
-                torch.testing.assert_close(a, b, atol=atol * loose, rtol=rtol * loose, equal_nan=True, msg=lambda m: f"target {k}, slices {rows}: {m}")
+                more = 1.0 if not loose or b.dtype in (torch.float64, torch.complex128) else 1e6 if b.dtype in (torch.float32, torch.complex64) else 1e9
+                torch.testing.assert_close(a, b, atol=atol * more, rtol=rtol * more, equal_nan=True, msg=lambda m: f"target {k}, slices {rows}: {m}")
                 if b.numel() and b.isfinite().all():
                     worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item())
         return worst

@@ -33,6 +33,9 @@ HERE = Path(__file__).resolve()
 # rules that only speak on another device, or about factories (test_factories has these), or only inside rewrites (whole programs have these)
 NO_CPU_SAMPLE = {
     "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::bernoulli.float",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::mkldnn_rnn_layer_backward",  # needs the opaque workspace of its forward: test_programs.py
     "aten::_native_batch_norm_legit",  # writes its running statistics: capture renames it
 }
 
@@ -73,7 +76,10 @@ def collect(limit, samples_each, only=""):
     calls = Calls(80)
     torch.manual_seed(0)
     random.seed(0)
+    stem = only.replace("aten::", "").split(".")[0].replace("_backward", "")
     for op in op_infos():
+        if stem and stem not in op.name:
+            continue
         for dtype in (torch.float64, torch.int64):
             if dtype not in op.dtypes:
                 continue
@@ -238,13 +244,10 @@ def own_samples():
     yield lambda: A.unsafe_split_with_sizes(r(5, 7, dtype=d), [3, 4], 1)
     yield lambda: A.scatter.value_reduce(r(5, 7, dtype=d), 1, g(5, 2), 2.0, reduce="add")
     yield lambda: A.scatter_reduce.two(r(5, 7, dtype=d), 1, g(5, 2), r(5, 2, dtype=d), "amax")
-    yield lambda: A.rrelu_with_noise_functional(r(5, 3, dtype=d), torch.rand(5, 3, dtype=d), 0.1, 0.3, False)
     yield lambda: A.copy(r(5, 3, dtype=d), r(3, dtype=d))
     yield lambda: A.fill.Tensor(r(5, 3, dtype=d), torch.tensor(2.0, dtype=d))
     yield lambda: A.fill.Scalar(r(5, 3, dtype=d), 2.0)
     yield lambda: A.zero(r(5, 3, dtype=d))
-    yield lambda: A.bernoulli.p(r(5, 3, dtype=d), 0.5)
-    yield lambda: A.normal_functional(r(5, 3, dtype=d)) if hasattr(A, "normal_functional") else None
     for o, n in ((3, 4), (4, 3)):
         yield lambda o=o, n=n: A.split.Tensor(r(20, n, dtype=d), 5, 0)
         yield lambda o=o, n=n: A.slice.Tensor(r(20, n, dtype=d), 0, 5, 15)
@@ -289,9 +292,12 @@ def own_samples():
     for mode in ("nearest", "linear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x1, scale_factor=2, mode=mode).sum().backward()
     yield loss(lambda x: F.grid_sample(x, torch.rand(5, 2, 3, 4, 3, dtype=d, requires_grad=True)), 5, 2, 3, 3, 3)
+    yield lambda: A.searchsorted.Tensor(r(9, dtype=d).sort()[0], r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(5, 3, dtype=d), r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
+    yield lambda: F.bilinear(r(5, 3, dtype=d, requires_grad=True), r(5, 2, dtype=d, requires_grad=True), r(4, 3, 2, dtype=d, requires_grad=True)).sum().backward()
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
-    yield lambda: A.argsort.stable(r(5, 3, dtype=d), stable=True, dim=1)
     for mode in ("nearest", "trilinear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x3, scale_factor=2, mode=mode).sum().backward()
     for n, xx in ((1, x1), (2, x), (3, x3)):
@@ -410,7 +416,9 @@ def judge(func, flat, spec, how, batch, zeros=()):
         if not any(run.p.contents.node[n].in_loop for n in mine):
             return "none"
         ragged = [r for r in (batch // 2 + 1, batch - batch // 2 - 1) if r]
-        run.check([ragged, [1] * batch], atol=1e-9, rtol=1e-9)
+        narrow = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in flat)
+        tolerance = 1e-4 if narrow else 1e-9  # a float32 input may give a float64 result
+        run.check([ragged, [1] * batch], atol=tolerance, rtol=tolerance, loose=not narrow)
         return "claim"
     finally:
         run.close()
@@ -468,10 +476,15 @@ def test_every_line_has_a_claim(judged):
     assert not silent, f"{len(silent)} operators of ops.def have no sample in which their rule speaks: {silent}"
 
 
+def test_the_page_of_operators_is_fresh():
+    done = subprocess.run([sys.executable, str(slow.ROOT / "tools/make_operators.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 FAULTS = [  # file, text, replacement, operators to look at
     ("ops.def", 'KOILA_OP("aten::cumsum",', 'KOILA_OP("aten::cumsum", pointwise, "") KOILA_OP("aten::cumsum_",', "aten::cumsum"),
     ("rules_reduce.c", "if (!koila__fix_add(c, KOILA__FIX_SCALE, 0, j)) return false;", ";", "aten::mean"),
-    ("rules_matmul.c", "if (p.dim == x.contracted) {", "if (p.dim == x.contracted && x.i > 100) {", "aten::mm"),
+    ("rules_matmul.c", "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_SUM), true;", "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_MAX), true;", "aten::mm"),
     ("rules_loss.c", "return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);\n}\nbool koila__rule_loss3_b", "return true;\n}\nbool koila__rule_loss3_b", "aten::mse_loss_backward"),
     ("rules_pointwise.c", "if (c->n_in != 2) return false;\n    for (uint32_t i = 0; i < 2; i++)\n        if (!koila__is_sum(c->in[i]) && !c->zero[i]) return false;\n    for (uint32_t i = 0; i < 2; i++) c->need[i] = koila__p(c, KOILA_SUM);",
      "for (uint32_t i = 0; i < c->n_in; i++) if (koila__is_s(c->in[i])) return false;", "aten::add.Tensor"),

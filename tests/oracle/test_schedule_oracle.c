@@ -8,7 +8,7 @@
 
 static uint32_t n_steps(uint64_t seed) { return seed % 4 == 0 ? 60 : 6 + seed % 25; }
 
-static const koila__keep keeps[] = { { UINT32_MAX, 0, false }, { UINT32_MAX, 0, true }, { 0, 0, true }, { 1, 0, true }, { 3, 1, true }, { 4, 2, true } };
+static const koila__keep keeps[] = { { UINT32_MAX, 0, 0, false }, { UINT32_MAX, 0, 0, true }, { 0, 0, 0, true }, { 1, 0, 0, true }, { 3, 1, 0, true }, { 4, 2, 0, true } };
 
 static uint32_t n_graphs_wanted(void)
 {

@@ -259,7 +259,7 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
     return out;
 }
 
-static bool same_elements(const tensor *a, const tensor *b)
+__attribute__((unused)) static bool same_elements(const tensor *a, const tensor *b)
 {
     if (!a || !b || a->n_dims != b->n_dims || memcmp(a->size, b->size, a->n_dims * sizeof *a->size) != 0) return false;
     for (int64_t k = 0; k < n_elements(a); k++)
@@ -276,12 +276,12 @@ static tensor *leaf_tensor(heap *h, const koila_graph *g, koila_value v, uint64_
     return t;
 }
 
-/* ---- a recorded graph, whole, every value its own store: the truth */
+/* ---- a recorded graph, whole, every value its own store: the truth. Leaves that value[] has already stay. */
 
-static bool run_recorded(heap *h, const koila_graph *g, tensor **value)
+__attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, tensor **value)
 {
     for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) value[v] = leaf_tensor(h, g, v, v);
+        if (g->values.at[v].node == KOILA_NONE && !value[v]) value[v] = leaf_tensor(h, g, v, v);
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const char *name = koila_op_name(g->table, s->op);
@@ -572,7 +572,7 @@ static bool do_stage(interpreter *x, const koila_stage *st)
 }
 
 /* Runs all stages. x->p, x->s and x->rows are set, the rest is zero; leaf[v] of the lowered graph: its seed. */
-static bool interpret(interpreter *x, const uint64_t *leaf)
+__attribute__((unused)) static bool interpret(interpreter *x, const uint64_t *leaf)
 {
     const koila_graph *g = x->p->graph;
     const uint32_t V = g->values.n;
@@ -591,7 +591,7 @@ static bool interpret(interpreter *x, const uint64_t *leaf)
         if (!do_stage(x, &x->s->stages[k].stage)) return false;
     return true;
 }
-static void interpreter_deinit(interpreter *x)
+__attribute__((unused)) static void interpreter_deinit(interpreter *x)
 {
     const uint32_t V = x->p->graph->values.n;
     int64_t n_slices = 1;

@@ -6,6 +6,8 @@
 #define KOILA_TEST_RANDOM_GRAPH_H
 
 #include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "koila/koila.h"
 
@@ -151,7 +153,7 @@ static koila_meta rg_chain(random_graph *r, koila_value base, bool select)
 }
 
 /* Tries one random operator; nothing when what it drew does not fit together. */
-static void rg_step(random_graph *r)
+__attribute__((unused)) static void rg_step(random_graph *r)
 {
     const uint32_t what = rg_pick(r, 24);
     const koila_value a = rg_value(r, what == 10 || what == 11 ? 0 : 2, false, false);
@@ -262,7 +264,7 @@ static void rg_step(random_graph *r)
 }
 
 /* A graph of about n_steps operators. `two_axes`: leaves of a second axis too. */
-static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_t seed, const uint8_t *data, size_t n_data, uint32_t n_steps)
+__attribute__((unused)) static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_t seed, const uint8_t *data, size_t n_data, uint32_t n_steps)
 {
     memset(r, 0, sizeof *r);
     r->seed = seed * 0x9e3779b97f4a7c15u + 1;
@@ -295,7 +297,7 @@ static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_
     return r->status;
 }
 
-static void rg_deinit(random_graph *r)
+__attribute__((unused)) static void rg_deinit(random_graph *r)
 {
     koila_graph_free(r->g);
     koila_table_free(r->t);

@@ -16,6 +16,11 @@ def readable_size(num_bytes) -> str:
     return utils.readable_size(num_bytes)
 
 
+def _unit(device: str) -> int:
+    """What the device's allocator rounds up to."""
+    return 1 if device in {"cpu", "meta"} else 512
+
+
 def check_models(model, call: str) -> list:
     """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
     if model is None:
@@ -70,7 +75,8 @@ class MemReporter:
         torch = sys.modules.get("torch")
         self.device_tensor_stat = {}
         for row in self._listed():
-            self.device_tensor_stat.setdefault(row[DEVICE], []).append((row[NAME], row[SHAPE] or (1,), row[NUMEL], max(row[BYTES], 0)))
+            n = -(-max(row[BYTES], 0) // _unit(row[DEVICE])) * _unit(row[DEVICE])
+            self.device_tensor_stat.setdefault(row[DEVICE], []).append((row[NAME], row[SHAPE] or (1,), row[NUMEL], n))
         if torch is not None:
             self.device_tensor_stat = {torch.device(d): rows for d, rows in self.device_tensor_stat.items()}
 
@@ -105,7 +111,7 @@ class MemReporter:
         return lambda d: d == devices.name(number)
 
     def _device_text(self, rows, device, verbose) -> str:
-        body, elements, used = _core.report_rows(rows, verbose, 1 if device == "cpu" or device == "meta" else 512)
+        body, elements, used = _core.report_rows(rows, verbose, _unit(device))
         lines = [f"Storage on {device}\n", body, f"{_RULE}\nTotal Tensors: {elements} \tUsed Memory: {readable_size(used)}\n"]
         books = self._books.get(device)
         if books:

@@ -745,16 +745,18 @@ def test_environment_switches():
 
 def test_import_does_nothing_but_import():
     out = run_script("""
-        import sys
+        import sys, torch, koila       # koila itself refuses a missing torch
         before = set(sys.modules)
         import koila.memlab as m
         import koila.memlab.line_profiler, koila.memlab.line_profiler.line_profiler, koila.memlab.line_profiler.extension
         import koila.memlab.mem_reporter, koila.memlab.courtesy, koila.memlab.utils
-        assert not {"torch", "pandas", "IPython", "numpy"} & set(sys.modules), sys.modules
+        assert not {"pandas", "IPython", "koila._engine"} & set(sys.modules) - before
         import atexit, threading
         assert sys.gettrace() is None and threading.active_count() == 1
         for name in m.__all__: getattr(m, name)
-        assert "torch" not in sys.modules
+        import koila._core as c
+        assert not c.truth_ok() and not torch.cuda.is_initialized()
+        assert "koila._engine" not in sys.modules
     """)
     assert out.stdout == out.stderr == ""
 
@@ -854,3 +856,67 @@ def test_lost_hook_is_said():
     """)
     assert out.stdout.startswith("UnsupportedError\n## f")
     assert "'cpu': 'hook'" in out.stdout  # backend() installs again
+
+
+def test_memray_is_noticed_and_the_numbers_are_void():
+    pytest.importorskip("memray")
+    out = run_script("""
+        import tempfile, warnings, torch, memray
+        from koila import memlab
+        def f(): return torch.empty(10)
+        with tempfile.TemporaryDirectory() as d, memlab.LineProfiler(f) as p, warnings.catch_warnings(record=True) as w:
+            warnings.simplefilter("always")
+            with memlab.measure() as m, memray.Tracker(d + "/x.bin"): f()
+            for _ in range(2):
+                try: p.display()
+                except RuntimeError as e: print(type(e).__name__)
+        print(len(w), p.records(f)[0]["hits"])
+        print(memlab.backend()["cpu"])
+    """).stdout
+    assert out.splitlines() == ["UnsupportedError", "UnsupportedError", "2", "1", "hook"] or out.splitlines() == ["UnsupportedError"] * 2 + ["2 1", "hook"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the frame-evaluation hook is for 3.10 and 3.11")
+def test_torch_compile_and_the_profiler_work_together():
+    out = run_script("""
+        import torch
+        from koila.memlab import LineProfiler
+        def inner(x): return x * 2 + 1
+        compiled = torch.compile(inner, backend="eager")
+        def work(x):
+            y = compiled(x)
+            return y
+        x = torch.ones(100)
+        with LineProfiler(work) as p:
+            a = work(x)
+            b = work(x)
+        assert torch.equal(a, x * 2 + 1) and torch.equal(a, b)
+        print([r["hits"] for r in p.records(work)], p.records(work)[1]["delta"])
+    """).stdout
+    assert out == "[2, 2, 2] 800\n"
+
+
+def test_coverage_is_undisturbed(tmp_path):
+    pytest.importorskip("coverage")
+    (tmp_path / "s.py").write_text(textwrap.dedent("""
+        import coverage, sys, torch
+        c = coverage.Coverage(data_file=None); c.start()
+        from koila.memlab import LineProfiler
+        def work(n):
+            x = torch.empty(n)
+            if n > 5:
+                return 1
+            return x
+        with LineProfiler(work) as p: work(10)
+        c.stop()
+        _, lines, missing, _ = c.analysis(__file__)
+        print({6, 7, 8} & set(missing), 9 in missing, [r["hits"] for r in p.records(work)])
+    """))
+    p = subprocess.run([sys.executable, "s.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert p.stdout == "set() True [1, 1, 1, 1, None]\n", p.stdout + p.stderr
+
+
+def test_oracle_without_torch_prints_the_table_written_by_hand():
+    here = os.path.dirname(__file__)
+    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py")], capture_output=True, text=True, timeout=60)
+    assert p.returncode == 0 and "1 passed, 0 failed" in p.stdout, p.stdout + p.stderr

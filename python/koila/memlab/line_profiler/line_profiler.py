@@ -88,7 +88,7 @@ class LineProfiler(_core.LineTable):
             raise ValueError(f"LineProfiler(stats={stats!r}): expected one of {', '.join(_STATS)}")
         self.stats_mode = _STATS[stats]
         self._target = 0
-        self._generation = None
+        self._generation, self._warned = None, False
         if target_gpu != 0:
             self.target_gpu = target_gpu
         elif "torch" in sys.modules:
@@ -187,7 +187,8 @@ class LineProfiler(_core.LineTable):
             return
         from ..control import _why
 
-        if lost or "overwritten" in _why(0):
+        if (lost or "overwritten" in _why(0)) and not self._warned:
+            self._warned = True
             warnings.warn("koila.memlab: another tool overwrote the CPU allocator hook; numbers since then are void", UserWarning, stacklevel=3)
         raise UnsupportedError(f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss can be shown")
 

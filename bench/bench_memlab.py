@@ -1,0 +1,242 @@
+"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are installed. One run, interleaved, minima.
+
+    python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
+
+The step is a training step of a tiny transformer on the CPU, one thread. Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
+torch.profiler. Ratios compare; microseconds are this machine's. Nothing here asserts: bounds that CI can hold are instruction counts.
+"""
+import argparse
+import contextlib
+import gc
+import importlib.util
+import io
+import platform
+import sys
+import tempfile
+import time
+
+import torch
+
+from koila import memlab
+from koila.memlab import LineProfiler, MemReporter
+
+torch.set_num_threads(1)
+
+
+def clock(f, n):
+    """Seconds of processor time a call: on a shared machine it is what the wall clock is on an idle one."""
+    t = time.process_time()
+    for _ in range(n):
+        f()
+    return (time.process_time() - t) / n
+
+
+def make_step():
+    torch.manual_seed(0)
+    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False)
+    head = torch.nn.Linear(64, 10)
+    opt = torch.optim.SGD([*layers.parameters(), *head.parameters()], lr=0.01)
+    x, y = torch.randn(8, 16, 64), torch.randint(0, 10, (8,))
+
+    def step():
+        opt.zero_grad()
+        hidden = layers(x)
+        logits = head(hidden.mean(1))
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        loss.backward()
+        opt.step()
+
+    return step
+
+
+def row(name, value, note=""):
+    print(f"{name:<58s}{value:>14s}  {note}", flush=True)
+
+
+def step_costs(rounds):
+    step, n = make_step(), 60
+    idle_of = lambda: None  # noqa: E731
+
+    @contextlib.contextmanager
+    def ours(*functions):
+        with LineProfiler(*functions):
+            yield step
+
+    arms = {"koila.memlab, the step profiled": lambda: ours(step), "koila.memlab, enabled for a function that does not run": lambda: ours(idle_of)}
+    if importlib.util.find_spec("line_profiler"):
+        import line_profiler
+
+        @contextlib.contextmanager
+        def other():
+            p = line_profiler.LineProfiler()
+            wrapped = p(step)
+            yield wrapped
+
+        arms["line_profiler"] = other
+    if importlib.util.find_spec("memory_profiler"):
+        import memory_profiler
+
+        @contextlib.contextmanager
+        def mp():
+            yield memory_profiler.profile(step, stream=io.StringIO())
+
+        arms["memory_profiler"] = mp
+    if importlib.util.find_spec("memray"):
+        import memray
+
+        @contextlib.contextmanager
+        def mr():
+            with tempfile.TemporaryDirectory() as d, memray.Tracker(f"{d}/out.bin"):
+                yield step
+
+        arms["memray"] = mr
+    if importlib.util.find_spec("pytorch_memlab"):
+        with contextlib.suppress(Exception):
+            from pytorch_memlab import LineProfiler as Old
+
+            @contextlib.contextmanager
+            def old():
+                with Old(step):
+                    yield step
+
+            arms["pytorch_memlab"] = old
+
+    @contextlib.contextmanager
+    def tp():
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+            yield step
+
+    arms["torch.profiler, memory"] = tp
+    clock(step, n)
+    base, best = {k: [] for k in arms}, {k: [] for k in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            memlab.stop()
+            base[name].append(clock(step, n))
+            try:
+                with arm() as f:
+                    best[name].append(clock(f, n if "memory_profiler" not in name else 5))
+            except Exception as error:
+                best[name] = None
+                row(name, "failed", f"{type(error).__name__}: {error}"[:60])
+                arms = {k: v for k, v in arms.items() if k != name}
+                break
+    row("step without a profiler", f"{min(map(min, base.values())) * 1e6:.0f} us")
+    for name, times in best.items():
+        if times:
+            row(f"  {name}", f"{min(times) / min(base[name]):.3f}x", f"+{(min(times) - min(base[name])) * 1e6:.0f} us")
+    memlab.backend()
+
+
+def line_costs(rounds):
+    source = "def loop(n):\n    i = 0\n    while i < n:\n        i += 1\n" + "    i = i\n" * {0}.pop()
+    for n_lines in (5, 5000):
+        space = {}
+        exec(compile(source + "    i = i\n" * (n_lines - 4), f"<{n_lines} lines>", "exec"), space)
+        loop, n = space["loop"], 200_000
+        p, plain, seen = LineProfiler(loop), [], []
+        for _ in range(rounds):
+            plain.append(clock(lambda: loop(n), 1))
+            with p:
+                seen.append(clock(lambda: loop(n), 1))
+        row(f"one profiled line event, function of {n_lines} lines", f"{(min(seen) - min(plain)) / (2 * n) * 1e9:.1f} ns")
+
+    def callee():
+        pass
+
+    def calls(n):
+        for _ in range(n):
+            callee()
+
+    plain, seen, p = [], [], LineProfiler(loop)
+    for _ in range(rounds):
+        plain.append(clock(lambda: calls(200_000), 1))
+        with p:
+            seen.append(clock(lambda: calls(200_000), 1))
+    row("one Python call, profiler enabled for something else", f"{(min(seen) - min(plain)) / 200_000 * 1e9:.1f} ns")
+    with p:
+        loop(500_000)
+    row("display after 1e6 line events", f"{min(clock(lambda: str(p.display()), 1) for _ in range(5)) * 1e3:.2f} ms", "5000 lines")
+
+
+def hook_costs(rounds):
+    import koila._core as core
+
+    make = lambda: torch.empty(16)  # noqa: E731
+    on, off, live = [], [], []
+    for _ in range(rounds):
+        memlab.start()
+        on.append(clock(make, 50_000))
+        core.memlab_stop()
+        off.append(clock(make, 50_000))
+        memlab.start()
+    row("torch.empty(16), count off", f"{min(off) * 1e9:.0f} ns")
+    row("torch.empty(16), count on", f"{min(on) * 1e9:.0f} ns", f"+{(min(on) - min(off)) * 1e9:.0f} ns an allocate-and-free pair")
+    live = [torch.empty(16) for _ in range(100_000)]
+    row("  with 100 000 live blocks", f"{min(clock(make, 50_000) for _ in range(3)) * 1e9:.0f} ns")
+    del live
+
+
+def report_costs(rounds):
+    live = [torch.empty(4) for _ in range(100_000)]
+    r, rows, all_ = MemReporter(), [], []
+    for _ in range(rounds):
+        gc.collect()
+        t = time.process_time()
+        r.collect_tensor()
+        rows.append(time.process_time() - t)
+        r.get_stats()
+        r.text()
+        all_.append(time.process_time() - t)
+    row("report of 100 000 tensors: rows", f"{min(rows):.3f} s")
+    row("report of 100 000 tensors: as text", f"{min(all_):.3f} s")
+    del live
+    x = torch.ones(2, requires_grad=True)
+    y = x
+    for _ in range(20_000):
+        y = y.exp()
+    names = r._names
+    with_graph = min(clock(names.collect, 1) for _ in range(rounds))
+    del y
+    without = min(clock(names.collect, 1) for _ in range(rounds))
+    row("saved-tensor walk", f"{(with_graph - without) / 20_000 * 1e6:.2f} us", "a node, with its row: each saved a tensor of its own")
+    import koila._core as core
+
+    heap = [[i] for i in range(2_000_000)]
+    t = min(clock(lambda: core.find_tensors(torch), 1) for _ in range(3))
+    row("scan of a heap with 2 M more objects for tensors", f"{t * 1e3:.0f} ms")
+    row("  gc.get_objects() alone", f"{min(clock(gc.get_objects, 1) for _ in range(3)) * 1e3:.0f} ms")
+    del heap
+
+
+def import_cost(rounds):
+    import subprocess
+
+    code = "import sys, time, torch, inspect; t = time.perf_counter(); import koila.memlab as m; [getattr(m, n) for n in m.__all__]; print(time.perf_counter() - t)"
+    t = min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in range(3))
+    row("import of everything, beyond torch", f"{t * 1e3:.1f} ms")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="step,line,hook,report,import")
+    args = parser.parse_args()
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, lines by {memlab_way()}")
+    for name, f in dict(step=step_costs, line=line_costs, hook=hook_costs, report=report_costs).items():
+        if name in args.only.split(","):
+            f(args.rounds)
+    if "import" in args.only:
+        import_cost(args.rounds)
+
+
+def memlab_way():
+    import koila._core as core
+
+    return core.lines_way()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"$KOILA" simulate easy.pickle --check

@@ -1,0 +1,288 @@
+/* Schedules: what runs where, what is kept, what is written in place. The oracle (tests/oracle/test_schedule_oracle.c) says they are right; this says
+ * they are what was meant. */
+#include "interpreter.h"
+#include "random_graph.h"
+
+/* A hand-made step: r is empty but for one axis of `rows` rows. */
+static void begin(random_graph *r, int64_t rows)
+{
+    uint16_t axis;
+    memset(r, 0, sizeof *r);
+    r->seed = 1;
+    r->status = koila_table_new(NULL, &r->t);
+    if (r->status == KOILA_OK) r->status = koila_graph_new(r->t, NULL, &r->g);
+    if (r->status == KOILA_OK) r->status = koila_graph_axis(r->g, rows, &axis);
+    CHECK(r->status == KOILA_OK);
+}
+static koila_meta f32(random_graph *r, int64_t a, int64_t b) { return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL); }
+static koila_value leaf(random_graph *r, koila_leaf_kind kind, int64_t a, int64_t b)
+{
+    rg_leaf(r, kind, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b });
+    return r->values[r->n_values - 1];
+}
+static koila_value mm(random_graph *r, koila_value a, koila_value b)
+{
+    return rg_call(r, "aten::mm", 0, f32(r, rg_meta(r, a)->size[0], rg_meta(r, b)->size[1]), false, "tt", a, b);
+}
+static koila_value same(random_graph *r, const char *name, koila_value a) { return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "t", a); }
+static koila_value pair(random_graph *r, const char *name, koila_value a, koila_value b) { return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "tt", a, b); }
+static koila_value write_to(random_graph *r, const char *name, koila_value a, koila_value b) { return rg_call(r, name, 0, KOILA_NONE, false, "tt", a, b); }
+static koila_value t_of(random_graph *r, koila_value a)
+{
+    const koila_meta_info *m = rg_meta(r, a);
+    return rg_call(r, "aten::t", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[1], m->size[0] }, (int64_t[]){ m->stride[1], m->stride[0] }), false, "t", a);
+}
+static koila_value sum_to(random_graph *r, koila_value a, int64_t dim)
+{
+    const koila_meta_info *m = rg_meta(r, a);
+    return rg_call(r, "aten::sum.dim_IntList", 0, f32(r, dim ? m->size[0] : 1, dim ? 1 : m->size[1]), false, "tlb", a, 1, dim, 1);
+}
+
+typedef struct made {
+    koila__placed *p;
+    koila__schedule s;
+} made;
+static made schedule(random_graph *r, koila__keep keep)
+{
+    made m = { 0 };
+    koila_error err = KOILA_ERROR_INIT;
+    koila_value targets[RG_MAX_VALUES];
+    CHECK(r->status == KOILA_OK && koila__place(r->g, r->targets, r->n_targets, NULL, &m.p, &err) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++) targets[i] = m.p->lowered[r->targets[i]];
+    CHECK(koila__schedule_init(&m.s, m.p, targets, r->n_targets, keep, NULL, &err) == KOILA_OK);
+    CHECK_STR(err.text, "");
+    return m;
+}
+static void unmake(made *m)
+{
+    koila__schedule_deinit(&m->s);
+    koila__placed_free(m->p);
+}
+/* Instructions of a kind, of an operator when name is not NULL; *last: the last one found. */
+static uint32_t n_of(const made *m, koila_instr_kind kind, const char *name, koila_instr *last)
+{
+    uint32_t n = 0;
+    for (uint32_t k = 0; k < m->s.n_stages; k++)
+        for (uint32_t i = 0; i < m->s.stages[k].stage.n_instrs; i++) {
+            const koila_instr in = m->s.stages[k].stage.instrs[i];
+            if (in.kind != kind || (name && strcmp(koila_op_name(m->p->graph->table, koila__node_sig(m->p->graph, in.id)->op), name) != 0)) continue;
+            if (last) *last = in;
+            n++;
+        }
+    return n;
+}
+static void want(random_graph *r, koila_value v) { r->targets[r->n_targets++] = v; }
+
+static const koila__keep keep_all = { .horizon = UINT32_MAX }, keep_none = { .horizon = 0 };
+
+TEST(schedule__an_ordinary_step_is_one_loop_that_runs_everything_once)
+{
+    random_graph r;
+    begin(&r, 7);
+    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 7, 5), w1 = leaf(&r, KOILA_LEAF_REAL, 5, 3), w2 = leaf(&r, KOILA_LEAF_REAL, 3, 4);
+    const koila_value h = mm(&r, x, w1), a = same(&r, "aten::relu", h), y = mm(&r, a, w2);
+    want(&r, sum_to(&r, y, 0));
+    const koila_value gw2 = mm(&r, t_of(&r, a), y), ga = mm(&r, y, t_of(&r, w2)), gw1 = mm(&r, t_of(&r, x), ga);
+    want(&r, t_of(&r, t_of(&r, gw2)));
+    want(&r, gw1);
+    made m = schedule(&r, keep_all);
+    CHECK_EQ(m.s.n_loops, 1);
+    CHECK_EQ(n_of(&m, KOILA_DO_RUN, NULL, NULL), m.s.n_needed);
+    CHECK(m.s.work == m.s.work_recorded);
+    CHECK_EQ(n_of(&m, KOILA_DO_ADD, NULL, NULL), 3);
+    CHECK_EQ(n_of(&m, KOILA_DO_KEEP, NULL, NULL) + n_of(&m, KOILA_DO_FETCH, NULL, NULL) + n_of(&m, KOILA_DO_PUT, NULL, NULL), 0);
+    /* the gradient's views run right behind it, and it is added and gone before the next product starts */
+    const koila__stage *loop = NULL;
+    for (uint32_t k = 0; k < m.s.n_stages; k++)
+        if (m.s.stages[k].stage.is_loop) loop = &m.s.stages[k];
+    bool adding = false;
+    for (uint32_t i = 0; loop && i < loop->stage.n_instrs; i++) {
+        if (loop->stage.instrs[i].kind != KOILA_DO_ADD) continue;
+        adding = true;
+        CHECK(loop->stage.instrs[i].flags & KOILA_INSTR_OWNED); /* a copy of nothing: each accumulator is the first slice's own result */
+        CHECK_EQ(loop->stage.instrs[i + 1].kind, KOILA_DO_FREE);
+    }
+    CHECK(adding);
+    unmake(&m);
+    rg_deinit(&r);
+}
+
+TEST(schedule__a_dead_base_is_written_in_place_and_a_live_one_in_a_copy)
+{
+    for (int alive = 0; alive < 4; alive++) {
+        random_graph r;
+        begin(&r, 6);
+        const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 6), h = same(&r, "aten::neg", x);
+        const koila_value view = alive == 2 ? t_of(&r, h) : KOILA_NONE;
+        const koila_value base = alive == 3 ? x : h; /* 3: a leaf is not ours */
+        const koila_value y = write_to(&r, "aten::add_.Tensor", base, x);
+        want(&r, sum_to(&r, y, 0));
+        if (alive == 1) want(&r, sum_to(&r, same(&r, "aten::relu", h), 0));
+        if (alive == 2) want(&r, sum_to(&r, same(&r, "aten::relu", view), 1));
+        made m = schedule(&r, keep_all);
+        koila_instr run = { 0 };
+        CHECK_EQ(n_of(&m, KOILA_DO_RUN, "aten::add_.Tensor", &run), 1);
+        CHECK_EQ(run.steal, alive == 0);
+        unmake(&m);
+        rg_deinit(&r);
+    }
+}
+
+TEST(schedule__what_is_written_over_is_not_made)
+{
+    random_graph r;
+    begin(&r, 6);
+    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 5), h = same(&r, "aten::neg", x);
+    want(&r, sum_to(&r, rg_call(&r, "aten::copy_", 0, KOILA_NONE, true, "tt", h, x), 0));
+    made m = schedule(&r, keep_all);
+    CHECK_EQ(n_of(&m, KOILA_DO_RUN, "aten::neg", NULL), 0);
+    CHECK_EQ(n_of(&m, KOILA_DO_RUN, "aten::copy_", NULL), 1);
+    unmake(&m);
+    rg_deinit(&r);
+}
+
+/* encode, see every other sample, go on from there per sample, and use the encoding again */
+static void contrastive(random_graph *r)
+{
+    begin(r, 8);
+    const koila_value x = leaf(r, KOILA_LEAF_BATCH, 8, 64), w = leaf(r, KOILA_LEAF_REAL, 64, 64);
+    const koila_value z = same(r, "aten::relu", mm(r, x, w));
+    const koila_value logits = mm(r, z, t_of(r, z)); /* every row meets every row: z whole */
+    want(r, mm(r, t_of(r, x), mm(r, logits, z)));
+}
+
+TEST(schedule__a_contrastive_loss_is_grad_cache_when_nothing_is_kept)
+{
+    random_graph r;
+    contrastive(&r);
+    made none = schedule(&r, keep_none), all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true });
+    CHECK_EQ(n_of(&none, KOILA_DO_KEEP, NULL, NULL), 0);
+    CHECK(n_of(&none, KOILA_DO_RUN, "aten::relu", NULL) > 1); /* the encoder runs for the logits, and again for the gradient */
+    CHECK_EQ(n_of(&all, KOILA_DO_RUN, "aten::relu", NULL), 1);
+    CHECK(all.s.work <= none.s.work);
+    unmake(&none);
+    unmake(&all);
+    rg_deinit(&r);
+}
+
+/* n layers that need a sum over the batch each, then a walk back that reads every layer's product again */
+static void deep(random_graph *r, int n, koila_value *last)
+{
+    begin(r, 64);
+    koila_value x = leaf(r, KOILA_LEAF_BATCH, 64, 8), w = leaf(r, KOILA_LEAF_REAL, 8, 8), h[64];
+    for (int i = 0; i < n; i++) {
+        h[i] = mm(r, x, w);
+        x = pair(r, "aten::sub.Tensor", h[i], sum_to(r, h[i], 0));
+    }
+    koila_value g = x;
+    for (int i = n; i-- > 0;) {
+        want(r, mm(r, t_of(r, h[i]), g));
+        g = pair(r, "aten::mul.Tensor", g, h[i]);
+        g = pair(r, "aten::sub.Tensor", g, sum_to(r, g, 0));
+    }
+    *last = g;
+}
+
+TEST(schedule__keeping_everything_expensive_runs_every_product_once)
+{
+    random_graph r;
+    koila_value g;
+    deep(&r, 12, &g);
+    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true }), none = schedule(&r, keep_none);
+    CHECK_EQ(all.s.n_loops, 24);
+    CHECK_EQ(n_of(&all, KOILA_DO_RUN, "aten::mm", NULL), 24);
+    CHECK(n_of(&none, KOILA_DO_RUN, "aten::mm", NULL) > 12 * 12);
+    unmake(&all);
+    unmake(&none);
+    rg_deinit(&r);
+}
+
+TEST(schedule__checkpoints_hold_less_than_everything_and_run_less_than_all_again)
+{
+    random_graph r;
+    koila_value g;
+    deep(&r, 32, &g);
+    const koila__keep some = { .horizon = 10, .spacing = 8, .cheap = true };
+    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true }), middle = schedule(&r, some), none = schedule(&r, keep_none);
+    const int64_t rows = 1;
+    const koila__live_options o = { .rows = &rows };
+    const uint64_t a = koila__live_simulate(all.p, &all.s, &o, NULL, NULL, NULL).peak_bytes, b = koila__live_simulate(middle.p, &middle.s, &o, NULL, NULL, NULL).peak_bytes;
+    const uint64_t c = koila__live_simulate(none.p, &none.s, &o, NULL, NULL, NULL).peak_bytes;
+    CHECK(c < b && b < a);
+    CHECK(all.s.work < middle.s.work && middle.s.work < 3 * all.s.work && middle.s.work < none.s.work / 3);
+    unmake(&all);
+    unmake(&middle);
+    unmake(&none);
+    rg_deinit(&r);
+}
+
+TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 1, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
+    uint32_t n_kept = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK) abort();
+        made m = schedule(&r, keeps[seed % KOILA_COUNT(keeps)]);
+        uint8_t *kept = calloc(m.p->graph->values.n + 1, 1);
+        for (uint32_t k = 0; k < m.s.n_stages; k++)
+            for (uint32_t i = 0; i < m.s.stages[k].stage.n_instrs; i++) {
+                const koila_instr in = m.s.stages[k].stage.instrs[i];
+                if (in.kind == KOILA_DO_KEEP) {
+                    CHECK(!kept[in.id]);
+                    kept[in.id] = 1;
+                    n_kept++;
+                }
+                if (in.kind == KOILA_DO_FETCH) CHECK(kept[in.id]);
+                if (in.kind == KOILA_DO_FETCH && in.flags & KOILA_INSTR_LAST) kept[in.id] = 0;
+            }
+        for (uint32_t v = 0; v < m.p->graph->values.n; v++) CHECK(!kept[v]);
+        free(kept);
+        unmake(&m);
+        rg_deinit(&r);
+    }
+    CHECK(n_kept > 100);
+}
+
+TEST(schedule__a_policy_that_runs_everything_again_and_again_is_refused)
+{
+    random_graph r;
+    koila_value g;
+    deep(&r, 40, &g);
+    koila__placed *p = NULL;
+    koila__schedule s = { .n_stages = 77 };
+    koila_value targets[RG_MAX_VALUES];
+    koila_error err = KOILA_ERROR_INIT;
+    CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
+    for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+    const koila__keep keep = { .horizon = 0, .max_instrs = 1 };
+    CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets, keep, NULL, &err), KOILA_UNSUPPORTED);
+    CHECK(s.n_stages == 77 && err.code == KOILA_UNSUPPORTED);
+    koila__placed_free(p);
+    rg_deinit(&r);
+}
+
+TEST(schedule__the_nth_allocation_may_fail)
+{
+    failing_allocator fail = { 0 };
+    const koila_allocator mem = { failing_realloc, &fail };
+    for (uint64_t seed = 40; seed < 44; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK) abort();
+        koila__placed *p = NULL;
+        koila_value targets[RG_MAX_VALUES];
+        CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
+        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+        for (uint64_t at = 1;; at++) {
+            fail = (failing_allocator){ .at = at };
+            koila__schedule s = { 0 };
+            const koila_status status = koila__schedule_init(&s, p, targets, r.n_targets, (koila__keep){ .horizon = 2, .spacing = 1, .cheap = true }, &mem, NULL);
+            CHECK(status == (fail.n_calls < at ? KOILA_OK : KOILA_NO_MEMORY));
+            if (status == KOILA_OK) koila__schedule_deinit(&s);
+            CHECK_EQ(fail.n_live_bytes, 0);
+            if (fail.n_calls < at) break;
+        }
+        koila__placed_free(p);
+        rg_deinit(&r);
+    }
+}
