@@ -18,6 +18,7 @@ struct koila_plan {
     koila__schedule schedule;
     koila_plan_info info;
     koila_value *targets;
+    uint32_t n_targets;
     int64_t *rows; /* [axes] */
     koila_gather *gathers;
     koila_gather *largest;
@@ -322,6 +323,7 @@ static koila_status make_plan(planning *q)
     p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
     p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
     if (!p->targets || !p->rows) return KOILA_NO_MEMORY;
+    p->n_targets = q->n_targets;
     for (uint32_t i = 0; i < q->n_targets; i++)
         if (q->targets[i] >= q->graph->values.n || q->graph->values.at[q->targets[i]].meta == KOILA_NONE)
             return koila__fail(q->err, KOILA_BAD_ARGUMENT, 0, "plan: target %u is no value of the graph", q->targets[i]);
@@ -545,61 +547,96 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
 
 /* ---- the invariants: replay the instructions with flags instead of tensors */
 
+/* WHOLE, LOCAL, KEPT: there is such a tensor of v now; MADE: it is being collected and is whole when the loop ends. */
+enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
+
+/* Follows one stage. n_local: local values there are; n_kept: pieces. */
+static bool check_stage(const koila_plan *p, uint32_t k, uint8_t *flags, uint32_t *n_kept, koila_error *err)
+{
+    const koila_graph *g = p->placed->graph;
+    const koila_stage *st = &p->schedule.stages[k].stage;
+    const uint8_t mine = st->is_loop ? LOCAL : WHOLE;
+    uint32_t n_local = 0;
+#define HOLDS(e, ...)                                                              \
+    do {                                                                           \
+        if (!(e)) return koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__), false; \
+    } while (0)
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr in = st->instrs[i];
+        const uint32_t v = in.id;
+        switch ((koila_instr_kind)in.kind) {
+        case KOILA_DO_RUN: {
+            const koila_sig_info *s = koila__node_sig(g, in.id);
+            const koila_node_info *n = &g->nodes.at[in.id];
+            for (uint32_t u = 0; u < s->n_inputs; u++) {
+                const koila_value x = g->inputs.at[n->first_input + u];
+                bool is_read = true;
+                for (uint32_t w = 0; w < s->n_writes; w++) is_read &= s->writes[w].input != u || !s->writes[w].overwrites;
+                const bool whole = !st->is_loop || p->placed->need[n->first_input + u].kind == KOILA_R;
+                HOLDS(!is_read || flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
+            }
+            for (uint32_t o = 0; o < s->n_outputs; o++) {
+                if (s->outputs[o] == KOILA_NONE) continue;
+                HOLDS(!(flags[n->first_output + o] & mine), "node %u (%s): result %u is there already", in.id, koila_op_name(g->table, s->op), o);
+                flags[n->first_output + o] |= mine;
+                n_local++;
+            }
+            break;
+        }
+        case KOILA_DO_SLICE:
+            HOLDS(st->is_loop && flags[v] & WHOLE && !(flags[v] & LOCAL), "value %u is sliced before it is whole, or twice", v);
+            flags[v] |= LOCAL;
+            n_local++;
+            break;
+        case KOILA_DO_FETCH:
+            HOLDS(st->is_loop && flags[v] & KEPT && !(flags[v] & LOCAL), "value %u is fetched but not kept, or twice", v);
+            flags[v] |= LOCAL;
+            n_local++;
+            break;
+        case KOILA_DO_KEEP:
+            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & KEPT), "value %u is kept before it is made, or twice", v);
+            flags[v] |= KEPT;
+            ++*n_kept;
+            break;
+        case KOILA_DO_ADD:
+        case KOILA_DO_PUT:
+            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & (WHOLE | MADE)), "value %u is collected before it is made, or twice", v);
+            flags[v] |= MADE;
+            break;
+        case KOILA_DO_FREE:
+            HOLDS(flags[v] & mine && g->values.at[v].meta != KOILA_NONE, "value %u is freed but not there", v);
+            HOLDS(st->is_loop || g->values.at[v].node != KOILA_NONE, "value %u is freed but is not ours", v);
+            flags[v] &= (uint8_t)~mine;
+            n_local--;
+            break;
+        }
+    }
+    HOLDS(!st->is_loop || n_local == 0, "%u values outlive their slice", n_local);
+    for (uint32_t i = 0; i < st->n_instrs && st->is_loop; i++) {
+        const uint32_t v = st->instrs[i].id;
+        if (st->instrs[i].kind == KOILA_DO_ADD || st->instrs[i].kind == KOILA_DO_PUT) flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
+        if (st->instrs[i].kind != KOILA_DO_FETCH || !(st->instrs[i].flags & KOILA_INSTR_LAST)) continue;
+        HOLDS(flags[v] & KEPT, "value %u is given up twice", v);
+        flags[v] &= (uint8_t)~KEPT;
+        --*n_kept;
+    }
+#undef HOLDS
+    return true;
+}
+
 bool koila_plan_check(const koila_plan *p, koila_error *err)
 {
     const koila_graph *g = p->placed->graph;
-    const uint32_t V = g->values.n + 1;
-    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, V);
+    const size_t n_bytes = (size_t)g->values.n + 1;
+    uint32_t n_kept = 0;
+    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, n_bytes);
     if (!flags) return true; /* cannot tell */
-    enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
+    for (uint32_t v = 0; v < g->values.n; v++) flags[v] = g->values.at[v].node == KOILA_NONE ? WHOLE : 0;
     bool ok = true;
-    memset(flags, 0, V);
-#define HOLDS(e, ...)                                                          \
-    do {                                                                       \
-        if (ok && !(e)) ok = false, koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__); \
-    } while (0)
-    for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) flags[v] = WHOLE;
-    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++) {
-        const koila_stage *st = &p->schedule.stages[k].stage;
-        for (uint32_t i = 0; i < st->n_instrs && ok; i++) {
-            const koila_instr in = st->instrs[i];
-            const uint32_t v = in.id;
-            switch ((koila_instr_kind)in.kind) {
-            case KOILA_DO_RUN: {
-                const koila_sig_info *s = koila__node_sig(g, in.id);
-                for (uint32_t u = 0; u < s->n_inputs; u++) {
-                    const koila_value x = g->inputs.at[g->nodes.at[in.id].first_input + u];
-                    bool unread = false;
-                    for (uint32_t q = 0; q < s->n_writes; q++) unread |= s->writes[q].input == u && s->writes[q].overwrites;
-                    if (unread) continue;
-                    const bool whole = !st->is_loop || p->placed->need[g->nodes.at[in.id].first_input + u].kind == KOILA_R;
-                    HOLDS(flags[x] & (whole ? WHOLE | LOCAL : LOCAL), "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op), u);
-                }
-                for (uint32_t o = 0; o < s->n_outputs; o++)
-                    if (s->outputs[o] != KOILA_NONE) {
-                        HOLDS(!(flags[g->nodes.at[in.id].first_output + o] & (st->is_loop ? LOCAL : WHOLE)), "node %u runs twice in a slice", in.id);
-                        flags[g->nodes.at[in.id].first_output + o] |= st->is_loop ? LOCAL : WHOLE;
-                    }
-                break;
-            }
-            case KOILA_DO_SLICE: HOLDS(flags[v] & WHOLE, "value %u is sliced before it is whole", v); flags[v] |= LOCAL; break;
-            case KOILA_DO_FETCH: HOLDS(flags[v] & KEPT, "value %u is fetched but not kept", v); flags[v] |= LOCAL; break;
-            case KOILA_DO_KEEP: HOLDS(flags[v] & LOCAL, "value %u is kept before it is made", v); flags[v] |= KEPT; break;
-            case KOILA_DO_ADD:
-            case KOILA_DO_PUT: HOLDS(flags[v] & LOCAL, "value %u is collected before it is made", v); flags[v] |= MADE; break;
-            case KOILA_DO_FREE:
-                HOLDS(flags[v] & (st->is_loop ? LOCAL : WHOLE), "value %u is freed but not there", v);
-                flags[v] &= (uint8_t)~(st->is_loop ? LOCAL : WHOLE);
-                break;
-            }
-        }
-        for (uint32_t v = 0; v < g->values.n && st->is_loop; v++) {
-            HOLDS(!(flags[v] & LOCAL), "value %u outlives its slice", v);
-            if (flags[v] & MADE) flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
-        }
-    }
-#undef HOLDS
-    koila__release(&p->mem, flags, V);
+    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++) ok = check_stage(p, k, flags, &n_kept, err);
+    if (ok && n_kept) ok = false, koila__fail(err, KOILA_BAD_INPUT, 0, "%u kept values are never given up", n_kept);
+    for (uint32_t i = 0; i < p->n_targets && ok; i++)
+        if (!(flags[p->targets[i]] & WHOLE)) ok = false, koila__fail(err, KOILA_BAD_INPUT, 0, "target %u (value %u) is not there at the end", i, p->targets[i]);
+    koila__release(&p->mem, flags, n_bytes);
     return ok;
 }

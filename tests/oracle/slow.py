@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
         flat = [out] if isinstance(out, torch.Tensor) else list(out) if isinstance(out, (tuple, list)) else None
         if flat is None:
             return out
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = torch.Tag.nondeterministic_seeded in func.tags and not (base_name.startswith("_scaled_dot_product") and (args[3] if len(args) > 3 else 0) == 0)
         flags = (VIEW if func.is_view else 0) | (RANDOM if random else 0) | (FACTORY if not tensors else 0)
         if not tensors and "dtype" not in skw and any(a.name == "dtype" for a in func._schema.arguments):
             skw["dtype"] = flat[0].dtype  # not the default dtype of whoever replays

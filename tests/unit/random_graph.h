@@ -6,6 +6,8 @@
 #define KOILA_TEST_RANDOM_GRAPH_H
 
 #include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "koila/koila.h"
 
