@@ -236,6 +236,7 @@ static koila_status set_divisions(scan *s, const char *key)
     if (!take(s, '[')) {
         if (!token(s, value)) return bad(s, key, s->p, "a number or a list");
         KOILA_TRY(division(s, key, value, &n));
+        if (!n) return bad(s, key, value, "a power of two, 1 to switch rounding off"); /* 0 only in a list */
         for (int i = 0; i < 16; i++) of[i] = n;
         return KOILA_OK;
     }
@@ -286,6 +287,7 @@ static const struct {
     { "pinned_use_cuda_host_register", set_ignored_flag },
     { "pinned_use_hip_host_register", set_ignored_flag },
     { "pinned_use_background_threads", set_ignored_flag },
+    { "pinned_free_catch_all", set_ignored_flag },
     { "pinned_num_register_threads", set_ignored_count },
     { "pinned_reserve_segment_size_mb", set_ignored_count },
     { "pinned_max_round_threshold_mb", set_ignored_count },
@@ -332,7 +334,7 @@ koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, i
     if (!fresh.rounding_set || !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE)) fresh.max_non_split_rounding_bytes = fresh.large_segment_bytes;
     if (fresh.max_split_bytes < fresh.large_segment_bytes)
         return koila__fail(e, KOILA_BAD_INPUT, 0, "max_split_size_mb: must be %u or more (the large segment size)", (unsigned)(fresh.large_segment_bytes / MIB));
-    if (fresh.max_non_split_rounding_bytes < fresh.large_segment_bytes)
+    if (strict && fresh.max_non_split_rounding_bytes < fresh.large_segment_bytes) /* torch 2.13 takes it */
         return koila__fail(e, KOILA_BAD_INPUT, 0, "max_non_split_rounding_mb: must be %u or more (the large segment size)", (unsigned)(fresh.large_segment_bytes / MIB));
     *c = fresh;
     return KOILA_OK;

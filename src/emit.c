@@ -47,7 +47,7 @@ static void add_list(koila__call *k, const koila_arg *at, uint32_t n)
 
 void koila__emit_ints(koila__call *k, const int64_t *at, uint32_t n)
 {
-    koila_arg a[KOILA_MAX_DIMS];
+    koila_arg a[KOILA_MAX_DIMS] = { 0 };
     if (n > KOILA_MAX_DIMS) {
         k->bad = true;
         return;
@@ -58,7 +58,7 @@ void koila__emit_ints(koila__call *k, const int64_t *at, uint32_t n)
 
 void koila__emit_bools(koila__call *k, const bool *at, uint32_t n)
 {
-    koila_arg a[KOILA_MAX_DIMS];
+    koila_arg a[KOILA_MAX_DIMS] = { 0 };
     if (n > KOILA_MAX_DIMS) {
         k->bad = true;
         return;
@@ -69,7 +69,7 @@ void koila__emit_bools(koila__call *k, const bool *at, uint32_t n)
 
 void koila__emit_values(koila__call *k, const koila_value *at, uint32_t n)
 {
-    koila_arg a[KOILA__CALL_VALUES];
+    koila_arg a[KOILA__CALL_VALUES] = { 0 };
     if (n > KOILA__CALL_VALUES - k->n_values) {
         k->bad = true;
         return;

@@ -276,6 +276,14 @@ static bool slices_as_placed(const attempt *a)
     return true;
 }
 
+/* Note [Random] in place.h */
+static bool drawn_in_rows(const koila__placer *p, const koila_sig_info *sig)
+{
+    if (!(koila_op_flags(p->table, sig->op) & KOILA_OP_RANDOM)) return true;
+    if (sig->n_inputs == 0) return sig->n_outputs == 1;
+    return sig->n_inputs == 1 && sig->n_writes == 1 && sig->n_fresh == 0 && sig->writes[0].overwrites;
+}
+
 static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig, const koila_value *in, const koila_placement *placed, uint16_t axis,
                          const koila_placement *want, bool may_emit)
 {
@@ -283,6 +291,7 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
     const koila__rule rule = op_rule(p, sig->op)->rule;
     if (!rule) return false;
     a->c.want = want;
+    if (!drawn_in_rows(p, sig)) return false;
     if (sig->n_writes) return attempt_writes(p, a, rule);
     a->c.may_emit = may_emit;
     if (!rule(&a->c) || p->status != KOILA_OK) return false;

@@ -75,6 +75,7 @@ typedef struct sim {
     uint32_t n_values, n_targets;
     uint32_t *whole, *local; /* storage of each value, 0 = none */
     uint8_t *is_target, *is_grad, *is_mask; /* is_mask: a dropout mask, Note [Masks] */
+    uint8_t *is_square;                      /* an attention matrix that CUDA does not make, Note [Square matrices] */
     inside_kind *kinds; /* of each operator of the table */
     uint32_t n_ops;
     uint32_t *kept_row; /* value -> row + 1 of kept[] */
@@ -290,6 +291,13 @@ static void note_unknown(sim *s, koila_op op)
     p->not_modelled[p->n_not_modelled++].n_calls = 1;
 }
 
+/* What a storage that the recording made counts on CUDA. */
+static uint64_t cuda_bytes(const sim *s, koila_value v, uint64_t bytes)
+{
+    if (s->is_square[v] && s->level != HIGH && s->o.sdpa != KOILA_SDPA_MATH) return 0;
+    return s->is_mask[v] ? bytes / koila_dtype_bytes(meta_of(s, v)->dtype) : bytes;
+}
+
 static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t rows, int64_t batch)
 {
     const koila_node_info node = koila_node_get(s->g, n);
@@ -313,7 +321,7 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
             continue;
         }
         uint64_t bytes = result_bytes(s, &k, kind, i, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v));
-        if (s->is_mask[v]) bytes /= koila_dtype_bytes(meta_of(s, v)->dtype);
+        bytes = cuda_bytes(s, v, bytes);
         out_bytes += bytes;
         home[v] = storage_new(s, bytes, v);
     }
@@ -321,7 +329,7 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
         const koila_value base = inputs[sig->writes[w].input], v = node.first_output + sig->n_fresh + w;
         if (home[v]) continue;
         if (steal >> w & 1) home[v] = hold(s, found(s, base));
-        else home[v] = storage_new(s, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v), v);
+        else home[v] = storage_new(s, cuda_bytes(s, v, in_loop ? koila_plan_value_bytes(s->plan, v, rows) : whole_bytes(s, v)), v);
     }
     const int n_temps = temporaries(s, &k, kind, out_bytes, temp);
     for (int i = 0; i < n_temps; i++) addr[i] = take(s, temp[i]);
@@ -516,16 +524,69 @@ static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
 static void find_masks(sim *s)
 {
     for (koila_node i = 0; i < koila_graph_n_nodes(s->g); i++) {
-        const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, i).sig);
+        const koila_node_info node = koila_node_get(s->g, i);
+        const koila_sig_info *sig = koila_sig_get(s->t, node.sig);
         char name[80];
-        if (!sig->n_writes) continue;
-        base_name(koila_op_name(s->t, sig->op), name, sizeof name);
-        if (strcmp(name, "bernoulli")) continue;
-        const koila_value v = koila_node_inputs(s->g, i)[sig->writes[0].input];
-        const koila_node maker = koila_value_get(s->g, v).node;
-        if (maker == KOILA_NONE || !meta_of(s, v)) continue;
-        base_name(koila_op_name(s->t, koila_sig_get(s->t, koila_node_get(s->g, maker).sig)->op), name, sizeof name);
-        s->is_mask[v] = !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+        for (uint32_t w = 0; w < sig->n_writes; w++) {
+            const koila_value v = koila_node_inputs(s->g, i)[sig->writes[w].input];
+            const koila_node maker = koila_value_get(s->g, v).node;
+            base_name(koila_op_name(s->t, sig->op), name, sizeof name);
+            if (!strcmp(name, "bernoulli") && maker != KOILA_NONE && meta_of(s, v)) {
+                base_name(koila_op_name(s->t, koila_sig_get(s->t, koila_node_get(s->g, maker).sig)->op), name, sizeof name);
+                s->is_mask[v] = !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+            }
+            s->is_mask[node.first_output + sig->n_fresh + w] = s->is_mask[v]; /* also if the write has to copy it */
+        }
+    }
+}
+
+/* Note [Square matrices]
+ * On a CPU attention with dropout runs as bmm, _safe_softmax, dropout, bmm, with scores and probabilities in memory. CUDA's fused kernels take
+ * dropout and never make them. So what _safe_softmax reads and writes, and what is joined to it by pointwise operators and views alone (at
+ * both ends stands a bmm), counts nothing; but the high end keeps it, for which kernel runs is not known. */
+static bool passes_on(const sim *s, koila_op op)
+{
+    static const char *const names[] = { "mul", "div", "add", "sub", "neg", "masked_fill", "where", "_safe_softmax", "_softmax_backward_data", "bernoulli", "empty_strided", "empty_like",
+                                         "native_dropout", "native_dropout_backward", "clone", "_to_copy" };
+    char name[80];
+    if (s->kinds[op] == INSIDE_VIEW) return true;
+    base_name(koila_op_name(s->t, op), name, sizeof name);
+    for (size_t i = 0; i < KOILA_COUNT(names); i++)
+        if (!strcmp(names[i], name)) return true;
+    return false;
+}
+
+static void find_squares(sim *s)
+{
+    const uint32_t n_nodes = koila_graph_n_nodes(s->g);
+    bool any = false;
+    for (koila_node i = 0; i < n_nodes; i++) {
+        const koila_node_info node = koila_node_get(s->g, i);
+        if (strncmp(koila_op_name(s->t, koila_sig_get(s->t, node.sig)->op), "aten::_safe_softmax", 19)) continue;
+        s->is_square[node.first_output] = 1;
+        any = true;
+    }
+    for (int pass = 0; any && pass < 32; pass++) { /* forwards and backwards in turn, until nothing is new */
+        any = false;
+        for (uint32_t k = 0; k < n_nodes; k++) {
+            const koila_node i = pass & 1 ? n_nodes - 1 - k : k;
+            const koila_node_info node = koila_node_get(s->g, i);
+            const koila_sig_info *sig = koila_sig_get(s->t, node.sig);
+            const koila_value *inputs = koila_node_inputs(s->g, i);
+            const koila_meta_info *square = NULL;
+            if (!passes_on(s, sig->op)) continue;
+            for (uint32_t a = 0; a < sig->n_inputs && !square; a++)
+                if (s->is_square[inputs[a]]) square = meta_of(s, inputs[a]);
+            for (uint32_t a = 0; a < sig->n_outputs && !square; a++)
+                if (s->is_square[node.first_output + a]) square = meta_of(s, node.first_output + a);
+            for (uint32_t a = 0; square && a < sig->n_inputs + sig->n_outputs; a++) {
+                const koila_value v = a < sig->n_inputs ? inputs[a] : node.first_output + a - sig->n_inputs;
+                const koila_meta_info *m = meta_of(s, v);
+                if (s->is_square[v] || !m || m->n_elements != square->n_elements || koila_value_get(s->g, v).node == KOILA_NONE) continue;
+                s->is_square[v] = 1;
+                any = true;
+            }
+        }
     }
 }
 
@@ -541,6 +602,7 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
     s->is_target = zeroed(s, s->n_values, 1);
     s->is_grad = zeroed(s, s->n_values, 1);
     s->is_mask = zeroed(s, s->n_values, 1);
+    s->is_square = zeroed(s, s->n_values, 1);
     s->kept_row = zeroed(s, s->n_values, sizeof(uint32_t));
     s->kinds = zeroed(s, s->n_ops, sizeof(inside_kind));
     if (s->status) return s->status;
@@ -555,6 +617,7 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
         }
     }
     find_masks(s);
+    find_squares(s);
     const koila_plan_info info = koila_plan_get(plan);
     uint32_t n_fetches = 0;
     for (uint32_t k = 0; k < info.n_stages; k++) {
@@ -580,6 +643,7 @@ static void sim_deinit(sim *s, bool own_cache)
     koila__release(&s->mem, s->is_target, n);
     koila__release(&s->mem, s->is_grad, n);
     koila__release(&s->mem, s->is_mask, n);
+    koila__release(&s->mem, s->is_square, n);
     koila__release(&s->mem, s->kept_row, n * sizeof(uint32_t));
     koila__release(&s->mem, s->kinds, (s->n_ops ? s->n_ops : 1) * sizeof(inside_kind));
     koila__release(&s->mem, s->kept, (kept ? kept : 1) * sizeof(uint32_t));
@@ -761,7 +825,7 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     if (seen[INSIDE_SDPA] || seen[INSIDE_SDPA_GRAD]) note(p, o->sdpa ? "attention's back end is as given" : "attention's back end is chosen by dtype, head size and capability; --sdpa overrides");
     for (koila_node i = 0; i < koila_graph_n_nodes(g); i++)
         if (!strncmp(koila_op_name(t, koila_sig_get(t, koila_node_get(g, i).sig)->op), "aten::_safe_softmax", 19)) {
-            note(p, "attention with dropout was recorded as the CPU runs it, with square matrices: on CUDA it usually needs less");
+            note(p, "attention with dropout: fused kernels make no square matrices; the high end keeps them, for the kernel is not known");
             break;
         }
     if (seen[INSIDE_CONV]) note(p, "every convolution is taken to use the profile's convolution workspace");

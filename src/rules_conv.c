@@ -19,9 +19,11 @@ bool koila__rule_convolution(koila__case *c)
 /* convolution_backward(grad, x, weight, bias_sizes?, ..., mask) -> gx, gw, gb */
 bool koila__rule_convolution_backward(koila__case *c)
 {
-    const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || c->n_in != 3 || c->in_meta[0]->n_dims != c->in_meta[2]->n_dims || lead == KOILA_NONE || lead > 1 || c->in[lead].dim != 0)
-        return false;
+    const uint32_t lead = koila__lead_among(c, 2);
+    if (c->n_in != 3 || c->in_meta[0]->n_dims != c->in_meta[2]->n_dims) return false;
+    if (koila__any_p(c)) /* linear in grad */
+        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && koila__is_r(c->in[2]) && koila__out_all(c, koila__p(c, KOILA_SUM));
+    if (lead == KOILA_NONE || c->in[lead].dim != 0) return false;
     if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
     koila__need_r(c, 2);
     for (uint32_t j = 0; j < c->n_out; j++)

@@ -83,3 +83,34 @@ bool koila__rule_linear_layer(koila__case *c)
     c->out[0] = x;
     return true;
 }
+
+/* _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim): all three unsqueezed at their expand dims to common ones, multiplied, summed over sumdim */
+bool koila__rule_trilinear(koila__case *c)
+{
+    uint32_t expand[3], sum, n, dim_of[3][KOILA_MAX_DIMS], common = KOILA_NONE, n_common = 0;
+    if (c->n_in != 3 || koila__any_p(c)) return false;
+    const uint32_t lead = koila__lead(c);
+    for (uint32_t i = 0; i < 3; i++) {
+        const koila_arg *e = koila__arg(c, 3 + i);
+        if (!e || e->kind != KOILA_ARG_LIST) return false;
+        const uint32_t total = c->in_meta[i]->n_dims + e->n;
+        if (total > KOILA_MAX_DIMS || (i && total != n_common)) return false;
+        n_common = total;
+        if (!koila__arg_dims(c, 3 + i, total, &expand[i], NULL, &n)) return false;
+        uint32_t d = 0;
+        for (uint32_t k = 0; k < total; k++) dim_of[i][k] = (expand[i] >> k) & 1 ? KOILA_NONE : d++;
+        if (d != c->in_meta[i]->n_dims) return false;
+    }
+    if (lead == KOILA_NONE || !koila__arg_dims(c, 6, n_common, &sum, NULL, &n)) return false;
+    for (uint32_t k = 0; k < n_common; k++)
+        if (dim_of[lead][k] == c->in[lead].dim) common = k;
+    for (uint32_t i = 0; i < 3; i++) {
+        if (dim_of[i][common] == KOILA_NONE) koila__need_r(c, i);
+        else if (!koila__need(c, i, koila__moved(c->in[lead], dim_of[i][common]))) return false;
+    }
+    if ((sum >> common) & 1) return c->out[0] = koila__p(c, KOILA_SUM), true;
+    uint32_t d = common;
+    for (uint32_t k = 0; k < common; k++) d -= (sum >> k) & 1;
+    c->out[0] = koila__moved(c->in[lead], d);
+    return true;
+}

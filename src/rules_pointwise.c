@@ -151,6 +151,8 @@ bool koila__rule_fill(koila__case *c)
         if (strcmp(c->op, "aten::zero") != 0 && !(strcmp(c->op, "aten::fill.Scalar") == 0 && koila__arg_number(c, 1, 1, &value) && value == 0)) return false;
         return koila__out_all(c, c->in[0]);
     }
+    if (strncmp(c->op, "aten::fill", 10) != 0 && strcmp(c->op, "aten::zero") != 0 && !(c->n_in == 1 && c->sig->n_writes == 1 && c->sig->writes[0].overwrites))
+        return false; /* the numbers drawn depend on where each element lies in the whole: into a view, or with a tensor of parameters, draw whole */
     return koila__rule_pointwise(c);
 }
 
@@ -161,4 +163,13 @@ bool koila__rule_bucketize(koila__case *c)
     koila__need_r(c, 1);
     c->out[0] = c->in[0];
     return true;
+}
+
+/* searchsorted(sorted[n], x): one sorted table for all */
+bool koila__rule_searchsorted(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in != 2 || koila__input_at(c, 1) != 1 || c->in_meta[0]->n_dims != 1 || !koila__is_s(c->in[1])) return false;
+    koila__need_r(c, 0);
+    c->out[0] = c->in[1];
+    return koila__fits(c, c->out[0], c->out_meta[0]);
 }

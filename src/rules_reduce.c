@@ -278,3 +278,28 @@ bool koila__rule_glu_backward(koila__case *c)
     if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
     return koila__out_all(c, c->in[lead]);
 }
+
+/* aminmax(x, *, dim?, keepdim): over the batch the two results combine differently but alike: maximum and minimum */
+bool koila__rule_aminmax(koila__case *c)
+{
+    int64_t dim = 0, keepdim;
+    const koila_arg *a = koila__kw(c, "dim");
+    const int64_t n = c->in_meta[0]->n_dims;
+    if (koila__any_p(c) || c->n_in != 1 || c->n_out != 2 || !koila__is_s(c->in[0]) || !koila__kw_int(c, "dim", 0, &dim) || !koila__kw_int(c, "keepdim", 0, &keepdim))
+        return false;
+    if (dim < 0) dim += n;
+    if (dim < 0 || dim >= n) return false;
+    if (a && a->kind == KOILA_ARG_INT && dim != c->in[0].dim) return koila__out_all(c, koila__moved(c->in[0], after(1u << dim, keepdim, c->in[0].dim)));
+    c->out[0] = koila__p(c, KOILA_MIN);
+    c->out[1] = koila__p(c, KOILA_MAX);
+    return true;
+}
+
+/* linalg_cross(a, b, *, dim): broadcast, vectors along dim */
+bool koila__rule_cross(koila__case *c)
+{
+    int64_t dim;
+    if (koila__any_p(c) || !koila__kw_int(c, "dim", -1, &dim) || !koila__rule_pointwise(c) || c->out[0].kind != KOILA_S) return false;
+    if (dim < 0) dim += c->out_meta[0]->n_dims;
+    return c->out[0].dim != dim;
+}

@@ -21,7 +21,8 @@
  * Time: everything is a pass over nodes and uses, or over (loops x nodes) / 64 words of bit sets, or over what is emitted. What recomputes so much
  * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
- * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage, and the storage belongs to this scope: it is
+ * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage (or on its part of it, when the storage was
+ * cut by unsafe_split and nobody holds the uncut one), and the storage belongs to this scope: it is
  * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right. What is written over
  * without being read is no use of its base: the result is new memory, and the base may be long gone.
  *
@@ -55,6 +56,8 @@ typedef struct scope {
     koila_value *root; /* [value] storage it lives in, named by the value that made it */
     uint32_t *alive;   /* [value as root] values alive on that storage */
     uint8_t *owned;    /* [value as root] owner */
+    koila_value *region; /* [value] the part of the storage it may touch: its root for all of it, else the result of an unsafe_split it comes from */
+    uint32_t *touching;  /* [value as region] values alive there: sum over the regions of a root == alive[root] */
     uint8_t *here;     /* [value] alive in this scope */
 } scope;
 
@@ -83,6 +86,7 @@ typedef struct work_state {
     uint32_t *consumer_node;
     bool *is_local;        /* [flat input] see uses_local */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
+    bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
 
     loop_info *loops;
     uint32_t n_loops;
@@ -470,10 +474,12 @@ static koila_status find_maybe_alias(work_state *w)
                                          "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
     const koila_table *t = w->g->table;
     w->maybe_alias = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->maybe_alias);
-    TRY_ALLOC(w->maybe_alias);
+    w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
+    TRY_ALLOC(w->maybe_alias && w->splits);
     for (uint32_t op = 0; op < t->ops.n; op++) {
         w->maybe_alias[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
         for (size_t i = 0; i < KOILA_COUNT(maybe); i++) w->maybe_alias[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
+        w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     }
     return KOILA_OK;
 }
@@ -494,6 +500,19 @@ static void begin_value(scope *s, koila_value v, owner o)
     s->root[v] = v;
     s->alive[v] = 1;
     s->owned[v] = (uint8_t)o;
+    s->region[v] = v;
+    s->touching[v] = 1;
+}
+
+/* v lives on the storage of `on`: on the same part of it, or (disjoint) on a part that no other result of the same call touches. */
+static void join_value(scope *s, koila_value v, koila_value on, bool disjoint)
+{
+    s->here[v] = 1;
+    s->root[v] = s->root[on];
+    s->alive[s->root[v]]++;
+    s->region[v] = disjoint ? v : s->region[on];
+    if (disjoint) s->touching[v] = 0;
+    s->touching[s->region[v]]++;
 }
 
 /* The value is gone; its storage too when it was the last one there. `own`: the event that ends a storage of the scope itself. */
@@ -501,6 +520,7 @@ static bool release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s->root[v];
     w->s->here[v] = 0;
+    w->s->touching[w->s->region[v]]--;
     if (--w->s->alive[r]) return true;
     switch ((owner)w->s->owned[r]) {
     case OWNER_NONE: return true;
@@ -569,8 +589,9 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
     if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
     if (k >= 16 || s->writes[k].overwrites || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
-    const koila_value r = w->s->root[b];
-    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->alive[r] != 1) return false;
+    const koila_value r = w->s->root[b], part = w->s->region[b];
+    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->touching[part] != 1) return false;
+    if (part == r ? w->s->alive[r] != 1 : w->s->touching[r] != 0) return false;
     for (uint32_t h = 0; h < k; h++)
         if (input_of(w, n, s->writes[h].input) == b) return false;
     return true;
@@ -636,9 +657,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         const bool stolen = o >= s->n_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = o < s->n_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s->here[input_of(w, n, 0)])) {
-            w->s->here[v] = 1;
-            w->s->root[v] = w->s->root[input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0)];
-            w->s->alive[w->s->root[v]]++;
+            join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0), !stolen && w->splits[s->op]);
             continue;
         }
         begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE); /* a view of a leaf or of a whole value owns nothing */
@@ -915,6 +934,8 @@ static koila_status make_arrays(work_state *w)
     scope *const scopes[] = { &w->whole, &w->slice };
     for (size_t i = 0; i < 2; i++) {
         TRY_ALLOC(scopes[i]->root = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->root));
+        TRY_ALLOC(scopes[i]->region = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->region));
+        TRY_ALLOC(scopes[i]->touching = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->touching));
         TRY_ALLOC(scopes[i]->alive = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->alive));
         TRY_ALLOC(scopes[i]->owned = koila__arena_array(&w->tmp, V, 1));
         TRY_ALLOC(scopes[i]->here = koila__arena_array(&w->tmp, V, 1));

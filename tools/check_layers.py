@@ -17,6 +17,7 @@ ENGINE = [
     ["dtype", "shape"],
     ["table"],
     ["graph"],
+    ["graph_text"],
     ["ops", "pseudo", "place", "placer", "rules", "emit"],
     ["rules_*"],
     ["cost", "schedule"],

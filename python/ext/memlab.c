@@ -52,7 +52,7 @@ static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
 
 static void listen_to_cpu(void)
 {
-    if (koila__truth_install() != 0) {
+    if (koila__truth_listen() != 0) {
         koila__truth_del_event(on_truth);
         return;
     }
@@ -618,7 +618,7 @@ static PyObject *size_text(PyObject *self, PyObject *size)
 static PyObject *memlab_stop(PyObject *self, PyObject *none)
 {
     koila__truth_set_tagger(NULL);
-    koila__truth_uninstall();
+    if (!koila__truth_is_kept()) koila__truth_uninstall(); /* the executor measures with it too */
     koila__got_restore(&report_slots, (void *)hook_report);
     Py_RETURN_NONE;
 }

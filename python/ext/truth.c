@@ -235,7 +235,14 @@ static int install(char wanted)
     Py_DECREF(torch);
     return r;
 }
-int koila__truth_install(void) { return install(0); }
+static bool kept; /* somebody relies on the count being there for good */
+int koila__truth_install(void)
+{
+    kept = true;
+    return install(0);
+}
+int koila__truth_listen(void) { return install(0); }
+bool koila__truth_is_kept(void) { return kept; }
 
 void koila__truth_uninstall(void)
 {
@@ -325,7 +332,8 @@ static PyObject *truth_install(PyObject *self, PyObject *args)
 {
     const char *wanted = NULL;
     if (!PyArg_ParseTuple(args, "|z:truth_install", &wanted)) return NULL;
-    install(wanted ? wanted[0] : 0);
+    if (wanted) install(wanted[0]);
+    else koila__truth_listen();
     return PyUnicode_FromString(koila__truth_plan());
 }
 static PyObject *truth_uninstall(PyObject *self, PyObject *none)

@@ -18,6 +18,9 @@
  * when installed. If somebody overwrote our slots meanwhile, the counters start again from zero (koila__truth_generation() + 1).
  * pre: the GIL is held, torch is imported. */
 int koila__truth_install(void);
+/* The same for a listener that may stop again: koila__truth_is_kept() stays false until somebody calls koila__truth_install(). */
+int koila__truth_listen(void);
+bool koila__truth_is_kept(void);
 /* Stop seeing new blocks; blocks already known are still seen when they are freed. pre: the GIL is held. */
 void koila__truth_uninstall(void);
 /* Installed, and the slots still ours (a few loads). */

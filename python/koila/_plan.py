@@ -45,6 +45,10 @@ class Large(NamedTuple):
     line: str
 
 
+def _short(line: str) -> str:
+    return os.path.basename(line)
+
+
 def _typed(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
@@ -115,12 +119,12 @@ class Plan:
             (
                 "gathered (made whole, for want of a rule)",
                 ("bytes", "tensor", "operator", "line"),
-                [(readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, g.line) for g in self.gathers],
+                [(readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, _short(g.line)) for g in self.gathers],
             ),
             (
                 "largest at the peak",
                 ("bytes", "tensor", "operator", "line"),
-                [(readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, t.line) for t in self.largest],
+                [(readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, _short(t.line)) for t in self.largest[:10]],
             ),
         ]
 

@@ -14,7 +14,8 @@ passed=0; failed=0
 [ $# -gt 0 ] || set -- $(cd "$here" && ls ./*.sh | sed 's|^\./||; s|\.sh$||' | grep -v '^run$')
 for name in "$@"; do
     mkdir "$work/$name"
-    (cd "$work/$name" && cp "$DATA"/* . && sh "$here/$name.sh" >../out 2>&1); code=$?
+    for f in "$DATA"/*; do [ -f "$f" ] && cp "$f" "$work/$name"; done
+    (cd "$work/$name" && sh "$here/$name.sh" >../out 2>&1); code=$?
     if [ $update = yes ]; then
         cp "$work/out" "$here/$name.stdout"; rm -f "$here/$name.exit"
         [ $code = 0 ] || echo $code >"$here/$name.exit"

@@ -244,13 +244,10 @@ def own_samples():
     yield lambda: A.unsafe_split_with_sizes(r(5, 7, dtype=d), [3, 4], 1)
     yield lambda: A.scatter.value_reduce(r(5, 7, dtype=d), 1, g(5, 2), 2.0, reduce="add")
     yield lambda: A.scatter_reduce.two(r(5, 7, dtype=d), 1, g(5, 2), r(5, 2, dtype=d), "amax")
-    yield lambda: A.rrelu_with_noise_functional(r(5, 3, dtype=d), torch.rand(5, 3, dtype=d), 0.1, 0.3, False)
     yield lambda: A.copy(r(5, 3, dtype=d), r(3, dtype=d))
     yield lambda: A.fill.Tensor(r(5, 3, dtype=d), torch.tensor(2.0, dtype=d))
     yield lambda: A.fill.Scalar(r(5, 3, dtype=d), 2.0)
     yield lambda: A.zero(r(5, 3, dtype=d))
-    yield lambda: A.bernoulli.p(r(5, 3, dtype=d), 0.5)
-    yield lambda: A.normal_functional(r(5, 3, dtype=d)) if hasattr(A, "normal_functional") else None
     for o, n in ((3, 4), (4, 3)):
         yield lambda o=o, n=n: A.split.Tensor(r(20, n, dtype=d), 5, 0)
         yield lambda o=o, n=n: A.slice.Tensor(r(20, n, dtype=d), 0, 5, 15)
@@ -295,6 +292,10 @@ def own_samples():
     for mode in ("nearest", "linear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x1, scale_factor=2, mode=mode).sum().backward()
     yield loss(lambda x: F.grid_sample(x, torch.rand(5, 2, 3, 4, 3, dtype=d, requires_grad=True)), 5, 2, 3, 3, 3)
+    yield lambda: A.searchsorted.Tensor(r(9, dtype=d).sort()[0], r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(5, 3, dtype=d), r(5, 3, dtype=d))
+    yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
+    yield lambda: F.bilinear(r(5, 3, dtype=d, requires_grad=True), r(5, 2, dtype=d, requires_grad=True), r(4, 3, 2, dtype=d, requires_grad=True)).sum().backward()
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
     for mode in ("nearest", "trilinear", "nearest-exact"):
@@ -415,7 +416,9 @@ def judge(func, flat, spec, how, batch, zeros=()):
         if not any(run.p.contents.node[n].in_loop for n in mine):
             return "none"
         ragged = [r for r in (batch // 2 + 1, batch - batch // 2 - 1) if r]
-        run.check([ragged, [1] * batch], atol=1e-9, rtol=1e-9)
+        narrow = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in flat)
+        tolerance = 1e-4 if narrow else 1e-9  # a float32 input may give a float64 result
+        run.check([ragged, [1] * batch], atol=tolerance, rtol=tolerance, loose=not narrow)
         return "claim"
     finally:
         run.close()
@@ -471,6 +474,11 @@ def test_every_line_has_a_claim(judged):
     factories = {n for n, (family, _) in LINES.items() if family in ("factory", "fill")}
     silent = sorted(n for n in LINES if not claims.get(n) and n not in NO_CPU_SAMPLE and n not in factories and not n.startswith("koila::"))
     assert not silent, f"{len(silent)} operators of ops.def have no sample in which their rule speaks: {silent}"
+
+
+def test_the_page_of_operators_is_fresh():
+    done = subprocess.run([sys.executable, str(slow.ROOT / "tools/make_operators.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 FAULTS = [  # file, text, replacement, operators to look at

@@ -82,7 +82,8 @@ def differ(expected, got):
             continue
         e, g = (torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t for t in (e, g))
         scale = float(e[e.isfinite()].abs().max()) if e.isfinite().any() else 1.0
-        if not torch.allclose(e, g, rtol=0, atol=TOL * max(scale, 1e-3), equal_nan=True):
+        tol = max(TOL, 50 * torch.finfo(e.dtype).eps)
+        if not torch.allclose(e, g, rtol=0, atol=tol * max(scale, 1e-3), equal_nan=True):
             return f"result {i}: off by {float((e - g).abs().nan_to_num().max()):.3g} of {scale:.3g}"
     return None
 
@@ -97,7 +98,7 @@ def one(op, sample, kinds):
     except Exception as e:
         return "skipped", f"eager: {type(e).__name__}"
     torch.rand(3)
-    random = differ(expected, again) is not None
+    random = differ(expected, again) is not None or "empty" in op.name  # what memory held before is nobody's number
     if not random:
         seed, torch.manual_seed = torch.manual_seed, lambda s: None
         try:

@@ -176,7 +176,7 @@ def test_every_allocation_of_a_step_may_fail_and_nothing_leaks(run):
 
 def test_threads_never_exceed_the_limit_and_every_refusal_is_an_error(run):
     run("""
-        refused, limit = [0] * 6, 1 << 20
+        refused, limit = [0] * 6, 150_000
         c.truth_set_limit(limit)
         def work(i):
             rng, live = random.Random(i), []

@@ -2,7 +2,7 @@
 
 Which line needs it: `LineProfiler`, `@profile`, `%mlrun`. Which tensors fill it: `MemReporter`, `snapshot`, `diff`. What a block cost:
 `measure`. What filled it when it ran out: `on_oom`. Lending the device for a while: `Courtesy`. Replaces pytorch_memlab: change the import.
-Importing this installs nothing, prints nothing and imports no torch; all is set up at first use.
+Importing this installs nothing, prints nothing and starts nothing; all is set up at first use.
 """
 
 import os as _os

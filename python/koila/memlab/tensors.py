@@ -9,16 +9,12 @@ NAME, KIND, SHAPE, NUMEL, DTYPE, DEVICE, BYTES, STORAGE_BYTES, STORAGE, DATA, OF
 _both_owners = None
 
 
-def _counts_both_owners(torch) -> bool:
-    """Does a tensor object that C++ holds too have a reference of C++'s (torch 2.10 and later)? Tried on one we know."""
+def _counts_both_owners() -> bool:
     global _both_owners
     if _both_owners is None:
-        with torch.enable_grad():
-            a = torch._C.TensorBase.detach(torch.zeros(1))
-            before = sys.getrefcount(a)
-            graph = torch.ones(1, requires_grad=True) * a
-            _both_owners = sys.getrefcount(a) == before + 1
-            del graph
+        from .._torch import second_owner_adds_reference
+
+        _both_owners = second_owner_adds_reference()
     return _both_owners
 
 
@@ -64,7 +60,7 @@ class Names:
         if torch is None:
             return []
         devices.listen()
-        both = _counts_both_owners(torch)
+        both = _counts_both_owners()
         dead = [key for key, (ref, _) in self.numbers.items() if ref() is None]
         for key in dead:
             del self.numbers[key]
@@ -126,7 +122,7 @@ def ready() -> None:
     torch = sys.modules.get("torch")
     devices.listen()
     if torch is not None:
-        _counts_both_owners(torch)
+        _counts_both_owners()
         _core.report_prepare(torch)
 
 
