@@ -8,8 +8,8 @@ bool koila__func_recorded(const koila__func *f)
     return false;
 }
 
-/* Rows shown: every source line known, else every line the code has. */
-static int n_shown(const koila__view *v) { return v->n_code ? (int)v->n_code : v->func->code->n_rows; }
+/* Rows shown: every source line known and every line the code has; the text may be shorter when the file has changed. */
+static int n_shown(const koila__view *v) { return (int)v->n_code > v->func->code->n_rows ? (int)v->n_code : v->func->code->n_rows; }
 static const koila__row *row_at(const koila__view *v, int i) { return i < v->func->code->n_rows ? &v->func->rows[i] : NULL; }
 static const char *code_at(const koila__view *v, int i) { return i < (int)v->n_code ? v->code[i] : ""; }
 

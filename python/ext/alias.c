@@ -76,7 +76,7 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
             Py_INCREF(t);
             rc = koila__run(t, want, m, false);
             t->ran = true;
-            if (rc == 0 && t->closed) rc = koila__compact(t); /* a running total of past losses must not keep them all */
+            t->compacted = false; /* of a closed one: a running total of past losses must not keep them all */
             Py_DECREF(t);
         }
     }
@@ -166,7 +166,7 @@ static koila__handle *next_movable(koila__tape *t)
 {
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
         const koila__group *g = h->group;
-        if (t->values[g->cur].real) return h;
+        if (t->values[g->cur].real && !(t->is_island && koila_value_get(t->graph, g->cur).node == KOILA_NONE)) return h;
         if (h->chain && !h->next_in_group && !h->prev_in_group && h->gen == g->gen && h->value != KOILA_NONE && t->values[h->value].real) return h;
     }
     return NULL;
@@ -177,7 +177,7 @@ int koila__compact(koila__tape *t)
     for (koila__handle *h; (h = next_movable(t));) { /* each moves its whole group out of t, so this ends */
         koila__tape *island = koila__tape_new();
         if (!island) return -1;
-        island->closed = island->is_island = true;
+        island->closed = island->is_island = island->compacted = true;
         const int rc = move_concrete(h, island);
         Py_DECREF(island); /* the handles keep it */
         if (rc <= 0) return rc;

@@ -24,6 +24,7 @@ typedef struct op_info {
     PyObject *func; /* owned OpOverload; the key */
     koila_op id;
     uint8_t kind, result_kind, overwrites;
+    bool is_view;            /* also of a SPECIAL one, when its handler records it */
     uint64_t written;        /* bit i: positional argument i is written */
     PyObject *written_kw;    /* owned tuple of names */
     int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
@@ -124,6 +125,7 @@ static op_info *describe(PyObject *func)
     if (remember_object(op->id, func) < 0) goto fail;
     op->kind = (uint8_t)kind;
     op->result_kind = (uint8_t)result_kind;
+    op->is_view = (flags & KOILA_OP_VIEW) && kind != STRIDED;
     op->overwrites = (uint8_t)overwrites;
     op->written = written;
     op->n_results = (uint8_t)PyTuple_GET_SIZE(source);
@@ -939,7 +941,7 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
         for (uint32_t j = 0; j < n; j++) items[j] = NULL;
         for (uint32_t j = 0; j < n && ok; j++) {
             if (results[j].meta == KOILA_NONE) items[j] = Py_NewRef(results[j].constant);
-            else items[j] = give(&results[j], t, first_out + j, op->kind == VIEW || op->kind == STRIDED ? first : NULL, op->kind == STRIDED, (koila_link){ sig, j });
+            else items[j] = give(&results[j], t, first_out + j, op->is_view || op->kind == STRIDED ? first : NULL, op->kind == STRIDED, (koila_link){ sig, j });
             if (!items[j]) ok = false;
         }
     } else {
@@ -1008,33 +1010,42 @@ static bool has_mask(PyObject *args)
     return false;
 }
 
+/* In inference mode a view of a normal tensor is a normal tensor: its wrapper is made outside that mode. */
+static PyObject *record_view(const op_info *op, PyObject *args, PyObject *kwargs)
+{
+    PyObject *context = Py_None, *type, *value, *trace;
+    if (koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
+        context = call_helper("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
+        if (!context) return NULL;
+    } else {
+        Py_INCREF(context);
+    }
+    PyObject *r = op->kind == SAME ? same(args) : record(op, args, kwargs);
+    if (context != Py_None) {
+        PyErr_Fetch(&type, &value, &trace);
+        PyObject *ok = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+        if (!ok) PyErr_Clear();
+        Py_XDECREF(ok);
+        PyErr_Restore(type, value, trace);
+    }
+    Py_DECREF(context);
+    return r;
+}
+
 static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs)
 {
-    if ((op->kind == VIEW || op->kind == SAME || op->kind == STRIDED) && koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
-        PyObject *context = call_helper("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
-        if (!context) return NULL;
-        PyObject *r = op->kind == SAME ? same(args) : record(op, args, kwargs), *type, *value, *trace;
-        if (context != Py_None) {
-            PyErr_Fetch(&type, &value, &trace);
-            PyObject *ok = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-            if (!ok) PyErr_Clear();
-            Py_XDECREF(ok);
-            PyErr_Restore(type, value, trace);
-        }
-        Py_DECREF(context);
-        return r;
-    }
     switch (op->kind) {
-    case SAME: return same(args);
+    case PLAIN: case WRITE: case FACTORY: return record(op, args, kwargs);
+    case VIEW: case SAME: return record_view(op, args, kwargs);
+    case STRIDED:
+        if (PyTuple_GET_SIZE(args) < 4 || PyTuple_GET_ITEM(args, 3) == Py_None || PyDict_GET_SIZE(kwargs)) break;
+        return record_view(op, args, kwargs);
     case INDEX:
         if (!has_mask(args)) return record(op, args, kwargs);
-        /* fall through */
-    case SPECIAL: special: return PyObject_CallFunctionObjArgs(op->handler, op->func, args, kwargs, NULL);
-    case STRIDED:
-        if (PyTuple_GET_SIZE(args) < 4 || PyTuple_GET_ITEM(args, 3) == Py_None || PyDict_GET_SIZE(kwargs)) goto special;
-        /* fall through */
-    default: return record(op, args, kwargs);
+        break;
+    default: break;
     }
+    return PyObject_CallFunctionObjArgs(op->handler, op->func, args, kwargs, NULL);
 }
 
 static PyObject *dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n)
@@ -1065,7 +1076,7 @@ static PyObject *py_record(PyObject *module, PyObject *const *a, Py_ssize_t n)
     if (n != 3 || !PyTuple_Check(a[1]) || !PyDict_Check(a[2])) return PyErr_SetString(PyExc_TypeError, "record(func, args, kwargs)"), NULL;
     op_info *op = op_of(a[0]);
     if (!op) return NULL;
-    if (op->kind == SAME) return same(a[1]);
+    if (op->is_view || op->kind == SAME || op->kind == STRIDED) return record_view(op, a[1], a[2]);
     return record(op, a[1], a[2]);
 }
 

@@ -628,7 +628,7 @@ static PyObject *table_records(line_table *t, PyObject *args)
     for (Py_ssize_t i = 0; out && i < n; i++) {
         entry *e = entries[i];
         Py_ssize_t n_code = e->source == Py_None ? 0 : PyList_GET_SIZE(e->source);
-        Py_ssize_t n_rows = n_code ? n_code : e->func->code->n_rows;
+        Py_ssize_t n_rows = n_code > e->func->code->n_rows ? n_code : e->func->code->n_rows;
         for (Py_ssize_t r = 0; out && r < n_rows; r++) {
             const koila__row *row = r < e->func->code->n_rows ? &e->func->rows[r] : NULL;
             PyObject *d = PyDict_New();

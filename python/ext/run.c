@@ -99,6 +99,7 @@ static struct {
     int64_t rows;            /* forced rows a slice; 0 = automatic */
     uint64_t budget;         /* bytes the device may hold in all; UINT64_MAX = what is free */
     bool has_budget, strict, fastest;
+    bool dry;                /* koila.plan(): plans are made, nothing runs */
 } settings = { .budget = UINT64_MAX };
 
 /* Bytes an operator uses inside, by signature: seen once whole and once on a slice. A slice's grows with its rows. */
@@ -827,8 +828,9 @@ static int run_stage(exec *x, uint32_t k)
 /* Bytes the step may use beyond what is live now; *limit gets the total the device may hold (for reports), UINT64_MAX when there is none. */
 static uint64_t free_bytes(uint64_t *limit)
 {
-    const uint64_t now = koila__truth_current();
+    const uint64_t now = settings.dry ? 0 : koila__truth_current();
     *limit = UINT64_MAX;
+    if (settings.dry && !settings.has_budget) return UINT64_MAX;
     if (settings.has_budget) {
         *limit = settings.budget;
         return settings.budget > now ? settings.budget - now : 0;
@@ -1061,6 +1063,12 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
+    if (settings.dry && run_init() == 0) {
+        PyObject *cls = error_class("UnsupportedError");
+        if (cls) PyErr_SetString(cls, "koila.plan(): the step reads a value (print, .item(), if, a mask) before backward; nothing is computed while planning. Plan the part up to there");
+        Py_XDECREF(cls);
+        return -1;
+    }
     /* what else the user still holds and is small is made too, so that reading five logged losses is one run and not five */
     koila_value held[256];
     uint32_t n_held = koila__tape_held(t, held, 256), n_small = 0;
@@ -1144,6 +1152,20 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             cached_release(c);
             goto done;
         }
+        if (settings.dry) {
+            cached_release(last.c);
+            last.c = c;
+            last.base_bytes = 0;
+            last.measured = false;
+            last.retries = 0;
+            last.n_run = 0;
+            last.budget_bytes = limit;
+            status = 0;
+            request_free(&r);
+            PyMem_Free(targets);
+            PyMem_Free(results);
+            return 0;
+        }
         PyMem_Free(results);
         results = PyMem_Calloc(n + 1, sizeof *results);
         if (!results) {
@@ -1219,14 +1241,14 @@ done:
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "strict", "fastest", NULL };
+    static char *names[] = { "micro_batch", "budget", "strict", "fastest", "dry", NULL };
     static PyObject unset;
-    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset;
+    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:configure", names, &rows, &budget, &strict, &fastest)) return NULL;
-    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O}", "micro_batch", settings.rows ? PyLong_FromLongLong(settings.rows) : Py_NewRef(Py_None), "budget",
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOO:configure", names, &rows, &budget, &strict, &fastest, &dry)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O,s:O}", "micro_batch", settings.rows ? PyLong_FromLongLong(settings.rows) : Py_NewRef(Py_None), "budget",
                                      settings.has_budget ? PyLong_FromUnsignedLongLong(settings.budget) : Py_NewRef(Py_None), "strict", settings.strict ? Py_True : Py_False,
-                                     "fastest", settings.fastest ? Py_True : Py_False);
+                                     "fastest", settings.fastest ? Py_True : Py_False, "dry", settings.dry ? Py_True : Py_False);
     if (!before) return NULL;
     const int64_t new_rows = rows == &unset ? settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
     const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
@@ -1236,11 +1258,12 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         return NULL;
     }
     settings.rows = new_rows;
+    if (dry != &unset) settings.dry = PyObject_IsTrue(dry) == 1;
     if (budget != &unset) {
         koila__truth_install();
         settings.has_budget = budget != Py_None;
         settings.budget = settings.has_budget ? new_budget : UINT64_MAX;
-        koila__truth_set_limit(settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+        if (!settings.dry) koila__truth_set_limit(settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
     }
     if (strict != &unset) settings.strict = PyObject_IsTrue(strict) == 1;
     if (fastest != &unset) settings.fastest = PyObject_IsTrue(fastest) == 1;
@@ -1408,6 +1431,24 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
+/* predict(device, memory, rows, optimizer, way): the last planned step on a device profile (a name, or JSON text). */
+static PyObject *py_predict(PyObject *self, PyObject *args)
+{
+    const char *device, *optimizer, *way;
+    unsigned long long memory;
+    long long rows;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "sKLss:predict", &device, &memory, &rows, &optimizer, &way)) return NULL;
+    if (!last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
+    return koila__predict_graph(last.c->part, device, memory, rows, optimizer, way);
+}
+
+static PyObject *py_device_names(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return koila__device_names();
+}
+
 static PyObject *py_register_rule(PyObject *self, PyObject *args)
 {
     const char *op, *rule;
@@ -1441,6 +1482,8 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way) -> dict" },
+    { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },

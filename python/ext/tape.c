@@ -51,7 +51,7 @@ int koila__tape_reserve(koila__tape *t)
 static int compact_closed(void)
 {
     for (koila__tape *t = tapes; t;) {
-        if (!t->closed || t->compacted || t->is_island) {
+        if (!t->closed || t->compacted) {
             t = t->next_tape;
             continue;
         }

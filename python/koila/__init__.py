@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._errors import GatherError, KoilaError, OutOfMemory, StaleValueError, UnsupportedError
     from ._lazy import lazy, run
     from ._plan import Plan, explain, last_plan
+    from ._predict import measure_device, plan
     from ._rules import opaque, register_rule
     from ._tensor import LazyTensor
 
@@ -32,8 +33,10 @@ _HOME = {
     "explain": "_plan",
     "last_plan": "_plan",
     "lazy": "_lazy",
+    "measure_device": "_predict",
     "micro_batch": "_budget",
     "opaque": "_rules",
+    "plan": "_predict",
     "register_rule": "_rules",
     "run": "_lazy",
     "set_budget": "_budget",

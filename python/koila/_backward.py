@@ -208,6 +208,8 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
     if lazies:
         _core.run_all(lazies, not retain)
+        if _core.configure()["dry"]:  # koila.plan(): nothing was computed
+            return
     targets = [leaf for leaf, _ in real]
     gradients = _core.take_all([g for _, g in real])
     del real, lazy_pairs, lazies

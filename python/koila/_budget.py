@@ -60,8 +60,8 @@ def _refuse(asked: object, expected: str, call: str) -> ValueError:
     return ValueError(f"{call}: expected {expected}, got {asked!r}")
 
 
-def _bytes(asked: object, device: torch.device, call: str) -> int:
-    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch holds already."""
+def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
+    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch holds already. here: refuse more than the device has."""
     amount: float
     fraction = isinstance(asked, float) and asked <= 1
     if isinstance(asked, bool) or not isinstance(asked, (int, float, str)):
@@ -85,7 +85,7 @@ def _bytes(asked: object, device: torch.device, call: str) -> int:
         raise _refuse(asked, "at most 100% of what is free", call)
     total = _total(device)
     n = min(_held(device) + int(amount * _free(device)), total) if fraction else int(amount)
-    if n > total:
+    if here and n > total:
         raise _refuse(asked, f"at most what {device} has, {readable(total)}", call)
     return max(n, 1)
 

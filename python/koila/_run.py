@@ -68,4 +68,24 @@ def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([n, a[1] + d * share, a[2] + b[2] + d * d * a[0] * share])
 
 
-PSEUDO: dict[str, Any] = {"koila::moments": _moments, "koila::combine_moments": _combine_moments}
+def _own_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> list[torch.Tensor]:
+    rows = torch.arange(x.shape[0], device=x.device)
+    return [rows.view([-1 if k == dim else 1 for k in range(n_dims)]), *indices]
+
+
+def _index_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> torch.Tensor:
+    """koila::index_rows of src/pseudo.def: x[arange(rows of x), indices...]."""
+    return torch.ops.aten.index(x, _own_rows(x, dim, n_dims, indices))
+
+
+def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """koila::index_put_rows of src/pseudo.def."""
+    return torch.ops.aten.index_put(x, _own_rows(x, dim, n_dims, indices), values, accumulate)
+
+
+PSEUDO: dict[str, Any] = {
+    "koila::moments": _moments,
+    "koila::combine_moments": _combine_moments,
+    "koila::index_rows": _index_rows,
+    "koila::index_put_rows": _index_put_rows,
+}

@@ -759,6 +759,20 @@ def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return self
 
 
+@special("squeeze")
+def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By name: a slice of one row has a batch dimension of size 1 that the whole does not have."""
+    x, dims = args[0], list(args[1:]) + list(kwargs.values())
+    try:
+        named = range(x.dim()) if not dims else [d % x.dim() for d in ([dims[0]] if isinstance(dims[0], int) else dims[0]) if -x.dim() <= d < x.dim()]
+        valid = not dims or len(named) == (1 if isinstance(dims[0], int) else len(dims[0]))
+    except ZeroDivisionError:  # no dimension
+        named, valid = [], False
+    if not valid:
+        return _core.record(func, args, kwargs)
+    return _core.record(aten.squeeze.dims, (x, [d for d in named if x.size(d) == 1]), {})
+
+
 # -- random
 
 _advance_one: dict[Any, bool] = {}

@@ -406,16 +406,18 @@ class Recorder(TorchDispatchMode):
 
 
 class Recording:
-    def __init__(self, fn, inputs, batch_dims):
-        """batch_dims: one per input, None = not batched."""
+    def __init__(self, fn, inputs, batch_dims, axes=None):
+        """batch_dims: one per input, None = not batched. axes: the axis of each input; all 0 when left out."""
         self.g = Graph()
         self.rec = Recorder(self.g)
-        n = next(x.shape[d] for x, d in zip(inputs, batch_dims) if d is not None)
-        self.batch = n
-        self.g.axis(n)
-        for x, d in zip(inputs, batch_dims):
+        axes = axes or [0] * len(inputs)
+        self.batches = [next(x.shape[d] for x, d, a in zip(inputs, batch_dims, axes) if d is not None and a == k) for k in range(max(axes, default=0) + 1)]
+        self.batch = self.batches[0]
+        for n in self.batches:
+            self.g.axis(n)
+        for x, d, a in zip(inputs, batch_dims, axes):
             if isinstance(x, torch.Tensor):
-                v = self.g.leaf(x, d)
+                v = self.g.leaf(x, d, a)
                 self.rec.leaf_tensor[v] = x.detach().clone()
                 self.rec.track(x, Ref(Group(x, self.g.meta(x), v), (), v))
         with self.rec:
@@ -428,8 +430,8 @@ class Recording:
         return Run(self, whole)
 
 
-def record(fn, inputs, batch_dims=None) -> Recording:
-    return Recording(fn, list(inputs), batch_dims or [0] * len(inputs))
+def record(fn, inputs, batch_dims=None, axes=None) -> Recording:
+    return Recording(fn, list(inputs), batch_dims or [0] * len(inputs), axes)
 
 
 # ---- running
@@ -473,7 +475,8 @@ def combine(parts, p: Placement):
 
 
 def moments(x, dims):
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else torch.float64 if x.dtype is torch.float32 else x.dtype
+    x = x.to(wide)
     n = 1
     for d in dims:
         n *= x.size(d)
@@ -578,8 +581,8 @@ class Run:
         op, _, overload = rest.partition(".")
         return getattr(getattr(getattr(torch.ops, ns), op), overload or "default")
 
-    def call(self, sig, name, tensors, fixes, outs, needs, b, metas_in):
-        """One call on a slice of b rows (b None: whole)."""
+    def call(self, sig, name, tensors, fixes, outs, needs, b, metas_in, batch):
+        """One call on a slice of b of `batch` rows (b None: whole)."""
         pos, kw = self.decode(sig, tensors)
         scale = []
         if b is not None:
@@ -604,7 +607,7 @@ class Run:
                     elif kind == "EXTENT" and p.kind == 1:
                         pos[f.arg] = ext
                 elif kind == "ROWS":
-                    pos[f.arg] = [x // self.r.batch * b for x in pos[f.arg]] if isinstance(pos[f.arg], list) else pos[f.arg] // self.r.batch * b
+                    pos[f.arg] = [x // batch * b for x in pos[f.arg]] if isinstance(pos[f.arg], list) else pos[f.arg] // batch * b
                 elif kind == "SCALE":
                     scale.append(f.output)
                 elif kind == "DIMS":
@@ -617,16 +620,16 @@ class Run:
             out = self.func(name)(*pos, **kw)
         out = [out] if isinstance(out, torch.Tensor) or out is None else list(out)
         for j in scale:
-            out[j] = out[j] * (b / self.r.batch)
+            out[j] = out[j] * (b / batch)
         return out
 
-    def run(self, rows: list[int]) -> list[torch.Tensor]:
-        """Targets, with slices of the given lengths (they add up to the batch)."""
-        assert sum(rows) == self.r.batch
-        ends = [sum(rows[: k + 1]) for k in range(len(rows))]
-        cuts = [(e - b, e) for e, b in zip(ends, rows)]
+    def run(self, rows: list[int], *more: list[int]) -> list[torch.Tensor]:
+        """Targets, with slices of the given lengths (they add up to the batch), for each axis."""
+        lengths = [rows, *more]
+        assert [sum(r) for r in lengths] == self.r.batches
+        cuts = [[(sum(r[:k]), sum(r[:k]) + n) for k, n in enumerate(r)] for r in lengths]
         p = self.p.contents
-        store: dict[int, object] = {}  # value -> whole tensor (R) or list of pieces
+        store: dict[object, object] = {}  # value -> whole tensor (R) or list of pieces
 
         def whole(v):
             q = p.value[v]
@@ -634,7 +637,7 @@ class Run:
                 return store[v]
             key = ("whole", v)
             if key not in store:
-                store[key] = put_together(store[v], q, rows) if q.kind == 1 else combine(store[v], q)
+                store[key] = put_together(store[v], q, lengths[q.axis]) if q.kind == 1 else combine(store[v], q)
             return store[key]
 
         for v in range(self.n_values):
@@ -642,7 +645,7 @@ class Run:
             if info.node == NONE:
                 t = self.r.rec.leaf_tensor[self.recorded_of[v]]
                 q = p.value[v]
-                store[v] = t if q.kind == 0 else [take(t, q, s, e, self.r.batch) for s, e in cuts]
+                store[v] = t if q.kind == 0 else [take(t, q, s, e, self.r.batches[q.axis]) for s, e in cuts[q.axis]]
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():  # as the executor does: the grad mode of capture, below autograd
             for n in range(self.n_nodes):
                 info, sig, ins, name = self.node(n)
@@ -651,34 +654,32 @@ class Run:
                 needs = [p.need[info.first_input + i] for i in range(sig.n_inputs)]
                 sizes_in = [self.size_of(v) for v in ins]
                 flags = lib.koila_op_flags(self.r.g.table, u32(sig.op))
+                loop, batch = cuts[node.axis] if node.in_loop else [(0, None)], self.r.batches[node.axis]
                 results = []
                 if flags & RANDOM:
-                    first = self.recorded_of[info.first_output]
-                    whole_out = self.r.rec.node_out[first]
-                    for k, (s, e) in enumerate(cuts if node.in_loop else [(0, 0)]):
-                        results.append([take(o, q, s, e, self.r.batch).clone() if node.in_loop else o for o, q in zip(whole_out, outs)])
+                    whole_out = self.r.rec.node_out[self.recorded_of[info.first_output]]
+                    for s, e in loop:
+                        results.append([take(o, q, s, e, batch).clone() if node.in_loop else o for o, q in zip(whole_out, outs)])
                 else:
-                    for k, (s, e) in enumerate(cuts if node.in_loop else [(0, None)]):
-                        b = e - s if node.in_loop else None
+                    for k, (s, e) in enumerate(loop):
                         tensors = []
                         for i, v in enumerate(ins):
                             q = needs[i]
                             if q.kind == 0:
                                 t = whole(v)
                             elif p.value[v].kind == 0:
-                                t = take(whole(v), q, s, e, self.r.batch)
+                                t = take(whole(v), q, s, e, batch)
                             else:
                                 t = store[v][k]
                             tensors.append(t)
-                        results.append(self.one(sig, name, tensors, node, outs, needs, b, sizes_in, s))
+                        results.append(self.one(sig, name, tensors, node, outs, needs, e - s if node.in_loop else None, sizes_in, batch))
                 for j in range(sig.n_outputs):
                     v = info.first_output + j
                     if sig.outputs[j] == NONE:
                         continue
                     pieces = [r[j] for r in results]
-                    self.check_piece(n, name, v, pieces, outs[j], cuts)
+                    self.check_piece(n, name, v, pieces, outs[j], loop)
                     store[v] = pieces if node.in_loop else pieces[0]
-        self.store = store
         return [whole(p.lowered[t]) for t in self.r.targets]
 
     def check_piece(self, n, name, v, pieces, q, cuts):
@@ -691,9 +692,9 @@ class Run:
                 continue
             assert list(x.shape) == want, f"node {n} {name}: a slice of {e - s} rows is {list(x.shape)}, placement {q!r} says {want}"
 
-    def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, s):
+    def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, batch):
         if not sig.n_writes:
-            return self.call(sig, name, tensors, node.fix, outs, needs, b, sizes_in)
+            return self.call(sig, name, tensors, node.fix, outs, needs, b, sizes_in, batch)
         tensors, bases, l = list(tensors), [], 0
         for w in range(sig.n_writes):
             wr = sig.writes[w]
@@ -710,7 +711,7 @@ class Run:
                 lname = lib.koila_op_name(self.r.g.table, u32(ls.op)).decode()
                 fix, lout = (node.link[l].fix, node.link[l].out) if b is not None and node.link else ((), Placement())
                 louts = [lout] * ls.n_outputs
-                view = self.call(ls, lname, [view], fix, louts, [lout], b, [self.meta_size(ls.inputs[0])])[wr.links[k].output]
+                view = self.call(ls, lname, [view], fix, louts, [lout], b, [self.meta_size(ls.inputs[0])], batch)[wr.links[k].output]
                 l += 1
             tensors[wr.input] = view
         pos, kw = self.decode(sig, tensors)
@@ -726,7 +727,7 @@ class Run:
         """Every target, sliced, equals the recorded one (`loose`: the tolerance is float64's, others are scaled). Returns the largest relative difference."""
         worst = 0.0
         for rows in slices:
-            got = self.run(rows)
+            got = self.run(*(rows if isinstance(rows[0], list) else [rows]))
             for k, (a, b) in enumerate(zip(got, self.r.outs)):
                 a, b = a.detach(), b.detach()
                 q = self.p.contents.value[self.p.contents.lowered[self.r.targets[k]]]

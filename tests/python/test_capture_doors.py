@@ -107,7 +107,7 @@ def test_as_subclass(x):
         lambda y: y.storage(),
         lambda y: y.set_(torch.ones(3)),
         lambda y: y.resize_(3, 3),
-        lambda y: torch.ops.aten.as_strided_(y, (3,), (1,)),
+        lambda y: torch.ops.aten.as_strided_(y, (300,), (1,)),
         lambda y: torch.utils.swap_tensors(y, torch.ones(3)),
         lambda y: y + torch.ones(6, 4).to_sparse(),
         lambda y: y.to_sparse(),

@@ -169,7 +169,7 @@ static bytes small_recording(bool pickle)
     koila_cache_config_init(&conf, NULL);
     koila_cache_new(&conf, NULL, &c, NULL);
     memset(&rec2, 0, sizeof rec2);
-    fake_program(&rec2, c, 2, 14, 20);
+    fake_program(&rec2, c, 2, 7, 20);
     koila_cache_free(c);
     return write_recording(&rec2, 0, pickle);
 }
