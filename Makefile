@@ -1,5 +1,5 @@
 # make demo   a virtual environment, an installation, and the digits example
-# make test   all tests: C units, the command line, Python; ends in pytest's summary line
+# make test   all tests: C units, oracles and the command line (unit), Python (python); ends in pytest's summary line
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -12,21 +12,18 @@ SOURCES = $(shell find include src cli python meson.build meson_options.txt pypr
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test unit cli python bench clean
+.PHONY: demo test unit python bench clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
 	@echo "the step's memory, as a page: report.html"
 
-test: unit cli python
+test: unit python
 
 unit: $(VENV)/requirements
 	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Ddebug_level=1 -Db_ndebug=false
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson compile -C build -j $(JOBS)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson test -C build --num-processes $(JOBS) --print-errorlogs
-
-cli: unit
-	@if [ -x tests/cli/run.sh ]; then tests/cli/run.sh build; fi
 
 python: $(VENV)/installed
 	$(PY) -m pytest tests/python -q -n $(JOBS) --dist worksteal --durations=10

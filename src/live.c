@@ -207,12 +207,6 @@ uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, c
     memset(w.held, 0, n_bytes);
     w.held_before = w.held + n_values + 1;
     walk_all(&w, NULL);
-    for (uint32_t v = 0; v < n_values; v++) { /* an accumulator that began as another value's storage is freed under its own name: no value holds more than itself */
-        if (!w.held[v]) continue; /* a None result has no meta */
-        const koila_meta_info *m = koila__value_meta(p->graph, v);
-        const uint64_t most = m->n_storage_bytes > m->n_bytes ? m->n_storage_bytes : m->n_bytes;
-        if (w.held[v] > most) w.held[v] = most;
-    }
     uint32_t n = 0;
     for (; n < cap; n++) {
         uint32_t best = KOILA_NONE;
