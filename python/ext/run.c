@@ -163,7 +163,7 @@ static cached *cache[N_CACHED];
 static uint64_t cache_clock;
 static struct {
     cached *c;
-    uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes;
+    uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes, n_made;
     uint32_t retries;
     bool measured;
 } last;
@@ -1155,6 +1155,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (settings.dry) {
             cached_release(last.c);
             last.c = c;
+            last.n_made++;
             last.base_bytes = 0;
             last.measured = false;
             last.retries = 0;
@@ -1208,6 +1209,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (status == 0) {
             cached_release(last.c);
             last.c = c;
+            last.n_made++;
             last.base_bytes = base;
             last.measured = measured && koila__truth_ok();
             last.measured_peak_bytes = peak;
@@ -1268,6 +1270,12 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     if (strict != &unset) settings.strict = PyObject_IsTrue(strict) == 1;
     if (fastest != &unset) settings.fastest = PyObject_IsTrue(fastest) == 1;
     return before;
+}
+
+static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyLong_FromUnsignedLongLong(last.n_made);
 }
 
 static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
@@ -1476,6 +1484,7 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 
 static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
