@@ -36,7 +36,7 @@ uint32_t koila_graph_n_values(const koila_graph *g) { return g->values.n; }
 uint64_t koila_graph_hash(const koila_graph *g) { return koila__mix(g->axes_hash, g->hash); }
 koila_node_info koila_node_get(const koila_graph *g, koila_node n) { return g->nodes.at[n]; }
 koila_value_info koila_value_get(const koila_graph *g, koila_value v) { return g->values.at[v]; }
-const koila_value *koila_node_inputs(const koila_graph *g, koila_node n) { return g->inputs.at + g->nodes.at[n].first_input; }
+const koila_value *koila_node_inputs(const koila_graph *g, koila_node n) { return g->inputs.at ? g->inputs.at + g->nodes.at[n].first_input : NULL; }
 
 koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
 {
@@ -128,7 +128,7 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
 koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known, const koila_allocator *mem,
                                  koila_graph **out, koila_value *value_of, koila_node *node_from)
 {
-    enum { NEEDED = 0, UNNEEDED = KOILA_NONE };
+    static const uint32_t NEEDED = 0, UNNEEDED = KOILA_NONE;
     for (uint32_t i = 0; i < n_targets; i++)
         if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE) return KOILA_BAD_ARGUMENT;
     koila_graph *part = NULL;

@@ -283,7 +283,7 @@ static void out_node(const printer *p, const koila_graph *g, koila_node n)
     const koila_node_info *info = &g->nodes.at[n];
     for (uint32_t i = 0; i < s->n_outputs; i++) koila__out_fmt(p->o, "%%%u ", info->first_output + i);
     koila__out_str(p->o, "= ");
-    out_call(p, s, g->inputs.at + info->first_input);
+    out_call(p, s, koila_node_inputs(g, n));
     for (uint32_t w = 0; w < s->n_writes; w++) {
         koila__out_fmt(p->o, s->writes[w].overwrites ? " overwrites %u" : " writes %u", s->writes[w].input);
         for (uint32_t l = 0; l < s->writes[w].n_links; l++) {

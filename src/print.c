@@ -44,7 +44,7 @@ static void out_call_short(koila__out *o, const koila_graph *g, koila_node n)
 {
     const koila_table *t = g->table;
     const koila_sig_info *s = koila__node_sig(g, n);
-    const koila_value *in = g->inputs.at + g->nodes.at[n].first_input;
+    const koila_value *in = koila_node_inputs(g, n);
     koila__out_str(o, koila_op_name(t, s->op));
     koila__out_str(o, "(");
     for (uint32_t k = 0; k < s->n_pos + s->n_kw; k++) {

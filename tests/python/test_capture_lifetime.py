@@ -17,7 +17,7 @@ def run_fresh(code):
 
 
 STEP = """
-import gc, weakref, torch, koila
+import ctypes, gc, weakref, torch, koila
 from koila import _core
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -25,6 +25,8 @@ model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), t
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 tapes, kept = [], []
 def rss():
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(open("/proc/self/statm").read().split()[1]) * 4
 def step():
     x, y = koila.lazy(torch.randn(256, 32), torch.randint(0, 4, (256,)))
@@ -41,16 +43,28 @@ def alive():
 
 def test_steps_keep_neither_tapes_nor_memory():
     run_fresh(STEP + """
-for _ in range(60):
+for _ in range(200):
     step()
-gc.collect()
+    kept.clear()
 before = rss()
 for _ in range(300):
     step()
-gc.collect()
+    kept.clear()
 assert alive() <= 1, alive()
-assert rss() - before < 8000, rss() - before
-assert len({float(k) for k in kept}) > 300
+assert rss() - before < 3000, rss() - before
+""")
+
+
+def test_a_kept_loss_keeps_a_few_kilobytes_and_not_its_batch():
+    run_fresh(STEP + """
+for _ in range(200):
+    step()
+before = rss()
+for _ in range(300):
+    step()
+assert alive() <= 1, alive()
+assert rss() - before < 300 * 16, rss() - before
+assert len({float(k) for k in kept}) > 400
 """)
 
 

@@ -33,9 +33,9 @@ TEST(graph__refuses_what_does_not_fit_together)
 static uint64_t hash_of(koila_table *t, int what)
 {
     koila_graph *g = NULL;
-    koila_meta m;
+    koila_meta m = 0;
     koila_value a = 0, b = 0, first;
-    koila_op op;
+    koila_op op = 0;
     koila_sig sig;
     uint16_t axis;
     uint32_t line;

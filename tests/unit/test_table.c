@@ -20,13 +20,13 @@ static koila_meta meta(koila_table *t, koila_dtype dtype, uint32_t n, const int6
 TEST(table__equal_contents_have_one_id)
 {
     koila_table *t = fresh();
-    koila_op a, b, c;
+    koila_op a = 0, b = 0, c = 0;
     CHECK(koila_table_op(t, "aten::add.Tensor", KOILA_OP_VIEW, &a) == KOILA_OK && koila_table_op(t, "aten::add.Tensor", 0, &b) == KOILA_OK);
     CHECK(koila_table_op(t, "aten::add", 0, &c) == KOILA_OK);
     CHECK(a == b && a != c);
     CHECK_EQ(koila_op_flags(t, a), KOILA_OP_VIEW); /* flags of the first call stay */
     CHECK_STR(koila_op_name(t, a), "aten::add.Tensor");
-    uint32_t x, y;
+    uint32_t x = 0, y = 0;
     CHECK(koila_table_text(t, "mean", &x) == KOILA_OK && koila_table_text(t, "mean", &y) == KOILA_OK && x == y);
     CHECK(koila_table_opaque(t, "cpu", &x) == KOILA_OK && koila_table_opaque(t, "cpu", &y) == KOILA_OK && x != y); /* objects, not labels */
     const koila_meta m = meta(t, KOILA_DTYPE_F32, DIMS(3, 5), NULL);

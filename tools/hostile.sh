@@ -1,0 +1,72 @@
+#!/bin/sh
+# hostile.sh — everything in C again, under builds that look for faults. Bounded: about 25 minutes on two cores; ends in "hostile: ok".
+#
+#   tools/hostile.sh [warnings] [valgrind] [sanitize]     (nothing: all three)
+#
+#   warnings   gcc and clang, -O2 -Wall -Wextra -Wpedantic -Werror, over the library, the command and the C tests
+#   valgrind   the C unit tests, every read of memory that nobody wrote and every lost block is a failure
+#   sanitize   the extension with address and undefined-behaviour sanitizers, debug level 3 (whole structures checked at each step, first
+#              capacity 1) and asserts; then the Python tests that give it the most trouble
+#
+# PYTHON: an interpreter with torch and the test requirements (default: .venv/bin/python). JOBS: 2. BUILD: where to build (default: build-hostile).
+# A compiler or valgrind that is not there is said and skipped.
+set -eu
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+JOBS=${JOBS:-2}
+BUILD=${BUILD:-build-hostile}
+case $PYTHON in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") && PATH=$(dirname "$PYTHON"):$PATH ;; esac
+mkdir -p "$BUILD"
+BUILD=$(cd "$BUILD" && pwd)
+export OMP_NUM_THREADS=1
+
+has() { command -v "$1" >/dev/null 2>&1 || { echo "hostile: no $1 here, skipped"; return 1; }; }
+
+warnings() {
+    for cc in gcc clang; do
+        has $cc || continue
+        rm -rf "$BUILD/$cc"
+        CC=$cc meson setup "$BUILD/$cc" -Dbuildtype=plain -Doptimization=2 -Dwerror=true -Db_ndebug=false -Ddebug_level=3 >"$BUILD/$cc.log" 2>&1 || { cat "$BUILD/$cc.log"; exit 1; }
+        timeout 600 ninja -C "$BUILD/$cc" -j "$JOBS" >"$BUILD/$cc.log" 2>&1 || { grep -A5 -E "error|FAILED" "$BUILD/$cc.log"; exit 1; }
+        echo "hostile: $cc builds without a warning"
+    done
+}
+
+valgrind_units() {
+    has valgrind || return 0
+    rm -rf "$BUILD/valgrind"
+    meson setup "$BUILD/valgrind" -Dbuildtype=debugoptimized -Db_ndebug=false -Ddebug_level=3 >"$BUILD/valgrind.log" 2>&1 || { cat "$BUILD/valgrind.log"; exit 1; }
+    timeout 600 ninja -C "$BUILD/valgrind" -j "$JOBS" >"$BUILD/valgrind.log" 2>&1 || { cat "$BUILD/valgrind.log"; exit 1; }
+    timeout 1500 meson test -C "$BUILD/valgrind" --suite unit --num-processes "$JOBS" -t 10 --print-errorlogs \
+        --wrap "valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite --fair-sched=yes"
+}
+
+# The interpreter loads both run-time libraries first; it frees little at its end, so leaks are not looked for (test_leaks.py does).
+sanitize() {
+    site=$BUILD/site
+    rm -rf "$site"
+    "$PYTHON" -m pip install -q --no-deps --no-build-isolation --target="$site" --upgrade . \
+        -Csetup-args=-Db_sanitize=address,undefined -Csetup-args=-Db_lundef=false -Csetup-args=-Ddebug_level=3 -Csetup-args=-Db_ndebug=false \
+        -Csetup-args=-Dbuildtype=debugoptimized -Ccompile-args=-j"$JOBS"
+    rm -f "$BUILD"/ubsan.*
+    for file in exactness_losses exactness_programs bad_input wild capture_lifetime capture_doors plan_ahead rules_of_users layers together; do
+        [ -e "tests/python/test_$file.py" ] || continue
+        LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONPATH="$site" PYTHONMALLOC=malloc \
+            ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:log_path="$BUILD/ubsan" \
+            timeout 900 "$PYTHON" -m pytest -q -x -p no:cacheprovider "tests/python/test_$file.py" || { echo "hostile: test_$file.py failed"; exit 1; }
+    done
+    if ls "$BUILD"/ubsan.* >/dev/null 2>&1; then
+        cat "$BUILD"/ubsan.*
+        echo "hostile: undefined behaviour"
+        exit 1
+    fi
+}
+
+for what in ${*:-warnings valgrind sanitize}; do
+    case $what in
+        warnings | sanitize) $what ;;
+        valgrind) valgrind_units ;;
+        *) echo "hostile: expected warnings, valgrind or sanitize, got $what" >&2 && exit 2 ;;
+    esac
+done
+echo "hostile: ok"
