@@ -4,7 +4,7 @@
 #include "table.h"
 
 /* name, which formula */
-typedef enum dense_kind { DENSE_NONE, DENSE_CONTRACT, DENSE_CONV, DENSE_CONV_BACKWARD, DENSE_ATTENTION, DENSE_ATTENTION_BACKWARD, DENSE_RNN } dense_kind;
+typedef enum dense_kind { DENSE_NONE, DENSE_CONTRACT, DENSE_CONV, DENSE_CONV_BACKWARD, DENSE_ATTENTION, DENSE_ATTENTION_BACKWARD, DENSE_RNN, DENSE_POOL } dense_kind;
 static const struct {
     const char *name;
     dense_kind kind;
@@ -23,6 +23,8 @@ static const struct {
     { "aten::_scaled_dot_product_flash_attention_backward", DENSE_ATTENTION_BACKWARD },
     { "aten::_scaled_dot_product_efficient_attention", DENSE_ATTENTION },
     { "aten::_scaled_dot_product_efficient_attention_backward", DENSE_ATTENTION_BACKWARD },
+    { "aten::max_pool2d_with_indices", DENSE_POOL },
+    { "aten::max_pool3d_with_indices", DENSE_POOL },
     { "aten::mkldnn_rnn_layer", DENSE_RNN },
     { "aten::mkldnn_rnn_layer_backward", DENSE_RNN },
 };
@@ -37,7 +39,7 @@ static dense_kind dense_kind_of(const char *name)
 static double multiply_adds(const koila_table *t, const koila_sig_info *s)
 {
     const dense_kind kind = dense_kind_of(koila_op_name(t, s->op));
-    if (kind == DENSE_NONE || s->n_inputs < 2) return 0;
+    if (kind == DENSE_NONE || (s->n_inputs < 2 && kind != DENSE_POOL)) return 0;
     const koila_meta_info *in[3] = { 0 };
     for (uint32_t i = 0; i < 3 && i < s->n_inputs; i++) in[i] = koila__meta(t, s->inputs[i]);
     const koila_meta_info *out = s->n_outputs && s->outputs[0] != KOILA_NONE ? koila__meta(t, s->outputs[0]) : NULL;
@@ -51,6 +53,12 @@ static double multiply_adds(const koila_table *t, const koila_sig_info *s)
         return out && in[1]->n_dims && in[1]->size[0] ? (double)out->n_elements * (double)in[1]->n_elements / (double)in[1]->size[0] : 0;
     case DENSE_CONV_BACKWARD: /* grad_output, input, weight: two products of the forward's size */
         return in[2] && in[2]->n_dims && in[2]->size[0] ? 2.0 * (double)in[0]->n_elements * (double)in[2]->n_elements / (double)in[2]->size[0] : 0;
+    case DENSE_POOL: { /* every output element looks at its window, one comparison after another */
+        double window = 1;
+        const koila_arg *list = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
+        for (uint32_t i = 0; list && list->kind == KOILA_ARG_LIST && i < list->n; i++) window *= (double)list[1 + i].u.i;
+        return out ? (double)out->n_elements * window * KOILA_COST_MULTIPLY_ADDS_PER_COMPARISON : 0;
+    }
     case DENSE_ATTENTION: /* q k^T and p v */
         return in[0]->n_dims == 4 && in[1]->n_dims == 4 ? 2.0 * (double)in[0]->n_elements * (double)in[1]->size[2] : 0;
     case DENSE_ATTENTION_BACKWARD: /* five products */

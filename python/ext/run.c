@@ -560,7 +560,13 @@ static int run_random_rows(exec *x, koila_node n, const koila_sig_info *s, koila
         PyErr_Format(PyExc_RuntimeError, "koila: %s cannot be drawn in slices", koila_op_name(x->table, s->op));
         goto done;
     }
-    rows = rows_of(full, koila_plan_share(x->plan, v), x->batch, x->begin, x->end);
+    const koila_share share = koila_plan_share(x->plan, v);
+    rows = rows_of(full, share, x->batch, x->begin, x->end);
+    if (rows && share.outer > 1) { /* [..., outer, rows * inner, ...] */
+        PyObject *flat = PyObject_CallFunction(call.flatten, "Oii", rows, (int)share.dim, (int)share.dim + 1);
+        Py_DECREF(rows);
+        rows = flat;
+    }
     if (rows) x->local[v] = PyObject_CallFunctionObjArgs(call.clone, rows, NULL);
     status = x->local[v] ? 0 : -1;
 done:

@@ -65,3 +65,5 @@ def __dir__() -> list[str]:
 
 if os.environ.get("KOILA_BUDGET"):
     import_module("._engine", __name__)
+if os.environ.get("KOILA_MEMLAB") == "1":
+    import_module(".memlab", __name__)

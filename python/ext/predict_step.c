@@ -1,4 +1,4 @@
-/* predict.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over koila/predict.h.
+/* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over koila/predict.h.
  *
  *   predict(tape_graph of lazies | None for the last step, device name or JSON text, memory | 0, rows | 0, optimizer word, way word) -> dict
  */
