@@ -42,6 +42,7 @@ valgrind_units() {
 }
 
 # The interpreter loads both run-time libraries first; it frees little at its end, so leaks are not looked for (test_leaks.py does).
+# Steps of thousands of operators are left out: debug level 3 checks the whole graph at each of them.
 sanitize() {
     site=$BUILD/site
     rm -rf "$site"
@@ -51,9 +52,11 @@ sanitize() {
     rm -f "$BUILD"/ubsan.*
     for file in exactness_losses exactness_programs bad_input wild capture_doors plan_ahead rules_of_users layers together; do
         [ -e "tests/python/test_$file.py" ] || continue
+        few=""
+        [ "$file" != plan_ahead ] || few="not gpt and not llama and not vit"
         LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONPATH="$site" PYTHONMALLOC=malloc \
             ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:log_path="$BUILD/ubsan" \
-            timeout 900 "$PYTHON" -m pytest -q -x -p no:cacheprovider "tests/python/test_$file.py" || { echo "hostile: test_$file.py failed"; exit 1; }
+            timeout 900 "$PYTHON" -m pytest -q -x -p no:cacheprovider "tests/python/test_$file.py" -k "$few" || { echo "hostile: test_$file.py failed"; exit 1; }
     done
     if ls "$BUILD"/ubsan.* >/dev/null 2>&1; then
         cat "$BUILD"/ubsan.*
