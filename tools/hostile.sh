@@ -49,7 +49,7 @@ sanitize() {
         -Csetup-args=-Db_sanitize=address,undefined -Csetup-args=-Db_lundef=false -Csetup-args=-Ddebug_level=3 -Csetup-args=-Db_ndebug=false \
         -Csetup-args=-Dbuildtype=debugoptimized -Ccompile-args=-j"$JOBS"
     rm -f "$BUILD"/ubsan.*
-    for file in exactness_losses exactness_programs bad_input wild capture_lifetime capture_doors plan_ahead rules_of_users layers together; do
+    for file in exactness_losses exactness_programs bad_input wild capture_doors plan_ahead rules_of_users layers together; do
         [ -e "tests/python/test_$file.py" ] || continue
         LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONPATH="$site" PYTHONMALLOC=malloc \
             ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:log_path="$BUILD/ubsan" \

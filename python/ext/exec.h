@@ -40,7 +40,7 @@ typedef struct cached {
 
 extern struct koila__last_step {
     cached *c;
-    uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes;
+    uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes, n_made;
     uint32_t retries;
     bool measured;
 } koila__last; /* the step that ran (or was planned) last */

@@ -240,6 +240,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (koila__settings.dry) {
             koila__cached_release(koila__last.c);
             koila__last.c = c;
+            koila__last.n_made++;
             koila__last.base_bytes = 0;
             koila__last.measured = false;
             koila__last.retries = 0;
@@ -293,6 +294,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (status == 0) {
             koila__cached_release(koila__last.c);
             koila__last.c = c;
+            koila__last.n_made++;
             koila__last.base_bytes = base;
             koila__last.measured = measured && koila__truth_ok();
             koila__last.measured_peak_bytes = peak;

@@ -32,6 +32,12 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     return before;
 }
 
+static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyLong_FromUnsignedLongLong(koila__last.n_made);
+}
+
 static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
 {
     (void)self, (void)ignored;
@@ -233,6 +239,7 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 
 static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _core
-
 from ._budget import _bytes, readable
 from ._errors import UnsupportedError
 from ._lazy import lazy
@@ -43,6 +43,32 @@ class Prediction(Plan):
             lines.append(f"  {what:<9}  {readable(expected)}   ({readable(low)} .. {readable(high)})")
         return "\n".join(lines)
 
+class _UndoWrites(TorchDispatchMode):
+    """What a planned step writes into plain tensors (a batch norm's counter, a logged mean) is put back, and so is the CPU's random state."""
+
+    def __enter__(self) -> Any:
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._random = torch.get_rng_state()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for given, declared in zip([*args, *kwargs.values()], [*func._schema.arguments[: len(args)], *(a for n in kwargs for a in func._schema.arguments if a.name == n)]):
+            if declared.alias_info is None or not declared.alias_info.is_write:
+                continue
+            for t in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(t, torch.Tensor) and not _core.is_lazy(t) and t.device.type != "meta" and id(t) not in self._before:
+                    self._before[id(t)] = (t, t.detach().clone())
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        with torch.no_grad():
+            for t, was in reversed(self._before.values()):
+                t.detach().copy_(was)
+        torch.set_rng_state(self._random)
+
+
 def plan(
     step: Callable[..., Any],
     *inputs: Any,
@@ -73,32 +99,44 @@ def plan(
                 profile = f.read()
         else:
             profile = profile.lower()
+    if micro_batch is not None and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1):
+        raise ValueError(f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got {micro_batch!r}")
     asked = None if budget is None else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
-    before = _core.configure(dry=True)
+
+    def recorded(limit: int | None, rows: int | None) -> dict[str, Any]:
+        _core.configure(budget=limit, micro_batch=rows)
+        n_plans = _core.n_plans()
+        with _UndoWrites():
+            values = lazy(*inputs, batch=batch)
+            result = step(*(values if isinstance(values, tuple) else (values,)))
+            if isinstance(result, torch.Tensor) and _core.is_lazy(result):
+                if result.requires_grad:
+                    result.backward()
+                else:
+                    _core.run_all([result], False)
+        raw: dict[str, Any] | None = _core.last_plan()
+        if raw is None or _core.n_plans() == n_plans:
+            raise ValueError("plan(): expected a step that returns its loss or calls backward on it, got one that does neither")
+        return raw
+
+    before = _core.configure(dry=True, strict=False, fastest=False)
     try:
-        _core.configure(budget=asked, strict=False, fastest=False, **({} if micro_batch is None else {"micro_batch": int(micro_batch)}))
-        values = lazy(*inputs, batch=batch)
-        result = step(*(values if isinstance(values, tuple) else (values,)))
-        if _core.is_lazy(result) if isinstance(result, torch.Tensor) else False:
-            if result.requires_grad:
-                result.backward()
-            else:
-                _core.run_all([result], False)
-        raw = _core.last_plan()
-        if raw is None:
-            raise ValueError("plan(): the step did nothing with its inputs")
-        prediction = None
-        if profile is not None:
-            rows = raw["micro_batch"] if raw["n_micro_batches"] > 1 else 0
+        raw = recorded(asked, micro_batch)
+        if profile is None:
+            return Prediction(raw, None)
+        rows = raw["micro_batch"]
+        prediction = _core.predict(profile, asked or 0, rows if rows < raw["batch"] else 0, optimizer, optimizer_way)
+        while not prediction["fits"] and micro_batch is None and rows > 1:
+            rows = (rows + 1) // 2
+            high = prediction["steady"]["device"][2]
             prediction = _core.predict(profile, asked or 0, rows, optimizer, optimizer_way)
-            rows = raw["batch"]
-            while not prediction["fits"] and micro_batch is None and rows > 1:
-                rows = (rows + 1) // 2
-                prediction = _core.predict(profile, asked or 0, rows, optimizer, optimizer_way)
+            if prediction["steady"]["device"][2] > 0.99 * high:
+                break  # what is left does not shrink with the slice, and simulating ever more slices only takes time
+        if rows != raw["micro_batch"]:
+            raw = recorded(asked, rows)  # the table shows the slices that the device needs
         return Prediction(raw, prediction)
     finally:
-        _core.configure(budget=before["budget"], micro_batch=before["micro_batch"], strict=before["strict"], fastest=before["fastest"])
-        _core.configure(dry=before["dry"])
+        _core.configure(**before)
 
 def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, Any]:
     """Write the memory profile of this machine's GPU, for `plan(device=path)` and `koila plan --gpu path`. Takes under a minute.

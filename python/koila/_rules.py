@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ def register_rule(op: Any, *alternatives: str) -> None:
     _core.register_rule(name.removesuffix(".default"), "; ".join(alternatives))
 
 
-_functions: dict[int, Any] = {}
+_functions: dict[int, Any] = {}  # of each call: the function, how its arguments are nested, its module and names of parameters
+_structures: dict[int, tuple[Any, list[bool]]] = {}  # of each call: how its results are nested, which of them are tensors
 _ids = itertools.count(1)
 _library: Any = None
 
@@ -50,16 +51,29 @@ def _call(key: int, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) 
     return torch.func.functional_call(module, dict(zip(names, parameters)), args, kwargs)
 
 
-def _flat(result: Any) -> list[torch.Tensor]:
-    leaves = [x for x in pytree.tree_leaves(result) if x is not None]
-    if not all(isinstance(x, torch.Tensor) for x in leaves):
+def _flat(key: int, result: Any) -> list[torch.Tensor]:
+    """The tensors of a result; how they are nested, and where it has None instead of a tensor, is kept for whoever called the function."""
+    leaves, structure = pytree.tree_flatten(result)
+    if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
         raise UnsupportedError("opaque(): the function may return tensors, in any structure, and nothing else")
-    return leaves
+    _structures[key] = (structure, [x is not None for x in leaves])
+    return [x for x in leaves if x is not None]
+
+
+def _nested(key: int, tensors: Sequence[torch.Tensor]) -> Any:
+    structure, there = _structures[key]
+    rest = iter(tensors)
+    return pytree.tree_unflatten([next(rest) if t else None for t in there], structure)
+
+
+def _forget(key: int) -> None:
+    _functions.pop(key, None)
+    _structures.pop(key, None)
 
 
 def _forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     with torch.no_grad():
-        results = _flat(_call(key, inputs, parameters))
+        results = _flat(key, _call(key, inputs, parameters))
     return [r.clone() if any(r is i for i in inputs) or r._is_view() else r for r in results]
 
 
@@ -86,7 +100,7 @@ class _WithAutograd:
 def _backward(grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int) -> list[torch.Tensor]:
     with _WithAutograd():
         fresh = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in [*inputs, *parameters]]
-        results = _flat(_call(key, fresh[: len(inputs)], fresh[len(inputs) :]))
+        results = _flat(key, _call(key, fresh[: len(inputs)], fresh[len(inputs) :]))
         wanted = [t for t in fresh if t.requires_grad]
         pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
         found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs else [None] * len(wanted))
@@ -119,7 +133,7 @@ def _fake_forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id
     batch = inputs[0].shape[0]
     rows = min(2, batch)
     module = _functions[id][2]
-    was_training = module.training if module is not None else False
+    modes = [(m, m.training) for m in module.modules()] if module is not None else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
         real = [torch.zeros([rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)], dtype=t.dtype, device=t.device) for t in inputs]
         try:
@@ -127,8 +141,8 @@ def _fake_forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id
                 module.eval()  # two rows of zeros must not touch running statistics
             results = _forward(real, [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters], id)
         finally:
-            if module is not None:
-                module.train(was_training)
+            for m, training in modes:  # each its own: a frozen batch norm inside a model that trains stays frozen
+                m.training = training
         shapes = [(tuple(r.shape), r.dtype) for r in results]
     return [inputs[0].new_empty((batch, *shape[1:]), dtype=dtype) for shape, dtype in shapes]
 
@@ -182,31 +196,8 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [leaves[i] for i in at]
         results = _Opaque.apply(key, len(tensors), *tensors, *parameters)
         for r in results[:1]:
-            weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, _functions.pop, key, None)
-        out_structure = _structures.get(fn)
-        if out_structure is None:
-            out_structure = _structures[fn] = _structure_of(fn, module, rebuild, tensors)
-        return pytree.tree_unflatten(list(results), out_structure)
+            weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, _forget, key)
+        return _nested(key, results)
 
     call.__wrapped__ = fn  # type: ignore[attr-defined]
     return call
-
-
-_structures: dict[Any, Any] = {}
-
-
-def _structure_of(fn: Any, module: Any, rebuild: Any, tensors: list[torch.Tensor]) -> Any:
-    """How fn's results are nested, from the same two rows of zeros that tell their shapes."""
-    batch = tensors[0].shape[0]
-    real = [torch.zeros([min(2, batch) if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)], dtype=t.dtype, device=t.device) for t in tensors]
-    args, kwargs = rebuild(real)
-    was_training = module.training if module is not None else False
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            if module is not None:
-                module.eval()
-            result = fn(*args, **kwargs)
-        finally:
-            if module is not None:
-                module.train(was_training)
-    return pytree.tree_structure(result)

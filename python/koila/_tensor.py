@@ -790,6 +790,8 @@ def _random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
+    if _core.configure()["dry"]:  # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
+        return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
     generator = _generator(self.device, kwargs.pop("generator", None))
     state = generator.get_state()
@@ -846,7 +848,7 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @special("native_dropout")
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, p, train = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train")
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" and not _core.configure()["dry"]:
         raise UnsupportedError("dropout on another device than cpu is not captured yet")
     if x.numel() == 0:
         return x, redispatch(aten.empty_like.default, (x,), {})

@@ -1,0 +1,393 @@
+"""`koila.plan`: what a step will need, known without running it. Nothing is computed, nothing is allocated, nothing that the user has is changed."""
+
+import time
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import _core
+
+BATCH = 512
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(256), nn.Linear(256, 10))
+
+
+def step_of(model):
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+def on_meta(make, *args, **kw):
+    with torch.device("meta"):
+        return make(*args, **kw)
+
+
+def meta(*size, **kw):
+    return torch.empty(*size, device="meta", **kw)
+
+
+def classes(n, device="meta"):
+    return torch.zeros(n, dtype=torch.long, device=device)
+
+
+@pytest.fixture
+def case():
+    return net(), torch.randn(BATCH, 64), classes(BATCH, "cpu")
+
+
+# ---- nothing happens
+
+
+def test_nothing_that_the_user_has_changes(case):
+    model, x, y = case
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    versions = {k: v._version for k, v in model.named_parameters()}
+    inputs, state = (x.clone(), y.clone()), torch.get_rng_state()
+    for budget in (None, "2MiB"):
+        koila.plan(step_of(model), x, y, budget=budget)
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.equal(state, torch.get_rng_state()), "random numbers were drawn"
+        for k, v in model.state_dict().items():
+            assert torch.equal(before[k], v), f"{k} was written"
+        assert versions == {k: v._version for k, v in model.named_parameters()}
+        assert torch.equal(inputs[0], x) and torch.equal(inputs[1], y)
+
+
+def test_gradients_that_are_there_stay(case):
+    model, x, y = case
+    step_of(model)(x, y).backward()
+    grads = [p.grad for p in model.parameters()]
+    values = [g.clone() for g in grads]
+    koila.plan(step_of(model), x, y)
+    assert all(p.grad is g and torch.equal(g, v) for p, g, v in zip(model.parameters(), grads, values, strict=True))
+
+
+def test_nothing_of_the_step_is_allocated(case):
+    model, x, y = case
+    koila.plan(step_of(model), x, y)  # the first one may warm up caches
+    _core.truth_reset_peak()
+    start = _core.truth_current()
+    plan = koila.plan(step_of(model), x, y)
+    assert _core.truth_current() == start
+    smallest_activation = BATCH * 256 * 4
+    assert _core.truth_peak() - start < smallest_activation / 8 < plan.predicted_peak_bytes
+
+
+def test_a_real_step_afterwards_equals_eager(case):
+    model, x, y = case
+    twin = net()
+    koila.plan(step_of(model), x, y, budget="2MiB")
+    for m, wrap in ((twin, lambda *v: v), (model, koila.lazy)):
+        torch.manual_seed(5)
+        with koila.micro_batch(BATCH):
+            step_of(m)(*wrap(x, y)).backward()
+    for (name, a), b in zip(twin.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(twin.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_step_that_calls_backward_itself_is_planned_the_same(case):
+    model, x, y = case
+
+    def own(a, b):
+        step_of(model)(a, b).backward()
+
+    mine, theirs = (koila.plan(f, x, y, budget="2MiB") for f in (own, step_of(model)))
+    assert (mine.micro_batch, mine.predicted_peak_bytes) == (theirs.micro_batch, theirs.predicted_peak_bytes)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluation_is_planned_too(case):
+    model, x, _ = case
+
+    def evaluate(a):
+        with torch.no_grad():
+            return model.eval()(a)
+
+    plan = koila.plan(evaluate, x)
+    assert plan.batch == BATCH and 0 < plan.predicted_peak_bytes < koila.plan(step_of(model.train()), x, case[2]).predicted_peak_bytes
+
+
+def test_settings_are_put_back_whatever_happens(case):
+    model, x, y = case
+    with koila.micro_batch(7), koila.strict():
+        before = _core.configure()
+        koila.plan(step_of(model), x, y, budget="2MiB")
+        with pytest.raises(koila.OutOfMemory):
+            koila.plan(step_of(model), x, y, budget=1000)
+        with pytest.raises(ZeroDivisionError):
+            koila.plan(lambda a, b: 1 // 0, x, y)
+        assert _core.configure() == before
+
+
+# ---- what it says
+
+
+def test_the_plan_is_the_one_that_then_runs(case):
+    model, x, y = case
+    said = koila.plan(step_of(model), x, y, micro_batch=100)
+    with koila.micro_batch(100):
+        step_of(model)(*koila.lazy(x, y)).backward()
+    ran = koila.last_plan()
+    assert (said.micro_batch, said.n_micro_batches, said.n_recorded) == (ran.micro_batch, ran.n_micro_batches, ran.n_recorded) == (100, 6, ran.n_recorded)
+    assert said.measured_peak_bytes is None and said.n_run == 0
+
+
+def test_a_budget_cuts_and_a_smaller_one_cuts_more(case):
+    model, x, y = case
+    sizes = []
+    for budget in (None, "2MiB", "1MiB", "500KiB"):
+        plan = koila.plan(step_of(model), x, y, budget=budget)
+        assert plan.fits and (budget is None or plan.predicted_peak_bytes <= plan.budget_bytes)
+        sizes.append(plan.micro_batch)
+    assert sizes[0] == BATCH and sizes == sorted(set(sizes), reverse=True)
+
+
+def test_a_budget_that_one_row_cannot_fit_is_out_of_memory(case):
+    model, x, y = case
+    with pytest.raises(koila.OutOfMemory, match="1 row") as e:
+        koila.plan(step_of(model), x, y, budget=1000)
+    assert e.value.missing_bytes > 0
+
+
+def test_a_budget_above_this_machine_s_memory_is_a_budget(case):
+    model, x, y = case
+    assert koila.plan(step_of(model), x, y, budget="900TiB").n_micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    "read", [float, lambda t: t if t > 0 else None, lambda t: t.item(), lambda t: print(t), lambda t: t.detach().tolist(), lambda t: t.detach().numpy()]
+)
+def test_a_step_that_reads_a_value_is_unsupported(case, read):
+    model, x, y = case
+    with pytest.raises(koila.UnsupportedError, match="reads a value"):
+        koila.plan(lambda a, b: read(step_of(model)(a, b).detach()), x, y)
+
+
+def test_a_step_that_does_nothing_is_refused_even_after_one_that_did(case):
+    model, x, y = case
+    koila.plan(step_of(model), x, y)
+    with pytest.raises(ValueError, match="expected a step"):
+        koila.plan(lambda a, b: 3, x, y)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "7"])
+def test_a_wrong_micro_batch_is_refused(case, wrong):
+    model, x, y = case
+    with pytest.raises(ValueError, match="micro_batch"):
+        koila.plan(step_of(model), x, y, micro_batch=wrong)
+
+
+# ---- devices that are not here
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "A100-40GB", "A100-40gb"])
+def test_a_device_is_found_by_name_in_any_letter_case(case, name):
+    model, x, y = case
+    plan = koila.plan(step_of(model), x, y, device=name, optimizer="adamw")
+    p = plan.prediction
+    assert plan.fits and p["device"] == "a100-40gb"
+    for moment in ("first", "steady"):
+        for what in ("allocated", "reserved", "device"):
+            low, expected, high = p[moment][what]
+            assert 0 < low <= expected <= high
+    assert "a100-40gb" in str(plan)
+
+
+def test_every_built_in_device_plans(case):
+    model, x, y = case
+    for name in _core.device_names():
+        assert koila.plan(step_of(model), x, y, device=name).fits, name
+
+
+def test_an_unknown_device_names_near_ones(case):
+    model, x, y = case
+    with pytest.raises(ValueError, match="h100-80gb"):
+        koila.plan(step_of(model), x, y, device="h100-90gb")
+
+
+def test_a_profile_can_be_a_file_and_a_broken_one_is_a_value_error(case, tmp_path):
+    model, x, y = case
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"koila_device": 1, "name": "Mine", "fields": {"sm_count": {"value": 20, "how": "vendor"}, "compute_capability": {"value": 86, "how": "vendor"},'
+        ' "total_bytes": {"value": 4294967296, "how": "vendor"}, "context_bytes": {"value": 300000000, "how": "measured"}}}'
+    )
+    assert koila.plan(step_of(model), x, y, device=path).prediction["device"] == "Mine"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="profile"):
+        koila.plan(step_of(model), x, y, device=path)
+
+
+def test_a_step_too_large_for_the_device_is_cut_until_it_fits():
+    model = on_meta(lambda: nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(4096, 4096), nn.GELU())], nn.Linear(4096, 10)))
+    x, y = meta(1 << 17, 4096), classes(1 << 17)
+    plan = koila.plan(step_of(model), x, y, device="t4-16gb")
+    assert plan.fits and 1 < plan.n_micro_batches
+    assert plan.micro_batch == plan.prediction["rows"] < plan.batch
+
+
+def test_a_step_that_no_slice_makes_fit_is_said_not_to_and_soon():
+    model = on_meta(nn.Linear, 1 << 18, 1 << 16, bias=False)  # 64 GiB of weights
+    t, plan = seconds(lambda: koila.plan(lambda x: model(x).sum(), meta(1 << 16, 1 << 18), device="t4-16gb"))
+    assert not plan.fits and "does not fit" in str(plan) and t < 5
+
+
+def test_measuring_needs_a_device(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(koila.UnsupportedError, match="no CUDA device"):
+        koila.measure_device(tmp_path / "profile.json")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- models, on shapes
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width, heads, groups, inner):
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+
+    def turn(self, x, cos, sin):
+        half = self.size // 2
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def forward(self, x, cos, sin):
+        b, t, _ = x.shape
+        y = self.norm1(x)
+        q, k, v = (f(y).view(b, t, -1, self.size).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        k, v = (z.repeat_interleave(self.heads // self.groups, 1) for z in (k, v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """1.1 B parameters: the shape of the smallest Llama 3."""
+
+    def __init__(self, width=2048, layers=16, heads=32, groups=8, inner=8192, vocabulary=32000):
+        super().__init__()
+        self.size = width // heads
+        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups, inner) for _ in range(layers))
+        self.norm = RMSNorm(width)
+
+    def forward(self, ids):
+        t = torch.arange(ids.shape[1], device=ids.device).float()
+        f = torch.outer(t, 1e4 ** (-torch.arange(0, self.size, 2, device=ids.device).float() / self.size)).repeat(1, 2)
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, f.cos(), f.sin())
+        return self.head(self.norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers, width=12288, heads=96, dropout=0.1, vocabulary=50257, positions=2048):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.tokens, self.places, self.norm = nn.Embedding(vocabulary, width), nn.Embedding(positions, width), nn.LayerNorm(width)
+
+        def block():
+            parts = {"norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width)}
+            parts |= {"norm2": nn.LayerNorm(width), "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)}
+            return nn.ModuleDict(parts)
+
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, ids):
+        b, t = ids.shape
+        x = self.tokens(ids) + self.places(torch.arange(t, device=ids.device))
+        for m in self.blocks:
+            q, k, v = m.qkv(m.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1)
+            x = x + F.dropout(m.out(a), self.dropout, self.training)
+            x = x + F.dropout(m.down(F.gelu(m.up(m.norm2(x)))), self.dropout, self.training)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def next_token(model):
+    return lambda ids: F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def seconds(f):
+    t = time.process_time()
+    result = f()
+    return time.process_time() - t, result
+
+
+def planned(step, *inputs, **options):
+    t, plan = seconds(lambda: koila.plan(step, *inputs, **options))
+    assert t < 5, f"{t:.1f} s to plan"
+    return plan
+
+
+def test_an_mlp_on_meta():
+    model = on_meta(net)
+    plan = planned(step_of(model), meta(1 << 20, 64), classes(1 << 20), budget="100MiB")
+    assert plan.n_micro_batches > 10 and not plan.gathers
+
+
+def test_a_resnet_on_meta():
+    model = on_meta(zoo.ResNet, width=64, classes=1000)
+    plan = planned(step_of(model), meta(64, 3, 64, 64), classes(64), budget="1GiB")
+    assert plan.n_micro_batches > 1 and not plan.gathers
+
+
+def test_a_vit():
+    model = zoo.vit(image_size=224, patch_size=16, hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
+    plan = planned(lambda x, y: model(pixel_values=x, labels=y).loss, torch.zeros(64, 3, 224, 224), classes(64, "cpu"), budget="1GiB")
+    assert plan.n_micro_batches > 1 and not plan.gathers
+
+
+def test_gpt2_as_it_comes_with_dropout():
+    """The real model of 124 M parameters. Planning draws no random numbers: drawing them would take minutes and gigabytes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)).train()
+    ids = torch.zeros(64, 512, dtype=torch.long)
+    planned(lambda i: model(input_ids=i[:, :8], labels=i[:, :8]).loss, ids)
+    _core.truth_reset_peak()
+    start = _core.truth_current()
+    plan = planned(lambda i: model(input_ids=i, labels=i).loss, ids, budget="8GiB")
+    assert plan.n_micro_batches > 1 and _core.truth_peak() - start < 64 << 20
+
+
+def test_a_llama_of_a_billion_parameters_on_meta():
+    model = on_meta(Llama)
+    assert sum(p.numel() for p in model.parameters()) > 1e9
+    plan = planned(next_token(model), meta(64, 512, dtype=torch.long), device="a100-80gb")
+    assert plan.fits and plan.micro_batch == plan.prediction["rows"] < 64 and not plan.gathers
+
+
+def test_gpt3_is_planned_in_seconds_and_twice_the_layers_take_about_twice_the_time():
+    def plan(layers):
+        model = on_meta(GPT, layers)
+        step, ids = next_token(model), meta(32, 2048, dtype=torch.long)
+        planned(step, ids, budget="4TiB")
+        return min(seconds(lambda: koila.plan(step, ids, budget="4TiB"))[0] for _ in range(3))
+
+    t = {n: plan(n) for n in (24, 48, 96)}
+    assert t[96] < 5 and t[96] / t[24] < 3 * 96 / 24, t
