@@ -1,0 +1,77 @@
+/* exec.h — what the executor's files share: run.c (a request for values, start to end), exec.c (one plan walked on real tensors), plan_cache.c (which plan),
+ * run_module.c (the module's functions). The rest of the extension sees run.h. */
+#ifndef KOILA_EXT_EXEC_H
+#define KOILA_EXT_EXEC_H
+
+#include "capture.h"
+#include "run.h"
+#include "truth.h"
+
+/* ---- exec.c: what we call of torch and of koila's Python; filled by koila__run_init() */
+extern struct koila__torch_calls {
+    PyObject *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum, *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims; /* aten overloads' _op */
+    PyObject *float32;
+    PyObject *errors;       /* module koila._errors */
+    PyObject *oom_type;     /* torch.OutOfMemoryError */
+    PyObject *stale_type;   /* koila.StaleValueError: looked up before, for no attribute may be read while an exception is set */
+    PyObject *generator;    /* torch.default_generator */
+    PyObject *guards;       /* koila._run.guards: returns an object that holds the mode guards while it lives */
+    PyObject *pseudo;       /* dict of koila._run.PSEUDO */
+    bool ready;
+} koila__torch;
+int koila__run_init(void);
+
+/* ---- plan_cache.c */
+extern struct koila__run_settings {
+    int64_t rows;            /* forced rows a slice; 0 = automatic */
+    uint64_t budget;         /* bytes the device may hold in all; UINT64_MAX = what is free */
+    bool has_budget, strict, fastest;
+    bool dry;                /* koila.plan(): plans are made, nothing runs */
+} koila__settings;
+
+/* A plan with the recorded part it was made for; shared by the cache and the last step's report. */
+typedef struct cached {
+    uint32_t refs;
+    uint64_t key, generation, used, budget;
+    koila_graph *part;
+    koila_plan *plan;
+    koila_plan_info info;
+} cached;
+
+extern struct koila__last_step {
+    cached *c;
+    uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes, n_made;
+    uint32_t retries;
+    bool measured;
+} koila__last; /* the step that ran (or was planned) last */
+
+void koila__cached_release(cached *c); /* NULL is fine */
+/* A plan for targets of `part` (taken over) that fits `budget` bytes beyond what is live, with slices of `rows` rows (0: as few as fit). A new reference, or NULL with
+ * *status and err filled. */
+cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_error *err, koila_status *status);
+/* Bytes the step may use beyond what is live now; *limit: what the device may hold in all, UINT64_MAX when there is no limit. */
+uint64_t koila__free_bytes(uint64_t *limit);
+/* An operator was seen to use `bytes` inside, on `rows` of `batch` rows (both 0: whole). */
+void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+int64_t koila__tuned_rows(uint64_t key);
+void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
+void koila__plan_cache_clear(void); /* and what was learned */
+
+/* ---- run.c */
+/* The part of the tape that makes the targets, and the way back. All arrays are PyMem. */
+typedef struct request {
+    koila_graph *part;
+    koila_value *value_of;  /* [tape values] */
+    koila_node *node_from;
+    koila_value *targets;   /* of part */
+    uint8_t *known;
+} request;
+int koila__request_make(koila__tape *t, const koila_value *targets, uint32_t n, request *r); /* -1 with an exception */
+void koila__request_free(request *r);
+int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects);
+int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what); /* -1 */
+
+/* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception and nothing outside changed. */
+int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run);
+
+#endif

@@ -1,0 +1,256 @@
+/* run_module.c — the executor as functions of koila._core: settings, running, explaining, saving, predicting. */
+#include "exec.h"
+
+static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "micro_batch", "budget", "strict", "fastest", "dry", NULL };
+    static PyObject unset;
+    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOO:configure", names, &rows, &budget, &strict, &fastest, &dry)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
+                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
+                                     "fastest", koila__settings.fastest ? Py_True : Py_False, "dry", koila__settings.dry ? Py_True : Py_False);
+    if (!before) return NULL;
+    const int64_t new_rows = rows == &unset ? koila__settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
+    const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    if (PyErr_Occurred() || new_rows < 0) {
+        Py_DECREF(before);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
+        return NULL;
+    }
+    koila__settings.rows = new_rows;
+    if (dry != &unset) koila__settings.dry = PyObject_IsTrue(dry) == 1;
+    if (budget != &unset) {
+        koila__truth_install();
+        koila__settings.has_budget = budget != Py_None;
+        koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
+        if (!koila__settings.dry) koila__truth_set_limit(koila__settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+    }
+    if (strict != &unset) koila__settings.strict = PyObject_IsTrue(strict) == 1;
+    if (fastest != &unset) koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
+    return before;
+}
+
+static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyLong_FromUnsignedLongLong(koila__last.n_made);
+}
+
+static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    if (!koila__last.c) Py_RETURN_NONE;
+    return koila__plan_dict(koila__last.c->plan, koila__last.c->part, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
+}
+
+/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
+static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_t *n)
+{
+    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
+    if (!fast) return NULL;
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
+    koila__tape *t = NULL;
+    *n = 0;
+    *values = PyMem_Malloc(((size_t)size + 1) * sizeof **values);
+    for (Py_ssize_t i = 0; *values && i < size; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h) continue;
+        if (t && h->group->tape != t) { /* of another step: on its own */
+            if (!koila__concrete(h)) goto fail;
+            continue;
+        }
+        const koila_value v = koila__value_of(h);
+        if (v == KOILA_NONE) goto fail;
+        t = h->group->tape;
+        if (!t->values[v].real) (*values)[(*n)++] = v;
+    }
+    Py_DECREF(fast);
+    if (!t) PyErr_SetString(PyExc_ValueError, "no lazy tensor among the values");
+    return t;
+fail:
+    Py_DECREF(fast);
+    PyMem_Free(*values);
+    *values = NULL;
+    return NULL;
+}
+
+/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
+static PyObject *py_run_all(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    int commit;
+    koila_value *values = NULL, *held = NULL;
+    uint32_t n, n_held;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit)) return NULL;
+    if (koila__run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    if (!t) {
+        PyMem_Free(values);
+        return NULL;
+    }
+    Py_INCREF(t);
+    n_held = koila__tape_held(t, NULL, 0);
+    held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
+    int status = held ? 0 : (PyErr_NoMemory(), -1);
+    if (held) {
+        const uint32_t there = koila__tape_held(t, held, n_held);
+        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
+    }
+    if (status == 0 && commit) {
+        t->closed = true;
+        if (koila__open == t) {
+            koila__open = NULL;
+            Py_DECREF(t);
+        }
+        koila__tape_let_go(t);
+    }
+    PyMem_Free(values);
+    PyMem_Free(held);
+    Py_DECREF(t);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* take_all(lazies) -> list of plain tensors: each concrete value, which the tape then lets go when nobody else can ask for it, so that whoever gets
+ * it may own its storage alone (AccumulateGrad takes a gradient without a copy only then). */
+static PyObject *py_take_all(PyObject *self, PyObject *list)
+{
+    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
+    (void)self;
+    if (!fast) return NULL;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    PyObject *out = PyList_New(n);
+    for (Py_ssize_t i = 0; out && i < n; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i), *real = koila__is_lazy(o) ? koila__concrete(koila__handle_of(o)) : o;
+        if (!real) Py_CLEAR(out);
+        else PyList_SET_ITEM(out, i, Py_NewRef(real));
+    }
+    for (Py_ssize_t i = 0; out && i < n; i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
+        koila__tape *t = h->group->tape;
+        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
+        if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
+    }
+    Py_DECREF(fast);
+    return out;
+}
+
+static PyObject *py_explain(PyObject *self, PyObject *list)
+{
+    koila_value *values = NULL;
+    uint32_t n;
+    (void)self;
+    if (koila__run_init() < 0) return NULL;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    PyObject *d = NULL;
+    if (!t || koila__request_make(t, values, n, &r) < 0) goto done;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    uint64_t limit;
+    const uint64_t budget = koila__free_bytes(&limit);
+    koila_graph *part = r.part;
+    r.part = NULL;
+    cached *c = koila__plan_for(part, r.targets, n, budget, koila__settings.rows, &err, &status);
+    if (!c) {
+        koila__raise_no_fit(status, &err, "explain");
+        goto done;
+    }
+    d = koila__plan_dict(c->plan, c->part, koila__truth_current(), NULL, limit, 0, 0);
+    koila__cached_release(c);
+done:
+    koila__request_free(&r);
+    PyMem_Free(values);
+    return d;
+}
+
+static PyObject *py_save_graph(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    const char *path;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path)) return NULL;
+    if (list == Py_None) {
+        if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step has run yet"), NULL;
+        if (koila__save_graph(koila__last.c->part, path) < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    koila_value *values = NULL;
+    uint32_t n;
+    koila__tape *t = values_of_list(list, &values, &n);
+    request r = { 0 };
+    int status = t ? koila__request_make(t, values, n, &r) : -1;
+    if (status == 0) status = koila__save_graph(r.part, path);
+    koila__request_free(&r);
+    PyMem_Free(values);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return PyBool_FromLong(koila__n_handles != 0);
+}
+
+/* predict(device, memory, rows, optimizer, way): the last planned step on a device profile (a name, or JSON text). */
+static PyObject *py_predict(PyObject *self, PyObject *args)
+{
+    const char *device, *optimizer, *way;
+    unsigned long long memory;
+    long long rows;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "sKLss:predict", &device, &memory, &rows, &optimizer, &way)) return NULL;
+    if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
+    return koila__predict_graph(koila__last.c->part, device, memory, rows, optimizer, way);
+}
+
+static PyObject *py_device_names(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    return koila__device_names();
+}
+
+static PyObject *py_register_rule(PyObject *self, PyObject *args)
+{
+    const char *op, *rule;
+    koila_error err = KOILA_ERROR_INIT;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    const koila_status status = koila_table_rule(koila__table, op, rule, &err);
+    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
+    if (status != KOILA_OK) return koila__raise(status);
+    Py_RETURN_NONE;
+}
+
+/* Forget plans and what was learned: for tests. */
+static PyObject *py_forget(PyObject *self, PyObject *ignored)
+{
+    (void)self, (void)ignored;
+    koila__plan_cache_clear();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
+    { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
+    { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
+    { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
+    { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
+    { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
+    { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
+    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way) -> dict" },
+    { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
+    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
+    { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__run_module_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }
