@@ -15,7 +15,10 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 JOBS=${JOBS:-2}
 BUILD=${BUILD:-build-hostile}
-case $PYTHON in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") && PATH=$(dirname "$PYTHON"):$PATH ;; esac
+if [ -x "$PYTHON" ]; then # meson and ninja may live beside it
+    PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
+    PATH=$(dirname "$PYTHON"):$PATH
+fi
 mkdir -p "$BUILD"
 BUILD=$(cd "$BUILD" && pwd)
 export OMP_NUM_THREADS=1
