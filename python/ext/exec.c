@@ -470,6 +470,11 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
             goto made_outputs;
         }
     }
+    if (strcmp(koila_op_name(x->table, s->op), "aten::view_as_real") == 0) { /* a conjugate view is a flag on the tensor, which this operator refuses */
+        PyObject *resolved = PyObject_CallMethod(inputs[0], "resolve_conj", NULL);
+        if (!resolved) goto done;
+        inputs[0] = made[n_made++] = resolved;
+    }
     if (koila__call(info.sig, inputs, fix.n_fix ? &fix : NULL, n_links ? link_fix : NULL, outputs) < 0) goto done;
 made_outputs:
     for (uint32_t i = 0; i < n_adapts; i++)

@@ -146,6 +146,29 @@ static int check_strict(const cached *c)
     return 0;
 }
 
+/* Do all effects of the tape (BatchNorm's new statistics) pass by when targets are made? Then they may happen now, as they would have in eager. */
+static bool effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n)
+{
+    request r;
+    if (!t->n_effects || koila__request_make(t, targets, n, &r) < 0) return PyErr_Clear(), false;
+    bool all = true;
+    for (uint32_t i = 0; i < t->n_effects; i++) all &= r.value_of[t->effects[i].value] != KOILA_NONE;
+    koila__request_free(&r);
+    return all;
+}
+
+/* What was recorded reads the contents that `real` has now: its leaves get a copy of their own before it is written. */
+static int copy_leaves_of(koila__tape *t, PyObject *real)
+{
+    for (uint32_t v = 0; v < koila_graph_n_values(t->graph); v++) {
+        if (t->values[v].real != real || koila_value_get(t->graph, v).node != KOILA_NONE) continue;
+        PyObject *old = PyObject_CallFunctionObjArgs(koila__torch.clone, real, NULL);
+        if (!old) return -1;
+        koila__tape_set_real(t, v, old);
+    }
+    return 0;
+}
+
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
     if (koila__settings.dry && koila__run_init() == 0) {
@@ -162,7 +185,7 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
         const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, held[i]).meta);
         if (m->n_elements <= 1024) held[n_small++] = held[i];
     }
-    return koila__run_request(t, targets, n_targets, held, n_small, commit_effects);
+    return koila__run_request(t, targets, n_targets, held, n_small, commit_effects || effects_pass_by(t, targets, n_targets));
 }
 
 /* `wanted` must be made; `held` are made too as long as they fit (largest given up first) and are never a reason to fail. */
@@ -308,6 +331,13 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     if (status < 0) goto done;
     for (uint32_t i = 0; i < n; i++) koila__tape_set_real(t, targets[i], results[i]); /* takes the references */
 commit:
+    for (uint32_t i = 0; i < n_effects && status == 0; i++) {
+        status = copy_leaves_of(t, t->effects[i].real);
+        if (status < 0 && koila__is_out_of_memory()) { /* a few bytes: what the run held is free by now */
+            PyErr_Clear();
+            status = copy_leaves_of(t, t->effects[i].real);
+        }
+    }
     for (uint32_t i = 0; i < n_effects && status == 0; i++) { /* copies of equal dtype into memory that is there: nothing here can fail halfway */
         tape_effect *e = &t->effects[i];
         PyObject *new_contents = t->values[e->value].real;
@@ -318,6 +348,7 @@ commit:
     }
     if (n_effects && status == 0) koila__tape_drop_effects(t);
 done:
+    if (commit_effects) t->failed = status < 0;
     koila__request_free(&r);
     PyMem_Free(targets);
     PyMem_Free(results);

@@ -38,6 +38,7 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool failed;             /* the last step failed: its effects do not happen unless a later one succeeds */
     bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
     bool let_go;             /* closed, and what nobody can ask for any more has been given up */
     bool ran;                /* something was made concrete since it was opened */

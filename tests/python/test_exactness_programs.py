@@ -656,6 +656,26 @@ def test_functional_call_and_vmap_inside():
     compare(lambda: net(), rows_of(5), loss, split=False)
 
 
+@pytest.mark.parametrize("rows", [None, 3])
+def test_batchnorm_s_statistics_happen_once_when_its_result_passes_by(rows):
+    def program(wrap):
+        torch.manual_seed(3)
+        norm, head = nn.BatchNorm1d(5).double(), nn.Linear(5, 1).double()
+        out = {}
+        (x, _) = wrap(*xy())
+        with torch.no_grad():
+            held = norm(x)
+            out["value:read"] = plain(held)
+            out["value:mean"] = norm.running_mean.clone()
+        loss = head(norm(x)).square().mean()
+        out["value:item"] = torch.tensor(loss.item(), dtype=D)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return out | model_state(norm) | model_state(head)
+
+    compare_programs(program, B, slices=("whole",) if rows is None else ("even", "ragged", "one"))
+
+
 def test_sequence_of_steps_with_changing_batch_sizes():
     def program(wrap):
         model = net()
