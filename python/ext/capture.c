@@ -892,6 +892,9 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
             PyObject *ok = call_helper("check_overlap", op->func, args, kwargs);
             if (!ok) goto leave;
             Py_DECREF(ok);
+            ok = call_helper("check_shared", op->func, w.in[i].object, w.in[j].object);
+            if (!ok) goto leave;
+            Py_DECREF(ok);
         }
     }
     const bool grad = koila__grad_mode();

@@ -524,6 +524,21 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     func(*a, **k)
 
 
+def _elements(t: torch.Tensor) -> torch.Tensor:
+    """The places of t's elements in its storage, i64[numel]."""
+    at = torch.tensor(t.storage_offset())
+    for size, stride in zip(t.size(), t.stride()):
+        at = at.unsqueeze(-1) + torch.arange(size) * stride
+    return at.flatten()
+
+
+def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
+    """`y.mul_(y[:, :1])`: eager lets some such writes pass and then reads what it has just written, in an order that is its own. Values cannot follow that."""
+    w, o = _elements(written), _elements(other)
+    if w.numel() and o.numel() and bool(torch.isin(o, w).any()):
+        raise UnsupportedError(f"{func} writes elements of a lazy tensor that another argument, a different view of it, reads: the result depends on the order. Use .clone() of that argument")
+
+
 def _flat_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
     """For every tensor of the call in order: is it written?"""
     flags: list[bool] = []

@@ -342,8 +342,8 @@ def test_control_c_in_the_middle_of_a_step_changes_nothing():
             loss = model(x).square().mean()
             before = {n: v for n, v in world(model).items()}
             timer = threading.Timer(0.002 + 0.012 * k, lambda: os.kill(os.getpid(), signal.SIGINT))
-            timer.start()
             try:
+                timer.start()  # inside: on a busy machine the signal can come before start() returns
                 loss.backward()
                 timer.join()
                 for _ in range(100000):
