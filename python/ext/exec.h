@@ -68,7 +68,9 @@ typedef struct request {
 } request;
 int koila__request_make(koila__tape *t, const koila_value *targets, uint32_t n, request *r); /* -1 with an exception */
 void koila__request_free(request *r);
-int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects);
+/* `later`: the effects' values are made, but koila__commit_effects() is the caller's. */
+int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later);
+int koila__commit_effects(koila__tape *t);
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what); /* -1 */
 
 /* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception and nothing outside changed. */

@@ -185,11 +185,35 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
         const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, held[i]).meta);
         if (m->n_elements <= 1024) held[n_small++] = held[i];
     }
-    return koila__run_request(t, targets, n_targets, held, n_small, commit_effects || effects_pass_by(t, targets, n_targets));
+    return koila__run_request(t, targets, n_targets, held, n_small, commit_effects || effects_pass_by(t, targets, n_targets), false);
+}
+
+/* The effects whose values are concrete happen: all of them, or none and -1 with an exception. */
+int koila__commit_effects(koila__tape *t)
+{
+    const uint32_t n_effects = t->n_effects;
+    int status = 0;
+    for (uint32_t i = 0; i < n_effects && status == 0; i++) {
+        status = copy_leaves_of(t, t->effects[i].real);
+        if (status < 0 && koila__is_out_of_memory()) { /* a few bytes: what the run held is free by now */
+            PyErr_Clear();
+            status = copy_leaves_of(t, t->effects[i].real);
+        }
+    }
+    for (uint32_t i = 0; i < n_effects && status == 0; i++) { /* copies of equal dtype into memory that is there: nothing here can fail halfway */
+        tape_effect *e = &t->effects[i];
+        PyObject *new_contents = t->values[e->value].real;
+        if (!new_contents || !e->real) continue;
+        PyObject *ok = PyObject_CallFunctionObjArgs(koila__torch.copy_, e->real, new_contents, NULL);
+        Py_XDECREF(ok);
+        if (!ok) status = -1;
+    }
+    if (n_effects && status == 0) koila__tape_drop_effects(t);
+    return status;
 }
 
 /* `wanted` must be made; `held` are made too as long as they fit (largest given up first) and are never a reason to fail. */
-int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects)
+int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
 {
     if (koila__run_init() < 0) return -1;
     const uint32_t n_effects = commit_effects ? t->n_effects : 0;
@@ -331,24 +355,9 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     if (status < 0) goto done;
     for (uint32_t i = 0; i < n; i++) koila__tape_set_real(t, targets[i], results[i]); /* takes the references */
 commit:
-    for (uint32_t i = 0; i < n_effects && status == 0; i++) {
-        status = copy_leaves_of(t, t->effects[i].real);
-        if (status < 0 && koila__is_out_of_memory()) { /* a few bytes: what the run held is free by now */
-            PyErr_Clear();
-            status = copy_leaves_of(t, t->effects[i].real);
-        }
-    }
-    for (uint32_t i = 0; i < n_effects && status == 0; i++) { /* copies of equal dtype into memory that is there: nothing here can fail halfway */
-        tape_effect *e = &t->effects[i];
-        PyObject *new_contents = t->values[e->value].real;
-        if (!new_contents || !e->real) continue;
-        PyObject *ok = PyObject_CallFunctionObjArgs(koila__torch.copy_, e->real, new_contents, NULL);
-        Py_XDECREF(ok);
-        if (!ok) status = -1;
-    }
-    if (n_effects && status == 0) koila__tape_drop_effects(t);
+    if (commit_effects && !later) status = koila__commit_effects(t);
 done:
-    if (commit_effects) t->failed = status < 0;
+    if (commit_effects && (status < 0 || !later)) t->failed = status < 0;
     koila__request_free(&r);
     PyMem_Free(targets);
     PyMem_Free(results);

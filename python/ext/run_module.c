@@ -98,20 +98,37 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     int status = held ? 0 : (PyErr_NoMemory(), -1);
     if (held) {
         const uint32_t there = koila__tape_held(t, held, n_held);
-        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit);
+        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit, true);
     }
-    if (status == 0 && commit) {
+    PyMem_Free(values);
+    PyMem_Free(held);
+    if (status < 0) {
+        Py_DECREF(t);
+        return NULL;
+    }
+    return (PyObject *)t;
+}
+
+/* finish_step(tape, done): what run_all(..., commit) made is handed over (done), so the effects happen and the tape closes; or it was not: they do not happen. */
+static PyObject *py_finish_step(PyObject *self, PyObject *args)
+{
+    koila__tape *t;
+    int done;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!p:finish_step", &koila__tape_type, &t, &done)) return NULL;
+    t->failed = !done;
+    if (koila__settings.dry) done = 0;
+    if (done) {
+        if (koila__commit_effects(t) < 0) return NULL;
+        Py_INCREF(t);
         t->closed = true;
         if (koila__open == t) {
             koila__open = NULL;
             Py_DECREF(t);
         }
         koila__tape_let_go(t);
+        Py_DECREF(t);
     }
-    PyMem_Free(values);
-    PyMem_Free(held);
-    Py_DECREF(t);
-    if (status < 0) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -242,6 +259,7 @@ static PyMethodDef methods[] = {
     { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
+    { "finish_step", py_finish_step, METH_VARARGS, "finish_step(tape, done): after run_all(..., True)." },
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },

@@ -206,15 +206,21 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     lazies = [g for _, g in real if _core.is_lazy(g)] + [g for _, g in lazy_pairs if _core.is_lazy(g)]
     if not lazies:
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
-    if lazies:
-        _core.run_all(lazies, not retain)
-        if _core.configure()["dry"]:  # koila.plan(): nothing was computed
-            return
-    targets = [leaf for leaf, _ in real]
-    gradients = _core.take_all([g for _, g in real])
-    del real, lazy_pairs, lazies
-    if targets:
-        _hand_over(targets, gradients)
+    step = _core.run_all(lazies, not retain) if lazies else None
+    if _core.configure()["dry"]:  # koila.plan(): nothing was computed
+        return
+    try:  # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they were
+        targets = [leaf for leaf, _ in real]
+        gradients = _core.take_all([g for _, g in real])
+        del real, lazy_pairs, lazies
+        if targets:
+            _hand_over(targets, gradients)
+    except BaseException:
+        if step is not None and not retain:
+            _core.finish_step(step, False)
+        raise
+    if step is not None and not retain:
+        _core.finish_step(step, True)
 
 
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -229,10 +235,15 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     wanted = [g for g, i in zip(result, inputs) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)]
     if not wanted:
         return result
-    _core.run_all(wanted, not retain)
-    return tuple(
+    step = _core.run_all(wanted, not retain)
+    if _core.configure()["dry"]:
+        return result
+    found = tuple(
         _core.concrete(g) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i) else g for g, i in zip(result, inputs)
     )
+    if not retain:
+        _core.finish_step(step, True)
+    return found
 
 
 def install() -> None:
