@@ -86,6 +86,7 @@ koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *me
 koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim);
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
+int koila__tape_drop_overwritten(koila__tape *t); /* before effects of an abandoned step; warns; -1 with an exception */
 int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state);
 koila__tape *koila__tape_current(void);              /* borrowed: the open tape, opened when there is none; NULL + error */
 

@@ -7,6 +7,7 @@
  * Invariant: when a slice is complete, no local value is left (koila_plan_check says it of every plan).
  */
 #include "exec.h"
+#include "shield.h"
 
 /* ---- what we call */
 
@@ -517,7 +518,7 @@ static int run_instrs(exec *x, const koila_stage *st)
                 if (status == 0) koila__learn(koila_node_get(x->g, in->id).sig, x->end - x->begin, x->batch, peak - now);
                 if (old > peak) koila__truth_swap_peak(old);
             }
-            if (status == 0 && (x->n_run & 1023) == 0 && PyErr_CheckSignals() < 0) status = -1;
+            if (status == 0) status = koila__check_signals();
             break;
         }
         case KOILA_DO_SLICE: status = (x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal))) ? 0 : -1; break;
@@ -561,10 +562,6 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             memcpy(x->done, mine, st->n_instrs);
         else
             memset(x->done, 0, st->n_instrs);
-        if (PyErr_CheckSignals() < 0) {
-            status = -1;
-            break;
-        }
         status = run_instrs(x, st);
         const int64_t b = at, e = x->end;
         if (status == 0) {

@@ -13,6 +13,7 @@
  * done raises koila.OutOfMemory, with nothing changed.
  */
 #include "exec.h"
+#include "shield.h"
 
 #include <time.h>
 
@@ -171,6 +172,10 @@ static int copy_leaves_of(koila__tape *t, PyObject *real)
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
+    if (koila__settings.dry && !n_targets) { /* planning: nothing happens, and nobody asks */
+        koila__tape_drop_effects(t);
+        return 0;
+    }
     if (koila__settings.dry && koila__run_init() == 0) {
         PyObject *cls = error_class("UnsupportedError");
         if (cls) PyErr_SetString(cls, "koila.plan(): the step reads a value (print, .item(), if, a mask) before backward; nothing is computed while planning. Plan the part up to there");
@@ -212,8 +217,7 @@ int koila__commit_effects(koila__tape *t)
     return status;
 }
 
-/* `wanted` must be made; `held` are made too as long as they fit (largest given up first) and are never a reason to fail. */
-int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
+static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
 {
     if (koila__run_init() < 0) return -1;
     const uint32_t n_effects = commit_effects ? t->n_effects : 0;
@@ -310,6 +314,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         peak_before = koila__truth_swap_peak(base);
         measured = koila__truth_ok();
         const double started = seconds_now();
+        koila__interrupted = false;
         status = koila__exec_plan(t, &r, c, n, results, &retries, &n_run);
         if (tune && status == 0) koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
@@ -321,7 +326,7 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && n > n_must && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        if (status < 0 && n > n_must && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
             PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
             n = n_must;
             koila__cached_release(c);
@@ -363,3 +368,14 @@ done:
     PyMem_Free(results);
     return status;
 }
+
+/* Signals stop it between operators, where nothing has changed yet; or they wait until it is done. */
+int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
+{
+    if (koila__shield_enter() < 0) return -1;
+    const int status = run_request(t, wanted, n_wanted, held, n_held, commit_effects, later);
+    koila__shield_leave();
+    return status;
+}
+
+int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held) { return koila__run_request(t, NULL, 0, held, n_held, true, false); }

@@ -110,7 +110,9 @@ koila__tape *koila__tape_for_lazy(void)
         } else {
             const uint32_t m = koila__tape_held(t, v, n);
             n = m < n ? m : n;
-            if (n || t->n_effects) rc = koila__run(t, v, n, true);
+            if (t->failed) koila__tape_drop_effects(t);
+            rc = koila__tape_drop_overwritten(t);
+            if (rc == 0 && (n || t->n_effects)) rc = koila__run_held(t, v, n);
         }
         PyMem_Free(v);
     }
@@ -209,6 +211,29 @@ void koila__tape_drop_effects(koila__tape *t)
     }
     t->n_effects = 0;
     for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
+}
+
+/* Statistics of a step that nobody finished, whose tensors were written since (load_state_dict): what was written comes after them, and stays. */
+int koila__tape_drop_overwritten(koila__tape *t)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < t->n_effects; i++) {
+        tape_effect e = t->effects[i];
+        uint32_t now;
+        if (koila__version_of(e.real, &now) < 0) return -1;
+        if (now == e.version) {
+            t->effects[i] = t->effects[n];
+            t->effects[n++] = e;
+        }
+    }
+    const uint32_t n_dropped = t->n_effects - n;
+    for (uint32_t i = n; i < t->n_effects; i++) Py_CLEAR(t->effects[i].real);
+    t->n_effects = n;
+    if (!n_dropped) return 0;
+    return PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                            "koila: a training-mode forward pass was left without backward, and %u of its running statistics have been written since "
+                            "(load_state_dict, reset_running_stats): they stay as written",
+                            n_dropped);
 }
 
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)

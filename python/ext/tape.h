@@ -107,5 +107,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
 /* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception and nothing changed. `commit_effects`: also run and
  * commit the tape's effects. */
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
+/* The effects happen, and of `held` what fits and is not stale is made. */
+int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 
 #endif

@@ -375,7 +375,7 @@ static void settle(koila__tape *t)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_INCREF(t);
-    if (koila__run(t, NULL, 0, true) < 0) PyErr_WriteUnraisable((PyObject *)t);
+    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) PyErr_WriteUnraisable((PyObject *)t);
     Py_DECREF(t);
     PyErr_Restore(type, value, trace);
 }

@@ -223,9 +223,7 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
         _core.finish_step(step, True)
 
 
-def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _core.is_recording():
-        return _original(t_outputs, *args, **kwargs)
+def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     grads, retain, create, inputs = args[:4]
     if kwargs.get("accumulate_grad"):
         return _backward(t_outputs, grads, retain, create, inputs or (), kwargs)
@@ -244,6 +242,13 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     if not retain:
         _core.finish_step(step, True)
     return found
+
+
+def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not _core.is_recording():
+        return _original(t_outputs, *args, **kwargs)
+    with _core.shield:  # Ctrl-C stops the run inside, or waits until gradients and buffers are both done
+        return _run_lazily(t_outputs, *args, **kwargs)
 
 
 def install() -> None:

@@ -1,6 +1,7 @@
 """The C part of koila. tests/python/test_stubs.py compares these names with the built module."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ def take_all(lazies: Sequence[torch.Tensor], /) -> list[torch.Tensor]: ...
 def is_recording() -> bool: ...
 def forget() -> None: ...
 def register_rule(op: str, rule: str, /) -> None: ...
+
+# ---- signals wait (shield.c)
+shield: AbstractContextManager[object]
 
 # ---- capture (capture.c, tape.c, tensor.c, alias.c, call.c)
 class Tape: ...

@@ -1,5 +1,6 @@
 """Who keeps what: leaks in a fresh process, references, and which values the user can still ask for."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -7,6 +8,7 @@ import textwrap
 import pytest
 import torch
 
+import koila
 from koila import _core, lazy
 
 
@@ -226,3 +228,28 @@ def test_source_lines_are_the_users():
     y = torch.nn.functional.softmax(torch.nn.Linear(4, 4)(x), -1)
     text = _core.tape_of(y).text()
     assert text.count("test_capture_lifetime.py") >= 1 and "/torch/" not in text
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forward_left_behind_does_not_stand_in_the_way(held):
+    """An exception between forward and backward, the state loaded again, and on: as in eager, and no error out of place."""
+    torch.manual_seed(0)
+    model, data = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double(), torch.randn(6, 4, dtype=torch.float64)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    model(data).square().mean().backward()
+    expected, gradient = {k: v.clone() for k, v in model.state_dict().items()}, model[0].weight.grad.clone()
+    model.load_state_dict(start)
+    kept = [model(koila.lazy(data)).sum().detach() for _ in range(1)] if held else []
+    if not held:
+        model(koila.lazy(data)).sum()
+        assert torch.equal(model[1].running_mean, expected["1.running_mean"])  # its statistics happened, as in eager
+    model.load_state_dict(start)
+    model.zero_grad()
+    with koila.micro_batch(2), pytest.warns(RuntimeWarning, match="2 of its running statistics have been written since") if held else contextlib.nullcontext():
+        model(koila.lazy(data)).square().mean().backward()
+    for name, value in expected.items():
+        assert torch.allclose(model.state_dict()[name].double(), value.double(), rtol=1e-12), name
+    assert torch.allclose(model[0].weight.grad, gradient, rtol=1e-12)
+    for value in kept:
+        with pytest.raises(koila.StaleValueError):
+            value.item()

@@ -1,0 +1,179 @@
+"""Ctrl-C at any bytecode of koila's own Python, and at any operator of a run: gradients and buffers are as before, or done; and every mode is as before."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from helpers import model_state
+from torch import nn
+
+import koila
+from koila import _backward, _core, lazy
+
+D = torch.float64
+HERE = os.path.dirname(koila.__file__)
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 1)).double()
+
+
+class Interrupt:
+    """While on: SIGINT at event `at` of those that `counts` (opcodes of koila's frames)."""
+
+    def __init__(self, at):
+        self.at, self.seen = at, 0
+
+    def _step(self, frame, event, _):
+        if event == "opcode":
+            self.seen += 1
+            if self.seen == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self._step
+
+    def _call(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(HERE):
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+
+def modes():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autograd excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU),
+        "functions": torch._C._is_torch_function_enabled(),
+        "handler": signal.getsignal(signal.SIGINT),
+        "depth": _backward._depth.level,
+        "settings": _core.configure(),
+    }
+
+
+def sweep(model, data, every):
+    """Interrupt `loss.backward()` at every `every`-th opcode of koila. Returns how often that undid it, and the number of opcodes."""
+    hook = model[0].weight.register_hook(lambda g: g * 2)
+    start, modes_before = {k: v.clone() for k, v in model.state_dict().items()}, modes()
+
+    def prepared():
+        model.load_state_dict(start)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.manual_seed(11)
+        return model(lazy(data)).square().mean()
+
+    loss = prepared()
+    before = model_state(model)
+    loss.backward()
+    after = model_state(model)
+    for name in ("grad:0.weight", "value:buffer 1.running_mean"):
+        assert not torch.equal(before[name], after[name])
+    loss = prepared()
+    with Interrupt(-1) as count:
+        loss.backward()
+    n_undone = 0
+    for at in range(1, count.seen + 1, every):
+        loss = prepared()
+        with pytest.raises(KeyboardInterrupt):
+            with Interrupt(at):
+                loss.backward()
+            for _ in range(10):  # it may come right after
+                pass
+        assert modes() == modes_before, f"opcode {at}"
+        assert len(model[0].weight._backward_hooks) == 1, f"opcode {at}: a hook is lost"
+        found = model_state(model)
+        done = not torch.equal(found["grad:0.weight"], before["grad:0.weight"])
+        n_undone += not done
+        for name, value in (after if done else before).items():
+            assert torch.equal(found[name], value), f"opcode {at}: {name} is not as {'after' if done else 'before'} the step"
+    hook.remove()
+    return n_undone, count.seen
+
+
+def test_an_interrupt_at_any_bytecode():
+    with koila.micro_batch(4):
+        n_undone, n_opcodes = sweep(net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9)
+    assert 10 < n_undone < n_opcodes / 9 or os.environ.get("KOILA_LONG")
+
+
+@pytest.mark.filterwarnings("ignore:koila. a training-mode forward pass was left")
+def test_a_backward_without_its_shield_is_found(monkeypatch):
+    monkeypatch.setattr(_core, "shield", contextlib.nullcontext())
+    with koila.micro_batch(4), pytest.raises((AssertionError, pytest.fail.Exception)):
+        sweep(net(), torch.randn(12, 6, dtype=D), 3)
+    _backward._depth.level = 0
+    torch.set_grad_enabled(True)
+
+
+def test_a_second_interrupt_goes_through():
+    """Somebody who insists does not wait for a hook that hangs."""
+    passed = []
+
+    def hook(gradient):
+        signal.raise_signal(signal.SIGINT)
+        passed.append("once")
+        signal.raise_signal(signal.SIGINT)
+        passed.append("twice")
+        return gradient
+
+    model = net()
+    model[0].weight.register_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        model(lazy(torch.randn(12, 6, dtype=D))).square().mean().backward()
+    assert passed == ["once"]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_handler_that_raises_stops_a_run_between_operators():
+    """SIGALRM, as time limits use it: the error of the handler, and nothing changed."""
+
+    class TooLong(Exception):
+        pass
+
+    def handler(*_):
+        raise TooLong
+
+    model, data = nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)]).double(), torch.randn(256, 64, dtype=D)
+    held = lazy(data)
+    keep = [held * k for k in range(3)]  # merely held values are no reason to try again
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        with koila.micro_batch(1), pytest.raises(TooLong):
+            loss = model(held).square().mean()
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            loss.backward()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert all(p.grad is None for p in model.parameters()) and len(keep) == 3
+
+
+def test_a_thread_other_than_the_main_one_is_not_shielded():
+    seen = []
+
+    def work():
+        with _core.shield:
+            seen.append(threading.get_ident() != threading.main_thread().ident)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(10):
+            pass
