@@ -51,6 +51,11 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
 
 
+def encoder():
+    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 64, 10))
+
+
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -84,6 +89,7 @@ MODELS = {  # model, batch, loss, rows a slice; by_hand: is it right to cut by h
     "convnet": (conv, lambda: (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))), ce, 16, True),
     "gpt2": (gpt2, lambda: (torch.randint(0, 512, (32, 64)),), lm, 8, True),
     "vit": (vit, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y), 8, True),
+    "encoder-dropout": (encoder, lambda: (torch.randn(32, 64, 128), torch.randint(0, 10, (32,))), ce, 8, True),
     "resnet18-batchnorm": (resnet18, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), ce, 8, False),
 }
 

@@ -4,6 +4,7 @@
  * through OpOverload._op, torch's own door with all argument types, custom operators and the true exception, at 1.2-2.2 µs.
  */
 #include "capture.h"
+#include "random.h"
 
 typedef struct template {
     PyObject *op;         /* owned: OpOverload._op */
@@ -308,15 +309,15 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
             if (!copy) ok = false;
             else in[i] = owned[n_owned++] = copy;
         }
-        PyObject *state = koila__tape_random_state(t, n);
-        if (ok && state && !(old_state = one_arg("swap_generator_state", state))) ok = false;
+        const tape_random *random = koila__tape_random(t, n);
+        if (ok && random && (!(old_state = koila__generator_get()) || koila__generator_set(random->state) < 0)) ok = false;
         if (ok && koila__call(node.sig, in, NULL, NULL, out) < 0) ok = false;
         if (old_state) {
             PyObject *type, *value, *trace;
             PyErr_Fetch(&type, &value, &trace);
-            PyObject *r = one_arg("swap_generator_state", old_state);
-            Py_XDECREF(r);
-            PyErr_Restore(type, value, trace);
+            if (koila__generator_set(old_state) < 0 && type) PyErr_Clear();
+            if (type) PyErr_Restore(type, value, trace);
+            else if (PyErr_Occurred()) ok = false;
             Py_DECREF(old_state);
         }
         for (uint32_t i = 0; i < n_owned; i++) Py_DECREF(owned[i]);

@@ -7,6 +7,7 @@
  * Invariant: when a slice is complete, no local value is left (koila_plan_check says it of every plan).
  */
 #include "exec.h"
+#include "random.h"
 #include "shield.h"
 
 /* ---- what we call */
@@ -40,7 +41,8 @@ int koila__run_init(void)
         { &koila__torch.maximum, "maximum", "default" },     { &koila__torch.minimum, "minimum", "default" },
         { &koila__torch.unflatten, "unflatten", "int" },     { &koila__torch.flatten, "flatten", "using_ints" },
         { &koila__torch.cat, "cat", "default" },             { &koila__torch.to_copy, "_to_copy", "default" },
-        { &koila__torch.mul_, "mul_", "Scalar" },            { &koila__torch.squeeze_dims, "squeeze", "dims" },
+        { &koila__torch.mul_, "mul_", "Scalar" },            { &koila__torch.as_strided, "as_strided", "default" },
+        { &koila__torch.squeeze_dims, "squeeze", "dims" },
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         if (!*needed[i].slot && !(*needed[i].slot = op_of(aten, needed[i].packet, needed[i].overload))) goto done;
@@ -48,7 +50,6 @@ int koila__run_init(void)
     if (!(koila__torch.errors = PyImport_ImportModule("koila._errors"))) goto done;
     if (!(koila__torch.oom_type = PyObject_GetAttrString(torch, "OutOfMemoryError"))) goto done;
     if (!(koila__torch.stale_type = PyObject_GetAttrString(koila__torch.errors, "StaleValueError"))) goto done;
-    if (!(koila__torch.generator = PyObject_GetAttrString(torch, "default_generator"))) goto done;
     if (!(koila__torch.guards = PyObject_GetAttrString(mine, "guards"))) goto done;
     if (!(koila__torch.pseudo = PyObject_GetAttrString(mine, "PSEUDO"))) goto done;
     koila__torch.ready = true;
@@ -116,6 +117,10 @@ typedef struct exec {
     uint32_t retries;
     bool measure;
     PyObject *user_state;  /* the user's generator as it was; NULL until the first random operator */
+    struct cursor {
+        PyObject *state; /* of the generator, before element `at` of the node's result (in the order of memory) is drawn */
+        int64_t at;
+    } *cursors;            /* [nodes], NULL until the first rows are drawn */
 } exec;
 
 static PyObject *dims_tuple(const int64_t *size, uint32_t n)
@@ -336,16 +341,54 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
-static int set_generator(PyObject *state)
+/* Rows of a random node whose draws follow memory: the generator is moved to where they are. 0 done, 1 not possible for this layout, -1 an exception. */
+static int draw_rows(exec *x, koila_node n, const tape_random *random, const koila_sig_info *s, koila_value v)
 {
-    PyObject *r = PyObject_CallMethod(koila__torch.generator, "set_state", "O", state);
-    Py_XDECREF(r);
-    return r ? 0 : -1;
+    const koila_share share = koila_plan_share(x->plan, v);
+    const koila_meta_info *m = koila_meta_get(x->table, s->inputs[0]);
+    const int64_t rows = x->end - x->begin;
+    int64_t n_blocks = share.outer, unit = share.inner; /* the whole in memory: n_blocks times batch times unit elements */
+    if (!is_dense(m)) return 1;
+    for (uint32_t d = 0; d < m->n_dims; d++) {
+        if (d == share.dim || m->size[d] <= 1) continue;
+        if (m->stride[d] > m->stride[share.dim]) n_blocks *= m->size[d];
+        else unit *= m->size[d];
+    }
+    if (!x->cursors && !(x->cursors = PyMem_Calloc(koila_graph_n_nodes(x->g), sizeof *x->cursors))) return PyErr_NoMemory(), -1;
+    struct cursor *c = &x->cursors[n];
+    PyObject *local = empty_like_meta(m, share.dim, share.outer * share.inner * rows);
+    PyObject *flat = local ? PyObject_CallFunction(koila__torch.as_strided, "O(L)(i)", local, (long long)(n_blocks * rows * unit), 1) : NULL;
+    int status = flat ? 0 : -1;
+    for (int64_t b = 0; b < n_blocks && status == 0; b++) {
+        const int64_t at = (b * x->batch + x->begin) * unit;
+        if (!c->state || c->at > at) {
+            Py_XSETREF(c->state, Py_NewRef(random->state));
+            c->at = 0;
+        }
+        PyObject *part = call_ints(koila__torch.narrow, flat, 0, b * rows * unit, rows * unit), *out = NULL;
+        PyObject *state = part ? koila__generator_skipped(c->state, (uint64_t)(at - c->at) * random->words) : NULL;
+        if (!state || koila__generator_set(state) < 0 || koila__call(koila_node_get(x->g, n).sig, &part, NULL, NULL, &out) < 0) status = -1;
+        Py_XDECREF(part);
+        Py_XDECREF(out);
+        Py_XDECREF(state);
+        Py_XSETREF(c->state, status == 0 ? koila__generator_get() : NULL);
+        c->at = at + rows * unit;
+        if (!c->state) status = -1;
+    }
+    Py_XDECREF(flat);
+    if (status == 0) x->local[v] = local;
+    else Py_XDECREF(local);
+    return status;
 }
 
-/* A random node on a slice draws what eager draws for the whole batch, from the state recorded before its draw, and takes its rows. */
-static int run_random_rows(exec *x, koila_node n, const koila_sig_info *s, koila_value first)
+/* A random node on a slice draws what eager draws for the whole batch, from the state recorded before its draw, and takes its rows; or, where it can, only those. */
+static int run_random_rows(exec *x, koila_node n, const tape_random *random, const koila_sig_info *s, koila_value first)
 {
+    if (random->words) {
+        const int drawn = draw_rows(x, n, random, s, first);
+        if (drawn <= 0) return drawn;
+    }
+    if (koila__generator_set(random->state) < 0) return -1;
     PyObject *base = NULL, *out = NULL, *full = NULL, *rows = NULL;
     koila_value v = first;
     int status = -1;
@@ -408,12 +451,12 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     const bool random = koila_op_flags(x->table, s->op) & KOILA_OP_RANDOM;
     x->n_run++;
     if (random) {
-        PyObject *state = koila__tape_random_state(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
-        if (state) {
-            if (!x->user_state && !(x->user_state = PyObject_CallMethod(koila__torch.generator, "get_state", NULL))) return -1;
-            if (set_generator(state) < 0) return -1;
+        const tape_random *drawn = koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
+        if (drawn) {
+            if (!x->user_state && !(x->user_state = koila__generator_get())) return -1;
             const koila_share share = koila_plan_share(x->plan, info.first_output);
-            if (in_loop && share.kind == KOILA_SHARE_SLICE && !(x->begin == 0 && x->end == x->batch)) return run_random_rows(x, n, s, info.first_output);
+            if (in_loop && share.kind == KOILA_SHARE_SLICE && !(x->begin == 0 && x->end == x->batch)) return run_random_rows(x, n, drawn, s, info.first_output);
+            if (koila__generator_set(drawn->state) < 0) return -1;
         }
     }
     if (s->n_inputs > 16 && !(inputs = PyMem_Malloc(s->n_inputs * sizeof *inputs))) return PyErr_NoMemory(), -1;
@@ -647,6 +690,8 @@ static void exec_free(exec *x)
     PyMem_Free(x->local);
     PyMem_Free(x->acc);
     PyMem_Free(x->kept);
+    for (uint32_t n = 0; x->cursors && n < koila_graph_n_nodes(x->g); n++) Py_XDECREF(x->cursors[n].state);
+    PyMem_Free(x->cursors);
     Py_CLEAR(x->user_state);
 }
 
@@ -692,7 +737,7 @@ done:
     if (x.user_state) { /* the user's generator is as it was, whatever happened */
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
-        if (set_generator(x.user_state) < 0 && type) PyErr_Clear();
+        if (koila__generator_set(x.user_state) < 0 && type) PyErr_Clear();
         if (type) PyErr_Restore(type, value, trace);
         else if (PyErr_Occurred()) status = -1;
     }

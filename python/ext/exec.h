@@ -9,12 +9,11 @@
 
 /* ---- exec.c: what we call of torch and of koila's Python; filled by koila__run_init() */
 extern struct koila__torch_calls {
-    PyObject *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum, *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims; /* aten overloads' _op */
+    PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum, *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims; /* aten overloads' _op */
     PyObject *float32;
     PyObject *errors;       /* module koila._errors */
     PyObject *oom_type;     /* torch.OutOfMemoryError */
     PyObject *stale_type;   /* koila.StaleValueError: looked up before, for no attribute may be read while an exception is set */
-    PyObject *generator;    /* torch.default_generator */
     PyObject *guards;       /* koila._run.guards: returns an object that holds the mode guards while it lives */
     PyObject *pseudo;       /* dict of koila._run.PSEUDO */
     bool ready;

@@ -6,6 +6,7 @@
 
 #include "run.h"
 #include "memlab.h"
+#include "random.h"
 #include "shield.h"
 #include "truth.h"
 
@@ -15,7 +16,7 @@ static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
     if (koila__module_add(m) < 0) return -1;
-    if (koila__shield_init(m) < 0) return -1;
+    if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0) return -1;
     if (koila__run_module_add(m) < 0) return -1;
     if (koila__truth_add_module(m) < 0) return -1;
     if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0) return -1;

@@ -263,7 +263,7 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
     return 0;
 }
 
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state)
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state, uint32_t words)
 {
     if (t->n_random == t->n_random_alloc) {
         const uint32_t m = t->n_random_alloc ? t->n_random_alloc * 2 : 16;
@@ -272,11 +272,11 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state)
         t->random = r;
         t->n_random_alloc = m;
     }
-    t->random[t->n_random++] = (tape_random){ n, Py_NewRef(state) };
+    t->random[t->n_random++] = (tape_random){ n, Py_NewRef(state), words };
     return 0;
 }
 
-PyObject *koila__tape_random_state(koila__tape *t, koila_node n)
+const tape_random *koila__tape_random(koila__tape *t, koila_node n)
 {
     uint32_t lo = 0, hi = t->n_random;
     while (lo < hi) {
@@ -284,7 +284,7 @@ PyObject *koila__tape_random_state(koila__tape *t, koila_node n)
         if (t->random[mid].node < n) lo = mid + 1;
         else hi = mid;
     }
-    return lo < t->n_random && t->random[lo].node == n ? t->random[lo].state : NULL;
+    return lo < t->n_random && t->random[lo].node == n ? &t->random[lo] : NULL;
 }
 
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)

@@ -65,7 +65,8 @@ typedef struct tape_leaf {
 
 typedef struct tape_random {
     koila_node node;
-    PyObject *state; /* owned: the user's generator's state just before eager would have drawn */
+    PyObject *state; /* owned bytes: the user's generator's state just before eager would have drawn */
+    uint32_t words;  /* of the generator that each element takes, in the order of memory; 0: not known, only the whole can be drawn */
 } tape_random;
 
 /* ---- capture.c */
@@ -74,8 +75,8 @@ PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
 /* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are. */
 uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
-/* The generator state recorded before random node `n` (borrowed uint8 tensor), or NULL without an error: not a random node. */
-PyObject *koila__tape_random_state(koila__tape *t, koila_node n);
+/* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random node. */
+const tape_random *koila__tape_random(koila__tape *t, koila_node n);
 /* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
 void koila__tape_let_go(koila__tape *t);

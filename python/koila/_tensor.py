@@ -250,12 +250,6 @@ class _Guards:
         self.below = None
 
 
-def swap_generator_state(state: torch.Tensor) -> torch.Tensor:
-    old = torch.default_generator.get_state()
-    torch.default_generator.set_state(state)
-    return old
-
-
 def commit_effects(pairs: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
     """Write what the step computed for tensors outside, once. Checks all versions before the first write."""
     for real, _, version in pairs:
@@ -811,9 +805,62 @@ def _random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     generator = _generator(self.device, kwargs.pop("generator", None))
     state = generator.get_state()
     result = _core.record(func, args, kwargs)
-    _core.random(self, state)
-    _advance(generator, func, self, args, kwargs)
+    words = _words(func, self.dtype, args[1:], kwargs)
+    _core.random(self, state, words)
+    if words:
+        after = generator.get_state()
+        _core.generator_skip(after, words * self.numel())
+        generator.set_state(after)
+    else:
+        _advance(generator, func, self, args, kwargs)
     return result
+
+
+_in_order = (aten.bernoulli_.float, aten.uniform_.default)
+_known_words: dict[Any, int] = {}
+
+
+def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many 32-bit words of the CPU generator each element takes, one element after the other in memory; 0: not so here, or not known."""
+    if func not in _in_order:
+        return 0
+    if (func, dtype) not in _known_words:
+        _known_words[func, dtype] = next((n for n in (1, 2) if _takes(n, func, dtype, rest, kwargs)), 0)
+    return _known_words[func, dtype]
+
+
+def _takes(n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tried on this build: a draw in parts is the draw of the whole, memory's order counts, and the state is where n_words an element bring it."""
+    sizes = (1, 2, 13, 16, 31, 100, 311, 625, 2000)
+    state = torch.Generator().manual_seed(20).get_state()
+
+    def draw(like: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator()
+        generator.set_state(at)
+        func(like, *rest, **kwargs, generator=generator)
+        return like, generator.get_state()
+
+    whole, end = draw(torch.empty(sum(sizes), dtype=dtype, device="cpu"), state)
+    turned, turned_end = draw(torch.empty(31, sum(sizes) // 31 + 1, dtype=dtype, device="cpu").t(), state)
+    if not torch.equal(turned.t().flatten()[: len(whole)], whole):
+        return False
+    at = 0
+    for size in sizes:
+        skipped = state.clone()
+        try:
+            _core.generator_skip(skipped, n_words * at)
+        except ValueError:  # another build's generator
+            return False
+        part, _ = draw(torch.empty(size, dtype=dtype, device="cpu"), skipped)
+        if not torch.equal(part, whole[at : at + size]):
+            return False
+        at += size
+    for reached, n in ((end, whole.numel()), (turned_end, turned.numel())):
+        skipped = state.clone()
+        _core.generator_skip(skipped, n_words * n)
+        if not torch.equal(skipped, reached):
+            return False
+    return True
 
 
 def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: Any) -> None:

@@ -40,6 +40,12 @@ MODELS = {
         lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y),
         (4, 2),
     ),
+    "encoder-dropout": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True), nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True), nn.Flatten(), nn.Linear(32 * 24, 5)),
+        lambda: (torch.randn(32, 24, 32), torch.randint(0, 5, (32,))),
+        ce,
+        (8, 4),
+    ),
     "convnet": (lambda: ConvNet(), lambda: (torch.randn(64, 3, 8, 8), torch.randint(0, 5, (64,))), ce, (16, 8)),
     "convnet-larger": (
         lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)),

@@ -1,0 +1,16 @@
+/* random.h — torch's default CPU generator, and its states as bytes objects. See random.c. */
+#ifndef KOILA_EXT_RANDOM_H
+#define KOILA_EXT_RANDOM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+/* NULL or -1 comes with an exception; what is returned is a new reference. */
+PyObject *koila__state_bytes(PyObject *tensor); /* of what torch.Generator.get_state() gives */
+PyObject *koila__generator_get(void);
+int koila__generator_set(PyObject *bytes);
+PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words); /* the state n_words 32-bit words later */
+int koila__random_add_module(PyObject *m);
+
+#endif

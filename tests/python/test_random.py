@@ -1,0 +1,109 @@
+"""Random operators in slices draw exactly eager's numbers, and only their own rows where the generator can be moved."""
+
+import pytest
+import torch
+from helpers import plain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import _core, _tensor, lazy
+
+D = torch.float64
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**63), st.integers(0, 1300), st.lists(st.integers(0, 2000), min_size=1, max_size=4))
+def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
+    real = torch.Generator().manual_seed(seed)
+    if before:
+        torch.rand(before, generator=real)  # one word each
+    skipped = real.get_state()
+    for n in steps:
+        if n:
+            torch.rand(n, generator=real)
+        _core.generator_skip(skipped, n)
+    other = torch.Generator()
+    other.set_state(skipped)
+    assert torch.equal(torch.rand(1000, generator=real), torch.rand(1000, generator=other))
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ValueError, match="5056 bytes was expected, got 8"):
+        _core.generator_skip(torch.zeros(8, dtype=torch.uint8), 1)
+
+
+LAYOUTS = {
+    "rows": (lambda x: x, (6, 10)),
+    "columns": (lambda x: x.t(), (6, 10)),
+    "sequence first": (lambda x: x.transpose(0, 1), (6, 5, 4)),
+    "sequence first in memory": (lambda x: x.transpose(0, 1).contiguous(), (6, 5, 4)),
+    "heads": (lambda x: x.reshape(30, 4), (6, 5, 4)),
+    "heads before the batch": (lambda x: x.transpose(0, 1).reshape(30, 4), (6, 5, 4)),
+    "channels last": (lambda x: x.contiguous(memory_format=torch.channels_last), (6, 3, 4, 5)),
+    "not dense": (lambda x: x[:, ::2], (6, 10)),
+    "one of each": (lambda x: x.unsqueeze(1), (6, 10)),
+}
+DRAWS = {
+    "dropout": lambda t: F.dropout(t, 0.4),
+    "feature_dropout": lambda t: F.dropout2d(t, 0.4) if t.dim() == 4 else F.alpha_dropout(t, 0.4),
+    "bernoulli_": lambda t: t * torch.empty_like(t).bernoulli_(0.3),
+    "bernoulli_ of bools": lambda t: t * torch.empty_like(t, dtype=torch.bool).bernoulli_(0.3),
+    "uniform_": lambda t: t * torch.empty_like(t).uniform_(-1, 2),
+    "float32": lambda t: t * torch.rand_like(t, dtype=torch.float32),
+    "randn_like": lambda t: t * torch.randn_like(t),
+}
+
+
+def draw_twice(x, layout, draw):
+    """One draw, then another that begins where the first left the generator."""
+    torch.manual_seed(5)
+    torch.rand(3)
+    y = draw(layout(x))
+    loss = (y * torch.arange(y.numel(), dtype=D).reshape(y.shape)).sum() + F.dropout(x, 0.5).square().sum()
+    loss.backward()
+    return plain(y), plain(loss), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("m", [4, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_draw_eager_s_numbers(layout, m):
+    view, shape = LAYOUTS[layout]
+    data = torch.randn(shape, dtype=D)
+    for name, draw in DRAWS.items():
+        a = data.clone().requires_grad_()
+        expected = draw_twice(a, view, draw)
+        b = data.clone().requires_grad_()
+        with koila.micro_batch(m):
+            found = draw_twice(lazy(b), view, draw)
+            assert koila.last_plan().n_micro_batches > 1
+        assert torch.equal(expected[0], found[0]), name
+        assert torch.allclose(expected[1], found[1], rtol=1e-13) and torch.equal(expected[2], found[2]), name
+        assert torch.allclose(a.grad, b.grad, rtol=1e-13), name
+
+
+def test_a_wrong_number_of_words_is_found(monkeypatch):
+    monkeypatch.setattr(_tensor, "_words", lambda func, *_: 3 if func in _tensor._in_order else 0)
+    with pytest.raises(AssertionError):
+        test_slices_draw_eager_s_numbers("rows", 4)
+
+
+def test_operators_whose_words_are_not_known_draw_the_whole(monkeypatch):
+    monkeypatch.setattr(_tensor, "_words", lambda *_: 0)
+    for layout in LAYOUTS:
+        test_slices_draw_eager_s_numbers(layout, 4)
+
+
+@pytest.mark.skipif(not _core.truth_ok(), reason="torch's CPU memory cannot be counted here")
+def test_a_slice_draws_only_its_rows():
+    """Not the whole batch's numbers: neither the time of it nor the memory."""
+    if not _tensor._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):
+        pytest.skip("bernoulli_ does not follow the generator on this build")
+    model, data = nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)), torch.randn(256, 8)
+    with koila.micro_batch(4):
+        for _ in range(2):
+            model(lazy(data)).square().mean().backward()
+    whole = 256 * 512 * 4
+    assert koila.last_plan().measured_peak_bytes - koila.last_plan().base_bytes < whole / 4
