@@ -13,8 +13,8 @@
  * An `overwrites` write has no data edge to its base: need is then what costs nothing (the base's own placement, or the result's when the base is
  * R), and the executor may allocate the result (meta of the base, slice's size) instead of reading the base.
  * Note [Random]. A KOILA_OP_RANDOM call in a loop draws what the whole batch would and takes its rows; the executor can do that when the numbers do
- * not depend on a tensor: factories, and in-place fills that overwrite a whole base. Every other random call (native_dropout, bernoulli of
- * probabilities, normal_ of a view) is gathered.
+ * not depend on a tensor: factories, in-place fills that overwrite a whole base, and native_dropout, which is only ever recorded on an empty tensor for
+ * its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is gathered.
  * Each value belongs to at most one axis; a node that meets two axes keeps one and needs the other's values whole.
  *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it: most nodes are copied; a rule may

@@ -156,6 +156,12 @@ bool koila__rule_fill(koila__case *c)
     return koila__rule_pointwise(c);
 }
 
+/* native_dropout, recorded on an empty tensor for the mask alone (a GPU's draws go by position): only the shape counts, and each slice takes its rows */
+bool koila__rule_draw(koila__case *c)
+{
+    return c->n_in == 1 && !koila__is_sum(c->in[0]) && koila__rule_pointwise(c);
+}
+
 /* bucketize(x, boundaries), isin(x, set): the second input is a table */
 bool koila__rule_bucketize(koila__case *c)
 {

@@ -310,12 +310,12 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
             else in[i] = owned[n_owned++] = copy;
         }
         const tape_random *random = koila__tape_random(t, n);
-        if (ok && random && (!(old_state = koila__generator_get()) || koila__generator_set(random->state) < 0)) ok = false;
+        if (ok && random && (!(old_state = koila__generator_get(random->generator)) || koila__generator_set(random->generator, random->state) < 0)) ok = false;
         if (ok && koila__call(node.sig, in, NULL, NULL, out) < 0) ok = false;
         if (old_state) {
             PyObject *type, *value, *trace;
             PyErr_Fetch(&type, &value, &trace);
-            if (koila__generator_set(old_state) < 0 && type) PyErr_Clear();
+            if (koila__generator_set(random->generator, old_state) < 0 && type) PyErr_Clear();
             if (type) PyErr_Restore(type, value, trace);
             else if (PyErr_Occurred()) ok = false;
             Py_DECREF(old_state);

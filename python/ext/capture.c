@@ -1283,19 +1283,19 @@ static PyObject *py_effect(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* random(lazy, state, words): the newest node of lazy's tape draws from the generator in this state, so many words an element (0: not known) */
+/* random(lazy, generator, state, words): the newest node of lazy's tape draws from the generator in this state, so many words an element (0: not known) */
 static PyObject *py_random(PyObject *module, PyObject *args)
 {
-    PyObject *lazy, *state;
+    PyObject *lazy, *generator, *state;
     unsigned words;
-    if (!PyArg_ParseTuple(args, "OOI", &lazy, &state, &words)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOI", &lazy, &generator, &state, &words)) return NULL;
     koila__handle *h = handle_arg(lazy);
     if (!h) return NULL;
     koila__tape *t = h->group->tape;
     const koila_value_info v = koila_value_get(t->graph, h->group->cur);
     if (v.node == KOILA_NONE) return PyErr_SetString(PyExc_SystemError, "koila: no random node"), NULL;
     PyObject *bytes = koila__state_bytes(state);
-    const int status = bytes ? koila__tape_add_random(t, v.node, bytes, words) : -1;
+    const int status = bytes ? koila__tape_add_random(t, v.node, generator, bytes, words) : -1;
     Py_XDECREF(bytes);
     if (status < 0) return NULL;
     Py_RETURN_NONE;
@@ -1396,7 +1396,7 @@ static PyMethodDef methods[] = {
     { "run", py_run, METH_VARARGS, "run(tape, [lazy, ...], commit_effects=False)" },
     { "run_whole", py_run_whole, METH_O, "run_whole([lazy, ...]): the reference executor" },
     { "effect", py_effect, METH_VARARGS, "effect(lazy, real): after the step real's contents are lazy's" },
-    { "random", py_random, METH_VARARGS, "random(lazy, state, words): the node that made lazy draws from a generator in this state" },
+    { "random", py_random, METH_VARARGS, "random(lazy, generator, state, words): the node that made lazy draws from a generator in this state" },
     { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
     { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group)" },

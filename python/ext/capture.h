@@ -87,7 +87,7 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 int koila__tape_drop_overwritten(koila__tape *t); /* before effects of an abandoned step; warns; -1 with an exception */
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state, uint32_t words);
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state, uint32_t words);
 koila__tape *koila__tape_current(void);              /* borrowed: the open tape, opened when there is none; NULL + error */
 
 koila__tape *koila__tape_for_lazy(void);             /* the same, for a new lazy() call: may finish and close the one before */

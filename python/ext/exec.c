@@ -101,6 +101,8 @@ typedef struct pieces {
     uint32_t n, n_alloc;
 } pieces;
 
+#define KOILA_MAX_GENERATORS 17 /* the CPU and 16 GPUs */
+
 typedef struct exec {
     koila__tape *tape;
     const cached *c;
@@ -116,7 +118,10 @@ typedef struct exec {
     uint64_t n_run;
     uint32_t retries;
     bool measure;
-    PyObject *user_state;  /* the user's generator as it was; NULL until the first random operator */
+    struct used {
+        PyObject *generator, *state; /* a generator of the user's, and how it was */
+    } used[KOILA_MAX_GENERATORS];
+    uint32_t n_used;
     struct cursor {
         PyObject *state; /* of the generator, before element `at` of the node's result (in the order of memory) is drawn */
         int64_t at;
@@ -341,6 +346,18 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
+/* The generator will be moved: remember once how it was. */
+static int borrow_generator(exec *x, PyObject *generator)
+{
+    for (uint32_t i = 0; i < x->n_used; i++)
+        if (x->used[i].generator == generator) return 0;
+    if (x->n_used == KOILA_MAX_GENERATORS) return PyErr_SetString(PyExc_RuntimeError, "koila: random operators on more than 17 devices in one step"), -1;
+    PyObject *state = koila__generator_get(generator);
+    if (!state) return -1;
+    x->used[x->n_used++] = (struct used){ Py_NewRef(generator), state };
+    return 0;
+}
+
 /* Rows of a random node whose draws follow memory: the generator is moved to where they are. 0 done, 1 not possible for this layout, -1 an exception. */
 static int draw_rows(exec *x, koila_node n, const tape_random *random, const koila_sig_info *s, koila_value v)
 {
@@ -367,11 +384,11 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
         }
         PyObject *part = call_ints(koila__torch.narrow, flat, 0, b * rows * unit, rows * unit), *out = NULL;
         PyObject *state = part ? koila__generator_skipped(c->state, (uint64_t)(at - c->at) * random->words) : NULL;
-        if (!state || koila__generator_set(state) < 0 || koila__call(koila_node_get(x->g, n).sig, &part, NULL, NULL, &out) < 0) status = -1;
+        if (!state || koila__generator_set(random->generator, state) < 0 || koila__call(koila_node_get(x->g, n).sig, &part, NULL, NULL, &out) < 0) status = -1;
         Py_XDECREF(part);
         Py_XDECREF(out);
         Py_XDECREF(state);
-        Py_XSETREF(c->state, status == 0 ? koila__generator_get() : NULL);
+        Py_XSETREF(c->state, status == 0 ? koila__generator_get(random->generator) : NULL);
         c->at = at + rows * unit;
         if (!c->state) status = -1;
     }
@@ -388,34 +405,35 @@ static int run_random_rows(exec *x, koila_node n, const tape_random *random, con
         const int drawn = draw_rows(x, n, random, s, first);
         if (drawn <= 0) return drawn;
     }
-    if (koila__generator_set(random->state) < 0) return -1;
-    PyObject *base = NULL, *out = NULL, *full = NULL, *rows = NULL;
-    koila_value v = first;
+    if (koila__generator_set(random->generator, random->state) < 0) return -1;
+    PyObject *base = NULL, *out[2] = { NULL };
     int status = -1;
-    if (s->n_writes == 1 && s->n_fresh == 0 && s->n_inputs == 1 && s->writes[0].overwrites) {
-        base = empty_like_meta(koila_meta_get(x->table, s->inputs[0]), -1, -1);
-        if (!base || koila__call(koila_node_get(x->g, n).sig, &base, NULL, NULL, &out) < 0) goto done;
-        full = out;
-    } else if (s->n_inputs == 0 && s->n_outputs == 1) {
-        if (koila__call(koila_node_get(x->g, n).sig, NULL, NULL, NULL, &out) < 0) goto done;
-        full = out;
-    } else {
+    const bool writes = s->n_writes == 1 && s->n_fresh == 0 && s->writes[0].overwrites, like = s->n_writes == 0 && s->n_inputs == 1; /* reads the shape only */
+    if (s->n_inputs > 1 || s->n_outputs > 2 || (s->n_inputs == 1 && !writes && !like)) {
         PyErr_Format(PyExc_RuntimeError, "koila: %s cannot be drawn in slices", koila_op_name(x->table, s->op));
-        goto done;
+        return -1;
     }
-    const koila_share share = koila_plan_share(x->plan, v);
-    rows = rows_of(full, share, x->batch, x->begin, x->end);
-    if (rows && share.outer > 1) { /* [..., outer, rows * inner, ...] */
-        PyObject *flat = PyObject_CallFunction(koila__torch.flatten, "Oii", rows, (int)share.dim, (int)share.dim + 1);
-        Py_DECREF(rows);
-        rows = flat;
+    if (s->n_inputs && !(base = empty_like_meta(koila_meta_get(x->table, s->inputs[0]), -1, -1))) return -1;
+    if (koila__call(koila_node_get(x->g, n).sig, base ? &base : NULL, NULL, NULL, out) < 0) goto done;
+    for (uint32_t i = 0; i < s->n_outputs; i++) {
+        const koila_value v = first + i;
+        const koila_share share = koila_plan_share(x->plan, v);
+        PyObject *rows = rows_of(out[i], share, x->batch, x->begin, x->end);
+        if (rows && share.outer > 1) { /* [..., outer, rows * inner, ...] */
+            PyObject *flat = PyObject_CallFunction(koila__torch.flatten, "Oii", rows, (int)share.dim, (int)share.dim + 1);
+            Py_DECREF(rows);
+            rows = flat;
+        }
+        if (rows) x->local[v] = PyObject_CallFunctionObjArgs(koila__torch.clone, rows, NULL);
+        Py_XDECREF(rows);
+        Py_CLEAR(out[i]);
+        if (!x->local[v]) goto done;
     }
-    if (rows) x->local[v] = PyObject_CallFunctionObjArgs(koila__torch.clone, rows, NULL);
-    status = x->local[v] ? 0 : -1;
+    status = 0;
 done:
     Py_XDECREF(base);
-    Py_XDECREF(out);
-    Py_XDECREF(rows);
+    Py_XDECREF(out[0]);
+    Py_XDECREF(out[1]);
     return status;
 }
 
@@ -453,10 +471,10 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     if (random) {
         const tape_random *drawn = koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
         if (drawn) {
-            if (!x->user_state && !(x->user_state = koila__generator_get())) return -1;
+            if (borrow_generator(x, drawn->generator) < 0) return -1;
             const koila_share share = koila_plan_share(x->plan, info.first_output);
             if (in_loop && share.kind == KOILA_SHARE_SLICE && !(x->begin == 0 && x->end == x->batch)) return run_random_rows(x, n, drawn, s, info.first_output);
-            if (koila__generator_set(drawn->state) < 0) return -1;
+            if (koila__generator_set(drawn->generator, drawn->state) < 0) return -1;
         }
     }
     if (s->n_inputs > 16 && !(inputs = PyMem_Malloc(s->n_inputs * sizeof *inputs))) return PyErr_NoMemory(), -1;
@@ -692,7 +710,10 @@ static void exec_free(exec *x)
     PyMem_Free(x->kept);
     for (uint32_t n = 0; x->cursors && n < koila_graph_n_nodes(x->g); n++) Py_XDECREF(x->cursors[n].state);
     PyMem_Free(x->cursors);
-    Py_CLEAR(x->user_state);
+    for (uint32_t i = 0; i < x->n_used; i++) {
+        Py_DECREF(x->used[i].generator);
+        Py_DECREF(x->used[i].state);
+    }
 }
 
 /* Run plan c for request r; results[n] are new references. */
@@ -734,10 +755,10 @@ int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t
 done:
     *retries += x.retries;
     *n_run += x.n_run;
-    if (x.user_state) { /* the user's generator is as it was, whatever happened */
+    for (uint32_t i = 0; i < x.n_used; i++) { /* the user's generators are as they were, whatever happened */
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
-        if (koila__generator_set(x.user_state) < 0 && type) PyErr_Clear();
+        if (koila__generator_set(x.used[i].generator, x.used[i].state) < 0 && type) PyErr_Clear();
         if (type) PyErr_Restore(type, value, trace);
         else if (PyErr_Occurred()) status = -1;
     }

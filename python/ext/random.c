@@ -57,9 +57,6 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
 
 /* ---- states as bytes objects: what a tape keeps is no memory of torch's */
 
-static PyObject *generator, *scratch; /* torch.default_generator; a uint8 tensor for what goes in and out of it */
-static Py_ssize_t n_scratch;
-
 /* The memory of a contiguous uint8 CPU tensor. NULL with an exception. */
 static uint8_t *memory_of(PyObject *state, Py_ssize_t *n)
 {
@@ -78,37 +75,24 @@ PyObject *koila__state_bytes(PyObject *tensor)
     return p ? PyBytes_FromStringAndSize((const char *)p, n) : NULL;
 }
 
-static int find_generator(void)
+PyObject *koila__generator_get(PyObject *generator)
 {
-    if (generator) return 0;
-    PyObject *torch = PyImport_ImportModule("torch");
-    generator = torch ? PyObject_GetAttrString(torch, "default_generator") : NULL;
-    Py_XDECREF(torch);
-    return generator ? 0 : -1;
-}
-
-PyObject *koila__generator_get(void)
-{
-    PyObject *state = find_generator() < 0 ? NULL : PyObject_CallMethod(generator, "get_state", NULL);
-    PyObject *bytes = state ? koila__state_bytes(state) : NULL;
-    if (bytes && !scratch) scratch = Py_NewRef(state), n_scratch = PyBytes_GET_SIZE(bytes);
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *bytes = state ? koila__state_bytes(state) : NULL;
     Py_XDECREF(state);
     return bytes;
 }
 
-int koila__generator_set(PyObject *bytes)
+int koila__generator_set(PyObject *generator, PyObject *bytes)
 {
     Py_ssize_t n;
-    if (!scratch) {
-        PyObject *now = koila__generator_get();
-        if (!now) return -1;
-        Py_DECREF(now);
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *r = NULL; /* a tensor of the right size */
+    uint8_t *p = state ? memory_of(state, &n) : NULL;
+    if (p && n != PyBytes_GET_SIZE(bytes)) PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+    else if (p) {
+        memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
+        r = PyObject_CallMethod(generator, "set_state", "O", state);
     }
-    uint8_t *p = memory_of(scratch, &n);
-    if (!p) return -1;
-    if (n != PyBytes_GET_SIZE(bytes)) return PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator"), -1;
-    memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
-    PyObject *r = PyObject_CallMethod(generator, "set_state", "O", scratch);
+    Py_XDECREF(state);
     Py_XDECREF(r);
     return r ? 0 : -1;
 }

@@ -1,4 +1,4 @@
-/* random.h — torch's default CPU generator, and its states as bytes objects. See random.c. */
+/* random.h — torch's generators, and their states as bytes objects. See random.c. */
 #ifndef KOILA_EXT_RANDOM_H
 #define KOILA_EXT_RANDOM_H
 
@@ -8,8 +8,8 @@
 
 /* NULL or -1 comes with an exception; what is returned is a new reference. */
 PyObject *koila__state_bytes(PyObject *tensor); /* of what torch.Generator.get_state() gives */
-PyObject *koila__generator_get(void);
-int koila__generator_set(PyObject *bytes);
+PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
+int koila__generator_set(PyObject *generator, PyObject *bytes);
 PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words); /* the state n_words 32-bit words later */
 int koila__random_add_module(PyObject *m);
 

@@ -263,7 +263,7 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
     return 0;
 }
 
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state, uint32_t words)
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state, uint32_t words)
 {
     if (t->n_random == t->n_random_alloc) {
         const uint32_t m = t->n_random_alloc ? t->n_random_alloc * 2 : 16;
@@ -272,7 +272,7 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *state, uint32
         t->random = r;
         t->n_random_alloc = m;
     }
-    t->random[t->n_random++] = (tape_random){ n, Py_NewRef(state), words };
+    t->random[t->n_random++] = (tape_random){ n, Py_NewRef(generator), Py_NewRef(state), words };
     return 0;
 }
 
@@ -365,7 +365,10 @@ static void tape_dealloc(koila__tape *t)
     const uint32_t n = t->graph ? koila_graph_n_values(t->graph) : 0;
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++) Py_XDECREF(t->values[v].real);
     for (uint32_t i = 0; i < t->n_effects; i++) Py_XDECREF(t->effects[i].real);
-    for (uint32_t i = 0; i < t->n_random; i++) Py_DECREF(t->random[i].state);
+    for (uint32_t i = 0; i < t->n_random; i++) {
+        Py_DECREF(t->random[i].generator);
+        Py_DECREF(t->random[i].state);
+    }
     PyMem_Free(t->values);
     PyMem_Free(t->effects);
     PyMem_Free(t->random);

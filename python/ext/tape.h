@@ -65,6 +65,7 @@ typedef struct tape_leaf {
 
 typedef struct tape_random {
     koila_node node;
+    PyObject *generator; /* owned: torch's default generator of the device, which draws when the node runs */
     PyObject *state; /* owned bytes: the user's generator's state just before eager would have drawn */
     uint32_t words;  /* of the generator that each element takes, in the order of memory; 0: not known, only the whole can be drawn */
 } tape_random;

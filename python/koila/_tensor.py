@@ -786,11 +786,12 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _advance_one: dict[Any, bool] = {}
 
 
-def _generator(device: torch.device, given: Any) -> Any:
-    if given is not None:
-        return given
+def _generator(device: torch.device) -> Any:
+    """The generator that draws on this device when nobody names another."""
     if device.type == "cpu":
         return torch.default_generator
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     raise UnsupportedError(f"a random operator on {device} is not captured yet")
 
 
@@ -802,11 +803,12 @@ def _random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if _core.configure()["dry"]:  # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
-    generator = _generator(self.device, kwargs.pop("generator", None))
+    given, default = kwargs.pop("generator", None), _generator(self.device)
+    generator = default if given is None else given
     state = generator.get_state()
     result = _core.record(func, args, kwargs)
-    words = _words(func, self.dtype, args[1:], kwargs)
-    _core.random(self, state, words)
+    words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0
+    _core.random(self, default, state, words)
     if words:
         after = generator.get_state()
         _core.generator_skip(after, words * self.numel())
@@ -907,17 +909,27 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return redispatch(write, (fresh, p), rest)
 
 
+def _is_fused(device: torch.device) -> bool:
+    return device.type != "cpu" and not _core.configure()["dry"]
+
+
 @special("native_dropout")
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, p, train = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train")
-    if x.device.type != "cpu" and not _core.configure()["dry"]:
-        raise UnsupportedError("dropout on another device than cpu is not captured yet")
     if x.numel() == 0:
         return x, redispatch(aten.empty_like.default, (x,), {})
     if train is False:
         return redispatch(aten.clone.default, (x,), {}), redispatch(aten.ones_like.default, (x,), {"dtype": torch.bool})
-    mask = redispatch(aten.empty_like.default, (x,), {"dtype": torch.bool})
-    mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})
+    if _is_fused(x.device):  # one kernel that draws by position: its mask for anything of this shape is the mask for x
+        like = redispatch(aten.empty_like.default, (x,), {})
+        generator = _generator(x.device)
+        state = generator.get_state()
+        _, mask = _core.record(func, (like, p, True), {})
+        _core.random(mask, generator, state, 0)
+        aten.native_dropout(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device), p, True)  # the generator moves as eager's
+    else:
+        mask = redispatch(aten.empty_like.default, (x,), {"dtype": torch.bool})
+        mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})
     out = redispatch(aten.mul.Tensor, (x, mask), {})
     return redispatch(aten.mul.Tensor, (out, 0.0 if p == 1 else 1.0 / (1.0 - p)), {}), mask
 
@@ -936,10 +948,12 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         training = True
     else:
         x, weight, bias, mean, var, training, momentum, eps = args
+    vendor = name in ("cudnn_batch_norm", "miopen_batch_norm")
+    if training and vendor and mean is None:
+        results = _core.record(aten.native_batch_norm.default, args, kwargs)
+        return (*results, torch.empty(0, dtype=torch.uint8)) if name == "cudnn_batch_norm" else results
     if not training or mean is None or var is None:
         return _core.record(func, args, kwargs)
-    if name in ("cudnn_batch_norm", "miopen_batch_norm"):
-        raise UnsupportedError(f"{func} in training mode is not captured yet: torch.backends.cudnn.flags(enabled=False) takes the native one")
     out, saved_mean, saved_invstd, new_mean, new_var = _core.record(
         aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps), {}
     )
@@ -952,9 +966,18 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             _core.effect(value, buffer)
     if x.size(0) == 1 and _core.is_lazy(new_mean):  # instance_norm: its statistics are temporaries that it reads at once
         _core.run(_core.tape_of(new_mean), [], True)
-    if name == "_batch_norm_with_update":
+    if name in ("_batch_norm_with_update", "cudnn_batch_norm"):  # the last is workspace of a backward kernel that is not used
         return out, saved_mean, saved_invstd, torch.empty(0, dtype=torch.uint8)
     return out, saved_mean, saved_invstd
+
+
+@special("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+def _batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The vendors' kernels save what the native ones do, mean and inverse deviation; only the native backward can be cut."""
+    x, gradient, weight, mean, var, saved_mean, saved_invstd, eps = args[:8]
+    return _core.record(
+        aten.native_batch_norm_backward.default, (gradient, x, weight, mean, var, saved_mean, saved_invstd, True, eps, [True, weight is not None, weight is not None]), {}
+    )
 
 
 # -- foreach

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from helpers import compare
+from helpers import SLICES, compare, rows
 from torch import nn
 from torch.nn import functional as F
 from zoo import MLP, B, Block, ConvNet, Encoder, Recurrent, ResNet, Seq2Seq, UNet, bert, ce, gpt2, images, padded, rows_of, tokens, vit
+
+import koila
 
 ACTIVATION = 64  # bytes a row: smaller than any activation here, larger than a label or a flag
 SGD = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
@@ -146,3 +148,26 @@ def test_ten_steps_of_training_end_at_eager_s_parameters():
         return out | model_state(model)
 
     compare_programs(program, B, tol=1e-10, tol_whole=1e-11)
+
+
+@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("kernel", ["cudnn_batch_norm", "miopen_batch_norm"])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_batch_norm_of_a_vendor_is_recorded_as_the_native_one(kernel, tracked, kind):
+    """Lazy tensors never reach the kernel: what a GPU would call is recorded and cut as on the CPU."""
+    torch.manual_seed(0)
+    data, weight, bias = torch.randn(6, 3, 4, dtype=torch.float64), torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+
+    def step(x, call):
+        state = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)] if tracked else [None, None]
+        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        call(x, w, b, *state, True, 0.1, 1e-5)[0].tanh().square().sum().backward()
+        return [w.grad, b.grad, *(s for s in state if s is not None)]
+
+    a, b = data.clone().requires_grad_(), data.clone().requires_grad_()
+    expected = step(a, torch.ops.aten.native_batch_norm)
+    with koila.micro_batch(rows(kind, 6)):
+        found = step(koila.lazy(b), getattr(torch.ops.aten, kernel))
+    assert koila.last_plan().n_micro_batches == len(range(0, 6, rows(kind, 6) or 6))
+    for e, f in zip([*expected, a.grad], [*found, b.grad]):
+        assert (e - f).abs().max() <= 1e-12 * e.abs().max()

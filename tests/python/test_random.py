@@ -107,3 +107,26 @@ def test_a_slice_draws_only_its_rows():
             model(lazy(data)).square().mean().backward()
     whole = 256 * 512 * 4
     assert koila.last_plan().measured_peak_bytes - koila.last_plan().base_bytes < whole / 4
+
+
+@pytest.mark.parametrize("m", [None, 4, 1])
+def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
+    """As on GPUs: native_dropout draws by position, so its mask is drawn for a tensor of the batch's shape and cut."""
+    monkeypatch.setattr(_tensor, "_is_fused", lambda device: True)
+    data, w = torch.randn(6, 5, 4), torch.randn(4, 3)
+
+    def step(x):
+        torch.manual_seed(3)
+        h = torch.native_dropout(x @ w, 0.4, True)[0]
+        out = torch.native_dropout(h.transpose(0, 1).tanh(), 0.2, True)[0]
+        loss = out.square().sum() + torch.rand(1).sum()
+        loss.backward()
+        return plain(out), plain(loss), torch.get_rng_state()
+
+    a, b = data.clone().requires_grad_(), data.clone().requires_grad_()
+    expected = step(a)
+    with koila.micro_batch(m) if m else koila.budget(None):
+        found = step(lazy(b))
+    assert koila.last_plan().n_micro_batches == (1 if m is None else -(-6 // m)) and not koila.last_plan().gathers
+    assert torch.equal(expected[0], found[0]) and torch.allclose(expected[1], found[1]) and torch.equal(expected[2], found[2])
+    assert torch.equal(a.grad, b.grad)
