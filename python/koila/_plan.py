@@ -294,5 +294,5 @@ def explain(*values: Any) -> Plan:
     tree_map(look, values)
     if not lazies:
         kinds = ", ".join(type(v).__name__ for v in values) or "nothing"
-        raise ValueError(f"explain(<{len(values)} values>): expected a lazy value, got {kinds}")
+        raise ValueError(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>): expected a lazy value, got {kinds}")
     return Plan(_core.explain(_step_of(lazies)), lazies)

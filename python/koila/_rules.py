@@ -257,6 +257,8 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     if isinstance(fn, torch.nn.Module):
         return OpaqueModule(fn)
+    if not callable(fn):
+        raise ValueError(f"opaque({fn!r}): expected a module or a function, got {type(fn).__name__}")
     run = _Runner(fn, None)
 
     @functools.wraps(fn)
