@@ -243,6 +243,7 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     const koila_status status = koila_table_rule(koila__table, op, rule, &err);
     if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
     if (status != KOILA_OK) return koila__raise(status);
+    koila__plan_cache_clear(); /* they were made without this rule */
     Py_RETURN_NONE;
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _core
+from . import _core, _sharded
 from ._errors import UnsupportedError
 
 Batch = Any  # int | None | a structure of them, like torch.func.vmap's in_dims
@@ -205,6 +205,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     if size == 0 or not plain:  # nothing to slice; or lazy already
         return value
 
+    _sharded.refuse_recording()
     axis = _core.axis(size)
     made: dict[tuple[int, int], Any] = {}
 

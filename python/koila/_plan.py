@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _core
+from . import _backward, _core
 from ._budget import readable
 from ._lazy import tree_map
 
@@ -25,14 +25,28 @@ class Loop(NamedTuple):
     peak_bytes: int
 
 
-class Gather(NamedTuple):
-    """An operator without a rule for the batch: its input was made whole, which is exact and takes memory."""
-
+class _Gather(NamedTuple):
     operator: str
-    dtype: str
     shape: tuple[int, ...]
-    n_bytes: int
+    bytes: int
     line: str
+
+
+class Gather(_Gather):
+    """An operator without a rule for the batch: its input was made whole, which is exact and takes memory. (operator, shape, bytes, "file.py:line")."""
+
+    dtype: str
+
+    @classmethod
+    def of(cls, operator: str, dtype: str, shape: tuple[int, ...], n_bytes: int, line: str) -> Gather:
+        gather = cls(operator, shape, n_bytes, line)
+        gather.dtype = dtype
+        return gather
+
+    @property
+    def n_bytes(self) -> int:
+        """`bytes`, by the name that loops and large tensors have."""
+        return self.bytes
 
 
 class Large(NamedTuple):
@@ -85,7 +99,7 @@ class Plan:
         for name in Plan.__annotations__:
             setattr(self, name, raw.get(name))
         self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
-        self.gathers = [Gather(*g) for g in raw["gathers"]]
+        self.gathers = [Gather.of(*g) for g in raw["gathers"]]
         self.largest = [Large(*t) for t in raw["largest"]]
         self.curve: list[tuple[str, int]] = list(raw["curve"])
 
@@ -157,7 +171,7 @@ class Plan:
             gone = (_core.last_plan() != self._raw) if values is None else len(values) != len(self._values or ())
             if gone:
                 raise ValueError(f"Plan.save({path!r}): expected the last step's plan, got that of an older step, whose graph is gone")
-            _core.save_graph(values, path)
+            _core.save_graph(None if values is None else _step_of(values), path)
             return
         if ending not in (".html", ".txt"):
             raise ValueError(f"Plan.save({path!r}): expected a name that ends in .html, .kgraph or .txt, got {ending or 'no ending'!r}")
@@ -244,8 +258,25 @@ def last_plan() -> Plan | None:
     return None if raw is None else Plan(raw)
 
 
+def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`values`, and for a loss (a scalar with a graph behind it) the gradients that its backward would leave, recorded and not run."""
+    out = list(values)
+    for loss in values:
+        if loss.numel() == 1 and loss.requires_grad:
+            leaves, reentrant = _backward._leaves([loss])
+            if reentrant:  # such a checkpoint runs inside backward() only: the forward is what can be told
+                continue
+            hooks = _backward._quiet_hooks(leaves)
+            try:
+                found = _backward._original((loss,), (torch.ones_like(loss),), True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+            finally:
+                _backward._wake_hooks(hooks)
+            out += [g for g in found if g is not None and _core.is_lazy(g)]
+    return out
+
+
 def explain(*values: Any) -> Plan:
-    """The plan of the step that would compute `values` (a loss, or anything lazy) and, for a loss, its backward. Runs nothing.
+    """The plan of the step that would compute `values` (anything lazy) and, for a loss, its backward. Runs nothing.
 
     Returns:
         A `Plan`; print it: it names the largest tensors by line.
@@ -263,5 +294,5 @@ def explain(*values: Any) -> Plan:
     tree_map(look, values)
     if not lazies:
         kinds = ", ".join(type(v).__name__ for v in values) or "nothing"
-        raise ValueError(f"explain(<{len(values)} values>): expected a lazy value, got {kinds}")
-    return Plan(_core.explain(lazies), lazies)
+        raise ValueError(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>): expected a lazy value, got {kinds}")
+    return Plan(_core.explain(_step_of(lazies)), lazies)

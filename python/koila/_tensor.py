@@ -37,6 +37,22 @@ class LazyTensor(torch.Tensor):
 
     run = torch
 
+    # torch.tensor([x.sum(), ...]) asks its items with the dispatcher switched off, so these five do not go through it
+    def __float__(self) -> float:
+        return float(plain(self))
+
+    def __int__(self) -> int:
+        return int(plain(self))
+
+    def __index__(self) -> int:
+        return plain(self).__index__()
+
+    def __bool__(self) -> bool:
+        return bool(plain(self))
+
+    def __complex__(self) -> complex:
+        return complex(plain(self))
+
     def numpy(self, *, force: bool = False) -> Any:
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -322,6 +338,8 @@ def describe(func: Any) -> tuple[Any, ...]:
         kind, handler = SPECIAL, _special[schema.name]
     elif base.startswith("_foreach_"):
         kind, handler = SPECIAL, _foreach
+    elif func.namespace == "c10d":
+        kind, handler = SPECIAL, _collective
     elif base in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
         kind, handler = INDEX, _masked_index
     elif base in ("detach", "alias", "lift_fresh", "lift"):
@@ -410,7 +428,7 @@ def _fake_log() -> Any:
 
 def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
     if t.layout is not torch.strided:
-        raise UnsupportedError(f"a result of layout {t.layout} cannot be lazy")
+        raise UnsupportedError(f"a result of layout {t.layout} cannot be lazy. Make the argument plain with x.torch()")
     if t.device.type == "cuda" and not torch.cuda.is_available():
         torch.empty(0, device=t.device)  # raises what eager raises
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride()), t.storage_offset()
@@ -600,24 +618,52 @@ def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator whose result cannot be described before it runs. Lazy tensors that it writes get the written contents."""
     flags = _flat_written(func, args, kwargs)
-    if not any(flags):
-        return run_on_reals(func, args, kwargs)
+    return _write_now(func, args, kwargs, flags) if any(flags) else run_on_reals(func, args, kwargs)
+
+
+def _write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:
+    """Call the operator now. `flags`: of every tensor of the call in order, is it written? A lazy one gets what was written into a copy of it."""
     _core.concrete_all(_lazies(args, kwargs))
     at = iter(flags)
     copies: list[tuple[Any, torch.Tensor]] = []
 
     def real(t: torch.Tensor) -> torch.Tensor:
-        if next(at) and _core.is_lazy(t):
+        written = next(at)
+        if written and _core.is_lazy(t):
             copies.append((t, clone_exactly(plain(t))))
             return copies[-1][1]
+        if written:
+            unshare(t)
         return plain(t)
 
     a, k = _map_call(real, args, kwargs)
     result = func(*a, **k)
+    if isinstance(result, torch.ScriptObject):
+        result = _waited(result)
+    elif isinstance(result, tuple):
+        result = tuple(_waited(r) if isinstance(r, torch.ScriptObject) else r for r in result)
     for lazy, copied in copies:
         redispatch(aten.copy_.default, (lazy, copied), {})
     back = {id(c): t for t, c in copies}
     return _map(lambda t: back.get(id(t), t), result)
+
+
+def _waited(work: Any) -> Any:
+    """Wait for a collective; returns work that is done, for the caller to wait for: some kinds write once more, or hang, when waited for twice."""
+    from torch._C import _distributed_c10d as c10d
+
+    work.wait()
+    done: Any = torch.futures.Future()
+    done.set_result(None)
+    return c10d._create_work_from_future(done).boxed()
+
+
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.distributed: every rank calls it at the same place of its program, so it happens now, on values. Schemas do not say what is written: it is the first argument."""
+    writes = func._schema.name.removeprefix("c10d::") not in ("send", "barrier", "monitored_barrier_")
+    first = len(_tensors(args[:1], {}))
+    rest = len(_tensors(args[1:], kwargs))
+    return _write_now(func, args, kwargs, [writes] * first + [False] * rest)
 
 
 @special("_local_scalar_dense", "equal", "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive")

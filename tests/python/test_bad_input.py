@@ -400,3 +400,8 @@ def test_explain_of_nothing_lazy():
         koila.explain(torch.ones(3))
     with pytest.raises(ValueError):
         koila.explain()
+
+
+def test_opaque_of_what_cannot_be_called():
+    with pytest.raises(ValueError, match=r"opaque\(3\): expected a module or a function, got int"):
+        koila.opaque(3)

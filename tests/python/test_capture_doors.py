@@ -313,3 +313,18 @@ def test_foreach_counts_versions_so_that_autograd_notices(x):
         torch._foreach_mul_([y], 2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_list_of_lazy_scalars_becomes_a_tensor(dtype):
+    """What loggers do: torch asks each item for its Python value with the dispatcher switched off."""
+    given = torch.randn(6, 4)
+
+    def scalars(x):
+        return [row.sum().to(dtype) for row in x]
+
+    with koila.micro_batch(4):
+        for make in (torch.tensor, torch.as_tensor, lambda v: torch.tensor([v, v])):
+            expected, got = make(scalars(given)), make(scalars(lazy(given)))
+            assert type(got) is torch.Tensor and got.dtype == dtype and torch.equal(expected, got)
+        assert torch.equal(torch.tensor([[given.max(), 1.0]]), torch.tensor([[lazy(given).max(), 1.0]]))

@@ -6,14 +6,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 OPTIONS = {"digits.py": ["--report", "{tmp}/report.html"]}
+NEEDS = {"hf_trainer.py": ["transformers", "accelerate"], "hf_accelerate.py": ["accelerate"], "lightning_fit.py": ["lightning"]}
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
 def test_an_example_runs(name, tmp_path):
-    pytest.importorskip("sklearn")
+    for package in ["sklearn", *NEEDS.get(name, [])]:
+        pytest.importorskip(package)
+    if name in ("ddp.py", "fsdp.py") and not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("no gloo")
     options = [o.format(tmp=tmp_path) for o in OPTIONS.get(name, [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)

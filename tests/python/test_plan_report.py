@@ -59,6 +59,33 @@ def test_explain_runs_nothing_and_agrees_with_the_step():
         assert koila.explain({"out": model(x)}).batch == 10
 
 
+@pytest.mark.parametrize("rows", [None, 4])
+def test_explain_of_a_loss_tells_the_whole_step_and_leaves_no_trace(rows, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x0, y0 = torch.randn(10, 5, dtype=torch.float64), torch.randint(0, 3, (10,))
+    F.cross_entropy(model(x0), y0).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    fired = []
+    model[0].weight.register_hook(lambda g: fired.append(g.shape))
+    step()
+    last = str(koila.last_plan())
+    with koila.micro_batch(rows):
+        x, y = lazy(x0, y0)
+        loss = F.cross_entropy(model(x), y)
+        told = koila.explain(loss)
+        told.save(tmp_path / "told.kgraph")
+        assert str(koila.last_plan()) == last and not fired and model[0].weight.grad is None
+        loss.backward()
+    ran = koila.last_plan()
+    ran.save(tmp_path / "ran.kgraph")
+    assert (told.micro_batch, told.n_recorded, len(told.loops)) == (ran.micro_batch, ran.n_recorded, len(ran.loops))
+    assert abs(told.predicted_peak_bytes - told.base_bytes - (ran.predicted_peak_bytes - ran.base_bytes)) <= 64
+    assert "backward" in (tmp_path / "told.kgraph").read_text() and "backward" in (tmp_path / "ran.kgraph").read_text()
+    assert len(fired) == 1 and all(torch.allclose(p.grad, e, rtol=1e-12) for p, e in zip(model.parameters(), expected))
+
+
 def test_a_gather_is_told_with_its_line():
     x = lazy(torch.randn(12, 5))
     with koila.micro_batch(4):
@@ -66,7 +93,9 @@ def test_a_gather_is_told_with_its_line():
     p = koila.last_plan()
     assert any("sort" in g.operator for g in p.gathers), p.gathers
     g = next(g for g in p.gathers if "sort" in g.operator)
-    assert g.shape == (12, 5) and g.n_bytes == 240 and "test_plan_report.py:" in g.line
+    assert g.shape == (12, 5) and g.n_bytes == 240 and "test_plan_report.py:" in g.line and g.dtype == "f32"
+    operator, shape, n_bytes, line = g
+    assert (operator, shape, n_bytes, line) == (g.operator, g.shape, g.bytes, g.line)
     assert "aten::sort" in str(p) and "f32[12, 5]" in str(p)
 
 

@@ -218,7 +218,51 @@ def test_calls_are_forgotten_with_their_step():
     gc.collect()
     from koila import _rules
 
-    assert len(_rules._functions) <= 1 and len(_rules._structures) <= 1
+    assert len(_rules._calls) <= 1
+
+
+def test_the_same_call_in_every_step_is_the_same_operator():
+    m = module()
+    f = koila.opaque(m)
+    x, y = batch()
+    calls = []
+    m.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        with koila.micro_batch(4):
+            F.cross_entropy(f(lazy(x)), y).backward()
+        calls.append(0)
+    # two slices, forward and again for backward; its shapes are looked for once
+    assert "".join(map(str, calls)) == "111110" + "11110" * 2 and len(f._run._known) == 1
+    run = koila._rules._Runner(lambda t, k: t * k, None)
+    for k in range(100):  # an argument that is another one each time is not kept for ever
+        assert torch.equal(koila.run(run(lazy(x), k)), x * k)
+    assert len(run._known) <= 64
+
+
+def test_arguments_that_are_equal_but_not_alike_are_told_apart():
+    f = koila.opaque(lambda t, k: t * 1 if isinstance(k, bool) else t * 2 if isinstance(k, int) else t * 3)
+    x = batch()[0]
+    for k, by in ((1, 2), (True, 1), (1.0, 3), (1, 2), ([1], 3)):
+        with koila.micro_batch(4):
+            assert torch.equal(koila.run(f(lazy(x), k)), x * by)
+
+
+def test_an_opaque_module_is_a_part_of_a_model():
+    """Parameters, modes, buffers, copies and checkpoints are those of the module inside."""
+
+    def make():
+        return nn.Sequential(nn.Linear(5, 7), koila.opaque(nn.Sequential(nn.Linear(7, 6), nn.Tanh())), nn.Linear(6, 4)).double()
+
+    compare(make, batch, lambda m, x, y: F.cross_entropy(m(x), y), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    m = make()
+    assert len(list(m.parameters())) == 6 and not m.eval()[1].module[1].training
+    twin = copy.deepcopy(m)
+    twin.load_state_dict(m.state_dict())
+    x, _ = batch()
+    with torch.no_grad(), koila.micro_batch(4):
+        assert torch.allclose(koila.run(twin(lazy(x))), m(x), rtol=1e-12)
+        twin[1].module[0].weight.zero_()
+        assert not torch.allclose(koila.run(twin(lazy(x))), m(x)) and m[1].module[0].weight.any()
 
 
 # ---- register_rule
@@ -276,6 +320,23 @@ def test_with_rules_for_it_and_its_backward_nothing_is_gathered(ops):
     compare_programs(custom_program(ops.cube), B, gather_bytes_per_row=0)
     with koila.micro_batch(2), koila.strict():
         custom_program(ops.cube)(lazy)
+
+
+def test_a_rule_that_comes_after_a_step_counts_from_the_next():
+    @torch.library.custom_op("mytest::late", mutates_args=())
+    def late(x: torch.Tensor) -> torch.Tensor:
+        return x.pow(3)
+
+    late.register_fake(torch.empty_like)
+    x = batch()[0]
+    seen = []
+    for rule in (None, "S0->S0"):
+        if rule:
+            koila.register_rule(late, rule)
+        with torch.no_grad(), koila.micro_batch(2):
+            assert torch.allclose(koila.run(late(lazy(x) * 2).sum()), (x * 2).pow(3).sum())
+        seen.append(len(koila.last_plan().gathers))
+    assert seen == [1, 0]
 
 
 def test_several_rules_and_a_partial_sum(ops):

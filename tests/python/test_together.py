@@ -17,19 +17,19 @@ from torch.nn import functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 import koila
 torch.set_num_threads(1)
-rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 dist.init_process_group("gloo", rank=rank, world_size=2)
 
-def train(wrap):
+def train(wrap, hook, how):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    model = nn.parallel.DistributedDataParallel(net)
+    model = nn.parallel.DistributedDataParallel(net, **how)
     fired = []
     def counting(state, bucket):
         fired.append(1)
         return allreduce_hook(None, bucket)
-    if how == "hook":
+    if hook:
         model.register_comm_hook(None, counting)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(10 + rank)
@@ -41,25 +41,27 @@ def train(wrap):
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()], len(fired)
 
-expected, n = train(lambda *v: v)
-with koila.micro_batch([4, 1][rank]):   # the ranks cut differently
-    got, m = train(koila.lazy)
-assert koila.last_plan().n_micro_batches == [2, 6][rank]
-assert n == m, (n, m)                    # one all-reduce a step, however many slices
-for a, b in zip(expected, got):
-    assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), (a - b).abs().max()
-for p in got:
-    both = [torch.zeros_like(p) for _ in range(2)]
-    dist.all_gather(both, p)
-    assert torch.equal(*both)
+for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": True}), (False, {"gradient_as_bucket_view": True})):
+    expected, n = train(lambda *v: v, hook, how)
+    with koila.micro_batch([4, 1][rank]):   # the ranks cut differently
+        got, m = train(koila.lazy, hook, how)
+    assert koila.last_plan().n_micro_batches == [2, 6][rank]
+    assert n == m, (n, m)                    # one all-reduce a step, however many slices
+    for a, b in zip(expected, got):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), (how, (a - b).abs().max())
+    for p in got:
+        both = [torch.zeros_like(p) for _ in range(2)]
+        dist.all_gather(both, p)
+        assert torch.equal(*both)
 dist.destroy_process_group()
 print("right")
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
-@pytest.mark.parametrize("how", ["plain", "hook"])
-def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters(how):
+gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+
+
+def two_processes(code):
     import socket
     from concurrent.futures import ThreadPoolExecutor
 
@@ -67,8 +69,161 @@ def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters(how):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(DDP, args=(rank, port, how), timeout=150), range(2)))
+        outs = list(pool.map(lambda rank: run_python(code, args=(rank, port), timeout=150), range(2)))
     assert all("right" in o for o in outs)
+
+
+@gloo
+def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters():
+    two_processes(DDP)
+
+
+SHARDED = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.checkpoint import checkpoint
+import koila
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+D = torch.float64
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)      # five rows over two ranks: shards of 3 and 2
+        self.norm.bias.requires_grad_(False)
+    def forward(self, x):
+        return x + checkpoint(lambda t: self.norm(self.linear(t)).tanh(), x, use_reentrant=False)
+
+def make():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), Block(), nn.Linear(5, 3)).double()
+    for part in net:
+        fully_shard(part)
+    return fully_shard(net)
+
+def train(wrap, run):
+    net = make()
+    model = nn.Sequential(run(net), nn.Linear(3, 3, dtype=D))          # a sharded part, and one that is not
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(10 + rank)
+    out = []
+    for step in range(4):
+        x, y = wrap(torch.randn(7, 5, dtype=D), torch.randint(0, 3, (7,)))
+        with torch.no_grad():
+            out.append(koila.run(model(x)).clone())
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if step % 2:                                                   # two steps' gradients add up
+            out.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+        out.append(loss.detach())
+    return [koila.run(t) for t in out] + [p.full_tensor().detach().clone() for p in net.parameters()]
+
+expected = train(lambda *v: v, lambda m: m)
+with koila.micro_batch(3):
+    got = train(koila.lazy, koila.opaque)
+assert koila.last_plan().n_micro_batches == 3
+assert len(expected) == len(got)
+for a, b in zip(expected, got):
+    assert torch.allclose(a, b, rtol=1e-11, atol=1e-13), (a - b).abs().max()
+
+net, x = make(), torch.randn(7, 5, dtype=D)
+old = FullyShardedDataParallel(nn.Linear(5, 3, dtype=D), device_id=torch.device("cpu"))
+for call in (lambda: net(koila.lazy(x)), lambda: net(input=koila.lazy(x)), lambda: old(koila.lazy(x)), lambda: koila.opaque(old)(koila.lazy(x))):
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            try:
+                call()
+            except koila.UnsupportedError as e:
+                assert "koila.opaque(model)" in str(e)
+            else:
+                raise AssertionError("recorded a sharded module")
+net(x).sum().backward()                                                # and the refused module still works
+assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+dist.destroy_process_group()
+print("right")
+"""
+
+
+@gloo
+def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused():
+    two_processes(SHARDED)
+
+
+COLLECTIVES = """
+import warnings
+warnings.simplefilter("ignore")                                        # some of the names have newer ones
+import os, sys, torch, torch.distributed as dist, torch.distributed.nn.functional as dnn
+import koila
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+given = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+def like(t, n=None):
+    return torch.zeros_like(t) if n is None else torch.zeros(n, *t.shape[1:], dtype=t.dtype)
+def logged(x):
+    loss = x.square().mean().detach()
+    dist.all_reduce(loss)
+    return loss / 2
+def waits(x):
+    y = x * 2
+    dist.all_reduce(y, op=dist.ReduceOp.MAX, async_op=True).wait()
+    return y + 1
+def gathers(x):
+    out = [like(given), like(x)]
+    dist.all_gather(out, x * 2)
+    return torch.cat(out)
+def into(x):
+    out = like(given, 12)
+    dist.all_gather_into_tensor(out, x * 2)
+    return out
+def scatters(x):
+    out = x.new_empty(3, 5)
+    dist.reduce_scatter_tensor(out, x * 2)
+    return out
+def casts(x):
+    y = x * 2
+    dist.broadcast(y, 1)
+    return y
+def sends(x):
+    y = x * 2
+    dist.send(y, 1) if rank == 0 else dist.recv(y, 0)
+    return y
+def exchanges(x):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x * 2)
+    return out
+def objects(x):
+    out = [None, None]
+    dist.all_gather_object(out, {"sum": x.sum()})
+    return out[0]["sum"] + out[1]["sum"]
+def learns(x):
+    w = torch.ones(5, dtype=x.dtype, requires_grad=True)
+    torch.cat(dnn.all_gather(x * w)).square().sum().backward()
+    dnn.all_reduce((x * w).mean()).square().backward()
+    return w.grad
+
+for f in (logged, waits, gathers, into, scatters, casts, sends, exchanges, objects, learns):
+    expected = f(given.clone())
+    with koila.micro_batch(4):
+        got = koila.run(f(koila.lazy(given)))
+    assert torch.allclose(expected, got, rtol=1e-12), f.__name__
+dist.destroy_process_group()
+print("right")
+"""
+
+
+@gloo
+def test_collectives_take_the_values_and_give_them_back():
+    two_processes(COLLECTIVES)
 
 
 @pytest.mark.parametrize("kind", ["whole", "ragged", "one"])
@@ -199,6 +354,61 @@ def test_accelerate():
     for x, y in lazy(loader):
         a.backward(ce(model, x, y))
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def test_lightning():
+    """Automatic and manual optimisation, metrics, logged values, clipping, accumulation, validation and prediction."""
+    lightning = pytest.importorskip("lightning")
+    data = torch.utils.data.TensorDataset(*rows_of(5, b=14)())
+    loader = torch.utils.data.DataLoader(data, batch_size=6)
+
+    class Module(lightning.LightningModule):
+        def __init__(self, wrap, manual):
+            super().__init__()
+            torch.manual_seed(7)
+            self.model, self.wrap, self.automatic_optimization, self.seen = MLP().double(), wrap, not manual, []
+
+        def training_step(self, batch, i):
+            x, y = self.wrap(batch)
+            out = self.model(x)
+            loss = F.cross_entropy(out, y)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("spread", out.detach().std(), on_epoch=True)
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.5, "norm")
+                optimizer.step()
+            self.seen.append(plain(loss))
+            return loss
+
+        def validation_step(self, batch, i):
+            x, y = self.wrap(batch)
+            self.log("accuracy", (self.model(x).argmax(1) == y).double().mean())
+
+        def predict_step(self, batch, i):
+            return self.model(self.wrap(batch)[0]).softmax(-1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train(wrap, manual):
+        module = Module(wrap, manual)
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        more = {} if manual else dict(gradient_clip_val=0.5, accumulate_grad_batches=2)
+        trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet, **more)
+        trainer.fit(module, loader, loader)
+        out = {f"value:{k}": plain(v) for k, v in sorted(trainer.callback_metrics.items())}
+        out |= {f"value:seen {i}": v for i, v in enumerate(module.seen)}
+        out |= {f"value:predicted {i}": plain(v) for i, v in enumerate(trainer.predict(module, loader))}
+        return out | model_state(module.model, grads=False)
+
+    for manual in (False, True):
+        expected = train(lambda batch: batch, manual)
+        with koila.micro_batch(4):
+            got = train(lazy, manual)
+        assert_same(expected, got, 1e-6)  # metrics are float32
 
 
 def test_profilers_and_debug_modes_run_on():
