@@ -184,7 +184,7 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
     }
     /* what else the user still holds and is small is made too, so that reading five logged losses is one run and not five */
     koila_value held[256];
-    uint32_t n_held = koila__tape_held(t, held, 256), n_small = 0;
+    uint32_t n_held = koila__tape_held(t, targets, n_targets, held, 256), n_small = 0;
     if (n_held > 256) n_held = 256;
     for (uint32_t i = 0; i < n_held; i++) {
         const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, held[i]).meta);

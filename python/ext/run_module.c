@@ -93,11 +93,11 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
         return NULL;
     }
     Py_INCREF(t);
-    n_held = koila__tape_held(t, NULL, 0);
+    n_held = koila__tape_held(t, values, n, NULL, 0);
     held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
     int status = held ? 0 : (PyErr_NoMemory(), -1);
     if (held) {
-        const uint32_t there = koila__tape_held(t, held, n_held);
+        const uint32_t there = koila__tape_held(t, values, n, held, n_held);
         status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit, true);
     }
     PyMem_Free(values);

@@ -102,13 +102,13 @@ koila__tape *koila__tape_for_lazy(void)
     Py_INCREF(t);
     int rc = 0;
     if (t->n_handles) {
-        uint32_t n = koila__tape_held(t, NULL, 0);
+        uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
         koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
         if (!v) {
             PyErr_NoMemory();
             rc = -1;
         } else {
-            const uint32_t m = koila__tape_held(t, v, n);
+            const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
             n = m < n ? m : n;
             if (t->failed) koila__tape_drop_effects(t);
             rc = koila__tape_drop_overwritten(t);
@@ -316,7 +316,29 @@ static bool user_holds(PyObject *wrapper, PyObject *use_count)
     return uses < 2;
 }
 
-uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap)
+/* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
+static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap, uint32_t *n)
+{
+    if (t->values[v].real) return;
+    const uint32_t there = *n < cap ? *n : cap;
+    for (uint32_t i = 0; i < there; i++)
+        if (out[i] == v) return;
+    if (*n < cap) out[*n] = v;
+    ++*n;
+}
+
+/* A view that can be used in a later step takes its whole storage along, unless it is the only one who sees it. */
+static bool needs_base(const koila__handle *h)
+{
+    if (!h->chain || (!h->next_in_group && !h->prev_in_group)) return false;
+    PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
+    const bool constant = grad == Py_False;
+    Py_XDECREF(grad);
+    PyErr_Clear();
+    return constant;
+}
+
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, koila_value *out, uint32_t cap)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -329,12 +351,10 @@ uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap)
             PyErr_Clear(); /* asked for later, it will say so itself */
             continue;
         }
-        if (t->values[v].real) continue;
-        uint32_t i = 0;
-        while (i < n && i < cap && out[i] != v) i++;
-        if (i < n && i < cap) continue;
-        if (n < cap) out[n] = v;
-        n++;
+        add_held(t, v, out, cap, &n);
+        bool for_itself = false;
+        for (uint32_t i = 0; i < n_wanted && !for_itself; i++) for_itself = wanted[i] == v;
+        if (!for_itself && needs_base(h)) add_held(t, h->group->cur, out, cap, &n);
     }
     Py_XDECREF(use_count);
     PyErr_Restore(type, value, trace);
@@ -427,7 +447,7 @@ static PyObject *tape_check(koila__tape *t, PyObject *unused)
 static PyObject *tape_held(koila__tape *t, PyObject *unused)
 {
     koila_value v[256];
-    uint32_t n = koila__tape_held(t, v, 256);
+    uint32_t n = koila__tape_held(t, NULL, 0, v, 256);
     if (n > 256) n = 256;
     PyObject *r = PyList_New(n);
     for (uint32_t i = 0; r && i < n; i++) PyList_SET_ITEM(r, i, PyLong_FromUnsignedLong(v[i]));

@@ -74,8 +74,9 @@ typedef struct tape_random {
 extern koila_table *koila__table;                        /* the process' table; made at first use */
 PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
-/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are. */
-uint32_t koila__tape_held(koila__tape *t, koila_value *out, uint32_t cap);
+/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are.
+ * A view brings the base that it shares with others along, but not when it is `wanted` for itself (a gradient). */
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, koila_value *out, uint32_t cap);
 /* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
 /* The effects are committed: forget them. */

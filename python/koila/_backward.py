@@ -38,6 +38,9 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         gradients, ctx.box[:] = tuple(ctx.box), []
+        callbacks, _depth.callbacks = _depth.callbacks, []
+        for callback in callbacks:
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
         return (None, *gradients)
 
 
@@ -47,6 +50,23 @@ class _Depth:
     def __init__(self) -> None:
         self.level = 0
         self.nested: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.callbacks: list[Any] = []
+
+
+class _Engine:
+    """torch's engine. What is queued for the end of backward during pass 1 (DistributedDataParallel's static graph: its all-reduce) waits for the end of pass 2."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def queue_callback(self, callback: Any) -> None:
+        if _depth.level:
+            _depth.callbacks.append(callback)
+        else:
+            self._engine.queue_callback(callback)
 
 
 _depth = _Depth()
@@ -165,6 +185,8 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
         _original(outputs, grads, retain, create, inputs, **kwargs)
         return
     saved = _quiet_hooks(leaves)
+    if not _depth.level:
+        _depth.callbacks = []
     _depth.level += 1
     outer_nested, _depth.nested = _depth.nested, []
     try:
@@ -255,5 +277,8 @@ def install() -> None:
     """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
     torch.autograd._engine_run_backward = _engine_run_backward
     _graph._engine_run_backward = _engine_run_backward
+    engine = torch.autograd.Variable._execution_engine
+    if not isinstance(engine, _Engine):
+        torch.autograd.Variable._execution_engine = _Engine(engine)
 
 

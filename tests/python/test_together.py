@@ -41,7 +41,7 @@ def train(wrap, hook, how):
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()], len(fired)
 
-for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": True}), (False, {"gradient_as_bucket_view": True})):
+for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": True}), (False, {"gradient_as_bucket_view": True}), (False, {"static_graph": True})):
     expected, n = train(lambda *v: v, hook, how)
     with koila.micro_batch([4, 1][rank]):   # the ranks cut differently
         got, m = train(koila.lazy, hook, how)

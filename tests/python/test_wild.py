@@ -390,6 +390,31 @@ def test_8_fill_diagonal_and_as_strided():
 # ---- 9. values that outlive the step
 
 
+@pytest.mark.parametrize("part", ["gather", "select", "view", "chunk"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_9_a_view_of_what_is_gone_is_used_in_every_later_step(part, grad):
+    """PPO's old log-probabilities: a view, whose base no variable holds, compared with in step after step."""
+
+    def body(model, x, y, wrap):
+        def of(h):
+            h = h.log_softmax(-1)
+            return {"gather": h.gather(1, y[:, None]).squeeze(1), "select": h[:, 0], "view": h.view(-1), "chunk": torch.stack(h.chunk(2, 1)).sum(0)}[part]
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.set_grad_enabled(grad):
+            old = of(model(x)).detach()
+            halves = model(x).detach().chunk(2, 1)
+        for _ in range(3):
+            ratio = (of(model(x)) - old).exp()
+            loss = -ratio.clamp(0.8, 1.2).mean() + (model(x)[:, :2] - halves[0] * halves[1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {"loss": loss, "old": old, "half": halves[1]}
+
+    check(body, tol=1e-11)
+
+
 def test_9_kept_losses_and_logits_are_the_ones_of_their_step():
     def program(wrap):
         model = net()
