@@ -1317,6 +1317,7 @@ void koila_cache_stats(const koila_cache *c, koila_cache_stat *out)
     out->struct_size = (uint32_t)n;
 }
 
+bool koila__cache_is_out(const koila_cache *c, uint64_t addr) { return hash_find(c, addr) != 0; }
 const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c) { return &c->s.stat; }
 
 bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uint64_t *value)
