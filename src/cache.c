@@ -1650,6 +1650,7 @@ static koila_status bad_segment(koila_error *e, size_t i, const koila_segment *s
 static koila_status check_segment(const koila_segment *s, size_t i, koila_error *e)
 {
     if (s->size == 0 || s->size >= REQUEST_MAX || s->addr == 0 || s->addr >= SPACE_MAX || s->addr + s->size > SPACE_MAX) return bad_segment(e, i, s, "address or size out of range");
+    char sum[KOILA_GROUPED], size[KOILA_GROUPED];
     uint64_t at = s->addr;
     for (size_t k = 0; k < s->n_blocks; k++) {
         const koila_block *b = &s->blocks[k];
@@ -1658,7 +1659,7 @@ static koila_status check_segment(const koila_segment *s, size_t i, koila_error 
         at += b->size;
     }
     if (at - s->addr != s->size)
-        return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: blocks sum to %llu, segment is %llu", (unsigned long long)s->addr, (unsigned long long)(at - s->addr), (unsigned long long)s->size);
+        return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: blocks sum to %s, segment is %s", (unsigned long long)s->addr, koila__grouped(at - s->addr, sum), koila__grouped(s->size, size));
     return KOILA_OK;
 }
 

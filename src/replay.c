@@ -298,18 +298,49 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
     stop_at_difference(r, first_at);
 }
 
-static void tell_moment(replay *r, uint64_t i)
+static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uint64_t reserved)
 {
-    const koila_counter *reserved = &r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL], *allocated = &r->stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL];
     koila_replay_result *o = r->out;
-    if (reserved->current > o->peak_reserved) o->peak_reserved = reserved->current, o->peak_entry = i;
-    if (allocated->current > o->peak_allocated) o->peak_allocated = allocated->current, o->peak_allocated_entry = i;
-    const uint64_t active = r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current;
+    if (reserved > o->peak_reserved) o->peak_reserved = reserved, o->peak_entry = i, o->peak_added_up = r->stopped;
+    if (allocated > o->peak_allocated) o->peak_allocated = allocated, o->peak_allocated_entry = i;
     if (active > o->peak_active) o->peak_active = active;
     if (r->f) {
         const snap_entry *x = entry(r, i);
-        koila_moment m = { i, x->time_us, allocated->current, active, reserved->current, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
+        koila_moment m = { i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
         r->f(r->f_user, &m);
+    }
+}
+
+static uint64_t now(const replay *r, int kind) { return r->stat->of[kind][KOILA_STAT_ALL].current; }
+
+static void tell_moment(replay *r, uint64_t i) { tell(r, i, now(r, KOILA_STAT_ALLOCATED_BYTES), now(r, KOILA_STAT_ACTIVE_BYTES), now(r, KOILA_STAT_RESERVED_BYTES)); }
+
+/* The replay stopped: the rest by adding up what the trace says. */
+static void add_up(replay *r)
+{
+    uint64_t allocated = now(r, KOILA_STAT_ALLOCATED_BYTES), active = now(r, KOILA_STAT_ACTIVE_BYTES), reserved = now(r, KOILA_STAT_RESERVED_BYTES);
+    if (!r->at && r->n_segs) { /* no start state: what was reserved at the end, less what came in the window */
+        reserved = 0;
+        for (size_t i = 0; i < r->n_segs; i++) reserved += r->segs[i].size;
+        for (uint64_t i = 0; i < r->n; i++) {
+            const snap_entry *x = entry(r, i);
+            if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) reserved = reserved > x->size ? reserved - x->size : 0;
+            if (is_release(x->kind)) reserved += x->size;
+        }
+    }
+    for (uint64_t i = r->at; i < r->n && i <= r->until; i++) {
+        const snap_entry *x = entry(r, i);
+        uint64_t size = x->size;
+        if (x->kind <= KOILA_EVENT_FREE_COMPLETED) koila_cache_sizes(&r->conf, x->size, &size, NULL);
+        switch (x->kind) {
+        case KOILA_EVENT_ALLOC: allocated += size, active += size; break;
+        case KOILA_EVENT_FREE_REQUESTED: allocated = allocated > size ? allocated - size : 0; break;
+        case KOILA_EVENT_FREE_COMPLETED: active = active > size ? active - size : 0; break;
+        case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: reserved += size; break;
+        case KOILA_EVENT_SEGMENT_FREE: case KOILA_EVENT_SEGMENT_UNMAP: reserved = reserved > size ? reserved - size : 0; break;
+        default: break;
+        }
+        tell(r, i, allocated, active, reserved);
     }
 }
 
@@ -606,6 +637,7 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
         status = koila__replay_begin(&r, e);
         if (!status && !r.stopped) status = run(&r, e);
         if (!status && !r.stopped && !r.trace_only) check_end(&r);
+        if (!status && r.stopped && r.c) add_up(&r);
         if (!status && r.bad_input) status = koila__fail(e, KOILA_BAD_INPUT, 0, "%s", scratch.reason);
         if (!status && r.no_memory) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
         if (!status && !r.stopped) {
@@ -623,7 +655,7 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
             scratch.peak_active = r.stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current;
             if (koila_cache_walk(r.c, lose_block, &l) != KOILA_OK) status = KOILA_NO_MEMORY;
             lose_segment(&l);
-        } else if (scratch.peak_reserved) { /* once more, up to the peak, to look around there */
+        } else if (scratch.peak_reserved && !scratch.peak_added_up) { /* once more, up to the peak, to look around there */
             replay again;
             koila_replay_result ignored;
             status = koila__replay_setup(&again, s, device, c, &ignored, e);
@@ -646,41 +678,14 @@ koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koil
     replay r;
     koila_replay_result out;
     koila_status status = koila__replay_setup(&r, s, device, c, &out, e);
-    uint64_t allocated = 0, active = 0, reserved = 0;
     r.f = f;
     r.f_user = f_user;
     r.until = until;
     if (!status) status = koila__replay_begin(&r, e);
     if (!status && !r.stopped) status = run(&r, e);
     if (!status) {
-        allocated = r.stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
-        active = r.stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current;
-        reserved = r.stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current;
         *exact = !r.stopped;
-        if (r.stopped && !r.at && r.n_segs) { /* no start state: what was reserved at the end, less what came in the window */
-            reserved = 0;
-            for (size_t i = 0; i < r.n_segs; i++) reserved += r.segs[i].size;
-            for (uint64_t i = 0; i < r.n; i++) {
-                const snap_entry *x = entry(&r, i);
-                if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) reserved = reserved > x->size ? reserved - x->size : 0;
-                if (x->kind == KOILA_EVENT_SEGMENT_FREE || x->kind == KOILA_EVENT_SEGMENT_UNMAP) reserved += x->size;
-            }
-        }
-        for (uint64_t i = r.at; r.stopped && i < r.n && i <= until; i++) { /* the rest by adding up */
-            const snap_entry *x = entry(&r, i);
-            uint64_t size = x->size;
-            if (x->kind <= KOILA_EVENT_FREE_COMPLETED) koila_cache_sizes(&r.conf, x->size, &size, NULL);
-            switch (x->kind) {
-            case KOILA_EVENT_ALLOC: allocated += size, active += size; break;
-            case KOILA_EVENT_FREE_REQUESTED: allocated = allocated > size ? allocated - size : 0; break;
-            case KOILA_EVENT_FREE_COMPLETED: active = active > size ? active - size : 0; break;
-            case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: reserved += size; break;
-            case KOILA_EVENT_SEGMENT_FREE: case KOILA_EVENT_SEGMENT_UNMAP: reserved = reserved > size ? reserved - size : 0; break;
-            default: break;
-            }
-            koila_moment m = { i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
-            if (f) f(f_user, &m);
-        }
+        if (r.stopped) add_up(&r);
         if (blocks && !r.stopped && koila_cache_walk(r.c, blocks, blocks_user) != KOILA_OK) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     }
     koila__replay_teardown(&r);

@@ -41,6 +41,7 @@ enum {
 #undef KEY_ENUM
     N_KEYS
 };
+enum { N_ACTIONS = 10, N_OWN_STRS = N_KEYS + N_ACTIONS }; /* interned first, under these numbers */
 static const char *const key_names[] = {
 #define KEY_NAME(name, text) text,
     KEY_MAP(KEY_NAME)
@@ -116,6 +117,7 @@ typedef struct reader {
     char *scratch;
     uint64_t scratch_cap;
     uint64_t serial;
+    uint64_t first_entry; /* of the trace that is being read: messages count from there */
     value top;
 } reader;
 
@@ -143,13 +145,29 @@ static void fail(reader *r, koila_status code, const char *fmt, ...)
 #define FAIL(r, code, ...) (fail((r), (code), __VA_ARGS__), false)
 #define BAD(r, ...) FAIL(r, KOILA_BAD_INPUT, __VA_ARGS__)
 
+/* "5 GiB", "16 MiB", "100,000 bytes" */
+static const char *size_text(uint64_t n, char text[KOILA_GROUPED + 8])
+{
+    char digits[KOILA_GROUPED];
+    const bool gib = n >= MIB << 10, mib = n >= MIB;
+    snprintf(text, KOILA_GROUPED + 8, "%s %s", koila__grouped(gib ? n / (MIB << 10) : mib ? n / MIB : n, digits), gib ? "GiB" : mib ? "MiB" : "bytes");
+    return text;
+}
+
+static bool long_string(reader *r, uint64_t n)
+{
+    char is[KOILA_GROUPED + 8], limit[KOILA_GROUPED + 8];
+    return BAD(r, "string of %s, limit %s (max_string_bytes)", size_text(n, is), size_text(r->lim.max_string_bytes, limit));
+}
+
 /* ---- counted host memory */
 
 static void *resize(reader *r, void *p, uint64_t old_n, uint64_t n)
 {
     koila_snapshot *s = r->s;
     if (n > old_n && s->used + (n - old_n) > s->budget) {
-        (void)BAD(r, "needs more than %llu MiB of memory (limit: max_memory_bytes)", (unsigned long long)(s->budget / MIB));
+        char limit[KOILA_GROUPED + 8];
+        (void)BAD(r, "needs more than %s (limit: %s)", size_text(s->budget, limit), s->budget < s->budget_cap ? "32 times the file and 64 MiB" : "max_memory_bytes");
         return NULL;
     }
     void *q = koila__realloc(&s->mem, p, (size_t)old_n, (size_t)n);
@@ -239,7 +257,7 @@ static size_t utf8_one(const uint8_t *p, size_t n)
 static bool intern(reader *r, const uint8_t *p, uint64_t n, uint32_t *id)
 {
     koila_snapshot *s = r->s;
-    if (n > r->lim.max_string_bytes) return BAD(r, "string of %llu bytes, limit %llu MiB (max_string_bytes)", (unsigned long long)n, (unsigned long long)(r->lim.max_string_bytes / MIB));
+    if (n > r->lim.max_string_bytes && s->n_strs >= N_OWN_STRS) return long_string(r, n);
     bool plain = true;
     for (uint64_t i = 0; i < n && plain; i++) plain = p[i] < 0x80 && p[i];
     if (!plain) { /* copy, with U+FFFD for what is no UTF-8 and for NUL */
@@ -366,7 +384,8 @@ static bool get_size(reader *r, place at, int key, value v, uint64_t *out)
     uint64_t n;
     if (!int_bits(r, v, &n, &negative)) return wrong_type(r, at, key, v);
     if (negative) return BAD(r, "%s %llu: %s %lld", at.what, (unsigned long long)at.i, key_names[key], (long long)n);
-    if (n >= SIZE_LIMIT) return BAD(r, "%s %llu: %s %llu is 2^60 or more", at.what, (unsigned long long)at.i, key_names[key], (unsigned long long)n);
+    if (n >= SIZE_LIMIT && !(n & (n - 1))) return BAD(r, "%s %llu: %s 2^%d, limit 2^60", at.what, (unsigned long long)at.i, key_names[key], __builtin_ctzll(n));
+    if (n >= SIZE_LIMIT) return BAD(r, "%s %llu: %s %llu, limit 2^60", at.what, (unsigned long long)at.i, key_names[key], (unsigned long long)n);
     *out = n;
     return true;
 }
@@ -405,7 +424,7 @@ static void drop_unused(reader *r, value v)
 {
     koila_snapshot *s = r->s;
     if (kind_of(v) == K_ENTRY && of(v) + 1 == s->n_entries) s->n_entries--;
-    else if (kind_of(v) == K_ENTRIES && s->ranges[of(v)].first + s->ranges[of(v)].n == s->n_entries) s->n_entries = s->ranges[of(v)].first;
+    else if (kind_of(v) == K_ENTRIES && s->ranges[of(v)].first + s->ranges[of(v)].n == s->n_entries) r->first_entry = s->n_entries = s->ranges[of(v)].first;
     else if (kind_of(v) == K_BLOCK && of(v) + 1 == s->n_blocks) s->n_blocks--;
     else if (kind_of(v) == K_SEGMENT && of(v) + 1 == s->n_segments) s->n_segments--;
 }
@@ -425,6 +444,7 @@ static const char *const action_texts[] = {
     ACTION_MAP(ACTION_TEXT)
 #undef ACTION_TEXT
 };
+_Static_assert(KOILA_COUNT(action_texts) == N_ACTIONS, "N_ACTIONS");
 static const struct { bool known; uint8_t kind; } kinds_by_id[] = {
 #define ACTION_KIND(i, text, kind) [N_KEYS + (i)] = { true, kind },
     ACTION_MAP(ACTION_KIND)
@@ -434,13 +454,14 @@ static const struct { bool known; uint8_t kind; } kinds_by_id[] = {
 static bool build_entry(reader *r, const fields *f, value *out)
 {
     koila_snapshot *s = r->s;
-    const place at = { "entry", s->n_entries };
+    const place at = { "entry", s->n_entries - r->first_entry };
     snap_entry x = { 0 };
     uint32_t name;
     if (!get_str(r, at, KEY_ACTION, V(f, ACTION), &name)) return false;
     if (name >= KOILA_COUNT(kinds_by_id) || !kinds_by_id[name].known) /* actions are interned right after the keys */
         return BAD(r, "entry %llu: unknown action \"%.40s\" (newest torch known: 2.13)", (unsigned long long)at.i, snap_str(s, name));
     x.kind = kinds_by_id[name].kind;
+    if (!x.kind) s->n_skipped++;
     if (x.kind) {
         int key = HAS(f, DEVICE_FREE) && x.kind == KOILA_EVENT_OOM ? KEY_DEVICE_FREE : KEY_ADDR;
         if (!need(r, at, f, key) || !get_bits(r, at, key, f->v[key], &x.addr)) return false;
@@ -648,18 +669,24 @@ static bool build_divisions(reader *r, const value *items, uint64_t n, value *ou
 static bool build_record(reader *r, const value *items, uint64_t n, value *out)
 {
     fields f;
+    uint64_t n_unknown = 0;
     f.has = 0;
     for (uint64_t i = n; i-- > 0;) { /* from the back: the last of equal keys wins, and records under unknown keys leave in order */
         if (kind_of(items[2 * i]) != K_STR) continue;
         uint64_t key = of(items[2 * i]);
         if (key >= N_KEYS) {
-            r->s->n_unknown_keys++;
+            n_unknown++;
             drop_unused(r, items[2 * i + 1]);
         } else if (!(f.has >> key & 1)) {
             f.v[key] = items[2 * i + 1];
             f.has |= (uint64_t)1 << key;
         }
     }
+    if (!f.has && n && kind_of(items[0]) == K_STR) { /* divisions have numbers for keys */
+        const char *t = snap_str(r->s, (uint32_t)of(items[0]));
+        if (*t >= '0' && *t <= '9') return build_divisions(r, items, n, out);
+    }
+    r->s->n_unknown_keys += n_unknown;
     if (HAS(&f, ACTION)) return build_entry(r, &f, out);
     if (HAS(&f, SEGMENTS) || HAS(&f, DEVICE_TRACES)) return build_top(r, &f, out);
     if (HAS(&f, BLOCKS) || HAS(&f, TOTAL_SIZE)) return build_segment(r, &f, out);
@@ -672,10 +699,6 @@ static bool build_record(reader *r, const value *items, uint64_t n, value *out)
         if (!get_size(r, (place){ "history", 0 }, KEY_REAL_SIZE, V(&f, REAL_SIZE), &size)) return false;
         *out = make(K_HIST, size < (uint64_t)1 << 58 ? size : 0);
         return true;
-    }
-    if (n && kind_of(items[0]) == K_STR) {
-        const char *t = snap_str(r->s, (uint32_t)of(items[0]));
-        if (*t >= '0' && *t <= '9') return build_divisions(r, items, n, out);
     }
     *out = make(n ? K_OTHER : K_EMPTY, 0);
     return true;
@@ -778,7 +801,7 @@ static bool finish_list(reader *r, open_one *o, value *out)
     uint32_t id;
     if (!o->n) return *out = make(K_EMPTY, 0), true;
     switch (o->list_kind) {
-    case K_ENTRY: return range_new(r, K_ENTRIES, o->first, o->n, out);
+    case K_ENTRY: r->first_entry = o->first + o->n; return range_new(r, K_ENTRIES, o->first, o->n, out);
     case K_SEGMENT: return range_new(r, K_SEGMENTS, o->first, o->n, out);
     case K_BLOCK: return range_new(r, K_BLOCKS, o->first, o->n, out);
     case K_NOTE: *out = make(K_NOTES, 0); return true;
@@ -1069,10 +1092,7 @@ static bool parse_real(const uint8_t *p, uint64_t n, double *out)
 
 static bool push_string(reader *r, uint64_t n)
 {
-    if (n > r->lim.max_string_bytes) {
-        if (n >> 30) return BAD(r, "string of %llu GiB, limit %llu MiB (max_string_bytes)", (unsigned long long)(n >> 30), (unsigned long long)(r->lim.max_string_bytes / MIB));
-        return BAD(r, "string of %llu bytes, limit %llu MiB (max_string_bytes)", (unsigned long long)n, (unsigned long long)(r->lim.max_string_bytes / MIB));
-    }
+    if (n > r->lim.max_string_bytes) return long_string(r, n);
     if (!have(r, n)) return BAD(r, "ends early: inside a string of %llu bytes, %llu are there", (unsigned long long)n, (unsigned long long)(r->end - r->at));
     uint32_t id;
     if (!intern(r, r->buf + r->at, n, &id)) return false;
@@ -1303,7 +1323,7 @@ static bool json_string(reader *r, value *out)
         if (r->at + i >= r->end && !have(r, i + 1)) return r->status ? false : BAD(r, "ends early: inside a string, %llu bytes are there", (unsigned long long)i);
         uint8_t c = r->buf[r->at + i];
         if (c == '"') break;
-        if (i > r->lim.max_string_bytes) return BAD(r, "string of more than %llu MiB (max_string_bytes)", (unsigned long long)(r->lim.max_string_bytes / MIB));
+        if (i > r->lim.max_string_bytes) return long_string(r, i);
         if (c < 0x20) return r->at += i, BAD(r, "JSON: control character in a string");
         if (c == '\\') plain = false, i++;
     }
@@ -1454,9 +1474,10 @@ static bool valid_blocks(reader *r, const snap_segment *g, uint64_t number)
         if (b->state != KOILA_BLOCK_FREE) active += b->size;
         if (b->requested > b->size) return BAD(r, "segment 0x%llx: a block of %llu holds %llu", name, (unsigned long long)b->size, (unsigned long long)b->requested);
     }
-    if (at != g->size) return BAD(r, "segment 0x%llx: blocks sum to %llu, segment is %llu", name, (unsigned long long)at, (unsigned long long)g->size);
-    if (g->has_sums && allocated != g->allocated) return BAD(r, "segment 0x%llx: blocks allocated sum to %llu, segment says %llu", name, (unsigned long long)allocated, (unsigned long long)g->allocated);
-    if (g->has_sums && active != g->active) return BAD(r, "segment 0x%llx: active blocks sum to %llu, segment says %llu", name, (unsigned long long)active, (unsigned long long)g->active);
+    char a[KOILA_GROUPED], c[KOILA_GROUPED];
+    if (at != g->size) return BAD(r, "segment 0x%llx: blocks sum to %s, segment is %s", name, koila__grouped(at, a), koila__grouped(g->size, c));
+    if (g->has_sums && allocated != g->allocated) return BAD(r, "segment 0x%llx: blocks allocated sum to %s, segment says %s", name, koila__grouped(allocated, a), koila__grouped(g->allocated, c));
+    if (g->has_sums && active != g->active) return BAD(r, "segment 0x%llx: active blocks sum to %s, segment says %s", name, koila__grouped(active, a), koila__grouped(g->active, c));
     return true;
 }
 
@@ -1620,7 +1641,7 @@ void koila_snapshot_get_info(const koila_snapshot *s, koila_snapshot_info *out)
     uint64_t n = 0;
     for (uint32_t i = 0; i < s->n_traces; i++) n += s->traces[i].n;
     *out = (koila_snapshot_info){ .struct_size = (uint32_t)sizeof *out, .n_devices = s->n_devices, .n_bytes = s->n_bytes, .n_entries = n, .n_segments = s->n_out_segments,
-                                  .n_blocks = s->n_out_blocks, .n_annotations = s->n_annotations, .n_unknown_keys = s->n_unknown_keys, .is_json = s->is_json,
+                                  .n_blocks = s->n_out_blocks, .n_annotations = s->n_annotations, .n_unknown_keys = s->n_unknown_keys, .n_skipped_entries = s->n_skipped, .is_json = s->is_json,
                                   .has_traces = s->has_traces, .has_pool_ids = s->has_pool_ids, .has_settings = s->settings.present,
                                   .conf = s->settings.present ? snap_str(s, s->settings.conf) : "" };
 }
@@ -1697,6 +1718,7 @@ koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device, con
         if (x->has_divisions) memcpy(c.divisions, x->divisions, sizeof c.divisions);
         c.expandable = x->expandable;
         if (x->release_lock) c.release_lock = 1;
+        if (x->oom_reject) c.oom_reject = 1;
         if (x->has_fraction && x->fraction >= 0.0 && x->fraction <= 1.0) c.memory_fraction = x->fraction;
     }
     *out = c;

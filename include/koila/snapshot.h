@@ -107,6 +107,7 @@ typedef struct koila_replay_result {
     koila_cache_stat stat; /**< from the first entry on */
     uint64_t peak_allocated, peak_active, peak_reserved, peak_entry; /**< peak_entry: where reserved was highest first */
     uint64_t peak_allocated_entry;
+    bool peak_added_up; /**< the peak of reserved is after the entry where the replay stopped: sums of what the trace says; what was lost is not known */
     /* where bytes were lost, when `reserved` was at its peak; they add up to reserved - requested (+ waiting) */
     uint64_t at_peak_requested, lost_rounding, lost_unsplit, lost_pinned, lost_whole, waiting;
     uint64_t n_ooms;

@@ -757,7 +757,7 @@ TEST(cache__segments_that_do_not_hold_together_are_refused)
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
     bad = good, bad.size += 512;
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
-    CHECK_STR(e.text, "segment 0x1000: blocks sum to 2097152, segment is 2097664");
+    CHECK_STR(e.text, "segment 0x1000: blocks sum to 2,097,152, segment is 2,097,664");
     bad = good, bad.addr = 0;
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
     bad = good, bad.size = (uint64_t)1 << 63;
