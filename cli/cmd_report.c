@@ -333,9 +333,9 @@ static void put_chart(report *p)
         fputs("</title></rect>\n", f);
         band += x->size;
     }
-    put_curve(p, 0, most, "var(--used)", "allocated");
+    put_curve(p, 2, most, "var(--res)", "reserved"); /* each is at least the next: later ones leave the earlier in sight */
     put_curve(p, 1, most, "var(--act)", "active");
-    put_curve(p, 2, most, "var(--res)", "reserved");
+    put_curve(p, 0, most, "var(--used)", "allocated");
     if (p->limit) {
         const double y = limit_fits ? y_of(p->limit, most) : 3;
         fprintf(f, "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
