@@ -694,10 +694,10 @@ static uint64_t page_of(const koila_cache *c, bool small) { return small ? SMALL
 static uint32_t map_pages(koila_cache *c, uint32_t b, uint64_t size)
 {
     const bool small = is_small(c, b);
-    const uint64_t page = page_of(c, small), bytes = (size + page - 1) / page * page;
+    const uint64_t page = page_of(c, small), whole = (size + page - 1) / page * page;
+    const uint64_t bytes = whole < c->blocks[b].size ? whole : c->blocks[b].size; /* less only if a given state has ranges that are no whole pages */
     const uint32_t lane_i = c->blocks[b].lane;
     uint64_t addr = c->blocks[b].addr;
-    koila_assert(bytes <= c->blocks[b].size);
     if (!driver_gives(c, KOILA_EVENT_SEGMENT_MAP, bytes, c->lanes[lane_i]->stream, &addr)) return 0;
     tree_erase(c, b, UNMAPPED_BIN);
     block *x = wr(c, b);
