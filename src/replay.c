@@ -30,7 +30,7 @@ static const koila_segment *end_segment(const replay *r, uint64_t addr)
     return lo < r->n_segs && r->segs[lo].addr <= addr ? &r->segs[lo] : NULL;
 }
 
-koila_pool pool_at(const replay *r, uint64_t i)
+koila_pool koila__replay_pool_at(const replay *r, uint64_t i)
 {
     const snap_entry *x = entry(r, i);
     if (x->has_pool) return r->s->pools[x->pool];
@@ -115,7 +115,7 @@ static bool is_release(int kind) { return kind == KOILA_EVENT_SEGMENT_FREE || ki
 
 static void forget_released(replay *r)
 {
-    omap_clear(&r->released);
+    koila__omap_clear(&r->released);
     r->released_end = 0;
 }
 
@@ -124,18 +124,18 @@ static bool take_released(replay *r, const koila_event *e)
 {
     if (!r->released_end) {
         uint64_t i = r->at;
-        for (; i < r->n && is_release(entry(r, i)->kind) && !is_default(pool_at(r, i)); i++) {
-            uint32_t b = omap_find(&r->released, entry(r, i)->addr) ? 0 : omap_put(&r->released, entry(r, i)->addr);
+        for (; i < r->n && is_release(entry(r, i)->kind) && !is_default(koila__replay_pool_at(r, i)); i++) {
+            uint32_t b = koila__omap_find(&r->released, entry(r, i)->addr) ? 0 : koila__omap_put(&r->released, entry(r, i)->addr);
             if (r->released.failed) return r->no_memory = true, false;
             if (!b) break;
             r->released.at[b].size = i;
         }
         r->released_end = i;
     }
-    const uint32_t b = omap_find(&r->released, e->addr);
+    const uint32_t b = koila__omap_find(&r->released, e->addr);
     const snap_entry *x = b ? entry(r, r->released.at[b].size) : NULL;
     if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream) return false;
-    omap_drop(&r->released, e->addr);
+    koila__omap_drop(&r->released, e->addr);
     if (!r->released.root) {
         r->at = r->released_end;
         forget_released(r);
@@ -216,7 +216,7 @@ static void drop_pools(replay *r, uint64_t from, uint64_t to)
     for (uint64_t i = from; i < to; i++) {
         const int kind = entry(r, i)->kind;
         if (!is_release(kind)) continue;
-        const koila_pool p = pool_at(r, i);
+        const koila_pool p = koila__replay_pool_at(r, i);
         if (!is_default(p)) koila_cache_pool_drop(r->c, p);
     }
 }
@@ -245,7 +245,7 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
             koila_cache_sizes(&r->conf, x->size, NULL, &segment);
             koila_cache_set_limit(r->c, 0, 0, r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current + segment - 1);
         }
-        if (koila_cache_malloc(r->c, x->size, x->stream, pool_at(r, last), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
+        if (koila_cache_malloc(r->c, x->size, x->stream, koila__replay_pool_at(r, last), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
         if (how & CAP) koila_cache_set_limit(r->c, 0, 0, r->conf.cap_bytes);
     }
     const bool ok = !r->differs && !r->no_memory && r->at == last + (request ? 1 : 0);
@@ -393,7 +393,7 @@ static bool settle(replay *r, uint64_t i, uint64_t last, uint64_t end)
         for (uint64_t j = first; ok && j < first + before; j++) ok = koila_cache_complete(r->c, entry(r, j)->addr) == KOILA_OK;
         if (ok && !r->differs) {
             drop_pools(r, last, end);
-            if (koila_cache_malloc(r->c, entry(r, end)->size, entry(r, end)->stream, pool_at(r, end), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
+            if (koila_cache_malloc(r->c, entry(r, end)->size, entry(r, end)->stream, koila__replay_pool_at(r, end), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
         }
         if (ok && !r->differs && !r->no_memory && r->at == end + 1) {
             const bool oom = entry(r, end)->kind == KOILA_EVENT_OOM;
@@ -433,7 +433,7 @@ static void advance(replay *r)
             uint64_t end = last;
             while (end < r->n && (is_segment_event(entry(r, end)->kind) || entry(r, end)->kind == KOILA_EVENT_FREE_COMPLETED)) end++;
             const bool may = end < r->n && (entry(r, end)->kind == KOILA_EVENT_ALLOC || entry(r, end)->kind == KOILA_EVENT_OOM) && entry(r, end)->size;
-            if (may && hold_pool(r, pool_at(r, end)) && settle(r, i, last, end)) return;
+            if (may && hold_pool(r, koila__replay_pool_at(r, end)) && settle(r, i, last, end)) return;
             if (r->no_memory) return;
         }
         r->at = i;
@@ -451,13 +451,13 @@ static void advance(replay *r)
     }
     while (last < r->n && (is_segment_event(entry(r, last)->kind) || (last > i && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED))) last++;
     const bool request = last < r->n && (entry(r, last)->kind == KOILA_EVENT_ALLOC || entry(r, last)->kind == KOILA_EVENT_OOM);
-    if (request && !hold_pool(r, pool_at(r, last))) return;
+    if (request && !hold_pool(r, koila__replay_pool_at(r, last))) return;
     if (request && entry(r, last)->size == 0) {
         koila__replay_stop(r, KOILA_NOT_CHECKABLE, last, "entry %llu: a request of 0 bytes", (unsigned long long)last);
         return;
     }
     if (request && last == i && x->kind == KOILA_EVENT_ALLOC) {
-        koila_status status = koila__cache_malloc_at(r->c, x->size, x->stream, pool_at(r, i), x->addr);
+        koila_status status = koila__cache_malloc_at(r->c, x->size, x->stream, koila__replay_pool_at(r, i), x->addr);
         if (status == KOILA_NO_MEMORY) r->no_memory = true;
         if (status == KOILA_OK) {
             if (r->differs) stop_at_difference(r, i);
@@ -546,7 +546,7 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
 void koila__replay_teardown(replay *r)
 {
     koila_cache_free(r->c);
-    omap_free(&r->released);
+    koila__omap_free(&r->released);
     koila__release(&r->mem, r->made_at, r->n_segs * sizeof(uint64_t));
     koila__release(&r->mem, r->holds, r->holds_cap * sizeof *r->holds);
     koila__release(&r->mem, r->start, r->start_cap * sizeof *r->start);

@@ -48,7 +48,7 @@ static inline bool is_default(koila_pool p) { return !p.owner && !p.id; }
 static inline bool is_segment_event(int kind) { return kind >= KOILA_EVENT_SEGMENT_ALLOC && kind <= KOILA_EVENT_SEGMENT_UNMAP; }
 
 /* The pool of an entry: as recorded, else that of the end segment it lies in, if that was there by then. */
-koila_pool pool_at(const replay *r, uint64_t i);
+koila_pool koila__replay_pool_at(const replay *r, uint64_t i);
 
 /* The first call decides the verdict; the text becomes out->reason. A difference is "not checkable" where the recording leaves something open. */
 void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const char *fmt, ...)

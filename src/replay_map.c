@@ -4,13 +4,13 @@
 #include "base.h"
 
 static uint32_t omap_priority(uint32_t i) { return i * 2654435761u; }
-uint32_t omap_find(const omap *m, uint64_t key)
+uint32_t koila__omap_find(const omap *m, uint64_t key)
 {
     uint32_t i = m->root;
     while (i && m->at[i].key != key) i = m->at[i].link[m->at[i].key < key];
     return i;
 }
-uint32_t omap_near(const omap *m, uint64_t key, int side)
+uint32_t koila__omap_near(const omap *m, uint64_t key, int side)
 {
     uint32_t best = 0;
     for (uint32_t i = m->root; i;) {
@@ -20,7 +20,7 @@ uint32_t omap_near(const omap *m, uint64_t key, int side)
     }
     return best;
 }
-uint32_t omap_put(omap *m, uint64_t key)
+uint32_t koila__omap_put(omap *m, uint64_t key)
 {
     uint32_t x = m->dead;
     if (x) m->dead = m->at[x].link[0];
@@ -47,7 +47,7 @@ uint32_t omap_put(omap *m, uint64_t key)
     *low = *high = 0;
     return x;
 }
-void omap_drop(omap *m, uint64_t key)
+void koila__omap_drop(omap *m, uint64_t key)
 {
     uint32_t *link = &m->root;
     while (*link && m->at[*link].key != key) link = &m->at[*link].link[m->at[*link].key < key];
@@ -62,5 +62,5 @@ void omap_drop(omap *m, uint64_t key)
     m->at[x].link[0] = m->dead;
     m->dead = x;
 }
-void omap_clear(omap *m) { m->n = m->root = m->dead = 0; }
-void omap_free(omap *m) { koila__release(&m->mem, m->at, m->cap * sizeof(node)); }
+void koila__omap_clear(omap *m) { m->n = m->root = m->dead = 0; }
+void koila__omap_free(omap *m) { koila__release(&m->mem, m->at, m->cap * sizeof(node)); }

@@ -18,13 +18,13 @@ typedef struct omap {
     bool failed;
 } omap;
 
-uint32_t omap_find(const omap *m, uint64_t key);
+uint32_t koila__omap_find(const omap *m, uint64_t key);
 /* The nearest below (side 0) or above (side 1) a key, never the key itself. */
-uint32_t omap_near(const omap *m, uint64_t key, int side);
+uint32_t koila__omap_near(const omap *m, uint64_t key, int side);
 /* A new record, which must not be there yet; only its key is set. 0: no memory, and m->failed. Moves the others: take pointers afterwards. */
-uint32_t omap_put(omap *m, uint64_t key);
-void omap_drop(omap *m, uint64_t key);
-void omap_clear(omap *m);
-void omap_free(omap *m);
+uint32_t koila__omap_put(omap *m, uint64_t key);
+void koila__omap_drop(omap *m, uint64_t key);
+void koila__omap_clear(omap *m);
+void koila__omap_free(omap *m);
 
 #endif

@@ -35,20 +35,20 @@ static bool contradicts(undo *u, uint64_t i)
 
 static uint32_t seg_of(undo *u, uint64_t addr)
 {
-    uint32_t g = omap_near(&u->segs, addr + 1, 0);
+    uint32_t g = koila__omap_near(&u->segs, addr + 1, 0);
     return g && addr < u->segs.at[g].key + u->segs.at[g].size ? g : 0;
 }
 
 static bool seg_is_empty(undo *u, uint64_t addr, uint64_t size)
 {
-    uint32_t b = omap_near(&u->blocks, addr + size, 0);
+    uint32_t b = koila__omap_near(&u->blocks, addr + size, 0);
     return !b || u->blocks.at[b].key + (u->blocks.at[b].known ? u->blocks.at[b].size : 1) <= addr;
 }
 
 /* Blocks of the end state that lie in [addr, addr + size) came after the trace. */
 static void clear_blocks(undo *u, uint64_t addr, uint64_t size)
 {
-    for (uint32_t b; (b = omap_near(&u->blocks, addr + size, 0)) && u->blocks.at[b].known && u->blocks.at[b].key + u->blocks.at[b].size > addr;) omap_drop(&u->blocks, u->blocks.at[b].key);
+    for (uint32_t b; (b = koila__omap_near(&u->blocks, addr + size, 0)) && u->blocks.at[b].known && u->blocks.at[b].key + u->blocks.at[b].size > addr;) koila__omap_drop(&u->blocks, u->blocks.at[b].key);
 }
 
 static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_state state)
@@ -60,13 +60,13 @@ static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_sta
         koila_cache_sizes(&u->r->conf, x->size, &rounded, NULL);
         clear_blocks(u, x->addr, rounded ? rounded : 1);
     }
-    if (!g || omap_find(&u->blocks, x->addr)) return contradicts(u, i);
-    uint32_t below = omap_near(&u->blocks, x->addr, 0), above = omap_near(&u->blocks, x->addr, 1);
+    if (!g || koila__omap_find(&u->blocks, x->addr)) return contradicts(u, i);
+    uint32_t below = koila__omap_near(&u->blocks, x->addr, 0), above = koila__omap_near(&u->blocks, x->addr, 1);
     const uint64_t end = u->segs.at[g].key + u->segs.at[g].size;
     uint64_t distance = (above && u->blocks.at[above].key < end ? u->blocks.at[above].key : end) - x->addr;
     if (below && x->addr - u->blocks.at[below].key < u->blocks.at[below].distance) u->blocks.at[below].distance = x->addr - u->blocks.at[below].key;
     if (below && u->blocks.at[below].known && u->blocks.at[below].key + u->blocks.at[below].size > x->addr) return contradicts(u, i);
-    uint32_t b = omap_put(&u->blocks, x->addr);
+    uint32_t b = koila__omap_put(&u->blocks, x->addr);
     if (!b) return false;
     u->blocks.at[b].requested = x->size;
     u->blocks.at[b].distance = distance;
@@ -80,16 +80,16 @@ static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, 
     uint64_t addr = x->addr, size = x->size;
     const uint64_t large = u->r->conf.large_segment_bytes;
     bool is_small = expandable ? size % large != 0 : size == 2 * MIB;
-    uint32_t below = omap_near(&u->segs, addr + 1, 0), above = omap_near(&u->segs, addr, 1), pool = 0;
+    uint32_t below = koila__omap_near(&u->segs, addr + 1, 0), above = koila__omap_near(&u->segs, addr, 1), pool = 0;
     while (u->trace_only && above && addr + size > u->segs.at[above].key && !u->segs.at[above].is_expandable) { /* made after the trace */
         clear_blocks(u, u->segs.at[above].key, u->segs.at[above].size);
-        omap_drop(&u->segs, u->segs.at[above].key);
-        above = omap_near(&u->segs, addr, 1);
+        koila__omap_drop(&u->segs, u->segs.at[above].key);
+        above = koila__omap_near(&u->segs, addr, 1);
     }
     if (u->trace_only && below && u->segs.at[below].key + u->segs.at[below].size > addr && !u->segs.at[below].is_expandable) {
         clear_blocks(u, u->segs.at[below].key, u->segs.at[below].size);
-        omap_drop(&u->segs, u->segs.at[below].key);
-        below = omap_near(&u->segs, addr + 1, 0);
+        koila__omap_drop(&u->segs, u->segs.at[below].key);
+        below = koila__omap_near(&u->segs, addr + 1, 0);
     }
     if ((below && u->segs.at[below].key + u->segs.at[below].size > addr) || (above && addr + size > u->segs.at[above].key)) return contradicts(u, i);
     for (uint32_t k = 0; k < u->r->s->n_pools; k++)
@@ -99,14 +99,14 @@ static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, 
             size += u->segs.at[above].size;
             is_small = u->segs.at[above].is_small;
             pool = u->segs.at[above].pool;
-            omap_drop(&u->segs, addr + x->size);
+            koila__omap_drop(&u->segs, addr + x->size);
         }
         if (below && u->segs.at[below].is_expandable && u->segs.at[below].key + u->segs.at[below].size == addr && u->segs.at[below].stream == x->stream) {
             u->segs.at[below].size += size;
             return true;
         }
     }
-    uint32_t g = omap_put(&u->segs, addr);
+    uint32_t g = koila__omap_put(&u->segs, addr);
     if (!g) return false;
     u->segs.at[g].size = size;
     u->segs.at[g].stream = x->stream;
@@ -125,15 +125,15 @@ static bool cut_segment(undo *u, uint64_t i, const snap_entry *x, bool expandabl
     node old = u->segs.at[g];
     if (!expandable) {
         if (old.key != x->addr || old.size != x->size) return contradicts(u, i);
-        omap_drop(&u->segs, x->addr);
+        koila__omap_drop(&u->segs, x->addr);
         return true;
     }
     const uint64_t end = old.key + old.size;
     if (x->addr + x->size > end) return contradicts(u, i);
     if (old.key < x->addr) u->segs.at[g].size = x->addr - old.key;
-    else omap_drop(&u->segs, x->addr);
+    else koila__omap_drop(&u->segs, x->addr);
     if (x->addr + x->size < end) {
-        uint32_t rest = omap_put(&u->segs, x->addr + x->size);
+        uint32_t rest = koila__omap_put(&u->segs, x->addr + x->size);
         if (!rest) return false;
         uint32_t keep[2] = { u->segs.at[rest].link[0], u->segs.at[rest].link[1] };
         u->segs.at[rest] = old;
@@ -150,20 +150,20 @@ static bool undo_entry(undo *u, uint64_t i)
     uint32_t b;
     switch (x->kind) {
     case KOILA_EVENT_ALLOC:
-        b = omap_find(&u->blocks, x->addr);
+        b = koila__omap_find(&u->blocks, x->addr);
         if ((!b || u->blocks.at[b].state != KOILA_BLOCK_USED) && !u->trace_only) return contradicts(u, i);
-        if (b) omap_drop(&u->blocks, x->addr);
+        if (b) koila__omap_drop(&u->blocks, x->addr);
         if (u->trace_only) clear_blocks(u, x->addr, x->size);
         return true;
     case KOILA_EVENT_FREE_COMPLETED: return undo_block(u, i, x, KOILA_BLOCK_PENDING);
     case KOILA_EVENT_FREE_REQUESTED:
-        b = omap_find(&u->blocks, x->addr);
+        b = koila__omap_find(&u->blocks, x->addr);
         if (b && u->blocks.at[b].state == KOILA_BLOCK_PENDING) return u->blocks.at[b].state = KOILA_BLOCK_USED, true;
         return u->trace_only ? undo_block(u, i, x, KOILA_BLOCK_USED) : contradicts(u, i); /* or it was completed after the trace */
     case KOILA_EVENT_SEGMENT_ALLOC: return cut_segment(u, i, x, false);
     case KOILA_EVENT_SEGMENT_MAP: return cut_segment(u, i, x, true);
-    case KOILA_EVENT_SEGMENT_FREE: return add_segment(u, i, x, pool_at(u->r, i), false);
-    case KOILA_EVENT_SEGMENT_UNMAP: return add_segment(u, i, x, pool_at(u->r, i), true);
+    case KOILA_EVENT_SEGMENT_FREE: return add_segment(u, i, x, koila__replay_pool_at(u->r, i), false);
+    case KOILA_EVENT_SEGMENT_UNMAP: return add_segment(u, i, x, koila__replay_pool_at(u->r, i), true);
     default: return true;
     }
 }
@@ -179,7 +179,7 @@ static bool load_end(undo *u)
         u->segs.at[n].is_small = g->is_small;
         for (size_t i = 0; i < g->n_blocks; i++) {
             if (g->blocks[i].state == KOILA_BLOCK_FREE) continue;
-            uint32_t b = omap_put(&u->blocks, g->blocks[i].addr);
+            uint32_t b = koila__omap_put(&u->blocks, g->blocks[i].addr);
             if (!b) return false;
             node *x2 = &u->blocks.at[b];
             x2->size = g->blocks[i].size;
@@ -214,13 +214,13 @@ static koila_status lay_out(undo *u)
     r->n_start_blocks = max_blocks;
     if (!r->start || !r->start_blocks) return KOILA_NO_MEMORY;
     uint64_t n_segs = 0, n = 0;
-    for (uint32_t g = omap_near(&u->segs, 0, 1); g; g = omap_near(&u->segs, u->segs.at[g].key, 1)) {
+    for (uint32_t g = koila__omap_near(&u->segs, 0, 1); g; g = koila__omap_near(&u->segs, u->segs.at[g].key, 1)) {
         const node *s = &u->segs.at[g];
         koila_segment *out = &r->start[n_segs++];
         const uint64_t end = s->key + s->size;
         uint64_t at = s->key;
         *out = (koila_segment){ s->key, s->size, s->stream, r->s->pools[s->pool], s->is_small, s->is_expandable, r->start_blocks + n, 0 };
-        for (uint32_t b = omap_near(&u->blocks, s->key - 1, 1); b && u->blocks.at[b].key < end; b = omap_near(&u->blocks, u->blocks.at[b].key, 1)) {
+        for (uint32_t b = koila__omap_near(&u->blocks, s->key - 1, 1); b && u->blocks.at[b].key < end; b = koila__omap_near(&u->blocks, u->blocks.at[b].key, 1)) {
             const node *x = &u->blocks.at[b];
             uint64_t size = x->known ? x->size : dead_size(r, x, s);
             if (x->key < at || size == 0 || size > end - x->key) return KOILA_BAD_INPUT;
@@ -245,8 +245,8 @@ static koila_status undo_all(replay *r, bool trace_only, uint64_t *at)
     for (uint64_t i = r->n; ok && i > 0; i--) ok = undo_entry(&u, i - 1);
     koila_status status = u.blocks.failed || u.segs.failed ? KOILA_NO_MEMORY : ok ? lay_out(&u) : KOILA_BAD_INPUT;
     *at = ok ? UINT64_MAX : u.at;
-    omap_free(&u.blocks);
-    omap_free(&u.segs);
+    koila__omap_free(&u.blocks);
+    koila__omap_free(&u.segs);
     return status;
 }
 
@@ -258,32 +258,32 @@ static bool is_whole(const replay *r, bool *no_memory)
     for (uint64_t i = 0; i < r->n && whole && !made.failed; i++) {
         const snap_entry *x = entry(r, i);
         if (!is_segment_event(x->kind)) continue;
-        uint32_t below = omap_near(&made, x->addr + 1, 0), b;
+        uint32_t below = koila__omap_near(&made, x->addr + 1, 0), b;
         const uint64_t end = x->addr + x->size;
         if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) {
             if (below && made.at[below].key + made.at[below].size > x->addr) whole = false; /* twice: entries are missing */
             else if (below && made.at[below].key + made.at[below].size == x->addr) made.at[below].size += x->size;
-            else if ((b = omap_put(&made, x->addr))) made.at[b].size = x->size;
+            else if ((b = koila__omap_put(&made, x->addr))) made.at[b].size = x->size;
         } else if (!below || made.at[below].key + made.at[below].size < end) {
             whole = false;
         } else {
             const uint64_t from = made.at[below].key, to = from + made.at[below].size;
             if (from < x->addr) made.at[below].size = x->addr - from;
-            else omap_drop(&made, from);
-            if (end < to && (b = omap_put(&made, end))) made.at[b].size = to - end;
+            else koila__omap_drop(&made, from);
+            if (end < to && (b = koila__omap_put(&made, end))) made.at[b].size = to - end;
         }
     }
     for (size_t i = 0; i < r->n_segs && whole && !made.failed; i++) {
         uint64_t at = r->segs[i].addr;
         const uint64_t end = at + r->segs[i].size;
         for (uint32_t b; at < end && whole; at = made.at[b].key + made.at[b].size) { /* maps above one another touch without being one */
-            b = omap_near(&made, at + 1, 0);
+            b = koila__omap_near(&made, at + 1, 0);
             whole = b && made.at[b].key + made.at[b].size > at;
             if (!whole) break;
         }
     }
     *no_memory = made.failed;
-    omap_free(&made);
+    koila__omap_free(&made);
     return whole;
 }
 

@@ -27,23 +27,23 @@ koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_
                 status = KOILA_OK;
                 continue;
             }
-            uint32_t n = status ? 0 : omap_put(&where, b->addr);
+            uint32_t n = status ? 0 : koila__omap_put(&where, b->addr);
             if (n) where.at[n].size = addr;
         }
     }
     for (uint64_t i = 0; !status && !where.failed && i < r.n; i++) {
         const snap_entry *x = entry(&r, i);
-        uint32_t n = x->kind == KOILA_EVENT_OOM ? 0 : omap_find(&where, x->addr);
+        uint32_t n = x->kind == KOILA_EVENT_OOM ? 0 : koila__omap_find(&where, x->addr);
         uint64_t addr;
         switch (x->kind) {
         case KOILA_EVENT_ALLOC: case KOILA_EVENT_OOM:
-            if (n) omap_drop(&where, x->addr);
-            status = koila_cache_malloc(sim, x->size, x->stream, x->kind == KOILA_EVENT_OOM ? KOILA_POOL_DEFAULT : pool_at(&r, i), &addr);
+            if (n) koila__omap_drop(&where, x->addr);
+            status = koila_cache_malloc(sim, x->size, x->stream, x->kind == KOILA_EVENT_OOM ? KOILA_POOL_DEFAULT : koila__replay_pool_at(&r, i), &addr);
             if (status == KOILA_OOM) {
                 w.fits = false;
                 if (!w.n_ooms++) w.first_oom_entry = i, w.first_oom_bytes = x->size;
                 status = KOILA_OK;
-            } else if (!status && x->kind == KOILA_EVENT_ALLOC && (n = omap_put(&where, x->addr))) {
+            } else if (!status && x->kind == KOILA_EVENT_ALLOC && (n = koila__omap_put(&where, x->addr))) {
                 where.at[n].size = addr;
             } else if (!status && x->kind == KOILA_EVENT_OOM) {
                 status = koila_cache_release(sim, addr); /* it failed then; what the program would have done with it is not recorded */
@@ -60,7 +60,7 @@ koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_
         case KOILA_EVENT_FREE_COMPLETED:
             if (n) {
                 koila_cache_complete(sim, where.at[n].size); /* or a retry has done so already */
-                omap_drop(&where, x->addr);
+                koila__omap_drop(&where, x->addr);
             }
             break;
         default: break;
@@ -75,7 +75,7 @@ koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_
         *out = w;
     }
     koila_cache_free(sim);
-    omap_free(&where);
+    koila__omap_free(&where);
     koila__replay_teardown(&r);
     return status;
 }
