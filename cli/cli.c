@@ -41,6 +41,9 @@ static const char *advice(const koila_error *e)
         { "unknown action", "It may come from a newer torch than this koila knows." },
         { "unknown state", "It may come from a newer torch than this koila knows." },
         { "is not known", "It may come from a newer torch than this koila knows." },
+        { "is not allocated", "The trace is damaged: record it again." },
+        { "is allocated already", "The trace is damaged: record it again." },
+        { "was not freed", "The trace is damaged: record it again." },
         { "No such file", "Check the path; - is standard input." },
         { "Permission denied", "Make it readable, or give another file." },
         { "cannot be read", "Give a file, or - for standard input." },
@@ -332,10 +335,20 @@ char *read_text(const char *path, size_t *n, koila_error *e)
 
 FILE *create_beside(const char *path, char **temporary)
 {
-    const size_t n = strlen(path) + 12;
-    *temporary = malloc(n);
-    if (!*temporary) return complain(path, NULL, "the host is out of memory"), NULL;
-    snprintf(*temporary, n, "%s.XXXXXX", path);
+    struct stat st;
+    *temporary = NULL;
+    if (!stat(path, &st) && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) { /* such as /dev/stdout: not to be replaced by a file */
+        FILE *f = fopen(path, "wb");
+        if (!f) complain(path, NULL, "cannot be written: %s", strerror(errno));
+        return f;
+    }
+    char *real = realpath(path, NULL); /* a link stays a link */
+    if (!real) real = strdup(path);
+    const size_t n = real ? strlen(real) + 12 : 0;
+    *temporary = real ? malloc(n) : NULL;
+    if (!*temporary) return free(real), complain(path, NULL, "the host is out of memory"), NULL;
+    snprintf(*temporary, n, "%s.XXXXXX", real);
+    free(real);
     int fd = mkstemp(*temporary);
     mode_t mask = umask(0);
     umask(mask);
@@ -354,13 +367,16 @@ FILE *create_beside(const char *path, char **temporary)
 
 int finish_file(FILE *f, char *temporary, const char *path)
 {
-    int failed = ferror(f) ? EIO : 0;
+    int failed = !ferror(f) ? 0 : errno ? errno : EIO; /* of the write that failed */
     if (fclose(f) && !failed) failed = errno;
-    if (!failed && rename(temporary, path)) failed = errno;
-    if (failed) {
-        unlink(temporary);
-        complain(path, NULL, "cannot be written: %s", strerror(failed));
+    if (!failed && temporary) { /* beside what it becomes: cut ".XXXXXX" off */
+        char *to = strdup(temporary);
+        if (to) to[strlen(to) - 7] = 0;
+        if (!to || rename(temporary, to)) failed = errno;
+        free(to);
     }
+    if (failed && temporary) unlink(temporary);
+    if (failed && failed != EPIPE) complain(path, NULL, "cannot be written: %s", strerror(failed));
     free(temporary);
     return failed ? EXIT_BAD : EXIT_OK;
 }

@@ -86,7 +86,8 @@ extern volatile uint64_t progress_done;
 
 /* ---- files */
 char *read_text(const char *path, size_t *n, koila_error *e);                       /* malloc'ed, NUL-terminated; at most 1 GiB */
-FILE *create_beside(const char *path, char **temporary); /* renamed by finish_file; NULL: complained */
+/* A temporary file beside `path`, renamed by finish_file; a device or a pipe is written as it is (*temporary NULL). NULL: complained. */
+FILE *create_beside(const char *path, char **temporary);
 int finish_file(FILE *f, char *temporary, const char *path); /* EXIT_OK or EXIT_BAD; frees temporary */
 bool stdout_ok(void); /* flushes; a closed pipe is quiet but false */
 

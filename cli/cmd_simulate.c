@@ -49,7 +49,7 @@ static int write_events(const simulate_options *o, const koila_snapshot *s, cons
     progress(NULL, NULL, 0);
     if (status) {
         fclose(l.f);
-        remove(temporary);
+        if (temporary) remove(temporary);
         free(temporary);
         return complain_about(o->in.path, &e);
     }
@@ -196,6 +196,8 @@ static void put_verdict(const koila_replay_result *r)
     if (r->end_checked) printf(", %s blocks at the end", grouped(r->n_end_blocks, c));
     put_decisions(r);
     if (r->n_start_blocks) printf("; %s blocks were live before", grouped(r->n_start_blocks, a));
+    if (r->n_assumed) printf(", of %s the size is assumed", grouped(r->n_assumed, a));
+    if (r->reservations_inferred) printf("; where reservations begin and end is inferred");
     if (r->reason[0]) fputs("; ", stdout), put_plain(stdout, r->reason);
     putchar('\n');
 }
