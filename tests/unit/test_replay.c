@@ -384,6 +384,34 @@ TEST(replay__a_newer_end_state_is_set_aside)
     CHECK(differs == 0);
 }
 
+TEST(replay__a_change_inside_a_window_is_never_called_exact)
+{
+    unsigned n = 0, exact = 0;
+    for (uint64_t seed = 1; seed <= 16; seed++) {
+        koila_cache_config conf;
+        koila_cache *c = make_cache(seed % 3 ? 0 : 1, &conf);
+        memset(&rec, 0, sizeof rec);
+        fake_program(&rec, c, 3000 + seed, 500, 4);
+        const size_t from = rec.n / 3;
+        for (size_t k = 0; k < 25; k++) {
+            const size_t at = from + (seed * 7919 + k * 104729) % (rec.n - from);
+            const koila_event old = rec.e[at];
+            if (old.kind >= KOILA_EVENT_OOM) continue;
+            if (k % 3 == 0) rec.e[at].addr += 512;
+            else if (k % 3 == 1) rec.e[at].size += 512;
+            else rec.e[at].stream++;
+            koila_replay_result out = { 0 };
+            koila_status status = try_replay(&rec, from, true, &out, NULL);
+            n++;
+            exact += status == KOILA_OK && out.verdict <= KOILA_EXACT_WITH_DECISIONS;
+            rec.e[at] = old;
+        }
+        koila_cache_free(c);
+    }
+    CHECK(n > 300);
+    CHECK_EQ(exact, 0);
+}
+
 TEST(replay__switching_expandable_is_an_external_decision)
 {
     koila_cache_config conf;
