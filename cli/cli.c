@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -27,16 +26,39 @@ int complain(const char *subject, const char *todo, const char *fmt, ...)
     return EXIT_BAD;
 }
 
+/* The library's text says what is wrong; here what to do about it, by the words in it. */
+static const char *advice(const koila_error *e)
+{
+    static const struct { const char *words, *todo; } known[] = {
+        { "refused opcode", "Do not load this file in Python unless you trust where it came from." },
+        { "not a snapshot", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
+        { "empty file", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
+        { "no \"segments\"", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
+        { "ends early", "The file was cut: copy it again, or write a new snapshot." },
+        { "max_memory_bytes", "Raise the limit with --max-memory, such as --max-memory 2GiB." },
+        { "max_string_bytes", "Raise the limit with --max-string, such as --max-string 64MiB." },
+        { "nested deeper", "Raise the limit with --max-nesting, such as --max-nesting 200." },
+        { "unknown action", "It may come from a newer torch than this koila knows." },
+        { "unknown state", "It may come from a newer torch than this koila knows." },
+        { "is not known", "It may come from a newer torch than this koila knows." },
+        { "is not allocated", "The trace is damaged: record it again." },
+        { "is allocated already", "The trace is damaged: record it again." },
+        { "was not freed", "The trace is damaged: record it again." },
+        { "No such file", "Check the path; - is standard input." },
+        { "Permission denied", "Make it readable, or give another file." },
+        { "cannot be read", "Give a file, or - for standard input." },
+    };
+    if (e->code == KOILA_NO_MEMORY) return "Close other programs, or use a shorter recording.";
+    if (e->code == KOILA_UNSUPPORTED) return "This cannot be simulated; koila does not guess.";
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (strstr(e->text, known[i].words)) return known[i].todo;
+    return NULL;
+}
+
 int complain_about(const char *subject, const koila_error *e)
 {
-    const char *todo = e->code == KOILA_NO_MEMORY    ? "Close other programs, or use a shorter recording."
-                       : e->code == KOILA_UNSUPPORTED ? "This cannot be simulated; koila does not guess."
-                       : strstr(e->text, "refused opcode") ? "Do not load this file in Python unless you trust where it came from."
-                       : strstr(e->text, "not a snapshot") || strstr(e->text, "no \"segments\"")
-                           ? "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON."
-                           : NULL;
-    if (e->offset) return complain(subject, todo, "%s (byte %llu)", e->text, (unsigned long long)e->offset);
-    return complain(subject, todo, "%s", e->text);
+    if (e->offset) return complain(subject, advice(e), "%s (byte %llu)", e->text, (unsigned long long)e->offset);
+    return complain(subject, advice(e), "%s", e->text);
 }
 
 int usage_of(const char *verb, const char *fmt, ...)
@@ -188,35 +210,94 @@ static int64_t read_fd(void *user, void *p, size_t n)
 {
     for (;;) {
         ssize_t got = read(*(int *)user, p, n);
+        if (got > 0) progress_done += (uint64_t)got;
         if (got >= 0 || errno != EINTR) return got;
     }
 }
 
-koila_status read_snapshot(const char *path, koila_snapshot **out, koila_error *e)
+/* Read, not mapped: the pages of a mapped file of gigabytes would count as ours. */
+static koila_snapshot *read_snapshot(const snapshot_options *o)
 {
-    int fd = strcmp(path, "-") ? open(path, O_RDONLY | O_CLOEXEC) : 0;
+    koila_error e = KOILA_ERROR_INIT;
+    koila_snapshot *s = NULL;
     struct stat st;
-    koila_source src = { .struct_size = (uint32_t)sizeof src };
+    int fd = strcmp(o->path, "-") ? open(o->path, O_RDONLY | O_CLOEXEC) : 0;
     if (fd < 0 || fstat(fd, &st)) {
-        e->code = KOILA_BAD_INPUT;
-        e->offset = 0;
-        snprintf(e->text, sizeof e->text, "%s", strerror(errno));
+        snprintf(e.text, sizeof e.text, "%s", strerror(errno));
         if (fd > 0) close(fd);
-        return KOILA_BAD_INPUT;
+        complain_about(o->path, &e);
+        return NULL;
     }
-    void *map = MAP_FAILED;
-    if (S_ISREG(st.st_mode) && st.st_size > 0 && fd) map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map != MAP_FAILED) {
-        src.data = map;
-        src.n_bytes = (uint64_t)st.st_size;
-    } else {
-        src.read = read_fd;
-        src.user = &fd;
-    }
-    koila_status status = koila_snapshot_open(&src, NULL, out, e);
-    if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
+    koila_source src = { .struct_size = (uint32_t)sizeof src, .read = read_fd, .user = &fd };
+    progress("reading", o->path, S_ISREG(st.st_mode) ? (uint64_t)st.st_size : 0);
+    koila_status status = koila_snapshot_open(&src, &o->limits, &s, &e);
+    progress(NULL, NULL, 0);
     if (fd) close(fd);
-    return status;
+    if (!status) return s;
+    const char *todo = advice(&e);
+    if (status != KOILA_BAD_INPUT) complain_about(o->path, &e);
+    else complain(o->path, todo ? todo : "The file is damaged or no snapshot: write it again with torch.cuda.memory._dump_snapshot().", "%s (byte %llu)", e.text, (unsigned long long)e.offset);
+    return NULL;
+}
+
+bool snapshot_option(snapshot_options *o, args *a, const char *name, int *code)
+{
+    uint64_t n = 0;
+    *code = EXIT_OK;
+    if (!strcmp(name, "--torch")) {
+        o->torch = args_value(a);
+    } else if (!strcmp(name, "--device")) {
+        if (args_value(a) && !parse_count(a->value, 1023, &o->device)) *code = usage_of(a->verb, "--device %s: a number from 0 to 1023", a->value);
+    } else if (!strcmp(name, "--max-memory")) {
+        if (args_value(a) && (!parse_size(a->value, &o->limits.max_memory_bytes) || !o->limits.max_memory_bytes)) *code = usage_of(a->verb, "--max-memory %s: say 2GiB or 2GB", a->value);
+    } else if (!strcmp(name, "--max-string")) {
+        if (args_value(a) && (!parse_size(a->value, &o->limits.max_string_bytes) || !o->limits.max_string_bytes)) *code = usage_of(a->verb, "--max-string %s: say 64MiB or 64MB", a->value);
+    } else if (!strcmp(name, "--max-nesting")) {
+        if (args_value(a) && (!parse_count(a->value, 4096, &n) || !n)) *code = usage_of(a->verb, "--max-nesting %s: a number from 1 to 4096", a->value);
+        o->limits.max_nesting = (uint32_t)n;
+    } else {
+        return false;
+    }
+    return true;
+}
+
+koila_snapshot *open_snapshot(const char *verb, snapshot_options *o, koila_cache_config *conf)
+{
+    koila_snapshot_info info;
+    koila_error e = KOILA_ERROR_INIT;
+    koila_snapshot *s = read_snapshot(o);
+    size_t n_segs = 0;
+    if (!s) return NULL;
+    koila_snapshot_get_info(s, &info);
+    if (o->device == UINT64_MAX) { /* the first with a trace, else the first with memory */
+        uint32_t d = 0;
+        while (d < info.n_devices && !koila_snapshot_n_entries(s, d)) d++;
+        if (d == info.n_devices)
+            for (d = 0; d < info.n_devices && !koila_snapshot_segments(s, d, &n_segs);) d++;
+        o->device = d < info.n_devices ? d : 0;
+    }
+    koila_status status = KOILA_OK;
+    if (o->device >= info.n_devices) {
+        complain(o->path, "Leave --device out for the first that recorded something.", "no device %llu: the snapshot has %u", (unsigned long long)o->device, info.n_devices);
+        status = KOILA_BAD_ARGUMENT;
+    } else if ((status = koila_snapshot_config(s, (uint32_t)o->device, o->torch, conf, &e))) {
+        if (e.text[0]) complain_about(o->path, &e);
+        else usage_of(verb, status == KOILA_UNSUPPORTED ? "--torch %s: versions before 2.0 are not known" : "--torch %s: say a version, such as 2.10", o->torch);
+    }
+    if (!status) return s;
+    koila_snapshot_free(s);
+    return NULL;
+}
+
+bool user_frame(const koila_snapshot *s, uint32_t stack, koila_frame *out)
+{
+    koila_frame f;
+    for (uint32_t i = 0; koila_snapshot_frame(s, stack, i, &f); i++) {
+        const char *dot = strrchr(f.filename, '.');
+        if (!dot || strcmp(dot, ".py") || strstr(f.filename, "/torch/") || strstr(f.filename, "site-packages") || f.filename[0] == '<') continue;
+        return *out = f, true;
+    }
+    return koila_snapshot_frame(s, stack, 0, out);
 }
 
 char *read_text(const char *path, size_t *n, koila_error *e)
@@ -254,10 +335,20 @@ char *read_text(const char *path, size_t *n, koila_error *e)
 
 FILE *create_beside(const char *path, char **temporary)
 {
-    const size_t n = strlen(path) + 12;
-    *temporary = malloc(n);
-    if (!*temporary) return complain(path, NULL, "the host is out of memory"), NULL;
-    snprintf(*temporary, n, "%s.XXXXXX", path);
+    struct stat st;
+    *temporary = NULL;
+    if (!stat(path, &st) && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) { /* such as /dev/stdout: not to be replaced by a file */
+        FILE *f = fopen(path, "wb");
+        if (!f) complain(path, NULL, "cannot be written: %s", strerror(errno));
+        return f;
+    }
+    char *real = realpath(path, NULL); /* a link stays a link */
+    if (!real) real = strdup(path);
+    const size_t n = real ? strlen(real) + 12 : 0;
+    *temporary = real ? malloc(n) : NULL;
+    if (!*temporary) return free(real), complain(path, NULL, "the host is out of memory"), NULL;
+    snprintf(*temporary, n, "%s.XXXXXX", real);
+    free(real);
     int fd = mkstemp(*temporary);
     mode_t mask = umask(0);
     umask(mask);
@@ -276,13 +367,16 @@ FILE *create_beside(const char *path, char **temporary)
 
 int finish_file(FILE *f, char *temporary, const char *path)
 {
-    int failed = ferror(f) ? EIO : 0;
+    int failed = !ferror(f) ? 0 : errno ? errno : EIO; /* of the write that failed */
     if (fclose(f) && !failed) failed = errno;
-    if (!failed && rename(temporary, path)) failed = errno;
-    if (failed) {
-        unlink(temporary);
-        complain(path, NULL, "cannot be written: %s", strerror(failed));
+    if (!failed && temporary) { /* beside what it becomes: cut ".XXXXXX" off */
+        char *to = strdup(temporary);
+        if (to) to[strlen(to) - 7] = 0;
+        if (!to || rename(temporary, to)) failed = errno;
+        free(to);
     }
+    if (failed && temporary) unlink(temporary);
+    if (failed && failed != EPIPE) complain(path, NULL, "cannot be written: %s", strerror(failed));
     free(temporary);
     return failed ? EXIT_BAD : EXIT_OK;
 }

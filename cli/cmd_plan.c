@@ -237,7 +237,7 @@ int cmd_plan(int argc, char **argv)
             if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes)) return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--slice")) {
             uint64_t rows = 0;
-            if (!args_value(&a)) continue;
+            if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
             if (!strcmp(a.value, "auto")) o.auto_slice = true;
             else if (!parse_count(a.value, INT64_MAX, &rows) || !rows) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
             o.o.rows = (int64_t)rows;
@@ -245,7 +245,7 @@ int cmd_plan(int argc, char **argv)
             if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa)) return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn", a.value);
         } else if (!strcmp(name, "--optimizer")) {
             char kind[32];
-            if (!args_value(&a)) continue;
+            if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
             snprintf(kind, sizeof kind, "%s", a.value);
             char *colon = strchr(kind, ':');
             if (colon) *colon++ = 0;

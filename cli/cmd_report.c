@@ -1,15 +1,19 @@
 /* cmd_report.c — koila report: a memory snapshot as one page that needs no network and no script.
  *
  * The trace may have any length, the page may not: time is cut into N_COLUMNS columns, and each keeps the least and the most of every
- * curve, so a peak of one event is still drawn. Maps merge what is thinner than a pixel. Every text from the file goes through put_html().
+ * curve, so a peak of one event is still drawn. Maps merge what is thinner than a pixel. Every text from the file goes through put_text(),
+ * which cuts and escapes it; stacks are left out once the page has MAX_STACKS bytes. So no file makes a page of more than 5 MiB.
  *
  *   pass 1  replay         verdict, where the peaks are, what was lost
- *   pass 2  timeline       the columns; what is live, until the peak of allocated bytes
- *   pass 3  timeline       when the largest of those were freed; every block at the peak of reserved bytes
+ *   pass 2  timeline       the columns; what is live, until the peak of allocated bytes; the limit
+ *   pass 3  timeline       every block at the peak of allocated bytes: with those that were there before the first event
+ *   pass 4  timeline       when the largest of those were freed
+ *   pass 5  timeline       every block at the peak of reserved bytes
  */
 #include "cmd.h"
 
-enum { N_COLUMNS = 1000, N_BANDS = 12, MAX_RECTS = 12000, MAX_TOP = 200, MAX_STEPS = 400 };
+enum { N_COLUMNS = 1000, N_BANDS = 12, MAX_RECTS = 12000, MAX_TOP = 200, MAX_STEPS = 400, MAX_TEXT = 160, MAX_STACKS = 5 << 19 };
+#define BEFORE UINT64_MAX /* born before the first event, or not dead after the last */
 
 /* blue, orange, green, sky, vermilion, purple: told apart with any colour vision (Okabe and Ito) */
 static const char *const band_colours[] = { "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7" };
@@ -20,7 +24,7 @@ typedef struct column {
 } column;
 
 typedef struct live_one {
-    uint64_t addr, size, born, died;
+    uint64_t addr, size, born, died; /* events, or BEFORE */
     uint32_t stack;
     bool used;
 } live_one;
@@ -75,6 +79,9 @@ typedef struct report {
     const koila_snapshot *s;
     uint32_t device;
     const char *path;
+    uint64_t memory, outside; /* as given, 0: not */
+    uint64_t limit;           /* what this process can reserve at most, 0: not known */
+    bool limit_seen;          /* known from an out-of-memory, not given */
     koila_snapshot_info info;
     koila_cache_config conf;
     koila_replay_result r;
@@ -83,6 +90,7 @@ typedef struct report {
     live_table live;
     live_one *largest; /* at the peak of allocated, by size */
     size_t n_largest;
+    uint64_t maybe[64]; /* bits: addresses of `largest`, hashed */
     drawn_block *blocks;
     size_t n_blocks, blocks_cap;
     bool exact, failed;
@@ -93,13 +101,15 @@ static size_t column_of(const report *p, uint64_t entry) { return p->n ? (size_t
 
 static void count_live(report *p, const koila_moment *m)
 {
-    live_one x = { m->addr, m->size, m->entry, UINT64_MAX, m->stack, true };
+    live_one x = { m->addr, m->size, m->entry, BEFORE, m->stack, true };
     if (m->kind == KOILA_EVENT_ALLOC && m->addr) live_put(&p->live, &x);
     if (m->kind == KOILA_EVENT_FREE_REQUESTED) {
         live_one *old = live_find(&p->live, m->addr);
         if (old) old->used = false;
     }
 }
+
+static size_t bit_of(uint64_t addr) { return (size_t)((addr >> 9) * 0x9E3779B97F4A7C15u >> 52); }
 
 static int by_size(const void *a, const void *b)
 {
@@ -117,6 +127,7 @@ static void keep_largest(report *p)
     p->failed |= !p->largest;
     if (p->largest) qsort(p->largest, n, sizeof *p->largest, by_size);
     p->n_largest = n < MAX_TOP ? n : MAX_TOP;
+    for (size_t i = 0; i < p->n_largest; i++) p->maybe[bit_of(p->largest[i].addr) >> 6] |= (uint64_t)1 << (bit_of(p->largest[i].addr) & 63);
 }
 
 static void see_first(void *user, const koila_moment *m)
@@ -129,17 +140,48 @@ static void see_first(void *user, const koila_moment *m)
         if (!c->any || v[k] > c->high[k]) c->high[k] = v[k];
     }
     c->any = true;
-    if (m->entry > p->r.peak_allocated_entry) return;
-    count_live(p, m);
-    if (m->entry == p->r.peak_allocated_entry) keep_largest(p);
+    progress_done = m->entry;
+    if (m->kind == KOILA_EVENT_OOM && !p->limit && m->addr && m->addr < (uint64_t)1 << 44) { /* addr: what the device had free then */
+        p->limit = m->reserved + m->addr;
+        p->limit_seen = true;
+    }
+    if (m->entry <= p->r.peak_allocated_entry) count_live(p, m);
+}
+
+/* At the peak of allocated bytes: what nobody was seen to make was there before. */
+static bool see_before(void *user, const koila_block *b)
+{
+    report *p = user;
+    const live_one *old = b->state == KOILA_BLOCK_USED ? live_find(&p->live, b->addr) : NULL;
+    live_one x = { b->addr, b->requested ? b->requested : b->size, BEFORE, BEFORE, KOILA_NO_STACK, true };
+    if (b->state == KOILA_BLOCK_USED && !(old && old->used)) live_put(&p->live, &x);
+    return !p->live.failed;
 }
 
 static void see_again(void *user, const koila_moment *m)
 {
     report *p = user;
+    progress_done = m->entry;
     if (m->kind != KOILA_EVENT_FREE_REQUESTED || m->entry <= p->r.peak_allocated_entry) return;
-    for (size_t i = 0; i < p->n_largest && i < N_BANDS; i++)
-        if (p->largest[i].addr == m->addr && p->largest[i].died == UINT64_MAX) p->largest[i].died = m->entry;
+    if (!(p->maybe[bit_of(m->addr) >> 6] >> (bit_of(m->addr) & 63) & 1)) return;
+    for (size_t i = 0; i < p->n_largest; i++)
+        if (p->largest[i].addr == m->addr && p->largest[i].died == BEFORE) p->largest[i].died = m->entry;
+}
+
+/* What was there before the first event and never left is still there at the end, with its stack. */
+static void find_stacks(report *p)
+{
+    size_t n;
+    const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n);
+    for (size_t k = 0; k < p->n_largest; k++) {
+        live_one *x = &p->largest[k];
+        if (x->born != BEFORE || x->died != BEFORE) continue;
+        for (size_t i = 0; i < n; i++) {
+            if (x->addr < segs[i].addr || x->addr >= segs[i].addr + segs[i].size) continue;
+            for (size_t b = 0; b < segs[i].n_blocks; b++)
+                if (segs[i].blocks[b].addr == x->addr && segs[i].blocks[b].state == KOILA_BLOCK_USED) x->stack = koila_snapshot_block_stack(p->s, &segs[i].blocks[b]);
+        }
+    }
 }
 
 static bool see_block(void *user, const koila_block *b)
@@ -159,8 +201,8 @@ static bool see_block(void *user, const koila_block *b)
 /* ---- the page */
 
 static const char *const style =
-    ":root{color-scheme:light dark;--bg:#fff;--fg:#1a1a1a;--dim:#5c5c5c;--line:#d4d4d4;--used:#0072b2;--wait:#e69f00;--free:#dcdcdc;--res:#1a1a1a;--act:#d55e00}"
-    "@media(prefers-color-scheme:dark){:root{--bg:#16181c;--fg:#e8e8e8;--dim:#a0a4ab;--line:#3a3e45;--used:#3d9bd6;--wait:#e69f00;--free:#3a3e45;--res:#e8e8e8;--act:#ff8c42}}"
+    ":root{color-scheme:light dark;--bg:#fff;--fg:#1a1a1a;--dim:#5c5c5c;--line:#d4d4d4;--used:#0072b2;--wait:#e69f00;--free:#dcdcdc;--res:#1a1a1a;--act:#d55e00;--limit:#a3005c}"
+    "@media(prefers-color-scheme:dark){:root{--bg:#16181c;--fg:#e8e8e8;--dim:#a0a4ab;--line:#3a3e45;--used:#3d9bd6;--wait:#e69f00;--free:#3a3e45;--res:#e8e8e8;--act:#ff8c42;--limit:#ff7ac0}}"
     "body{margin:2rem auto;max-width:1100px;padding:0 1rem;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}"
     "h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2.2rem}svg{width:100%;height:auto;display:block}text{fill:var(--dim);font:11px system-ui,sans-serif}"
     "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top}"
@@ -174,38 +216,49 @@ static void put_size(FILE *f, uint64_t n)
     fputs(gib(n, text), f);
 }
 
+/* Text from the file: cut and escaped. */
+static void put_text(FILE *f, const char *s)
+{
+    char cut[MAX_TEXT + 1];
+    size_t n = strlen(s);
+    if (n > MAX_TEXT) { /* its end says more than its start: files */
+        s += n - MAX_TEXT;
+        while (((unsigned char)*s & 0xC0) == 0x80) s++;
+        fputs("\xe2\x80\xa6", f);
+    }
+    snprintf(cut, sizeof cut, "%s", s);
+    put_html(f, cut);
+}
+
 static void put_frames(report *p, uint32_t stack)
 {
     koila_frame f;
     bool any = false;
+    if (ftell(p->f) > MAX_STACKS) {
+        fputs("<span class=dim>left out: the page is full</span>", p->f);
+        return;
+    }
     for (uint32_t i = 0; i < 60 && koila_snapshot_frame(p->s, stack, i, &f); i++) {
         fputs(any ? "\n" : "<pre>", p->f);
         any = true;
-        put_html(p->f, f.filename);
+        put_text(p->f, f.filename);
         fprintf(p->f, ":%u in ", f.line);
-        put_html(p->f, f.name);
+        put_text(p->f, f.name);
     }
     fputs(any ? "</pre>" : "<span class=dim>no stack recorded</span>", p->f);
 }
 
 static void put_line_of(report *p, uint32_t stack)
 {
-    koila_frame f, first;
-    bool any = koila_snapshot_frame(p->s, stack, 0, &first);
-    for (uint32_t i = 0; koila_snapshot_frame(p->s, stack, i, &f); i++) {
-        const char *dot = strrchr(f.filename, '.');
-        if (!dot || strcmp(dot, ".py") || strstr(f.filename, "/torch/") || strstr(f.filename, "site-packages")) continue;
-        first = f;
-        break;
-    }
-    if (!any) {
+    koila_frame f;
+    if (!user_frame(p->s, stack, &f)) {
         fputs("<span class=dim>unknown</span>", p->f);
         return;
     }
     fputs("<code>", p->f);
-    put_html(p->f, first.filename);
-    fprintf(p->f, ":%u</code> in ", first.line);
-    put_html(p->f, first.name);
+    put_text(p->f, f.filename);
+    fprintf(p->f, ":%u</code> in ", f.line);
+    put_text(p->f, f.name);
 }
 
 enum { CHART_W = 1000, CHART_H = 300, LEFT_EDGE = 70 };
@@ -240,7 +293,7 @@ static void put_steps(report *p)
         while (koila_snapshot_entry(p->s, p->device, at, &x) && x.time_us < a.time_us) at++;
         const double left = x_of(p, at);
         fprintf(p->f, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"var(--line)\"><title>", left, left, CHART_H);
-        put_html(p->f, a.name);
+        put_text(p->f, a.name);
         fputs("</title></line>\n", p->f);
         n++;
     }
@@ -254,6 +307,8 @@ static void put_chart(report *p)
         if (p->columns[i].any && p->columns[i].high[2] > most) most = p->columns[i].high[2];
     for (size_t i = 0; i < N_COLUMNS; i++)
         if (p->columns[i].any && p->columns[i].high[1] > most) most = p->columns[i].high[1];
+    const bool limit_fits = p->limit && p->limit / 3 < most; /* a far limit would flatten the curves */
+    if (limit_fits && p->limit > most) most = p->limit;
     fprintf(f, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"memory over time\">\n", CHART_W, CHART_H + 24);
     for (int i = 0; i <= 4; i++) {
         const uint64_t v = most / 4 * (uint64_t)i;
@@ -265,30 +320,38 @@ static void put_chart(report *p)
     put_steps(p);
     for (size_t i = 0; i < p->n_largest && i < N_BANDS; i++) { /* the largest at the peak, stacked: they are all live there, so nothing overlaps */
         const live_one *x = &p->largest[i];
-        const double left = x_of(p, x->born), right = x_of(p, x->died == UINT64_MAX ? p->n : x->died), top = y_of(band + x->size, most);
+        const double left = x_of(p, x->born == BEFORE ? 0 : x->born), right = x_of(p, x->died == BEFORE ? p->n : x->died), top = y_of(band + x->size, most);
         fprintf(f, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\".8\"><title>", left, top, right - left > 0.5 ? right - left : 0.5,
                 y_of(band, most) - top, band_colours[i % (sizeof band_colours / sizeof *band_colours)]);
         put_size(f, x->size);
         fputs(" ", f);
         koila_frame frame;
-        if (koila_snapshot_frame(p->s, x->stack, 0, &frame)) {
-            put_html(f, frame.filename);
+        if (user_frame(p->s, x->stack, &frame)) {
+            put_text(f, frame.filename);
             fprintf(f, ":%u", frame.line);
         }
         fputs("</title></rect>\n", f);
         band += x->size;
     }
-    put_curve(p, 0, most, "var(--used)", "allocated");
+    put_curve(p, 2, most, "var(--res)", "reserved"); /* each is at least the next: later ones leave the earlier in sight */
     put_curve(p, 1, most, "var(--act)", "active");
-    put_curve(p, 2, most, "var(--res)", "reserved");
+    put_curve(p, 0, most, "var(--used)", "allocated");
+    if (p->limit) {
+        const double y = limit_fits ? y_of(p->limit, most) : 3;
+        fprintf(f, "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
+                LEFT_EDGE, CHART_W, y, y, CHART_W - 4, y + 12);
+        put_size(f, p->limit);
+        fprintf(f, "%s%s</text></g>\n", p->limit_seen ? ", as the device had it at the first out-of-memory" : "", limit_fits ? "" : " (above the picture)");
+    }
     if (p->r.n_ooms && p->r.first_oom_entry != UINT64_MAX)
         fprintf(f, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"#d55e00\" stroke-dasharray=\"4 3\"><title>out of memory</title></line>\n", x_of(p, p->r.first_oom_entry),
                 x_of(p, p->r.first_oom_entry), CHART_H);
     fprintf(f, "<text x=\"%d\" y=\"%d\">event 0</text><text x=\"%d\" y=\"%d\" text-anchor=\"end\">event %llu</text></svg>\n", LEFT_EDGE, CHART_H + 18, CHART_W, CHART_H + 18,
             (unsigned long long)p->n);
-    fputs("<p class=dim><span class=key style=\"background:var(--res)\"></span>reserved <span class=key style=\"background:var(--act)\"></span>active "
-          "<span class=key style=\"background:var(--used)\"></span>allocated; solid boxes: the largest allocations at the peak, from birth to death. "
-          "Each column shows least and most, so no peak is lost.</p>\n", f);
+    fprintf(f, "<p class=dim><span class=key style=\"background:var(--res)\"></span>reserved <span class=key style=\"background:var(--act)\"></span>active "
+          "<span class=key style=\"background:var(--used)\"></span>allocated%s; solid boxes: the largest allocations at the peak, from birth to death. "
+          "Each column shows least and most, so no peak is lost.</p>\n",
+            p->limit ? " <span class=key style=\"background:var(--limit)\"></span>limit" : "");
 }
 
 /* Segments as rows, widths to scale. What is thinner than a pixel is merged into its neighbour. */
@@ -343,6 +406,19 @@ static void put_row(report *p, const char *name, uint64_t n, const char *meaning
     fprintf(p->f, "<td class=dim>%s</tr>\n", meaning);
 }
 
+static void put_lost(report *p)
+{
+    const koila_replay_result *r = &p->r;
+    put_row(p, "reserved", r->peak_reserved, "taken from the device");
+    if (r->peak_added_up) return;
+    put_row(p, "requested", r->at_peak_requested, "what the program asked for and holds");
+    put_row(p, "rounding", r->lost_rounding, "requests are rounded to 512 bytes or by roundup_power2_divisions");
+    put_row(p, "unsplit", r->lost_unsplit, "blocks handed out larger than asked, as the rest was too small to split");
+    put_row(p, "waiting", r->waiting, "freed, but another stream may still use them (record_stream)");
+    put_row(p, "free but pinned", r->lost_pinned, "free parts of segments that something still lives in: fragmentation");
+    put_row(p, "whole free segments", r->lost_whole, "could go back to the device with empty_cache");
+}
+
 static void put_page(report *p)
 {
     static const char *const verdicts[] = { "exact", "exact, with external decisions", "differs", "not checkable", "no trace" };
@@ -351,9 +427,9 @@ static void put_page(report *p)
     char a[32];
     fputs("<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content=\"width=device-width,initial-scale=1\">"
           "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>", f);
-    put_html(f, p->path);
+    put_text(f, p->path);
     fprintf(f, "</title><style>%s</style></head><body>\n<h1>", style);
-    put_html(f, p->path);
+    put_text(f, p->path);
     fprintf(f, "</h1>\n<p>device %u, %s events, rules of torch %u.%u, expandable segments %s. Replay: <b>%s</b>", p->device, grouped(p->n, a), r->torch_version / 100, r->torch_version % 100,
             p->conf.expandable ? "on" : "off", verdicts[r->verdict]);
     if (r->reason[0]) fputs(", ", f), put_html(f, r->reason);
@@ -362,14 +438,10 @@ static void put_page(report *p)
     else fputs("<p class=dim>No trace was recorded.</p>\n", f);
     if (!p->exact && p->n) fputs("<p class=dim>The replay stopped early; from there on the curves add up what the trace says.</p>\n", f);
 
-    fputs("<h2>Where the bytes went at the peak</h2>\n<table>\n", f);
-    put_row(p, "reserved", r->peak_reserved, "taken from the device");
-    put_row(p, "requested", r->at_peak_requested, "what the program asked for and holds");
-    put_row(p, "rounding", r->lost_rounding, "requests are rounded to 512 bytes or by roundup_power2_divisions");
-    put_row(p, "unsplit", r->lost_unsplit, "blocks handed out larger than asked, as the rest was too small to split");
-    put_row(p, "waiting", r->waiting, "freed, but another stream may still use them (record_stream)");
-    put_row(p, "free but pinned", r->lost_pinned, "free parts of segments that something still lives in: fragmentation");
-    put_row(p, "whole free segments", r->lost_whole, "could go back to the device with empty_cache");
+    fputs("<h2>Where the bytes went at the peak</h2>\n", f);
+    if (r->peak_added_up) fputs("<p class=dim>Only what was reserved: the replay stopped before the peak.</p>\n", f);
+    fputs("<table>\n", f);
+    put_lost(p);
     fputs("</table>\n<h2>Largest live allocations at the peak of allocated bytes</h2>\n", f);
     fputs("<table><tr><th class=n>size<th>made by<th class=n>at event</tr>\n", f);
     for (size_t i = 0; i < p->n_largest && i < p->top; i++) {
@@ -379,10 +451,10 @@ static void put_page(report *p)
         put_line_of(p, p->largest[i].stack);
         fputs("</summary>", f);
         put_frames(p, p->largest[i].stack);
-        fprintf(f, "</details><td class=n>%s</tr>\n", grouped(p->largest[i].born, a));
+        fprintf(f, "</details><td class=n>%s</tr>\n", p->largest[i].born == BEFORE ? "before" : grouped(p->largest[i].born, a));
     }
     fputs("</table>\n", f);
-    if (!p->n_largest) fputs("<p class=dim>None was recorded being made.</p>\n", f);
+    if (!p->n_largest) fputs("<p class=dim>None.</p>\n", f);
 
     if (p->n && p->exact) {
         fputs("<h2>Segments at the peak of reserved bytes</h2>\n", f);
@@ -402,6 +474,9 @@ static void put_page(report *p)
     fputs("<h2>Notes</h2>\n<ul>\n", f);
     if (r->n_ooms) fprintf(f, "<li>%s requests ran out of memory, the first at event %llu.\n", grouped(r->n_ooms, a), (unsigned long long)r->first_oom_entry);
     if (r->n_retries + r->n_retry_or_empty) fprintf(f, "<li>%s times the cache was given back to make room (or empty_cache was called): each stalls the device.\n", grouped(r->n_retries + r->n_retry_or_empty, a));
+    if (r->n_cap_set) fprintf(f, "<li>%s requests failed at a memory cap.\n", grouped(r->n_cap_set, a));
+    if (r->n_expandable_switched) fprintf(f, "<li>Expandable segments were switched %s times.\n", grouped(r->n_expandable_switched, a));
+    if (r->n_collected) fprintf(f, "<li>Garbage collection ran %s times.\n", grouped(r->n_collected, a));
     if (r->n_empty) fprintf(f, "<li>empty_cache was called %s times.\n", grouped(r->n_empty, a));
     if (r->n_start_blocks) fprintf(f, "<li>%s blocks were live before the first event; of %llu the size is assumed.\n", grouped(r->n_start_blocks, a), (unsigned long long)r->n_assumed);
     if (r->reservations_inferred) fputs("<li>Where expandable reservations begin and end is inferred.\n", f);
@@ -409,93 +484,102 @@ static void put_page(report *p)
     if (p->info.n_unknown_keys) fprintf(f, "<li>%s keys of the file are not known to this version of koila and were passed over.\n", grouped(p->info.n_unknown_keys, a));
     if (p->info.has_settings && p->info.conf[0]) {
         fputs("<li>PYTORCH_CUDA_ALLOC_CONF: <code>", f);
-        put_html(f, p->info.conf);
+        put_text(f, p->info.conf);
         fputs("</code>\n", f);
     }
+    if (p->limit && p->r.peak_reserved > p->limit) fputs("<li>The peak of reserved bytes is above the limit given: it would not fit.\n", f);
     fprintf(f, "</ul>\n<p class=dim>koila %s</p></body></html>\n", koila_version());
 }
 
-static int make_report(report *p, const char *out, const char *torch)
+static int make_report(report *p, const char *out)
 {
     koila_error e = KOILA_ERROR_INIT;
     koila_snapshot_get_info(p->s, &p->info);
-    if (p->device >= p->info.n_devices) return complain(p->path, NULL, "no device %u: the snapshot has %u", p->device, p->info.n_devices);
-    koila_status status = koila_snapshot_config(p->s, p->device, torch, &p->conf, &e);
-    if (status == KOILA_BAD_ARGUMENT || (status && !e.text[0])) return usage_of("report", "--torch %s: say a version, such as 2.10", torch);
-    if (status) return complain_about(p->path, &e);
     p->n = koila_snapshot_n_entries(p->s, p->device);
-    if (koila_replay(p->s, p->device, &p->conf, &p->r, &e)) return complain_about(p->path, &e);
-    if (p->n) {
+    if (p->memory) p->limit = p->memory > p->outside ? p->memory - p->outside : 1;
+    if (p->memory && p->conf.memory_fraction > 0.0 && !koila_cache_config_fraction(&p->conf, p->conf.memory_fraction, p->memory, p->memory) && p->conf.cap_bytes && p->conf.cap_bytes < p->limit)
+        p->limit = p->conf.cap_bytes;
+    p->conf.cap_bytes = 0;
+    progress("replaying", p->path, 0);
+    koila_status status = koila_replay(p->s, p->device, &p->conf, &p->r, &e);
+    if (!status && p->n) {
         bool again;
-        /* live before the first event: from the end state, if still there */
+        progress("drawing", p->path, 2 * p->n);
         status = koila_timeline(p->s, p->device, &p->conf, see_first, p, UINT64_MAX, NULL, NULL, &p->exact, &e);
+        if (!status) status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_allocated_entry, see_before, p, &again, &e);
+        keep_largest(p);
         if (!status) status = koila_timeline(p->s, p->device, &p->conf, see_again, p, UINT64_MAX, NULL, NULL, &again, &e);
+        find_stacks(p);
         if (!status) status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_entry, see_block, p, &again, &e);
-        if (status) return complain_about(p->path, &e);
-    } else {
+    } else if (!status) {
         size_t n_segs;
         const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
         for (size_t i = 0; i < n_segs; i++)
-            for (size_t k = 0; k < segs[i].n_blocks; k++) {
-                const koila_block *b = &segs[i].blocks[k];
-                live_one x = { b->addr, b->requested ? b->requested : b->size, 0, UINT64_MAX, koila_snapshot_block_stack(p->s, b), true };
-                if (b->state == KOILA_BLOCK_USED) live_put(&p->live, &x);
-            }
+            for (size_t k = 0; k < segs[i].n_blocks; k++) (void)see_before(p, &segs[i].blocks[k]);
         keep_largest(p);
+        find_stacks(p);
     }
+    progress(NULL, NULL, 0);
+    if (status) return complain_about(p->path, &e);
     if (p->failed || p->live.failed) return complain(p->path, NULL, "the host is out of memory");
-    char *temporary = NULL;
-    if (!strcmp(out, "-")) {
-        p->f = stdout;
-        put_page(p);
-        return EXIT_OK;
-    }
-    if (!(p->f = create_beside(out, &temporary))) return EXIT_BAD;
+    /* written as a whole into memory first: it is small, and put_frames wants to know its size */
+    char *page = NULL, *temporary = NULL;
+    size_t n = 0;
+    if (!(p->f = open_memstream(&page, &n))) return complain(p->path, NULL, "the host is out of memory");
     put_page(p);
-    return finish_file(p->f, temporary, out);
+    const bool whole = !ferror(p->f);
+    if (fclose(p->f) || !whole) return free(page), complain(p->path, NULL, "the host is out of memory");
+    FILE *to = strcmp(out, "-") ? create_beside(out, &temporary) : stdout;
+    if (to) fwrite(page, 1, n, to);
+    free(page);
+    return !to ? EXIT_BAD : to == stdout ? EXIT_OK : finish_file(to, temporary, out);
 }
 
 int cmd_report(int argc, char **argv)
 {
-    const char *path = NULL, *out = NULL, *torch = NULL;
-    uint64_t device = 0, top = 30;
+    snapshot_options in = SNAPSHOT_OPTIONS;
+    const char *out = NULL;
+    uint64_t top = 30, memory = 0, outside = 0;
     args a = { .verb = "report", .n = argc, .v = argv };
+    int code;
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
-            if (path) return usage_of("report", "one snapshot at a time");
-            path = a.positional;
+            if (in.path) return usage_of("report", "one snapshot at a time");
+            in.path = a.positional;
+        } else if (snapshot_option(&in, &a, name, &code)) {
+            if (code) return code;
         } else if (!strcmp(name, "-o") || !strcmp(name, "--output")) out = args_value(&a);
-        else if (!strcmp(name, "--torch")) torch = args_value(&a);
         else if (!strcmp(name, "--help")) return cmd_help(1, (char *[]){ (char *)"report" });
         else if (!strcmp(name, "--top")) {
             if (args_value(&a) && !parse_count(a.value, MAX_TOP, &top)) return usage_of("report", "--top %s: a number up to %d", a.value, MAX_TOP);
-        } else if (!strcmp(name, "--device")) {
-            if (args_value(&a) && !parse_count(a.value, 1023, &device)) return usage_of("report", "--device %s: a number from 0 to 1023", a.value);
+        } else if (!strcmp(name, "--memory")) {
+            if (args_value(&a) && (!parse_size(a.value, &memory) || !memory)) return usage_of("report", "--memory %s: say 24GiB or 24GB", a.value);
+        } else if (!strcmp(name, "--outside")) {
+            if (args_value(&a) && !parse_size(a.value, &outside)) return usage_of("report", "--outside %s: say 500MiB or 500MB", a.value);
         } else {
             return usage_of("report", "no option %s", name);
         }
         if (a.bad) return usage_of("report", "%s needs a value", name);
     }
-    if (!path) return usage_of("report", "which snapshot?");
+    if (!in.path) return usage_of("report", "which snapshot?");
     if (!out) return usage_of("report", "where to? say -o report.html");
-    koila_error e = KOILA_ERROR_INIT;
-    koila_snapshot *s = NULL;
-    if (read_snapshot(path, &s, &e)) return complain_about(path, &e);
     report *p = calloc(1, sizeof *p);
-    int code = EXIT_BAD;
-    if (p) {
+    if (!p) return complain(in.path, NULL, "the host is out of memory");
+    koila_snapshot *s = open_snapshot("report", &in, &p->conf);
+    code = EXIT_BAD;
+    if (s) {
         p->s = s;
-        p->device = (uint32_t)device;
-        p->path = path;
+        p->device = (uint32_t)in.device;
+        p->path = in.path;
         p->top = top;
-        code = make_report(p, out, torch);
-        free(p->live.at);
-        free(p->largest);
-        free(p->blocks);
-        free(p);
-    } else {
-        complain(path, NULL, "the host is out of memory");
+        p->memory = memory;
+        p->outside = outside;
+        code = make_report(p, out);
     }
+    free(p->live.at);
+    free(p->largest);
+    free(p->blocks);
+    free(p);
     koila_snapshot_free(s);
     return code;
 }

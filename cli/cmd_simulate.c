@@ -2,32 +2,22 @@
 #include "cmd.h"
 
 typedef struct simulate_options {
-    const char *path, *torch, *conf, *events, *memory_text;
-    uint64_t device, memory, outside;
+    snapshot_options in;
+    const char *conf, *events, *memory_text;
+    uint64_t memory, outside;
     bool check, json, has_whatif;
 } simulate_options;
 
 static const char *const verdicts[] = { "exact", "exact with external decisions", "differs", "not checkable", "no trace" };
 
-/* "train.py:88 in forward": the first frame that looks like the user's (else the first). */
-static bool where(const koila_snapshot *s, uint32_t stack, koila_frame *out)
-{
-    koila_frame f;
-    for (uint32_t i = 0; koila_snapshot_frame(s, stack, i, &f); i++) {
-        const char *dot = strrchr(f.filename, '.');
-        if (!dot || strcmp(dot, ".py") || strstr(f.filename, "/torch/") || strstr(f.filename, "site-packages") || f.filename[0] == '<') continue;
-        return *out = f, true;
-    }
-    return koila_snapshot_frame(s, stack, 0, out);
-}
-
+/* "at event 92,117, train.py:88 in forward" */
 static void put_where(FILE *f, const koila_snapshot *s, uint32_t device, uint64_t entry)
 {
     koila_entry x;
     koila_frame frame;
     char n[32];
     fprintf(f, "at event %s", grouped(entry, n));
-    if (!koila_snapshot_entry(s, device, entry, &x) || !where(s, x.stack, &frame)) return;
+    if (!koila_snapshot_entry(s, device, entry, &x) || !user_frame(s, x.stack, &frame)) return;
     fputs(", ", f);
     put_plain(f, frame.filename);
     fprintf(f, ":%u in ", frame.line);
@@ -41,6 +31,7 @@ static const char *const action_names[] = { "other", "alloc", "free_requested", 
 static void put_event(void *user, const koila_moment *m)
 {
     const event_list *l = user;
+    progress_done = m->entry;
     fprintf(l->f, "%llu\t%s\t0x%llx\t%llu\t%llu\t%llu\t%llu\n", (unsigned long long)m->entry, action_names[m->kind], (unsigned long long)m->addr, (unsigned long long)m->size,
             (unsigned long long)m->allocated, (unsigned long long)m->active, (unsigned long long)m->reserved);
 }
@@ -53,12 +44,14 @@ static int write_events(const simulate_options *o, const koila_snapshot *s, cons
     event_list l = { create_beside(o->events, &temporary) };
     if (!l.f) return EXIT_BAD;
     fputs("event\taction\taddress\tsize\tallocated\tactive\treserved\n", l.f);
-    koila_status status = koila_timeline(s, (uint32_t)o->device, conf, put_event, &l, UINT64_MAX, NULL, NULL, &exact, &e);
+    progress("writing", o->events, koila_snapshot_n_entries(s, (uint32_t)o->in.device));
+    koila_status status = koila_timeline(s, (uint32_t)o->in.device, conf, put_event, &l, UINT64_MAX, NULL, NULL, &exact, &e);
+    progress(NULL, NULL, 0);
     if (status) {
         fclose(l.f);
-        remove(temporary);
+        if (temporary) remove(temporary);
         free(temporary);
-        return complain_about(o->path, &e);
+        return complain_about(o->in.path, &e);
     }
     return finish_file(l.f, temporary, o->events);
 }
@@ -72,34 +65,44 @@ static void put_stat(FILE *f, const koila_cache_stat *s)
     fputc('}', f);
 }
 
+static uint64_t n_decisions(const koila_replay_result *r)
+{
+    return r->n_retries + r->n_retry_or_empty + r->n_empty + r->n_cap_set + r->n_expandable_switched + r->n_collected;
+}
+
 static void put_result_json(const simulate_options *o, const koila_snapshot *s, const koila_snapshot_info *info, const koila_cache_config *conf, const koila_replay_result *r,
                             const koila_whatif_result *w)
 {
     FILE *f = stdout;
 #define NUMBER(key, value) fprintf(f, ",\"%s\":%llu", key, (unsigned long long)(value))
     fputs("{\"schema\":\"koila.simulate/1\",\"file\":", f);
-    put_json(f, o->path);
+    put_json(f, o->in.path);
     NUMBER("devices", info->n_devices);
-    NUMBER("device", o->device);
+    NUMBER("device", o->in.device);
     NUMBER("events", r->n_entries);
+    NUMBER("skipped_events", info->n_skipped_entries);
+    NUMBER("unknown_keys", info->n_unknown_keys);
     fprintf(f, ",\"torch\":\"%u.%u\",\"torch_inferred\":%s,\"rules_verified_by\":\"%s\",\"expandable_segments\":%s", r->torch_version / 100, r->torch_version % 100,
-            o->torch ? "false" : "true", r->verified, conf->expandable ? "true" : "false");
+            o->in.torch ? "false" : "true", r->verified, conf->expandable ? "true" : "false");
     fprintf(f, ",\"replay\":{\"verdict\":\"%s\",\"reason\":", verdicts[r->verdict]);
     put_json(f, r->reason);
     if (r->verdict == KOILA_DIFFERS || r->verdict == KOILA_NOT_CHECKABLE) NUMBER("at_event", r->at_entry);
     NUMBER("addresses", r->n_addresses);
     NUMBER("segment_events", r->n_segment_events);
     NUMBER("end_blocks", r->n_end_blocks);
+    NUMBER("external_decisions", n_decisions(r));
     NUMBER("retries", r->n_retries);
     NUMBER("retry_or_empty_cache", r->n_retry_or_empty);
     NUMBER("empty_cache", r->n_empty);
+    NUMBER("cap_set", r->n_cap_set);
     NUMBER("expandable_switched", r->n_expandable_switched);
     NUMBER("collected", r->n_collected);
     NUMBER("start_blocks", r->n_start_blocks);
     NUMBER("start_blocks_assumed", r->n_assumed);
     fprintf(f, ",\"reservations_inferred\":%s,\"end_checked\":%s}", r->reservations_inferred ? "true" : "false", r->end_checked ? "true" : "false");
-    fprintf(f, ",\"peak\":{\"allocated\":%llu,\"active\":%llu,\"reserved\":%llu,\"allocated_at_event\":%llu,\"reserved_at_event\":%llu}", (unsigned long long)r->peak_allocated,
-            (unsigned long long)r->peak_active, (unsigned long long)r->peak_reserved, (unsigned long long)r->peak_allocated_entry, (unsigned long long)r->peak_entry);
+    fprintf(f, ",\"peak\":{\"allocated\":%llu,\"active\":%llu,\"reserved\":%llu,\"allocated_at_event\":%llu,\"reserved_at_event\":%llu,\"added_up\":%s}", (unsigned long long)r->peak_allocated,
+            (unsigned long long)r->peak_active, (unsigned long long)r->peak_reserved, (unsigned long long)r->peak_allocated_entry, (unsigned long long)r->peak_entry,
+            r->peak_added_up ? "true" : "false");
     fprintf(f, ",\"lost\":{\"requested\":%llu,\"rounding\":%llu,\"unsplit\":%llu,\"free_but_pinned\":%llu,\"whole_free_segments\":%llu,\"waiting\":%llu}",
             (unsigned long long)r->at_peak_requested, (unsigned long long)r->lost_rounding, (unsigned long long)r->lost_unsplit, (unsigned long long)r->lost_pinned,
             (unsigned long long)r->lost_whole, (unsigned long long)r->waiting);
@@ -113,7 +116,7 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s, 
             koila_frame frame;
             NUMBER("first_oom_event", w->first_oom_entry);
             NUMBER("first_oom_bytes", w->first_oom_bytes);
-            if (koila_snapshot_entry(s, (uint32_t)o->device, w->first_oom_entry, &x)) {
+            if (koila_snapshot_entry(s, (uint32_t)o->in.device, w->first_oom_entry, &x)) {
                 fputs(",\"first_oom_stack\":[", f);
                 for (uint32_t i = 0; koila_snapshot_frame(s, x.stack, i, &frame); i++) {
                     fputs(i ? ",{\"name\":" : "{\"name\":", f);
@@ -149,11 +152,11 @@ static void put_whatif(const simulate_options *o, const koila_snapshot *s, const
         return;
     }
     printf("does not fit: a request of %s fails ", gib(w->first_oom_bytes, a));
-    put_where(stdout, s, (uint32_t)o->device, w->first_oom_entry);
+    put_where(stdout, s, (uint32_t)o->in.device, w->first_oom_entry);
     printf(" (%s fail in all)\n", grouped(w->n_ooms, b));
     koila_entry x;
     koila_frame f;
-    if (koila_snapshot_entry(s, (uint32_t)o->device, w->first_oom_entry, &x))
+    if (koila_snapshot_entry(s, (uint32_t)o->in.device, w->first_oom_entry, &x))
         for (uint32_t i = 0; i < 12 && koila_snapshot_frame(s, x.stack, i, &f); i++) {
             fputs("            ", stdout);
             put_plain(stdout, f.filename);
@@ -165,14 +168,38 @@ static void put_whatif(const simulate_options *o, const koila_snapshot *s, const
 
 static void put_decisions(const koila_replay_result *r)
 {
-    static const char *const names[] = { "retry", "retry or empty_cache", "empty_cache", "expandable switched", "garbage collection" };
-    const uint64_t n[] = { r->n_retries, r->n_retry_or_empty, r->n_empty, r->n_expandable_switched, r->n_collected };
+    static const char *const names[] = { "retry", "retry or empty_cache", "empty_cache", "cap set", "expandable switched", "garbage collection" };
+    const uint64_t n[] = { r->n_retries, r->n_retry_or_empty, r->n_empty, r->n_cap_set, r->n_expandable_switched, r->n_collected };
     bool any = false;
-    for (int i = 0; i < 5; i++) {
+    for (size_t i = 0; i < sizeof n / sizeof *n; i++) {
         if (!n[i]) continue;
-        printf("%s%llu x %s", any ? ", " : "; external decisions: ", (unsigned long long)n[i], names[i]);
+        printf("%s%llu x %s", any ? ", " : "; decisions: ", (unsigned long long)n[i], names[i]);
         any = true;
     }
+}
+
+/* Exactly one of: exact | exact with N external decisions | differs at event i: ... | not checkable: ... */
+static void put_verdict(const koila_replay_result *r)
+{
+    char a[32], b[32], c[32];
+    fputs("replay      ", stdout);
+    if (r->verdict > KOILA_EXACT_WITH_DECISIONS) {
+        fputs(r->verdict == KOILA_DIFFERS ? "differs " : "not checkable: ", stdout);
+        put_plain(stdout, r->reason);
+        putchar('\n');
+        return;
+    }
+    const uint64_t n = n_decisions(r);
+    if (n) printf("exact with %s external decisions", grouped(n, a));
+    else fputs("exact", stdout);
+    printf(": %s addresses, %s segment events", grouped(r->n_addresses, a), grouped(r->n_segment_events, b));
+    if (r->end_checked) printf(", %s blocks at the end", grouped(r->n_end_blocks, c));
+    put_decisions(r);
+    if (r->n_start_blocks) printf("; %s blocks were live before", grouped(r->n_start_blocks, a));
+    if (r->n_assumed) printf(", of %s the size is assumed", grouped(r->n_assumed, a));
+    if (r->reservations_inferred) printf("; where reservations begin and end is inferred");
+    if (r->reason[0]) fputs("; ", stdout), put_plain(stdout, r->reason);
+    putchar('\n');
 }
 
 static void put_result(const simulate_options *o, const koila_snapshot *s, const koila_snapshot_info *info, const koila_cache_config *conf, const koila_replay_result *r,
@@ -180,64 +207,58 @@ static void put_result(const simulate_options *o, const koila_snapshot *s, const
 {
     char a[32], b[32], c[32], d[32];
     koila_entry first, last;
-    put_plain(stdout, o->path);
-    printf(": %u %s, %s events", info->n_devices, info->n_devices == 1 ? "device" : "devices", grouped(r->n_entries, a));
-    if (koila_snapshot_entry(s, (uint32_t)o->device, 0, &first) && koila_snapshot_entry(s, (uint32_t)o->device, r->n_entries - 1, &last) && first.time_us && last.time_us >= first.time_us)
+    put_plain(stdout, o->in.path);
+    if (info->n_devices == 1) printf(": 1 device");
+    else printf(": device %u of %u", (unsigned)o->in.device, info->n_devices);
+    printf(", %s events", grouped(r->n_entries, a));
+    if (koila_snapshot_entry(s, (uint32_t)o->in.device, 0, &first) && koila_snapshot_entry(s, (uint32_t)o->in.device, r->n_entries - 1, &last) && first.time_us && last.time_us >= first.time_us)
         printf(", %.1f s", (double)(last.time_us - first.time_us) / 1e6);
-    printf(", rules of torch %u.%u%s, expandable %s\n", r->torch_version / 100, r->torch_version % 100, o->torch ? "" : " (inferred)", conf->expandable ? "on" : "off");
+    printf(", rules of torch %u.%u%s, expandable %s\n", r->torch_version / 100, r->torch_version % 100, o->in.torch ? "" : " (inferred)", conf->expandable ? "on" : "off");
     if (r->verdict == KOILA_STATE_ONLY) {
         printf("state       %s\n", r->reason);
-    } else if (r->verdict <= KOILA_EXACT_WITH_DECISIONS) {
-        printf("replay      %s: %s addresses, %s segment events, %s blocks at the end", r->verdict == KOILA_EXACT ? "exact" : "exact with external decisions", grouped(r->n_addresses, a),
-               grouped(r->n_segment_events, b), grouped(r->n_end_blocks, c));
-        put_decisions(r);
-        if (r->n_start_blocks) printf("; %s blocks were live before", grouped(r->n_start_blocks, d));
-        putchar('\n');
     } else {
-        printf("replay      %s: ", verdicts[r->verdict]);
-        put_plain(stdout, r->reason);
-        putchar('\n');
+        put_verdict(r);
     }
     printf("peak        allocated %s   reserved %s   ", gib(r->peak_allocated, a), gib(r->peak_reserved, b));
-    if (r->n_entries) put_where(stdout, s, (uint32_t)o->device, r->peak_entry);
-    putchar('\n');
-    printf("lost        rounding %s   unsplit %s   free but pinned %s   whole free segments %s\n", gib(r->lost_rounding, a), gib(r->lost_unsplit, b), gib(r->lost_pinned, c), gib(r->lost_whole, d));
+    if (r->n_entries) put_where(stdout, s, (uint32_t)o->in.device, r->peak_entry);
+    puts(r->peak_added_up ? " (added up: the replay stopped before)" : "");
+    if (!r->peak_added_up) printf("lost        rounding %s   unsplit %s   free but pinned %s   whole free segments %s\n", gib(r->lost_rounding, a), gib(r->lost_unsplit, b), gib(r->lost_pinned, c), gib(r->lost_whole, d));
     if (r->n_ooms) {
         printf("oom         %s, first ", grouped(r->n_ooms, a));
-        put_where(stdout, s, (uint32_t)o->device, r->first_oom_entry);
+        put_where(stdout, s, (uint32_t)o->in.device, r->first_oom_entry);
         putchar('\n');
     }
     if (w) put_whatif(o, s, w);
 }
 
-static int simulate(const simulate_options *o, const koila_snapshot *s)
+static int simulate(const simulate_options *o, const koila_snapshot *s, const koila_cache_config *conf)
 {
     koila_error e = KOILA_ERROR_INIT;
     koila_snapshot_info info;
-    koila_cache_config conf, other;
+    koila_cache_config other = *conf;
     koila_replay_result r;
     koila_whatif_result w;
     koila_snapshot_get_info(s, &info);
-    if (o->device >= info.n_devices) return complain(o->path, NULL, "no device %llu: the snapshot has %u", (unsigned long long)o->device, info.n_devices);
-    koila_status status = koila_snapshot_config(s, (uint32_t)o->device, o->torch, &conf, &e);
-    if (status == KOILA_BAD_ARGUMENT) return usage_of("simulate", "--torch %s: say a version, such as 2.10", o->torch);
-    if (status == KOILA_UNSUPPORTED && !e.text[0]) return usage_of("simulate", "--torch %s: versions before 2.0 are not known", o->torch);
-    if (status) return complain_about(o->path, &e);
-    other = conf;
-    if (o->conf && koila_cache_config_parse(&other, o->conf, 1, &e)) return complain("--conf", NULL, "%s", e.text);
+    if (o->conf && koila_cache_config_parse(&other, o->conf, 1, &e)) return complain("--conf", "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s", e.text);
+    progress("replaying", o->in.path, 0);
+    koila_status status = koila_replay(s, (uint32_t)o->in.device, conf, &r, &e);
+    progress(NULL, NULL, 0);
+    if (status) return complain_about(o->in.path, &e);
     if (o->events) {
-        int code = write_events(o, s, &conf);
+        int code = write_events(o, s, conf);
         if (code) return code;
     }
-    if (koila_replay(s, (uint32_t)o->device, &conf, &r, &e)) return complain_about(o->path, &e);
     if (o->has_whatif) {
         other.total_bytes = o->memory;
         other.outside_bytes = o->outside;
         if (other.memory_fraction > 0.0 && o->memory) koila_cache_config_fraction(&other, other.memory_fraction, o->memory, o->memory);
-        if (koila_whatif(s, (uint32_t)o->device, &other, &w, &e)) return complain_about(o->path, &e);
+        progress("replaying under other settings", o->in.path, 0);
+        status = koila_whatif(s, (uint32_t)o->in.device, &other, &w, &e);
+        progress(NULL, NULL, 0);
+        if (status) return complain_about(o->in.path, &e);
     }
-    if (o->json) put_result_json(o, s, &info, &conf, &r, o->has_whatif ? &w : NULL);
-    else put_result(o, s, &info, &conf, &r, o->has_whatif ? &w : NULL);
+    if (o->json) put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
+    else put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
     if (strcmp(r.verified, "recording") && r.verdict != KOILA_STATE_ONLY)
         fprintf(stderr, "koila: note: the rules of torch %u.%u are %s, not yet proved on a recording of that version\n", r.torch_version / 100, r.torch_version % 100,
                 strcmp(r.verified, "read") ? "known from descriptions of its changes" : "read in its source");
@@ -248,21 +269,21 @@ static int simulate(const simulate_options *o, const koila_snapshot *s)
 
 int cmd_simulate(int argc, char **argv)
 {
-    simulate_options o = { 0 };
+    simulate_options o = { .in = SNAPSHOT_OPTIONS };
     args a = { .verb = "simulate", .n = argc, .v = argv };
+    int code;
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
-            if (o.path) return usage_of("simulate", "one snapshot at a time");
-            o.path = a.positional;
+            if (o.in.path) return usage_of("simulate", "one snapshot at a time");
+            o.in.path = a.positional;
+        } else if (snapshot_option(&o.in, &a, name, &code)) {
+            if (code) return code;
         } else if (!strcmp(name, "--check")) o.check = true;
         else if (!strcmp(name, "--json")) o.json = true;
         else if (!strcmp(name, "--help")) return cmd_help(1, (char *[]){ (char *)"simulate" });
-        else if (!strcmp(name, "--torch")) o.torch = args_value(&a);
         else if (!strcmp(name, "--conf")) o.conf = args_value(&a), o.has_whatif = true;
         else if (!strcmp(name, "--events")) o.events = args_value(&a);
-        else if (!strcmp(name, "--device")) {
-            if (args_value(&a) && !parse_count(a.value, 1023, &o.device)) return usage_of("simulate", "--device %s: a number from 0 to 1023", a.value);
-        } else if (!strcmp(name, "--memory")) {
+        else if (!strcmp(name, "--memory")) {
             o.has_whatif = true;
             if ((o.memory_text = args_value(&a)) && (!parse_size(a.value, &o.memory) || !o.memory)) return usage_of("simulate", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--outside")) {
@@ -272,11 +293,11 @@ int cmd_simulate(int argc, char **argv)
         }
         if (a.bad) return usage_of("simulate", "%s needs a value", name);
     }
-    if (!o.path) return usage_of("simulate", "which snapshot?");
-    koila_error e = KOILA_ERROR_INIT;
-    koila_snapshot *s = NULL;
-    if (read_snapshot(o.path, &s, &e)) return complain_about(o.path, &e);
-    int code = simulate(&o, s);
+    if (!o.in.path) return usage_of("simulate", "which snapshot?");
+    koila_cache_config conf;
+    koila_snapshot *s = open_snapshot("simulate", &o.in, &conf);
+    if (!s) return EXIT_BAD;
+    code = simulate(&o, s, &conf);
     koila_snapshot_free(s);
     return code;
 }

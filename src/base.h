@@ -48,6 +48,10 @@ koila_status koila__fail(koila_error *err, koila_status code, uint64_t offset, c
 #endif
     ;
 
+/* "2,097,152": digits in groups of three. */
+enum { KOILA_GROUPED = 32 };
+const char *koila__grouped(uint64_t n, char buffer[KOILA_GROUPED]);
+
 /* false on overflow, and *out is then untouched */
 static inline bool koila__mul(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_mul_overflow(a, b, out); }
 static inline bool koila__add(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_add_overflow(a, b, out); }

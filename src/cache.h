@@ -24,9 +24,10 @@ koila_status koila__cache_malloc_at(koila_cache *c, uint64_t bytes, uint64_t str
 size_t koila__cache_collect(koila_cache *c, size_t n_rounds);
 void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf); /* keeps the state; same large segment size */
 
+bool koila__cache_is_out(const koila_cache *c, uint64_t addr); /* handed out, or freed and waiting for another stream */
 const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c); /* borrowed, live */
 
-/* Every invariant of cache.c's first screen. debug_level 3 runs it around each public call. */
+/* Every invariant of cache_state.h's first screen. debug_level 3 runs it around each public call. */
 bool koila__cache_check(const koila_cache *c);
 /* A number that two caches share iff their visible state is the same: blocks, segments, counters. For tests of rewind. */
 uint64_t koila__cache_fingerprint(const koila_cache *c);

@@ -667,7 +667,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     TRY_ALLOC(emit(w, run));
     for (uint32_t i = 0; i < s->n_inputs; i++) { /* inputs that end here */
         const koila_value v = input_of(w, n, i);
-        if (!w->s->here[v] || w->last_use[v] != number) continue;
+        if (!reads(s, i) || !w->s->here[v] || w->last_use[v] != number) continue; /* last_use knows only what is read */
         TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
         TRY_ALLOC(release_value(w, v, free_event));
     }

@@ -48,3 +48,15 @@ void koila__assert_failed(const char *expr, const char *file, int line)
     fprintf(stderr, "koila: %s:%d: broken invariant: %s\n", file, line, expr);
     abort();
 }
+
+const char *koila__grouped(uint64_t n, char buffer[KOILA_GROUPED])
+{
+    size_t at = KOILA_GROUPED - 1, digits = 0;
+    buffer[at] = 0;
+    do {
+        if (digits && digits % 3 == 0) buffer[--at] = ',';
+        buffer[--at] = (char)('0' + n % 10);
+        digits++;
+    } while (n /= 10);
+    return buffer + at;
+}

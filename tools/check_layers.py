@@ -28,7 +28,7 @@ ENGINE = [
 ]
 # Beside the engine: they stand on base … arena alone (and on their own kind), know no graph, and are what the extension may use directly.
 BESIDE = {
-    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "device"],
+    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "replay_*", "device"],
     "the CPU's memory": ["ptrtab", "ledger", "freemem"],
     "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "report", "tags", "view"],
 }

@@ -95,10 +95,10 @@ typedef enum koila_verdict { KOILA_EXACT, KOILA_EXACT_WITH_DECISIONS, KOILA_DIFF
 typedef struct koila_replay_result {
     uint32_t struct_size;
     koila_verdict verdict;
-    char reason[240];          /**< differs: expected and recorded; not checkable: why */
+    char reason[240];          /**< differs: expected and recorded; not checkable: why; exact: why the end was not checked, or "" */
     uint64_t at_entry;         /**< of a difference */
     uint64_t n_entries, n_addresses, n_segment_events, n_end_blocks; /**< what was checked */
-    uint64_t n_retries, n_retry_or_empty, n_empty, n_expandable_switched, n_collected; /**< external decisions */
+    uint64_t n_retries, n_retry_or_empty, n_empty, n_cap_set, n_expandable_switched, n_collected; /**< external decisions */
     uint64_t n_start_blocks, n_assumed; /**< live before the first entry; of them with an assumed size */
     bool reservations_inferred;         /**< expandable: where a reservation begins and ends was inferred */
     bool end_checked;
@@ -107,6 +107,7 @@ typedef struct koila_replay_result {
     koila_cache_stat stat; /**< from the first entry on */
     uint64_t peak_allocated, peak_active, peak_reserved, peak_entry; /**< peak_entry: where reserved was highest first */
     uint64_t peak_allocated_entry;
+    bool peak_added_up; /**< the peak of reserved is after the entry where the replay stopped: sums of what the trace says; what was lost is not known */
     /* where bytes were lost, when `reserved` was at its peak; they add up to reserved - requested (+ waiting) */
     uint64_t at_peak_requested, lost_rounding, lost_unsplit, lost_pinned, lost_whole, waiting;
     uint64_t n_ooms;
@@ -114,7 +115,8 @@ typedef struct koila_replay_result {
 } koila_replay_result;
 
 /** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is set by the call.
- *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device). A difference is not an error. */
+ *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device), KOILA_BAD_INPUT (the trace tells everything, and frees
+ *  what is not allocated, or allocates what is). A difference is not an error. */
 KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_replay_result *out, koila_error *e);
 
 typedef struct koila_whatif_result {

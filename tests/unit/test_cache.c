@@ -746,6 +746,27 @@ TEST(cache__a_copy_from_segments_behaves_as_the_original)
     }
 }
 
+/* Found by fuzzing: mapped ranges that are no whole pages leave unmapped room that is none either. */
+TEST(cache__ranges_that_are_no_whole_pages_grow_within_their_reservation)
+{
+    koila_cache_config conf;
+    koila_cache *c = NULL;
+    koila_block b = { .addr = (uint64_t)1 << 40, .size = 21 * MIB, .requested = 21 * MIB, .state = KOILA_BLOCK_USED };
+    koila_segment s = { .addr = b.addr, .size = b.size, .is_expandable = true, .blocks = &b, .n_blocks = 1 };
+    uint64_t addr;
+    koila_cache_config_init(&conf, "2.13");
+    conf.expandable = 1;
+    conf.device_bytes = 100 * MIB; /* a reservation of 120: 99 are left */
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, &s, 1, &c, NULL), KOILA_OK);
+    CHECK_EQ(koila_cache_malloc(c, 95 * MIB, 0, KOILA_POOL_DEFAULT, &addr), KOILA_OK);
+    CHECK_EQ(addr, b.addr + b.size);
+    CHECK(koila__cache_check(c));
+    koila_cache_stat stat = { 0 };
+    koila_cache_stats(c, &stat);
+    CHECK_EQ(stat.of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current, 120 * MIB);
+    koila_cache_free(c);
+}
+
 TEST(cache__segments_that_do_not_hold_together_are_refused)
 {
     koila_cache_config conf = settings("", 0);
@@ -757,7 +778,7 @@ TEST(cache__segments_that_do_not_hold_together_are_refused)
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
     bad = good, bad.size += 512;
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
-    CHECK_STR(e.text, "segment 0x1000: blocks sum to 2097152, segment is 2097664");
+    CHECK_STR(e.text, "segment 0x1000: blocks sum to 2,097,152, segment is 2,097,664");
     bad = good, bad.addr = 0;
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, &bad, 1, &c, &e), KOILA_BAD_INPUT);
     bad = good, bad.size = (uint64_t)1 << 63;

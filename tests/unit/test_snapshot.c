@@ -50,9 +50,9 @@ TEST(snapshot__messages_name_what_is_wrong)
     REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"size\":1}]]}", "entry 0: \"addr\" missing");
     REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":\"x\"}]]}", "entry 0: \"size\" is a string");
     REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":-1}]]}", "entry 0: size -1");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":9223372036854775808}]]}", "entry 0: size 9223372036854775808 is 2^60 or more");
+    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":9223372036854775808}]]}", "entry 0: size 2^63");
     REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"resize\",\"addr\":1,\"size\":1}]]}", "entry 0: unknown action \"resize\"");
-    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":2097152,\"blocks\":[{\"size\":2096640,\"state\":\"inactive\"}]}]}", "blocks sum to 2096640, segment is 2097152");
+    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":2097152,\"blocks\":[{\"size\":2096640,\"state\":\"inactive\"}]}]}", "blocks sum to 2,096,640, segment is 2,097,152");
     REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"odd\"}]}]}", "unknown state \"odd\"");
     REFUSE("[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]},{\"address\":4200,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]}]", "overlaps");
     REFUSE("{\"segments\":[],\"x\":1e}", "JSON: bad number");
@@ -261,4 +261,22 @@ TEST(snapshot__no_prefix_and_no_changed_byte_does_harm)
         }
         free(b.p);
     }
+}
+
+TEST(snapshot__what_is_passed_over_is_counted)
+{
+    static const char text[] = "{\"segments\":[],\"device_traces\":[[{\"action\":\"user_defined\",\"odd\":1},{\"action\":\"alloc\",\"addr\":1,\"size\":1,\"stream\":0,\"new\":[1]}]],"
+                               "\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"\",\"throw_on_cudamalloc_oom\":true,\"roundup_power2_divisions\":{\"1\":0,\"2\":0}},\"more\":{\"a\":1}}";
+    koila_snapshot *s;
+    koila_snapshot_info info;
+    koila_cache_config c;
+    koila_error e = KOILA_ERROR_INIT;
+    CHECK_EQ(open_n(text, sizeof text - 1, &s, &e), KOILA_OK);
+    koila_snapshot_get_info(s, &info);
+    CHECK_EQ(info.n_entries, 2);
+    CHECK_EQ(info.n_skipped_entries, 1);
+    CHECK_EQ(info.n_unknown_keys, 4); /* odd, new, more, a: not the sizes of divisions */
+    CHECK_EQ(koila_snapshot_config(s, 0, "2.13", &c, &e), KOILA_OK);
+    CHECK_EQ(c.oom_reject, 1);
+    koila_snapshot_free(s);
 }
