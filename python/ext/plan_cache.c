@@ -11,6 +11,8 @@
 
 struct koila__run_settings koila__settings = { .budget = UINT64_MAX };
 
+bool koila__is_planning(void) { return koila__settings.dry; }
+
 /* Bytes an operator uses inside, by signature: what was seen at a few numbers of rows. It is a fixed part (a weight in another layout) and a part that grows with
  * the rows, so numbers in between lie on a line. WHOLE: outside a loop, or all rows in one slice. */
 enum { N_SEEN = 6 };
