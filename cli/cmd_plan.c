@@ -233,6 +233,9 @@ int cmd_plan(int argc, char **argv)
         else if (!strcmp(name, "--torch")) o.torch = args_value(&a);
         else if (!strcmp(name, "--weight-decay")) o.o.weight_decay = true;
         else if (!strcmp(name, "--amsgrad")) o.o.amsgrad = true;
+        else if (!strcmp(name, "--clip-grad-norm")) o.o.clip_grad_norm = true;
+        else if (!strcmp(name, "--autocast")) o.o.autocast = true;
+        else if (!strcmp(name, "--ddp")) o.o.ddp = true;
         else if (!strcmp(name, "--memory")) {
             if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes)) return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--slice")) {

@@ -8,31 +8,36 @@ typedef enum dense_kind { DENSE_NONE, DENSE_CONTRACT, DENSE_CONV, DENSE_CONV_BAC
 static const struct {
     const char *name;
     dense_kind kind;
-} dense_ops[] = {
-    { "aten::mm", DENSE_CONTRACT },
-    { "aten::addmm", DENSE_CONTRACT },
-    { "aten::bmm", DENSE_CONTRACT },
-    { "aten::baddbmm", DENSE_CONTRACT },
-    { "aten::linear", DENSE_CONTRACT },
-    { "aten::mv", DENSE_CONTRACT },
-    { "aten::convolution", DENSE_CONV },
-    { "aten::convolution_backward", DENSE_CONV_BACKWARD },
-    { "aten::_scaled_dot_product_flash_attention_for_cpu", DENSE_ATTENTION },
-    { "aten::_scaled_dot_product_flash_attention_for_cpu_backward", DENSE_ATTENTION_BACKWARD },
-    { "aten::_scaled_dot_product_flash_attention", DENSE_ATTENTION },
-    { "aten::_scaled_dot_product_flash_attention_backward", DENSE_ATTENTION_BACKWARD },
+} dense_ops[] = { /* sorted */
     { "aten::_scaled_dot_product_efficient_attention", DENSE_ATTENTION },
     { "aten::_scaled_dot_product_efficient_attention_backward", DENSE_ATTENTION_BACKWARD },
+    { "aten::_scaled_dot_product_flash_attention", DENSE_ATTENTION },
+    { "aten::_scaled_dot_product_flash_attention_backward", DENSE_ATTENTION_BACKWARD },
+    { "aten::_scaled_dot_product_flash_attention_for_cpu", DENSE_ATTENTION },
+    { "aten::_scaled_dot_product_flash_attention_for_cpu_backward", DENSE_ATTENTION_BACKWARD },
+    { "aten::addmm", DENSE_CONTRACT },
+    { "aten::baddbmm", DENSE_CONTRACT },
+    { "aten::bmm", DENSE_CONTRACT },
+    { "aten::convolution", DENSE_CONV },
+    { "aten::convolution_backward", DENSE_CONV_BACKWARD },
+    { "aten::linear", DENSE_CONTRACT },
     { "aten::max_pool2d_with_indices", DENSE_POOL },
     { "aten::max_pool3d_with_indices", DENSE_POOL },
     { "aten::mkldnn_rnn_layer", DENSE_RNN },
     { "aten::mkldnn_rnn_layer_backward", DENSE_RNN },
+    { "aten::mm", DENSE_CONTRACT },
+    { "aten::mv", DENSE_CONTRACT },
 };
 
 static dense_kind dense_kind_of(const char *name)
 {
-    for (size_t i = 0; i < KOILA_COUNT(dense_ops); i++)
-        if (strcmp(dense_ops[i].name, name) == 0) return dense_ops[i].kind;
+    for (size_t low = 0, high = KOILA_COUNT(dense_ops); low < high;) {
+        const size_t middle = (low + high) / 2;
+        const int order = strcmp(name, dense_ops[middle].name);
+        if (order == 0) return dense_ops[middle].kind;
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
     return DENSE_NONE;
 }
 

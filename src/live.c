@@ -1,23 +1,13 @@
 /* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded value of a slice of b rows has b/batch of its
  * bytes. So the peak is found by replaying the events. All slices but the first (accumulators are made) and a ragged last one do the same, and
- * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last full and ragged slices are walked; the
- * growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
+ * what a loop leaves behind grows by the same bytes each slice, so only the first, second and ragged slices are walked (and the last full one when somebody
+ * looks on); the growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
  *
  *   live == sum of bytes of storages made and not freed        (asserted: never below zero)
  */
 #include "live.h"
 
 #include "table.h"
-
-uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows)
-{
-    if (p->graph->values.at[v].meta == KOILA_NONE) return 0;
-    const koila_meta_info *m = koila__value_meta(p->graph, v);
-    const koila_placement s = p->value[v];
-    if (s.kind != KOILA_S) return m->n_storage_bytes;
-    const int64_t batch = p->graph->axes.at[s.axis];
-    return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0;
-}
 
 /* Partial sums of half precision are accumulated in float32, unless one slice is all. */
 static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cut)
@@ -31,9 +21,9 @@ typedef struct walk {
     const koila__placed *p;
     const koila__schedule *s;
     const koila__live_options *o;
-    uint64_t live, peak, stage_peak;
+    uint64_t live, peak, stage_peak, slice_peak;
     uint32_t peak_stage;
-    koila_node peak_node;
+    koila_node peak_node, slice_node; /* what runs at the peak of all, of this slice */
     koila__live_curve_fn curve;
     void *curve_user;
     /* for koila__live_at_peak: bytes each storage holds now; stops at the first time the peak is reached */
@@ -54,16 +44,21 @@ static void sub(walk *w, koila_value v, uint64_t bytes)
     if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v];
 }
 
-/* The walk is at `now` bytes. */
-static void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
+/* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the operator that runs. */
+static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
 {
-    if (now > w->stage_peak) w->stage_peak = now;
-    if (now > w->peak) {
+    if (now < w->slice_peak) return;
+    if (now > w->slice_peak || w->slice_node == KOILA_NONE) {
+        w->slice_peak = now;
+        w->slice_node = running;
+    }
+    if (now < w->peak) return;
+    if (now > w->peak || (running != KOILA_NONE && w->peak_node == KOILA_NONE)) {
         w->peak = now;
         w->peak_stage = stage;
         w->peak_node = running;
     }
-    if (w->held && now >= w->stop_at) w->stopped = true;
+    if (w->held ? now >= w->stop_at : w->o->limit && now > w->o->limit) w->stopped = true;
 }
 
 /* A dense copy of `rows` of `batch` rows. */
@@ -85,62 +80,73 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
 {
     const bool cut = rows != batch;
     const koila__stage *st = &w->s->stages[stage];
-    for (uint32_t i = 0; i < st->n_events && !w->stopped; i++) {
-        const uint32_t v = st->events[i].value;
-        const koila_meta_info *m = st->events[i].kind == KOILA__RUN ? NULL : koila__value_meta(w->p->graph, v);
-        uint64_t now, inside = 0;
-        koila_node running = KOILA_NONE;
-        switch ((koila__event_kind)st->events[i].kind) {
-        case KOILA__LOCAL_ALLOC: add(w, v, koila__live_bytes(w->p, v, rows)); break;
-        case KOILA__LOCAL_FREE: sub(w, v, koila__live_bytes(w->p, v, rows)); break;
-        case KOILA__KEPT: take_over(w, &st->events[i], rows); break;
-        case KOILA__KEPT_FROM: break;
-        case KOILA__KEPT_FREE: break; /* given up when the slice is complete, so that it can be run again after an out of memory */
+    const koila__event *const end = st->events + st->n_events;
+    bool any_given_up = false;
+    w->slice_peak = w->live;
+    w->slice_node = KOILA_NONE;
+#define LOCAL koila__live_bytes(w->p, v, rows)
+#define META koila__value_meta(w->p->graph, v)
+    for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
+        const uint32_t v = e->value;
+        uint64_t inside = 0, now;
+        switch ((koila__event_kind)e->kind) {
+        case KOILA__LOCAL_ALLOC: add(w, v, LOCAL); break;
+        case KOILA__LOCAL_FREE: sub(w, v, LOCAL); continue;
+        case KOILA__KEPT: take_over(w, e, rows); continue;
+        case KOILA__KEPT_FROM: continue;
+        case KOILA__KEPT_FREE: any_given_up = true; continue; /* given up when the slice is complete, so that it can be run again after an out of memory */
         case KOILA__LOCAL_FREE_LATER:
-            if (!first) sub(w, v, koila__live_bytes(w->p, v, rows));
-            break;
+            if (!first) sub(w, v, LOCAL);
+            continue;
         case KOILA__LOCAL_FREE_IF_CUT:
-            if (cut) sub(w, v, koila__live_bytes(w->p, v, rows));
-            break;
+            if (cut) sub(w, v, LOCAL);
+            continue;
         case KOILA__SLICE_ALLOC:
-            if (cut) add(w, v, share_bytes(m, rows, batch));
+            if (cut) add(w, v, share_bytes(META, rows, batch));
             break;
         case KOILA__SLICE_FREE:
-            if (cut) sub(w, v, share_bytes(m, rows, batch));
-            break;
-        case KOILA__CUT_ALLOC: add(w, v, share_bytes(m, rows, batch)); break;
-        case KOILA__CUT_FREE: sub(w, v, share_bytes(m, rows, batch)); break;
-        case KOILA__WHOLE_ALLOC: add(w, v, m->n_storage_bytes); break;
-        case KOILA__WHOLE_FREE: sub(w, v, m->n_storage_bytes); break;
-        case KOILA__COLLECTED_FREE: sub(w, v, m->n_bytes); break;
+            if (cut) sub(w, v, share_bytes(META, rows, batch));
+            continue;
+        case KOILA__CUT_ALLOC: add(w, v, share_bytes(META, rows, batch)); break;
+        case KOILA__CUT_FREE: sub(w, v, share_bytes(META, rows, batch)); continue;
+        case KOILA__WHOLE_ALLOC: add(w, v, META->n_storage_bytes); break;
+        case KOILA__WHOLE_FREE: sub(w, v, META->n_storage_bytes); continue;
+        case KOILA__COLLECTED_FREE: sub(w, v, META->n_bytes); continue;
         case KOILA__ADD_OWNED:
-            if (first) take_over(w, &st->events[i], rows);
+            if (first) take_over(w, e, rows);
             if (!first) inside = combine_bytes(w->p, v);
             break;
         case KOILA__ADD_OWNED_WIDE:
             if (first && cut) add(w, v, accumulator_bytes(w->p, v, true));
-            if (first && !cut) take_over(w, &st->events[i], rows);
+            if (first && !cut) take_over(w, e, rows);
             break;
         case KOILA__ADD_CLONE:
             if (first) add(w, v, accumulator_bytes(w->p, v, cut));
             else inside = combine_bytes(w->p, v);
             break;
         case KOILA__PUT:
-            if (first) add(w, v, m->n_bytes);
+            if (first) add(w, v, META->n_bytes);
             break;
         case KOILA__PUT_OWNED:
-            if (first && cut) add(w, v, m->n_bytes);
-            if (first && !cut) take_over(w, &st->events[i], rows);
+            if (first && cut) add(w, v, META->n_bytes);
+            if (first && !cut) take_over(w, e, rows);
             break;
-        case KOILA__RUN: running = v; break;
+        case KOILA__RUN:
+            if (w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
+            now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+            see(w, stage, v, now);
+            if (w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
+            continue;
         }
-        if (running != KOILA_NONE && w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[running].sig, batch ? rows : 0, batch);
-        now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
-        see(w, stage, running, now);
-        if (running != KOILA_NONE && w->curve && !w->curve(w->curve_user, stage, running, now)) w->curve = NULL;
+        see(w, stage, KOILA_NONE, w->live + inside);
     }
-    for (uint32_t i = 0; i < st->n_events && !w->stopped; i++)
-        if (st->events[i].kind == KOILA__KEPT_FREE) sub(w, st->events[i].value, koila__live_bytes(w->p, st->events[i].value, rows));
+#undef META
+    for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++) {
+        const uint32_t v = e->value;
+        if (e->kind == KOILA__KEPT_FREE) sub(w, v, LOCAL);
+    }
+    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
+#undef LOCAL
 }
 
 static void walk_all(walk *w, uint64_t *stage_peaks)
@@ -159,9 +165,17 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
                 for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
                     if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
                 walk_slice(w, k, rows, batch, i == 0);
+                const uint64_t growth = w->live - before; /* modulo 2^64: may be negative */
+                if (i == 1 && n_full > 2 && !w->held && !w->curve && w->slice_peak <= INT64_MAX && !w->stopped) { /* the others do as this one did, the last from highest */
+                    w->live += growth * (uint64_t)(n_full - 2);
+                    const uint64_t last = w->slice_peak + growth * (uint64_t)(n_full - 2);
+                    if ((int64_t)growth > 0) see(w, k, w->slice_node, last);
+                    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
+                    break;
+                }
                 if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
                     const int64_t n_skipped = n_full - 3;
-                    w->live += (w->live - before) * (uint64_t)n_skipped; /* modulo 2^64: growth may be negative */
+                    w->live += growth * (uint64_t)n_skipped;
                     for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
                         const koila_value v = w->s->stages[k].events[e].value;
                         if (w->s->stages[k].events[e].kind == KOILA__RUN) continue;
@@ -172,13 +186,14 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
                 }
             }
             if (ragged && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
-            for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) /* wide accumulators are cast back, one after another */
+            for (uint32_t i = 0; i < st->n_instrs && w->s->stages[k].any_wide && !w->stopped; i++) /* wide accumulators are cast back, one after another */
                 if (st->instrs[i].kind == KOILA_DO_ADD) {
                     const koila_value v = st->instrs[i].id;
                     const uint64_t wide = accumulator_bytes(w->p, v, rows != batch), narrow = accumulator_bytes(w->p, v, false);
                     if (wide == narrow) continue;
                     add(w, v, narrow);
                     see(w, k, KOILA_NONE, w->live);
+                    if (w->live > w->stage_peak) w->stage_peak = w->live;
                     if (w->stopped) break;
                     sub(w, v, wide);
                 }

@@ -8,6 +8,7 @@ typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
+    uint64_t limit; /* the walk may end at the first moment above it: then peak_bytes is some number above; 0: it goes to the end */
 } koila__live_options;
 
 typedef struct koila__live {
@@ -26,7 +27,7 @@ koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *
 uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t peak_bytes, const koila_allocator *mem,
                              koila_value *value, uint64_t *bytes, uint32_t cap);
 /* Bytes of value v: of one slice of `rows` rows when sharded, else whole. */
-uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows);
+static inline uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows) { return p->size[v].fixed + p->size[v].per_row * (uint64_t)rows; }
 static inline uint32_t koila__n_slices(int64_t batch, int64_t rows) { return rows > 0 ? (uint32_t)((batch + rows - 1) / rows) : 1; }
 
 #endif

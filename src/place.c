@@ -771,6 +771,20 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     return true;
 }
 
+static koila__size *sizes_of(const koila_graph *g, const koila_placement *value, koila__arena *a)
+{
+    koila__size *size = koila__arena_array(a, koila_graph_n_values(g), sizeof *size);
+    for (uint32_t v = 0; size && v < koila_graph_n_values(g); v++) {
+        const koila_meta meta = koila_value_get(g, v).meta;
+        if (meta == KOILA_NONE) continue;
+        const koila_meta_info *m = koila_meta_get(koila_graph_table(g), meta);
+        const int64_t batch = value[v].kind == KOILA_S ? koila_graph_axis_size(g, value[v].axis) : 0;
+        if (value[v].kind != KOILA_S) size[v].fixed = m->n_storage_bytes;
+        else if (batch > 0) size[v].per_row = m->n_bytes / (uint64_t)batch;
+    }
+    return size;
+}
+
 static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
@@ -792,14 +806,15 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
         r = koila__arena_alloc(&keep, sizeof *r);
         koila_placement *value = koila__arena_array(&keep, p.value.n, sizeof *value), *need = koila__arena_array(&keep, p.need.n, sizeof *need);
         koila__placed_node *node = koila__arena_array(&keep, p.node.n, sizeof *node);
-        if (!r || !value || !need || !node) {
+        if (value && p.value.n) memcpy(value, p.value.at, p.value.n * sizeof *value);
+        koila__size *size = value ? sizes_of(p.to, value, &keep) : NULL;
+        if (!r || !value || !size || !need || !node) {
             r = NULL;
             fail(&p, KOILA_NO_MEMORY);
         } else {
-            if (p.value.n) memcpy(value, p.value.at, p.value.n * sizeof *value);
             if (p.need.n) memcpy(need, p.need.at, p.need.n * sizeof *need);
             if (p.node.n) memcpy(node, p.node.at, p.node.n * sizeof *node);
-            *r = (koila__placed){ p.to, value, need, node, lowered, keep };
+            *r = (koila__placed){ p.to, value, size, need, node, lowered, keep };
         }
     }
     koila__vec_free(&a, &p.value);

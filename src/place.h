@@ -73,9 +73,15 @@ typedef struct koila__placed_node {
     koila_node recorded;              /* the recorded node it comes from */
 } koila__placed_node;
 
+/* Bytes of a value's storage: fixed + per_row * rows of the slice. */
+typedef struct koila__size {
+    uint64_t fixed, per_row;
+} koila__size;
+
 typedef struct koila__placed {
     koila_graph *graph;         /* the lowered graph; owned */
     koila_placement *value;     /* [n_values of graph]; never FREE */
+    koila__size *size;          /* [n_values of graph]: whole when it is R or P, of a slice when it is S, 0 when it does not exist */
     koila_placement *need;      /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need + first_input) */
     koila__placed_node *node;   /* [n_nodes of graph] */
     koila_value *lowered;       /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the targets */

@@ -1,5 +1,7 @@
 /* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to eager). Otherwise the graph is placed, scheduled under
  * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest in work wins.
+ * A policy is only scheduled when it may win: their work is known before, and the cheapest that fits needs no rival. Keeping all is the least work, for what
+ * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs.
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
  * Schedules do not depend on the number of rows, so each is made once. */
 #include "koila/plan.h"
@@ -29,14 +31,16 @@ struct koila_plan {
 };
 
 typedef struct candidate {
+    koila__keep keep;
     koila__schedule schedule;
-    bool made;
+    enum { UNTRIED, CARRIED_OUT, REFUSED } state;
 } candidate;
 
-static koila__live simulate(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t *stage_peaks)
+/* The peak; above `limit` (0: none) only that it is above. */
+static uint64_t peak_of(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t limit)
 {
-    const koila__live_options live = { rows, o->workspace, o->user };
-    return koila__live_simulate(p, s, &live, stage_peaks, NULL, NULL);
+    const koila__live_options live = { rows, o->workspace, o->user, limit };
+    return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes;
 }
 
 /* The axis with the most loop nodes; 0 when nothing is in a loop. */
@@ -81,13 +85,14 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
     }
 }
 
-static uint32_t policies(const koila__schedule *all, uint32_t keep, koila__keep *out)
+/* Least work first, most work last. */
+static uint32_t policies(uint32_t n_loops, uint32_t keep, koila__keep *out)
 {
     uint32_t n = 0;
     if (keep != KOILA_KEEP_NONE) out[n++] = (koila__keep){ .horizon = UINT32_MAX };
     if (keep != KOILA_KEEP_ALL) {
-        const double factors[] = KOILA_SPACING_FACTORS, root = sqrt((double)all->n_loops);
-        if (keep == KOILA_KEEP_AUTO && all->n_loops > 4)
+        const double factors[] = KOILA_SPACING_FACTORS, root = sqrt((double)n_loops);
+        if (keep == KOILA_KEEP_AUTO && n_loops > 4)
             for (size_t i = 0; i < KOILA_COUNT(factors); i++) {
                 const uint32_t spacing = (uint32_t)(root * factors[i] + 0.5);
                 out[n++] = (koila__keep){ .horizon = spacing + 2, .spacing = spacing };
@@ -108,7 +113,7 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
-    const koila__live_options live = { p->rows, o->workspace, o->user };
+    const koila__live_options live = { p->rows, o->workspace, o->user, 0 };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -222,67 +227,70 @@ static koila_status plan_whole(planning *q, bool *fits)
     KOILA_TRY(place(q, true, &p->placed));
     KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
-    *fits = simulate(p->placed, &p->schedule, q->options, p->rows, NULL).peak_bytes <= q->options->budget_bytes;
+    *fits = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes) <= q->options->budget_bytes;
     p->info.batch = p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
     return KOILA_OK;
 }
 
-/* Schedules of every policy that can be made. */
-static koila_status make_candidates(planning *q, const koila__placed *placed, candidate *candidates, uint32_t *n_policies)
+/* Carries a policy out, unless that was tried before. */
+static koila_status make_candidate(planning *q, koila__scheduler *scheduler, candidate *c)
 {
-    koila__keep keeps[MAX_POLICIES] = { { .horizon = UINT32_MAX } };
-    koila_status status = koila__schedule_init(&candidates[0].schedule, placed, q->plan->targets, q->n_targets, keeps[0], q->mem, q->err);
-    candidates[0].made = status == KOILA_OK;
-    if (status != KOILA_OK && status != KOILA_UNSUPPORTED) return status;
-    const koila__schedule none = { .n_loops = KOILA_COST_MAX_LOOPS, .n_keeps = 1 }, *first = candidates[0].made ? &candidates[0].schedule : &none;
-    *n_policies = 1;
-    if (first->n_keeps == 0) return status; /* nothing is worth keeping: all policies are one */
-    *n_policies = policies(first, q->options->keep, keeps);
-    bool any = false;
-    for (uint32_t k = 0; k < *n_policies; k++) {
-        if (k == 0 && keeps[0].horizon == UINT32_MAX) {
-            any = candidates[0].made;
-            continue;
-        }
-        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule), candidates[k].made = false;
-        const koila_status made = koila__schedule_init(&candidates[k].schedule, placed, q->plan->targets, q->n_targets, keeps[k], q->mem, q->err);
-        if (made != KOILA_OK && made != KOILA_UNSUPPORTED) return made;
-        any |= candidates[k].made = made == KOILA_OK;
-    }
-    return any ? KOILA_OK : KOILA_UNSUPPORTED;
+    if (c->state != UNTRIED) return KOILA_OK;
+    const koila_status status = koila__schedule_make(scheduler, c->keep, &c->schedule, q->err);
+    c->state = status == KOILA_OK ? CARRIED_OUT : REFUSED;
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
-/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. */
-static uint32_t choose(planning *q, const koila__placed *placed, const candidate *candidates, uint32_t n_policies)
+/* The policies between the first and the last: least work first. */
+static void sort_candidates(koila__scheduler *scheduler, candidate *c, uint32_t n)
+{
+    double work[MAX_POLICIES];
+    for (uint32_t i = 1; i + 1 < n; i++) {
+        const candidate mine = c[i];
+        const double w = koila__schedule_work(scheduler, mine.keep);
+        uint32_t k = i;
+        for (; k > 1 && work[k - 1] > w; k--) c[k] = c[k - 1], work[k] = work[k - 1];
+        c[k] = mine;
+        work[k] = w;
+    }
+}
+
+/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
+static koila_status choose(planning *q, const koila__placed *placed, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
 {
     const koila_plan_options *o = q->options;
     const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
     int64_t *rows = q->plan->rows;
     /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
     const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
-    double least_work = -1;
-    for (uint32_t k = 0; k < n_policies; k++)
-        if (candidates[k].made && (least_work < 0 || candidates[k].schedule.work < least_work)) least_work = candidates[k].schedule.work;
+    bool sorted = frugal;
     for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
-        uint32_t best = KOILA_NONE, smallest = KOILA_NONE;
-        double best_score = 0;
+        const bool last = forced || n_slices >= batch;
+        uint32_t best = KOILA_NONE;
+        double least_work = 0;
         uint64_t least_peak = 0;
         if (forced)
             for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
         else
             rows_for(q->graph, n_slices, rows);
         for (uint32_t k = 0; k < n_policies; k++) {
-            if (!candidates[k].made) continue;
-            const koila__schedule *s = &candidates[k].schedule;
-            const uint64_t peak = simulate(placed, s, o, rows, NULL).peak_bytes;
-            if (smallest == KOILA_NONE || peak < least_peak) least_peak = peak, smallest = k;
-            if (peak > o->budget_bytes || (frugal && s->work > KOILA_COST_MODERATE * least_work)) continue;
-            const double score = frugal ? (double)peak : s->work;
-            if (best == KOILA_NONE || score < best_score) best_score = score, best = k;
+            candidate *c = &candidates[k];
+            if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
+            if (frugal && best != KOILA_NONE) {
+                c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
+                if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
+            }
+            KOILA_TRY(make_candidate(q, scheduler, c));
+            if (c->state != CARRIED_OUT) continue;
+            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, last ? 0 : o->budget_bytes);
+            if (best == KOILA_NONE) least_work = c->schedule.work;
+            if (best == KOILA_NONE || peak < least_peak) least_peak = peak, best = k;
+            if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
+            if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
         }
-        if (best != KOILA_NONE) return best;
-        if (forced || n_slices >= batch) return smallest; /* the caller learns by the peak */
+        if (best == KOILA_NONE) return KOILA_UNSUPPORTED;
+        if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
     }
 }
 
@@ -290,26 +298,33 @@ static uint32_t choose(planning *q, const koila__placed *placed, const candidate
 static koila_status plan_sliced(planning *q)
 {
     koila_plan *p = q->plan;
+    koila__keep keeps[MAX_POLICIES];
     candidate candidates[MAX_POLICIES] = { 0 };
-    uint32_t n_policies = 0;
     koila__placed *placed = NULL;
+    koila__scheduler *scheduler = NULL;
     KOILA_TRY(place(q, false, &placed));
-    koila_status status = make_candidates(q, placed, candidates, &n_policies);
+    koila_status status = koila__scheduler_new(&scheduler, placed, p->targets, q->n_targets, false, q->mem, q->err);
     if (status == KOILA_OK) {
-        const uint32_t k = choose(q, placed, candidates, n_policies);
-        koila__placed_free(p->placed);
-        koila__schedule_deinit(&p->schedule);
-        p->placed = placed;
-        p->schedule = candidates[k].schedule;
-        candidates[k].made = false;
-        placed = NULL;
-        const uint16_t axis = main_axis(p->placed);
-        p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
-        p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
-        p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+        const uint32_t n_policies = policies(koila__scheduler_n_loops(scheduler), q->options->keep, keeps);
+        uint32_t k = 0;
+        for (uint32_t i = 0; i < n_policies; i++) candidates[i].keep = keeps[i];
+        status = choose(q, placed, scheduler, candidates, n_policies, &k);
+        if (status == KOILA_OK) {
+            koila__placed_free(p->placed);
+            koila__schedule_deinit(&p->schedule);
+            p->placed = placed;
+            p->schedule = candidates[k].schedule;
+            candidates[k].state = UNTRIED;
+            placed = NULL;
+            const uint16_t axis = main_axis(p->placed);
+            p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
+            p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
+            p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+        }
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
-        if (candidates[k].made) koila__schedule_deinit(&candidates[k].schedule);
+        if (candidates[k].state == CARRIED_OUT) koila__schedule_deinit(&candidates[k].schedule);
+    koila__scheduler_free(scheduler);
     koila__placed_free(placed);
     return status;
 }

@@ -18,13 +18,13 @@
 
 #define MIB ((uint64_t)1 << 20)
 
-enum { MAX_STEPS = 16, MAX_TEMPS = 6, MAX_KEPT = 1 << 22 };
+enum { MAX_STEPS = 16, MAX_TEMPS = 8, MAX_KEPT = 1 << 22 };
 
 /* ---- what operators use inside */
 
 typedef enum inside_kind {
     INSIDE_VIEW, INSIDE_NOTHING, INSIDE_REDUCE, INSIDE_GEMM, INSIDE_CONV, INSIDE_LAYER_NORM, INSIDE_LAYER_NORM_GRAD, INSIDE_BATCH_NORM, INSIDE_SDPA, INSIDE_SDPA_GRAD,
-    INSIDE_EMBEDDING_GRAD, INSIDE_SORT, INSIDE_UNKNOWN
+    INSIDE_EMBEDDING_GRAD, INSIDE_SORT, INSIDE_RNN, INSIDE_RNN_GRAD, INSIDE_UNKNOWN
 } inside_kind;
 
 static const struct { const char *name; inside_kind kind; } cuda_ops[] = {
@@ -188,13 +188,32 @@ static const koila_meta_info *input_meta(const sim *s, const call *k, uint32_t i
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 static uint64_t pick(const sim *s, uint64_t low, uint64_t expected, uint64_t high) { return s->level == LOW ? low : s->level == HIGH ? high : expected; }
 
-static uint32_t sdpa_back_end(const sim *s, const koila_meta_info *q)
+/* Flash takes no mask; the math back end is left for what the fused kernels refuse. */
+static uint32_t sdpa_back_end(const sim *s, const koila_meta_info *q, bool has_mask)
 {
     if (s->o.sdpa) return s->o.sdpa;
     const uint64_t capability = koila_device_get(s->d, KOILA_DEVICE_CAPABILITY).value;
     const bool half = q->dtype == KOILA_DTYPE_F16 || q->dtype == KOILA_DTYPE_BF16;
-    if (half && capability >= 80 && q->n_dims == 4 && q->size[3] <= 256) return KOILA_SDPA_FLASH;
+    if (half && capability >= 80 && !has_mask && q->n_dims == 4 && q->size[3] <= 256) return KOILA_SDPA_FLASH;
     return q->dtype == KOILA_DTYPE_F64 ? KOILA_SDPA_MATH : KOILA_SDPA_EFFICIENT;
+}
+
+/* Flash's forward cuts the keys when there are too few blocks of 64 queries to fill the multiprocessors: of the cuts that change the blocks a cut gets, the
+ * fewest that fill at least 0.85 of what the best one does. Multiprocessors count twice, for a block takes half of one. */
+static uint64_t flash_splits(uint64_t blocks, uint64_t sms, uint64_t key_blocks)
+{
+    const uint64_t room = 2 * sms, most = key_blocks < room ? key_blocks < 128 ? key_blocks : 128 : room < 128 ? room : 128;
+    double filled[129], best = 0;
+    if ((double)blocks >= 0.8 * (double)room) return 1;
+    for (uint64_t n = 1; n <= most; n++) {
+        const uint64_t waves = (blocks * n + room - 1) / room;
+        const bool changes = n == 1 || (key_blocks + n - 1) / n != (key_blocks + n - 2) / (n - 1);
+        filled[n] = changes ? (double)(blocks * n) / (double)room / (double)waves : 0;
+        if (filled[n] > best) best = filled[n];
+    }
+    for (uint64_t n = 1; n <= most; n++)
+        if (filled[n] > 0 && filled[n] >= 0.85 * best) return n;
+    return 1;
 }
 
 static int attention(const sim *s, const call *k, bool backward, uint64_t *temp)
@@ -202,18 +221,28 @@ static int attention(const sim *s, const call *k, bool backward, uint64_t *temp)
     const koila_meta_info *q = input_meta(s, k, backward ? 1 : 0), *key = input_meta(s, k, backward ? 2 : 1);
     if (!q || !key || q->n_dims != 4 || key->n_dims != 4) return 0;
     const uint64_t b = scaled(k, (uint64_t)q->size[0]), h = (uint64_t)q->size[1], sq = (uint64_t)q->size[2], d = (uint64_t)q->size[3], sk = (uint64_t)key->size[2];
-    const uint64_t bytes = koila_dtype_bytes(q->dtype), block = round_up(sq, 128);
-    switch (sdpa_back_end(s, q)) {
+    const uint64_t bytes = koila_dtype_bytes(q->dtype), block = round_up(sq, 128), wide = round_up(d, d > 128 ? 64 : 32);
+    switch (sdpa_back_end(s, q, k->sig->n_inputs > (backward ? 6u : 3u))) {
     case KOILA_SDPA_MATH: /* scores and probabilities, whole */
         temp[0] = temp[1] = b * h * sq * sk * bytes;
         return 2;
-    case KOILA_SDPA_FLASH:
-        if (!backward) return temp[0] = temp[1] = 8, 2; /* seed and offset */
-        temp[0] = b * h * block * 4;
-        temp[1] = b * block * h * round_up(d, d > 128 ? 64 : 32) * 4;
-        return 2;
+    case KOILA_SDPA_FLASH: {
+        const uint64_t padded = d % 8 ? round_up(d, 8) * bytes : 0; /* heads are padded to a multiple of 8: copies of the operands */
+        int n = 2;
+        if (!backward) {
+            const uint64_t splits = flash_splits(b * h * ((sq + 63) / 64), koila_device_get(s->d, KOILA_DEVICE_SM_COUNT).value, (sk + (d <= 64 ? 256 : d <= 128 ? 128 : 64) - 1) / (d <= 64 ? 256 : d <= 128 ? 128 : 64));
+            temp[0] = temp[1] = 8; /* seed and offset */
+            if (splits > 1) temp[n++] = splits * b * h * sq * 4, temp[n++] = splits * b * h * sq * wide * 4;
+        } else {
+            temp[0] = b * h * block * 4;
+            temp[1] = b * block * h * wide * 4;
+            if ((uint64_t)key->size[1] != h) temp[n++] = 2 * b * sk * h * d * bytes; /* gradients of keys and values, a head for each query head */
+        }
+        if (padded) temp[n++] = b * h * (sq + 2 * sk) * padded;
+        return n;
+    }
     case KOILA_SDPA_EFFICIENT:
-        if (!backward) return temp[0] = b * h * round_up(sq, 32) * 4, 1;
+        if (!backward) return 0;
         temp[0] = b * h * sq * 4;
         temp[1] = pick(s, 0, 0, b * h * sq * d * 4);
         temp[2] = temp[1];
@@ -223,6 +252,13 @@ static int attention(const sim *s, const call *k, bool backward, uint64_t *temp)
         temp[1] = pick(s, 0, 16 * MIB, 64 * MIB);
         return 2;
     }
+}
+
+/* One value for each step, row and hidden unit: steps * rows * hidden. */
+static uint64_t rnn_bytes(const sim *s, const call *k)
+{
+    const koila_meta_info *x = input_meta(s, k, 0), *h = input_meta(s, k, 5);
+    return x && h && x->n_dims == 3 && h->n_dims ? scaled(k, (uint64_t)(x->size[0] * x->size[1])) * (uint64_t)h->size[h->n_dims - 1] * koila_dtype_bytes(x->dtype) : 0;
 }
 
 /* Bytes of temporaries that live from the results to the end of the call. */
@@ -261,6 +297,9 @@ static int temporaries(sim *s, const call *k, inside_kind kind, uint64_t out_byt
         if (!a) return 0;
         temp[0] = scaled(k, a->n_elements) * (koila_dtype_bytes(a->dtype) + 8) * (uint64_t)(s->level + 1);
         return 1;
+    case INSIDE_RNN:
+    case INSIDE_RNN_GRAD: /* cuDNN's workspace: about the gates of all steps, in the high end twice */
+        return temp[0] = pick(s, 0, 1, 2) * 4 * rnn_bytes(s, k), 1;
     case INSIDE_UNKNOWN: return temp[0] = pick(s, 0, 0, out_bytes), 1;
     default: return 0;
     }
@@ -270,6 +309,13 @@ static int temporaries(sim *s, const call *k, inside_kind kind, uint64_t out_byt
 static uint64_t result_bytes(const sim *s, const call *k, inside_kind kind, uint32_t output, uint64_t bytes)
 {
     const koila_meta_info *out = k->sig->outputs[output] == KOILA_NONE ? NULL : koila_meta_get(s->t, k->sig->outputs[output]);
+    /* a CPU's workspace is another thing than cuDNN's reserve: the gates, cell states and their tangents of all steps */
+    if (kind == INSIDE_RNN && output == 3) return bytes ? pick(s, 5, 6, 8) * rnn_bytes(s, k) : 0;
+    if (kind == INSIDE_SDPA && output == 1 && out && k->sig->n_inputs > 1) { /* the efficient kernels pad queries to 32 in their logsumexp */
+        const koila_meta_info *q = input_meta(s, k, 0);
+        if (q->n_dims == 4 && q->size[2] > 0 && sdpa_back_end(s, q, k->sig->n_inputs > 3) == KOILA_SDPA_EFFICIENT)
+            return bytes / (uint64_t)q->size[2] * round_up((uint64_t)q->size[2], 32);
+    }
     if (kind == INSIDE_LAYER_NORM && output > 0 && out && koila_dtype_bytes(out->dtype) == 2) return bytes * 2;
     return bytes;
 }
@@ -425,18 +471,64 @@ static bool append(sim *s, uint64_t **list, uint64_t *n, uint64_t *cap, uint64_t
     return true;
 }
 
+/* Bytes of gradient v as the optimizer finds it. */
+static uint64_t grad_bytes(const sim *s, koila_value v) { return whole_bytes(s, v) * (s->o.autocast && is_half(meta_of(s, v)) ? 2 : 1); }
+
+/* Under autocast a gradient leaves the step in the dtype of the parameter. */
+static void widen_gradients(sim *s)
+{
+    for (koila_value v = 0; v < s->n_values && !s->status; v++) {
+        if (!s->is_grad[v] || !s->whole[v] || !is_half(meta_of(s, v))) continue;
+        const uint32_t wide = storage_new(s, grad_bytes(s, v), v);
+        let_go(s, &s->whole[v]);
+        s->whole[v] = wide;
+    }
+}
+
+/* clip_grad_norm_: a norm a tensor, and one number for each 65,536 elements of the largest, for every tensor. */
+static void clip_gradients(sim *s)
+{
+    uint64_t *temps = NULL, n = 0, cap = 0, n_grads = 0, most_chunks = 0;
+    for (koila_value v = 0; v < s->n_values && !s->status; v++) {
+        if (!s->is_grad[v]) continue;
+        const uint64_t chunks = (meta_of(s, v)->n_elements + 65535) / 65536;
+        n_grads++;
+        if (chunks > most_chunks) most_chunks = chunks;
+        append(s, &temps, &n, &cap, take(s, 4));
+    }
+    const uint64_t sizes[] = { n_grads * most_chunks * 4, n_grads * 4, 4, 4, 4 }; /* partial norms, all norms, theirs, the factor, the factor held below 1 */
+    for (size_t i = 0; i < KOILA_COUNT(sizes) && n_grads; i++) append(s, &temps, &n, &cap, take(s, sizes[i]));
+    while (n) give(s, temps[--n]);
+    koila__release(&s->mem, temps, (size_t)cap * 8);
+}
+
+/* DistributedDataParallel's flat copies of all gradients, last parameters first: a bucket is closed when it holds 1 MiB, every later one at 25 MiB. They live
+ * as long as the model. */
+static void make_buckets(sim *s)
+{
+    uint64_t bytes = 0, full = MIB;
+    for (koila_value v = s->n_values; v-- > 0 && !s->status;) {
+        if (s->is_grad[v]) bytes += grad_bytes(s, v);
+        if (bytes < full && (v || !bytes)) continue;
+        append(s, &s->state, &s->n_state, &s->state_cap, take(s, bytes));
+        bytes = 0;
+        full = 25 * MIB;
+    }
+}
+
 /* State is made by the first step; foreach holds one temporary for each parameter at once, the loop one at a time, fused none. */
 static void optimizer_step(sim *s, bool first)
 {
     static const int n_states[] = { 0, 0, 1, 2, 2 };
     const uint32_t kind = s->o.optimizer;
+    if (s->o.clip_grad_norm) clip_gradients(s);
     if (kind == KOILA_OPTIMIZER_NONE || kind > KOILA_OPTIMIZER_ADAMW) return;
     const bool adam = kind >= KOILA_OPTIMIZER_ADAM;
     uint64_t *temps = NULL, n = 0, cap = 0, largest = 0;
     s->at_node = KOILA_NONE;
     for (koila_value v = 0; v < s->n_values && !s->status; v++) {
         if (!s->is_grad[v]) continue;
-        const uint64_t bytes = whole_bytes(s, v);
+        const uint64_t bytes = grad_bytes(s, v);
         if (bytes > largest) largest = bytes;
         for (int k = 0; first && k < n_states[kind] + (adam && s->o.amsgrad); k++) append(s, &s->state, &s->n_state, &s->state_cap, take(s, bytes));
         if (first && adam && s->o.way == KOILA_WAY_FUSED) append(s, &s->state, &s->n_state, &s->state_cap, take(s, 4)); /* the step counter */
@@ -451,7 +543,7 @@ static void optimizer_step(sim *s, bool first)
             continue;
         }
         for (koila_value v = 0; v < s->n_values && !s->status; v++)
-            if (s->is_grad[v]) append(s, &temps, &n, &cap, take(s, whole_bytes(s, v)));
+            if (s->is_grad[v]) append(s, &temps, &n, &cap, take(s, grad_bytes(s, v)));
         while (n) give(s, temps[--n]);
     }
     koila__release(&s->mem, temps, (size_t)cap * 8);
@@ -474,6 +566,7 @@ static void run_step(sim *s, uint32_t n_stages, bool first)
             let_go(s, &s->whole[v]);
         }
     run_plan(s, n_stages);
+    if (s->o.autocast) widen_gradients(s);
     for (koila_value v = 0; v < s->n_values && !s->status; v++)
         if (s->whole[v] && !s->is_target[v] && koila_value_get(s->g, v).node != KOILA_NONE) let_go(s, &s->whole[v]);
     while (s->n_last_out) {
@@ -666,6 +759,8 @@ static void load_leaves(sim *s)
         while (twin < s->n_values && !(s->whole[twin] && s->st[s->whole[twin]].refs == 1 && is_real_leaf(s, twin) && is_contiguous(meta_of(s, twin)) && same_sizes(meta_of(s, twin), meta_of(s, v)))) twin++;
         s->whole[v] = twin < s->n_values ? hold(s, s->whole[twin]) : storage_new(s, whole_bytes(s, v), v);
     }
+    for (uint32_t i = 1; i <= s->n_st && s->o.autocast && !s->status; i++) /* the float32 parameter behind a cast */
+        if (is_half(meta_of(s, s->st[i].value))) append(s, &s->state, &s->n_state, &s->state_cap, take(s, 2 * s->st[i].bytes));
 }
 
 /* Values nobody uses are what the step was run for: gradients, loss, outputs. */
@@ -771,6 +866,7 @@ static koila_status run_level(const koila_plan *plan, const koila_value *targets
     s.stop_at = stop_at;
     if (!status) status = koila_cache_new(&c, NULL, &s.c, e);
     if (!status) load_leaves(&s);
+    if (!status && o->ddp) make_buckets(&s);
     uint64_t before[3] = { 0 };
     for (uint32_t step = 0; !status && step < MAX_STEPS && !r->settled; step++) {
         run_step(&s, n_stages, step == 0);
@@ -830,6 +926,11 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
         }
     if (seen[INSIDE_CONV]) note(p, "every convolution is taken to use the profile's convolution workspace");
     if (seen[INSIDE_GEMM]) note(p, "cuBLAS keeps one workspace for forward and one for backward");
+    if (seen[INSIDE_RNN]) note(p, "a recurrent layer is taken to run in cuDNN; its reserve and workspace are estimated");
+    const uint64_t capability = koila_device_get(d, KOILA_DEVICE_CAPABILITY).value;
+    if (seen[INSIDE_SDPA] && !o->sdpa && (capability == 90 || capability == 100)) note(p, "with cuDNN 9.15.1 or newer this device tries cuDNN's attention first: see --sdpa cudnn");
+    if (o->autocast) note(p, "half-precision leaves are autocast's casts of float32 parameters: both are counted; gradients leave the step in float32");
+    if (o->ddp) note(p, "DistributedDataParallel's buckets are counted, as large as all gradients; with gradient_as_bucket_view there would be none");
     if (o->optimizer == KOILA_OPTIMIZER_NONE) note(p, "no optimizer: its state and temporaries are not counted");
     note(p, "values nobody uses are the step's results; those of a parameter's shape are its gradient, dropped by zero_grad before the next step");
     note(p, "DataLoader copies, NCCL and other processes are not counted");

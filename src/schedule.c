@@ -66,7 +66,7 @@ typedef struct slice_of {
     uint32_t input;
 } slice_of;
 
-typedef struct work_state {
+struct koila__scheduler {
     const koila__placed *p;
     const koila_graph *g;
     koila_allocator mem;
@@ -84,6 +84,8 @@ typedef struct work_state {
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
     uint32_t *consumer_first, *consumer_next, *consumer_input; /* uses of a value: chains through flat inputs of needed nodes */
     uint32_t *consumer_node;
+    bool *is_viewed;       /* [node] a result is the only input of a view */
+    bool *is_mere_view;    /* [node] such a view */
     bool *is_local;        /* [flat input] see uses_local */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
     bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
@@ -118,7 +120,10 @@ typedef struct work_state {
     event_vec events;
     uint64_t n_emitted, max_emitted;
     uint32_t n_keeps;
-} work_state;
+    bool any_wide;         /* of the stage being emitted */
+};
+
+typedef koila__scheduler work_state; /* while it is being filled, and then while a policy is carried out */
 
 #define TRY_ALLOC(p) \
     do {             \
@@ -175,6 +180,8 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
     for (uint32_t n = w->n_nodes; n-- > 0;) { /* consumers in recorded order: built back to front */
         if (!w->needed[n]) continue;
         const koila_sig_info *s = sig_of(w, n);
+        w->is_mere_view[n] = s->n_inputs == 1 && !s->n_writes && koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW;
+        if (w->is_mere_view[n] && producer(w, input_of(w, n, 0)) != KOILA_NONE) w->is_viewed[producer(w, input_of(w, n, 0))] = true;
         for (uint32_t i = s->n_inputs; i-- > 0;) {
             const uint32_t at = w->g->nodes.at[n].first_input + i;
             const koila_value v = w->g->inputs.at[at];
@@ -625,6 +632,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
             TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v }));
             TRY_ALLOC(event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v));
             if (own) *how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+            w->any_wide |= wide;
         }
         begin_value(&w->whole, v, OWNER_COLLECTED);
     }
@@ -692,6 +700,8 @@ static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_lo
     if (w->instrs.n) memcpy(instrs, w->instrs.at, w->instrs.n * sizeof *instrs);
     if (w->events.n) memcpy(stage->events, w->events.at, w->events.n * sizeof *stage->events);
     stage->n_events = w->events.n;
+    stage->any_wide = w->any_wide;
+    w->any_wide = false;
     stage->stage = (koila_stage){ .is_loop = is_loop, .axis = axis, .n_instrs = w->instrs.n, .instrs = instrs };
     w->instrs.n = w->events.n = 0;
     out->n_stages++;
@@ -702,7 +712,7 @@ static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_lo
 static bool hoistable(const work_state *w, koila_node n, uint32_t j)
 {
     const koila_sig_info *s = sig_of(w, n);
-    if (s->n_inputs != 1 || s->n_writes || !(koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW)) return false;
+    if (!w->is_mere_view[n]) return false;
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = w->g->nodes.at[n].first_output + o;
         if (w->made_whole[v] != j) return false;
@@ -753,6 +763,7 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
             if (hoistable(w, n, j) && uses_local(w, n, 0) && w->in_loop[producer(w, input_of(w, n, 0))] == j + 1) continue; /* comes behind its producer */
             order[n_order++] = n;
             for (uint32_t done = n_order - 1; done < n_order; done++) {
+                if (!w->is_viewed[order[done]]) continue;
                 const koila_sig_info *s = sig_of(w, order[done]);
                 for (uint32_t o = 0; o < s->n_outputs; o++)
                     for (uint32_t at = w->consumer_first[w->g->nodes.at[order[done]].first_output + o]; at != KOILA_NONE; at = w->consumer_next[at]) {
@@ -766,11 +777,14 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     return n_order;
 }
 
+static bool is_too_much(const work_state *w, double work) { return w->keep.max_work > 0 && work > w->keep.max_work; }
+
 static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 {
     uint32_t lo, hi;
     w->s = &w->slice;
     find_demand(w, j, &lo, &hi, &out->work);
+    if (is_too_much(w, out->work)) return KOILA_UNSUPPORTED;
     const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
     const koila_node *order = w->stack;
     for (uint32_t k = 0; k < n_order; k++) {
@@ -895,7 +909,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         for (; j < w->n_loops && w->loops[j].level == level; j++) KOILA_TRY(emit_loop(w, s, j));
     }
     s->n_keeps = w->n_keeps;
-    return KOILA_OK;
+    return is_too_much(w, s->work) ? KOILA_UNSUPPORTED : KOILA_OK; /* the last stages may be whole ones */
 }
 
 /* Everything of fixed size, zeroed but for chains, which are empty. */
@@ -914,6 +928,8 @@ static koila_status make_arrays(work_state *w)
     MAKE(consumer_next, I);
     MAKE(consumer_input, I);
     MAKE(consumer_node, I);
+    MAKE(is_viewed, N);
+    MAKE(is_mere_view, N);
     MAKE(home, N);
     MAKE(use, V);
     MAKE(kept, V);
@@ -941,11 +957,28 @@ static koila_status make_arrays(work_state *w)
         TRY_ALLOC(scopes[i]->here = koila__arena_array(&w->tmp, V, 1));
     }
     memset(w->consumer_first, 0xff, V * sizeof *w->consumer_first);
-    for (uint32_t v = 0; v < w->n_values; v++) w->sliced[v].user = KOILA_NONE;
     return KOILA_OK;
 }
 
-static koila_status make_schedule(work_state *w, const koila_value *targets, uint32_t n_targets, koila__schedule *s)
+/* Nothing of a policy carried out before is left. */
+static void forget_policy(work_state *w)
+{
+    const uint32_t N = w->n_nodes + 1, V = w->n_values + 1;
+    memset(w->kept, 0, V * sizeof *w->kept);
+    memset(w->given_up, 0, V * sizeof *w->given_up);
+    memset(w->in_loop, 0, N * sizeof *w->in_loop);
+    memset(w->order_bits, 0, (N / 64 + 1) * sizeof *w->order_bits);
+    memset(w->last_use, 0, V * sizeof *w->last_use);
+    memset(w->whole.here, 0, V);
+    memset(w->slice.here, 0, V);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
+    for (uint32_t v = 0; v < w->n_values; v++) w->sliced[v].user = KOILA_NONE;
+    w->instrs.n = w->events.n = w->n_keeps = 0;
+    w->n_emitted = 0;
+    w->any_wide = false;
+}
+
+static koila_status prepare(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
     KOILA_TRY(make_arrays(w));
     KOILA_TRY(find_maybe_alias(w));
@@ -955,27 +988,97 @@ static koila_status make_schedule(work_state *w, const koila_value *targets, uin
     TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
-    KOILA_TRY(find_whole_last(w));
-    return make_stages(w, s);
+    return find_whole_last(w);
+}
+
+static koila_status failed(koila_status status, koila_error *err)
+{
+    return koila__fail(err, status, 0, "schedule: %s", status == KOILA_UNSUPPORTED ? "too many barriers in a row" : koila_status_text(status));
+}
+
+koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, bool cheap, const koila_allocator *mem,
+                                  koila_error *err)
+{
+    const koila_allocator a = koila__allocator(mem);
+    koila__scheduler *w = koila__realloc(&a, NULL, 0, sizeof *w);
+    if (!w) return failed(KOILA_NO_MEMORY, err);
+    *w = (koila__scheduler){ .p = p, .g = p->graph, .keep = { .cheap = cheap }, .mem = a, .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
+    koila__arena_init(&w->tmp, mem);
+    const koila_status status = prepare(w, targets, n_targets);
+    if (status != KOILA_OK) {
+        koila__scheduler_free(w);
+        return failed(status, err);
+    }
+    *out = w;
+    return KOILA_OK;
+}
+
+void koila__scheduler_free(koila__scheduler *w)
+{
+    if (!w) return;
+    const koila_allocator mem = w->mem;
+    koila__vec_free(&w->mem, &w->instrs);
+    koila__vec_free(&w->mem, &w->events);
+    koila__arena_deinit(&w->tmp);
+    koila__release(&mem, w, sizeof *w);
+}
+
+uint32_t koila__scheduler_n_loops(const koila__scheduler *w) { return w->n_loops; }
+
+double koila__schedule_work(koila__scheduler *w, koila__keep keep)
+{
+    double work = 0;
+    w->keep = keep;
+    forget_policy(w);
+    for (uint32_t level = 0; level < w->n_levels; level++)
+        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += w->cost[n].work;
+    for (uint32_t j = 0; j < w->n_loops; j++) { /* as emit_loop(), but for what is emitted */
+        uint32_t lo, hi;
+        find_demand(w, j, &lo, &hi, &work);
+        if (is_too_much(w, work)) break;
+        for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
+            for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
+                const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
+                for (uint32_t o = 0; w->cost[n].expensive && o < sig_of(w, n)->n_outputs; o++) {
+                    const koila_value v = w->g->nodes.at[n].first_output + o;
+                    if (!w->kept[v] && keeps(w, v, j)) keep_until_next(w, v, j);
+                }
+            }
+            w->order_bits[k] = 0;
+        }
+        for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
+            next = w->kept_next[v];
+            w->kept[v] = false;
+            if (keeps(w, v, j)) keep_until_next(w, v, j);
+        }
+    }
+    return work;
+}
+
+koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err)
+{
+    koila__schedule s = { 0 };
+    koila_assert(keep.cheap == w->keep.cheap);
+    koila__arena_init(&s.arena, &w->mem);
+    w->keep = keep;
+    forget_policy(w);
+    const koila_status status = make_stages(w, &s);
+    if (status != KOILA_OK) {
+        koila__arena_deinit(&s.arena);
+        return failed(status, err);
+    }
+    *out = s;
+    return KOILA_OK;
 }
 
 koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err)
 {
-    work_state w = { .p = p, .g = p->graph, .keep = keep, .mem = koila__allocator(mem), .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
-    koila__schedule s = { 0 };
-    koila__arena_init(&w.tmp, mem);
-    koila__arena_init(&s.arena, mem);
-    const koila_status status = make_schedule(&w, targets, n_targets, &s);
-    koila__vec_free(&w.mem, &w.instrs);
-    koila__vec_free(&w.mem, &w.events);
-    koila__arena_deinit(&w.tmp);
-    if (status != KOILA_OK) {
-        koila__arena_deinit(&s.arena);
-        return koila__fail(err, status, 0, "schedule: %s", status == KOILA_UNSUPPORTED ? "too many barriers in a row" : koila_status_text(status));
-    }
-    *out = s;
-    return KOILA_OK;
+    koila__scheduler *w = NULL;
+    KOILA_TRY(koila__scheduler_new(&w, p, targets, n_targets, keep.cheap, mem, err));
+    const koila_status status = koila__schedule_make(w, keep, out, err);
+    koila__scheduler_free(w);
+    return status;
 }
 
 void koila__schedule_deinit(koila__schedule *s) { koila__arena_deinit(&s->arena); }

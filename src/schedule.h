@@ -12,6 +12,7 @@ typedef struct koila__keep {
     uint32_t horizon, spacing;
     uint32_t max_instrs; /* refuse more instructions than so many times the needed nodes; 0: KOILA_COST_MAX_INSTRS */
     bool cheap; /* results of cheap operators too: a hostile build, for tests */
+    double max_work; /* refuse more work than this; 0: any */
 } koila__keep;
 
 /* Memory events, in order; live.c replays them with sizes. `value` names the storage: the value that allocated it. */
@@ -47,6 +48,7 @@ typedef struct koila__stage {
     koila_stage stage; /* as seen outside */
     koila__event *events;
     uint32_t n_events;
+    bool any_wide; /* a sum of half precision is accumulated wider */
 } koila__stage;
 
 typedef struct koila__schedule {
@@ -58,8 +60,21 @@ typedef struct koila__schedule {
     uint32_t n_needed;    /* needed nodes */
 } koila__schedule;
 
-/* targets: values of p->graph. On success *out is filled; koila__schedule_deinit() frees it.
- * Expected: NO_MEMORY; UNSUPPORTED when the policy would run too much again, or there are too many barriers. */
+/* What all policies of one graph share: levels, loops, homes, uses. Borrows `p`, which must outlive it. */
+typedef struct koila__scheduler koila__scheduler;
+/* targets: values of p->graph. cheap: as koila__keep.cheap of every policy to come. On success *out is yours: koila__scheduler_free().
+ * Expected: NO_MEMORY; UNSUPPORTED when there are too many barriers. */
+koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, bool cheap, const koila_allocator *mem,
+                                  koila_error *err);
+void koila__scheduler_free(koila__scheduler *w); /* NULL is fine; schedules made by it live on */
+uint32_t koila__scheduler_n_loops(const koila__scheduler *w);
+/* The work of the policy's schedule, without making it: some times cheaper. A little less when an expensive result is part of another one's storage; above
+ * keep.max_work (0: none) only that it is above. */
+double koila__schedule_work(koila__scheduler *w, koila__keep keep);
+/* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
+ * value cut in two ways. The scheduler can be used again whatever came out. */
+koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err);
+/* Both at once. */
 koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err);
 void koila__schedule_deinit(koila__schedule *s);

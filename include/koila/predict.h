@@ -61,6 +61,9 @@ typedef struct koila_predict_opts {
     uint32_t sdpa;         /**< koila_sdpa */
     uint32_t optimizer, way; /**< koila_optimizer, koila_optimizer_way: a graph does not hold the optimizer's step */
     bool weight_decay, amsgrad;
+    bool clip_grad_norm; /**< torch.nn.utils.clip_grad_norm_ before each optimizer step */
+    bool autocast;       /**< half-precision leaves are casts of float32 parameters, which the graph does not show */
+    bool ddp;            /**< the model is wrapped in DistributedDataParallel: its buckets count, NCCL is outside */
 } koila_predict_opts;
 
 typedef struct koila_range {

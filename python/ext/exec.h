@@ -52,9 +52,14 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
 uint64_t koila__free_bytes(uint64_t *limit);
 /* An operator was seen to use `bytes` inside, on `rows` of `batch` rows (both 0: whole). */
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+bool koila__learned(koila_sig sig, int64_t rows, int64_t batch); /* was just that seen? */
 int64_t koila__tuned_rows(uint64_t key);
 void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
 void koila__plan_cache_clear(void); /* and what was learned */
+
+/* ---- probe.c: what operators use inside that never ran here. Both learn; neither fails, neither leaves anything allocated or an exception set. */
+void koila__probe_graph(const koila_graph *g, int64_t rows); /* before planning; rows: as forced, 0: not */
+void koila__probe_plan(const koila_plan *plan);              /* at the rows that were planned, where they are few */
 
 /* ---- run.c */
 /* The part of the tape that makes the targets, and the way back. All arrays are PyMem. */

@@ -11,10 +11,20 @@
 
 struct koila__run_settings koila__settings = { .budget = UINT64_MAX };
 
-/* Bytes an operator uses inside, by signature: seen once whole and once on a slice. A slice's grows with its rows. */
+bool koila__is_planning(void) { return koila__settings.dry; }
+
+/* Bytes an operator uses inside, by signature: what was seen at a few numbers of rows. It is a fixed part (a weight in another layout) and a part that grows with
+ * the rows, so numbers in between lie on a line. WHOLE: outside a loop, or all rows in one slice. */
+enum { N_SEEN = 6 };
+#define WHOLE INT64_MAX
+typedef struct seen {
+    int64_t rows;
+    uint64_t bytes;
+} seen;
 typedef struct workspace {
-    uint64_t whole_bytes, slice_bytes;
-    int64_t whole_batch, slice_rows;
+    seen at[N_SEEN]; /* ascending rows */
+    int64_t batch;   /* 0: not known */
+    uint32_t n;
 } workspace;
 static struct {
     workspace *at;
@@ -22,14 +32,35 @@ static struct {
     uint64_t generation; /* changes when a plan made before would now be another one */
 } learned;
 
+static double rows_of(const workspace *w, uint32_t i) { return w->at[i].rows == WHOLE ? (double)w->batch : (double)w->at[i].rows; }
+
 static uint64_t workspace_of(void *user, koila_sig sig, int64_t rows, int64_t batch)
 {
     (void)user;
-    if (sig >= learned.n) return 0;
-    const workspace *w = &learned.at[sig];
-    if (!batch || rows == batch) return w->whole_batch >= 0 ? w->whole_bytes : 0;
-    if (w->slice_rows > 0) return (uint64_t)((double)w->slice_bytes * (double)rows / (double)w->slice_rows);
-    return w->whole_batch > 0 ? (uint64_t)((double)w->whole_bytes * (double)rows / (double)w->whole_batch) : 0;
+    const workspace *w = sig < learned.n ? &learned.at[sig] : NULL;
+    if (!w || !w->n) return 0;
+    if (!batch || rows == batch) rows = WHOLE;
+    uint32_t above = 0;
+    while (above < w->n && w->at[above].rows < rows) above++;
+    if (above < w->n && w->at[above].rows == rows) return w->at[above].bytes;
+    uint32_t n = w->n;
+    if (!w->batch) n -= w->at[n - 1].rows == WHOLE; /* it lies nowhere on a line of rows */
+    if (!n || (rows == WHOLE && !w->batch)) return n ? w->at[n - 1].bytes : 0;
+    const double x = rows == WHOLE ? (double)w->batch : (double)rows;
+    if (n == 1) return (uint64_t)((double)w->at[0].bytes * x / rows_of(w, 0));
+    const uint32_t k = above == 0 ? 0 : above >= n ? n - 2 : above - 1; /* the line through k and k + 1 */
+    const double a = rows_of(w, k), b = rows_of(w, k + 1), y = (double)w->at[k].bytes + ((double)w->at[k + 1].bytes - (double)w->at[k].bytes) * (x - a) / (b - a);
+    const double least = above == 0 ? (double)w->at[0].bytes * x / a : above >= n ? (double)w->at[n - 1].bytes : 0;
+    return (uint64_t)(y > least ? y : least);
+}
+
+bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
+{
+    const workspace *w = sig < learned.n ? &learned.at[sig] : NULL;
+    if (!batch || rows == batch) rows = WHOLE;
+    for (uint32_t i = 0; w && i < w->n; i++)
+        if (w->at[i].rows == rows) return true;
+    return false;
 }
 
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
@@ -43,18 +74,23 @@ void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
         learned.n = n;
     }
     workspace *w = &learned.at[sig];
-    uint64_t before;
-    if (!batch || rows == batch) {
-        before = w->whole_bytes;
-        if (bytes > w->whole_bytes) w->whole_bytes = bytes;
-        w->whole_batch = batch;
+    const uint64_t before = workspace_of(NULL, sig, rows, batch); /* what plans counted with until now */
+    if (batch) w->batch = batch;
+    if (!batch || rows == batch) rows = WHOLE;
+    uint32_t i = 0;
+    while (i < w->n && w->at[i].rows < rows) i++;
+    if (i < w->n && w->at[i].rows == rows) {
+        if (bytes > w->at[i].bytes) w->at[i].bytes = bytes;
     } else {
-        before = workspace_of(NULL, sig, rows, batch); /* what plans counted with until now */
-        if (rows > w->slice_rows || (rows == w->slice_rows && bytes > w->slice_bytes)) {
-            w->slice_bytes = bytes;
-            w->slice_rows = rows;
+        if (w->n == N_SEEN) { /* the smallest and the largest say most: one between them goes */
+            const uint32_t gone = i > 1 && i < N_SEEN ? i - 1 : N_SEEN / 2;
+            memmove(&w->at[gone], &w->at[gone + 1], (--w->n - gone) * sizeof *w->at);
+            if (i > gone) i--;
         }
+        memmove(&w->at[i + 1], &w->at[i], (w->n++ - i) * sizeof *w->at);
+        w->at[i] = (seen){ rows, bytes };
     }
+    bytes = w->at[i].bytes;
     if (bytes > before + before / 50 + 4096 || bytes + bytes / 50 + 4096 < before) learned.generation++;
 }
 
@@ -157,6 +193,15 @@ uint64_t koila__free_bytes(uint64_t *limit)
 
 /* ---- planning through the cache */
 
+static koila_status make_plan(const koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_plan **out, koila_error *err)
+{
+    koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = rows > 0 && !koila__settings.has_budget ? UINT64_MAX : budget, .rows = rows, .workspace = workspace_of };
+    const koila_status status = koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
+    if (status != KOILA_OOM || rows <= 0) return status;
+    o.budget_bytes = UINT64_MAX; /* forced rows: tried all the same, with the least memory */
+    return koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
+}
+
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_error *err, koila_status *status)
 { /* takes `part` */
     uint64_t key = mix(koila_graph_hash(part), (uint64_t)rows);
@@ -173,13 +218,16 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         }
         if (!c || (*oldest && c->used < (*oldest)->used)) oldest = &cache[i];
     }
-    const koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = rows > 0 && !koila__settings.has_budget ? UINT64_MAX : budget, .rows = rows, .workspace = workspace_of };
     koila_plan *plan = NULL;
-    *status = koila_plan_new(part, targets, n_targets, &o, NULL, &plan, err);
-    if (*status == KOILA_OOM && rows > 0) { /* forced rows: tried all the same, with the least memory */
-        koila_plan_options frugal = o;
-        frugal.budget_bytes = UINT64_MAX;
-        *status = koila_plan_new(part, targets, n_targets, &frugal, NULL, &plan, err);
+    koila__probe_graph(part, rows);
+    for (int tries = 0;; tries++) {
+        const uint64_t counted_with = learned.generation;
+        *status = make_plan(part, targets, n_targets, budget, rows, &plan, err);
+        if (*status != KOILA_OK || tries == 2) break;
+        koila__probe_plan(plan);
+        if (learned.generation == counted_with) break;
+        koila_plan_free(plan);
+        plan = NULL;
     }
     cached *c = *status == KOILA_OK ? PyMem_RawCalloc(1, sizeof *c) : NULL;
     if (!c) {

@@ -1,6 +1,6 @@
 /* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over koila/predict.h.
  *
- *   predict(tape_graph of lazies | None for the last step, device name or JSON text, memory | 0, rows | 0, optimizer word, way word) -> dict
+ *   predict(device name or JSON text, memory | 0, rows | 0, the training's words and switches) -> dict, of the step planned last
  */
 #include "run.h"
 
@@ -21,13 +21,17 @@ static int word_of(const char *word, const char *const *words, uint32_t n, const
     return -1;
 }
 
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const char *optimizer, const char *way)
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with)
 {
     static const char *const optimizers[] = { "none", "sgd", "momentum", "adam", "adamw" }, *const ways[] = { "foreach", "fused", "loop" };
+    static const char *const back_ends[] = { "auto", "flash", "efficient", "math", "cudnn" };
     koila_device *d = NULL;
     koila_error err = KOILA_ERROR_INIT;
-    koila_predict_opts o = { .struct_size = sizeof o, .memory_bytes = memory, .rows = rows };
-    if (word_of(optimizer, optimizers, 5, "optimizer", &o.optimizer) < 0 || word_of(way, ways, 3, "optimizer_way", &o.way) < 0) return NULL;
+    koila_predict_opts o = { .struct_size = sizeof o, .memory_bytes = memory, .rows = rows, .weight_decay = with->weight_decay, .amsgrad = with->amsgrad,
+                             .clip_grad_norm = with->clip_grad_norm, .ddp = with->ddp, .autocast = with->autocast };
+    if (word_of(with->optimizer, optimizers, 5, "optimizer", &o.optimizer) < 0 || word_of(with->way, ways, 3, "optimizer_way", &o.way) < 0 ||
+        word_of(with->sdpa, back_ends, 5, "sdpa", &o.sdpa) < 0)
+        return NULL;
     koila_status status = device[0] == '{' ? koila_device_open(device, strlen(device), NULL, &d, &err) : koila_device_builtin(device, NULL, &d, &err);
     if (status != KOILA_OK) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
     koila_prediction *p = PyMem_Calloc(1, sizeof *p);

@@ -172,10 +172,6 @@ static int copy_leaves_of(koila__tape *t, PyObject *real)
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
-    if (koila__settings.dry && !n_targets) { /* planning: nothing happens, and nobody asks */
-        koila__tape_drop_effects(t);
-        return 0;
-    }
     if (koila__settings.dry && koila__run_init() == 0) {
         PyObject *cls = error_class("UnsupportedError");
         if (cls) PyErr_SetString(cls, "koila.plan(): the step reads a value (print, .item(), if, a mask) before backward; nothing is computed while planning. Plan the part up to there");

@@ -12,7 +12,12 @@ PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, ko
 PyObject *koila__plan_dict(const koila_plan *plan, const koila_graph *part, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run);
 int koila__save_graph(const koila_graph *g, const char *path);
 /* predict.c */
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const char *optimizer, const char *way);
+/* What a recorded step does not show: koila_predict_opts in words. */
+typedef struct koila__training {
+    const char *optimizer, *way, *sdpa;
+    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast;
+} koila__training;
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with);
 PyObject *koila__device_names(void);
 int koila__run_module_add(PyObject *m);
 

@@ -22,6 +22,7 @@ koila__tape *koila__tape_new(void)
     if (!t) return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
+    t->planned = koila__is_planning();
     t->next_tape = tapes;
     if (tapes) tapes->prev_tape = t;
     tapes = t;
@@ -98,10 +99,10 @@ koila__tape *koila__tape_for_lazy(void)
     koila__tape *t = koila__open;
     if (!t || t->closed) return koila__tape_current();
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS))) return t;
+    if (t->n_handles && t->planned == koila__is_planning() && (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS))) return t;
     Py_INCREF(t);
     int rc = 0;
-    if (t->n_handles) {
+    if (t->n_handles && !t->planned && !koila__is_planning()) {
         uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
         koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
         if (!v) {

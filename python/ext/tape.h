@@ -38,6 +38,7 @@ typedef struct koila__tape {
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles;      /* live handles of this tape */
     bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool planned;            /* recorded by koila.plan(): nothing of it ever happens */
     bool failed;             /* the last step failed: its effects do not happen unless a later one succeeds */
     bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
     bool let_go;             /* closed, and what nobody can ask for any more has been given up */
@@ -112,5 +113,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 /* The effects happen, and of `held` what fits and is not stale is made. */
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
+bool koila__is_planning(void); /* does koila.plan() record now? */
 
 #endif

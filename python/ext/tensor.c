@@ -367,8 +367,8 @@ static koila__group *detach(koila__handle *h)
 
 static void settle(koila__tape *t)
 { /* nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note [Effects] in tape.c */
-    if (t->n_handles || !t->n_effects || t->closed) return;
-    if (t->failed) { /* a step that failed changes nothing outside */
+    if (t->n_handles || !t->n_effects) return;
+    if (t->failed || t->planned) { /* a step that failed, or was only planned, changes nothing outside */
         koila__tape_drop_effects(t);
         return;
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from . import _core
 from ._budget import _bytes, readable
@@ -46,13 +49,17 @@ class Prediction(Plan):
 class _UndoWrites(TorchDispatchMode):
     """What a planned step writes into plain tensors (a batch norm's counter, a logged mean) is put back, and so is the CPU's random state."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> _UndoWrites:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.casts_parameters = False  # autocast made a half-precision copy of a float32 parameter, which is what the recording then sees
         self._random = torch.get_rng_state()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].dtype is torch.float32 and not _core.is_lazy(args[0]):
+            self.casts_parameters |= kwargs.get("dtype") in (torch.float16, torch.bfloat16)
         for given, declared in zip([*args, *kwargs.values()], [*func._schema.arguments[: len(args)], *(a for n in kwargs for a in func._schema.arguments if a.name == n)]):
             if declared.alias_info is None or not declared.alias_info.is_write:
                 continue
@@ -69,6 +76,59 @@ class _UndoWrites(TorchDispatchMode):
         torch.set_rng_state(self._random)
 
 
+class _CudaAutocast(TorchFunctionMode):
+    """While a step is recorded for a GPU: `torch.autocast("cuda")`, which does nothing on a torch without CUDA, casts as it does on CUDA. The CPU's autocast is
+    turned on in its place (matrix products, convolutions and attention in half precision; a weight's cast is made once and lives until the outermost autocast
+    ends), and what CUDA runs in float32, and a CPU does not, gets float32."""
+
+    _float32 = frozenset(
+        "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm"
+        " hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss"
+        " native_layer_norm nll_loss norm pdist poisson_nll_loss pow __pow__ __rpow__ prod reciprocal __rdiv__ renorm rms_norm rsqrt sinh smooth_l1_loss"
+        " soft_margin_loss softmax softmin softplus sum tan triplet_margin_loss".split()
+    )
+
+    entered = False
+
+    def __enter__(self) -> _CudaAutocast:
+        self._depth = 0
+        self._plain = init, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+        mode = self
+
+        def __init__(this: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+            this._koila_for_cuda = device_type == "cuda"
+            if this._koila_for_cuda:
+                device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+            init(this, device_type, dtype, *args, **kwargs)
+
+        def __enter__(this: Any) -> Any:
+            mode._depth += getattr(this, "_koila_for_cuda", False)
+            mode.entered = True
+            return enter(this)
+
+        def __exit__(this: Any, *exc: Any) -> Any:
+            mode._depth -= getattr(this, "_koila_for_cuda", False)
+            return leave(this, *exc)
+
+        torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = __init__, __enter__, __exit__
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = self._plain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._depth and torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in self._float32:
+
+            def wide(x: Any) -> Any:
+                return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
+            args, kwargs = tuple(wide(a) for a in args), {k: wide(v) for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
 def plan(
     step: Callable[..., Any],
     *inputs: Any,
@@ -78,6 +138,11 @@ def plan(
     micro_batch: int | None = None,
     optimizer: str = "none",
     optimizer_way: str = "foreach",
+    weight_decay: bool = False,
+    amsgrad: bool = False,
+    clip_grad_norm: bool = False,
+    ddp: bool = False,
+    sdpa: str = "auto",
 ) -> Prediction:
     """What a step will need, computing nothing: the step is recorded on shapes and planned.
 
@@ -86,7 +151,9 @@ def plan(
     budget: bytes or a word such as "24GiB" that the step, parameters and gradients included, may use; `None`: no limit, or the device's memory.
     device: a built-in profile ("h100-80gb"; an unknown name lists them) or the path of a profile written by `measure_device`.
     micro_batch: force the rows of a slice. optimizer, optimizer_way: "none", "sgd", "momentum", "adam", "adamw"; "foreach", "fused", "loop":
-        the optimizer's own state and temporaries, which a recorded step does not show.
+        the optimizer's own state and temporaries, which a recorded step does not show; so do weight_decay and amsgrad, whether gradients are clipped by
+        `clip_grad_norm_`, and whether the model is wrapped in DistributedDataParallel (its buckets). sdpa: attention's back end, "auto", "flash",
+        "efficient", "math" or "cudnn". These count on a device only. `torch.autocast("cuda")` in the step casts as it does on CUDA.
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a value; ValueError for an unknown device.
@@ -103,10 +170,13 @@ def plan(
         raise ValueError(f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got {micro_batch!r}")
     asked = None if budget is None else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
 
+    casts = no_casts = False
+
     def recorded(limit: int | None, rows: int | None) -> dict[str, Any]:
         _core.configure(budget=limit, micro_batch=rows)
         n_plans = _core.n_plans()
-        with _UndoWrites():
+        nonlocal casts, no_casts
+        with _UndoWrites() as writes, contextlib.nullcontext(_CudaAutocast()) if profile is None else _CudaAutocast() as autocast:
             values = lazy(*inputs, batch=batch)
             result = step(*(values if isinstance(values, tuple) else (values,)))
             if isinstance(result, torch.Tensor) and _core.is_lazy(result):
@@ -114,6 +184,7 @@ def plan(
                     result.backward()
                 else:
                     _core.run_all([result], False)
+        casts, no_casts = writes.casts_parameters, autocast.entered and any(t.device.type == "meta" for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
         raw: dict[str, Any] | None = _core.last_plan()
         if raw is None or _core.n_plans() == n_plans:
             raise ValueError("plan(): expected a step that returns its loss or calls backward on it, got one that does neither")
@@ -125,13 +196,16 @@ def plan(
         if profile is None:
             return Prediction(raw, None)
         rows = raw["micro_batch"]
-        prediction = _core.predict(profile, asked or 0, rows if rows < raw["batch"] else 0, optimizer, optimizer_way)
+        training = (optimizer, optimizer_way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, casts)
+        prediction = _core.predict(profile, asked or 0, rows if rows < raw["batch"] else 0, *training)
         while not prediction["fits"] and micro_batch is None and rows > 1:
             rows = (rows + 1) // 2
             high = prediction["steady"]["device"][2]
-            prediction = _core.predict(profile, asked or 0, rows, optimizer, optimizer_way)
+            prediction = _core.predict(profile, asked or 0, rows, *training)
             if prediction["steady"]["device"][2] > 0.99 * high:
                 break  # what is left does not shrink with the slice, and simulating ever more slices only takes time
+        if no_casts:
+            prediction["notes"].append("autocast casts nothing on meta tensors: the step is predicted without it. Put model and inputs on the CPU")
         if rows != raw["micro_batch"]:
             raw = recorded(asked, rows)  # the table shows the slices that the device needs
         return Prediction(raw, prediction)

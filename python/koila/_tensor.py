@@ -496,10 +496,36 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
     if func is aten._native_batch_norm_legit_functional.default:  # new running statistics are clones of the old; the shape function widens half precision
         out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
+    if func is aten.mkldnn_rnn_layer.default:
+        out[3] = (1, _rnn_workspace(args, out[3][1]))
     for argument, value in zip(schema.arguments, args):
         if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
             out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
     return kind, out
+
+
+def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:
+    """oneDNN's recurrent layers hand backward a workspace several times the size of their results; the shape function says it is empty. Its size is a line over
+    the rows (in whole pages), so two calls on a few rows of zeros tell it."""
+    x, weights, constants = args[0], args[1:5], args[7:]
+    rows, batch_sizes, train = x.size(1), args[8], args[15]
+    if not train or batch_sizes or rows == 0 or x.device.type != "cpu":
+        return said
+
+    def n_bytes(n: int) -> int:
+        with torch._C._AutoDispatchBelowAutograd():
+            sizes = [(x.size(0), n, x.size(2)), *(w.size() for w in weights), *((n, h.size(1)) for h in args[5:7])]
+            return int(aten.mkldnn_rnn_layer.default(*(torch.zeros(s, dtype=x.dtype) for s in sizes), *constants)[3].numel())
+
+    more = min(rows, 2 * max(4, torch.get_num_threads()))
+    few = (more + 1) // 2
+    try:
+        size = n_bytes(more)
+        if more < rows:
+            size += (size - n_bytes(few)) * (rows - more) // (more - few)
+    except RuntimeError:  # no memory for a few rows: the plan then knows less, and the step may still run
+        return said
+    return said[0], said[1], (size,), (1,), 0
 
 
 def _harmless(func: Any) -> bool:

@@ -8,7 +8,12 @@
 
 static uint32_t n_steps(uint64_t seed) { return seed % 4 == 0 ? 60 : 6 + seed % 25; }
 
-static const koila__keep keeps[] = { { UINT32_MAX, 0, 0, false }, { UINT32_MAX, 0, 0, true }, { 0, 0, 0, true }, { 1, 0, 0, true }, { 3, 1, 0, true }, { 4, 2, 0, true } };
+static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
+                                     { .horizon = UINT32_MAX, .cheap = true },
+                                     { .horizon = 0, .cheap = true },
+                                     { .horizon = 1, .cheap = true },
+                                     { .horizon = 3, .spacing = 1, .cheap = true },
+                                     { .horizon = 4, .spacing = 2, .cheap = true } };
 
 static uint32_t n_graphs_wanted(void)
 {

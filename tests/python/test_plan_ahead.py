@@ -127,6 +127,28 @@ def test_settings_are_put_back_whatever_happens(case):
         assert _core.configure() == before
 
 
+def test_statistics_of_a_planned_step_never_happen_even_when_it_dies_later(case):
+    model, x, y = case
+    before = {k: v.clone() for k, v in model.named_buffers()}
+    kept = []
+
+    def fails(a, b):
+        kept.append(step_of(model)(a, b))
+        raise ZeroDivisionError
+
+    def held(a, b):
+        kept.append(step_of(model)(a, b))
+        return kept[-1]
+
+    with pytest.raises(ZeroDivisionError):
+        koila.plan(fails, x, y)
+    koila.plan(held, x, y, budget="2MiB")
+    koila.plan(held, x, y)  # while results of the others live
+    kept.clear()
+    koila.lazy(x)
+    assert all(torch.equal(before[k], v) for k, v in model.named_buffers())
+
+
 # ---- what it says
 
 
@@ -143,7 +165,7 @@ def test_the_plan_is_the_one_that_then_runs(case):
 def test_a_budget_cuts_and_a_smaller_one_cuts_more(case):
     model, x, y = case
     sizes = []
-    for budget in (None, "2MiB", "1MiB", "500KiB"):
+    for budget in (None, "2MiB", "1MiB", "700KiB"):
         plan = koila.plan(step_of(model), x, y, budget=budget)
         assert plan.fits and (budget is None or plan.predicted_peak_bytes <= plan.budget_bytes)
         sizes.append(plan.micro_batch)
@@ -238,6 +260,70 @@ def test_a_step_that_no_slice_makes_fit_is_said_not_to_and_soon():
     model = on_meta(nn.Linear, 1 << 18, 1 << 16, bias=False)  # 64 GiB of weights
     t, plan = seconds(lambda: koila.plan(lambda x: model(x).sum(), meta(1 << 16, 1 << 18), device="t4-16gb"))
     assert not plan.fits and "does not fit" in str(plan) and t < 5
+
+
+def expected(plan, what="allocated", step="first"):
+    return plan.prediction[step][what][1]
+
+
+def autocast_step(model, device="cuda", dtype=torch.bfloat16):
+    def step(x):
+        with torch.autocast(device, dtype=dtype):
+            return model(x).square().mean()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+def test_autocast_of_cuda_casts_as_it_does_there(tmp_path):
+    """Products in half precision, each weight cast once, norms and losses in float32; outside of plan() autocast is as it was."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
+    twice = nn.Sequential(model, nn.Linear(128, 64), model)
+    plan = koila.plan(autocast_step(twice), torch.zeros(256, 64), device="a100-40gb")
+    plan.save(tmp_path / "step.kgraph")
+    lines = (tmp_path / "step.kgraph").read_text().splitlines()
+    weights = [line for line in lines if " = real bf16[" in line and "{" not in line and ", " in line]
+    assert len(weights) == 2  # two matrices, one of them used twice
+    assert sum("aten::addmm" in line and "-> bf16" in line for line in lines) == 3 and not any("aten::addmm" in line and "-> f32" in line for line in lines)
+    assert sum("native_layer_norm(" in line and "-> (f32" in line for line in lines) == 2
+    assert any("autocast" in note for note in plan.prediction["notes"])
+    with torch.autocast("cuda"):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+def test_autocast_keeps_parameters_and_gradients_in_float32():
+    """Against the same net in bfloat16: 2 bytes a parameter, and 2 for its gradient; under autocast 2 for the cast, 4 for the parameter, and 4 for the gradient,
+    beside which one more in bfloat16 is there while it is cast."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+    n, largest = sum(p.numel() for p in model.parameters()), 1024 * 1024
+    mixed = koila.plan(autocast_step(model), torch.zeros(16, 1024), device="a100-40gb")
+    pure = koila.plan(lambda x: model(x).square().mean(), torch.zeros(16, 1024, dtype=torch.bfloat16), device="a100-40gb") if model.bfloat16() else None
+    assert expected(mixed) - expected(pure) == pytest.approx(6 * n, abs=4 * largest)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+def test_autocast_on_meta_tensors_is_said_to_cast_nothing():
+    model = on_meta(nn.Linear, 64, 64)
+    notes = [koila.plan(step, meta(8, 64), device="a100-40gb").prediction["notes"] for step in (autocast_step(model), lambda x: model(x).square().mean())]
+    assert [sum("meta" in note for note in some) for some in notes] == [1, 0]
+
+
+def test_what_a_training_loop_adds_is_counted():
+    model = on_meta(nn.Linear, 2048, 2048, bias=False)  # 16 MiB
+    plans = {}
+    for name, options in {"plain": {}, "adam": {"optimizer": "adam"}, "amsgrad": {"optimizer": "adam", "amsgrad": True}, "ddp": {"ddp": True}}.items():
+        plans[name] = expected(koila.plan(lambda x: model(x).sum(), meta(64, 2048), device="a100-40gb", **options), step="steady")
+    assert plans["amsgrad"] - plans["adam"] == plans["ddp"] - plans["plain"] == 16 << 20
+    assert plans["adam"] - plans["plain"] == pytest.approx(3 * (16 << 20), abs=2 << 20)  # two states, the square roots
+    assert koila.plan(lambda x: model(x).sum(), meta(64, 2048), device="a100-40gb", clip_grad_norm=True, weight_decay=True, sdpa="flash").fits
+
+
+@pytest.mark.parametrize("wrong", [{"optimizer": "lion"}, {"optimizer_way": "quick"}, {"sdpa": "fast"}])
+def test_words_that_are_not_known_are_named(case, wrong):
+    model, x, y = case
+    with pytest.raises(ValueError, match=next(iter(wrong.values()))):
+        koila.plan(step_of(model), x, y, device="a100-40gb", **wrong)
 
 
 def test_measuring_needs_a_device(tmp_path):

@@ -137,3 +137,37 @@ TEST(live__a_lost_free_is_seen)
     }
     CHECK(n_planted > 0 && n_seen * 10 >= n_planted * 9);
 }
+
+static bool count_points(void *user, uint32_t stage, koila_node node, uint64_t bytes)
+{
+    (void)stage;
+    (void)node;
+    uint64_t *most = user;
+    if (bytes > *most) *most = bytes;
+    return true;
+}
+
+TEST(live__nobody_looking_on_the_peak_is_the_same_and_a_limit_ends_the_walk_only_above_it)
+{
+    uint32_t n_at_run = 0;
+    for (uint64_t seed = 1; seed <= 300; seed++) {
+        made m;
+        if (!make_random(&m, seed, (koila__keep){ .horizon = seed % 2 ? UINT32_MAX : 2, .spacing = (uint32_t)(seed % 3), .cheap = true })) continue;
+        int64_t rows[2] = { 1, 1 };
+        koila__live_options o = { .rows = rows };
+        uint64_t most = 0;
+        const koila__live brief = koila__live_simulate(m.p, &m.s, &o, NULL, NULL, NULL), walked = koila__live_simulate(m.p, &m.s, &o, NULL, count_points, &most);
+        CHECK_EQ(brief.peak_bytes, walked.peak_bytes);
+        CHECK_EQ(brief.peak_stage, walked.peak_stage);
+        CHECK(most <= walked.peak_bytes && (walked.peak_node == KOILA_NONE || most == walked.peak_bytes));
+        CHECK((most == walked.peak_bytes) == (walked.peak_node != KOILA_NONE) || walked.peak_bytes == 0);
+        n_at_run += walked.peak_node != KOILA_NONE;
+        for (uint64_t by = 0; by < 3 && brief.peak_bytes > 2; by++) {
+            o.limit = brief.peak_bytes - by;
+            const uint64_t seen = koila__live_simulate(m.p, &m.s, &o, NULL, NULL, NULL).peak_bytes;
+            CHECK(by ? seen > o.limit : seen == brief.peak_bytes);
+        }
+        unmake(&m);
+    }
+    CHECK(n_at_run > 100);
+}

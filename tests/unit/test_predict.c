@@ -134,6 +134,86 @@ TEST(predict__an_optimizer_adds_its_state)
     koila_table_free(t);
 }
 
+/* The first step's allocated bytes of a graph, as `o` says, on an A100: 108 multiprocessors. */
+static koila_prediction of_text(const char *text, koila_predict_opts o)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, text);
+    koila_device *d = gpu("a100-40gb");
+    koila_prediction p = { 0 };
+    koila_error e = KOILA_ERROR_INIT;
+    o.struct_size = sizeof o;
+    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OK);
+    koila_device_free(d);
+    koila_graph_free(g);
+    koila_table_free(t);
+    return p;
+}
+#define OPTS(...) (koila_predict_opts) { __VA_ARGS__ }
+
+TEST(predict__clipping_buckets_and_casts_are_what_one_counts)
+{
+    /* blocks of 512: x, w, h, g while the step runs; x, w, g, one norm and five numbers while gradients are clipped */
+    static const char tiny[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1]\n%1 = real f32[1, 1]\n%2 = aten::mm(%0, %1) -> f32[64, 1] grad\n"
+                               "%3 = aten::t(%0) -> f32[1, 64]{1, 1}\n%4 = aten::mm(%3, %2) -> f32[1, 1]\n";
+    CHECK_EQ(of_text(tiny, OPTS(.clip_grad_norm = true)).first.allocated.expected - of_text(tiny, OPTS(.rows = 0)).first.allocated.expected, 5 * 512);
+    /* a weight of 4 MiB in float32, of 2 MiB in bfloat16 */
+    static const char full[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1024]\n%1 = real f32[1024, 1024]\n%2 = aten::mm(%0, %1) -> f32[64, 1024] grad\n"
+                               "%3 = aten::t(%0) -> f32[1024, 64]{1, 1024}\n%4 = aten::mm(%3, %2) -> f32[1024, 1024]\n";
+    static const char half[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 bf16[64, 1024]\n%1 = real bf16[1024, 1024]\n%2 = aten::mm(%0, %1) -> bf16[64, 1024] grad\n"
+                               "%3 = aten::t(%0) -> bf16[1024, 64]{1, 1024}\n%4 = aten::mm(%3, %2) -> bf16[1024, 1024]\n";
+    CHECK_EQ(of_text(full, OPTS(.ddp = true)).first.allocated.expected - of_text(full, OPTS(.ddp = false)).first.allocated.expected, 4 * MIB);
+    CHECK_EQ(of_text(half, OPTS(.ddp = true)).first.allocated.expected - of_text(half, OPTS(.ddp = false)).first.allocated.expected, 2 * MIB);
+    /* a parameter of 4 MiB behind the cast, and a gradient of 4 MiB beside the one of 2; the product of 128 KiB is gone by then, its input of 128 KiB is not */
+    CHECK_EQ(of_text(half, OPTS(.autocast = true)).first.allocated.expected - of_text(half, OPTS(.autocast = false)).first.allocated.expected, 8 * MIB - 128 * 1024);
+    CHECK_EQ(of_text(full, OPTS(.autocast = true)).first.allocated.expected, of_text(full, OPTS(.autocast = false)).first.allocated.expected);
+    /* two states of 4 MiB, and one square root of 4 MiB above parameter and gradients as autocast leaves them: 4 + 2 + 4 */
+    const koila_prediction adam = of_text(half, OPTS(.autocast = true, .optimizer = KOILA_OPTIMIZER_ADAM));
+    CHECK_EQ(adam.first.allocated.expected, 8519680 * 2 + 128 * 1024 + (4 + 2 + 4 + 2 * 4 + 4) * MIB);
+}
+
+/* One call of attention: heads of q [b, 8, sq, d], of k and v [b, 8, 2048, d]; bytes beyond q, k, v and the results. */
+static uint64_t attention_inside(const char *dtype, int64_t b, int64_t sq, int64_t d, uint32_t sdpa, const char *mask, uint64_t lse_bytes)
+{
+    char text[1024];
+    const uint64_t bytes = strcmp(dtype, "f32") ? 2 : 4, q = (uint64_t)(b * 8 * sq * d) * bytes, k = (uint64_t)(b * 8 * 2048 * d) * bytes;
+    int n = snprintf(text, sizeof text, "koila graph 1\n%%0 = real %s[%lld, 8, %lld, %lld]\n%%1 = real %s[%lld, 8, 2048, %lld]\n%%2 = real %s[%lld, 8, 2048, %lld]\n", dtype, (long long)b,
+                     (long long)sq, (long long)d, dtype, (long long)b, (long long)d, dtype, (long long)b, (long long)d);
+    const int first = *mask ? 4 : 3;
+    if (*mask) n += snprintf(text + n, sizeof text - (size_t)n, "%%3 = real %s\n", mask);
+    snprintf(text + n, sizeof text - (size_t)n, "%%%d %%%d = aten::_scaled_dot_product_flash_attention_for_cpu(%%0, %%1, %%2%s) -> (%s[%lld, 8, %lld, %lld], f32[%lld, 8, %lld])\n", first, first + 1,
+             *mask ? ", attn_mask=%3" : "", dtype, (long long)b, (long long)sq, (long long)d, (long long)b, (long long)sq);
+    const uint64_t mask_bytes = *mask ? 2048 * (uint64_t)sq : 0; /* booleans */
+    return of_text(text, OPTS(.sdpa = sdpa)).first.allocated.expected - 2 * q - 2 * k - lse_bytes - mask_bytes;
+}
+
+TEST(predict__attention_s_own_memory_depends_on_what_fills_the_device)
+{
+    /* 8 heads and one block of 64 queries are 8 blocks for 216 places: the 8 blocks of 256 keys are cut 8 times; seed and offset are 512 each */
+    CHECK_EQ(attention_inside("bf16", 1, 64, 64, KOILA_SDPA_AUTO, "", 2048), 1024 + 8 * 8 * 64 * 4 + 8 * 8 * 64 * 64 * 4);
+    /* 32 samples are 256 blocks, more than 0.8 of 216: no cut, so less than for one */
+    CHECK_EQ(attention_inside("bf16", 32, 64, 64, KOILA_SDPA_AUTO, "", 32 * 2048), 1024);
+    /* heads of 60 are padded to 64: three copies of the operands besides */
+    CHECK_EQ(attention_inside("bf16", 32, 64, 60, KOILA_SDPA_AUTO, "", 32 * 2048), 1024 + 32 * 8 * (64 + 2 * 2048) * 64 * 2);
+    /* flash takes no mask and no float32: the efficient kernels pad the logsumexp of 20 queries to 32, and have nothing else */
+    CHECK_EQ(attention_inside("f32", 8, 20, 64, KOILA_SDPA_AUTO, "", 8 * 8 * 32 * 4), 0);
+    CHECK_EQ(attention_inside("bf16", 8, 32, 64, KOILA_SDPA_AUTO, "bool[32, 2048]", 8 * 8 * 32 * 4), 0);
+    /* scores and probabilities */
+    CHECK_EQ(attention_inside("bf16", 4, 64, 64, KOILA_SDPA_MATH, "", 4 * 2048), 2 * 4 * 8 * 64 * 2048 * 2);
+}
+
+TEST(predict__a_recurrent_layer_is_modelled_and_its_cpu_workspace_is_not_cuda_s)
+{
+    static const char text[] = "koila graph 1\nop aten::mkldnn_rnn_layer opaque\n%0 = real f32[100, 64, 32]\n%1 = real f32[512, 32]\n%2 = real f32[512, 128]\n%3 = real f32[512]\n%4 = real f32[512]\n"
+                               "%5 = real f32[64, 128]\n%6 = real f32[64, 128]\n%7 %8 %9 %10 = aten::mkldnn_rnn_layer(%0, %1, %2, %3, %4, %5, %6, false, [], 2, 128, 1, true, false, true, true)"
+                               " -> (f32[100, 64, 128], f32[64, 128], f32[64, 128], u8[99999744]) grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    CHECK_EQ(p.n_not_modelled, 0);
+    const uint64_t unit = 100 * 64 * 128 * 4;
+    CHECK(p.first.allocated.low < p.first.allocated.expected && p.first.allocated.high - p.first.allocated.low > 3 * unit);
+    CHECK(p.first.allocated.expected > 7 * unit && p.first.allocated.high < 99999744);
+}
+
 TEST(fits__leaves_the_live_cache_as_it_was)
 {
     koila_table *t;

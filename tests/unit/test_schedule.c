@@ -286,3 +286,52 @@ TEST(schedule__the_nth_allocation_may_fail)
         rg_deinit(&r);
     }
 }
+
+TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the_work_before)
+{
+    static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true }, { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true },
+                                         { .horizon = 0, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
+    uint32_t n_exact = 0, n_many = 0;
+    for (uint64_t seed = 1; seed <= 150; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK) abort();
+        koila__placed *p = NULL;
+        koila__scheduler *w = NULL;
+        koila_value targets[RG_MAX_VALUES];
+        CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
+        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+        CHECK_EQ(koila__scheduler_new(&w, p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
+        double least = -1;
+        for (size_t k = 0; k < KOILA_COUNT(keeps); k++) {
+            koila__schedule again = { 0 }, fresh = { 0 };
+            const koila_status status = koila__schedule_make(w, keeps[k], &again, NULL);
+            CHECK_EQ(koila__schedule_init(&fresh, p, targets, r.n_targets, keeps[k], NULL, NULL), status);
+            if (status != KOILA_OK) continue;
+            CHECK(again.n_stages == fresh.n_stages && again.work == fresh.work && again.n_keeps == fresh.n_keeps);
+            for (uint32_t i = 0; i < again.n_stages && i < fresh.n_stages; i++) {
+                const koila__stage *a = &again.stages[i], *b = &fresh.stages[i];
+                CHECK(a->stage.n_instrs == b->stage.n_instrs && a->n_events == b->n_events && a->any_wide == b->any_wide);
+                for (uint32_t x = 0; x < a->stage.n_instrs && x < b->stage.n_instrs; x++) {
+                    const koila_instr y = a->stage.instrs[x], z = b->stage.instrs[x];
+                    CHECK(y.kind == z.kind && y.flags == z.flags && y.id == z.id && y.user == z.user && y.steal == z.steal);
+                }
+            }
+            const double before = koila__schedule_work(w, keeps[k]);
+            CHECK(before <= again.work * (1 + 1e-12));
+            n_exact += before >= again.work * (1 - 1e-12);
+            if (keeps[k].horizon == UINT32_MAX) least = again.work;
+            CHECK(again.work >= least * (1 - 1e-12)); /* keeping all is the least work */
+            n_many += again.work > least * 1.2;
+            koila__keep less = keeps[k];
+            less.max_work = again.work / 2;
+            koila__schedule none = { .n_stages = 77 };
+            CHECK(again.work == 0 || (koila__schedule_make(w, less, &none, NULL) == KOILA_UNSUPPORTED && none.n_stages == 77));
+            koila__schedule_deinit(&again);
+            koila__schedule_deinit(&fresh);
+        }
+        koila__scheduler_free(w);
+        koila__placed_free(p);
+        rg_deinit(&r);
+    }
+    CHECK(n_exact > 400 && n_many > 50);
+}
