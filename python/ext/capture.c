@@ -9,7 +9,7 @@
  *   PLAIN    fresh results                          SAME     detach, alias: the same value, another wrapper
  *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the base
  *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into a call without tensors
- *   INDEX    plain, unless an index is a mask       SPECIAL  a Python function decides (data-dependent, composite, random, ...)
+ *   INDEX    plain, unless a mask or row numbers    SPECIAL  a Python function decides (data-dependent, composite, random, ...)
  *
  * Everything the walk needs lies on the C stack, because a miss runs Python, and Python may come back here.
  */
@@ -998,18 +998,21 @@ static PyObject *same(PyObject *args)
     return koila__wrapper_new(h->group, h->chain, v, h->meta, h->offset);
 }
 
-static bool has_mask(PyObject *args)
-{ /* index(self, indices, ...): is one of them a mask? */
-    PyObject *list = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : NULL;
+/* index(self, indices, ...): is one of them a mask, or could the first be the row numbers of self? */
+static bool index_is_special(PyObject *args)
+{
+    PyObject *list = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : NULL, *self = list ? PyTuple_GET_ITEM(args, 0) : NULL;
     if (!list || !(PyList_Check(list) || PyTuple_Check(list))) return false;
+    const koila_meta_info *rows = koila__is_lazy(self) ? koila_meta_get(koila__table, koila__handle_of(self)->meta) : NULL;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(list, i);
         if (o == Py_None || !koila__is_tensor(o)) continue;
         koila_meta m;
         if (koila__is_lazy(o)) m = koila__handle_of(o)->meta;
         else if (koila__meta_of(o, &m) < 0) return PyErr_Clear(), false;
-        const koila_dtype d = koila_meta_get(koila__table, m)->dtype;
-        if (d == KOILA_DTYPE_BOOL || d == KOILA_DTYPE_U8) return true;
+        const koila_meta_info *index = koila_meta_get(koila__table, m);
+        if (index->dtype == KOILA_DTYPE_BOOL || index->dtype == KOILA_DTYPE_U8) return true;
+        if (i == 0 && rows && rows->n_dims && index->n_dims && index->device == 0 && !koila__is_lazy(o) && index->n_elements == (uint64_t)rows->size[0]) return true;
     }
     return false;
 }
@@ -1045,7 +1048,7 @@ static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs
         if (PyTuple_GET_SIZE(args) < 4 || PyTuple_GET_ITEM(args, 3) == Py_None || PyDict_GET_SIZE(kwargs)) break;
         return record_view(op, args, kwargs);
     case INDEX:
-        if (!has_mask(args)) return record(op, args, kwargs);
+        if (!index_is_special(args)) return record(op, args, kwargs);
         break;
     default: break;
     }

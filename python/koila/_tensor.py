@@ -341,7 +341,7 @@ def describe(func: Any) -> tuple[Any, ...]:
     elif func.namespace == "c10d":
         kind, handler = SPECIAL, _collective
     elif base in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
-        kind, handler = INDEX, _masked_index
+        kind, handler = INDEX, _special_index
     elif base in ("detach", "alias", "lift_fresh", "lift"):
         kind = SAME
     elif base == "as_strided":
@@ -738,8 +738,8 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _core.record(func, tuple(full), {})
 
 
-def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Index with a mask: make only the mask concrete and record its positions; a write of one number needs not even that."""
+def _special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Index with a mask: make only the mask concrete and record its positions; a write of one number needs not even that. And `x[torch.arange(B), i]`: see _as_factory()."""
     self, indices = args[0], list(args[1])
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     name = func._schema.name.removeprefix("aten::")
@@ -756,7 +756,8 @@ def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     flat: list[Any] = []
     for i, index in enumerate(indices):
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            flat.append(index)
+            own = i == 0 and index is not None and _core.is_lazy(self) and _core.tape_of(self) is _core.current_tape()
+            flat.append(_as_factory(index) if own else index)
             continue
         at = sum(1 if f is None else 1 for f in flat)
         expected = self.size()[at : at + index.dim()]
@@ -768,6 +769,15 @@ def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                     )
         flat.extend(_positions(plain(index)))
     return _core.record(func, (self, flat, *args[2:]), kwargs)
+
+
+def _as_factory(index: torch.Tensor) -> torch.Tensor:
+    """A plain tensor that now holds 0, 1, 2, ... is recorded as the operator that makes them, so that a slice can make its own. By value: where it comes from does not matter."""
+    n = index.numel()
+    if _core.is_lazy(index) or index.device.type != "cpu" or n not in index.size() or not torch.equal(index.flatten(), torch.arange(n, dtype=index.dtype)):
+        return index
+    rows = _core.record(aten.arange.default, (n,), {"dtype": index.dtype, "device": index.device})
+    return rows if index.dim() == 1 else redispatch(aten.view.default, (rows, list(index.size())), {})
 
 
 def _positions(mask: torch.Tensor) -> list[torch.Tensor]:

@@ -155,6 +155,27 @@ def test_a_write_reaches_every_lazy_alias_and_never_the_given_tensor():
     assert torch.equal(given, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("f", [lambda h, y, n: h[n, y], lambda h, y, n: h[n[:, None], torch.stack([y, (y + 1) % 4], 1)], lambda h, y, n: h.index_put((n, y), h.sum(1), accumulate=True)])
+def test_a_plain_range_of_rows_is_each_slices_own(f, dtype):
+    """`x[torch.arange(B), i]`: nothing is gathered, but from other numbers it is."""
+
+    def program(wrap, numbers):
+        m = net()
+        x, y = wrap(torch.randn(B, 5, dtype=D, generator=torch.Generator().manual_seed(1)), torch.arange(B) % 4)
+        loss = f(m(x), y, numbers).square().mean()
+        loss.backward()
+        return plain(loss), *(p.grad for p in m.parameters())
+
+    for numbers, own in ((torch.arange(B, dtype=dtype), True), (torch.arange(B, dtype=dtype).flip(0), False)):
+        expected = program(lambda *t: t, numbers)
+        with koila.micro_batch(2):
+            got = program(lazy, numbers)
+        assert koila.last_plan().n_micro_batches > 1 and bool(koila.last_plan().gathers) is not own
+        for p, q in zip(got, expected):
+            assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+
+
 # ---- data-dependent and whole-batch operators
 
 
