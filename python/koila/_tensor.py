@@ -453,6 +453,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     try:
         result, fakes = _fake_call(func, args, kwargs)
+        if func in (aten.view.default, aten._unsafe_view.default):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
+            func(torch.empty_strided(args[0].size(), args[0].stride(), device="meta"), *args[1:])
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
         return value_dependent
     except UnsupportedError:
