@@ -26,6 +26,7 @@ typedef struct op_info {
     koila_op id;
     uint8_t kind, result_kind, overwrites;
     bool is_view;            /* also of a SPECIAL one, when its handler records it */
+    bool elementwise;        /* each element written depends on the same element of each argument only */
     uint64_t written;        /* bit i: positional argument i is written */
     PyObject *written_kw;    /* owned tuple of names */
     int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
@@ -112,12 +113,13 @@ static op_info *describe(PyObject *func)
     unsigned flags, kind, result_kind;
     unsigned long long written;
     PyObject *kw, *source, *handler;
-    int overwrites;
+    int overwrites, elementwise;
     if (!op) {
         PyErr_NoMemory();
         goto fail;
     }
-    if (!PyArg_ParseTuple(d, "sIIKO!O!IpO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &handler)) goto fail;
+    if (!PyArg_ParseTuple(d, "sIIKO!O!IppO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise,
+                          &handler)) goto fail;
     const koila_status s = koila_table_op(koila__table, name, flags, &op->id);
     if (s) {
         koila__raise(s);
@@ -128,6 +130,7 @@ static op_info *describe(PyObject *func)
     op->result_kind = (uint8_t)result_kind;
     op->is_view = (flags & KOILA_OP_VIEW) && kind != STRIDED;
     op->overwrites = (uint8_t)overwrites;
+    op->elementwise = elementwise;
     op->written = written;
     op->n_results = (uint8_t)PyTuple_GET_SIZE(source);
     for (int i = 0; i < op->n_results && i < 8; i++) op->source[i] = (int8_t)PyLong_AsLong(PyTuple_GET_ITEM(source, i));
@@ -870,8 +873,10 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
     koila__handle *first = w.n_in ? w.in[0].h : NULL;
     if (op->kind == STRIDED && first) { /* it reads the storage, that is the base */
         if (first->chain && grad_required(w.in[0].object)) {
-            unsupported("as_strided of a lazy view that requires grad: its gradient depends on memory that views share. Use select, narrow, unfold or diagonal");
-            goto leave;
+            PyObject *f = koila__helper("check_strided"), *ok = f ? PyObject_CallObject(f, args) : NULL;
+            Py_XDECREF(f);
+            if (!ok) goto leave;
+            Py_DECREF(ok);
         }
         const koila_value base = first->group->cur;
         w.in[0].value = base;
@@ -885,11 +890,11 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
                 goto leave;
             }
     }
-    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x): eager refuses some of these */
+    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x), x.addmm_(x, x): eager refuses some of these */
         const koila__handle *a = w.in[i].h;
         for (uint32_t j = 0; w.in[i].written && j < w.n_in; j++) {
             const koila__handle *b = w.in[j].h;
-            if (w.in[j].written || !b || b->group != a->group || (b->offset == a->offset && b->meta == a->meta)) continue;
+            if (w.in[j].written || !b || b->group != a->group || (op->elementwise && b->offset == a->offset && b->meta == a->meta)) continue;
             PyObject *ok = call_helper("check_overlap", op->func, args, kwargs);
             if (!ok) goto leave;
             Py_DECREF(ok);
@@ -1325,12 +1330,22 @@ static PyObject *py_rewrap(PyObject *module, PyObject *o)
     Py_RETURN_NONE;
 }
 
-/* group_info(lazy) → (is a view, how many wrappers the group has) */
+/* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one of them lives) */
 static PyObject *py_group_info(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
     if (!h) return NULL;
-    return Py_BuildValue("OI", h->chain ? Py_True : Py_False, h->group->refs);
+    return Py_BuildValue("OIK", h->chain ? Py_True : Py_False, h->group->refs, (unsigned long long)(uintptr_t)h->group);
+}
+
+/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included] */
+static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
+{
+    koila__handle *h = handle_arg(o);
+    PyObject *r = h ? PyList_New(0) : NULL;
+    for (h = h ? h->group->handles : NULL; r && h; h = h->next_in_group)
+        if (h->wrapper && PyList_Append(r, h->wrapper) < 0) Py_CLEAR(r);
+    return r;
 }
 
 static PyObject *py_memo_info(PyObject *module, PyObject *unused)
@@ -1402,7 +1417,8 @@ static PyMethodDef methods[] = {
     { "random", py_random, METH_VARARGS, "random(lazy, generator, state, words): the node that made lazy draws from a generator in this state" },
     { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
-    { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group)" },
+    { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
+    { "group_wrappers", py_group_wrappers, METH_O, "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
     { "leaves_on", py_leaves_on, METH_VARARGS, "leaves_on(tape) -> [(value id, tensor), ...]" },
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
