@@ -105,6 +105,22 @@ static PyObject *ints(const koila__arg_fix *f)
     return list;
 }
 
+/* `base` with the strides it was recorded with, for as_strided: itself, unless an element would lie elsewhere; then a copy. New reference. */
+static PyObject *as_recorded(PyObject *base, koila_meta recorded)
+{
+    koila_meta now;
+    if (koila__meta_of(base, &now) < 0) return NULL;
+    const koila_meta_info *a = koila_meta_get(koila__table, now), *b = koila_meta_get(koila__table, recorded);
+    bool same = a->dtype == b->dtype && a->n_dims == b->n_dims;
+    for (uint32_t d = 0; same && d < a->n_dims; d++) same = a->size[d] == b->size[d] && (a->size[d] == 1 || a->stride[d] == b->stride[d]);
+    if (same) return Py_NewRef(base);
+    PyObject *f = koila__helper("with_strides"), *meta = f ? koila__meta_object(recorded) : NULL;
+    PyObject *r = meta ? PyObject_CallFunctionObjArgs(f, base, meta, NULL) : NULL;
+    Py_XDECREF(f);
+    Py_XDECREF(meta);
+    return r;
+}
+
 /* The call itself; `inputs` with the written views already in their slots. New reference to whatever the operator returned. */
 static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix)
 {
@@ -147,24 +163,16 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
                 owned |= (uint64_t)1 << i;
             }
     }
-    if (t->strided) { /* recorded offsets count from the base's first element; the base's strides are those recorded */
-        PyObject *based = NULL;
-        koila_meta m;
-        if (koila__meta_of(args[0], &m) < 0) goto done;
-        if (m != s->inputs[0] && !fix) {
-            PyObject *f = koila__helper("with_strides"), *meta = f ? koila__meta_object(s->inputs[0]) : NULL;
-            based = meta ? PyObject_CallFunctionObjArgs(f, args[0], meta, NULL) : NULL;
-            Py_XDECREF(f);
-            Py_XDECREF(meta);
-            if (!based) goto done;
-        }
-        PyObject *self = based ? based : args[0], *zero = PyObject_CallMethod(self, "storage_offset", NULL), *sum = NULL;
+    if (t->strided) { /* recorded offsets count from the base's first element */
+        PyObject *self = fix && fix->n_fix ? Py_NewRef(args[0]) : as_recorded(args[0], s->inputs[0]);
+        if (!self) goto done;
+        PyObject *zero = PyObject_CallMethod(self, "storage_offset", NULL), *sum = NULL;
         if (zero && s->n_pos > 3 && PyLong_Check(args[3])) sum = PyNumber_Add(zero, args[3]);
         else sum = Py_XNewRef(zero);
         Py_XDECREF(zero);
         if (sum) r = PyObject_CallFunctionObjArgs(t->op, self, args[1], args[2], sum, NULL);
         Py_XDECREF(sum);
-        Py_XDECREF(based);
+        Py_DECREF(self);
         goto done;
     }
     r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
@@ -187,8 +195,8 @@ static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    PyObject *few[32], **in = NULL, *r = NULL;
-    uint32_t at_link = 0;
+    PyObject *few[32], **in = NULL, *r = NULL, *bases[64];
+    uint32_t at_link = 0, n_bases = 0;
     int rc = -1;
     if (!s->n_writes) {
         r = invoke(sig, inputs, fix);
@@ -196,7 +204,17 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
         in = s->n_inputs <= 32 ? few : PyMem_Malloc(s->n_inputs * sizeof *in);
         if (!in) return PyErr_NoMemory(), -1;
         for (uint32_t i = 0; i < s->n_inputs; i++) in[i] = Py_NewRef(inputs[i]);
-        bool ok = true;
+        bool ok = s->n_writes <= 64;
+        uint32_t first_link = 0;
+        for (uint32_t w = 0; w < s->n_writes && ok; first_link += s->writes[w++].n_links) {
+            const koila_write *write = &s->writes[w];
+            const template *first = write->n_links ? template_of(write->links[0].sig) : NULL;
+            const bool recorded = first && first->strided && !(link_fix && link_fix[first_link].n_fix); /* a copy made on the way would take the write with it */
+            bases[w] = recorded ? as_recorded(inputs[write->input], koila_sig_get(koila__table, write->links[0].sig)->inputs[0]) : Py_NewRef(inputs[write->input]);
+            n_bases = w + 1;
+            if (bases[w] && recorded) Py_SETREF(in[write->input], Py_NewRef(bases[w]));
+            ok = bases[w] && (!write->n_links || first);
+        }
         for (uint32_t w = 0; w < s->n_writes && ok; w++)
             for (uint32_t k = 0; k < s->writes[w].n_links && ok; k++, at_link++) {
                 const koila_link link = s->writes[w].links[k];
@@ -230,10 +248,11 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
         }
         outputs[j] = s->outputs[j] == KOILA_NONE ? NULL : Py_NewRef(o);
     }
-    for (uint32_t w = 0; w < s->n_writes; w++) outputs[j++] = Py_NewRef(inputs[s->writes[w].input]);
+    for (uint32_t w = 0; w < s->n_writes; w++) outputs[j++] = Py_NewRef(bases[w]);
     rc = 0;
 done:
     Py_XDECREF(r);
+    for (uint32_t w = 0; w < n_bases; w++) Py_XDECREF(bases[w]);
     for (uint32_t i = 0; in && i < s->n_inputs; i++) Py_DECREF(in[i]);
     if (in && in != few) PyMem_Free(in);
     return rc;

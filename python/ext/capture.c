@@ -9,7 +9,7 @@
  *   PLAIN    fresh results                          SAME     detach, alias: the same value, another wrapper
  *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the base
  *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into a call without tensors
- *   INDEX    plain, unless an index is a mask       SPECIAL  a Python function decides (data-dependent, composite, random, ...)
+ *   INDEX    plain, unless a mask or row numbers    SPECIAL  a Python function decides (data-dependent, composite, random, ...)
  *
  * Everything the walk needs lies on the C stack, because a miss runs Python, and Python may come back here.
  */
@@ -26,6 +26,7 @@ typedef struct op_info {
     koila_op id;
     uint8_t kind, result_kind, overwrites;
     bool is_view;            /* also of a SPECIAL one, when its handler records it */
+    bool elementwise;        /* each element written depends on the same element of each argument only */
     uint64_t written;        /* bit i: positional argument i is written */
     PyObject *written_kw;    /* owned tuple of names */
     int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
@@ -112,12 +113,13 @@ static op_info *describe(PyObject *func)
     unsigned flags, kind, result_kind;
     unsigned long long written;
     PyObject *kw, *source, *handler;
-    int overwrites;
+    int overwrites, elementwise;
     if (!op) {
         PyErr_NoMemory();
         goto fail;
     }
-    if (!PyArg_ParseTuple(d, "sIIKO!O!IpO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &handler)) goto fail;
+    if (!PyArg_ParseTuple(d, "sIIKO!O!IppO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise,
+                          &handler)) goto fail;
     const koila_status s = koila_table_op(koila__table, name, flags, &op->id);
     if (s) {
         koila__raise(s);
@@ -128,6 +130,7 @@ static op_info *describe(PyObject *func)
     op->result_kind = (uint8_t)result_kind;
     op->is_view = (flags & KOILA_OP_VIEW) && kind != STRIDED;
     op->overwrites = (uint8_t)overwrites;
+    op->elementwise = elementwise;
     op->written = written;
     op->n_results = (uint8_t)PyTuple_GET_SIZE(source);
     for (int i = 0; i < op->n_results && i < 8; i++) op->source[i] = (int8_t)PyLong_AsLong(PyTuple_GET_ITEM(source, i));
@@ -870,8 +873,10 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
     koila__handle *first = w.n_in ? w.in[0].h : NULL;
     if (op->kind == STRIDED && first) { /* it reads the storage, that is the base */
         if (first->chain && grad_required(w.in[0].object)) {
-            unsupported("as_strided of a lazy view that requires grad: its gradient depends on memory that views share. Use select, narrow, unfold or diagonal");
-            goto leave;
+            PyObject *f = koila__helper("check_strided"), *ok = f ? PyObject_CallObject(f, args) : NULL;
+            Py_XDECREF(f);
+            if (!ok) goto leave;
+            Py_DECREF(ok);
         }
         const koila_value base = first->group->cur;
         w.in[0].value = base;
@@ -885,11 +890,11 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
                 goto leave;
             }
     }
-    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x): eager refuses some of these */
+    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x), x.addmm_(x, x): eager refuses some of these */
         const koila__handle *a = w.in[i].h;
         for (uint32_t j = 0; w.in[i].written && j < w.n_in; j++) {
             const koila__handle *b = w.in[j].h;
-            if (w.in[j].written || !b || b->group != a->group || (b->offset == a->offset && b->meta == a->meta)) continue;
+            if (w.in[j].written || !b || b->group != a->group || (op->elementwise && b->offset == a->offset && b->meta == a->meta)) continue;
             PyObject *ok = call_helper("check_overlap", op->func, args, kwargs);
             if (!ok) goto leave;
             Py_DECREF(ok);
@@ -998,18 +1003,21 @@ static PyObject *same(PyObject *args)
     return koila__wrapper_new(h->group, h->chain, v, h->meta, h->offset);
 }
 
-static bool has_mask(PyObject *args)
-{ /* index(self, indices, ...): is one of them a mask? */
-    PyObject *list = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : NULL;
+/* index(self, indices, ...): is one of them a mask, or could the first be the row numbers of self? */
+static bool index_is_special(PyObject *args)
+{
+    PyObject *list = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : NULL, *self = list ? PyTuple_GET_ITEM(args, 0) : NULL;
     if (!list || !(PyList_Check(list) || PyTuple_Check(list))) return false;
+    const koila_meta_info *rows = koila__is_lazy(self) ? koila_meta_get(koila__table, koila__handle_of(self)->meta) : NULL;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(list, i);
         if (o == Py_None || !koila__is_tensor(o)) continue;
         koila_meta m;
         if (koila__is_lazy(o)) m = koila__handle_of(o)->meta;
         else if (koila__meta_of(o, &m) < 0) return PyErr_Clear(), false;
-        const koila_dtype d = koila_meta_get(koila__table, m)->dtype;
-        if (d == KOILA_DTYPE_BOOL || d == KOILA_DTYPE_U8) return true;
+        const koila_meta_info *index = koila_meta_get(koila__table, m);
+        if (index->dtype == KOILA_DTYPE_BOOL || index->dtype == KOILA_DTYPE_U8) return true;
+        if (i == 0 && rows && rows->n_dims && index->n_dims && index->device == 0 && !koila__is_lazy(o) && index->n_elements == (uint64_t)rows->size[0]) return true;
     }
     return false;
 }
@@ -1045,7 +1053,7 @@ static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs
         if (PyTuple_GET_SIZE(args) < 4 || PyTuple_GET_ITEM(args, 3) == Py_None || PyDict_GET_SIZE(kwargs)) break;
         return record_view(op, args, kwargs);
     case INDEX:
-        if (!has_mask(args)) return record(op, args, kwargs);
+        if (!index_is_special(args)) return record(op, args, kwargs);
         break;
     default: break;
     }
@@ -1322,12 +1330,22 @@ static PyObject *py_rewrap(PyObject *module, PyObject *o)
     Py_RETURN_NONE;
 }
 
-/* group_info(lazy) → (is a view, how many wrappers the group has) */
+/* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one of them lives) */
 static PyObject *py_group_info(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
     if (!h) return NULL;
-    return Py_BuildValue("OI", h->chain ? Py_True : Py_False, h->group->refs);
+    return Py_BuildValue("OIK", h->chain ? Py_True : Py_False, h->group->refs, (unsigned long long)(uintptr_t)h->group);
+}
+
+/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included] */
+static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
+{
+    koila__handle *h = handle_arg(o);
+    PyObject *r = h ? PyList_New(0) : NULL;
+    for (h = h ? h->group->handles : NULL; r && h; h = h->next_in_group)
+        if (h->wrapper && PyList_Append(r, h->wrapper) < 0) Py_CLEAR(r);
+    return r;
 }
 
 static PyObject *py_memo_info(PyObject *module, PyObject *unused)
@@ -1399,7 +1417,8 @@ static PyMethodDef methods[] = {
     { "random", py_random, METH_VARARGS, "random(lazy, generator, state, words): the node that made lazy draws from a generator in this state" },
     { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
-    { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group)" },
+    { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
+    { "group_wrappers", py_group_wrappers, METH_O, "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
     { "leaves_on", py_leaves_on, METH_VARARGS, "leaves_on(tape) -> [(value id, tensor), ...]" },
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },

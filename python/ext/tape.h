@@ -99,8 +99,8 @@ typedef struct koila__call_fix {
 } koila__call_fix;
 /* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base tensor, written in place, the caller has cloned
  * it where needed). `fix` adapts the call itself, link_fix[k] the k-th link of all writes' chains (either may be NULL). On success outputs[n_outputs] are new
- * references (NULL for a None result; for a write the base tensor itself) and 0 is returned; on failure -1 with torch's own exception set. Runs below autograd, in the
- * signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
+ * references (NULL for a None result; for a write the base tensor itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned;
+ * on failure -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs);
 
 /* The simple executor: everything whole, recorded order, each value freed at its last use. What koila__run does when nothing needs splitting, and its

@@ -7,7 +7,10 @@ The hot path is C (``koila._core.dispatch``). Here live the facts about operator
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any, Callable
 
@@ -284,6 +287,7 @@ _F_VIEW, _F_INPLACE, _F_RANDOM, _F_FACTORY, _F_OPAQUE = 1, 2, 4, 8, 16
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _special: dict[str, Handler] = {}  # by "namespace::name", any overload
 _overwriting = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+_elementwise = {"copy_", "where", "masked_fill_", "floor_divide_", "eq_", "ne_", "lt_", "le_", "gt_", "ge_"}  # some that lack the tag
 _factories = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones"}
 _factories |= {"new_full", "new_empty_strided"}
 _not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
@@ -341,7 +345,7 @@ def describe(func: Any) -> tuple[Any, ...]:
     elif func.namespace == "c10d":
         kind, handler = SPECIAL, _collective
     elif base in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
-        kind, handler = INDEX, _masked_index
+        kind, handler = INDEX, _special_index
     elif base in ("detach", "alias", "lift_fresh", "lift"):
         kind = SAME
     elif base == "as_strided":
@@ -362,7 +366,8 @@ def describe(func: Any) -> tuple[Any, ...]:
         kind = VIEW
     elif writes:
         kind = WRITE
-    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, handler
+    elementwise = torch.Tag.pointwise in func.tags or base in _elementwise
+    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, elementwise, handler
 
 
 # ------------------------------------------------------------------------------------------------------- calls never seen
@@ -453,6 +458,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     try:
         result, fakes = _fake_call(func, args, kwargs)
+        if func in (aten.view.default, aten._unsafe_view.default):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
+            func(torch.empty_strided(args[0].size(), args[0].stride(), device="meta"), *args[1:])
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
         return value_dependent
     except UnsupportedError:
@@ -478,6 +485,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if fakes[i].size() != tensors[i].size():
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
             if torch._debug_has_internal_overlap(fakes[i]) == 1:
+                if func is aten.copy_.default and args[0] is args[1]:  # nothing happens, also where elements share memory
+                    return _itself
                 _real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
     kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
@@ -528,6 +537,10 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
     return said[0], said[1], (size,), (1,), 0
 
 
+def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
 def _harmless(func: Any) -> bool:
     """May it run on zeros? Not what takes a workspace that another call must have filled: that crashes."""
     name = func._schema.name
@@ -549,32 +562,102 @@ def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A written tensor shares memory with another argument: let eager's own check speak, on memory of the same shape."""
-    end = 0
-    for t in _tensors(args, kwargs):
-        end = max(end, t.storage_offset() + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0)
-    if end > 1 << 22:
+    """A written tensor shares memory with another argument: let eager's own check speak, on memory of the same shape. With large ones it does not, for it would cost
+    as much: check_shared() then refuses what really overlaps."""
+    memory: dict[int, torch.Tensor] = {}
+    sizes: dict[int, int] = {}
+    for t in _lazies(args, kwargs):
+        group = _core.group_info(t)[2]
+        sizes[group] = max(sizes.get(group, 0), _end(t) * t.element_size())
+    if sum(sizes.values()) > 1 << 24:
         return
-    memory = {t.dtype: torch.zeros(end, dtype=t.dtype) for t in _lazies(args, kwargs)}
-    a, k = _map_call(
-        lambda t: memory[t.dtype].as_strided(t.size(), t.stride(), t.storage_offset()) if _core.is_lazy(t) else torch.zeros_like(t), args, kwargs
-    )
+
+    def stand_in(t: torch.Tensor) -> torch.Tensor:
+        if not _core.is_lazy(t):
+            return torch.zeros_like(t)
+        group = _core.group_info(t)[2]
+        if group not in memory:
+            memory[group] = torch.zeros(sizes[group] + 15 & ~15, dtype=torch.uint8)
+        return memory[group].view(t.dtype).as_strided(t.size(), t.stride(), t.storage_offset())
+
+    a, k = _map_call(stand_in, args, kwargs)
     func(*a, **k)
 
 
-def _elements(t: torch.Tensor) -> torch.Tensor:
-    """The places of t's elements in its storage, i64[numel]."""
-    at = torch.tensor(t.storage_offset())
-    for size, stride in zip(t.size(), t.stride()):
-        at = at.unsqueeze(-1) + torch.arange(size) * stride
-    return at.flatten()
+def _end(t: torch.Tensor) -> int:
+    """One beyond the last place of t in its storage, in elements."""
+    return t.storage_offset() + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
+
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+
+
+def _layout(t: torch.Tensor) -> Layout:
+    return t.storage_offset(), tuple(t.size()), tuple(t.stride())
+
+
+def _dims(layout: Layout) -> list[tuple[int, int]]:
+    """(stride, size), the smallest stride first; what lies one after the other is one dimension."""
+    dims: list[tuple[int, int]] = []
+    for stride, size in sorted((d, s) for s, d in zip(*layout[1:]) if s != 1):
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            stride, size = dims[-1][0], dims.pop()[1] * size
+        dims.append((stride, size))
+    return dims
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(a: Layout, b: Layout) -> tuple[bool, bool]:
+    """Of two layouts in one storage: (do they share an element, does a hold every element of b without holding one twice). Where that would take long to find out, the
+    answers that get a refusal."""
+    dims_a, dims_b = _dims(a), _dims(b)
+    if any(s == 0 for _, s in dims_a + dims_b):
+        return False, any(s == 0 for _, s in dims_b)
+    first = min(a[0], b[0])
+    at_a, at_b = a[0] - first, b[0] - first
+
+    def last(at: int, dims: list[tuple[int, int]]) -> int:
+        return at + sum((s - 1) * d for d, s in dims)
+
+    while dims_a and dims_b and dims_a[-1] == dims_b[-1]:  # the same outer dimension, whose steps jump over all the rest: one step tells it all
+        if max(last(at_a, dims_a[:-1]), last(at_b, dims_b[:-1])) >= dims_a[-1][0]:
+            break
+        dims_a, dims_b = dims_a[:-1], dims_b[:-1]
+    end_a, end_b = last(at_a, dims_a), last(at_b, dims_b)
+    if end_a < at_b or end_b < at_a:
+        return False, False
+    if not dims_a or (len(dims_a) == 1 and dims_a[0][0] == 1):  # a has no holes
+        within = at_a <= at_b and end_b <= end_a
+        if within or at_a <= at_b <= end_a or at_a <= end_b <= end_a:
+            return True, within
+    end = 1 + max(end_a, end_b)
+    if end > 1 << 26:
+        return True, False
+    mark = torch.zeros(end, dtype=torch.uint8)
+    mark.as_strided([s for _, s in dims_a], [d for d, _ in dims_a], at_a).fill_(1)
+    once = int(mark.sum()) == math.prod(s for _, s in dims_a)
+    of_b = mark.as_strided([s for _, s in dims_b], [d for d, _ in dims_b], at_b)
+    return bool(of_b.any()), once and bool(of_b.all())
 
 
 def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
-    """`y.mul_(y[:, :1])`: eager lets some such writes pass and then reads what it has just written, in an order that is its own. Values cannot follow that."""
-    w, o = _elements(written), _elements(other)
-    if w.numel() and o.numel() and bool(torch.isin(o, w).any()):
-        raise UnsupportedError(f"{func} writes elements of a lazy tensor that another argument, a different view of it, reads: the result depends on the order. Use .clone() of that argument")
+    """`y.mul_(y[:, :1])`, `y.addmm_(y, y)`: eager lets some such writes pass and then reads what it has just written, in an order that is its own. Values cannot
+    follow that."""
+    if written.element_size() != other.element_size() or _places(_layout(written), _layout(other))[0]:
+        raise UnsupportedError(
+            f"{func} writes elements of a lazy tensor that another argument, which shares its memory, reads: the result depends on the order. "
+            "Use .clone() of that argument"
+        )
+
+
+def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
+    """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's elements, but once the memory is written, when it looks again, to whatever is
+    addressed. We are asked again by the same call as the first time; so beyond the view's elements it can be had as long as nothing has been written."""
+    if view._version and not _places(_layout(view), (offset, tuple(size), tuple(stride)))[1]:
+        raise UnsupportedError(
+            "as_strided beyond a lazy view that requires grad, in memory that was written: its gradient depends on what views share. Use select, narrow, unfold or diagonal, or "
+            "as_strided of the tensor that it is a view of"
+        )
 
 
 def _flat_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
@@ -764,8 +847,8 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _core.record(func, tuple(full), {})
 
 
-def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Index with a mask: make only the mask concrete and record its positions; a write of one number needs not even that."""
+def _special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Index with a mask: make only the mask concrete and record its positions; a write of one number needs not even that. And `x[torch.arange(B), i]`: see _as_factory()."""
     self, indices = args[0], list(args[1])
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     name = func._schema.name.removeprefix("aten::")
@@ -782,7 +865,8 @@ def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     flat: list[Any] = []
     for i, index in enumerate(indices):
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            flat.append(index)
+            own = i == 0 and index is not None and _core.is_lazy(self) and _core.tape_of(self) is _core.current_tape()
+            flat.append(_as_factory(index) if own else index)
             continue
         at = sum(1 if f is None else 1 for f in flat)
         expected = self.size()[at : at + index.dim()]
@@ -794,6 +878,15 @@ def _masked_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                     )
         flat.extend(_positions(plain(index)))
     return _core.record(func, (self, flat, *args[2:]), kwargs)
+
+
+def _as_factory(index: torch.Tensor) -> torch.Tensor:
+    """A plain tensor that now holds 0, 1, 2, ... is recorded as the operator that makes them, so that a slice can make its own. By value: where it comes from does not matter."""
+    n = index.numel()
+    if _core.is_lazy(index) or index.device.type != "cpu" or n not in index.size() or not torch.equal(index.flatten(), torch.arange(n, dtype=index.dtype)):
+        return index
+    rows = _core.record(aten.arange.default, (n,), {"dtype": index.dtype, "device": index.device})
+    return rows if index.dim() == 1 else redispatch(aten.view.default, (rows, list(index.size())), {})
 
 
 def _positions(mask: torch.Tensor) -> list[torch.Tensor]:
@@ -809,34 +902,126 @@ _twins = {
     "aten::transpose_": aten.transpose.int,
     "aten::swapdims_": aten.swapdims.default,
     "aten::swapaxes_": aten.swapaxes.default,
+    "aten::as_strided_": aten.as_strided.default,
 }
+
+
+class _SharedLayout(UnsupportedError):
+    """The layout of a tensor with views, or of a view, would change below autograd, which would go on to replay the views on it."""
+
+
+_settled: torch.Tensor | None = None  # the tensor whose layout may change: _in_place() looks after its views
 
 
 def _metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`t_` and its like: the wrapper becomes a view of itself. With other wrappers of the same memory alive, autograd would replay their views on
-    the changed base and give a wrong gradient, so that is refused."""
+    the changed base and give a wrong gradient: see _in_place()."""
     name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
     self = args[0]
-    if name not in _twins and name != "aten::as_strided_":
-        raise UnsupportedError(f"{func} on a lazy tensor changes its memory layout")
-    _, n = _core.group_info(self)
-    if n > 1 or self._is_view():
-        raise UnsupportedError(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
-    if name == "aten::as_strided_":  # adaptive pooling does it to what it just made
-        twin = redispatch(aten.as_strided.default, args, kwargs)
-        torch._C.TensorBase.data.__set__(self, twin)
-        _core.become(self, twin)
-        return self
+    if name not in _twins:
+        raise UnsupportedError(f"{func} on a lazy tensor changes its memory layout. Use the version without underscore, or x.torch()")
+    _, n, _ = _core.group_info(self)
+    shared = self._is_view() or (n > 1 and self is not _settled)
     try:
         twin = redispatch(_twins[name], args, kwargs)
+    except UnsupportedError:
+        raise
     except Exception:
         _real_error(func, args, kwargs)  # names itself, not its twin
         raise
-    guard = torch._C._DisableTorchDispatch()
-    func(*args, **kwargs)
-    del guard
+    if shared:
+        raise _SharedLayout(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
+    if name == "aten::as_strided_":  # adaptive pooling does it to what it just made
+        torch._C.TensorBase.data.__set__(self, twin)
+    else:
+        guard = torch._C._DisableTorchDispatch()
+        func(*args, **kwargs)
+        del guard
     _core.become(self, twin)
     return self
+
+
+_kept: list[torch.Tensor] = []  # of a failed self-test: their reference counts are wrong, so they live on
+
+
+@functools.cache
+def _can_swap() -> bool:
+    """May two tensors that C++ also owns exchange what they stand for? Tried once: the references that C++ holds must move along."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(2, 3, requires_grad=True) * 1
+        view, twin = x.view(-1), x.t()
+        counts, uses = (sys.getrefcount(x), sys.getrefcount(twin)), (x._use_count(), twin._use_count())
+        torch._C._swap_tensor_impl(x, twin)  # type: ignore[attr-defined]
+        expected = (counts[0] - 1, counts[1] + 1) if second_owner_adds_reference() else counts
+        works = (sys.getrefcount(x), sys.getrefcount(twin)) == expected and (x._use_count(), twin._use_count()) == uses[::-1]
+        if not works:  # pragma: no cover - another torch
+            _kept.extend((x, twin, view))
+    return works
+
+
+def _in_place(name: str) -> Callable[..., torch.Tensor]:
+    """A method like `t_`, where memory is shared.
+
+    Plain autograd remembers where a view lies in its base's memory; of a subclass it remembers the function, and would replay it on the changed base. So after the change every
+    view of a base is made the view by memory that plain autograd would take it for. A view `v` itself becomes `v.t()`, in the same object, by torch's own exchange of contents.
+    """
+    write, make = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
+
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.is_inference():  # no autograd
+            return settled(self, args, kwargs)
+        if not self._is_view():
+            views = [v for v in reversed(_core.group_wrappers(self)) if v is not self and v._base is self and _follows(v)]  # oldest first
+            if not views:
+                return settled(self, args, kwargs)
+            lawful = not torch.is_inference_mode_enabled() and (torch.is_grad_enabled() or not self.requires_grad)
+            if not lawful or not all(_exchangeable(v) and _places(_layout(self), _layout(v))[1] for v in views):
+                return write(self, *args, **kwargs)  # raises
+            settled(self, args, kwargs)
+            with torch.enable_grad():
+                for v in views:
+                    torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))  # type: ignore[attr-defined]
+            return self
+        try:
+            return write(self, *args, **kwargs)  # autograd objects before it asks us
+        except _SharedLayout:
+            if not _exchangeable(self):
+                raise
+        torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            twin = make(self, *args, **kwargs)
+        self._v, twin._v = twin._v, self._v  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(self, twin)  # type: ignore[attr-defined]
+        _core.rewrap(self)
+        _core.rewrap(twin)
+        return self
+
+    def settled(self: LazyTensor, args: Any, kwargs: Any) -> torch.Tensor:
+        global _settled
+        _settled = self
+        try:
+            return write(self, *args, **kwargs)
+        finally:
+            _settled = None
+
+    method.__name__, method.__doc__ = name, write.__doc__
+    return method
+
+
+def _follows(view: torch.Tensor) -> bool:
+    """Does autograd let the view follow a write to its base? Of the others (outputs of unbind or split, views made under no_grad) it raises eager's error when they are used."""
+    return torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT  # type: ignore[attr-defined]
+
+
+def _exchangeable(view: torch.Tensor) -> bool:
+    """May another view of the same base take the place of this one, all that hangs on it included? Looks at nothing that would have autograd replay it."""
+    if view._backward_hooks or view.retains_grad or torch.is_inference_mode_enabled() or not _can_swap():
+        return False
+    return not view.requires_grad or (torch.is_grad_enabled() and view._base is not None and view._base.requires_grad)
+
+
+for _name in ("t_", "squeeze_", "unsqueeze_", "transpose_", "swapdims_", "swapaxes_"):
+    setattr(LazyTensor, _name, _in_place(_name))
 
 
 @special("squeeze")

@@ -11,8 +11,10 @@ contents, loss, gradients and the generator's state.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,6 +255,7 @@ def run(
     pool: list[torch.Tensor] = [data * 1.0, data @ w]
     if r.random() < 0.3:
         pool.append(data)
+    relaid: set[int] = set()
     for step in range(steps):
         kind = r.choice(kinds)
         at = r.randrange(len(pool))
@@ -280,12 +283,14 @@ def run(
         except refusals as e:
             raise Refused(str(e)) from None
         except (RuntimeError, ValueError, IndexError, TypeError) as e:
-            out.log.append(f"{step} {kind} raises {type(e).__name__}: {str(e)[:60]}")
+            out.log.append(f"{step} {kind} raises {type(e).__name__}: {_said(e)}")
             new = t
         # whatever a choice drew before it raised, both worlds go on from the same place
         r.setstate(state)
         r.random()
-        out.log.append(f"{step} {kind}{at} {_describe(new)}")
+        if kind == "m":
+            relaid.add(at)
+        out.log.append(f"{step} {kind}{at} {_describe(new, any(new is pool[i] for i in relaid))}")
         if not any(new is p for p in pool) and new.numel() < 3000:
             pool.append(new)
     try:
@@ -299,7 +304,8 @@ def run(
     except refusals as e:
         raise Refused(str(e)) from None
     except RuntimeError as e:
-        out.log.append(f"backward raises {type(e).__name__}: {str(e)[:60]}")
+        # with a changed layout, a subclass' autograd may trip over a saved view before it finds it out of date
+        out.log.append(f"backward raises {type(e).__name__}" + ("" if relaid else f": {_said(e)}"))
     out.values = [t.detach() for t in pool]
     out.gradients = [w.grad]
     out.generator = torch.default_generator.get_state().numpy().tobytes()
@@ -314,12 +320,54 @@ def run(
     return out
 
 
-def _describe(t: torch.Tensor) -> str:
-    text = f"{tuple(t.shape)} {t.stride()} {t.storage_offset()} v{t._version} view={t._is_view()}"
+def _describe(t: torch.Tensor, relaid: bool) -> str:
+    """What a user can see of `t`. Left out: the stride of a dimension of one element, which addresses nothing, and shape functions choose it as they like; and, of a tensor
+    whose layout was written in place (`relaid`), whether it is a view."""
+    strides = tuple(d if n > 1 else None for n, d in zip(t.shape, t.stride()))
+    text = f"{tuple(t.shape)} {strides} {t.storage_offset()} v{t._version} view={None if relaid else t._is_view()}"
     try:
         return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
     except RuntimeError as e:  # a view of a split whose base was written: autograd refuses to look at it
-        return f"{text} {str(e)[:60]}"
+        return f"{text} {_said(e)}"
+
+
+def _said(e: Exception) -> str:
+    """The beginning of a message; the reshape of a subclass has another name in autograd's."""
+    return str(e).replace("ReshapeAlias", "View")[:60]
+
+
+@contextlib.contextmanager
+def views_replayed() -> Iterator[None]:
+    """Plain PyTorch, but autograd writes the gradient of a written view as it does for subclasses: it replays the view's function, where for a plain tensor it takes the
+    view by memory. The two are the same in mathematics, and now and then not in the last bit."""
+    writes = {name: getattr(torch.Tensor, name) for name in ("t_", "squeeze_", "unsqueeze_", "transpose_")}
+
+    def in_place(name: str) -> Any:
+        def method(self: torch.Tensor, *args: int) -> torch.Tensor:
+            if not self._is_view():
+                views = [t for t in gc.get_objects() if type(t) is torch.Tensor and t._base is self]
+                writes[name](self, *args)
+                with torch.enable_grad():
+                    for v in views:
+                        if torch._C._autograd._get_creation_meta(v) == torch._C._autograd.CreationMeta.DEFAULT:
+                            torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))
+                return self
+            writes[name](self.data, *args)  # raises
+            torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))
+            with torch.enable_grad():
+                torch._C._swap_tensor_impl(self, getattr(self, name[:-1])(*args))
+            return self
+
+        return method
+
+    for name in writes:
+        setattr(torch.Tensor, name, in_place(name))
+    try:
+        with torch.autograd._force_original_view_tracking(True):
+            yield
+    finally:
+        for name, write in writes.items():
+            setattr(torch.Tensor, name, write)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
@@ -356,4 +404,13 @@ def compare(a: Outcome, b: Outcome, *, exact: bool, tolerance: float = 1e-11) ->
         same(f"gradient {i}", p, q)
     if a.generator != b.generator:
         bad.append("the generator's state")
+    return bad
+
+
+def against(eager: Outcome, ours: Outcome, seed: int, *, exact: bool) -> list[str]:
+    """Differences of program `seed` from plain PyTorch. Exact: bit-equal to it in one of the two ways in which its autograd writes the gradient of a view."""
+    bad = compare(eager, ours, exact=exact)
+    if bad and exact and not compare(eager, ours, exact=False):
+        with views_replayed():
+            return compare(run(seed, seed % 2), ours, exact=True)
     return bad

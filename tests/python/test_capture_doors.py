@@ -281,12 +281,157 @@ def test_metadata_in_place(x, change):
     assert torch.equal(y.torch(), e.mul_(2))
 
 
-def test_metadata_in_place_with_a_view_alive_is_refused(x):
-    y = lazy(x) * 2
+LAYOUTS = [lambda t: t.t_(), lambda t: t.unsqueeze_(1), lambda t: t.transpose_(0, 1), lambda t: t.squeeze_()]
+
+
+def layout_step(x, change, rows, take):
+    """Everything a user can see of a tensor whose layout is written while `take` of its memory is alive, and of what is computed from both."""
+    w = torch.linspace(-1, 1, 16, dtype=x.dtype).reshape(4, 4).requires_grad_()
+    with koila.micro_batch(rows):
+        base = x @ w
+        y = base[1:5] if take == "view" else base
+        v = y.detach() if take == "alias" else y.view(-1)
+        u = y[1:]
+        old = v * 2
+        assert change(y) is y
+        v[1:3].sin_() if take != "alias" else v.mul_(2)
+        u.mul_(0.5)
+        y.add_(1)
+        if take != "view":
+            y.retain_grad()
+        loss = (old.sin() if take == "alias" else v.cos()).sum() + (u**3).sum() + (y * torch.arange(y.shape[-1])).sum() + base.tanh().sum()
+        (by_y,) = torch.autograd.grad(loss, y, retain_graph=True)
+        loss.backward()
+        said = [y.shape, y.stride(), y._version, v._version, y._is_view(), v._base is y, u._base is y, y.is_leaf, y.grad_fn is not None]
+        return [koila.run(t) for t in (loss.detach(), by_y, w.grad, y.detach(), v.detach(), u.detach())] + ([koila.run(y.grad)] if take != "view" else []), said
+
+
+@pytest.mark.parametrize("take", ["base", "view", "alias"])
+@pytest.mark.parametrize("rows", [None, 4, 1])
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_metadata_in_place_with_views_alive(x, change, rows, take):
+    values, said = layout_step(lazy(x), change, rows, take)
+    expected, told = layout_step(x, change, None, take)
+    assert said == told
+    for p, q in zip(values, expected):
+        assert torch.equal(p, q) if rows is None and take != "view" else torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+
+
+def test_metadata_in_place_is_refused_where_autograd_could_not_follow(x):
+    w = torch.ones(4, 4, dtype=x.dtype, requires_grad=True)
+    y = lazy(x) @ w
     v = y.view(-1)
-    with pytest.raises(UnsupportedError, match="shares memory"):
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="without underscore"):
         y.t_()
-    assert torch.equal(v.torch(), (x * 2).view(-1))
+    hook = v.register_hook(lambda g: g)
+    with pytest.raises(UnsupportedError, match="without underscore"):
+        y.t_()
+    with pytest.raises(UnsupportedError, match="without underscore"):
+        torch.ops.aten.t_(y)
+    assert y.shape == (6, 4) and y._version == 0
+    hook.remove()
+    assert y.t_().shape == (4, 6) and torch.equal(v.torch(), (x @ w).view(-1))
+
+
+def test_metadata_in_place_raises_what_eager_raises(x):
+    wrong = [(lambda t: t[0].unbind(0)[1].unsqueeze_(0), "multiple views"), (lambda t: t.unsqueeze(0).t_(), "<= 2"), (lambda t: t.unsqueeze_(7), "out of range")]
+    for f, text in wrong:
+        for make in (lambda: x @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True), lambda: lazy(x) @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True)):
+            y = make()
+            keep = y.view(-1)
+            with pytest.raises((RuntimeError, IndexError), match=text):
+                f(y)
+            assert y._version == 0 and keep.shape == (24,)
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("written", [True, False])
+def test_as_strided_of_a_view_is_differentiated_as_eager_does(x, within, written):
+    """Plain autograd drops the gradient beyond the view, but no more once the memory is written."""
+
+    def step(x):
+        w = torch.linspace(-1, 1, 16, dtype=x.dtype).reshape(4, 4).requires_grad_()
+        y = x @ w
+        s = y[1:4].as_strided((3, 2), (4, 2), 5 if within else 1)
+        if written:
+            y.mul_(2)
+        (s.sin().sum() + y.sum()).backward()
+        return w.grad
+
+    with koila.micro_batch(4):
+        if written and not within:
+            with pytest.raises(UnsupportedError, match="as_strided of the tensor"):
+                step(lazy(x))
+        else:
+            assert torch.allclose(step(lazy(x)), step(x), rtol=1e-12)
+
+
+@pytest.mark.parametrize("stride", [(2, 1, 2, 6), (12, 6, 2, 1), (99, 1, 2, 8)])
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_write_through_as_strided_lands_whatever_the_strides(stride, rows):
+    """Also where what runs is laid out otherwise than what was recorded: a gap, or a free stride of a dimension of size 1."""
+
+    def step(g):
+        z = g.new_empty_strided((1, 2, 3, 2), stride)
+        z.copy_(g)
+        s = z.as_strided((2,), (1,), 0)
+        s.copy_(s * 0.5)
+        return z, s, z.squeeze(0)
+
+    g = torch.arange(12.0).reshape(1, 2, 3, 2)
+    with koila.micro_batch(rows):
+        for p, q in zip(step(lazy(g, batch=3) * 1), step(g * 1)):
+            assert torch.equal(koila.run(p), q)
+
+
+# -- writes whose arguments share memory
+
+
+def test_only_what_shares_memory_can_overlap(x):
+    def step(x):
+        a, b = x * 2, x * 3
+        a[:, :2].addcmul_(a[:, 2:], b[:, 1:3])  # b's columns lie where a's do, in other memory
+        return a
+
+    assert torch.equal(step(lazy(x)).torch(), step(x))
+
+
+def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory(x):
+    for make in (lambda: x * 1, lambda: lazy(x) * 1):
+        e = make().unsqueeze(1).expand(6, 3, 4)
+        assert e.copy_(e) is e
+        with pytest.raises(RuntimeError, match="single memory location"):
+            e.copy_(make().unsqueeze(1))
+
+
+def test_a_write_that_reads_what_it_writes_is_refused_unless_it_goes_element_by_element(x):
+    i = torch.tensor([1, 2, 3, 0])
+    for f in (lambda y: y.mul_(y), lambda y: y.addcmul_(y, y), lambda y: y.copy_(y), lambda y: torch.where(y > 0, y, -y, out=y), lambda y: y.floor_divide_(y)):
+        for rows in (None, 2):
+            with koila.micro_batch(rows):
+                assert torch.equal(f(lazy(x[:4]) * 1).torch(), f(x[:4] * 1))
+    for f in (lambda y: y.addmm_(y, y), lambda y: torch.mm(y, y, out=y), lambda y: y.index_add_(0, i, y), lambda y: y.masked_scatter_(y > 0, y), lambda y: torch.gather(y, 0, i[None], out=y[:1])):
+        with pytest.raises(RuntimeError, match="depends on the order|single memory location"):
+            f(lazy(x[:4]) * 1)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_overlapping_arguments_are_refused_whatever_their_size(large):
+    """Above a size eager's own check is not tried; ours must then find what overlaps, and nothing else."""
+    n = (1 << 23) if large else 6
+    with torch.no_grad():
+        y = lazy(torch.zeros(2, n, dtype=torch.float16)) * 1
+        y[:, : n // 2].add_(y[:, n // 2 :])
+        y[0].add_(y[1])
+        for bad in (lambda: y[:, 1:].add_(y[:, :-1]), lambda: y[:, 1:].copy_(y[:, :-1]), lambda: y[0, ::2].mul_(y[0, : n // 2])):
+            with pytest.raises(RuntimeError, match="memory|overlap|depends on the order"):
+                bad()
+
+
+def test_what_cannot_be_viewed_says_so_at_once(x):
+    for make in (lambda: x.view(2, 3, 4) * 1, lambda: lazy(x).view(2, 3, 4) * 1):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            make()[:, 1:2].view(-1)
 
 
 # -- foreach

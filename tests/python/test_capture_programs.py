@@ -17,7 +17,7 @@ def same(seed, rows):
             ours = programs.run(seed, seed % 2, lazy, refusals=(UnsupportedError,))
     except programs.Refused:
         return  # said so, and said why
-    differences = programs.compare(eager, ours, exact=rows is None)
+    differences = programs.against(eager, ours, seed, exact=rows is None)
     assert not differences, (seed, differences)
 
 
