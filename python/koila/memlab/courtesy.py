@@ -53,9 +53,12 @@ class Courtesy:
         self._to = to
         self._devices = None
         if device is not None:
-            if str(device) != "cpu" and not devices_there():
+            index = devices.resolve(device, "Courtesy(device)")
+            if str(device).partition(":")[0] != "cpu" and not devices_there():
                 raise ValueError(f"Courtesy(device={device!r}): there is no accelerator")
-            self._devices = {devices.name(devices.resolve(device, "Courtesy(device)"))}
+            self._devices = {devices.name(index)}
+        if not isinstance(to, (str, os.PathLike)):
+            raise TypeError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory')
         if to not in {"cpu", "pinned"} and not os.path.isdir(to):
             raise ValueError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists')
         from .mem_reporter import check_optimizer

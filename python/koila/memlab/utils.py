@@ -1,6 +1,7 @@
 """Sizes as people read them, and writing to files by suffix."""
 
 import os
+import sys
 
 from .. import _core
 
@@ -32,3 +33,11 @@ def page(title: str, body: str) -> str:
 def write(path, text: str) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as f:
         f.write(text)
+
+
+def user_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the first line outside this package."""
+    frame, level, package = sys._getframe(1), 1, __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
