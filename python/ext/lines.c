@@ -331,7 +331,28 @@ static int watch_any(bool on)
 static const char *way(void) { return tool_id == -2 ? "tracer" : "monitoring"; }
 #endif
 
-static int n_enabled; /* line tables */
+int koila__lines_enabled; /* line tables */
+
+/* ---- captured work that runs on this thread, and the line it was captured on */
+
+static __thread struct { const void *key; int line; } work;
+
+void koila__lines_work_for(const char *file, int line)
+{
+    work.key = NULL;
+    int first = 0;
+    for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) { /* the innermost function around that line */
+        if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first || !koila__code_wanted(c)) continue;
+        if (PyUnicode_CompareWithASCIIString(((PyCodeObject *)c->key)->co_filename, file) != 0) continue;
+        work.key = c->key;
+        first = c->first_line;
+    }
+    work.line = line;
+}
+void koila__lines_credit_work(int device, int64_t delta, uint64_t now)
+{
+    if (work.key) koila__lines_credit_line(LINES, work.key, work.line, device, delta, now);
+}
 
 /* ==== LineTable */
 
@@ -352,7 +373,7 @@ typedef struct line_table {
 static int refresh(entry *e)
 {
     koila__code *c = e->func->code;
-    return watch(e->code, koila__code_wanted(c) || (c->n_activations && n_enabled));
+    return watch(e->code, koila__code_wanted(c) || (c->n_activations && koila__lines_enabled));
 }
 
 static void reap(void)
@@ -365,7 +386,7 @@ static void drop_entries(line_table *t)
     for (Py_ssize_t i = 0; i < t->n; i++) {
         entry *e = &t->entries[i];
         koila__code *c = e->func->code;
-        bool still = c->n_activations && n_enabled;
+        bool still = c->n_activations && koila__lines_enabled;
         for (koila__func *f = c->funcs; f; f = f->next) still |= f != e->func && f->wish->enabled;
         if (t->wish.enabled && !still && watch(e->code, false) < 0) PyErr_Clear();
         if (koila__func_free(LINES, e->func)) Py_DECREF(e->code);
@@ -411,10 +432,11 @@ static int set_enabled(line_table *t, bool on)
     if (t->wish.enabled == on) return 0;
     if (on) koila__memlab_listen();
     t->wish.enabled = on;
-    n_enabled += on ? 1 : -1;
+    koila__lines_enabled += on ? 1 : -1;
     for (Py_ssize_t i = 0; i < t->n; i++)
         if (refresh(&t->entries[i]) < 0) return -1;
-    if (on || n_enabled == 0) return watch_any(on);
+    koila__nodes_listen(koila__lines_enabled > 0);
+    if (on || koila__lines_enabled == 0) return watch_any(on);
     return 0;
 }
 static PyObject *table_enable(line_table *t, PyObject *none)

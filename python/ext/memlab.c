@@ -32,11 +32,20 @@ __thread koila__stack *koila__memlab_stack;
 static bool listening, pretend; /* pretend: tests feed the CPU's events themselves */
 static uint64_t generation_seen;
 
+/* What is done for other lines than the one that runs. */
+static void credit(int device, int64_t delta, uint64_t now)
+{
+    if (!koila__lines_enabled) return;
+    koila__nodes_credit(device, delta);
+    koila__lines_credit_work(device, delta, now);
+}
+
 /* ---- the CPU */
 
 static void on_truth(const void *p, int64_t delta, uint64_t now)
 {
     koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 0, delta, now, UINT64_MAX);
+    credit(0, delta, now);
 }
 
 static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
@@ -77,8 +86,10 @@ static void hook_report(void *p, int64_t delta, size_t allocated, size_t reserve
 {
     int type = device & 0xFF, index = (int8_t)(device >> 8); /* c10::Device: type, then index */
     bool ours = type == 1 || type == 6 || type == 12;        /* CUDA, HIP, XPU */
-    if (ours && delta && index >= 0 && index + 1 < METER->n_devices)
+    if (ours && delta && index >= 0 && index + 1 < METER->n_devices) {
         koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 1 + index, delta, allocated, reserved);
+        credit(1 + index, delta, allocated);
+    }
     if (real_report) real_report(p, delta, allocated, reserved, device);
 }
 
@@ -267,6 +278,7 @@ static void after_fork_child(void)
 {
     koila__stack *s = koila__memlab_stack;
     n_spare_stacks = 0;
+    atomic_flag_clear(&koila__memlab_lines.credit_busy);
     pthread_mutex_init(&spare_lock, NULL);
     pthread_mutex_init(&site_lock, NULL);
     koila__meter_fork_child(METER, s ? &s->thread : NULL);

@@ -20,6 +20,19 @@ bool koila__memlab_is_hooked(int device);
 /* This thread's stack, made at the first call; NULL: no memory or too many threads. */
 koila__stack *koila__memlab_my_stack(void);
 
+/* Note which lines make autograd nodes, while somebody wants it; see nodes.c. pre: the GIL is held. */
+void koila__nodes_listen(bool want);
+/* An allocator event: if a node runs backward on this thread, its line is credited. Any thread, without the GIL. */
+void koila__nodes_credit(int device, int64_t delta);
+
+/* Captured work runs now on this thread, for line `line` of `file`; NULL: no more. Its memory is credited to that line, if it is profiled.
+ * pre: the GIL is held. */
+void koila__lines_work_for(const char *file, int line);
+/* An allocator event during such work. */
+void koila__lines_credit_work(int device, int64_t delta, uint64_t now);
+/* Is any line profiler enabled? */
+extern int koila__lines_enabled;
+
 /* Add to koila._core: measuring, devices, back ends / line tables / tensors. */
 int koila__memlab_add_module(PyObject *m);
 int koila__lines_add_module(PyObject *m);

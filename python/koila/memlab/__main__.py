@@ -160,7 +160,7 @@ def view(args) -> int:
         print(" ".join(f"{c:>24s}" for c in columns), " line code")
         for line in function["lines"]:
             cells = (
-                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss"} else str(line[c])
+                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss", "backward"} else str(line[c])
                 for c in columns
             )
             print(" ".join(f"{cell:>24s}" for cell in cells), f"{line['line']:>5d} {line['code']}".rstrip())

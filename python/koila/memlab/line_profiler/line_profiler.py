@@ -137,7 +137,7 @@ class LineProfiler(_core.LineTable):
         """The table as it is now.
 
         func: None (all, in order of registration), a callable, a qualified name, or a list of these.
-        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss.
+        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss, backward.
         device: show this device for every line, instead of the target at the time.
 
         Raises:
