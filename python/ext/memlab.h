@@ -33,9 +33,26 @@ void koila__lines_credit_work(int device, int64_t delta, uint64_t now);
 /* Is any line profiler enabled? */
 extern int koila__lines_enabled;
 
+/* Who asks for memory on this thread now: the tag of a site, 0 when nobody of Python's does. Needs no GIL. */
+uint32_t koila__memlab_who_asks(void);
+typedef struct koila__site {
+    char *file;         /* NULL: unknown; kept for ever */
+    int line;
+    const void *module; /* the innermost torch.nn.Module whose method was running, an address only; NULL: none, or nobody wanted to know */
+    uint64_t hash;
+} koila__site;
+koila__site koila__memlab_site(uint32_t tag);
+uint32_t koila__memlab_n_sites(void); /* tags are 0 .. n */
+/* Note modules too, instances of this class; NULL: no more. pre: the GIL is held. */
+void koila__memlab_note_modules(PyObject *class);
+/* An allocator event for the timeline that is recorded, if one is. */
+void koila__timeline_event(int device, const void *p, int64_t delta);
+extern _Atomic int koila__timeline_device; /* whose events it wants; -1: none is recorded */
+
 /* Add to koila._core: measuring, devices, back ends / line tables / tensors. */
 int koila__memlab_add_module(PyObject *m);
 int koila__lines_add_module(PyObject *m);
 int koila__report_add_module(PyObject *m);
+int koila__timeline_add_module(PyObject *m);
 
 #endif

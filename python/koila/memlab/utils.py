@@ -13,16 +13,16 @@ def readable_size(num_bytes) -> str:
     return _core.size_text(num_bytes)
 
 
-def format_of(path) -> str:
+def format_of(path, formats: dict = FORMATS) -> str:
     """The format named by a path's suffix.
 
     Raises:
         ValueError: none of the known suffixes.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix not in FORMATS:
-        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(FORMATS)}, got {suffix!r}")
-    return FORMATS[suffix]
+    if suffix not in formats:
+        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(formats)}, got {suffix!r}")
+    return formats[suffix]
 
 
 def page(title: str, body: str) -> str:
