@@ -248,7 +248,7 @@ static PyObject *monitoring(void) { return PySys_GetObject("monitoring"); } // b
 
 static int take_tool(void)
 {
-    static const int ids[] = { 2, 4, 3 };
+    static const int ids[] = { 4, 3, 2 }; /* cProfile insists on 2 */
     PyObject *mon = monitoring();
     if (!mon) return -1;
     for (size_t i = 0; tool_id == -1 && i < KOILA_COUNT(ids); i++) {
@@ -302,6 +302,45 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     return pass_on(frame, what, arg);
 }
 
+/* Threads that start later: threading calls this for their first Python call, as the tracer it was given. */
+static PyObject *begin_thread(PyObject *self, PyObject *args)
+{
+    if (tool_id == -2) PyEval_SetTrace(trace_all, NULL);
+    Py_RETURN_NONE;
+}
+static PyMethodDef begin_thread_def = { "begin_thread", begin_thread, METH_VARARGS, NULL };
+static PyObject *threads_before; /* threading.gettrace() before us; NULL: we are not in */
+
+/* The tracer on this thread's and everybody's calls, in place of what was there; off: as it was on this thread. */
+static int trace_everywhere(bool on)
+{
+    PyThreadState *ts = PyThreadState_Get();
+    PyObject *threading = PyImport_ImportModule("threading"), *r = NULL;
+    if (!threading) return -1;
+    if (on && !threads_before) {
+        PyObject *ours = PyCFunction_New(&begin_thread_def, NULL);
+        threads_before = PyObject_CallMethod(threading, "gettrace", NULL);
+        if (ours && threads_before) r = PyObject_CallMethod(threading, "settrace", "O", ours);
+        Py_XDECREF(ours);
+        my_tracer.before = ts->c_tracefunc;
+        my_tracer.before_obj = Py_XNewRef(ts->c_traceobj);
+        PyEval_SetTraceAllThreads(trace_all, NULL);
+        PyEval_SetTrace(trace_all, my_tracer.before_obj); /* the same object, so that sys.gettrace() answers as before */
+    } else if (!on && threads_before) {
+        r = PyObject_CallMethod(threading, "settrace", "O", threads_before);
+        Py_CLEAR(threads_before);
+        PyEval_SetTraceAllThreads(NULL, NULL);
+        PyEval_SetTrace(my_tracer.before, my_tracer.before_obj);
+        my_tracer.before = NULL;
+        Py_CLEAR(my_tracer.before_obj);
+    } else {
+        r = Py_NewRef(Py_None);
+    }
+    Py_DECREF(threading);
+    Py_XDECREF(r);
+    return r ? 0 : -1;
+}
+
 static int watch(PyObject *code, bool on)
 {
     if (tool_id == -1 && on && take_tool() < 0) return -1;
@@ -315,9 +354,9 @@ static int watch_any(bool on)
     if (!on) epoch++;
     if (tool_id == -1) return 0;
     if (tool_id == -2) {
-        PyEval_SetTraceAllThreads(on ? trace_all : NULL, NULL);
+        int r = trace_everywhere(on);
         if (!on) tool_id = -1;
-        return 0;
+        return r;
     }
     PyObject *r = PyObject_CallMethod(monitoring(), "set_events", "ii", tool_id, on ? global_events : 0);
     if (r && !on) { /* others may want the id */

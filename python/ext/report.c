@@ -246,10 +246,11 @@ static void add_reachable(finding *f)
         add_tensor(f, o);
         if (PyFrame_Check(o)) { /* older frames, and the locals: a running frame does not traverse them */
             PyFrameObject *back = PyFrame_GetBack((PyFrameObject *)o);
-            PyObject *locals = PyObject_GetAttrString(o, "f_locals");
+            PyObject *locals = PyObject_GetAttrString(o, "f_locals"), *values = locals ? PyMapping_Values(locals) : NULL; /* from 3.13 on a proxy */
             if (back) reach((PyObject *)back, &r);
-            if (locals) reach(locals, &r);
+            for (Py_ssize_t i = 0; values && i < PyList_GET_SIZE(values); i++) reach(PyList_GET_ITEM(values, i), &r);
             Py_XDECREF(back);
+            Py_XDECREF(values);
             Py_XDECREF(locals);
             PyErr_Clear();
         }

@@ -236,10 +236,14 @@ def _refuse_graphs(torch) -> None:
 
 
 def _poison(torch, storage, text) -> None:
-    """Let torch itself refuse access to an emptied storage, where it can."""
+    """Let torch itself refuse access to an emptied storage (text None: no more), where it can do both."""
     poison = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if poison is not None:
-        poison(storage._cdata, text)
+    clear = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+    if poison is not None and clear is not None:
+        if text is None:
+            clear(storage._cdata)
+        else:
+            poison(storage._cdata, text)
 
 
 def _guard(courtesy):

@@ -922,9 +922,10 @@ def test_coverage_is_undisturbed(tmp_path):
     assert p.stdout == "set() True [1, 1, 1, 1, None]\n", p.stdout + p.stderr
 
 
-def test_oracle_without_torch_prints_the_table_written_by_hand():
+@pytest.mark.parametrize("how", ["", "all-taken"])
+def test_oracle_without_torch_prints_the_table_written_by_hand(how):
     here = os.path.dirname(__file__)
-    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py")], capture_output=True, text=True, timeout=60)
+    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py"), how], capture_output=True, text=True, timeout=60)
     assert p.returncode == 0 and "1 passed, 0 failed" in p.stdout, p.stdout + p.stderr
 
 

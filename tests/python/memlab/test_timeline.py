@@ -125,7 +125,7 @@ def test_pytorch_s_own_viewer_opens_the_pickle(tmp_path):
         x = torch.empty(1_000_000)
     t.save(tmp_path / "t.pickle")
     data = pickle.loads((tmp_path / "t.pickle").read_bytes())
-    assert "3.8MiB" in viewer.trace(data) and len(viewer.trace_plot(data)) > 1000
+    assert "3.8MiB" in viewer.trace(data) and "add_local_files" in viewer.trace_plot(data)
     del x
 
 
