@@ -10,7 +10,7 @@
 extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
 /* This thread's stack of activations; NULL until it runs profiled code. */
-extern __thread koila__stack *koila__memlab_stack;
+extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden"))); /* hidden: found without a search */
 
 /* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the hooks of loaded accelerator libraries.
  * pre: the GIL is held. */

@@ -631,6 +631,47 @@ def test_exit_is_never_an_exception(end):
     assert "Exception ignored" not in p.stderr and "atexit" not in p.stderr, p.stderr
 
 
+def test_what_was_cleared_says_so_at_exit_once():
+    out = run_script("""
+        import torch
+        from koila.memlab import clear_global_line_profiler, profile
+        @profile
+        def f(): return torch.empty(9)
+        f()
+        clear_global_line_profiler()
+        @profile
+        def g(): return torch.empty(9)
+        g()
+    """).stdout
+    assert out.startswith("## f\n\nNo data collected\n\n\n## g\n\nactive_bytes") and out.count("##") == 2
+
+
+def test_a_forked_child_prints_what_it_decorated_itself():
+    out = run_script("""
+        import os, torch
+        from koila.memlab import profile
+        @profile
+        def f(): return torch.empty(100)
+        f()
+        if os.fork() == 0:
+            @profile
+            def child(): return torch.empty(100)
+            child()
+            raise SystemExit
+        os.wait()
+    """).stdout
+    assert out.count("## f") == out.count("## child") == 1 and out.index("## child") < out.index("## f")
+
+
+def test_warnings_name_the_line_of_the_user():
+    with pytest.warns(UserWarning) as caught:
+        LineProfiler(3)
+        LineProfiler().add_function(3)
+        memlab.profile(3)
+        memlab.profile_every(2)(3)
+    assert {w.filename for w in caught} == {__file__}
+
+
 def test_only_the_process_that_decorated_prints():
     out = run_script("""
         import os, torch
