@@ -100,13 +100,15 @@ bool koila__column_value(koila__lines *l, const koila__column *c, const koila__r
 {
     const koila__rec *rec = koila__row_rec(l, row, device);
     if (!row->recorded || !rec) return false;
+    const koila__credit credit = koila__row_credit(l, row, device);
     switch (c->word) {
     case KOILA__WORD_HITS: *out = (double)row->n_hits; return true;
     case KOILA__WORD_TIME: *out = koila__ticks_to_ns(l, row->n_ticks); return true;
     case KOILA__WORD_RISE: *out = (double)rec->rise; return true;
-    case KOILA__WORD_DELTA: *out = (double)rec->sum_delta; return true;
-    case KOILA__WORD_ALLOC: *out = (double)rec->sum_alloc; return true;
-    case KOILA__WORD_FREED: *out = (double)rec->sum_freed; return true;
+    case KOILA__WORD_DELTA: *out = (double)(rec->sum_delta + (int64_t)(credit.alloc - credit.freed)); return true;
+    case KOILA__WORD_ALLOC: *out = (double)(rec->sum_alloc + credit.alloc); return true;
+    case KOILA__WORD_FREED: *out = (double)(rec->sum_freed + credit.freed); return true;
+    case KOILA__WORD_BACKWARD: *out = (double)credit.backward; return l->sees_nodes;
     case KOILA__WORD_RSS: *out = (double)row->rss_bytes; return true;
     case KOILA__WORD_METRIC: break;
     }
@@ -128,7 +130,10 @@ bool koila__column_value(koila__lines *l, const koila__column *c, const koila__r
     int i = flow_of_pool[c->pool] + (is_bytes(c) ? 0 : 3); /* the same order as koila__q */
     bool whole = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu;
     switch (c->stat) {
-    case KOILA__STAT_PEAK: *out = (double)rec->peak[whole ? KOILA__Q_RESERVED : i]; break;
+    case KOILA__STAT_PEAK:
+        *out = (double)rec->peak[whole ? KOILA__Q_RESERVED : i];
+        if (i == KOILA__Q_BYTES_ALL && (double)credit.peak > *out) *out = (double)credit.peak;
+        break;
     case KOILA__STAT_CURRENT: *out = (double)rec->current[whole ? KOILA__Q_RESERVED : i]; break;
     case KOILA__STAT_ALLOCATED: *out = (double)rec->allocated[i]; break;
     default: *out = (double)rec->freed[i]; break;

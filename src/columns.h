@@ -1,6 +1,6 @@
 /* columns.h — the columns of a line table: their names, what they read from a row, and how they are written.
  *
- * A column is one of the words (hits, time, rise, delta, alloc, freed, rss) or metric.pool.stat, as the CUDA allocator's statistics are
+ * A column is one of the words (hits, time, rise, delta, alloc, freed, rss, backward) or metric.pool.stat, as the CUDA allocator's statistics are
  * called. Where the numbers come from:
  *   active_bytes, allocated_bytes = the device's bytes; active, allocation = its number of blocks; both from events, any pool
  *   reserved_bytes.all            = from events (peak, current)
@@ -14,7 +14,7 @@
 #include "text.h"
 
 #define KOILA__WORD_MAP(X)                                                                                    \
-    X(HITS, "hits") X(TIME, "time") X(RISE, "rise") X(DELTA, "delta") X(ALLOC, "alloc") X(FREED, "freed") X(RSS, "rss")
+    X(HITS, "hits") X(TIME, "time") X(RISE, "rise") X(DELTA, "delta") X(ALLOC, "alloc") X(FREED, "freed") X(RSS, "rss") X(BACKWARD, "backward")
 #define KOILA__METRIC_MAP(X)                                                                                  \
     X(ACTIVE, "active") X(ACTIVE_BYTES, "active_bytes") X(ALLOCATION, "allocation") X(ALLOCATED_BYTES, "allocated_bytes") \
     X(REQUESTED_BYTES, "requested_bytes") X(RESERVED_BYTES, "reserved_bytes") X(INACTIVE_SPLIT, "inactive_split") \

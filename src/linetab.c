@@ -87,15 +87,25 @@ static void insert(koila__lines *l, koila__code *c)
     l->slots[i] = c;
 }
 
+/* ---- the lock of the credits: held for a few dozen instructions, also inside an allocator */
+
+static void lock_credits(koila__lines *l)
+{
+    while (atomic_flag_test_and_set_explicit(&l->credit_busy, memory_order_acquire)) continue;
+}
+static void unlock_credits(koila__lines *l) { atomic_flag_clear_explicit(&l->credit_busy, memory_order_release); }
+
 static koila_status rehash(koila__lines *l, size_t n_slots)
 {
     koila__code **slots = koila__realloc(&l->mem, NULL, 0, n_slots * sizeof *slots);
     if (!slots) return KOILA_NO_MEMORY;
-    koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
     memset(slots, 0, n_slots * sizeof *slots);
+    lock_credits(l);
+    koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
     l->slots = slots;
     l->n_slots = n_slots;
     for (koila__code *c = l->codes; c; c = c->next) insert(l, c);
+    unlock_credits(l);
     return KOILA_OK;
 }
 
@@ -132,6 +142,7 @@ koila_status koila__func_new(koila__lines *l, const void *key, int first_line, i
     if (!f->rows) goto fail;
     f->code = c;
     f->wish = wish;
+    lock_credits(l);
     if (made) {
         c->next = l->codes;
         l->codes = c;
@@ -140,6 +151,7 @@ koila_status koila__func_new(koila__lines *l, const void *key, int first_line, i
     }
     f->next = c->funcs;
     c->funcs = f;
+    unlock_credits(l);
     *out = f;
     return KOILA_OK;
 fail:
@@ -167,6 +179,7 @@ static void free_rows(koila__lines *l, koila__func *f)
             koila__release(&l->mem, row->rec[d].stats_peak, sizeof(koila__stats));
         }
         koila__release(&l->mem, row->rec, (size_t)n_recs(l) * sizeof *row->rec);
+        koila__release(&l->mem, row->credit, KOILA__DEVICES_MAX * sizeof *row->credit);
     }
     koila__release(&l->mem, f->rows, (size_t)f->code->n_rows * sizeof *f->rows);
 }
@@ -187,6 +200,15 @@ koila_status koila__func_copy(koila__lines *l, const koila__func *f, const koila
         const koila__row *from = &f->rows[i];
         copy->rows[i] = *from;
         copy->rows[i].rec = NULL;
+        lock_credits(l);
+        koila__credit *credit = copy->rows[i].credit = from->credit ? zeroed(l, KOILA__DEVICES_MAX * sizeof *credit) : NULL;
+        if (credit) memcpy(credit, from->credit, KOILA__DEVICES_MAX * sizeof *credit);
+        bool lost = from->credit && !credit;
+        unlock_credits(l);
+        if (lost) {
+            koila__func_free(l, copy);
+            return KOILA_NO_MEMORY;
+        }
         if (!from->rec) continue;
         koila__rec *rec = copy->rows[i].rec = zeroed(l, (size_t)n_recs(l) * sizeof *rec);
         for (int d = 0; rec && d < n_recs(l); d++) {
@@ -205,6 +227,9 @@ koila_status koila__func_copy(koila__lines *l, const koila__func *f, const koila
 
 static void forget_code(koila__lines *l, koila__code *c)
 {
+    lock_credits(l);
+    for (uint32_t i = 1; i <= l->n_paths; i++)
+        if (l->paths[i].code == c) l->paths[i].code = NULL;
     for (koila__code **at = &l->codes; *at; at = &(*at)->next)
         if (*at == c) {
             *at = c->next;
@@ -213,17 +238,28 @@ static void forget_code(koila__lines *l, koila__code *c)
     l->n_codes--;
     if (l->n_slots) memset(l->slots, 0, l->n_slots * sizeof *l->slots);
     for (koila__code *k = l->codes; k; k = k->next) insert(l, k);
+    if (l->n_codes == 0) { /* no path means anything any more: begin anew */
+        l->n_paths = 0;
+        if (l->path_slots) memset(l->path_slots, 0, l->n_path_slots * sizeof *l->path_slots);
+        for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire); i++) {
+            koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
+            if (t && t->owner) ((koila__stack *)t->owner)->n_origins = 0;
+        }
+    }
+    unlock_credits(l);
     free_code(l, c);
 }
 
 bool koila__func_free(koila__lines *l, koila__func *f)
 {
     koila__code *c = f->code;
+    lock_credits(l);
     for (koila__func **at = &c->funcs; *at; at = &(*at)->next)
         if (*at == f) {
             *at = f->next;
             break;
         }
+    unlock_credits(l);
     free_rows(l, f);
     koila__release(&l->mem, f, sizeof *f);
     if (c->funcs || c->n_activations) return false;
@@ -258,6 +294,11 @@ void koila__lines_deinit(koila__lines *l)
         if (l->codes == c) forget_code(l, c);
     }
     koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
+    koila__release(&l->mem, l->paths, (l->n_path_slots / 2 + 1) * sizeof *l->paths);
+    koila__release(&l->mem, l->path_slots, l->n_path_slots * sizeof *l->path_slots);
+    l->paths = NULL;
+    l->path_slots = NULL;
+    l->n_paths = l->n_path_slots = 0;
     if (l->rss_fd >= 0) close(l->rss_fd);
     l->slots = NULL;
     l->n_slots = 0;
@@ -491,6 +532,7 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     }
     a->code = c;
     a->row = -1;
+    a->serial = ++s->n_entered;
     a->outer_same = NULL;
     if (c->n_activations++)
         for (size_t i = s->n - 1; i-- > 0 && !a->outer_same;)
@@ -550,6 +592,154 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
     koila__window_close(l->meter, &s->thread, a->w.saved);
     s->n--;
     a->code->n_activations--;
+}
+
+/* ---- credits */
+
+static size_t path_home(const koila__lines *l, const koila__code *c, int row, uint32_t outer)
+{
+    uint64_t h = ((uintptr_t)c >> 4) * 0x9E3779B97F4A7C15u ^ ((uint64_t)outer << 32 | (uint32_t)row) * 0xD1B54A32D192ED03u;
+    return (size_t)(h >> 24) & (l->n_path_slots - 1);
+}
+static bool widen_paths(koila__lines *l)
+{
+    uint32_t n_slots = l->n_path_slots ? l->n_path_slots * 2 : 64;
+    uint32_t *slots = zeroed(l, n_slots * sizeof *slots);
+    koila__path *paths = slots ? koila__realloc(&l->mem, l->paths, l->paths ? (l->n_path_slots / 2 + 1) * sizeof *paths : 0, (n_slots / 2 + 1) * sizeof *paths) : NULL;
+    if (!paths) {
+        koila__release(&l->mem, slots, n_slots * sizeof *slots);
+        return false;
+    }
+    koila__release(&l->mem, l->path_slots, l->n_path_slots * sizeof *slots);
+    l->paths = paths;
+    l->path_slots = slots;
+    l->n_path_slots = n_slots;
+    for (uint32_t i = 1; i <= l->n_paths; i++) {
+        size_t k = path_home(l, paths[i].code, paths[i].row, paths[i].outer);
+        while (slots[k]) k = (k + 1) & (n_slots - 1);
+        slots[k] = i;
+    }
+    return true;
+}
+/* 0: no memory, or too many. pre: locked */
+static uint32_t path_of(koila__lines *l, koila__code *c, int row, uint32_t outer)
+{
+    if (l->n_paths == KOILA__PATHS_MAX || ((l->n_paths + 1) * 2 > l->n_path_slots && !widen_paths(l))) return 0;
+    size_t k = path_home(l, c, row, outer);
+    for (; l->path_slots[k]; k = (k + 1) & (l->n_path_slots - 1)) {
+        const koila__path *p = &l->paths[l->path_slots[k]];
+        if (p->code == c && p->row == row && p->outer == outer) return l->path_slots[k];
+    }
+    l->paths[++l->n_paths] = (koila__path){ c, row, outer };
+    return l->path_slots[k] = l->n_paths;
+}
+/* The rows that are open on a stack now. pre: locked */
+static uint32_t path_now(koila__lines *l, const koila__stack *s)
+{
+    uint32_t path = 0;
+    for (size_t i = 0; i < s->n; i++)
+        if (s->activations[i]->row >= 0) path = path_of(l, s->activations[i]->code, s->activations[i]->row, path);
+    return path;
+}
+
+void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number)
+{
+    const koila__activation *top = s->n ? s->activations[s->n - 1] : NULL;
+    uint64_t serial = top ? top->serial : 0;
+    int row = top ? top->row : -1;
+    if (s->n_origins ? serial == s->origin_serial && row == s->origin_row : !top) return; /* as the node before it */
+    lock_credits(l);
+    if (s->thread_number != thread) { /* a thread's stack, given on to another */
+        s->thread_number = thread;
+        s->n_origins = 0;
+    }
+    bool room = s->n_origins < s->origins_capacity;
+    if (!room && s->origins_capacity < KOILA__ORIGINS_MAX) {
+        size_t wider = s->origins_capacity ? s->origins_capacity * 2 : 256;
+        koila__origin *more = koila__realloc(&l->mem, s->origins, s->origins_capacity * sizeof *more, wider * sizeof *more);
+        if (more) {
+            s->origins = more;
+            s->origins_capacity = wider;
+            room = true;
+        }
+    }
+    if (!room && s->n_origins) {
+        size_t half = s->n_origins / 2;
+        memmove(s->origins, s->origins + s->n_origins - half, half * sizeof *s->origins);
+        s->n_origins = half;
+        room = true;
+    }
+    if (room) {
+        s->origins[s->n_origins++] = (koila__origin){ number, path_now(l, s) };
+        s->origin_serial = serial;
+        s->origin_row = row;
+    }
+    unlock_credits(l);
+    atomic_fetch_add_explicit(&l->n_made, 1, memory_order_relaxed);
+}
+
+static uint32_t path_of_node(const koila__stack *s, uint64_t number)
+{
+    size_t lo = 0, hi = s->n_origins; /* the last origin with first <= number */
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+        if (s->origins[mid].first <= number) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo ? s->origins[lo - 1].path : 0;
+}
+
+/* The credit of one row for one profiler, made when there is none; NULL: no memory. pre: locked */
+static koila__credit *credit_of(koila__lines *l, koila__func *f, int row, int device)
+{
+    koila__row *r = &f->rows[row];
+    if (!r->credit) r->credit = zeroed(l, KOILA__DEVICES_MAX * sizeof *r->credit);
+    return r->credit ? &r->credit[device] : NULL;
+}
+
+void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+{
+    lock_credits(l);
+    uint32_t path = 0;
+    for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire) && !path; i++) {
+        koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
+        const koila__stack *s = t ? t->owner : NULL;
+        if (s && s->thread_number == thread) path = path_of_node(s, number);
+    }
+    for (uint32_t p = path; p; p = l->paths[p].outer) {
+        const koila__path *at = &l->paths[p];
+        bool again = !at->code; /* a recursion's row: once */
+        for (uint32_t q = path; q != p && !again; q = l->paths[q].outer) again = l->paths[q].code == at->code && l->paths[q].row == at->row;
+        for (koila__func *f = again ? NULL : at->code->funcs; f; f = f->next) {
+            koila__credit *credit = f->wish->enabled ? credit_of(l, f, at->row, device) : NULL;
+            if (credit) credit->backward += n_bytes;
+        }
+    }
+    unlock_credits(l);
+}
+
+void koila__lines_credit_line(koila__lines *l, const void *key, int line, int device, int64_t delta, uint64_t now)
+{
+    lock_credits(l);
+    koila__code *c = koila__lines_find(l, key);
+    int row = c ? row_of(c, line) : -1;
+    bool inside = row >= 0 && c->n_open[row];
+    for (koila__func *f = row < 0 ? NULL : c->funcs; f; f = f->next) {
+        koila__credit *credit = f->wish->enabled ? credit_of(l, f, row, device) : NULL;
+        if (!credit) continue;
+        max_to(&credit->peak, now);
+        if (!inside) *(delta > 0 ? &credit->alloc : &credit->freed) += (uint64_t)(delta > 0 ? delta : -delta);
+    }
+    unlock_credits(l);
+}
+
+koila__credit koila__row_credit(koila__lines *l, const koila__row *row, int device)
+{
+    koila__credit credit = { 0 };
+    lock_credits(l);
+    if (row->credit) credit = row->credit[device < 0 ? row->seen_target : device];
+    unlock_credits(l);
+    return credit;
 }
 
 bool koila__stack_check(const koila__lines *l, const koila__stack *s)

@@ -10,6 +10,13 @@
  * and a row that has already recorded this very state (row.seen_events) has nothing to learn but its hits and its time: that is the fast
  * path, a dozen nanoseconds, the same for 5 lines and for 5000.
  *
+ * Some work is done for a line while another line runs. Then it is credited:
+ *   backward    autograd numbers its nodes. origins[] says which lines a number was given out under: intervals of numbers, each with a path,
+ *               the rows that were open, innermost first. What is allocated while a node runs backward goes to every row of its path.
+ *   lazy        a captured operator knows its line; what is allocated and freed while it runs goes to that row, unless the row is open
+ *               anyway and has it in its window.
+ * Credits are given on any thread, inside the allocator: under one spin lock, which whoever removes a code or reads credits takes too.
+ *
  * Recursion: an inner window's events are inside the outer one's too. Maxima do not mind; sums and time are added only by the outermost
  * open window of a row on its thread, so that an event counts once in a row.
  */
@@ -39,6 +46,11 @@ typedef struct koila__rec { /* one row on one device */
     koila__stats *stats_max, *stats_peak;                          /* NULL: never read. stats_peak uses `current` only */
 } koila__rec;
 
+typedef struct koila__credit { /* one row on one device: done for it while other lines ran */
+    uint64_t peak, alloc, freed; /* bytes; peak: the device's, highest */
+    uint64_t backward;           /* bytes allocated by autograd nodes made here */
+} koila__credit;
+
 typedef struct koila__row {
     uint64_t n_hits, n_ticks, rss_bytes;
     uint64_t seen_events; /* meter.n_events when the maxima were last brought up to date; valid if `recorded` */
@@ -46,6 +58,7 @@ typedef struct koila__row {
     int seen_target;
     bool recorded, shared;  /* shared: events of worker threads may have been given to others too */
     koila__rec *rec;        /* one per device, then the target's; NULL until recorded */
+    koila__credit *credit;  /* one per device (KOILA__DEVICES_MAX); NULL: none. Guarded by the lines' credit lock. */
 } koila__row;
 
 /* What a profiler wants; may change at any time. */
@@ -77,6 +90,7 @@ typedef struct koila__activation {
     koila__code *code;
     struct koila__activation *outer_same; /* the next activation below with the same code */
     int row;                              /* of the open window; -1: none */
+    uint64_t serial;                      /* of the call: unique on its stack */
     uint64_t opened_ticks, opened_events, opened_shared;
     struct {
         uint64_t saved[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
@@ -87,11 +101,30 @@ typedef struct koila__activation {
     } w;
 } koila__activation;
 
+/* Nodes numbered from `first` on, up to the next origin's, were made under this path; 0: in no profiled code. */
+typedef struct koila__origin {
+    uint64_t first;
+    uint32_t path;
+} koila__origin;
+#define KOILA__ORIGINS_MAX 32768 /* beyond, the older half is forgotten: 512 KiB a thread at most */
+#define KOILA__PATHS_MAX 65536
+typedef struct koila__path { /* a row, and the path of the call it is in */
+    koila__code *code; /* NULL: given up since */
+    int row;
+    uint32_t outer; /* 0: none */
+} koila__path;
+
 typedef struct koila__stack {
     koila__thread thread; /* first: what the meter sees */
     koila__activation **activations;
     size_t n, capacity, n_made; /* activations[n .. n_made-1] are kept for reuse */
     size_t n_lost;              /* entered but not recorded: no host memory */
+    uint64_t n_entered;
+    uint64_t thread_number;     /* as autograd counts threads; 0: made no node yet */
+    koila__origin *origins;     /* guarded by the credit lock */
+    size_t n_origins, origins_capacity;
+    uint64_t origin_serial;     /* of the last origin: the top activation and its row then */
+    int origin_row;
 } koila__stack;
 
 typedef struct koila__lines {
@@ -100,6 +133,11 @@ typedef struct koila__lines {
     koila__code **slots; /* hash table, open addressing; load <= 1/4, so that a miss is usually one look */
     size_t n_slots, n_codes;
     koila__code *codes;
+    bool sees_nodes; /* somebody calls koila__lines_made() */
+    atomic_flag credit_busy;
+    koila__path *paths; /* [1 .. n_paths]; guarded by the credit lock */
+    uint32_t *path_slots, n_paths, n_path_slots;
+    _Atomic uint64_t n_made; /* nodes with an origin, ever: 0 means that nobody need ask which node runs */
     uint64_t rss_bytes, rss_ticks;
     int rss_fd; /* /proc/self/statm, -1 not open yet, -2 cannot */
     double ticks_per_ns;
@@ -131,6 +169,15 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
 void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int line);
 void koila__lines_leave(koila__lines *l, koila__stack *s);
 static inline koila__code *koila__stack_top(const koila__stack *s) { return s->n && !s->n_lost ? s->activations[s->n - 1]->code : NULL; }
+
+/* An autograd node with this number was made now, on the thread of `s`, which autograd calls `thread`. Without the GIL. */
+void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number);
+/* `n_bytes` were allocated on `device` while node `number` of `thread` ran backward. Any thread, inside the allocator. */
+void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes);
+/* An allocator event, `now` bytes after it, while work captured on this line of the code at `key` ran. Any thread, inside the allocator. */
+void koila__lines_credit_line(koila__lines *l, const void *key, int line, int device, int64_t delta, uint64_t now);
+/* What was credited to a row, on `device` (< 0: the row's target). */
+koila__credit koila__row_credit(koila__lines *l, const koila__row *row, int device);
 
 koila__stack *koila__stack_new(koila__lines *l); /* NULL: no host memory, or too many threads */
 void koila__stack_clear(koila__lines *l, koila__stack *s); /* leave everything; the memory is kept, for events may still look at it */

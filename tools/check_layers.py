@@ -30,7 +30,7 @@ ENGINE = [
 BESIDE = {
     "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "replay_*", "device"],
     "the CPU's memory": ["ptrtab", "ledger", "freemem"],
-    "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "report", "tags", "view"],
+    "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "history", "report", "tags", "view"],
 }
 BELOW_BESIDE = 3  # layers of ENGINE that those may see
 PLAN_SEES_BESIDE = {"plan", "live", "predict", "print"}  # the planner on CUDA asks the allocator model

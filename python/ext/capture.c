@@ -16,6 +16,8 @@
 #include "capture.h"
 #include "random.h"
 
+#include <frameobject.h> /* PyFrame_GetBack on 3.10 */
+
 enum { PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX };
 
 koila_table *koila__table;

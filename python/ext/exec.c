@@ -10,6 +10,8 @@
 #include "random.h"
 #include "shield.h"
 
+#include "memlab.h"
+
 /* ---- what we call */
 
 struct koila__torch_calls koila__torch;
@@ -452,6 +454,15 @@ static int adapt_call(const koila_plan *plan, koila_node n, int32_t link, int64_
     return 0;
 }
 
+/* Memory from now on is for the line this node was captured on: koila.memlab's line profiler shows it there. */
+static void work_for_line(const exec *x, koila_node n)
+{
+    const koila_graph *g = x->tape->graph;
+    const koila_node recorded = koila_plan_recorded(x->plan, n);
+    const uint32_t line = recorded == KOILA_NONE ? KOILA_NONE : koila_node_get(g, x->node_from[recorded]).line;
+    koila__lines_work_for(line == KOILA_NONE ? NULL : koila_graph_line_file(g, line), (int)koila_graph_line_number(g, line));
+}
+
 static int run_node(exec *x, const koila_instr *in, bool in_loop)
 {
     const koila_node n = in->id;
@@ -537,6 +548,7 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
         if (!resolved) goto done;
         inputs[0] = made[n_made++] = resolved;
     }
+    if (koila__lines_enabled) work_for_line(x, n);
     if (koila__call(info.sig, inputs, fix.n_fix ? &fix : NULL, n_links ? link_fix : NULL, outputs) < 0) goto done;
 made_outputs:
     for (uint32_t i = 0; i < n_adapts; i++)
@@ -753,6 +765,7 @@ int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t
         Py_INCREF(results[i]);
     }
 done:
+    if (koila__lines_enabled) koila__lines_work_for(NULL, 0);
     *retries += x.retries;
     *n_run += x.n_run;
     for (uint32_t i = 0; i < x.n_used; i++) { /* the user's generators are as they were, whatever happened */

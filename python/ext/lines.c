@@ -248,7 +248,7 @@ static PyObject *monitoring(void) { return PySys_GetObject("monitoring"); } // b
 
 static int take_tool(void)
 {
-    static const int ids[] = { 2, 4, 3 };
+    static const int ids[] = { 4, 3, 2 }; /* cProfile insists on 2 */
     PyObject *mon = monitoring();
     if (!mon) return -1;
     for (size_t i = 0; tool_id == -1 && i < KOILA_COUNT(ids); i++) {
@@ -302,6 +302,45 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     return pass_on(frame, what, arg);
 }
 
+/* Threads that start later: threading calls this for their first Python call, as the tracer it was given. */
+static PyObject *begin_thread(PyObject *self, PyObject *args)
+{
+    if (tool_id == -2) PyEval_SetTrace(trace_all, NULL);
+    Py_RETURN_NONE;
+}
+static PyMethodDef begin_thread_def = { "begin_thread", begin_thread, METH_VARARGS, NULL };
+static PyObject *threads_before; /* threading.gettrace() before us; NULL: we are not in */
+
+/* The tracer on this thread's and everybody's calls, in place of what was there; off: as it was on this thread. */
+static int trace_everywhere(bool on)
+{
+    PyThreadState *ts = PyThreadState_Get();
+    PyObject *threading = PyImport_ImportModule("threading"), *r = NULL;
+    if (!threading) return -1;
+    if (on && !threads_before) {
+        PyObject *ours = PyCFunction_New(&begin_thread_def, NULL);
+        threads_before = PyObject_CallMethod(threading, "gettrace", NULL);
+        if (ours && threads_before) r = PyObject_CallMethod(threading, "settrace", "O", ours);
+        Py_XDECREF(ours);
+        my_tracer.before = ts->c_tracefunc;
+        my_tracer.before_obj = Py_XNewRef(ts->c_traceobj);
+        PyEval_SetTraceAllThreads(trace_all, NULL);
+        PyEval_SetTrace(trace_all, my_tracer.before_obj); /* the same object, so that sys.gettrace() answers as before */
+    } else if (!on && threads_before) {
+        r = PyObject_CallMethod(threading, "settrace", "O", threads_before);
+        Py_CLEAR(threads_before);
+        PyEval_SetTraceAllThreads(NULL, NULL);
+        PyEval_SetTrace(my_tracer.before, my_tracer.before_obj);
+        my_tracer.before = NULL;
+        Py_CLEAR(my_tracer.before_obj);
+    } else {
+        r = Py_NewRef(Py_None);
+    }
+    Py_DECREF(threading);
+    Py_XDECREF(r);
+    return r ? 0 : -1;
+}
+
 static int watch(PyObject *code, bool on)
 {
     if (tool_id == -1 && on && take_tool() < 0) return -1;
@@ -315,9 +354,9 @@ static int watch_any(bool on)
     if (!on) epoch++;
     if (tool_id == -1) return 0;
     if (tool_id == -2) {
-        PyEval_SetTraceAllThreads(on ? trace_all : NULL, NULL);
+        int r = trace_everywhere(on);
         if (!on) tool_id = -1;
-        return 0;
+        return r;
     }
     PyObject *r = PyObject_CallMethod(monitoring(), "set_events", "ii", tool_id, on ? global_events : 0);
     if (r && !on) { /* others may want the id */
@@ -331,7 +370,28 @@ static int watch_any(bool on)
 static const char *way(void) { return tool_id == -2 ? "tracer" : "monitoring"; }
 #endif
 
-static int n_enabled; /* line tables */
+int koila__lines_enabled; /* line tables */
+
+/* ---- captured work that runs on this thread, and the line it was captured on */
+
+static __thread struct { const void *key; int line; } work;
+
+void koila__lines_work_for(const char *file, int line)
+{
+    work.key = NULL;
+    int first = 0;
+    for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) { /* the innermost function around that line */
+        if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first || !koila__code_wanted(c)) continue;
+        if (PyUnicode_CompareWithASCIIString(((PyCodeObject *)c->key)->co_filename, file) != 0) continue;
+        work.key = c->key;
+        first = c->first_line;
+    }
+    work.line = line;
+}
+void koila__lines_credit_work(int device, int64_t delta, uint64_t now)
+{
+    if (work.key) koila__lines_credit_line(LINES, work.key, work.line, device, delta, now);
+}
 
 /* ==== LineTable */
 
@@ -352,7 +412,7 @@ typedef struct line_table {
 static int refresh(entry *e)
 {
     koila__code *c = e->func->code;
-    return watch(e->code, koila__code_wanted(c) || (c->n_activations && n_enabled));
+    return watch(e->code, koila__code_wanted(c) || (c->n_activations && koila__lines_enabled));
 }
 
 static void reap(void)
@@ -365,7 +425,7 @@ static void drop_entries(line_table *t)
     for (Py_ssize_t i = 0; i < t->n; i++) {
         entry *e = &t->entries[i];
         koila__code *c = e->func->code;
-        bool still = c->n_activations && n_enabled;
+        bool still = c->n_activations && koila__lines_enabled;
         for (koila__func *f = c->funcs; f; f = f->next) still |= f != e->func && f->wish->enabled;
         if (t->wish.enabled && !still && watch(e->code, false) < 0) PyErr_Clear();
         if (koila__func_free(LINES, e->func)) Py_DECREF(e->code);
@@ -411,10 +471,11 @@ static int set_enabled(line_table *t, bool on)
     if (t->wish.enabled == on) return 0;
     if (on) koila__memlab_listen();
     t->wish.enabled = on;
-    n_enabled += on ? 1 : -1;
+    koila__lines_enabled += on ? 1 : -1;
     for (Py_ssize_t i = 0; i < t->n; i++)
         if (refresh(&t->entries[i]) < 0) return -1;
-    if (on || n_enabled == 0) return watch_any(on);
+    koila__nodes_listen(koila__lines_enabled > 0);
+    if (on || koila__lines_enabled == 0) return watch_any(on);
     return 0;
 }
 static PyObject *table_enable(line_table *t, PyObject *none)

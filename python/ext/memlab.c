@@ -32,11 +32,21 @@ __thread koila__stack *koila__memlab_stack;
 static bool listening, pretend; /* pretend: tests feed the CPU's events themselves */
 static uint64_t generation_seen;
 
+/* What is done for other lines than the one that runs. */
+static void credit(int device, int64_t delta, uint64_t now)
+{
+    if (!koila__lines_enabled) return;
+    koila__nodes_credit(device, delta);
+    koila__lines_credit_work(device, delta, now);
+}
+
 /* ---- the CPU */
 
 static void on_truth(const void *p, int64_t delta, uint64_t now)
 {
     koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 0, delta, now, UINT64_MAX);
+    credit(0, delta, now);
+    if (koila__timeline_device == 0) koila__timeline_event(0, p, delta);
 }
 
 static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
@@ -77,8 +87,11 @@ static void hook_report(void *p, int64_t delta, size_t allocated, size_t reserve
 {
     int type = device & 0xFF, index = (int8_t)(device >> 8); /* c10::Device: type, then index */
     bool ours = type == 1 || type == 6 || type == 12;        /* CUDA, HIP, XPU */
-    if (ours && delta && index >= 0 && index + 1 < METER->n_devices)
+    if (ours && delta && index >= 0 && index + 1 < METER->n_devices) {
         koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 1 + index, delta, allocated, reserved);
+        credit(1 + index, delta, allocated);
+        if (koila__timeline_device == 1 + index) koila__timeline_event(1 + index, p, delta);
+    }
     if (real_report) real_report(p, delta, allocated, reserved, device);
 }
 
@@ -267,6 +280,7 @@ static void after_fork_child(void)
 {
     koila__stack *s = koila__memlab_stack;
     n_spare_stacks = 0;
+    atomic_flag_clear(&koila__memlab_lines.credit_busy);
     pthread_mutex_init(&spare_lock, NULL);
     pthread_mutex_init(&site_lock, NULL);
     koila__meter_fork_child(METER, s ? &s->thread : NULL);
@@ -379,18 +393,25 @@ static PyType_Spec measure_spec = { "koila._core.Measure", sizeof(measure), 0, P
  *
  * The asking thread usually holds no GIL (torch gives it up around every operator), so no Python object may be touched but to read: this
  * thread's own frames, which nobody else changes while it is here, their code and the characters of its file name. A site is (file, line),
- * copied; its number is the block's tag. Frames of torch and of ourselves are stepped over: the line is the user's. */
+ * copied, and the address of the module whose method runs if a timeline wants it; its number is the block's tag. Frames of torch and of ourselves are stepped over: the line is the user's. */
 
-typedef struct site {
-    char *file;
-    int line;
-    uint64_t hash;
-} site;
-static site *sites;                  /* [1 .. n_sites]; 0: unknown */
+static koila__site *sites;           /* [1 .. n_sites]; 0: unknown */
 static uint32_t *site_slots, n_sites, n_site_slots;
+static PyObject *module_class;       /* torch.nn.Module while modules are noted */
+
+void koila__memlab_note_modules(PyObject *class) { module_class = class; } /* torch keeps it alive */
+uint32_t koila__memlab_n_sites(void) { return n_sites; }
+koila__site koila__memlab_site(uint32_t tag)
+{
+    pthread_mutex_lock(&site_lock);
+    koila__site s = tag && tag <= n_sites ? sites[tag] : (koila__site){ 0 };
+    pthread_mutex_unlock(&site_lock);
+    return s;
+}
 
 #if PY_VERSION_HEX >= 0x030E0000
 #define CAN_TRACE 0
+uint32_t koila__memlab_who_asks(void) { return 0; }
 #else
 #define CAN_TRACE 1
 typedef struct any_frame any_frame;
@@ -401,6 +422,9 @@ struct any_frame {
     PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
     PyFrameObject *frame_obj;
     const char *instr;
+    int stacktop;
+    char flags[4];
+    PyObject *fast[1];
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_executable && PyCode_Check(f->f_executable) ? (PyCodeObject *)f->f_executable : NULL; }
@@ -411,6 +435,9 @@ struct any_frame {
     PyObject *f_funcobj, *f_globals, *f_builtins, *f_locals;
     PyFrameObject *frame_obj;
     const char *instr;
+    int stacktop;
+    char flags[4];
+    PyObject *fast[1];
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
@@ -422,11 +449,15 @@ struct any_frame {
     PyFrameObject *frame_obj;
     any_frame *previous;
     const char *instr;
+    int stacktop;
+    char flags[4];
+    PyObject *fast[1];
 };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cframe->current_frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
 #endif
 #if PY_VERSION_HEX >= 0x030B0000
+static PyObject *frame_first_local(any_frame *f) { return f->fast[0]; }
 static any_frame *frame_below(any_frame *f) { return f->previous; }
 static int frame_line(any_frame *f)
 {
@@ -437,6 +468,7 @@ static int frame_line(any_frame *f)
 struct any_frame { PyFrameObject f; };
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->frame; }
 static PyCodeObject *frame_code(any_frame *f) { return f->f.f_code; }
+static PyObject *frame_first_local(any_frame *f) { return f->f.f_localsplus[0]; }
 static any_frame *frame_below(any_frame *f) { return (any_frame *)f->f.f_back; }
 static int frame_line(any_frame *f) { return PyCode_Addr2Line(f->f.f_code, f->f.f_lasti * 2); }
 #endif
@@ -455,7 +487,7 @@ static bool widen_sites(void)
 {
     uint32_t wider = n_site_slots ? n_site_slots * 2 : 1024;
     uint32_t *slots = calloc(wider, sizeof *slots);
-    site *more = realloc(sites, (wider / 2 + 1) * sizeof *more);
+    koila__site *more = realloc(sites, (wider / 2 + 1) * sizeof *more);
     if (more) sites = more;
     if (!slots || !more) {
         free(slots);
@@ -472,9 +504,9 @@ static bool widen_sites(void)
     return true;
 }
 
-static uint32_t intern_site(const char *file, int line)
+static uint32_t intern_site(const char *file, int line, const void *module)
 {
-    uint64_t h = 1469598103934665603u ^ (uint64_t)line;
+    uint64_t h = 1469598103934665603u ^ (uint64_t)line ^ (uint64_t)(uintptr_t)module << 8;
     for (const char *s = file; *s; s++) h = (h ^ (unsigned char)*s) * 1099511628211u;
     h ^= h >> 32;
     uint32_t found = 0;
@@ -482,12 +514,12 @@ static uint32_t intern_site(const char *file, int line)
     if ((n_sites + 1) * 2 <= n_site_slots || widen_sites()) {
         uint32_t k = (uint32_t)h & (n_site_slots - 1);
         for (; site_slots[k] && !found; k = (k + 1) & (n_site_slots - 1)) {
-            const site *s = &sites[site_slots[k]];
-            if (s->hash == h && s->line == line && strcmp(s->file, file) == 0) found = site_slots[k];
+            const koila__site *s = &sites[site_slots[k]];
+            if (s->hash == h && s->line == line && s->module == module && strcmp(s->file, file) == 0) found = site_slots[k];
         }
         char *copy = found || n_sites >= KOILA__PTRTAB_MAX_TAG ? NULL : strdup(file);
         if (copy) {
-            sites[++n_sites] = (site){ copy, line, h };
+            sites[++n_sites] = (koila__site){ copy, line, module, h };
             site_slots[k] = found = n_sites;
         }
     }
@@ -495,15 +527,29 @@ static uint32_t intern_site(const char *file, int line)
     return found;
 }
 
-static uint32_t who_asks(void)
+/* The module whose method this frame runs, or NULL. */
+static const void *module_of(any_frame *f)
+{
+    PyCodeObject *code = frame_code(f);
+    PyObject *self = code && code->co_argcount > 0 ? frame_first_local(f) : NULL;
+    if (self && PyCell_Check(self)) self = PyCell_GET(self);
+    PyObject *mro = self && Py_TYPE(self)->tp_flags & Py_TPFLAGS_HEAPTYPE ? Py_TYPE(self)->tp_mro : NULL;
+    for (Py_ssize_t i = 0; mro && i < PyTuple_GET_SIZE(mro); i++)
+        if (PyTuple_GET_ITEM(mro, i) == module_class) return self;
+    return NULL;
+}
+
+uint32_t koila__memlab_who_asks(void)
 {
     PyThreadState *ts = PyGILState_GetThisThreadState();
     any_frame *user = NULL, *f = ts ? first_frame(ts) : NULL;
+    const void *module = NULL;
     for (int depth = 0; f && !user && depth < 1000; f = frame_below(f), depth++) {
         const char *file = file_of(frame_code(f));
+        if (module_class && !module) module = module_of(f);
         if (file && !is_inside(file)) user = f;
     }
-    return user ? intern_site(file_of(frame_code(user)), frame_line(user)) : 0;
+    return user ? intern_site(file_of(frame_code(user)), frame_line(user), module) : 0;
 }
 #endif
 
@@ -519,12 +565,13 @@ static PyObject *memlab_trace(PyObject *self, PyObject *on)
     int want = PyObject_IsTrue(on);
     if (want < 0) return NULL;
 #if CAN_TRACE
-    koila__truth_set_tagger(want ? who_asks : NULL);
+    koila__truth_set_tagger(want ? koila__memlab_who_asks : NULL);
     return PyBool_FromLong(want);
 #else
     Py_RETURN_FALSE;
 #endif
 }
+static PyObject *memlab_tracing(PyObject *self, PyObject *none) { return PyBool_FromLong(koila__truth_get_tagger() != NULL); }
 /* (file, line) that asked for the block at an address, or None */
 static PyObject *memlab_site(PyObject *self, PyObject *address)
 {
@@ -533,9 +580,7 @@ static PyObject *memlab_site(PyObject *self, PyObject *address)
     const void *p = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
     if (!koila__truth_find(p, &n, &tag) || !tag) Py_RETURN_NONE;
-    pthread_mutex_lock(&site_lock);
-    site s = sites[tag];
-    pthread_mutex_unlock(&site_lock);
+    koila__site s = koila__memlab_site(tag);
     return Py_BuildValue("(si)", s.file, s.line);
 }
 /* Live CPU blocks: [(address, bytes, (file, line) or None)] */
@@ -566,9 +611,7 @@ static PyObject *memlab_blocks(PyObject *self, PyObject *none)
     for (size_t i = 0; out && i < l.n; i++) {
         PyObject *where = Py_NewRef(Py_None);
         if (l.at[i].tag) {
-            pthread_mutex_lock(&site_lock);
-            site s = sites[l.at[i].tag];
-            pthread_mutex_unlock(&site_lock);
+            koila__site s = koila__memlab_site(l.at[i].tag);
             Py_SETREF(where, Py_BuildValue("(si)", s.file, s.line));
         }
         PyObject *row = where ? Py_BuildValue("(KKN)", (unsigned long long)l.at[i].p, (unsigned long long)l.at[i].n, where) : NULL;
@@ -640,6 +683,7 @@ static PyMethodDef methods[] = {
     { "memlab_listen", memlab_listen, METH_NOARGS, "Put the allocator hooks in." },
     { "memlab_stop", memlab_stop, METH_NOARGS, "Take the allocating side of the hooks off." },
     { "memlab_trace", memlab_trace, METH_O, "Keep file and line of every CPU allocation from now on; whether that is possible." },
+    { "memlab_tracing", memlab_tracing, METH_NOARGS, "Are lines of allocations kept now?" },
     { "memlab_site", memlab_site, METH_O, "(file, line) that asked for the CPU block at an address, or None." },
     { "memlab_blocks", memlab_blocks, METH_NOARGS, "Live CPU blocks: [(address, bytes, (file, line) or None)]." },
     { "memlab_now", memlab_now, METH_O, "(allocated, reserved) bytes of a device: 0 the CPU, 1 + i accelerator i." },

@@ -19,7 +19,7 @@ static int exec(PyObject *m)
     if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0) return -1;
     if (koila__run_module_add(m) < 0) return -1;
     if (koila__truth_add_module(m) < 0) return -1;
-    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0) return -1;
+    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0 || koila__timeline_add_module(m) < 0) return -1;
     return 0;
 }
 

@@ -11,8 +11,9 @@
  * too has one reference of C++'s; with none of Python's besides, it is C++'s alone.
  *
  * All attributes are read through torch's own descriptors of TensorBase, under DisableTorchFunction (the caller's): overrides in subclasses
- * are not run. Sizes and addresses of storages are read from the StorageImpl itself, at offsets found by experiment on storages we know;
- * if the experiment fails, through torch's slower objects.
+ * are not run. Sizes and addresses of storages are read from the StorageImpl itself, and of plain tensors the storage, the offset in it and
+ * whether autograd knows them from the TensorImpl, at places found by experiment on storages and tensors we know; if the experiment fails,
+ * through torch's slower objects.
  */
 #include "memlab.h"
 
@@ -70,12 +71,14 @@ static void ptrmap_free(ptrmap *m) { free(m->slots); }
 
 static PyTypeObject *tensor_base;
 static struct {
-    PyObject *shape, *dtype, *device, *layout, *grad, *grad_fn, *is_leaf, *retains_grad, *is_nested, *requires_grad; /* getters */
+    PyObject *shape, *dtype, *device, *layout, *grad, *grad_fn, *is_leaf, *retains_grad, *is_nested, *requires_grad, *is_cpu; /* getters */
     PyObject *use_count, *storage_offset, *untyped_storage, *indices, *values, *crow, *ccol, *col, *row, *nested_values;  /* methods */
     PyObject *storage_address, *has_storage; /* functions of torch._C */
     PyObject *strided;
+    PyObject *unpack_hook, *data, *next_functions; /* names of a saved tensor's and a node's attributes */
 } of;
 static long at_bytes, at_data; /* offsets in a StorageImpl; 0: unknown */
+static long at_impl, at_storage, at_offset, at_autograd; /* words: of a TensorImpl in the Python object, the others in a TensorImpl; 0: unknown */
 static bool counts_both_owners; /* torch 2.10 and later: see the essay */
 
 static PyObject *base_attribute(const char *name)
@@ -141,6 +144,45 @@ static void find_offsets(PyObject *torch)
     at_data = sees_data ? __builtin_ctzll(sees_data) : 0;
 }
 
+static uint64_t as_address(PyObject *o)
+{
+    uint64_t v = o ? (uint64_t)(uintptr_t)PyLong_AsVoidPtr(o) : 0;
+    Py_XDECREF(o);
+    PyErr_Clear();
+    return v;
+}
+static long only_bit(uint64_t bits) { return bits && !(bits & (bits - 1)) ? __builtin_ctzll(bits) : 0; }
+
+/* The same for tensors: where the Python object keeps its TensorImpl, and that its storage, its offset in it, and autograd's part of it. The last
+ * is the one word that is zero until somebody asks for a gradient. */
+static void find_tensor_offsets(PyObject *torch)
+{
+    static const int offsets[] = { 4099, 1237, 77 };
+    uint64_t sees_impl = 0x7c, sees_storage = 0x1ffffe, sees_offset = 0x1ffffe, sees_autograd = 0x1ffffe; /* words that are there in every version */
+    for (size_t k = 0; k < KOILA_COUNT(offsets); k++) {
+        PyObject *fresh = PyObject_CallMethod(torch, "empty", "i", 5000), *t = fresh ? PyObject_CallMethod(fresh, "narrow", "iii", 0, offsets[k], 1) : NULL;
+        uint64_t impl = t ? as_address(PyObject_GetAttrString(t, "_cdata")) : 0, fresh_impl = t ? as_address(PyObject_GetAttrString(fresh, "_cdata")) : 0;
+        uint64_t storage = t ? as_number(call(of.storage_address, t), 0) : 0, before[21] = { 0 };
+        const uint64_t *words = (const uint64_t *)(uintptr_t)impl, *fresh_words = (const uint64_t *)(uintptr_t)fresh_impl;
+        if (fresh_words) memcpy(before, fresh_words, sizeof before);
+        PyObject *wanted = fresh_words ? PyObject_CallMethod(fresh, "requires_grad_", NULL) : NULL;
+        for (int i = 0; i < 21; i++) {
+            if (!wanted || (i < 7 && ((const uint64_t *)t)[i] != impl)) sees_impl &= ~(1ull << i);
+            if (!wanted || words[i] != storage) sees_storage &= ~(1ull << i);
+            if (!wanted || words[i] != (uint64_t)offsets[k]) sees_offset &= ~(1ull << i);
+            if (!wanted || before[i] || !fresh_words[i]) sees_autograd &= ~(1ull << i);
+        }
+        Py_XDECREF(wanted);
+        Py_XDECREF(t);
+        Py_XDECREF(fresh);
+        PyErr_Clear();
+    }
+    at_impl = only_bit(sees_impl);
+    at_storage = only_bit(sees_storage);
+    at_offset = only_bit(sees_offset);
+    at_autograd = only_bit(sees_autograd);
+}
+
 static int prepare(PyObject *torch)
 {
     if (tensor_base) return 0;
@@ -155,7 +197,7 @@ static int prepare(PyObject *torch)
         { &of.shape, "shape" }, { &of.dtype, "dtype" }, { &of.device, "device" }, { &of.layout, "layout" }, { &of.grad, "_grad" },
         { &of.grad_fn, "grad_fn" }, { &of.is_leaf, "is_leaf" }, { &of.retains_grad, "retains_grad" }, { &of.is_nested, "is_nested" },
         { &of.requires_grad, "requires_grad" }, { &of.use_count, "_use_count" }, { &of.storage_offset, "storage_offset" },
-        { &of.untyped_storage, "untyped_storage" }, { &of.indices, "_indices" }, { &of.values, "_values" }, { &of.crow, "crow_indices" },
+        { &of.is_cpu, "is_cpu" }, { &of.untyped_storage, "untyped_storage" }, { &of.indices, "_indices" }, { &of.values, "_values" }, { &of.crow, "crow_indices" },
         { &of.ccol, "ccol_indices" }, { &of.col, "col_indices" }, { &of.row, "row_indices" }, { &of.nested_values, "values" },
     };
     for (size_t i = 0; i < KOILA_COUNT(attributes); i++) *attributes[i].at = base_attribute(attributes[i].name);
@@ -163,9 +205,13 @@ static int prepare(PyObject *torch)
     of.storage_address = PyObject_GetAttrString(c, "_storage_address");
     of.has_storage = PyObject_GetAttrString(c, "_has_storage");
     of.strided = PyObject_GetAttrString(torch, "strided");
+    of.unpack_hook = PyUnicode_InternFromString("unpack_hook");
+    of.data = PyUnicode_InternFromString("data");
+    of.next_functions = PyUnicode_InternFromString("next_functions");
     Py_DECREF(c);
     PyErr_Clear();
     find_offsets(torch);
+    find_tensor_offsets(torch);
     return 0;
 }
 
@@ -246,10 +292,11 @@ static void add_reachable(finding *f)
         add_tensor(f, o);
         if (PyFrame_Check(o)) { /* older frames, and the locals: a running frame does not traverse them */
             PyFrameObject *back = PyFrame_GetBack((PyFrameObject *)o);
-            PyObject *locals = PyObject_GetAttrString(o, "f_locals");
+            PyObject *locals = PyObject_GetAttrString(o, "f_locals"), *values = locals ? PyMapping_Values(locals) : NULL; /* from 3.13 on a proxy */
             if (back) reach((PyObject *)back, &r);
-            if (locals) reach(locals, &r);
+            for (Py_ssize_t i = 0; values && i < PyList_GET_SIZE(values); i++) reach(PyList_GET_ITEM(values, i), &r);
             Py_XDECREF(back);
+            Py_XDECREF(values);
             Py_XDECREF(locals);
             PyErr_Clear();
         }
@@ -297,6 +344,7 @@ typedef struct walk {
     ptrmap storages;   /* StorageImpl -> index in names */
     ptrmap tensors;    /* tensor objects that have their rows, or will have as part of another */
     PyObject *devices, *dtypes; /* str of each, kept */
+    PyObject *cpu;              /* "cpu" */
     PyObject *saved_names;      /* "MulBackward0.self" -> how often */
     span_of *borrowed; /* sorted, disjoint */
     size_t n_borrowed, capacity;
@@ -352,6 +400,21 @@ static uint64_t cover(walk *w, uintptr_t from, uintptr_t to)
     return fresh;
 }
 
+static bool is_plain(PyObject *t)
+{
+    PyTypeObject *type = Py_TYPE(t);
+    return type == tensor_base || (type->tp_base == tensor_base) || strcmp(type->tp_name, "Parameter") == 0 || strcmp(type->tp_name, "Buffer") == 0;
+}
+
+/* The TensorImpl's words of a plain tensor; NULL: to be asked through torch. */
+static const uint64_t *words_of(PyObject *t) { return at_impl && is_plain(t) ? ((const uint64_t *const *)t)[at_impl] : NULL; }
+/* Has nobody ever asked for t's gradient? Then it has none, and no grad_fn. */
+static bool is_unknown_to_autograd(PyObject *t)
+{
+    const uint64_t *words = at_autograd ? words_of(t) : NULL;
+    return words && !words[at_autograd];
+}
+
 /* Size, address and ownership of the storage of t. */
 typedef struct storage_facts {
     void *impl;
@@ -363,10 +426,11 @@ typedef struct storage_facts {
 static bool storage_of(PyObject *t, storage_facts *s)
 {
     *s = (storage_facts){ .owner = "allocator" };
-    if (of.has_storage && !is_true(call(of.has_storage, t))) return false;
+    const uint64_t *words = at_storage ? words_of(t) : NULL;
+    if (!words && of.has_storage && !is_true(call(of.has_storage, t))) return false;
     PyObject *slow = NULL;
-    if (at_bytes && at_data && of.storage_address) {
-        s->impl = (void *)(uintptr_t)as_number(call(of.storage_address, t), 0);
+    if (at_bytes && at_data && (words || of.storage_address)) {
+        s->impl = words ? (void *)(uintptr_t)words[at_storage] : (void *)(uintptr_t)as_number(call(of.storage_address, t), 0);
         if (!s->impl) return false;
         int64_t n = ((const int64_t *)s->impl)[at_bytes];
         s->n_bytes = n < 0 ? 0 : (uint64_t)n; /* negative: a symbolic size, no bytes */
@@ -412,13 +476,27 @@ static PyObject *shape_of(PyObject *t, uint64_t *numel)
     return shape;
 }
 
+/* One of the few words a row has; made once. */
+static PyObject *word(const char *text)
+{
+    static const char *const texts[] = { "parameter", "buffer", "grad", "optimizer", "saved", "tensor", "allocator", "older", "borrowed" };
+    static PyObject *made[KOILA_COUNT(texts)];
+    for (size_t i = 0; i < KOILA_COUNT(texts); i++) {
+        if (strcmp(text, texts[i]) != 0) continue;
+        if (!made[i]) made[i] = PyUnicode_InternFromString(text);
+        return Py_XNewRef(made[i]);
+    }
+    return PyUnicode_FromString(text);
+}
+
 /* (name, kind, shape, numel, dtype, device, bytes, storage_bytes, storage, data, offset, first, owner): bytes are the storage's for its first
  * row and 0 after; -1: opaque. first: name of the storage's first row, None for itself. */
 static bool emit_row(walk *w, PyObject *name, const char *kind, PyObject *t, bool opaque, const storage_facts *s)
 {
     uint64_t numel;
-    PyObject *shape = shape_of(t, &numel), *device_object = get(of.device, t), *dtype_object = get(of.dtype, t);
-    PyObject *device = cached_str(w->devices, device_object), *dtype = cached_str(w->dtypes, dtype_object), *first = Py_NewRef(Py_None);
+    bool on_cpu = is_true(get(of.is_cpu, t));
+    PyObject *shape = shape_of(t, &numel), *device_object = on_cpu ? NULL : get(of.device, t), *dtype_object = get(of.dtype, t);
+    PyObject *device = on_cpu ? Py_NewRef(w->cpu) : cached_str(w->devices, device_object), *dtype = cached_str(w->dtypes, dtype_object), *first = Py_NewRef(Py_None);
     long long n_bytes = opaque ? -1 : (long long)s->n_bytes;
     const char *owner = s->owner;
     uint64_t offset = 0;
@@ -431,7 +509,7 @@ static bool emit_row(walk *w, PyObject *name, const char *kind, PyObject *t, boo
             *index = (size_t)PyList_GET_SIZE(w->names);
             ok = PyList_Append(w->names, name) == 0;
             uint64_t n;
-            if (n_bytes && PyUnicode_CompareWithASCIIString(device, "cpu") == 0 && !koila__truth_find((void *)s->data, &n, NULL)) {
+            if (n_bytes && on_cpu && !koila__truth_find((void *)s->data, &n, NULL)) {
                 owner = owner_of(t);
                 if (*owner == 'b') n_bytes = (long long)cover(w, s->data, s->data + s->n_bytes);
             }
@@ -439,13 +517,22 @@ static bool emit_row(walk *w, PyObject *name, const char *kind, PyObject *t, boo
             Py_SETREF(first, Py_NewRef(PyList_GET_ITEM(w->names, (Py_ssize_t)*index)));
             n_bytes = 0;
         }
-        if (s->n_bytes) offset = as_number(call(of.storage_offset, t), 0);
+        const uint64_t *words = at_offset ? words_of(t) : NULL;
+        if (s->n_bytes) offset = words ? words[at_offset] : as_number(call(of.storage_offset, t), 0);
     }
-    PyObject *row = ok ? Py_BuildValue(w->with_tensors ? "(OsOKOOLKKKKOsO)" : "(OsOKOOLKKKKOs)", name, kind, shape, (unsigned long long)numel, dtype, device, n_bytes,
-                                       (unsigned long long)s->n_bytes, (unsigned long long)(uintptr_t)s->impl, (unsigned long long)s->data,
-                                       (unsigned long long)offset, first, owner, t)
-                       : NULL;
-    ok = row && PyList_Append(w->rows, row) == 0;
+    PyObject *row = ok ? PyTuple_New(13 + w->with_tensors) : NULL;
+    ok = row != NULL;
+    if (ok) {
+        PyObject *cells[] = { Py_NewRef(name), word(kind), Py_NewRef(shape), PyLong_FromUnsignedLongLong(numel), Py_NewRef(dtype), Py_NewRef(device),
+                              PyLong_FromLongLong(n_bytes), PyLong_FromUnsignedLongLong(s->n_bytes), PyLong_FromVoidPtr(s->impl),
+                              PyLong_FromVoidPtr((void *)s->data), PyLong_FromUnsignedLongLong(offset), Py_NewRef(first), word(owner),
+                              w->with_tensors ? Py_NewRef(t) : NULL };
+        for (Py_ssize_t i = 0; i < 13 + w->with_tensors; i++) {
+            ok &= cells[i] != NULL;
+            PyTuple_SET_ITEM(row, i, cells[i]);
+        }
+        ok = ok && PyList_Append(w->rows, row) == 0;
+    }
     Py_XDECREF(row);
     Py_XDECREF(first);
     Py_XDECREF(dtype);
@@ -512,18 +599,13 @@ static bool note_inner(void *user, PyObject *key, PyObject *inner)
 /* The gradient of t, where reading it warns nobody. */
 static PyObject *grad_of(PyObject *t)
 {
+    if (is_unknown_to_autograd(t)) return NULL;
     bool leaf = !is_true(get(of.requires_grad, t)) || is_true(get(of.is_leaf, t));
     if (!leaf && !is_true(get(of.retains_grad, t))) return NULL;
     PyObject *g = get(of.grad, t);
     if (g && is_tensor(g)) return g;
     Py_XDECREF(g);
     return NULL;
-}
-
-static bool is_plain(PyObject *t)
-{
-    PyTypeObject *type = Py_TYPE(t);
-    return type == tensor_base || (type->tp_base == tensor_base) || strcmp(type->tp_name, "Parameter") == 0 || strcmp(type->tp_name, "Buffer") == 0;
 }
 
 /* The rows of one tensor: itself, or its parts; then its gradient. Once. */
@@ -613,11 +695,29 @@ static PyObject *numbered(PyObject *numbers, PyObject *counter, PyObject *t)
     }
     if (number) {
         const char *type = Py_TYPE(t)->tp_name, *dot = strrchr(type, '.');
-        name = PyUnicode_FromFormat("%s%S", dot ? dot + 1 : type, number);
+        char full[256];
+        snprintf(full, sizeof full, "%.200s%ld", dot ? dot + 1 : type, PyLong_AsLong(number));
+        name = PyUnicode_DecodeUTF8(full, (Py_ssize_t)strlen(full), "replace");
     }
     Py_XDECREF(number);
     Py_XDECREF(id);
     return name;
+}
+
+/* Forget the numbers of tensors that are dead. */
+static bool forget_dead(PyObject *numbers)
+{
+    PyObject *key, *entry, *dead = PyList_New(0);
+    Py_ssize_t position = 0;
+    bool ok = dead != NULL;
+    while (ok && PyDict_Next(numbers, &position, &key, &entry)) {
+        PyObject *t = PyObject_CallNoArgs(PyTuple_GET_ITEM(entry, 0));
+        ok = t && (t != Py_None || PyList_Append(dead, key) == 0);
+        Py_XDECREF(t);
+    }
+    for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(dead); i++) ok = PyDict_DelItem(numbers, PyList_GET_ITEM(dead, i)) == 0;
+    Py_XDECREF(dead);
+    return ok;
 }
 
 /* ---- 3: the graph */
@@ -647,8 +747,8 @@ static PyObject *saved_fields(PyObject *cache, PyTypeObject *type)
 
 static bool emit_saved(walk *w, PyObject *node, const char *field, Py_ssize_t index, PyObject *saved)
 {
-    PyObject *hook = PyObject_GetAttrString(saved, "unpack_hook"), *t = NULL;
-    if (hook == Py_None) t = PyObject_GetAttrString(saved, "data");
+    PyObject *hook = PyObject_GetAttr(saved, of.unpack_hook), *t = NULL;
+    if (hook == Py_None) t = PyObject_GetAttr(saved, of.data);
     Py_XDECREF(hook);
     PyErr_Clear();
     bool ok = true;
@@ -657,13 +757,21 @@ static bool emit_saved(walk *w, PyObject *node, const char *field, Py_ssize_t in
         bool listed = ptrmap_get(&w->storages, s.impl) != NULL;
         if (!listed || w->shared_saved) {
             const char *type = Py_TYPE(node)->tp_name, *dot = strrchr(type, '.');
-            PyObject *name = index < 0 ? PyUnicode_FromFormat("%s.%s", dot ? dot + 1 : type, field)
-                                       : PyUnicode_FromFormat("%s.%s[%zd]", dot ? dot + 1 : type, field, index);
+            char full[256];
+            int n_full = index < 0 ? snprintf(full, sizeof full, "%s.%s", dot ? dot + 1 : type, field)
+                                   : snprintf(full, sizeof full, "%s.%s[%zd]", dot ? dot + 1 : type, field, index);
+            PyObject *name = PyUnicode_DecodeUTF8(full, n_full < (int)sizeof full ? n_full : (int)sizeof full - 1, "replace");
             PyObject *before = name ? PyDict_GetItemWithError(w->saved_names, name) : NULL; // borrowed
             long n = before ? PyLong_AsLong(before) + 1 : 1;
             PyObject *count = PyLong_FromLong(n);
             ok = name && count && PyDict_SetItem(w->saved_names, name, count) == 0;
-            if (ok && n > 1) Py_SETREF(name, PyUnicode_FromFormat("%U#%ld", name, n));
+            if (ok && n > 1) {
+                char text[24];
+                snprintf(text, sizeof text, "#%ld", n);
+                PyObject *suffix = PyUnicode_FromString(text);
+                Py_SETREF(name, suffix ? PyUnicode_Concat(name, suffix) : NULL);
+                Py_XDECREF(suffix);
+            }
             ok = ok && name && emit_row(w, name, "saved", t, false, &s);
             Py_XDECREF(count);
             Py_XDECREF(name);
@@ -702,7 +810,7 @@ static bool walk_graph(walk *w, PyObject *tensors)
     bool ok = nodes && cache, added;
     for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(tensors); i++) {
         PyObject *t = PyList_GET_ITEM(tensors, i), *node;
-        if (!is_true(get(of.requires_grad, t))) continue;
+        if (is_unknown_to_autograd(t) || !is_true(get(of.requires_grad, t))) continue;
         node = get(of.grad_fn, t);
         if (node && node != Py_None) ok = ptrmap_put(&seen, node, &added) && (!added || PyList_Append(nodes, node) == 0);
         Py_XDECREF(node);
@@ -710,7 +818,7 @@ static bool walk_graph(walk *w, PyObject *tensors)
     for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *node = PyList_GET_ITEM(nodes, i);
         ok = visit_node(w, cache, node);
-        PyObject *next = ok ? PyObject_GetAttrString(node, "next_functions") : NULL;
+        PyObject *next = ok ? PyObject_GetAttr(node, of.next_functions) : NULL;
         for (Py_ssize_t k = 0; next && PyTuple_Check(next) && ok && k < PyTuple_GET_SIZE(next); k++) {
             PyObject *pair = PyTuple_GET_ITEM(next, k), *to = PyTuple_Check(pair) ? PyTuple_GET_ITEM(pair, 0) : Py_None;
             if (to != Py_None) ok = ptrmap_put(&seen, to, &added) && (!added || PyList_Append(nodes, to) == 0);
@@ -740,10 +848,10 @@ static PyObject *collect(PyObject *self, PyObject *args)
         return NULL;
     counts_both_owners = both_owners;
     int collecting = PyGC_Disable(); /* a hundred thousand row tuples would set it off again and again */
-    walk w = { .rows = PyList_New(0), .names = PyList_New(0), .kept = PyList_New(0), .devices = PyDict_New(), .dtypes = PyDict_New(), .saved_names = PyDict_New(),
+    walk w = { .rows = PyList_New(0), .names = PyList_New(0), .kept = PyList_New(0), .devices = PyDict_New(), .dtypes = PyDict_New(), .saved_names = PyDict_New(), .cpu = PyUnicode_InternFromString("cpu"),
                .shared_saved = shared_saved, .with_tensors = with_tensors };
     PyObject *all = find_all();
-    bool ok = w.rows && w.names && w.kept && w.devices && w.dtypes && w.saved_names && all;
+    bool ok = w.rows && w.names && w.kept && w.devices && w.dtypes && w.saved_names && w.cpu && all && forget_dead(numbers);
     for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(roots); i++) {
         PyObject *root = PyList_GET_ITEM(roots, i), *name, *t;
         const char *kind;
@@ -774,6 +882,7 @@ static PyObject *collect(PyObject *self, PyObject *args)
     Py_XDECREF(w.devices);
     Py_XDECREF(w.dtypes);
     Py_XDECREF(w.saved_names);
+    Py_XDECREF(w.cpu);
     ptrmap_free(&w.storages);
     ptrmap_free(&w.tensors);
     free(w.borrowed);
@@ -785,7 +894,6 @@ static PyObject *collect(PyObject *self, PyObject *args)
     return w.rows;
 }
 
-/* Live CPU blocks that no row's storage stands on: (bytes, blocks). rows as from collect(). */
 typedef struct loose_request {
     const ptrmap *found;
     uint64_t n_bytes, n_blocks;
@@ -798,20 +906,30 @@ static bool add_loose(void *user, const void *p, uint64_t n, uint32_t tag)
     r->n_blocks++;
     return true;
 }
-static PyObject *loose_blocks(PyObject *self, PyObject *rows)
+/* What the rows of the CPU say, and what they leave out: (listed, older, borrowed, loose bytes, loose blocks). */
+static PyObject *cpu_books(PyObject *self, PyObject *rows)
 {
-    if (!PyList_Check(rows)) return PyErr_Format(PyExc_TypeError, "loose_blocks: expected a list of rows");
+    if (!PyList_Check(rows)) return PyErr_Format(PyExc_TypeError, "cpu_books: expected a list of rows");
     ptrmap found = { NULL, 0, 0 };
     bool added, ok = true;
+    uint64_t listed = 0, older = 0, borrowed = 0;
     for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(rows); i++) {
-        const void *p = PyLong_AsVoidPtr(PyTuple_GET_ITEM(PyList_GET_ITEM(rows, i), 9));
+        PyObject *row = PyList_GET_ITEM(rows, i);
+        const void *p = PyLong_AsVoidPtr(PyTuple_GET_ITEM(row, 9));
         if (p) ok = ptrmap_put(&found, p, &added) != NULL;
+        long long n = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 6));
+        if (n <= 0 || PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(row, 5), "cpu") != 0) continue;
+        const char *owner = PyUnicode_AsUTF8(PyTuple_GET_ITEM(row, 12));
+        if (owner && *owner == 'b') borrowed += (uint64_t)n;
+        else listed += (uint64_t)n;
+        if (owner && *owner == 'o') older += (uint64_t)n;
     }
     loose_request r = { &found, 0, 0 };
     if (ok) koila__truth_each(add_loose, &r);
     ptrmap_free(&found);
     if (!ok) return PyErr_NoMemory();
-    return Py_BuildValue("(KK)", (unsigned long long)r.n_bytes, (unsigned long long)r.n_blocks);
+    return Py_BuildValue("(KKKKK)", (unsigned long long)listed, (unsigned long long)older, (unsigned long long)borrowed, (unsigned long long)r.n_bytes,
+                         (unsigned long long)r.n_blocks);
 }
 
 /* The lines of a report for one device: "{:<40s}{:>20s}{:>10s}", its totals after them. rows: those of the device. */
@@ -871,7 +989,7 @@ static PyObject *report_prepare(PyObject *self, PyObject *torch)
 static PyMethodDef methods[] = {
     { "report_prepare", report_prepare, METH_O, "Find torch's descriptors and the layout of storages now." },
     { "collect", collect, METH_VARARGS, collect_doc },
-    { "loose_blocks", loose_blocks, METH_O, "(bytes, blocks) of live CPU blocks that no storage in these rows stands on." },
+    { "cpu_books", cpu_books, METH_O, "(listed, older, borrowed) bytes of these rows on the CPU; (bytes, blocks) that none of them stands on." },
     { "report_rows", report_rows, METH_VARARGS, "report_rows(rows, verbose, unit) -> (text, elements, bytes)." },
     { "find_tensors", find_tensors, METH_O, "find_tensors(torch) -> every tensor object, oldest first." },
     { NULL, NULL, 0, NULL },

@@ -311,6 +311,7 @@ void koila__truth_del_event(koila__truth_event fn)
     }
 }
 void koila__truth_set_tagger(uint32_t (*fn)(void)) { atomic_store_explicit(&tagger, fn, memory_order_release); }
+uint32_t (*koila__truth_get_tagger(void))(void) { return atomic_load_explicit(&tagger, memory_order_acquire); }
 
 /* ---- fork: the child counts for itself, without a limit; what it inherited is its parent's */
 

@@ -59,6 +59,7 @@ int koila__truth_add_event(koila__truth_event fn);
 void koila__truth_del_event(koila__truth_event fn);
 /* fn names who asks for a block (its tag, 20 bits, 0 = nobody known). NULL: nobody is asked. Same conditions as an event. */
 void koila__truth_set_tagger(uint32_t (*fn)(void));
+uint32_t (*koila__truth_get_tagger(void))(void);
 
 int koila__truth_add_module(PyObject *m);
 

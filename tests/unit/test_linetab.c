@@ -205,6 +205,93 @@ TEST(linetab__every_host_allocation_may_fail)
     }
 }
 
+TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_was_made)
+{
+    static koila__meter m;
+    static koila__lines l;
+    static int outer_key, inner_key;
+    koila__wish wish = { .enabled = true }, late = { .enabled = true };
+    koila__func *outer, *inner, *other;
+    koila__meter_init(&m, 1);
+    koila__lines_init(&l, &m, NULL);
+    l.sees_nodes = true;
+    CHECK(koila__func_new(&l, &outer_key, 10, 5, &wish, &outer) == KOILA_OK);
+    CHECK(koila__func_new(&l, &inner_key, 100, 5, &wish, &inner) == KOILA_OK);
+    koila__stack *s = koila__stack_new(&l);
+    koila__lines_made(&l, s, 1, 6); /* outside: nobody's */
+    koila__lines_enter(&l, s, outer->code, 10, true);
+    koila__lines_line(&l, s, outer->code, 11);
+    koila__lines_made(&l, s, 1, 7);
+    koila__lines_made(&l, s, 1, 8);
+    for (int i = 0; i < 3; i++) { /* a recursion: its row counts once */
+        koila__lines_enter(&l, s, inner->code, 100, true);
+        koila__lines_line(&l, s, inner->code, 102);
+    }
+    koila__lines_made(&l, s, 1, 9);
+    for (int i = 0; i < 3; i++) koila__lines_leave(&l, s);
+    koila__lines_line(&l, s, outer->code, 12);
+    koila__lines_made(&l, s, 1, 10);
+    koila__lines_leave(&l, s);
+    koila__lines_made(&l, s, 1, 11);
+    static const struct { uint64_t thread, number, bytes; } runs[] = { { 1, 6, 1 }, { 1, 7, 2 }, { 1, 8, 4 }, { 1, 9, 8 }, { 1, 10, 16 }, { 1, 11, 32 }, { 2, 9, 64 } };
+    for (size_t i = 0; i < KOILA_COUNT(runs); i++) koila__lines_credit_node(&l, runs[i].thread, runs[i].number, 0, runs[i].bytes);
+    CHECK_EQ(koila__row_credit(&l, &outer->rows[1], 0).backward, 2 + 4 + 8);
+    CHECK_EQ(koila__row_credit(&l, &outer->rows[2], 0).backward, 16);
+    CHECK_EQ(koila__row_credit(&l, &inner->rows[2], 0).backward, 8);
+    CHECK(koila__func_new(&l, &inner_key, 100, 5, &late, &other) == KOILA_OK); /* who came later sees only what comes later */
+    koila__lines_credit_node(&l, 1, 9, 0, 100);
+    CHECK_EQ(koila__row_credit(&l, &other->rows[2], 0).backward, 100);
+    CHECK_EQ(koila__row_credit(&l, &inner->rows[2], 0).backward, 108);
+    koila__func *copy;
+    CHECK(koila__func_copy(&l, inner, &late, &copy) == KOILA_OK);
+    koila__func_free(&l, copy);
+    koila__func_free(&l, other);
+    koila__func_free(&l, inner);
+    koila__lines_credit_node(&l, 1, 9, 0, 5); /* its innermost row is gone, the outer one is not */
+    CHECK_EQ(koila__row_credit(&l, &outer->rows[1], 0).backward, 14 + 100 + 5);
+    for (uint64_t n = 0; n < 3 * KOILA__ORIGINS_MAX; n++) { /* bounded: old ones are forgotten, new ones are right */
+        koila__lines_enter(&l, s, outer->code, 10, true);
+        koila__lines_line(&l, s, outer->code, 13);
+        koila__lines_made(&l, s, 1, 1000 + n);
+        koila__lines_leave(&l, s);
+    }
+    CHECK(s->n_origins <= KOILA__ORIGINS_MAX && l.n_paths < 10);
+    koila__lines_credit_node(&l, 1, 1000 + 3 * KOILA__ORIGINS_MAX - 1, 0, 3);
+    CHECK_EQ(koila__row_credit(&l, &outer->rows[3], 0).backward, 3);
+    koila__func_free(&l, outer);
+    CHECK_EQ(l.n_paths, 0);
+    koila__lines_deinit(&l);
+}
+
+TEST(linetab__captured_work_is_credited_once_and_never_twice)
+{
+    static koila__meter m;
+    static koila__lines l;
+    static int key;
+    koila__wish wish = { .enabled = true };
+    koila__func *f;
+    koila__meter_init(&m, 1);
+    koila__lines_init(&l, &m, NULL);
+    CHECK(koila__func_new(&l, &key, 10, 5, &wish, &f) == KOILA_OK);
+    koila__stack *s = koila__stack_new(&l);
+    koila__lines_enter(&l, s, f->code, 10, true);
+    koila__lines_line(&l, s, f->code, 12);
+    koila__lines_credit_line(&l, &key, 11, 0, 100, 500);
+    koila__lines_credit_line(&l, &key, 11, 0, -30, 470);
+    koila__lines_credit_line(&l, &key, 12, 0, 50, 520); /* open: its window has the event */
+    koila__lines_credit_line(&l, &key, 99, 0, 50, 600);
+    koila__lines_credit_line(&l, &m, 11, 0, 50, 600);
+    koila__lines_leave(&l, s);
+    koila__credit a = koila__row_credit(&l, &f->rows[1], 0), b = koila__row_credit(&l, &f->rows[2], 0);
+    CHECK_EQ(a.alloc, 100);
+    CHECK_EQ(a.freed, 30);
+    CHECK_EQ(a.peak, 500);
+    CHECK_EQ(b.alloc, 0);
+    CHECK_EQ(b.peak, 520);
+    koila__func_free(&l, f);
+    koila__lines_deinit(&l);
+}
+
 TEST(meter__spans_nest_and_see_every_thread)
 {
     koila__span a = { 0 }, b = { 0 };

@@ -25,6 +25,7 @@ _WHERE = {
     "start": "control",
     "stop": "control",
     "backend": "control",
+    "timeline": "timelines",
 }
 __all__ = [*_WHERE]
 

@@ -1,14 +1,16 @@
 """python -m koila.memlab: profile a script without changing it; look at and compare what was saved.
 
-  run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] (script.py | -m module) args...
+  run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] [-t FILE] (script.py | -m module) args...
        FUNC: a function of the script ("train", "Net.forward") or "module:function"; none: every function the script defines.
        The script's exit code is kept; the report goes to stderr, or to FILE (.txt .html .json .csv).
+       -t: also record the memory over time, and who held what at the peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
   top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
   view FILE.json                                        a saved table or snapshot as text
   diff A.json B.json                                    two saved snapshots, by name
 """
 
 import argparse
+import contextlib
 import importlib
 import io
 import json
@@ -19,7 +21,7 @@ import traceback
 import types
 
 from .. import _core
-from . import control, devices, utils
+from . import control, devices, timelines, utils
 from .line_profiler import DEFAULT_COLUMNS, LineProfiler
 
 
@@ -85,6 +87,8 @@ def _execute(code, namespace) -> int:
 def run(args) -> int:
     if args.output:
         utils.format_of(args.output)
+    if args.timeline:
+        utils.format_of(args.timeline, timelines.FORMATS)
     code, namespace = _load(args)
     profiler = LineProfiler(target_gpu=int(args.gpu) if args.gpu.isdigit() else args.gpu)
     inside = codes_inside(code)
@@ -102,9 +106,12 @@ def run(args) -> int:
         for name, c in chosen:
             profiler.add_code(c, name)
     devices.listen()
-    with profiler:
+    record = timelines.timeline() if args.timeline else contextlib.nullcontext()
+    with record, profiler:
         status = _execute(code, namespace)
     try:
+        if args.timeline:
+            record.save(args.timeline)
         display = profiler.display(columns=args.column or DEFAULT_COLUMNS)
         if args.output:
             display.save(args.output)
@@ -160,7 +167,7 @@ def view(args) -> int:
         print(" ".join(f"{c:>24s}" for c in columns), " line code")
         for line in function["lines"]:
             cells = (
-                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss"} else str(line[c])
+                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss", "backward"} else str(line[c])
                 for c in columns
             )
             print(" ".join(f"{cell:>24s}" for cell in cells), f"{line['line']:>5d} {line['code']}".rstrip())
@@ -189,6 +196,7 @@ def main(argv=None) -> int:
             p.add_argument("-c", "--column", action="append")
             p.add_argument("-g", "--gpu", default="0")
             p.add_argument("-o", "--output")
+            p.add_argument("-t", "--timeline")
         else:
             p.add_argument("-i", "--interval", type=float, default=1.0)
         p.add_argument("-m", metavar="module")

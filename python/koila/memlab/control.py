@@ -22,9 +22,15 @@ def measure(device=None):
     (8000, 8000, 4000)
     """
     index = devices.current() if device is None else devices.resolve(device, "measure(device)")
-    if not _core.memlab_hooked(index):
-        raise UnsupportedError(f"measure: {devices.name(index)} is not counted exactly: {_why(index)}")
+    check_hooked(index, "measure")
     return _core.Measure(index)
+
+
+def check_hooked(index: int, call: str) -> None:
+    """Raises UnsupportedError where the device does not tell of every event."""
+    devices.listen()
+    if not _core.memlab_hooked(index):
+        raise UnsupportedError(f"{call}: {devices.name(index)} is not counted exactly: {_why(index)}")
 
 
 def start(trace: bool = False) -> None:

@@ -53,9 +53,12 @@ class Courtesy:
         self._to = to
         self._devices = None
         if device is not None:
-            if str(device) != "cpu" and not devices_there():
+            index = devices.resolve(device, "Courtesy(device)")
+            if str(device).partition(":")[0] != "cpu" and not devices_there():
                 raise ValueError(f"Courtesy(device={device!r}): there is no accelerator")
-            self._devices = {devices.name(devices.resolve(device, "Courtesy(device)"))}
+            self._devices = {devices.name(index)}
+        if not isinstance(to, (str, os.PathLike)):
+            raise TypeError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory')
         if to not in {"cpu", "pinned"} and not os.path.isdir(to):
             raise ValueError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists')
         from .mem_reporter import check_optimizer
@@ -233,10 +236,14 @@ def _refuse_graphs(torch) -> None:
 
 
 def _poison(torch, storage, text) -> None:
-    """Let torch itself refuse access to an emptied storage, where it can."""
+    """Let torch itself refuse access to an emptied storage (text None: no more), where it can do both."""
     poison = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    if poison is not None:
-        poison(storage._cdata, text)
+    clear = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+    if poison is not None and clear is not None:
+        if text is None:
+            clear(storage._cdata)
+        else:
+            poison(storage._cdata, text)
 
 
 def _guard(courtesy):

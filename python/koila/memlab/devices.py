@@ -3,6 +3,7 @@
 import warnings
 
 from .. import _core
+from .utils import user_level
 
 _ACCEPTED = 'an index, a torch.device, "cpu", "cuda" or "cuda:1"'
 _warned = False
@@ -32,8 +33,8 @@ def resolve(device, call: str) -> int:
     if isinstance(device, int):
         index = device
     elif isinstance(device, str) or (hasattr(device, "type") and hasattr(device, "index")):
-        name, _, number = str(device).partition(":")
-        if name not in {"cpu", "cuda", "hip", "xpu"} or (number and not number.isdigit()):
+        name, colon, number = str(device).partition(":")
+        if name not in {"cpu", "cuda", "hip", "xpu"} or (colon and not number.isdigit()):
             raise ValueError(f"{call}: expected {_ACCEPTED}, got {device!r}")
         if name == "cpu":
             return 0
@@ -45,7 +46,7 @@ def resolve(device, call: str) -> int:
     if kind is None:
         if index > 0 and not _warned:
             _warned = True
-            warnings.warn(f"{call}: there is no accelerator here, showing the CPU", UserWarning, stacklevel=3)
+            warnings.warn(f"{call}: there is no accelerator here, showing the CPU", UserWarning, stacklevel=user_level())
         if index < 0:
             raise ValueError(f"{call}: expected {_ACCEPTED}, got {device!r}")
         return 0

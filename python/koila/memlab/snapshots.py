@@ -43,11 +43,11 @@ class Snapshot:
 
     def by_kind(self) -> dict:
         """{kind: bytes}, largest first."""
-        return _summed((r.kind, r.bytes) for r in self.rows)
+        return summed((r.kind, r.bytes) for r in self.rows)
 
     def by_module(self) -> dict:
         """{module path: bytes of its parameters, gradients, buffers and optimizer states}; '' is the model itself."""
-        return _summed((_module_of(r), r.bytes) for r in self.rows if r.kind in {"parameter", "buffer", "grad", "optimizer"})
+        return summed((module_of(r.name, r.kind), r.bytes) for r in self.rows if r.kind in {"parameter", "buffer", "grad", "optimizer"})
 
     def total(self, device=None) -> int:
         """Bytes of all storages listed, on one device or on all."""
@@ -88,18 +88,18 @@ class Snapshot:
         utils.write(path, text)
 
 
-def _summed(pairs) -> dict:
+def summed(pairs) -> dict:
     total = {}
     for key, n in pairs:
         total[key] = total.get(key, 0) + n
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def _module_of(row) -> str:
-    name = row.name
-    if row.kind == "optimizer":
+def module_of(name: str, kind: str) -> str:
+    """The path of the module that a parameter, gradient, buffer or optimizer state belongs to, by its name; '' is the model itself."""
+    if kind == "optimizer":
         name = name.partition(".")[2].rpartition(".")[0]
-    if row.kind == "grad":
+    if kind == "grad":
         name = name.rpartition(".")[0]
     return name.rpartition(".")[0]
 

@@ -61,9 +61,6 @@ class Names:
             return []
         devices.listen()
         both = _counts_both_owners()
-        dead = [key for key, (ref, _) in self.numbers.items() if ref() is None]
-        for key in dead:
-            del self.numbers[key]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return _core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors)
 
@@ -73,19 +70,17 @@ def books(rows: list, device: str) -> dict:
 
     Keys: listed, truth, loose (bytes, blocks), rounding, waiting, unexplained, borrowed.
     """
-    mine = [r for r in rows if r[DEVICE] == device and r[BYTES] > 0]
-    borrowed = sum(r[BYTES] for r in mine if r[OWNER] == "borrowed")
     if device == "cpu":
-        listed = sum(r[BYTES] for r in mine if r[OWNER] != "borrowed")
-        older = sum(r[BYTES] for r in mine if r[OWNER] == "older")
+        listed, older, borrowed, *loose = _core.cpu_books(rows)
         truth = _core.memlab_now(0)[0] + older
-        loose = _core.loose_blocks(rows)
         rounding = waiting = 0
     else:
+        mine = [r for r in rows if r[DEVICE] == device and r[BYTES] > 0]
         listed = sum(-(-r[BYTES] // 512) * 512 for r in mine)
+        borrowed = sum(r[BYTES] for r in mine if r[OWNER] == "borrowed")
         truth, loose, rounding, waiting = _accelerator(device, mine)
     left = truth - listed - loose[0] - rounding - waiting
-    return dict(listed=listed, truth=truth, loose=loose, rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
+    return dict(listed=listed, truth=truth, loose=tuple(loose), rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
 
 
 def _accelerator(device: str, mine: list) -> tuple:

@@ -1,6 +1,7 @@
 """Sizes as people read them, and writing to files by suffix."""
 
 import os
+import sys
 
 from .. import _core
 
@@ -12,16 +13,16 @@ def readable_size(num_bytes) -> str:
     return _core.size_text(num_bytes)
 
 
-def format_of(path) -> str:
+def format_of(path, formats: dict = FORMATS) -> str:
     """The format named by a path's suffix.
 
     Raises:
         ValueError: none of the known suffixes.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix not in FORMATS:
-        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(FORMATS)}, got {suffix!r}")
-    return FORMATS[suffix]
+    if suffix not in formats:
+        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(formats)}, got {suffix!r}")
+    return formats[suffix]
 
 
 def page(title: str, body: str) -> str:
@@ -32,3 +33,11 @@ def page(title: str, body: str) -> str:
 def write(path, text: str) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as f:
         f.write(text)
+
+
+def user_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the first line outside this package."""
+    frame, level, package = sys._getframe(1), 1, __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

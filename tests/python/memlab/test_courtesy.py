@@ -202,3 +202,9 @@ def test_wrappers_and_lstm_weights_come_back_aliased():
     with Courtesy(device="cpu"):
         pass
     assert torch.equal(lstm(x)[0], before)
+
+
+@pytest.mark.parametrize("device, to, error", [(1.5, "cpu", TypeError), ([], "cpu", TypeError), ("gpu", "cpu", ValueError), ("cuda:", "cpu", ValueError), ("cpu", 3, TypeError)])
+def test_what_is_no_device_and_no_destination(device, to, error):
+    with pytest.raises(error, match="expected"):
+        Courtesy(device=device, to=to)

@@ -631,6 +631,47 @@ def test_exit_is_never_an_exception(end):
     assert "Exception ignored" not in p.stderr and "atexit" not in p.stderr, p.stderr
 
 
+def test_what_was_cleared_says_so_at_exit_once():
+    out = run_script("""
+        import torch
+        from koila.memlab import clear_global_line_profiler, profile
+        @profile
+        def f(): return torch.empty(9)
+        f()
+        clear_global_line_profiler()
+        @profile
+        def g(): return torch.empty(9)
+        g()
+    """).stdout
+    assert out.startswith("## f\n\nNo data collected\n\n\n## g\n\nactive_bytes") and out.count("##") == 2
+
+
+def test_a_forked_child_prints_what_it_decorated_itself():
+    out = run_script("""
+        import os, torch
+        from koila.memlab import profile
+        @profile
+        def f(): return torch.empty(100)
+        f()
+        if os.fork() == 0:
+            @profile
+            def child(): return torch.empty(100)
+            child()
+            raise SystemExit
+        os.wait()
+    """).stdout
+    assert out.count("## f") == out.count("## child") == 1 and out.index("## child") < out.index("## f")
+
+
+def test_warnings_name_the_line_of_the_user():
+    with pytest.warns(UserWarning) as caught:
+        LineProfiler(3)
+        LineProfiler().add_function(3)
+        memlab.profile(3)
+        memlab.profile_every(2)(3)
+    assert {w.filename for w in caught} == {__file__}
+
+
 def test_only_the_process_that_decorated_prints():
     out = run_script("""
         import os, torch
@@ -922,7 +963,88 @@ def test_coverage_is_undisturbed(tmp_path):
     assert p.stdout == "set() True [1, 1, 1, 1, None]\n", p.stdout + p.stderr
 
 
-def test_oracle_without_torch_prints_the_table_written_by_hand():
+@pytest.mark.parametrize("how", ["", "all-taken"])
+def test_oracle_without_torch_prints_the_table_written_by_hand(how):
     here = os.path.dirname(__file__)
-    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py")], capture_output=True, text=True, timeout=60)
+    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py"), how], capture_output=True, text=True, timeout=60)
     assert p.returncode == 0 and "1 passed, 0 failed" in p.stdout, p.stdout + p.stderr
+
+
+# ---- work done for other lines
+
+
+def test_backward_s_memory_is_credited_to_the_forward_line_that_made_the_node():
+    x = torch.ones(1000, dtype=torch.float32, requires_grad=True)
+
+    def inner(v):
+        return v.exp()  # ExpBackward allocates one gradient
+
+    def work():
+        y = x.neg()  # NegBackward: one
+        z = inner(y)
+        w = z.view(10, 100)  # a view: nothing
+        s = w.sum()  # an expanded scalar: nothing
+        s.backward()
+
+    with LineProfiler(work, inner) as p:
+        work()
+    with LineProfiler(work) as q:
+        work()
+    column = rows(p, work, "backward", "alloc")
+    assert [column[i][0] for i in range(1, 6)] == [4000, 4000, 0, 0, 0]
+    assert rows(p, inner, "backward")[1] == (4000,)
+    assert column[5][1] >= sum(column[i][0] for i in range(1, 5)) and rows(q, work, "backward")[2] == (4000,)
+    assert "backward" in str(p.display(columns="backward"))
+
+
+def test_backward_of_leaves_made_outside_profiled_code_is_nobody_s():
+    x = torch.ones(1000, requires_grad=True)
+    before = x.exp()
+
+    def work():
+        y = before.neg()
+        y.sum().backward()
+
+    with LineProfiler(work) as p:
+        work()
+    assert rows(p, work, "backward") == {0: (0,), 1: (4000,), 2: (0,)}  # ExpBackward's 4000 are nobody's
+
+
+def test_node_numbers_of_threads_do_not_mix():
+    def work(n):
+        x = torch.ones(n, requires_grad=True)
+        y = x.exp()
+        y.sum().backward()
+        return x
+
+    done = []
+    with LineProfiler(work) as p:
+        for n in (100, 300):
+            t = threading.Thread(target=lambda n=n: done.append(work(n)))
+            t.start()
+            t.join()
+    assert len(done) == 2 and rows(p, work, "backward")[2] == (1600,)
+
+
+def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
+    from koila import last_plan, lazy, micro_batch
+
+    net = torch.nn.Sequential(torch.nn.Linear(100, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
+    data, labels = torch.randn(64, 100), torch.randint(0, 10, (64,))
+
+    def step(x, y):
+        hidden = net[1](net[0](x))
+        out = net[2](hidden)
+        loss = torch.nn.functional.cross_entropy(out, y)
+        loss.backward()
+        return hidden
+
+    with micro_batch(16), LineProfiler(step) as p:
+        hidden = step(*lazy(data, labels))
+    assert last_plan().n_micro_batches == 4
+    del hidden
+    alloc, peak = rows(p, step, "alloc"), rows(p, step, "active_bytes.all.peak")
+    assert alloc[1][0] >= 64 * 1000 * 4  # all slices of hidden, though no line of the forward ran an operator
+    assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
+    assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
+    assert last_plan().measured_peak_bytes == peak[4][0]

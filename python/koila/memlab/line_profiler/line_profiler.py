@@ -109,7 +109,7 @@ class LineProfiler(_core.LineTable):
         """Record this function too, also while enabled. An object without code is a UserWarning and ignored."""
         found = codes_of(func)
         if not found:
-            warnings.warn(f"LineProfiler.add_function: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=2)
+            warnings.warn(f"LineProfiler.add_function: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=utils.user_level())
         for code, name in found:
             self.add_code(code, name)
 
@@ -137,7 +137,7 @@ class LineProfiler(_core.LineTable):
         """The table as it is now.
 
         func: None (all, in order of registration), a callable, a qualified name, or a list of these.
-        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss.
+        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss, backward.
         device: show this device for every line, instead of the target at the time.
 
         Raises:
@@ -189,7 +189,7 @@ class LineProfiler(_core.LineTable):
 
         if (lost or "overwritten" in _why(0)) and not self._warned:
             self._warned = True
-            warnings.warn("koila.memlab: another tool overwrote the CPU allocator hook; numbers since then are void", UserWarning, stacklevel=3)
+            warnings.warn("koila.memlab: another tool overwrote the CPU allocator hook; numbers since then are void", UserWarning, stacklevel=utils.user_level())
         raise UnsupportedError(f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss can be shown")
 
 

@@ -7,11 +7,11 @@ import os
 import sys
 import warnings
 
+from ..utils import user_level
 from .line_profiler import DEFAULT_COLUMNS, LineProfiler, _shown, check_columns, codes_of
 
 _profiler = None
-_at_exit = []  # [(function, columns)], in order of decoration
-_pid = None
+_at_exit = []  # [(function, columns, process)], in order of decoration
 _target = 0
 
 
@@ -34,41 +34,44 @@ def set_target_gpu(gpu_id) -> None:
 
 
 def clear_global_line_profiler() -> None:
-    """Drop what `@profile` and `@profile_every` registered and recorded."""
+    """Drop what `@profile` and `@profile_every` registered and recorded: at exit a function cleared says that no data was collected."""
     if _profiler is not None:
         _profiler.disable()
         _profiler.clear()
-    _at_exit.clear()
 
 
 def _register(func, columns, at_exit: bool) -> bool:
-    global _pid
     if not codes_of(func):
-        warnings.warn(f"profile: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=4)
+        warnings.warn(f"profile: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=user_level())
         return False
     profiler = _global()
     profiler.add_function(func)
     profiler.enable()
     if at_exit:
-        if _pid is None:
-            _pid = os.getpid()
+        if not _at_exit:
             atexit.register(_print_at_exit)
-        if not any(f is func for f, _ in _at_exit):
-            _at_exit.append((func, columns))
+        if not any(f is func for f, _, _ in _at_exit):
+            _at_exit.append((func, columns, os.getpid()))
     return True
 
 
 def _print_at_exit() -> None:
-    if os.getpid() != _pid or _profiler is None or not _at_exit:
+    mine = [(func, columns) for func, columns, process in _at_exit if process == os.getpid()]
+    if not mine:
         return
     try:
         _profiler.disable()
         parts, seen = [], set()
-        for func, columns in _at_exit:
-            codes = tuple(id(code) for code, _ in codes_of(func))
-            if codes not in seen:
-                seen.add(codes)
+        for func, columns in mine:
+            codes = codes_of(func)
+            key = tuple(id(code) for code, _ in codes)
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
                 parts.append(_profiler.display(func, columns).render(all=True))
+            except KeyError:  # cleared since
+                parts.append("\n\n".join(f"## {name}\n\nNo data collected\n" for _, name in codes))
         sys.stdout.write("\n\n".join(parts))
         sys.stdout.flush()
     except Exception as error:  # at exit nobody can handle it: stdout closed or replaced, functions dropped, the count lost

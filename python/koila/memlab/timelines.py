@@ -1,0 +1,156 @@
+"""timeline: what memory did over time, by source line, and who held what at its highest."""
+
+import csv
+import html
+import io
+import json
+import os
+import pickle
+import sys
+
+from .. import _core
+from . import control, devices, tensors, utils
+from .snapshots import module_of, summed
+
+FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv", ".pickle": "pickle", ".pkl": "pickle"}
+
+
+class timeline:
+    """Record every allocator event of one device in the block inside, with the line and the module that asked. One at a time.
+
+    model: a Module or a dict of them, whose submodules and parameters give names; optimizers: likewise. device: as for `measure`.
+    limit: events that are kept at most, 32 bytes each; what comes later is counted in `.n_lost` and is in no number.
+    After the block: `.start .peak .end` (bytes), `.n_events`, and of the moment of the peak `.at_peak` [{name, kind, bytes, line, module}],
+    `.by_kind() .by_module() .by_line()`; `str()`; `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
+
+    A block that is gone by the end has the kind "gone": nobody can tell any more what it was, but its line and its module are known.
+
+    Raises:
+        UnsupportedError: this device does not tell of every event, see `backend()`.
+        RuntimeError: another timeline is recording.
+
+    >>> with timeline(model) as t:
+    ...     step()
+    >>> t.save("step.html")
+    """
+
+    def __init__(self, model=None, optimizers=(), device=None, limit: int = 4_000_000):
+        from .mem_reporter import check_models, check_optimizer
+
+        call = "timeline(model)"
+        optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._names = tensors.Names(check_models(model, call), [check_optimizer(o, "timeline(optimizers)") for o in optimizers])
+        self._models = model if isinstance(model, dict) else {} if model is None else {"": model}
+        self._device = devices.current() if device is None else devices.resolve(device, "timeline(device)")
+        self._limit, self._record = limit, None
+        self.at_peak = []
+
+    def __enter__(self):
+        control.check_hooked(self._device, "timeline")
+        record = _core.Timeline(self._device, self._limit)
+        self._was_tracing = _core.memlab_tracing()
+        if self._device == 0:
+            _core.memlab_trace(True)  # without lines where they cannot be known
+        torch = sys.modules.get("torch")
+        record.begin(torch.nn.Module if torch is not None else None)
+        self._record = record
+        return self
+
+    def __exit__(self, *exc):
+        self._record.end()
+        if not self._was_tracing:
+            _core.memlab_trace(False)
+        modules = {id(m): f"{prefix}.{name}".strip(".") or "the model" for prefix, model in self._models.items() for name, m in model.named_modules()}
+        self._models = {}
+        rows = {}
+        for r in self._names.collect():
+            if r[tensors.DEVICE] == devices.name(self._device) and r[tensors.BYTES] > 0:
+                rows.setdefault(r[tensors.DATA], r)
+        for address, n, site, module, _, stays in self._record.at_peak():
+            r = rows.get(address) if stays else None
+            line = f"{site[0]}:{site[1]}" if site else None
+            name, kind = (r[tensors.NAME], r[tensors.KIND]) if r else (None, "block" if stays else "gone")
+            owner = module_of(name, kind) if kind in {"parameter", "buffer", "grad", "optimizer"} else None
+            where = modules.get(module) if owner is None else owner or "the model"
+            self.at_peak.append(dict(name=name, kind=kind, bytes=n, line=line, module=where))
+        self.at_peak.sort(key=lambda row: -row["bytes"])
+
+    start = property(lambda self: self._over().start)
+    peak = property(lambda self: self._over().peak)
+    end = property(lambda self: self._over().end_bytes)
+    n_events = property(lambda self: self._over().n_events)
+    n_lost = property(lambda self: self._over().n_lost)
+
+    def _over(self):
+        if self._record is None:
+            raise RuntimeError("timeline: nothing was recorded; use it as a context manager")
+        return self._record
+
+    def by_kind(self) -> dict:
+        """{kind: bytes} at the peak, largest first."""
+        return summed((r["kind"], r["bytes"]) for r in self.at_peak)
+
+    def by_module(self) -> dict:
+        """{module path: bytes} at the peak; None: asked for outside the model."""
+        return summed((r["module"], r["bytes"]) for r in self.at_peak)
+
+    def by_line(self) -> dict:
+        """{'file:line': bytes} at the peak; None: the line is not known."""
+        return summed((r["line"], r["bytes"]) for r in self.at_peak)
+
+    def _tables(self) -> list:
+        return [("kind", self.by_kind()), ("module", self.by_module()), ("line", self.by_line())]
+
+    def __str__(self):
+        self._over()
+        out = [f"highest {utils.readable_size(self.peak)}, at the beginning {utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}"]
+        out.append(f", {self.n_events} events" + (f", {self.n_lost} later ones not recorded\n" if self.n_lost else "\n"))
+        for title, table in self._tables():
+            out.append(f"\nat the peak, by {title}\n")
+            out += [f"{utils.readable_size(n):>12s}  {'not known' if key is None else key}\n" for key, n in table.items()]
+        return "".join(out)
+
+    def save(self, path) -> None:
+        """Write to a .txt, .html, .json, .csv or .pickle file."""
+        format = utils.format_of(path, FORMATS)
+        if format == "pickle":
+            with open(path, "wb") as f:
+                pickle.dump(self._viewer_data(), f, protocol=4)
+            return
+        utils.write(path, getattr(self, f"_as_{format}")())
+
+    def _as_text(self) -> str:
+        return str(self)
+
+    def _as_json(self) -> str:
+        numbers = dict(start=self.start, peak=self.peak, end=self.end, n_events=self.n_events, n_lost=self.n_lost)
+        return json.dumps({**numbers, **{f"by_{title}": {str(k): n for k, n in table.items()} for title, table in self._tables()}, "at_peak": self.at_peak}, indent=1)
+
+    def _as_csv(self) -> str:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, ("name", "kind", "bytes", "line", "module"))
+        writer.writeheader()
+        writer.writerows(self.at_peak)
+        return buffer.getvalue()
+
+    def _as_html(self) -> str:
+        parts = []
+        for title, table in self._tables()[:2]:
+            rows = "".join(
+                f'<tr><td>{utils.readable_size(n)}</td><td class="l">{html.escape("not known" if key is None else str(key))}</td></tr>\n'
+                for key, n in table.items()
+            )
+            parts.append(f'<h3>By {title}</h3>\n<table>\n<tr><th>bytes</th><th class="l">{title}</th></tr>\n{rows}</table>\n')
+        return self._over().page("Memory over time", "".join(parts))
+
+    def _viewer_data(self) -> dict:
+        """The dictionary that torch.cuda.memory._snapshot() gives: one trace of allocations and frees, with frames."""
+        frames = {None: []}
+        trace = []
+        for address, n, site, ns in self._over().events():
+            if site not in frames:
+                frames[site] = [dict(filename=site[0], line=site[1], name=os.path.basename(site[0]))]
+            event = dict(addr=address, size=abs(n), stream=0, time_us=ns // 1000, frames=frames[site])
+            for action in ("alloc",) if n > 0 else ("free_requested", "free_completed"):
+                trace.append({"action": action, **event})
+        return {"segments": [], "device_traces": [trace], "external_annotations": [], "allocator_settings": {}}

@@ -1,0 +1,54 @@
+"""Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name. Nothing of it is kept here.
+
+    pip download --no-deps --no-binary :all: pytorch_memlab==0.3.0 && tar xf pytorch-memlab-0.3.0.tar.gz     (or a checkout of its repository)
+    python tools/published_suite.py pytorch-memlab-0.3.0/test
+
+Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they are, so that every test runs.
+"""
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SUBMODULES = ("line_profiler", "line_profiler.line_profiler", "line_profiler.extension", "mem_reporter", "courtesy", "utils")
+INTERRUPTS = "test_line_report_profile_interrupt"  # raises KeyboardInterrupt on purpose, which would end pytest
+
+
+def pytest_configure(config):
+    """As a pytest plugin: the alias, and `.cuda()` where there is none."""
+    sys.modules["pytorch_memlab"] = importlib.import_module("koila.memlab")
+    for name in SUBMODULES:
+        sys.modules[f"pytorch_memlab.{name}"] = importlib.import_module(f"koila.memlab.{name}")
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, device=None: self
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", type=Path, help="the suite's folder, with test_line_profiler.py in it")
+    folder = parser.parse_args().tests.resolve()
+    if not (folder / "test_line_profiler.py").exists():
+        parser.error(f"{folder}: no test_line_profiler.py there")
+    here = str(Path(__file__).resolve().parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    options = ["-p", "published_suite", "-p", "no:cacheprovider", "-v", "--no-header", "--import-mode=importlib"]
+    with tempfile.TemporaryDirectory() as cwd:  # away from the suite's own package, so that the alias is what is imported
+        passed = subprocess.run([sys.executable, "-m", "pytest", *options, "-k", f"not {INTERRUPTS}", str(folder)], env=env, cwd=cwd)
+        interrupted = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, f"{folder}/test_line_profiler.py", "-k", INTERRUPTS], env=env, cwd=cwd, capture_output=True, text=True
+        )
+    shown = interrupted.stdout.count("def work():") == 1 and "Traceback" not in interrupted.stderr
+    right = interrupted.returncode == 2 and "KeyboardInterrupt" in interrupted.stdout and shown
+    print(f"{INTERRUPTS}: {'PASSED (interrupted, its table printed at exit)' if right else 'FAILED'}")
+    if not right:
+        print(interrupted.stdout[-3000:], interrupted.stderr[-1000:])
+    return int(passed.returncode != 0 or not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
