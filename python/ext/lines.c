@@ -248,7 +248,7 @@ static PyObject *monitoring(void) { return PySys_GetObject("monitoring"); } // b
 
 static int take_tool(void)
 {
-    static const int ids[] = { 4, 3, 2 }; /* cProfile insists on 2 */
+    static const int ids[] = { 4, 3, 2 }; /* 2 last: cProfile insists on it */
     PyObject *mon = monitoring();
     if (!mon) return -1;
     for (size_t i = 0; tool_id == -1 && i < KOILA_COUNT(ids); i++) {

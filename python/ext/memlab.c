@@ -409,13 +409,29 @@ koila__site koila__memlab_site(uint32_t tag)
     return s;
 }
 
-#if PY_VERSION_HEX >= 0x030E0000
+#if PY_VERSION_HEX >= 0x030F0000 || (PY_VERSION_HEX >= 0x030E0000 && defined Py_GIL_DISABLED) /* 3.14t runs copies of the bytecode, one a thread */
 #define CAN_TRACE 0
 uint32_t koila__memlab_who_asks(void) { return 0; }
 #else
 #define CAN_TRACE 1
 typedef struct any_frame any_frame;
-#if PY_VERSION_HEX >= 0x030D0000 /* the first fields of struct _PyInterpreterFrame in 3.13 */
+/* Each is the first fields of struct _PyInterpreterFrame, whose layout is fixed for the life of a minor version. */
+#if PY_VERSION_HEX >= 0x030E0000
+struct any_frame {
+    uintptr_t f_executable; /* an object; the two low bits say how it is counted */
+    any_frame *previous;
+    uintptr_t f_funcobj;
+    PyObject *f_globals, *f_builtins, *f_locals;
+    PyFrameObject *frame_obj;
+    const char *instr;
+};
+static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->current_frame; }
+static PyCodeObject *frame_code(any_frame *f)
+{
+    PyObject *code = (PyObject *)(f->f_executable & ~(uintptr_t)3);
+    return code && PyCode_Check(code) ? (PyCodeObject *)code : NULL;
+}
+#elif PY_VERSION_HEX >= 0x030D0000
 struct any_frame {
     PyObject *f_executable;
     any_frame *previous;

@@ -507,6 +507,10 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (1, _rnn_workspace(args, out[3][1]))
+    if func is aten.native_group_norm.default and args[0].device.type == "cpu":  # torch 2.14's shape function forgets that the kernel keeps channels_last
+        dtype, device, size, _, offset = out[0][1]
+        like = torch.empty(size, device="meta", memory_format=torch._prims_common.suggest_memory_format(fakes[0]))
+        out[0] = 1, (dtype, device, size, tuple(like.stride()), offset)
     for argument, value in zip(schema.arguments, args):
         if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
             out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]

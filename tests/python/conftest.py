@@ -1,6 +1,7 @@
 """One thread a process (bit-equality is a claim about the same kernels), koila's settings put back after each test, long tests on demand."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -29,3 +30,11 @@ def _settings_are_put_back():
     except ImportError:
         return
     _core.configure(micro_batch=None, budget=None, strict=False, fastest=False)
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt; a shell that starts us in the background has it ignored, and then Python installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -329,7 +329,7 @@ def test_a_hook_that_raises_changes_nothing_and_its_exception_comes_out(error, w
     assert torch.allclose(model[0].weight.grad, reference[0].weight.grad, rtol=1e-12)
 
 
-def test_control_c_in_the_middle_of_a_step_changes_nothing():
+def test_control_c_in_the_middle_of_a_step_changes_nothing(ctrl_c):
     """A real signal, at several moments of a step that takes a while."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 256)).double()

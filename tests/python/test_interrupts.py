@@ -14,6 +14,7 @@ from torch import nn
 import koila
 from koila import _backward, _core, lazy
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 D = torch.float64
 HERE = os.path.dirname(koila.__file__)
 
@@ -24,16 +25,21 @@ def net():
 
 
 class Interrupt:
-    """While on: SIGINT at event `at` of those that `counts` (opcodes of koila's frames)."""
+    """While on: SIGINT at the `at`-th opcode of koila's Python; `seen` counts them."""
+
+    TOOL = 5  # sys.monitoring's id
 
     def __init__(self, at):
         self.at, self.seen = at, 0
 
+    def _count(self):
+        self.seen += 1
+        if self.seen == self.at:
+            signal.raise_signal(signal.SIGINT)
+
     def _step(self, frame, event, _):
         if event == "opcode":
-            self.seen += 1
-            if self.seen == self.at:
-                signal.raise_signal(signal.SIGINT)
+            self._count()
         return self._step
 
     def _call(self, frame, event, _):
@@ -42,13 +48,28 @@ class Interrupt:
         frame.f_trace_opcodes = True
         return self._step
 
+    def _instruction(self, code, offset):
+        if not code.co_filename.startswith(HERE):
+            return sys.monitoring.DISABLE
+        self._count()
+
     def __enter__(self):
-        self.before = sys.gettrace()
-        sys.settrace(self._call)
+        if sys.version_info < (3, 12):
+            self.before = sys.gettrace()
+            sys.settrace(self._call)
+        else:  # a tracer does not see every opcode there of code that it meets for the first time
+            events = sys.monitoring.events.INSTRUCTION
+            sys.monitoring.use_tool_id(self.TOOL, "test_interrupts")
+            sys.monitoring.register_callback(self.TOOL, events, self._instruction)
+            sys.monitoring.set_events(self.TOOL, events)
         return self
 
     def __exit__(self, *_):
-        sys.settrace(self.before)
+        if sys.version_info < (3, 12):
+            sys.settrace(self.before)
+        else:
+            sys.monitoring.set_events(self.TOOL, 0)
+            sys.monitoring.free_tool_id(self.TOOL)
 
 
 def modes():

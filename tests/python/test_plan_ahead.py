@@ -450,9 +450,8 @@ def test_a_vit():
 
 def test_gpt2_as_it_comes_with_dropout():
     """The real model of 124 M parameters. Planning draws no random numbers: drawing them would take minutes and gigabytes."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)).train()
+    hf = pytest.importorskip("transformers")
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=0, eos_token_id=0)).train()
     ids = torch.zeros(64, 512, dtype=torch.long)
     planned(lambda i: model(input_ids=i[:, :8], labels=i[:, :8]).loss, ids)
     _core.truth_reset_peak()

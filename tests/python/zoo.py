@@ -1,5 +1,6 @@
 """Small models of every kind the tests use, and their batches. Batch sizes differ from all other sizes, but for one that is meant to be equal."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -122,26 +123,26 @@ class UNet(nn.Module):
 
 
 def gpt2(**kw):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    hf = pytest.importorskip("transformers")
 
     base = dict(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     base |= dict(bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(**(base | kw)))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**(base | kw)))
 
 
 def bert(**kw):
-    from transformers import BertConfig, BertForSequenceClassification
+    hf = pytest.importorskip("transformers")
 
     base = dict(vocab_size=29, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, max_position_embeddings=16)
     base |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
-    return BertForSequenceClassification(BertConfig(**(base | kw)))
+    return hf.BertForSequenceClassification(hf.BertConfig(**(base | kw)))
 
 
 def vit(**kw):
-    from transformers import ViTConfig, ViTForImageClassification
+    hf = pytest.importorskip("transformers")
 
     base = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, image_size=8, patch_size=4, num_channels=3, num_labels=5)
-    return ViTForImageClassification(ViTConfig(**(base | kw)))
+    return hf.ViTForImageClassification(hf.ViTConfig(**(base | kw)))
 
 
 def images(b=B, size=8, classes=5, dtype=torch.float64):

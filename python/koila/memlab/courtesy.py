@@ -1,5 +1,6 @@
 """Courtesy: lend the device's memory for a while. Storages are copied out and emptied in place; tensors, views and graphs stay as they are."""
 
+import functools
 import mmap
 import os
 import sys
@@ -122,7 +123,7 @@ class Courtesy:
             raise
         moved.append(away)
         storage.resize_(0)
-        _poison(torch, storage, _PATIENCE.format(away.name))
+        _poison(storage, _PATIENCE.format(away.name))
 
     def restore(self) -> int:
         torch = sys.modules.get("torch")
@@ -150,7 +151,7 @@ class Courtesy:
                     storage = a.storage()
                     if storage is None:
                         continue
-                    _poison(torch, storage, None)
+                    _poison(storage, None)
                     done.append((a, storage))
                     storage.resize_(a.n)
                     a.home.read(torch, storage)
@@ -158,7 +159,7 @@ class Courtesy:
         except BaseException as error:
             for a, storage in done:
                 storage.resize_(0)
-                _poison(torch, storage, _PATIENCE.format(a.name))
+                _poison(storage, _PATIENCE.format(a.name))
             if is_no_memory(error):
                 missing = sum(a.n for a in away) - sum(a.n for a, _ in done[:-1])
                 raise _errors.OutOfMemory(f"Courtesy.restore: {missing} bytes are missing on the device; nothing was restored, try again") from error
@@ -235,15 +236,30 @@ def _refuse_graphs(torch) -> None:
         raise _errors.UnsupportedError("Courtesy.yield_memory: CUDA graphs are alive and keep addresses; delete them first; nothing was moved")
 
 
-def _poison(torch, storage, text) -> None:
-    """Let torch itself refuse access to an emptied storage (text None: no more), where it can do both."""
-    poison = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    clear = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
-    if poison is not None and clear is not None:
-        if text is None:
-            clear(storage._cdata)
-        else:
-            poison(storage._cdata, text)
+@functools.cache
+def _poisons():
+    """torch's own two calls (set, clear) that make access to a storage raise, or None. Tried out, because versions differ in having them."""
+    import torch
+
+    refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    allow = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+    scratch = torch.UntypedStorage(1)
+    try:
+        refuse(scratch._cdata, "refused")
+        allow(scratch._cdata)
+        scratch.data_ptr()
+    except (TypeError, RuntimeError):
+        return None
+    return refuse, allow
+
+
+def _poison(storage, text) -> None:
+    """Let torch itself refuse access to an emptied storage, where it can. text: what it says then; None: access is allowed again."""
+    poisons = _poisons()
+    if poisons and text is None:
+        poisons[1](storage._cdata)
+    elif poisons:
+        poisons[0](storage._cdata, text)
 
 
 def _guard(courtesy):
