@@ -40,6 +40,9 @@ static const struct {
       "  --slice N|auto    rows of the batch at a time; auto: the most that fit\n"
       "  --sdpa NAME       attention back end: auto, flash, efficient, math, cudnn\n"
       "  --optimizer KIND  none, sgd, momentum, adam or adamw, with :foreach, :fused or :loop; --weight-decay, --amsgrad\n"
+      "  --clip-grad-norm  gradients are clipped after backward, whose temporaries count\n"
+      "  --autocast        half-precision leaves are casts of float32 parameters: those and float32 gradients count too\n"
+      "  --ddp             DistributedDataParallel's buckets count\n"
       "  --torch V         rules of this torch version; without it the newest known\n"
       "  --json            one JSON object\n\n"
       "  koila plan step.kgraph --gpu a100-40gb --optimizer adamw --slice auto\n" },
