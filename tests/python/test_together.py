@@ -69,7 +69,7 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(code, args=(rank, port), timeout=150), range(2)))
+        outs = list(pool.map(lambda rank: run_python(code, args=(rank, port), timeout=150, env={"USE_LIBUV": "0"}), range(2)))
     assert all("right" in o for o in outs)
 
 

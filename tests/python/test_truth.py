@@ -243,7 +243,8 @@ def test_workers_of_a_loader_leave_no_trace(run):
         x = torch.randn(64, 8)
         base = c.truth_current()
         for workers in (0, 2):
-            for (b,) in DataLoader(TensorDataset(x), batch_size=8, num_workers=workers): pass
+            # forked: where workers start otherwise (Python 3.14), x itself moves to shared memory, which is not the allocator's
+            for (b,) in DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, multiprocessing_context="fork" if workers else None): pass
         del b; gc.collect()
         assert c.truth_current() == base, (c.truth_current(), base)
     """)
@@ -274,14 +275,18 @@ def test_overwritten_slots_are_noticed_and_the_count_starts_again():
         libc = ctypes.CDLL(None)
         a = torch.empty(1000)
         # find our slot: the pages of libc10 that hold a pointer to our hook are where the original posix_memalign went
-        path = next(l.split()[-1] for l in open('/proc/self/maps') if l.rstrip().endswith('libc10.so'))
-        spans = [tuple(int(v, 16) for v in l.split()[0].split('-')) for l in open('/proc/self/maps') if path in l and 'w' in l.split()[1]]
+        path = next(l.split()[-1] for l in open('/proc/self/maps') if '/libc10.so' in l)
+        spans = [(*(int(v, 16) for v in l.split()[0].split('-')), l.split()[1]) for l in open('/proc/self/maps') if path in l]
         core = [tuple(int(v, 16) for v in l.split()[0].split('-')) for l in open('/proc/self/maps') if '_core.' in l and 'x' in l.split()[1]]
-        hits = []
-        for lo, hi in spans:
+        slots = []
+        for lo, hi, mode in spans:
+            if mode[0] != 'r' or mode[2] == 'x': continue
             words = (ctypes.c_uint64 * ((hi - lo) // 8)).from_address(lo)
-            hits += [(words, i) for i, w in enumerate(words) if any(x <= w < y for x, y in core)]
-        assert len(hits) == 2, hits     # posix_memalign, free; the third is in a read-only page
+            slots += [(words, i, mode) for i, w in enumerate(words) if any(x <= w < y for x, y in core)]
+        assert len(slots) in (2, 3), slots  # posix_memalign, free, and where free is also passed by its address
+        hits = [(words, i) for words, i, mode in slots if mode[1] == 'w']
+        if not hits: sys.exit(print("bound when loaded: every slot is in a read-only page"))
+        assert len(hits) == 2, hits  # the third is in a read-only page
         before = [w[i] for w, i in hits]
         for (w, i), name in zip(hits, ("free", "posix_memalign")):
             w[i] = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
@@ -295,6 +300,8 @@ def test_overwritten_slots_are_noticed_and_the_count_starts_again():
     """)
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert p.returncode == 0, p.stdout + p.stderr
+    if p.stdout:
+        pytest.skip(p.stdout)
 
 
 @pytest.mark.parametrize("env", [{"LD_BIND_NOW": "1"}, {"THP_MEM_ALLOC_ENABLE": "1"}])
