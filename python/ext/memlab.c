@@ -418,17 +418,23 @@ typedef struct any_frame any_frame;
 /* Each is the first fields of struct _PyInterpreterFrame, whose layout is fixed for the life of a minor version. */
 #if PY_VERSION_HEX >= 0x030E0000
 struct any_frame {
-    uintptr_t f_executable; /* an object; the two low bits say how it is counted */
+    uintptr_t f_executable;
     any_frame *previous;
     uintptr_t f_funcobj;
     PyObject *f_globals, *f_builtins, *f_locals;
     PyFrameObject *frame_obj;
     const char *instr;
+    void *stack_top;
+    char flags[8];
+    uintptr_t fast[1];
 };
+/* The object of a reference whose two low bits say how it is counted; NULL: none, or a number without an object. */
+static PyObject *object_of(uintptr_t reference) { return (reference & 3) == 3 ? NULL : (PyObject *)(reference & ~(uintptr_t)3); }
 static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->current_frame; }
+static PyObject *frame_first_local(any_frame *f) { return object_of(f->fast[0]); }
 static PyCodeObject *frame_code(any_frame *f)
 {
-    PyObject *code = (PyObject *)(f->f_executable & ~(uintptr_t)3);
+    PyObject *code = object_of(f->f_executable);
     return code && PyCode_Check(code) ? (PyCodeObject *)code : NULL;
 }
 #elif PY_VERSION_HEX >= 0x030D0000
@@ -473,7 +479,9 @@ static any_frame *first_frame(PyThreadState *ts) { return (any_frame *)ts->cfram
 static PyCodeObject *frame_code(any_frame *f) { return f->f_code; }
 #endif
 #if PY_VERSION_HEX >= 0x030B0000
+#if PY_VERSION_HEX < 0x030E0000
 static PyObject *frame_first_local(any_frame *f) { return f->fast[0]; }
+#endif
 static any_frame *frame_below(any_frame *f) { return f->previous; }
 static int frame_line(any_frame *f)
 {
