@@ -173,6 +173,15 @@ def compare(make_model, make_batch, loss_fn, slices=SLICES, tol=1e-12, optimizer
 # ---- fresh processes
 
 
+def rendezvous():
+    """The environment in which processes of torch.distributed find each other: some builds of torch are without the default way, libuv."""
+    try:
+        torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False, use_libuv=True)
+    except RuntimeError:
+        return {"USE_LIBUV": "0"}
+    return {}
+
+
 def run_python(code, timeout=300, check=True, env=None, args=()):
     """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the same each time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import rendezvous
 import torch
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -20,7 +21,7 @@ def test_an_example_runs(name, tmp_path):
     if name in ("ddp.py", "fsdp.py") and not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("no gloo")
     options = [o.format(tmp=tmp_path) for o in OPTIONS.get(name, [])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "USE_LIBUV": "0"}  # some builds of torch are without libuv
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **rendezvous()}
     p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)
     assert p.returncode == 0, p.stdout + p.stderr[-3000:]
     if options:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import WHOLE, assert_same, compare, model_state, plain, rows, run_python
+from helpers import WHOLE, assert_same, compare, model_state, plain, rows, rendezvous, run_python
 from torch import nn
 from torch.nn import functional as F
 from zoo import MLP, B, ce, gpt2, rows_of
@@ -69,7 +69,7 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(code, args=(rank, port), timeout=150, env={"USE_LIBUV": "0"}), range(2)))
+        outs = list(pool.map(lambda rank: run_python(code, args=(rank, port), timeout=150, env=rendezvous()), range(2)))
     assert all("right" in o for o in outs)
 
 
