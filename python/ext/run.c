@@ -194,18 +194,22 @@ int koila__commit_effects(koila__tape *t)
 {
     const uint32_t n_effects = t->n_effects;
     int status = 0;
-    for (uint32_t i = 0; i < n_effects && status == 0; i++) {
-        status = copy_leaves_of(t, t->effects[i].real);
-        if (status < 0 && koila__is_out_of_memory()) { /* a few bytes: what the run held is free by now */
-            PyErr_Clear();
-            status = copy_leaves_of(t, t->effects[i].real);
+    for (koila__tape *reader = koila__tapes; reader && n_effects; reader = reader->next_tape)
+        for (uint32_t i = 0; i < n_effects && status == 0; i++) {
+            if (!koila__tape_reads(reader, t->effects[i].real)) continue;
+            status = copy_leaves_of(reader, t->effects[i].real);
+            if (status < 0 && koila__is_out_of_memory()) { /* a few bytes: what the run held is free by now */
+                PyErr_Clear();
+                status = copy_leaves_of(reader, t->effects[i].real);
+            }
         }
-    }
     for (uint32_t i = 0; i < n_effects && status == 0; i++) { /* copies of equal dtype into memory that is there: nothing here can fail halfway */
         tape_effect *e = &t->effects[i];
         PyObject *new_contents = t->values[e->value].real;
         if (!new_contents || !e->real) continue;
-        PyObject *ok = PyObject_CallFunctionObjArgs(koila__torch.copy_, e->real, new_contents, NULL);
+        PyObject *at = PyObject_GetAttrString(e->real, "data"); /* as BatchNorm's kernel writes: the version that autograd saved stays */
+        PyObject *ok = at ? PyObject_CallFunctionObjArgs(koila__torch.copy_, at, new_contents, NULL) : NULL;
+        Py_XDECREF(at);
         Py_XDECREF(ok);
         if (!ok) status = -1;
     }

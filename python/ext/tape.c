@@ -14,7 +14,7 @@
 
 koila__tape *koila__open;
 static uint64_t next_axis_id = 1, next_uid;
-static koila__tape *tapes; /* all that are alive, linked by next_tape */
+koila__tape *koila__tapes;
 
 koila__tape *koila__tape_new(void)
 {
@@ -23,9 +23,9 @@ koila__tape *koila__tape_new(void)
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
     t->planned = koila__is_planning();
-    t->next_tape = tapes;
-    if (tapes) tapes->prev_tape = t;
-    tapes = t;
+    t->next_tape = koila__tapes;
+    if (koila__tapes) koila__tapes->prev_tape = t;
+    koila__tapes = t;
     const koila_status s = koila_graph_new(koila__table, NULL, &t->graph);
     if (s) {
         Py_DECREF(t);
@@ -51,7 +51,7 @@ int koila__tape_reserve(koila__tape *t)
 /* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die: losses kept in a list must not keep their batches. */
 static int compact_closed(void)
 {
-    for (koila__tape *t = tapes; t;) {
+    for (koila__tape *t = koila__tapes; t;) {
         if (!t->closed || t->compacted) {
             t = t->next_tape;
             continue;
@@ -62,7 +62,7 @@ static int compact_closed(void)
         koila__tape *next = t->next_tape;
         Py_DECREF(t);
         if (rc < 0) return -1;
-        t = next ? tapes : NULL; /* others may have died with it: from the start; compacted ones are passed over */
+        t = next ? koila__tapes : NULL; /* others may have died with it: from the start; compacted ones are passed over */
     }
     return 0;
 }
@@ -199,6 +199,12 @@ int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
     if (s) return koila__raise(s), -1;
     t->axis_ids[t->n_axis_ids++] = id;
     return 0;
+}
+
+bool koila__tape_reads(const koila__tape *t, const PyObject *real)
+{
+    const tape_leaf *leaf = find_leaf(t, real);
+    return leaf && leaf->real;
 }
 
 /* ---- what must still happen outside */
@@ -380,7 +386,7 @@ void koila__tape_let_go(koila__tape *t)
 static void tape_dealloc(koila__tape *t)
 {
     if (t->prev_tape) t->prev_tape->next_tape = t->next_tape;
-    else tapes = t->next_tape;
+    else koila__tapes = t->next_tape;
     if (t->next_tape) t->next_tape->prev_tape = t->prev_tape;
     if (t->weakrefs) PyObject_ClearWeakRefs((PyObject *)t);
     const uint32_t n = t->graph ? koila_graph_n_values(t->graph) : 0;

@@ -80,6 +80,8 @@ PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
 uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, koila_value *out, uint32_t cap);
 /* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
+extern koila__tape *koila__tapes; /* all that are alive, linked by next_tape */
+bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is it a leaf? */
 /* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
 void koila__tape_let_go(koila__tape *t);

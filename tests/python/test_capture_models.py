@@ -101,6 +101,26 @@ def test_batchnorm_statistics_happen_once_and_at_the_end_of_the_step():
         assert model.num_batches_tracked == reference.num_batches_tracked
 
 
+def test_batchnorm_statistics_are_written_as_its_kernel_writes_them():
+    """Autograd saved the buffers of two forwards before the first backward writes them; an evaluation recorded before reads what was there then."""
+    torch.manual_seed(0)
+    model, reference = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    x, z = torch.randn(6, 8), torch.randn(4, 8)
+    results = []
+    for net, wrap in ((reference, lambda t: t), (model, lazy)):
+        with torch.no_grad():
+            early = net.eval()(wrap(z))
+        net.train()
+        version = net.running_mean._version
+        first, second = net(wrap(x)).square().mean(), net(wrap(x) * 2).pow(4).mean()
+        first.backward()
+        second.backward()
+        assert net.running_mean._version == version
+        results.append((early + 0, net.weight.grad, net.running_mean, net.running_var))
+    for a, b in zip(*results):
+        assert torch.allclose(a, b + 0, rtol=1e-5, atol=1e-7)
+
+
 def test_batchnorm_statistics_happen_without_a_backward_too():
     model, reference = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
     with torch.no_grad():
