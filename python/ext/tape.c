@@ -83,14 +83,16 @@ koila__tape *koila__tape_current(void)
 
 static bool graph_waits(koila__tape *t)
 { /* may a backward come that needs what is recorded here? */
-    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
+    bool waits = false;
+    const int collecting = PyGC_Disable(); /* see koila__tape_held */
+    for (koila__handle *h = t->handles; h && !waits; h = h->next_in_tape) {
         PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
-        const bool yes = r == Py_True;
+        waits = r == Py_True;
         Py_XDECREF(r);
         if (!r) PyErr_Clear();
-        if (yes) return true;
     }
-    return false;
+    if (collecting) PyGC_Enable();
+    return waits;
 }
 
 /* The tape for a new lazy(). Several calls join one step; but when no backward can come, what the user still holds of the work before is made now, in one run. */
@@ -351,6 +353,7 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
     PyErr_Fetch(&type, &value, &trace);
     PyObject *use_count = koila__helper("use_count");
     uint32_t n = 0;
+    const int collecting = PyGC_Disable(); /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps */
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
         if (h->wrapper && use_count && !user_holds(h->wrapper, use_count)) continue;
         const koila_value v = koila__value_of(h); /* may record the replay of its chain */
@@ -363,6 +366,7 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
         for (uint32_t i = 0; i < n_wanted && !for_itself; i++) for_itself = wanted[i] == v;
         if (!for_itself && needs_base(h)) add_held(t, h->group->cur, out, cap, &n);
     }
+    if (collecting) PyGC_Enable();
     Py_XDECREF(use_count);
     PyErr_Restore(type, value, trace);
     return n;

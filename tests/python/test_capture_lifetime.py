@@ -253,3 +253,30 @@ def test_a_forward_left_behind_does_not_stand_in_the_way(held):
     for value in kept:
         with pytest.raises(koila.StaleValueError):
             value.item()
+
+
+def test_the_collector_may_come_while_held_values_are_looked_for():
+    """Dead cycles that hold views whose value must be recorded again: collected in the middle of that, they took the list that was being walked along."""
+    run_fresh(
+        """
+        import gc, torch
+        from koila import lazy
+
+        def once(n):
+            x = lazy(torch.ones(6, 4))
+            y = x * 2
+            gc.disable()
+            for _ in range(8):
+                cycle = [y[0:3]]
+                cycle.append(cycle)
+            y.add_(1)
+            z = (x * 3).sum()
+            gc.set_threshold(n)
+            gc.enable()
+            assert float(z) == 72
+            gc.set_threshold(700, 10, 10)
+
+        for n in range(1, 80):
+            once(n)
+        """
+    )
