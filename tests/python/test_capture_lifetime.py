@@ -262,14 +262,19 @@ def test_the_collector_may_come_while_held_values_are_looked_for():
         import gc, torch
         from koila import lazy
 
+        def cycles(y):
+            for _ in range(8):
+                v = y[0:3]
+                cycle = [v]
+                cycle.append(cycle)
+            y.add_(1)
+
         def once(n):
             x = lazy(torch.ones(6, 4))
             y = x * 2
+            cycles(y)
             gc.disable()
-            for _ in range(8):
-                cycle = [y[0:3]]
-                cycle.append(cycle)
-            y.add_(1)
+            cycles(y)
             z = (x * 3).sum()
             gc.set_threshold(n)
             gc.enable()
