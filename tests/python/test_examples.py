@@ -22,7 +22,10 @@ def test_an_example_runs(name, tmp_path):
         pytest.skip("no gloo")
     options = [o.format(tmp=tmp_path) for o in OPTIONS.get(name, [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **rendezvous()}
-    p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)
+    for _ in range(3 if name in ("ddp.py", "fsdp.py") else 1):
+        p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)
+        if "SIGABRT" not in p.stderr:  # gloo's threads now and then abort an interpreter that ends
+            break
     assert p.returncode == 0, p.stdout + p.stderr[-3000:]
     if options:
         assert "svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
