@@ -94,6 +94,13 @@ TEST(replay__a_program_without_surprises_needs_no_decision)
     koila_cache_free(c);
 }
 
+/* The first entry of [from, to) at which a request begins, or `to`: a window may start anywhere but between a request's own events. */
+static size_t request_at_or_after(size_t from, size_t to)
+{
+    while (from < to && !(rec.e[from].kind == KOILA_EVENT_FREE_REQUESTED || (rec.e[from].kind == KOILA_EVENT_ALLOC && rec.e[from - 1].kind <= KOILA_EVENT_FREE_REQUESTED))) from++;
+    return from;
+}
+
 TEST(replay__a_window_is_rebuilt_or_refused_but_never_called_different)
 {
     unsigned n = 0, exact = 0, assumed = 0;
@@ -104,9 +111,8 @@ TEST(replay__a_window_is_rebuilt_or_refused_but_never_called_different)
             memset(&rec, 0, sizeof rec);
             rec.conf = kinds[k].conf;
             fake_program(&rec, c, 1000 + seed, 800, 5);
-            /* a window may start anywhere but between a request's own events */
             size_t from = rec.n / 4 + (seed * 37) % (rec.n / 2);
-            while (from < rec.n && !(rec.e[from].kind == KOILA_EVENT_FREE_REQUESTED || (rec.e[from].kind == KOILA_EVENT_ALLOC && rec.e[from - 1].kind <= KOILA_EVENT_FREE_REQUESTED))) from++;
+            from = request_at_or_after(from, rec.n);
             koila_replay_result out = replay_of(&rec, from, true);
             n++;
             exact += out.verdict <= KOILA_EXACT_WITH_DECISIONS;
@@ -367,7 +373,7 @@ TEST(replay__a_newer_end_state_is_set_aside)
             size_t to = rec.n - 1 - seed % 7;
             while (to && rec.e[to].kind != KOILA_EVENT_FREE_REQUESTED) to--;
             size_t from = rec.n / 3;
-            while (from < to && !(rec.e[from].kind == KOILA_EVENT_FREE_REQUESTED || (rec.e[from].kind == KOILA_EVENT_ALLOC && rec.e[from - 1].kind <= KOILA_EVENT_FREE_REQUESTED))) from++;
+            from = request_at_or_after(from, to);
             rec.n = to;
             koila_replay_result out = replay_of(&rec, from, true);
             n++;
