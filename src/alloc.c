@@ -70,6 +70,18 @@ char *koila__arena_str(koila__arena *a, const char *s, size_t n)
     return p;
 }
 
+koila__mark koila__arena_mark(const koila__arena *a) { return (koila__mark){ a->last, a->last ? a->last->n_used : 0 }; }
+
+void koila__arena_rewind(koila__arena *a, koila__mark m)
+{
+    while (a->last != m.chunk && a->last->older) {
+        koila__chunk *older = a->last->older;
+        koila__release(&a->mem, a->last, CHUNK_HEADER + a->last->n_bytes);
+        a->last = older;
+    }
+    if (a->last) a->last->n_used = m.n_used;
+}
+
 void koila__arena_deinit(koila__arena *a)
 {
     for (koila__chunk *c = a->last; c;) {

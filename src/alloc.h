@@ -30,6 +30,13 @@ void *koila__arena_alloc(koila__arena *a, size_t n);
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
 /* A NUL-terminated copy of n bytes. */
 char *koila__arena_str(koila__arena *a, const char *s, size_t n);
+/* What was handed out since the mark is given back: marks are a stack. The oldest chunk stays. */
+typedef struct koila__mark {
+    koila__chunk *chunk;
+    size_t n_used;
+} koila__mark;
+koila__mark koila__arena_mark(const koila__arena *a);
+void koila__arena_rewind(koila__arena *a, koila__mark m);
 void koila__arena_deinit(koila__arena *a);
 
 #endif
