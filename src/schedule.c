@@ -84,6 +84,7 @@ struct koila__scheduler {
     const koila_graph *g;
     koila_allocator mem;
     koila__arena tmp;
+    koila__arena spare;    /* of a schedule that nobody wanted: the next one is made in it */
     koila__keep keep;
     uint32_t n_nodes, n_values;
 
@@ -717,12 +718,10 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
 static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_loop, uint16_t axis)
 {
     koila__stage *stage = &out->stages[out->n_stages];
-    koila_instr *instrs = koila__arena_array(&out->arena, w->instrs.n, sizeof *instrs);
-    stage->events = koila__arena_array(&out->arena, w->events.n, sizeof *stage->events);
+    koila_instr *instrs = koila__arena_copy(&out->arena, w->instrs.at, w->instrs.n * sizeof *instrs);
+    stage->events = koila__arena_copy(&out->arena, w->events.at, w->events.n * sizeof *stage->events);
     if (!instrs || !stage->events) return KOILA_NO_MEMORY;
     w->n_emitted += w->instrs.n;
-    if (w->instrs.n) memcpy(instrs, w->instrs.at, w->instrs.n * sizeof *instrs);
-    if (w->events.n) memcpy(stage->events, w->events.at, w->events.n * sizeof *stage->events);
     stage->n_events = w->events.n;
     stage->any_wide = w->any_wide;
     w->any_wide = false;
@@ -1010,6 +1009,7 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
     if (!w) return failed(KOILA_NO_MEMORY, err);
     *w = (koila__scheduler){ .p = p, .g = p->graph, .keep = { .cheap = cheap }, .mem = a, .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
     koila__arena_init(&w->tmp, mem);
+    koila__arena_init(&w->spare, mem);
     const koila_status status = prepare(w, targets, n_targets);
     if (status != KOILA_OK) {
         koila__scheduler_free(w);
@@ -1026,6 +1026,7 @@ void koila__scheduler_free(koila__scheduler *w)
     koila__vec_free(&w->mem, &w->instrs);
     koila__vec_free(&w->mem, &w->events);
     koila__arena_deinit(&w->tmp);
+    koila__arena_deinit(&w->spare);
     koila__release(&mem, w, sizeof *w);
 }
 
@@ -1062,14 +1063,14 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err)
 {
-    koila__schedule s = { 0 };
+    koila__schedule s = { .arena = w->spare };
     koila_assert(keep.cheap == w->keep.cheap);
-    koila__arena_init(&s.arena, &w->mem);
+    koila__arena_init(&w->spare, &w->mem);
     w->keep = keep;
     forget_policy(w);
     const koila_status status = make_stages(w, &s);
     if (status != KOILA_OK) {
-        koila__arena_deinit(&s.arena);
+        koila__schedule_recycle(w, &s);
         return failed(status, err);
     }
     *out = s;
@@ -1084,6 +1085,14 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, 
     const koila_status status = koila__schedule_make(w, keep, out, err);
     koila__scheduler_free(w);
     return status;
+}
+
+void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s)
+{
+    koila__arena_deinit(&w->spare);
+    w->spare = s->arena;
+    koila__arena_empty(&w->spare);
+    *s = (koila__schedule){ 0 };
 }
 
 void koila__schedule_deinit(koila__schedule *s) { koila__arena_deinit(&s->arena); }
