@@ -743,6 +743,10 @@ static bool settle_free(koila__placer *p, koila_node id)
 
 static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets, koila_value *lowered)
 {
+    const koila_graph *g = p->from; /* about as much as was recorded */
+    if (!koila__vec_reserve(&p->mem, &p->value, g->values.n) || !koila__vec_reserve(&p->mem, &p->need, g->inputs.n) || !koila__vec_reserve(&p->mem, &p->node, g->nodes.n) ||
+        !koila__graph_reserve(p->to, g->nodes.n, g->inputs.n, g->values.n))
+        return fail(p, KOILA_NO_MEMORY);
     reach(p, targets, n_targets, lowered);
     for (uint32_t l = 0; l < p->from->lines.n; l++) { /* the same lines, under the same numbers */
         uint32_t id;
@@ -773,18 +777,15 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     return true;
 }
 
-static koila__size *sizes_of(const koila_graph *g, const koila_placement *value, koila__arena *a)
+static void find_sizes(const koila_graph *g, const koila_placement *value, koila__size *size)
 {
-    koila__size *size = koila__arena_array(a, koila_graph_n_values(g), sizeof *size);
-    for (uint32_t v = 0; size && v < koila_graph_n_values(g); v++) {
-        const koila_meta meta = koila_value_get(g, v).meta;
-        if (meta == KOILA_NONE) continue;
-        const koila_meta_info *m = koila_meta_get(koila_graph_table(g), meta);
-        const int64_t batch = value[v].kind == KOILA_S ? koila_graph_axis_size(g, value[v].axis) : 0;
+    for (uint32_t v = 0; v < g->values.n; v++) {
+        if (g->values.at[v].meta == KOILA_NONE) continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        const int64_t batch = value[v].kind == KOILA_S ? g->axes.at[value[v].axis] : 0;
         if (value[v].kind != KOILA_S) size[v].fixed = m->n_storage_bytes;
         else if (batch > 0) size[v].per_row = m->n_bytes / (uint64_t)batch;
     }
-    return size;
 }
 
 static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, const koila_allocator *mem,
@@ -806,24 +807,19 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
         p.status = koila_graph_axis(p.to, koila_graph_axis_size(recorded, (uint16_t)x), &axis);
     if (p.status == KOILA_OK && walk(&p, targets, n_targets, lowered)) {
         r = koila__arena_alloc(&keep, sizeof *r);
-        koila_placement *value = koila__arena_array(&keep, p.value.n, sizeof *value), *need = koila__arena_array(&keep, p.need.n, sizeof *need);
-        koila__placed_node *node = koila__arena_array(&keep, p.node.n, sizeof *node);
-        if (value && p.value.n) memcpy(value, p.value.at, p.value.n * sizeof *value);
-        koila__size *size = value ? sizes_of(p.to, value, &keep) : NULL;
-        if (!r || !value || !size || !need || !node) {
+        koila__size *size = koila__arena_array(&keep, p.value.n, sizeof *size);
+        if (!r || !size) {
             r = NULL;
             fail(&p, KOILA_NO_MEMORY);
         } else {
-            if (p.need.n) memcpy(need, p.need.at, p.need.n * sizeof *need);
-            if (p.node.n) memcpy(node, p.node.at, p.node.n * sizeof *node);
-            *r = (koila__placed){ p.to, value, size, need, node, lowered, keep };
+            find_sizes(p.to, p.value.at, size);
+            *r = (koila__placed){ p.to, p.value.at, size, p.need.at, p.node.at, lowered, p.value.cap, p.need.cap, p.node.cap, keep };
+            p.value.at = NULL, p.need.at = NULL, p.node.at = NULL; /* r's from now on */
         }
     }
-    koila__vec_free(&a, &p.value);
+    if (!r) koila__vec_free(&a, &p.value), koila__vec_free(&a, &p.need), koila__vec_free(&a, &p.node);
     koila__vec_free(&a, &p.zero);
     koila__vec_free(&a, &p.whole_of);
-    koila__vec_free(&a, &p.need);
-    koila__vec_free(&a, &p.node);
     koila__vec_free(&a, &p.op);
     koila__arena_deinit(&p.scratch);
     if (!r) {
@@ -852,8 +848,11 @@ koila_status koila__place_whole(const koila_graph *recorded, const koila_value *
 void koila__placed_free(koila__placed *p)
 {
     if (!p) return;
-    koila_graph_free(p->graph);
     koila__arena keep = p->arena; /* p itself lies in it */
+    koila_graph_free(p->graph);
+    koila__release(&keep.mem, p->value, p->cap_values * sizeof *p->value);
+    koila__release(&keep.mem, p->need, p->cap_needs * sizeof *p->need);
+    koila__release(&keep.mem, p->node, p->cap_nodes * sizeof *p->node);
     koila__arena_deinit(&keep);
 }
 

@@ -18,7 +18,7 @@
  * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it is never recomputed. So demands stop there, as they
  * stop at kept pieces.
  *
- * Time: everything is a pass over nodes and uses, or over (loops x nodes) / 64 words of bit sets, or over what is emitted. What recomputes so much
+ * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a cell), or over what is emitted. What recomputes so much
  * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
  * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage (or on its part of it, when the storage was
@@ -53,6 +53,13 @@ typedef struct use {
 typedef struct span {
     uint32_t in, in_end, out, out_end; /* of a node: its uses, its results */
 } span;
+
+/* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or KOILA_NONE. Most nodes run in one loop forward and one backward. */
+typedef uint32_t loop_set;
+typedef struct cell {
+    uint64_t bits;
+    uint32_t word, next;
+} cell;
 
 /* Whose storage a value lives on; decides what happens when the last value on it is gone. */
 typedef enum owner {
@@ -107,9 +114,10 @@ struct koila__scheduler {
     loop_info *loops;
     uint32_t n_loops;
     uint32_t *home;        /* [node] first loop that runs it, or KOILA_NONE */
-    uint64_t *exec;        /* [node * words] loops that run it when only expensive results are kept */
-    uint32_t words;
-    uint64_t **use;        /* [value] keepable only: loops that read it locally */
+    VEC(cell) cells;       /* of all sets */
+    loop_set *exec;        /* [node] loops that run it when only expensive results are kept */
+    loop_set *use;         /* [value] keepable only, else KOILA_NONE: loops that read it locally */
+    bool no_memory;        /* a set could not grow */
 
     bool *kept;            /* [value] a piece of every slice is there now */
     koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
@@ -260,8 +268,6 @@ static koila_status find_levels(work_state *w)
     }
     for (uint32_t n = 0; n < w->n_nodes; n++)
         w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] : KOILA_NONE;
-    w->words = (w->n_loops + 63) / 64;
-    if (!w->words) w->words = 1;
     return KOILA_OK;
 }
 
@@ -299,8 +305,46 @@ static koila_status find_costs(work_state *w)
 
 /* ---- which loop makes what */
 
-static bool runs_in(const work_state *w, koila_node n, uint32_t j) { return w->exec[(size_t)n * w->words + (j >> 6)] >> (j & 63) & 1; }
-static void set_runs_in(work_state *w, koila_node n, uint32_t j) { w->exec[(size_t)n * w->words + (j >> 6)] |= (uint64_t)1 << (j & 63); }
+/* *set gets `bits` of word `word`. *before: the last cell known to be in front of it, or KOILA_NONE; moves on. */
+static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t word, uint64_t bits)
+{
+    uint32_t next = *before == KOILA_NONE ? *set : w->cells.at[*before].next;
+    while (next != KOILA_NONE && w->cells.at[next].word < word) *before = next, next = w->cells.at[next].next;
+    if (next != KOILA_NONE && w->cells.at[next].word == word) {
+        w->cells.at[next].bits |= bits;
+        return;
+    }
+    const uint32_t fresh = w->cells.n;
+    if (!koila__vec_push(&w->mem, &w->cells, ((cell){ bits, word, next }))) {
+        w->no_memory = true;
+        return;
+    }
+    if (*before == KOILA_NONE) *set = fresh;
+    else w->cells.at[*before].next = fresh;
+}
+static void add_loop(work_state *w, loop_set *set, uint32_t j)
+{
+    uint32_t before = KOILA_NONE;
+    add_bits(w, set, &before, j >> 6, (uint64_t)1 << (j & 63));
+}
+
+/* The first loop of the set from `first` on, or KOILA_NONE. */
+static uint32_t next_loop(const work_state *w, loop_set set, uint32_t first)
+{
+    for (; set != KOILA_NONE; set = w->cells.at[set].next) {
+        const cell *c = &w->cells.at[set];
+        const uint64_t bits = c->word > first >> 6 ? c->bits : c->word < first >> 6 ? 0 : c->bits & (UINT64_MAX << (first & 63));
+        if (bits) return c->word * 64 + (uint32_t)__builtin_ctzll(bits);
+    }
+    return KOILA_NONE;
+}
+
+static bool runs_in(const work_state *w, koila_node n, uint32_t j)
+{
+    for (uint32_t at = w->exec[n]; at != KOILA_NONE && w->cells.at[at].word <= j >> 6; at = w->cells.at[at].next)
+        if (w->cells.at[at].word == j >> 6) return w->cells.at[at].bits >> (j & 63) & 1;
+    return false;
+}
 
 static bool keepable(const work_state *w, koila_value v)
 {
@@ -344,7 +388,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
         work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
         if (!add && work > limit) return -1;
         if (add) {
-            set_runs_in(w, n, j);
+            add_loop(w, &w->exec[n], j);
             if (j < w->home[n]) w->home[n] = j;
         }
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
@@ -360,15 +404,9 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
 /* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
 static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 {
-    for (uint32_t k = first >> 6; k < w->words; k++) {
-        uint64_t bits = w->exec[(size_t)n * w->words + k];
-        if (k == first >> 6) bits &= UINT64_MAX << (first & 63);
-        for (; bits; bits &= bits - 1) {
-            const uint32_t j = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            if (w->loops[j].axis == w->p->node[n].axis) return j;
-        }
-    }
-    return KOILA_NONE;
+    uint32_t j = next_loop(w, w->exec[n], first);
+    while (j != KOILA_NONE && w->loops[j].axis != w->p->node[n].axis) j = next_loop(w, w->exec[n], j + 1);
+    return j;
 }
 
 /* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
@@ -419,54 +457,44 @@ static void assign_targets(work_state *w)
 }
 
 /* Adds the loops in which consumers read v locally, when consumers run where exec says. */
-static void add_uses(const work_state *w, koila_value v, uint64_t *out)
+static void add_uses(work_state *w, koila_value v, loop_set *out)
 {
     const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE ? w->made_whole[v] + 1 : w->n_loops; /* after that it is sliced */
     for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
-        const koila_node c = u->user;
-        if (w->home[c] == KOILA_NONE || !u->local) continue;
-        const uint64_t *e = w->exec + (size_t)c * w->words;
-        for (uint32_t k = w->home[c] >> 6; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
+        if (w->home[u->user] == KOILA_NONE || !u->local) continue;
+        uint32_t before = KOILA_NONE;
+        for (uint32_t at = w->exec[u->user]; at != KOILA_NONE && w->cells.at[at].word * 64 < end; at = w->cells.at[at].next) {
+            const cell c = w->cells.at[at];
+            const uint64_t bits = end - c.word * 64 >= 64 ? c.bits : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
+            if (bits) add_bits(w, out, &before, c.word, bits);
+        }
     }
 }
 
 /* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
 static koila_status find_exec(work_state *w)
 {
-    memset(w->exec, 0, (size_t)w->n_nodes * w->words * sizeof *w->exec);
+    memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
+    w->cells.n = 0;
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
-        uint64_t *e = w->exec + (size_t)n * w->words;
-        e[w->home[n] >> 6] |= (uint64_t)1 << (w->home[n] & 63);
+        add_loop(w, &w->exec[n], w->home[n]);
         for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
             if (!exists(w, v)) continue;
-            if (w->made_whole[v] != KOILA_NONE) e[w->made_whole[v] >> 6] |= (uint64_t)1 << (w->made_whole[v] & 63);
-            if (!keepable(w, v)) {
-                add_uses(w, v, e);
-                continue;
-            }
-            TRY_ALLOC(w->use[v] = koila__arena_array(&w->tmp, w->words, sizeof **w->use));
-            add_uses(w, v, w->use[v]);
+            if (w->made_whole[v] != KOILA_NONE) add_loop(w, &w->exec[n], w->made_whole[v]);
+            add_uses(w, v, keepable(w, v) ? &w->use[v] : &w->exec[n]);
         }
     }
-    return KOILA_OK;
+    return w->no_memory ? KOILA_NO_MEMORY : KOILA_OK;
 }
 
 /* The first loop after j that needs v locally, or KOILA_NONE. */
-static uint32_t next_use(const work_state *w, koila_value v, uint32_t j)
-{
-    const uint64_t *loops = w->use[v];
-    uint32_t k = (j + 1) >> 6;
-    if (k >= w->words) return KOILA_NONE;
-    uint64_t bits = loops[k] & (UINT64_MAX << ((j + 1) & 63));
-    while (!bits && ++k < w->words) bits = loops[k];
-    return bits ? k * 64 + (uint32_t)__builtin_ctzll(bits) : KOILA_NONE;
-}
+static uint32_t next_use(const work_state *w, koila_value v, uint32_t j) { return next_loop(w, w->use[v], j + 1); }
 
 /* Is v worth keeping after loop j? */
 static bool keeps(const work_state *w, koila_value v, uint32_t j)
 {
-    if (!w->use[v]) return false;
+    if (w->use[v] == KOILA_NONE) return false;
     const uint32_t u = next_use(w, v, j);
     if (u == KOILA_NONE) return false;
     if (u - j <= w->keep.horizon) return true;
@@ -944,6 +972,7 @@ static koila_status make_arrays(work_state *w)
     MAKE(is_viewed, N);
     MAKE(is_mere_view, N);
     MAKE(home, N);
+    MAKE(exec, N);
     MAKE(use, V);
     MAKE(kept, V);
     MAKE(kept_next, V);
@@ -962,6 +991,8 @@ static koila_status make_arrays(work_state *w)
     MAKE(whole, V);
     MAKE(slice, V);
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
+    memset(w->exec, 0xff, N * sizeof *w->exec);
+    memset(w->use, 0xff, V * sizeof *w->use);
     return KOILA_OK;
 }
 
@@ -990,7 +1021,6 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     KOILA_TRY(find_levels(w));
-    TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     return find_whole_last(w);
@@ -1025,6 +1055,7 @@ void koila__scheduler_free(koila__scheduler *w)
     const koila_allocator mem = w->mem;
     koila__vec_free(&w->mem, &w->instrs);
     koila__vec_free(&w->mem, &w->events);
+    koila__vec_free(&w->mem, &w->cells);
     koila__arena_deinit(&w->tmp);
     koila__arena_deinit(&w->spare);
     koila__release(&mem, w, sizeof *w);
