@@ -599,8 +599,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     return set_whole(p, node, &stack) && drain_r(p, &stack);
 }
 
-/* v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. */
-static bool made_whole(koila__placer *p, koila_value v, koila_value *out)
+bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
 {
     if (p->whole_of.at[v] == KOILA_NONE) {
         const koila_meta meta = p->to->values.at[v].meta;
@@ -666,7 +665,7 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koil
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         from[i] = in[i];
         const koila_placement need = a.c.need[i], is = p->value.at[in[i]];
-        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !made_whole(p, in[i], &from[i])) return false;
+        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !koila__placer_whole(p, in[i], &from[i])) return false;
     }
     return append(p, id, sig, from, &a, false, results);
 }

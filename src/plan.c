@@ -121,13 +121,15 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
     p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-/* Gathers of needed nodes; facts for people; stage peaks. */
+/* Gathers: what is collected though it has a share in every slice, each value once, by the first that needs it whole; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user, 0 };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
+    uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
+    if (!seen) return KOILA_NO_MEMORY;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -136,7 +138,9 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
             for (uint32_t i = 0; i < s->n_inputs; i++) {
                 const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
                 const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE || !p->placed->node[q].in_loop || p->placed->value[v].kind != KOILA_S) continue;
+                if (q == KOILA_NONE || p->placed->need[g->nodes.at[n].first_input + i].kind != KOILA_R || p->placed->value[v].kind != KOILA_S) continue;
+                if (seen[v] > pass) continue;
+                seen[v] = (uint8_t)(pass + 1);
                 if (pass) p->gathers[n_gathers] = (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
                 n_gathers++;
             }
