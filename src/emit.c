@@ -154,6 +154,13 @@ koila_value koila__emit_whole(koila__case *c, koila_value v)
     return koila__is_r(koila__placer_placement(c->placer, v)) ? v : koila__placer_whole(c->placer, v, &whole) ? whole : KOILA_NONE;
 }
 
+koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want)
+{
+    if (v == KOILA_NONE || c->placer->status != KOILA_OK) return KOILA_NONE;
+    koila__placer_slice(c->placer, v, want);
+    return c->placer->status == KOILA_OK ? v : KOILA_NONE;
+}
+
 koila_placement koila__emit_placement(const koila__case *c, koila_value v) { return koila__placer_placement(c->placer, v); }
 
 koila_value koila__emit_unary(koila__case *c, const char *op, koila_value a, koila_meta out)

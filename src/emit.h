@@ -50,6 +50,8 @@ const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
 /** v as a value of its own that is whole, whatever it is placed: calls that must not follow its slices read that. v itself when it is whole already. */
 koila_value koila__emit_whole(koila__case *c, koila_value v);
+/** v, made S as `want` when it is still FREE and can be: before a sum over it would ask for all of it. */
+koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 

@@ -467,6 +467,11 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
     return found;
 }
 
+void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want)
+{
+    if (p->value.at[v].kind == KOILA_FREE) resolve_s(p, v, want);
+}
+
 /* Zeros are a partial sum of zeros: the whole FREE tree above v becomes P, each slice makes its own. */
 static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
 {

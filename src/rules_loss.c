@@ -202,7 +202,7 @@ bool koila__rule_nll_loss(koila__case *c)
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
-/* At its target's class -grad * weight / total weight, elsewhere 0: FREE, until log_softmax's backward needs the classes of its slice. */
+/* At its target's class -grad * weight / total weight, elsewhere 0. Nothing of x is read, so it is FREE, and sliced as x is. */
 static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_t reduction)
 {
     int64_t ignore;
@@ -215,7 +215,7 @@ static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_
     if (reduction == MEAN) scale = koila__emit_binary(c, "aten::div.Tensor", scale, koila__emit_cast(c, c->in_value[koila__input_at(c, 6)], acc), one);
     scale = koila__emit_expand(c, koila__emit_view(c, scale, 2, column), 2, x->size);
     const koila_value at = where_target(c, scale, not_target(c, 1, koila__emit_whole(c, c->in_value[2]), ignore), full);
-    c->replaced[0] = koila__emit_cast(c, by_class(c, at, weight, acc, full), type);
+    c->replaced[0] = koila__emit_sliced(c, koila__emit_cast(c, by_class(c, at, weight, acc, full), type), c->in[1]);
     return c->replaced[0] != KOILA_NONE && koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
 }
 
