@@ -1,8 +1,9 @@
 """Every loss, every reduction: the denominator is the full batch's, whatever the slice and however unevenly the counted entries lie."""
 
+import koila
 import pytest
 import torch
-from helpers import compare
+from helpers import ONE, SLICES, WHOLE, compare
 from torch import nn
 from torch.nn import functional as F
 from zoo import B
@@ -147,6 +148,127 @@ def test_a_loss_equals_eager_and_gathers_nothing(name):
 def test_a_loss_that_couples_rows_equals_eager(name):
     batch, loss = COUPLED[name]
     compare(table, batch, loss)
+
+
+# ---- every row meets every other row: the matrix of pairs is computed a few rows at a time, against one side that is whole
+
+PAIRS = 18  # rows: a row of the matrix of pairs (144 bytes) is more than all that may be collected of a row
+
+
+def pairs(n=2):
+    return tuple(torch.randn(PAIRS, 7, dtype=D) for _ in range(n))
+
+
+def both(m, *values):
+    return tuple(F.normalize(m(v), dim=1) for v in values)
+
+
+def clip(logits, **options):
+    target = torch.arange(PAIRS)
+    if options.pop("ignore", False):
+        target[torch.tensor([0, 1, 7])] = -100
+    return F.cross_entropy(logits, target, **options) + 2 * F.cross_entropy(logits.t(), target, **options)
+
+
+def symmetric(**options):
+    def loss(m, v, w):
+        a, b = both(m, v, w)
+        return clip(a @ b.t() / 0.1, **options)
+
+    return pairs, loss
+
+
+def simclr(m, v, w):
+    z = torch.cat(both(m, v, w))
+    scores = (z @ z.t() / 0.5).masked_fill(torch.eye(2 * PAIRS, dtype=torch.bool), -1e9)
+    return F.cross_entropy(scores, (torch.arange(2 * PAIRS) + PAIRS) % (2 * PAIRS))
+
+
+def supervised(m, v, y):  # supervised contrastive: rows with the same label attract each other
+    z = F.normalize(m(v), dim=1)
+    log_p = (z @ z.t() / 0.3).log_softmax(1)
+    same = (y[:, None] == y[None, :]).to(D)
+    return -(log_p * same).sum(1).div(same.sum(1)).mean()
+
+
+def siglip(m, v, w):
+    a, b = both(m, v, w)
+    return -F.logsigmoid((a @ b.t() * 3 - 1) * (2 * torch.eye(PAIRS, dtype=D) - 1)).sum() / PAIRS
+
+
+def hinge(m, v):
+    z = m(v)
+    return F.relu(1 - (z[:, None] - z[None]).square().sum(-1)).mean()
+
+
+def in_batches(m, v, w):  # as bmm: the embedding cut into two heads
+    a, b = (t.view(PAIRS, 2, C // 2).transpose(0, 1) for t in both(m, v, w))
+    return (a @ b.transpose(1, 2)).logsumexp(2).mean() - torch.einsum("hic,hic->", a, b)
+
+
+CONTRASTIVE = {
+    "infonce": (pairs, lambda m, v, w: F.cross_entropy(torch.matmul(*(t if i == 0 else t.t() for i, t in enumerate(both(m, v, w)))) / 0.1, torch.arange(PAIRS))),
+    "clip": symmetric(),
+    "clip-smoothing": symmetric(label_smoothing=0.1),
+    "clip-ignored": symmetric(ignore=True),
+    "clip-ignored-class": symmetric(ignore_index=3),
+    "clip-sum": symmetric(reduction="sum"),
+    "clip-weight": symmetric(weight=torch.linspace(0.1, 2, PAIRS, dtype=D)),
+    "clip-none": (pairs, lambda m, v, w: (lambda a, b: F.cross_entropy((a @ b.t()).t(), torch.arange(PAIRS), reduction="none").square().mean())(*both(m, v, w))),
+    "clip-targets-of-the-batch": (
+        lambda: (*pairs(), torch.randperm(PAIRS)),
+        lambda m, v, w, t: (lambda a, b: F.cross_entropy(a @ b.t(), t) + F.cross_entropy((a @ b.t()).t(), t))(*both(m, v, w)),
+    ),
+    "clip-temperature": (pairs, lambda m, v, w: (lambda a, b: clip(m.bias.exp().sum() * a @ b.t()))(*both(m, v, w))),
+    "simclr": (pairs, simclr),
+    "supervised": (lambda: (*pairs(1), torch.randint(0, 3, (PAIRS,))), supervised),
+    "siglip": (pairs, siglip),
+    "hinge": (lambda: pairs(1), hinge),
+    "cdist": (pairs, lambda m, v, w: (-torch.cdist(m(v), m(w)).square()).exp().mean()),
+    "cdist-by-products": (pairs, lambda m, v, w: torch.cdist(m(v), m(w), compute_mode="use_mm_for_euclid_dist").mean()),
+    "heads": (pairs, in_batches),
+}
+
+
+@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_pairs_of_rows_are_never_whole(name, kind):
+    batch, loss = CONTRASTIVE[name]
+    compare(table, batch, loss, slices=[kind], gather_bytes_per_row=None if kind == WHOLE else 100)
+    if kind == ONE:  # in larger slices the plan may keep those of the matrix rather than make them twice
+        whole = [t for t in koila.last_plan().largest if t.n_bytes >= PAIRS * PAIRS * 8 and t.shape.count(PAIRS) == 2]
+        assert not whole, whole
+
+
+def test_pairs_of_rows_fit_where_their_matrix_does_not():
+    n = 1024
+    a, b = torch.randn(n, 16), torch.randn(n, 16)
+    model = nn.Linear(16, 16)
+
+    def step(lazily):
+        model.zero_grad()
+        with lazily:
+            u, v = koila.lazy(a, b)
+            scores, target = F.normalize(model(u)) @ F.normalize(model(v)).t(), torch.arange(n)
+            (F.cross_entropy(scores, target) + F.cross_entropy(scores.t(), target)).backward()
+        return koila.last_plan(), model.weight.grad.clone()
+
+    whole, expected = step(koila.micro_batch(n))
+    sliced, got = step(koila.budget(whole.base_bytes + n * n * 2))
+    assert whole.predicted_peak_bytes > 4 * n * n * 4  # as recorded: scores, their softmax both ways, gradients
+    assert sliced.n_micro_batches > 1 and sliced.predicted_peak_bytes - sliced.base_bytes <= n * n * 2  # half the bytes of the scores alone
+    assert torch.allclose(expected, got, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [PAIRS, -1])
+def test_a_target_that_is_no_class_is_an_error_in_slices_of_classes_too(wrong):
+    target = torch.arange(PAIRS)
+    target[5] = wrong
+    model = table()
+    with koila.micro_batch(4), pytest.raises((IndexError, RuntimeError)):
+        v, w = koila.lazy(*pairs())
+        F.cross_entropy((model(v) @ model(w).t()).t(), target).backward()
+    assert model.weight.grad is None
 
 
 def test_all_targets_ignored_gives_eager_s_nan():

@@ -167,6 +167,60 @@ TEST(place__nll_loss_mean_divides_by_a_weight_that_needs_targets_only)
     maker_deinit(&m);
 }
 
+TEST(place__nll_loss_over_sliced_classes_is_a_partial_sum)
+{ /* logits.t() of a contrastive loss; the batch is 7, and so is the number of classes of neither other call */
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value a = batch(&m, 0, f32(7, 5)), b = real(&m, f32(3, 5)), bt = call(&m, "aten::t", f32(5, 3), "t", b);
+    const koila_value logits = call(&m, "aten::mm", f32(7, 3), "tt", a, bt), x = call(&m, "aten::t", f32(3, 7), "t", logits), t = real(&m, i64(3));
+    const shape outs[2] = { scalar, scalar };
+    const koila_value lp = call(&m, "aten::_log_softmax", f32(3, 7), "tib", x, 1, 0), loss = calls(&m, "aten::nll_loss_forward", 2, outs, "ttnii", lp, t, 1, -100);
+    const koila_value g = call(&m, "aten::full", scalar, "ld", 0, 1.0), gx = call(&m, "aten::nll_loss_backward", f32(3, 7), "tttniit", g, lp, t, 1, -100, loss + 1);
+    const koila_value gl = call(&m, "aten::_log_softmax_backward_data", f32(3, 7), "ttii", gx, lp, 1, 6), two = call(&m, "aten::mul.Tensor", f32(3, 7), "tt", gl, loss);
+    place(&m, two);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, x, S(1, 1, 1));
+    CHECK_AT(&m, loss, P_);
+    CHECK_AT(&m, gx, S(1, 1, 1));
+    CHECK_AT(&m, gl, S(1, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    CHECK(n_nodes_named(&m, "aten::nll_loss_forward") == 0 && n_nodes_named(&m, "aten::nll_loss_backward") == 0);
+    maker_deinit(&m);
+}
+
+TEST(place__nll_loss_over_sliced_classes_needs_the_targets_of_the_batch_whole)
+{ /* as many classes as rows: both look like the batch, only the targets are gathered */
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value a = batch(&m, 0, f32(7, 7)), x = call(&m, "aten::t", f32(7, 7), "t", a), t = batch(&m, 0, i64(7));
+    const shape outs[2] = { scalar, scalar };
+    const koila_value loss = calls(&m, "aten::nll_loss_forward", 2, outs, "ttnii", x, t, 2, -100);
+    place(&m, loss);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, x, S(1, 1, 1));
+    CHECK_AT(&m, loss, P_);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
+
+TEST(place__a_product_of_two_sliced_factors_gathers_one)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value a = batch(&m, 0, f32(7, 5)), b = batch(&m, 0, f32(7, 3)), w = real(&m, f32(3, 5)), c = call(&m, "aten::mm", f32(7, 5), "tt", b, w);
+    const koila_value ct = call(&m, "aten::t", f32(5, 7), "t", c), s = call(&m, "aten::mm", f32(7, 7), "tt", a, ct), st = call(&m, "aten::t", f32(7, 7), "t", s);
+    const koila_value ga = call(&m, "aten::mm", f32(7, 5), "tt", s, c), gc = call(&m, "aten::mm", f32(7, 5), "tt", st, a);
+    const koila_value both = call(&m, "aten::mul.Tensor", f32(7, 5), "tt", ga, gc);
+    place(&m, both);
+    CHECK_AT(&m, s, S(0, 1, 1));
+    CHECK_AT(&m, ga, S(0, 1, 1));
+    CHECK_AT(&m, gc, P_); /* of the side that was gathered: a partial sum */
+    CHECK_EQ(m.placed->need[koila_node_get(m.placed->graph, 2).first_input].kind, KOILA_S);
+    CHECK_EQ(m.placed->need[koila_node_get(m.placed->graph, 2).first_input + 1].kind, KOILA_R);
+    CHECK_EQ(n_gathered(&m), 2); /* c and c.t() */
+    maker_deinit(&m);
+}
+
 TEST(place__training_batch_norm_has_one_barrier_of_statistics)
 {
     maker m;
