@@ -70,14 +70,15 @@ static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p-
 /* The storage of the next event's value is that of e's value from now on. */
 static void take_over(walk *w, const koila__event *e, int64_t rows)
 {
-    if (!w->held) return;
     const uint64_t n_bytes = koila__live_bytes(w->p, e[1].value, rows);
     w->held[e[1].value] -= n_bytes < w->held[e[1].value] ? n_bytes : w->held[e[1].value];
     w->held[e->value] += n_bytes;
 }
 
-static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
+/* Compiled twice: without a ledger of who holds what (`held`) the bytes that are alive stay in a register. */
+static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, const bool held)
 {
+    uint64_t live = w->live;
     const bool cut = rows != batch;
     const koila__stage *st = &w->s->stages[stage];
     const koila__event *const end = st->events + st->n_events;
@@ -86,68 +87,81 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     w->slice_node = KOILA_NONE;
 #define LOCAL koila__live_bytes(w->p, v, rows)
 #define META koila__value_meta(w->p->graph, v)
+#define ADD(n_) do { const uint64_t n = (n_); live += n; if (held) w->held[v] += n; } while (0)
+#define SUB(n_) do { const uint64_t n = (n_); koila_assert(n <= live); live -= n; if (held) w->held[v] -= n < w->held[v] ? n : w->held[v]; } while (0)
+#define TAKE_OVER do { if (held) take_over(w, e, rows); } while (0)
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0, now;
         switch ((koila__event_kind)e->kind) {
-        case KOILA__LOCAL_ALLOC: add(w, v, LOCAL); break;
-        case KOILA__LOCAL_FREE: sub(w, v, LOCAL); continue;
-        case KOILA__KEPT: take_over(w, e, rows); continue;
+        case KOILA__LOCAL_ALLOC: ADD(LOCAL); break;
+        case KOILA__LOCAL_FREE: SUB(LOCAL); continue;
+        case KOILA__KEPT: TAKE_OVER; continue;
         case KOILA__KEPT_FROM: continue;
         case KOILA__KEPT_FREE: any_given_up = true; continue; /* given up when the slice is complete, so that it can be run again after an out of memory */
         case KOILA__LOCAL_FREE_LATER:
-            if (!first) sub(w, v, LOCAL);
+            if (!first) SUB(LOCAL);
             continue;
         case KOILA__LOCAL_FREE_IF_CUT:
-            if (cut) sub(w, v, LOCAL);
+            if (cut) SUB(LOCAL);
             continue;
         case KOILA__SLICE_ALLOC:
-            if (cut) add(w, v, share_bytes(META, rows, batch));
+            if (cut) ADD(share_bytes(META, rows, batch));
             break;
         case KOILA__SLICE_FREE:
-            if (cut) sub(w, v, share_bytes(META, rows, batch));
+            if (cut) SUB(share_bytes(META, rows, batch));
             continue;
-        case KOILA__CUT_ALLOC: add(w, v, share_bytes(META, rows, batch)); break;
-        case KOILA__CUT_FREE: sub(w, v, share_bytes(META, rows, batch)); continue;
-        case KOILA__WHOLE_ALLOC: add(w, v, META->n_storage_bytes); break;
-        case KOILA__WHOLE_FREE: sub(w, v, META->n_storage_bytes); continue;
-        case KOILA__COLLECTED_FREE: sub(w, v, META->n_bytes); continue;
+        case KOILA__CUT_ALLOC: ADD(share_bytes(META, rows, batch)); break;
+        case KOILA__CUT_FREE: SUB(share_bytes(META, rows, batch)); continue;
+        case KOILA__WHOLE_ALLOC: ADD(META->n_storage_bytes); break;
+        case KOILA__WHOLE_FREE: SUB(META->n_storage_bytes); continue;
+        case KOILA__COLLECTED_FREE: SUB(META->n_bytes); continue;
         case KOILA__ADD_OWNED:
-            if (first) take_over(w, e, rows);
+            if (first) TAKE_OVER;
             if (!first) inside = combine_bytes(w->p, v);
             break;
         case KOILA__ADD_OWNED_WIDE:
-            if (first && cut) add(w, v, accumulator_bytes(w->p, v, true));
-            if (first && !cut) take_over(w, e, rows);
+            if (first && cut) ADD(accumulator_bytes(w->p, v, true));
+            if (first && !cut) TAKE_OVER;
             break;
         case KOILA__ADD_CLONE:
-            if (first) add(w, v, accumulator_bytes(w->p, v, cut));
+            if (first) ADD(accumulator_bytes(w->p, v, cut));
             else inside = combine_bytes(w->p, v);
             break;
         case KOILA__PUT:
-            if (first) add(w, v, META->n_bytes);
+            if (first) ADD(META->n_bytes);
             break;
         case KOILA__PUT_OWNED:
-            if (first && cut) add(w, v, META->n_bytes);
-            if (first && !cut) take_over(w, e, rows);
+            if (first && cut) ADD(META->n_bytes);
+            if (first && !cut) TAKE_OVER;
             break;
         case KOILA__RUN:
             if (w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
-            now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+            now = live + inside < live ? UINT64_MAX : live + inside;
             see(w, stage, v, now);
             if (w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
             continue;
         }
-        see(w, stage, KOILA_NONE, w->live + inside);
+        see(w, stage, KOILA_NONE, live + inside);
     }
 #undef META
     for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++) {
         const uint32_t v = e->value;
-        if (e->kind == KOILA__KEPT_FREE) sub(w, v, LOCAL);
+        if (e->kind == KOILA__KEPT_FREE) SUB(LOCAL);
     }
+    w->live = live;
     if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
+#undef TAKE_OVER
+#undef SUB
+#undef ADD
 #undef LOCAL
 }
+static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
+{
+    if (w->held) walk_slice_as(w, stage, rows, batch, first, true);
+    else walk_slice_as(w, stage, rows, batch, first, false);
+}
+
 
 static void walk_all(walk *w, uint64_t *stage_peaks)
 {

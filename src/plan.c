@@ -253,6 +253,10 @@ static koila_status plan_whole(planning *q, bool *fits)
 static koila_status make_candidate(planning *q, koila__scheduler *scheduler, candidate *c)
 {
     if (c->state != UNTRIED) return KOILA_OK;
+    if (c->keep.max_instrs && isinf(koila__schedule_work(scheduler, c->keep))) { /* seen before a long list is written */
+        c->state = REFUSED;
+        return KOILA_OK;
+    }
     const koila_status status = koila__schedule_make(scheduler, c->keep, &c->schedule, q->err);
     c->state = status == KOILA_OK ? CARRIED_OUT : REFUSED;
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
@@ -298,10 +302,11 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
             KOILA_TRY(make_candidate(q, scheduler, c));
             if (c->state != CARRIED_OUT) continue;
             if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
-            if (is_new && !last) c->never_fits = never_fits(placed, &c->schedule, o, batch, rows);
-            n_hopeless += c->never_fits;
             n_carried_out++;
-            if (c->never_fits && !last) continue;
+            if (c->never_fits && !last) {
+                n_hopeless++;
+                continue;
+            }
             if (forced)
                 for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
             else
@@ -311,6 +316,7 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
             if (best == KOILA_NONE) least_work = c->schedule.work;
             if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
             if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
+            if (is_new && !last) n_hopeless += c->never_fits = never_fits(placed, &c->schedule, o, batch, rows);
             if (last && lost != KOILA_NONE) koila__schedule_recycle(scheduler, &candidates[lost].schedule), candidates[lost].state = REFUSED;
         }
         if (!n_carried_out) return KOILA_UNSUPPORTED;

@@ -34,6 +34,8 @@
 #include "plan_costs.h"
 #include "table.h"
 
+#include <math.h>
+
 typedef VEC(koila_instr) instr_vec;
 typedef VEC(koila__event) event_vec;
 
@@ -935,6 +937,13 @@ static koila_status find_whole_last(work_state *w)
     return KOILA_OK;
 }
 
+static uint64_t max_emitted(const work_state *w)
+{
+    uint32_t n_needed = 0;
+    for (uint32_t n = 0; n < w->n_nodes; n++) n_needed += w->needed[n];
+    return (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * n_needed + 4096;
+}
+
 static koila_status make_stages(work_state *w, koila__schedule *s)
 {
     for (uint32_t n = 0; n < w->n_nodes; n++) {
@@ -942,7 +951,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
         s->n_needed++;
         s->work_recorded += w->cost[n].work;
     }
-    w->max_emitted = (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * s->n_needed + 4096;
+    w->max_emitted = max_emitted(w);
     s->stages = koila__arena_array(&s->arena, (size_t)w->n_levels + w->n_loops, sizeof *s->stages);
     TRY_ALLOC(s->stages);
     s->n_loops = w->n_loops;
@@ -1066,8 +1075,10 @@ uint32_t koila__scheduler_n_loops(const koila__scheduler *w) { return w->n_loops
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 {
     double work = 0;
+    uint64_t n_emitted = 0; /* at least: each run, and the end of each result */
     w->keep = keep;
     forget_policy(w);
+    const uint64_t most = max_emitted(w);
     for (uint32_t level = 0; level < w->n_levels; level++)
         for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += w->cost[n].work;
     for (uint32_t j = 0; j < w->n_loops; j++) { /* as emit_loop(), but for what is emitted */
@@ -1077,12 +1088,14 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
         for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
             for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
                 const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
+                n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
                 for (koila_value v = w->span[n].out; w->cost[n].expensive && v < w->span[n].out_end; v++) {
                     if (!w->kept[v] && keeps(w, v, j)) keep_until_next(w, v, j);
                 }
             }
             w->order_bits[k] = 0;
         }
+        if (n_emitted > most) return INFINITY;
         for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
             next = w->kept_next[v];
             w->kept[v] = false;

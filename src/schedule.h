@@ -69,7 +69,7 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
 void koila__scheduler_free(koila__scheduler *w); /* NULL is fine; schedules made by it live on */
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w);
 /* The work of the policy's schedule, without making it: some times cheaper. A little less when an expensive result is part of another one's storage; above
- * keep.max_work (0: none) only that it is above. */
+ * keep.max_work (0: none) only that it is above. INFINITY when it would surely run more than it may. */
 double koila__schedule_work(koila__scheduler *w, koila__keep keep);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
  * value cut in two ways. The scheduler can be used again whatever came out. */

@@ -106,13 +106,9 @@ class PlacedNode(C.Structure):
     _fields_ = [("fix", Fix * 4), ("link", C.POINTER(PlacedLink)), ("axis", u16), ("in_loop", u8), ("gathered", u8), ("recorded", u32)]
 
 
-class Arena(C.Structure):
-    _fields_ = [("fn", ptr), ("user", ptr), ("last", ptr)]
-
-
 class Placed(C.Structure):
-    _fields_ = [("graph", ptr), ("value", C.POINTER(Placement)), ("need", C.POINTER(Placement)), ("node", C.POINTER(PlacedNode)), ("lowered", C.POINTER(u32)),
-                ("arena", Arena)]
+    _fields_ = [("graph", ptr), ("value", C.POINTER(Placement)), ("size", ptr), ("need", C.POINTER(Placement)), ("node", C.POINTER(PlacedNode)),
+                ("lowered", C.POINTER(u32))]  # what comes behind is not looked at
 
 
 class Error(C.Structure):
