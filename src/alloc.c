@@ -35,7 +35,7 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem)
     a->last = a->free = NULL;
 }
 
-static void *take(koila__arena *a, size_t n)
+void *koila__arena_room(koila__arena *a, size_t n)
 {
     if (n > SIZE_MAX / 2) return NULL;
     n = (n + 15) & ~(size_t)15;
@@ -62,13 +62,13 @@ static void *take(koila__arena *a, size_t n)
 
 void *koila__arena_alloc(koila__arena *a, size_t n)
 {
-    void *p = take(a, n);
+    void *p = koila__arena_room(a, n);
     return p ? memset(p, 0, n) : NULL;
 }
 
 void *koila__arena_copy(koila__arena *a, const void *from, size_t n)
 {
-    void *p = take(a, n);
+    void *p = koila__arena_room(a, n);
     return p && n ? memcpy(p, from, n) : p;
 }
 
@@ -81,7 +81,7 @@ void *koila__arena_array(koila__arena *a, size_t count, size_t size)
 
 char *koila__arena_str(koila__arena *a, const char *s, size_t n)
 {
-    char *p = take(a, n + 1);
+    char *p = koila__arena_room(a, n + 1);
     if (!p) return NULL;
     if (n) memcpy(p, s, n);
     p[n] = '\0';

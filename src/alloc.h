@@ -29,6 +29,8 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem);
 void *koila__arena_alloc(koila__arena *a, size_t n);
 /* Like koila__arena_alloc(count * size), NULL also on overflow. */
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
+/* The same, not zeroed: for much of which little may be used. */
+void *koila__arena_room(koila__arena *a, size_t n);
 /* A copy of n bytes. */
 void *koila__arena_copy(koila__arena *a, const void *from, size_t n);
 /* A NUL-terminated copy of n bytes. */

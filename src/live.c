@@ -75,10 +75,11 @@ static void take_over(walk *w, const koila__event *e, int64_t rows)
     w->held[e->value] += n_bytes;
 }
 
-/* Compiled twice: without a ledger of who holds what (`held`) the bytes that are alive stay in a register. */
-static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, const bool held)
+/* Compiled three times: with a ledger of who holds what (`held`), without, and for the highest number of bytes alone, which is what plans are compared by:
+ * most events then are an addition and a maximum. */
+static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, const bool held, const bool bytes_only)
 {
-    uint64_t live = w->live;
+    uint64_t live = w->live, top = live;
     const bool cut = rows != batch;
     const koila__stage *st = &w->s->stages[stage];
     const koila__event *const end = st->events + st->n_events;
@@ -93,6 +94,12 @@ static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0, now;
+        if (bytes_only && e->kind <= KOILA__LOCAL_FREE) {
+            const uint64_t n = LOCAL;
+            live += e->kind == KOILA__LOCAL_FREE ? -n : n;
+            top = live > top ? live : top;
+            continue;
+        }
         switch ((koila__event_kind)e->kind) {
         case KOILA__LOCAL_ALLOC: ADD(LOCAL); break;
         case KOILA__LOCAL_FREE: SUB(LOCAL); continue;
@@ -138,12 +145,21 @@ static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_
         case KOILA__RUN:
             if (w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
             now = live + inside < live ? UINT64_MAX : live + inside;
+            if (bytes_only) {
+                top = now > top ? now : top;
+                continue;
+            }
             see(w, stage, v, now);
             if (w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
             continue;
         }
-        see(w, stage, KOILA_NONE, live + inside);
+        if (!bytes_only) see(w, stage, KOILA_NONE, live + inside);
+        else if (live + inside > top) {
+            top = live + inside;
+            if (w->o->limit && top > w->o->limit) break;
+        }
     }
+    if (bytes_only) see(w, stage, KOILA_NONE, top);
 #undef META
     for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++) {
         const uint32_t v = e->value;
@@ -158,10 +174,10 @@ static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_
 }
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
-    if (w->held) walk_slice_as(w, stage, rows, batch, first, true);
-    else walk_slice_as(w, stage, rows, batch, first, false);
+    if (w->held) walk_slice_as(w, stage, rows, batch, first, true, false);
+    else if (w->o->bytes_only) walk_slice_as(w, stage, rows, batch, first, false, true);
+    else walk_slice_as(w, stage, rows, batch, first, false, false);
 }
-
 
 static void walk_all(walk *w, uint64_t *stage_peaks)
 {

@@ -8,6 +8,7 @@ typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
+    bool bytes_only; /* of the result only peak_bytes is asked for, and no curve */
     uint64_t limit; /* the walk may end at the first moment above it: then peak_bytes is some number above; 0: it goes to the end */
 } koila__live_options;
 

@@ -35,6 +35,7 @@ typedef struct candidate {
     koila__schedule schedule;
     enum { UNTRIED, CARRIED_OUT, REFUSED } state; /* REFUSED: or lost */
     bool never_fits;
+    uint64_t last_peak; /* of the most slices, when it never fits and no other such has less */
 } candidate;
 
 /* Rows of a slice of every axis when the main one is cut into n. */
@@ -52,7 +53,7 @@ static bool never_fits(const koila__placed *p, const koila__schedule *s, const k
 {
     for (uint32_t a = 0; a < p->graph->axes.n; a++)
         if (p->graph->axes.at[a] & (p->graph->axes.at[a] - 1)) return false;
-    const koila__live_options live = { .rows = rows, .limit = o->budget_bytes };
+    const koila__live_options live = { .rows = rows, .bytes_only = true, .limit = o->budget_bytes };
     rows_for(p->graph, most_slices, rows);
     return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes > o->budget_bytes;
 }
@@ -60,7 +61,7 @@ static bool never_fits(const koila__placed *p, const koila__schedule *s, const k
 /* The peak; above `limit` (0: none) only that it is above. */
 static uint64_t peak_of(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t limit)
 {
-    const koila__live_options live = { rows, o->workspace, o->user, limit };
+    const koila__live_options live = { .rows = rows, .workspace = o->workspace, .user = o->user, .bytes_only = true, .limit = limit };
     return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes;
 }
 
@@ -125,7 +126,7 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
-    const koila__live_options live = { p->rows, o->workspace, o->user, 0 };
+    const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
     uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
@@ -157,7 +158,7 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
         for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
         n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
     }
-    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_array(&p->arena, n_points, sizeof *p->curve))) return KOILA_NO_MEMORY;
+    if (n_points >= UINT32_MAX || !(p->curve = koila__arena_room(&p->arena, n_points * sizeof *p->curve))) return KOILA_NO_MEMORY;
     p->n_curve_max = (uint32_t)n_points;
     const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
@@ -276,6 +277,12 @@ static void sort_candidates(koila__scheduler *scheduler, candidate *c, uint32_t 
     }
 }
 
+static void give_up(koila__scheduler *scheduler, candidate *c)
+{
+    koila__schedule_recycle(scheduler, &c->schedule);
+    c->state = REFUSED;
+}
+
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
 static koila_status choose(planning *q, const koila__placed *placed, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
 {
@@ -285,6 +292,7 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
     /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
     const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
     bool sorted = frugal;
+    candidate *hopeless = NULL; /* of those that never fit the one that needs least: the others are given up at once */
     for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
@@ -311,13 +319,21 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
                 for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
             else
                 rows_for(q->graph, n_slices, rows);
-            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
+            const uint64_t peak = c->never_fits ? c->last_peak : peak_of(placed, &c->schedule, o, rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
             uint32_t lost = k;
             if (best == KOILA_NONE) least_work = c->schedule.work;
             if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
             if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
-            if (is_new && !last) n_hopeless += c->never_fits = never_fits(placed, &c->schedule, o, batch, rows);
-            if (last && lost != KOILA_NONE) koila__schedule_recycle(scheduler, &candidates[lost].schedule), candidates[lost].state = REFUSED;
+            if (last && lost != KOILA_NONE) give_up(scheduler, &candidates[lost]);
+            if (last || !is_new || !never_fits(placed, &c->schedule, o, batch, rows)) continue;
+            n_hopeless++;
+            c->never_fits = true;
+            c->last_peak = peak_of(placed, &c->schedule, o, rows, hopeless ? hopeless->last_peak : 0);
+            if (hopeless && c->last_peak >= hopeless->last_peak) give_up(scheduler, c);
+            else {
+                if (hopeless) give_up(scheduler, hopeless);
+                hopeless = c;
+            }
         }
         if (!n_carried_out) return KOILA_UNSUPPORTED;
         if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */

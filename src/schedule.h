@@ -17,7 +17,7 @@ typedef struct koila__keep {
 
 /* Memory events, in order; live.c replays them with sizes. `value` names the storage: the value that allocated it. */
 typedef enum koila__event_kind {
-    KOILA__LOCAL_ALLOC,
+    KOILA__LOCAL_ALLOC, /* these two first: live.c */
     KOILA__LOCAL_FREE,
     KOILA__LOCAL_FREE_LATER,  /* not in the first slice: there it has become the accumulator */
     KOILA__LOCAL_FREE_IF_CUT, /* not in a slice of all rows: there it has become the whole value */

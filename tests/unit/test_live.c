@@ -59,6 +59,11 @@ TEST(live__the_largest_values_at_the_peak_add_up_to_it)
             for (uint32_t k = 0; k < m.s.n_stages; k++)
                 if (stage[k] > highest) highest = stage[k];
             CHECK_EQ(highest, live.peak_bytes);
+            koila__live_options bytes_only = { .rows = of_axis, .bytes_only = true };
+            CHECK_EQ(koila__live_simulate(m.p, &m.s, &bytes_only, NULL, NULL, NULL).peak_bytes, live.peak_bytes);
+            bytes_only.limit = live.peak_bytes / 2; /* it may end early, but not below */
+            const uint64_t above = koila__live_simulate(m.p, &m.s, &bytes_only, NULL, NULL, NULL).peak_bytes;
+            CHECK(above <= live.peak_bytes && (above > bytes_only.limit || above == live.peak_bytes));
             CHECK(live.peak_bytes == 0 || stage[live.peak_stage] == live.peak_bytes);
             free(stage);
         }

@@ -81,6 +81,60 @@ TEST(plan__what_never_fits_is_said_with_its_numbers)
     rg_deinit(&r);
 }
 
+/* What operators use inside, any way but in order of the rows. */
+static uint64_t uneven(void *user, koila_sig sig, int64_t rows, int64_t batch)
+{
+    return *(uint64_t *)user ? ((uint64_t)sig * 7919 + (uint64_t)(rows * 31) % 17 * 64) % 2048 : 0 * (uint64_t)batch;
+}
+
+TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
+{ /* one after another with forced rows, which looks at no other number, and a budget: the same plan, or the same words about what is short */
+    uint32_t n_sliced = 0, n_short = 0, n_even = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        uint64_t inside = seed % 2;
+        CHECK(rg_init(&r, NULL, seed, NULL, 0, 40) == KOILA_OK);
+        int64_t largest = 1;
+        bool even = true;
+        for (uint32_t a = 0; a < r.g->axes.n; a++) {
+            const int64_t n = r.g->axes.at[a];
+            largest = n > largest ? n : largest;
+            even &= n > 0 && (n & (n - 1)) == 0;
+        }
+        const uint64_t whole = info_of(&r, options(UINT64_MAX, 0)).peak_bytes;
+        for (uint64_t part = 1; part <= 4 && r.g->axes.n == 1 && largest > 1; part++) { /* with two axes forced rows are other rows */
+            koila_plan_options o = options(whole * part / 5, 0);
+            koila_plan *p = NULL, *q = NULL;
+            koila_error err = KOILA_ERROR_INIT, other = KOILA_ERROR_INIT;
+            o.workspace = uneven, o.user = &inside;
+            const koila_status status = plan_of(&r, o, &p, &err);
+            koila_status expected = KOILA_OOM;
+            koila_plan_options forced = o;
+            forced.rows = largest; /* whole first */
+            expected = plan_of(&r, forced, &q, &other);
+            for (int64_t n = 2; expected == KOILA_OOM && n <= largest; n = n < largest / 2 ? n * 2 : n < largest ? largest : n + 1) {
+                forced.rows = (largest + n - 1) / n;
+                expected = plan_of(&r, forced, &q, &other);
+            }
+            CHECK_EQ(status, expected);
+            if (status == KOILA_OK && expected == KOILA_OK) {
+                const koila_plan_info a = koila_plan_get(p), b = koila_plan_get(q);
+                CHECK(a.n_slices == b.n_slices && a.rows == b.rows);
+                CHECK(a.peak_bytes <= o.budget_bytes && b.peak_bytes <= o.budget_bytes);
+                n_sliced += a.n_slices > 1;
+            } else if (status == KOILA_OOM) {
+                CHECK(strcmp(err.text, other.text) == 0);
+                n_short++;
+                n_even += even;
+            }
+            koila_plan_free(p);
+            koila_plan_free(q);
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_sliced > 100 && n_short > 100 && n_even > 100);
+}
+
 TEST(plan__forced_rows_are_used_and_the_last_slice_is_ragged)
 {
     random_graph r;
