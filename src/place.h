@@ -85,7 +85,8 @@ typedef struct koila__placed {
     koila_placement *need;      /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need + first_input) */
     koila__placed_node *node;   /* [n_nodes of graph] */
     koila_value *lowered;       /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the targets */
-    koila__arena arena;
+    size_t cap_values, cap_needs, cap_nodes; /* elements that were asked for `value`, `need`, `node` */
+    koila__arena arena;         /* of the rest */
 } koila__placed;
 
 /** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one with more rows is kept.

@@ -34,6 +34,8 @@ struct koila__placer {
 
 /** Intern the call, place it, append it; results[desc->n_fresh + n_writes]. false on failure, with p->status set. */
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in, koila_value *results);
+/** S or P value v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. false as above. */
+bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);
 koila_placement koila__placer_placement(const koila__placer *p, koila_value v);
 
 #endif

@@ -33,8 +33,29 @@ struct koila_plan {
 typedef struct candidate {
     koila__keep keep;
     koila__schedule schedule;
-    enum { UNTRIED, CARRIED_OUT, REFUSED } state;
+    enum { UNTRIED, CARRIED_OUT, REFUSED } state; /* REFUSED: or lost */
+    bool never_fits;
 } candidate;
+
+/* Rows of a slice of every axis when the main one is cut into n. */
+static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++) {
+        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
+        if (rows[a] < 1) rows[a] = 1;
+    }
+}
+
+/* Does no number of slices fit the budget, whatever operators use inside? Fewer rows hold no more when no slice is ragged: what grows with the rows of a slice
+ * shrinks, and what the slices before have left is made up of the same rows. */
+static bool never_fits(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, int64_t most_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < p->graph->axes.n; a++)
+        if (p->graph->axes.at[a] & (p->graph->axes.at[a] - 1)) return false;
+    const koila__live_options live = { .rows = rows, .limit = o->budget_bytes };
+    rows_for(p->graph, most_slices, rows);
+    return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes > o->budget_bytes;
+}
 
 /* The peak; above `limit` (0: none) only that it is above. */
 static uint64_t peak_of(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t limit)
@@ -76,15 +97,6 @@ static bool bytes_add_up(const koila_graph *g)
     return true;
 }
 
-/* Rows of a slice of every axis when the main one is cut into n. */
-static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
-{
-    for (uint32_t a = 0; a < g->axes.n; a++) {
-        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
-        if (rows[a] < 1) rows[a] = 1;
-    }
-}
-
 /* Least work first, most work last. */
 static uint32_t policies(uint32_t n_loops, uint32_t keep, koila__keep *out)
 {
@@ -109,13 +121,15 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
     p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-/* Gathers of needed nodes; facts for people; stage peaks. */
+/* Gathers: what is collected though it has a share in every slice, each value once, by the first that needs it whole; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user, 0 };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
+    uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
+    if (!seen) return KOILA_NO_MEMORY;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -124,7 +138,9 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
             for (uint32_t i = 0; i < s->n_inputs; i++) {
                 const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
                 const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE || !p->placed->node[q].in_loop || p->placed->value[v].kind != KOILA_S) continue;
+                if (q == KOILA_NONE || p->placed->need[g->nodes.at[n].first_input + i].kind != KOILA_R || p->placed->value[v].kind != KOILA_S) continue;
+                if (seen[v] > pass) continue;
+                seen[v] = (uint8_t)(pass + 1);
                 if (pass) p->gathers[n_gathers] = (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
                 n_gathers++;
             }
@@ -270,10 +286,7 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
         uint32_t best = KOILA_NONE;
         double least_work = 0;
         uint64_t least_peak = 0;
-        if (forced)
-            for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
-        else
-            rows_for(q->graph, n_slices, rows);
+        uint32_t n_carried_out = 0, n_hopeless = 0;
         for (uint32_t k = 0; k < n_policies; k++) {
             candidate *c = &candidates[k];
             if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
@@ -281,16 +294,28 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
                 c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
                 if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
             }
+            const bool is_new = c->state == UNTRIED;
             KOILA_TRY(make_candidate(q, scheduler, c));
             if (c->state != CARRIED_OUT) continue;
-            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, last ? 0 : o->budget_bytes);
-            if (best == KOILA_NONE) least_work = c->schedule.work;
-            if (best == KOILA_NONE || peak < least_peak) least_peak = peak, best = k;
             if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
+            if (is_new && !last) c->never_fits = never_fits(placed, &c->schedule, o, batch, rows);
+            n_hopeless += c->never_fits;
+            n_carried_out++;
+            if (c->never_fits && !last) continue;
+            if (forced)
+                for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
+            else
+                rows_for(q->graph, n_slices, rows);
+            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
+            uint32_t lost = k;
+            if (best == KOILA_NONE) least_work = c->schedule.work;
+            if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
             if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
+            if (last && lost != KOILA_NONE) koila__schedule_recycle(scheduler, &candidates[lost].schedule), candidates[lost].state = REFUSED;
         }
-        if (best == KOILA_NONE) return KOILA_UNSUPPORTED;
+        if (!n_carried_out) return KOILA_UNSUPPORTED;
         if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
+        if (n_hopeless == n_carried_out) n_slices = batch; /* the last try, for the peak that is told */
     }
 }
 
