@@ -20,6 +20,11 @@
  * placed here like recorded ones, by their own rules, so a rewrite is just a longer program for the same values. koila__place_whole() asks no rule:
  * one slice runs what was recorded.
  *
+ * Note [After a gather]. The result of a gathered call is whole, and so is everything computed from it alone. koila__place_cut() slices it again: where a
+ * dimension of it is the batch (the one an input was sliced along, else one of that size) the calls that follow get an alias of it that is sliced there, and
+ * those that need it whole get it as it was made. Slicing a whole value is exact whatever its rows mean; only the choice of the dimension is a guess. It
+ * saves memory and costs loops, so a plan tries both.
+ *
  * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor, with time in the place of devices.
  */
 #include "placer.h"
@@ -604,26 +609,56 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     return set_whole(p, node, &stack) && drain_r(p, &stack);
 }
 
+/* An alias of v that needs v placed `at` and is placed so. */
+static bool alias(koila__placer *p, koila_value v, koila_placement at, uint16_t axis, koila_value *out)
+{
+    const koila_meta meta = p->to->values.at[v].meta;
+    const koila_arg token = { .kind = KOILA_ARG_TENSOR, .u.id = meta };
+    koila_sig_info desc = { .n_tokens = 1, .n_pos = 1, .tokens = &token, .n_fresh = 1, .outputs = &meta };
+    koila_sig id;
+    attempt a;
+    koila_status s = koila_table_op(p->table, "aten::alias", KOILA_OP_VIEW, &desc.op);
+    if (s == KOILA_OK) s = koila_table_sig(p->table, &desc, &id);
+    if (s != KOILA_OK) return fail(p, s);
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    if (!case_init(p, &a, sig, &v, &p->value.at[v], axis)) return false;
+    a.c.need[0] = a.c.out[0] = at;
+    a.loop = !koila__is_r(at);
+    return append(p, id, sig, &v, &a, false, out);
+}
+
 bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
 {
     if (p->whole_of.at[v] == KOILA_NONE) {
-        const koila_meta meta = p->to->values.at[v].meta;
-        const koila_arg token = { .kind = KOILA_ARG_TENSOR, .u.id = meta };
-        koila_sig_info desc = { .n_tokens = 1, .n_pos = 1, .tokens = &token, .n_fresh = 1, .outputs = &meta };
-        const koila_sig_info *sig;
-        koila_sig id;
-        attempt a;
-        koila_status s = koila_table_op(p->table, "aten::alias", KOILA_OP_VIEW, &desc.op);
-        if (s == KOILA_OK) s = koila_table_sig(p->table, &desc, &id);
-        if (s != KOILA_OK) return fail(p, s);
-        sig = koila__sig(p->table, id);
-        if (!case_init(p, &a, sig, &v, &p->value.at[v], p->value.at[v].axis)) return false;
-        a.c.need[0] = koila__r();
         koila_value whole;
-        if (!append(p, id, sig, &v, &a, false, &whole)) return false;
+        if (!alias(p, v, koila__r(), p->value.at[v].axis, &whole)) return false;
         p->whole_of.at[v] = whole;
     }
     *out = p->whole_of.at[v];
+    return true;
+}
+
+/* Note [After a gather] */
+static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed, uint16_t axis, koila_value *results)
+{
+    const int64_t batch = koila_graph_axis_size(p->from, axis);
+    if (koila_op_flags(p->table, sig->op) & KOILA_OP_OPAQUE) return true;
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        if (sig->outputs[j] == KOILA_NONE) continue;
+        const koila_meta_info *m = koila_meta_get(p->table, sig->outputs[j]);
+        koila_placement at = koila__r();
+        for (uint32_t i = 0; i < sig->n_inputs && koila__is_r(at); i++) {
+            const koila_placement like = placed[i];
+            if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims && m->size[like.dim] == koila__extent(like, batch)) at = like;
+        }
+        for (uint32_t d = 0; d < m->n_dims && koila__is_r(at); d++)
+            if (m->size[d] == batch) at = (koila_placement){ .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = 1 };
+        koila_value rows;
+        if (koila__is_r(at)) continue;
+        if (!alias(p, results[j], at, axis, &rows)) return false;
+        p->whole_of.at[rows] = results[j];
+        results[j] = rows;
+    }
     return true;
 }
 
@@ -671,8 +706,9 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koil
         from[i] = in[i];
         const koila_placement need = a.c.need[i], is = p->value.at[in[i]];
         if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !koila__placer_whole(p, in[i], &from[i])) return false;
+        if (need.kind == KOILA_R && p->whole_of.at[in[i]] != KOILA_NONE) from[i] = p->whole_of.at[in[i]];
     }
-    return append(p, id, sig, from, &a, false, results);
+    return append(p, id, sig, from, &a, false, results) && (ok || !p->cut || cut(p, sig, placed, (uint16_t)axis, results));
 }
 
 static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
@@ -778,6 +814,8 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     }
     for (uint32_t n = 0; n < p->to->nodes.n && !p->whole; n++)
         if (!settle_free(p, n)) return false;
+    for (uint32_t t = 0; t < n_targets && p->cut; t++) /* as it was made: targets are whole */
+        if (lowered[targets[t]] != KOILA_NONE && p->whole_of.at[lowered[targets[t]]] != KOILA_NONE) lowered[targets[t]] = p->whole_of.at[lowered[targets[t]]];
     return true;
 }
 
@@ -792,7 +830,7 @@ static void find_sizes(const koila_graph *g, const koila_placement *value, koila
     }
 }
 
-static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, const koila_allocator *mem,
+static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, bool cut, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
     for (uint32_t t = 0; t < n_targets; t++)
@@ -800,7 +838,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     const koila_allocator a = koila__allocator(mem);
     koila__arena keep;
     koila__arena_init(&keep, &a);
-    koila__placer p = { .from = recorded, .table = koila_graph_table(recorded), .mem = a, .keep = &keep, .main_axis = KOILA_NONE, .line = KOILA_NONE, .whole = whole };
+    koila__placer p = { .from = recorded, .table = koila_graph_table(recorded), .mem = a, .keep = &keep, .main_axis = KOILA_NONE, .line = KOILA_NONE, .whole = whole, .cut = cut };
     koila__arena_init(&p.scratch, &a);
     koila__placed *r = NULL;
     p.status = koila_graph_new(p.table, &a, &p.to);
@@ -840,13 +878,19 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, false, mem, out, err);
+    return place(recorded, targets, n_targets, false, false, mem, out, err);
+}
+
+koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
+                              koila__placed **out, koila_error *err)
+{
+    return place(recorded, targets, n_targets, false, true, mem, out, err);
 }
 
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                                 koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, true, mem, out, err);
+    return place(recorded, targets, n_targets, true, false, mem, out, err);
 }
 
 void koila__placed_free(koila__placed *p)

@@ -93,6 +93,9 @@ typedef struct koila__placed {
  *  On success *out is yours: koila__placed_free(). Expected: NO_MEMORY, UNSUPPORTED. */
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                           koila__placed **out, koila_error *err);
+/** The same, but what a gathered call gives is sliced again: Note [After a gather] in place.c. */
+koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
+                              koila__placed **out, koila_error *err);
 /** The same graph with everything R and every node outside loops: how one slice runs (bit-equal to eager). */
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                                 koila__placed **out, koila_error *err);
