@@ -66,6 +66,29 @@ def test_every_operator_is_right_or_refused_by_name(shard):
     assert sum(r[0] == "same" for r in found.values()) > 0.5 * len(found)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "op, dtype, relative",
+    [("sin", "float64", 1.2e-7), ("sin", "float64", 4e-9), ("cfloat", "float64", 4e-6), ("cov", "float64", 1.2e-7), ("sin", "float32", 2e-5)],
+)
+def test_a_fault_of_the_size_of_the_dtype_s_rounding_is_caught(op, dtype, relative, monkeypatch):
+    """What is float64 from end to end is held to float64; what is single precision somewhere, to a few of its own roundings."""
+    import opinfo_sweep as one_op
+    import torch
+
+    info = next(o for o in one_op.op_db if o.name == op)
+    sample = next(s for s in info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=True) if one_op.first_batched(s) is not None)
+    assert one_op.one(info, sample, ["even"]) == ("same", "")
+    plain = one_op.run
+
+    def faulty(op, sample, n, lazily):
+        found = plain(op, sample, n, lazily)
+        return [t * (1 + relative) if t is not None and lazily else t for t in found]
+
+    monkeypatch.setattr(one_op, "run", faulty)
+    assert one_op.one(info, sample, ["even"])[0] == "wrong"
+
+
 if __name__ == "__main__":
     results = {}
     for s in range(N_SHARDS):
