@@ -148,7 +148,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         that was given is never written.
 
     Raises:
-        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree.
+        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a value that is lazy along another dimension already
+            (along the same one it is given back as it is).
         UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
 
     Example:
@@ -201,8 +202,10 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         if t.shape[d] != size:
             along = f"axis {d0}" if d == d0 else f"axes {d0} and {d}"
             raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}) and {t.shape[d]} ({describe(t)})")
-    plain = [t for t, _ in found if not _core.is_lazy(t)]
-    if size == 0 or not plain:  # nothing to slice; or lazy already
+    if size == 0:  # nothing to slice
+        return value
+    again = {id(t) for t, d in found if _core.is_lazy(t) and not _stays(t, d, call)}
+    if all(_core.is_lazy(t) and id(t) not in again for t, _ in found):  # lazy already
         return value
 
     _sharded.refuse_recording()
@@ -211,14 +214,27 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
 
     def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
         d = _dimension(t, dim, where)
-        if d is None or _core.is_lazy(t):
+        if d is None or (_core.is_lazy(t) and id(t) not in again):
             return t
         key = (id(t), d)  # one tensor given twice stays one
         if key not in made:
-            made[key] = _wrap(t, axis, d)
+            made[key] = _wrap(_core.concrete(t) if id(t) in again else t, axis, d)
         return made[key]
 
     return tree_map(wrap, value, batch)
+
+
+def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
+    """Does `lazy(t)` of a lazy tensor give it back as it is? Not when it is a plain tensor by now (a state kept from an earlier step): that is made lazy anew.
+    A value that is cut along another axis, or is one value for the whole batch, is refused: nobody gets uncut rows for cut ones unasked."""
+    kind, at, made, here = _core.cut_of(t)
+    if kind == "slice" and at != dim:
+        matter = f"{describe(t)} is lazy along axis {at} already, and cannot also be cut along axis {dim}. Leave it as it is (batch={at} or None)"
+    elif kind == "whole":
+        matter = f"{describe(t)} is one value made of the whole batch, and cannot be cut along axis {dim}. Leave it as it is (batch=None)"
+    else:
+        return kind != "plain" or t.requires_grad or not _core.is_concrete(t)
+    raise ValueError(f"{call}{here and f' at {here}'}: {matter}, or compute it first: lazy(x.torch(), batch={dim}){made and f'. It was made at {made}'}")
 
 
 _given = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator

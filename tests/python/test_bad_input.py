@@ -108,6 +108,51 @@ def test_a_lazy_tensor_beside_a_new_one():
         assert torch.equal(koila.run(a + b), given * 2 + other)
 
 
+@pytest.mark.parametrize(
+    "again, words",
+    [
+        (lambda x: lazy(x, batch=1), ["lazy(<1 value>, batch=1) at ", "test_bad_input.py:", "f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
+        (lambda x: lazy({"a": [x]}, batch={"a": [-2]}), ["f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
+        (lambda x: lazy(torch.ones(6), x, batch=(0, 1)), ["<2 values>", "axis 0", "axis 1"]),
+        (lambda x: lazy(x.transpose(0, 1) * 2), ["axis 1 already", "along axis 0", "It was made at ", "test_bad_input.py:"]),
+        (lambda x: lazy(x.sum(0)), ["f32[6, 4] is one value made of the whole batch", "axis 0"]),
+        (lambda x: lazy(x.sort(0)[0]), ["f32[6, 6, 4] is one value made of the whole batch", "axis 0"]),
+    ],
+)
+def test_a_value_that_is_lazy_in_another_way_is_refused(again, words):
+    x = lazy(torch.randn(6, 6, 4))
+    with pytest.raises(ValueError) as e:
+        again(x)
+    for word in words:
+        assert word in str(e.value)
+    assert tuple((x * 2).torch().shape) == (6, 6, 4)
+
+
+def test_a_value_that_is_lazy_in_the_same_way_stays():
+    x = lazy(torch.randn(6, 6, 4))
+    for again, dim in ((x * 2, 0), (x.transpose(0, 1), 1), (x.flatten(0, 1), 0)):
+        assert lazy(again, batch=dim) is again
+        again.torch()
+        assert lazy(again, batch=dim) is again
+    zeros = x.new_zeros(3, 6)
+    assert lazy(zeros, batch=1) is zeros
+    one = lazy(torch.randn(1, 3)) * 2
+    assert lazy(one) is one
+
+
+def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
+    """Truncated backpropagation through time: what the last step left is cut again, along any axis."""
+    w = torch.randn(4, 4, dtype=D, requires_grad=True)
+    state = lazy(torch.randn(6, 4, dtype=D)) @ w
+    state.sum().backward()
+    state = state.detach()
+    with koila.micro_batch(2):
+        for dim in (0, 1):
+            fresh = lazy(state, batch=dim)
+            assert fresh is not state and koila.run((fresh * 2).sum()) == state.torch().mul(2).sum()
+            assert koila.last_plan().n_micro_batches == state.shape[dim] // 2
+
+
 def test_an_empty_batch_is_right():
     x = lazy(torch.ones(0, 3))
     assert tuple(koila.run(x * 2).shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
