@@ -149,7 +149,7 @@ def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
     with koila.micro_batch(2):
         for dim in (0, 1):
             fresh = lazy(state, batch=dim)
-            assert fresh is not state and koila.run((fresh * 2).sum()) == state.torch().mul(2).sum()
+            assert fresh is not state and torch.allclose(koila.run((fresh * 2).sum()), state.torch().mul(2).sum(), atol=1e-12)
             assert koila.last_plan().n_micro_batches == state.shape[dim] // 2
 
 
