@@ -211,6 +211,16 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
+/* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records beside a step that is open, not into it. */
+static PyObject *py_swap_open(PyObject *self, PyObject *tape)
+{
+    (void)self;
+    if (tape != Py_None && !Py_IS_TYPE(tape, &koila__tape_type)) return PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None"), NULL;
+    PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None); /* ours goes to the caller */
+    koila__open = tape == Py_None ? NULL : (koila__tape *)Py_NewRef(tape);
+    return before;
+}
+
 static PyObject *py_explain(PyObject *self, PyObject *list)
 {
     koila_value *values = NULL;
@@ -317,6 +327,7 @@ static PyMethodDef methods[] = {
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS, "finish_step(tape, done): after run_all(..., True)." },
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
+    { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
     { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },

@@ -1197,6 +1197,8 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 # -- BatchNorm
 
+effects_count = True  # False while explain() records a backward that nobody called: a checkpoint in it runs its forward again
+
 
 @special("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm")
 def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1223,7 +1225,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             redispatch(aten.copy_.default, (buffer, value), {})
         elif not _core.is_lazy(value):
             write_real(aten.copy_.default, (buffer, value), {})
-        else:
+        elif effects_count:
             _core.effect(value, buffer)
     if x.size(0) == 1 and _core.is_lazy(new_mean):  # instance_norm: its statistics are temporaries that it reads at once
         _core.run(_core.tape_of(new_mean), [], True)
