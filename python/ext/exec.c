@@ -646,7 +646,7 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             clear_local(x);
             break;
         }
-        if (e - b > 1) {
+        if (e - b > 1 && !x->c->in_step) {
             PyErr_Clear();
             clear_local(x);
             for (uint32_t i = 0; i < st->n_instrs; i++)

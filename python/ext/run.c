@@ -227,7 +227,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     uint64_t n_run = 0, limit, base = koila__truth_current(), peak_before = 0;
     int status = -1;
     int64_t rows = koila__settings.rows;
-    bool measured = false;
+    bool measured = false, agreed = false;
+    PyObject *keys = NULL;
     request r = { 0 };
     if (!targets) return PyErr_NoMemory(), -1;
 #define WANT(v_)                                                   \
@@ -267,7 +268,11 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         const uint64_t budget = koila__free_bytes(&limit);
         koila_graph *part = r.part;
         r.part = NULL;
-        const bool tune = koila__settings.fastest && !koila__settings.rows && !retries;
+        if (!keys && !(keys = koila__ranks_keys(part))) {
+            koila_graph_free(part);
+            goto done;
+        }
+        const bool tune = koila__settings.fastest && !koila__settings.rows && !retries && !agreed;
         const uint64_t tune_key = koila_graph_hash(part);
         if (tune) rows = koila__tuned_rows(tune_key);
         cached *c = koila__plan_for(part, r.targets, n, budget, rows, &err, &plan_status);
@@ -281,6 +286,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 targets[largest] = targets[--n];
                 continue;
             }
+            uint32_t nobody;
+            if (plan_status == KOILA_OOM && !koila__settings.dry && koila__ranks_agree(keys, NULL, true, &nobody) < 0) PyErr_Clear();
             koila__raise_no_fit(plan_status, &err, "one step");
             goto done;
         }
@@ -299,10 +306,22 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__last.budget_bytes = limit;
             status = 0;
             koila__request_free(&r);
+            Py_XDECREF(keys);
             PyMem_Free(targets);
             PyMem_Free(results);
             return 0;
         }
+        uint32_t n_slices;
+        const int ranks = koila__ranks_agree(keys, c, agreed || koila__settings.rows, &n_slices);
+        if (ranks < 0 || n_slices) {
+            const int64_t batch = c->info.batch;
+            koila__cached_release(c);
+            if (ranks < 0) goto done;
+            rows = (batch + n_slices - 1) / n_slices;
+            agreed = true;
+            continue;
+        }
+        c->in_step = ranks == 1;
         PyMem_Free(results);
         results = PyMem_Calloc(n + 1, sizeof *results);
         if (!results) {
@@ -319,21 +338,21 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (tune && status == 0) koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
         if (peak_before > peak) koila__truth_swap_peak(peak_before);
-        if (status < 0 && koila__is_out_of_memory() && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
+        if (status < 0 && koila__is_out_of_memory() && !c->in_step && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
             PyErr_Clear(); /* the plan was too optimistic: half the rows */
             rows = (c->info.rows + 1) / 2;
             retries++;
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && n > n_must && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        if (status < 0 && n > n_must && !c->in_step && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
             PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
             n = n_must;
             koila__cached_release(c);
             continue;
         }
         if (status < 0 && koila__is_out_of_memory()) {
-            char text[300];
+            char text[500];
             koila_gather top[3];
             const uint32_t n_top = koila_plan_largest(c->plan, top, 3);
             int used = snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:", (long long)c->info.rows);
@@ -341,6 +360,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 const koila_node q = koila_value_get(koila_plan_graph(c->plan), top[i].value).node;
                 used += snprintf(text + used, sizeof text - (size_t)used, " %s %.1f MiB", q == KOILA_NONE ? "input" : koila_op_name(koila__table, koila_sig_get(koila__table, koila_node_get(koila_plan_graph(c->plan), q).sig)->op), (double)top[i].bytes / 1048576.0);
             }
+            if (c->in_step && used > 0 && (size_t)used < sizeof text)
+                snprintf(text + used, sizeof text - (size_t)used, ". A sharded module's slice cannot be cut on one rank alone: give all ranks a smaller koila.micro_batch(n)");
             raise_out_of_memory(text, 0);
         }
         if (status == 0) {
@@ -364,6 +385,7 @@ commit:
 done:
     if (commit_effects && (status < 0 || !later)) t->failed = status < 0;
     koila__request_free(&r);
+    Py_XDECREF(keys);
     PyMem_Free(targets);
     PyMem_Free(results);
     return status;

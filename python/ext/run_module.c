@@ -312,6 +312,13 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_ranks_ask(PyObject *self, PyObject *agree)
+{
+    (void)self;
+    koila__ranks_ask(agree);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -335,6 +342,7 @@ static PyMethodDef methods[] = {
     { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
+    { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(agree): from now on steps with opaque calls ask it before they run." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };
