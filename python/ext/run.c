@@ -96,14 +96,19 @@ static int check_versions(koila__tape *t, const request *r)
         uint32_t now;
         if (koila__version_of(t->values[v].real, &now) < 0) return -1;
         if (now == t->values[v].version) continue;
-        PyObject *shape = PyObject_GetAttrString(t->values[v].real, "shape");
-        if (shape)
-            PyErr_Format(koila__torch.stale_type,
-                         "a value recorded before was asked for, but it needs a tensor of shape %R that has been written since (version %u, recorded at %u): a parameter "
-                         "after optimizer.step(), or a buffer. Ask for it before that (print it, .item(), .torch()), or keep a reference to it until the step runs: "
-                         "values you hold are saved as they pass by",
-                         shape, now, t->values[v].version);
-        Py_XDECREF(shape);
+        const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
+        char shape[400] = "", where[400] = "";
+        for (uint32_t d = 0, at = 0; d < m->n_dims && at < sizeof shape; d++) at += (uint32_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        for (koila_node n = 0; !where[0] && n < koila_graph_n_nodes(t->graph); n++) { /* the first line that read it */
+            const koila_node_info info = koila_node_get(t->graph, n);
+            for (uint32_t i = 0; info.line != KOILA_NONE && i < koila_sig_get(koila__table, info.sig)->n_inputs; i++)
+                if (koila_node_inputs(t->graph, n)[i] == v) snprintf(where, sizeof where, ", read at %s:%u", koila_graph_line_file(t->graph, info.line), koila_graph_line_number(t->graph, info.line));
+        }
+        PyErr_Format(koila__torch.stale_type,
+                     "what is asked for was recorded from a tensor %s[%s]%s, which has been written since (version %u, recorded at %u): a parameter after optimizer.step(), or a "
+                     "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before the write; or hold the value in a variable while backward() runs: what you "
+                     "hold is saved as it passes by",
+                     koila_dtype_text(m->dtype), shape, where, now, t->values[v].version);
         return -1;
     }
     return 0;

@@ -375,7 +375,24 @@ static void settle(koila__tape *t)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_INCREF(t);
-    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) PyErr_WriteUnraisable((PyObject *)t);
+    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) {
+        PyObject *error, *said, *where;
+        PyErr_Fetch(&error, &said, &where);
+        PyObject *stale = koila__helper("StaleValueError");
+        if (stale && error && PyErr_GivenExceptionMatches(error, stale)) {
+            Py_CLEAR(error);
+            Py_CLEAR(said);
+            Py_CLEAR(where);
+            if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                                 "koila: a training-mode forward pass was left without backward, and what it was computed from has been written since: its running statistics (%u) "
+                                 "stay as they were",
+                                 t->n_effects) == 0)
+                koila__tape_drop_effects(t);
+        }
+        Py_XDECREF(stale);
+        if (error) PyErr_Restore(error, said, where);
+        if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)t);
+    }
     Py_DECREF(t);
     PyErr_Restore(type, value, trace);
 }

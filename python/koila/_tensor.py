@@ -476,6 +476,11 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise error.with_traceback(None) from None
         raise e.with_traceback(None) from None
     _dtype_error(func, args, kwargs)
+    if _unlike(func, args, kwargs):
+        try:
+            _real_error(func, args, kwargs)
+        except Exception as e:
+            raise e.with_traceback(None) from None
     schema = func._schema
     written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
     if written:
@@ -563,6 +568,33 @@ def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
     except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
         if "not implemented for" in str(e):
             raise e.with_traceback(None) from None
+
+
+_ALIKE = frozenset(
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
+    " native_layer_norm native_group_norm binary_cross_entropy nll_loss_forward nll_loss2d_forward nll_loss_nd index_add scatter_reduce prelu grid_sampler_2d".split()
+)
+
+
+def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
+    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few overlook a shape. There eager is asked: it nearly always objects."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    dtypes = {t.dtype for t in _tensors(args, kwargs)}
+    if name.startswith("bitwise"):
+        return any(d.is_floating_point or d.is_complex for d in dtypes)
+    if name == "bucketize":
+        return isinstance(args[0], torch.Tensor) and args[1].dim() != 1
+    if name == "index_add":
+        sizes = [[n for i, n in enumerate(t.size()) if i != args[1] % max(1, t.dim())] for t in (args[0], args[3])]
+        if sizes[0] != sizes[1]:
+            return True
+    if name not in _ALIKE or len(dtypes) == 1:
+        return False
+    if name.startswith("nll_loss"):
+        dtypes.discard(torch.int64)
+    elif name in ("index_add", "scatter_reduce"):
+        dtypes -= {torch.int64, torch.int32}  # the index
+    return len(dtypes) > 1
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
