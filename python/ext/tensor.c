@@ -369,7 +369,9 @@ static void settle(koila__tape *t)
 { /* nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note [Effects] in tape.c */
     if (t->n_handles || !t->n_effects) return;
     if (t->failed || t->planned) { /* a step that failed, or was only planned, changes nothing outside */
-        koila__tape_drop_effects(t);
+        Py_INCREF(t);
+        koila__tape_give_up(t);
+        Py_DECREF(t);
         return;
     }
     PyObject *type, *value, *trace;
@@ -387,7 +389,7 @@ static void settle(koila__tape *t)
                                  "koila: a training-mode forward pass was left without backward, and what it was computed from has been written since: its running statistics (%u) "
                                  "stay as they were",
                                  t->n_effects) == 0)
-                koila__tape_drop_effects(t);
+                koila__tape_give_up(t);
         }
         Py_XDECREF(stale);
         if (error) PyErr_Restore(error, said, where);

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any, Callable
 
@@ -1238,6 +1239,34 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 effects_count = True  # False while explain() records a backward that nobody called: a checkpoint in it runs its forward again
 
 
+_counted: weakref.WeakKeyDictionary[Any, list[tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()  # tape -> counters of its forwards, with their versions
+_counts = {torch.nn.modules.batchnorm._BatchNorm.forward.__code__, torch.nn.SyncBatchNorm.forward.__code__}  # where torch itself does `num_batches_tracked.add_(1)`
+
+
+def _remember_count(value: Any, mean: torch.Tensor) -> None:
+    """The module that called has counted this batch already, in plain torch; its statistics come when the step is complete. Both or neither: see uncount()."""
+    frame: Any = sys._getframe(2)
+    for _ in range(16):
+        if frame is None:
+            return
+        if frame.f_code in _counts:
+            module = frame.f_locals["self"]
+            counter = module.num_batches_tracked
+            if module.running_mean is mean and counter is not None and not _core.is_lazy(counter):
+                _counted.setdefault(_core.tape_of(value), []).append((counter, counter._version))
+            return
+        frame = frame.f_back
+
+
+def uncount(tape: Any) -> None:
+    """The step failed, its statistics do not happen: the batches it counted were none. What has been written since stays as written."""
+    for counter, version in reversed(_counted.pop(tape, ())):
+        if counter._version == version:
+            with torch.no_grad():
+                counter.sub_(1)
+            torch._C._autograd._unsafe_set_version_counter((counter,), (version - 1,))
+
+
 @special("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm")
 def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In training mode: the functional form; the new running statistics are written when the step ends, exactly once."""
@@ -1265,6 +1294,8 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             write_real(aten.copy_.default, (buffer, value), {})
         elif effects_count:
             _core.effect(value, buffer)
+            if buffer is mean:
+                _remember_count(value, mean)
     if x.size(0) == 1 and _core.is_lazy(new_mean):  # instance_norm: its statistics are temporaries that it reads at once
         _core.run(_core.tape_of(new_mean), [], True)
     if name in ("_batch_norm_with_update", "cudnn_batch_norm"):  # the last is workspace of a backward kernel that is not used
