@@ -1,5 +1,5 @@
-"""Two processes with fully sharded parameters (FSDP2). The module runs as it is, on real slices of each rank's batch; every rank must cut its batch into
-equally many slices, because the module talks to the other ranks in each.
+"""Two processes with fully sharded parameters (FSDP2). The module runs as it is, on real slices of each rank's batch; the ranks agree on how
+many, because the module talks to the other ranks in each.
 
     python examples/fsdp.py
 """

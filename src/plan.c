@@ -208,7 +208,7 @@ static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph
         memcpy(largest + used, one, (size_t)k + 1);
         used += (size_t)k;
     }
-    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are there, %llu bytes short; largest: %s", (long long)p->info.rows,
+    koila__fail(err, KOILA_OOM, 0, "a slice of %lld row(s) needs %s, %s are free, %llu bytes short; largest: %s", (long long)p->info.rows,
                 size_text(needs, p->info.peak_bytes), size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget), largest);
 }
 

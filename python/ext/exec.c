@@ -576,6 +576,25 @@ done:
 
 /* ---- one slice, one stage */
 
+/* An operator of node n raised: what is set learns which, of which line, and on which rows. (In front of Python 3.11 exceptions take no notes.) */
+static void add_note(const exec *x, koila_node n, bool in_loop)
+{
+    PyObject *type, *value, *trace, *text, *done = NULL;
+    if (koila__is_out_of_memory() || !PyErr_ExceptionMatches(PyExc_Exception)) return; /* tried again, or worded elsewhere */
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    const uint32_t line = koila_node_get(x->c->part, koila_plan_recorded(x->plan, n)).line;
+    const char *file = line == KOILA_NONE ? NULL : koila_graph_line_file(x->c->part, line);
+    char rows[96] = "";
+    if (in_loop) snprintf(rows, sizeof rows, ", on rows %lld to %lld of %lld", (long long)x->begin, (long long)x->end - 1, (long long)x->batch);
+    text = file ? PyUnicode_FromFormat("koila: raised by %s of %s:%u%s", koila_op_name(x->table, koila_sig_get(x->table, koila_node_get(x->g, n).sig)->op), file, koila_graph_line_number(x->c->part, line), rows) : NULL;
+    if (text && value && PyObject_HasAttrString(value, "add_note")) done = PyObject_CallMethod(value, "add_note", "O", text);
+    Py_XDECREF(done);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+}
+
 static int run_instrs(exec *x, const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
@@ -586,6 +605,7 @@ static int run_instrs(exec *x, const koila_stage *st)
         case KOILA_DO_RUN: {
             const uint64_t old = x->measure ? koila__truth_swap_peak(koila__truth_current()) : 0;
             status = run_node(x, in, st->is_loop);
+            if (status < 0) add_note(x, in->id, st->is_loop);
             if (x->measure) {
                 const uint64_t peak = koila__truth_peak(), now = koila__truth_current();
                 if (status == 0) koila__learn(koila_node_get(x->g, in->id).sig, x->end - x->begin, x->batch, peak - now);
@@ -646,7 +666,7 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             clear_local(x);
             break;
         }
-        if (e - b > 1) {
+        if (e - b > 1 && !x->c->in_step) {
             PyErr_Clear();
             clear_local(x);
             for (uint32_t i = 0; i < st->n_instrs; i++)

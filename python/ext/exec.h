@@ -35,6 +35,7 @@ typedef struct cached {
     koila_graph *part;
     koila_plan *plan;
     koila_plan_info info;
+    bool in_step; /* other ranks run the same calls at the same time: what fails cannot be tried again by this one alone */
 } cached;
 
 extern struct koila__last_step {
@@ -60,6 +61,13 @@ void koila__plan_cache_clear(void); /* and what was learned */
 /* ---- probe.c: what operators use inside that never ran here. Both learn; neither fails, neither leaves anything allocated or an exception set. */
 void koila__probe_graph(const koila_graph *g, int64_t rows); /* before planning; rows: as forced, 0: not */
 void koila__probe_plan(const koila_plan *plan);              /* at the rows that were planned, where they are few */
+
+/* ---- ranks.c: sharded modules, which all ranks must call equally often */
+void koila__ranks_ask(PyObject *agree);               /* koila._sharded.agree */
+PyObject *koila__ranks_keys(const koila_graph *part); /* the opaque calls in it: a new list, empty where nothing is sharded */
+/* May plan c run (NULL: there is none, and the other ranks are told)? 1: all ranks are about to make the same calls, or *n_slices is not 0 and is the number that all
+ * plan with now. 0: nothing of it is sharded. -1: an exception, on all ranks. `settled`: the rows are forced, or were agreed on before. */
+int koila__ranks_agree(PyObject *keys, const cached *c, bool settled, uint32_t *n_slices);
 
 /* ---- run.c */
 /* The part of the tape that makes the targets, and the way back. All arrays are PyMem. */

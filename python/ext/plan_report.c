@@ -41,14 +41,22 @@ static const char *op_of_node(const koila_plan *plan, koila_node n)
     return n == KOILA_NONE ? "input" : koila_op_name(koila__table, koila_sig_get(koila__table, koila_node_get(g, n).sig)->op);
 }
 
+static const char *readable(char *out, size_t n, uint64_t bytes)
+{
+    if (bytes < 1u << 20) snprintf(out, n, "%.1f KiB", (double)bytes / 1024.0);
+    else snprintf(out, n, "%.1f MiB", (double)bytes / 1048576.0);
+    return out;
+}
+
 PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
     PyObject *shape = shape_of(m), *line = line_of(plan, part, g.node), *list = shape ? PySequence_List(shape) : NULL, *text = NULL;
-    char mib[64];
-    snprintf(mib, sizeof mib, "%.1f MiB; one slice is %.1f MiB", (double)g.bytes / 1048576.0, (double)koila_plan_value_bytes(plan, g.value, rows) / 1048576.0);
+    char whole[32], slice[32];
     if (list && line)
-        text = PyUnicode_FromFormat("%s over the batch needs %s%S whole, %s. %U", op_of_node(plan, g.node), koila_dtype_text(m->dtype), list, mib, line);
+        text = PyUnicode_FromFormat("%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; without it the step runs, and holds the whole for a while", op_of_node(plan, g.node),
+                                    PyUnicode_GET_LENGTH(line) ? " at " : "", line, koila_dtype_text(m->dtype), list, readable(whole, sizeof whole, g.bytes),
+                                    readable(slice, sizeof slice, koila_plan_value_bytes(plan, g.value, rows)));
     Py_XDECREF(shape);
     Py_XDECREF(list);
     Py_XDECREF(line);

@@ -96,14 +96,19 @@ static int check_versions(koila__tape *t, const request *r)
         uint32_t now;
         if (koila__version_of(t->values[v].real, &now) < 0) return -1;
         if (now == t->values[v].version) continue;
-        PyObject *shape = PyObject_GetAttrString(t->values[v].real, "shape");
-        if (shape)
-            PyErr_Format(koila__torch.stale_type,
-                         "a value recorded before was asked for, but it needs a tensor of shape %R that has been written since (version %u, recorded at %u): a parameter "
-                         "after optimizer.step(), or a buffer. Ask for it before that (print it, .item(), .torch()), or keep a reference to it until the step runs: "
-                         "values you hold are saved as they pass by",
-                         shape, now, t->values[v].version);
-        Py_XDECREF(shape);
+        const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
+        char shape[400] = "", where[400] = "";
+        for (uint32_t d = 0, at = 0; d < m->n_dims && at < sizeof shape; d++) at += (uint32_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "", (long long)m->size[d]);
+        for (koila_node n = 0; !where[0] && n < koila_graph_n_nodes(t->graph); n++) { /* the first line that read it */
+            const koila_node_info info = koila_node_get(t->graph, n);
+            for (uint32_t i = 0; info.line != KOILA_NONE && i < koila_sig_get(koila__table, info.sig)->n_inputs; i++)
+                if (koila_node_inputs(t->graph, n)[i] == v) snprintf(where, sizeof where, ", read at %s:%u", koila_graph_line_file(t->graph, info.line), koila_graph_line_number(t->graph, info.line));
+        }
+        PyErr_Format(koila__torch.stale_type,
+                     "what is asked for was recorded from a tensor %s[%s]%s, which has been written since (version %u, recorded at %u): a parameter after optimizer.step(), or a "
+                     "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before the write; or hold the value in a variable while backward() runs: what you "
+                     "hold is saved as it passes by",
+                     koila_dtype_text(m->dtype), shape, where, now, t->values[v].version);
         return -1;
     }
     return 0;
@@ -227,7 +232,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     uint64_t n_run = 0, limit, base = koila__truth_current(), peak_before = 0;
     int status = -1;
     int64_t rows = koila__settings.rows;
-    bool measured = false;
+    bool measured = false, agreed = false;
+    PyObject *keys = NULL;
     request r = { 0 };
     if (!targets) return PyErr_NoMemory(), -1;
 #define WANT(v_)                                                   \
@@ -267,7 +273,11 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         const uint64_t budget = koila__free_bytes(&limit);
         koila_graph *part = r.part;
         r.part = NULL;
-        const bool tune = koila__settings.fastest && !koila__settings.rows && !retries;
+        if (!keys && !(keys = koila__ranks_keys(part))) {
+            koila_graph_free(part);
+            goto done;
+        }
+        const bool tune = koila__settings.fastest && !koila__settings.rows && !retries && !agreed;
         const uint64_t tune_key = koila_graph_hash(part);
         if (tune) rows = koila__tuned_rows(tune_key);
         cached *c = koila__plan_for(part, r.targets, n, budget, rows, &err, &plan_status);
@@ -281,6 +291,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 targets[largest] = targets[--n];
                 continue;
             }
+            uint32_t nobody;
+            if (plan_status == KOILA_OOM && !koila__settings.dry && koila__ranks_agree(keys, NULL, true, &nobody) < 0) PyErr_Clear();
             koila__raise_no_fit(plan_status, &err, "one step");
             goto done;
         }
@@ -299,10 +311,22 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__last.budget_bytes = limit;
             status = 0;
             koila__request_free(&r);
+            Py_XDECREF(keys);
             PyMem_Free(targets);
             PyMem_Free(results);
             return 0;
         }
+        uint32_t n_slices;
+        const int ranks = koila__ranks_agree(keys, c, agreed || koila__settings.rows, &n_slices);
+        if (ranks < 0 || n_slices) {
+            const int64_t batch = c->info.batch;
+            koila__cached_release(c);
+            if (ranks < 0) goto done;
+            rows = (batch + n_slices - 1) / n_slices;
+            agreed = true;
+            continue;
+        }
+        c->in_step = ranks == 1;
         PyMem_Free(results);
         results = PyMem_Calloc(n + 1, sizeof *results);
         if (!results) {
@@ -319,21 +343,21 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         if (tune && status == 0) koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
         if (peak_before > peak) koila__truth_swap_peak(peak_before);
-        if (status < 0 && koila__is_out_of_memory() && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
+        if (status < 0 && koila__is_out_of_memory() && !c->in_step && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
             PyErr_Clear(); /* the plan was too optimistic: half the rows */
             rows = (c->info.rows + 1) / 2;
             retries++;
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && n > n_must && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        if (status < 0 && n > n_must && !c->in_step && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
             PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
             n = n_must;
             koila__cached_release(c);
             continue;
         }
         if (status < 0 && koila__is_out_of_memory()) {
-            char text[300];
+            char text[500];
             koila_gather top[3];
             const uint32_t n_top = koila_plan_largest(c->plan, top, 3);
             int used = snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:", (long long)c->info.rows);
@@ -341,6 +365,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 const koila_node q = koila_value_get(koila_plan_graph(c->plan), top[i].value).node;
                 used += snprintf(text + used, sizeof text - (size_t)used, " %s %.1f MiB", q == KOILA_NONE ? "input" : koila_op_name(koila__table, koila_sig_get(koila__table, koila_node_get(koila_plan_graph(c->plan), q).sig)->op), (double)top[i].bytes / 1048576.0);
             }
+            if (c->in_step && used > 0 && (size_t)used < sizeof text)
+                snprintf(text + used, sizeof text - (size_t)used, ". A sharded module's slice cannot be cut on one rank alone: give all ranks a smaller koila.micro_batch(n)");
             raise_out_of_memory(text, 0);
         }
         if (status == 0) {
@@ -364,6 +390,7 @@ commit:
 done:
     if (commit_effects && (status < 0 || !later)) t->failed = status < 0;
     koila__request_free(&r);
+    Py_XDECREF(keys);
     PyMem_Free(targets);
     PyMem_Free(results);
     return status;

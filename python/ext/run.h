@@ -6,7 +6,7 @@
 
 bool koila__is_out_of_memory(void);                  /* the exception that is set; leaves it set */
 PyObject *koila__pseudo_object(const char *name);    /* borrowed callable that implements "koila::name" */
-/* A gather worded for people: "aten::sort over the batch needs f32[4096, 1000] whole, 15.6 MiB; one slice is 0.5 MiB. train.py:41". New reference. */
+/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. */
 PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows);
 /* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`. */
 PyObject *koila__plan_dict(const koila_plan *plan, const koila_graph *part, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run);

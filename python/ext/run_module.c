@@ -158,6 +158,69 @@ static PyObject *py_take_all(PyObject *self, PyObject *list)
     return out;
 }
 
+static void text_of_line(const koila_graph *g, uint32_t line, char *out, size_t n)
+{
+    if (line != KOILA_NONE) snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
+}
+
+/* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice": they are cut along `dim`; "whole": it is made of the batch, and is one
+ * value for all slices (a sum, what a gather makes); "plain": nothing of the batch is in it, or it is concrete and its step is over; "": cannot be known. `made`:
+ * the line that made it, "" for what was handed to lazy(); `here`: the user's line now. */
+static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
+{
+    (void)self;
+    if (!koila__is_lazy(lazy) || !koila__handle_of(lazy)) return PyErr_SetString(PyExc_TypeError, "cut_of() takes a lazy tensor"), NULL;
+    koila__handle *h = koila__handle_of(lazy);
+    const koila_value v = koila__value_of(h);
+    if (v == KOILA_NONE) return NULL;
+    koila__tape *t = h->group->tape;
+    const koila_value_info info = koila_value_get(t->graph, v);
+    char made[300] = "", here[300] = "";
+    text_of_line(t->graph, koila__line_now(t), here, sizeof here);
+    if (info.node == KOILA_NONE) return Py_BuildValue("sIss", info.leaf_kind == KOILA_LEAF_BATCH ? "slice" : "plain", (unsigned)info.dim, made, here);
+    text_of_line(t->graph, koila_node_get(t->graph, info.node).line, made, sizeof made);
+    if (t->values[v].real && t->closed) return Py_BuildValue("sIss", "plain", 0u, made, here);
+
+    koila_graph *part = NULL; /* as recorded, whatever is concrete by now */
+    koila_value *value_of = PyMem_Malloc((koila_graph_n_values(t->graph) + 1) * sizeof *value_of);
+    koila_node *node_from = PyMem_Malloc((koila_graph_n_nodes(t->graph) + 1) * sizeof *node_from);
+    koila_plan *plan = NULL;
+    const koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = UINT64_MAX, .rows = 1 };
+    koila_error err = KOILA_ERROR_INIT;
+    const char *kind = "";
+    unsigned dim = 0;
+    if (value_of && node_from && koila_graph_extract(t->graph, &v, 1, NULL, NULL, &part, value_of, node_from) == KOILA_OK) {
+        bool batched = false, many = false;
+        for (koila_value i = 0; i < koila_graph_n_values(part); i++) {
+            const koila_value_info leaf = koila_value_get(part, i);
+            if (leaf.node != KOILA_NONE || leaf.leaf_kind != KOILA_LEAF_BATCH) continue;
+            batched = true;
+            many |= koila_graph_axis_size(part, leaf.axis) > 1;
+        }
+        if (!batched) kind = "plain";
+        else if (many && koila_plan_new(part, &value_of[v], 1, &o, NULL, &plan, &err) == KOILA_OK) {
+            const koila_share share = koila_plan_share(plan, koila_plan_target(plan, 0));
+            kind = share.kind == KOILA_SHARE_SLICE ? "slice" : "whole";
+            dim = share.dim;
+        }
+    }
+    koila_plan_free(plan);
+    koila_graph_free(part);
+    PyMem_Free(value_of);
+    PyMem_Free(node_from);
+    return Py_BuildValue("sIss", kind, dim, made, here);
+}
+
+/* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records beside a step that is open, not into it. */
+static PyObject *py_swap_open(PyObject *self, PyObject *tape)
+{
+    (void)self;
+    if (tape != Py_None && !Py_IS_TYPE(tape, &koila__tape_type)) return PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None"), NULL;
+    PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None); /* ours goes to the caller */
+    koila__open = tape == Py_None ? NULL : (koila__tape *)Py_NewRef(tape);
+    return before;
+}
+
 static PyObject *py_explain(PyObject *self, PyObject *list)
 {
     koila_value *values = NULL;
@@ -249,6 +312,13 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_ranks_ask(PyObject *self, PyObject *agree)
+{
+    (void)self;
+    koila__ranks_ask(agree);
+    Py_RETURN_NONE;
+}
+
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
@@ -264,12 +334,15 @@ static PyMethodDef methods[] = {
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS, "finish_step(tape, done): after run_all(..., True)." },
     { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
+    { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
+    { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
     { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
+    { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(agree): from now on steps with opaque calls ask it before they run." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

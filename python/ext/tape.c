@@ -113,7 +113,7 @@ koila__tape *koila__tape_for_lazy(void)
         } else {
             const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
             n = m < n ? m : n;
-            if (t->failed) koila__tape_drop_effects(t);
+            if (t->failed) koila__tape_give_up(t);
             rc = koila__tape_drop_overwritten(t);
             if (rc == 0 && (n || t->n_effects)) rc = koila__run_held(t, v, n);
         }
@@ -220,6 +220,21 @@ void koila__tape_drop_effects(koila__tape *t)
     }
     t->n_effects = 0;
     for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
+}
+
+/* The step of `t` failed: what it would have done outside does not happen, and what torch's own modules counted for it (batches) is taken back. */
+void koila__tape_give_up(koila__tape *t)
+{
+    if (t->n_effects && !t->planned) { /* of a planned one koila.plan() takes it back */
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyObject *uncount = koila__helper("uncount"), *done = uncount ? PyObject_CallOneArg(uncount, (PyObject *)t) : NULL;
+        if (!done) PyErr_WriteUnraisable((PyObject *)t);
+        Py_XDECREF(done);
+        Py_XDECREF(uncount);
+        PyErr_Restore(type, value, trace);
+    }
+    koila__tape_drop_effects(t);
 }
 
 /* Statistics of a step that nobody finished, whose tensors were written since (load_state_dict): what was written comes after them, and stays. */

@@ -84,6 +84,7 @@ extern koila__tape *koila__tapes; /* all that are alive, linked by next_tape */
 bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is it a leaf? */
 /* The effects are committed: forget them. */
 void koila__tape_drop_effects(koila__tape *t);
+void koila__tape_give_up(koila__tape *t); /* they do not happen: the step failed */
 void koila__tape_let_go(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);

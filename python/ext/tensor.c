@@ -369,13 +369,32 @@ static void settle(koila__tape *t)
 { /* nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note [Effects] in tape.c */
     if (t->n_handles || !t->n_effects) return;
     if (t->failed || t->planned) { /* a step that failed, or was only planned, changes nothing outside */
-        koila__tape_drop_effects(t);
+        Py_INCREF(t);
+        koila__tape_give_up(t);
+        Py_DECREF(t);
         return;
     }
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_INCREF(t);
-    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) PyErr_WriteUnraisable((PyObject *)t);
+    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) {
+        PyObject *error, *said, *where;
+        PyErr_Fetch(&error, &said, &where);
+        PyObject *stale = koila__helper("StaleValueError");
+        if (stale && error && PyErr_GivenExceptionMatches(error, stale)) {
+            Py_CLEAR(error);
+            Py_CLEAR(said);
+            Py_CLEAR(where);
+            if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                                 "koila: a training-mode forward pass was left without backward, and what it was computed from has been written since: its running statistics (%u) "
+                                 "stay as they were",
+                                 t->n_effects) == 0)
+                koila__tape_give_up(t);
+        }
+        Py_XDECREF(stale);
+        if (error) PyErr_Restore(error, said, where);
+        if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)t);
+    }
     Py_DECREF(t);
     PyErr_Restore(type, value, trace);
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -148,7 +149,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         that was given is never written.
 
     Raises:
-        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree.
+        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a value that is lazy along another dimension already
+            (along the same one it is given back as it is).
         UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
 
     Example:
@@ -171,7 +173,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     else:
         value = values
 
-    found: list[tuple[torch.Tensor, int]] = []
+    found: list[tuple[torch.Tensor, int, str]] = []
     n_tensors = 0
 
     def look(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
@@ -179,7 +181,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         n_tensors += 1
         d = _dimension(t, dim, where)
         if d is not None:
-            found.append((t, d))
+            found.append((t, d, where))
         return t
 
     try:
@@ -190,19 +192,23 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         raise UnsupportedError(f"{call}: {e}") from None
     if n_tensors == 0:
         kinds = ", ".join(sorted({type(v).__name__ for v in values}))
-        raise ValueError(f"{call}: expected at least one tensor, got {kinds}")
+        advice = next((text for test, text in _INSTEAD if any(map(test, values))), "")
+        raise ValueError(f"{call}: expected at least one tensor, got {kinds}{advice}")
     if not found:
         if not _has_int(batch):
             raise ValueError(f"{call}: expected at least one batched value, got none")
         return value
-    (first, d0) = found[0]
+    (first, d0, where0) = found[0]
     size = first.shape[d0]
-    for t, d in found:
+    for t, d, where in found:
         if t.shape[d] != size:
             along = f"axis {d0}" if d == d0 else f"axes {d0} and {d}"
-            raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}) and {t.shape[d]} ({describe(t)})")
-    plain = [t for t, _ in found if not _core.is_lazy(t)]
-    if size == 0 or not plain:  # nothing to slice; or lazy already
+            at0, at = ("" if re.fullmatch(r"(\[\d+\])?", w) else f" at {w}" for w in (where0, where))
+            raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}{at0}) and {t.shape[d]} ({describe(t)}{at})")
+    if size == 0:  # nothing to slice
+        return value
+    again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
+    if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
         return value
 
     _sharded.refuse_recording()
@@ -211,14 +217,27 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
 
     def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
         d = _dimension(t, dim, where)
-        if d is None or _core.is_lazy(t):
+        if d is None or (_core.is_lazy(t) and id(t) not in again):
             return t
         key = (id(t), d)  # one tensor given twice stays one
         if key not in made:
-            made[key] = _wrap(t, axis, d)
+            made[key] = _wrap(_core.concrete(t) if id(t) in again else t, axis, d)
         return made[key]
 
     return tree_map(wrap, value, batch)
+
+
+def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
+    """Does `lazy(t)` of a lazy tensor give it back as it is? Not when it is a plain tensor by now (a state kept from an earlier step): that is made lazy anew.
+    A value that is cut along another axis, or is one value for the whole batch, is refused: nobody gets uncut rows for cut ones unasked."""
+    kind, at, made, here = _core.cut_of(t)
+    if kind == "slice" and at != dim:
+        matter = f"{describe(t)} is lazy along axis {at} already, and cannot also be cut along axis {dim}. Leave it as it is (batch={at} or None)"
+    elif kind == "whole":
+        matter = f"{describe(t)} is one value made of the whole batch, and cannot be cut along axis {dim}. Leave it as it is (batch=None)"
+    else:
+        return kind != "plain" or t.requires_grad or not _core.is_concrete(t)
+    raise ValueError(f"{call}{here and f' at {here}'}: {matter}, or compute it first: lazy(x.torch(), batch={dim}){made and f'. It was made at {made}'}")
 
 
 _given = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
@@ -269,7 +288,13 @@ def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
 
 
 def _is_loader(value: Any) -> bool:
-    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, bytearray, set, frozenset)) and not hasattr(value, "__array__")
+    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, bytearray, set, frozenset, torch.nn.Module)) and not hasattr(value, "__array__")
+
+
+_INSTEAD: list[tuple[Callable[[Any], bool], str]] = [
+    (lambda v: isinstance(v, torch.nn.Module), ". The model stays as it is: make its input and labels lazy"),
+    (lambda v: hasattr(v, "__array__"), ". Make it a tensor first: torch.as_tensor(x)"),
+]
 
 
 def _has_int(dims: Batch) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from . import _core
 from ._budget import _bytes, readable
 from ._errors import UnsupportedError
-from ._lazy import lazy
+from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
 
 class Prediction(Plan):
@@ -46,11 +46,12 @@ class Prediction(Plan):
             lines.append(f"  {what:<9}  {readable(expected)}   ({readable(low)} .. {readable(high)})")
         return "\n".join(lines)
 
-class _UndoWrites(TorchDispatchMode):
-    """What a planned step writes into plain tensors (a batch norm's counter, a logged mean) is put back, and so is the CPU's random state."""
+class UndoWrites(TorchDispatchMode):
+    """What a step that is only planned (or explained) writes into plain tensors (a batch norm's counter, a logged mean) is put back, and so is the CPU's random state. With the contents
+    the version: a step that is open may have recorded, or saved for its backward, the tensor as it is."""
 
-    def __enter__(self) -> _UndoWrites:
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __enter__(self) -> UndoWrites:
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.casts_parameters = False  # autocast made a half-precision copy of a float32 parameter, which is what the recording then sees
         self._random = torch.get_rng_state()
         super().__enter__()
@@ -65,14 +66,16 @@ class _UndoWrites(TorchDispatchMode):
                 continue
             for t in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(t, torch.Tensor) and not _core.is_lazy(t) and t.device.type != "meta" and id(t) not in self._before:
-                    self._before[id(t)] = (t, t.detach().clone())
+                    self._before[id(t)] = (t, t.detach().clone(), None if t.is_inference() else t._version)
         return func(*args, **kwargs)
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         with torch.no_grad():
-            for t, was in reversed(self._before.values()):
+            for t, was, version in reversed(self._before.values()):
                 t.detach().copy_(was)
+                if version is not None:
+                    torch._C._autograd._unsafe_set_version_counter((t,), (version,))
         torch.set_rng_state(self._random)
 
 
@@ -176,7 +179,7 @@ def plan(
         _core.configure(budget=limit, micro_batch=rows)
         n_plans = _core.n_plans()
         nonlocal casts, no_casts
-        with _UndoWrites() as writes, contextlib.nullcontext(_CudaAutocast()) if profile is None else _CudaAutocast() as autocast:
+        with UndoWrites() as writes, contextlib.nullcontext(_CudaAutocast()) if profile is None else _CudaAutocast() as autocast:
             values = lazy(*inputs, batch=batch)
             result = step(*(values if isinstance(values, tuple) else (values,)))
             if isinstance(result, torch.Tensor) and _core.is_lazy(result):
@@ -190,7 +193,8 @@ def plan(
             raise ValueError("plan(): expected a step that returns its loss or calls backward on it, got one that does neither")
         return raw
 
-    before = _core.configure(dry=True, strict=False, fastest=False)
+    inputs = tree_map(_plain_input, inputs)
+    before, open_step = _core.configure(dry=True, strict=False, fastest=False), _core.swap_open(None)
     try:
         raw = recorded(asked, micro_batch)
         if profile is None:
@@ -210,7 +214,16 @@ def plan(
             raw = recorded(asked, rows)  # the table shows the slices that the device needs
         return Prediction(raw, prediction)
     finally:
+        _core.swap_open(open_step)
         _core.configure(**before)
+
+def _plain_input(t: torch.Tensor, _dim: Any, where: str) -> torch.Tensor:
+    """A batch that is lazy already belongs to a step of its own: the plan is made beside it, of the plain tensor."""
+    if not _core.is_lazy(t):
+        return t
+    if not _core.is_concrete(t):
+        raise ValueError(f"plan(): expected tensors, got a lazy value that is not computed yet, {describe(t)} at inputs{where}. Pass a tensor of its shape instead: its contents are not looked at")
+    return _core.concrete(t)
 
 def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, Any]:
     """Write the memory profile of this machine's GPU, for `plan(device=path)` and `koila plan --gpu path`. Takes under a minute.

@@ -253,7 +253,8 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a function. Backward runs fn again on each slice.
     Buffers that fn writes, and random numbers that it draws, are its own business: they happen once per slice and run. Without lazy arguments fn is
-    called directly. A sharded module runs its collectives once per slice: every rank must cut its batch into equally many slices (`micro_batch(n)`).
+    called directly. A sharded module runs its collectives once per slice: the ranks agree on the number of slices before a step runs, and raise together where
+    they cannot.
     """
     if isinstance(fn, torch.nn.Module):
         return OpaqueModule(fn)

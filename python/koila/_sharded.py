@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,10 +74,51 @@ def is_sharded(module: torch.nn.Module) -> bool:
 def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The module's sharded parameters that need gradients, and for each a plain leaf over this rank's part of it, whose gradient goes on into the
     parameter's `.grad` when it is handed over."""
+    _core.ranks_ask(agree)
     for part in _parts(module):
         part.reshard()
     parameters = [p for p in module.parameters() if p.requires_grad]
     return parameters, [_leaf(p) for p in parameters]
+
+
+def agree(keys: list[int], calls: list[tuple[int, int, bool]], n_slices: int, settled: bool) -> int | None:
+    """Asked by the executor before a step with opaque calls runs (ranks.c): are all ranks about to make the same calls of their sharded modules?
+
+    keys: of the calls in what was recorded; calls: of the plan, in its order: how often, which, and whether it is its backward. n_slices: 0 when there is
+    no plan. settled: the rows were forced or agreed on. Returns: None, nothing here is sharded; 0, go on; or the number of slices that all take now.
+    Raises, on all ranks: OutOfMemory, one of them cannot plan the step; UnsupportedError, they cannot be brought to make the same calls.
+    """
+    import torch.distributed as dist
+
+    from ._rules import _calls
+
+    of = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
+    meshes: list[Any] = []
+    for p in (p for shards in of.values() for p in shards):
+        if not any(p.device_mesh is m for m in meshes):
+            meshes.append(p.device_mesh)
+    if not meshes:
+        return None
+    number = {k: i for i, k in enumerate(of)}
+    mine = [n_slices, zlib.crc32(repr([(n, number[k], backward) for n, k, backward in calls if k in number]).encode()), int(settled)]
+    both = torch.tensor(mine + [-x for x in mine], device=meshes[0].device_type)  # the largest, and the smallest negated: one all-reduce for each dimension of a mesh
+    for mesh in meshes:
+        for d in range(mesh.ndim):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=mesh.get_group(d))
+    largest, smallest = both.tolist()[:3], [-x for x in both.tolist()[3:]]
+    if smallest[0] == 0:
+        from ._errors import OutOfMemory
+
+        raise OutOfMemory("another rank of this sharded module has no memory for one row of its batch, so no rank runs the step; that rank's error says what is missing")
+    if smallest[1] == largest[1]:
+        return 0
+    if not largest[2]:
+        return int(largest[0])
+    slices = f"{smallest[0]} and {largest[0]} slices" if smallest[0] != largest[0] else f"{largest[0]} slices each, and different values asked for"
+    raise UnsupportedError(
+        f"the ranks of a sharded module cannot run this step together: they would call it a different number of times ({slices}; {n_slices} on this rank), and wait for each other "
+        "for ever. Give every rank a batch of the same size (drop_last=True), the same koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
+    )
 
 
 def _leaf(parameter: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any, Callable
 
@@ -480,6 +481,11 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             error = real
         raise error.with_traceback(None) from None
     _dtype_error(func, args, kwargs)
+    if _unlike(func, args, kwargs):
+        try:
+            _real_error(func, args, kwargs)
+        except Exception as e:
+            raise e.with_traceback(None) from None
     schema = func._schema
     written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
     if written:
@@ -569,6 +575,33 @@ def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
     except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
         if "not implemented for" in str(e):
             raise e.with_traceback(None) from None
+
+
+_ALIKE = frozenset(
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
+    " native_layer_norm native_group_norm binary_cross_entropy nll_loss_forward nll_loss2d_forward nll_loss_nd index_add scatter_reduce prelu grid_sampler_2d".split()
+)
+
+
+def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
+    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few overlook a shape. There eager is asked: it nearly always objects."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    dtypes = {t.dtype for t in _tensors(args, kwargs)}
+    if name.startswith("bitwise"):
+        return any(d.is_floating_point or d.is_complex for d in dtypes)
+    if name == "bucketize":
+        return isinstance(args[0], torch.Tensor) and args[1].dim() != 1
+    if name == "index_add":
+        sizes = [[n for i, n in enumerate(t.size()) if i != args[1] % max(1, t.dim())] for t in (args[0], args[3])]
+        if sizes[0] != sizes[1]:
+            return True
+    if name not in _ALIKE or len(dtypes) == 1:
+        return False
+    if name.startswith("nll_loss"):
+        dtypes.discard(torch.int64)
+    elif name in ("index_add", "scatter_reduce"):
+        dtypes -= {torch.int64, torch.int32}  # the index
+    return len(dtypes) > 1
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -1203,6 +1236,36 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 # -- BatchNorm
 
+effects_count = True  # False while explain() records a backward that nobody called: a checkpoint in it runs its forward again
+
+
+_counted: weakref.WeakKeyDictionary[Any, list[tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()  # tape -> counters of its forwards, with their versions
+_counts = {torch.nn.modules.batchnorm._BatchNorm.forward.__code__, torch.nn.SyncBatchNorm.forward.__code__}  # where torch itself does `num_batches_tracked.add_(1)`
+
+
+def _remember_count(value: Any, mean: torch.Tensor) -> None:
+    """The module that called has counted this batch already, in plain torch; its statistics come when the step is complete. Both or neither: see uncount()."""
+    frame: Any = sys._getframe(2)
+    for _ in range(16):
+        if frame is None:
+            return
+        if frame.f_code in _counts:
+            module = frame.f_locals["self"]
+            counter = module.num_batches_tracked
+            if module.running_mean is mean and counter is not None and not _core.is_lazy(counter):
+                _counted.setdefault(_core.tape_of(value), []).append((counter, counter._version))
+            return
+        frame = frame.f_back
+
+
+def uncount(tape: Any) -> None:
+    """The step failed, its statistics do not happen: the batches it counted were none. What has been written since stays as written."""
+    for counter, version in reversed(_counted.pop(tape, ())):
+        if counter._version == version:
+            with torch.no_grad():
+                counter.sub_(1)
+            torch._C._autograd._unsafe_set_version_counter((counter,), (version - 1,))
+
 
 @special("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm")
 def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1229,8 +1292,10 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             redispatch(aten.copy_.default, (buffer, value), {})
         elif not _core.is_lazy(value):
             write_real(aten.copy_.default, (buffer, value), {})
-        else:
+        elif effects_count:
             _core.effect(value, buffer)
+            if buffer is mean:
+                _remember_count(value, mean)
     if x.size(0) == 1 and _core.is_lazy(new_mean):  # instance_norm: its statistics are temporaries that it reads at once
         _core.run(_core.tape_of(new_mean), [], True)
     if name in ("_batch_norm_with_update", "cudnn_batch_norm"):  # the last is workspace of a backward kernel that is not used

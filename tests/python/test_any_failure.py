@@ -30,9 +30,7 @@ STEPS = {
 
 
 def world(model):
-    """`num_batches_tracked` is counted by a line of PyTorch's forward on a plain tensor: by then the step has not begun."""
-    state = {k: v for k, v in model_state(model).items() if "num_batches_tracked" not in k}
-    return {**state, "rng": torch.get_rng_state()}
+    return {**model_state(model), "rng": torch.get_rng_state()}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -83,6 +81,32 @@ def test_every_refused_allocation_ends_well(name):
                 a = world(model)[k]
                 assert (a is None) == (b is None) and (b is None or torch.equal(a, b)), f"allocation {n} of {n_allocs}: {k} changed"
     assert finished > 0.5 * raised, f"{finished} finished, {raised} raised"
+
+
+def test_a_batch_of_a_step_that_failed_is_not_counted_and_the_next_try_is_as_the_first():
+    """BatchNorm counts its batches in plain torch, in the forward; with `momentum=None` the count weighs the statistics."""
+
+    def train(failures):
+        torch.manual_seed(0)
+        model, (x, y) = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)).double(), rows_of(5)()
+        for attempt in range(3 + failures):
+            broken = attempt in (1, 2) and failures
+
+            def hook(g, broken=broken):
+                if broken:
+                    raise ValueError("not today")
+
+            handle = model[0].weight.register_hook(hook)
+            try:
+                koila_step(model, lambda m, a, b: ce(m, a, b) + m(a * 2).square().mean(), (x, y), 4)  # two forwards a step
+            except ValueError:
+                pass
+            handle.remove()
+        return model_state(model)
+
+    expected, got = train(0), train(2)
+    assert int(got["value:buffer 1.num_batches_tracked"]) == 6
+    assert all(torch.equal(expected[k], got[k]) for k in expected)
 
 
 def test_the_hand_written_loop_would_lose_its_gradients():

@@ -49,12 +49,14 @@ def unchanged(before, model):
         ((torch.ones(6, 3),), {"batch": -3}, ["batch=-3", "f32[6, 3]"]),
         ((torch.ones(6, 3), torch.ones(6)), {"batch": 1}, ["batch=1", "f32[6]"]),
         ((torch.ones(256, 3, 32, 32), torch.ones(255, dtype=torch.long)), {}, ["lazy(<2 values>, batch=0)", "256 (f32[256, 3, 32, 32]) and 255 (i64[255])"]),
-        (({"a": torch.ones(3), "b": [torch.ones(4)]},), {}, ["3 (f32[3]) and 4 (f32[4])"]),
+        (({"a": torch.ones(3), "b": [torch.ones(4)]},), {}, ["3 (f32[3] at ['a']) and 4 (f32[4] at ['b'][0])"]),
         ((torch.ones(3, 4), torch.ones(5, 3)), {"batch": (0, 0)}, ["3 (f32[3, 4]) and 5 (f32[5, 3])"]),
         (("a string",), {}, ["at least one tensor", "str"]),
         ((3,), {}, ["at least one tensor", "int"]),
         ((None,), {}, ["at least one tensor", "NoneType"]),
-        ((torch.ones(2).numpy(),), {}, ["at least one tensor", "ndarray"]),
+        ((torch.ones(2).numpy(),), {}, ["at least one tensor", "ndarray", "torch.as_tensor(x)"]),
+        ((nn.Linear(2, 2),), {}, ["at least one tensor", "Linear", "The model stays as it is"]),
+        ((nn.Sequential(nn.Linear(2, 2)),), {}, ["at least one tensor", "Sequential", "The model stays as it is"]),
         ((torch.ones(3),), {"batch": "0"}, ["batch='0'", "expected an int"]),
         ((torch.ones(3),), {"batch": True}, ["bool"]),
         ((torch.ones(3),), {"batch": 0.0}, ["float"]),
@@ -106,6 +108,51 @@ def test_a_lazy_tensor_beside_a_new_one():
         a, b = lazy(x, other)
         assert a is x
         assert torch.equal(koila.run(a + b), given * 2 + other)
+
+
+@pytest.mark.parametrize(
+    "again, words",
+    [
+        (lambda x: lazy(x, batch=1), ["lazy(<1 value>, batch=1) at ", "test_bad_input.py:", "f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
+        (lambda x: lazy({"a": [x]}, batch={"a": [-2]}), ["f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
+        (lambda x: lazy(torch.ones(6), x, batch=(0, 1)), ["<2 values>", "axis 0", "axis 1"]),
+        (lambda x: lazy(x.transpose(0, 1) * 2), ["axis 1 already", "along axis 0", "It was made at ", "test_bad_input.py:"]),
+        (lambda x: lazy(x.sum(0)), ["f32[6, 4] is one value made of the whole batch", "axis 0"]),
+        (lambda x: lazy(x.sort(0)[0]), ["f32[6, 6, 4] is one value made of the whole batch", "axis 0"]),
+    ],
+)
+def test_a_value_that_is_lazy_in_another_way_is_refused(again, words):
+    x = lazy(torch.randn(6, 6, 4))
+    with pytest.raises(ValueError) as e:
+        again(x)
+    for word in words:
+        assert word in str(e.value)
+    assert tuple((x * 2).torch().shape) == (6, 6, 4)
+
+
+def test_a_value_that_is_lazy_in_the_same_way_stays():
+    x = lazy(torch.randn(6, 6, 4))
+    for again, dim in ((x * 2, 0), (x.transpose(0, 1), 1), (x.flatten(0, 1), 0)):
+        assert lazy(again, batch=dim) is again
+        again.torch()
+        assert lazy(again, batch=dim) is again
+    zeros = x.new_zeros(3, 6)
+    assert lazy(zeros, batch=1) is zeros
+    one = lazy(torch.randn(1, 3)) * 2
+    assert lazy(one) is one
+
+
+def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
+    """Truncated backpropagation through time: what the last step left is cut again, along any axis."""
+    w = torch.randn(4, 4, dtype=D, requires_grad=True)
+    state = lazy(torch.randn(6, 4, dtype=D)) @ w
+    state.sum().backward()
+    state = state.detach()
+    with koila.micro_batch(2):
+        for dim in (0, 1):
+            fresh = lazy(state, batch=dim)
+            assert fresh is not state and torch.allclose(koila.run((fresh * 2).sum()), state.torch().mul(2).sum(), atol=1e-12)
+            assert koila.last_plan().n_micro_batches == state.shape[dim] // 2
 
 
 def test_an_empty_batch_is_right():
@@ -227,9 +274,33 @@ def test_a_value_read_after_the_parameters_changed_is_stale():
         out = model(x)
         with torch.no_grad():
             model[0].weight.add_(1)
-        with pytest.raises(koila.StaleValueError):
+        with pytest.raises(koila.StaleValueError, match=r"tensor f64\[5, 8\], read at .*test_bad_input.py:\d+, which has been written since"):
             out.sum().item()
         assert isinstance(koila.StaleValueError("x"), koila.KoilaError)
+
+
+def test_statistics_of_a_forward_that_became_stale_are_a_warning_and_not_a_second_error():
+    model = net()
+    before = model[1].running_mean.clone()
+    out = model(lazy(xy()[0]))
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.warns(RuntimeWarning, match=r"running statistics \(2\) stay as they were"):
+        del out
+    assert torch.equal(before, model[1].running_mean)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
+def test_an_error_that_only_the_data_can_cause_names_the_line_and_the_rows():
+    x, y = xy()
+    y[5] = 9
+    with koila.micro_batch(2):
+        a, b = lazy(x, y)
+        loss = F.cross_entropy(net()(a), b)
+        with pytest.raises(IndexError, match="Target 9 is out of bounds") as e:
+            loss.backward()
+    (note,) = e.value.__notes__
+    assert "aten::nll_loss_" in note and "test_bad_input.py:" in note and note.endswith("on rows 4 to 5 of 6")
 
 
 def test_torch_too_old_is_refused_politely():
@@ -266,7 +337,28 @@ assert float(koila.run(koila.lazy(torch.ones(6, 2)).sum())) == 12
     assert p.stdout.count("refused") == 3, p.stdout
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x @ torch.ones(3, 3, dtype=D), lambda x: x.view(7, 7), lambda x: x + torch.ones(7), lambda x: x.log_softmax(9), lambda x: x.sum(5), lambda x: F.embedding(x, x), lambda x: F.cross_entropy(x, x.long()[:3, 0])])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x @ torch.ones(3, 3, dtype=D),
+        lambda x: x.view(7, 7),
+        lambda x: x + torch.ones(7),
+        lambda x: x.log_softmax(9),
+        lambda x: x.sum(5),
+        lambda x: F.embedding(x, x),
+        lambda x: F.cross_entropy(x, x.long()[:3, 0]),
+        lambda x: nn.Linear(5, 3)(x),
+        lambda x: x @ torch.ones(5, 3),
+        lambda x: torch.addmm(torch.ones(3), x, torch.ones(5, 3)),
+        lambda x: F.conv1d(x[:, None], torch.ones(2, 1, 3)),
+        lambda x: F.cross_entropy(x, x[:, 0].int()),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), x.long()),
+        lambda x: F.layer_norm(x, (5,), torch.ones(5)),
+        lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, 5)),
+        lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, 3, dtype=D)),
+        lambda x: x & x,
+    ],
+)
 def test_a_mistake_of_the_user_is_torch_s_error_at_the_user_s_line(wrong):
     x, _ = xy()
     with pytest.raises(Exception) as eager:

@@ -66,6 +66,69 @@ def test_every_operator_is_right_or_refused_by_name(shard):
     assert sum(r[0] == "same" for r in found.values()) > 0.5 * len(found)
 
 
+IN_THE_DATA = {"gather", "scatter", "scatter_add"}  # an index out of range: known when the values are
+OTHER = {"aminmax", "as_strided_scatter"}  # out= of another dtype, found when it is written; memory outside of the tensor: refused
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_an_error_in_eager_is_the_same_error_at_the_same_line():
+    """PyTorch's own wrong calls of each operator: wrong shapes, dtypes, dimensions."""
+    import opinfo_sweep as one_op
+
+    import koila
+
+    found = {"same": 0}
+    for op in one_op.op_db:
+        for e in op.error_inputs("cpu") if op.error_inputs_func is not None else ():
+            t = one_op.first_batched(e.sample_input)
+            if t is None:
+                continue
+
+            def call(lazily, s=e.sample_input, n=t.shape[0], op=op):
+                (x, args, kwargs), _ = one_op.fresh((s.input, s.args, s.kwargs), n, lazily)
+                return op(x, *args, **kwargs)
+
+            try:
+                call(False)
+                continue  # torch no longer minds
+            except Exception as eager:
+                expected = type(eager), str(eager)[:40]
+            try:
+                call(True)
+                found.setdefault(op.name, "nothing is raised at the call")
+            except Exception as ours:
+                if (type(ours), str(ours)[:40]) == expected or (type(ours) is expected[0] and not isinstance(ours, koila.KoilaError)):
+                    found["same"] += 1
+                else:
+                    found.setdefault(op.name, f"{type(ours).__name__}: {ours} instead of {expected}")
+    same = found.pop("same")
+    assert found.keys() <= IN_THE_DATA | OTHER, found
+    assert same > 200
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "op, dtype, relative",
+    [("sin", "float64", 1.2e-7), ("sin", "float64", 4e-9), ("cfloat", "float64", 4e-6), ("cov", "float64", 1.2e-7), ("sin", "float32", 2e-5)],
+)
+def test_a_fault_of_the_size_of_the_dtype_s_rounding_is_caught(op, dtype, relative, monkeypatch):
+    """What is float64 from end to end is held to float64; what is single precision somewhere, to a few of its own roundings."""
+    import opinfo_sweep as one_op
+    import torch
+
+    info = next(o for o in one_op.op_db if o.name == op)
+    sample = next(s for s in info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=True) if one_op.first_batched(s) is not None)
+    assert one_op.one(info, sample, ["even"]) == ("same", "")
+    plain = one_op.run
+
+    def faulty(op, sample, n, lazily):
+        found = plain(op, sample, n, lazily)
+        return [t * (1 + relative) if t is not None and lazily else t for t in found]
+
+    monkeypatch.setattr(one_op, "run", faulty)
+    assert one_op.one(info, sample, ["even"])[0] == "wrong"
+
+
 if __name__ == "__main__":
     results = {}
     for s in range(N_SHARDS):

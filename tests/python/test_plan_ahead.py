@@ -476,3 +476,78 @@ def test_gpt3_is_planned_in_seconds_and_twice_the_layers_take_about_twice_the_ti
 
     t = {n: plan(n) for n in (24, 48, 96)}
     assert t[96] < 5 and t[96] / t[24] < 3 * 96 / 24, t
+
+
+# ---- while a step is open
+
+
+def deep():
+    """Batch norm (statistics that wait for the end of the step, a counter that does not), dropout, a buffer that is read."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)).double()
+            self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return self.body(x * self.scale)
+
+    return Model()
+
+
+def plan_a_stranger(model, x, y):
+    koila.plan(lambda a, b: F.mse_loss(nn.Linear(8, 4).double()(a), b), x, y)
+
+
+def plan_the_same_model(model, x, y):
+    def step(a, b):
+        with torch.no_grad():
+            model.scale.mul_(2)  # what the open step has read
+        return F.mse_loss(model(a), b)
+
+    koila.plan(step, x, y, budget="64KiB")
+
+
+def plan_that_fails(model, x, y):
+    with pytest.raises(koila.UnsupportedError, match="reads a value"):
+        koila.plan(lambda a, b: float(F.mse_loss(model(a), b)), x, y)
+
+
+def plan_of_the_open_batch(model, x, y):
+    pass  # below: it needs the lazy tensors
+
+
+@pytest.mark.parametrize("ask", [plan_a_stranger, plan_the_same_model, plan_that_fails, plan_of_the_open_batch])
+@pytest.mark.parametrize("rows", [12, 5])
+def test_an_open_step_goes_on_as_if_nobody_had_planned(ask, rows):
+    def step(ask):
+        model = deep()
+        torch.manual_seed(1)
+        x, y = torch.randn(12, 8, dtype=torch.float64), torch.randn(12, 4, dtype=torch.float64)
+        with koila.micro_batch(rows):
+            a, b = koila.lazy(x, y)
+            hidden = model(a)
+            if ask is not None:
+                tape = _core.tape_of(hidden)
+                seen = tape.n_nodes, tape.n_effects, tape.closed, _core.configure()
+                if ask is plan_of_the_open_batch:
+                    koila.plan(lambda c, d: F.mse_loss(model(c), d), a, b)
+                else:
+                    ask(model, x, y)
+                assert seen == (tape.n_nodes, tape.n_effects, tape.closed, _core.configure()) and _core.current_tape() is tape
+            loss = F.mse_loss(hidden, b) + model(a).square().mean()
+            loss.backward()
+            return {"loss": float(loss), "rng": torch.get_rng_state(), **{k: v.clone() for k, v in model.state_dict().items()}, **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
+
+    expected, got = step(None), step(ask)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(torch.as_tensor(expected[k]), torch.as_tensor(got[k])) for k in expected)
+
+
+def test_a_lazy_value_that_is_not_computed_yet_cannot_be_planned_with():
+    x = koila.lazy(torch.randn(6, 3))
+    with pytest.raises(ValueError, match=r"f32\[6, 3\] at inputs\[0\]"):
+        koila.plan(lambda a: a.sum(), x * 2)
+    assert tuple((x * 2).torch().shape) == (6, 3)

@@ -62,7 +62,8 @@ gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.dist
 ENDING = """
 dist.destroy_process_group()
 print("right", flush=True)
-os._exit(0)  # the interpreter's own end was seen to be aborted ("terminate called"), after the result was there
+os._exit(0)  # the interpreter's own end is aborted now and then ("terminate called without an active exception"), after the result was there: torch's
+# own doing, 2 of 50 runs of these programs in plain PyTorch 2.13 (koila never imported, process group destroyed), both with DistributedDataParallel
 """
 
 
@@ -157,6 +158,74 @@ assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
 @gloo
 def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused():
     two_processes(SHARDED)
+
+
+APART = """
+import contextlib, os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.fsdp import fully_shard
+import koila
+from koila import _core
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+D = torch.float64
+_core.truth_install()
+
+def train(wrap, run, n, settings, look):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 3)).double()
+    for part in net:
+        fully_shard(part)
+    model, out = run(fully_shard(net)), []
+    torch.manual_seed(10 + rank)
+    for k in range(3):
+        x, y = wrap(torch.randn(n, 5, dtype=D), torch.randint(0, 3, (n,)))
+        loss = F.cross_entropy(model(x), y)
+        net.zero_grad()
+        with settings(k):
+            look(loss)
+            loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad
+        out.append(koila.run(loss.detach()))
+    return out + [p.full_tensor().detach().clone() for p in net.parameters()]
+
+def check(what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=lambda loss: None):
+    expected = train(lambda *v: v, lambda m: m, n[rank], lambda k: contextlib.nullcontext(), look)
+    outcome = ["equal", 0]
+    try:
+        got = train(koila.lazy, koila.opaque, n[rank], settings, look)
+        assert all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(expected, got))
+        outcome[1] = koila.last_plan().n_micro_batches
+    except koila.KoilaError as e:
+        outcome = [type(e).__name__, str(e)]
+    outcomes = [None, None]
+    dist.all_gather_object(outcomes, outcome)
+    for kind, slices in outcomes:
+        if isinstance(what, int):
+            assert (kind, slices) == ("equal", what), outcomes
+        else:
+            assert kind == what[0] and what[1] in slices, outcomes
+
+room = lambda *n: koila.budget(_core.truth_current() + n[rank])
+check(1)
+check(2, settings=lambda k: room(700_000, 8_000_000) if k else contextlib.nullcontext())  # one rank has little memory: both cut
+check(4, n=(64, 62), settings=lambda k: koila.micro_batch(16))                              # a last batch of fewer rows, in as many slices
+check(("UnsupportedError", "4 and 8 slices"), settings=lambda k: koila.micro_batch((16, 8)[rank]))
+check(("UnsupportedError", "3 and 4 slices"), n=(64, 44), settings=lambda k: koila.micro_batch(16))
+check(("UnsupportedError", "different values"), settings=lambda k: koila.micro_batch(16), look=lambda loss: float(loss) if rank == 0 else None)
+check(("OutOfMemory", ""), settings=lambda k: room(10_000, 8_000_000))
+check(1)                                                                                    # and nothing is left behind
+"""
+
+
+@gloo
+def test_ranks_that_would_cut_a_sharded_module_differently_agree_or_all_raise():
+    two_processes(APART)
 
 
 COLLECTIVES = """

@@ -77,7 +77,7 @@ TEST(plan__what_never_fits_is_said_with_its_numbers)
     CHECK(chain(&r, NULL, 100) == KOILA_OK);
     CHECK_EQ(plan_of(&r, options(100, 0), &p, &err), KOILA_OOM);
     CHECK(p == (koila_plan *)&r && err.code == KOILA_OOM); /* untouched */
-    CHECK(strstr(err.text, "a slice of 1 row(s) needs ") && strstr(err.text, " 100 B are there, ") && strstr(err.text, " bytes short; largest: ") && strstr(err.text, "aten::mm"));
+    CHECK(strstr(err.text, "a slice of 1 row(s) needs ") && strstr(err.text, " 100 B are free, ") && strstr(err.text, " bytes short; largest: ") && strstr(err.text, "aten::mm"));
     rg_deinit(&r);
 }
 
