@@ -282,4 +282,4 @@ def _has_int(dims: Batch) -> bool:
 
 def run(value: Any) -> Any:
     """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked, anything else is returned as it is."""
-    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t, value)
+    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s, value)
