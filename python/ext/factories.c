@@ -9,10 +9,11 @@
  * and make(). When in doubt the answer is the plain tensor.
  *
  * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call and is seen by the modes of others. Another object at torch.zeros would
- * be unknown to all who keep tables of functions by identity: Dynamo, TorchScript, torch.overrides, the constructors that torch.device() as a context changes; and whoever
+ * be unknown to all who keep tables of functions: Dynamo, TorchScript, torch.overrides, the constructors that torch.device() as a context changes; and whoever
  * wrote `from torch import zeros` would keep the old one. To turn the plain tensor into a lazy one when lazy data is written is too late: the dispatcher holds it. So
- * the function *object* stays, and the method definition that it points to (PyCFunctionObject.m_ml, which CPython reads at each call) is exchanged for ours while a step is
- * open: koila__factories_watch(). Ours calls torch's first of all when a mode of functions is active; the mode then calls again, with the mode off and its device filled in.
+ * the function *object* stays, and so does its method definition, from which CPython computes its hash. What changes is its vectorcall pointer, by which CPython calls a function
+ * if it has one, as torch's have not: it is ours while a step is open, see koila__factories_watch(). With a mode of functions active ours only passes the call on; the mode then
+ * calls again, with the mode off and its device filled in.
  *
  * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot: take its pointer, share it with numpy, resize it. Then the tensor *settles*:
  * it gets real memory, in the same Python object, by torch's own `x.data = memory`, which leaves version counter, autograd and views as they are; views of it get the same
@@ -22,7 +23,7 @@
  */
 #include "capture.h"
 
-#include <frameobject.h> /* PyFrame_GetCode on 3.10 */
+#include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 #include <math.h>
 #include <unistd.h>
 
@@ -32,7 +33,7 @@ uint32_t koila__n_factories;
 int koila__factories_held;
 
 static PyCFunctionObject *function[N_FACTORIES]; /* owned: torch.zeros, ...; NULL: not the kind we know, and left alone */
-static PyMethodDef *theirs[N_FACTORIES], ours[N_FACTORIES];
+static vectorcallfunc ours[N_FACTORIES];
 static bool watching;
 
 static struct step { /* whose step is open */
@@ -65,7 +66,7 @@ void koila__factories_watch(void)
     if (on == watching) return;
     watching = on;
     for (int k = 0; k < N_FACTORIES; k++)
-        if (function[k]) function[k]->m_ml = on ? &ours[k] : theirs[k];
+        if (function[k]) function[k]->vectorcall = on ? ours[k] : NULL;
 }
 
 void koila__factories_step(koila_meta batch)
@@ -108,17 +109,23 @@ static bool is_none(PyObject *f)
     return yes;
 }
 
-/* Does the program itself call? Torch's own code (parameters, optimizers, compilers, samplers) keeps its plain tensors, and so does ours. */
+/* Does the program itself call? Torch's own code (parameters, optimizers, compilers, samplers) keeps its plain tensors, and so does ours. A mode only passes a call on. */
 static bool program_calls(void)
 {
-    PyFrameObject *f = PyEval_GetFrame();
-    if (!f) return false;
-    PyCodeObject *code = PyFrame_GetCode(f);
-    const char *file = PyUnicode_AsUTF8(code->co_filename);
-    bool yes = file != NULL;
-    for (int i = 0; i < 2 && yes; i++) yes = strncmp(file, facts.libraries[i], strlen(facts.libraries[i])) != 0;
-    Py_DECREF(code);
-    return yes;
+    PyFrameObject *f = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
+    while (f) {
+        PyCodeObject *code = PyFrame_GetCode(f);
+        const char *file = PyUnicode_AsUTF8(code->co_filename), *name = PyUnicode_AsUTF8(code->co_name);
+        const bool mode = name && !strcmp(name, "__torch_function__");
+        bool yes = file && strncmp(file, "<eval_with_key>", 15); /* a graph that torch traced */
+        for (int i = 0; i < 2 && yes; i++) yes = strncmp(file, facts.libraries[i], strlen(facts.libraries[i])) != 0;
+        PyFrameObject *back = mode ? PyFrame_GetBack(f) : NULL;
+        Py_DECREF(code);
+        Py_DECREF(f);
+        if (!mode) return yes;
+        f = back;
+    }
+    return false;
 }
 
 /* A step is open in this thread and process, and nobody else has a say in what the call gives: no mode, no vmap, no tracer; and we are not below autograd, inside an operator
@@ -279,20 +286,31 @@ done:
     return r;
 }
 
-static PyObject *called(int k, PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObject *names)
 {
+    const Py_ssize_t n = PyVectorcall_NARGS(n_values), n_names = names ? PyTuple_GET_SIZE(names) : 0;
+    PyObject *args = PyTuple_New(n), *kwargs = n_names ? PyDict_New() : NULL, *r = NULL;
+    if (!args || (n_names && !kwargs)) goto done;
+    for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(values[i]));
+    for (Py_ssize_t i = 0; i < n_names; i++)
+        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0) goto done;
     if (watching) {
-        PyObject *r = make(k, args, kwargs);
-        if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))) return r;
+        r = make(k, args, kwargs);
+        if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))) goto done;
         PyErr_Clear(); /* whatever it is, torch says it better */
     }
-    return ((PyCFunctionWithKeywords)(void (*)(void))theirs[k]->ml_meth)(self, args, kwargs);
+    PyObject *f = (PyObject *)function[k];
+    r = ((PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f))(PyCFunction_GET_SELF(f), args, kwargs);
+done:
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return r;
 }
 
-static PyObject *zeros(PyObject *self, PyObject *args, PyObject *kwargs) { return called(ZEROS, self, args, kwargs); }
-static PyObject *ones(PyObject *self, PyObject *args, PyObject *kwargs) { return called(ONES, self, args, kwargs); }
-static PyObject *full(PyObject *self, PyObject *args, PyObject *kwargs) { return called(FULL, self, args, kwargs); }
-static PyObject *empty(PyObject *self, PyObject *args, PyObject *kwargs) { return called(EMPTY, self, args, kwargs); }
+static PyObject *zeros(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(ZEROS, values, n, names); }
+static PyObject *ones(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(ONES, values, n, names); }
+static PyObject *full(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(FULL, values, n, names); }
+static PyObject *empty(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(EMPTY, values, n, names); }
 
 /* ---- settling: see the Note */
 
@@ -477,7 +495,7 @@ static PyObject *py_hold_factories(PyObject *module, PyObject *on)
 static PyObject *py_watching(PyObject *module, PyObject *unused)
 {
     bool there = false;
-    for (int k = 0; k < N_FACTORIES; k++) there |= function[k] && function[k]->m_ml != theirs[k];
+    for (int k = 0; k < N_FACTORIES; k++) there |= function[k] && function[k]->vectorcall;
     return PyBool_FromLong(there);
 }
 
@@ -517,7 +535,7 @@ static PyObject *path_of(PyObject *from, const char *dotted, bool optional)
 static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 {
     static const char *const names[N_FACTORIES] = { "zeros", "ones", "full", "empty" };
-    static const PyCFunctionWithKeywords functions[N_FACTORIES] = { zeros, ones, full, empty };
+    static const vectorcallfunc functions[N_FACTORIES] = { zeros, ones, full, empty };
     PyObject *torch = PyImport_ImportModule("torch"), *koila = torch ? PyImport_ImportModule("koila") : NULL;
     if (!koila || facts.device) goto done;
     const struct { PyObject **to; const char *path; bool optional; } wanted[] = {
@@ -544,9 +562,7 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         if (!f) PyErr_Clear();
         else if (PyCFunction_CheckExact(f) && (PyCFunction_GET_FLAGS(f) & ~METH_STATIC) == (METH_VARARGS | METH_KEYWORDS) && !((PyCFunctionObject *)f)->vectorcall) {
             function[k] = (PyCFunctionObject *)Py_NewRef(f);
-            theirs[k] = function[k]->m_ml;
-            ours[k] = *theirs[k];
-            ours[k].ml_meth = (PyCFunction)(void (*)(void))functions[k];
+            ours[k] = functions[k];
         }
         Py_XDECREF(f);
     }

@@ -509,6 +509,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = _tensors(args, kwargs)
         for i in mutated:
             if fakes[i].size() != tensors[i].size():
+                if _core.settle(tensors[i]):
+                    return on_settled
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
             if torch._debug_has_internal_overlap(fakes[i]) == 1:
                 if func is aten.copy_.default and args[0] is args[1]:  # nothing happens, also where elements share memory
@@ -769,7 +771,11 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _lazies(args, kwargs):
         back = {id(s): t for t in _tensors(args, kwargs) if (s := _core.settled(t)) is not None}
         a, k = _map_call(lambda t: t if _core.is_lazy(t) else plain(t), args, kwargs)
-        return _map(lambda t: back.get(id(t), t), redispatch(func, tuple(a), k))
+        result = redispatch(func, tuple(a), k)
+        for t in back.values():
+            if (s := plain(t)).size() != t.size():  # out= of another size
+                torch._C.TensorBase.data.__set__(t, s)
+        return _map(lambda t: back.get(id(t), t), result)
     guard = torch._C._DisableTorchDispatch()
     try:
         result = func(*args, **kwargs)
