@@ -785,7 +785,16 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for t in _tensors(args, kwargs):
             if _core.settled(t) is not None:
                 _core.resettle(t, alias_of(t))
+    for write, a in zip(func._schema.arguments, args):
+        if write.alias_info is not None and write.alias_info.is_write and isinstance(a, (list, tuple)):
+            _count_write(a)
     return result
+
+
+def _count_write(tensors: Any) -> None:
+    """Of the tensors in a list, nobody else counts the versions."""
+    counted = tuple(t for t in tensors if not t.is_inference())
+    torch._C._autograd._unsafe_set_version_counter(counted, tuple(t._version + 1 for t in counted))  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------ special cases
@@ -1362,8 +1371,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             results.append(packet(*one, **kw))
     if name.endswith("_"):
-        lazy = [t for t in args[0] if not t.is_inference()]
-        torch._C._autograd._unsafe_set_version_counter(tuple(lazy), tuple(t._version + 1 for t in lazy))
+        _count_write(args[0])
         return None
     return results
 
