@@ -93,10 +93,10 @@ static bool has_lazy_data(const koila__tape *t)
     return false;
 }
 
-static bool is_zero(PyObject *f)
+static bool gives(PyObject *f, long wanted)
 {
     PyObject *n = PyObject_CallNoArgs(f);
-    const bool yes = n && PyLong_CheckExact(n) && PyLong_AsLong(n) == 0;
+    const bool yes = n && PyLong_CheckExact(n) && PyLong_AsLong(n) == wanted;
     Py_XDECREF(n);
     return yes;
 }
@@ -134,7 +134,8 @@ static bool open_here(void)
 {
     if (!koila__open || koila__open->closed || koila__open->uid != step.tape || koila__factories_held) return false;
     if (step.thread != PyThread_get_thread_ident() || step.process != getpid() || koila__maybe_inference()) return false;
-    if (!is_zero(facts.n_function_modes) || !is_zero(facts.n_dispatch_modes) || !is_none(facts.tracing_state) || !is_none(facts.functorch_level)) return false;
+    const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
+    if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) || !is_none(facts.tracing_state) || !is_none(facts.functorch_level)) return false;
     PyObject *excluded = PyObject_CallOneArg(facts.is_excluded, facts.autograd_key);
     const bool above = excluded == Py_False;
     Py_XDECREF(excluded);

@@ -370,8 +370,8 @@ def _describe(t: torch.Tensor, relaid: bool) -> str:
 
 
 def _said(e: Exception) -> str:
-    """The beginning of a message; the reshape of a subclass has another name in autograd's."""
-    return str(e).replace("ReshapeAlias", "View")[:60]
+    """The beginning of a message; the reshape of a subclass has another name in autograd's, and Python asks a subclass first when it compares: `a > b` is `b < a`."""
+    return str(e).replace("ReshapeAlias", "View").partition(" a (")[0][:60]
 
 
 @contextlib.contextmanager
