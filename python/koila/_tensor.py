@@ -149,7 +149,7 @@ class LazyTensor(torch.Tensor):
         return _core.settled(self) is not None and plain(self).is_shared()
 
     def pin_memory(self, *args: Any) -> Any:
-        return self
+        return plain(self).pin_memory(*args) if _core.settled(self) is not None else self
 
     def is_pinned(self, *args: Any) -> bool:
         return False
