@@ -108,6 +108,7 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     koila__handle *all = g->handles;
     koila__group *fresh = koila__group_new(to, v, meta);
     if (!fresh) return -1;
+    if (g->factory) koila__group_is_factory(fresh, g->no_lazy_data);
     fresh->gen = g->gen + 1; /* so that no memo of a link holds */
     g->refs++;
     while ((all = g->handles)) koila__handle_move(all, fresh, all->chain, all->chain ? KOILA_NONE : v, all->meta, all->offset);
@@ -138,6 +139,7 @@ static int move_concrete(koila__handle *h, koila__tape *to)
     koila__group *fresh = v == KOILA_NONE ? NULL : koila__group_new(to, v, h->meta);
     Py_DECREF(real);
     if (!fresh) return -1;
+    if (g->factory) koila__group_is_factory(fresh, g->no_lazy_data);
     koila__handle_move(h, fresh, NULL, v, h->meta, h->offset);
     return 1;
 }

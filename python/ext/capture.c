@@ -320,7 +320,7 @@ static int walk_value(walk *w, PyObject *o, bool in_list)
     PyTypeObject *type = Py_TYPE(o);
     if (type == koila__lazy_class) {
         koila__handle *h = koila__handle_of(o);
-        if (!h) return PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled"), -1;
+        if (!h || !h->group) return PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled"), -1;
         h->wrapper = o;
         return push_input(w, o, h);
     }
@@ -1100,19 +1100,26 @@ static PyObject *dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n)
         if (!own) return NULL;
     }
     op_info *op = op_of(func);
-    r = op ? dispatch_op(op, args, kwargs) : NULL;
+    const int met = op && (koila__n_factories | koila__n_settled) ? koila__factories_meet(op->written, op->written_kw, args, kwargs) : 0;
+    r = !op || met < 0 ? NULL : met ? call_helper("on_settled", func, args, kwargs) : dispatch_op(op, args, kwargs);
+    if (r && koila__n_factories) koila__factories_derive(args, kwargs, r);
     Py_XDECREF(own);
     return r;
+}
+
+PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    op_info *op = op_of(func);
+    if (!op) return NULL;
+    if (op->is_view || op->kind == SAME || op->kind == STRIDED) return record_view(op, args, kwargs);
+    return record(op, args, kwargs);
 }
 
 /* record(func, args, kwargs): the default path, for Python's special cases */
 static PyObject *py_record(PyObject *module, PyObject *const *a, Py_ssize_t n)
 {
     if (n != 3 || !PyTuple_Check(a[1]) || !PyDict_Check(a[2])) return PyErr_SetString(PyExc_TypeError, "record(func, args, kwargs)"), NULL;
-    op_info *op = op_of(a[0]);
-    if (!op) return NULL;
-    if (op->is_view || op->kind == SAME || op->kind == STRIDED) return record_view(op, a[1], a[2]);
-    return record(op, a[1], a[2]);
+    return koila__record(a[0], a[1], a[2]);
 }
 
 /* ---- what the Python face uses */
@@ -1188,6 +1195,7 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
     if (!w) return koila__group_free(g), NULL;
     t->waiting = false;
+    if (batched) koila__factories_step(meta);
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0)) Py_CLEAR(w);
     Py_XDECREF(grad);
@@ -1458,5 +1466,5 @@ int koila__module_add(PyObject *m)
     if (!opaque_ids || !opaque_objects || !line_files) return -1;
     if (PyType_Ready(&koila__tape_type) < 0 || PyType_Ready(&koila__handle_type) < 0) return -1;
     if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0) return -1;
-    return PyModule_AddFunctions(m, methods);
+    return PyModule_AddFunctions(m, methods) < 0 ? -1 : koila__factories_add(m);
 }

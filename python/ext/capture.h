@@ -4,7 +4,7 @@
  *
  *   group    one storage: `cur` is the newest value of the whole base, `gen` counts writes         see Note [Groups] in alias.c
  *   chain    the view calls from the base to a view; links share their prefix
- *   handle   what one wrapper stands for: (group, chain), and the value it had at `gen`
+ *   handle   what one wrapper stands for: (group, chain), and the value it had at `gen`; without a group: nothing, the wrapper is a plain tensor, see factories.c
  */
 #ifndef KOILA_EXT_CAPTURE_H
 #define KOILA_EXT_CAPTURE_H
@@ -28,6 +28,8 @@ typedef struct koila__group {
     koila__tape *tape;           /* owned */
     koila_value cur;
     koila_meta meta;             /* of the base */
+    bool factory;                /* made by torch.zeros and its like, or from such only; may settle, see factories.c */
+    bool no_lazy_data;           /* such a factory itself, into which nothing lazy was written yet */
     struct koila__handle *handles; /* list, linked by next_in_group */
 } koila__group;
 
@@ -39,7 +41,7 @@ typedef struct koila__handle {
     uint32_t gen;
     koila_meta meta;
     int64_t offset;
-    PyObject *wrapper;           /* borrowed: the LazyTensor whose slot holds us */
+    PyObject *wrapper;           /* borrowed: the LazyTensor whose slot holds us. Without a group: owned, the plain tensor that it is */
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
     struct koila__handle *next_of_value, *prev_of_value;
@@ -53,8 +55,11 @@ extern uint64_t koila__n_handles;                    /* live handles of all tape
 int koila__tensor_setup(PyObject *lazy_class);       /* learn the slot's place and torch's entry points */
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
-static inline bool koila__is_lazy(PyObject *o) { return Py_TYPE(o) == koila__lazy_class || (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class)); }
+extern uint32_t koila__n_settled;                    /* wrappers that are plain tensors */
+static inline bool koila__has_slot(PyObject *o) { return Py_TYPE(o) == koila__lazy_class || (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class)); }
 static inline koila__handle *koila__handle_of(PyObject *lazy) { return *(koila__handle **)((char *)lazy + koila__slot); } /* borrowed; NULL: half made */
+static inline bool koila__is_settled(PyObject *o) { return koila__n_settled && koila__has_slot(o) && koila__handle_of(o) && !koila__handle_of(o)->group; }
+static inline bool koila__is_lazy(PyObject *o) { return koila__has_slot(o) && !koila__is_settled(o); }
 /* Meta of a real tensor; -1 with an exception (sparse, unknown dtype). */
 int koila__meta_of(PyObject *real, koila_meta *out);
 int koila__version_of(PyObject *real, uint32_t *out);
@@ -77,6 +82,19 @@ PyObject *koila__device_object(uint16_t device);     /* borrowed; NULL + error *
 int koila__device_of(PyObject *o, uint16_t *out);
 PyObject *koila__meta_object(koila_meta meta);       /* new (dtype, device, sizes, strides) */
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset); /* (dtype, device, sizes, strides, offset) */
+
+void koila__handle_settle(koila__handle *h, PyObject *plain); /* its wrapper is a plain tensor from now on: this one, in memory and version */
+PyObject *koila__tensor_data_set(PyObject *self, PyObject *data); /* self.data = data, torch's own; None or NULL + error */
+
+/* ---- factories.c */
+extern uint32_t koila__n_factories;                  /* live groups with `factory` */
+void koila__group_is_factory(koila__group *g, bool no_lazy_data);
+void koila__factories_watch(void);                   /* a step may have opened or ended, or the executor started or stopped: look again */
+void koila__factories_step(koila_meta batch);        /* a batch went lazy here, in this thread */
+extern int koila__factories_held;                    /* > 0: not now */
+int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs); /* 1: some argument is a plain tensor in a wrapper; -1 + error */
+void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result);
+int koila__factories_add(PyObject *m);
 
 /* ---- tape.c */
 extern bool koila__owners_show;
@@ -104,6 +122,7 @@ void koila__group_written(koila__group *g, koila_value v);
 PyObject *koila__raise(koila_status s);              /* NULL */
 uint32_t koila__line_now(koila__tape *t);         /* id of the user's line in t's graph, or KOILA_NONE */
 int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */
+PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs); /* the default path of a call that met nothing special */
 int koila__module_add(PyObject *m);
 extern PyObject *koila__helpers;                     /* the module koila._tensor, for what is rare */
 PyObject *koila__helper(const char *name);           /* new reference */

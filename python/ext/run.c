@@ -400,7 +400,11 @@ done:
 int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
 {
     if (koila__shield_enter() < 0) return -1;
+    koila__factories_held++; /* operators written in Python make plain tensors */
+    koila__factories_watch();
     const int status = run_request(t, wanted, n_wanted, held, n_held, commit_effects, later);
+    koila__factories_held--;
+    koila__factories_watch();
     koila__shield_leave();
     return status;
 }

@@ -128,6 +128,7 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
         }
         koila__tape_let_go(t);
         Py_DECREF(t);
+        koila__factories_watch();
     }
     Py_RETURN_NONE;
 }

@@ -460,6 +460,7 @@ static PyObject *tape_close(koila__tape *t, PyObject *unused)
         koila__open = NULL;
         Py_DECREF(t);
     }
+    koila__factories_watch();
     Py_RETURN_NONE;
 }
 

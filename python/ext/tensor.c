@@ -11,6 +11,7 @@
 #include "capture.h"
 
 uint64_t koila__n_handles;
+uint32_t koila__n_settled;
 
 #include <dlfcn.h>
 #include <structmember.h>
@@ -30,6 +31,7 @@ static PyObject *set_throw;             /* torch._C._set_throw_on_mutable_data_p
 static Py_ssize_t cdata_offset;         /* of the TensorImpl * in a tensor object */
 static getter version_getter, layout_getter;
 static void *version_closure, *layout_closure;
+static PyObject *data_descriptor;       /* torch._C.TensorBase.data */
 static PyObject *strided;               /* torch.strided */
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
@@ -399,24 +401,45 @@ static void settle(koila__tape *t)
     PyErr_Restore(type, value, trace);
 }
 
+static void leave(koila__handle *h)
+{
+    koila__tape *t = h->group->tape;
+    Py_INCREF(t);
+    koila__group *last = detach(h);
+    if (last) koila__group_free(last);
+    if (t->n_effects) settle(t);
+    if (t->closed && t->n_handles < 16) koila__tape_let_go(t);
+    if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t) { /* nothing of it can be asked for: the next lazy() opens a new one */
+        koila__open = NULL;
+        Py_DECREF(t);
+        koila__factories_watch();
+    }
+    Py_DECREF(t);
+}
+
 static void handle_dealloc(koila__handle *h)
 {
     if (h->group) {
-        koila__tape *t = h->group->tape;
-        Py_INCREF(t);
-        koila__group *last = detach(h);
-        if (last) koila__group_free(last);
-        if (t->n_effects) settle(t);
-        if (t->closed && t->n_handles < 16) koila__tape_let_go(t);
-        if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t) { /* nothing of it can be asked for: the next lazy() opens a new one */
-            koila__open = NULL;
-            Py_DECREF(t);
-        }
-        Py_DECREF(t);
+        leave(h);
+    } else {
+        koila__n_settled--;
+        Py_CLEAR(h->wrapper);
     }
     if (n_free < FREELIST) freelist[n_free++] = h;
     else PyObject_Free(h);
 }
+
+void koila__handle_settle(koila__handle *h, PyObject *plain)
+{
+    if (h->group) {
+        leave(h);
+        koila__n_settled++;
+        h->wrapper = NULL;
+    }
+    Py_XSETREF(h->wrapper, Py_NewRef(plain));
+}
+
+PyObject *koila__tensor_data_set(PyObject *self, PyObject *data) { return PyObject_CallMethod(data_descriptor, "__set__", "OO", self, data); }
 
 void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset)
 {
@@ -464,6 +487,7 @@ koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta
 void koila__group_free(koila__group *g)
 {
     koila__tape *t = g->tape;
+    koila__n_factories -= g->factory;
     PyObject_Free(g);
     Py_DECREF(t);
 }
@@ -605,7 +629,8 @@ int koila__tensor_setup(PyObject *lazy_class)
     }
     layout_getter = ((PyGetSetDescrObject *)layout)->d_getset->get;
     layout_closure = ((PyGetSetDescrObject *)layout)->d_getset->closure;
-    if (learn_shim(torch) < 0) goto done;
+    data_descriptor = PyObject_GetAttrString(torch_tensor_base, "data");
+    if (!data_descriptor || learn_shim(torch) < 0) goto done;
     koila__lazy_class = (PyTypeObject *)Py_NewRef(lazy_class);
     rc = 0;
 done:

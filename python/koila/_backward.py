@@ -151,6 +151,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
         one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
+    _core.hold_factories(True)  # hooks run here: an optimizer in one of them makes its state
     try:
         _original((root,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
@@ -160,6 +161,8 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
                 with torch.no_grad():
                     grad.copy_(old)
         raise
+    finally:
+        _core.hold_factories(False)
 
 
 def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -263,8 +263,10 @@ class _Given(torch.autograd.Function):
 def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
     if t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled():
         return _Given.apply(t, axis, dim)
-    leaf = _core.lazy_leaf(t, axis, dim)
+    settled = _core.settled(t)
+    leaf = _core.lazy_leaf(t if settled is None else settled, axis, dim)
     if t.requires_grad:
+        leaf.requires_grad_()
         _given[leaf] = t
     return leaf
 
@@ -278,7 +280,7 @@ def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
     if t.layout is not torch.strided or t.is_nested or t.is_quantized:
         kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
         raise UnsupportedError(f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make it dense first")
-    if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _core.is_lazy(t):
+    if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _core.is_lazy(t) and _core.settled(t) is None:
         raise UnsupportedError(f"a {type(t).__name__} computes in its own way; koila slices plain tensors")
     if t.device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
@@ -307,4 +309,4 @@ def _has_int(dims: Batch) -> bool:
 
 def run(value: Any) -> Any:
     """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked, anything else is returned as it is."""
-    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t, value)
+    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s, value)

@@ -58,6 +58,7 @@ class LazyTensor(torch.Tensor):
         return complex(plain(self))
 
     def numpy(self, *, force: bool = False) -> Any:
+        _core.settle(self)
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return plain(self).numpy(force=force)
@@ -66,6 +67,7 @@ class LazyTensor(torch.Tensor):
         return plain(self).tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        _core.settle(self)
         if self.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return plain(self).__array__(*args, **kwargs)
@@ -100,44 +102,55 @@ class LazyTensor(torch.Tensor):
         return copy.deepcopy(_with_grad_flag(self), memo)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
+        _core.settle(self)
         return self.torch().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
         return plain(self).__dlpack_device__()
 
     def as_subclass(self, cls: type) -> Any:
+        _core.settle(self)
         return self.torch().as_subclass(cls)
 
-    # -- what has no meaning without memory
+    # -- what needs memory: only what was made by torch.zeros and its like can still get some, see Note [Settling] in factories.c
 
     def data_ptr(self) -> int:
-        raise UnsupportedError("data_ptr() of a lazy tensor: it has no memory yet. Use x.torch().data_ptr()")
+        return _with_memory(self, "data_ptr()").data_ptr()
 
     def share_memory_(self) -> Any:
-        raise UnsupportedError("share_memory_() of a lazy tensor: it has no memory yet. Use x.torch().share_memory_()")
+        _with_memory(self, "share_memory_()").share_memory_()
+        return self
 
     def apply_(self, *args: Any) -> Any:
-        raise UnsupportedError("apply_() of a lazy tensor: use x.torch().apply_(f)")
+        _with_memory(self, "apply_()", "f").apply_(*args)
+        return self
 
     def map_(self, *args: Any) -> Any:
-        raise UnsupportedError("map_() of a lazy tensor: use x.torch().map_(y, f)")
+        _with_memory(self, "map_()", "y, f").map_(*map(_plain_tensor, args))
+        return self
 
     def map2_(self, *args: Any) -> Any:
-        raise UnsupportedError("map2_() of a lazy tensor: use x.torch().map2_(y, z, f)")
+        _with_memory(self, "map2_()", "y, z, f").map2_(*map(_plain_tensor, args))
+        return self
 
     def untyped_storage(self) -> Any:
-        raise UnsupportedError("untyped_storage() of a lazy tensor: it has no memory yet. Use x.torch().untyped_storage()")
+        return _with_memory(self, "untyped_storage()").untyped_storage()
 
     def storage(self) -> Any:
-        raise UnsupportedError("storage() of a lazy tensor: it has no memory yet. Use x.torch().storage()")
+        return _with_memory(self, "storage()").storage()
 
     _typed_storage = storage
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if requires_grad and self.is_leaf:  # its .grad is to be plain, as it is itself
+            _core.settle(self)
+        return torch._C.TensorBase.requires_grad_(self, requires_grad)
+
     def is_shared(self) -> bool:
-        return False
+        return _core.settled(self) is not None and plain(self).is_shared()
 
     def pin_memory(self, *args: Any) -> Any:
-        return self
+        return plain(self).pin_memory(*args) if _core.settled(self) is not None else self
 
     def is_pinned(self, *args: Any) -> bool:
         return False
@@ -165,7 +178,20 @@ class _Concrete(torch.autograd.Function):
 
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The concrete tensor behind `x`, without autograd; a plain tensor is returned as it is."""
-    return _core.concrete(x) if _core.is_lazy(x) else x
+    if not isinstance(x, LazyTensor):
+        return x
+    settled = _core.settled(x)
+    return _core.concrete(x) if settled is None else settled
+
+
+def _plain_tensor(x: Any) -> Any:
+    return plain(x) if isinstance(x, torch.Tensor) else x
+
+
+def _with_memory(x: torch.Tensor, what: str, args: str = "") -> torch.Tensor:
+    if _core.settle(x):
+        return plain(x)
+    raise UnsupportedError(f"{what} of a lazy tensor: it has no memory yet. Use x.torch().{what[:-1]}{args})")
 
 
 def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
@@ -493,6 +519,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = _tensors(args, kwargs)
         for i in mutated:
             if fakes[i].size() != tensors[i].size():
+                if _core.settle(tensors[i]):
+                    return on_settled
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
             if torch._debug_has_internal_overlap(fakes[i]) == 1:
                 if func is aten.copy_.default and args[0] is args[1]:  # nothing happens, also where elements share memory
@@ -753,6 +781,61 @@ def redispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _core.dispatch(func, (LazyTensor,), args, kwargs)
 
 
+# ------------------------------------------------------------------------------------------------------- settled factories
+
+
+def settled_views(base: torch.Tensor, meta: tuple[Any, ...], fresh: bool, places: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    """Memory for a factory that settles, with the contents of `base`, as its wrappers see it."""
+    with torch.inference_mode(False), torch.no_grad():
+        memory = base if fresh and tuple(base.stride()) == meta[3] else with_strides(base, meta)
+        return [memory.as_strided(*place) for place in places]
+
+
+def alias_of(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with the memory and the version counter of `x`, which has memory."""
+    key = torch._C.DispatchKey.ADInplaceOrView  # shares the counter; it is switched off while an operator is recorded
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        with torch.inference_mode(False):
+            return torch._C.TensorBase.detach(x)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+        del guard
+
+
+def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on a settled factory: it is a plain tensor, and only its class brought it here. See Note [Settling] in factories.c."""
+    if _lazies(args, kwargs):
+        back = {id(s): t for t in _tensors(args, kwargs) if (s := _core.settled(t)) is not None}
+        a, k = _map_call(lambda t: t if _core.is_lazy(t) else plain(t), args, kwargs)
+        result = redispatch(func, tuple(a), k)
+        for t in back.values():
+            if (s := plain(t)).size() != t.size():  # out= of another size
+                torch._C.TensorBase.data.__set__(t, s)
+        return _map(lambda t: back.get(id(t), t), result)
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        del guard
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_") or "out" in kwargs:
+        for t in _tensors(args, kwargs):
+            if _core.settled(t) is not None:
+                _core.resettle(t, alias_of(t))
+    for write, a in zip(func._schema.arguments, args):
+        if write.alias_info is not None and write.alias_info.is_write and isinstance(a, (list, tuple)):
+            _count_write(a)
+    return result
+
+
+def _count_write(tensors: Any) -> None:
+    """Of the tensors in a list, nobody else counts the versions."""
+    counted = tuple(t for t in tensors if not t.is_inference())
+    torch._C._autograd._unsafe_set_version_counter(counted, tuple(t._version + 1 for t in counted))  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------------ special cases
 
 
@@ -841,6 +924,8 @@ def _nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 @special("set_", "as_strided_scatter", "as_strided_copy")
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func._schema.name == "aten::set_" and _core.settle(args[0]):
+        return on_settled(func, args, kwargs)
     raise UnsupportedError(f"{func} on a lazy tensor addresses memory that it does not have. Use x.torch()")
 
 
@@ -849,6 +934,8 @@ def _resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size = args[1].size() if isinstance(args[1], torch.Tensor) else tuple(args[1])
     if tuple(args[0].size()) == tuple(size):
         return args[0]
+    if _core.settle(args[0]):
+        return on_settled(func, args, kwargs)
     raise UnsupportedError(f"{func}: a lazy tensor cannot be resized from {tuple(args[0].size())} to {tuple(size)}")
 
 
@@ -1011,6 +1098,8 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
     write, make = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
     def method(self: LazyTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _core.settled(self) is not None:
+            return write(self, *args, **kwargs)
         if self.is_inference():  # no autograd
             return settled(self, args, kwargs)
         if not self._is_view():
@@ -1353,8 +1442,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             results.append(packet(*one, **kw))
     if name.endswith("_"):
-        lazy = [t for t in args[0] if not t.is_inference()]
-        torch._C._autograd._unsafe_set_version_counter(tuple(lazy), tuple(t._version + 1 for t in lazy))
+        _count_write(args[0])
         return None
     return results
 
@@ -1378,8 +1466,10 @@ def install() -> None:
             _set_lazy_data(self, value, data)
         else:
             if _core.current_tape() is not None:
-                _keep_leaf(self)
+                _keep_leaf(plain(self))
             data.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
+            if _core.settled(self) is not None:
+                _core.resettle(self, alias_of(self))
 
     def set_grad(self: torch.Tensor, value: Any) -> None:
         if value is not None and _core.is_lazy(value) and not _core.is_lazy(self):
@@ -1388,6 +1478,14 @@ def install() -> None:
 
     torch.Tensor.data = property(data.__get__, set_data, data.__delete__ if hasattr(data, "__delete__") else None, data.__doc__)  # type: ignore[method-assign,assignment]
     torch.Tensor.grad = property(grad.__get__, set_grad, grad.__delete__, grad.__doc__)  # type: ignore[method-assign,assignment]
+
+    _core.factories_setup()
+    new = torch.nn.Parameter.__new__
+
+    def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # it takes the class of what it is given
+        return new(cls, plain(data) if isinstance(data, LazyTensor) and _core.settle(data) else data, requires_grad)
+
+    torch.nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
 
     import torch.utils as utils
 

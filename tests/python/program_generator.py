@@ -224,6 +224,38 @@ def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> tor
         return t
 
 
+def _made(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    """A buffer as programs make them, with the batch on some axis or on none."""
+    shape = r.choice([tuple(t.shape), (BATCH, 5), (3, BATCH), (2, BATCH, 5), (BATCH, 4, 5), (4, BATCH, 5), (BATCH,), (BATCH, BATCH), (4, 5)])
+    kind = r.randrange(5)
+    if kind == 0:
+        return torch.zeros(shape, dtype=t.dtype)
+    if kind == 1:
+        return torch.ones(*shape, dtype=t.dtype)
+    if kind == 2:
+        return torch.full(shape, 0.5, dtype=t.dtype)
+    if kind == 3:
+        return torch.empty(shape, dtype=t.dtype).normal_()
+    out = torch.zeros(shape, dtype=t.dtype)
+    for i in range(out.shape[0]):
+        out[i, ..., : r.randint(1, 3)] = 0.1 * i
+    return out
+
+
+def _exposed(r: random.Random, t: torch.Tensor) -> torch.Tensor:
+    """What is done with a plain tensor's memory behind the dispatcher's back."""
+    kind = r.randrange(4)
+    if kind == 0:
+        t.detach().numpy()[...] += 0.25
+    elif kind == 1:
+        torch.from_dlpack(t.detach())
+    elif kind == 2:
+        assert t.data_ptr() == t.detach().untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
+    else:
+        t.detach().apply_(lambda v: v * 0.5)
+    return t
+
+
 def _strided(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     size = tuple(t.shape)
     return t.as_strided(size[:1] or (1,), (1,), t.storage_offset())
@@ -240,7 +272,7 @@ def run(
     refusals: tuple[type[BaseException], ...] = (),
 ) -> Outcome:
     """Run program `seed`, on plain tensors or on what `lazily(x, batch=batch_dim)` makes of them. v views, w writes, f fresh, r random, m metadata,
-    n no_grad, p Python values, s as_strided."""
+    n no_grad, p Python values, s as_strided, z torch.zeros and its like, e the memory of such a tensor."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     shape = [4, 5]
@@ -256,6 +288,7 @@ def run(
     if r.random() < 0.3:
         pool.append(data)
     relaid: set[int] = set()
+    buffers: list[torch.Tensor] = []  # whose memory nobody has asked for
     for step in range(steps):
         kind = r.choice(kinds)
         at = r.randrange(len(pool))
@@ -276,6 +309,11 @@ def run(
                 new = _no_grad(r, t, pool)
             elif kind == "s":
                 new = _strided(r, t)
+            elif kind == "z":
+                new = _made(r, t)
+                buffers.append(new)
+            elif kind == "e":  # once: what was recorded from memory does not notice that numpy writes it, as autograd does not
+                new = _exposed(r, buffers.pop(r.randrange(len(buffers)))) if buffers else t
             else:
                 value = float(t.detach().sum()) if r.random() < 0.7 else bool((t > 0).any())
                 out.log.append(f"{step} value {value!r}")
@@ -332,8 +370,8 @@ def _describe(t: torch.Tensor, relaid: bool) -> str:
 
 
 def _said(e: Exception) -> str:
-    """The beginning of a message; the reshape of a subclass has another name in autograd's."""
-    return str(e).replace("ReshapeAlias", "View")[:60]
+    """The beginning of a message; the reshape of a subclass has another name in autograd's, and Python asks a subclass first when it compares: `a > b` is `b < a`."""
+    return str(e).replace("ReshapeAlias", "View").partition(" a (")[0][:60]
 
 
 @contextlib.contextmanager
