@@ -34,6 +34,7 @@ typedef struct op_info {
     int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
     uint8_t n_results;       /* of the schema; a list counts as one */
     PyObject *handler;       /* owned; SPECIAL and INDEX */
+    PyObject *rules;         /* owned dict class → function: see find_rule(); NULL: not asked yet */
     struct op_info *next;    /* with the same hash */
 } op_info;
 
@@ -150,11 +151,41 @@ fail:
     return NULL;
 }
 
+static inline op_info *find_op(const PyObject *func)
+{
+    op_info *op = op_slots[(uint32_t)((uintptr_t)func >> 4) & (OP_SLOTS - 1)];
+    while (op && op->func != func) op = op->next;
+    return op;
+}
+
 static inline op_info *op_of(PyObject *func)
 {
-    for (op_info *op = op_slots[(uint32_t)((uintptr_t)func >> 4) & (OP_SLOTS - 1)]; op; op = op->next)
-        if (op->func == func) return op;
-    return describe(func);
+    op_info *op = find_op(func);
+    return op ? op : describe(func);
+}
+
+/* For each call torch asks a registry, in Python, whether somebody has registered a function for (operator, class) that is to be called in place of the class' dispatch.
+ * For our class the answer is looked up here, in the registry's own dict. */
+static PyObject *find_in_registry; /* owned: torch._library.simple_registry.find_torch_dispatch_rule */
+
+static PyObject *find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n)
+{
+    if (n != 2 || !find_in_registry) return PyErr_SetString(PyExc_TypeError, "find_rule(operator, class)"), NULL;
+    op_info *op = a[1] == (PyObject *)koila__lazy_class ? find_op(a[0]) : NULL;
+    if (!op) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
+    if (!op->rules) {
+        op->rules = call_helper("rules_of", a[0], NULL, NULL);
+        if (!op->rules) return NULL;
+    }
+    if (!PyDict_Check(op->rules)) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
+    PyObject *rule = PyDict_GetItemWithError(op->rules, a[1]);
+    return rule || !PyErr_Occurred() ? Py_NewRef(rule ? rule : Py_None) : NULL;
+}
+
+static PyObject *py_find_rules(PyObject *module, PyObject *f)
+{
+    Py_XSETREF(find_in_registry, Py_NewRef(f));
+    Py_RETURN_NONE;
 }
 
 /* ---- opaque arguments: devices, layouts, memory formats, complex numbers, generators */
@@ -1114,6 +1145,32 @@ static PyObject *py_setup(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* wrapper_pair((dtype, device, sizes, strides, offset)) */
+static PyObject *py_wrapper_pair(PyObject *module, PyObject *tuple)
+{
+    koila_meta meta;
+    int64_t offset;
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) return PyErr_SetString(PyExc_TypeError, "wrapper_pair((dtype, device, sizes, strides, offset))"), NULL;
+    return koila__meta_from(tuple, &meta, &offset) < 0 ? NULL : koila__wrapper_pair(meta, offset);
+}
+
+static PyObject *py_learn_keys(PyObject *module, PyObject *args)
+{
+    PyObject *lazy, *made;
+    unsigned long long lazy_keys, made_keys;
+    if (!PyArg_ParseTuple(args, "O!KO!K", koila__lazy_class, &lazy, &lazy_keys, koila__lazy_class, &made, &made_keys)) return NULL;
+    return PyBool_FromLong(koila__learn_keys(lazy, lazy_keys, made, made_keys));
+}
+
+static PyObject *py_wrap_by_parts(PyObject *module, PyObject *on)
+{
+    const int v = PyObject_IsTrue(on);
+    if (v < 0) return NULL;
+    const bool old = koila__by_parts;
+    koila__by_parts = v;
+    return PyBool_FromLong(old);
+}
+
 static PyObject *py_tape_open(PyObject *module, PyObject *unused) { return Py_XNewRef((PyObject *)koila__tape_current()); }
 static PyObject *py_current_tape(PyObject *module, PyObject *unused)
 {
@@ -1401,8 +1458,13 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     { "dispatch", (PyCFunction)(void (*)(void))dispatch, METH_FASTCALL, "dispatch(func, types, args, kwargs): LazyTensor.__torch_dispatch__" },
+    { "find_rule", (PyCFunction)(void (*)(void))find_rule, METH_FASTCALL, "find_rule(func, class): torch's find_torch_dispatch_rule, quick for LazyTensor" },
+    { "find_rules", py_find_rules, METH_O, "find_rules(f): what find_rule asks for other classes" },
     { "record", (PyCFunction)(void (*)(void))py_record, METH_FASTCALL, "record(func, args, kwargs): the default path" },
     { "setup", py_setup, METH_VARARGS, "setup(LazyTensor, whether C++ owners show as a Python reference)" },
+    { "wrapper_pair", py_wrapper_pair, METH_O, "wrapper_pair((dtype, device, sizes, strides, offset)) -> (by arguments, by parts or None)" },
+    { "learn_keys", py_learn_keys, METH_VARARGS, "learn_keys(lazy, keys, made, keys): of such a pair; whether they lie where they can be set" },
+    { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> what it was" },
     { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one." },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },

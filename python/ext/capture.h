@@ -64,6 +64,9 @@ int koila__set_grad_mode(bool on);
 bool koila__maybe_inference(void);                    /* false: surely not in inference mode */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
+PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset); /* (by arguments, by parts | None), of nothing: are they the same? */
+bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys); /* of such a pair: what torch says their dispatch keys are */
+extern bool koila__by_parts;                         /* wrappers are made by parts, where torch has what that needs */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta); /* refs 0: the first wrapper owns it */
 void koila__group_free(koila__group *g);
 koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v); /* refs 0 */

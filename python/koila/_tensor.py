@@ -174,6 +174,34 @@ def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
 
 _core.setup(LazyTensor, second_owner_adds_reference())
 
+
+def learn_wrappers() -> bool:
+    """Whether the quick way of making a LazyTensor (see wrappers in tensor.c) makes what `_make_wrapper_subclass` makes; before, where it is to set the dispatch keys."""
+
+    def keys(t: torch.Tensor) -> int:
+        return int(torch._C._dispatch_keys(t).raw_repr())
+
+    def facts(t: torch.Tensor) -> tuple[Any, ...]:
+        return type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), keys(t), t.requires_grad, t._version, t._use_count(), sys.getrefcount(t)
+
+    def throws(t: torch.Tensor) -> bool:
+        try:
+            torch._C.TensorBase.data_ptr(t)
+        except RuntimeError:
+            return True
+        return False
+
+    meta = torch.float32, torch.device("cpu"), (2, 3), (1, 2), 5
+    with torch.inference_mode(False):
+        known, made = _core.wrapper_pair(meta)
+        if made is None or not hasattr(torch._C._dispatch_keys(known), "raw_repr") or not _core.learn_keys(known, keys(known), made, keys(made)):
+            return False
+        known, made = _core.wrapper_pair(meta)
+        return facts(known) == facts(made) and throws(made)
+
+
+_core.wrap_by_parts(learn_wrappers())
+
 # -------------------------------------------------------------------------------------------------- what C asks now and then
 
 use_count = torch._C.TensorBase._use_count
@@ -708,6 +736,14 @@ def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     if n < result.numel():
         raise UnsupportedError(f"{func}: strides {stride} of sizes {size} overlap")
     return aten.empty_strided.default, (list(size), list(stride)), made, meta, fill
+
+
+def rules_of(func: Any) -> dict[type, Any] | None:
+    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones appear."""
+    from torch._library.simple_registry import singleton
+
+    rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
+    return rules if isinstance(rules, dict) else None
 
 
 def redispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -1334,12 +1370,24 @@ def install() -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make them plain with x.torch()")
 
+    _quick_rules()
     _lazy_states()
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)
         except Exception:  # already there, or of a kind that takes no classes
             pass
+
+
+def _quick_rules() -> None:
+    """Torch's question before every dispatch to Python (see find_rule in capture.c), asked of us. It fetches the function once in a process: nothing is gained, nor lost, where
+    another class was dispatched to before."""
+    from torch._library import simple_registry
+
+    find = getattr(simple_registry, "find_torch_dispatch_rule", None)
+    if find is not None:
+        _core.find_rules(find)
+        simple_registry.find_torch_dispatch_rule = _core.find_rule
 
 
 def _lazy_states() -> None:
