@@ -247,6 +247,7 @@ typedef struct walk {
     bool writing; /* the argument being walked is written */
     koila__tape *tape;
     PyObject *instead; /* owned: set by miss() without an exception: call this in place of recording */
+    /* from here on not set until used: cleared for every call, this would cost more than the rest of the walk */
     uint32_t kw[32];
     koila_arg tok_inline[N_TOKENS];
     input in_inline[N_INPUTS];
@@ -254,7 +255,7 @@ typedef struct walk {
 
 static void walk_init(walk *w)
 {
-    memset(w, 0, offsetof(walk, tok_inline));
+    memset(w, 0, offsetof(walk, kw));
     w->tok = w->tok_inline;
     w->in = w->in_inline;
     w->cap_tok = N_TOKENS;
@@ -739,9 +740,9 @@ static PyObject *line_files; /* dict code object → None (library) or file name
 #define LINE_SLOTS 8192
 static struct line_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
-    uint64_t tape; /* uid: addresses are reused */
+    uint64_t tape; /* uid, for addresses are reused: whose graph gave `id` */
     int lasti;
-    uint32_t id;
+    uint32_t line, id;
 } line_slots[LINE_SLOTS];
 static struct code_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
@@ -793,11 +794,13 @@ uint32_t koila__line_now(koila__tape *t)
             const int lasti = -PyFrame_GetLineNumber(f) - 1;
 #endif
             struct line_slot *s = &line_slots[(((uintptr_t)code >> 5) * 31 + (unsigned)lasti) & (LINE_SLOTS - 1)];
-            if (s->code == code && s->tape == t->uid && s->lasti == lasti) {
+            const bool known = s->code == code && s->lasti == lasti;
+            if (known && s->tape == t->uid) {
                 id = s->id;
                 break;
             }
-            if (koila_graph_line(g, file, (uint32_t)PyFrame_GetLineNumber(f), &id) == KOILA_OK) *s = (struct line_slot){ code, t->uid, lasti, id };
+            const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f); /* which walks the table of lines from its start */
+            if (koila_graph_line(g, file, line, &id) == KOILA_OK) *s = (struct line_slot){ code, t->uid, lasti, line, id };
             else id = KOILA_NONE;
             break;
         }

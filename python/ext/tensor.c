@@ -314,7 +314,7 @@ PyObject *koila__meta_object(koila_meta meta)
 
 static PyObject *args_of(const koila_meta_info *m, int64_t offset)
 {
-    bool contiguous = true;
+    bool contiguous = offset == 0; /* an offset is only taken with strides */
     int64_t expect = 1;
     for (int i = m->n_dims - 1; i >= 0; i--) {
         if (m->stride[i] != expect) contiguous = false;
