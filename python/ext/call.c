@@ -280,7 +280,7 @@ static PyObject *one_arg(const char *name, PyObject *a)
     return r;
 }
 
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
 {
     const koila_graph *g = t->graph;
     const uint32_t n_nodes = koila_graph_n_nodes(g), n_values = koila_graph_n_values(g);
@@ -295,7 +295,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         goto done;
     }
     for (uint32_t i = 0; i < n_targets; i++) uses[targets[i]]++;
-    for (uint32_t i = 0; commit_effects && i < t->n_effects; i++) uses[t->effects[i].value]++;
     for (uint32_t n = n_nodes; n--;) {
         const koila_node_info node = koila_node_get(g, n);
         const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
@@ -366,21 +365,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
             koila__tape_set_real(t, targets[i], env[targets[i]]);
             env[targets[i]] = NULL;
         }
-    if (commit_effects && t->n_effects) {
-        const uint32_t n = t->n_effects;
-        PyObject *list = PyList_New(0), *r = NULL;
-        for (uint32_t i = 0; list && i < n; i++) {
-            const koila_value v = t->effects[i].value;
-            PyObject *pair = Py_BuildValue("OOI", t->effects[i].real, t->values[v].real ? t->values[v].real : env[v], t->effects[i].version);
-            if (!pair || PyList_Append(list, pair) < 0) rc = -1;
-            Py_XDECREF(pair);
-        }
-        if (list && rc == 0) r = one_arg("commit_effects", list);
-        if (!r) rc = -1;
-        Py_XDECREF(r);
-        Py_XDECREF(list);
-        if (rc == 0) koila__tape_drop_effects(t);
-    }
 done:
     Py_CLEAR(guards);
     for (uint32_t v = 0; env && v < n_values; v++) Py_XDECREF(env[v]);

@@ -1335,7 +1335,7 @@ static PyObject *py_run_whole(PyObject *module, PyObject *seq)
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast) && rc == 0; i++) {
         koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
         const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
-        rc = v == KOILA_NONE ? -1 : h->group->tape->values[v].real ? 0 : koila__run_whole(h->group->tape, &v, 1, false);
+        rc = v == KOILA_NONE ? -1 : h->group->tape->values[v].real ? 0 : koila__run_whole(h->group->tape, &v, 1);
     }
     Py_DECREF(fast);
     if (rc < 0) return NULL;

@@ -4,9 +4,8 @@
  *       group, chain               # which storage, and which view of it
  *       value                      # what it was at group.gen
  *
- * A wrapper is a torch.Tensor without storage. Making one costs 0.55-0.9 µs, most of what capture costs at all, so the arguments of
- * torch.Tensor._make_wrapper_subclass are cached per meta. Metadata of real tensors comes from PyTorch's C shim (aoti_torch_*, found with dlsym and
- * checked against the Python attributes at start-up); where it is missing the attributes serve.
+ * A wrapper is a torch.Tensor without storage; to make one is most of what capture itself costs, see "wrappers" below. It is done through PyTorch's C shim (aoti_torch_*, found
+ * with dlsym and checked at start-up), where metadata of real tensors comes from too; where the shim is missing, torch's Python functions and attributes serve.
  */
 #include "capture.h"
 

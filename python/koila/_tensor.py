@@ -297,16 +297,6 @@ class _Guards:
         self.below = None
 
 
-def commit_effects(pairs: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-    """Write what the step computed for tensors outside, once. Checks all versions before the first write."""
-    for real, _, version in pairs:
-        if not real.is_inference() and real._version != version:
-            raise StaleValueError("a running statistic was changed between the forward pass and the end of the step")
-    with torch.no_grad():
-        for real, value, _ in pairs:
-            real.copy_(value)
-
-
 # ----------------------------------------------------------------------------------------------------- facts about operators
 
 PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX = range(8)
