@@ -273,13 +273,6 @@ static int stale(koila__tape *t, koila_value v)
     return -1;
 }
 
-static PyObject *one_arg(const char *name, PyObject *a)
-{
-    PyObject *f = koila__helper(name), *r = f ? PyObject_CallFunctionObjArgs(f, a, NULL) : NULL;
-    Py_XDECREF(f);
-    return r;
-}
-
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
 {
     const koila_graph *g = t->graph;
@@ -310,7 +303,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
     }
     for (uint32_t v = 0; v < n_values; v++)
         if (uses[v] && t->values[v].real && stale(t, v) < 0) goto done;
-    guards = one_arg("enter_modes", NULL);
+    guards = koila__ask("enter_modes", NULL, NULL, NULL);
     if (!guards) goto done;
     for (uint32_t n = 0; n < n_nodes; n++) {
         if (!needed[n]) continue;
@@ -323,7 +316,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         for (uint32_t i = 0; i < s->n_inputs; i++) in[i] = t->values[inputs[i]].real ? t->values[inputs[i]].real : env[inputs[i]];
         for (uint32_t w = 0; w < s->n_writes && ok; w++) { /* a value never changes: write into a copy */
             const uint32_t i = s->writes[w].input;
-            PyObject *copy = one_arg(s->writes[w].overwrites ? "empty_like_exactly" : "clone_exactly", in[i]);
+            PyObject *copy = koila__ask(s->writes[w].overwrites ? "empty_like_exactly" : "clone_exactly", in[i], NULL, NULL);
             if (!copy) ok = false;
             else in[i] = owned[n_owned++] = copy;
         }

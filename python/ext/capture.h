@@ -1,4 +1,4 @@
-/* capture.h — what tensor.c, tape.c, alias.c and capture.c share. The executor sees tape.h only.
+/* capture.h — what tensor.c, tape.c, alias.c and those who record (record.h) share. The executor sees tape.h only.
  *
  *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)      # _v: a Value (koila__handle), made here, never seen by the user
  *
@@ -103,13 +103,17 @@ PyObject *koila__concrete(koila__handle *h);         /* borrowed real tensor; NU
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
 
-/* ---- capture.c */
+/* ---- helpers.c: Python is asked, and told */
 PyObject *koila__raise(koila_status s);              /* NULL */
-uint32_t koila__line_now(koila__tape *t);         /* id of the user's line in t's graph, or KOILA_NONE */
-int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */
-int koila__module_add(PyObject *m);
 extern PyObject *koila__helpers;                     /* the module koila._tensor, for what is rare */
 PyObject *koila__helper(const char *name);           /* new reference */
+PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c); /* koila._tensor.name(a, b, c), up to the first NULL */
+PyObject *koila__unsupported(const char *format, ...); /* NULL, with UnsupportedError */
+
+/* ---- operators.c, arguments.c, source_line.c, capture_module.c */
+int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */
 uint32_t koila__opaque_id(PyObject *o);              /* KOILA_NONE + error */
+uint32_t koila__line_now(koila__tape *t);            /* id of the user's line in t's graph, or KOILA_NONE */
+int koila__module_add(PyObject *m);
 
 #endif

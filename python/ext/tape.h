@@ -71,7 +71,7 @@ typedef struct tape_random {
     uint32_t words;  /* of the generator that each element takes, in the order of memory; 0: not known, only the whole can be drawn */
 } tape_random;
 
-/* ---- capture.c */
+/* ---- operators.c, arguments.c, tape.c */
 extern koila_table *koila__table;                        /* the process' table; made at first use */
 PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */

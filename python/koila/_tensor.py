@@ -325,7 +325,7 @@ def special(*names: str) -> Callable[[Handler], Handler]:
 
 
 def describe(func: Any) -> tuple[Any, ...]:
-    """What C needs to know about an operator, see Note [Kinds] in capture.c."""
+    """What C needs to know about an operator, see Note [Kinds] in record.h."""
     schema = func._schema
     name = schema.name + ("." + schema.overload_name if schema.overload_name else "")
     base = schema.name.removeprefix("aten::")
@@ -1376,7 +1376,7 @@ def install() -> None:
 
 
 def _quick_rules() -> None:
-    """Torch's question before every dispatch to Python (see find_rule in capture.c), asked of us. It fetches the function once in a process: nothing is gained, nor lost, where
+    """Torch's question before every dispatch to Python (see koila__find_rule in operators.c), asked of us. It fetches the function once in a process: nothing is gained, nor lost, where
     another class was dispatched to before."""
     from torch._library import simple_registry
 
