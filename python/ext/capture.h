@@ -105,9 +105,9 @@ void koila__group_written(koila__group *g, koila_value v);
 
 /* ---- helpers.c: Python is asked, and told */
 PyObject *koila__raise(koila_status s);              /* NULL */
-extern PyObject *koila__helpers;                     /* the module koila._tensor, for what is rare */
+extern PyObject *koila__helpers;                     /* the module koila._capture, for what is rare */
 PyObject *koila__helper(const char *name);           /* new reference */
-PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c); /* koila._tensor.name(a, b, c), up to the first NULL */
+PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c); /* koila._capture.name(a, b, c), up to the first NULL */
 PyObject *koila__unsupported(const char *format, ...); /* NULL, with UnsupportedError */
 
 /* ---- operators.c, arguments.c, source_line.c, capture_module.c */

@@ -1,4 +1,4 @@
-/* helpers.c — Python is asked, and told of errors: functions of koila._tensor by name, for all that is rare. */
+/* helpers.c — Python is asked, and told of errors: functions of koila._capture by name, for all that is rare. */
 #include "record.h"
 
 PyObject *koila__helpers;
@@ -13,7 +13,7 @@ PyObject *koila__raise(koila_status s)
 PyObject *koila__helper(const char *name)
 {
     if (!koila__helpers) {
-        koila__helpers = PyImport_ImportModule("koila._tensor");
+        koila__helpers = PyImport_ImportModule("koila._capture");
         if (!koila__helpers) return NULL;
     }
     return PyObject_GetAttrString(koila__helpers, name);

@@ -1,4 +1,4 @@
-/* memo.c — a call seen before: its interned signature and what its results look like, found by its tokens. A call never seen asks Python (_tensor.shape), which asks FakeTensor:
+/* memo.c — a call seen before: its interned signature and what its results look like, found by its tokens. A call never seen asks Python (_shapes.shape), which asks FakeTensor:
  * the plain meta kernels give wrong strides for some operators.
  */
 #include "record.h"

@@ -1,4 +1,4 @@
-/* operators.c — what is known of each operator: found by the address of its OpOverload, described once by Python (_tensor.describe). */
+/* operators.c — what is known of each operator: found by the address of its OpOverload, described once by Python (_capture.describe). */
 #include "record.h"
 
 koila_table *koila__table;

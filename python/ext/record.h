@@ -4,7 +4,7 @@
  *   call_walk    the call's arguments: tokens and tensors          arguments.c
  *   memo_entry   its signature and what its results look like      memo.c
  *
- * Note [Kinds]. What an operator is, is decided once, in Python (_tensor.describe):
+ * Note [Kinds]. What an operator is, is decided once, in Python (_capture.describe):
  *   PLAIN    fresh results                          SAME     detach, alias: the same value, another wrapper
  *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the base
  *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into a call without tensors
