@@ -273,14 +273,7 @@ static int stale(koila__tape *t, koila_value v)
     return -1;
 }
 
-static PyObject *one_arg(const char *name, PyObject *a)
-{
-    PyObject *f = koila__helper(name), *r = f ? PyObject_CallFunctionObjArgs(f, a, NULL) : NULL;
-    Py_XDECREF(f);
-    return r;
-}
-
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
 {
     const koila_graph *g = t->graph;
     const uint32_t n_nodes = koila_graph_n_nodes(g), n_values = koila_graph_n_values(g);
@@ -295,7 +288,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         goto done;
     }
     for (uint32_t i = 0; i < n_targets; i++) uses[targets[i]]++;
-    for (uint32_t i = 0; commit_effects && i < t->n_effects; i++) uses[t->effects[i].value]++;
     for (uint32_t n = n_nodes; n--;) {
         const koila_node_info node = koila_node_get(g, n);
         const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
@@ -311,7 +303,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
     }
     for (uint32_t v = 0; v < n_values; v++)
         if (uses[v] && t->values[v].real && stale(t, v) < 0) goto done;
-    guards = one_arg("enter_modes", NULL);
+    guards = koila__ask("enter_modes", NULL, NULL, NULL);
     if (!guards) goto done;
     for (uint32_t n = 0; n < n_nodes; n++) {
         if (!needed[n]) continue;
@@ -324,7 +316,7 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         for (uint32_t i = 0; i < s->n_inputs; i++) in[i] = t->values[inputs[i]].real ? t->values[inputs[i]].real : env[inputs[i]];
         for (uint32_t w = 0; w < s->n_writes && ok; w++) { /* a value never changes: write into a copy */
             const uint32_t i = s->writes[w].input;
-            PyObject *copy = one_arg(s->writes[w].overwrites ? "empty_like_exactly" : "clone_exactly", in[i]);
+            PyObject *copy = koila__ask(s->writes[w].overwrites ? "empty_like_exactly" : "clone_exactly", in[i], NULL, NULL);
             if (!copy) ok = false;
             else in[i] = owned[n_owned++] = copy;
         }
@@ -366,21 +358,6 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
             koila__tape_set_real(t, targets[i], env[targets[i]]);
             env[targets[i]] = NULL;
         }
-    if (commit_effects && t->n_effects) {
-        const uint32_t n = t->n_effects;
-        PyObject *list = PyList_New(0), *r = NULL;
-        for (uint32_t i = 0; list && i < n; i++) {
-            const koila_value v = t->effects[i].value;
-            PyObject *pair = Py_BuildValue("OOI", t->effects[i].real, t->values[v].real ? t->values[v].real : env[v], t->effects[i].version);
-            if (!pair || PyList_Append(list, pair) < 0) rc = -1;
-            Py_XDECREF(pair);
-        }
-        if (list && rc == 0) r = one_arg("commit_effects", list);
-        if (!r) rc = -1;
-        Py_XDECREF(r);
-        Py_XDECREF(list);
-        if (rc == 0) koila__tape_drop_effects(t);
-    }
 done:
     Py_CLEAR(guards);
     for (uint32_t v = 0; env && v < n_values; v++) Py_XDECREF(env[v]);

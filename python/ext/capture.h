@@ -1,4 +1,4 @@
-/* capture.h — what tensor.c, tape.c, alias.c and capture.c share. The executor sees tape.h only.
+/* capture.h — what tensor.c, tape.c, alias.c and those who record (record.h) share. The executor sees tape.h only.
  *
  *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)      # _v: a Value (koila__handle), made here, never seen by the user
  *
@@ -69,6 +69,9 @@ int koila__set_grad_mode(bool on);
 bool koila__maybe_inference(void);                    /* false: surely not in inference mode */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
+PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset); /* (by arguments, by parts | None), of nothing: are they the same? */
+bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys); /* of such a pair: what torch says their dispatch keys are */
+extern bool koila__by_parts;                         /* wrappers are made by parts, where torch has what that needs */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta); /* refs 0: the first wrapper owns it */
 void koila__group_free(koila__group *g);
 koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v); /* refs 0 */
@@ -118,14 +121,18 @@ PyObject *koila__concrete(koila__handle *h);         /* borrowed real tensor; NU
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
 
-/* ---- capture.c */
+/* ---- helpers.c: Python is asked, and told */
 PyObject *koila__raise(koila_status s);              /* NULL */
-uint32_t koila__line_now(koila__tape *t);         /* id of the user's line in t's graph, or KOILA_NONE */
+extern PyObject *koila__helpers;                     /* the module koila._capture, for what is rare */
+PyObject *koila__helper(const char *name);           /* new reference */
+PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c); /* koila._capture.name(a, b, c), up to the first NULL */
+PyObject *koila__unsupported(const char *format, ...); /* NULL, with UnsupportedError */
+
+/* ---- operators.c, arguments.c, source_line.c, capture.c, capture_module.c */
 int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */
+uint32_t koila__opaque_id(PyObject *o);              /* KOILA_NONE + error */
+uint32_t koila__line_now(koila__tape *t);            /* id of the user's line in t's graph, or KOILA_NONE */
 PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs); /* the default path of a call that met nothing special */
 int koila__module_add(PyObject *m);
-extern PyObject *koila__helpers;                     /* the module koila._tensor, for what is rare */
-PyObject *koila__helper(const char *name);           /* new reference */
-uint32_t koila__opaque_id(PyObject *o);              /* KOILA_NONE + error */
 
 #endif

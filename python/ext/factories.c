@@ -17,7 +17,7 @@
  *
  * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot: take its pointer, share it with numpy, resize it. Then the tensor *settles*:
  * it gets real memory, in the same Python object, by torch's own `x.data = memory`, which leaves version counter, autograd and views as they are; views of it get the same
- * memory. What remains of the lazy tensor is its class. Torch still asks dispatch() first, which runs the operator on that memory (on_settled() in _tensor.py). From then on
+ * memory. What remains of the lazy tensor is its class. Torch still asks dispatch() first, which runs the operator on that memory (on_settled() in _settled.py). From then on
  * it is what it would have been without us: exact, and whole when lazy data is written into it. It also settles when something that is not lazy is written into a part of it
  * that has no batch dimension: `mask[i, :n] = 1` in a loop over samples is data, not computed, and nobody wants a node for each sample.
  */

@@ -2,7 +2,7 @@
  *
  * PyTorch's CPU generator is MT19937. An operator that takes the same number of its 32-bit words for every element, in the order of memory (bernoulli_ of
  * dropout where it does not go through MKL, uniform_), can draw any rows of a tensor: the state is moved past the rows before them. Whether an operator
- * does so is tried on this build, never assumed: _words in koila._tensor.
+ * does so is tried on this build, never assumed: _words in koila._random.
  *
  * A state is what torch.Generator.get_state() gives, bytes: seed u64, left i32, seeded i32, next u64, state u64[624] (32 bits used), then what normal_ keeps.
  * `left` counts down to the next twist, `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).

@@ -71,7 +71,7 @@ typedef struct tape_random {
     uint32_t words;  /* of the generator that each element takes, in the order of memory; 0: not known, only the whole can be drawn */
 } tape_random;
 
-/* ---- capture.c */
+/* ---- operators.c, arguments.c, tape.c */
 extern koila_table *koila__table;                        /* the process' table; made at first use */
 PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
@@ -106,9 +106,9 @@ typedef struct koila__call_fix {
  * on failure -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs);
 
-/* The simple executor: everything whole, recorded order, each value freed at its last use. What koila__run does when nothing needs splitting, and its
- * reference in tests. Same contract as koila__run. */
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
+/* The simple executor, the reference in tests: everything whole, in recorded order, each value freed at its last use and each result compared with what was recorded.
+ * 0, or -1 with an exception and nothing changed. Effects stay recorded. */
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
 
 /* ---- run.c */
 /* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception and nothing changed. `commit_effects`: also run and

@@ -4,9 +4,8 @@
  *       group, chain               # which storage, and which view of it
  *       value                      # what it was at group.gen
  *
- * A wrapper is a torch.Tensor without storage. Making one costs 0.55-0.9 µs, most of what capture costs at all, so the arguments of
- * torch.Tensor._make_wrapper_subclass are cached per meta. Metadata of real tensors comes from PyTorch's C shim (aoti_torch_*, found with dlsym and
- * checked against the Python attributes at start-up); where it is missing the attributes serve.
+ * A wrapper is a torch.Tensor without storage; to make one is most of what capture itself costs, see "wrappers" below. It is done through PyTorch's C shim (aoti_torch_*, found
+ * with dlsym and checked at start-up), where metadata of real tensors comes from too; where the shim is missing, torch's Python functions and attributes serve.
  */
 #include "capture.h"
 
@@ -46,8 +45,12 @@ static struct shim {
     bool (*grad_mode)(void);
     void (*set_grad_mode)(bool);
     bool (*inference_mode)(void);
+    int32_t (*reinterpret)(tensor_handle, int64_t, const int64_t *, const int64_t *, int64_t, tensor_handle *);
+    int32_t (*drop)(tensor_handle);
+    PyObject *(*wrap)(tensor_handle, PyTypeObject *);
     bool works;
 } shim;
+bool koila__by_parts;
 
 /* ---- real tensors */
 
@@ -203,12 +206,127 @@ int koila__version_of(PyObject *real, uint32_t *out)
     return 0;
 }
 
-/* ---- wrappers */
+/* ---- wrappers
+ *
+ * torch.Tensor._make_wrapper_subclass parses 15 arguments, and that data pointers throw is asked for in a second call: together several times what the tensor itself costs.
+ * So both happen once for each dtype and device, for a prototype. Torch's C shim makes tensors of any sizes that share its storage (nothing at all, but it throws,
+ * and says to be larger than any tensor), and the function that wraps every tensor for Python puts them into our class. What only C++ can do is to set the two
+ * dispatch keys that lead to Python; so we do it where the keys lie, which is learnt from two tensors whose keys torch tells. Where anything of this is missing, or
+ * what comes out differs in the least (learn_wrappers() in _tensor.py), each wrapper is made by arguments. */
 
 static struct wrap { /* [n_wraps], by meta id */
-    PyObject *args, *kw;
+    PyObject *args;      /* owned, of make_wrapper: all by position, for torch looks a keyword up once per parameter */
+    tensor_handle like;  /* borrowed from a prototype; NULL: by arguments */
 } *wraps;
 static uint32_t n_wraps;
+
+static uint32_t keys_at;     /* where in a TensorImpl its dispatch keys lie; 0: not known */
+static uint64_t python_keys;
+
+static struct prototype {
+    PyObject *wrapper; /* owned */
+    koila_dtype dtype;
+    uint16_t device;
+} *prototypes;
+static uint32_t n_prototypes;
+
+/* Arguments for sizes and strides (NULL: contiguous) that start at `offset`. */
+static PyObject *wrap_args(PyObject *size, PyObject *stride, int64_t offset, koila_dtype dtype, uint16_t device)
+{
+    PyObject *d = koila__device_object(device), *at = d ? PyLong_FromLongLong(offset) : NULL, *r = NULL;
+    if (!at) return NULL;
+    if (!stride) stride = Py_None;
+    if (device) r = PyTuple_Pack(8, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None, dtypes[dtype], strided, d);
+    else r = PyTuple_Pack(6, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None, dtypes[dtype]);
+    Py_DECREF(at);
+    return r;
+}
+
+static PyObject *wrap_by_arguments(PyObject *args)
+{
+    PyObject *w = args ? make_wrapper(NULL, args, NULL) : NULL;
+    PyObject *ok = w ? PyObject_CallOneArg(set_throw, w) : NULL; /* whoever asks for the data pointer of nothing gets an error, not a crash */
+    if (!ok) return Py_XDECREF(w), NULL;
+    Py_DECREF(ok);
+    return w;
+}
+
+static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
+{ /* NULL: none, without an error */
+    if (!shim.wrap || !shim.reinterpret || !shim.drop) return NULL;
+    for (uint32_t i = 0; i < n_prototypes; i++)
+        if (prototypes[i].dtype == dtype && prototypes[i].device == device) return (char *)prototypes[i].wrapper + cdata_offset;
+    struct prototype *p = PyMem_Realloc(prototypes, (n_prototypes + 1) * sizeof *p);
+    if (!p) return NULL;
+    prototypes = p;
+    PyObject *size = Py_BuildValue("(L)", 1LL << 58), *args = size ? wrap_args(size, NULL, 0, dtype, device) : NULL, *w = wrap_by_arguments(args);
+    Py_XDECREF(args);
+    Py_XDECREF(size);
+    if (!w) return PyErr_Clear(), NULL;
+    PyObject_GC_UnTrack(w); /* it holds nothing, and is no tensor of the user's to be found */
+    prototypes[n_prototypes++] = (struct prototype){ w, dtype, device };
+    return (char *)w + cdata_offset;
+}
+
+/* The function that wraps throws when it cannot have an object, and nothing here could catch that: it finds one made before. */
+static PyObject *spare;
+
+static PyObject *lazy_alloc(PyTypeObject *type, Py_ssize_t n)
+{
+    PyObject *o = spare;
+    spare = NULL;
+    return o ? o : PyType_GenericAlloc(type, n);
+}
+
+static PyObject *wrap_by_parts(tensor_handle like, const koila_meta_info *m, int64_t offset)
+{ /* NULL with or without an exception */
+    tensor_handle h;
+    if (shim.reinterpret(like, m->n_dims, m->size, m->stride, offset, &h)) return NULL;
+    if (keys_at) *(uint64_t *)(*(char **)h + keys_at) |= python_keys;
+    PyObject *w = PyType_GenericAlloc(koila__lazy_class, 0);
+    if (w) {
+        spare = w;
+        w = shim.wrap(h, koila__lazy_class);
+    }
+    shim.drop(h);
+    return w;
+}
+
+static PyObject *list_of(const int64_t *v, uint8_t n)
+{
+    PyObject *r = PyTuple_New(n);
+    for (uint8_t i = 0; r && i < n; i++) {
+        PyObject *x = PyLong_FromLongLong(v[i]);
+        if (x) PyTuple_SET_ITEM(r, i, x);
+        else Py_CLEAR(r);
+    }
+    return r;
+}
+
+PyObject *koila__meta_object(koila_meta meta)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    PyObject *size = list_of(m->size, m->n_dims), *stride = size ? list_of(m->stride, m->n_dims) : NULL, *device = koila__device_object(m->device);
+    PyObject *r = stride && device ? PyTuple_Pack(4, dtypes[m->dtype], device, size, stride) : NULL;
+    Py_XDECREF(size);
+    Py_XDECREF(stride);
+    return r;
+}
+
+static PyObject *args_of(const koila_meta_info *m, int64_t offset)
+{
+    bool contiguous = offset == 0; /* an offset is only taken with strides */
+    int64_t expect = 1;
+    for (int i = m->n_dims - 1; i >= 0; i--) {
+        if (m->stride[i] != expect) contiguous = false;
+        expect *= m->size[i] > 1 ? m->size[i] : 1;
+    }
+    PyObject *size = list_of(m->size, m->n_dims), *stride = !size || contiguous ? NULL : list_of(m->stride, m->n_dims);
+    PyObject *r = size && (stride || contiguous) ? wrap_args(size, stride, offset, m->dtype, m->device) : NULL;
+    Py_XDECREF(size);
+    Py_XDECREF(stride);
+    return r;
+}
 
 static int wrap_fill(koila_meta meta)
 {
@@ -220,74 +338,49 @@ static int wrap_fill(koila_meta meta)
         memset(w + n_wraps, 0, (n - n_wraps) * sizeof *w);
         wraps = w, n_wraps = n;
     }
-    bool contiguous = true;
-    int64_t expect = 1;
-    for (int i = m->n_dims - 1; i >= 0; i--) {
-        if (m->stride[i] != expect) contiguous = false;
-        expect *= m->size[i] > 1 ? m->size[i] : 1;
-    }
-    PyObject *size = PyTuple_New(m->n_dims), *stride = PyTuple_New(m->n_dims), *args = NULL, *kw = PyDict_New();
-    if (!size || !stride || !kw) goto fail;
-    for (int i = 0; i < m->n_dims; i++) {
-        PyObject *a = PyLong_FromLongLong(m->size[i]), *b = PyLong_FromLongLong(m->stride[i]);
-        if (!a || !b) {
-            Py_XDECREF(a);
-            Py_XDECREF(b);
-            goto fail;
-        }
-        PyTuple_SET_ITEM(size, i, a);
-        PyTuple_SET_ITEM(stride, i, b);
-    }
-    args = contiguous ? PyTuple_Pack(2, koila__lazy_class, size) : PyTuple_Pack(3, koila__lazy_class, size, stride);
-    PyObject *device = koila__device_object(m->device);
-    if (!args || !device || PyDict_SetItemString(kw, "dtype", dtypes[m->dtype]) < 0 || (m->device && PyDict_SetItemString(kw, "device", device) < 0)) goto fail;
-    Py_DECREF(size);
-    Py_DECREF(stride);
-    wraps[meta].args = args;
-    wraps[meta].kw = kw;
+    wraps[meta].args = args_of(m, 0);
+    if (!wraps[meta].args) return -1;
+    wraps[meta].like = prototype_of(m->dtype, m->device);
     return 0;
-fail:
-    Py_XDECREF(size);
-    Py_XDECREF(stride);
-    Py_XDECREF(args);
-    Py_XDECREF(kw);
-    return -1;
-}
-
-PyObject *koila__meta_object(koila_meta meta)
-{
-    const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    PyObject *size = PyTuple_New(m->n_dims), *stride = PyTuple_New(m->n_dims), *device = koila__device_object(m->device), *r = NULL;
-    if (!size || !stride || !device) goto done;
-    for (int i = 0; i < m->n_dims; i++) {
-        PyTuple_SET_ITEM(size, i, PyLong_FromLongLong(m->size[i]));
-        PyTuple_SET_ITEM(stride, i, PyLong_FromLongLong(m->stride[i]));
-    }
-    r = PyTuple_Pack(4, dtypes[m->dtype], device, size, stride);
-done:
-    Py_XDECREF(size);
-    Py_XDECREF(stride);
-    return r;
 }
 
 static PyObject *wrapper_alone(koila_meta meta, int64_t offset)
 {
     if ((meta >= n_wraps || !wraps[meta].args) && wrap_fill(meta) < 0) return NULL;
-    PyObject *args = wraps[meta].args, *kw = wraps[meta].kw, *w;
-    if (offset == 0) {
-        w = make_wrapper(NULL, args, kw);
-    } else { /* rare enough to build the tuple each time: only views that start late */
-        PyObject *info = koila__meta_object(meta), *full = NULL;
-        if (info) full = Py_BuildValue("(OOOL)", koila__lazy_class, PyTuple_GET_ITEM(info, 2), PyTuple_GET_ITEM(info, 3), (long long)offset);
-        w = full ? make_wrapper(NULL, full, kw) : NULL;
-        Py_XDECREF(info);
-        Py_XDECREF(full);
+    if (koila__by_parts && wraps[meta].like) {
+        PyObject *w = wrap_by_parts(wraps[meta].like, koila_meta_get(koila__table, meta), offset);
+        if (w || PyErr_Occurred()) return w;
     }
-    if (!w) return NULL;
-    PyObject *r = PyObject_CallOneArg(set_throw, w); /* whoever asks for the data pointer of nothing gets an error, not a crash */
-    if (!r) return Py_DECREF(w), NULL;
-    Py_DECREF(r);
+    if (offset == 0) return wrap_by_arguments(wraps[meta].args);
+    PyObject *args = args_of(koila_meta_get(koila__table, meta), offset), *w = wrap_by_arguments(args);
+    Py_XDECREF(args);
     return w;
+}
+
+PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset)
+{ /* the same tensor made both ways; the second None: torch has not what that needs */
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    PyObject *args = args_of(m, offset), *a = wrap_by_arguments(args), *b = NULL;
+    Py_XDECREF(args);
+    if (!a) return NULL;
+    const tensor_handle like = prototype_of(m->dtype, m->device);
+    if (like) b = wrap_by_parts(like, m, offset);
+    if (!b && PyErr_Occurred()) return Py_DECREF(a), NULL;
+    return Py_BuildValue("NN", a, b ? b : Py_NewRef(Py_None));
+}
+
+bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys)
+{ /* The keys are the last member of a TensorImpl of 22 words. */
+    const uint64_t *a = *(uint64_t **)((char *)lazy + cdata_offset), *b = *(uint64_t **)((char *)made + cdata_offset);
+    if (keys_at) return true; /* once: from then on both have the same */
+    if (!cdata_offset || lazy_keys == made_keys || (made_keys & ~lazy_keys)) return false;
+    for (uint32_t i = 2; i < 22; i++)
+        if (a[i] == lazy_keys && b[i] == made_keys) {
+            keys_at = i * 8;
+            python_keys = lazy_keys & ~made_keys;
+            return true;
+        }
+    return false;
 }
 
 /* ---- the handle */
@@ -544,7 +637,12 @@ static int learn_shim(PyObject *torch)
     FIND(get_device_index, "aoti_torch_get_device_index");
     FIND(grad_mode, "aoti_torch_grad_mode_is_enabled");
     FIND(set_grad_mode, "aoti_torch_grad_mode_set_enabled");
-    FIND(inference_mode, "_ZN3c1013InferenceMode10is_enabledEv"); /* the one C++ name; without it Python is asked */
+    FIND(reinterpret, "aoti_torch__reinterpret_tensor");
+    FIND(drop, "aoti_torch_delete_tensor_object");
+    FIND(inference_mode, "_ZN3c1013InferenceMode10is_enabledEv"); /* C++ names, two; without this one Python is asked */
+    Dl_info python;
+    if (dladdr((void *)make_wrapper, &python) && (lib = dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)))
+        FIND(wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject"); /* without it wrappers are made by arguments */
 #undef FIND
     if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype || !shim.get_device_type || !shim.get_device_index) return Py_DECREF(probe), 0;
     memset(dtype_of_code, -1, sizeof dtype_of_code);
@@ -632,6 +730,7 @@ int koila__tensor_setup(PyObject *lazy_class)
     data_descriptor = PyObject_GetAttrString(torch_tensor_base, "data");
     if (!data_descriptor || learn_shim(torch) < 0) goto done;
     koila__lazy_class = (PyTypeObject *)Py_NewRef(lazy_class);
+    koila__lazy_class->tp_alloc = lazy_alloc;
     rc = 0;
 done:
     Py_XDECREF(slot);

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backward, _core, _tensor
+from . import _backward, _core, _special
 from ._budget import readable
 from ._lazy import tree_map
 
@@ -269,12 +269,12 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
             if reentrant:  # such a checkpoint runs inside backward() only: the forward is what can be told
                 continue
             hooks = _backward._quiet_hooks(leaves)
-            _tensor.effects_count = False
+            _special.effects_count = False
             try:
                 with UndoWrites():
                     found = _backward._original((loss,), (torch.ones_like(loss),), True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
             finally:
-                _tensor.effects_count = True
+                _special.effects_count = True
                 _backward._wake_hooks(hooks)
             out += [g for g in found if g is not None and _core.is_lazy(g)]
     return out

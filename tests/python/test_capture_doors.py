@@ -3,13 +3,14 @@
 import copy
 import io
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import koila
-from koila import LazyTensor, UnsupportedError, _core, lazy
+from koila import LazyTensor, UnsupportedError, _core, _tensor, lazy
 
 
 @pytest.fixture
@@ -116,6 +117,81 @@ def test_what_has_no_meaning_is_refused_and_nothing_changes(x, door):
     with pytest.raises((UnsupportedError, RuntimeError)):
         door(y)
     assert torch.equal(y.torch(), x * 2)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+LAYOUTS_OF_NOTHING = [((), (), 0), ((0,), (1,), 0), ((3, 0, 2), (2, 2, 1), 4), ((2, 3), (3, 1), 0), ((2, 3), (1, 2), 5), ((4, 5, 6), (0, 6, 1), 0), ((2, 3, 4, 5), (60, 1, 15, 3), 7)]
+
+
+def facts_of(t):
+    keys = torch._C._dispatch_keys(t).raw_repr()
+    contiguous = [t.is_contiguous(memory_format=f) for f in (torch.contiguous_format, torch.channels_last) if f is torch.contiguous_format or t.dim() == 4]
+    said = type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), t.numel(), contiguous, keys, t.requires_grad, t.is_leaf, t.grad_fn, t._base
+    return *said, t.is_inference() or t._version, t.is_inference(), t._use_count(), sys.getrefcount(t), t.is_conj(), t.is_neg(), t.__dict__
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_wrapper_made_by_parts_is_the_one_torch_makes_from_arguments(inference):
+    for dtype in DTYPES:
+        for size, stride, offset in LAYOUTS_OF_NOTHING:
+            with torch.inference_mode(inference):
+                known, made = _core.wrapper_pair((dtype, torch.device("cpu"), size, stride, offset))
+            assert made is not None and facts_of(made) == facts_of(known)
+            with pytest.raises(RuntimeError, match="data pointer"):
+                torch._C.TensorBase.data_ptr(made)
+
+
+def test_each_wrapper_counts_its_own_writes():
+    a, b = (_core.wrapper_pair((torch.float32, torch.device("cpu"), (2,), (1,), 0))[1] for _ in range(2))
+    torch._C._autograd._unsafe_set_version_counter((a,), (3,))
+    assert (a._version, b._version) == (3, 0)
+
+
+@pytest.mark.parametrize("what", ["keys", "sizes", "nothing"])
+def test_a_torch_that_makes_other_wrappers_is_noticed(what, monkeypatch):
+    pair = _core.wrapper_pair
+
+    def other(meta):
+        known, made = pair(meta)
+        if what == "nothing":
+            return known, None
+        if what == "keys":
+            return known, torch.Tensor._make_wrapper_subclass(LazyTensor, meta[2], meta[3], meta[4], None, meta[0], torch.strided, torch.device("meta"))
+        return known, pair((meta[0], meta[1], (3, 2), *meta[3:]))[1]
+
+    assert _tensor.learn_wrappers()
+    monkeypatch.setattr(_core, "wrapper_pair", other)
+    assert not _tensor.learn_wrappers()
+
+
+def test_a_step_is_the_same_where_wrappers_are_made_by_arguments(x):
+    def step(by_parts):
+        was = _core.wrap_by_parts(by_parts)
+        try:
+            w = torch.linspace(-1, 1, 16, dtype=x.dtype).reshape(4, 4).requires_grad_()
+            y = lazy(x) @ w
+            z = y[1:].t().relu().sum(1) + y[:, 2].mean()
+            text = _core.tape_of(z).text()
+            z.square().sum().backward()
+            return w.grad, text
+        finally:
+            _core.wrap_by_parts(was)
+
+    (a, said_a), (b, said_b) = step(True), step(False)
+    assert torch.equal(a, b) and said_a == said_b and _core.wrap_by_parts(True)
+
+
+def test_a_function_registered_with_torch_for_lazy_tensors_is_called(x):
+    with torch.library._scoped_library("koila_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda t: t * 2, "CompositeExplicitAutograd")
+        twice = torch.ops.koila_test.twice
+        y = doubled(x)
+        assert torch.equal(twice(y).torch(), x * 4)  # recorded: the operator is known from here on
+        asked = []
+        library._register_torch_dispatch_rule("twice", LazyTensor, lambda cls, func, types, args, kwargs: asked.append(func) or args[0])
+        assert torch.equal(twice(y).torch(), x * 2) and asked == [twice.default]
+        assert _core.find_rule(twice.default, torch.Tensor) is None
 
 
 def test_the_data_pointer_of_nothing_is_an_error_in_c_too(x):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import _core, _tensor, lazy
+from koila import _core, _random, lazy
 
 D = torch.float64
 
@@ -85,13 +85,13 @@ def test_slices_draw_eager_s_numbers(layout, m):
 
 
 def test_a_wrong_number_of_words_is_found(monkeypatch):
-    monkeypatch.setattr(_tensor, "_words", lambda func, *_: 3 if func in _tensor._in_order else 0)
+    monkeypatch.setattr(_random, "_words", lambda func, *_: 3 if func in _random._in_order else 0)
     with pytest.raises(AssertionError):
         test_slices_draw_eager_s_numbers("rows", 4)
 
 
 def test_operators_whose_words_are_not_known_draw_the_whole(monkeypatch):
-    monkeypatch.setattr(_tensor, "_words", lambda *_: 0)
+    monkeypatch.setattr(_random, "_words", lambda *_: 0)
     for layout in LAYOUTS:
         test_slices_draw_eager_s_numbers(layout, 4)
 
@@ -99,7 +99,7 @@ def test_operators_whose_words_are_not_known_draw_the_whole(monkeypatch):
 @pytest.mark.skipif(not _core.truth_ok(), reason="torch's CPU memory cannot be counted here")
 def test_a_slice_draws_only_its_rows():
     """Not the whole batch's numbers: neither the time of it nor the memory."""
-    if not _tensor._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):
+    if not _random._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):
         pytest.skip("bernoulli_ does not follow the generator on this build")
     model, data = nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)), torch.randn(256, 8)
     with koila.micro_batch(4):
@@ -112,7 +112,7 @@ def test_a_slice_draws_only_its_rows():
 @pytest.mark.parametrize("m", [None, 4, 1])
 def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
     """As on GPUs: native_dropout draws by position, so its mask is drawn for a tensor of the batch's shape and cut."""
-    monkeypatch.setattr(_tensor, "_is_fused", lambda device: True)
+    monkeypatch.setattr(_random, "_is_fused", lambda device: True)
     data, w = torch.randn(6, 5, 4), torch.randn(4, 3)
 
     def step(x):

@@ -1,0 +1,167 @@
+"""The arguments of an operator's call, and calls that are made now, on values."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from ._torch import torch
+from . import _core
+from ._errors import UnsupportedError
+from ._tensor import LazyTensor, plain
+
+aten = torch.ops.aten
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Do sizes and strides say all of it?"""
+    return t.layout is torch.strided and not t.is_nested
+
+
+def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
+    return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1]).copy_(t)
+
+
+def clone_exactly(t: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also where they overlap."""
+    n = 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
+    return t.as_strided((n,), (1,)).clone().as_strided(t.size(), t.stride(), 0)
+
+
+def empty_like_exactly(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def enter_modes() -> Any:
+    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python. They end when the result dies."""
+    return _Guards()
+
+
+class _Guards:
+    __slots__ = ("below", "cast", "python")
+
+    def __init__(self) -> None:
+        self.below = torch._C._AutoDispatchBelowAutograd()
+        self.cast = torch._C._DisableAutocast()
+        self.python = torch._C._DisableTorchDispatch()
+
+    def __del__(self) -> None:
+        self.python = None
+        self.cast = None
+        self.below = None
+
+
+def map_tensors(f: Callable[[torch.Tensor], Any], x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return f(x)
+    if isinstance(x, (list, tuple)):
+        return type(x)(map_tensors(f, i) for i in x) if type(x) in (list, tuple) else [map_tensors(f, i) for i in x]
+    return x
+
+
+def map_call(f: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    return [map_tensors(f, a) for a in args], {k: map_tensors(f, a) for k, a in kwargs.items()}
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_call(lambda t: found.append(t), args, kwargs)
+    return found
+
+
+def lazies_of(args: Any, kwargs: Any) -> list[LazyTensor]:
+    return [t for t in tensors_of(args, kwargs) if _core.is_lazy(t)]
+
+
+def which_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
+    """For every tensor of the call in order: is it written?"""
+    flags: list[bool] = []
+    by_name = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
+    positional = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments if not a.kwarg_only]
+    for write, a in zip(positional, args):
+        map_tensors(lambda t, write=write: flags.append(write), a)
+    for name, a in kwargs.items():
+        map_tensors(lambda t, write=by_name[name]: flags.append(write), a)
+    return flags
+
+
+def redispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _core.dispatch(func, (LazyTensor,), args, kwargs)
+
+
+def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    a, k = map_call(plain, args, kwargs)
+    return func(*a, **k)
+
+
+def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make every lazy argument concrete, in one run, and call the operator now. The result is plain."""
+    _core.concrete_all(lazies_of(args, kwargs))
+    return _call_plain(func, args, kwargs)
+
+
+def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator whose result cannot be described before it runs. Lazy tensors that it writes get the written contents."""
+    flags = which_written(func, args, kwargs)
+    return write_now(func, args, kwargs, flags) if any(flags) else run_on_reals(func, args, kwargs)
+
+
+def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:
+    """Call the operator now. `flags`: of every tensor of the call in order, is it written? A lazy one gets what was written into a copy of it."""
+    _core.concrete_all(lazies_of(args, kwargs))
+    at = iter(flags)
+    copies: list[tuple[Any, torch.Tensor]] = []
+
+    def real(t: torch.Tensor) -> torch.Tensor:
+        written = next(at)
+        if written and _core.is_lazy(t):
+            copies.append((t, clone_exactly(plain(t))))
+            return copies[-1][1]
+        if written:
+            unshare(t)
+        return plain(t)
+
+    a, k = map_call(real, args, kwargs)
+    result = func(*a, **k)
+    if isinstance(result, torch.ScriptObject):
+        result = _waited(result)
+    elif isinstance(result, tuple):
+        result = tuple(_waited(r) if isinstance(r, torch.ScriptObject) else r for r in result)
+    for lazy, copied in copies:
+        redispatch(aten.copy_.default, (lazy, copied), {})
+    back = {id(c): t for t, c in copies}
+    return map_tensors(lambda t: back.get(id(t), t), result)
+
+
+def _waited(work: Any) -> Any:
+    """Wait for a collective; returns work that is done, for the caller to wait for: some kinds write once more, or hang, when waited for twice."""
+    from torch._C import _distributed_c10d as c10d
+
+    work.wait()
+    done: Any = torch.futures.Future()
+    done.set_result(None)
+    return c10d._create_work_from_future(done).boxed()
+
+
+def write_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lazy data is written into a plain tensor: it becomes concrete now, and what was recorded from that memory keeps its contents."""
+    flags = which_written(func, args, kwargs)
+    tensors = tensors_of(args, kwargs)
+    written = [t for t, w in zip(tensors, flags) if w]
+    if any(_core.is_lazy(t) for t in written):
+        raise UnsupportedError(f"{func} writes a lazy and a plain tensor at once")
+    _core.concrete_all(lazies_of(args, kwargs))
+    for t in written:
+        unshare(t)
+    return _call_plain(func, args, kwargs)
+
+
+def unshare(real: torch.Tensor) -> None:
+    """Leaves recorded from the memory of `real` keep their contents: each gets a copy of its own."""
+    tape = _core.current_tape()
+    if tape is None:
+        return
+    memory = real.untyped_storage().data_ptr()
+    for v, leaf in _core.leaves_on(tape):
+        if leaf is real or leaf.untyped_storage().data_ptr() == memory:
+            with torch.no_grad():
+                _core.replace_leaf(tape, v, clone_exactly(leaf.detach()))

@@ -1,0 +1,164 @@
+"""What C asks of Python (``koila__ask`` in helpers.c finds its functions here by name): the facts about an operator, once (:func:`describe`), and small things now and then."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from ._torch import torch
+from ._calls import is_dense, run_on_reals, value_dependent
+from ._calls import clone_exactly, empty_like_exactly, enter_modes, redispatch, with_strides, write_real  # noqa: F401  for C
+from ._doors import install  # noqa: F401  for C
+from ._errors import StaleValueError, UnsupportedError
+from ._random import random_write
+from ._settled import alias_of, on_settled, settled_views  # noqa: F401  for C
+from ._shapes import check_overlap, check_shared, check_strided, factory, shape  # noqa: F401  for C
+from ._special import as_strided, collective, decompose, foreach, handlers, metadata_write, special_index
+from ._special import uncount  # noqa: F401  for C
+from ._tensor import LazyTensor
+
+aten = torch.ops.aten
+
+use_count = torch._C.TensorBase._use_count
+_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+def user_file(filename: str) -> str | None:
+    """The name to show for a source file, or None for torch, koila and code without a file."""
+    if filename.startswith("<") or os.path.abspath(filename).startswith(_LIBRARY):
+        return None
+    return filename
+
+
+def op_by_name(name: str) -> Any:
+    """``"aten::sum.dim_IntList"`` → the OpOverload."""
+    space, rest = name.split("::", 1)
+    if space == "koila":  # an operator that only rewrites use
+        from ._run import PSEUDO
+
+        return SimpleNamespace(_op=PSEUDO[name])
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+
+
+def real_meta(t: torch.Tensor) -> tuple[Any, ...]:
+    """(dtype, device, sizes, strides) of a plain tensor."""
+    if not is_dense(t):
+        kind = "nested" if t.is_nested else str(t.layout)
+        raise UnsupportedError(f"a {kind} tensor cannot be part of a recorded step. Use t.to_dense() or t.to_padded_tensor(0)")
+    return t.dtype, t.device, tuple(t.size()), tuple(t.stride())
+
+
+def check_type(func: Any, cls: type) -> None:
+    """Another class of tensor is among the arguments."""
+    if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (torch._C._disabled_torch_dispatch_impl,):
+        return
+    if func is None:
+        raise UnsupportedError(f"a {cls.__name__} cannot be lazy: it has a dispatch of its own")
+    raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
+
+
+def leave_inference(like: torch.Tensor) -> Any:
+    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under which its wrapper is made; None when there is nothing to leave."""
+    if like.is_inference() or not torch.is_inference_mode_enabled():
+        return None
+    context = torch._C._InferenceMode(False)
+    context.__enter__()
+    return context
+
+
+def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:
+    raise StaleValueError(
+        f"a lazy value is asked for, but a tensor {_text(meta)} that it is computed from has been changed since (version {then}, now {now}). "
+        "Ask for the value (print, item, .torch()) before the change, for example before optimizer.step()"
+    )
+
+
+def _text(meta: tuple[Any, ...]) -> str:
+    return f"{str(meta[0]).removeprefix('torch.')}[{', '.join(map(str, meta[2]))}]"
+
+
+PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX = range(8)
+_F_VIEW, _F_INPLACE, _F_RANDOM, _F_FACTORY, _F_OPAQUE = 1, 2, 4, 8, 16
+_overwriting = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+_elementwise = {"copy_", "where", "masked_fill_", "floor_divide_", "eq_", "ne_", "lt_", "le_", "gt_", "ge_"}  # some that lack the tag
+_factories = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones"}
+_factories |= {"new_full", "new_empty_strided"}
+_not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
+
+
+def describe(func: Any) -> tuple[Any, ...]:
+    """What C needs to know about an operator, see Note [Kinds] in record.h."""
+    schema = func._schema
+    name = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+    base = schema.name.removeprefix("aten::")
+    written, names, sets = 0, [], []
+    at = 0
+    for argument in schema.arguments:
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            if argument.kwarg_only:
+                names.append(argument.name)
+                sets.append((info.before_set, -1 - len(names)))
+            else:
+                written |= 1 << at
+                sets.append((info.before_set, at))
+        at += not argument.kwarg_only
+    source = []
+    for result in schema.returns:
+        info = result.alias_info
+        source.append(next((s for labels, s in sets if info is not None and info.before_set & labels), -1))
+    writes = bool(written or names)
+    random = torch.Tag.nondeterministic_seeded in func.tags and base not in _not_really_random
+    flags = _F_VIEW * func.is_view | _F_INPLACE * writes | _F_RANDOM * random
+    if schema.name in ("aten::empty_strided", "aten::full"):
+        flags |= _F_FACTORY
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"):
+        flags |= _F_OPAQUE
+    if len(schema.returns) == 0:
+        result_kind = 3
+    elif len(schema.returns) > 1:
+        result_kind = 1
+    else:
+        result_kind = 2 if "List" in str(schema.returns[0].type) else 0
+    overwrites = base in _overwriting or bool(names)
+    kind, handler = PLAIN, None
+    if schema.name in handlers:
+        kind, handler = SPECIAL, handlers[schema.name]
+    elif base.startswith("_foreach_"):
+        kind, handler = SPECIAL, foreach
+    elif func.namespace == "c10d":
+        kind, handler = SPECIAL, collective
+    elif base in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+        kind, handler = INDEX, special_index
+    elif base in ("detach", "alias", "lift_fresh", "lift"):
+        kind = SAME
+    elif base == "as_strided":
+        kind, handler = STRIDED, as_strided
+    elif base in _factories and not writes and "aten::" in schema.name:
+        kind = FACTORY
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd") and not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("CPU", "CUDA")  # silu_backward has both: its own kernel is what eager runs
+    ):
+        kind, handler = SPECIAL, decompose
+    elif torch.Tag.inplace_view in func.tags:
+        kind, handler = SPECIAL, metadata_write
+    elif random and writes:
+        kind, handler = SPECIAL, random_write if base in _overwriting else value_dependent
+    elif random:
+        kind, handler = SPECIAL, run_on_reals
+    elif func.is_view:
+        kind = VIEW
+    elif writes:
+        kind = WRITE
+    elementwise = torch.Tag.pointwise in func.tags or base in _elementwise
+    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, elementwise, handler
+
+
+def rules_of(func: Any) -> dict[type, Any] | None:
+    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones appear."""
+    from torch._library.simple_registry import singleton
+
+    rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
+    return rules if isinstance(rules, dict) else None

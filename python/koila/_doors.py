@@ -1,0 +1,138 @@
+"""Doors of plain tensors through which a lazy tensor would pass unseen. They are guarded from the first lazy() on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._torch import torch
+from . import _core
+from ._errors import UnsupportedError
+from ._settled import alias_of
+from ._tensor import LazyTensor, plain
+
+aten = torch.ops.aten
+
+_installed = False
+
+
+def install() -> None:
+    """Guard the attributes of plain tensors through which a lazy tensor would pass unseen. Once, at the first lazy()."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    base = torch._C.TensorBase
+    data, grad = base.data, base.grad
+
+    def set_data(self: torch.Tensor, value: Any) -> None:
+        if _core.is_lazy(self):
+            _set_lazy_data(self, value, data)
+        else:
+            if _core.current_tape() is not None:
+                _keep_leaf(plain(self))
+            data.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
+            if _core.settled(self) is not None:
+                _core.resettle(self, alias_of(self))
+
+    def set_grad(self: torch.Tensor, value: Any) -> None:
+        if value is not None and _core.is_lazy(value) and not _core.is_lazy(self):
+            value = plain(value)
+        grad.__set__(self, value)
+
+    torch.Tensor.data = property(data.__get__, set_data, data.__delete__ if hasattr(data, "__delete__") else None, data.__doc__)  # type: ignore[method-assign,assignment]
+    torch.Tensor.grad = property(grad.__get__, set_grad, grad.__delete__, grad.__doc__)  # type: ignore[method-assign,assignment]
+
+    _core.factories_setup()
+    new = torch.nn.Parameter.__new__
+
+    def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # it takes the class of what it is given
+        return new(cls, plain(data) if isinstance(data, LazyTensor) and _core.settle(data) else data, requires_grad)
+
+    torch.nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
+
+    import torch.utils as utils
+
+    swap = utils.swap_tensors
+
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if _core.is_lazy(t1) != _core.is_lazy(t2):
+            raise UnsupportedError("swap_tensors() of a lazy and a plain tensor. Make the lazy one plain with x.torch()")
+        swap(t1, t2)
+        _core.rewrap(t1)
+        _core.rewrap(t2)
+
+    utils.swap_tensors = swap_tensors
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make them plain with x.torch()")
+
+    _quick_rules()
+    _lazy_states()
+    for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
+        try:
+            hop.py_impl(LazyTensor)(refuse)
+        except Exception:  # already there, or of a kind that takes no classes
+            pass
+
+
+def _quick_rules() -> None:
+    """Torch's question before every dispatch to Python (see koila__find_rule in operators.c), asked of us. It fetches the function once in a process: nothing is gained, nor lost, where
+    another class was dispatched to before."""
+    from torch._library import simple_registry
+
+    find = getattr(simple_registry, "find_torch_dispatch_rule", None)
+    if find is not None:
+        _core.find_rules(find)
+        simple_registry.find_torch_dispatch_rule = _core.find_rule
+
+
+def _lazy_states() -> None:
+    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it: everything after would be whole. Given a lazy input and no state, we
+    pass the zeros as a lazy factory, which is sliced like the input."""
+    import types
+
+    def states(self: Any, x: Any) -> Any:
+        data, sizes = (x.data, x.batch_sizes) if isinstance(x, torch.nn.utils.rnn.PackedSequence) else (x, None)
+        if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
+            return None
+        rows = int(sizes[0]) if sizes is not None else None if data.dim() == 2 else data.size(0 if self.batch_first else 1)
+        n = self.num_layers * (2 if self.bidirectional else 1)
+        lead = (n,) if rows is None else (n, rows)
+        h = data.new_zeros(*lead, self.proj_size or self.hidden_size)
+        return (h, data.new_zeros(*lead, self.hidden_size)) if self.mode == "LSTM" else h
+
+    for cls in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
+        original = cls.forward
+
+        def wrap(original: Any) -> Any:
+            def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
+                return original(self, input, states(self, input) if hx is None else hx)
+
+            # TorchScript compiles the source of what it unwraps, with the globals of what it is given: they must belong together
+            at = original.__code__
+            code = forward.__code__.replace(co_firstlineno=at.co_firstlineno, co_filename=at.co_filename)
+            same = types.FunctionType(code, original.__globals__, "forward", (None,), forward.__closure__)
+            for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+                setattr(same, name, getattr(original, name))
+            same.__wrapped__ = original  # type: ignore[attr-defined]
+            return same
+
+        cls.forward = wrap(original)  # type: ignore[method-assign]
+
+
+def _keep_leaf(real: torch.Tensor) -> None:
+    tape = _core.current_tape()
+    for v, leaf in _core.leaves_on(tape):
+        if leaf is real:
+            with torch.no_grad():
+                _core.replace_leaf(tape, v, real.detach())
+
+
+def _set_lazy_data(self: LazyTensor, value: torch.Tensor, data: Any) -> None:
+    if _core.is_lazy(value):
+        other = _core.record(aten.alias.default, (value.detach(),), {})
+    else:
+        _core.tape_open()
+        other = _core.lazy_leaf(value.detach(), None, 0)
+    data.__set__(self, other)
+    _core.become(self, other)

@@ -1,0 +1,354 @@
+"""What a call gives that was never seen before: FakeTensor is asked (:func:`shape`), and what it does not know is added; factories; and what a write may not overlap."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from ._torch import torch
+from . import _core
+from ._calls import is_dense, lazies_of, map_call, tensors_of, value_dependent, which_written
+from ._errors import UnsupportedError
+from ._settled import on_settled
+
+aten = torch.ops.aten
+
+_fake_mode: Any = None
+
+
+def fake_mode() -> Any:
+    global _fake_mode
+    if _fake_mode is None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        _fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _fake_mode
+
+
+def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+    """Run on fakes. Returns the result and the fakes of the tensor arguments, in order."""
+    fakes: list[Any] = []
+    mode = fake_mode()
+    log = _fake_log()
+    quiet, log.disabled = log.disabled, True  # it prints every failure; ours are the user's shape errors, and they are raised
+    try:
+        with mode:
+
+            def fake(t: torch.Tensor) -> Any:
+                fakes.append(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device))
+                return fakes[-1]
+
+            a, k = map_call(fake, args, kwargs)
+            return func(*a, **k), fakes
+    finally:
+        log.disabled = quiet
+
+
+def _fake_log() -> Any:
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.log
+
+
+def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
+    if t.layout is not torch.strided:
+        raise UnsupportedError(f"a result of layout {t.layout} cannot be lazy. Make the argument plain with x.torch()")
+    if t.device.type == "cuda" and not torch.cuda.is_available():
+        torch.empty(0, device=t.device)  # raises what eager raises
+    return t.dtype, t.device, tuple(t.size()), tuple(t.stride()), t.storage_offset()
+
+
+def real_error(func: Any, args: Any, kwargs: Any) -> bool:
+    """Raise what eager would raise for these shapes, by trying on zeros of the same kind. True: that works; False: too big to try."""
+    tensors = tensors_of(args, kwargs)
+    if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28 or not _harmless(func):
+        return False
+    a, k = map_call(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
+    state = torch.default_generator.get_state()
+    try:
+        func(*a, **k)
+        return True
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives: (result kind, [(0, None) | (1, meta) | (2, constant)]) of the fresh results, or a callable to call instead."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+    try:
+        result, fakes = _fake_call(func, args, kwargs)
+        if func in (aten.view.default, aten._unsafe_view.default):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
+            func(torch.empty_strided(args[0].size(), args[0].stride(), device="meta"), *args[1:])
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+        return value_dependent
+    except UnsupportedError:
+        raise
+    except NotImplementedError:
+        return value_dependent  # no shape function: a custom operator
+    except Exception as e:
+        error: BaseException = e
+        try:
+            if real_error(func, args, kwargs):
+                return value_dependent  # the shape function's own fault, or what it cannot describe: a nested result
+        except Exception as real:
+            error = real
+        raise error.with_traceback(None) from None
+    _dtype_error(func, args, kwargs)
+    if _unlike(func, args, kwargs):
+        try:
+            real_error(func, args, kwargs)
+        except Exception as e:
+            raise e.with_traceback(None) from None
+    schema = func._schema
+    written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+    if written:
+        mutated = [i for i, a in enumerate(which_written(func, args, kwargs)) if a]
+        tensors = tensors_of(args, kwargs)
+        for i in mutated:
+            if fakes[i].size() != tensors[i].size():
+                if _core.settle(tensors[i]):
+                    return on_settled
+                raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
+            if torch._debug_has_internal_overlap(fakes[i]) == 1:
+                if func is aten.copy_.default and args[0] is args[1]:  # nothing happens, also where elements share memory
+                    return _itself
+                real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
+    many = isinstance(result, (list, tuple))
+    if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in (result if many else (result,))):
+        return value_dependent  # how many elements it stores is known only when it is there
+    kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
+    out: list[tuple[int, Any]] = []
+    aliases = {id(f) for i, f in enumerate(fakes) if written and mutated.count(i)}
+    for r in list(result) if many else [] if result is None else [result]:
+        if isinstance(r, torch.Tensor):
+            if id(r) in aliases:
+                continue
+            out.append((1, _meta_of_result(r)))
+        elif r is None:
+            out.append((0, None))
+        elif isinstance(r, (int, float, bool, complex, str)):
+            out.append((2, r))
+        else:
+            raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
+    if func is aten._native_batch_norm_legit_functional.default:  # new running statistics are clones of the old; the shape function widens half precision
+        out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
+    if func is aten.mkldnn_rnn_layer.default:
+        out[3] = (1, _rnn_workspace(args, out[3][1]))
+    if func is aten.native_group_norm.default and args[0].device.type == "cpu":  # torch 2.14's shape function forgets that the kernel keeps channels_last
+        dtype, device, size, _, offset = out[0][1]
+        like = torch.empty(size, device="meta", memory_format=torch._prims_common.suggest_memory_format(fakes[0]))
+        out[0] = 1, (dtype, device, size, tuple(like.stride()), offset)
+    for argument, value in zip(schema.arguments, args):
+        if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
+            out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
+    return kind, out
+
+
+def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:
+    """oneDNN's recurrent layers hand backward a workspace several times the size of their results; the shape function says it is empty. Its size is a line over
+    the rows (in whole pages), so two calls on a few rows of zeros tell it."""
+    x, weights, constants = args[0], args[1:5], args[7:]
+    rows, batch_sizes, train = x.size(1), args[8], args[15]
+    if not train or batch_sizes or rows == 0 or x.device.type != "cpu":
+        return said
+
+    def n_bytes(n: int) -> int:
+        with torch._C._AutoDispatchBelowAutograd():
+            sizes = [(x.size(0), n, x.size(2)), *(w.size() for w in weights), *((n, h.size(1)) for h in args[5:7])]
+            return int(aten.mkldnn_rnn_layer.default(*(torch.zeros(s, dtype=x.dtype) for s in sizes), *constants)[3].numel())
+
+    more = min(rows, 2 * max(4, torch.get_num_threads()))
+    few = (more + 1) // 2
+    try:
+        size = n_bytes(more)
+        if more < rows:
+            size += (size - n_bytes(few)) * (rows - more) // (more - few)
+    except RuntimeError:  # no memory for a few rows: the plan then knows less, and the step may still run
+        return said
+    return said[0], said[1], (size,), (1,), 0
+
+
+def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _harmless(func: Any) -> bool:
+    """May it run on zeros? Not what takes a workspace that another call must have filled: that crashes."""
+    name = func._schema.name
+    return func.namespace == "aten" and not any(word in name for word in ("mkldnn", "rnn", "backward", "cudnn", "miopen", "mps", "quantized", "fbgemm", "embedding_bag"))
+
+
+def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
+    """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for 'Long''): try a few elements. Only calls with one tensor, of
+    whole numbers: with several, a shrunken call may not fit together, and kernels trust their callers."""
+    tensors = tensors_of(args, kwargs)
+    if not _harmless(func) or len(tensors) != 1 or tensors[0].dtype.is_floating_point or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    try:
+        a, k = map_call(lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device), args, kwargs)
+        func(*a, **k)
+    except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
+        if "not implemented for" in str(e):
+            raise e.with_traceback(None) from None
+
+
+_ALIKE = frozenset(
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
+    " native_layer_norm native_group_norm binary_cross_entropy nll_loss_forward nll_loss2d_forward nll_loss_nd index_add scatter_reduce prelu grid_sampler_2d".split()
+)
+
+
+def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
+    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few overlook a shape. There eager is asked: it nearly always objects."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    dtypes = {t.dtype for t in tensors_of(args, kwargs)}
+    if name.startswith("bitwise"):
+        return any(d.is_floating_point or d.is_complex for d in dtypes)
+    if name == "bucketize":
+        return isinstance(args[0], torch.Tensor) and args[1].dim() != 1
+    if name == "index_add":
+        sizes = [[n for i, n in enumerate(t.size()) if i != args[1] % max(1, t.dim())] for t in (args[0], args[3])]
+        if sizes[0] != sizes[1]:
+            return True
+    if name not in _ALIKE or len(dtypes) == 1:
+        return False
+    if name.startswith("nll_loss"):
+        dtypes.discard(torch.int64)
+    elif name in ("index_add", "scatter_reduce"):
+        dtypes -= {torch.int64, torch.int32}  # the index
+    return len(dtypes) > 1
+
+
+def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A written tensor shares memory with another argument: let eager's own check speak, on memory of the same shape. With large ones it does not, for it would cost
+    as much: check_shared() then refuses what really overlaps."""
+    memory: dict[int, torch.Tensor] = {}
+    sizes: dict[int, int] = {}
+    for t in lazies_of(args, kwargs):
+        group = _core.group_info(t)[2]
+        sizes[group] = max(sizes.get(group, 0), _end(t) * t.element_size())
+    if sum(sizes.values()) > 1 << 24:
+        return
+
+    def stand_in(t: torch.Tensor) -> torch.Tensor:
+        if not _core.is_lazy(t):
+            return torch.zeros_like(t)
+        group = _core.group_info(t)[2]
+        if group not in memory:
+            memory[group] = torch.zeros(sizes[group] + 15 & ~15, dtype=torch.uint8)
+        return memory[group].view(t.dtype).as_strided(t.size(), t.stride(), t.storage_offset())
+
+    a, k = map_call(stand_in, args, kwargs)
+    func(*a, **k)
+
+
+def _end(t: torch.Tensor) -> int:
+    """One beyond the last place of t in its storage, in elements."""
+    return t.storage_offset() + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
+
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+
+
+def layout_of(t: torch.Tensor) -> Layout:
+    return t.storage_offset(), tuple(t.size()), tuple(t.stride())
+
+
+def _dims(layout: Layout) -> list[tuple[int, int]]:
+    """(stride, size), the smallest stride first; what lies one after the other is one dimension."""
+    dims: list[tuple[int, int]] = []
+    for stride, size in sorted((d, s) for s, d in zip(*layout[1:]) if s != 1):
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            stride, size = dims[-1][0], dims.pop()[1] * size
+        dims.append((stride, size))
+    return dims
+
+
+@functools.lru_cache(maxsize=1024)
+def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
+    """Of two layouts in one storage: (do they share an element, does a hold every element of b without holding one twice). Where that would take long to find out, the
+    answers that get a refusal."""
+    dims_a, dims_b = _dims(a), _dims(b)
+    if any(s == 0 for _, s in dims_a + dims_b):
+        return False, any(s == 0 for _, s in dims_b)
+    first = min(a[0], b[0])
+    at_a, at_b = a[0] - first, b[0] - first
+
+    def last(at: int, dims: list[tuple[int, int]]) -> int:
+        return at + sum((s - 1) * d for d, s in dims)
+
+    while dims_a and dims_b and dims_a[-1] == dims_b[-1]:  # the same outer dimension, whose steps jump over all the rest: one step tells it all
+        if max(last(at_a, dims_a[:-1]), last(at_b, dims_b[:-1])) >= dims_a[-1][0]:
+            break
+        dims_a, dims_b = dims_a[:-1], dims_b[:-1]
+    end_a, end_b = last(at_a, dims_a), last(at_b, dims_b)
+    if end_a < at_b or end_b < at_a:
+        return False, False
+    if not dims_a or (len(dims_a) == 1 and dims_a[0][0] == 1):  # a has no holes
+        within = at_a <= at_b and end_b <= end_a
+        if within or at_a <= at_b <= end_a or at_a <= end_b <= end_a:
+            return True, within
+    end = 1 + max(end_a, end_b)
+    if end > 1 << 26:
+        return True, False
+    mark = torch.zeros(end, dtype=torch.uint8)
+    mark.as_strided([s for _, s in dims_a], [d for d, _ in dims_a], at_a).fill_(1)
+    once = int(mark.sum()) == math.prod(s for _, s in dims_a)
+    of_b = mark.as_strided([s for _, s in dims_b], [d for d, _ in dims_b], at_b)
+    return bool(of_b.any()), once and bool(of_b.all())
+
+
+def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
+    """`y.mul_(y[:, :1])`, `y.addmm_(y, y)`: eager lets some such writes pass and then reads what it has just written, in an order that is its own. Values cannot
+    follow that."""
+    if written.element_size() != other.element_size() or shared_places(layout_of(written), layout_of(other))[0]:
+        raise UnsupportedError(
+            f"{func} writes elements of a lazy tensor that another argument, which shares its memory, reads: the result depends on the order. "
+            "Use .clone() of that argument"
+        )
+
+
+def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
+    """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's elements, but once the memory is written, when it looks again, to whatever is
+    addressed. We are asked again by the same call as the first time; so beyond the view's elements it can be had as long as nothing has been written."""
+    if view._version and not shared_places(layout_of(view), (offset, tuple(size), tuple(stride)))[1]:
+        raise UnsupportedError(
+            "as_strided beyond a lazy view that requires grad, in memory that was written: its gradient depends on what views share. Use select, narrow, unfold or diagonal, or "
+            "as_strided of the tensor that it is a view of"
+        )
+
+
+def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """A factory that reads only metadata → (func, args, kwargs, meta, fill): a call without tensors, and how to fill what it makes, or None."""
+    result, _ = _fake_call(func, args, kwargs)
+    meta = _meta_of_result(result)[:4]
+    dtype, device, size, stride = meta
+    base = func._schema.name.removeprefix("aten::")
+    value: Any = None
+    fill: Any = None
+    if base in ("zeros_like", "new_zeros"):
+        value = 0
+    elif base in ("ones_like", "new_ones"):
+        value = 1
+    elif base == "full_like":
+        value = args[1]
+    elif base == "new_full":
+        value = args[2]
+    elif base == "rand_like":
+        fill = (aten.uniform_.default, (0.0, 1.0), {})
+    elif base == "randn_like":
+        fill = (aten.normal_.default, (0.0, 1.0), {})
+    elif base == "randint_like":
+        bounds = [a for a in args[1:] if isinstance(a, int)]
+        fill = (getattr(aten.random_, "from"), (bounds[0] if len(bounds) > 1 else 0, bounds[-1]), {})
+    made = {"dtype": dtype, "device": device}
+    if value is not None:
+        if result.is_contiguous():
+            return aten.full.default, (list(size), value), made, meta, None
+        fill = (aten.fill_.Scalar, (value,), {})
+    n = 1 + sum((s - 1) * d for s, d in zip(size, stride)) if result.numel() else 0
+    if n < result.numel():
+        raise UnsupportedError(f"{func}: strides {stride} of sizes {size} overlap")
+    return aten.empty_strided.default, (list(size), list(stride)), made, meta, fill
