@@ -280,6 +280,7 @@ def own_samples():
         x1, x2 = r(*a, dtype=d, requires_grad=True), r(*b, dtype=d, requires_grad=True)
         yield lambda x1=x1, x2=x2: torch.cdist(x1, x2).sum().backward()
         yield lambda x1=x1, x2=x2: torch.cdist(x1, x2, p=1.0).sum().backward()
+        yield lambda x1=x1, x2=x2: torch.cdist(x1, x2, compute_mode="use_mm_for_euclid_dist").sum().backward()
     for m in ("sum", "mean"):
         yield lambda m=m: getattr(torch.ops.aten, m).default(r(5, 3, dtype=d))
     x = r(5, 3, 8, 8, dtype=d, requires_grad=True)
