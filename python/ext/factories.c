@@ -18,8 +18,9 @@
  * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot: take its pointer, share it with numpy, resize it. Then the tensor *settles*:
  * it gets real memory, in the same Python object, by torch's own `x.data = memory`, which leaves version counter, autograd and views as they are; views of it get the same
  * memory. What remains of the lazy tensor is its class. Torch still asks dispatch() first, which runs the operator on that memory (on_settled() in _settled.py). From then on
- * it is what it would have been without us: exact, and whole when lazy data is written into it. It also settles when something that is not lazy is written into a part of it
- * that has no batch dimension: `mask[i, :n] = 1` in a loop over samples is data, not computed, and nobody wants a node for each sample.
+ * it is what it would have been without us: exact, and whole when lazy data is written into it. It also settles when something that is not lazy is written into it: a plain
+ * tensor, or a number into a part without a batch dimension. `total += weights` and `mask[i, :n] = 1` in a loop over samples are known data, and nobody wants a node for each
+ * sample. A number into a part with the batch, or a parameter (`outputs[0] = start`), is recorded.
  */
 #include "capture.h"
 
@@ -428,6 +429,27 @@ static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObjec
     while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
 }
 
+/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known data may write that data next, and a recorded read would be out of date. */
+static bool reads_known_data(PyObject *o, bool written)
+{
+    if (PyList_Check(o) || PyTuple_Check(o)) {
+        bool yes = false;
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o) && !yes; i++) yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
+        return yes;
+    }
+    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o)) return false;
+    koila_meta m;
+    if (koila__meta_of(o, &m) < 0) return PyErr_Clear(), true;
+    return koila_meta_get(koila__table, m)->n_dims > 0;
+}
+
+static bool call_reads_known_data(uint64_t written, PyObject *args)
+{
+    bool yes = false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !yes; i++) yes = reads_known_data(PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
+    return yes;
+}
+
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
 {
     met m = { 0 };
@@ -438,7 +460,8 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
         const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
         if (m.lazy_data) {
             h->group->no_lazy_data = false;
-        } else if ((h->group->tape->closed || !has_batch(h->group->tape, view->size, view->n_dims)) && !requires_grad(m.written[i])) {
+        } else if (!requires_grad(m.written[i]) &&
+                   (h->group->tape->closed || !has_batch(h->group->tape, view->size, view->n_dims) || call_reads_known_data(written, args))) {
             if (settle(m.written[i]) < 0) return -1;
             m.settled = true;
         }

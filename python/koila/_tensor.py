@@ -182,6 +182,7 @@ def _with_memory(x: torch.Tensor, what: str, args: str = "") -> torch.Tensor:
 
 
 def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
+    _core.settle(x)  # who copies two views of one memory gets two views of one memory
     t = plain(x)
     return t.detach().requires_grad_() if x.requires_grad else t
 
