@@ -4,7 +4,7 @@
 typedef struct plan_options {
     const char *path, *gpu, *conf, *torch;
     koila_predict_opts o;
-    bool json, auto_slice, list;
+    bool json, list;
 } plan_options;
 
 static const char *const sdpa_names[] = { "auto", "flash", "efficient", "math", "cudnn" };
@@ -83,7 +83,7 @@ static void put_prediction(const plan_options *o, const koila_device *d, const k
     put_peaks(p->settled ? "later steps" : "later steps (not settled after 16)", &p->steady);
     printf("%s %s", p->fits ? "fits in" : "does not fit in", gib(p->memory_bytes, a));
     if (p->fits) printf(", %s to spare", gib(p->spare_bytes, a));
-    if (p->n_retries) printf(" (%llu retries)", (unsigned long long)p->n_retries);
+    if (p->fits && p->n_retries) printf(" (%llu retries)", (unsigned long long)p->n_retries);
     printf("\npeak at %s", p->peak_op[0] ? p->peak_op : "the start");
     if (p->peak_line[0]) printf(", "), put_plain(stdout, p->peak_line);
     printf("; largest then:\n");
@@ -157,33 +157,6 @@ static void put_json_prediction(const plan_options *o, const koila_device *d, co
     printf("}}\n");
 }
 
-/* The fewest slices that fit. The peak is not monotone in the rows, so the neighbours of bisection's answer are tried too. */
-static koila_status best_slice(const koila_graph *g, const koila_device *d, const koila_cache_config *c, koila_predict_opts *o, koila_prediction *out, koila_error *e)
-{
-    koila_prediction p;
-    koila_status status = koila_predict(g, d, c, o, out, e);
-    if (status || out->fits) return status;
-    int64_t low = 0, high = out->batch; /* low fits (or is 0), high does not */
-    for (int tries = 0; !status && high - low > 1 && tries < 8; tries++) {
-        o->rows = low ? (low + high) / 2 : (high + 1) / 2;
-        status = koila_predict(g, d, c, o, &p, e);
-        if (status) break;
-        if (p.fits) low = o->rows, *out = p;
-        else {
-            high = o->rows;
-            if (!low) *out = p;
-        }
-    }
-    const int64_t around[] = { low + 2, low + 1 };
-    for (size_t i = 0; !status && low && i < 2; i++) {
-        o->rows = around[i];
-        if (o->rows >= out->batch || o->rows == high) continue;
-        status = koila_predict(g, d, c, o, &p, e);
-        if (!status && p.fits) return *out = p, KOILA_OK;
-    }
-    return status;
-}
-
 static int plan_step(plan_options *o)
 {
     koila_error e = KOILA_ERROR_INIT;
@@ -201,7 +174,7 @@ static int plan_step(plan_options *o)
     koila_status status = text ? koila_table_new(NULL, &table) : KOILA_BAD_INPUT;
     if (text && status) snprintf(e.text, sizeof e.text, "the host is out of memory");
     if (!status) status = koila_graph_parse(table, text, n, &g, &e);
-    if (!status) status = o->auto_slice ? best_slice(g, d, &conf, &o->o, &p, &e) : koila_predict(g, d, &conf, &o->o, &p, &e);
+    if (!status) status = koila_predict(g, d, &conf, &o->o, &p, &e);
     if (status) {
         if (!e.text[0]) snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
         complain_about(o->path, &e);
@@ -241,9 +214,9 @@ int cmd_plan(int argc, char **argv)
         } else if (!strcmp(name, "--slice")) {
             uint64_t rows = 0;
             if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
-            if (!strcmp(a.value, "auto")) o.auto_slice = true;
-            else if (!parse_count(a.value, INT64_MAX, &rows) || !rows) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
-            o.o.rows = (int64_t)rows;
+            const bool is_auto = !strcmp(a.value, "auto");
+            if (!is_auto && (!parse_count(a.value, INT64_MAX, &rows) || !rows)) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
+            o.o.rows = is_auto ? KOILA_ROWS_AUTO : (int64_t)rows;
         } else if (!strcmp(name, "--sdpa")) {
             if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa)) return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn", a.value);
         } else if (!strcmp(name, "--optimizer")) {

@@ -3,6 +3,7 @@
  * A policy is only scheduled when it may win: their work is known before, and the cheapest that fits needs no rival. Keeping all is the least work, for what
  * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs.
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
+ * Where the sum of live bytes is not the whole truth (a caching allocator) somebody else decides about what fits by its sum: options.accepts.
  * Schedules do not depend on the number of rows, so each is made once. */
 #include "koila/plan.h"
 
@@ -220,6 +221,28 @@ static koila_status place(planning *q, bool whole, koila__placed **out)
     return status;
 }
 
+static void set_slices(koila_plan *p, int64_t batch, int64_t rows)
+{
+    p->info.batch = batch;
+    p->info.rows = rows;
+    p->info.n_slices = koila__n_slices(batch, rows);
+}
+
+/* Is what fits by its sum taken? */
+static bool accepted(const planning *q, koila__placed *placed, const koila__schedule *schedule, uint64_t peak_bytes)
+{
+    if (!q->options->accepts || (q->options->rows > 0 && q->options->budget_bytes == UINT64_MAX)) return true;
+    koila_plan view = *q->plan;
+    const uint16_t axis = main_axis(placed);
+    view.placed = placed;
+    view.schedule = *schedule;
+    view.info.peak_bytes = peak_bytes;
+    view.info.n_stages = schedule->n_stages;
+    view.info.n_loops = schedule->n_loops;
+    set_slices(&view, q->graph->axes.n ? q->graph->axes.at[axis] : 1, q->graph->axes.n ? view.rows[axis] : 1);
+    return q->options->accepts(q->options->accepts_user, &view);
+}
+
 /* As it was recorded, in one slice. *fits: within the budget. */
 static koila_status plan_whole(planning *q, bool *fits)
 {
@@ -227,7 +250,8 @@ static koila_status plan_whole(planning *q, bool *fits)
     KOILA_TRY(place(q, true, &p->placed));
     KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
-    *fits = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes) <= q->options->budget_bytes;
+    const uint64_t peak = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
+    *fits = peak <= q->options->budget_bytes && accepted(q, p->placed, &p->schedule, peak);
     p->info.batch = p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
     return KOILA_OK;
@@ -256,39 +280,88 @@ static void sort_candidates(koila__scheduler *scheduler, candidate *c, uint32_t 
     }
 }
 
+/* What choose() goes through. */
+typedef struct choosing {
+    planning *q;
+    koila__placed *placed;
+    koila__scheduler *scheduler;
+    candidate *candidates;
+    uint32_t n_policies;
+    bool frugal; /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
+    bool sorted;
+} choosing;
+
+/* The policies at plan->rows: *taken, the cheapest in work that fits and is accepted, or KOILA_NONE; *best: the one of the least memory. `last`: peaks are wanted as they are. */
+static koila_status try_rows(choosing *x, bool last, uint32_t *taken, uint32_t *best)
+{
+    const koila_plan_options *o = x->q->options;
+    double least_work = 0;
+    uint64_t least_peak = 0;
+    *taken = *best = KOILA_NONE;
+    for (uint32_t k = 0; k < x->n_policies; k++) {
+        candidate *c = &x->candidates[k];
+        if (k == 1 && !x->sorted) sort_candidates(x->scheduler, x->candidates, x->n_policies), x->sorted = true;
+        if (x->frugal && *best != KOILA_NONE) {
+            c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
+            if (k + 1 == x->n_policies && koila__schedule_work(x->scheduler, c->keep) > c->keep.max_work) continue;
+        }
+        KOILA_TRY(make_candidate(x->q, x->scheduler, c));
+        if (c->state != CARRIED_OUT) continue;
+        const uint64_t peak = peak_of(x->placed, &c->schedule, o, x->q->plan->rows, last ? 0 : o->budget_bytes);
+        if (*best == KOILA_NONE) least_work = c->schedule.work;
+        if (*best == KOILA_NONE || peak < least_peak) least_peak = peak, *best = k;
+        if (k == 0 && c->schedule.n_keeps == 0) x->n_policies = 1; /* nothing is worth keeping: all policies are one */
+        if (peak <= o->budget_bytes && !x->frugal && accepted(x->q, x->placed, &c->schedule, peak)) return *taken = k, KOILA_OK;
+    }
+    return KOILA_OK;
+}
+
+/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves plan->rows at the fewest taken. */
+static koila_status refine(choosing *x, int64_t batch, int64_t low, int64_t high, uint32_t *chosen)
+{
+    int64_t *rows = x->q->plan->rows;
+    uint32_t taken, best;
+#define ROWS(n) ((batch + (n) - 1) / (n))
+    while (high - low > 1) {
+        const int64_t n = low + (high - low) / 2;
+        if (ROWS(n) == ROWS(high)) high = n;
+        else if (ROWS(n) == ROWS(low)) low = n;
+        else {
+            rows_for(x->q->graph, n, rows);
+            KOILA_TRY(try_rows(x, false, &taken, &best));
+            if (taken != KOILA_NONE) *chosen = taken, high = n;
+            else low = n;
+        }
+    }
+    for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
+        if (ROWS(n - 1) == ROWS(n)) continue;
+        rows_for(x->q->graph, n - 1, rows);
+        tries++;
+        KOILA_TRY(try_rows(x, false, &taken, &best));
+        if (taken != KOILA_NONE) *chosen = taken, high = n - 1;
+    }
+#undef ROWS
+    rows_for(x->q->graph, high, rows);
+    return KOILA_OK;
+}
+
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
-static koila_status choose(planning *q, const koila__placed *placed, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
+static koila_status choose(planning *q, koila__placed *placed, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
 {
     const koila_plan_options *o = q->options;
     const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
     int64_t *rows = q->plan->rows;
-    /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
     const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
-    bool sorted = frugal;
-    for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+    choosing x = { q, placed, scheduler, candidates, n_policies, frugal, frugal };
+    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
-        uint32_t best = KOILA_NONE;
-        double least_work = 0;
-        uint64_t least_peak = 0;
+        uint32_t best;
         if (forced)
             for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
         else
             rows_for(q->graph, n_slices, rows);
-        for (uint32_t k = 0; k < n_policies; k++) {
-            candidate *c = &candidates[k];
-            if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
-            if (frugal && best != KOILA_NONE) {
-                c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
-                if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
-            }
-            KOILA_TRY(make_candidate(q, scheduler, c));
-            if (c->state != CARRIED_OUT) continue;
-            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, last ? 0 : o->budget_bytes);
-            if (best == KOILA_NONE) least_work = c->schedule.work;
-            if (best == KOILA_NONE || peak < least_peak) least_peak = peak, best = k;
-            if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
-            if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
-        }
+        KOILA_TRY(try_rows(&x, last, chosen, &best));
+        if (*chosen != KOILA_NONE) return o->accepts && !forced ? refine(&x, batch, before, n_slices, chosen) : KOILA_OK;
         if (best == KOILA_NONE) return KOILA_UNSUPPORTED;
         if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
     }
@@ -317,9 +390,7 @@ static koila_status plan_sliced(planning *q)
             candidates[k].state = UNTRIED;
             placed = NULL;
             const uint16_t axis = main_axis(p->placed);
-            p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
-            p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
-            p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+            set_slices(p, q->graph->axes.n ? q->graph->axes.at[axis] : 1, q->graph->axes.n ? p->rows[axis] : 1);
         }
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
