@@ -206,6 +206,7 @@ typedef struct planning {
     koila_plan *plan;
     int64_t largest_axis;
     bool is_empty; /* an axis has no rows: nothing to slice */
+    bool whole_fits; /* in one slice, by its sum */
 } planning;
 
 static koila_status place(planning *q, bool whole, koila__placed **out)
@@ -251,7 +252,8 @@ static koila_status plan_whole(planning *q, bool *fits)
     KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
     const uint64_t peak = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
-    *fits = peak <= q->options->budget_bytes && accepted(q, p->placed, &p->schedule, peak);
+    q->whole_fits = peak <= q->options->budget_bytes;
+    *fits = q->whole_fits && accepted(q, p->placed, &p->schedule, peak);
     p->info.batch = p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
     return KOILA_OK;
@@ -289,6 +291,9 @@ typedef struct choosing {
     uint32_t n_policies;
     bool frugal; /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
     bool sorted;
+    uint64_t least_peak;
+    int64_t n_slices, refused_slices; /* now; where a policy last fitted and was refused, 0: nowhere */
+    uint32_t refused;
 } choosing;
 
 /* The policies at plan->rows: *taken, the cheapest in work that fits and is accepted, or KOILA_NONE; *best: the one of the least memory. `last`: peaks are wanted as they are. */
@@ -296,7 +301,6 @@ static koila_status try_rows(choosing *x, bool last, uint32_t *taken, uint32_t *
 {
     const koila_plan_options *o = x->q->options;
     double least_work = 0;
-    uint64_t least_peak = 0;
     *taken = *best = KOILA_NONE;
     for (uint32_t k = 0; k < x->n_policies; k++) {
         candidate *c = &x->candidates[k];
@@ -309,9 +313,11 @@ static koila_status try_rows(choosing *x, bool last, uint32_t *taken, uint32_t *
         if (c->state != CARRIED_OUT) continue;
         const uint64_t peak = peak_of(x->placed, &c->schedule, o, x->q->plan->rows, last ? 0 : o->budget_bytes);
         if (*best == KOILA_NONE) least_work = c->schedule.work;
-        if (*best == KOILA_NONE || peak < least_peak) least_peak = peak, *best = k;
+        if (*best == KOILA_NONE || peak < x->least_peak) x->least_peak = peak, *best = k;
         if (k == 0 && c->schedule.n_keeps == 0) x->n_policies = 1; /* nothing is worth keeping: all policies are one */
-        if (peak <= o->budget_bytes && !x->frugal && accepted(x->q, x->placed, &c->schedule, peak)) return *taken = k, KOILA_OK;
+        if (peak > o->budget_bytes || x->frugal) continue;
+        if (accepted(x->q, x->placed, &c->schedule, peak)) return *taken = k, KOILA_OK;
+        x->refused = k, x->refused_slices = x->n_slices;
     }
     return KOILA_OK;
 }
@@ -352,10 +358,11 @@ static koila_status choose(planning *q, koila__placed *placed, koila__scheduler 
     const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
     int64_t *rows = q->plan->rows;
     const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
-    choosing x = { q, placed, scheduler, candidates, n_policies, frugal, frugal };
+    choosing x = { .q = q, .placed = placed, .scheduler = scheduler, .candidates = candidates, .n_policies = n_policies, .frugal = frugal, .sorted = frugal };
     for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best;
+        x.n_slices = n_slices;
         if (forced)
             for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
         else
@@ -363,7 +370,13 @@ static koila_status choose(planning *q, koila__placed *placed, koila__scheduler 
         KOILA_TRY(try_rows(&x, last, chosen, &best));
         if (*chosen != KOILA_NONE) return o->accepts && !forced ? refine(&x, batch, before, n_slices, chosen) : KOILA_OK;
         if (best == KOILA_NONE) return KOILA_UNSUPPORTED;
-        if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
+        if (!last) continue;
+        *chosen = best; /* when it does not fit the caller learns by the peak */
+        if (x.least_peak <= o->budget_bytes || forced || (!x.refused_slices && !q->whole_fits)) return KOILA_OK;
+        if (!x.refused_slices) return KOILA_UNSUPPORTED; /* what fits by its sum and was refused is better than what does not fit at all */
+        *chosen = x.refused;
+        rows_for(q->graph, x.refused_slices, rows);
+        return KOILA_OK;
     }
 }
 

@@ -174,6 +174,12 @@ static uint64_t whole_bytes(const sim *s, koila_value v)
     const koila_meta_info *m = meta_of(s, v);
     return m ? m->n_storage_bytes : 0;
 }
+/* What a loop collects is put into memory without gaps, also where the value itself repeats some. */
+static uint64_t dense_bytes(const sim *s, koila_value v)
+{
+    const koila_meta_info *m = meta_of(s, v);
+    return m ? m->n_bytes : 0;
+}
 static uint32_t found(const sim *s, koila_value v) { return s->local[v] ? s->local[v] : s->whole[v]; }
 
 /* ---- the inside of one call. Sizes are those of the whole batch; `part` is the slice's share of it. */
@@ -410,7 +416,7 @@ static void run_slice(sim *s, const koila_stage *st, uint32_t slice, int64_t row
             break;
         case KOILA_DO_ADD: add_up(s, in, rows, batch); break;
         case KOILA_DO_PUT:
-            if (!s->whole[in->id]) s->whole[in->id] = rows == batch && in->flags & KOILA_INSTR_OWNED ? hold(s, s->local[in->id]) : storage_new(s, whole_bytes(s, in->id), in->id);
+            if (!s->whole[in->id]) s->whole[in->id] = rows == batch && in->flags & KOILA_INSTR_OWNED ? hold(s, s->local[in->id]) : storage_new(s, dense_bytes(s, in->id), in->id);
             break;
         case KOILA_DO_KEEP:
             if ((kept = kept_at(s, in->id, slice)) && !*kept) *kept = hold(s, s->local[in->id]);
@@ -465,7 +471,7 @@ static void run_plan(sim *s, uint32_t n_stages)
             const koila_instr *in = &st->instrs[i];
             if (in->kind != KOILA_DO_ADD || !is_half(meta_of(s, in->id)) || !s->whole[in->id]) continue;
             uint32_t wide = s->whole[in->id];
-            s->whole[in->id] = storage_new(s, whole_bytes(s, in->id), in->id);
+            s->whole[in->id] = storage_new(s, dense_bytes(s, in->id), in->id);
             let_go(s, &wide);
         }
     }
@@ -1144,7 +1150,7 @@ typedef struct seat {
     const koila_device *d;
     koila_cache *live;
     koila_fit_opts o;
-    koila_fit fit;
+    koila_fit fit, taken; /* the last run; the last that fits */
 } seat;
 
 static koila_status run_live(seat *x, const koila_plan *p)
@@ -1190,6 +1196,7 @@ static koila_status fits_live(void *user, const koila_plan *p, bool *yes)
     seat *x = user;
     KOILA_TRY(run_live(x, p));
     *yes = x->fit.fits;
+    if (*yes) x->taken = x->fit;
     return KOILA_OK;
 }
 
@@ -1247,8 +1254,8 @@ koila_status koila_plan_live(const koila_graph *g, const koila_value *targets, u
         koila_plan_free(plan);
         return worded(status, e);
     }
-    x.fit.fits = j.n_simulations ? j.accepted : x.fit.fits;
-    *fit = x.fit;
+    *fit = j.accepted ? x.taken : x.fit;
+    fit->n_simulations = x.fit.n_simulations;
     *out = plan;
     return KOILA_OK;
 }
