@@ -433,26 +433,24 @@ static void run_slice(sim *s, const koila_stage *st, uint32_t slice, int64_t row
         uint32_t *kept = kept_at(s, s->drop[i], slice);
         if (kept) let_go(s, kept);
     }
-    if (!st->is_loop) return;
-    for (koila_value v = 0; v < s->n_values; v++) /* nothing of a slice outlives it */
-        if (s->local[v]) let_go(s, &s->local[v]);
 }
 
-/* All slices of a loop. One that leaves blocks where the one before left them is followed by others that do the same, up to the last: these are not run. */
+/* All slices of a loop. One that leaves blocks where the one before left them, and asked nothing of the driver, is followed by others of its size that do the same:
+ * these are not run. */
 static void run_loop(sim *s, const koila_stage *st, int64_t rows, int64_t batch)
 {
-    const uint32_t n = koila_plan_slices(s->plan, st->axis);
+    const uint32_t n = koila_plan_slices(s->plan, st->axis), n_full = rows > 0 ? (uint32_t)(batch / rows) : 0;
     const koila_cache_stat *stat = koila__cache_stats_ref(s->c);
-    bool alike = n > 4;
+    bool alike = n_full > 2;
     uint64_t layout = 0;
     for (uint32_t i = 0; i < st->n_instrs; i++) alike &= st->instrs[i].kind != KOILA_DO_KEEP && st->instrs[i].kind != KOILA_DO_FETCH;
     for (uint32_t i = 0; i < n && !s->status; i++) {
         const int64_t left = batch - (int64_t)i * rows;
         const uint64_t n_driver = stat->num_device_alloc + stat->num_device_free;
         run_slice(s, st, i, left < rows ? left : rows, batch);
-        if (!alike || i == 0 || i + 3 > n) continue;
-        const uint64_t now = n_driver == stat->num_device_alloc + stat->num_device_free ? koila__cache_layout(s->c) : 0;
-        if (now && now == layout) i = n - 2;
+        if (!alike || i + 1 >= n_full) continue;
+        const uint64_t now = koila__cache_layout(s->c);
+        if (now && now == layout && n_driver == stat->num_device_alloc + stat->num_device_free) i = n_full - 1;
         layout = now;
     }
 }
