@@ -1,6 +1,7 @@
 /* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over koila/predict.h.
  *
- *   predict(device name or JSON text, memory | 0, rows | 0, the training's words and switches) -> dict, of the step planned last
+ *   predict(device name or JSON text, memory | 0, rows | 0 | -1 for the most that fit, the training's words and switches) -> dict, of the step planned last, whose
+ *   plan is from then on the one that was predicted
  */
 #include "run.h"
 
@@ -21,7 +22,7 @@ static int word_of(const char *word, const char *const *words, uint32_t n, const
     return -1;
 }
 
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with)
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with, koila_plan **plan)
 {
     static const char *const optimizers[] = { "none", "sgd", "momentum", "adam", "adamw" }, *const ways[] = { "foreach", "fused", "loop" };
     static const char *const back_ends[] = { "auto", "flash", "efficient", "math", "cudnn" };
@@ -41,7 +42,7 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
         return PyErr_NoMemory();
     }
     p->struct_size = sizeof *p;
-    Py_BEGIN_ALLOW_THREADS status = koila_predict(g, d, NULL, &o, p, &err);
+    Py_BEGIN_ALLOW_THREADS status = koila_predict_plan(g, d, NULL, &o, p, plan, &err);
     Py_END_ALLOW_THREADS if (status != KOILA_OK) PyErr_Format(PyExc_RuntimeError, "koila: %s", err.text[0] ? err.text : koila_status_text(status));
     else
     {

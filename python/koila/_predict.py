@@ -195,19 +195,11 @@ def plan(
         raw = recorded(asked, micro_batch)
         if profile is None:
             return Prediction(raw, None)
-        rows = raw["micro_batch"]
         training = (optimizer, optimizer_way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, casts)
-        prediction = _core.predict(profile, asked or 0, rows if rows < raw["batch"] else 0, *training)
-        while not prediction["fits"] and micro_batch is None and rows > 1:
-            rows = (rows + 1) // 2
-            high = prediction["steady"]["device"][2]
-            prediction = _core.predict(profile, asked or 0, rows, *training)
-            if prediction["steady"]["device"][2] > 0.99 * high:
-                break  # what is left does not shrink with the slice, and simulating ever more slices only takes time
+        prediction = _core.predict(profile, asked or 0, micro_batch or -1, *training)  # -1: the most rows that fit
         if no_casts:
             prediction["notes"].append("autocast casts nothing on meta tensors: the step is predicted without it. Put model and inputs on the CPU")
-        if rows != raw["micro_batch"]:
-            raw = recorded(asked, rows)  # the table shows the slices that the device needs
+        raw = _core.last_plan() or raw  # the plan that was predicted
         return Prediction(raw, prediction)
     finally:
         _core.configure(**before)
