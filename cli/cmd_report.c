@@ -285,7 +285,7 @@ static void put_curve(report *p, int k, uint64_t most, const char *colour, const
 static void put_steps(report *p)
 {
     koila_annotation a;
-    koila_entry x;
+    koila_entry x = { .struct_size = sizeof x };
     uint64_t at = 0;
     int n = 0;
     for (uint64_t i = 0; n < MAX_STEPS && koila_snapshot_annotation(p->s, i, &a); i++) {

@@ -177,7 +177,7 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
     if (x && x->kind == kind && x->size == size && x->stream == stream && (kind == KOILA_EVENT_SEGMENT_ALLOC || x->addr == *addr)) return *addr = x->addr, true;
     if (x && (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)) { /* one was made, but not this one */
         r->differs = true;
-        r->expected = (koila_event){ kind, kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr, size, stream, KOILA_POOL_DEFAULT };
+        r->expected = (koila_event){ (uint32_t)sizeof r->expected, kind, kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr, size, stream, KOILA_POOL_DEFAULT };
     }
     r->driver_failed = true;
     return false;
@@ -306,7 +306,7 @@ static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uin
     if (active > o->peak_active) o->peak_active = active;
     if (r->f) {
         const snap_entry *x = entry(r, i);
-        koila_moment m = { i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
+        koila_moment m = { (uint32_t)sizeof m, i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
         r->f(r->f_user, &m);
     }
 }

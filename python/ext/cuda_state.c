@@ -115,6 +115,8 @@ static bool read_segment(PyObject *d, koila_segment *out, koila_block *blocks, P
         out->pool.owner = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(pool, 0));
         out->pool.id = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(pool, 1));
     }
+    out->struct_size = sizeof *out;
+    out->block_size = sizeof *blocks;
     out->blocks = blocks;
     out->n_blocks = (size_t)PyList_GET_SIZE(list);
     uint64_t at = out->addr;

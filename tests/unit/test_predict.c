@@ -292,7 +292,7 @@ static koila_cache *fragmented(uint64_t total)
         b[i][0] = (koila_block){ .addr = at, .size = 9 * MIB, .state = KOILA_BLOCK_FREE };
         b[i][1] = (koila_block){ .addr = at + 9 * MIB, .size = 2 * MIB, .state = KOILA_BLOCK_USED };
         b[i][2] = (koila_block){ .addr = at + 11 * MIB, .size = 9 * MIB, .state = KOILA_BLOCK_FREE };
-        s[i] = (koila_segment){ .addr = at, .size = 20 * MIB, .blocks = b[i], .n_blocks = 3 };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = at, .size = 20 * MIB, .blocks = b[i], .n_blocks = 3 };
     }
     return cache_of(total, s, N);
 }
@@ -315,7 +315,7 @@ CHECK(f.fits && rows > 0 && rows * 2048 * 4 <= (int64_t)(9 * MIB) && rows * 2048
     koila_segment s[2];
     for (int i = 0; i < 2; i++) {
         b[i][0] = (koila_block){ .addr = (uint64_t)(i + 1) << 30, .size = 20 * MIB, .state = KOILA_BLOCK_USED };
-        s[i] = (koila_segment){ .addr = b[i][0].addr, .size = 20 * MIB, .blocks = b[i], .n_blocks = 1 };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = b[i][0].addr, .size = 20 * MIB, .blocks = b[i], .n_blocks = 1 };
     }
     c = cache_of(400 * MIB, s, 2);
     CHECK_EQ(rows_on(g, c, 0, &f), 8192);
@@ -323,7 +323,7 @@ CHECK(f.fits && rows > 0 && rows * 2048 * 4 <= (int64_t)(9 * MIB) && rows * 2048
     /* cached segments on another stream pin nothing: they are released by the retry */
     for (int i = 0; i < 2; i++) {
         b[i][0] = (koila_block){ .addr = (uint64_t)(i + 1) << 30, .size = 150 * MIB, .state = KOILA_BLOCK_FREE };
-        s[i] = (koila_segment){ .addr = b[i][0].addr, .size = 150 * MIB, .stream = 7, .blocks = b[i], .n_blocks = 1 };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = b[i][0].addr, .size = 150 * MIB, .stream = 7, .blocks = b[i], .n_blocks = 1 };
     }
     c = cache_of(400 * MIB, s, 2);
     CHECK_EQ(rows_on(g, c, 0, &f), 8192);
@@ -339,7 +339,7 @@ TEST(live_plan__when_nothing_fits_it_is_said)
     koila_graph *g = parse(&t, loss);
     koila_fit f = { 0 };
     koila_block b = { .addr = (uint64_t)1 << 30, .size = 90 * MIB, .state = KOILA_BLOCK_FREE };
-    koila_segment s = { .addr = b.addr, .size = b.size, .blocks = &b, .n_blocks = 1, .pool = { 1, 0 } }; /* of a MemPool: no use to us */
+    koila_segment s = { KOILA_SEGMENT_SIZES, .addr = b.addr, .size = b.size, .blocks = &b, .n_blocks = 1, .pool = { 1, 0 } }; /* of a MemPool: no use to us */
     koila_cache *c = cache_of(90 * MIB, &s, 1);
     koila_cache_pool_hold(c, (koila_pool){ 1, 0 }, 0);
     CHECK_EQ(rows_on(g, c, 0, &f), 1);
@@ -358,7 +358,7 @@ TEST(live_plan__a_measured_margin_is_the_least_that_would_have_refused)
     koila_fit f = { 0 };
     for (int cached = 0; cached < 2; cached++) { /* from the driver; and all of it cached already, where only the sum can refuse */
         koila_block b[2] = { { .addr = (uint64_t)1 << 30, .size = 400 * MIB, .state = KOILA_BLOCK_FREE }, { .addr = (uint64_t)1 << 31, .size = 2 * MIB, .state = KOILA_BLOCK_FREE } };
-        koila_segment s[2] = { { .addr = b[0].addr, .size = b[0].size, .blocks = &b[0], .n_blocks = 1 }, { .addr = b[1].addr, .size = b[1].size, .is_small = true, .blocks = &b[1], .n_blocks = 1 } };
+        koila_segment s[2] = { { KOILA_SEGMENT_SIZES, .addr = b[0].addr, .size = b[0].size, .blocks = &b[0], .n_blocks = 1 }, { KOILA_SEGMENT_SIZES, .addr = b[1].addr, .size = b[1].size, .is_small = true, .blocks = &b[1], .n_blocks = 1 } };
         koila_cache *c = cache_of(cached ? 402 * MIB : 420 * MIB, s, cached ? 2 : 0);
         const koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX };
         koila_plan *p = NULL;
