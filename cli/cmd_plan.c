@@ -209,6 +209,13 @@ int cmd_plan(int argc, char **argv)
         else if (!strcmp(name, "--clip-grad-norm")) o.o.clip_grad_norm = true;
         else if (!strcmp(name, "--autocast")) o.o.autocast = true;
         else if (!strcmp(name, "--ddp")) o.o.ddp = true;
+        else if (!strcmp(name, "--grad-scaler")) o.o.grad_scaler = true;
+        else if (!strcmp(name, "--fsdp")) return complain("--fsdp", "Plan the unsharded model (a graph recorded without FSDP), or measure a run with torch.cuda.max_memory_reserved().", "what FSDP needs has not been measured, so it is refused rather than guessed");
+        else if (!strcmp(name, "--cublas-workspace")) {
+            uint64_t bytes;
+            o.o.cublas_workspace = args_value(&a);
+            if (a.value && !koila_cublas_workspace(a.value, &bytes)) return usage_of("plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8", a.value);
+        }
         else if (!strcmp(name, "--memory")) {
             if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes)) return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--slice")) {

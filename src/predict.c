@@ -195,12 +195,20 @@ static const koila_meta_info *input_meta(const sim *s, const call *k, uint32_t i
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 static uint64_t pick(const sim *s, uint64_t low, uint64_t expected, uint64_t high) { return s->level == LOW ? low : s->level == HIGH ? high : expected; }
 
+/* From cuDNN 9.15.1 on torch tries cuDNN's attention first where it is fastest. */
+static bool prefers_cudnn(const koila_device *d)
+{
+    const uint64_t capability = koila_device_get(d, KOILA_DEVICE_CAPABILITY).value;
+    return (capability == 90 || capability == 100) && koila_device_get(d, KOILA_DEVICE_CUDNN).value >= 91501;
+}
+
 /* Flash takes no mask; the math back end is left for what the fused kernels refuse. */
 static uint32_t sdpa_back_end(const sim *s, const koila_meta_info *q, bool has_mask)
 {
     if (s->o.sdpa) return s->o.sdpa;
     const uint64_t capability = koila_device_get(s->d, KOILA_DEVICE_CAPABILITY).value;
     const bool half = q->dtype == KOILA_DTYPE_F16 || q->dtype == KOILA_DTYPE_BF16;
+    if (half && prefers_cudnn(s->d) && !s->o.cudnn_sdpa_last && q->n_dims == 4 && q->size[3] <= 128 && q->size[3] % 8 == 0) return KOILA_SDPA_CUDNN;
     if (half && capability >= 80 && !has_mask && q->n_dims == 4 && q->size[3] <= 256) return KOILA_SDPA_FLASH;
     return q->dtype == KOILA_DTYPE_F64 ? KOILA_SDPA_MATH : KOILA_SDPA_EFFICIENT;
 }
@@ -348,7 +356,9 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
     s->at_node = n;
     if (kind == INSIDE_GEMM && !s->has_blas[sig->grad_mode != 0]) {
         s->has_blas[sig->grad_mode != 0] = true;
-        take(s, level_of(s, KOILA_DEVICE_CUBLAS_BYTES)); /* for ever */
+        uint64_t bytes;
+        if (!s->o.cublas_workspace || !koila_cublas_workspace(s->o.cublas_workspace, &bytes)) bytes = level_of(s, KOILA_DEVICE_CUBLAS_BYTES);
+        take(s, bytes); /* for ever */
     }
     for (uint32_t i = 0; i < sig->n_fresh && !s->status; i++) {
         const koila_value v = node.first_output + i;
@@ -538,6 +548,11 @@ static void optimizer_step(sim *s, bool first)
 {
     static const int n_states[] = { 0, 0, 1, 2, 2 };
     const uint32_t kind = s->o.optimizer;
+    if (s->o.grad_scaler) { /* scale and growth tracker stay; its inverse (in double, twice, and in float) and what was found live while gradients are scaled back in place */
+        for (int i = 0; i < 2 && first; i++) append(s, &s->state, &s->n_state, &s->state_cap, take(s, 4));
+        const uint64_t a = take(s, 4), b = take(s, 8), c = take(s, 8), d = take(s, 4);
+        give(s, b), give(s, c), give(s, d), give(s, a);
+    }
     if (s->o.clip_grad_norm) clip_gradients(s);
     if (kind == KOILA_OPTIMIZER_NONE || kind > KOILA_OPTIMIZER_ADAMW) return;
     const bool adam = kind >= KOILA_OPTIMIZER_ADAM;
@@ -1002,7 +1017,7 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     for (koila_node i = 0; i < koila_graph_n_nodes(g); i++) seen[kind_of_op(t, koila_sig_get(t, koila_node_get(g, i).sig)->op)] = true;
     for (int f = 0; f < KOILA_N_DEVICE_FIELDS; f++) {
         const koila_device_value v = koila_device_get(d, (koila_device_field)f);
-        if (!strcmp(v.how, "estimated") && (f != KOILA_DEVICE_CONV_BYTES || seen[INSIDE_CONV]))
+        if (!strcmp(v.how, "estimated") && (f != KOILA_DEVICE_CONV_BYTES || seen[INSIDE_CONV]) && f != KOILA_DEVICE_CUDNN)
             note(p, "%s is estimated: %llu +- %llu", koila_device_field_key((koila_device_field)f), (unsigned long long)v.value, (unsigned long long)v.spread);
     }
     if (strcmp(c->verified, "recording")) note(p, "the allocator's rules of torch %u.%u are %s, not yet proved on a recording", c->torch_version / 100, c->torch_version % 100, c->verified);
@@ -1017,7 +1032,13 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     if (seen[INSIDE_GEMM]) note(p, "cuBLAS keeps one workspace for forward and one for backward");
     if (seen[INSIDE_RNN]) note(p, "a recurrent layer is taken to run in cuDNN; its reserve and workspace are estimated");
     const uint64_t capability = koila_device_get(d, KOILA_DEVICE_CAPABILITY).value;
-    if (seen[INSIDE_SDPA] && !o->sdpa && (capability == 90 || capability == 100)) note(p, "with cuDNN 9.15.1 or newer this device tries cuDNN's attention first: see --sdpa cudnn");
+    if (seen[INSIDE_SDPA] && !o->sdpa && (capability == 90 || capability == 100) && !koila_device_get(d, KOILA_DEVICE_CUDNN).value)
+        note(p, "the profile names no cuDNN; with 9.15.1 or newer this device tries cuDNN's attention first: see --sdpa cudnn");
+    if (o->cublas_workspace) {
+        uint64_t bytes = 0;
+        if (koila_cublas_workspace(o->cublas_workspace, &bytes)) note(p, "cuBLAS's workspace is %llu bytes, by CUBLAS_WORKSPACE_CONFIG", (unsigned long long)bytes);
+        else note(p, "CUBLAS_WORKSPACE_CONFIG=%.40s says no ':KiB:count', so torch takes its default", o->cublas_workspace);
+    }
     if (o->autocast) note(p, "half-precision leaves are autocast's casts of float32 parameters: both are counted; gradients leave the step in float32");
     if (o->ddp) note(p, "DistributedDataParallel's buckets are counted, as large as all gradients; with gradient_as_bucket_view there would be none");
     if (o->optimizer == KOILA_OPTIMIZER_NONE) note(p, "no optimizer: its state and temporaries are not counted");
@@ -1155,7 +1176,7 @@ static koila_status run_live(seat *x, const koila_plan *p)
 {
     sim s;
     koila_fit f = { .struct_size = (uint32_t)sizeof f, .n_simulations = x->fit.n_simulations + 1 };
-    const koila_predict_opts o = { .struct_size = sizeof o, .sdpa = x->o.sdpa };
+    const koila_predict_opts o = { .struct_size = sizeof o, .sdpa = x->o.sdpa, .cublas_workspace = x->o.cublas_workspace };
     const uint64_t left = koila__cache_left(x->live), sum = koila_plan_get(p).peak_bytes;
     if (x->o.margin_bytes && left != UINT64_MAX && (left < x->o.margin_bytes || left - x->o.margin_bytes < sum)) { /* a margin holds for the sum as well: what is cached counts too */
         x->fit = f;

@@ -23,7 +23,8 @@ typedef struct koila_device koila_device; /* immutable once open, may be shared 
     X(INFO_TOTAL_BYTES, "info_total_bytes", "cudaMemGetInfo's total")                                         \
     X(CONTEXT_BYTES, "context_bytes", "CUDA context with lazy loading, kernels used by a training step included") \
     X(CUBLAS_BYTES, "cublas_workspace_bytes", "cuBLAS workspace, one for each thread and stream")             \
-    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")
+    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")                                 \
+    X(CUDNN, "cudnn_version", "10000 * major + 100 * minor + patch, as torch.backends.cudnn.version(); 0: not known")
 typedef enum koila_device_field {
 #define KOILA_DEVICE_FIELD_ENUM(id, key, text) KOILA_DEVICE_##id,
     KOILA_DEVICE_FIELD_MAP(KOILA_DEVICE_FIELD_ENUM)
@@ -49,6 +50,8 @@ KOILA_API void koila_device_free(koila_device *d);
 KOILA_API const char *koila_device_name(const koila_device *d);
 KOILA_API koila_device_value koila_device_get(const koila_device *d, koila_device_field field);
 KOILA_API const char *koila_device_field_key(koila_device_field field);
+/** The bytes of a CUBLAS_WORKSPACE_CONFIG: every ":KiB:count" in it, added up. False when there is none: torch then takes its default. */
+KOILA_API bool koila_cublas_workspace(const char *config, uint64_t *bytes);
 
 typedef enum koila_sdpa { KOILA_SDPA_AUTO, KOILA_SDPA_FLASH, KOILA_SDPA_EFFICIENT, KOILA_SDPA_MATH, KOILA_SDPA_CUDNN } koila_sdpa;
 typedef enum koila_optimizer { KOILA_OPTIMIZER_NONE, KOILA_OPTIMIZER_SGD, KOILA_OPTIMIZER_MOMENTUM, KOILA_OPTIMIZER_ADAM, KOILA_OPTIMIZER_ADAMW } koila_optimizer;
@@ -66,6 +69,9 @@ typedef struct koila_predict_opts {
     bool clip_grad_norm; /**< torch.nn.utils.clip_grad_norm_ before each optimizer step */
     bool autocast;       /**< half-precision leaves are casts of float32 parameters, which the graph does not show */
     bool ddp;            /**< the model is wrapped in DistributedDataParallel: its buckets count, NCCL is outside */
+    bool grad_scaler;    /**< torch.amp.GradScaler around the optimizer's step */
+    bool cudnn_sdpa_last; /**< TORCH_CUDNN_SDPA_DEPRIORITIZED is set */
+    const char *cublas_workspace; /**< CUBLAS_WORKSPACE_CONFIG, read as torch reads it; NULL: not set, the profile's bytes count */
 } koila_predict_opts;
 
 typedef struct koila_range {
@@ -116,6 +122,7 @@ typedef struct koila_fit_opts {
     uint32_t struct_size;
     uint32_t sdpa;         /**< koila_sdpa */
     uint64_t stream;       /**< that the step runs on, as `live` names it */
+    const char *cublas_workspace; /**< as koila_predict_opts */
     uint64_t margin_bytes; /**< of the device, not to be counted with: what a step that was said to fit was found to need beyond (koila_fit_margin) */
 } koila_fit_opts;
 

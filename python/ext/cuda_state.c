@@ -16,6 +16,7 @@ static struct {
     koila_cache *live;
     koila_device *device;
     uint64_t stream;
+    char cublas[64]; /* CUBLAS_WORKSPACE_CONFIG, "" if not set */
 } gpu;
 
 enum { N_MARGINS = 64 };
@@ -169,17 +170,18 @@ static bool bring_live(const koila__room *room)
     if (gpu.state == room->state) return gpu.live != NULL;
     forget_live();
     PyObject *with = ask("settings", room->gpu), *list = with ? ask("segments", room->gpu) : NULL;
-    const char *profile, *version, *text;
+    const char *profile, *version, *text, *cublas;
     double fraction;
     unsigned long long total, stream;
     koila_cache_config conf;
-    if (list && PyArg_ParseTuple(with, "sssdKK", &profile, &version, &text, &fraction, &total, &stream) && koila_cache_config_init(&conf, version) == KOILA_OK &&
+    if (list && PyArg_ParseTuple(with, "sssdKKs", &profile, &version, &text, &fraction, &total, &stream, &cublas) && koila_cache_config_init(&conf, version) == KOILA_OK &&
         koila_cache_config_parse(&conf, text, 0, NULL) == KOILA_OK && koila_device_open(profile, strlen(profile), NULL, &gpu.device, NULL) == KOILA_OK) {
         conf.total_bytes = room->limit;
         conf.device_bytes = total;
         if (fraction > 0 && fraction < 1) koila_cache_config_fraction(&conf, fraction, total, total);
         gpu.live = cache_of(list, &conf);
         gpu.stream = stream;
+        snprintf(gpu.cublas, sizeof gpu.cublas, "%s", cublas);
     }
     PyErr_Clear();
     Py_XDECREF(with);
@@ -207,7 +209,7 @@ static struct margin *margin_of(uint64_t key, bool make)
 static koila_fit_opts options_for(uint64_t key)
 {
     const struct margin *m = margin_of(key, false);
-    return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts), .stream = gpu.stream, .margin_bytes = m ? m->bytes : 0 };
+    return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts), .stream = gpu.stream, .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL, .margin_bytes = m ? m->bytes : 0 };
 }
 
 koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila_plan_options *o, koila_plan **out, koila_fit *fit,

@@ -29,7 +29,8 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
     koila_device *d = NULL;
     koila_error err = KOILA_ERROR_INIT;
     koila_predict_opts o = { .struct_size = sizeof o, .memory_bytes = memory, .rows = rows, .weight_decay = with->weight_decay, .amsgrad = with->amsgrad,
-                             .clip_grad_norm = with->clip_grad_norm, .ddp = with->ddp, .autocast = with->autocast };
+                             .clip_grad_norm = with->clip_grad_norm, .ddp = with->ddp, .autocast = with->autocast, .grad_scaler = with->grad_scaler, .cudnn_sdpa_last = with->cudnn_sdpa_last,
+                             .cublas_workspace = with->cublas_workspace };
     if (word_of(with->optimizer, optimizers, 5, "optimizer", &o.optimizer) < 0 || word_of(with->way, ways, 3, "optimizer_way", &o.way) < 0 ||
         word_of(with->sdpa, back_ends, 5, "sdpa", &o.sdpa) < 0)
         return NULL;

@@ -215,7 +215,8 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast): the last planned step on a device profile (a name, or JSON text). */
+/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace,
+ * cudnn_sdpa_last): the last planned step on a device profile (a name, or JSON text). */
 static PyObject *py_predict(PyObject *self, PyObject *args)
 {
     const char *device;
@@ -223,8 +224,8 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
     unsigned long long memory;
     long long rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "sKLsssppppp:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
-                          &with.autocast)) return NULL;
+    if (!PyArg_ParseTuple(args, "sKLsssppppppzp:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
+                          &with.autocast, &with.grad_scaler, &with.cublas_workspace, &with.cudnn_sdpa_last)) return NULL;
     if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
     koila_plan *plan = NULL;
     PyObject *d = koila__predict_graph(koila__last.c->part, device, memory, rows, &with, &plan);
@@ -270,7 +271,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
-    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast) -> dict" },
+    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },

@@ -30,8 +30,8 @@ def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
     return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("reserved_bytes.all.current", 0)), int(free), state
 
 
-def settings(index: int) -> tuple[str, str, str, float, int, int]:
-    """The device's profile as JSON, torch's version, the allocator's settings, the fraction of the device that torch may take, the device's bytes, the stream.
+def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
+    """The device's profile as JSON, torch's version, the allocator's settings, the fraction of the device that torch may take, the device's bytes, the stream, and cuBLAS's setting.
 
     Raises:
         RuntimeError: torch's memory comes from another allocator than the one that is modelled.
@@ -42,20 +42,10 @@ def settings(index: int) -> tuple[str, str, str, float, int, int]:
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     values = {"sm_count": p.multi_processor_count, "compute_capability": 10 * p.major + p.minor, "total_bytes": p.total_memory, "context_bytes": 0}
-    cublas = cublas_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if cublas is not None:
-        values["cublas_workspace_bytes"] = cublas
     fields = {k: {"value": int(v), "how": "measured"} for k, v in values.items()}  # the context is not counted: what it takes is not free already
     profile = json.dumps({"koila_device": 1, "name": "".join(c for c in p.name if c.isalnum() or c in " -")[:60], "fields": fields})
-    return profile, torch.__version__, conf, float(fraction), int(p.total_memory), int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def cublas_bytes(config: str) -> int | None:
-    """What `CUBLAS_WORKSPACE_CONFIG` (":4096:2:16:8": two of 4096 KiB, eight of 16 KiB) makes of cuBLAS's workspace; `None`: nothing that torch would take."""
-    numbers = config.split(":")[1:]
-    if not config.startswith(":") or len(numbers) % 2 or not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):
-        return None
-    return sum(int(kib) * 1024 * int(count) for kib, count in zip(numbers[::2], numbers[1::2]))
+    stream = int(torch.cuda.current_stream(index).cuda_stream)
+    return profile, torch.__version__, conf, float(fraction), int(p.total_memory), stream, os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
 
 
 def segments(index: int) -> list[dict[str, Any]]:

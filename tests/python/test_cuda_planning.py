@@ -283,14 +283,6 @@ def test_without_a_gpu_nothing_is_asked(case, monkeypatch):
     assert _cuda.index_of(0) == -1 and _cuda.index_of(0x103) == (-1 if not torch.cuda.is_initialized() else 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "n"),
-    [(":4096:2:16:8", 8519680), (":4096:8", 32 * MIB), (":16:8", 131072), (":0:0", 0), ("", None), ("4096:8", None), (":4096", None), (":4096:-1", None), (":a:b", None), (":4096:8:", None)],
-)
-def test_the_workspace_of_cublas_is_summed_from_its_configuration(text, n):
-    assert _cuda.cublas_bytes(text) == n
-
-
 def test_every_state_has_its_number(monkeypatch):
     """What tells one state of the allocator from another changes with any number that is asked for."""
     gpu = Gpu(monkeypatch)
