@@ -203,6 +203,136 @@ TEST(predict__attention_s_own_memory_depends_on_what_fills_the_device)
     CHECK_EQ(attention_inside("bf16", 4, 64, 64, KOILA_SDPA_MATH, "", 4 * 2048), 2 * 4 * 8 * 64 * 2048 * 2);
 }
 
+/* ---- what a CPU records and CUDA does otherwise, row by row */
+
+TEST(on_cuda__a_dropout_mask_is_a_byte_an_element)
+{
+    static const char text[] = "koila graph 1\naxis 1024\nop aten::bernoulli_.float inplace random\nop aten::div_.Scalar inplace\n%0 = batch axis 0 dim 0 f32[1024, 1024]\n"
+                               "%1 = aten::relu(%0) -> f32[1024, 1024] grad\n%2 = aten::empty_like(%1) -> f32[1024, 1024]\n%3 = aten::bernoulli_.float(%2, 0.9) -> {} writes 0\n"
+                               "%4 = aten::div_.Scalar(%3, 0.9) -> {} writes 0\n%5 = aten::mul.Tensor(%1, %4) -> f32[1024, 1024] grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    CHECK_EQ(p.first.allocated.expected, (4 + 4 + 1 + 4) * MIB); /* x, relu, mask, result: no second temporary */
+    CHECK_EQ(p.first.allocated.high, p.first.allocated.expected);
+}
+
+TEST(on_cuda__attention_with_dropout_is_not_quadratic_but_for_the_high_end)
+{
+    static const char text[] = "koila graph 1\nop aten::bernoulli_.float inplace random\nop aten::div_.Scalar inplace\n%0 = real f32[4, 1024, 64]\n%1 = real f32[4, 64, 1024]\n%2 = real f32[4, 1024, 64]\n"
+                               "%3 = aten::bmm(%0, %1) -> f32[4, 1024, 1024] grad\n%4 = aten::_safe_softmax(%3, -1) -> f32[4, 1024, 1024] grad\n%5 = aten::empty_like(%4) -> f32[4, 1024, 1024]\n"
+                               "%6 = aten::bernoulli_.float(%5, 0.9) -> {} writes 0\n%7 = aten::div_.Scalar(%6, 0.9) -> {} writes 0\n%8 = aten::mul.Tensor(%4, %7) -> f32[4, 1024, 1024] grad\n"
+                               "%9 = aten::bmm(%8, %2) -> f32[4, 1024, 64] grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0)), math = of_text(text, OPTS(.sdpa = KOILA_SDPA_MATH));
+    CHECK_EQ(p.first.allocated.low, 4 * MIB + 8519680); /* q, k, v and the result */
+    CHECK_EQ(p.first.allocated.expected, 4 * MIB + 8519680);
+    CHECK(p.first.allocated.high >= 3 * MIB + 8519680 + 32 * MIB);
+    CHECK_EQ(math.first.allocated.expected, p.first.allocated.high);
+}
+
+TEST(on_cuda__statistics_of_layer_norm_are_float32_and_of_group_norm_are_not)
+{
+    static const char layer[] = "koila graph 1\n%0 = real bf16[4096, 512]\n%1 %2 %3 = aten::native_layer_norm(%0, [512], None, None, 1e-05) -> (bf16[4096, 512], bf16[4096, 1], bf16[4096, 1]) grad\n";
+    static const char group[] = "koila graph 1\n%0 = real bf16[4096, 512]\n%1 %2 %3 = aten::native_group_norm(%0, None, None, 4096, 512, 1, 1, 1e-05) -> (bf16[4096, 512], bf16[4096, 1], bf16[4096, 1]) grad\n";
+    CHECK_EQ(of_text(layer, OPTS(.rows = 0)).first.allocated.expected, 8 * MIB + 2 * 4096 * 4);
+    CHECK_EQ(of_text(group, OPTS(.rows = 0)).first.allocated.low, 8 * MIB + 2 * 4096 * 2);
+}
+
+TEST(on_cuda__batch_norm_may_keep_a_reserve_of_a_bit_an_element)
+{
+    static const char text[] = "koila graph 1\n%0 = real f32[64, 64, 16, 16]\n%1 %2 %3 = aten::native_batch_norm(%0, None, None, None, None, true, 0.1, 1e-05) -> (f32[64, 64, 16, 16], f32[64], f32[64]) grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    CHECK_EQ(p.first.allocated.expected, 8 * MIB + 2 * 512);
+    CHECK_EQ(p.first.allocated.high, 8 * MIB + 2 * 512 + MIB / 8);
+}
+
+TEST(on_cuda__backward_of_attention_and_embedding_use_what_their_kernels_take)
+{
+    /* B 2, H 8, Sq 100 -> 128, D 40 -> 64 */
+    static const char flash[] = "koila graph 1\n%0 = real bf16[2, 8, 100, 40]\n%1 = real bf16[2, 8, 100, 40]\n%2 = real bf16[2, 8, 100, 40]\n%3 = real bf16[2, 8, 100, 40]\n%4 = real bf16[2, 8, 100, 40]\n%5 = real f32[2, 8, 100]\n"
+                                "%6 %7 %8 = aten::_scaled_dot_product_flash_attention_for_cpu_backward(%0, %1, %2, %3, %4, %5, 0.0, false) -> (bf16[2, 8, 100, 40], bf16[2, 8, 100, 40], bf16[2, 8, 100, 40])\n";
+    const uint64_t one = (2 * 8 * 100 * 40 * 2 + 511) / 512 * 512, lse = (2 * 8 * 100 * 4 + 511) / 512 * 512;
+    CHECK_EQ(of_text(flash, OPTS(.sdpa = KOILA_SDPA_FLASH)).first.allocated.expected, 8 * one + lse + 2 * 8 * 128 * 4 + 2 * 128 * 8 * 64 * 4);
+    char text[600];
+    uint64_t got[2];
+    for (int k = 0; k < 2; k++) { /* 3,072 indices take the kernel without, 3,073 the one with */
+        snprintf(text, sizeof text, "koila graph 1\n%%0 = real f32[%d, 256]\n%%1 = real i64[%d]\n%%2 = aten::embedding_dense_backward(%%0, %%1, 1000, -1, false) -> f32[1000, 256]\n", 3072 + k, 3072 + k);
+        got[k] = of_text(text, OPTS(.rows = 0)).first.allocated.expected;
+    }
+    CHECK_EQ(got[0], 3 * MIB + 24 * 1024 + 2000 * 512);
+    const uint64_t n = 3073, sorted = (n * 8 + 511) / 512 * 512, p = n / 10 + 1000;
+    CHECK_EQ(got[1], 3 * MIB + 1024 + sorted + 2000 * 512 + 3 * sorted + (n * 16 + 511) / 512 * 512 + p * 256 * 4);
+}
+
+TEST(on_cuda__an_optimizer_s_temporaries_depend_on_its_way)
+{
+    /* two parameters of 4 and 2 MiB, no activations worth speaking of */
+    static const char text[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1024]\n%1 = real f32[1024, 1024]\n%2 = real f32[1024, 512]\n%3 = aten::mm(%0, %1) -> f32[64, 1024] grad\n"
+                               "%4 = aten::mm(%0, %2) -> f32[64, 512] grad\n%5 = aten::t(%0) -> f32[1024, 64]{1, 1024}\n%6 = aten::mm(%5, %3) -> f32[1024, 1024]\n%7 = aten::mm(%5, %4) -> f32[1024, 512]\n";
+    const uint64_t base = 2 * 8519680 + 64 * 1024 * 4 + 2 * 6 * MIB; /* cuBLAS, x, parameters and gradients */
+    static const struct {
+        uint32_t kind, way;
+        bool decay, amsgrad;
+        uint64_t more; /* above base, in the steady step */
+    } rows[] = { { KOILA_OPTIMIZER_SGD, KOILA_WAY_FOREACH, false, false, 0 },
+                 { KOILA_OPTIMIZER_SGD, KOILA_WAY_FOREACH, true, false, 6 * MIB },
+                 { KOILA_OPTIMIZER_MOMENTUM, KOILA_WAY_FOREACH, true, false, 12 * MIB },
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, false, false, 18 * MIB },
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, true, false, 18 * MIB }, /* decayed gradients are gone before the roots */
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, false, true, 24 * MIB },
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_FOREACH, true, false, 18 * MIB },
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_FUSED, true, false, 12 * MIB + 2 * 512 + MIB / 4 }, /* the peak is in the backward, beside a product */
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_LOOP, true, false, 20 * MIB } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        const koila_prediction p = of_text(text, OPTS(.optimizer = rows[i].kind, .way = rows[i].way, .weight_decay = rows[i].decay, .amsgrad = rows[i].amsgrad));
+        if (rows[i].more) CHECK_EQ(p.steady.allocated.expected, base + rows[i].more);
+        else CHECK(p.steady.allocated.expected <= base + MIB);
+    }
+}
+
+TEST(on_cuda__a_scaler_and_cublas_settings_count)
+{
+    static const char tiny[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1]\n%1 = real f32[1, 1]\n%2 = aten::mm(%0, %1) -> f32[64, 1] grad\n"
+                               "%3 = aten::t(%0) -> f32[1, 64]{1, 1}\n%4 = aten::mm(%3, %2) -> f32[1, 1]\n";
+    const uint64_t plain = of_text(tiny, OPTS(.rows = 0)).steady.allocated.expected, scaled = of_text(tiny, OPTS(.grad_scaler = true)).steady.allocated.expected;
+    CHECK(scaled >= plain + 2 * 512 && scaled <= plain + 6 * 512);
+    static const struct { const char *config; uint64_t bytes; bool ok; } rows[] = {
+        { ":4096:2:16:8", 8519680, true }, { ":4096:8", 32 * MIB, true }, { ":16:8", 131072, true }, { ":0:0", 0, true }, { "x:4096:8y", 32 * MIB, true }, { ":4096:8:", 32 * MIB, true },
+        { "::16:8", 131072, true }, { "", 0, false }, { "4096:8", 0, false }, { ":4096", 0, false }, { ":4096:-1", 0, false }, { ":a:b", 0, false }, { ":99999999999999999999:1", 9999999ull * 1024, true } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        uint64_t n = 0;
+        CHECK_EQ(koila_cublas_workspace(rows[i].config, &n), rows[i].ok);
+        CHECK_EQ(n, rows[i].bytes);
+        if (i < 4) CHECK_EQ(of_text(tiny, OPTS(.cublas_workspace = rows[i].config)).steady.allocated.expected + 2 * 8519680, plain + 2 * n);
+    }
+}
+
+TEST(on_cuda__cudnn_s_attention_comes_first_where_it_is_new_and_the_device_is)
+{
+    static const struct { int capability, cudnn; const char *dtype; bool last, is_cudnn; } rows[] = { { 90, 91501, "bf16", false, true }, { 100, 92000, "f16", false, true },
+        { 90, 91500, "bf16", false, false }, { 80, 91501, "bf16", false, false }, { 120, 91501, "bf16", false, false }, { 90, 91501, "f32", false, false }, { 90, 91501, "bf16", true, false } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        char text[600], profile[600];
+        const int bytes = strcmp(rows[i].dtype, "f32") ? 2 : 4;
+        koila_table *t;
+        koila_device *d = NULL;
+        koila_prediction p = { 0 };
+        koila_predict_opts o = { .struct_size = sizeof o, .cudnn_sdpa_last = rows[i].last };
+        const char *x = rows[i].dtype;
+        snprintf(text, sizeof text, "koila graph 1\n%%0 = real %s[32, 8, 64, 64]\n%%1 = real %s[32, 8, 64, 64]\n%%2 = real %s[32, 8, 64, 64]\n"
+                 "%%3 %%4 = aten::_scaled_dot_product_flash_attention_for_cpu(%%0, %%1, %%2) -> (%s[32, 8, 64, 64], f32[32, 8, 64])\n", x, x, x, x);
+        snprintf(profile, sizeof profile, "{\"koila_device\": 1, \"fields\": {\"sm_count\": {\"value\": 132, \"how\": \"vendor\"}, \"compute_capability\": {\"value\": %d, \"how\": \"vendor\"}, "
+                 "\"total_bytes\": {\"value\": 80000000000, \"how\": \"vendor\"}, \"context_bytes\": {\"value\": 1, \"how\": \"vendor\"}, \"cudnn_version\": {\"value\": %d, \"how\": \"measured\"}}}",
+                 rows[i].capability, rows[i].cudnn);
+        koila_graph *g = parse(&t, text);
+        CHECK_EQ(koila_device_open(profile, strlen(profile), NULL, &d, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, NULL, &o, &p, NULL), KOILA_OK);
+        const uint64_t inside = p.first.allocated.expected - 4 * (uint64_t)(32 * 8 * 64 * 64 * bytes) - 32 * 8 * 64 * 4;
+        CHECK_EQ(inside >= 16 * MIB, rows[i].is_cudnn); /* its workspace */
+        koila_device_free(d);
+        koila_graph_free(g);
+        koila_table_free(t);
+    }
+}
+
 TEST(predict__a_recurrent_layer_is_modelled_and_its_cpu_workspace_is_not_cuda_s)
 {
     static const char text[] = "koila graph 1\nop aten::mkldnn_rnn_layer opaque\n%0 = real f32[100, 64, 32]\n%1 = real f32[512, 32]\n%2 = real f32[512, 128]\n%3 = real f32[512]\n%4 = real f32[512]\n"
