@@ -52,7 +52,7 @@ static koila_device *open_gpu(const char *name)
         return NULL;
     }
     char *text = read_text(name, &n, &e);
-    if (!text || koila_device_open(text, n, NULL, &d, &e)) complain_about(name, &e);
+    if (!text || koila_device_open(text, n, NULL, &d, &e)) complain_about(name, &e, NULL);
     free(text);
     return d;
 }
@@ -167,7 +167,7 @@ static int plan_step(plan_options *o)
     size_t n;
     int code = EXIT_BAD;
     if (koila_cache_config_init(&conf, o->torch)) return usage_of("plan", "--torch %s: say a version, such as 2.10", o->torch);
-    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e)) return complain("--conf", NULL, "%s", e.text);
+    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e)) return complain("--conf", "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s", e.text);
     koila_device *d = open_gpu(o->gpu);
     if (!d) return EXIT_BAD;
     char *text = read_text(o->path, &n, &e);
@@ -177,7 +177,7 @@ static int plan_step(plan_options *o)
     if (!status) status = koila_predict(g, d, &conf, &o->o, &p, &e);
     if (status) {
         if (!e.text[0]) snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
-        complain_about(o->path, &e);
+        complain_about(o->path, &e, status == KOILA_BAD_INPUT ? "The file is damaged or no graph: write it again with plan.save(\"step.kgraph\")." : NULL);
     } else {
         if (o->json) put_json_prediction(o, d, &p);
         else put_prediction(o, d, &p);

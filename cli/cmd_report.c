@@ -520,7 +520,7 @@ static int make_report(report *p, const char *out)
         find_stacks(p);
     }
     progress(NULL, NULL, 0);
-    if (status) return complain_about(p->path, &e);
+    if (status) return complain_about(p->path, &e, NULL);
     if (p->failed || p->live.failed) return complain(p->path, NULL, "the host is out of memory");
     /* written as a whole into memory first: it is small, and put_frames wants to know its size */
     char *page = NULL, *temporary = NULL;

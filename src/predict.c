@@ -1121,6 +1121,7 @@ koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, con
     if (x.o.rows < KOILA_ROWS_AUTO) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "rows of a slice cannot be negative");
     p.memory_bytes = x.memory_bytes = x.o.memory_bytes ? x.o.memory_bytes : total.value - total.spread;
     if (p.memory_bytes <= koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the memory given is less than a CUDA context alone needs");
+    if (!koila_graph_n_nodes(g)) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the step has no operators");
     koila_status status = find_targets(g, &mem, &targets, &x.n_targets, &cap);
     if (status) return koila__fail(e, status, 0, "the host is out of memory");
     status = choose_plan(&x, targets, &plan, &hopeless, e);
