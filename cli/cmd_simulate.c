@@ -51,7 +51,7 @@ static int write_events(const simulate_options *o, const koila_snapshot *s, cons
         fclose(l.f);
         if (temporary) remove(temporary);
         free(temporary);
-        return complain_about(o->in.path, &e);
+        return complain_about(o->in.path, &e, NULL);
     }
     return finish_file(l.f, temporary, o->events);
 }
@@ -243,7 +243,7 @@ static int simulate(const simulate_options *o, const koila_snapshot *s, const ko
     progress("replaying", o->in.path, 0);
     koila_status status = koila_replay(s, (uint32_t)o->in.device, conf, &r, &e);
     progress(NULL, NULL, 0);
-    if (status) return complain_about(o->in.path, &e);
+    if (status) return complain_about(o->in.path, &e, NULL);
     if (o->events) {
         int code = write_events(o, s, conf);
         if (code) return code;
@@ -255,7 +255,7 @@ static int simulate(const simulate_options *o, const koila_snapshot *s, const ko
         progress("replaying under other settings", o->in.path, 0);
         status = koila_whatif(s, (uint32_t)o->in.device, &other, &w, &e);
         progress(NULL, NULL, 0);
-        if (status) return complain_about(o->in.path, &e);
+        if (status) return complain_about(o->in.path, &e, NULL);
     }
     if (o->json) put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
     else put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
