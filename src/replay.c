@@ -630,7 +630,10 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
     koila_status status = koila__replay_setup(&r, s, device, c, &scratch, e);
     if (!status && r.n == 0) {
         scratch.verdict = KOILA_STATE_ONLY;
-        snprintf(scratch.reason, sizeof scratch.reason, "no trace: state only; call torch.cuda.memory._record_memory_history() before training");
+        size_t n_segments = 0;
+        koila_snapshot_segments(s, device, &n_segments);
+        snprintf(scratch.reason, sizeof scratch.reason, "no trace: state only; call torch.cuda.memory._record_memory_history() before training%s",
+                 n_segments ? "" : " (and no segments: nothing was allocated here, or past torch's cache, as PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
         status = koila__replay_start(&r, e);
         if (!status) r.stat = koila__cache_stats_ref(r.c);
     } else if (!status) {
