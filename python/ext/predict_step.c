@@ -34,6 +34,9 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
     if (word_of(with->optimizer, optimizers, 5, "optimizer", &o.optimizer) < 0 || word_of(with->way, ways, 3, "optimizer_way", &o.way) < 0 ||
         word_of(with->sdpa, back_ends, 5, "sdpa", &o.sdpa) < 0)
         return NULL;
+    koila_cache_config conf;
+    if (koila_cache_config_init(&conf, with->torch_version) != KOILA_OK) koila_cache_config_init(&conf, NULL);
+    if (with->conf && koila_cache_config_parse(&conf, with->conf, with->strict_conf, &err) != KOILA_OK) return PyErr_Format(PyExc_ValueError, "conf: %s", err.text), NULL;
     koila_status status = device[0] == '{' ? koila_device_open(device, strlen(device), NULL, &d, &err) : koila_device_builtin(device, NULL, &d, &err);
     if (status != KOILA_OK) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
     koila_prediction *p = PyMem_Calloc(1, sizeof *p);
@@ -43,7 +46,7 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
         return PyErr_NoMemory();
     }
     p->struct_size = sizeof *p;
-    Py_BEGIN_ALLOW_THREADS status = koila_predict_plan(g, d, NULL, &o, p, plan, &err);
+    Py_BEGIN_ALLOW_THREADS status = koila_predict_plan(g, d, &conf, &o, p, plan, &err);
     Py_END_ALLOW_THREADS if (status != KOILA_OK) PyErr_Format(PyExc_RuntimeError, "koila: %s", err.text[0] ? err.text : koila_status_text(status));
     else
     {

@@ -15,8 +15,8 @@ int koila__save_graph(const koila_graph *g, const char *path);
 /* predict.c */
 /* What a recorded step does not show: koila_predict_opts in words. */
 typedef struct koila__training {
-    const char *optimizer, *way, *sdpa, *cublas_workspace;
-    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last;
+    const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
+    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last, strict_conf; /* strict_conf: conf was typed by the user */
 } koila__training;
 /* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the one that was predicted, the caller's. */
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with, koila_plan **plan);

@@ -216,7 +216,7 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
 }
 
 /* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace,
- * cudnn_sdpa_last): the last planned step on a device profile (a name, or JSON text). */
+ * cudnn_sdpa_last, conf, strict_conf, torch_version): the last planned step on a device profile (a name, or JSON text). */
 static PyObject *py_predict(PyObject *self, PyObject *args)
 {
     const char *device;
@@ -224,8 +224,9 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
     unsigned long long memory;
     long long rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "sKLsssppppppzp:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
-                          &with.autocast, &with.grad_scaler, &with.cublas_workspace, &with.cudnn_sdpa_last)) return NULL;
+    if (!PyArg_ParseTuple(args, "sKLsssppppppzpzps:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
+                          &with.autocast, &with.grad_scaler, &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf, &with.strict_conf,
+                          &with.torch_version)) return NULL;
     if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
     koila_plan *plan = NULL;
     PyObject *d = koila__predict_graph(koila__last.c->part, device, memory, rows, &with, &plan);

@@ -192,6 +192,7 @@ def plan(
     ddp: bool = False,
     grad_scaler: bool = False,
     sdpa: str = "auto",
+    conf: str | None = None,
 ) -> Prediction:
     """What a step will need, computing nothing: the step is recorded on shapes and planned.
 
@@ -203,11 +204,12 @@ def plan(
         the optimizer's own state and temporaries, which a recorded step does not show; so do weight_decay and amsgrad, whether gradients are clipped by
         `clip_grad_norm_`, whether the model is wrapped in DistributedDataParallel (its buckets), and whether a `GradScaler` is used. sdpa: attention's back end,
         "auto", "flash", "efficient", "math" or "cudnn". These count on a device only. `torch.autocast("cuda")` in the step casts as it does on CUDA, moves to CUDA
-        move nothing; CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here.
+        move nothing; CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here, and so does PYTORCH_CUDA_ALLOC_CONF, unless conf gives
+        other settings of the allocator: "expandable_segments:True".
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a value, and on a device when it runs a fully sharded module
-        (FSDP), whose memory has not been measured; ValueError for an unknown device.
+        (FSDP), whose memory has not been measured; ValueError for an unknown device or setting.
     """
     profile = None
     if device is not None:
@@ -248,7 +250,8 @@ def plan(
         raw = recorded(asked, micro_batch)
         if profile is None:
             return Prediction(raw, None)
-        settings = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"))
+        allocator = conf if conf is not None else os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        settings = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")), allocator, conf is not None, torch.__version__
         training = (optimizer, optimizer_way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, casts, grad_scaler, *settings)
         prediction = _core.predict(profile, asked or 0, micro_batch or -1, *training)  # -1: the most rows that fit
         raw = _core.last_plan() or raw  # the plan that was predicted

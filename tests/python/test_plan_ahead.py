@@ -383,6 +383,23 @@ def test_a_fully_sharded_model_is_refused_politely():
     )
 
 
+def test_settings_of_the_allocator_count(monkeypatch):
+    model = on_meta(lambda: nn.Sequential(*[nn.Linear(900, 900) for _ in range(8)]))
+
+    def reserved(**options):
+        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["reserved"]
+
+    default = reserved()
+    grown = reserved(conf="expandable_segments:True")
+    assert grown != default
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert reserved() == grown and reserved(conf="") == default
+    with pytest.raises(ValueError, match="max_split_size_mb"):
+        reserved(conf="max_split_size_mb:5")
+    with pytest.raises(ValueError, match="no such setting"):
+        reserved(conf="odd:5")
+
+
 def test_settings_of_the_environment_count(monkeypatch):
     model = on_meta(nn.Linear, 64, 64)
 
