@@ -953,6 +953,8 @@ typedef struct judge {
     uint32_t refused_slices; /* the last refusal */
     uint64_t refused_bytes;
     bool accepted;
+    const koila_graph *of; /* of the last that was */
+    int64_t rows;
 } judge;
 
 /* The last simulation is left for one row a slice. Another policy for the number of slices just refused is not tried unless it needs clearly less by its sum. */
@@ -967,7 +969,7 @@ static bool accepts(void *user, const koila_plan *p)
     j->status = j->fits(j->user, p, &yes);
     if (j->status) return false;
     if (!yes) j->refused_slices = info.n_slices, j->refused_bytes = info.peak_bytes;
-    j->accepted |= yes;
+    if (yes) j->accepted = true, j->of = koila_plan_graph(p), j->rows = info.rows;
     return yes;
 }
 
@@ -1274,8 +1276,16 @@ koila_status koila_plan_live(const koila_graph *g, const koila_value *targets, u
         koila_plan_free(plan);
         return worded(status, e);
     }
+    if (j.accepted && (j.of != koila_plan_graph(plan) || j.rows != koila_plan_get(plan).rows)) { /* a later one was taken too, and lost */
+        status = run_live(&x, plan);
+        x.taken = x.fit;
+    }
+    if (status) {
+        koila_plan_free(plan);
+        return worded(status, e);
+    }
     *fit = j.accepted ? x.taken : x.fit;
-    fit->n_simulations = x.fit.n_simulations;
+    fit->n_simulations = j.n_simulations ? j.n_simulations : 1;
     *out = plan;
     return KOILA_OK;
 }
