@@ -78,6 +78,49 @@ static int ignore(void *user, const char *s, size_t n)
     return 0;
 }
 
+/* The same planned on a GPU's live cache, in which every fourth of 40 blocks is handed out: one simulated step, and a plan with what it asks. */
+static void run_live(random_graph *r, const koila_value *targets, uint32_t n_targets, uint64_t whole)
+{
+    koila_cache_config conf;
+    koila_cache *live = NULL;
+    koila_device *d = NULL;
+    koila_error err = KOILA_ERROR_INIT;
+    uint64_t addr[40];
+    koila_cache_config_init(&conf, NULL);
+    conf.device_bytes = (uint64_t)1 << 45;
+    if (koila_device_builtin("a100-40gb", NULL, &d, &err) || koila_cache_new(&conf, NULL, &live, &err)) exit(1);
+    for (int i = 0; i < 40; i++)
+        if (koila_cache_malloc(live, 9u << 20, 0, KOILA_POOL_DEFAULT, &addr[i])) exit(1);
+    for (int i = 0; i < 40; i++)
+        if (i % 4) koila_cache_release(live, addr[i]);
+    for (int k = 0; k < 3; k++) {
+        static const char *const names[] = { "it fits", "half the memory", "a sixth" };
+        static const uint64_t shares[] = { 200, 50, 17 };
+        koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = UINT64_MAX };
+        koila_plan *p = NULL;
+        koila_fit fit = { 0 }, one = { 0 };
+        double best = 0, best_one = 0;
+        koila_status status = KOILA_OK;
+        koila_cache_set_limit(live, ((uint64_t)420 << 20) + whole / 100 * shares[k], 0, 0);
+        for (int i = 0; i < 5; i++) {
+            koila_plan_free(p);
+            p = NULL;
+            const double a = now_us();
+            status = koila_plan_live(r->g, targets, n_targets, &o, d, live, NULL, NULL, &p, &fit, &err);
+            const double b = now_us();
+            if (!p || koila_fits_plan(p, d, live, NULL, &one, &err)) break;
+            const double c = now_us();
+            if (i == 0 || b - a < best) best = b - a;
+            if (i == 0 || c - b < best_one) best_one = c - b;
+        }
+        if (p) printf("  live, %-15s %6.2f ms a simulation, %6.2f ms a plan: %u simulations, %u slices, %s\n", names[k], best_one / 1e3, best / 1e3, fit.n_simulations, koila_plan_get(p).n_slices, fit.fits ? "fits" : "does not fit");
+        else printf("  live, %-15s %s %s\n", names[k], koila_status_name(status), err.text);
+        koila_plan_free(p);
+    }
+    koila_cache_free(live);
+    koila_device_free(d);
+}
+
 static void run(uint32_t n_layers, bool over_batch)
 {
     random_graph rg = { 0 }, *r = &rg;
@@ -138,6 +181,7 @@ static void run(uint32_t n_layers, bool over_batch)
                info.replay_ratio, (double)info.peak_bytes / 1048576);
         koila_plan_free(p);
     }
+    run_live(r, targets, n_targets, whole);
     size_t n_text = 0;
     const double t2 = now_us();
     koila_graph_print(r->g, ignore, &n_text);

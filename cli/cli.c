@@ -26,6 +26,8 @@ int complain(const char *subject, const char *todo, const char *fmt, ...)
     return EXIT_BAD;
 }
 
+static const char elsewhere[] = "Give another place to write to, or make room there.";
+
 /* The library's text says what is wrong; here what to do about it, by the words in it. */
 static const char *advice(const koila_error *e)
 {
@@ -47,6 +49,10 @@ static const char *advice(const koila_error *e)
         { "No such file", "Check the path; - is standard input." },
         { "Permission denied", "Make it readable, or give another file." },
         { "cannot be read", "Give a file, or - for standard input." },
+        { "device profile", "Write one with koila.measure_device(path), or name a built-in one: koila plan --list-gpus." },
+        { "no operators", "Give the file that plan.save(\"step.kgraph\") wrote." },
+        { "the first line is not", "Give the file that plan.save(\"step.kgraph\") wrote." },
+        { "CUDA context alone", "Say more with --memory, such as --memory 24GiB." },
     };
     if (e->code == KOILA_NO_MEMORY) return "Close other programs, or use a shorter recording.";
     if (e->code == KOILA_UNSUPPORTED) return "This cannot be simulated; koila does not guess.";
@@ -55,10 +61,12 @@ static const char *advice(const koila_error *e)
     return NULL;
 }
 
-int complain_about(const char *subject, const koila_error *e)
+int complain_about(const char *subject, const koila_error *e, const char *todo)
 {
-    if (e->offset) return complain(subject, advice(e), "%s (byte %llu)", e->text, (unsigned long long)e->offset);
-    return complain(subject, advice(e), "%s", e->text);
+    const char *better = advice(e);
+    if (better) todo = better;
+    if (e->offset) return complain(subject, todo, "%s (byte %llu)", e->text, (unsigned long long)e->offset);
+    return complain(subject, todo, "%s", e->text);
 }
 
 int usage_of(const char *verb, const char *fmt, ...)
@@ -225,7 +233,7 @@ static koila_snapshot *read_snapshot(const snapshot_options *o)
     if (fd < 0 || fstat(fd, &st)) {
         snprintf(e.text, sizeof e.text, "%s", strerror(errno));
         if (fd > 0) close(fd);
-        complain_about(o->path, &e);
+        complain_about(o->path, &e, NULL);
         return NULL;
     }
     koila_source src = { .struct_size = (uint32_t)sizeof src, .read = read_fd, .user = &fd };
@@ -235,7 +243,7 @@ static koila_snapshot *read_snapshot(const snapshot_options *o)
     if (fd) close(fd);
     if (!status) return s;
     const char *todo = advice(&e);
-    if (status != KOILA_BAD_INPUT) complain_about(o->path, &e);
+    if (status != KOILA_BAD_INPUT) complain_about(o->path, &e, NULL);
     else complain(o->path, todo ? todo : "The file is damaged or no snapshot: write it again with torch.cuda.memory._dump_snapshot().", "%s (byte %llu)", e.text, (unsigned long long)e.offset);
     return NULL;
 }
@@ -281,7 +289,7 @@ koila_snapshot *open_snapshot(const char *verb, snapshot_options *o, koila_cache
         complain(o->path, "Leave --device out for the first that recorded something.", "no device %llu: the snapshot has %u", (unsigned long long)o->device, info.n_devices);
         status = KOILA_BAD_ARGUMENT;
     } else if ((status = koila_snapshot_config(s, (uint32_t)o->device, o->torch, conf, &e))) {
-        if (e.text[0]) complain_about(o->path, &e);
+        if (e.text[0]) complain_about(o->path, &e, NULL);
         else usage_of(verb, status == KOILA_UNSUPPORTED ? "--torch %s: versions before 2.0 are not known" : "--torch %s: say a version, such as 2.10", o->torch);
     }
     if (!status) return s;
@@ -339,7 +347,7 @@ FILE *create_beside(const char *path, char **temporary)
     *temporary = NULL;
     if (!stat(path, &st) && !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) { /* such as /dev/stdout: not to be replaced by a file */
         FILE *f = fopen(path, "wb");
-        if (!f) complain(path, NULL, "cannot be written: %s", strerror(errno));
+        if (!f) complain(path, elsewhere, "cannot be written: %s", strerror(errno));
         return f;
     }
     char *real = realpath(path, NULL); /* a link stays a link */
@@ -357,7 +365,7 @@ FILE *create_beside(const char *path, char **temporary)
     }
     FILE *f = fd >= 0 ? fdopen(fd, "wb") : NULL;
     if (!f) {
-        complain(path, NULL, "cannot be written: %s", strerror(errno));
+        complain(path, elsewhere, "cannot be written: %s", strerror(errno));
         if (fd >= 0) close(fd), unlink(*temporary);
         free(*temporary);
         *temporary = NULL;
@@ -376,7 +384,7 @@ int finish_file(FILE *f, char *temporary, const char *path)
         free(to);
     }
     if (failed && temporary) unlink(temporary);
-    if (failed && failed != EPIPE) complain(path, NULL, "cannot be written: %s", strerror(failed));
+    if (failed && failed != EPIPE) complain(path, elsewhere, "cannot be written: %s", strerror(failed));
     free(temporary);
     return failed ? EXIT_BAD : EXIT_OK;
 }

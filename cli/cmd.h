@@ -39,7 +39,7 @@ int complain(const char *subject, const char *todo, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)))
 #endif
     ;
-int complain_about(const char *subject, const koila_error *e); /* words a library error: what, at which byte if it has one, what to do */
+int complain_about(const char *subject, const koila_error *e, const char *todo); /* words a library error: what, at which byte if it has one, what to do (`todo`, if nothing better is known) */
 int usage_of(const char *verb, const char *fmt, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 2, 3)))

@@ -43,6 +43,9 @@ static const struct {
       "  --clip-grad-norm  gradients are clipped after backward, whose temporaries count\n"
       "  --autocast        half-precision leaves are casts of float32 parameters: those and float32 gradients count too\n"
       "  --ddp             DistributedDataParallel's buckets count\n"
+      "  --grad-scaler     torch.amp.GradScaler's numbers count\n"
+      "  --fsdp            is refused: what a sharded model needs has not been measured\n"
+      "  --cublas-workspace CONFIG  as CUBLAS_WORKSPACE_CONFIG is set where the step runs, such as :4096:8\n"
       "  --torch V         rules of this torch version; without it the newest known\n"
       "  --json            one JSON object\n\n"
       "  koila plan step.kgraph --gpu a100-40gb --optimizer adamw --slice auto\n" },

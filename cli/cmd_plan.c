@@ -4,7 +4,7 @@
 typedef struct plan_options {
     const char *path, *gpu, *conf, *torch;
     koila_predict_opts o;
-    bool json, auto_slice, list;
+    bool json, list;
 } plan_options;
 
 static const char *const sdpa_names[] = { "auto", "flash", "efficient", "math", "cudnn" };
@@ -52,7 +52,7 @@ static koila_device *open_gpu(const char *name)
         return NULL;
     }
     char *text = read_text(name, &n, &e);
-    if (!text || koila_device_open(text, n, NULL, &d, &e)) complain_about(name, &e);
+    if (!text || koila_device_open(text, n, NULL, &d, &e)) complain_about(name, &e, NULL);
     free(text);
     return d;
 }
@@ -83,7 +83,7 @@ static void put_prediction(const plan_options *o, const koila_device *d, const k
     put_peaks(p->settled ? "later steps" : "later steps (not settled after 16)", &p->steady);
     printf("%s %s", p->fits ? "fits in" : "does not fit in", gib(p->memory_bytes, a));
     if (p->fits) printf(", %s to spare", gib(p->spare_bytes, a));
-    if (p->n_retries) printf(" (%llu retries)", (unsigned long long)p->n_retries);
+    if (p->fits && p->n_retries) printf(" (%llu retries)", (unsigned long long)p->n_retries);
     printf("\npeak at %s", p->peak_op[0] ? p->peak_op : "the start");
     if (p->peak_line[0]) printf(", "), put_plain(stdout, p->peak_line);
     printf("; largest then:\n");
@@ -157,33 +157,6 @@ static void put_json_prediction(const plan_options *o, const koila_device *d, co
     printf("}}\n");
 }
 
-/* The fewest slices that fit. The peak is not monotone in the rows, so the neighbours of bisection's answer are tried too. */
-static koila_status best_slice(const koila_graph *g, const koila_device *d, const koila_cache_config *c, koila_predict_opts *o, koila_prediction *out, koila_error *e)
-{
-    koila_prediction p;
-    koila_status status = koila_predict(g, d, c, o, out, e);
-    if (status || out->fits) return status;
-    int64_t low = 0, high = out->batch; /* low fits (or is 0), high does not */
-    for (int tries = 0; !status && high - low > 1 && tries < 8; tries++) {
-        o->rows = low ? (low + high) / 2 : (high + 1) / 2;
-        status = koila_predict(g, d, c, o, &p, e);
-        if (status) break;
-        if (p.fits) low = o->rows, *out = p;
-        else {
-            high = o->rows;
-            if (!low) *out = p;
-        }
-    }
-    const int64_t around[] = { low + 2, low + 1 };
-    for (size_t i = 0; !status && low && i < 2; i++) {
-        o->rows = around[i];
-        if (o->rows >= out->batch || o->rows == high) continue;
-        status = koila_predict(g, d, c, o, &p, e);
-        if (!status && p.fits) return *out = p, KOILA_OK;
-    }
-    return status;
-}
-
 static int plan_step(plan_options *o)
 {
     koila_error e = KOILA_ERROR_INIT;
@@ -194,17 +167,17 @@ static int plan_step(plan_options *o)
     size_t n;
     int code = EXIT_BAD;
     if (koila_cache_config_init(&conf, o->torch)) return usage_of("plan", "--torch %s: say a version, such as 2.10", o->torch);
-    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e)) return complain("--conf", NULL, "%s", e.text);
+    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e)) return complain("--conf", "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s", e.text);
     koila_device *d = open_gpu(o->gpu);
     if (!d) return EXIT_BAD;
     char *text = read_text(o->path, &n, &e);
     koila_status status = text ? koila_table_new(NULL, &table) : KOILA_BAD_INPUT;
     if (text && status) snprintf(e.text, sizeof e.text, "the host is out of memory");
     if (!status) status = koila_graph_parse(table, text, n, &g, &e);
-    if (!status) status = o->auto_slice ? best_slice(g, d, &conf, &o->o, &p, &e) : koila_predict(g, d, &conf, &o->o, &p, &e);
+    if (!status) status = koila_predict(g, d, &conf, &o->o, &p, &e);
     if (status) {
         if (!e.text[0]) snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
-        complain_about(o->path, &e);
+        complain_about(o->path, &e, status == KOILA_BAD_INPUT ? "The file is damaged or no graph: write it again with plan.save(\"step.kgraph\")." : NULL);
     } else {
         if (o->json) put_json_prediction(o, d, &p);
         else put_prediction(o, d, &p);
@@ -236,14 +209,21 @@ int cmd_plan(int argc, char **argv)
         else if (!strcmp(name, "--clip-grad-norm")) o.o.clip_grad_norm = true;
         else if (!strcmp(name, "--autocast")) o.o.autocast = true;
         else if (!strcmp(name, "--ddp")) o.o.ddp = true;
+        else if (!strcmp(name, "--grad-scaler")) o.o.grad_scaler = true;
+        else if (!strcmp(name, "--fsdp")) return complain("--fsdp", "Plan the unsharded model (a graph recorded without FSDP), or measure a run with torch.cuda.max_memory_reserved().", "what FSDP needs has not been measured, so it is refused rather than guessed");
+        else if (!strcmp(name, "--cublas-workspace")) {
+            uint64_t bytes;
+            o.o.cublas_workspace = args_value(&a);
+            if (a.value && !koila_cublas_workspace(a.value, &bytes)) return usage_of("plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8", a.value);
+        }
         else if (!strcmp(name, "--memory")) {
             if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes)) return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--slice")) {
             uint64_t rows = 0;
             if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
-            if (!strcmp(a.value, "auto")) o.auto_slice = true;
-            else if (!parse_count(a.value, INT64_MAX, &rows) || !rows) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
-            o.o.rows = (int64_t)rows;
+            const bool is_auto = !strcmp(a.value, "auto");
+            if (!is_auto && (!parse_count(a.value, INT64_MAX, &rows) || !rows)) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
+            o.o.rows = is_auto ? KOILA_ROWS_AUTO : (int64_t)rows;
         } else if (!strcmp(name, "--sdpa")) {
             if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa)) return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn", a.value);
         } else if (!strcmp(name, "--optimizer")) {

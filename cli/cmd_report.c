@@ -285,7 +285,7 @@ static void put_curve(report *p, int k, uint64_t most, const char *colour, const
 static void put_steps(report *p)
 {
     koila_annotation a;
-    koila_entry x;
+    koila_entry x = { .struct_size = sizeof x };
     uint64_t at = 0;
     int n = 0;
     for (uint64_t i = 0; n < MAX_STEPS && koila_snapshot_annotation(p->s, i, &a); i++) {
@@ -520,7 +520,7 @@ static int make_report(report *p, const char *out)
         find_stacks(p);
     }
     progress(NULL, NULL, 0);
-    if (status) return complain_about(p->path, &e);
+    if (status) return complain_about(p->path, &e, NULL);
     if (p->failed || p->live.failed) return complain(p->path, NULL, "the host is out of memory");
     /* written as a whole into memory first: it is small, and put_frames wants to know its size */
     char *page = NULL, *temporary = NULL;

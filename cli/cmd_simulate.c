@@ -13,7 +13,7 @@ static const char *const verdicts[] = { "exact", "exact with external decisions"
 /* "at event 92,117, train.py:88 in forward" */
 static void put_where(FILE *f, const koila_snapshot *s, uint32_t device, uint64_t entry)
 {
-    koila_entry x;
+    koila_entry x = { .struct_size = sizeof x };
     koila_frame frame;
     char n[32];
     fprintf(f, "at event %s", grouped(entry, n));
@@ -51,7 +51,7 @@ static int write_events(const simulate_options *o, const koila_snapshot *s, cons
         fclose(l.f);
         if (temporary) remove(temporary);
         free(temporary);
-        return complain_about(o->in.path, &e);
+        return complain_about(o->in.path, &e, NULL);
     }
     return finish_file(l.f, temporary, o->events);
 }
@@ -112,7 +112,7 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s, 
     if (w) {
         fprintf(f, ",\"what_if\":{\"fits\":%s,\"approximate_start\":%s,\"ooms\":%llu", w->fits ? "true" : "false", w->approximate_start ? "true" : "false", (unsigned long long)w->n_ooms);
         if (w->n_ooms) {
-            koila_entry x;
+            koila_entry x = { .struct_size = sizeof x };
             koila_frame frame;
             NUMBER("first_oom_event", w->first_oom_entry);
             NUMBER("first_oom_bytes", w->first_oom_bytes);
@@ -154,7 +154,7 @@ static void put_whatif(const simulate_options *o, const koila_snapshot *s, const
     printf("does not fit: a request of %s fails ", gib(w->first_oom_bytes, a));
     put_where(stdout, s, (uint32_t)o->in.device, w->first_oom_entry);
     printf(" (%s fail in all)\n", grouped(w->n_ooms, b));
-    koila_entry x;
+    koila_entry x = { .struct_size = sizeof x };
     koila_frame f;
     if (koila_snapshot_entry(s, (uint32_t)o->in.device, w->first_oom_entry, &x))
         for (uint32_t i = 0; i < 12 && koila_snapshot_frame(s, x.stack, i, &f); i++) {
@@ -206,7 +206,7 @@ static void put_result(const simulate_options *o, const koila_snapshot *s, const
                        const koila_whatif_result *w)
 {
     char a[32], b[32], c[32], d[32];
-    koila_entry first, last;
+    koila_entry first = { .struct_size = sizeof first }, last = { .struct_size = sizeof last };
     put_plain(stdout, o->in.path);
     if (info->n_devices == 1) printf(": 1 device");
     else printf(": device %u of %u", (unsigned)o->in.device, info->n_devices);
@@ -243,7 +243,7 @@ static int simulate(const simulate_options *o, const koila_snapshot *s, const ko
     progress("replaying", o->in.path, 0);
     koila_status status = koila_replay(s, (uint32_t)o->in.device, conf, &r, &e);
     progress(NULL, NULL, 0);
-    if (status) return complain_about(o->in.path, &e);
+    if (status) return complain_about(o->in.path, &e, NULL);
     if (o->events) {
         int code = write_events(o, s, conf);
         if (code) return code;
@@ -255,7 +255,7 @@ static int simulate(const simulate_options *o, const koila_snapshot *s, const ko
         progress("replaying under other settings", o->in.path, 0);
         status = koila_whatif(s, (uint32_t)o->in.device, &other, &w, &e);
         progress(NULL, NULL, 0);
-        if (status) return complain_about(o->in.path, &e);
+        if (status) return complain_about(o->in.path, &e, NULL);
     }
     if (o->json) put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
     else put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);

@@ -39,7 +39,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     koila_block blocks[4][6];
     size_t n_segs = flags & 128 ? take(&b, 1) % 5 : 0;
     for (size_t i = 0; i < n_segs; i++) {
-        segs[i] = (koila_segment){ take(&b, 3) << 12, 0, take(&b, 1) & 1, { 0, take(&b, 1) & 1 }, take(&b, 1) & 1, take(&b, 1) & 1, blocks[i], take(&b, 1) % 7 };
+        segs[i] = (koila_segment){ KOILA_SEGMENT_SIZES, take(&b, 3) << 12, 0, take(&b, 1) & 1, { 0, take(&b, 1) & 1 }, take(&b, 1) & 1, take(&b, 1) & 1, blocks[i], take(&b, 1) % 7 };
         for (size_t k = 0; k < segs[i].n_blocks; k++) {
             blocks[i][k] = (koila_block){ .addr = segs[i].addr + segs[i].size, .size = take(&b, 2) << 9, .state = (koila_block_state)(take(&b, 1) % 5) };
             segs[i].size += blocks[i][k].size;

@@ -24,6 +24,13 @@ koila_status koila__cache_malloc_at(koila_cache *c, uint64_t bytes, uint64_t str
 size_t koila__cache_collect(koila_cache *c, size_t n_rounds);
 void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf); /* keeps the state; same large segment size */
 
+/* For a what-if, behind a mark: peaks start from here, and `margin` bytes of the device (if it has a limit) are not there. */
+void koila__cache_begin(koila_cache *c, uint64_t margin);
+/* Bytes that are not handed out nor waiting to be free: what requests can get at the most. UINT64_MAX: no limit. */
+uint64_t koila__cache_left(const koila_cache *c);
+/* A number that says where blocks are and what state they are in: two moments of one cache that share it go on alike. 0: cannot tell. */
+uint64_t koila__cache_layout(const koila_cache *c);
+
 bool koila__cache_is_out(const koila_cache *c, uint64_t addr); /* handed out, or freed and waiting for another stream */
 const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c); /* borrowed, live */
 

@@ -6,13 +6,17 @@ static koila_status bad_segment(koila_error *e, size_t i, const koila_segment *s
     return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: %s", (unsigned long long)s->addr, what);
 }
 
+/* Arrays are the caller's, whose structs may be longer than ours. */
+static const koila_segment *segment_at(const koila_segment *s, size_t i) { return (const koila_segment *)((const char *)s + i * s->struct_size); }
+static const koila_block *block_at(const koila_segment *s, size_t i) { return (const koila_block *)((const char *)s->blocks + i * s->block_size); }
+
 static koila_status check_segment(const koila_segment *s, size_t i, koila_error *e)
 {
     if (s->size == 0 || s->size >= REQUEST_MAX || s->addr == 0 || s->addr >= SPACE_MAX || s->addr + s->size > SPACE_MAX) return bad_segment(e, i, s, "address or size out of range");
     char sum[KOILA_GROUPED], size[KOILA_GROUPED];
     uint64_t at = s->addr;
     for (size_t k = 0; k < s->n_blocks; k++) {
-        const koila_block *b = &s->blocks[k];
+        const koila_block *b = block_at(s, k);
         if (b->size == 0 || b->addr != at || b->size > s->size - (at - s->addr) || b->requested >= REQUEST_MAX) return bad_segment(e, i, s, "blocks do not tile it");
         if (b->state > KOILA_BLOCK_PENDING) return bad_segment(e, i, s, "a block's state is not known");
         at += b->size;
@@ -62,7 +66,10 @@ static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, ui
 
 static koila_status load_blocks(koila_cache *c, uint32_t *last, const koila_segment *s)
 {
-    for (size_t k = 0; k < s->n_blocks; k++) KOILA_TRY(load_block(c, last, s->blocks[k].size, s->blocks[k].requested, s->blocks[k].state));
+    for (size_t k = 0; k < s->n_blocks; k++) {
+        const koila_block *b = block_at(s, k);
+        KOILA_TRY(load_block(c, last, b->size, b->requested, b->state));
+    }
     return KOILA_OK;
 }
 
@@ -113,14 +120,18 @@ static koila_status load_segment(koila_cache *c, const koila_segment **list, siz
 
 koila_status koila_cache_from_segments(const koila_cache_config *conf, const koila_allocator *mem, const koila_segment *s, size_t n, koila_cache **out, koila_error *e)
 {
-    for (size_t i = 0; i < n; i++) KOILA_TRY(check_segment(&s[i], i, e));
+    for (size_t i = 0; i < n; i++) {
+        const koila_segment *x = segment_at(s, i);
+        if (x->struct_size < sizeof *x || x->struct_size != s->struct_size || x->block_size < sizeof *x->blocks) return koila__fail(e, KOILA_BAD_ARGUMENT, i, "koila_segment: struct_size or block_size is not set");
+        KOILA_TRY(check_segment(x, i, e));
+    }
     koila_cache *c;
     KOILA_TRY(koila_cache_new(conf, mem, &c, e));
     koila_status status = KOILA_OK;
     if (n > SIZE_MAX / sizeof(koila_segment *)) return koila_cache_free(c), koila__fail(e, KOILA_BAD_ARGUMENT, 0, "too many segments");
     const koila_segment **list = n ? koila__realloc(&c->mem, NULL, 0, n * sizeof *list) : NULL;
     if (n && !list) status = KOILA_NO_MEMORY;
-    for (size_t i = 0; i < n && list; i++) list[i] = &s[i];
+    for (size_t i = 0; i < n && list; i++) list[i] = segment_at(s, i);
     /* merge sort would need a copy; recordings come sorted or nearly so, hence a shell sort */
     for (size_t gap = n / 2; gap && list; gap /= 2)
         for (size_t i = gap; i < n; i++) {
@@ -131,7 +142,7 @@ koila_status koila_cache_from_segments(const koila_cache_config *conf, const koi
         }
     for (size_t i = 1; i < n && !status; i++)
         if (list[i - 1]->addr + list[i - 1]->size > list[i]->addr)
-            status = koila__fail(e, KOILA_BAD_INPUT, (uint64_t)(list[i] - s), "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)list[i]->addr, (unsigned long long)list[i - 1]->addr);
+            status = koila__fail(e, KOILA_BAD_INPUT, (uint64_t)((const char *)list[i] - (const char *)s) / s->struct_size, "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)list[i]->addr, (unsigned long long)list[i - 1]->addr);
     for (size_t i = 0, used; i < n && !status; i += used) status = load_segment(c, list + i, n - i, &used);
     if (n && !status) {
         uint64_t end = granules(list[n - 1]->addr + list[n - 1]->size);

@@ -1,4 +1,4 @@
-/* cache_look.c — nothing here changes a cache: statistics by name, all blocks in order, a fingerprint, and every invariant checked. */
+/* cache_look.c — nothing here moves a block: statistics by name, all blocks in order, fingerprints, and every invariant checked. */
 #include "cache_lanes.h"
 
 void koila_cache_stats(const koila_cache *c, koila_cache_stat *out)
@@ -91,6 +91,30 @@ static bool mix_block(void *user, const koila_block *b)
     const uint64_t v[] = { b->addr, b->size, b->requested, b->state, b->stream, b->pool.owner, b->pool.id, b->is_small, b->is_expandable };
     for (size_t i = 0; i < KOILA_COUNT(v); i++) x->h = mix(x->h, v[i]);
     return true;
+}
+
+uint64_t koila__cache_layout(const koila_cache *c)
+{
+    hashing x = { 1469598103934665603u };
+    return c->conf.gc_threshold <= 0.0 && koila_cache_walk(c, mix_block, &x) == KOILA_OK ? x.h | 1 : 0; /* garbage collection goes by ages too */
+}
+
+uint64_t koila__cache_left(const koila_cache *c)
+{
+    const uint64_t held = c->s.stat.of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current, device = c->s.total > c->s.outside ? c->s.total - c->s.outside : 0;
+    const uint64_t cap = c->s.expandable ? 0 : c->s.cap; /* which whole pages may pass */
+    if (!c->s.total && !cap) return UINT64_MAX;
+    const uint64_t most = !c->s.total ? cap : !cap || device < cap ? device : cap;
+    return most > held ? most - held : 0;
+}
+
+void koila__cache_begin(koila_cache *c, uint64_t margin)
+{
+    koila_cache_stat *s = &c->s.stat;
+    for (int k = 0; k < KOILA_N_STATS; k++)
+        for (int p = 0; p < KOILA_N_STAT_POOLS; p++) s->of[k][p].peak = s->of[k][p].current;
+    s->peak_device_bytes = s->device_bytes;
+    if (c->s.total) c->s.total = c->s.total > margin + 1 ? c->s.total - margin : 1;
 }
 
 uint64_t koila__cache_fingerprint(const koila_cache *c)

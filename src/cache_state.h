@@ -266,7 +266,7 @@ static inline void tell(koila_cache *c, koila_event_kind kind, uint64_t addr, ui
     c->s.stat.n_events++;
     if (!c->observer) return;
     const lane *l = c->lanes[lane_i];
-    koila_event e = { kind, addr, size, l->stream, c->pools[l->pool >> 1].id };
+    koila_event e = { (uint32_t)sizeof e, kind, addr, size, l->stream, c->pools[l->pool >> 1].id };
     c->observer(c->observer_user, &e);
 }
 

@@ -56,7 +56,30 @@ static void fill_in(koila_device *d)
     const uint64_t capability = d->of[KOILA_DEVICE_CAPABILITY].value;
     if (!d->of[KOILA_DEVICE_INFO_TOTAL_BYTES].set) set(d, KOILA_DEVICE_INFO_TOTAL_BYTES, d->of[KOILA_DEVICE_TOTAL_BYTES].value, d->of[KOILA_DEVICE_TOTAL_BYTES].spread, "estimated", "");
     if (!d->of[KOILA_DEVICE_CUBLAS_BYTES].set) set(d, KOILA_DEVICE_CUBLAS_BYTES, capability >= 90 ? 33554432 : 8519680, 0, "vendor", ""); /* 32 MiB; 4096 KiB x 2 + 16 KiB x 8 */
+    if (!d->of[KOILA_DEVICE_CUDNN].set) set(d, KOILA_DEVICE_CUDNN, 0, 0, "estimated", "");
     if (!d->of[KOILA_DEVICE_CONV_BYTES].set) set(d, KOILA_DEVICE_CONV_BYTES, 64 * MIB, 64 * MIB, "estimated", "");
+}
+
+bool koila_cublas_workspace(const char *config, uint64_t *bytes)
+{
+    uint64_t sum = 0;
+    bool any = false;
+    for (const char *p = config; *p;) {
+        uint64_t n[2] = { 0, 0 };
+        const char *q = p;
+        int k = 0;
+        for (; k < 2 && *q == ':' && q[1] >= '0' && q[1] <= '9'; k++)
+            for (q++; *q >= '0' && *q <= '9'; q++) n[k] = n[k] < 1000000 ? n[k] * 10 + (uint64_t)(*q - '0') : n[k];
+        if (k < 2) {
+            p++;
+            continue;
+        }
+        sum += n[0] * n[1] * 1024;
+        any = true;
+        p = q;
+    }
+    if (any) *bytes = sum;
+    return any;
 }
 
 static koila_status device_new(const koila_allocator *mem, koila_device **out, koila_error *e)

@@ -4,6 +4,7 @@
  * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs. All this is done twice where something is
  * gathered: what comes after it may stay whole, or be sliced again (Note [After a gather] in place.c).
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
+ * Where the sum of live bytes is not the whole truth (a caching allocator) somebody else decides about what fits by its sum: options.accepts.
  * Schedules do not depend on the number of rows, so each is made once. */
 #include "koila/plan.h"
 
@@ -223,6 +224,7 @@ typedef struct planning {
     koila_plan *plan;
     int64_t largest_axis;
     bool is_empty; /* an axis has no rows: nothing to slice */
+    bool whole_fits; /* in one slice, by its sum */
 } planning;
 
 typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t, const koila_allocator *, koila__placed **, koila_error *);
@@ -239,14 +241,43 @@ static koila_status place(planning *q, place_fn how, koila_value *targets, koila
     return status;
 }
 
-/* As it was recorded, in one slice. *fits: within the budget. */
+static void set_slices(koila_plan *p, int64_t batch, int64_t rows)
+{
+    p->info.batch = batch;
+    p->info.rows = rows;
+    p->info.n_slices = koila__n_slices(batch, rows);
+}
+
+/* Is there no limit but forced rows? Then little memory is what was asked for; with a limit, little work. */
+static bool is_frugal(const koila_plan_options *o) { return o->rows > 0 && o->budget_bytes == UINT64_MAX; }
+
+/* Is what fits by its sum taken? */
+static bool accepted(const planning *q, koila__placed *placed, const koila__schedule *schedule, koila_value *targets, int64_t *rows, uint64_t peak_bytes)
+{
+    if (!q->options->accepts || is_frugal(q->options)) return true;
+    koila_plan view = *q->plan;
+    const uint16_t axis = main_axis(placed);
+    view.placed = placed;
+    view.schedule = *schedule;
+    view.targets = targets;
+    view.rows = rows;
+    view.info.peak_bytes = peak_bytes;
+    view.info.n_stages = schedule->n_stages;
+    view.info.n_loops = schedule->n_loops;
+    set_slices(&view, q->graph->axes.n ? q->graph->axes.at[axis] : 1, q->graph->axes.n ? rows[axis] : 1);
+    return q->options->accepts(q->options->accepts_user, &view);
+}
+
+/* As it was recorded, in one slice. *fits: within the budget, and accepted. */
 static koila_status plan_whole(planning *q, bool *fits)
 {
     koila_plan *p = q->plan;
     KOILA_TRY(place(q, koila__place_whole, p->targets, &p->placed));
     KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
-    *fits = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes) <= q->options->budget_bytes;
+    const uint64_t peak = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
+    q->whole_fits = peak <= q->options->budget_bytes;
+    *fits = q->whole_fits && accepted(q, p->placed, &p->schedule, p->targets, p->rows, peak);
     p->info.batch = p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
     return KOILA_OK;
@@ -292,6 +323,7 @@ typedef struct sliced {
     koila_value *targets;
     int64_t *rows; /* [axes] */
     uint64_t peak;
+    bool accepted;
 } sliced;
 
 static void sliced_free(sliced *s)
@@ -301,8 +333,47 @@ static void sliced_free(sliced *s)
     koila__placed_free(s->placed);
 }
 
-/* Is there no limit but forced rows? Then little memory is what was asked for; with a limit, little work. */
-static bool is_frugal(const koila_plan_options *o) { return o->rows > 0 && o->budget_bytes == UINT64_MAX; }
+/* The first policy that fits in n_slices slices and is accepted; KOILA_NONE: none. */
+static koila_status accepted_in(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t n_slices, uint32_t *taken)
+{
+    const koila_plan_options *o = q->options;
+    *taken = KOILA_NONE;
+    for (uint32_t k = 0; k < n_policies; k++) {
+        candidate *c = &candidates[k];
+        KOILA_TRY(make_candidate(q, scheduler, c));
+        if (c->state != CARRIED_OUT || c->never_fits) continue;
+        rows_for(q->graph, n_slices, s->rows);
+        const uint64_t peak = peak_of(s->placed, &c->schedule, o, s->rows, o->budget_bytes);
+        if (peak <= o->budget_bytes && accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak)) return s->peak = peak, *taken = k, KOILA_OK;
+    }
+    return KOILA_OK;
+}
+
+/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves s->rows at the fewest taken. */
+static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t batch, int64_t low, int64_t high, uint32_t *chosen)
+{
+    uint32_t taken;
+#define ROWS(n) ((batch + (n) - 1) / (n))
+    while (high - low > 1) {
+        const int64_t n = low + (high - low) / 2;
+        if (ROWS(n) == ROWS(high)) high = n;
+        else if (ROWS(n) == ROWS(low)) low = n;
+        else {
+            KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n, &taken));
+            if (taken != KOILA_NONE) *chosen = taken, high = n;
+            else low = n;
+        }
+    }
+    for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
+        if (ROWS(n - 1) == ROWS(n)) continue;
+        tries++;
+        KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n - 1, &taken));
+        if (taken != KOILA_NONE) *chosen = taken, high = n - 1;
+    }
+#undef ROWS
+    rows_for(q->graph, high, s->rows);
+    return KOILA_OK;
+}
 
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
 static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
@@ -312,7 +383,12 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
     const bool forced = o->rows > 0, frugal = is_frugal(o);
     bool sorted = frugal;
     candidate *hopeless = NULL; /* of those that never fit the one that needs least: the others are given up at once */
-    for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+    struct { /* where a policy last fitted by its sum, and was not accepted */
+        int64_t n_slices;
+        uint64_t peak;
+        uint32_t k;
+    } refused = { 0 };
+    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
         double least_work = 0;
@@ -342,8 +418,14 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
             uint32_t lost = k;
             if (best == KOILA_NONE) least_work = c->schedule.work;
             if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
-            if (peak <= o->budget_bytes && !frugal) return s->peak = peak, *chosen = k, KOILA_OK;
-            if (last && lost != KOILA_NONE) give_up(scheduler, &candidates[lost]);
+            if (peak <= o->budget_bytes && !frugal) {
+                s->accepted = accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak);
+                s->peak = peak;
+                *chosen = k;
+                if (s->accepted) return o->accepts && !forced ? refine(q, s, scheduler, candidates, n_policies, batch, before, n_slices, chosen) : KOILA_OK;
+                refused.n_slices = n_slices, refused.peak = peak, refused.k = k;
+            }
+            if (last && lost != KOILA_NONE && !o->accepts) give_up(scheduler, &candidates[lost]);
             if (last || !is_new || !never_fits(s->placed, &c->schedule, o, batch, s->rows)) continue;
             n_hopeless++;
             c->never_fits = true;
@@ -355,6 +437,10 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
             }
         }
         if (!n_carried_out) return KOILA_UNSUPPORTED;
+        if (last && refused.n_slices && least_peak > o->budget_bytes) { /* what fits by its sum and was refused is better than what does not fit at all */
+            rows_for(q->graph, refused.n_slices, s->rows);
+            return s->peak = refused.peak, *chosen = refused.k, KOILA_OK;
+        }
         if (last) return s->peak = least_peak, *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
         if (n_hopeless == n_carried_out) n_slices = batch; /* the last try, for the peak that is told */
     }
@@ -397,6 +483,7 @@ static bool is_better(const planning *q, const sliced *b, const sliced *a)
     if (is_frugal(o)) return b->peak < a->peak && b->schedule.work <= KOILA_COST_MODERATE * a->schedule.work;
     if (fits_a != fits_b) return fits_b;
     if (!fits_a) return b->peak < a->peak;
+    if (a->accepted != b->accepted) return b->accepted;
     const int64_t rows_a = a->rows[main_axis(a->placed)], rows_b = b->rows[main_axis(b->placed)];
     return rows_a != rows_b ? rows_b > rows_a : b->schedule.work < a->schedule.work;
 }
@@ -426,6 +513,7 @@ static koila_status plan_sliced(planning *q)
         sliced_free(&again);
         if (status != KOILA_OK && status != KOILA_UNSUPPORTED) return sliced_free(&best), status;
     }
+    if (q->whole_fits && best.peak > q->options->budget_bytes) return sliced_free(&best), KOILA_UNSUPPORTED; /* whole it was only not accepted */
     koila__placed_free(p->placed);
     koila__schedule_deinit(&p->schedule);
     p->placed = best.placed;
@@ -433,9 +521,7 @@ static koila_status plan_sliced(planning *q)
     p->targets = best.targets;
     p->rows = best.rows;
     const uint16_t axis = main_axis(p->placed);
-    p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
-    p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
-    p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    set_slices(p, q->graph->axes.n ? q->graph->axes.at[axis] : 1, q->graph->axes.n ? p->rows[axis] : 1);
     return KOILA_OK;
 }
 

@@ -86,7 +86,8 @@ typedef struct sim {
     uint64_t *state, n_state, state_cap;          /* addresses of optimizer state */
     uint64_t *last_out, n_last_out, last_out_cap; /* loss and outputs of the step before */
     bool has_blas[2];
-    bool oom;
+    uint64_t stream;
+    bool oom, ends_at_oom;
     koila_status status;
     /* peak */
     uint64_t now, most;
@@ -111,9 +112,9 @@ static uint64_t take(sim *s, uint64_t bytes)
 {
     uint64_t addr = 0;
     if (s->status || bytes == 0) return 0;
-    koila_status status = koila_cache_malloc(s->c, bytes, 0, KOILA_POOL_DEFAULT, &addr);
+    koila_status status = koila_cache_malloc(s->c, bytes, s->stream, KOILA_POOL_DEFAULT, &addr);
     if (status == KOILA_OOM) s->oom = true;
-    else if (status) s->status = status;
+    if (status && (status != KOILA_OOM || s->ends_at_oom)) s->status = status;
     const uint64_t allocated = koila__cache_stats_ref(s->c)->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
     if (allocated > s->most) {
         s->most = allocated;
@@ -173,6 +174,12 @@ static uint64_t whole_bytes(const sim *s, koila_value v)
     const koila_meta_info *m = meta_of(s, v);
     return m ? m->n_storage_bytes : 0;
 }
+/* What a loop collects is put into memory without gaps, also where the value itself repeats some. */
+static uint64_t dense_bytes(const sim *s, koila_value v)
+{
+    const koila_meta_info *m = meta_of(s, v);
+    return m ? m->n_bytes : 0;
+}
 static uint32_t found(const sim *s, koila_value v) { return s->local[v] ? s->local[v] : s->whole[v]; }
 
 /* ---- the inside of one call. Sizes are those of the whole batch; `part` is the slice's share of it. */
@@ -188,12 +195,20 @@ static const koila_meta_info *input_meta(const sim *s, const call *k, uint32_t i
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 static uint64_t pick(const sim *s, uint64_t low, uint64_t expected, uint64_t high) { return s->level == LOW ? low : s->level == HIGH ? high : expected; }
 
+/* From cuDNN 9.15.1 on torch tries cuDNN's attention first where it is fastest. */
+static bool prefers_cudnn(const koila_device *d)
+{
+    const uint64_t capability = koila_device_get(d, KOILA_DEVICE_CAPABILITY).value;
+    return (capability == 90 || capability == 100) && koila_device_get(d, KOILA_DEVICE_CUDNN).value >= 91501;
+}
+
 /* Flash takes no mask; the math back end is left for what the fused kernels refuse. */
 static uint32_t sdpa_back_end(const sim *s, const koila_meta_info *q, bool has_mask)
 {
     if (s->o.sdpa) return s->o.sdpa;
     const uint64_t capability = koila_device_get(s->d, KOILA_DEVICE_CAPABILITY).value;
     const bool half = q->dtype == KOILA_DTYPE_F16 || q->dtype == KOILA_DTYPE_BF16;
+    if (half && prefers_cudnn(s->d) && !s->o.cudnn_sdpa_last && q->n_dims == 4 && q->size[3] <= 128 && q->size[3] % 8 == 0) return KOILA_SDPA_CUDNN;
     if (half && capability >= 80 && !has_mask && q->n_dims == 4 && q->size[3] <= 256) return KOILA_SDPA_FLASH;
     return q->dtype == KOILA_DTYPE_F64 ? KOILA_SDPA_MATH : KOILA_SDPA_EFFICIENT;
 }
@@ -322,21 +337,6 @@ static uint64_t result_bytes(const sim *s, const call *k, inside_kind kind, uint
 
 /* ---- instructions */
 
-static void note_unknown(sim *s, koila_op op)
-{
-    koila_prediction *p = s->out;
-    if (!p || s->level != HIGH || s->want_peak) return;
-    const char *name = koila_op_name(s->t, op);
-    for (uint32_t i = 0; i < p->n_not_modelled; i++)
-        if (!strcmp(p->not_modelled[i].op, name)) {
-            p->not_modelled[i].n_calls++;
-            return;
-        }
-    if (p->n_not_modelled == KOILA_PREDICT_NOT_MODELLED) return;
-    snprintf(p->not_modelled[p->n_not_modelled].op, sizeof p->not_modelled[0].op, "%s", name);
-    p->not_modelled[p->n_not_modelled++].n_calls = 1;
-}
-
 /* What a storage that the recording made counts on CUDA. */
 static uint64_t cuda_bytes(const sim *s, koila_value v, uint64_t bytes)
 {
@@ -356,9 +356,10 @@ static void run_node(sim *s, koila_node n, uint16_t steal, bool in_loop, int64_t
     s->at_node = n;
     if (kind == INSIDE_GEMM && !s->has_blas[sig->grad_mode != 0]) {
         s->has_blas[sig->grad_mode != 0] = true;
-        take(s, level_of(s, KOILA_DEVICE_CUBLAS_BYTES)); /* for ever */
+        uint64_t bytes;
+        if (!s->o.cublas_workspace || !koila_cublas_workspace(s->o.cublas_workspace, &bytes)) bytes = level_of(s, KOILA_DEVICE_CUBLAS_BYTES);
+        take(s, bytes); /* for ever */
     }
-    if (kind == INSIDE_UNKNOWN) note_unknown(s, sig->op);
     for (uint32_t i = 0; i < sig->n_fresh && !s->status; i++) {
         const koila_value v = node.first_output + i;
         if (sig->outputs[i] == KOILA_NONE || home[v]) continue;
@@ -387,11 +388,24 @@ static bool is_half(const koila_meta_info *m) { return m && (m->dtype == KOILA_D
 static void add_up(sim *s, const koila_instr *in, int64_t rows, int64_t batch)
 {
     const koila_value v = in->id;
-    if (s->whole[v]) return;
     const koila_meta_info *m = meta_of(s, v);
+    if (s->whole[v]) { /* a sum is added in place; other combinations make a new accumulator while the old one lives */
+        if (m && koila_plan_share(s->plan, v).partial != KOILA_PARTIAL_SUM) give(s, take(s, m->n_bytes));
+        return;
+    }
     if (is_half(m) && rows != batch) s->whole[v] = storage_new(s, m->n_elements * 4, v); /* accumulated in float32 */
     else if (in->flags & KOILA_INSTR_OWNED) s->whole[v] = hold(s, s->local[v]);
     else s->whole[v] = storage_new(s, m ? m->n_bytes : 0, v);
+}
+
+/* A slice is a view, but for one of several blocks, and one of a dimension that is not the outermost in memory (unless it is all rows). */
+static uint32_t slice_of(sim *s, const koila_instr *in, int64_t rows, int64_t batch)
+{
+    const koila_meta_info *m = meta_of(s, in->id);
+    const koila_share cut = koila_plan_need(s->plan, in->user, in->steal);
+    bool copied = cut.outer != 1;
+    for (uint32_t d = 0; m && d < m->n_dims && rows != batch; d++) copied |= d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim];
+    return copied && m && batch > 0 ? storage_new(s, m->n_bytes / (uint64_t)batch * (uint64_t)rows, in->id) : hold(s, s->whole[in->id]);
 }
 
 static uint32_t *kept_at(sim *s, koila_value v, uint32_t slice)
@@ -408,11 +422,11 @@ static void run_slice(sim *s, const koila_stage *st, uint32_t slice, int64_t row
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN: run_node(s, in->id, in->steal, st->is_loop, rows, batch); break;
         case KOILA_DO_SLICE:
-            if (!s->local[in->id]) s->local[in->id] = hold(s, s->whole[in->id]);
+            if (!s->local[in->id]) s->local[in->id] = slice_of(s, in, rows, batch);
             break;
         case KOILA_DO_ADD: add_up(s, in, rows, batch); break;
         case KOILA_DO_PUT:
-            if (!s->whole[in->id]) s->whole[in->id] = storage_new(s, whole_bytes(s, in->id), in->id);
+            if (!s->whole[in->id]) s->whole[in->id] = rows == batch && in->flags & KOILA_INSTR_OWNED ? hold(s, s->local[in->id]) : storage_new(s, dense_bytes(s, in->id), in->id);
             break;
         case KOILA_DO_KEEP:
             if ((kept = kept_at(s, in->id, slice)) && !*kept) *kept = hold(s, s->local[in->id]);
@@ -429,9 +443,26 @@ static void run_slice(sim *s, const koila_stage *st, uint32_t slice, int64_t row
         uint32_t *kept = kept_at(s, s->drop[i], slice);
         if (kept) let_go(s, kept);
     }
-    if (!st->is_loop) return;
-    for (koila_value v = 0; v < s->n_values; v++) /* nothing of a slice outlives it */
-        if (s->local[v]) let_go(s, &s->local[v]);
+}
+
+/* All slices of a loop. One that leaves blocks where the one before left them, and asked nothing of the driver, is followed by others of its size that do the same:
+ * these are not run. */
+static void run_loop(sim *s, const koila_stage *st, int64_t rows, int64_t batch)
+{
+    const uint32_t n = koila_plan_slices(s->plan, st->axis), n_full = rows > 0 ? (uint32_t)(batch / rows) : 0;
+    const koila_cache_stat *stat = koila__cache_stats_ref(s->c);
+    bool alike = n_full > 2;
+    uint64_t layout = 0;
+    for (uint32_t i = 0; i < st->n_instrs; i++) alike &= st->instrs[i].kind != KOILA_DO_KEEP && st->instrs[i].kind != KOILA_DO_FETCH;
+    for (uint32_t i = 0; i < n && !s->status; i++) {
+        const int64_t left = batch - (int64_t)i * rows;
+        const uint64_t n_driver = stat->num_device_alloc + stat->num_device_free;
+        run_slice(s, st, i, left < rows ? left : rows, batch);
+        if (!alike || i + 1 >= n_full) continue;
+        const uint64_t now = koila__cache_layout(s->c);
+        if (now && now == layout && n_driver == stat->num_device_alloc + stat->num_device_free) i = n_full - 1;
+        layout = now;
+    }
 }
 
 static void run_plan(sim *s, uint32_t n_stages)
@@ -443,16 +474,12 @@ static void run_plan(sim *s, uint32_t n_stages)
             continue;
         }
         const int64_t batch = koila_graph_axis_size(s->g, st->axis), rows = koila_plan_axis_rows(s->plan, st->axis);
-        const uint32_t n = koila_plan_slices(s->plan, st->axis);
-        for (uint32_t i = 0; i < n && !s->status; i++) {
-            const int64_t left = batch - (int64_t)i * rows;
-            run_slice(s, st, i, left < rows ? left : rows, batch);
-        }
+        run_loop(s, st, rows, batch);
         for (uint32_t i = 0; i < st->n_instrs && rows != batch; i++) { /* wide accumulators are cast back */
             const koila_instr *in = &st->instrs[i];
             if (in->kind != KOILA_DO_ADD || !is_half(meta_of(s, in->id)) || !s->whole[in->id]) continue;
             uint32_t wide = s->whole[in->id];
-            s->whole[in->id] = storage_new(s, whole_bytes(s, in->id), in->id);
+            s->whole[in->id] = storage_new(s, dense_bytes(s, in->id), in->id);
             let_go(s, &wide);
         }
     }
@@ -521,6 +548,11 @@ static void optimizer_step(sim *s, bool first)
 {
     static const int n_states[] = { 0, 0, 1, 2, 2 };
     const uint32_t kind = s->o.optimizer;
+    if (s->o.grad_scaler) { /* scale and growth tracker stay; its inverse (in double, twice, and in float) and what was found live while gradients are scaled back in place */
+        for (int i = 0; i < 2 && first; i++) append(s, &s->state, &s->n_state, &s->state_cap, take(s, 4));
+        const uint64_t a = take(s, 4), b = take(s, 8), c = take(s, 8), d = take(s, 4);
+        give(s, b), give(s, c), give(s, d), give(s, a);
+    }
     if (s->o.clip_grad_norm) clip_gradients(s);
     if (kind == KOILA_OPTIMIZER_NONE || kind > KOILA_OPTIMIZER_ADAMW) return;
     const bool adam = kind >= KOILA_OPTIMIZER_ADAM;
@@ -683,9 +715,10 @@ static void find_squares(sim *s)
     }
 }
 
-static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *targets, uint32_t n_targets, const koila_device *d, const koila_predict_opts *o, int level)
+/* What is known of the values of a graph, whatever the plan. */
+static koila_status sim_open(sim *s, const koila_graph *g, const koila_device *d, const koila_predict_opts *o, int level)
 {
-    *s = (sim){ .plan = plan, .g = koila_plan_graph(plan), .d = d, .level = level, .mem = koila__allocator(NULL), .peak_node = KOILA_NONE, .at_node = KOILA_NONE };
+    *s = (sim){ .g = g, .d = d, .level = level, .mem = koila__allocator(NULL), .peak_node = KOILA_NONE, .at_node = KOILA_NONE };
     if (o) s->o = *o;
     s->t = koila_graph_table(s->g);
     s->n_values = koila_graph_n_values(s->g);
@@ -700,8 +733,17 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
     s->kinds = zeroed(s, s->n_ops, sizeof(inside_kind));
     if (s->status) return s->status;
     for (uint32_t i = 0; i < s->n_ops; i++) s->kinds[i] = kind_of_op(s->t, i);
+    find_masks(s);
+    find_squares(s);
+    return s->status;
+}
+
+static koila_status sim_init(sim *s, const koila_plan *plan, uint32_t n_targets, const koila_device *d, const koila_predict_opts *o, int level)
+{
+    KOILA_TRY(sim_open(s, koila_plan_graph(plan), d, o, level));
+    s->plan = plan;
     for (uint32_t i = 0; i < n_targets; i++) {
-        const koila_value v = koila_plan_target(plan, targets[i]);
+        const koila_value v = koila_plan_target(plan, i);
         if (v >= s->n_values) continue;
         s->is_target[v] = 1;
         const koila_meta_info *m = meta_of(s, v);
@@ -709,8 +751,6 @@ static koila_status sim_init(sim *s, const koila_plan *plan, const koila_value *
             if (is_real_leaf(s, leaf)) s->is_grad[v] = same_sizes(meta_of(s, leaf), m);
         }
     }
-    find_masks(s);
-    find_squares(s);
     const koila_plan_info info = koila_plan_get(plan);
     uint32_t n_fetches = 0;
     for (uint32_t k = 0; k < info.n_stages; k++) {
@@ -848,25 +888,36 @@ static void peaks_now(const sim *s, uint64_t *allocated, uint64_t *reserved, uin
     *device = x->peak_device_bytes + level_of(s, KOILA_DEVICE_CONTEXT_BYTES);
 }
 
+/* What a prediction is of. */
+typedef struct subject {
+    const koila_graph *g;
+    const koila_device *d;
+    koila_cache_config conf;
+    koila_predict_opts o;
+    uint32_t n_targets;
+    uint64_t memory_bytes;
+} subject;
+
 /* All steps at one level. `limit` 0: unlimited. With `stop_at`, looks around when allocated reaches it. */
-static koila_status run_level(const koila_plan *plan, const koila_value *targets, uint32_t n_targets, const koila_device *d, const koila_cache_config *conf, const koila_predict_opts *o,
-                              int level, uint64_t limit, uint64_t stop_at, koila_prediction *out, run_result *r, koila_error *e)
+static koila_status run_level(const subject *x, const koila_plan *plan, int level, uint64_t limit, uint64_t stop_at, koila_prediction *out, run_result *r, koila_error *e)
 {
     sim s;
     const uint32_t n_stages = koila_plan_get(plan).n_stages;
-    koila_status status = sim_init(&s, plan, targets, n_targets, d, o, level);
-    koila_cache_config c = *conf;
+    koila_status status = sim_init(&s, plan, x->n_targets, x->d, &x->o, level);
+    koila_cache_config c = x->conf;
     memset(r, 0, sizeof *r);
     c.total_bytes = limit;
     c.outside_bytes = limit ? level_of(&s, KOILA_DEVICE_CONTEXT_BYTES) : 0;
-    c.device_bytes = koila_device_get(d, KOILA_DEVICE_TOTAL_BYTES).value;
-    if (c.memory_fraction > 0.0) koila_cache_config_fraction(&c, c.memory_fraction, c.device_bytes, koila_device_get(d, KOILA_DEVICE_INFO_TOTAL_BYTES).value);
+    c.device_bytes = koila_device_get(x->d, KOILA_DEVICE_TOTAL_BYTES).value;
+    if (c.memory_fraction > 0.0) koila_cache_config_fraction(&c, c.memory_fraction, c.device_bytes, koila_device_get(x->d, KOILA_DEVICE_INFO_TOTAL_BYTES).value);
     s.out = out;
     s.want_peak = stop_at != 0;
     s.stop_at = stop_at;
+    s.ends_at_oom = limit != 0; /* then only whether it fits is asked for */
     if (!status) status = koila_cache_new(&c, NULL, &s.c, e);
     if (!status) load_leaves(&s);
-    if (!status && o->ddp) make_buckets(&s);
+    if (!status && x->o.ddp) make_buckets(&s);
+    if (!status) status = s.status;
     uint64_t before[3] = { 0 };
     for (uint32_t step = 0; !status && step < MAX_STEPS && !r->settled; step++) {
         run_step(&s, n_stages, step == 0);
@@ -879,6 +930,7 @@ static koila_status run_level(const koila_plan *plan, const koila_value *targets
         before[0] = a, before[1] = b, before[2] = reserved;
         r->n_steps = step + 1;
     }
+    if (status == KOILA_OOM) status = KOILA_OK;
     if (!status) {
         r->oom = s.oom;
         r->retries = koila__cache_stats_ref(s.c)->num_alloc_retries;
@@ -889,6 +941,60 @@ static koila_status run_level(const koila_plan *plan, const koila_value *targets
     if (status == KOILA_NO_MEMORY) koila__fail(e, status, 0, "the host is out of memory");
     if (status == KOILA_UNSUPPORTED && e && !e->text[0]) koila__fail(e, status, 0, "the plan keeps too many pieces to be simulated");
     return status;
+}
+
+/* ---- which plans fit: koila_plan_options.accepts */
+
+typedef struct judge {
+    koila_status (*fits)(void *user, const koila_plan *p, bool *yes);
+    void *user;
+    koila_status status;
+    uint32_t n_simulations;
+    uint32_t refused_slices; /* the last refusal */
+    uint64_t refused_bytes;
+    bool accepted;
+    const koila_graph *of; /* of the last that was */
+    int64_t rows;
+} judge;
+
+/* The last simulation is left for one row a slice. Another policy for the number of slices just refused is not tried unless it needs clearly less by its sum. */
+static bool accepts(void *user, const koila_plan *p)
+{
+    judge *j = user;
+    const koila_plan_info info = koila_plan_get(p);
+    bool yes = false;
+    if (j->status || j->n_simulations + (info.rows > 1) >= KOILA_MAX_SIMULATIONS) return false;
+    if (info.n_slices == j->refused_slices && info.rows > 1 && info.peak_bytes > j->refused_bytes - j->refused_bytes / 8) return false;
+    j->n_simulations++;
+    j->status = j->fits(j->user, p, &yes);
+    if (j->status) return false;
+    if (!yes) j->refused_slices = info.n_slices, j->refused_bytes = info.peak_bytes;
+    if (yes) j->accepted = true, j->of = koila_plan_graph(p), j->rows = info.rows;
+    return yes;
+}
+
+static koila_status fits_from_start(void *user, const koila_plan *p, bool *yes)
+{
+    const subject *x = user;
+    run_result r;
+    const koila_status status = run_level(x, p, HIGH, x->memory_bytes, 0, NULL, &r, NULL);
+    *yes = !status && !r.oom;
+    return status;
+}
+
+/* At least what is left for a step: the memory without context and leaves, and what the plan counts for dropout masks beyond their bytes on CUDA. */
+static uint64_t left_for_step(const subject *x, koila_status *status)
+{
+    sim s;
+    uint64_t left = x->memory_bytes - koila_device_get(x->d, KOILA_DEVICE_CONTEXT_BYTES).value, held = 0, over = 0;
+    *status = sim_open(&s, x->g, x->d, &x->o, HIGH);
+    for (koila_value v = 0; v < s.n_values && !*status; v++) {
+        const uint64_t bytes = whole_bytes(&s, v);
+        if (koila_value_get(x->g, v).node != KOILA_NONE) over += bytes - cuda_bytes(&s, v, bytes);
+        else if (!is_real_leaf(&s, v) || is_contiguous(meta_of(&s, v))) held += bytes;
+    }
+    sim_deinit(&s, false);
+    return (left > held ? left - held : 1) + over;
 }
 
 static void note(koila_prediction *p, const char *fmt, ...)
@@ -913,7 +1019,7 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     for (koila_node i = 0; i < koila_graph_n_nodes(g); i++) seen[kind_of_op(t, koila_sig_get(t, koila_node_get(g, i).sig)->op)] = true;
     for (int f = 0; f < KOILA_N_DEVICE_FIELDS; f++) {
         const koila_device_value v = koila_device_get(d, (koila_device_field)f);
-        if (!strcmp(v.how, "estimated") && (f != KOILA_DEVICE_CONV_BYTES || seen[INSIDE_CONV]))
+        if (!strcmp(v.how, "estimated") && (f != KOILA_DEVICE_CONV_BYTES || seen[INSIDE_CONV]) && f != KOILA_DEVICE_CUDNN)
             note(p, "%s is estimated: %llu +- %llu", koila_device_field_key((koila_device_field)f), (unsigned long long)v.value, (unsigned long long)v.spread);
     }
     if (strcmp(c->verified, "recording")) note(p, "the allocator's rules of torch %u.%u are %s, not yet proved on a recording", c->torch_version / 100, c->torch_version % 100, c->verified);
@@ -928,7 +1034,13 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     if (seen[INSIDE_GEMM]) note(p, "cuBLAS keeps one workspace for forward and one for backward");
     if (seen[INSIDE_RNN]) note(p, "a recurrent layer is taken to run in cuDNN; its reserve and workspace are estimated");
     const uint64_t capability = koila_device_get(d, KOILA_DEVICE_CAPABILITY).value;
-    if (seen[INSIDE_SDPA] && !o->sdpa && (capability == 90 || capability == 100)) note(p, "with cuDNN 9.15.1 or newer this device tries cuDNN's attention first: see --sdpa cudnn");
+    if (seen[INSIDE_SDPA] && !o->sdpa && (capability == 90 || capability == 100) && !koila_device_get(d, KOILA_DEVICE_CUDNN).value)
+        note(p, "the profile names no cuDNN; with 9.15.1 or newer this device tries cuDNN's attention first: see --sdpa cudnn");
+    if (o->cublas_workspace) {
+        uint64_t bytes = 0;
+        if (koila_cublas_workspace(o->cublas_workspace, &bytes)) note(p, "cuBLAS's workspace is %llu bytes, by CUBLAS_WORKSPACE_CONFIG", (unsigned long long)bytes);
+        else note(p, "CUBLAS_WORKSPACE_CONFIG=%.40s says no ':KiB:count', so torch takes its default", o->cublas_workspace);
+    }
     if (o->autocast) note(p, "half-precision leaves are autocast's casts of float32 parameters: both are counted; gradients leave the step in float32");
     if (o->ddp) note(p, "DistributedDataParallel's buckets are counted, as large as all gradients; with gradient_as_bucket_view there would be none");
     if (o->optimizer == KOILA_OPTIMIZER_NONE) note(p, "no optimizer: its state and temporaries are not counted");
@@ -936,32 +1048,87 @@ static void write_notes(koila_prediction *p, const koila_graph *g, const koila_d
     note(p, "DataLoader copies, NCCL and other processes are not counted");
 }
 
+/* Operators without a row, those first that are met first. */
+static void list_unknown(koila_prediction *p, const koila_graph *g)
+{
+    const koila_table *t = koila_graph_table(g);
+    for (koila_node i = 0; i < koila_graph_n_nodes(g); i++) {
+        const koila_op op = koila_sig_get(t, koila_node_get(g, i).sig)->op;
+        uint32_t k = 0;
+        if (kind_of_op(t, op) != INSIDE_UNKNOWN) continue;
+        while (k < p->n_not_modelled && strcmp(p->not_modelled[k].op, koila_op_name(t, op))) k++;
+        if (k == KOILA_PREDICT_NOT_MODELLED) continue;
+        if (k == p->n_not_modelled) snprintf(p->not_modelled[p->n_not_modelled++].op, sizeof p->not_modelled[0].op, "%s", koila_op_name(t, op));
+        p->not_modelled[k].n_calls++;
+    }
+}
+
+/* Rows that leave at most `n` slices of the largest axis. */
+static int64_t rows_of(const koila_graph *g, int64_t n)
+{
+    int64_t batch = 1;
+    for (uint32_t a = 0; a < koila_graph_n_axes(g); a++)
+        if (koila_graph_axis_size(g, (uint16_t)a) > batch) batch = koila_graph_axis_size(g, (uint16_t)a);
+    return (batch + n - 1) / n;
+}
+
+enum { MANY_SLICES = 64 }; /* a step that does not fit is shown in so many: more of them help little and take long to simulate */
+
+/* The plan to predict: forced rows, or what fits. */
+static koila_status choose_plan(const subject *x, const koila_value *targets, koila_plan **plan, bool *hopeless, koila_error *e)
+{
+    judge j = { .fits = fits_from_start, .user = (void *)x };
+    koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX, .rows = x->o.rows ? x->o.rows : rows_of(x->g, 1) };
+    koila_status status;
+    *hopeless = false;
+    if (x->o.rows == KOILA_ROWS_AUTO) {
+        po.rows = 0;
+        po.accepts = accepts;
+        po.accepts_user = &j;
+        po.budget_bytes = left_for_step(x, &status);
+        if (status) return koila__fail(e, status, 0, "%s", koila_status_text(status));
+        status = koila_plan_new(x->g, targets, x->n_targets, &po, NULL, plan, e);
+        if (!status && !j.status && j.accepted) return KOILA_OK;
+        if (!status) koila_plan_free(*plan);
+        *plan = NULL;
+        if (j.status) return koila__fail(e, j.status, 0, "%s", koila_status_text(j.status));
+        if (status && status != KOILA_OOM) return status;
+        if (e) *e = (koila_error){ .struct_size = e->struct_size };
+        po = (koila_plan_options){ .struct_size = sizeof po, .budget_bytes = UINT64_MAX, .rows = rows_of(x->g, MANY_SLICES) };
+        *hopeless = true;
+    }
+    return koila_plan_new(x->g, targets, x->n_targets, &po, NULL, plan, e);
+}
+
 koila_status koila_predict(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_error *e)
 {
-    koila_cache_config conf;
-    koila_predict_opts opts = { .struct_size = sizeof opts };
+    return koila_predict_plan(g, d, c, o, out, NULL, e);
+}
+
+koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_plan **plan_out,
+                                koila_error *e)
+{
+    subject x = { .g = g, .d = d };
     const koila_allocator mem = koila__allocator(NULL);
+    const koila_device_value total = koila_device_get(d, KOILA_DEVICE_TOTAL_BYTES);
     koila_value *targets = NULL;
-    uint32_t n_targets = 0, cap = 0;
+    uint32_t cap = 0;
     koila_plan *plan = NULL;
+    bool hopeless = false;
     run_result r[3], limited, peak;
     koila_prediction p = { .struct_size = (uint32_t)sizeof p };
-    if (o) opts = *o;
-    if (c) conf = *c;
-    else koila_cache_config_init(&conf, NULL);
-    if (opts.rows < 0) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "rows of a slice cannot be negative");
-    koila_status status = find_targets(g, &mem, &targets, &n_targets, &cap);
+    if (o) x.o = *o;
+    if (c) x.conf = *c;
+    else koila_cache_config_init(&x.conf, NULL);
+    if (x.o.rows < KOILA_ROWS_AUTO) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "rows of a slice cannot be negative");
+    p.memory_bytes = x.memory_bytes = x.o.memory_bytes ? x.o.memory_bytes : total.value - total.spread;
+    if (p.memory_bytes <= koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the memory given is less than a CUDA context alone needs");
+    if (!koila_graph_n_nodes(g)) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the step has no operators");
+    koila_status status = find_targets(g, &mem, &targets, &x.n_targets, &cap);
     if (status) return koila__fail(e, status, 0, "the host is out of memory");
-    koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX, .rows = opts.rows };
-    if (!opts.rows)
-        for (uint32_t a = 0; a < koila_graph_n_axes(g); a++)
-            if (koila_graph_axis_size(g, (uint16_t)a) > po.rows) po.rows = koila_graph_axis_size(g, (uint16_t)a);
-    status = koila_plan_new(g, targets, n_targets, &po, NULL, &plan, e);
-    uint32_t *index = n_targets ? koila__realloc(&mem, NULL, 0, n_targets * sizeof *index) : NULL;
-    if (!status && n_targets && !index) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-    for (uint32_t i = 0; index && i < n_targets; i++) index[i] = i;
+    status = choose_plan(&x, targets, &plan, &hopeless, e);
     for (int level = LOW; level <= HIGH && !status; level++) {
-        status = run_level(plan, index, n_targets, d, &conf, &opts, level, 0, 0, &p, &r[level], e);
+        status = run_level(&x, plan, level, 0, 0, &p, &r[level], e);
         if (status) break;
         koila_peaks *at[2] = { &p.first, &p.steady };
         for (int k = 0; k < 2; k++) {
@@ -970,36 +1137,104 @@ koila_status koila_predict(const koila_graph *g, const koila_device *d, const ko
             for (int i = 0; i < 3; i++) *(level == LOW ? &to[i]->low : level == HIGH ? &to[i]->high : &to[i]->expected) = v[i];
         }
     }
+    if (!status) status = run_level(&x, plan, HIGH, p.memory_bytes, 0, NULL, &limited, e);
+    if (!status && r[EXPECTED].most) status = run_level(&x, plan, EXPECTED, 0, r[EXPECTED].most, &p, &peak, e);
     if (!status) {
-        const koila_device_value total = koila_device_get(d, KOILA_DEVICE_TOTAL_BYTES);
         const koila_plan_info info = koila_plan_get(plan);
-        p.memory_bytes = opts.memory_bytes ? opts.memory_bytes : total.value - total.spread;
-        if (p.memory_bytes <= koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value) status = koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the memory given is less than a CUDA context alone needs");
-        if (!status) status = run_level(plan, index, n_targets, d, &conf, &opts, HIGH, p.memory_bytes, 0, NULL, &limited, e);
-        if (!status && r[EXPECTED].most) status = run_level(plan, index, n_targets, d, &conf, &opts, EXPECTED, 0, r[EXPECTED].most, &p, &peak, e);
-        if (!status) {
-            const uint64_t device = p.first.device.high > p.steady.device.high ? p.first.device.high : p.steady.device.high;
-            p.fits = !limited.oom;
-            p.n_retries = limited.retries;
-            p.spare_bytes = p.fits && p.memory_bytes > device ? p.memory_bytes - device : 0;
-            p.settled = r[LOW].settled && r[EXPECTED].settled && r[HIGH].settled;
-            p.n_steps = r[EXPECTED].n_steps;
-            p.batch = info.batch;
-            p.rows = info.rows;
-            p.n_slices = info.n_slices;
-            if (r[EXPECTED].peak_node != KOILA_NONE) {
-                const koila_graph *lowered = koila_plan_graph(plan);
-                snprintf(p.peak_op, sizeof p.peak_op, "%s", koila_op_name(koila_graph_table(lowered), koila_sig_get(koila_graph_table(lowered), koila_node_get(lowered, r[EXPECTED].peak_node).sig)->op));
-                line_text(lowered, r[EXPECTED].peak_node, p.peak_line, sizeof p.peak_line);
-            }
-            write_notes(&p, g, d, &conf, &opts);
-            *out = p;
+        const uint64_t device = p.first.device.high > p.steady.device.high ? p.first.device.high : p.steady.device.high;
+        p.fits = !limited.oom;
+        p.n_retries = limited.retries;
+        p.spare_bytes = p.fits && p.memory_bytes > device ? p.memory_bytes - device : 0;
+        p.settled = r[LOW].settled && r[EXPECTED].settled && r[HIGH].settled;
+        p.n_steps = r[EXPECTED].n_steps;
+        p.batch = info.batch;
+        p.rows = info.rows;
+        p.n_slices = info.n_slices;
+        if (r[EXPECTED].peak_node != KOILA_NONE) {
+            const koila_graph *lowered = koila_plan_graph(plan);
+            snprintf(p.peak_op, sizeof p.peak_op, "%s", koila_op_name(koila_graph_table(lowered), koila_sig_get(koila_graph_table(lowered), koila_node_get(lowered, r[EXPECTED].peak_node).sig)->op));
+            line_text(lowered, r[EXPECTED].peak_node, p.peak_line, sizeof p.peak_line);
         }
+        list_unknown(&p, g);
+        if (hopeless && !p.fits) note(&p, "no number of slices fits, down to one row each; shown in %u", p.n_slices);
+        write_notes(&p, g, d, &x.conf, &x.o);
+        *out = p;
+        if (plan_out) *plan_out = plan, plan = NULL;
     }
     koila_plan_free(plan);
     koila__release(&mem, targets, cap * sizeof *targets);
-    koila__release(&mem, index, n_targets * sizeof *index);
     return status;
+}
+
+/* ---- a device that is here */
+
+typedef struct seat {
+    const koila_device *d;
+    koila_cache *live;
+    koila_fit_opts o;
+    koila_fit fit, taken; /* the last run; the last that fits */
+} seat;
+
+static koila_status run_live(seat *x, const koila_plan *p)
+{
+    sim s;
+    koila_fit f = { .struct_size = (uint32_t)sizeof f, .n_simulations = x->fit.n_simulations + 1 };
+    const koila_predict_opts o = { .struct_size = sizeof o, .sdpa = x->o.sdpa, .cublas_workspace = x->o.cublas_workspace };
+    const uint64_t left = koila__cache_left(x->live), sum = koila_plan_get(p).peak_bytes;
+    if (x->o.margin_bytes && left != UINT64_MAX && (left < x->o.margin_bytes || left - x->o.margin_bytes < sum)) { /* a margin holds for the sum as well: what is cached counts too */
+        x->fit = f;
+        return KOILA_OK;
+    }
+    koila_status status = sim_init(&s, p, 0, x->d, &o, HIGH);
+    const uint64_t mark = status ? 0 : koila_cache_mark(x->live);
+    if (!status && !mark) status = KOILA_NO_MEMORY;
+    if (!status) {
+        const koila_cache_stat *stat = koila__cache_stats_ref(x->live);
+        const uint64_t retries = stat->num_alloc_retries;
+        koila__cache_begin(x->live, x->o.margin_bytes);
+        s.c = x->live;
+        s.stream = x->o.stream;
+        s.ends_at_oom = true;
+        for (koila_value v = 0; v < s.n_values && !s.status; v++) /* what is live is in the cache already: leaves are storages without bytes here */
+            if (koila_value_get(s.g, v).node == KOILA_NONE) s.whole[v] = storage_new(&s, 0, v);
+        run_plan(&s, koila_plan_get(p).n_stages);
+        status = s.status == KOILA_OOM ? KOILA_OK : s.status;
+        f.fits = !s.oom;
+        f.peak_allocated = stat->of[KOILA_STAT_ALLOCATED_BYTES][0].peak;
+        f.peak_reserved = stat->of[KOILA_STAT_RESERVED_BYTES][0].peak;
+        f.n_retries = stat->num_alloc_retries - retries;
+        x->fit = f;
+    }
+    if (mark) {
+        koila_cache_rewind(x->live, mark);
+        koila_cache_forget(x->live, mark);
+    }
+    sim_deinit(&s, false);
+    return status;
+}
+
+static koila_status fits_live(void *user, const koila_plan *p, bool *yes)
+{
+    seat *x = user;
+    KOILA_TRY(run_live(x, p));
+    *yes = x->fit.fits;
+    if (*yes) x->taken = x->fit;
+    return KOILA_OK;
+}
+
+static koila_status worded(koila_status status, koila_error *e)
+{
+    if (status == KOILA_UNSUPPORTED) return koila__fail(e, status, 0, "the plan keeps too many pieces to be simulated");
+    return status == KOILA_OK ? status : koila__fail(e, status, 0, "%s", koila_status_text(status));
+}
+
+koila_status koila_fits_plan(const koila_plan *p, const koila_device *d, koila_cache *live, const koila_fit_opts *o, koila_fit *out, koila_error *e)
+{
+    seat x = { .d = d, .live = live };
+    if (o) x.o = *o;
+    KOILA_TRY(worded(run_live(&x, p), e));
+    *out = x.fit;
+    return KOILA_OK;
 }
 
 koila_status koila_fits(const koila_graph *g, const koila_device *d, koila_cache *live, uint64_t slice, koila_fit *out, koila_error *e)
@@ -1008,45 +1243,73 @@ koila_status koila_fits(const koila_graph *g, const koila_device *d, koila_cache
     koila_value *targets = NULL;
     uint32_t n_targets = 0, cap = 0;
     koila_plan *plan = NULL;
-    sim s = { 0 };
-    bool begun = false;
     if (slice > INT64_MAX) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "slice out of range");
     koila_status status = find_targets(g, &mem, &targets, &n_targets, &cap);
-    if (status) return koila__fail(e, status, 0, "the host is out of memory");
-    koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX, .rows = (int64_t)slice };
-    for (uint32_t a = 0; !slice && a < koila_graph_n_axes(g); a++)
-        if (koila_graph_axis_size(g, (uint16_t)a) > po.rows) po.rows = koila_graph_axis_size(g, (uint16_t)a);
+    if (status) return worded(status, e);
+    const koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX, .rows = slice ? (int64_t)slice : rows_of(g, 1) };
     status = koila_plan_new(g, targets, n_targets, &po, NULL, &plan, e);
-    if (!status) {
-        for (uint32_t i = 0; i < n_targets; i++) targets[i] = i;
-        begun = true;
-        status = sim_init(&s, plan, targets, n_targets, d, NULL, HIGH);
-    }
-    const uint64_t mark = status ? 0 : koila_cache_mark(live);
-    if (!status && !mark) status = KOILA_NO_MEMORY;
-    if (!status) {
-        koila_fit f = { .struct_size = (uint32_t)sizeof f };
-        s.c = live;
-        /* what is live is in the cache already: leaves are storages without bytes here */
-        for (koila_value v = 0; v < s.n_values && !s.status; v++)
-            if (koila_value_get(s.g, v).node == KOILA_NONE) s.whole[v] = storage_new(&s, 0, v);
-        const koila_cache_stat *stat = koila__cache_stats_ref(live);
-        const uint64_t retries = stat->num_alloc_retries;
-        run_plan(&s, koila_plan_get(plan).n_stages);
-        status = s.status;
-        f.fits = !s.oom;
-        f.peak_allocated = stat->of[KOILA_STAT_ALLOCATED_BYTES][0].peak;
-        f.peak_reserved = stat->of[KOILA_STAT_RESERVED_BYTES][0].peak;
-        f.n_retries = stat->num_alloc_retries - retries;
-        if (!status) *out = f;
-    }
-    if (mark) {
-        koila_cache_rewind(live, mark);
-        koila_cache_forget(live, mark);
-    }
-    if (begun) sim_deinit(&s, false);
+    if (!status) status = koila_fits_plan(plan, d, live, NULL, out, e);
     koila_plan_free(plan);
     koila__release(&mem, targets, cap * sizeof *targets);
-    if (status == KOILA_NO_MEMORY) koila__fail(e, status, 0, "the host is out of memory");
     return status;
+}
+
+koila_status koila_plan_live(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const koila_plan_options *po, const koila_device *d, koila_cache *live,
+                             const koila_fit_opts *o, const koila_allocator *mem, koila_plan **out, koila_fit *fit, koila_error *e)
+{
+    seat x = { .d = d, .live = live, .fit = { .struct_size = sizeof x.fit } };
+    judge j = { .fits = fits_live, .user = &x };
+    koila_plan_options options = *po;
+    koila_plan *plan = NULL;
+    if (o) x.o = *o;
+    const uint64_t left = koila__cache_left(live);
+    if (left != UINT64_MAX) {
+        const uint64_t sum = left > x.o.margin_bytes ? left - x.o.margin_bytes : 0;
+        if (sum < options.budget_bytes && !(po->rows > 0 && po->budget_bytes == UINT64_MAX)) options.budget_bytes = sum;
+    }
+    options.accepts = accepts;
+    options.accepts_user = &j;
+    KOILA_TRY(koila_plan_new(g, targets, n_targets, &options, mem, &plan, e));
+    koila_status status = j.status;
+    if (!status && !j.n_simulations) status = run_live(&x, plan); /* forced rows: what is to be expected */
+    if (status) {
+        koila_plan_free(plan);
+        return worded(status, e);
+    }
+    if (j.accepted && (j.of != koila_plan_graph(plan) || j.rows != koila_plan_get(plan).rows)) { /* a later one was taken too, and lost */
+        status = run_live(&x, plan);
+        x.taken = x.fit;
+    }
+    if (status) {
+        koila_plan_free(plan);
+        return worded(status, e);
+    }
+    *fit = j.accepted ? x.taken : x.fit;
+    fit->n_simulations = j.n_simulations ? j.n_simulations : 1;
+    *out = plan;
+    return KOILA_OK;
+}
+
+koila_status koila_fit_margin(const koila_plan *p, const koila_device *d, koila_cache *live, const koila_fit_opts *o, uint64_t *margin_bytes, koila_error *e)
+{
+    seat x = { .d = d, .live = live };
+    if (o) x.o = *o;
+    uint64_t low = x.o.margin_bytes, step = 2 * MIB, high = low;
+    const uint64_t left = koila__cache_left(live);
+    KOILA_TRY(worded(run_live(&x, p), e));
+    if (!x.fit.fits || left == UINT64_MAX) return *margin_bytes = low, KOILA_OK;
+    do { /* low fits; high does not */
+        high = low + step;
+        step *= 2;
+        x.o.margin_bytes = high;
+        KOILA_TRY(worded(run_live(&x, p), e));
+        if (x.fit.fits) low = high;
+    } while (x.fit.fits && high < left);
+    while (high - low > 2 * MIB) {
+        x.o.margin_bytes = low + (high - low) / 2;
+        KOILA_TRY(worded(run_live(&x, p), e));
+        if (x.fit.fits) low = x.o.margin_bytes;
+        else high = x.o.margin_bytes;
+    }
+    return *margin_bytes = high, KOILA_OK;
 }

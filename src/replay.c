@@ -177,7 +177,7 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
     if (x && x->kind == kind && x->size == size && x->stream == stream && (kind == KOILA_EVENT_SEGMENT_ALLOC || x->addr == *addr)) return *addr = x->addr, true;
     if (x && (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)) { /* one was made, but not this one */
         r->differs = true;
-        r->expected = (koila_event){ kind, kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr, size, stream, KOILA_POOL_DEFAULT };
+        r->expected = (koila_event){ (uint32_t)sizeof r->expected, kind, kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr, size, stream, KOILA_POOL_DEFAULT };
     }
     r->driver_failed = true;
     return false;
@@ -306,7 +306,7 @@ static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uin
     if (active > o->peak_active) o->peak_active = active;
     if (r->f) {
         const snap_entry *x = entry(r, i);
-        koila_moment m = { i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
+        koila_moment m = { (uint32_t)sizeof m, i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
         r->f(r->f_user, &m);
     }
 }
@@ -630,7 +630,10 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
     koila_status status = koila__replay_setup(&r, s, device, c, &scratch, e);
     if (!status && r.n == 0) {
         scratch.verdict = KOILA_STATE_ONLY;
-        snprintf(scratch.reason, sizeof scratch.reason, "no trace: state only; call torch.cuda.memory._record_memory_history() before training");
+        size_t n_segments = 0;
+        koila_snapshot_segments(s, device, &n_segments);
+        snprintf(scratch.reason, sizeof scratch.reason, "no trace: state only; call torch.cuda.memory._record_memory_history() before training%s",
+                 n_segments ? "" : " (and no segments: nothing was allocated here, or past torch's cache, as PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
         status = koila__replay_start(&r, e);
         if (!status) r.stat = koila__cache_stats_ref(r.c);
     } else if (!status) {

@@ -219,7 +219,7 @@ static koila_status lay_out(undo *u)
         koila_segment *out = &r->start[n_segs++];
         const uint64_t end = s->key + s->size;
         uint64_t at = s->key;
-        *out = (koila_segment){ s->key, s->size, s->stream, r->s->pools[s->pool], s->is_small, s->is_expandable, r->start_blocks + n, 0 };
+        *out = (koila_segment){ KOILA_SEGMENT_SIZES, s->key, s->size, s->stream, r->s->pools[s->pool], s->is_small, s->is_expandable, r->start_blocks + n, 0 };
         for (uint32_t b = koila__omap_near(&u->blocks, s->key - 1, 1); b && u->blocks.at[b].key < end; b = koila__omap_near(&u->blocks, u->blocks.at[b].key, 1)) {
             const node *x = &u->blocks.at[b];
             uint64_t size = x->known ? x->size : dead_size(r, x, s);

@@ -77,7 +77,7 @@ static bool publish(reader *r, uint64_t first, uint64_t n)
         const snap_segment *g = &a[i];
         const snap_range *range = &s->ranges[g->blocks];
         while (d <= g->device) s->device_first[d++] = (uint32_t)i;
-        s->out_segments[i] = (koila_segment){ g->addr, g->size, g->stream, s->pools[g->pool], g->is_small, g->is_expandable, s->out_blocks + at, range->n };
+        s->out_segments[i] = (koila_segment){ KOILA_SEGMENT_SIZES, g->addr, g->size, g->stream, s->pools[g->pool], g->is_small, g->is_expandable, s->out_blocks + at, range->n };
         for (uint64_t k = 0; k < range->n; k++, at++) {
             const snap_block *b = &s->blocks[range->first + k];
             s->out_blocks[at] = (koila_block){ b->addr, b->size, b->requested, (koila_block_state)b->state, (uint32_t)i, g->stream, s->pools[g->pool], g->is_small, g->is_expandable };
@@ -198,7 +198,10 @@ bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, uint64_t i, 
 {
     if (i >= koila_snapshot_n_entries(s, device)) return false;
     const snap_entry *x = snap_entry_at(s, s->traces[device].first + i);
-    *out = (koila_entry){ (koila_event_kind)x->kind, x->addr, x->size, x->stream, x->time_us, x->stack, x->has_pool, x->has_pool ? s->pools[x->pool] : KOILA_POOL_DEFAULT };
+    const koila_entry e = { (uint32_t)sizeof e, (koila_event_kind)x->kind, x->addr, x->size, x->stream, x->time_us, x->stack, x->has_pool, x->has_pool ? s->pools[x->pool] : KOILA_POOL_DEFAULT };
+    const uint32_t n = out->struct_size < e.struct_size ? out->struct_size : e.struct_size;
+    memcpy(out, &e, n);
+    if (n >= sizeof n) out->struct_size = n;
     return true;
 }
 

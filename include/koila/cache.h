@@ -20,6 +20,14 @@ extern "C" {
 
 typedef struct koila_cache koila_cache;
 
+/* Growing. Structs the caller fills or owns begin with `struct_size`, set to their sizeof, so that an older caller and a newer library (or the reverse) agree on how much of
+ * them there is; new fields are only added at the end. What a function returns whole says in struct_size how much was written, and grows with a new soname only.
+ * The exceptions, and why they are safe:
+ *   koila_pool     two words that name a thing, passed by value like a number: it never grows
+ *   koila_block    there are as many as live tensors, so each array's owner says its stride once (koila_segment.block_size); one that a callback is shown
+ *                  is the library's, read through the pointer, and may be longer than the caller knows
+ *   koila_counter  part of koila_cache_stat, whose struct_size counts it */
+
 /** A memory pool as torch names it: {0, 0} is the default, {0, n} belongs to a graph capture, {n, 0} to a torch.cuda.MemPool. */
 typedef struct koila_pool {
     uint64_t owner, id;
@@ -108,16 +116,20 @@ typedef struct koila_block {
 
 /** A segment as torch.cuda.memory_snapshot() lists it (expandable memory: one entry per mapped range). */
 typedef struct koila_segment {
+    uint32_t struct_size; /**< sizeof(koila_segment): also the stride of an array of them, all alike */
+    uint32_t block_size;  /**< sizeof(koila_block): the stride of `blocks` */
     uint64_t addr, size, stream;
     koila_pool pool;
     bool is_small, is_expandable;
     const koila_block *blocks; /**< addr, size, requested, state are read; ascending, tiling the segment */
     size_t n_blocks;
 } koila_segment;
+#define KOILA_SEGMENT_SIZES (uint32_t)sizeof(koila_segment), (uint32_t)sizeof(koila_block) /* its first two fields */
 
 /** A cache in a given state. Segments in any order; everything is copied. Statistics start from this state, with it as their peak.
  *  Where expandable reservations begin and end is inferred: one per pool and stream as far as its address space reaches.
- *  Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile, overlap, a size of 2^60 or more). */
+ *  Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile, overlap, a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size,
+ *  block_size not set). */
 KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c, const koila_allocator *mem, const koila_segment *s, size_t n,
                                                  koila_cache **out, koila_error *e);
 /** NULL is fine. */
@@ -200,7 +212,9 @@ typedef enum koila_event_kind {
     KOILA_EVENT_SNAPSHOT
 } koila_event_kind;
 
+/** The library's, for the time of the callback. */
 typedef struct koila_event {
+    uint32_t struct_size;
     koila_event_kind kind;
     uint64_t addr, size; /**< alloc and frees: requested bytes; segments: real; oom: address 0, rounded request */
     uint64_t stream;

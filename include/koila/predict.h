@@ -7,7 +7,7 @@
 #define KOILA_PREDICT_H
 
 #include "koila/cache.h"
-#include "koila/graph.h"
+#include "koila/plan.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -23,7 +23,8 @@ typedef struct koila_device koila_device; /* immutable once open, may be shared 
     X(INFO_TOTAL_BYTES, "info_total_bytes", "cudaMemGetInfo's total")                                         \
     X(CONTEXT_BYTES, "context_bytes", "CUDA context with lazy loading, kernels used by a training step included") \
     X(CUBLAS_BYTES, "cublas_workspace_bytes", "cuBLAS workspace, one for each thread and stream")             \
-    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")
+    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")                                 \
+    X(CUDNN, "cudnn_version", "10000 * major + 100 * minor + patch, as torch.backends.cudnn.version(); 0: not known")
 typedef enum koila_device_field {
 #define KOILA_DEVICE_FIELD_ENUM(id, key, text) KOILA_DEVICE_##id,
     KOILA_DEVICE_FIELD_MAP(KOILA_DEVICE_FIELD_ENUM)
@@ -49,21 +50,28 @@ KOILA_API void koila_device_free(koila_device *d);
 KOILA_API const char *koila_device_name(const koila_device *d);
 KOILA_API koila_device_value koila_device_get(const koila_device *d, koila_device_field field);
 KOILA_API const char *koila_device_field_key(koila_device_field field);
+/** The bytes of a CUBLAS_WORKSPACE_CONFIG: every ":KiB:count" in it, added up. False when there is none: torch then takes its default. */
+KOILA_API bool koila_cublas_workspace(const char *config, uint64_t *bytes);
 
 typedef enum koila_sdpa { KOILA_SDPA_AUTO, KOILA_SDPA_FLASH, KOILA_SDPA_EFFICIENT, KOILA_SDPA_MATH, KOILA_SDPA_CUDNN } koila_sdpa;
 typedef enum koila_optimizer { KOILA_OPTIMIZER_NONE, KOILA_OPTIMIZER_SGD, KOILA_OPTIMIZER_MOMENTUM, KOILA_OPTIMIZER_ADAM, KOILA_OPTIMIZER_ADAMW } koila_optimizer;
 typedef enum koila_optimizer_way { KOILA_WAY_FOREACH, KOILA_WAY_FUSED, KOILA_WAY_LOOP } koila_optimizer_way;
 
+enum { KOILA_ROWS_AUTO = -1, KOILA_MAX_SIMULATIONS = 8 }; /* so many tries of numbers of slices before one is taken */
+
 typedef struct koila_predict_opts {
     uint32_t struct_size;
     uint64_t memory_bytes; /**< of the device, instead of the profile's; 0 = the profile's */
-    int64_t rows;          /**< rows of the batch in a slice; 0 = the whole batch at once */
+    int64_t rows;          /**< rows of the batch in a slice; 0 = the whole batch at once; KOILA_ROWS_AUTO = the most that fit */
     uint32_t sdpa;         /**< koila_sdpa */
     uint32_t optimizer, way; /**< koila_optimizer, koila_optimizer_way: a graph does not hold the optimizer's step */
     bool weight_decay, amsgrad;
     bool clip_grad_norm; /**< torch.nn.utils.clip_grad_norm_ before each optimizer step */
     bool autocast;       /**< half-precision leaves are casts of float32 parameters, which the graph does not show */
     bool ddp;            /**< the model is wrapped in DistributedDataParallel: its buckets count, NCCL is outside */
+    bool grad_scaler;    /**< torch.amp.GradScaler around the optimizer's step */
+    bool cudnn_sdpa_last; /**< TORCH_CUDNN_SDPA_DEPRIORITIZED is set */
+    const char *cublas_workspace; /**< CUBLAS_WORKSPACE_CONFIG, read as torch reads it; NULL: not set, the profile's bytes count */
 } koila_predict_opts;
 
 typedef struct koila_range {
@@ -81,7 +89,7 @@ typedef struct koila_prediction {
     uint64_t memory_bytes; /**< the limit it was judged against */
     bool fits;             /**< the high end, in every step, under that limit */
     uint64_t spare_bytes;  /**< memory - highest device bytes; 0 if it does not fit */
-    uint64_t n_retries;    /**< of the high end under the limit */
+    uint64_t n_retries;    /**< of the high end under the limit; up to the request that failed if it does not fit */
     bool settled;          /**< two steps in a row left the same state */
     uint32_t n_steps, n_slices;
     int64_t batch, rows;
@@ -103,15 +111,38 @@ typedef struct koila_prediction {
 /** `c` NULL: torch's newest known defaults. `o` NULL: the whole batch, no optimizer. out->struct_size is set.
  *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. Not fitting is no error. */
 KOILA_API koila_status koila_predict(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_error *e);
+/** The same, and the plan that was predicted (may be NULL): koila_plan_free(). */
+KOILA_API koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_plan **plan,
+                                          koila_error *e);
+
+/* ---- the planner on a device that is here: leaves and what is live already are in `live`, which is as before when a function returns (koila_cache_mark, _rewind).
+ * All of it is judged by the high end: widest estimates, frees that wait for other streams as late as can be. */
+
+typedef struct koila_fit_opts {
+    uint32_t struct_size;
+    uint32_t sdpa;         /**< koila_sdpa */
+    uint64_t stream;       /**< that the step runs on, as `live` names it */
+    const char *cublas_workspace; /**< as koila_predict_opts */
+    uint64_t margin_bytes; /**< of the device, not to be counted with: what a step that was said to fit was found to need beyond (koila_fit_margin) */
+} koila_fit_opts;
 
 typedef struct koila_fit {
     uint32_t struct_size;
     bool fits;
-    uint64_t peak_allocated, peak_reserved, n_retries; /**< of the live cache while the step ran in it, high end */
+    uint64_t peak_allocated, peak_reserved, n_retries; /**< of the live cache while the step ran in it, high end; up to the request that failed if it does not fit */
+    uint32_t n_simulations;
 } koila_fit;
-/** Does the step fit into a live cache, `slice` rows at a time (0: all)? Leaves and what is live already are in `live`; it is as before on return.
- *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. */
+/** Does the step fit into a live cache, `slice` rows at a time (0: all)? Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. */
 KOILA_API koila_status koila_fits(const koila_graph *g, const koila_device *d, koila_cache *live, uint64_t slice, koila_fit *out, koila_error *e);
+/** Does this plan? `o` may be NULL. */
+KOILA_API koila_status koila_fits_plan(const koila_plan *p, const koila_device *d, koila_cache *live, const koila_fit_opts *o, koila_fit *out, koila_error *e);
+/** koila_plan_new, of the plans that fit `live`: the fewest slices, then the least work. First by the sum of live bytes (the budget, and what `live` has left), then by at
+ *  most KOILA_MAX_SIMULATIONS runs of the step. When none fits that fits by the sum, the plan of one row a slice, and fit->fits is false.
+ *  Expected: what koila_plan_new and koila_fits expect; KOILA_OOM when one row does not fit by the sum. */
+KOILA_API koila_status koila_plan_live(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const koila_plan_options *po, const koila_device *d, koila_cache *live,
+                                       const koila_fit_opts *o, const koila_allocator *mem, koila_plan **out, koila_fit *fit, koila_error *e);
+/** Such a plan ran out of memory: the least margin with which it would have been refused, within 2 MiB. At least o->margin_bytes. */
+KOILA_API koila_status koila_fit_margin(const koila_plan *p, const koila_device *d, koila_cache *live, const koila_fit_opts *o, uint64_t *margin_bytes, koila_error *e);
 
 #ifdef __cplusplus
 }

@@ -52,6 +52,7 @@ typedef struct koila_snapshot_info {
 KOILA_API void koila_snapshot_get_info(const koila_snapshot *s, koila_snapshot_info *out);
 
 typedef struct koila_entry {
+    uint32_t struct_size; /**< set by the caller: so much of it is filled */
     koila_event_kind kind;
     uint64_t addr, size, stream; /**< oom: addr = device_free */
     int64_t time_us;             /**< 0: not recorded */
@@ -61,10 +62,10 @@ typedef struct koila_entry {
 } koila_entry;
 /** Number of trace entries of one device. */
 KOILA_API uint64_t koila_snapshot_n_entries(const koila_snapshot *s, uint32_t device);
-/** False past the end. */
+/** `*out` (its struct_size set) gets entry i. False past the end. */
 KOILA_API bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, uint64_t i, koila_entry *out);
 
-/** The segments of one device when the snapshot was taken, by address. Borrowed until koila_snapshot_free. */
+/** The segments of one device when the snapshot was taken, by address; the next one is struct_size bytes further on. Borrowed until koila_snapshot_free. */
 KOILA_API const koila_segment *koila_snapshot_segments(const koila_snapshot *s, uint32_t device, size_t *n);
 /** The stack of a live block of those, KOILA_NO_STACK if not recorded. */
 KOILA_API uint32_t koila_snapshot_block_stack(const koila_snapshot *s, const koila_block *block);
@@ -131,6 +132,7 @@ KOILA_API koila_status koila_whatif(const koila_snapshot *s, uint32_t device, co
 
 /** The requests of a recording as a timeline: `f` is called after each entry with the state then. For pictures; same rules as replay. */
 typedef struct koila_moment {
+    uint32_t struct_size;
     uint64_t entry;
     int64_t time_us;
     uint64_t allocated, active, reserved;

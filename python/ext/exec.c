@@ -754,7 +754,7 @@ int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t
     exec x = { .tape = t, .c = c, .plan = c->plan, .g = koila_plan_graph(c->plan), .table = koila__table, .node_from = r->node_from };
     int status = -1;
     x.n_values = koila_graph_n_values(x.g);
-    x.measure = koila__truth_ok();
+    x.measure = koila__truth_ok() && c->gpu < 0;
     x.whole = PyMem_Calloc(x.n_values + 1, sizeof *x.whole);
     x.local = PyMem_Calloc(x.n_values + 1, sizeof *x.local);
     x.acc = PyMem_Calloc(x.n_values + 1, sizeof *x.acc);

@@ -33,9 +33,14 @@ typedef struct cached {
     uint32_t refs;
     uint64_t key, generation, used, budget;
     koila_graph *part;
+    struct cached *part_of; /* whose it is; NULL: ours */
     koila_plan *plan;
     koila_plan_info info;
     bool in_step; /* other ranks run the same calls at the same time: what fails cannot be tried again by this one alone */
+    int gpu;        /* that it was planned for; -1: the CPU */
+    uint64_t state; /* of the GPU's allocator when it was found to fit, 0: ask again */
+    uint32_t n_states; /* how often that was another one, of all plans of this step */
+    koila_fit fit;  /* struct_size 0: the sum of live bytes decided */
 } cached;
 
 extern struct koila__last_step {
@@ -46,11 +51,27 @@ extern struct koila__last_step {
 } koila__last; /* the step that ran (or was planned) last */
 
 void koila__cached_release(cached *c); /* NULL is fine */
-/* A plan for targets of `part` (taken over) that fits `budget` bytes beyond what is live, with slices of `rows` rows (0: as few as fit). A new reference, or NULL with
- * *status and err filled. */
-cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_error *err, koila_status *status);
-/* Bytes the step may use beyond what is live now; *limit: what the device may hold in all, UINT64_MAX when there is no limit. */
-uint64_t koila__free_bytes(uint64_t *limit);
+int koila__adopt_plan(koila_plan *plan); /* of the last step's part: it is the last step's plan now, taken over. -1 with an exception, and not taken */
+/* Memory a step may use: beyond what is held now; in all (UINT64_MAX: no limit). Of a GPU, or of the CPU (gpu -1). */
+typedef struct koila__room {
+    uint64_t bytes, limit, held;
+    int gpu;
+    uint64_t state; /* GPU: of its allocator, never 0 */
+} koila__room;
+koila__room koila__room_for(const koila_graph *part);
+/* A plan for targets of `part` (taken over) that fits `room`, with slices of `rows` rows (0: as few as fit). A new reference, or NULL with *status and err filled. */
+cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila__room *room, int64_t rows, koila_error *err, koila_status *status);
+
+/* ---- cuda_state.c: none of these fails or leaves an exception; without a GPU, or where its allocator is not the one that is modelled, the sum of live bytes decides */
+int koila__gpu_of(const koila_graph *g);                  /* the GPU that g's leaves are on, -1: none */
+bool koila__gpu_look(int index, koila__room *room);       /* false: it cannot be asked */
+/* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
+koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila_plan_options *o, koila_plan **out, koila_fit *fit,
+                             koila_error *err);
+bool koila__gpu_still_fits(const koila__room *room, cached *c);
+void koila__gpu_ran_out(cached *c);                       /* though it was said to fit: its graph gets a margin */
+PyObject *koila__fit_dict(const cached *c);               /* for people; None where the sum decided */
+void koila__gpu_forget(void);
 /* An operator was seen to use `bytes` inside, on `rows` of `batch` rows (both 0: whole). */
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch); /* was just that seen? */

@@ -1,7 +1,7 @@
 /* plan_cache.c — which plan: the settings, the memory there is, what operators were seen to use inside, and plans kept by what was recorded.
  *
  * A plan is found again by the hash of the recorded part, the targets and the forced rows. It is made anew when what it counted with has changed (an operator
- * uses more inside than was known), when it no longer fits, or when there is so much more memory that fewer slices may do.
+ * uses more inside than was known), when it no longer fits, or when there is so much more memory that fewer slices may do. On a GPU fitting is cuda_state.c's to say.
  */
 #include "exec.h"
 
@@ -105,8 +105,18 @@ void koila__cached_release(cached *c)
 {
     if (!c || --c->refs) return;
     koila_plan_free(c->plan);
-    koila_graph_free(c->part);
+    if (c->part_of) koila__cached_release(c->part_of);
+    else koila_graph_free(c->part);
     PyMem_RawFree(c);
+}
+
+int koila__adopt_plan(koila_plan *plan)
+{
+    cached *c = PyMem_RawCalloc(1, sizeof *c), *old = koila__last.c;
+    if (!c) return PyErr_NoMemory(), -1;
+    *c = (cached){ .refs = 1, .part = old->part, .part_of = old, .plan = plan, .info = koila_plan_get(plan), .gpu = -1 };
+    koila__last.c = c;
+    return 0;
 }
 
 static uint64_t mix(uint64_t h, uint64_t x)
@@ -168,49 +178,64 @@ void koila__tuned_record(uint64_t key, int64_t rows, double seconds)
 
 /* ---- memory there is */
 
-/* Bytes the step may use beyond what is live now; *limit gets the total the device may hold (for reports), UINT64_MAX when there is none. */
-uint64_t koila__free_bytes(uint64_t *limit)
+koila__room koila__room_for(const koila_graph *part)
 {
-    const uint64_t now = koila__settings.dry ? 0 : koila__truth_current();
-    *limit = UINT64_MAX;
-    if (koila__settings.dry && !koila__settings.has_budget) return UINT64_MAX;
+    koila__room room = { .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
+    if (koila__settings.dry) {
+        if (koila__settings.has_budget) room.bytes = room.limit = koila__settings.budget;
+        return room;
+    }
+    const int gpu = koila__gpu_of(part);
+    if (gpu >= 0 && koila__gpu_look(gpu, &room)) return room;
+    room.held = koila__truth_current();
     if (koila__settings.has_budget) {
-        *limit = koila__settings.budget;
-        return koila__settings.budget > now ? koila__settings.budget - now : 0;
+        room.limit = koila__settings.budget;
+        room.bytes = room.limit > room.held ? room.limit - room.held : 0;
+        return room;
     }
     PyObject *mine = PyImport_ImportModule("koila._run"), *n = mine ? PyObject_CallMethod(mine, "free_bytes", NULL) : NULL;
-    uint64_t bytes = UINT64_MAX;
     if (n && n != Py_None) {
-        bytes = PyLong_AsUnsignedLongLong(n);
-        if (PyErr_Occurred()) bytes = UINT64_MAX;
-        else *limit = bytes + now;
+        const uint64_t bytes = PyLong_AsUnsignedLongLong(n);
+        if (!PyErr_Occurred()) room.bytes = bytes, room.limit = bytes + room.held;
     }
     PyErr_Clear();
     Py_XDECREF(mine);
     Py_XDECREF(n);
-    return bytes;
+    return room;
 }
 
 /* ---- planning through the cache */
 
-static koila_status make_plan(const koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_plan **out, koila_error *err)
+static koila_status make_plan(const koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila__room *room, int64_t rows, koila_plan **out, koila_fit *fit, koila_error *err)
 {
-    koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = rows > 0 && !koila__settings.has_budget ? UINT64_MAX : budget, .rows = rows, .workspace = workspace_of };
-    const koila_status status = koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
+    koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = rows > 0 && !koila__settings.has_budget ? UINT64_MAX : room->bytes, .rows = rows, .workspace = workspace_of };
+    const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
     if (status != KOILA_OOM || rows <= 0) return status;
     o.budget_bytes = UINT64_MAX; /* forced rows: tried all the same, with the least memory */
     return koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
 }
 
-cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, uint64_t budget, int64_t rows, koila_error *err, koila_status *status)
+cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila__room *room, int64_t rows, koila_error *err, koila_status *status)
 { /* takes `part` */
+    const uint64_t budget = room->bytes;
     uint64_t key = mix(koila_graph_hash(part), (uint64_t)rows);
     for (uint32_t i = 0; i < n_targets; i++) key = mix(key, targets[i]);
     cached **oldest = &cache[0];
+    uint32_t n_states = 0;
     for (uint32_t i = 0; i < N_CACHED; i++) {
         cached *c = cache[i];
-        if (c && c->key == key && c->generation == learned.generation && c->info.peak_bytes <= budget &&
+        if (c && c->key == key && c->generation == learned.generation && c->gpu == room->gpu && c->info.peak_bytes <= budget &&
             (rows > 0 || c->info.n_slices == 1 || budget / 4 <= c->budget / 3 || budget == c->budget)) {
+            n_states = c->n_states + (c->state != room->state);
+            /* fewer slices may do in another state, with as many bytes: asked at the 1st, 2nd, 4th, ... change, for planning takes longer than to ask whether it still fits */
+            const bool anew = n_states != c->n_states && c->info.n_slices > 1 && rows <= 0 && !(n_states & (n_states - 1));
+            if (room->gpu >= 0 && (anew || !koila__gpu_still_fits(room, c))) {
+                koila__cached_release(c);
+                cache[i] = NULL;
+                oldest = &cache[i];
+                continue;
+            }
+            c->n_states = n_states;
             c->used = ++cache_clock;
             c->refs++;
             koila_graph_free(part);
@@ -219,11 +244,12 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         if (!c || (*oldest && c->used < (*oldest)->used)) oldest = &cache[i];
     }
     koila_plan *plan = NULL;
-    koila__probe_graph(part, rows);
+    koila_fit fit = { 0 };
+    if (room->gpu < 0) koila__probe_graph(part, rows);
     for (int tries = 0;; tries++) {
         const uint64_t counted_with = learned.generation;
-        *status = make_plan(part, targets, n_targets, budget, rows, &plan, err);
-        if (*status != KOILA_OK || tries == 2) break;
+        *status = make_plan(part, targets, n_targets, room, rows, &plan, &fit, err);
+        if (*status != KOILA_OK || tries == 2 || room->gpu >= 0) break;
         koila__probe_plan(plan);
         if (learned.generation == counted_with) break;
         koila_plan_free(plan);
@@ -236,7 +262,8 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         if (*status == KOILA_OK) *status = KOILA_NO_MEMORY;
         return NULL;
     }
-    *c = (cached){ .refs = 2, .key = key, .generation = learned.generation, .used = ++cache_clock, .budget = budget, .part = part, .plan = plan, .info = koila_plan_get(plan) };
+    *c = (cached){ .refs = 2, .key = key, .generation = learned.generation, .used = ++cache_clock, .budget = budget, .part = part, .plan = plan, .info = koila_plan_get(plan),
+                   .gpu = room->gpu, .state = room->state, .n_states = n_states, .fit = fit };
     koila__cached_release(*oldest);
     *oldest = c;
     return c;
@@ -248,6 +275,7 @@ void koila__plan_cache_clear(void)
         koila__cached_release(cache[i]);
         cache[i] = NULL;
     }
+    koila__gpu_forget();
     if (learned.n) memset(learned.at, 0, learned.n * sizeof *learned.at);
     learned.generation++;
 }

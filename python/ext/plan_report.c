@@ -3,9 +3,7 @@
  *   configure(*, micro_batch, budget, strict, fastest) -> the settings before          (only what is given changes)
  *   last_plan() -> dict | None          explain(lazies) -> dict          save_graph(lazies | None, path)
  */
-#include "run.h"
-
-#include "capture.h"
+#include "exec.h"
 
 static int set_item(PyObject *d, const char *key, PyObject *value) /* takes value */
 {
@@ -124,8 +122,10 @@ static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info,
     return list;
 }
 
-PyObject *koila__plan_dict(const koila_plan *plan, const koila_graph *part, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run)
+PyObject *koila__plan_dict(const cached *c, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run)
 {
+    const koila_plan *plan = c->plan;
+    const koila_graph *part = c->part;
     const koila_plan_info info = koila_plan_get(plan);
     PyObject *d = PyDict_New();
     if (!d) return NULL;
@@ -137,7 +137,8 @@ PyObject *koila__plan_dict(const koila_plan *plan, const koila_graph *part, uint
               set_item(d, "loops", loops_list(plan, &info, base)) | set_item(d, "gathers", gathers_list(plan, part, info.n_gathers)) |
               set_item(d, "retries", PyLong_FromUnsignedLong(retries)) | set_item(d, "largest", largest_list(plan, part)) | set_item(d, "curve", curve_list(plan, base)) |
               set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded)) | set_item(d, "n_run", PyLong_FromUnsignedLongLong(n_run)) |
-              set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio)) | set_item(d, "base_bytes", PyLong_FromUnsignedLongLong(base));
+              set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio)) | set_item(d, "base_bytes", PyLong_FromUnsignedLongLong(base)) |
+              set_item(d, "fit", koila__fit_dict(c));
     if (bad) Py_CLEAR(d);
     return d;
 }

@@ -1,6 +1,7 @@
 /* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over koila/predict.h.
  *
- *   predict(device name or JSON text, memory | 0, rows | 0, the training's words and switches) -> dict, of the step planned last
+ *   predict(device name or JSON text, memory | 0, rows | 0 | -1 for the most that fit, the training's words and switches) -> dict, of the step planned last, whose
+ *   plan is from then on the one that was predicted
  */
 #include "run.h"
 
@@ -21,17 +22,21 @@ static int word_of(const char *word, const char *const *words, uint32_t n, const
     return -1;
 }
 
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with)
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with, koila_plan **plan)
 {
     static const char *const optimizers[] = { "none", "sgd", "momentum", "adam", "adamw" }, *const ways[] = { "foreach", "fused", "loop" };
     static const char *const back_ends[] = { "auto", "flash", "efficient", "math", "cudnn" };
     koila_device *d = NULL;
     koila_error err = KOILA_ERROR_INIT;
     koila_predict_opts o = { .struct_size = sizeof o, .memory_bytes = memory, .rows = rows, .weight_decay = with->weight_decay, .amsgrad = with->amsgrad,
-                             .clip_grad_norm = with->clip_grad_norm, .ddp = with->ddp, .autocast = with->autocast };
+                             .clip_grad_norm = with->clip_grad_norm, .ddp = with->ddp, .autocast = with->autocast, .grad_scaler = with->grad_scaler, .cudnn_sdpa_last = with->cudnn_sdpa_last,
+                             .cublas_workspace = with->cublas_workspace };
     if (word_of(with->optimizer, optimizers, 5, "optimizer", &o.optimizer) < 0 || word_of(with->way, ways, 3, "optimizer_way", &o.way) < 0 ||
         word_of(with->sdpa, back_ends, 5, "sdpa", &o.sdpa) < 0)
         return NULL;
+    koila_cache_config conf;
+    if (koila_cache_config_init(&conf, with->torch_version) != KOILA_OK) koila_cache_config_init(&conf, NULL);
+    if (with->conf && koila_cache_config_parse(&conf, with->conf, with->strict_conf, &err) != KOILA_OK) return PyErr_Format(PyExc_ValueError, "conf: %s", err.text), NULL;
     koila_status status = device[0] == '{' ? koila_device_open(device, strlen(device), NULL, &d, &err) : koila_device_builtin(device, NULL, &d, &err);
     if (status != KOILA_OK) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
     koila_prediction *p = PyMem_Calloc(1, sizeof *p);
@@ -41,7 +46,7 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
         return PyErr_NoMemory();
     }
     p->struct_size = sizeof *p;
-    Py_BEGIN_ALLOW_THREADS status = koila_predict(g, d, NULL, &o, p, &err);
+    Py_BEGIN_ALLOW_THREADS status = koila_predict_plan(g, d, &conf, &o, p, plan, &err);
     Py_END_ALLOW_THREADS if (status != KOILA_OK) PyErr_Format(PyExc_RuntimeError, "koila: %s", err.text[0] ? err.text : koila_status_text(status));
     else
     {

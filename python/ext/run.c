@@ -229,7 +229,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     koila_value *targets = PyMem_Malloc(((size_t)n_wanted + n_held + n_effects + 1) * sizeof *targets);
     PyObject **results = NULL;
     uint32_t n = 0, n_must, retries = 0;
-    uint64_t n_run = 0, limit, base = koila__truth_current(), peak_before = 0;
+    uint64_t n_run = 0, base = koila__truth_current(), peak_before = 0;
     int status = -1;
     int64_t rows = koila__settings.rows;
     bool measured = false, agreed = false;
@@ -270,7 +270,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             }
             goto done;
         }
-        const uint64_t budget = koila__free_bytes(&limit);
+        const koila__room room = koila__room_for(r.part);
         koila_graph *part = r.part;
         r.part = NULL;
         if (!keys && !(keys = koila__ranks_keys(part))) {
@@ -280,7 +280,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         const bool tune = koila__settings.fastest && !koila__settings.rows && !retries && !agreed;
         const uint64_t tune_key = koila_graph_hash(part);
         if (tune) rows = koila__tuned_rows(tune_key);
-        cached *c = koila__plan_for(part, r.targets, n, budget, rows, &err, &plan_status);
+        cached *c = koila__plan_for(part, r.targets, n, &room, rows, &err, &plan_status);
         if (!c) {
             if (plan_status == KOILA_OOM && n > n_must) { /* give up the largest of what is merely held */
                 uint32_t largest = n_must;
@@ -308,7 +308,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__last.measured = false;
             koila__last.retries = 0;
             koila__last.n_run = 0;
-            koila__last.budget_bytes = limit;
+            koila__last.budget_bytes = room.limit;
             status = 0;
             koila__request_free(&r);
             Py_XDECREF(keys);
@@ -336,10 +336,12 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         }
         base = koila__truth_current();
         peak_before = koila__truth_swap_peak(base);
-        measured = koila__truth_ok();
+        measured = koila__truth_ok() && room.gpu < 0;
         const double started = seconds_now();
         koila__interrupted = false;
+        const uint32_t retries_before = retries;
         status = koila__exec_plan(t, &r, c, n, results, &retries, &n_run);
+        if (retries > retries_before || (status < 0 && koila__is_out_of_memory())) koila__gpu_ran_out(c);
         if (tune && status == 0) koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
         if (peak_before > peak) koila__truth_swap_peak(peak_before);
@@ -373,12 +375,12 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(koila__last.c);
             koila__last.c = c;
             koila__last.n_made++;
-            koila__last.base_bytes = base;
+            koila__last.base_bytes = room.gpu < 0 ? base : room.held;
             koila__last.measured = measured && koila__truth_ok();
             koila__last.measured_peak_bytes = peak;
             koila__last.retries = retries;
             koila__last.n_run = n_run;
-            koila__last.budget_bytes = limit;
+            koila__last.budget_bytes = room.limit;
         } else
             koila__cached_release(c);
         break;

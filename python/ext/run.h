@@ -9,15 +9,17 @@ PyObject *koila__pseudo_object(const char *name);    /* borrowed callable that i
 /* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. */
 PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows);
 /* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`. */
-PyObject *koila__plan_dict(const koila_plan *plan, const koila_graph *part, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run);
+struct cached;
+PyObject *koila__plan_dict(const struct cached *c, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run);
 int koila__save_graph(const koila_graph *g, const char *path);
 /* predict.c */
 /* What a recorded step does not show: koila_predict_opts in words. */
 typedef struct koila__training {
-    const char *optimizer, *way, *sdpa;
-    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast;
+    const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
+    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last, strict_conf; /* strict_conf: conf was typed by the user */
 } koila__training;
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with);
+/* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the one that was predicted, the caller's. */
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);
 int koila__run_module_add(PyObject *m);
 

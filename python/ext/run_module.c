@@ -42,7 +42,7 @@ static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
 {
     (void)self, (void)ignored;
     if (!koila__last.c) Py_RETURN_NONE;
-    return koila__plan_dict(koila__last.c->plan, koila__last.c->part, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
+    return koila__plan_dict(koila__last.c, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
 }
 
 /* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
@@ -234,16 +234,15 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     if (!t || koila__request_make(t, values, n, &r) < 0) goto done;
     koila_error err = KOILA_ERROR_INIT;
     koila_status status = KOILA_OK;
-    uint64_t limit;
-    const uint64_t budget = koila__free_bytes(&limit);
+    const koila__room room = koila__room_for(r.part);
     koila_graph *part = r.part;
     r.part = NULL;
-    cached *c = koila__plan_for(part, r.targets, n, budget, koila__settings.rows, &err, &status);
+    cached *c = koila__plan_for(part, r.targets, n, &room, koila__settings.rows, &err, &status);
     if (!c) {
         koila__raise_no_fit(status, &err, "explain");
         goto done;
     }
-    d = koila__plan_dict(c->plan, c->part, koila__truth_current(), NULL, limit, 0, 0);
+    d = koila__plan_dict(c, room.gpu >= 0 ? room.held : koila__truth_current(), NULL, room.limit, 0, 0);
     koila__cached_release(c);
 done:
     koila__request_free(&r);
@@ -280,7 +279,8 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast): the last planned step on a device profile (a name, or JSON text). */
+/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace,
+ * cudnn_sdpa_last, conf, strict_conf, torch_version): the last planned step on a device profile (a name, or JSON text). */
 static PyObject *py_predict(PyObject *self, PyObject *args)
 {
     const char *device;
@@ -288,10 +288,15 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
     unsigned long long memory;
     long long rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "sKLsssppppp:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
-                          &with.autocast)) return NULL;
+    if (!PyArg_ParseTuple(args, "sKLsssppppppzpzps:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
+                          &with.autocast, &with.grad_scaler, &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf, &with.strict_conf,
+                          &with.torch_version)) return NULL;
     if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
-    return koila__predict_graph(koila__last.c->part, device, memory, rows, &with);
+    koila_plan *plan = NULL;
+    PyObject *d = koila__predict_graph(koila__last.c->part, device, memory, rows, &with, &plan);
+    if (d && koila__adopt_plan(plan) < 0) Py_CLEAR(d);
+    if (!d) koila_plan_free(plan);
+    return d;
 }
 
 static PyObject *py_device_names(PyObject *self, PyObject *ignored)
@@ -340,7 +345,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
-    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast) -> dict" },
+    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(agree): from now on steps with opaque calls ask it before they run." },

@@ -79,6 +79,8 @@ class Plan:
         curve: (label, bytes) along the step.
         retries: times a slice did not fit and was cut again.
         n_recorded, n_run, replay_ratio: operators recorded; run, over all slices; `n_run` by recorded operator and slice.
+        fit: on a GPU, what the model of torch's caching allocator said of this plan: `fits`, `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and
+            `margin_bytes`, kept free since a step like this ran out of memory. `None`: the sum of live bytes decided.
     """
 
     batch: int
@@ -92,6 +94,7 @@ class Plan:
     n_recorded: int
     n_run: int
     replay_ratio: float
+    fit: dict[str, Any] | None
 
     def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
         self._raw = raw
@@ -121,6 +124,9 @@ class Plan:
             ("budget", size(self.budget_bytes, "what is free")),
             ("operators", f"{self.n_recorded} recorded, {self.n_run} run" + (f", {self.replay_ratio:.2f} per slice" if self.n_run else "")),
         ]
+        if self.fit is not None:
+            margin = f", {readable(self.fit['margin_bytes'])} kept free" if self.fit["margin_bytes"] else ""
+            rows.append(("reserved", f"{readable(self.fit['peak_reserved'])}{margin}" if self.fit["fits"] else f"does not fit by the allocator's model{margin}; tried all the same"))
         return rows + ([("retries", str(self.retries))] if self.retries else [])
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _core
 from ._budget import _bytes, readable
@@ -79,10 +79,12 @@ class UndoWrites(TorchDispatchMode):
         torch.set_rng_state(self._random)
 
 
-class _CudaAutocast(TorchFunctionMode):
-    """While a step is recorded for a GPU: `torch.autocast("cuda")`, which does nothing on a torch without CUDA, casts as it does on CUDA. The CPU's autocast is
-    turned on in its place (matrix products, convolutions and attention in half precision; a weight's cast is made once and lives until the outermost autocast
-    ends), and what CUDA runs in float32, and a CPU does not, gets float32."""
+class _AsOnCuda(TorchFunctionMode):
+    """While a step is recorded for a GPU on a torch without one: moves to CUDA move nothing, and `torch.autocast("cuda")`, which would do nothing, casts as it does there.
+
+    The CPU's autocast is turned on in its place (matrix products, convolutions and attention in half precision; a weight's cast is made once and lives until the
+    outermost autocast ends), and what CUDA runs in float32, and a CPU does not, gets float32. Meta tensors have no autocast of their own: for them the mode casts,
+    by the same lists."""
 
     _float32 = frozenset(
         "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm"
@@ -90,11 +92,22 @@ class _CudaAutocast(TorchFunctionMode):
         " native_layer_norm nll_loss norm pdist poisson_nll_loss pow __pow__ __rpow__ prod reciprocal __rdiv__ renorm rms_norm rsqrt sinh smooth_l1_loss"
         " soft_margin_loss softmax softmin softplus sum tan triplet_margin_loss".split()
     )
+    _half = frozenset(
+        "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm"
+        " baddbmm bmm chain_matmul multi_dot vecdot lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell multi_head_attention_forward"
+        " scaled_dot_product_attention".split()
+    )
+    _widest = frozenset("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot cat stack".split())
 
-    entered = False
+    def __init__(self, home: torch.device) -> None:
+        super().__init__()
+        self._home = home  # where what is "moved" to CUDA stays
+        self._moves = not torch.cuda.is_available()
+        self.casts_parameters = False
 
-    def __enter__(self) -> _CudaAutocast:
+    def __enter__(self) -> _AsOnCuda:
         self._depth = 0
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._plain = init, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
         mode = self
 
@@ -106,11 +119,12 @@ class _CudaAutocast(TorchFunctionMode):
 
         def __enter__(this: Any) -> Any:
             mode._depth += getattr(this, "_koila_for_cuda", False)
-            mode.entered = True
             return enter(this)
 
         def __exit__(this: Any, *exc: Any) -> Any:
             mode._depth -= getattr(this, "_koila_for_cuda", False)
+            if not mode._depth:
+                mode._casts.clear()
             return leave(this, *exc)
 
         torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = __init__, __enter__, __exit__
@@ -119,16 +133,50 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        self._casts.clear()
         torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = self._plain
+
+    def _narrow(self, x: Any) -> Any:
+        """A meta tensor's cast; a parameter's is made once."""
+        if not (isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float32):
+            return x
+        dtype = torch.get_autocast_dtype("cpu")
+        if not (x.is_leaf and x.requires_grad) or _core.is_lazy(x):
+            return x.to(dtype)
+        self.casts_parameters = True
+        if id(x) not in self._casts:
+            self._casts[id(x)] = (x, x.to(dtype))
+        return self._casts[id(x)][1]
+
+    def _stay(self, x: Any) -> Any:
+        return self._home if (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda") else x
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._depth and torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in self._float32:
+        name = getattr(func, "__name__", "")
+        if self._moves:
+            if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+                return args[0]
+            if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+                args = (args[0], self._home, *args[2:])
+            if name == "to" or "device" in kwargs:
+                args, kwargs = tuple(self._stay(a) for a in args), {k: self._stay(v) for k, v in kwargs.items()}
+        if self._depth and torch.is_autocast_enabled("cpu"):
+            cast = None
+            if name in self._float32:
 
-            def wide(x: Any) -> Any:
-                return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+                def cast(x: Any) -> Any:
+                    return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
-            args, kwargs = tuple(wide(a) for a in args), {k: wide(v) for k, v in kwargs.items()}
+            elif name in self._half:
+                cast = self._narrow
+            elif name in self._widest and any(t.device.type == "meta" and t.dtype is torch.float32 for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+
+                def cast(x: Any) -> Any:
+                    return x.float() if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.is_floating_point() else x
+
+            if cast is not None:
+                args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         return func(*args, **kwargs)
 
 
@@ -145,7 +193,9 @@ def plan(
     amsgrad: bool = False,
     clip_grad_norm: bool = False,
     ddp: bool = False,
+    grad_scaler: bool = False,
     sdpa: str = "auto",
+    conf: str | None = None,
 ) -> Prediction:
     """What a step will need, computing nothing: the step is recorded on shapes and planned.
 
@@ -155,11 +205,14 @@ def plan(
     device: a built-in profile ("h100-80gb"; an unknown name lists them) or the path of a profile written by `measure_device`.
     micro_batch: force the rows of a slice. optimizer, optimizer_way: "none", "sgd", "momentum", "adam", "adamw"; "foreach", "fused", "loop":
         the optimizer's own state and temporaries, which a recorded step does not show; so do weight_decay and amsgrad, whether gradients are clipped by
-        `clip_grad_norm_`, and whether the model is wrapped in DistributedDataParallel (its buckets). sdpa: attention's back end, "auto", "flash",
-        "efficient", "math" or "cudnn". These count on a device only. `torch.autocast("cuda")` in the step casts as it does on CUDA.
+        `clip_grad_norm_`, whether the model is wrapped in DistributedDataParallel (its buckets), and whether a `GradScaler` is used. sdpa: attention's back end,
+        "auto", "flash", "efficient", "math" or "cudnn". These count on a device only. `torch.autocast("cuda")` in the step casts as it does on CUDA, moves to CUDA
+        move nothing; CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here, and so does PYTORCH_CUDA_ALLOC_CONF, unless conf gives
+        other settings of the allocator: "expandable_segments:True".
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
-    Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a value; ValueError for an unknown device.
+    Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a value, and on a device when it runs a fully sharded module
+        (FSDP), whose memory has not been measured; ValueError for an unknown device or setting.
     """
     profile = None
     if device is not None:
@@ -173,13 +226,15 @@ def plan(
         raise ValueError(f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got {micro_batch!r}")
     asked = None if budget is None else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
 
-    casts = no_casts = False
+    casts = False
+    here = next((t.device for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)), torch.device("cpu"))
 
     def recorded(limit: int | None, rows: int | None) -> dict[str, Any]:
         _core.configure(budget=limit, micro_batch=rows)
         n_plans = _core.n_plans()
-        nonlocal casts, no_casts
-        with UndoWrites() as writes, contextlib.nullcontext(_CudaAutocast()) if profile is None else _CudaAutocast() as autocast:
+        nonlocal casts
+        on_cuda = _AsOnCuda(here)
+        with UndoWrites() as writes, contextlib.nullcontext() if profile is None else on_cuda:
             values = lazy(*inputs, batch=batch)
             result = step(*(values if isinstance(values, tuple) else (values,)))
             if isinstance(result, torch.Tensor) and _core.is_lazy(result):
@@ -187,7 +242,7 @@ def plan(
                     result.backward()
                 else:
                     _core.run_all([result], False)
-        casts, no_casts = writes.casts_parameters, autocast.entered and any(t.device.type == "meta" for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        casts = writes.casts_parameters or on_cuda.casts_parameters
         raw: dict[str, Any] | None = _core.last_plan()
         if raw is None or _core.n_plans() == n_plans:
             raise ValueError("plan(): expected a step that returns its loss or calls backward on it, got one that does neither")
@@ -199,20 +254,19 @@ def plan(
         raw = recorded(asked, micro_batch)
         if profile is None:
             return Prediction(raw, None)
-        rows = raw["micro_batch"]
-        training = (optimizer, optimizer_way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, casts)
-        prediction = _core.predict(profile, asked or 0, rows if rows < raw["batch"] else 0, *training)
-        while not prediction["fits"] and micro_batch is None and rows > 1:
-            rows = (rows + 1) // 2
-            high = prediction["steady"]["device"][2]
-            prediction = _core.predict(profile, asked or 0, rows, *training)
-            if prediction["steady"]["device"][2] > 0.99 * high:
-                break  # what is left does not shrink with the slice, and simulating ever more slices only takes time
-        if no_casts:
-            prediction["notes"].append("autocast casts nothing on meta tensors: the step is predicted without it. Put model and inputs on the CPU")
-        if rows != raw["micro_batch"]:
-            raw = recorded(asked, rows)  # the table shows the slices that the device needs
+        allocator = conf if conf is not None else os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        settings = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")), allocator, conf is not None, torch.__version__
+        training = (optimizer, optimizer_way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, casts, grad_scaler, *settings)
+        prediction = _core.predict(profile, asked or 0, micro_batch or -1, *training)  # -1: the most rows that fit
+        raw = _core.last_plan() or raw  # the plan that was predicted
         return Prediction(raw, prediction)
+    except UnsupportedError as e:
+        if profile is None or "(FSDP)" not in str(e):
+            raise
+        raise UnsupportedError(
+            "plan(device=...): the step runs a fully sharded module (FSDP). What its gathered parameters and reduced gradients need on a GPU has not been measured, so it is"
+            " refused rather than guessed. Plan the model before it is sharded, or measure a step with torch.cuda.max_memory_reserved()"
+        ) from e
     finally:
         _core.swap_open(open_step)
         _core.configure(**before)
@@ -236,6 +290,7 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
     today = datetime.date.today().isoformat()
     with torch.cuda.device(device):
         properties = torch.cuda.get_device_properties(device)
+        cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         _, total = torch.cuda.mem_get_info()
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GroupNorm(2, 8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 64, 8)).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -267,6 +322,7 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
             "total_bytes": field(properties.total_memory),
             "info_total_bytes": field(total),
             "context_bytes": field(context, spread=32 << 20),  # other processes on the card count as context
+            **({"cudnn_version": field(cudnn)} if cudnn else {}),
             **({"cublas_workspace_bytes": field(cublas // 2)} if cublas else {}),  # one for the forward, one for the backward thread
         },
     }

@@ -35,10 +35,7 @@ def guards() -> _Guards:
 
 
 def free_bytes() -> int | None:
-    """Bytes a step may use beyond what is live: what the device has free and the caching allocator can reuse; None when nothing is known."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        free, _ = torch.cuda.mem_get_info()
-        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    """Bytes of the CPU's memory that a step may use beyond what is live; None when nothing is known. (A GPU's: `_cuda.py`.)"""
     free = _core.free_memory()["free"]
     return None if free is None else int(free * 0.9)
 

@@ -27,7 +27,7 @@ class Pool(C.Structure):
 
 
 class Event(C.Structure):
-    _fields_ = [("kind", C.c_int), ("addr", C.c_uint64), ("size", C.c_uint64), ("stream", C.c_uint64), ("pool", Pool)]
+    _fields_ = [("struct_size", C.c_uint32), ("kind", C.c_int), ("addr", C.c_uint64), ("size", C.c_uint64), ("stream", C.c_uint64), ("pool", Pool)]
 
 
 EVENT_FN = C.CFUNCTYPE(None, C.c_void_p, C.POINTER(Event))

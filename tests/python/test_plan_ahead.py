@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import zoo
+from helpers import run_python
 from torch import nn
 from torch.nn import functional as F
 
@@ -302,11 +303,116 @@ def test_autocast_keeps_parameters_and_gradients_in_float32():
     assert expected(mixed) - expected(pure) == pytest.approx(6 * n, abs=4 * largest)
 
 
+class Mixed(nn.Module):
+    """A bit of everything that autocast looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.bn = nn.Conv2d(3, 16, 3, padding=1), nn.LayerNorm(64), nn.BatchNorm2d(16)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.first, self.second = nn.Linear(16 * 16, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.conv(x))).flatten(2)
+        x = self.norm(self.first(x.reshape(x.shape[0], -1, 256)))
+        x = x + self.second(F.gelu(self.second(x)))
+        a, _ = self.attention(x, x, x, need_weights=False)
+        y = F.scaled_dot_product_attention(x[:, None], a[:, None], x[:, None]).squeeze(1)
+        return F.softmax(torch.cat([a @ y.transpose(1, 2), torch.bmm(x, x.transpose(1, 2))], -1), -1).sum(-1).log()
+
+
 @pytest.mark.filterwarnings("ignore:.*CUDA.*")
-def test_autocast_on_meta_tensors_is_said_to_cast_nothing():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [Mixed, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14 * 14, 128), nn.LayerNorm(128), nn.Linear(128, 4))])
+def test_autocast_casts_on_meta_as_it_does_on_the_cpu(make, dtype):
+    predictions = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model, x = make(), torch.zeros(64, 3, 16, 16)
+        plan = koila.plan(autocast_step(model, dtype=dtype), x, device="a100-40gb", sdpa="flash")
+        predictions.append(plan.prediction)
+        assert any("autocast" in note for note in plan.prediction["notes"])
+    cpu, on_meta_ = ({what: p["steady"][what][1] for what in ("allocated", "reserved", "device")} for p in predictions)
+    assert on_meta_["allocated"] == pytest.approx(cpu["allocated"], rel=0.02), (cpu, on_meta_)
+    plain = koila.plan(lambda x: model(x).square().mean(), x, device="a100-40gb", sdpa="flash").prediction["steady"]["allocated"][1]
+    assert plain != on_meta_["allocated"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_moves_to_cuda_move_nothing(device):
+    with torch.device(device):
+        model, x = nn.Linear(32, 32), torch.zeros(64, 32)
+
+    def moved(a):
+        model.cuda().to("cuda:0").to(torch.device("cuda"), torch.float32)
+        a = a.cuda(non_blocking=True).to("cuda").to(0).to(device="cuda", dtype=torch.float32)
+        with torch.device("cuda"):
+            b = torch.ones(32)
+        return (model(a) + torch.zeros(32, device="cuda") * b).sum()
+
+    def plain(a):
+        b = torch.ones(32, device=device)
+        return (model(a) + torch.zeros(32, device=device) * b).sum()
+
+    there, here = (koila.plan(step, x, device="a100-40gb").prediction["steady"] for step in (moved, plain))
+    assert there == here
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+            koila.plan(moved, x)  # without a device nothing pretends
+
+
+def test_a_fully_sharded_model_is_refused_politely():
+    run_python(
+        """
+        import os, torch, koila
+        import torch.distributed as dist
+        from torch import nn
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,)))
+        try:
+            koila.plan(lambda x: model(x).sum(), torch.zeros(4, 8), device="a100-40gb")
+        except koila.UnsupportedError as e:
+            assert "has not been measured" in str(e) and "before it is sharded" in str(e), e
+        else:
+            raise SystemExit("planned")
+        dist.destroy_process_group()
+        """
+    )
+
+
+def test_settings_of_the_allocator_count(monkeypatch):
+    model = on_meta(lambda: nn.Sequential(*[nn.Linear(900, 900) for _ in range(8)]))
+
+    def reserved(**options):
+        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["reserved"]
+
+    default = reserved()
+    grown = reserved(conf="expandable_segments:True")
+    assert grown != default
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert reserved() == grown and reserved(conf="") == default
+    with pytest.raises(ValueError, match="max_split_size_mb"):
+        reserved(conf="max_split_size_mb:5")
+    with pytest.raises(ValueError, match="no such setting"):
+        reserved(conf="odd:5")
+
+
+def test_settings_of_the_environment_count(monkeypatch):
     model = on_meta(nn.Linear, 64, 64)
-    notes = [koila.plan(step, meta(8, 64), device="a100-40gb").prediction["notes"] for step in (autocast_step(model), lambda x: model(x).square().mean())]
-    assert [sum("meta" in note for note in some) for some in notes] == [1, 0]
+
+    def allocated(config):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config) if config is not None else monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        return expected(koila.plan(lambda x: model(x).sum(), meta(64, 64), device="a100-40gb"))
+
+    default = allocated(None)
+    assert default - allocated(":16:8") == 2 * (8519680 - 16 * 8 * 1024)
+    assert allocated(":4096:8") - default == 2 * ((32 << 20) - 8519680) and allocated("nonsense") == default
+    scaled = expected(koila.plan(lambda x: model(x).sum(), meta(64, 64), device="a100-40gb", grad_scaler=True), step="steady")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert scaled - expected(koila.plan(lambda x: model(x).sum(), meta(64, 64), device="a100-40gb"), step="steady") == 1024  # scale and growth tracker
 
 
 def test_what_a_training_loop_adds_is_counted():

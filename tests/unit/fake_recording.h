@@ -266,7 +266,7 @@ static void fake_program(recording *r, koila_cache *c, uint64_t seed, int n_ops,
         } else {
             koila_cache_stat s = { 0 };
             koila_cache_stats(c, &s);
-            koila_event e = { KOILA_EVENT_SNAPSHOT, 0, s.of[KOILA_STAT_ACTIVE_BYTES][0].current, 0, { 0, 0 } };
+            koila_event e = { sizeof e, KOILA_EVENT_SNAPSHOT, 0, s.of[KOILA_STAT_ACTIVE_BYTES][0].current, 0, { 0, 0 } };
             record_event(r, &e);
         }
     }

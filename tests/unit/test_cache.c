@@ -697,7 +697,7 @@ static size_t as_segments(const koila_cache *c, block_copy *blocks, koila_segmen
         const koila_block *b = &blocks->b[i];
         if (b->state == KOILA_BLOCK_UNMAPPED) continue;
         bool joins = n && i && blocks->b[i - 1].segment == b->segment && blocks->b[i - 1].state != KOILA_BLOCK_UNMAPPED;
-        if (!joins) segs[n++] = (koila_segment){ b->addr, 0, b->stream, b->pool, b->is_small, b->is_expandable, b, 0 };
+        if (!joins) segs[n++] = (koila_segment){ KOILA_SEGMENT_SIZES, b->addr, 0, b->stream, b->pool, b->is_small, b->is_expandable, b, 0 };
         segs[n - 1].size += b->size;
         segs[n - 1].n_blocks++;
     }
@@ -752,7 +752,7 @@ TEST(cache__ranges_that_are_no_whole_pages_grow_within_their_reservation)
     koila_cache_config conf;
     koila_cache *c = NULL;
     koila_block b = { .addr = (uint64_t)1 << 40, .size = 21 * MIB, .requested = 21 * MIB, .state = KOILA_BLOCK_USED };
-    koila_segment s = { .addr = b.addr, .size = b.size, .is_expandable = true, .blocks = &b, .n_blocks = 1 };
+    koila_segment s = { KOILA_SEGMENT_SIZES, .addr = b.addr, .size = b.size, .is_expandable = true, .blocks = &b, .n_blocks = 1 };
     uint64_t addr;
     koila_cache_config_init(&conf, "2.13");
     conf.expandable = 1;
@@ -771,7 +771,7 @@ TEST(cache__segments_that_do_not_hold_together_are_refused)
 {
     koila_cache_config conf = settings("", 0);
     koila_block one = { .addr = 4096, .size = 2 * MIB, .state = KOILA_BLOCK_FREE };
-    koila_segment good = { 4096, 2 * MIB, 0, { 0, 0 }, true, false, &one, 1 }, bad, pair[2] = { good, good };
+    koila_segment good = { KOILA_SEGMENT_SIZES, 4096, 2 * MIB, 0, { 0, 0 }, true, false, &one, 1 }, bad, pair[2] = { good, good };
     koila_cache *c = NULL;
     koila_error e = KOILA_ERROR_INIT;
     bad = good, bad.size -= 512;
@@ -790,6 +790,46 @@ TEST(cache__segments_that_do_not_hold_together_are_refused)
     koila_cache_free(c);
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, NULL, 0, &c, &e), KOILA_OK);
     koila_cache_free(c);
+}
+
+TEST(cache__segments_of_a_newer_header_are_longer_and_sizes_must_be_said)
+{
+    koila_cache_config conf = settings("", 0);
+    koila_cache *a = NULL, *b = NULL;
+    koila_error e = KOILA_ERROR_INIT;
+    struct long_block { /* as a caller would have them whose header knows more */
+        koila_block is;
+        uint64_t more[3];
+    } blocks[2][2];
+    struct long_segment {
+        koila_segment is;
+        uint64_t more;
+    } segs[2];
+    koila_block short_blocks[2][2];
+    koila_segment short_segs[2];
+    for (int i = 0; i < 2; i++) {
+        const uint64_t at = (uint64_t)(i + 1) << 30;
+        short_blocks[i][0] = (koila_block){ .addr = at, .size = 8 * MIB, .requested = 8 * MIB - i, .state = KOILA_BLOCK_USED };
+        short_blocks[i][1] = (koila_block){ .addr = at + 8 * MIB, .size = 12 * MIB, .state = KOILA_BLOCK_FREE };
+        short_segs[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = at, .size = 20 * MIB, .stream = (uint64_t)i, .blocks = short_blocks[i], .n_blocks = 2 };
+        for (int k = 0; k < 2; k++) blocks[i][k] = (struct long_block){ short_blocks[i][k], { ~0ull, ~0ull, ~0ull } };
+        segs[i] = (struct long_segment){ short_segs[i], ~0ull };
+        segs[i].is.blocks = &blocks[i][0].is;
+        segs[i].is.struct_size = sizeof segs[i];
+        segs[i].is.block_size = sizeof blocks[i][0];
+    }
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, short_segs, 2, &a, &e), KOILA_OK);
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, &segs[0].is, 2, &b, &e), KOILA_OK);
+    CHECK(koila__cache_fingerprint(a) == koila__cache_fingerprint(b));
+    koila_cache_free(a);
+    koila_cache_free(b);
+    a = NULL;
+    short_segs[1].struct_size = 0;
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, short_segs, 2, &a, &e), KOILA_BAD_ARGUMENT);
+    CHECK(!a && strstr(e.text, "struct_size"));
+    short_segs[1].struct_size = sizeof short_segs[1];
+    short_segs[0].block_size = 8;
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, short_segs, 2, &a, &e), KOILA_BAD_ARGUMENT);
 }
 
 TEST(cache__no_host_memory_leaves_the_cache_as_it_was)

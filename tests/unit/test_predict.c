@@ -2,6 +2,7 @@
 #include "cache.h"
 #include "harness.h"
 #include "koila/koila.h"
+#include "random_graph.h"
 
 #define MIB ((uint64_t)1 << 20)
 
@@ -202,6 +203,136 @@ TEST(predict__attention_s_own_memory_depends_on_what_fills_the_device)
     CHECK_EQ(attention_inside("bf16", 4, 64, 64, KOILA_SDPA_MATH, "", 4 * 2048), 2 * 4 * 8 * 64 * 2048 * 2);
 }
 
+/* ---- what a CPU records and CUDA does otherwise, row by row */
+
+TEST(on_cuda__a_dropout_mask_is_a_byte_an_element)
+{
+    static const char text[] = "koila graph 1\naxis 1024\nop aten::bernoulli_.float inplace random\nop aten::div_.Scalar inplace\n%0 = batch axis 0 dim 0 f32[1024, 1024]\n"
+                               "%1 = aten::relu(%0) -> f32[1024, 1024] grad\n%2 = aten::empty_like(%1) -> f32[1024, 1024]\n%3 = aten::bernoulli_.float(%2, 0.9) -> {} writes 0\n"
+                               "%4 = aten::div_.Scalar(%3, 0.9) -> {} writes 0\n%5 = aten::mul.Tensor(%1, %4) -> f32[1024, 1024] grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    CHECK_EQ(p.first.allocated.expected, (4 + 4 + 1 + 4) * MIB); /* x, relu, mask, result: no second temporary */
+    CHECK_EQ(p.first.allocated.high, p.first.allocated.expected);
+}
+
+TEST(on_cuda__attention_with_dropout_is_not_quadratic_but_for_the_high_end)
+{
+    static const char text[] = "koila graph 1\nop aten::bernoulli_.float inplace random\nop aten::div_.Scalar inplace\n%0 = real f32[4, 1024, 64]\n%1 = real f32[4, 64, 1024]\n%2 = real f32[4, 1024, 64]\n"
+                               "%3 = aten::bmm(%0, %1) -> f32[4, 1024, 1024] grad\n%4 = aten::_safe_softmax(%3, -1) -> f32[4, 1024, 1024] grad\n%5 = aten::empty_like(%4) -> f32[4, 1024, 1024]\n"
+                               "%6 = aten::bernoulli_.float(%5, 0.9) -> {} writes 0\n%7 = aten::div_.Scalar(%6, 0.9) -> {} writes 0\n%8 = aten::mul.Tensor(%4, %7) -> f32[4, 1024, 1024] grad\n"
+                               "%9 = aten::bmm(%8, %2) -> f32[4, 1024, 64] grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0)), math = of_text(text, OPTS(.sdpa = KOILA_SDPA_MATH));
+    CHECK_EQ(p.first.allocated.low, 4 * MIB + 8519680); /* q, k, v and the result */
+    CHECK_EQ(p.first.allocated.expected, 4 * MIB + 8519680);
+    CHECK(p.first.allocated.high >= 3 * MIB + 8519680 + 32 * MIB);
+    CHECK_EQ(math.first.allocated.expected, p.first.allocated.high);
+}
+
+TEST(on_cuda__statistics_of_layer_norm_are_float32_and_of_group_norm_are_not)
+{
+    static const char layer[] = "koila graph 1\n%0 = real bf16[4096, 512]\n%1 %2 %3 = aten::native_layer_norm(%0, [512], None, None, 1e-05) -> (bf16[4096, 512], bf16[4096, 1], bf16[4096, 1]) grad\n";
+    static const char group[] = "koila graph 1\n%0 = real bf16[4096, 512]\n%1 %2 %3 = aten::native_group_norm(%0, None, None, 4096, 512, 1, 1, 1e-05) -> (bf16[4096, 512], bf16[4096, 1], bf16[4096, 1]) grad\n";
+    CHECK_EQ(of_text(layer, OPTS(.rows = 0)).first.allocated.expected, 8 * MIB + 2 * 4096 * 4);
+    CHECK_EQ(of_text(group, OPTS(.rows = 0)).first.allocated.low, 8 * MIB + 2 * 4096 * 2);
+}
+
+TEST(on_cuda__batch_norm_may_keep_a_reserve_of_a_bit_an_element)
+{
+    static const char text[] = "koila graph 1\n%0 = real f32[64, 64, 16, 16]\n%1 %2 %3 = aten::native_batch_norm(%0, None, None, None, None, true, 0.1, 1e-05) -> (f32[64, 64, 16, 16], f32[64], f32[64]) grad\n";
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    CHECK_EQ(p.first.allocated.expected, 8 * MIB + 2 * 512);
+    CHECK_EQ(p.first.allocated.high, 8 * MIB + 2 * 512 + MIB / 8);
+}
+
+TEST(on_cuda__backward_of_attention_and_embedding_use_what_their_kernels_take)
+{
+    /* B 2, H 8, Sq 100 -> 128, D 40 -> 64 */
+    static const char flash[] = "koila graph 1\n%0 = real bf16[2, 8, 100, 40]\n%1 = real bf16[2, 8, 100, 40]\n%2 = real bf16[2, 8, 100, 40]\n%3 = real bf16[2, 8, 100, 40]\n%4 = real bf16[2, 8, 100, 40]\n%5 = real f32[2, 8, 100]\n"
+                                "%6 %7 %8 = aten::_scaled_dot_product_flash_attention_for_cpu_backward(%0, %1, %2, %3, %4, %5, 0.0, false) -> (bf16[2, 8, 100, 40], bf16[2, 8, 100, 40], bf16[2, 8, 100, 40])\n";
+    const uint64_t one = (2 * 8 * 100 * 40 * 2 + 511) / 512 * 512, lse = (2 * 8 * 100 * 4 + 511) / 512 * 512;
+    CHECK_EQ(of_text(flash, OPTS(.sdpa = KOILA_SDPA_FLASH)).first.allocated.expected, 8 * one + lse + 2 * 8 * 128 * 4 + 2 * 128 * 8 * 64 * 4);
+    char text[600];
+    uint64_t got[2];
+    for (int k = 0; k < 2; k++) { /* 3,072 indices take the kernel without, 3,073 the one with */
+        snprintf(text, sizeof text, "koila graph 1\n%%0 = real f32[%d, 256]\n%%1 = real i64[%d]\n%%2 = aten::embedding_dense_backward(%%0, %%1, 1000, -1, false) -> f32[1000, 256]\n", 3072 + k, 3072 + k);
+        got[k] = of_text(text, OPTS(.rows = 0)).first.allocated.expected;
+    }
+    CHECK_EQ(got[0], 3 * MIB + 24 * 1024 + 2000 * 512);
+    const uint64_t n = 3073, sorted = (n * 8 + 511) / 512 * 512, p = n / 10 + 1000;
+    CHECK_EQ(got[1], 3 * MIB + 1024 + sorted + 2000 * 512 + 3 * sorted + (n * 16 + 511) / 512 * 512 + p * 256 * 4);
+}
+
+TEST(on_cuda__an_optimizer_s_temporaries_depend_on_its_way)
+{
+    /* two parameters of 4 and 2 MiB, no activations worth speaking of */
+    static const char text[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1024]\n%1 = real f32[1024, 1024]\n%2 = real f32[1024, 512]\n%3 = aten::mm(%0, %1) -> f32[64, 1024] grad\n"
+                               "%4 = aten::mm(%0, %2) -> f32[64, 512] grad\n%5 = aten::t(%0) -> f32[1024, 64]{1, 1024}\n%6 = aten::mm(%5, %3) -> f32[1024, 1024]\n%7 = aten::mm(%5, %4) -> f32[1024, 512]\n";
+    const uint64_t base = 2 * 8519680 + 64 * 1024 * 4 + 2 * 6 * MIB; /* cuBLAS, x, parameters and gradients */
+    static const struct {
+        uint32_t kind, way;
+        bool decay, amsgrad;
+        uint64_t more; /* above base, in the steady step */
+    } rows[] = { { KOILA_OPTIMIZER_SGD, KOILA_WAY_FOREACH, false, false, 0 },
+                 { KOILA_OPTIMIZER_SGD, KOILA_WAY_FOREACH, true, false, 6 * MIB },
+                 { KOILA_OPTIMIZER_MOMENTUM, KOILA_WAY_FOREACH, true, false, 12 * MIB },
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, false, false, 18 * MIB },
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, true, false, 18 * MIB }, /* decayed gradients are gone before the roots */
+                 { KOILA_OPTIMIZER_ADAM, KOILA_WAY_FOREACH, false, true, 24 * MIB },
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_FOREACH, true, false, 18 * MIB },
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_FUSED, true, false, 12 * MIB + 2 * 512 + MIB / 4 }, /* the peak is in the backward, beside a product */
+                 { KOILA_OPTIMIZER_ADAMW, KOILA_WAY_LOOP, true, false, 20 * MIB } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        const koila_prediction p = of_text(text, OPTS(.optimizer = rows[i].kind, .way = rows[i].way, .weight_decay = rows[i].decay, .amsgrad = rows[i].amsgrad));
+        if (rows[i].more) CHECK_EQ(p.steady.allocated.expected, base + rows[i].more);
+        else CHECK(p.steady.allocated.expected <= base + MIB);
+    }
+}
+
+TEST(on_cuda__a_scaler_and_cublas_settings_count)
+{
+    static const char tiny[] = "koila graph 1\naxis 64\nop aten::t view\n%0 = batch axis 0 dim 0 f32[64, 1]\n%1 = real f32[1, 1]\n%2 = aten::mm(%0, %1) -> f32[64, 1] grad\n"
+                               "%3 = aten::t(%0) -> f32[1, 64]{1, 1}\n%4 = aten::mm(%3, %2) -> f32[1, 1]\n";
+    const uint64_t plain = of_text(tiny, OPTS(.rows = 0)).steady.allocated.expected, scaled = of_text(tiny, OPTS(.grad_scaler = true)).steady.allocated.expected;
+    CHECK(scaled >= plain + 2 * 512 && scaled <= plain + 6 * 512);
+    static const struct { const char *config; uint64_t bytes; bool ok; } rows[] = {
+        { ":4096:2:16:8", 8519680, true }, { ":4096:8", 32 * MIB, true }, { ":16:8", 131072, true }, { ":0:0", 0, true }, { "x:4096:8y", 32 * MIB, true }, { ":4096:8:", 32 * MIB, true },
+        { "::16:8", 131072, true }, { "", 0, false }, { "4096:8", 0, false }, { ":4096", 0, false }, { ":4096:-1", 0, false }, { ":a:b", 0, false }, { ":99999999999999999999:1", 9999999ull * 1024, true } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        uint64_t n = 0;
+        CHECK_EQ(koila_cublas_workspace(rows[i].config, &n), rows[i].ok);
+        CHECK_EQ(n, rows[i].bytes);
+        if (i < 4) CHECK_EQ(of_text(tiny, OPTS(.cublas_workspace = rows[i].config)).steady.allocated.expected + 2 * 8519680, plain + 2 * n);
+    }
+}
+
+TEST(on_cuda__cudnn_s_attention_comes_first_where_it_is_new_and_the_device_is)
+{
+    static const struct { int capability, cudnn; const char *dtype; bool last, is_cudnn; } rows[] = { { 90, 91501, "bf16", false, true }, { 100, 92000, "f16", false, true },
+        { 90, 91500, "bf16", false, false }, { 80, 91501, "bf16", false, false }, { 120, 91501, "bf16", false, false }, { 90, 91501, "f32", false, false }, { 90, 91501, "bf16", true, false } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        char text[600], profile[600];
+        const int bytes = strcmp(rows[i].dtype, "f32") ? 2 : 4;
+        koila_table *t;
+        koila_device *d = NULL;
+        koila_prediction p = { 0 };
+        koila_predict_opts o = { .struct_size = sizeof o, .cudnn_sdpa_last = rows[i].last };
+        const char *x = rows[i].dtype;
+        snprintf(text, sizeof text, "koila graph 1\n%%0 = real %s[32, 8, 64, 64]\n%%1 = real %s[32, 8, 64, 64]\n%%2 = real %s[32, 8, 64, 64]\n"
+                 "%%3 %%4 = aten::_scaled_dot_product_flash_attention_for_cpu(%%0, %%1, %%2) -> (%s[32, 8, 64, 64], f32[32, 8, 64])\n", x, x, x, x);
+        snprintf(profile, sizeof profile, "{\"koila_device\": 1, \"fields\": {\"sm_count\": {\"value\": 132, \"how\": \"vendor\"}, \"compute_capability\": {\"value\": %d, \"how\": \"vendor\"}, "
+                 "\"total_bytes\": {\"value\": 80000000000, \"how\": \"vendor\"}, \"context_bytes\": {\"value\": 1, \"how\": \"vendor\"}, \"cudnn_version\": {\"value\": %d, \"how\": \"measured\"}}}",
+                 rows[i].capability, rows[i].cudnn);
+        koila_graph *g = parse(&t, text);
+        CHECK_EQ(koila_device_open(profile, strlen(profile), NULL, &d, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, NULL, &o, &p, NULL), KOILA_OK);
+        const uint64_t inside = p.first.allocated.expected - 4 * (uint64_t)(32 * 8 * 64 * 64 * bytes) - 32 * 8 * 64 * 4;
+        CHECK_EQ(inside >= 16 * MIB, rows[i].is_cudnn); /* its workspace */
+        koila_device_free(d);
+        koila_graph_free(g);
+        koila_table_free(t);
+    }
+}
+
 TEST(predict__a_recurrent_layer_is_modelled_and_its_cpu_workspace_is_not_cuda_s)
 {
     static const char text[] = "koila graph 1\nop aten::mkldnn_rnn_layer opaque\n%0 = real f32[100, 64, 32]\n%1 = real f32[512, 32]\n%2 = real f32[512, 128]\n%3 = real f32[512]\n%4 = real f32[512]\n"
@@ -243,6 +374,248 @@ TEST(fits__leaves_the_live_cache_as_it_was)
     koila_device_free(d);
     koila_graph_free(g);
     koila_table_free(t);
+}
+
+/* ---- the planner on a live cache */
+
+/* A loss of a product: 64 MiB twice at the whole batch of 8192 rows, nothing large left over. */
+static const char loss[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 0 f32[8192, 1024] \"x\"\n%1 = real f32[1024, 2048] \"w\"\n"
+                           "%2 = aten::mm(%0, %1) -> f32[8192, 2048] grad\n%3 = aten::relu(%2) -> f32[8192, 2048] grad\n%4 = aten::sum(%3) -> f32[]\n";
+
+static koila_cache *cache_of(uint64_t total, const koila_segment *s, size_t n)
+{
+    koila_cache_config conf;
+    koila_cache *c = NULL;
+    koila_cache_config_init(&conf, NULL);
+    conf.total_bytes = total;
+    CHECK_EQ(koila_cache_from_segments(&conf, NULL, s, n, &c, NULL), KOILA_OK);
+    return c;
+}
+
+/* The plan of `g`'s last value on `live`; its rows. `margin` bytes are not counted with. */
+static int64_t rows_on(const koila_graph *g, koila_cache *live, uint64_t margin, koila_fit *f)
+{
+    koila_device *d = gpu("a100-40gb");
+    const koila_value target = koila_graph_n_values(g) - 1;
+    const koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX };
+    const koila_fit_opts o = { .struct_size = sizeof o, .margin_bytes = margin };
+    koila_plan *p = NULL;
+    koila_error e = KOILA_ERROR_INIT;
+    const uint64_t before = koila__cache_fingerprint(live);
+    CHECK_EQ(koila_plan_live(g, &target, 1, &po, d, live, &o, NULL, &p, f, &e), KOILA_OK);
+    CHECK(koila__cache_fingerprint(live) == before);
+    CHECK(f->n_simulations >= 1 && f->n_simulations <= KOILA_MAX_SIMULATIONS);
+    const int64_t rows = p ? koila_plan_get(p).rows : 0;
+    koila_plan_free(p);
+    koila_device_free(d);
+    return rows;
+}
+
+/* 20 segments of 20 MiB, each with 2 MiB handed out in the middle: 360 MiB are free, and no 9 MiB of them in one piece. */
+static koila_cache *fragmented(uint64_t total)
+{
+    enum { N = 20 };
+    koila_segment s[N];
+    koila_block b[N][3];
+    for (int i = 0; i < N; i++) {
+        const uint64_t at = (uint64_t)(i + 1) << 30;
+        b[i][0] = (koila_block){ .addr = at, .size = 9 * MIB, .state = KOILA_BLOCK_FREE };
+        b[i][1] = (koila_block){ .addr = at + 9 * MIB, .size = 2 * MIB, .state = KOILA_BLOCK_USED };
+        b[i][2] = (koila_block){ .addr = at + 11 * MIB, .size = 9 * MIB, .state = KOILA_BLOCK_FREE };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = at, .size = 20 * MIB, .blocks = b[i], .n_blocks = 3 };
+    }
+    return cache_of(total, s, N);
+}
+
+TEST(live_plan__bytes_in_pieces_are_not_bytes_and_whole_ones_are)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, loss);
+    koila_fit f = { 0 };
+    koila_cache *c = fragmented(420 * MIB); /* the sum of live bytes is 128 of the 360 MiB that are free: it would take all rows at once */
+    const int64_t rows = rows_on(g, c, 0, &f);
+CHECK(f.fits && rows > 0 && rows * 2048 * 4 <= (int64_t)(9 * MIB) && rows * 2048 * 4 >= (int64_t)(8 * MIB));
+    koila_cache_free(c);
+    c = fragmented((400 + 20 + 140) * MIB); /* as much again in one piece: now the whole batch fits */
+    CHECK_EQ(rows_on(g, c, 0, &f), 8192);
+    CHECK(f.fits && f.n_simulations == 1);
+    koila_cache_free(c);
+    /* the same 40 MiB handed out, in two segments that nothing else pins */
+    koila_block b[2][1];
+    koila_segment s[2];
+    for (int i = 0; i < 2; i++) {
+        b[i][0] = (koila_block){ .addr = (uint64_t)(i + 1) << 30, .size = 20 * MIB, .state = KOILA_BLOCK_USED };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = b[i][0].addr, .size = 20 * MIB, .blocks = b[i], .n_blocks = 1 };
+    }
+    c = cache_of(400 * MIB, s, 2);
+    CHECK_EQ(rows_on(g, c, 0, &f), 8192);
+    koila_cache_free(c);
+    /* cached segments on another stream pin nothing: they are released by the retry */
+    for (int i = 0; i < 2; i++) {
+        b[i][0] = (koila_block){ .addr = (uint64_t)(i + 1) << 30, .size = 150 * MIB, .state = KOILA_BLOCK_FREE };
+        s[i] = (koila_segment){ KOILA_SEGMENT_SIZES, .addr = b[i][0].addr, .size = 150 * MIB, .stream = 7, .blocks = b[i], .n_blocks = 1 };
+    }
+    c = cache_of(400 * MIB, s, 2);
+    CHECK_EQ(rows_on(g, c, 0, &f), 8192);
+    CHECK(f.fits && f.n_retries > 0);
+    koila_cache_free(c);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
+TEST(live_plan__when_nothing_fits_it_is_said)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, loss);
+    koila_fit f = { 0 };
+    koila_block b = { .addr = (uint64_t)1 << 30, .size = 90 * MIB, .state = KOILA_BLOCK_FREE };
+    koila_segment s = { KOILA_SEGMENT_SIZES, .addr = b.addr, .size = b.size, .blocks = &b, .n_blocks = 1, .pool = { 1, 0 } }; /* of a MemPool: no use to us */
+    koila_cache *c = cache_of(90 * MIB, &s, 1);
+    koila_cache_pool_hold(c, (koila_pool){ 1, 0 }, 0);
+    CHECK_EQ(rows_on(g, c, 0, &f), 1);
+    CHECK(!f.fits);
+    koila_cache_free(c);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
+TEST(live_plan__a_measured_margin_is_the_least_that_would_have_refused)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, loss);
+    koila_device *d = gpu("a100-40gb");
+    const koila_value target = koila_graph_n_values(g) - 1;
+    koila_fit f = { 0 };
+    for (int cached = 0; cached < 2; cached++) { /* from the driver; and all of it cached already, where only the sum can refuse */
+        koila_block b[2] = { { .addr = (uint64_t)1 << 30, .size = 400 * MIB, .state = KOILA_BLOCK_FREE }, { .addr = (uint64_t)1 << 31, .size = 2 * MIB, .state = KOILA_BLOCK_FREE } };
+        koila_segment s[2] = { { KOILA_SEGMENT_SIZES, .addr = b[0].addr, .size = b[0].size, .blocks = &b[0], .n_blocks = 1 }, { KOILA_SEGMENT_SIZES, .addr = b[1].addr, .size = b[1].size, .is_small = true, .blocks = &b[1], .n_blocks = 1 } };
+        koila_cache *c = cache_of(cached ? 402 * MIB : 420 * MIB, s, cached ? 2 : 0);
+        const koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX };
+        koila_plan *p = NULL;
+        uint64_t margin = 0;
+        CHECK_EQ(koila_plan_live(g, &target, 1, &po, d, c, NULL, NULL, &p, &f, NULL), KOILA_OK);
+        CHECK_EQ(koila_plan_get(p).rows, 8192);
+        CHECK_EQ(koila_fit_margin(p, d, c, NULL, &margin, NULL), KOILA_OK);
+        CHECK(margin > 100 * MIB && margin < 300 * MIB);
+        CHECK(rows_on(g, c, margin, &f) < 8192);
+        CHECK(f.fits);
+        CHECK_EQ(rows_on(g, c, margin - 2 * MIB, &f), 8192);
+        koila_plan_free(p);
+        koila_cache_free(c);
+    }
+    koila_device_free(d);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
+/* A random step of large values, and a random state of a device on which it just about fits. */
+static bool make_case(random_graph *r, uint64_t seed, koila_cache **live)
+{
+    memset(r, 0, sizeof *r);
+    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
+    r->status = koila_table_new(NULL, &r->t);
+    if (r->status == KOILA_OK) r->status = koila_graph_new(r->t, NULL, &r->g);
+    const int64_t rows = 8 + rg_pick(r, 57), wide = 20000 + 1000 * (int64_t)rg_pick(r, 200), extent[] = { rows, 2, wide, rows, 1, wide / 4 };
+    uint16_t axis;
+    memcpy(r->extent, extent, sizeof extent);
+    if (r->status == KOILA_OK) r->status = koila_graph_axis(r->g, rows, &axis);
+    const koila_dtype dtype = rg_pick(r, 4) ? KOILA_DTYPE_F32 : KOILA_DTYPE_BF16;
+    for (int i = 0; i < 3; i++) rg_leaf(r, KOILA_LEAF_BATCH, 0, i == 2, dtype, 2, i == 2 ? (int64_t[]){ wide, rows } : (int64_t[]){ rows, i ? wide / 4 : wide });
+    for (int i = 0; i < 80 && koila_graph_n_nodes(r->g) < 25; i++) rg_step(r);
+    if (r->status || r->n_values < 6) return false;
+    for (int i = 0; i < 3; i++) r->targets[r->n_targets++] = r->values[r->n_values - 1 - rg_pick(r, r->n_values / 2)];
+    koila_cache_config conf;
+    koila_cache_config_init(&conf, NULL);
+    conf.expandable = rg_pick(r, 5) == 0;
+    conf.device_bytes = (uint64_t)1 << 50; /* room in the address space for any reservation */
+    if (koila_cache_new(&conf, NULL, live, NULL)) return false;
+    uint64_t addr[60], n_out = 0;
+    for (int i = 0; i < 120; i++) {
+        if (n_out < 60 && rg_pick(r, 3)) {
+            if (!koila_cache_malloc(*live, rg_pick(r, 2) ? rg_pick(r, 24) * MIB + 1000 : 1 + rg_pick(r, 1 << 20), rg_pick(r, 8) == 0, KOILA_POOL_DEFAULT, &addr[n_out])) n_out++;
+        } else if (n_out) {
+            const uint32_t at = rg_pick(r, (uint32_t)n_out);
+            koila_cache_release(*live, addr[at]);
+            addr[at] = addr[--n_out];
+        }
+    }
+    return true;
+}
+
+TEST(live_plan__the_choice_is_that_of_trying_every_number_of_slices)
+{
+    koila_device *d = gpu("a100-40gb");
+    uint32_t n_cases = 0, n_cut = 0, n_islands = 0, n_missed = 0, n_sum_wrong = 0;
+    for (uint64_t seed = 1; seed <= 1200; seed++) {
+        random_graph r;
+        koila_cache *live = NULL;
+        if (!make_case(&r, seed, &live)) {
+            koila_cache_free(live);
+            rg_deinit(&r);
+            continue;
+        }
+        const int64_t batch = r.extent[0];
+        koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX };
+        koila_plan *p = NULL;
+        koila_fit f = { 0 };
+        CHECK_EQ(koila_plan_new(r.g, r.targets, r.n_targets, &po, NULL, &p, NULL), KOILA_OK);
+        const uint64_t need = koila_plan_get(p).peak_bytes, reserved = koila__cache_stats_ref(live)->of[KOILA_STAT_RESERVED_BYTES][0].current;
+        CHECK_EQ(koila_fits_plan(p, d, live, NULL, &f, NULL), KOILA_OK); /* no limit yet */
+        const uint64_t held = koila__cache_stats_ref(live)->of[KOILA_STAT_ALLOCATED_BYTES][0].current;
+        CHECK(f.fits && f.peak_allocated - held >= need);
+        koila_plan_free(p);
+        koila_cache_set_limit(live, reserved + (need / 100 * (20 + rg_pick(&r, 100))), 0, 0);
+        const uint64_t before = koila__cache_fingerprint(live);
+        int64_t brute = 0, sum = 0, last = 0;
+        bool seen_no = false; /* after a yes: not monotone */
+        po.budget_bytes = (uint64_t)1 << 60; /* with a budget forced rows are judged too */
+        for (int64_t n = 1; n <= batch; n++) {
+            po.rows = (batch + n - 1) / n;
+            if (po.rows == last) continue;
+            last = po.rows;
+            f.fits = false;
+            const koila_status status = koila_plan_live(r.g, r.targets, r.n_targets, &po, d, live, NULL, NULL, &p, &f, NULL);
+            CHECK(status == KOILA_OK || status == KOILA_OOM);
+            if (status == KOILA_OK) {
+                CHECK(koila_plan_get(p).rows == po.rows || koila_plan_get(p).n_slices == 1);
+                CHECK(!f.fits || f.peak_allocated - held >= koila_plan_get(p).peak_bytes); /* so what does not fit by its sum does not fit */
+                koila_plan_free(p);
+            }
+            if (status == KOILA_OK && !sum) sum = n;
+            if (status == KOILA_OK && f.fits && !brute) brute = n;
+            if (brute && !(status == KOILA_OK && f.fits)) seen_no = true;
+        }
+        po.rows = 0;
+        f = (koila_fit){ 0 };
+        p = NULL;
+        const koila_status status = koila_plan_live(r.g, r.targets, r.n_targets, &po, d, live, NULL, NULL, &p, &f, NULL);
+        CHECK(koila__cache_fingerprint(live) == before);
+        CHECK_EQ(status, sum ? KOILA_OK : KOILA_OOM);
+        if (!status) {
+            const koila_plan_info info = koila_plan_get(p);
+            CHECK(f.n_simulations <= KOILA_MAX_SIMULATIONS);
+            CHECK_EQ(f.fits, brute != 0 && f.fits); /* a yes is one */
+            if (f.fits) {
+                koila_fit again = { 0 };
+                CHECK_EQ(koila_fits_plan(p, d, live, NULL, &again, NULL), KOILA_OK);
+                CHECK(again.fits && again.peak_reserved == f.peak_reserved);
+            }
+            const int64_t rows = brute ? (batch + brute - 1) / brute : 1;
+            if (f.fits && !seen_no && f.n_simulations < KOILA_MAX_SIMULATIONS - 1) CHECK_EQ(info.rows, rows); /* then all numbers that bisection skipped are decided */
+            CHECK(!f.fits || info.rows <= rows);
+            n_cases++;
+            n_cut += f.fits && info.n_slices > 1;
+            n_islands += seen_no;
+            n_missed += brute && info.rows != rows;
+            n_sum_wrong += sum != brute;
+            koila_plan_free(p);
+        }
+        koila_cache_free(live);
+        rg_deinit(&r);
+    }
+    printf("  %u cases, %u cut; in %u the sum of bytes would have been wrong; in %u fitting is not monotone, in %u the choice has more slices than brute force's\n", n_cases, n_cut, n_sum_wrong, n_islands, n_missed);
+    CHECK(n_cases > 300 && n_cut > 50 && n_sum_wrong > 20 && n_islands > 20 && n_missed < n_cases / 50);
+    koila_device_free(d);
 }
 
 static const char profile[] = "{\"koila_device\": 1, \"name\": \"mine\", \"driver\": \"580\", \"fields\": {\"sm_count\": {\"value\": 10, \"how\": \"vendor\"}, "

@@ -350,7 +350,7 @@ TEST(replay__a_whole_trace_that_frees_what_is_not_there_is_bad_input)
     CHECK_EQ(try_replay(&rec, 0, true, &out, &e), KOILA_BAD_INPUT);
     CHECK(strstr(e.text, "entry 5: frees 0x") && strstr(e.text, ", which is not allocated"));
     rec.n = n;
-    rec.e[rec.n++] = (koila_event){ KOILA_EVENT_ALLOC, b, 4 * MIB, 0, KOILA_POOL_DEFAULT };
+    rec.e[rec.n++] = (koila_event){ sizeof(koila_event), KOILA_EVENT_ALLOC, b, 4 * MIB, 0, KOILA_POOL_DEFAULT };
     CHECK_EQ(try_replay(&rec, 0, true, &out, &e), KOILA_BAD_INPUT);
     CHECK(strstr(e.text, "entry 5: allocates 0x") && strstr(e.text, ", which is allocated already"));
     /* in a window entries may be missing: the first segment was made before */

@@ -147,9 +147,12 @@ TEST(snapshot__a_small_file_is_read)
     CHECK(koila_snapshot_frame(s, koila_snapshot_block_stack(s, &segs[0].blocks[0]), 0, &f));
     CHECK_STR(f.filename, "a\xc3\xa9.py");
     CHECK(!koila_snapshot_frame(s, koila_snapshot_block_stack(s, &segs[0].blocks[0]), 1, &f));
-    koila_entry x;
+    koila_entry x = { .struct_size = sizeof x };
     CHECK(koila_snapshot_entry(s, 0, 0, &x));
-    CHECK(x.stream == UINT64_MAX);
+    CHECK(x.stream == UINT64_MAX && x.struct_size == sizeof x);
+    koila_entry old = { .struct_size = offsetof(koila_entry, stream), .stream = 77 }; /* a caller whose header ends there */
+    CHECK(koila_snapshot_entry(s, 0, 0, &old));
+    CHECK(old.size == x.size && old.stream == 77 && old.struct_size == offsetof(koila_entry, stream));
     CHECK(!koila_snapshot_entry(s, 0, 2, &x));
     CHECK(!koila_snapshot_entry(s, 1, 0, &x));
     koila_cache_config conf;
@@ -180,7 +183,7 @@ TEST(snapshot__pickle_and_json_say_the_same)
     koila_snapshot *s, *t;
     CHECK_EQ(open_n(a.p, a.n, &s, NULL), KOILA_OK);
     CHECK_EQ(open_n(b.p, b.n, &t, NULL), KOILA_OK);
-    koila_entry x, y;
+    koila_entry x = { .struct_size = sizeof x }, y = { .struct_size = sizeof y };
     CHECK_EQ(koila_snapshot_n_entries(s, 0), rec2.n);
     for (uint64_t i = 0; koila_snapshot_entry(s, 0, i, &x); i++) {
         CHECK(koila_snapshot_entry(t, 0, i, &y));
