@@ -22,7 +22,7 @@ from memory_helpers import Held, by_hand_step, clear, eager_step, installed, koi
 from torch import nn, zeros as imported_zeros
 
 import koila
-from koila import LazyTensor, UnsupportedError, _core, _tensor, lazy
+from koila import LazyTensor, UnsupportedError, _capture, _core, lazy
 
 B, T, V, H = 8, 5, 7, 6
 
@@ -906,8 +906,8 @@ def test_random_programs_with_buffers(block):
 
 def test_memory_that_is_not_shared_would_be_noticed(monkeypatch):
     """The planted fault: each view of a tensor that settles gets memory of its own."""
-    right = _tensor.settled_views
-    monkeypatch.setattr(_tensor, "settled_views", lambda *a: [v.clone() for v in right(*a)])
+    right = _capture.settled_views
+    monkeypatch.setattr(_capture, "settled_views", lambda *a: [v.clone() for v in right(*a)])
     with pytest.raises(AssertionError):
         test_its_memory_is_shared_with_whoever_asks_for_it()
     wrong = 0
