@@ -885,7 +885,7 @@ static void peaks_now(const sim *s, uint64_t *allocated, uint64_t *reserved, uin
     const koila_cache_stat *x = koila__cache_stats_ref(s->c);
     *allocated = x->of[KOILA_STAT_ALLOCATED_BYTES][0].peak;
     *reserved = x->of[KOILA_STAT_RESERVED_BYTES][0].peak;
-    *device = x->peak_device_bytes + level_of(s, KOILA_DEVICE_CONTEXT_BYTES);
+    *device = x->peak_device_bytes; /* the context comes on top */
 }
 
 /* What a prediction is of. */
@@ -907,7 +907,8 @@ static koila_status run_level(const subject *x, const koila_plan *plan, int leve
     koila_cache_config c = x->conf;
     memset(r, 0, sizeof *r);
     c.total_bytes = limit;
-    c.outside_bytes = limit ? level_of(&s, KOILA_DEVICE_CONTEXT_BYTES) : 0;
+    const koila_device_value context = koila_device_get(x->d, KOILA_DEVICE_CONTEXT_BYTES);
+    c.outside_bytes = limit ? context.value + context.spread : 0;
     c.device_bytes = koila_device_get(x->d, KOILA_DEVICE_TOTAL_BYTES).value;
     if (c.memory_fraction > 0.0) koila_cache_config_fraction(&c, c.memory_fraction, c.device_bytes, koila_device_get(x->d, KOILA_DEVICE_INFO_TOTAL_BYTES).value);
     s.out = out;
@@ -976,9 +977,13 @@ static bool accepts(void *user, const koila_plan *p)
 static koila_status fits_from_start(void *user, const koila_plan *p, bool *yes)
 {
     const subject *x = user;
-    run_result r;
-    const koila_status status = run_level(x, p, HIGH, x->memory_bytes, 0, NULL, &r, NULL);
-    *yes = !status && !r.oom;
+    run_result r = { 0 };
+    koila_status status = KOILA_OK;
+    *yes = true;
+    for (int level = HIGH; level >= LOW && *yes && !status; level--) { /* smaller requests may leave larger holes */
+        status = run_level(x, p, level, x->memory_bytes, 0, NULL, &r, NULL);
+        *yes = !status && !r.oom;
+    }
     return status;
 }
 
@@ -1134,10 +1139,26 @@ koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, con
         for (int k = 0; k < 2; k++) {
             const uint64_t v[3] = { r[level].allocated[k], r[level].reserved[k], r[level].device[k] };
             koila_range *to[3] = { &at[k]->allocated, &at[k]->reserved, &at[k]->device };
-            for (int i = 0; i < 3; i++) *(level == LOW ? &to[i]->low : level == HIGH ? &to[i]->high : &to[i]->expected) = v[i];
+            for (int i = 0; i < 3; i++) { /* more asked for is not always more reserved: low and high are the least and the most of the three */
+                if (level == LOW || v[i] < to[i]->low) to[i]->low = v[i];
+                if (level == LOW || v[i] > to[i]->high) to[i]->high = v[i];
+                if (level == EXPECTED) to[i]->expected = v[i];
+            }
         }
     }
+    for (int k = 0; k < 2 && !status; k++) { /* what is outside is not larger because less is asked for inside */
+        koila_range *device = k ? &p.steady.device : &p.first.device;
+        const koila_device_value context = koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES);
+        device->low += context.value - context.spread;
+        device->expected += context.value;
+        device->high += context.value + context.spread;
+    }
     if (!status) status = run_level(&x, plan, HIGH, p.memory_bytes, 0, NULL, &limited, e);
+    for (int level = EXPECTED; level >= LOW && !status && !limited.oom; level--) {
+        run_result other;
+        status = run_level(&x, plan, level, p.memory_bytes, 0, NULL, &other, e);
+        if (other.oom) limited = other;
+    }
     if (!status && r[EXPECTED].most) status = run_level(&x, plan, EXPECTED, 0, r[EXPECTED].most, &p, &peak, e);
     if (!status) {
         const koila_plan_info info = koila_plan_get(plan);

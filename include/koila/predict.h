@@ -75,7 +75,7 @@ typedef struct koila_predict_opts {
 } koila_predict_opts;
 
 typedef struct koila_range {
-    uint64_t low, expected, high;
+    uint64_t low, expected, high; /**< low <= expected <= high: the least and the most of three runs, with the least, the likely and the most that operators may use */
 } koila_range;
 typedef struct koila_peaks {
     koila_range allocated, reserved, device; /**< device: reserved as the driver rounds it, and everything outside the cache */
@@ -87,7 +87,7 @@ typedef struct koila_prediction {
     uint32_t struct_size;
     koila_peaks first, steady;
     uint64_t memory_bytes; /**< the limit it was judged against */
-    bool fits;             /**< the high end, in every step, under that limit */
+    bool fits;             /**< all three runs, in every step, under that limit */
     uint64_t spare_bytes;  /**< memory - highest device bytes; 0 if it does not fit */
     uint64_t n_retries;    /**< of the high end under the limit; up to the request that failed if it does not fit */
     bool settled;          /**< two steps in a row left the same state */

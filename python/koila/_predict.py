@@ -106,7 +106,7 @@ class _AsOnCuda(TorchFunctionMode):
         self.casts_parameters = False
 
     def __enter__(self) -> _AsOnCuda:
-        self._depth = 0
+        self._depth = 0  # CUDA autocasts that are open; a backward counts as one: what a checkpoint runs again there is under the CPU's, which stood in for it
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._plain = init, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
         mode = self
@@ -148,12 +148,26 @@ class _AsOnCuda(TorchFunctionMode):
             self._casts[id(x)] = (x, x.to(dtype))
         return self._casts[id(x)][1]
 
+    def _backward(self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+        """A mode is not asked inside a function that it was asked about; here it has to be."""
+        self._depth += 1
+        TorchFunctionMode.__enter__(self)
+        try:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self._depth -= 1
+            if not self._depth:
+                self._casts.clear()
+
     def _stay(self, x: Any) -> Any:
         return self._home if (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda") else x
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if func is torch.Tensor.backward:
+            return self._backward(*args, **kwargs)
         if self._moves:
             if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
                 return args[0]

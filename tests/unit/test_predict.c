@@ -672,3 +672,15 @@ TEST(device__an_unknown_name_gets_the_nearest)
     CHECK_EQ(koila_device_get(d, KOILA_DEVICE_CUBLAS_BYTES).value, 33554432);
     koila_device_free(d);
 }
+
+TEST(predict__ranges_are_in_order_though_asking_for_more_may_reserve_less)
+{ /* convolutions whose workspace of 0 .. 64 .. 128 MiB falls into other holes */
+    char text[4000];
+    int n = snprintf(text, sizeof text, "koila graph 1\n%%0 = real f32[32, 64, 64, 64]\n%%1 = real f32[64, 64, 3, 3]\n");
+    for (int i = 2; i < 9; i++)
+        n += snprintf(text + n, sizeof text - (size_t)n, "%%%d = aten::convolution(%%%d, %%1, None, [1, 1], [1, 1], [1, 1], false, [0, 0], 1) -> f32[32, 64, 64, 64] grad\n", i, i == 2 ? 0 : i - 1);
+    const koila_prediction p = of_text(text, OPTS(.rows = 0));
+    const koila_range *r[] = { &p.first.allocated, &p.first.reserved, &p.first.device, &p.steady.allocated, &p.steady.reserved, &p.steady.device };
+    for (size_t i = 0; i < KOILA_COUNT(r); i++) CHECK(r[i]->low <= r[i]->expected && r[i]->expected <= r[i]->high);
+    CHECK(p.first.device.high >= p.first.reserved.high + 500 * MIB); /* with the widest context */
+}
