@@ -53,7 +53,7 @@ typedef struct koila__credit { /* one row on one device: done for it while other
 
 typedef struct koila__row {
     uint64_t n_hits, n_ticks, rss_bytes;
-    uint64_t seen_events; /* meter.n_events when the maxima were last brought up to date; valid if `recorded` */
+    uint64_t seen_events; /* koila__meter_events() when the maxima were last brought up to date; valid if `recorded` */
     uint32_t n_stats_reads;
     int seen_target;
     bool recorded, shared;  /* shared: events of worker threads may have been given to others too */
@@ -127,6 +127,11 @@ typedef struct koila__stack {
     int origin_row;
 } koila__stack;
 
+typedef struct koila__last_credit {
+    uint64_t n_made, thread, number; /* valid while n_made is what it was */
+    uint32_t path;
+} koila__last_credit;
+
 typedef struct koila__lines {
     koila_allocator mem;
     koila__meter *meter;
@@ -138,7 +143,8 @@ typedef struct koila__lines {
     koila__path *paths; /* [1 .. n_paths]; guarded by the credit lock */
     uint32_t *path_slots, n_paths, n_path_slots;
     _Atomic uint64_t n_made; /* nodes with an origin, ever: 0 means that nobody need ask which node runs */
-    uint64_t rss_bytes, rss_ticks;
+    koila__last_credit last; /* the node that was credited last; guarded by the credit lock */
+    uint64_t rss_bytes, rss_ticks, page_bytes;
     int rss_fd; /* /proc/self/statm, -1 not open yet, -2 cannot */
     double ticks_per_ns;
     uint64_t tick0, ns0;
@@ -151,8 +157,17 @@ typedef struct koila__lines {
 void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *mem);
 void koila__lines_deinit(koila__lines *l);
 
-/* The code at `key`, or NULL. */
-koila__code *koila__lines_find(const koila__lines *l, const void *key);
+/* The code at `key`, or NULL. Here, for it is asked at every Python call. */
+static inline size_t koila__code_home(const koila__lines *l, const void *key)
+{
+    return (((uintptr_t)key >> 4) * 0x9E3779B97F4A7C15u >> 20) & (l->n_slots - 1);
+}
+static inline koila__code *koila__lines_find(const koila__lines *l, const void *key)
+{
+    if (!l->n_codes) return NULL;
+    for (size_t i = koila__code_home(l, key);; i = (i + 1) & (l->n_slots - 1))
+        if (!l->slots[i] || l->slots[i]->key == key) return l->slots[i];
+}
 /* Let a profiler record `key`. Expected: NO_MEMORY, and nothing changed. `*out` is borrowed until koila__func_free(). */
 koila_status koila__func_new(koila__lines *l, const void *key, int first_line, int n_rows, const koila__wish *wish, koila__func **out);
 /* A func that stays as `f` is now, for `wish`, which should be disabled. Expected: NO_MEMORY. */

@@ -11,6 +11,8 @@ extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
 /* This thread's stack of activations; NULL until it runs profiled code. */
 extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden"))); /* hidden: found without a search */
+/* The code that captured work on this thread was captured in, and its line; NULL: none runs. */
+extern __thread struct koila__work { const void *key; int line; } koila__memlab_work __attribute__((visibility("hidden")));
 
 /* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the hooks of loaded accelerator libraries.
  * pre: the GIL is held. */
@@ -28,8 +30,6 @@ void koila__nodes_credit(int device, int64_t delta);
 /* Captured work runs now on this thread, for line `line` of `file`; NULL: no more. Its memory is credited to that line, if it is profiled.
  * pre: the GIL is held. */
 void koila__lines_work_for(const char *file, int line);
-/* An allocator event during such work. */
-void koila__lines_credit_work(int device, int64_t delta, uint64_t now);
 /* Is any line profiler enabled? */
 extern int koila__lines_enabled;
 
