@@ -234,6 +234,7 @@ static void forget_code(koila__lines *l, koila__code *c)
     for (koila__code *k = l->codes; k; k = k->next) insert(l, k);
     if (l->n_codes == 0) { /* no path means anything any more: begin anew */
         l->n_paths = 0;
+        l->n_begun++;
         if (l->path_slots) memset(l->path_slots, 0, l->n_path_slots * sizeof *l->path_slots);
         for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire); i++) {
             koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
@@ -710,18 +711,22 @@ static koila__credit *credit_of(koila__lines *l, koila__func *f, int row, int de
     return r->credit ? &r->credit[device] : NULL;
 }
 
-void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+/* pre: locked */
+static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, uint64_t number)
 {
-    lock_credits(l);
     uint64_t n_made = atomic_load_explicit(&l->n_made, memory_order_relaxed);
-    bool known = l->last.n_made == n_made && l->last.thread == thread && l->last.number == number; /* a node asks several times */
-    uint32_t path = known ? l->last.path : 0;
-    for (int i = 0; !known && i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire) && !path; i++) {
+    if (l->last.n_made == n_made && l->last.thread == thread && l->last.number == number) return l->last.path; /* a node asks several times */
+    uint32_t path = 0;
+    for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire) && !path; i++) {
         koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
         const koila__stack *s = t ? t->owner : NULL;
         if (s && s->thread_number == thread) path = path_of_node(s, number);
     }
     l->last = (koila__last_credit){ n_made, thread, number, path };
+    return path;
+}
+static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_bytes)
+{
     for (uint32_t p = path; p; p = l->paths[p].outer) {
         const koila__path *at = &l->paths[p];
         bool again = !at->code; /* a recursion's row: once */
@@ -731,6 +736,25 @@ void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number,
             if (credit) credit->backward += n_bytes;
         }
     }
+}
+
+void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+{
+    lock_credits(l);
+    credit_path(l, path_of_any_node(l, thread, number), device, n_bytes);
+    unlock_credits(l);
+}
+koila__origin_path koila__lines_path_of(koila__lines *l, uint64_t thread, uint64_t number)
+{
+    lock_credits(l);
+    koila__origin_path p = { path_of_any_node(l, thread, number), l->n_begun };
+    unlock_credits(l);
+    return p;
+}
+void koila__lines_credit_path(koila__lines *l, koila__origin_path path, int device, uint64_t n_bytes)
+{
+    lock_credits(l);
+    if (path.begun == l->n_begun) credit_path(l, path.path, device, n_bytes);
     unlock_credits(l);
 }
 

@@ -114,6 +114,10 @@ typedef struct koila__path { /* a row, and the path of the call it is in */
     uint32_t outer; /* 0: none */
 } koila__path;
 
+typedef struct koila__origin_path { /* a path that may be kept: it means nothing once all codes were given up */
+    uint32_t path, begun;
+} koila__origin_path;
+
 typedef struct koila__stack {
     koila__thread thread; /* first: what the meter sees */
     koila__activation **activations;
@@ -141,7 +145,7 @@ typedef struct koila__lines {
     bool sees_nodes; /* somebody calls koila__lines_made() */
     atomic_flag credit_busy;
     koila__path *paths; /* [1 .. n_paths]; guarded by the credit lock */
-    uint32_t *path_slots, n_paths, n_path_slots;
+    uint32_t *path_slots, n_paths, n_path_slots, n_begun; /* n_begun: how often the paths were begun anew */
     _Atomic uint64_t n_made; /* nodes with an origin, ever: 0 means that nobody need ask which node runs */
     koila__last_credit last; /* the node that was credited last; guarded by the credit lock */
     uint64_t rss_bytes, rss_ticks, page_bytes;
@@ -189,6 +193,9 @@ static inline koila__code *koila__stack_top(const koila__stack *s) { return s->n
 void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number);
 /* `n_bytes` were allocated on `device` while node `number` of `thread` ran backward. Any thread, inside the allocator. */
 void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes);
+/* The same in two steps, for what such a node captures and is run later: the lines that made the node, and the credit. */
+koila__origin_path koila__lines_path_of(koila__lines *l, uint64_t thread, uint64_t number);
+void koila__lines_credit_path(koila__lines *l, koila__origin_path path, int device, uint64_t n_bytes);
 /* An allocator event, `now` bytes after it, while work captured on this line of the code at `key` ran. Any thread, inside the allocator. */
 void koila__lines_credit_line(koila__lines *l, const void *key, int line, int device, int64_t delta, uint64_t now);
 /* What was credited to a row, on `device` (< 0: the row's target). */

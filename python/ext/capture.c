@@ -14,6 +14,7 @@
  * Everything the walk needs lies on the C stack, because a miss runs Python, and Python may come back here.
  */
 #include "capture.h"
+#include "memlab.h"
 #include "random.h"
 
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
@@ -744,6 +745,7 @@ static const char *file_of(PyCodeObject *code, bool *failed)
 uint32_t koila__line_now(koila__tape *t)
 {
     koila_graph *g = t->graph;
+    if (koila__lines_enabled) koila__nodes_captured(t->uid, koila_graph_n_nodes(g)); /* for koila.memlab; the node comes next */
     if (!koila__lines_on) return KOILA_NONE;
     PyFrameObject *f = PyEval_GetFrame();
     if (!f) return KOILA_NONE;

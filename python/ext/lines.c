@@ -395,6 +395,7 @@ void koila__lines_work_for(const char *file, int line)
 {
     struct koila__work *work = &koila__memlab_work;
     work->key = NULL;
+    work->path = (koila__origin_path){ 0 };
     int first = 0;
     for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) { /* the innermost function around that line */
         if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first || !koila__code_wanted(c)) continue;

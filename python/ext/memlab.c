@@ -45,6 +45,7 @@ static void tell(int device, const void *p, int64_t delta, uint64_t now, uint64_
         koila__nodes_credit(device, delta);
         const struct koila__work *work = &koila__memlab_work;
         if (work->key) koila__lines_credit_line(&koila__memlab_lines, work->key, work->line, device, delta, now);
+        if (work->path.path && delta > 0) koila__lines_credit_path(&koila__memlab_lines, work->path, device, (uint64_t)delta);
     }
     if (atomic_load_explicit(&koila__timeline_device, memory_order_relaxed) == device) koila__timeline_event(device, p, delta);
 }

@@ -1048,3 +1048,6 @@ def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
     assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
     assert last_plan().measured_peak_bytes == peak[4][0]
+    backward = rows(p, step, "backward")  # what the nodes of a line captured is that line's, though it ran in one piece at the end
+    assert backward[1][0] >= 1000 * 100 * 4 + 1000 * 4 and backward[2][0] >= 1000 * 10 * 4 and backward[3][0] > 0
+    assert backward[4][0] == 0 and sum(v for (v,) in backward.values()) <= alloc[4][0]
