@@ -423,6 +423,10 @@ def test_object_without_code_is_a_warning_and_ignored(thing):
     with pytest.warns(UserWarning, match="no code behind"):
         p.add_function(thing)
     with pytest.warns(UserWarning, match="no code behind"):
+        assert LineProfiler(thing, kib).names == ["kib"]
+    with pytest.warns(UserWarning, match="no code behind"):
+        assert profile_every(2)(thing) is thing
+    with pytest.warns(UserWarning, match="no code behind"):
         assert memlab.profile(thing) is thing
     assert p.names == []
 
@@ -788,6 +792,31 @@ def test_environment_switches():
     """, env={"KOILA_MEMLAB": "0"})
     assert out.stdout == ""
     run_script("import koila.memlab, koila._core as c; assert c.truth_ok()", env={"KOILA_MEMLAB": "1"})
+
+
+def test_names_and_the_old_package_s_paths():
+    from importlib import import_module
+
+    old = "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler MemReporter Courtesy load_ipython_extension".split()
+    new = "DEFAULT_COLUMNS measure snapshot diff on_oom start stop backend unload_ipython_extension".split()
+    assert {*old, *new} <= {*memlab.__all__} <= {*dir(memlab)} and all(getattr(memlab, name) is not None for name in memlab.__all__)
+    assert memlab.DEFAULT_COLUMNS == ("active_bytes.all.peak", "reserved_bytes.all.peak")
+    paths = {
+        "line_profiler": "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler",
+        "line_profiler.line_profiler": "LineProfiler DEFAULT_COLUMNS",
+        "line_profiler.extension": "load_ipython_extension",
+        "mem_reporter": "MemReporter",
+        "courtesy": "Courtesy",
+        "utils": "readable_size",
+    }
+    for path, names in paths.items():
+        module = import_module(f"koila.memlab.{path}")
+        assert all(getattr(module, name) is getattr(memlab, name, getattr(module, name)) for name in names.split())
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        memlab.nothing_of_that_name
+    from koila.memlab.utils import readable_size
+
+    assert readable_size(40_400) == "39.45K"
 
 
 def test_import_does_nothing_but_import():
