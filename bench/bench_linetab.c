@@ -20,6 +20,8 @@ int main(int argc, char **argv)
     koila__lines_init(&lines, &meter, NULL);
     koila__ledger_init(&ledger, NULL);
     koila__stack *s = koila__stack_new(&lines);
+    koila__flow *mine = koila__meter_take_flow(&meter);
+    if (s) s->thread.flow = mine;
     if (!s || koila__func_new(&lines, &key, 1, 5000, &on, &f) != KOILA_OK) return 1;
     koila__lines_enter(&lines, s, f->code, 1, true);
     uint64_t held = 0;
@@ -32,7 +34,7 @@ int main(int argc, char **argv)
         }
         if (argv[1][0] == 'e') {
             held += 64;
-            koila__meter_event(&meter, &s->thread, 0, 64, held, UINT64_MAX);
+            koila__meter_event(&meter, mine, &s->thread, 0, 64, held, UINT64_MAX);
         }
         koila__lines_line(&lines, s, f->code, 2 + (int)(i & 1));
     }

@@ -12,9 +12,8 @@ static void zero(koila__ledger *l)
     STORE(l->current, 0);
     STORE(l->peak, 0);
     STORE(l->limit, UINT64_MAX);
-    STORE(l->n_asked, 0);
     STORE(l->n_refused, 0);
-    STORE(l->fail_at, 0);
+    STORE(l->fail_in, 0);
     STORE(l->n_unknown, 0);
     STORE(l->n_replaced, 0);
 }
@@ -36,10 +35,16 @@ void koila__ledger_fork_child(koila__ledger *l)
     zero(l);
 }
 
+static bool is_to_fail(koila__ledger *l)
+{
+    uint64_t left = LOAD(l->fail_in);
+    while (left && !atomic_compare_exchange_weak_explicit(&l->fail_in, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) continue;
+    return left == 1;
+}
+
 bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
 {
-    uint64_t ordinal = ADD(l->n_asked, 1) + 1, fail_at = LOAD(l->fail_at);
-    if (fail_at && ordinal == fail_at) goto refuse;
+    if (is_to_fail(l)) goto refuse;
     uint64_t limit = LOAD(l->limit);
     if (limit == UINT64_MAX) {
         *now = ADD(l->current, n) + n;
@@ -88,4 +93,4 @@ bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t *n, uint64_
     return true;
 }
 
-void koila__ledger_fail_nth(koila__ledger *l, int64_t n) { STORE(l->fail_at, n > 0 ? LOAD(l->n_asked) + (uint64_t)n : 0); }
+void koila__ledger_fail_nth(koila__ledger *l, int64_t n) { STORE(l->fail_in, n > 0 ? (uint64_t)n : 0); }

@@ -3,7 +3,6 @@
  *   current == sum of bytes in `blocks` + reservations in flight        at any moment
  *   current <= limit                                                    if it held when the limit was set
  *   peak    == highest `current` after a block was handed out since the last reset
- *   n_asked == granted + n_refused
  * A block passes through two calls: koila__ledger_reserve() before the real allocator is asked (this is where the limit refuses), and
  * koila__ledger_commit() or koila__ledger_cancel() after it answered. Reserving first is what makes the limit exact under threads.
  */
@@ -13,9 +12,9 @@
 #include "ptrtab.h"
 
 typedef struct koila__ledger {
-    _Atomic uint64_t current, peak, limit; /* bytes; limit UINT64_MAX: none */
-    _Atomic uint64_t n_asked, n_refused;   /* allocations asked for, and of these not granted */
-    _Atomic uint64_t fail_at;              /* refuse the allocation with this n_asked; 0: none */
+    _Alignas(64) _Atomic uint64_t current, peak, limit; /* bytes; limit UINT64_MAX: none */
+    _Atomic uint64_t fail_in;              /* refuse the allocation that brings this from 1 to 0; 0: none */
+    _Atomic uint64_t n_refused;            /* allocations not granted */
     _Atomic uint64_t n_unknown;            /* frees of blocks that are not ours: older than the ledger, or not tensors */
     _Atomic uint64_t n_replaced;           /* commits of an address still in the table: a free was missed */
     koila__ptrtab blocks;
@@ -40,11 +39,9 @@ void koila__ledger_clear(koila__ledger *l);
 /* In the child of a fork (all shards held by koila__ptrtab_fork_prepare): it counts for itself, from zero. */
 void koila__ledger_fork_child(koila__ledger *l);
 
-static inline uint64_t koila__ledger_granted(const koila__ledger *l)
-{
-    uint64_t n_refused = atomic_load_explicit(&l->n_refused, memory_order_relaxed);
-    return atomic_load_explicit(&l->n_asked, memory_order_relaxed) - n_refused;
-}
+/* How many blocks were granted, and how many of them were given back. */
+static inline uint64_t koila__ledger_granted(koila__ledger *l) { return koila__ptrtab_n_put(&l->blocks); }
+static inline uint64_t koila__ledger_released(koila__ledger *l) { return koila__ptrtab_n_gone(&l->blocks); }
 
 /* Raise *slot to at least v. */
 static inline void koila__raise(_Atomic uint64_t *slot, uint64_t v)

@@ -57,9 +57,11 @@ static uint64_t rss_now(koila__lines *l, uint64_t ticks)
         l->rss_fd = fd < 0 ? -2 : fd;
     }
     ssize_t n = l->rss_fd >= 0 ? pread(l->rss_fd, text, sizeof text - 1, 0) : 0;
-    unsigned long size, resident;
     text[n > 0 ? n : 0] = 0;
-    if (sscanf(text, "%lu %lu", &size, &resident) == 2) l->rss_bytes = (uint64_t)resident * (uint64_t)sysconf(_SC_PAGESIZE);
+    const char *at = strchr(text, ' '); /* the second number: resident pages; by hand, for sscanf takes longer than the system */
+    uint64_t n_pages = 0;
+    for (at = at ? at + 1 : ""; *at >= '0' && *at <= '9'; at++) n_pages = n_pages * 10 + (uint64_t)(*at - '0');
+    if (n_pages) l->rss_bytes = n_pages * l->page_bytes;
     l->rss_ticks = ticks;
     return l->rss_bytes;
 }
@@ -68,21 +70,12 @@ static uint64_t rss_now(koila__lines *l, uint64_t ticks)
 
 void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *mem)
 {
-    *l = (koila__lines){ .mem = koila__allocator(mem), .meter = m, .rss_fd = -1, .tick0 = koila__ticks(), .ns0 = clock_ns() };
-}
-
-static size_t home_of(const koila__lines *l, const void *key) { return (((uintptr_t)key >> 4) * 0x9E3779B97F4A7C15u >> 20) & (l->n_slots - 1); }
-
-koila__code *koila__lines_find(const koila__lines *l, const void *key)
-{
-    if (!l->n_codes) return NULL;
-    for (size_t i = home_of(l, key);; i = (i + 1) & (l->n_slots - 1))
-        if (!l->slots[i] || l->slots[i]->key == key) return l->slots[i];
+    *l = (koila__lines){ .mem = koila__allocator(mem), .meter = m, .rss_fd = -1, .page_bytes = (uint64_t)sysconf(_SC_PAGESIZE), .tick0 = koila__ticks(), .ns0 = clock_ns() };
 }
 
 static void insert(koila__lines *l, koila__code *c)
 {
-    size_t i = home_of(l, c->key);
+    size_t i = koila__code_home(l, c->key);
     while (l->slots[i]) i = (i + 1) & (l->n_slots - 1);
     l->slots[i] = c;
 }
@@ -228,6 +221,7 @@ koila_status koila__func_copy(koila__lines *l, const koila__func *f, const koila
 static void forget_code(koila__lines *l, koila__code *c)
 {
     lock_credits(l);
+    l->last = (koila__last_credit){ 0 };
     for (uint32_t i = 1; i <= l->n_paths; i++)
         if (l->paths[i].code == c) l->paths[i].code = NULL;
     for (koila__code **at = &l->codes; *at; at = &(*at)->next)
@@ -240,6 +234,7 @@ static void forget_code(koila__lines *l, koila__code *c)
     for (koila__code *k = l->codes; k; k = k->next) insert(l, k);
     if (l->n_codes == 0) { /* no path means anything any more: begin anew */
         l->n_paths = 0;
+        l->n_begun++;
         if (l->path_slots) memset(l->path_slots, 0, l->n_path_slots * sizeof *l->path_slots);
         for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire); i++) {
             koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
@@ -412,9 +407,9 @@ static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOIL
     m->n_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
     for (int d = 0; d < l->meter->n_devices; d++) {
         koila__thread_device *live = &s->thread.device[d];
-        koila__sums_read(&live->sums, &m->sums[d]);
+        koila__thread_sums(&s->thread, d, &m->sums[d]);
+        koila__meter_all_now(l->meter, d, m->now[d]);
         for (int q = 0; q < KOILA__Q_COUNT; q++) {
-            m->now[d][q] = koila__meter_now(l->meter, d, (koila__q)q);
             m->peak[d][q] = atomic_exchange_explicit(&live->peak[q], m->now[d][q], memory_order_relaxed);
             max_to(&m->peak[d][q], m->now[d][q]);
             max_to(&saved[d][q], m->peak[d][q]);
@@ -426,10 +421,11 @@ static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOIL
 static void record(koila__lines *l, koila__activation *a, koila__func *f, koila__row *row, int device, const moment *m, bool adds, koila__rec *rec)
 {
     if (!m) {
+        uint64_t now[KOILA__Q_COUNT];
+        koila__meter_all_now(l->meter, device, now);
         for (int q = 0; q < KOILA__Q_COUNT; q++) {
-            uint64_t now = koila__meter_now(l->meter, device, (koila__q)q);
-            max_to(&rec->current[q], now);
-            max_to(&rec->peak[q], now);
+            max_to(&rec->current[q], now[q]);
+            max_to(&rec->peak[q], now[q]);
         }
         return;
     }
@@ -508,8 +504,6 @@ static void begin_window(koila__lines *l, koila__activation *a, int row, uint64_
     a->code->n_open[row]++;
 }
 
-static uint64_t events_now(const koila__lines *l) { return atomic_load_explicit(&l->meter->n_events, memory_order_acquire); }
-
 static int row_of(const koila__code *c, int line)
 {
     int row = line - c->first_line;
@@ -537,7 +531,7 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     if (c->n_activations++)
         for (size_t i = s->n - 1; i-- > 0 && !a->outer_same;)
             if (s->activations[i]->code == c) a->outer_same = s->activations[i];
-    uint64_t n_events = events_now(l);
+    uint64_t n_events = koila__meter_events(l->meter);
     koila__window_open(l->meter, &s->thread, a->w.saved);
     int row = is_call ? 0 : row_of(c, line);
     if (row < 0) return;
@@ -547,6 +541,24 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     take_moment(l, s, a->w.saved, &m);
     m.has_stats = has_stats;
     begin_window(l, a, row, koila__ticks(), n_events, &m);
+}
+
+/* The usual case by itself: one profiler, nothing happened since the window was opened, and the row that ends has seen this state. */
+static bool pass_quietly(const koila__lines *l, koila__activation *a, int row, uint64_t ticks, uint64_t n_events)
+{
+    koila__code *c = a->code;
+    koila__func *f = c->funcs;
+    if (!f || f->next || !f->wish->enabled || ticks - l->rss_ticks >= RSS_EVERY_TICKS) return false;
+    koila__row *ends = &f->rows[a->row];
+    if (!ends->recorded || ends->seen_events != n_events || ends->seen_target != f->wish->target) return false;
+    if (is_outermost(a)) ends->n_ticks += ticks - a->opened_ticks;
+    max_to(&ends->rss_bytes, l->rss_bytes);
+    if (row) f->rows[row].n_hits++;
+    c->n_open[a->row]--;
+    c->n_open[row]++;
+    a->row = row;
+    a->opened_ticks = ticks;
+    return true;
 }
 
 void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int line)
@@ -560,10 +572,12 @@ void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int lin
     }
     if (l->poll) l->poll();
     koila__activation *a = s->activations[s->n - 1];
-    uint64_t ticks = koila__ticks(), n_events = events_now(l);
-    moment m;
+    uint64_t ticks = koila__ticks(), n_events = koila__meter_events(l->meter);
     int row = row_of(c, line);
-    bool quiet = a->row >= 0 && n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, row);
+    bool quiet = a->row >= 0 && n_events == a->opened_events;
+    if (quiet && row >= 0 && pass_quietly(l, a, row, ticks, n_events)) return;
+    moment m;
+    bool has_stats = !quiet && read_end_stats(l, a, a->row, row);
     if (!quiet) take_moment(l, s, a->w.saved, &m);
     m.has_stats = has_stats;
     if (a->row >= 0) end_window(l, a, ticks, n_events, quiet ? NULL : &m);
@@ -582,7 +596,7 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
     if (l->poll) l->poll();
     koila__activation *a = s->activations[s->n - 1];
     if (a->row >= 0) {
-        uint64_t n_events = events_now(l);
+        uint64_t n_events = koila__meter_events(l->meter);
         moment m;
         bool quiet = n_events == a->opened_events, has_stats = !quiet && read_end_stats(l, a, a->row, -1);
         if (!quiet) take_moment(l, s, a->w.saved, &m);
@@ -697,15 +711,22 @@ static koila__credit *credit_of(koila__lines *l, koila__func *f, int row, int de
     return r->credit ? &r->credit[device] : NULL;
 }
 
-void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+/* pre: locked */
+static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, uint64_t number)
 {
-    lock_credits(l);
+    uint64_t n_made = atomic_load_explicit(&l->n_made, memory_order_relaxed);
+    if (l->last.n_made == n_made && l->last.thread == thread && l->last.number == number) return l->last.path; /* a node asks several times */
     uint32_t path = 0;
     for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire) && !path; i++) {
         koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
         const koila__stack *s = t ? t->owner : NULL;
         if (s && s->thread_number == thread) path = path_of_node(s, number);
     }
+    l->last = (koila__last_credit){ n_made, thread, number, path };
+    return path;
+}
+static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_bytes)
+{
     for (uint32_t p = path; p; p = l->paths[p].outer) {
         const koila__path *at = &l->paths[p];
         bool again = !at->code; /* a recursion's row: once */
@@ -715,6 +736,25 @@ void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number,
             if (credit) credit->backward += n_bytes;
         }
     }
+}
+
+void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+{
+    lock_credits(l);
+    credit_path(l, path_of_any_node(l, thread, number), device, n_bytes);
+    unlock_credits(l);
+}
+koila__origin_path koila__lines_path_of(koila__lines *l, uint64_t thread, uint64_t number)
+{
+    lock_credits(l);
+    koila__origin_path p = { path_of_any_node(l, thread, number), l->n_begun };
+    unlock_credits(l);
+    return p;
+}
+void koila__lines_credit_path(koila__lines *l, koila__origin_path path, int device, uint64_t n_bytes)
+{
+    lock_credits(l);
+    if (path.begun == l->n_begun) credit_path(l, path.path, device, n_bytes);
     unlock_credits(l);
 }
 

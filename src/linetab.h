@@ -53,7 +53,7 @@ typedef struct koila__credit { /* one row on one device: done for it while other
 
 typedef struct koila__row {
     uint64_t n_hits, n_ticks, rss_bytes;
-    uint64_t seen_events; /* meter.n_events when the maxima were last brought up to date; valid if `recorded` */
+    uint64_t seen_events; /* koila__meter_events() when the maxima were last brought up to date; valid if `recorded` */
     uint32_t n_stats_reads;
     int seen_target;
     bool recorded, shared;  /* shared: events of worker threads may have been given to others too */
@@ -114,6 +114,10 @@ typedef struct koila__path { /* a row, and the path of the call it is in */
     uint32_t outer; /* 0: none */
 } koila__path;
 
+typedef struct koila__origin_path { /* a path that may be kept: it means nothing once all codes were given up */
+    uint32_t path, begun;
+} koila__origin_path;
+
 typedef struct koila__stack {
     koila__thread thread; /* first: what the meter sees */
     koila__activation **activations;
@@ -127,6 +131,11 @@ typedef struct koila__stack {
     int origin_row;
 } koila__stack;
 
+typedef struct koila__last_credit {
+    uint64_t n_made, thread, number; /* valid while n_made is what it was */
+    uint32_t path;
+} koila__last_credit;
+
 typedef struct koila__lines {
     koila_allocator mem;
     koila__meter *meter;
@@ -136,9 +145,10 @@ typedef struct koila__lines {
     bool sees_nodes; /* somebody calls koila__lines_made() */
     atomic_flag credit_busy;
     koila__path *paths; /* [1 .. n_paths]; guarded by the credit lock */
-    uint32_t *path_slots, n_paths, n_path_slots;
+    uint32_t *path_slots, n_paths, n_path_slots, n_begun; /* n_begun: how often the paths were begun anew */
     _Atomic uint64_t n_made; /* nodes with an origin, ever: 0 means that nobody need ask which node runs */
-    uint64_t rss_bytes, rss_ticks;
+    koila__last_credit last; /* the node that was credited last; guarded by the credit lock */
+    uint64_t rss_bytes, rss_ticks, page_bytes;
     int rss_fd; /* /proc/self/statm, -1 not open yet, -2 cannot */
     double ticks_per_ns;
     uint64_t tick0, ns0;
@@ -151,8 +161,17 @@ typedef struct koila__lines {
 void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *mem);
 void koila__lines_deinit(koila__lines *l);
 
-/* The code at `key`, or NULL. */
-koila__code *koila__lines_find(const koila__lines *l, const void *key);
+/* The code at `key`, or NULL. Here, for it is asked at every Python call. */
+static inline size_t koila__code_home(const koila__lines *l, const void *key)
+{
+    return (((uintptr_t)key >> 4) * 0x9E3779B97F4A7C15u >> 20) & (l->n_slots - 1);
+}
+static inline koila__code *koila__lines_find(const koila__lines *l, const void *key)
+{
+    if (!l->n_codes) return NULL;
+    for (size_t i = koila__code_home(l, key);; i = (i + 1) & (l->n_slots - 1))
+        if (!l->slots[i] || l->slots[i]->key == key) return l->slots[i];
+}
 /* Let a profiler record `key`. Expected: NO_MEMORY, and nothing changed. `*out` is borrowed until koila__func_free(). */
 koila_status koila__func_new(koila__lines *l, const void *key, int first_line, int n_rows, const koila__wish *wish, koila__func **out);
 /* A func that stays as `f` is now, for `wish`, which should be disabled. Expected: NO_MEMORY. */
@@ -174,6 +193,9 @@ static inline koila__code *koila__stack_top(const koila__stack *s) { return s->n
 void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number);
 /* `n_bytes` were allocated on `device` while node `number` of `thread` ran backward. Any thread, inside the allocator. */
 void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes);
+/* The same in two steps, for what such a node captures and is run later: the lines that made the node, and the credit. */
+koila__origin_path koila__lines_path_of(koila__lines *l, uint64_t thread, uint64_t number);
+void koila__lines_credit_path(koila__lines *l, koila__origin_path path, int device, uint64_t n_bytes);
 /* An allocator event, `now` bytes after it, while work captured on this line of the code at `key` ran. Any thread, inside the allocator. */
 void koila__lines_credit_line(koila__lines *l, const void *key, int line, int device, int64_t delta, uint64_t now);
 /* What was credited to a row, on `device` (< 0: the row's target). */

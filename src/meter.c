@@ -16,41 +16,67 @@ void koila__meter_init(koila__meter *m, int n_devices)
 {
     memset(m, 0, sizeof *m);
     m->n_devices = n_devices;
+    STORE(m->n_flows, 1);
 }
 
-static uint64_t bytes_in_pool(const koila__device *d, int large)
+static void add_sums(const koila__live_sums *from, koila__sums *to)
 {
-    return LOAD(d->base_bytes[large]) + LOAD(d->sums.alloc_bytes[large]) - LOAD(d->sums.freed_bytes[large]);
+    for (int i = 0; i < 2; i++) {
+        to->alloc_bytes[i] += LOAD(from->alloc_bytes[i]);
+        to->freed_bytes[i] += LOAD(from->freed_bytes[i]);
+        to->n_allocs[i] += LOAD(from->n_allocs[i]);
+        to->n_frees[i] += LOAD(from->n_frees[i]);
+    }
 }
-static uint64_t blocks_in_pool(const koila__device *d, int large)
+void koila__meter_sums(const koila__meter *m, int device, koila__sums *out)
 {
-    return LOAD(d->base_n[large]) + LOAD(d->sums.n_allocs[large]) - LOAD(d->sums.n_frees[large]);
+    *out = (koila__sums){ 0 };
+    for (int i = 0, n = atomic_load_explicit(&m->n_flows, memory_order_acquire); i < n; i++) add_sums(&m->flows[i].device[device], out);
+}
+void koila__thread_sums(const koila__thread *t, int device, koila__sums *out)
+{
+    *out = (koila__sums){ 0 };
+    add_sums(&t->device[device].given, out);
+    if (t->flow) add_sums(&t->flow->device[device], out);
 }
 
-uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
+static void small_and_large_now(const koila__meter *m, int device, uint64_t now[KOILA__Q_COUNT])
 {
     const koila__device *d = &m->device[device];
-    switch (q) {
-    case KOILA__Q_BYTES_ALL: return d->bytes ? LOAD(*d->bytes) : LOAD(d->bytes_all);
-    case KOILA__Q_RESERVED: return d->bytes ? LOAD(*d->bytes) : LOAD(d->reserved);
-    case KOILA__Q_BYTES_SMALL: return bytes_in_pool(d, 0);
-    case KOILA__Q_BYTES_LARGE: return bytes_in_pool(d, 1);
-    case KOILA__Q_N_SMALL: return blocks_in_pool(d, 0);
-    case KOILA__Q_N_LARGE: return blocks_in_pool(d, 1);
-    default: return blocks_in_pool(d, 0) + blocks_in_pool(d, 1);
+    koila__sums s;
+    koila__meter_sums(m, device, &s);
+    for (int i = 0; i < 2; i++) {
+        now[KOILA__Q_BYTES_SMALL + i] = LOAD(d->base_bytes[i]) + s.alloc_bytes[i] - s.freed_bytes[i];
+        now[KOILA__Q_N_SMALL + i] = LOAD(d->base_n[i]) + s.n_allocs[i] - s.n_frees[i];
     }
+    now[KOILA__Q_N_ALL] = now[KOILA__Q_N_SMALL] + now[KOILA__Q_N_LARGE];
+}
+void koila__meter_all_now(const koila__meter *m, int device, uint64_t now[KOILA__Q_COUNT])
+{
+    const koila__device *d = &m->device[device];
+    small_and_large_now(m, device, now);
+    now[KOILA__Q_BYTES_ALL] = d->bytes ? LOAD(*d->bytes) : LOAD(d->bytes_all);
+    now[KOILA__Q_RESERVED] = d->bytes ? now[KOILA__Q_BYTES_ALL] : LOAD(d->reserved);
+}
+uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
+{
+    uint64_t now[KOILA__Q_COUNT];
+    koila__meter_all_now(m, device, now);
+    return now[q];
 }
 
 void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT])
 {
     koila__device *d = &m->device[device];
+    uint64_t before[KOILA__Q_COUNT];
+    small_and_large_now(m, device, before);
     STORE(d->bytes_all, now[KOILA__Q_BYTES_ALL]);
     STORE(d->reserved, now[KOILA__Q_RESERVED]);
     for (int i = 0; i < 2; i++) {
-        ADD(d->base_bytes[i], now[KOILA__Q_BYTES_SMALL + i] - bytes_in_pool(d, i));
-        ADD(d->base_n[i], now[KOILA__Q_N_SMALL + i] - blocks_in_pool(d, i));
+        ADD(d->base_bytes[i], now[KOILA__Q_BYTES_SMALL + i] - before[KOILA__Q_BYTES_SMALL + i]);
+        ADD(d->base_n[i], now[KOILA__Q_N_SMALL + i] - before[KOILA__Q_N_SMALL + i]);
     }
-    ADD(m->n_events, 1);
+    ADD(m->n_set, 1);
 }
 
 static void count(koila__live_sums *s, int large, int64_t delta)
@@ -63,8 +89,27 @@ static void count(koila__live_sums *s, int large, int64_t delta)
         ADD(s->n_frees[large], 1);
     }
 }
+static void count_alone(koila__live_sums *s, int large, int64_t delta)
+{
+    _Atomic uint64_t *bytes = delta > 0 ? &s->alloc_bytes[large] : &s->freed_bytes[large], *n = delta > 0 ? &s->n_allocs[large] : &s->n_frees[large];
+    STORE(*bytes, LOAD(*bytes) + (uint64_t)(delta > 0 ? delta : -delta));
+    STORE(*n, LOAD(*n) + 1);
+}
 
-void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved)
+koila__flow *koila__meter_take_flow(koila__meter *m)
+{
+    for (int i = 1; i < KOILA__FLOWS_MAX; i++) {
+        bool free = false;
+        if (!atomic_compare_exchange_strong(&m->flows[i].taken, &free, true)) continue;
+        int used = LOAD(m->n_flows);
+        while (used < i + 1 && !atomic_compare_exchange_weak(&m->n_flows, &used, i + 1)) continue;
+        return &m->flows[i];
+    }
+    return NULL;
+}
+void koila__flow_give_back(koila__flow *f) { atomic_store(&f->taken, false); } /* what it has counted stays in the totals */
+
+void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved)
 {
     koila__device *d = &m->device[device];
     uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
@@ -73,26 +118,28 @@ void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_
         STORE(d->bytes_all, now);
         STORE(d->reserved, reserved == UINT64_MAX ? now : reserved);
     }
-    count(&d->sums, large, delta);
+    if (mine) count_alone(&mine->device[device], large, delta);
+    else count(&m->flows[0].device[device], large, delta);
 
     int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire), n_given = 0;
-    bool own = self && LOAD(self->n_open) > 0;
+    bool own = self && LOAD(self->n_open) > 0, known = false;
+    uint64_t after[KOILA__Q_COUNT];
     for (int i = 0; i < n_threads; i++) {
         koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
         if (!t || LOAD(t->n_open) == 0) continue;
         if (delta > 0) {
             _Atomic uint64_t *peak = t->device[device].peak;
-            uint64_t n_pool = blocks_in_pool(d, large);
+            if (!known) small_and_large_now(m, device, after);
+            known = true;
             raise_to(&peak[KOILA__Q_BYTES_ALL], now);
-            raise_to(&peak[KOILA__Q_BYTES_SMALL + large], bytes_in_pool(d, large));
-            raise_to(&peak[KOILA__Q_N_SMALL + large], n_pool);
-            raise_to(&peak[KOILA__Q_N_ALL], n_pool + blocks_in_pool(d, !large));
+            raise_to(&peak[KOILA__Q_BYTES_SMALL + large], after[KOILA__Q_BYTES_SMALL + large]);
+            raise_to(&peak[KOILA__Q_N_SMALL + large], after[KOILA__Q_N_SMALL + large]);
+            raise_to(&peak[KOILA__Q_N_ALL], after[KOILA__Q_N_ALL]);
             raise_to(&peak[KOILA__Q_RESERVED], reserved == UINT64_MAX ? now : reserved);
         }
-        if (own ? t == self : true) {
-            count(&t->device[device].sums, large, delta);
-            n_given++;
-        }
+        if (own && t != self) continue;
+        if (!own || !mine || t->flow != mine) count(&t->device[device].given, large, delta);
+        n_given++;
     }
     if (n_given > 1)
         for (int i = 0; i < n_threads; i++) {
@@ -106,7 +153,8 @@ void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_
             if (s && s->device == device) raise_to(&s->peak, now);
         }
     }
-    atomic_fetch_add_explicit(&m->n_events, 1, memory_order_release);
+    if (mine) atomic_store_explicit(&mine->n_events, LOAD(mine->n_events) + 1, memory_order_release);
+    else atomic_fetch_add_explicit(&m->flows[0].n_events, 1, memory_order_release);
 }
 
 /* Find a free slot of `n_max`, or take the one after the last ever used. */
@@ -129,8 +177,11 @@ void koila__meter_del_thread(koila__meter *m, koila__thread *t)
 
 void koila__window_restart(koila__meter *m, koila__thread *t)
 {
-    for (int d = 0; d < m->n_devices; d++)
-        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(t->device[d].peak[q], koila__meter_now(m, d, (koila__q)q));
+    for (int d = 0; d < m->n_devices; d++) {
+        uint64_t now[KOILA__Q_COUNT];
+        koila__meter_all_now(m, d, now);
+        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(t->device[d].peak[q], now[q]);
+    }
 }
 void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT])
 {
@@ -147,23 +198,13 @@ void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KO
     ADD(t->n_open, (uint32_t)-1);
 }
 
-void koila__sums_read(const koila__live_sums *from, koila__sums *out)
-{
-    for (int i = 0; i < 2; i++) {
-        out->alloc_bytes[i] = LOAD(from->alloc_bytes[i]);
-        out->freed_bytes[i] = LOAD(from->freed_bytes[i]);
-        out->n_allocs[i] = LOAD(from->n_allocs[i]);
-        out->n_frees[i] = LOAD(from->n_frees[i]);
-    }
-}
-
 static bool add_span(koila__meter *m, koila__span *s) { TAKE_SLOT(m->spans, m->n_spans, KOILA__SPANS_MAX, s); }
 bool koila__span_open(koila__meter *m, koila__span *s, int device)
 {
     s->device = device;
     s->start_bytes = s->end_bytes = koila__meter_now(m, device, KOILA__Q_BYTES_ALL);
     STORE(s->peak, s->start_bytes);
-    koila__sums_read(&m->device[device].sums, &s->start);
+    koila__meter_sums(m, device, &s->start);
     s->end = s->start;
     s->open = add_span(m, s);
     return s->open;
@@ -175,16 +216,17 @@ void koila__span_close(koila__meter *m, koila__span *s)
     for (int i = 0; i < LOAD(m->n_spans); i++)
         if (LOAD(m->spans[i]) == s) STORE(m->spans[i], NULL);
     s->end_bytes = koila__meter_now(m, s->device, KOILA__Q_BYTES_ALL);
-    koila__sums_read(&m->device[s->device].sums, &s->end);
+    koila__meter_sums(m, s->device, &s->end);
 }
 
-void koila__meter_fork_child(koila__meter *m, koila__thread *self)
+void koila__meter_fork_child(koila__meter *m, const koila__flow *mine, koila__thread *self)
 {
+    for (int i = 1; i < LOAD(m->n_flows); i++)
+        if (&m->flows[i] != mine) STORE(m->flows[i].taken, false);
     for (int i = 0; i < LOAD(m->n_threads); i++)
         if (LOAD(m->threads[i]) != self) STORE(m->threads[i], NULL);
     for (int d = 0; d < m->n_devices; d++)
         koila__meter_set(m, d, (const uint64_t[KOILA__Q_COUNT]){ 0 });
     for (int i = 0; i < LOAD(m->n_spans); i++) STORE(m->spans[i], NULL);
     if (self) koila__window_restart(m, self);
-    ADD(m->n_events, 1);
 }

@@ -4,8 +4,10 @@
  *   window    a stretch on one thread. Windows of a thread nest; only the innermost one's peaks are live, in the thread's `peak` slots.
  *             Opening a nested window saves the parent's peaks and starts from now; closing raises the saved ones: O(1), no stack walk.
  *               peak(outer) == max(saved peaks before, peaks of everything nested, peaks after)
- *   sums      what was handed out and taken back, per thread. An event counts for its own thread if that thread has a window open, else
- *             (autograd's workers) for every thread that has one; if there are several, they are marked as shared.
+ *   flow      what one thread handed out and took back, written by that thread alone: no locked instruction, and no line of memory that
+ *             another core wants. A device's totals are the sum over all flows; a few threads, so a few additions.
+ *   sums      what was handed out and taken back in a thread's windows. An event counts for its own thread if that thread has a window open,
+ *             else (autograd's workers) for every thread that has one; if there are several, they are marked as shared.
  *   span      a stretch for all threads (koila.memlab.measure): its own peak slot, and differences of the device's totals.
  * Events come on any thread, inside the allocator, so they only touch atomics here: no lock, no memory, no call.
  */
@@ -19,6 +21,7 @@
 #define KOILA__DEVICES_MAX 17 /* 0: the CPU, 1 + i: accelerator i */
 #define KOILA__THREADS_MAX 256
 #define KOILA__SPANS_MAX 256
+#define KOILA__FLOWS_MAX 128
 #define KOILA__SMALL_BYTES ((uint64_t)1 << 20) /* blocks up to this belong to the small pool, as in PyTorch's CUDA allocator */
 
 /* The quantities that have a peak. BYTES_* == sum of live blocks, N_* == how many; ALL == SMALL + LARGE; RESERVED >= BYTES_ALL. */
@@ -41,16 +44,23 @@ typedef struct koila__live_sums {
     _Atomic uint64_t alloc_bytes[2], freed_bytes[2], n_allocs[2], n_frees[2];
 } koila__live_sums;
 
+/* flows[0] is everybody's who has no flow of its own, and is written with locked instructions. */
+typedef struct koila__flow {
+    _Alignas(64) _Atomic bool taken;
+    _Atomic uint64_t n_events;
+    koila__live_sums device[KOILA__DEVICES_MAX];
+} koila__flow;
+
 typedef struct koila__thread_device {
     _Atomic uint64_t peak[KOILA__Q_COUNT]; /* of the innermost open window */
-    koila__live_sums sums;
+    koila__live_sums given;                /* what counts for this thread and is not in its flow */
 } koila__thread_device;
 
 typedef struct koila__thread {
-    _Atomic int taken;
     _Atomic uint32_t n_open;   /* open windows; 0: events of this thread belong to those that have one */
     _Atomic uint64_t n_shared; /* events of other threads that more than one thread was given */
     void *owner;               /* the line table's stack for this thread */
+    const koila__flow *flow;   /* the thread's own, the same as long as a window is open; NULL: it has none */
     koila__thread_device device[KOILA__DEVICES_MAX];
 } koila__thread;
 
@@ -59,7 +69,6 @@ typedef struct koila__device {
     _Atomic uint64_t bytes_all, reserved;
     const _Atomic uint64_t *bytes; /* where BYTES_ALL and RESERVED really stand, if not above */
     _Atomic uint64_t base_bytes[2], base_n[2];
-    koila__live_sums sums;
 } koila__device;
 
 typedef struct koila__span {
@@ -70,24 +79,40 @@ typedef struct koila__span {
     bool open;
 } koila__span;
 
-typedef struct koila__meter {
-    _Atomic uint64_t n_events; /* unchanged: nothing happened anywhere */
+typedef struct koila__meter { /* what every event reads stands together */
     int n_devices;
-    koila__device device[KOILA__DEVICES_MAX];
+    _Atomic int n_threads, n_spans, n_flows; /* slots ever used */
+    _Atomic uint64_t n_set;                  /* koila__meter_set() */
     _Atomic(koila__thread *) threads[KOILA__THREADS_MAX];
-    _Atomic int n_threads; /* slots ever used */
+    koila__device device[KOILA__DEVICES_MAX];
     _Atomic(koila__span *) spans[KOILA__SPANS_MAX];
-    _Atomic int n_spans;
+    koila__flow flows[KOILA__FLOWS_MAX];
 } koila__meter;
 
 void koila__meter_init(koila__meter *m, int n_devices);
 
-/* One block handed out (delta > 0) or taken back (delta < 0). `self`: this thread's state or NULL. now: the device's bytes after it.
- * reserved: the device's reserved bytes after it; UINT64_MAX: the device reserves nothing beyond its blocks. */
-void koila__meter_event(koila__meter *m, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved);
+/* A flow for this thread, to be given back when the thread ends; NULL: there are too many, use NULL. */
+koila__flow *koila__meter_take_flow(koila__meter *m);
+void koila__flow_give_back(koila__flow *f);
+
+/* One block handed out (delta > 0) or taken back (delta < 0). `mine`, `self`: this thread's flow and state, or NULL. now: the device's bytes
+ * after it. reserved: the device's reserved bytes after it; UINT64_MAX: the device reserves nothing beyond its blocks. */
+void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved);
+/* How many events there were: unchanged means that nothing happened anywhere. */
+static inline uint64_t koila__meter_events(const koila__meter *m)
+{
+    uint64_t n = atomic_load_explicit(&m->n_set, memory_order_acquire);
+    for (int i = 0; i < atomic_load_explicit(&m->n_flows, memory_order_acquire); i++)
+        n += atomic_load_explicit(&m->flows[i].n_events, memory_order_acquire);
+    return n;
+}
 /* Set a device's quantities as they are now: what was there before we listened. */
 void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT]);
 uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q);
+void koila__meter_all_now(const koila__meter *m, int device, uint64_t now[KOILA__Q_COUNT]);
+/* All that was handed out and taken back on a device / in a thread's windows. */
+void koila__meter_sums(const koila__meter *m, int device, koila__sums *out);
+void koila__thread_sums(const koila__thread *t, int device, koila__sums *out);
 
 /* Put a thread's state where events find it; false when there are too many threads. `t` stays at its address until removed. */
 bool koila__meter_add_thread(koila__meter *m, koila__thread *t);
@@ -99,13 +124,12 @@ void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOI
 void koila__window_restart(koila__meter *m, koila__thread *t);
 /* Close it: the parent's window is live again and has seen all that this one saw. */
 void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT]);
-void koila__sums_read(const koila__live_sums *from, koila__sums *out);
 
 /* false: too many spans are open. `s` stays at its address while open. */
 bool koila__span_open(koila__meter *m, koila__span *s, int device);
 void koila__span_close(koila__meter *m, koila__span *s);
 
 /* In the child of a fork: other threads are gone, devices start from zero. */
-void koila__meter_fork_child(koila__meter *m, koila__thread *self);
+void koila__meter_fork_child(koila__meter *m, const koila__flow *mine, koila__thread *self);
 
 #endif

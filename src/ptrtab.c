@@ -15,7 +15,7 @@ static uint64_t hash(const void *p)
     return h ^ (h >> 29);
 }
 
-static koila__ptrtab_shard *shard_of(koila__ptrtab *t, uint64_t h) { return &t->shards[h >> 58]; }
+static koila__ptrtab_shard *shard_of(koila__ptrtab *t, uint64_t h) { return &t->shards[h >> (64 - KOILA__PTRTAB_SHARD_BITS)]; }
 
 static void lock(koila__ptrtab_shard *s)
 {
@@ -51,7 +51,7 @@ static size_t find(const koila__ptrtab_shard *s, const void *p, uint64_t h)
 
 static bool grow(koila__ptrtab *t, koila__ptrtab_shard *s)
 {
-    koila__ptrtab_shard wider = { .capacity = s->capacity ? s->capacity * 2 : (KOILA_DEBUG_LEVEL >= 3 ? 2 : 64), .n_used = s->n_used };
+    koila__ptrtab_shard wider = { .capacity = s->capacity ? s->capacity * 2 : (KOILA_DEBUG_LEVEL >= 3 ? 2 : 32) };
     wider.entries = koila__realloc(&t->mem, NULL, 0, wider.capacity * sizeof *wider.entries);
     if (!wider.entries) return false;
     memset(wider.entries, 0, wider.capacity * sizeof *wider.entries);
@@ -77,6 +77,7 @@ bool koila__ptrtab_put(koila__ptrtab *t, const void *p, uint64_t n_bytes, uint32
         koila__ptrtab_entry *e = &s->entries[find(s, p, h)];
         *replaced_bytes = e->p ? e->n_bytes : UINT64_MAX;
         if (!e->p) s->n_used++;
+        s->n_put++;
         *e = (koila__ptrtab_entry){ (uintptr_t)p, n_bytes, tag & KOILA__PTRTAB_MAX_TAG };
     }
     unlock(s);
@@ -96,6 +97,7 @@ static void erase(koila__ptrtab_shard *s, size_t i)
     }
     s->entries[i].p = 0;
     s->n_used--;
+    s->n_gone++;
 }
 
 static bool lookup(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag, bool forget)
@@ -132,16 +134,17 @@ void koila__ptrtab_each(koila__ptrtab *t, bool (*fn)(void *user, const koila__pt
     }
 }
 
-size_t koila__ptrtab_count(koila__ptrtab *t)
-{
-    size_t n = 0;
-    for (size_t k = 0; k < KOILA__PTRTAB_SHARDS; k++) {
-        lock(&t->shards[k]);
-        n += t->shards[k].n_used;
-        unlock(&t->shards[k]);
-    }
-    return n;
-}
+#define SUM(t, field)                                   \
+    uint64_t n = 0;                                     \
+    for (size_t k = 0; k < KOILA__PTRTAB_SHARDS; k++) { \
+        lock(&(t)->shards[k]);                          \
+        n += (t)->shards[k].field;                      \
+        unlock(&(t)->shards[k]);                        \
+    }                                                   \
+    return n
+size_t koila__ptrtab_count(koila__ptrtab *t) { SUM(t, n_used); }
+uint64_t koila__ptrtab_n_put(koila__ptrtab *t) { SUM(t, n_put); }
+uint64_t koila__ptrtab_n_gone(koila__ptrtab *t) { SUM(t, n_gone); }
 
 void koila__ptrtab_fork_prepare(koila__ptrtab *t)
 {
@@ -154,7 +157,7 @@ void koila__ptrtab_fork_parent(koila__ptrtab *t)
 static void empty(koila__ptrtab_shard *s)
 {
     if (s->n_used) memset(s->entries, 0, s->capacity * sizeof *s->entries);
-    s->n_used = 0;
+    s->n_used = s->n_put = s->n_gone = 0;
 }
 void koila__ptrtab_fork_child(koila__ptrtab *t)
 {

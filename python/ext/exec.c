@@ -461,6 +461,7 @@ static void work_for_line(const exec *x, koila_node n)
     const koila_node recorded = koila_plan_recorded(x->plan, n);
     const uint32_t line = recorded == KOILA_NONE ? KOILA_NONE : koila_node_get(g, x->node_from[recorded]).line;
     koila__lines_work_for(line == KOILA_NONE ? NULL : koila_graph_line_file(g, line), (int)koila_graph_line_number(g, line));
+    if (recorded != KOILA_NONE) koila__memlab_work.path = koila__nodes_path_of_captured(x->tape->uid, x->node_from[recorded]);
 }
 
 static int run_node(exec *x, const koila_instr *in, bool in_loop)

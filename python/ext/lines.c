@@ -84,6 +84,20 @@ typedef struct frame_head {
     _Py_CODEUNIT *prev_instr;
 } frame_head;
 static PyCodeObject *code_of(frame_type *frame) { return ((frame_head *)frame)->f_code; }
+/* And of its PyFrameObject. */
+typedef struct frame_object_head {
+    PyObject_HEAD
+    PyFrameObject *f_back;
+    frame_head *f_frame;
+    PyObject *f_trace;
+    int f_lineno;
+} frame_object_head;
+static const void *traced_code(PyFrameObject *frame) { return ((frame_object_head *)frame)->f_frame->f_code; }
+static int traced_line(PyFrameObject *frame)
+{
+    int line = ((frame_object_head *)frame)->f_lineno; /* set while a line is traced */
+    return line ? line : PyFrame_GetLineNumber(frame);
+}
 /* The line a generator resumes at; -1: it is a call; 0: only a generator object is made, no line runs. */
 static int resume_line(frame_type *frame)
 {
@@ -99,16 +113,14 @@ static int resume_line(frame_type *frame)
 typedef PyFrameObject frame_type;
 static PyCodeObject *code_of(frame_type *frame) { return frame->f_code; }
 static int resume_line(frame_type *frame) { return frame->f_lasti < 0 ? -1 : PyFrame_GetLineNumber(frame); }
+static const void *traced_code(PyFrameObject *frame) { return frame->f_code; }
+static int traced_line(PyFrameObject *frame) { return PyFrame_GetLineNumber(frame); }
 #endif
 
 static int trace_lines(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg)
 {
     koila__stack *s = koila__memlab_stack;
-    if (what == PyTrace_LINE && s) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        if (on_top(s, code)) koila__lines_line(LINES, s, koila__stack_top(s), PyFrame_GetLineNumber(frame));
-        Py_DECREF(code);
-    }
+    if (what == PyTrace_LINE && on_top(s, traced_code(frame))) koila__lines_line(LINES, s, koila__stack_top(s), traced_line(frame));
     return pass_on(frame, what, arg);
 }
 
@@ -160,7 +172,7 @@ static PyObject *eval_frame(PyThreadState *ts, frame_type *frame, int throwing)
         int line = resume_line(frame);
         return line ? eval_profiled(ts, frame, throwing, c, line) : next_eval(ts, frame, throwing);
     }
-    if (!my_tracer.depth || my_tracer.before || ts->c_profilefunc || !ts->cframe->use_tracing || ts->c_tracefunc != trace_lines)
+    if (!ts->cframe->use_tracing || ts->c_tracefunc != trace_lines || ts->c_profilefunc || !my_tracer.depth || my_tracer.before)
         return next_eval(ts, frame, throwing);
     ts->cframe->use_tracing = 0;
     PyObject *r = next_eval(ts, frame, throwing);
@@ -194,17 +206,22 @@ static koila__stack *stack_for(PyObject *const *args, Py_ssize_t n, koila__code 
     *c = n >= 2 ? find_wanted(args[0]) : NULL;
     return *c ? my_stack() : NULL;
 }
-static int line_at(PyObject *code, PyObject *offset) { return PyCode_Addr2Line((PyCodeObject *)code, (int)PyLong_AsLong(offset)); }
+static int as_int(PyObject *number)
+{
+    PyLongObject *n = (PyLongObject *)number; /* monitoring passes lines and offsets as ints, and nobody else calls */
+    return PyUnstable_Long_IsCompact(n) ? (int)PyUnstable_Long_CompactValue(n) : (int)PyLong_AsLong(number);
+}
+static int line_at(PyObject *code, PyObject *offset) { return PyCode_Addr2Line((PyCodeObject *)code, as_int(offset)); }
 
 static PyObject *on_line(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     koila__stack *s = koila__memlab_stack;
     if (n == 2 && on_top(s, args[0])) {
-        koila__lines_line(LINES, s, koila__stack_top(s), (int)PyLong_AsLong(args[1]));
+        koila__lines_line(LINES, s, koila__stack_top(s), as_int(args[1]));
     } else {
         koila__code *c;
         s = stack_for(args, n, &c);
-        if (s) koila__lines_line(LINES, s, c, (int)PyLong_AsLong(args[1]));
+        if (s) koila__lines_line(LINES, s, c, as_int(args[1]));
     }
     Py_RETURN_NONE;
 }
@@ -374,23 +391,19 @@ int koila__lines_enabled; /* line tables */
 
 /* ---- captured work that runs on this thread, and the line it was captured on */
 
-static __thread struct { const void *key; int line; } work;
-
 void koila__lines_work_for(const char *file, int line)
 {
-    work.key = NULL;
+    struct koila__work *work = &koila__memlab_work;
+    work->key = NULL;
+    work->path = (koila__origin_path){ 0 };
     int first = 0;
     for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) { /* the innermost function around that line */
         if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first || !koila__code_wanted(c)) continue;
         if (PyUnicode_CompareWithASCIIString(((PyCodeObject *)c->key)->co_filename, file) != 0) continue;
-        work.key = c->key;
+        work->key = c->key;
         first = c->first_line;
     }
-    work.line = line;
-}
-void koila__lines_credit_work(int device, int64_t delta, uint64_t now)
-{
-    if (work.key) koila__lines_credit_line(LINES, work.key, work.line, device, delta, now);
+    work->line = line;
 }
 
 /* ==== LineTable */

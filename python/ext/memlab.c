@@ -26,28 +26,33 @@
 koila__meter koila__memlab_meter;
 koila__lines koila__memlab_lines;
 __thread koila__stack *koila__memlab_stack;
+__thread struct koila__work koila__memlab_work;
+static __thread koila__flow *my_flow; /* NULL: not yet, or there are too many */
 
 #define METER (&koila__memlab_meter)
 
 static bool listening, pretend; /* pretend: tests feed the CPU's events themselves */
 static uint64_t generation_seen;
 
-/* What is done for other lines than the one that runs. */
-static void credit(int device, int64_t delta, uint64_t now)
+static koila__flow *take_flow(void);
+
+/* An event of device 0 (the CPU) or 1 + i, told by its allocator. Then what is done for other lines than the one that runs. */
+static void tell(int device, const void *p, int64_t delta, uint64_t now, uint64_t reserved)
 {
-    if (!koila__lines_enabled) return;
-    koila__nodes_credit(device, delta);
-    koila__lines_credit_work(device, delta, now);
+    koila__stack *s = koila__memlab_stack;
+    koila__meter_event(METER, my_flow ? my_flow : take_flow(), s ? &s->thread : NULL, device, delta, now, reserved);
+    if (koila__lines_enabled) {
+        koila__nodes_credit(device, delta);
+        const struct koila__work *work = &koila__memlab_work;
+        if (work->key) koila__lines_credit_line(&koila__memlab_lines, work->key, work->line, device, delta, now);
+        if (work->path.path && delta > 0) koila__lines_credit_path(&koila__memlab_lines, work->path, device, (uint64_t)delta);
+    }
+    if (atomic_load_explicit(&koila__timeline_device, memory_order_relaxed) == device) koila__timeline_event(device, p, delta);
 }
 
 /* ---- the CPU */
 
-static void on_truth(const void *p, int64_t delta, uint64_t now)
-{
-    koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 0, delta, now, UINT64_MAX);
-    credit(0, delta, now);
-    if (koila__timeline_device == 0) koila__timeline_event(0, p, delta);
-}
+static void on_truth(const void *p, int64_t delta, uint64_t now) { tell(0, p, delta, now, UINT64_MAX); }
 
 static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
 {
@@ -87,11 +92,7 @@ static void hook_report(void *p, int64_t delta, size_t allocated, size_t reserve
 {
     int type = device & 0xFF, index = (int8_t)(device >> 8); /* c10::Device: type, then index */
     bool ours = type == 1 || type == 6 || type == 12;        /* CUDA, HIP, XPU */
-    if (ours && delta && index >= 0 && index + 1 < METER->n_devices) {
-        koila__meter_event(METER, koila__memlab_stack ? &koila__memlab_stack->thread : NULL, 1 + index, delta, allocated, reserved);
-        credit(1 + index, delta, allocated);
-        if (koila__timeline_device == 1 + index) koila__timeline_event(1 + index, p, delta);
-    }
+    if (ours && delta && index >= 0 && index + 1 < METER->n_devices) tell(1 + index, p, delta, allocated, reserved);
     if (real_report) real_report(p, delta, allocated, reserved, device);
 }
 
@@ -253,11 +254,26 @@ static pthread_mutex_t spare_lock = PTHREAD_MUTEX_INITIALIZER, site_lock = PTHRE
 static koila__stack *spare_stacks[KOILA__THREADS_MAX]; /* of threads that ended */
 static int n_spare_stacks;
 
-static void end_thread(void *stack)
+/* Once a thread, inside an allocator. */
+static __attribute__((noinline, cold)) koila__flow *take_flow(void)
 {
-    koila__stack *s = stack;
+    my_flow = koila__meter_take_flow(METER);
+    if (my_flow && pthread_setspecific(thread_ends, METER) != 0) {
+        koila__flow_give_back(my_flow);
+        my_flow = NULL;
+    }
+    return my_flow;
+}
+
+static void end_thread(void *unused)
+{
+    koila__stack *s = koila__memlab_stack;
     koila__memlab_stack = NULL;
+    if (my_flow) koila__flow_give_back(my_flow);
+    my_flow = NULL;
+    if (!s) return;
     atomic_store(&s->thread.n_open, 0);
+    s->thread.flow = NULL;
     s->n = s->n_lost = 0;
     pthread_mutex_lock(&spare_lock);
     if (n_spare_stacks < KOILA__THREADS_MAX) spare_stacks[n_spare_stacks++] = s;
@@ -272,7 +288,10 @@ koila__stack *koila__memlab_my_stack(void)
     koila__stack *s = n_spare_stacks ? spare_stacks[--n_spare_stacks] : NULL;
     pthread_mutex_unlock(&spare_lock);
     if (!s) s = koila__stack_new(&koila__memlab_lines);
-    if (s && pthread_setspecific(thread_ends, s) == 0) koila__memlab_stack = s;
+    if (s && pthread_setspecific(thread_ends, METER) == 0) {
+        s->thread.flow = my_flow ? my_flow : take_flow();
+        koila__memlab_stack = s;
+    }
     return koila__memlab_stack;
 }
 
@@ -283,7 +302,7 @@ static void after_fork_child(void)
     atomic_flag_clear(&koila__memlab_lines.credit_busy);
     pthread_mutex_init(&spare_lock, NULL);
     pthread_mutex_init(&site_lock, NULL);
-    koila__meter_fork_child(METER, s ? &s->thread : NULL);
+    koila__meter_fork_child(METER, my_flow, s ? &s->thread : NULL);
     for (size_t i = 0; s && i < s->n; i++) {
         memset(s->activations[i]->w.saved, 0, sizeof s->activations[i]->w.saved);
         memset(s->activations[i]->w.start_bytes, 0, sizeof s->activations[i]->w.start_bytes);
@@ -349,7 +368,7 @@ static PyObject *measure_get(measure *m, void *what)
     uint64_t end = s->open ? koila__meter_now(METER, s->device, KOILA__Q_BYTES_ALL) : s->end_bytes;
     uint64_t peak = atomic_load(&s->peak);
     koila__sums last = s->end, *first = &s->start;
-    if (s->open) koila__sums_read(&METER->device[s->device].sums, &last);
+    if (s->open) koila__meter_sums(METER, s->device, &last);
 #define IN(field) (last.field[0] + last.field[1] - first->field[0] - first->field[1])
     switch ((int)(intptr_t)what) {
     case START: return PyLong_FromUnsignedLongLong(s->start_bytes);
@@ -699,7 +718,7 @@ static PyObject *memlab_event(PyObject *self, PyObject *args)
     if (device == 0 && METER->device[0].bytes) return PyErr_Format(PyExc_RuntimeError, "the CPU has real events");
     if (device == 0) pretend = true;
     uint64_t now = koila__meter_now(METER, device, KOILA__Q_BYTES_ALL) + (uint64_t)delta;
-    koila__meter_event(METER, own && koila__memlab_stack ? &koila__memlab_stack->thread : NULL, device, delta, now, UINT64_MAX);
+    koila__meter_event(METER, NULL, own && koila__memlab_stack ? &koila__memlab_stack->thread : NULL, device, delta, now, UINT64_MAX);
     Py_RETURN_NONE;
 }
 

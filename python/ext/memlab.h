@@ -11,6 +11,12 @@ extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
 /* This thread's stack of activations; NULL until it runs profiled code. */
 extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden"))); /* hidden: found without a search */
+/* The code that captured work on this thread was captured in, and its line; NULL: none runs. */
+extern __thread struct koila__work {
+    const void *key;
+    int line;
+    koila__origin_path path; /* of the autograd node that captured it; path 0: none did */
+} koila__memlab_work __attribute__((visibility("hidden")));
 
 /* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the hooks of loaded accelerator libraries.
  * pre: the GIL is held. */
@@ -25,11 +31,14 @@ void koila__nodes_listen(bool want);
 /* An allocator event: if a node runs backward on this thread, its line is credited. Any thread, without the GIL. */
 void koila__nodes_credit(int device, int64_t delta);
 
+/* Node `node` of tape `tape` is captured now on this thread: by which autograd node, if it is part of a backward? And of that, the lines. The
+ * newest tape only: a backward runs what it has captured. pre: the GIL is held. */
+void koila__nodes_captured(uint64_t tape, uint32_t node);
+koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node);
+
 /* Captured work runs now on this thread, for line `line` of `file`; NULL: no more. Its memory is credited to that line, if it is profiled.
  * pre: the GIL is held. */
 void koila__lines_work_for(const char *file, int line);
-/* An allocator event during such work. */
-void koila__lines_credit_work(int device, int64_t delta, uint64_t now);
 /* Is any line profiler enabled? */
 extern int koila__lines_enabled;
 

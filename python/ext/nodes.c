@@ -15,6 +15,8 @@
  */
 #include "memlab.h"
 
+#include <stdlib.h>
+
 #include "got.h"
 
 #define GET_AND_INCREMENT "_ZN2at15sequence_number17get_and_incrementEv"
@@ -48,15 +50,55 @@ static uint64_t hook_next_number(void)
     return number;
 }
 
-void koila__nodes_credit(int device, int64_t delta)
+/* The node that runs backward on this thread; false: none, or nobody wants to know. */
+static bool running_node(uint64_t *number, uint64_t *thread)
 {
-    if (delta <= 0 || !on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed)) return;
+    if (!on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed)) return false;
     owned_node now = current_node();
-    if (!now.node) return;
-    uint64_t number = now.node[at_number], thread = now.node[at_thread];
+    if (!now.node) return false;
+    *number = now.node[at_number];
+    *thread = now.node[at_thread];
     if (at_number == INTRUSIVE) __atomic_fetch_sub(&now.node[1], 1, __ATOMIC_ACQ_REL);
     else atomic_fetch_sub_explicit(&now.owners->n_owners, 1, memory_order_acq_rel);
-    koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);
+    return *number != UINT64_MAX; /* a leaf's AccumulateGrad has none: no line made it */
+}
+void koila__nodes_credit(int device, int64_t delta)
+{
+    uint64_t number, thread;
+    if (delta > 0 && running_node(&number, &thread)) koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);
+}
+
+/* What a lazy backward captured: nodes of one tape, in order. */
+static struct { uint32_t node; koila__origin_path path; } *captured;
+static size_t n_captured, captured_capacity;
+static uint64_t captured_tape;
+
+void koila__nodes_captured(uint64_t tape, uint32_t node)
+{
+    uint64_t number, thread;
+    if (!running_node(&number, &thread)) return;
+    if (tape != captured_tape || (n_captured && captured[n_captured - 1].node >= node)) n_captured = 0;
+    captured_tape = tape;
+    if (n_captured == captured_capacity) {
+        size_t wider = captured_capacity ? captured_capacity * 2 : 256;
+        void *more = realloc(captured, wider * sizeof *captured);
+        if (!more) return; /* its memory is then nobody's */
+        captured = more;
+        captured_capacity = wider;
+    }
+    captured[n_captured].node = node;
+    captured[n_captured++].path = koila__lines_path_of(&koila__memlab_lines, thread, number);
+}
+koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node)
+{
+    size_t lo = 0, hi = tape == captured_tape ? n_captured : 0;
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+        if (captured[mid].node < node) lo = mid + 1;
+        else hi = mid;
+    }
+    bool found = tape == captured_tape && lo < n_captured && captured[lo].node == node;
+    return found ? captured[lo].path : (koila__origin_path){ 0 };
 }
 
 /* Make three nodes; which words hold their numbers, and which this thread's? */

@@ -1,4 +1,5 @@
 /* source_line.c — which line of the user's records now: the nearest frame that is not torch's, koila's or without a file. */
+#include "memlab.h"
 #include "record.h"
 
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
@@ -44,6 +45,7 @@ static const char *file_of(PyCodeObject *code, bool *failed)
 uint32_t koila__line_now(koila__tape *t)
 {
     koila_graph *g = t->graph;
+    if (koila__lines_enabled) koila__nodes_captured(t->uid, koila_graph_n_nodes(g)); /* for koila.memlab; the node comes next */
     if (!koila__lines_on) return KOILA_NONE;
     PyFrameObject *f = PyEval_GetFrame();
     if (!f) return KOILA_NONE;

@@ -29,7 +29,6 @@
 #include "ledger.h"
 
 static koila__ledger ledger;
-static _Atomic uint64_t n_frees, alloc_bytes;
 
 #define N_LISTENERS 4
 static _Atomic(koila__truth_event) listeners[N_LISTENERS];
@@ -54,7 +53,6 @@ static bool remember(void *p, uint64_t n, uint64_t now)
 {
     uint32_t (*ask)(void) = atomic_load_explicit(&tagger, memory_order_acquire);
     if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now)) return false;
-    atomic_fetch_add_explicit(&alloc_bytes, n, memory_order_relaxed);
     tell(p, (int64_t)n, now);
     return true;
 }
@@ -62,7 +60,6 @@ static void forget(void *p)
 {
     uint64_t n, now;
     if (!koila__ledger_release(&ledger, p, &n, &now)) return;
-    atomic_fetch_add_explicit(&n_frees, 1, memory_order_relaxed);
     tell(p, -(int64_t)n, now);
 }
 
@@ -273,8 +270,7 @@ void koila__truth_set_limit(uint64_t bytes) { atomic_store_explicit(&ledger.limi
 uint64_t koila__truth_get_limit(void) { return atomic_load_explicit(&ledger.limit, memory_order_relaxed); }
 void koila__truth_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__truth_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
-int64_t koila__truth_n_frees(void) { return (int64_t)atomic_load_explicit(&n_frees, memory_order_relaxed); }
-uint64_t koila__truth_alloc_bytes(void) { return atomic_load_explicit(&alloc_bytes, memory_order_relaxed); }
+int64_t koila__truth_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
 
 bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag) { return koila__ptrtab_get(&ledger.blocks, p, n_bytes, tag); }
 
@@ -317,12 +313,7 @@ uint32_t (*koila__truth_get_tagger(void))(void) { return atomic_load_explicit(&t
 
 static void before_fork(void) { koila__ptrtab_fork_prepare(&ledger.blocks); }
 static void after_fork_parent(void) { koila__ptrtab_fork_parent(&ledger.blocks); }
-static void after_fork_child(void)
-{
-    koila__ledger_fork_child(&ledger);
-    atomic_store(&n_frees, 0);
-    atomic_store(&alloc_bytes, 0);
-}
+static void after_fork_child(void) { koila__ledger_fork_child(&ledger); }
 
 /* ---- Python */
 

@@ -45,7 +45,6 @@ uint64_t koila__truth_get_limit(void);
 void koila__truth_fail_nth(int64_t n);
 int64_t koila__truth_n_allocs(void); /* allocations granted */
 int64_t koila__truth_n_frees(void);  /* of blocks that were counted */
-uint64_t koila__truth_alloc_bytes(void);
 
 /* Bytes of the block at p; false if it is not a counted block. */
 bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag);

@@ -83,7 +83,9 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
         koila__func_new(&lines, &keys[c], 10 * c, N_ROWS, &on, &funcs[c]);
         koila__func_new(&lines, &keys[c], 10 * c, N_ROWS, &off, &second[c]);
     }
+    koila__flow *flows[N_THREADS - 1], *worker_flow = koila__meter_take_flow(&meter);
     for (int t = 0; t < N_THREADS; t++) stacks[t] = koila__stack_new(&lines);
+    for (int t = 0; t < N_THREADS - 1; t++) stacks[t]->thread.flow = flows[t] = koila__meter_take_flow(&meter);
     bool ok = true;
     size_t n_events = 0;
     for (size_t step = 0; step < n_steps; step++) {
@@ -101,9 +103,10 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
             given_to[now_t] = 0;
             for (int k = 0; k < N_THREADS; k++)
                 if (own ? k == t : depth[k] > 0) given_to[now_t] |= 1u << k;
-            koila__thread *self = worker ? NULL : &stacks[t]->thread;
-            if (++n_events != plant || how == 2) koila__meter_event(&meter, self, d, delta, history[d][now_t], UINT64_MAX);
-            if (n_events == plant && how == 2) koila__meter_event(&meter, self, d, delta, history[d][now_t], UINT64_MAX);
+            koila__thread *self = worker ? NULL : &stacks[t]->thread; /* the last thread has no flow of its own */
+            koila__flow *flow = worker ? (rng() % 2 ? worker_flow : NULL) : t < N_THREADS - 1 ? flows[t] : NULL;
+            if (++n_events != plant || how == 2) koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
+            if (n_events == plant && how == 2) koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
         } else if (what < 7 && depth[t]) {
             model_window *w = &windows[t][depth[t] - 1];
             int row = (int)(rng() % (N_ROWS + 1)); /* one beyond: a line that opens no window */
@@ -186,7 +189,7 @@ TEST(linetab__every_host_allocation_may_fail)
             if (koila__func_new(&lines, &key[k], 1, 4, &on, &func) != KOILA_OK) continue;
             for (int i = 0; s && i < 3; i++) {
                 koila__lines_enter(&lines, s, func->code, 1, true);
-                koila__meter_event(&meter, &s->thread, 0, 100, 100, UINT64_MAX);
+                koila__meter_event(&meter, NULL, &s->thread, 0, 100, 100, UINT64_MAX);
                 koila__lines_line(&lines, s, koila__lines_find(&lines, &key[k]), 2);
             }
             for (int i = 0; s && i < 3; i++) koila__lines_leave(&lines, s);
@@ -296,16 +299,16 @@ TEST(meter__spans_nest_and_see_every_thread)
 {
     koila__span a = { 0 }, b = { 0 };
     koila__meter_init(&meter, 2);
-    koila__meter_event(&meter, NULL, 0, 50, 50, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 0, 50, 50, UINT64_MAX);
     CHECK(koila__span_open(&meter, &a, 0));
-    koila__meter_event(&meter, NULL, 0, 100, 150, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 0, 100, 150, UINT64_MAX);
     CHECK(koila__span_open(&meter, &b, 0));
-    koila__meter_event(&meter, NULL, 1, 999, 999, UINT64_MAX);
-    koila__meter_event(&meter, NULL, 0, -100, 50, UINT64_MAX);
-    koila__meter_event(&meter, NULL, 0, 10, 60, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 1, 999, 999, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 0, -100, 50, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 0, 10, 60, UINT64_MAX);
     koila__span_close(&meter, &b);
     koila__span_close(&meter, &a);
-    koila__meter_event(&meter, NULL, 0, 5000, 5060, UINT64_MAX);
+    koila__meter_event(&meter, NULL, NULL, 0, 5000, 5060, UINT64_MAX);
     CHECK_EQ(a.start_bytes, 50);
     CHECK_EQ(a.peak, 150);
     CHECK_EQ(b.start_bytes, 150);

@@ -12,7 +12,7 @@ import torch
 
 import koila._core as core
 from koila import memlab
-from koila._errors import OutOfMemory
+from koila._errors import OutOfMemory, UnsupportedError
 from koila.memlab import Courtesy
 from koila.memlab import courtesy as module
 
@@ -186,6 +186,22 @@ def test_without_an_accelerator():
     assert Courtesy().yield_memory() == 0
     with pytest.raises(ValueError, match="no accelerator"):
         Courtesy(device="cuda")
+
+
+@pytest.mark.parametrize("capturing, pools, says", [(True, [], "being captured"), (False, [(0, 1)], "CUDA graphs are alive"), (False, [(0, 0)], None)])
+def test_cuda_graphs_are_refused_and_nothing_is_moved(monkeypatch, capturing, pools, says):
+    t = torch.ones(1000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": p} for p in pools])
+    if says is None:
+        module._refuse_graphs(torch)
+        return
+    held, c = core.truth_current(), Courtesy(device="cpu")
+    with pytest.raises(UnsupportedError, match=says):
+        c.yield_memory()
+    assert core.truth_current() == held and not c.yielded and t.sum() == 1000
 
 
 def test_bad_destination():

@@ -53,6 +53,29 @@ def test_options(shell, tmp_path, capsys):
     shell.run_line_magic("mlrun", "-qDffoo".replace("foo", " f f()"))
 
 
+def test_functions_are_expressions_and_may_be_several(shell):
+    shell.run_cell("class A:\n    def m(self):\n        return torch.empty(3)\n\ndef f():\n    return A().m()\n\nfs = [f]")
+    d = shell.run_line_magic("mlrun", "-f A.m -f fs[0] f()")
+    assert str(d).count("## ") == 2 and "## A.m" in str(d) and "## f" in str(d)
+    d = shell.run_cell_magic("mlrun", "--function=late.n -f f", "class late:\n    n = staticmethod(lambda: torch.empty(5))\nlate.n(); f()\n")
+    assert "<lambda>" in str(d) and "## f" in str(d)
+
+
+@pytest.mark.parametrize("suffix, begins", [(".json", "["), (".csv", "function"), (".txt", "## f"), (".log", "## f")])
+def test_dumps_by_suffix(shell, tmp_path, suffix, begins):
+    shell.run_cell("def f():\n    return torch.empty(10)")
+    file = tmp_path / f"table{suffix}"
+    shell.run_line_magic("mlrun", f"-q -T {file} -D -c rise --no_default_columns -f f f()")
+    text = file.read_text()
+    assert text.startswith(begins) and "rise" in text and "active_bytes" not in text.split("code")[0].replace('"active_bytes', "")
+
+
+@pytest.mark.parametrize("gpu", ["-g 0", "-g cpu", "--gpu=cpu", "-gcpu"])
+def test_the_device_shown(shell, gpu):
+    shell.run_cell("def f():\n    return torch.empty(10)")
+    assert "## f" in str(shell.run_line_magic("mlrun", f"{gpu} -f f f()"))
+
+
 @pytest.mark.parametrize("line", ["-c nope -f f f()", "-f", "--what f()", "-f undefined_name 1", "-f 3 1", "-g what -f f f()"])
 def test_mistakes_are_usage_errors(shell, line):
     shell.run_cell("def f():\n    return 1")

@@ -423,6 +423,10 @@ def test_object_without_code_is_a_warning_and_ignored(thing):
     with pytest.warns(UserWarning, match="no code behind"):
         p.add_function(thing)
     with pytest.warns(UserWarning, match="no code behind"):
+        assert LineProfiler(thing, kib).names == ["kib"]
+    with pytest.warns(UserWarning, match="no code behind"):
+        assert profile_every(2)(thing) is thing
+    with pytest.warns(UserWarning, match="no code behind"):
         assert memlab.profile(thing) is thing
     assert p.names == []
 
@@ -790,6 +794,31 @@ def test_environment_switches():
     run_script("import koila.memlab, koila._core as c; assert c.truth_ok()", env={"KOILA_MEMLAB": "1"})
 
 
+def test_names_and_the_old_package_s_paths():
+    from importlib import import_module
+
+    old = "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler MemReporter Courtesy load_ipython_extension".split()
+    new = "DEFAULT_COLUMNS measure snapshot diff on_oom start stop backend unload_ipython_extension".split()
+    assert {*old, *new} <= {*memlab.__all__} <= {*dir(memlab)} and all(getattr(memlab, name) is not None for name in memlab.__all__)
+    assert memlab.DEFAULT_COLUMNS == ("active_bytes.all.peak", "reserved_bytes.all.peak")
+    paths = {
+        "line_profiler": "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler",
+        "line_profiler.line_profiler": "LineProfiler DEFAULT_COLUMNS",
+        "line_profiler.extension": "load_ipython_extension",
+        "mem_reporter": "MemReporter",
+        "courtesy": "Courtesy",
+        "utils": "readable_size",
+    }
+    for path, names in paths.items():
+        module = import_module(f"koila.memlab.{path}")
+        assert all(getattr(module, name) is getattr(memlab, name, getattr(module, name)) for name in names.split())
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        memlab.nothing_of_that_name
+    from koila.memlab.utils import readable_size
+
+    assert readable_size(40_400) == "39.45K"
+
+
 def test_import_does_nothing_but_import():
     out = run_script("""
         import sys, torch, koila       # koila itself refuses a missing torch
@@ -1048,3 +1077,6 @@ def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
     assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
     assert last_plan().measured_peak_bytes == peak[4][0]
+    backward = rows(p, step, "backward")  # what the nodes of a line captured is that line's, though it ran in one piece at the end
+    assert backward[1][0] >= 1000 * 100 * 4 + 1000 * 4 and backward[2][0] >= 1000 * 10 * 4 and backward[3][0] > 0
+    assert backward[4][0] == 0 and sum(v for (v,) in backward.values()) <= alloc[4][0]
