@@ -39,14 +39,14 @@ op_info *koila__op_describe(PyObject *func)
     const char *name;
     unsigned flags, kind, result_kind;
     unsigned long long written;
-    PyObject *kw, *source, *handler;
+    PyObject *kw, *source, *handler, *rules;
     int overwrites, elementwise;
     if (!op) {
         PyErr_NoMemory();
         goto fail;
     }
-    if (!PyArg_ParseTuple(d, "sIIKO!O!IppO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise,
-                          &handler)) goto fail;
+    if (!PyArg_ParseTuple(d, "sIIKO!O!IppOO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise,
+                          &handler, &rules)) goto fail;
     const koila_status s = koila_table_op(koila__table, name, flags, &op->id);
     if (s) {
         koila__raise(s);
@@ -63,6 +63,7 @@ op_info *koila__op_describe(PyObject *func)
     for (int i = 0; i < op->n_results && i < 8; i++) op->source[i] = (int8_t)PyLong_AsLong(PyTuple_GET_ITEM(source, i));
     op->written_kw = Py_NewRef(kw);
     op->handler = handler == Py_None ? NULL : Py_NewRef(handler);
+    op->rules = Py_NewRef(rules);
     op->func = Py_NewRef(func);
     Py_DECREF(d);
     const uint32_t i = (uint32_t)((uintptr_t)func >> 4) & (KOILA__OP_SLOTS - 1);
@@ -83,12 +84,7 @@ PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n)
 {
     if (n != 2 || !find_in_registry) return PyErr_SetString(PyExc_TypeError, "find_rule(operator, class)"), NULL;
     op_info *op = a[1] == (PyObject *)koila__lazy_class ? koila__op_find(a[0]) : NULL;
-    if (!op) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
-    if (!op->rules) {
-        op->rules = koila__ask("rules_of", a[0], NULL, NULL);
-        if (!op->rules) return NULL;
-    }
-    if (!PyDict_Check(op->rules)) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
+    if (!op || !PyDict_Check(op->rules)) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
     PyObject *rule = PyDict_GetItemWithError(op->rules, a[1]);
     return rule || !PyErr_Occurred() ? Py_NewRef(rule ? rule : Py_None) : NULL;
 }

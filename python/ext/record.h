@@ -29,7 +29,7 @@ typedef struct op_info {
     int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
     uint8_t n_results;       /* of the schema; a list counts as one */
     PyObject *handler;       /* owned; SPECIAL and INDEX */
-    PyObject *rules;         /* owned dict class → function: see koila__find_rule(); NULL: not asked yet */
+    PyObject *rules;         /* owned dict class → function, or None: see koila__find_rule() */
     struct op_info *next;    /* with the same hash */
 } op_info;
 

@@ -88,6 +88,14 @@ _factories |= {"new_full", "new_empty_strided"}
 _not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
 
 
+def _rules_of(func: Any) -> dict[type, Any] | None:
+    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones appear."""
+    from torch._library.simple_registry import singleton
+
+    rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
+    return rules if isinstance(rules, dict) else None
+
+
 def describe(func: Any) -> tuple[Any, ...]:
     """What C needs to know about an operator, see Note [Kinds] in record.h."""
     schema = func._schema
@@ -153,12 +161,4 @@ def describe(func: Any) -> tuple[Any, ...]:
     elif writes:
         kind = WRITE
     elementwise = torch.Tag.pointwise in func.tags or base in _elementwise
-    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, elementwise, handler
-
-
-def rules_of(func: Any) -> dict[type, Any] | None:
-    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones appear."""
-    from torch._library.simple_registry import singleton
-
-    rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
-    return rules if isinstance(rules, dict) else None
+    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, elementwise, handler, _rules_of(func)
