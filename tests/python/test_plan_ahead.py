@@ -8,6 +8,7 @@ import zoo
 from helpers import run_python
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import _core
@@ -336,6 +337,27 @@ def test_autocast_casts_on_meta_as_it_does_on_the_cpu(make, dtype):
     assert on_meta_["allocated"] == pytest.approx(cpu["allocated"], rel=0.02), (cpu, on_meta_)
     plain = koila.plan(lambda x: model(x).square().mean(), x, device="a100-40gb", sdpa="flash").prediction["steady"]["allocated"][1]
     assert plain != on_meta_["allocated"]
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_checkpoint_under_autocast_is_run_again_under_it(device):
+    """Layers of two products each: what is kept of each is half as much, or (checkpointed) none of it."""
+    with torch.device(device):
+        layers, x = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)), torch.zeros(8192, 256)
+
+    def step(again, half):
+        def run(a):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+                for layer in layers:
+                    a = checkpoint(layer, a, use_reentrant=False) if again else layer(a)
+            return a.float().square().mean()
+
+        return run
+
+    peak = {(again, half): expected(koila.plan(step(again, half), x, device="a100-40gb", micro_batch=8192)) for again in (False, True) for half in (False, True)}
+    assert peak[True, False] < 0.6 * peak[False, False] and peak[True, True] < 0.6 * peak[False, True]
+    assert peak[False, True] < 0.7 * peak[False, False] and peak[True, True] < peak[True, False]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
