@@ -408,18 +408,19 @@ def test_a_fully_sharded_model_is_refused_politely():
 def test_settings_of_the_allocator_count(monkeypatch):
     model = on_meta(lambda: nn.Sequential(*[nn.Linear(900, 900) for _ in range(8)]))
 
-    def reserved(**options):
-        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["reserved"]
+    def allocated(**options):
+        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["allocated"]
 
-    default = reserved()
-    grown = reserved(conf="expandable_segments:True")
-    assert grown != default
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert reserved() == grown and reserved(conf="") == default
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    default = allocated()
+    grown = allocated(conf="roundup_power2_divisions:2")
+    assert grown > default  # 2.7 MiB are given 3
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:2")
+    assert allocated() == grown and allocated(conf="") == default
     with pytest.raises(ValueError, match="max_split_size_mb"):
-        reserved(conf="max_split_size_mb:5")
+        allocated(conf="max_split_size_mb:5")
     with pytest.raises(ValueError, match="no such setting"):
-        reserved(conf="odd:5")
+        allocated(conf="odd:5")
 
 
 def test_settings_of_the_environment_count(monkeypatch):
