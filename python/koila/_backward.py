@@ -14,6 +14,7 @@ parameters); gradients of lazy tensors stay lazy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from . import _core, _lazy
 from ._errors import UnsupportedError
 
 _original = _graph._engine_run_backward
+_grad = torch._C.TensorBase.grad  # torch.Tensor's is guarded: `.grad` of a plain tensor is plain, but for what _Depth shows
 
 
 class _HandOver(torch.autograd.Function):
@@ -45,12 +47,29 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Depth:
-    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its leaves' gradients are collected here."""
+    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its real leaves' gradients are collected here, for the outer step. Whoever runs a
+    nested backward may read `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends it is there to be seen, lazy."""
 
     def __init__(self) -> None:
         self.level = 0
-        self.nested: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.nested: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self.shown: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []  # with their `.grad` of before
+        self.accumulating: list[torch.Tensor] = []  # leaves whose `.grad` is autograd's own at the moment
         self.callbacks: list[Any] = []
+
+    def show(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        if any(leaf is known for known in self.accumulating):
+            return
+        self.shown.append((weakref.ref(leaf), leaf.grad))
+        with torch.no_grad():
+            _grad.__set__(leaf, gradient if leaf.grad is None else leaf.grad + gradient)
+
+    def hide(self) -> None:
+        for ref, before in reversed(self.shown):
+            leaf = ref()
+            if leaf is not None:
+                _grad.__set__(leaf, before)
+        self.shown = []
 
 
 class _Engine:
@@ -171,12 +190,14 @@ def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: b
     after_hooks = [(h, dict(h)) for leaf in leaves if (h := getattr(leaf, "_post_accumulate_grad_hooks", None)) and not _core.is_lazy(leaf)]
     for hooks, _ in after_hooks:
         hooks.clear()
+    outer, _depth.accumulating = _depth.accumulating, [*_depth.accumulating, *leaves]
     try:
         for leaf in leaves:
             leaf.grad = None
         _original(outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True)
         return [leaf.grad for leaf in leaves]
     finally:
+        _depth.accumulating = outer
         for leaf, grad in zip(leaves, before):
             leaf.grad = grad
         _wake_hooks(after_hooks)
@@ -202,18 +223,25 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
         _depth.level -= 1
         _depth.nested = outer_nested
         _wake_hooks(saved)
+        if not _depth.level:
+            _depth.hide()
+    own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for leaf, gradient in [*((leaf, g) for leaf, g in zip(leaves, given) if g is not None), *nested]:
+    for leaf, gradient in [*own, *((leaf, g) for ref, g in nested if (leaf := ref()) is not None)]:  # who is gone was a detached copy, read and done with
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
     del given, nested
     if _depth.level:  # a backward inside a recorded one: its gradients belong to the outer step
+        for leaf, gradient in own:
+            if not _core.is_lazy(leaf):
+                _depth.show(leaf, gradient)
         for leaf, gradient in pairs.values():
             if _core.is_lazy(leaf):
                 _accumulate_lazy(leaf, gradient)
             else:
-                _depth.nested.append((leaf, gradient))
+                _depth.nested.append((weakref.ref(leaf), gradient))
         return
+    del own
     real = [(leaf, g) for leaf, g in pairs.values() if not _core.is_lazy(leaf)]
     lazy_pairs = [(leaf, g) for leaf, g in pairs.values() if _core.is_lazy(leaf)]
     del pairs

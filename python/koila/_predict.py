@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import _core
+from . import _backward, _core
 from ._budget import _bytes, readable
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
@@ -128,12 +128,14 @@ class _AsOnCuda(TorchFunctionMode):
             return leave(this, *exc)
 
         torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = __init__, __enter__, __exit__
+        self._plain_engine, _backward._original = _backward._original, self._engine
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._casts.clear()
+        _backward._original = self._plain_engine
         torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:
@@ -148,12 +150,12 @@ class _AsOnCuda(TorchFunctionMode):
             self._casts[id(x)] = (x, x.to(dtype))
         return self._casts[id(x)][1]
 
-    def _backward(self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
-        """A mode is not asked inside a function that it was asked about; here it has to be."""
+    def _engine(self, *args: Any, **kwargs: Any) -> Any:
+        """A mode is not asked inside a function that it was asked about, such as backward(); what a checkpoint runs again there has to be cast all the same."""
         self._depth += 1
         TorchFunctionMode.__enter__(self)
         try:
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+            return self._plain_engine(*args, **kwargs)
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._depth -= 1
@@ -166,8 +168,6 @@ class _AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is torch.Tensor.backward:
-            return self._backward(*args, **kwargs)
         if self._moves:
             if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
                 return args[0]

@@ -644,6 +644,53 @@ def test_checkpoint_with_dropout_uses_the_same_mask(kind, reentrant):
     assert_same(results[0], results[1], 1e-12)
 
 
+class ByHand(torch.autograd.Function):
+    """As reversible layers do: backward runs the layer again on detached copies, and reads what a backward of its own left in them."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            y = torch.tanh(x @ w)
+        torch.autograd.backward(y, g)
+        return x.grad, w.grad
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["argument", "argument and closure", "everywhere", "by hand"])
+def test_a_backward_inside_leaves_its_gradients_to_be_read_at_once(kind, before, nested):
+    def program(wrap):
+        torch.manual_seed(7)
+        w, v = (nn.Parameter(torch.randn(5, 5, dtype=D)) for _ in range(2))
+        if before:
+            w.grad, v.grad = torch.ones_like(w), torch.ones_like(v)
+        x, _ = wrap(*xy())
+        x.requires_grad_()
+
+        def inner(h, w):
+            if kind == "by hand":
+                return ByHand.apply(ByHand.apply(h, w), w)
+            return torch.tanh(h @ w) @ (v if kind != "argument" else w)
+
+        def outer(h, w):
+            return checkpoint(inner, h * 2, w * 1, use_reentrant=True) + h
+
+        h = checkpoint(outer if nested else inner, x, w, use_reentrant=True)
+        if kind == "everywhere":
+            h = h @ v + h @ w
+        loss = h.square().sum()
+        loss.backward()
+        return {"loss": plain(loss), "w": w.grad, "v": v.grad, "x": plain(x.grad)}
+
+    compare_programs(program, B)
+
+
 def test_dropout_is_the_same_again_from_the_same_seed_and_moves_the_generator():
     def once():
         model = drop_net()

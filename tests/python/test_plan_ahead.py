@@ -8,6 +8,7 @@ import zoo
 from helpers import run_python
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import _core
@@ -338,6 +339,27 @@ def test_autocast_casts_on_meta_as_it_does_on_the_cpu(make, dtype):
     assert plain != on_meta_["allocated"]
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_checkpoint_under_autocast_is_run_again_under_it(device):
+    """Layers of two products each: what is kept of each is half as much, or (checkpointed) none of it."""
+    with torch.device(device):
+        layers, x = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)), torch.zeros(8192, 256)
+
+    def step(again, half):
+        def run(a):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+                for layer in layers:
+                    a = checkpoint(layer, a, use_reentrant=False) if again else layer(a)
+            return a.float().square().mean()
+
+        return run
+
+    peak = {(again, half): expected(koila.plan(step(again, half), x, device="a100-40gb", micro_batch=8192)) for again in (False, True) for half in (False, True)}
+    assert peak[True, False] < 0.6 * peak[False, False] and peak[True, True] < 0.6 * peak[False, True]
+    assert peak[False, True] < 0.7 * peak[False, False] and peak[True, True] < peak[True, False]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_moves_to_cuda_move_nothing(device):
     with torch.device(device):
@@ -386,18 +408,19 @@ def test_a_fully_sharded_model_is_refused_politely():
 def test_settings_of_the_allocator_count(monkeypatch):
     model = on_meta(lambda: nn.Sequential(*[nn.Linear(900, 900) for _ in range(8)]))
 
-    def reserved(**options):
-        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["reserved"]
+    def allocated(**options):
+        return koila.plan(lambda x: model(x).sum(), meta(777, 900), device="a100-40gb", **options).prediction["steady"]["allocated"]
 
-    default = reserved()
-    grown = reserved(conf="expandable_segments:True")
-    assert grown != default
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert reserved() == grown and reserved(conf="") == default
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    default = allocated()
+    grown = allocated(conf="roundup_power2_divisions:2")
+    assert grown > default  # 2.7 MiB are given 3
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:2")
+    assert allocated() == grown and allocated(conf="") == default
     with pytest.raises(ValueError, match="max_split_size_mb"):
-        reserved(conf="max_split_size_mb:5")
+        allocated(conf="max_split_size_mb:5")
     with pytest.raises(ValueError, match="no such setting"):
-        reserved(conf="odd:5")
+        allocated(conf="odd:5")
 
 
 def test_settings_of_the_environment_count(monkeypatch):
