@@ -32,10 +32,10 @@ struct koila__chunk {
 void koila__arena_init(koila__arena *a, const koila_allocator *mem)
 {
     a->mem = koila__allocator(mem);
-    a->last = NULL;
+    a->last = a->free = NULL;
 }
 
-void *koila__arena_alloc(koila__arena *a, size_t n)
+static void *take(koila__arena *a, size_t n)
 {
     if (n > SIZE_MAX / 2) return NULL;
     n = (n + 15) & ~(size_t)15;
@@ -44,16 +44,32 @@ void *koila__arena_alloc(koila__arena *a, size_t n)
         size_t grown = c ? c->n_bytes * 2 : CHUNK_FIRST;
         if (grown > CHUNK_MAX) grown = CHUNK_MAX;
         if (grown < n) grown = n;
-        koila__chunk *fresh = koila__realloc(&a->mem, NULL, 0, CHUNK_HEADER + grown);
-        if (!fresh) return NULL;
-        fresh->n_bytes = grown;
+        koila__chunk *fresh = a->free;
+        if (fresh && fresh->n_bytes >= n) a->free = fresh->older;
+        else {
+            fresh = koila__realloc(&a->mem, NULL, 0, CHUNK_HEADER + grown);
+            if (!fresh) return NULL;
+            fresh->n_bytes = grown;
+        }
         fresh->n_used = 0;
         fresh->older = c;
         a->last = c = fresh;
     }
     void *p = (char *)c + CHUNK_HEADER + c->n_used;
     c->n_used += n;
-    return memset(p, 0, n);
+    return p;
+}
+
+void *koila__arena_alloc(koila__arena *a, size_t n)
+{
+    void *p = take(a, n);
+    return p ? memset(p, 0, n) : NULL;
+}
+
+void *koila__arena_copy(koila__arena *a, const void *from, size_t n)
+{
+    void *p = take(a, n);
+    return p && n ? memcpy(p, from, n) : p;
 }
 
 void *koila__arena_array(koila__arena *a, size_t count, size_t size)
@@ -65,19 +81,44 @@ void *koila__arena_array(koila__arena *a, size_t count, size_t size)
 
 char *koila__arena_str(koila__arena *a, const char *s, size_t n)
 {
-    char *p = koila__arena_alloc(a, n + 1);
-    if (p && n) memcpy(p, s, n);
+    char *p = take(a, n + 1);
+    if (!p) return NULL;
+    if (n) memcpy(p, s, n);
+    p[n] = '\0';
     return p;
+}
+
+koila__mark koila__arena_mark(const koila__arena *a) { return (koila__mark){ a->last, a->last ? a->last->n_used : 0 }; }
+
+void koila__arena_rewind(koila__arena *a, koila__mark m)
+{
+    while (a->last != m.chunk && a->last->older) {
+        koila__chunk *older = a->last->older;
+        a->last->older = a->free;
+        a->free = a->last;
+        a->last = older;
+    }
+    if (a->last) a->last->n_used = m.n_used;
+}
+
+void koila__arena_empty(koila__arena *a)
+{
+    for (koila__chunk *c = a->last, *older; c; c = older) { /* newest last: the smallest is taken first */
+        older = c->older;
+        c->older = a->free;
+        a->free = c;
+    }
+    a->last = NULL;
 }
 
 void koila__arena_deinit(koila__arena *a)
 {
-    for (koila__chunk *c = a->last; c;) {
-        koila__chunk *older = c->older;
+    koila__arena_empty(a);
+    for (koila__chunk *c = a->free, *next; c; c = next) {
+        next = c->older;
         koila__release(&a->mem, c, CHUNK_HEADER + c->n_bytes);
-        c = older;
     }
-    a->last = NULL;
+    a->free = NULL;
 }
 
 bool koila__vec_grow(const koila_allocator *mem, void **at, uint32_t *cap, uint32_t need, size_t size)

@@ -21,6 +21,7 @@ typedef struct koila__chunk koila__chunk;
 typedef struct koila__arena {
     koila_allocator mem;
     koila__chunk *last; /* newest chunk, linked to older ones */
+    koila__chunk *free; /* empty ones: koila__arena_empty() */
 } koila__arena;
 
 void koila__arena_init(koila__arena *a, const koila_allocator *mem);
@@ -28,8 +29,19 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem);
 void *koila__arena_alloc(koila__arena *a, size_t n);
 /* Like koila__arena_alloc(count * size), NULL also on overflow. */
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
+/* A copy of n bytes. */
+void *koila__arena_copy(koila__arena *a, const void *from, size_t n);
 /* A NUL-terminated copy of n bytes. */
 char *koila__arena_str(koila__arena *a, const char *s, size_t n);
+/* What was handed out since the mark is given back: marks are a stack. The oldest chunk stays. */
+typedef struct koila__mark {
+    koila__chunk *chunk;
+    size_t n_used;
+} koila__mark;
+koila__mark koila__arena_mark(const koila__arena *a);
+void koila__arena_rewind(koila__arena *a, koila__mark m);
+/* Everything is given back at once, but the chunks stay, so that the next user finds memory that the host has paged in. */
+void koila__arena_empty(koila__arena *a);
 void koila__arena_deinit(koila__arena *a);
 
 #endif

@@ -147,6 +147,13 @@ const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v)
 
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v) { return v == KOILA_NONE ? KOILA_NONE : koila_value_get(c->placer->to, v).meta; }
 
+koila_value koila__emit_whole(koila__case *c, koila_value v)
+{
+    koila_value whole;
+    if (v == KOILA_NONE || c->placer->status != KOILA_OK) return KOILA_NONE;
+    return koila__is_r(koila__placer_placement(c->placer, v)) ? v : koila__placer_whole(c->placer, v, &whole) ? whole : KOILA_NONE;
+}
+
 koila_placement koila__emit_placement(const koila__case *c, koila_value v) { return koila__placer_placement(c->placer, v); }
 
 koila_value koila__emit_unary(koila__case *c, const char *op, koila_value a, koila_meta out)
@@ -183,6 +190,25 @@ koila_value koila__emit_view(koila__case *c, koila_value a, uint32_t n_dims, con
     koila__emit_value(&k, a);
     koila__emit_ints(&k, size, n_dims);
     return m ? koila__emit_end(&k, koila__emit_meta(c, m, m->dtype, n_dims, size)) : KOILA_NONE;
+}
+
+koila_value koila__emit_expand(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size)
+{
+    const koila_meta_info *m = koila__emit_meta_of(c, a);
+    int64_t stride[KOILA_MAX_DIMS];
+    koila_meta out;
+    if (!m || m->n_dims != n_dims) return KOILA_NONE;
+    for (uint32_t d = 0; d < n_dims; d++) stride[d] = m->size[d] == size[d] ? m->stride[d] : 0;
+    const koila_status s = koila_table_meta(c->placer->table, m->dtype, m->device, n_dims, size, stride, &out);
+    if (s != KOILA_OK) {
+        c->placer->status = s;
+        return KOILA_NONE;
+    }
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::expand", KOILA_OP_VIEW);
+    koila__emit_value(&k, a);
+    koila__emit_ints(&k, size, n_dims);
+    return koila__emit_end(&k, out);
 }
 
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype)

@@ -48,6 +48,8 @@ koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_d
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype); /* the same sizes and strides */
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
+/** v as a value of its own that is whole, whatever it is placed: calls that must not follow its slices read that. v itself when it is whole already. */
+koila_value koila__emit_whole(koila__case *c, koila_value v);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 
@@ -55,6 +57,7 @@ koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 koila_value koila__emit_unary(koila__case *c, const char *op, koila_value a, koila_meta out);
 koila_value koila__emit_binary(koila__case *c, const char *op, koila_value a, koila_value b, koila_meta out);
 koila_value koila__emit_scalar(koila__case *c, const char *op, koila_value a, double b, koila_meta out);
+koila_value koila__emit_expand(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
 koila_value koila__emit_view(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
 koila_value koila__emit_cast(koila__case *c, koila_value a, koila_dtype d); /* a itself when it is d already */
 koila_value koila__emit_cast_as(koila__case *c, koila_value a, koila_meta out);    /* to out's dtype; result meta is `out` */

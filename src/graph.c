@@ -28,6 +28,11 @@ void koila_graph_free(koila_graph *g)
     koila__release(&mem, g, sizeof *g);
 }
 
+bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values)
+{
+    return koila__vec_reserve(&g->mem, &g->nodes, n_nodes) && koila__vec_reserve(&g->mem, &g->inputs, n_inputs) && koila__vec_reserve(&g->mem, &g->values, n_values);
+}
+
 koila_table *koila_graph_table(const koila_graph *g) { return g->table; }
 uint32_t koila_graph_n_axes(const koila_graph *g) { return g->axes.n; }
 int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis) { return axis < g->axes.n ? g->axes.at[axis] : 0; }

@@ -32,12 +32,12 @@ typedef struct walk {
     bool stopped;
 } walk;
 
-static void add(walk *w, koila_value v, uint64_t bytes)
+static inline void add(walk *w, koila_value v, uint64_t bytes)
 {
     w->live += bytes;
     if (w->held) w->held[v] += bytes;
 }
-static void sub(walk *w, koila_value v, uint64_t bytes)
+static inline void sub(walk *w, koila_value v, uint64_t bytes)
 {
     koila_assert(bytes <= w->live);
     w->live -= bytes;
@@ -223,14 +223,12 @@ uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, c
     w.held_before = w.held + n_values + 1;
     walk_all(&w, NULL);
     uint32_t n = 0;
-    for (; n < cap; n++) {
-        uint32_t best = KOILA_NONE;
-        for (uint32_t v = 0; v < n_values; v++)
-            if (w.held[v] && (best == KOILA_NONE || w.held[v] > w.held[best])) best = v;
-        if (best == KOILA_NONE) break;
-        value[n] = best;
-        bytes[n] = w.held[best];
-        w.held[best] = 0;
+    for (uint32_t v = 0; v < n_values && cap; v++) { /* the largest so far, in order; of equals the first */
+        if (!w.held[v] || (n == cap && w.held[v] <= bytes[n - 1])) continue;
+        uint32_t k = n < cap ? n++ : n - 1;
+        for (; k > 0 && bytes[k - 1] < w.held[v]; k--) bytes[k] = bytes[k - 1], value[k] = value[k - 1];
+        bytes[k] = w.held[v];
+        value[k] = v;
     }
     koila__release(&a, w.held, n_bytes);
     return n;

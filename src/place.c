@@ -20,6 +20,11 @@
  * placed here like recorded ones, by their own rules, so a rewrite is just a longer program for the same values. koila__place_whole() asks no rule:
  * one slice runs what was recorded.
  *
+ * Note [After a gather]. The result of a gathered call is whole, and so is everything computed from it alone. koila__place_cut() slices it again: where a
+ * dimension of it is the batch (the one an input was sliced along, else one of that size) the calls that follow get an alias of it that is sliced there, and
+ * those that need it whole get it as it was made. Slicing a whole value is exact whatever its rows mean; only the choice of the dimension is a guess. It
+ * saves memory and costs loops, so a plan tries both.
+ *
  * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor, with time in the place of devices.
  */
 #include "placer.h"
@@ -51,7 +56,7 @@ static const koila__op_rule *op_rule(koila__placer *p, koila_op op)
     if (koila_op_flags(p->table, op) & KOILA_OP_INPLACE) { /* aten::add_.Tensor -> aten::add.Tensor */
         const size_t n = strlen(name), dot = strcspn(name, ".");
         if (dot > 0 && name[dot - 1] == '_') {
-            char *s = koila__arena_alloc(&p->scratch, n + 1);
+            char *s = koila__arena_alloc(p->keep, n + 1);
             if (!s) return fail(p, KOILA_NO_MEMORY), &none;
             memcpy(s, name, dot - 1);
             memcpy(s + dot - 1, name + dot, n - dot + 1);
@@ -68,26 +73,26 @@ koila_placement koila__placer_placement(const koila__placer *p, koila_value v) {
 
 static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig, const koila_value *in, const koila_placement *placed, uint16_t axis)
 {
-    koila__arena *s = &p->scratch;
     const uint32_t n_in = sig->n_inputs, n_out = sig->n_outputs;
-    memset(a, 0, sizeof *a);
     koila__case *c = &a->c;
-    const koila_meta_info **in_meta = koila__arena_array(s, n_in, sizeof *in_meta), **out_meta = koila__arena_array(s, n_out, sizeof *out_meta);
-    koila_placement *cin = koila__arena_array(s, n_in, sizeof *cin);
-    bool *zero = koila__arena_array(s, n_in, sizeof *zero);
-    c->need = koila__arena_array(s, n_in, sizeof *c->need);
-    c->out = koila__arena_array(s, n_out, sizeof *c->out);
-    c->replaced = koila__arena_array(s, n_out, sizeof *c->replaced);
-    if (!in_meta || !out_meta || !cin || !zero || !c->need || !c->out || !c->replaced) return fail(p, KOILA_NO_MEMORY);
+    memset(a, 0, sizeof *a);
+    koila_placement *cin = koila__arena_array(&p->scratch, (size_t)2 * n_in + n_out, sizeof *cin); /* three arrays in one, and three of pointers and numbers */
+    const koila_meta_info **in_meta = koila__arena_alloc(&p->scratch, (n_in + n_out) * sizeof *in_meta + n_out * sizeof *c->replaced + n_in);
+    if (!cin || !in_meta) return fail(p, KOILA_NO_MEMORY);
+    const koila_meta_info **out_meta = in_meta + n_in;
+    c->need = cin + n_in;
+    c->out = c->need + n_in;
+    c->replaced = (koila_value *)(out_meta + n_out);
+    bool *zero = (bool *)(c->replaced + n_out);
     for (uint32_t i = 0; i < n_in; i++) {
-        in_meta[i] = koila_meta_get(p->table, sig->inputs[i]);
+        in_meta[i] = koila__meta(p->table, sig->inputs[i]);
         cin[i] = placed[i].kind == KOILA_R || placed[i].kind == KOILA_FREE || placed[i].axis == axis ? placed[i] : koila__r();
         zero[i] = cin[i].kind == KOILA_FREE && in && p->zero.at[in[i]];
         for (uint32_t k = 0; k < n_in && zero[i]; k++) zero[i] = k == i || in[k] != in[i];
         c->need[i] = koila__is_r(cin[i]) ? koila__r() : cin[i];
     }
     for (uint32_t j = 0; j < n_out; j++) {
-        out_meta[j] = sig->outputs[j] == KOILA_NONE ? NULL : koila_meta_get(p->table, sig->outputs[j]);
+        out_meta[j] = sig->outputs[j] == KOILA_NONE ? NULL : koila__meta(p->table, sig->outputs[j]);
         c->out[j] = koila__r();
         c->replaced[j] = KOILA_NONE;
     }
@@ -95,7 +100,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig, c
     c->table = p->table;
     c->sig = sig;
     c->op = op_rule(p, sig->op)->twin;
-    c->batch = koila_graph_axis_size(p->from, axis);
+    c->batch = axis < p->from->axes.n ? p->from->axes.at[axis] : 0;
     c->axis = axis;
     c->n_in = n_in;
     c->n_out = n_out;
@@ -138,7 +143,7 @@ static bool sound(attempt *a)
 static bool forward(koila__placer *p, const koila_write *w, koila_placement base, uint16_t axis, koila__placed_link *link, koila_placement *out)
 {
     for (uint32_t l = 0; l < w->n_links; l++) {
-        const koila_sig_info *sig = koila_sig_get(p->table, w->links[l].sig);
+        const koila_sig_info *sig = koila__sig(p->table, w->links[l].sig);
         if (koila__is_r(base)) continue;
         attempt a;
         if (!case_init(p, &a, sig, NULL, &base, axis)) return false;
@@ -218,7 +223,7 @@ static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
         else if (!koila__is_r(in[wr->input])) c->need[wr->input] = in[wr->input];
         if (wr->n_links) {
             const koila_link last = wr->links[wr->n_links - 1];
-            in_meta[wr->input] = koila_meta_get(p->table, koila_sig_get(p->table, last.sig)->outputs[last.output]);
+            in_meta[wr->input] = koila__meta(p->table, koila__sig(p->table, last.sig)->outputs[last.output]);
         }
         out_meta[sig->n_fresh + w] = in_meta[wr->input];
         n_links += wr->n_links;
@@ -246,13 +251,13 @@ static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
         else if (q.kind == KOILA_P) *base_need = *base_out = q; /* zeros, P through any view */
         else {
             base_search s = { p, wr, c->axis, q, q };
-            const koila_meta_info *m = koila_meta_get(p->table, sig->inputs[wr->input]);
+            const koila_meta_info *m = koila__meta(p->table, sig->inputs[wr->input]);
             if (!each_placement(m, c->batch, c->axis, want && w == 0 && sig->n_fresh == 0 ? *want : q, base_maps_to_view, &s)) return false;
             *base_need = *base_out = s.base;
         }
     }
     for (uint32_t w = 0; w < sig->n_writes; w++) { /* from here on the case shows the bases */
-        in_meta[sig->writes[w].input] = koila_meta_get(p->table, sig->inputs[sig->writes[w].input]);
+        in_meta[sig->writes[w].input] = koila__meta(p->table, sig->inputs[sig->writes[w].input]);
         out_meta[sig->n_fresh + w] = in_meta[sig->writes[w].input];
         ((bool *)c->zero)[sig->writes[w].input] = koila__is_r(base[w]) && c->in_value && p->zero.at[c->in_value[sig->writes[w].input]];
     }
@@ -279,7 +284,7 @@ static bool slices_as_placed(const attempt *a)
 /* Note [Random] in place.h */
 static bool drawn_in_rows(const koila__placer *p, const koila_sig_info *sig)
 {
-    if (!(koila_op_flags(p->table, sig->op) & KOILA_OP_RANDOM)) return true;
+    if (!(p->table->ops.at[sig->op].flags & KOILA_OP_RANDOM)) return true;
     if (sig->n_inputs == 0) return sig->n_outputs == 1;
     return sig->n_inputs == 1 && sig->n_writes == 1 && sig->n_fresh == 0 && sig->writes[0].overwrites;
 }
@@ -312,18 +317,18 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
     const koila__placer *p = c->placer;
     if (!c->in_value) return false;
     koila_value v = c->in_value[i];
-    const koila_meta_info *m = koila_meta_get(p->table, koila_value_get(p->to, v).meta);
+    const koila_meta_info *m = koila__meta(p->table, p->to->values.at[v].meta);
     const koila_meta_info *const asked = m;
     int64_t n = -1;
     /* down to the arange, whose length is n; then up again, is there one dimension of size n that carries it? Views in between keep the row-major
      * order, and every other dimension is of size 1 or broadcast, so the carrying one is found from sizes and strides of the value asked for. */
     for (uint32_t depth = 0; depth < 16; depth++) {
-        const koila_node node = koila_value_get(p->to, v).node;
+        const koila_node node = p->to->values.at[v].node;
         if (node == KOILA_NONE) return false;
-        const koila_node_info info = koila_node_get(p->to, node);
-        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
-        const char *op = koila_op_name(p->table, sig->op);
-        m = koila_meta_get(p->table, sig->outputs[0]);
+        const koila_node_info info = p->to->nodes.at[node];
+        const koila_sig_info *sig = koila__sig(p->table, info.sig);
+        const char *op = p->table->ops.at[sig->op].name;
+        m = koila__meta(p->table, sig->outputs[0]);
         if (strcmp(op, "aten::arange") == 0 || (strcmp(op, "aten::arange.start") == 0 && is_int(sig, 0, 0)) ||
             (strcmp(op, "aten::arange.start_step") == 0 && is_int(sig, 0, 0) && (sig->n_pos < 3 || is_int(sig, 2, 1)))) {
             const uint32_t end = strcmp(op, "aten::arange") == 0 ? 0 : 1;
@@ -332,7 +337,7 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
             break;
         }
         if (sig->n_inputs != 1 || sig->n_writes) return false;
-        const koila_meta_info *from = koila_meta_get(p->table, sig->inputs[0]);
+        const koila_meta_info *from = koila__meta(p->table, sig->inputs[0]);
         const bool reshapes = strcmp(op, "aten::view") == 0 || strcmp(op, "aten::unsqueeze") == 0 || strcmp(op, "aten::_unsafe_view") == 0 ||
                               strcmp(op, "aten::reshape") == 0;
         const bool broadcasts = strcmp(op, "aten::expand") == 0;
@@ -354,18 +359,18 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
     const koila_meta_info *top = asked;
     uint32_t d_from_right = KOILA_NONE;
     for (uint32_t depth = 0; depth < 16; depth++) {
-        const koila_node_info info = koila_node_get(p->to, koila_value_get(p->to, v).node);
-        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
-        m = koila_meta_get(p->table, sig->outputs[0]);
+        const koila_node_info info = p->to->nodes.at[p->to->values.at[v].node];
+        const koila_sig_info *sig = koila__sig(p->table, info.sig);
+        m = koila__meta(p->table, sig->outputs[0]);
         if (m->n_elements == (uint64_t)n) { /* below every broadcast: exactly one dimension is not 1 */
             for (uint32_t d = 0; d < m->n_dims; d++)
                 if (m->size[d] == n) d_from_right = m->n_dims - 1 - d;
             break;
         }
-        if (strcmp(koila_op_name(p->table, sig->op), "aten::expand") != 0 && strcmp(koila_op_name(p->table, sig->op), "aten::clone") != 0 &&
-            strcmp(koila_op_name(p->table, sig->op), "aten::_to_copy") != 0 && strcmp(koila_op_name(p->table, sig->op), "aten::alias") != 0)
+        if (strcmp(p->table->ops.at[sig->op].name, "aten::expand") != 0 && strcmp(p->table->ops.at[sig->op].name, "aten::clone") != 0 &&
+            strcmp(p->table->ops.at[sig->op].name, "aten::_to_copy") != 0 && strcmp(p->table->ops.at[sig->op].name, "aten::alias") != 0)
             return false;
-        v = koila_node_inputs(p->to, koila_value_get(p->to, v).node)[0];
+        v = koila_node_inputs(p->to, p->to->values.at[v].node)[0];
     }
     if (d_from_right == KOILA_NONE || d_from_right >= top->n_dims) return false;
     carries = top->n_dims - 1u - d_from_right;
@@ -380,8 +385,8 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
 typedef VEC(koila_value) value_stack;
 static bool set_whole(koila__placer *p, koila_node id, value_stack *stack)
 {
-    const koila_node_info n = koila_node_get(p->to, id);
-    const koila_sig_info *sig = koila_sig_get(p->table, n.sig);
+    const koila_node_info n = p->to->nodes.at[id];
+    const koila_sig_info *sig = koila__sig(p->table, n.sig);
     koila__placed_node *node = &p->node.at[id];
     memset(node->fix, 0, sizeof node->fix);
     node->link = NULL;
@@ -402,7 +407,7 @@ static bool drain_r(koila__placer *p, value_stack *stack)
     bool ok = p->status == KOILA_OK;
     while (ok && stack->n) {
         const koila_value x = stack->at[--stack->n];
-        if (p->value.at[x].kind == KOILA_FREE) ok = set_whole(p, koila_value_get(p->to, x).node, stack);
+        if (p->value.at[x].kind == KOILA_FREE) ok = set_whole(p, p->to->values.at[x].node, stack);
     }
     koila__vec_free(&p->mem, stack);
     return ok;
@@ -440,9 +445,9 @@ static bool input_gives_want(void *user, koila_placement s)
 /* Make FREE v placed `want`; false leaves it FREE. */
 static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
 {
-    const koila_node id = koila_value_get(p->to, v).node;
-    const koila_node_info n = koila_node_get(p->to, id);
-    const koila_sig_info *sig = koila_sig_get(p->table, n.sig);
+    const koila_node id = p->to->values.at[v].node;
+    const koila_node_info n = p->to->nodes.at[id];
+    const koila_sig_info *sig = koila__sig(p->table, n.sig);
     const uint32_t output = v - n.first_output;
     if (p->depth >= MAX_DEPTH) return false;
     koila_placement *placed = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *placed);
@@ -458,7 +463,7 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
     for (uint32_t i = 0; i < sig->n_inputs && !found && p->status == KOILA_OK; i++) {
         if (placed[i].kind != KOILA_FREE) continue;
         input_search t = { p, sig, in, placed, want, i, output, want.axis, &a };
-        found = each_placement(koila_meta_get(p->table, sig->inputs[i]), koila_graph_axis_size(p->from, want.axis), want.axis, want, input_gives_want, &t);
+        found = each_placement(koila__meta(p->table, sig->inputs[i]), koila_graph_axis_size(p->from, want.axis), want.axis, want, input_gives_want, &t);
     }
     if (!found || p->status != KOILA_OK) return false;
     p->depth++;
@@ -475,9 +480,9 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
     while (ok && stack.n) {
         const koila_value x = stack.at[--stack.n];
         if (p->value.at[x].kind != KOILA_FREE) continue;
-        const koila_node id = koila_value_get(p->to, x).node;
-        const koila_node_info n = koila_node_get(p->to, id);
-        const koila_sig_info *sig = koila_sig_get(p->table, n.sig);
+        const koila_node id = p->to->values.at[x].node;
+        const koila_node_info n = p->to->nodes.at[id];
+        const koila_sig_info *sig = koila__sig(p->table, n.sig);
         for (uint32_t j = 0; j < sig->n_outputs; j++) p->value.at[n.first_output + j] = want;
         p->node.at[id].axis = want.axis;
         p->node.at[id].in_loop = true;
@@ -507,7 +512,7 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
  * Two inputs with a common FREE ancestor may ask different things of it; the first asked wins, and the node is gathered if that does not suit. */
 static bool settle(koila__placer *p, koila_node id, const attempt *a)
 {
-    const koila_node_info n = koila_node_get(p->to, id);
+    const koila_node_info n = p->to->nodes.at[id];
     const koila__case *c = &a->c;
     bool suits = true, gathered = false;
     for (uint32_t j = 0; j < c->n_out; j++) p->value.at[n.first_output + j] = c->out_meta[j] ? c->out[j] : koila__r();
@@ -547,7 +552,7 @@ static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_pla
     if (!rule) return false;
     if (rule == koila__rule_factory) return sig->n_inputs == 0;
     if (rule == koila__rule_expand) { /* broadcasting is a factory of copies */
-        const koila_meta_info *in = koila_meta_get(p->table, sig->inputs[0]), *out = koila_meta_get(p->table, sig->outputs[0]);
+        const koila_meta_info *in = koila__meta(p->table, sig->inputs[0]), *out = koila__meta(p->table, sig->outputs[0]);
         if (out->n_elements > in->n_elements) return true;
     }
     for (uint32_t i = 0; i < sig->n_inputs; i++)
@@ -567,7 +572,7 @@ static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_val
         value = &sig->tokens[sig->start[1]];
         return value->kind == KOILA_ARG_FLOAT ? value->u.f == 0 : (value->kind == KOILA_ARG_INT || value->kind == KOILA_ARG_BOOL) && value->u.i == 0;
     }
-    const bool copies = (koila_op_flags(p->table, sig->op) & KOILA_OP_VIEW) || strcmp(op, "aten::clone") == 0 || strcmp(op, "aten::_to_copy") == 0;
+    const bool copies = (p->table->ops.at[sig->op].flags & KOILA_OP_VIEW) || strcmp(op, "aten::clone") == 0 || strcmp(op, "aten::_to_copy") == 0;
     return copies && sig->n_inputs == 1 && p->zero.at[in[0]];
 }
 
@@ -594,38 +599,67 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     }
     for (uint32_t i = 0; i < sig->n_inputs; i++) p->need.at[p->need.n++] = koila__r();
     if (a) return settle(p, node, a);
-    if (is_free_call) return true;
+    if (is_free_call || p->whole) return true; /* whole: everything is R, as it is now */
     value_stack stack = { 0 };
     return set_whole(p, node, &stack) && drain_r(p, &stack);
 }
 
-/* v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. */
-static bool made_whole(koila__placer *p, koila_value v, koila_value *out)
+/* An alias of v that needs v placed `at` and is placed so. */
+static bool alias(koila__placer *p, koila_value v, koila_placement at, uint16_t axis, koila_value *out)
+{
+    const koila_meta meta = p->to->values.at[v].meta;
+    const koila_arg token = { .kind = KOILA_ARG_TENSOR, .u.id = meta };
+    koila_sig_info desc = { .n_tokens = 1, .n_pos = 1, .tokens = &token, .n_fresh = 1, .outputs = &meta };
+    koila_sig id;
+    attempt a;
+    koila_status s = koila_table_op(p->table, "aten::alias", KOILA_OP_VIEW, &desc.op);
+    if (s == KOILA_OK) s = koila_table_sig(p->table, &desc, &id);
+    if (s != KOILA_OK) return fail(p, s);
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    if (!case_init(p, &a, sig, &v, &p->value.at[v], axis)) return false;
+    a.c.need[0] = a.c.out[0] = at;
+    a.loop = !koila__is_r(at);
+    return append(p, id, sig, &v, &a, false, out);
+}
+
+bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
 {
     if (p->whole_of.at[v] == KOILA_NONE) {
-        const koila_meta meta = koila_value_get(p->to, v).meta;
-        const koila_arg token = { .kind = KOILA_ARG_TENSOR, .u.id = meta };
-        koila_sig_info desc = { .n_tokens = 1, .n_pos = 1, .tokens = &token, .n_fresh = 1, .outputs = &meta };
-        const koila_sig_info *sig;
-        koila_sig id;
-        attempt a;
-        koila_status s = koila_table_op(p->table, "aten::alias", KOILA_OP_VIEW, &desc.op);
-        if (s == KOILA_OK) s = koila_table_sig(p->table, &desc, &id);
-        if (s != KOILA_OK) return fail(p, s);
-        sig = koila_sig_get(p->table, id);
-        if (!case_init(p, &a, sig, &v, &p->value.at[v], p->value.at[v].axis)) return false;
-        a.c.need[0] = koila__r();
         koila_value whole;
-        if (!append(p, id, sig, &v, &a, false, &whole)) return false;
+        if (!alias(p, v, koila__r(), p->value.at[v].axis, &whole)) return false;
         p->whole_of.at[v] = whole;
     }
     *out = p->whole_of.at[v];
     return true;
 }
 
-static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+/* Note [After a gather] */
+static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed, uint16_t axis, koila_value *results)
 {
-    const koila_sig_info *sig = koila_sig_get(p->table, id);
+    const int64_t batch = koila_graph_axis_size(p->from, axis);
+    if (koila_op_flags(p->table, sig->op) & KOILA_OP_OPAQUE) return true;
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        if (sig->outputs[j] == KOILA_NONE) continue;
+        const koila_meta_info *m = koila_meta_get(p->table, sig->outputs[j]);
+        koila_placement at = koila__r();
+        for (uint32_t i = 0; i < sig->n_inputs && koila__is_r(at); i++) {
+            const koila_placement like = placed[i];
+            if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims && m->size[like.dim] == koila__extent(like, batch)) at = like;
+        }
+        for (uint32_t d = 0; d < m->n_dims && koila__is_r(at); d++)
+            if (m->size[d] == batch) at = (koila_placement){ .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = 1 };
+        koila_value rows;
+        if (koila__is_r(at)) continue;
+        if (!alias(p, results[j], at, axis, &rows)) return false;
+        p->whole_of.at[rows] = results[j];
+        results[j] = rows;
+    }
+    return true;
+}
+
+static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
     koila_placement *placed = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *placed);
     if (!placed) return fail(p, KOILA_NO_MEMORY);
     uint32_t axis = KOILA_NONE;
@@ -639,7 +673,7 @@ static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koi
             (axis != p->main_axis && koila_graph_axis_size(p->from, (uint16_t)x) > koila_graph_axis_size(p->from, (uint16_t)axis)))
             axis = x;
     }
-    if (axis == KOILA_NONE) return append(p, id, sig, in, NULL, !p->whole && is_free(p, sig, placed), results);
+    if (axis == KOILA_NONE) return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
 
     attempt a;
     bool ok = attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, true);
@@ -666,9 +700,19 @@ static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koi
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         from[i] = in[i];
         const koila_placement need = a.c.need[i], is = p->value.at[in[i]];
-        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !made_whole(p, in[i], &from[i])) return false;
+        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) && !koila__placer_whole(p, in[i], &from[i])) return false;
+        if (need.kind == KOILA_R && p->whole_of.at[in[i]] != KOILA_NONE) from[i] = p->whole_of.at[in[i]];
     }
-    return append(p, id, sig, from, &a, false, results);
+    return append(p, id, sig, from, &a, false, results) && (ok || !p->cut || cut(p, sig, placed, (uint16_t)axis, results));
+}
+
+static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+{
+    if (p->whole) return append(p, id, koila__sig(p->table, id), in, NULL, false, results);
+    const koila__mark before = koila__arena_mark(&p->scratch);
+    const bool ok = place_in(p, id, in, results);
+    koila__arena_rewind(&p->scratch, before);
+    return ok;
 }
 
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in, koila_value *results)
@@ -683,7 +727,7 @@ bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koil
 
 static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
 {
-    const koila_value_info info = koila_value_get(p->from, v);
+    const koila_value_info info = p->from->values.at[v];
     const char *name = koila_graph_leaf_name(p->from, v);
     const koila_status s = koila_graph_leaf(p->to, info.meta, info.leaf_kind, info.axis, info.dim, name && *name ? name : NULL, out);
     if (s != KOILA_OK) return fail(p, s);
@@ -695,37 +739,25 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
-static bool lower_line(koila__placer *p, uint32_t line)
+/* Which values do the targets need? lowered[]: 0, else KOILA_NONE. */
+static void reach(const koila__placer *p, const koila_value *targets, uint32_t n_targets, koila_value *lowered)
 {
-    p->line = KOILA_NONE;
-    if (line == KOILA_NONE) return true;
-    const koila_status s = koila_graph_line(p->to, koila_graph_line_file(p->from, line), koila_graph_line_number(p->from, line), &p->line);
-    return s == KOILA_OK || fail(p, s);
-}
-
-/* Which nodes do the targets need? */
-static uint8_t *reach(koila__placer *p, const koila_value *targets, uint32_t n_targets)
-{
-    const uint32_t n_nodes = koila_graph_n_nodes(p->from), n_values = koila_graph_n_values(p->from);
-    uint8_t *wanted = koila__arena_array(&p->scratch, n_values, 1);
-    if (!wanted) return fail(p, KOILA_NO_MEMORY), NULL;
-    for (uint32_t t = 0; t < n_targets; t++) wanted[targets[t]] = 1;
-    for (uint32_t n = n_nodes; n-- > 0;) {
-        const koila_node_info info = koila_node_get(p->from, n);
-        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
+    for (uint32_t v = 0; v < p->from->values.n; v++) lowered[v] = KOILA_NONE;
+    for (uint32_t t = 0; t < n_targets; t++) lowered[targets[t]] = 0;
+    for (uint32_t n = p->from->nodes.n; n-- > 0;) {
+        const koila_node_info info = p->from->nodes.at[n];
+        const koila_sig_info *sig = koila__sig(p->table, info.sig);
         bool any = false;
-        for (uint32_t j = 0; j < sig->n_outputs; j++) any |= wanted[info.first_output + j];
-        const koila_value *in = koila_node_inputs(p->from, n);
-        for (uint32_t i = 0; any && i < sig->n_inputs; i++) wanted[in[i]] = 1;
+        for (uint32_t j = 0; j < sig->n_outputs; j++) any |= lowered[info.first_output + j] == 0;
+        for (uint32_t i = 0; any && i < sig->n_inputs; i++) lowered[p->from->inputs.at[info.first_input + i]] = 0;
     }
-    return wanted;
 }
 
 /* What nobody asked for, in recorded order: S when an input has become so meanwhile, else R. */
 static bool settle_free(koila__placer *p, koila_node id)
 {
-    const koila_node_info n = koila_node_get(p->to, id);
-    const koila_sig_info *sig = koila_sig_get(p->table, n.sig);
+    const koila_node_info n = p->to->nodes.at[id];
+    const koila_sig_info *sig = koila__sig(p->table, n.sig);
     uint32_t axis = KOILA_NONE;
     bool is_undecided = false;
     for (uint32_t j = 0; j < sig->n_outputs; j++) is_undecided |= p->value.at[n.first_output + j].kind == KOILA_FREE;
@@ -746,46 +778,54 @@ static bool settle_free(koila__placer *p, koila_node id)
 
 static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets, koila_value *lowered)
 {
-    const uint32_t n_nodes = koila_graph_n_nodes(p->from), n_values = koila_graph_n_values(p->from);
-    const uint8_t *wanted = reach(p, targets, n_targets);
-    if (!wanted) return false;
-    for (uint32_t v = 0; v < n_values; v++) lowered[v] = KOILA_NONE;
-    for (uint32_t v = 0; v < n_values; v++)
-        if (wanted[v] && koila_value_get(p->from, v).node == KOILA_NONE && !lower_leaf(p, v, &lowered[v])) return false;
-    for (uint32_t n = 0; n < n_nodes; n++) {
-        const koila_node_info info = koila_node_get(p->from, n);
-        const koila_sig_info *sig = koila_sig_get(p->table, info.sig);
+    const koila_graph *g = p->from; /* about as much as was recorded */
+    if (!koila__vec_reserve(&p->mem, &p->value, g->values.n) || !koila__vec_reserve(&p->mem, &p->need, g->inputs.n) || !koila__vec_reserve(&p->mem, &p->node, g->nodes.n) ||
+        !koila__graph_reserve(p->to, g->nodes.n, g->inputs.n, g->values.n))
+        return fail(p, KOILA_NO_MEMORY);
+    reach(p, targets, n_targets, lowered);
+    for (uint32_t l = 0; l < p->from->lines.n; l++) { /* the same lines, under the same numbers */
+        uint32_t id;
+        const koila_status s = koila_graph_line(p->to, koila_graph_line_file(p->from, l), koila_graph_line_number(p->from, l), &id);
+        if (s != KOILA_OK) return fail(p, s);
+        koila_assert(id == l);
+    }
+    for (uint32_t v = 0; v < p->from->values.n; v++)
+        if (lowered[v] == 0 && p->from->values.at[v].node == KOILA_NONE && !lower_leaf(p, v, &lowered[v])) return false;
+    for (uint32_t n = 0; n < p->from->nodes.n; n++) {
+        const koila_node_info info = p->from->nodes.at[n];
+        const koila_sig_info *sig = koila__sig(p->table, info.sig);
+        const koila__mark before = koila__arena_mark(&p->scratch);
         bool any = false;
-        for (uint32_t j = 0; j < sig->n_outputs; j++) any |= wanted[info.first_output + j];
+        for (uint32_t j = 0; j < sig->n_outputs; j++) any |= lowered[info.first_output + j] == 0;
         if (!any) continue;
         koila_value *in = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *in);
         if (!in) return fail(p, KOILA_NO_MEMORY);
-        for (uint32_t i = 0; i < sig->n_inputs; i++) in[i] = lowered[koila_node_inputs(p->from, n)[i]];
         for (uint32_t i = 0; i < sig->n_inputs; i++)
-            if (in[i] == KOILA_NONE) return fail(p, KOILA_BAD_INPUT);
+            if ((in[i] = lowered[p->from->inputs.at[info.first_input + i]]) == KOILA_NONE) return fail(p, KOILA_BAD_INPUT);
         p->recorded = n;
-        if (!lower_line(p, info.line) || !place_sig(p, info.sig, in, lowered + info.first_output)) return false;
+        p->line = info.line;
+        if (!place_sig(p, info.sig, in, lowered + info.first_output)) return false;
+        koila__arena_rewind(&p->scratch, before);
     }
-    for (uint32_t n = 0; n < koila_graph_n_nodes(p->to); n++)
+    for (uint32_t n = 0; n < p->to->nodes.n && !p->whole; n++)
         if (!settle_free(p, n)) return false;
+    for (uint32_t t = 0; t < n_targets && p->cut; t++) /* as it was made: targets are whole */
+        if (lowered[targets[t]] != KOILA_NONE && p->whole_of.at[lowered[targets[t]]] != KOILA_NONE) lowered[targets[t]] = p->whole_of.at[lowered[targets[t]]];
     return true;
 }
 
-static koila__size *sizes_of(const koila_graph *g, const koila_placement *value, koila__arena *a)
+static void find_sizes(const koila_graph *g, const koila_placement *value, koila__size *size)
 {
-    koila__size *size = koila__arena_array(a, koila_graph_n_values(g), sizeof *size);
-    for (uint32_t v = 0; size && v < koila_graph_n_values(g); v++) {
-        const koila_meta meta = koila_value_get(g, v).meta;
-        if (meta == KOILA_NONE) continue;
-        const koila_meta_info *m = koila_meta_get(koila_graph_table(g), meta);
-        const int64_t batch = value[v].kind == KOILA_S ? koila_graph_axis_size(g, value[v].axis) : 0;
+    for (uint32_t v = 0; v < g->values.n; v++) {
+        if (g->values.at[v].meta == KOILA_NONE) continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        const int64_t batch = value[v].kind == KOILA_S ? g->axes.at[value[v].axis] : 0;
         if (value[v].kind != KOILA_S) size[v].fixed = m->n_storage_bytes;
         else if (batch > 0) size[v].per_row = m->n_bytes / (uint64_t)batch;
     }
-    return size;
 }
 
-static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, const koila_allocator *mem,
+static koila_status place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, bool whole, bool cut, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
     for (uint32_t t = 0; t < n_targets; t++)
@@ -793,7 +833,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     const koila_allocator a = koila__allocator(mem);
     koila__arena keep;
     koila__arena_init(&keep, &a);
-    koila__placer p = { .from = recorded, .table = koila_graph_table(recorded), .mem = a, .keep = &keep, .main_axis = KOILA_NONE, .line = KOILA_NONE, .whole = whole };
+    koila__placer p = { .from = recorded, .table = koila_graph_table(recorded), .mem = a, .keep = &keep, .main_axis = KOILA_NONE, .line = KOILA_NONE, .whole = whole, .cut = cut };
     koila__arena_init(&p.scratch, &a);
     koila__placed *r = NULL;
     p.status = koila_graph_new(p.table, &a, &p.to);
@@ -804,24 +844,19 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
         p.status = koila_graph_axis(p.to, koila_graph_axis_size(recorded, (uint16_t)x), &axis);
     if (p.status == KOILA_OK && walk(&p, targets, n_targets, lowered)) {
         r = koila__arena_alloc(&keep, sizeof *r);
-        koila_placement *value = koila__arena_array(&keep, p.value.n, sizeof *value), *need = koila__arena_array(&keep, p.need.n, sizeof *need);
-        koila__placed_node *node = koila__arena_array(&keep, p.node.n, sizeof *node);
-        if (value && p.value.n) memcpy(value, p.value.at, p.value.n * sizeof *value);
-        koila__size *size = value ? sizes_of(p.to, value, &keep) : NULL;
-        if (!r || !value || !size || !need || !node) {
+        koila__size *size = koila__arena_array(&keep, p.value.n, sizeof *size);
+        if (!r || !size) {
             r = NULL;
             fail(&p, KOILA_NO_MEMORY);
         } else {
-            if (p.need.n) memcpy(need, p.need.at, p.need.n * sizeof *need);
-            if (p.node.n) memcpy(node, p.node.at, p.node.n * sizeof *node);
-            *r = (koila__placed){ p.to, value, size, need, node, lowered, keep };
+            find_sizes(p.to, p.value.at, size);
+            *r = (koila__placed){ p.to, p.value.at, size, p.need.at, p.node.at, lowered, p.value.cap, p.need.cap, p.node.cap, keep };
+            p.value.at = NULL, p.need.at = NULL, p.node.at = NULL; /* r's from now on */
         }
     }
-    koila__vec_free(&a, &p.value);
+    if (!r) koila__vec_free(&a, &p.value), koila__vec_free(&a, &p.need), koila__vec_free(&a, &p.node);
     koila__vec_free(&a, &p.zero);
     koila__vec_free(&a, &p.whole_of);
-    koila__vec_free(&a, &p.need);
-    koila__vec_free(&a, &p.node);
     koila__vec_free(&a, &p.op);
     koila__arena_deinit(&p.scratch);
     if (!r) {
@@ -838,20 +873,29 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, false, mem, out, err);
+    return place(recorded, targets, n_targets, false, false, mem, out, err);
+}
+
+koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
+                              koila__placed **out, koila_error *err)
+{
+    return place(recorded, targets, n_targets, false, true, mem, out, err);
 }
 
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                                 koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, true, mem, out, err);
+    return place(recorded, targets, n_targets, true, false, mem, out, err);
 }
 
 void koila__placed_free(koila__placed *p)
 {
     if (!p) return;
-    koila_graph_free(p->graph);
     koila__arena keep = p->arena; /* p itself lies in it */
+    koila_graph_free(p->graph);
+    koila__release(&keep.mem, p->value, p->cap_values * sizeof *p->value);
+    koila__release(&keep.mem, p->need, p->cap_needs * sizeof *p->need);
+    koila__release(&keep.mem, p->node, p->cap_nodes * sizeof *p->node);
     koila__arena_deinit(&keep);
 }
 

@@ -85,13 +85,17 @@ typedef struct koila__placed {
     koila_placement *need;      /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need + first_input) */
     koila__placed_node *node;   /* [n_nodes of graph] */
     koila_value *lowered;       /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the targets */
-    koila__arena arena;
+    size_t cap_values, cap_needs, cap_nodes; /* elements that were asked for `value`, `need`, `node` */
+    koila__arena arena;         /* of the rest */
 } koila__placed;
 
 /** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one with more rows is kept.
  *  On success *out is yours: koila__placed_free(). Expected: NO_MEMORY, UNSUPPORTED. */
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                           koila__placed **out, koila_error *err);
+/** The same, but what a gathered call gives is sliced again: Note [After a gather] in place.c. */
+koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
+                              koila__placed **out, koila_error *err);
 /** The same graph with everything R and every node outside loops: how one slice runs (bit-equal to eager). */
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
                                 koila__placed **out, koila_error *err);

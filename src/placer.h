@@ -20,7 +20,7 @@ struct koila__placer {
     koila__arena scratch;
     VEC(koila_placement) value;    /* [values of to] */
     VEC(uint8_t) zero;             /* [values of to] FREE and all zeros */
-    VEC(koila_value) whole_of;     /* [values of to] this S or P value made whole, for uses that slice it otherwise; KOILA_NONE: nobody did */
+    VEC(koila_value) whole_of;     /* [values of to] this S or P value whole, made for uses that slice it otherwise, or what it was cut from; KOILA_NONE: neither */
     VEC(koila_placement) need;     /* [flat inputs of to] */
     VEC(koila__placed_node) node;  /* [nodes of to] */
     VEC(koila__op_rule) op;        /* [operators of table], grown on demand */
@@ -29,11 +29,14 @@ struct koila__placer {
     koila_node recorded;
     uint32_t depth;       /* of resolving FREE values */
     bool whole;           /* koila__place_whole */
+    bool cut;             /* koila__place_cut */
     koila_status status;  /* the first failure; the walk stops */
 };
 
 /** Intern the call, place it, append it; results[desc->n_fresh + n_writes]. false on failure, with p->status set. */
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in, koila_value *results);
+/** S or P value v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. false as above. */
+bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);
 koila_placement koila__placer_placement(const koila__placer *p, koila_value v);
 
 #endif

@@ -1,7 +1,8 @@
 /* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to eager). Otherwise the graph is placed, scheduled under
  * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest in work wins.
  * A policy is only scheduled when it may win: their work is known before, and the cheapest that fits needs no rival. Keeping all is the least work, for what
- * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs.
+ * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs. All this is done twice where something is
+ * gathered: what comes after it may stay whole, or be sliced again (Note [After a gather] in place.c).
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
  * Schedules do not depend on the number of rows, so each is made once. */
 #include "koila/plan.h"
@@ -33,8 +34,29 @@ struct koila_plan {
 typedef struct candidate {
     koila__keep keep;
     koila__schedule schedule;
-    enum { UNTRIED, CARRIED_OUT, REFUSED } state;
+    enum { UNTRIED, CARRIED_OUT, REFUSED } state; /* REFUSED: or lost */
+    bool never_fits;
 } candidate;
+
+/* Rows of a slice of every axis when the main one is cut into n. */
+static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++) {
+        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
+        if (rows[a] < 1) rows[a] = 1;
+    }
+}
+
+/* Does no number of slices fit the budget, whatever operators use inside? Fewer rows hold no more when no slice is ragged: what grows with the rows of a slice
+ * shrinks, and what the slices before have left is made up of the same rows. */
+static bool never_fits(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, int64_t most_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < p->graph->axes.n; a++)
+        if (p->graph->axes.at[a] & (p->graph->axes.at[a] - 1)) return false;
+    const koila__live_options live = { .rows = rows, .limit = o->budget_bytes };
+    rows_for(p->graph, most_slices, rows);
+    return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes > o->budget_bytes;
+}
 
 /* The peak; above `limit` (0: none) only that it is above. */
 static uint64_t peak_of(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, const int64_t *rows, uint64_t limit)
@@ -76,15 +98,6 @@ static bool bytes_add_up(const koila_graph *g)
     return true;
 }
 
-/* Rows of a slice of every axis when the main one is cut into n. */
-static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
-{
-    for (uint32_t a = 0; a < g->axes.n; a++) {
-        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
-        if (rows[a] < 1) rows[a] = 1;
-    }
-}
-
 /* Least work first, most work last. */
 static uint32_t policies(uint32_t n_loops, uint32_t keep, koila__keep *out)
 {
@@ -109,13 +122,15 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
     p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-/* Gathers of needed nodes; facts for people; stage peaks. */
+/* Gathers: what is collected though it has a share in every slice, each value once, by the first that needs it whole; facts for people; stage peaks. */
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
     const koila__live_options live = { p->rows, o->workspace, o->user, 0 };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
+    uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
+    if (!seen) return KOILA_NO_MEMORY;
     for (int pass = 0; pass < 2; pass++) {
         n_gathers = 0;
         for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -124,7 +139,9 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
             for (uint32_t i = 0; i < s->n_inputs; i++) {
                 const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
                 const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE || !p->placed->node[q].in_loop || p->placed->value[v].kind != KOILA_S) continue;
+                if (q == KOILA_NONE || p->placed->need[g->nodes.at[n].first_input + i].kind != KOILA_R || p->placed->value[v].kind != KOILA_S) continue;
+                if (seen[v] > pass) continue;
+                seen[v] = (uint8_t)(pass + 1);
                 if (pass) p->gathers[n_gathers] = (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
                 n_gathers++;
             }
@@ -207,13 +224,14 @@ typedef struct planning {
     bool is_empty; /* an axis has no rows: nothing to slice */
 } planning;
 
-static koila_status place(planning *q, bool whole, koila__placed **out)
+typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t, const koila_allocator *, koila__placed **, koila_error *);
+
+static koila_status place(planning *q, place_fn how, koila_value *targets, koila__placed **out)
 {
-    koila_plan *p = q->plan;
     koila__placed *placed = NULL;
-    KOILA_TRY((whole ? koila__place_whole : koila__place)(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
+    KOILA_TRY(how(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
     koila_check(koila__placed_check(placed, NULL));
-    koila_status status = map_targets(placed, q->targets, q->n_targets, p->targets, q->err);
+    koila_status status = map_targets(placed, q->targets, q->n_targets, targets, q->err);
     if (status == KOILA_OK && !bytes_add_up(placed->graph)) status = koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the sizes of all values do not add up to a number of bytes");
     if (status == KOILA_OK) *out = placed;
     else koila__placed_free(placed);
@@ -224,7 +242,7 @@ static koila_status place(planning *q, bool whole, koila__placed **out)
 static koila_status plan_whole(planning *q, bool *fits)
 {
     koila_plan *p = q->plan;
-    KOILA_TRY(place(q, true, &p->placed));
+    KOILA_TRY(place(q, koila__place_whole, p->targets, &p->placed));
     KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets, (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
     *fits = peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes) <= q->options->budget_bytes;
@@ -256,24 +274,38 @@ static void sort_candidates(koila__scheduler *scheduler, candidate *c, uint32_t 
     }
 }
 
+/* A way to run the step in slices. */
+typedef struct sliced {
+    koila__placed *placed;
+    koila__schedule schedule;
+    koila_value *targets;
+    int64_t *rows; /* [axes] */
+    uint64_t peak;
+} sliced;
+
+static void sliced_free(sliced *s)
+{
+    if (!s->placed) return;
+    koila__schedule_deinit(&s->schedule);
+    koila__placed_free(s->placed);
+}
+
+/* Is there no limit but forced rows? Then little memory is what was asked for; with a limit, little work. */
+static bool is_frugal(const koila_plan_options *o) { return o->rows > 0 && o->budget_bytes == UINT64_MAX; }
+
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
-static koila_status choose(planning *q, const koila__placed *placed, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
+static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
 {
     const koila_plan_options *o = q->options;
-    const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(placed)] : 1;
-    int64_t *rows = q->plan->rows;
-    /* with no limit but forced rows, little memory is what was asked for; with a limit, little work */
-    const bool forced = o->rows > 0, frugal = forced && o->budget_bytes == UINT64_MAX;
+    const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(s->placed)] : 1;
+    const bool forced = o->rows > 0, frugal = is_frugal(o);
     bool sorted = frugal;
     for (int64_t n_slices = 2;; n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
         double least_work = 0;
         uint64_t least_peak = 0;
-        if (forced)
-            for (uint32_t i = 0; i < q->graph->axes.n; i++) rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
-        else
-            rows_for(q->graph, n_slices, rows);
+        uint32_t n_carried_out = 0, n_hopeless = 0;
         for (uint32_t k = 0; k < n_policies; k++) {
             candidate *c = &candidates[k];
             if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
@@ -281,52 +313,108 @@ static koila_status choose(planning *q, const koila__placed *placed, koila__sche
                 c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
                 if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
             }
+            const bool is_new = c->state == UNTRIED;
             KOILA_TRY(make_candidate(q, scheduler, c));
             if (c->state != CARRIED_OUT) continue;
-            const uint64_t peak = peak_of(placed, &c->schedule, o, rows, last ? 0 : o->budget_bytes);
-            if (best == KOILA_NONE) least_work = c->schedule.work;
-            if (best == KOILA_NONE || peak < least_peak) least_peak = peak, best = k;
             if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
-            if (peak <= o->budget_bytes && !frugal) return *chosen = k, KOILA_OK;
+            if (is_new && !last) c->never_fits = never_fits(s->placed, &c->schedule, o, batch, s->rows);
+            n_hopeless += c->never_fits;
+            n_carried_out++;
+            if (c->never_fits && !last) continue;
+            if (forced)
+                for (uint32_t i = 0; i < q->graph->axes.n; i++) s->rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
+            else
+                rows_for(q->graph, n_slices, s->rows);
+            const uint64_t peak = peak_of(s->placed, &c->schedule, o, s->rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
+            uint32_t lost = k;
+            if (best == KOILA_NONE) least_work = c->schedule.work;
+            if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
+            if (peak <= o->budget_bytes && !frugal) return s->peak = peak, *chosen = k, KOILA_OK;
+            if (last && lost != KOILA_NONE) koila__schedule_recycle(scheduler, &candidates[lost].schedule), candidates[lost].state = REFUSED;
         }
-        if (best == KOILA_NONE) return KOILA_UNSUPPORTED;
-        if (last) return *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
+        if (!n_carried_out) return KOILA_UNSUPPORTED;
+        if (last) return s->peak = least_peak, *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
+        if (n_hopeless == n_carried_out) n_slices = batch; /* the last try, for the peak that is told */
     }
 }
 
-/* In slices. On KOILA_UNSUPPORTED nothing of the plan has changed but rows and targets. */
-static koila_status plan_sliced(planning *q)
+static koila_status slice(planning *q, place_fn how, sliced *out)
 {
-    koila_plan *p = q->plan;
     koila__keep keeps[MAX_POLICIES];
     candidate candidates[MAX_POLICIES] = { 0 };
-    koila__placed *placed = NULL;
     koila__scheduler *scheduler = NULL;
-    KOILA_TRY(place(q, false, &placed));
-    koila_status status = koila__scheduler_new(&scheduler, placed, p->targets, q->n_targets, false, q->mem, q->err);
+    sliced s = { 0 };
+    s.targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *s.targets);
+    s.rows = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *s.rows);
+    if (!s.targets || !s.rows) return KOILA_NO_MEMORY;
+    KOILA_TRY(place(q, how, s.targets, &s.placed));
+    koila_status status = koila__scheduler_new(&scheduler, s.placed, s.targets, q->n_targets, false, q->mem, q->err);
     if (status == KOILA_OK) {
         const uint32_t n_policies = policies(koila__scheduler_n_loops(scheduler), q->options->keep, keeps);
         uint32_t k = 0;
         for (uint32_t i = 0; i < n_policies; i++) candidates[i].keep = keeps[i];
-        status = choose(q, placed, scheduler, candidates, n_policies, &k);
+        status = choose(q, &s, scheduler, candidates, n_policies, &k);
         if (status == KOILA_OK) {
-            koila__placed_free(p->placed);
-            koila__schedule_deinit(&p->schedule);
-            p->placed = placed;
-            p->schedule = candidates[k].schedule;
+            s.schedule = candidates[k].schedule;
             candidates[k].state = UNTRIED;
-            placed = NULL;
-            const uint16_t axis = main_axis(p->placed);
-            p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
-            p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
-            p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+            *out = s;
         }
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
         if (candidates[k].state == CARRIED_OUT) koila__schedule_deinit(&candidates[k].schedule);
     koila__scheduler_free(scheduler);
-    koila__placed_free(placed);
+    if (status != KOILA_OK) koila__placed_free(s.placed);
     return status;
+}
+
+/* Is b the better way? Fewer slices if they fit, then less work; where memory is what counts, the smaller peak, for moderately more work. */
+static bool is_better(const planning *q, const sliced *b, const sliced *a)
+{
+    const koila_plan_options *o = q->options;
+    const bool fits_a = a->peak <= o->budget_bytes, fits_b = b->peak <= o->budget_bytes;
+    if (is_frugal(o)) return b->peak < a->peak && b->schedule.work <= KOILA_COST_MODERATE * a->schedule.work;
+    if (fits_a != fits_b) return fits_b;
+    if (!fits_a) return b->peak < a->peak;
+    const int64_t rows_a = a->rows[main_axis(a->placed)], rows_b = b->rows[main_axis(b->placed)];
+    return rows_a != rows_b ? rows_b > rows_a : b->schedule.work < a->schedule.work;
+}
+
+static bool gathers(const koila__placed *p)
+{
+    for (uint32_t n = 0; n < p->graph->nodes.n; n++)
+        if (p->node[n].gathered) return true;
+    return false;
+}
+
+/* In slices; where something is gathered, also with what was gathered sliced again. On KOILA_UNSUPPORTED nothing of the plan has changed. */
+static koila_status plan_sliced(planning *q)
+{
+    koila_plan *p = q->plan;
+    sliced best = { 0 }, again = { 0 };
+    koila_status status = slice(q, koila__place, &best);
+    if (status != KOILA_OK) return status;
+    const bool fewest = best.peak <= q->options->budget_bytes && q->options->rows <= 0 && q->largest_axis <= 2 * best.rows[main_axis(best.placed)];
+    if (!fewest && gathers(best.placed)) {
+        status = slice(q, koila__place_cut, &again);
+        if (status == KOILA_OK && is_better(q, &again, &best)) {
+            const sliced swap = best;
+            best = again;
+            again = swap;
+        }
+        sliced_free(&again);
+        if (status != KOILA_OK && status != KOILA_UNSUPPORTED) return sliced_free(&best), status;
+    }
+    koila__placed_free(p->placed);
+    koila__schedule_deinit(&p->schedule);
+    p->placed = best.placed;
+    p->schedule = best.schedule;
+    p->targets = best.targets;
+    p->rows = best.rows;
+    const uint16_t axis = main_axis(p->placed);
+    p->info.batch = q->graph->axes.n ? q->graph->axes.at[axis] : 1;
+    p->info.rows = q->graph->axes.n ? p->rows[axis] : 1;
+    p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    return KOILA_OK;
 }
 
 static koila_status make_plan(planning *q)
@@ -353,10 +441,7 @@ static koila_status make_plan(planning *q)
     if (!fits && !one_slice) {
         koila_status status = plan_sliced(q);
         if (status == KOILA_UNSUPPORTED && !p->placed) status = plan_whole(q, &fits); /* rows were asked for; whole is right too */
-        else if (status == KOILA_UNSUPPORTED) {
-            rows_for(q->graph, 1, p->rows);
-            status = map_targets(p->placed, q->targets, q->n_targets, p->targets, q->err);
-        }
+        else if (status == KOILA_UNSUPPORTED) status = KOILA_OK;
         KOILA_TRY(status);
     }
     p->info.struct_size = sizeof p->info;

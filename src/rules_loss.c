@@ -81,6 +81,78 @@ static koila_value total_weight(koila__case *c, koila_value target, uint32_t wei
     return koila__emit_end(&k, koila__emit_meta(c, t, dtype, 0, NULL));
 }
 
+/* The classes are sliced: x[N, C] is S along C, as the logits of a contrastive loss are that is read along both dimensions. Each slice has some classes of
+ * every row, so the targets are needed whole, and a row's loss is found in the slice that has its class: a partial sum.
+ * True where x's class is not its row's target, or the row is ignored: FREE, so that nobody makes it whole. */
+static koila_value not_target(koila__case *c, uint32_t x, koila_value target, int64_t ignore)
+{
+    const koila_meta_info *m = c->in_meta[x], *t = koila__emit_meta_of(c, target);
+    const int64_t n = m->size[0], n_classes = m->size[1], column[2] = { n, 1 }, row[2] = { 1, n_classes }, full[2] = { n, n_classes }, list[2] = { n_classes, 1 };
+    if (!t) return KOILA_NONE;
+    const koila_meta ints = koila__emit_meta(c, t, t->dtype, 1, &n), classes = koila__emit_meta(c, t, t->dtype, 1, &n_classes);
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::ne.Scalar", 0);
+    koila__emit_value(&k, target);
+    koila__emit_int(&k, ignore);
+    const koila_value seen = koila__emit_end(&k, koila__emit_meta(c, t, KOILA_DTYPE_BOOL, 1, &n));
+    koila__emit_begin(c, &k, "aten::new_ones", 0);
+    koila__emit_value(&k, target);
+    koila__emit_ints(&k, &n_classes, 1);
+    const koila_value ones = koila__emit_end(&k, classes);
+    koila__emit_begin(c, &k, "aten::cumsum", 0);
+    koila__emit_value(&k, ones);
+    koila__emit_int(&k, 0);
+    const koila_value number = koila__emit_end(&k, classes); /* 1 .. C, so that an ignored row's 0 is no class */
+    koila__emit_begin(c, &k, "aten::embedding", 0);          /* looked up, so that a target that is no class is an error, as it is in the operator */
+    koila__emit_value(&k, koila__emit_view(c, number, 2, list));
+    koila__emit_value(&k, koila__emit_binary(c, "aten::mul.Tensor", target, seen, ints));
+    const koila_meta column_meta = koila__emit_meta(c, t, t->dtype, 2, column);
+    const koila_value found = koila__emit_end(&k, column_meta), mine = koila__emit_binary(c, "aten::mul.Tensor", found, koila__emit_view(c, seen, 2, column), column_meta);
+    const koila_value across = koila__emit_expand(c, koila__emit_view(c, number, 2, row), 2, full);
+    return koila__emit_binary(c, "aten::ne.Tensor", across, mine, koila__emit_meta(c, t, KOILA_DTYPE_BOOL, 2, full));
+}
+
+static koila_value where_target(koila__case *c, koila_value v, koila_value elsewhere, koila_meta out) /* v, and 0 elsewhere */
+{
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::masked_fill.Scalar", 0);
+    koila__emit_value(&k, v);
+    koila__emit_value(&k, elsewhere);
+    koila__emit_int(&k, 0);
+    return koila__emit_end(&k, out);
+}
+
+static koila_value by_class(koila__case *c, koila_value v, uint32_t weight, koila_dtype type, koila_meta out) /* times the weights of the classes */
+{
+    if (weight == KOILA_NONE) return v;
+    const int64_t row[2] = { 1, c->in_meta[weight]->size[0] };
+    return koila__emit_binary(c, "aten::mul.Tensor", v, koila__emit_view(c, koila__emit_cast(c, c->in_value[weight], type), 2, row), out);
+}
+
+static bool by_rows_of_classes(const koila__case *c, uint32_t x, uint32_t target, uint32_t weight)
+{
+    return c->may_emit && koila__is_s(c->in[x]) && c->in[x].dim == 1 && c->in_meta[x]->n_dims == 2 && c->in_meta[target]->n_dims == 1 &&
+           c->in_meta[target]->dtype == KOILA_DTYPE_I64 && koila__dtype_is_float(c->in_meta[x]->dtype) && (weight == KOILA_NONE || koila__is_r(c->in[weight]));
+}
+
+static bool nll_loss_of_classes(koila__case *c, uint32_t weight, int64_t reduction, int64_t ignore)
+{
+    const koila_meta_info *x = c->in_meta[0];
+    const koila_dtype type = c->out_meta[0]->dtype, acc = koila__accumulate_type(type);
+    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size), scalar = koila__emit_meta(c, x, acc, 0, NULL);
+    const koila_value target = koila__emit_whole(c, c->in_value[1]), tw = total_weight(c, target, weight, ignore, acc);
+    const koila_value picked = where_target(c, koila__emit_cast(c, c->in_value[0], acc), not_target(c, 0, target, ignore), full);
+    koila__call k;
+    koila__emit_begin(c, &k, reduction == NONE ? "aten::sum.dim_IntList" : "aten::sum", 0);
+    koila__emit_value(&k, koila__emit_unary(c, "aten::neg", by_class(c, picked, weight, acc, full), full));
+    if (reduction == NONE) koila__emit_ints(&k, &(int64_t){ 1 }, 1);
+    koila_value loss = koila__emit_end(&k, reduction == NONE ? koila__emit_meta(c, x, acc, 1, x->size) : scalar);
+    if (reduction == MEAN) loss = koila__emit_binary(c, "aten::div.Tensor", loss, tw, scalar);
+    c->replaced[0] = koila__emit_cast(c, loss, type);
+    c->replaced[1] = koila__emit_cast(c, reduction == NONE ? koila__emit_scalar(c, "aten::mul.Scalar", tw, 0, scalar) : tw, c->out_meta[1]->dtype);
+    return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
+}
+
 bool koila__rule_nll_loss(koila__case *c)
 {
     int64_t reduction, ignore;
@@ -92,7 +164,7 @@ bool koila__rule_nll_loss(koila__case *c)
     const uint32_t lead = koila__lead(c);
     if (lead == KOILA_NONE || lead > 1) return false;
     const uint32_t x_dim = lead == 0 ? c->in[0].dim : c->in[1].dim + (c->in[1].dim >= 1); /* classes are dimension 1 of x */
-    if (lead == 0 && x_dim == 1) return false;
+    if (lead == 0 && x_dim == 1) return by_rows_of_classes(c, 0, 1, weight) && nll_loss_of_classes(c, weight, reduction, ignore);
     const koila_placement px = koila__moved(c->in[lead], x_dim), pt = koila__moved(px, x_dim - (x_dim > 1));
     if (!koila__need(c, 0, px) || !koila__need(c, 1, pt)) return false;
     if (weight != KOILA_NONE) {
@@ -130,6 +202,23 @@ bool koila__rule_nll_loss(koila__case *c)
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
+/* At its target's class -grad * weight / total weight, elsewhere 0: FREE, until log_softmax's backward needs the classes of its slice. */
+static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_t reduction)
+{
+    int64_t ignore;
+    const koila_meta_info *x = c->in_meta[1];
+    const koila_dtype type = c->out_meta[0]->dtype, acc = koila__accumulate_type(type);
+    const int64_t column[2] = { reduction == NONE ? x->size[0] : 1, 1 };
+    if (!koila__arg_int(c, 5, -100, &ignore) || koila__is_s(c->in[0])) return false;
+    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size), one = koila__emit_meta(c, x, acc, c->in_meta[0]->n_dims, c->in_meta[0]->size);
+    koila_value scale = koila__emit_unary(c, "aten::neg", koila__emit_cast(c, c->in_value[0], acc), one);
+    if (reduction == MEAN) scale = koila__emit_binary(c, "aten::div.Tensor", scale, koila__emit_cast(c, c->in_value[koila__input_at(c, 6)], acc), one);
+    scale = koila__emit_expand(c, koila__emit_view(c, scale, 2, column), 2, x->size);
+    const koila_value at = where_target(c, scale, not_target(c, 1, koila__emit_whole(c, c->in_value[2]), ignore), full);
+    c->replaced[0] = koila__emit_cast(c, by_class(c, at, weight, acc, full), type);
+    return c->replaced[0] != KOILA_NONE && koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
+}
+
 /* nll_loss_backward(grad, x, target, weight?, reduction, ignore_index, total_weight) -> gx: with the whole total weight it works on a slice */
 bool koila__rule_nll_loss_backward(koila__case *c)
 {
@@ -142,7 +231,8 @@ bool koila__rule_nll_loss_backward(koila__case *c)
         for (uint32_t i = 0; i < c->n_in; i++)
             if (koila__is_p(c->in[i]) && (i != total || reduction == MEAN)) return false; /* unread when not a mean */
     }
-    if (lead == KOILA_NONE || (lead == 1 && c->in[1].dim == 1)) return false;
+    if (lead == 1 && c->in[1].dim == 1) return by_rows_of_classes(c, 1, 2, weight) && nll_loss_backward_of_classes(c, weight, reduction);
+    if (lead == KOILA_NONE) return false;
     if (lead != 1 && lead != 2 && !(lead == 0 && reduction == NONE)) return false;
     const uint32_t d = c->in[lead].dim, x_dim = lead == 1 ? d : d + (d >= 1);
     const koila_placement px = koila__moved(c->in[lead], x_dim), pt = koila__moved(px, x_dim - (x_dim > 1));

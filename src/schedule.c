@@ -18,7 +18,7 @@
  * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it is never recomputed. So demands stop there, as they
  * stop at kept pieces.
  *
- * Time: everything is a pass over nodes and uses, or over (loops x nodes) / 64 words of bit sets, or over what is emitted. What recomputes so much
+ * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a cell), or over what is emitted. What recomputes so much
  * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
  * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage (or on its part of it, when the storage was
@@ -42,6 +42,25 @@ typedef struct loop_info {
     uint16_t axis;
 } loop_info;
 
+/* Input number `at` of all inputs, as every pass wants it; results[n] .. results[n + 1] and inputs[n] .. inputs[n + 1] are those of node n. */
+typedef struct use {
+    koila_value value;
+    koila_node from, user; /* who made it, or KOILA_NONE; who has it as input */
+    uint32_t next;         /* of the uses of the value by needed nodes that read it, or KOILA_NONE */
+    bool reads, local;     /* see reads(); find_local() */
+} use;
+
+typedef struct span {
+    uint32_t in, in_end, out, out_end; /* of a node: its uses, its results */
+} span;
+
+/* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or KOILA_NONE. Most nodes run in one loop forward and one backward. */
+typedef uint32_t loop_set;
+typedef struct cell {
+    uint64_t bits;
+    uint32_t word, next;
+} cell;
+
 /* Whose storage a value lives on; decides what happens when the last value on it is gone. */
 typedef enum owner {
     OWNER_NONE,      /* lives elsewhere too: a leaf, a whole value a slice is a view of, a piece just kept */
@@ -52,14 +71,15 @@ typedef enum owner {
     OWNER_COLLECTED, /* whole, made slice by slice: dense */
 } owner;
 
-typedef struct scope {
-    koila_value *root; /* [value] storage it lives in, named by the value that made it */
-    uint32_t *alive;   /* [value as root] values alive on that storage */
-    uint8_t *owned;    /* [value as root] owner */
-    koila_value *region; /* [value] the part of the storage it may touch: its root for all of it, else the result of an unsafe_split it comes from */
-    uint32_t *touching;  /* [value as region] values alive there: sum over the regions of a root == alive[root] */
-    uint8_t *here;     /* [value] alive in this scope */
-} scope;
+typedef struct life {
+    koila_value root;   /* storage it lives in, named by the value that made it */
+    uint32_t alive;     /* as root: values alive on that storage */
+    koila_value region; /* the part of the storage it may touch: its root for all of it, else the result of an unsafe_split it comes from */
+    uint32_t touching;  /* as region: values alive there; sum over the regions of a root == alive of the root */
+    uint8_t owned;      /* as root: owner */
+    uint8_t here;       /* alive in this scope */
+} life;
+typedef life *scope; /* [value] */
 
 typedef struct slice_of {
     koila_node user;
@@ -71,6 +91,7 @@ struct koila__scheduler {
     const koila_graph *g;
     koila_allocator mem;
     koila__arena tmp;
+    koila__arena spare;    /* of a schedule that nobody wanted: the next one is made in it */
     koila__keep keep;
     uint32_t n_nodes, n_values;
 
@@ -82,20 +103,21 @@ struct koila__scheduler {
     bool *is_result;       /* [value] final target */
     bool *is_barrier;      /* [value] made whole for somebody */
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
-    uint32_t *consumer_first, *consumer_next, *consumer_input; /* uses of a value: chains through flat inputs of needed nodes */
-    uint32_t *consumer_node;
+    span *span;            /* [node] */
+    use *uses;             /* [flat input] */
+    uint32_t *first_use;   /* [value] chain of its uses */
     bool *is_viewed;       /* [node] a result is the only input of a view */
     bool *is_mere_view;    /* [node] such a view */
-    bool *is_local;        /* [flat input] see uses_local */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
     bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
 
     loop_info *loops;
     uint32_t n_loops;
     uint32_t *home;        /* [node] first loop that runs it, or KOILA_NONE */
-    uint64_t *exec;        /* [node * words] loops that run it when only expensive results are kept */
-    uint32_t words;
-    uint64_t **use;        /* [value] keepable only: loops that read it locally */
+    VEC(cell) cells;       /* of all sets */
+    loop_set *exec;        /* [node] loops that run it when only expensive results are kept */
+    loop_set *use;         /* [value] keepable only, else KOILA_NONE: loops that read it locally */
+    bool no_memory;        /* a set could not grow */
 
     bool *kept;            /* [value] a piece of every slice is there now */
     koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
@@ -113,7 +135,7 @@ struct koila__scheduler {
     uint32_t *last_use;    /* [value] instruction number of its last use in the current stage's emission order */
     uint32_t *last_run;    /* [node] last loop that can possibly run it, or KOILA_NONE */
     scope whole, slice;    /* who is alive on which storage: whole values, values of the running slice */
-    scope *s;              /* the one emission is in */
+    scope s;               /* the one emission is in */
     slice_of *sliced;      /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
     uint32_t *whole_last;  /* [value] last stage that reads whole v */
     instr_vec instrs;
@@ -139,7 +161,7 @@ static bool made_in_loop(const work_state *w, koila_value v)
     return n != KOILA_NONE && w->p->node[n].in_loop;
 }
 static koila_placement need_of(const work_state *w, koila_node n, uint32_t i) { return w->p->need[w->g->nodes.at[n].first_input + i]; }
-static koila_value input_of(const work_state *w, koila_node n, uint32_t i) { return w->g->inputs.at[w->g->nodes.at[n].first_input + i]; }
+static koila_value input_of(const work_state *w, koila_node n, uint32_t i) { return w->uses[w->span[n].in + i].value; }
 
 /* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for that, and nobody waits for it. */
 static bool reads(const koila_sig_info *s, uint32_t i)
@@ -154,19 +176,21 @@ static bool reads(const koila_sig_info *s, uint32_t i)
 }
 
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
-static bool find_local(const work_state *w, koila_node n, uint32_t i)
+static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
 {
-    const koila_value v = input_of(w, n, i);
     if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
     const koila_placement need = need_of(w, n, i);
     return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
 }
-static bool uses_local(const work_state *w, koila_node n, uint32_t i) { return w->is_local[w->g->nodes.at[n].first_input + i]; }
+
+static const use *use_at(const work_state *w, uint32_t at) { return at == KOILA_NONE ? NULL : &w->uses[at]; }
+static const use *uses_of(const work_state *w, koila_value v) { return use_at(w, w->first_use[v]); }
+static const use *next_use_of(const work_state *w, const use *u) { return use_at(w, u->next); }
 
 /* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
 static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
 {
-    return w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE && w->made_whole[v] < j;
+    return w->made_whole[v] < j && w->p->value[v].kind == KOILA_S; /* KOILA_NONE is above every loop */
 }
 
 /* ---- what is needed, and at which level */
@@ -177,21 +201,22 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         w->is_result[targets[i]] = true;
         if (producer(w, targets[i]) != KOILA_NONE) w->needed[producer(w, targets[i])] = true;
     }
-    for (uint32_t n = w->n_nodes; n-- > 0;) { /* consumers in recorded order: built back to front */
-        if (!w->needed[n]) continue;
-        const koila_sig_info *s = sig_of(w, n);
-        w->is_mere_view[n] = s->n_inputs == 1 && !s->n_writes && koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW;
-        if (w->is_mere_view[n] && producer(w, input_of(w, n, 0)) != KOILA_NONE) w->is_viewed[producer(w, input_of(w, n, 0))] = true;
-        for (uint32_t i = s->n_inputs; i-- > 0;) {
-            const uint32_t at = w->g->nodes.at[n].first_input + i;
-            const koila_value v = w->g->inputs.at[at];
-            if (!reads(s, i)) continue;
-            if (producer(w, v) != KOILA_NONE) w->needed[producer(w, v)] = true;
-            w->consumer_node[at] = n;
-            w->consumer_input[at] = i;
-            w->consumer_next[at] = w->consumer_first[v];
-            w->consumer_first[v] = at;
+    for (uint32_t n = w->n_nodes; n-- > 0;) { /* uses in recorded order: built back to front */
+        const koila_sig_info *sig = sig_of(w, n);
+        const koila_node_info *info = &w->g->nodes.at[n];
+        w->span[n] = (span){ info->first_input, info->first_input + sig->n_inputs, info->first_output, info->first_output + sig->n_outputs };
+        for (uint32_t i = sig->n_inputs; i-- > 0;) {
+            const koila_value v = w->g->inputs.at[info->first_input + i];
+            use *u = &w->uses[info->first_input + i];
+            *u = (use){ v, producer(w, v), n, KOILA_NONE, !sig->n_writes || reads(sig, i), find_local(w, n, i, v) };
+            if (!w->needed[n] || !u->reads) continue;
+            if (u->from != KOILA_NONE) w->needed[u->from] = true;
+            u->next = w->first_use[v];
+            w->first_use[v] = info->first_input + i;
         }
+        if (!w->needed[n]) continue;
+        w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes && koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
+        if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE) w->is_viewed[w->uses[info->first_input].from] = true;
     }
 }
 
@@ -200,16 +225,13 @@ static koila_status find_levels(work_state *w)
     w->n_levels = 1;
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         if (!w->needed[n]) continue;
-        const koila_sig_info *s = sig_of(w, n);
         uint32_t level = 0;
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            const koila_value v = input_of(w, n, i);
-            const koila_node q = producer(w, v);
-            if (q == KOILA_NONE || !reads(s, i)) continue;
-            uint32_t l = w->level[q];
-            if (w->p->node[q].in_loop && !uses_local(w, n, i)) {
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+            if (u->from == KOILA_NONE || !u->reads) continue;
+            uint32_t l = w->level[u->from];
+            if (w->p->node[u->from].in_loop && !u->local) {
                 l += 1;
-                w->is_barrier[v] = true;
+                w->is_barrier[u->value] = true;
             }
             if (l > level) level = l;
         }
@@ -246,30 +268,36 @@ static koila_status find_levels(work_state *w)
     }
     for (uint32_t n = 0; n < w->n_nodes; n++)
         w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] : KOILA_NONE;
-    w->words = (w->n_loops + 63) / 64;
-    if (!w->words) w->words = 1;
     return KOILA_OK;
 }
+
+typedef struct sig_cost {
+    koila__cost cost;
+    double n_bytes; /* of the results */
+    bool known, is_view;
+} sig_cost;
 
 /* Expensive: a dense kernel; or what took many passes over memory since the last value worth keeping, so that a long chain of cheap operators
  * across many barriers is not run from its beginning in every loop. */
 static koila_status find_costs(work_state *w)
 {
-    for (uint32_t n = 0; n < w->n_nodes; n++)
-        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) w->is_local[w->g->nodes.at[n].first_input + i] = find_local(w, n, i);
+    const koila_table *t = w->g->table;
     double *chain = koila__arena_array(&w->tmp, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
-    TRY_ALLOC(chain);
+    sig_cost *of_sig = koila__arena_array(&w->tmp, t->sigs.n, sizeof *of_sig); /* calls repeat: each is looked at once */
+    TRY_ALLOC(chain && of_sig);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         const koila_sig_info *s = sig_of(w, n);
-        const bool is_view = koila_op_flags(w->g->table, s->op) & KOILA_OP_VIEW;
-        w->cost[n] = koila__cost_of(w->g->table, s);
-        chain[n] = w->cost[n].work;
-        double n_bytes = 0;
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (reads(s, i) && uses_local(w, n, i)) chain[n] += chain[producer(w, input_of(w, n, i))];
-        for (uint32_t o = 0; o < s->n_outputs; o++)
-            if (s->outputs[o] != KOILA_NONE) n_bytes += (double)koila__meta(w->g->table, s->outputs[o])->n_bytes;
-        w->cost[n].expensive |= !is_view && (chain[n] > KOILA_COST_CHAIN * n_bytes || w->keep.cheap);
+        sig_cost *c = &of_sig[w->g->nodes.at[n].sig];
+        if (!c->known) {
+            *c = (sig_cost){ koila__cost_of(t, s), 0, true, koila_op_flags(t, s->op) & KOILA_OP_VIEW };
+            for (uint32_t o = 0; o < s->n_outputs; o++)
+                if (s->outputs[o] != KOILA_NONE) c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
+        }
+        w->cost[n] = c->cost;
+        chain[n] = c->cost.work;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
+            if (u->reads && u->local) chain[n] += chain[u->from];
+        w->cost[n].expensive |= !c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap);
         if (w->cost[n].expensive) chain[n] = 0;
     }
     return KOILA_OK;
@@ -277,8 +305,46 @@ static koila_status find_costs(work_state *w)
 
 /* ---- which loop makes what */
 
-static bool runs_in(const work_state *w, koila_node n, uint32_t j) { return w->exec[(size_t)n * w->words + (j >> 6)] >> (j & 63) & 1; }
-static void set_runs_in(work_state *w, koila_node n, uint32_t j) { w->exec[(size_t)n * w->words + (j >> 6)] |= (uint64_t)1 << (j & 63); }
+/* *set gets `bits` of word `word`. *before: the last cell known to be in front of it, or KOILA_NONE; moves on. */
+static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t word, uint64_t bits)
+{
+    uint32_t next = *before == KOILA_NONE ? *set : w->cells.at[*before].next;
+    while (next != KOILA_NONE && w->cells.at[next].word < word) *before = next, next = w->cells.at[next].next;
+    if (next != KOILA_NONE && w->cells.at[next].word == word) {
+        w->cells.at[next].bits |= bits;
+        return;
+    }
+    const uint32_t fresh = w->cells.n;
+    if (!koila__vec_push(&w->mem, &w->cells, ((cell){ bits, word, next }))) {
+        w->no_memory = true;
+        return;
+    }
+    if (*before == KOILA_NONE) *set = fresh;
+    else w->cells.at[*before].next = fresh;
+}
+static void add_loop(work_state *w, loop_set *set, uint32_t j)
+{
+    uint32_t before = KOILA_NONE;
+    add_bits(w, set, &before, j >> 6, (uint64_t)1 << (j & 63));
+}
+
+/* The first loop of the set from `first` on, or KOILA_NONE. */
+static uint32_t next_loop(const work_state *w, loop_set set, uint32_t first)
+{
+    for (; set != KOILA_NONE; set = w->cells.at[set].next) {
+        const cell *c = &w->cells.at[set];
+        const uint64_t bits = c->word > first >> 6 ? c->bits : c->word < first >> 6 ? 0 : c->bits & (UINT64_MAX << (first & 63));
+        if (bits) return c->word * 64 + (uint32_t)__builtin_ctzll(bits);
+    }
+    return KOILA_NONE;
+}
+
+static bool runs_in(const work_state *w, koila_node n, uint32_t j)
+{
+    for (uint32_t at = w->exec[n]; at != KOILA_NONE && w->cells.at[at].word <= j >> 6; at = w->cells.at[at].next)
+        if (w->cells.at[at].word == j >> 6) return w->cells.at[at].bits >> (j & 63) & 1;
+    return false;
+}
 
 static bool keepable(const work_state *w, koila_value v)
 {
@@ -293,11 +359,10 @@ static void find_homes(work_state *w)
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         w->home[n] = KOILA_NONE;
         if (!w->needed[n] || !w->p->node[n].in_loop) continue;
-        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
-            const koila_value v = w->g->nodes.at[n].first_output + o;
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
             if (w->made_whole[v] < w->home[n]) w->home[n] = w->made_whole[v];
-            for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
-                if (w->home[w->consumer_node[at]] < w->home[n] && uses_local(w, w->consumer_node[at], w->consumer_input[at])) w->home[n] = w->home[w->consumer_node[at]];
+            for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+                if (u->local && w->home[u->user] < w->home[n]) w->home[n] = w->home[u->user];
         }
     }
 }
@@ -323,15 +388,13 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
         work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
         if (!add && work > limit) return -1;
         if (add) {
-            set_runs_in(w, n, j);
+            add_loop(w, &w->exec[n], j);
             if (j < w->home[n]) w->home[n] = j;
         }
-        const koila_sig_info *s = sig_of(w, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            const koila_value x = input_of(w, n, i);
-            if (!reads(s, i) || !uses_local(w, n, i) || sliced_in(w, x, j)) continue;
-            if (w->home[producer(w, x)] < j && keepable(w, x)) continue;
-            VISIT(producer(w, x));
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+            if (!u->reads || !u->local || sliced_in(w, u->value, j)) continue;
+            if (w->home[u->from] < j && keepable(w, u->value)) continue;
+            VISIT(u->from);
         }
     }
 #undef VISIT
@@ -341,15 +404,9 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
 /* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
 static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 {
-    for (uint32_t k = first >> 6; k < w->words; k++) {
-        uint64_t bits = w->exec[(size_t)n * w->words + k];
-        if (k == first >> 6) bits &= UINT64_MAX << (first & 63);
-        for (; bits; bits &= bits - 1) {
-            const uint32_t j = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            if (w->loops[j].axis == w->p->node[n].axis) return j;
-        }
-    }
-    return KOILA_NONE;
+    uint32_t j = next_loop(w, w->exec[n], first);
+    while (j != KOILA_NONE && w->loops[j].axis != w->p->node[n].axis) j = next_loop(w, w->exec[n], j + 1);
+    return j;
 }
 
 /* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
@@ -358,14 +415,13 @@ static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
-    const koila_sig_info *s = sig_of(w, n);
     const uint32_t first = w->natural[n], there = first_with(w, n, first);
     if (there != KOILA_NONE) return there;
     uint32_t choice[5], n_choices = 0, inputs = first;
     for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
         if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
-    for (uint32_t i = 0; i < s->n_inputs && inputs != KOILA_NONE; i++)
-        if (uses_local(w, n, i)) inputs = first_with(w, producer(w, input_of(w, n, i)), inputs);
+    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end && inputs != KOILA_NONE; u++)
+        if (u->local) inputs = first_with(w, u->from, inputs);
     if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
@@ -401,55 +457,44 @@ static void assign_targets(work_state *w)
 }
 
 /* Adds the loops in which consumers read v locally, when consumers run where exec says. */
-static void add_uses(const work_state *w, koila_value v, uint64_t *out)
+static void add_uses(work_state *w, koila_value v, loop_set *out)
 {
     const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE ? w->made_whole[v] + 1 : w->n_loops; /* after that it is sliced */
-    for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at]) {
-        const koila_node c = w->consumer_node[at];
-        if (w->home[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
-        const uint64_t *e = w->exec + (size_t)c * w->words;
-        for (uint32_t k = w->home[c] >> 6; k < w->words && k * 64 < end; k++) out[k] |= end - k * 64 >= 64 ? e[k] : e[k] & (((uint64_t)1 << (end - k * 64)) - 1);
+    for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+        if (w->home[u->user] == KOILA_NONE || !u->local) continue;
+        uint32_t before = KOILA_NONE;
+        for (uint32_t at = w->exec[u->user]; at != KOILA_NONE && w->cells.at[at].word * 64 < end; at = w->cells.at[at].next) {
+            const cell c = w->cells.at[at];
+            const uint64_t bits = end - c.word * 64 >= 64 ? c.bits : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
+            if (bits) add_bits(w, out, &before, c.word, bits);
+        }
     }
 }
 
 /* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
 static koila_status find_exec(work_state *w)
 {
-    memset(w->exec, 0, (size_t)w->n_nodes * w->words * sizeof *w->exec);
+    memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
+    w->cells.n = 0;
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
-        uint64_t *e = w->exec + (size_t)n * w->words;
-        e[w->home[n] >> 6] |= (uint64_t)1 << (w->home[n] & 63);
-        for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
-            const koila_value v = w->g->nodes.at[n].first_output + o;
+        add_loop(w, &w->exec[n], w->home[n]);
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
             if (!exists(w, v)) continue;
-            if (w->made_whole[v] != KOILA_NONE) e[w->made_whole[v] >> 6] |= (uint64_t)1 << (w->made_whole[v] & 63);
-            if (!keepable(w, v)) {
-                add_uses(w, v, e);
-                continue;
-            }
-            TRY_ALLOC(w->use[v] = koila__arena_array(&w->tmp, w->words, sizeof **w->use));
-            add_uses(w, v, w->use[v]);
+            if (w->made_whole[v] != KOILA_NONE) add_loop(w, &w->exec[n], w->made_whole[v]);
+            add_uses(w, v, keepable(w, v) ? &w->use[v] : &w->exec[n]);
         }
     }
-    return KOILA_OK;
+    return w->no_memory ? KOILA_NO_MEMORY : KOILA_OK;
 }
 
 /* The first loop after j that needs v locally, or KOILA_NONE. */
-static uint32_t next_use(const work_state *w, koila_value v, uint32_t j)
-{
-    const uint64_t *use = w->use[v];
-    uint32_t k = (j + 1) >> 6;
-    if (k >= w->words) return KOILA_NONE;
-    uint64_t bits = use[k] & (UINT64_MAX << ((j + 1) & 63));
-    while (!bits && ++k < w->words) bits = use[k];
-    return bits ? k * 64 + (uint32_t)__builtin_ctzll(bits) : KOILA_NONE;
-}
+static uint32_t next_use(const work_state *w, koila_value v, uint32_t j) { return next_loop(w, w->use[v], j + 1); }
 
 /* Is v worth keeping after loop j? */
 static bool keeps(const work_state *w, koila_value v, uint32_t j)
 {
-    if (!w->use[v]) return false;
+    if (w->use[v] == KOILA_NONE) return false;
     const uint32_t u = next_use(w, v, j);
     if (u == KOILA_NONE) return false;
     if (u - j <= w->keep.horizon) return true;
@@ -463,15 +508,20 @@ static bool keeps(const work_state *w, koila_value v, uint32_t j)
 
 /* ---- emission */
 
-static bool emit(work_state *w, koila_instr i)
+/* Room for what is emitted next; then nothing fails. */
+static bool room(work_state *w, uint32_t n_instrs, uint32_t n_events)
 {
-    w->n_emitted++;
-    return koila__vec_push(&w->mem, &w->instrs, i);
+    return koila__vec_reserve(&w->mem, &w->instrs, n_instrs) && koila__vec_reserve(&w->mem, &w->events, n_events);
 }
-static bool event(work_state *w, koila__event_kind kind, uint32_t value)
+static void emit(work_state *w, koila_instr i)
 {
-    const koila__event e = { (uint8_t)kind, value };
-    return koila__vec_push(&w->mem, &w->events, e);
+    koila_assert(w->instrs.n < w->instrs.cap);
+    w->instrs.at[w->instrs.n++] = i;
+}
+static void event(work_state *w, koila__event_kind kind, uint32_t value)
+{
+    koila_assert(w->events.n < w->events.cap);
+    w->events.at[w->events.n++] = (koila__event){ (uint8_t)kind, value };
 }
 
 /* Operators that are no views but may hand back (a view of) their input. */
@@ -501,43 +551,42 @@ static bool aliases_input(const work_state *w, koila_node n)
     return w->maybe_alias[s->op];
 }
 
-static void begin_value(scope *s, koila_value v, owner o)
+static void begin_value(scope s, koila_value v, owner o)
 {
-    s->here[v] = 1;
-    s->root[v] = v;
-    s->alive[v] = 1;
-    s->owned[v] = (uint8_t)o;
-    s->region[v] = v;
-    s->touching[v] = 1;
+    s[v].here = 1;
+    s[v].root = v;
+    s[v].alive = 1;
+    s[v].owned = (uint8_t)o;
+    s[v].region = v;
+    s[v].touching = 1;
 }
 
 /* v lives on the storage of `on`: on the same part of it, or (disjoint) on a part that no other result of the same call touches. */
-static void join_value(scope *s, koila_value v, koila_value on, bool disjoint)
+static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
 {
-    s->here[v] = 1;
-    s->root[v] = s->root[on];
-    s->alive[s->root[v]]++;
-    s->region[v] = disjoint ? v : s->region[on];
-    if (disjoint) s->touching[v] = 0;
-    s->touching[s->region[v]]++;
+    s[v].here = 1;
+    s[v].root = s[on].root;
+    s[s[v].root].alive++;
+    s[v].region = disjoint ? v : s[on].region;
+    if (disjoint) s[v].touching = 0;
+    s[s[v].region].touching++;
 }
 
 /* The value is gone; its storage too when it was the last one there. `own`: the event that ends a storage of the scope itself. */
-static bool release_value(work_state *w, koila_value v, koila__event_kind own)
+static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
-    const koila_value r = w->s->root[v];
-    w->s->here[v] = 0;
-    w->s->touching[w->s->region[v]]--;
-    if (--w->s->alive[r]) return true;
-    switch ((owner)w->s->owned[r]) {
-    case OWNER_NONE: return true;
-    case OWNER_SCOPE: return event(w, own, r);
-    case OWNER_PIECE: return event(w, KOILA__KEPT_FREE, r);
-    case OWNER_SLICE: return event(w, KOILA__SLICE_FREE, r);
-    case OWNER_CUT: return event(w, KOILA__CUT_FREE, r);
-    case OWNER_COLLECTED: return event(w, KOILA__COLLECTED_FREE, r);
+    const koila_value r = w->s[v].root;
+    w->s[v].here = 0;
+    w->s[w->s[v].region].touching--;
+    if (--w->s[r].alive) return;
+    switch ((owner)w->s[r].owned) {
+    case OWNER_NONE: return;
+    case OWNER_SCOPE: event(w, own, r); return;
+    case OWNER_PIECE: event(w, KOILA__KEPT_FREE, r); return;
+    case OWNER_SLICE: event(w, KOILA__SLICE_FREE, r); return;
+    case OWNER_CUT: event(w, KOILA__CUT_FREE, r); return;
+    case OWNER_COLLECTED: event(w, KOILA__COLLECTED_FREE, r); return;
     }
-    return true;
 }
 
 static bool is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
@@ -556,18 +605,19 @@ static owner slice_owner(const work_state *w, koila_value v, koila_placement cut
 /* Slices of whole values and pieces of earlier loops that node n of loop j reads. */
 static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
 {
-    const koila_sig_info *s = sig_of(w, n);
-    for (uint32_t i = 0; i < s->n_inputs; i++) {
-        const koila_value v = input_of(w, n, i);
+    for (uint32_t i = 0; i < w->span[n].in_end - w->span[n].in; i++) {
+        const use *const u = &w->uses[w->span[n].in + i];
+        const koila_value v = u->value;
+        const bool local = u->local;
+        if (!u->reads || (local && w->s[v].here && w->sliced[v].user == KOILA_NONE)) continue; /* most of the time it is there */
         const koila_placement need = need_of(w, n, i);
-        const bool local = uses_local(w, n, i);
-        if (!reads(s, i) || (need.kind == KOILA_R && !local)) continue;
-        if (w->s->here[v]) {
+        if (need.kind == KOILA_R && !local) continue;
+        if (w->s[v].here) {
             const slice_of cut = w->sliced[v];
             if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) continue;
             if (cut.user == n || cut.user == KOILA_NONE) return KOILA_UNSUPPORTED; /* one node, one value, two cuts: there is one place for it */
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v })); /* cut along another dimension: cut again */
-            TRY_ALLOC(release_value(w, v, KOILA__LOCAL_FREE));
+            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }); /* cut along another dimension: cut again */
+            release_value(w, v, KOILA__LOCAL_FREE);
         }
         const bool fetch = local && w->kept[v];
         if (!fetch && local && !sliced_in(w, v, j)) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
@@ -581,10 +631,10 @@ static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
         } else {
             const owner o = slice_owner(w, v, need);
             begin_value(w->s, v, o);
-            if (o == OWNER_SLICE) TRY_ALLOC(event(w, KOILA__SLICE_ALLOC, v));
-            if (o == OWNER_CUT) TRY_ALLOC(event(w, KOILA__CUT_ALLOC, v));
+            if (o == OWNER_SLICE) event(w, KOILA__SLICE_ALLOC, v);
+            if (o == OWNER_CUT) event(w, KOILA__CUT_ALLOC, v);
         }
-        TRY_ALLOC(emit(w, in));
+        emit(w, in);
     }
     return KOILA_OK;
 }
@@ -595,10 +645,10 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     const koila_sig_info *s = sig_of(w, n);
     const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
     if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
-    if (k >= 16 || s->writes[k].overwrites || !w->s->here[b] || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
-    const koila_value r = w->s->root[b], part = w->s->region[b];
-    if ((w->s->owned[r] != OWNER_SCOPE && w->s->owned[r] != OWNER_COLLECTED) || w->s->touching[part] != 1) return false;
-    if (part == r ? w->s->alive[r] != 1 : w->s->touching[r] != 0) return false;
+    if (k >= 16 || s->writes[k].overwrites || !w->s[b].here || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
+    const koila_value r = w->s[b].root, part = w->s[b].region;
+    if ((w->s[r].owned != OWNER_SCOPE && w->s[r].owned != OWNER_COLLECTED) || w->s[part].touching != 1) return false;
+    if (part == r ? w->s[r].alive != 1 : w->s[r].touching != 0) return false;
     for (uint32_t h = 0; h < k; h++)
         if (input_of(w, n, s->writes[h].input) == b) return false;
     return true;
@@ -616,32 +666,32 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
 /* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
 static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j, koila__event_kind *how)
 {
-    const koila_value r = w->s->root[v];
+    const koila_value r = w->s[v].root;
     const koila_meta_info *m = koila__value_meta(w->g, v), *storage = koila__value_meta(w->g, r);
-    const bool own = w->last_use[v] == number && w->s->owned[r] == OWNER_SCOPE && w->s->alive[r] == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
+    const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE && w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
     *how = KOILA__LOCAL_FREE;
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
         const bool is_sum = x.kind == KOILA_P && x.combine == KOILA_SUM;
         const bool wide = is_sum && (m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16);
         if (x.kind == KOILA_S) {
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v }));
-            TRY_ALLOC(event(w, own ? KOILA__PUT_OWNED : KOILA__PUT, v));
+            emit(w, (koila_instr){ .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
+            event(w, own ? KOILA__PUT_OWNED : KOILA__PUT, v);
             if (own) *how = KOILA__LOCAL_FREE_IF_CUT;
         } else {
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v }));
-            TRY_ALLOC(event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v));
+            emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
+            event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v);
             if (own) *how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
             w->any_wide |= wide;
         }
-        begin_value(&w->whole, v, OWNER_COLLECTED);
+        begin_value(w->whole, v, OWNER_COLLECTED);
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
-        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v }));
-        if (v != r) TRY_ALLOC(event(w, KOILA__KEPT, v) && event(w, KOILA__KEPT_FROM, r));
+        emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v });
+        if (v != r) event(w, KOILA__KEPT, v), event(w, KOILA__KEPT_FROM, r);
         keep_until_next(w, v, j);
         w->n_keeps++;
-        w->s->owned[r] = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
+        w->s[r].owned = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
     return KOILA_OK;
 }
@@ -655,7 +705,9 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     const bool in_loop = j != KOILA_NONE, alias = aliases_input(w, n);
     const koila__event_kind free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
     koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
-    if (w->n_emitted > w->max_emitted) return KOILA_UNSUPPORTED;
+    const uint32_t n_in = s->n_inputs, n_out = s->n_outputs;
+    if (w->n_emitted + w->instrs.n > w->max_emitted) return KOILA_UNSUPPORTED;
+    TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1)); /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
     if (in_loop) KOILA_TRY(emit_inputs(w, n, j));
     for (uint32_t k = 0; k < s->n_writes; k++)
         if (steals(w, n, number, k)) run.steal |= (uint16_t)(1u << k);
@@ -664,20 +716,20 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         if (!exists(w, v)) continue;
         const bool stolen = o >= s->n_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = o < s->n_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
-        if (stolen || (of_input && w->s->here[input_of(w, n, 0)])) {
+        if (stolen || (of_input && w->s[input_of(w, n, 0)].here)) {
             join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0), !stolen && w->splits[s->op]);
             continue;
         }
         begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE); /* a view of a leaf or of a whole value owns nothing */
-        if (!of_input) TRY_ALLOC(event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v));
+        if (!of_input) event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
     }
-    TRY_ALLOC(event(w, KOILA__RUN, n));
-    TRY_ALLOC(emit(w, run));
-    for (uint32_t i = 0; i < s->n_inputs; i++) { /* inputs that end here */
-        const koila_value v = input_of(w, n, i);
-        if (!reads(s, i) || !w->s->here[v] || w->last_use[v] != number) continue; /* last_use knows only what is read */
-        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
-        TRY_ALLOC(release_value(w, v, free_event));
+    event(w, KOILA__RUN, n);
+    emit(w, run);
+    for (const use *u = w->uses + w->span[n].in, *end = u + n_in; u < end; u++) { /* inputs that end here */
+        const koila_value v = u->value;
+        if (w->last_use[v] != number || !u->reads || !w->s[v].here) continue; /* last_use knows only what is read */
+        emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
+        release_value(w, v, free_event);
     }
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = first + o;
@@ -685,8 +737,8 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         if (!exists(w, v)) continue;
         if (in_loop) KOILA_TRY(emit_collect(w, v, number, j, &how));
         if (w->last_use[v] != number) continue;
-        TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
-        TRY_ALLOC(release_value(w, v, how));
+        emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
+        release_value(w, v, how);
     }
     return KOILA_OK;
 }
@@ -694,11 +746,10 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
 static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_loop, uint16_t axis)
 {
     koila__stage *stage = &out->stages[out->n_stages];
-    koila_instr *instrs = koila__arena_array(&out->arena, w->instrs.n, sizeof *instrs);
-    stage->events = koila__arena_array(&out->arena, w->events.n, sizeof *stage->events);
+    koila_instr *instrs = koila__arena_copy(&out->arena, w->instrs.at, w->instrs.n * sizeof *instrs);
+    stage->events = koila__arena_copy(&out->arena, w->events.at, w->events.n * sizeof *stage->events);
     if (!instrs || !stage->events) return KOILA_NO_MEMORY;
-    if (w->instrs.n) memcpy(instrs, w->instrs.at, w->instrs.n * sizeof *instrs);
-    if (w->events.n) memcpy(stage->events, w->events.at, w->events.n * sizeof *stage->events);
+    w->n_emitted += w->instrs.n;
     stage->n_events = w->events.n;
     stage->any_wide = w->any_wide;
     w->any_wide = false;
@@ -711,13 +762,11 @@ static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_lo
 /* A node that only views one value of the same loop and whose results are nothing but targets of it: may run right behind its producer. */
 static bool hoistable(const work_state *w, koila_node n, uint32_t j)
 {
-    const koila_sig_info *s = sig_of(w, n);
     if (!w->is_mere_view[n]) return false;
-    for (uint32_t o = 0; o < s->n_outputs; o++) {
-        const koila_value v = w->g->nodes.at[n].first_output + o;
+    for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
         if (w->made_whole[v] != j) return false;
-        for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at])
-            if (w->in_loop[w->consumer_node[at]] == j + 1 && uses_local(w, w->consumer_node[at], w->consumer_input[at])) return false;
+        for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+            if (u->local && w->in_loop[u->user] == j + 1) return false;
     }
     return true;
 }
@@ -743,11 +792,8 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         if (n < *lo) *lo = n;
         if (n > *hi) *hi = n;
         *work += w->cost[n].work;
-        const koila_sig_info *s = sig_of(w, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            const koila_value v = input_of(w, n, i);
-            if (reads(s, i) && uses_local(w, n, i) && !w->kept[v] && !sliced_in(w, v, j)) ENTER(producer(w, v));
-        }
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
+            if (u->local && u->reads && w->in_loop[u->from] != j + 1 && !w->kept[u->value] && !sliced_in(w, u->value, j)) ENTER(u->from);
     }
 #undef ENTER
 }
@@ -760,16 +806,13 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     for (uint32_t k = lo >> 6; k <= hi >> 6; k++) {
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            if (hoistable(w, n, j) && uses_local(w, n, 0) && w->in_loop[producer(w, input_of(w, n, 0))] == j + 1) continue; /* comes behind its producer */
+            if (hoistable(w, n, j) && w->uses[w->span[n].in].local && w->in_loop[w->uses[w->span[n].in].from] == j + 1) continue; /* comes behind its producer */
             order[n_order++] = n;
             for (uint32_t done = n_order - 1; done < n_order; done++) {
                 if (!w->is_viewed[order[done]]) continue;
-                const koila_sig_info *s = sig_of(w, order[done]);
-                for (uint32_t o = 0; o < s->n_outputs; o++)
-                    for (uint32_t at = w->consumer_first[w->g->nodes.at[order[done]].first_output + o]; at != KOILA_NONE; at = w->consumer_next[at]) {
-                        const koila_node c = w->consumer_node[at];
-                        if (w->in_loop[c] == j + 1 && hoistable(w, c, j) && uses_local(w, c, 0)) order[n_order++] = c;
-                    }
+                for (koila_value v = w->span[order[done]].out; v < w->span[order[done]].out_end; v++)
+                    for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+                        if (w->in_loop[u->user] == j + 1 && hoistable(w, u->user, j) && w->uses[w->span[u->user].in].local) order[n_order++] = u->user;
             }
         }
         w->order_bits[k] = 0;
@@ -782,16 +825,16 @@ static bool is_too_much(const work_state *w, double work) { return w->keep.max_w
 static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 {
     uint32_t lo, hi;
-    w->s = &w->slice;
+    w->s = w->slice;
     find_demand(w, j, &lo, &hi, &out->work);
     if (is_too_much(w, out->work)) return KOILA_UNSUPPORTED;
     const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
     const koila_node *order = w->stack;
     for (uint32_t k = 0; k < n_order; k++) {
-        const koila_sig_info *s = sig_of(w, order[k]);
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (reads(s, i)) w->last_use[input_of(w, order[k], i)] = k;
-        for (uint32_t o = 0; o < s->n_outputs; o++) w->last_use[w->g->nodes.at[order[k]].first_output + o] = k;
+        const span at = w->span[order[k]];
+        for (const use *u = w->uses + at.in, *end = w->uses + at.in_end; u < end; u++)
+            if (u->reads) w->last_use[u->value] = k;
+        for (koila_value v = at.out; v < at.out_end; v++) w->last_use[v] = k;
     }
     for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
     for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
@@ -803,9 +846,10 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         }
         if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
             begin_value(w->s, v, OWNER_PIECE);
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v }));
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
-            TRY_ALLOC(release_value(w, v, KOILA__LOCAL_FREE));
+            TRY_ALLOC(room(w, 2, 1));
+            emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v });
+            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
+            release_value(w, v, KOILA__LOCAL_FREE);
         }
         w->given_up[v] = false;
     }
@@ -816,16 +860,16 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t level, uint32_t *next_ending)
 {
     const uint32_t stage = out->n_stages;
-    w->s = &w->whole;
+    w->s = w->whole;
     for (; *next_ending < stage; ++*next_ending)
         for (koila_value v = w->ending_first[*next_ending]; v != KOILA_NONE; v = w->ending_next[v]) {
-            if (!w->whole.here[v]) continue; /* it ended in a whole stage */
-            TRY_ALLOC(emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }));
-            TRY_ALLOC(release_value(w, v, KOILA__WHOLE_FREE));
+            if (!w->whole[v].here) continue; /* it ended in a whole stage */
+            TRY_ALLOC(room(w, 1, 1));
+            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
+            release_value(w, v, KOILA__WHOLE_FREE);
         }
     uint32_t k = 0;
     for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) {
-        const koila_sig_info *s = sig_of(w, n);
         out->work += w->cost[n].work;
         /* a result, or a value that a later stage reads, does not end here, whatever the order within this stage says */
 #define LAST_USE(v_)                                                                                                                  \
@@ -833,9 +877,9 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
         const koila_value v = (v_);                                                                                                   \
         w->last_use[v] = w->is_result[v] || (w->whole_last[v] != KOILA_NONE && w->whole_last[v] > stage) ? KOILA_NONE : k;             \
     } while (0)
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (reads(s, i)) LAST_USE(input_of(w, n, i));
-        for (uint32_t o = 0; o < s->n_outputs; o++) LAST_USE(w->g->nodes.at[n].first_output + o);
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
+            if (u->reads) LAST_USE(u->value);
+        for (koila_value x = w->span[n].out; x < w->span[n].out_end; x++) LAST_USE(x);
 #undef LAST_USE
     }
     k = 0;
@@ -865,13 +909,11 @@ static koila_status find_whole_last(work_state *w)
         if (w->p->node[n].in_loop) {
             if (w->home[n] == KOILA_NONE) continue;
             uint32_t last = w->home[n];
-            for (uint32_t o = 0; o < sig_of(w, n)->n_outputs; o++) {
-                const koila_value v = w->g->nodes.at[n].first_output + o;
+            for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
                 if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last) last = w->made_whole[v];
-                for (uint32_t at = w->consumer_first[v]; at != KOILA_NONE; at = w->consumer_next[at]) {
-                    const koila_node c = w->consumer_node[at];
-                    if (w->last_run[c] == KOILA_NONE || !uses_local(w, c, w->consumer_input[at])) continue;
-                    const uint32_t l = sliced_in(w, v, w->last_run[c]) ? w->made_whole[v] : w->last_run[c]; /* beyond it is sliced */
+                for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+                    if (w->last_run[u->user] == KOILA_NONE || !u->local) continue;
+                    const uint32_t l = sliced_in(w, v, w->last_run[u->user]) ? w->made_whole[v] : w->last_run[u->user]; /* beyond it is sliced */
                     if (l > last) last = l;
                 }
             }
@@ -879,9 +921,9 @@ static koila_status find_whole_last(work_state *w)
             stage = loop_stage[last];
         } else
             stage = whole_stage[w->level[n]];
-        for (uint32_t i = 0; i < sig_of(w, n)->n_inputs; i++) {
-            const koila_value v = input_of(w, n, i);
-            if (producer(w, v) == KOILA_NONE || !reads(sig_of(w, n), i) || (uses_local(w, n, i) && !sliced_in(w, v, w->last_run[n]))) continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+            const koila_value v = u->value;
+            if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n]))) continue;
             if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage) w->whole_last[v] = stage;
         }
     }
@@ -924,17 +966,16 @@ static koila_status make_arrays(work_state *w)
     MAKE(is_result, V);
     MAKE(is_barrier, V);
     MAKE(made_whole, V);
-    MAKE(consumer_first, V);
-    MAKE(consumer_next, I);
-    MAKE(consumer_input, I);
-    MAKE(consumer_node, I);
+    MAKE(span, N);
+    MAKE(uses, I);
+    MAKE(first_use, V);
     MAKE(is_viewed, N);
     MAKE(is_mere_view, N);
     MAKE(home, N);
+    MAKE(exec, N);
     MAKE(use, V);
     MAKE(kept, V);
     MAKE(kept_next, V);
-    MAKE(is_local, I);
     MAKE(given_up, V);
     MAKE(in_loop, N);
     MAKE(order_bits, N / 64 + 1);
@@ -947,16 +988,11 @@ static koila_status make_arrays(work_state *w)
     MAKE(last_run, N);
     MAKE(sliced, V);
     MAKE(whole_last, V);
-    scope *const scopes[] = { &w->whole, &w->slice };
-    for (size_t i = 0; i < 2; i++) {
-        TRY_ALLOC(scopes[i]->root = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->root));
-        TRY_ALLOC(scopes[i]->region = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->region));
-        TRY_ALLOC(scopes[i]->touching = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->touching));
-        TRY_ALLOC(scopes[i]->alive = koila__arena_array(&w->tmp, V, sizeof *scopes[i]->alive));
-        TRY_ALLOC(scopes[i]->owned = koila__arena_array(&w->tmp, V, 1));
-        TRY_ALLOC(scopes[i]->here = koila__arena_array(&w->tmp, V, 1));
-    }
-    memset(w->consumer_first, 0xff, V * sizeof *w->consumer_first);
+    MAKE(whole, V);
+    MAKE(slice, V);
+    memset(w->first_use, 0xff, V * sizeof *w->first_use);
+    memset(w->exec, 0xff, N * sizeof *w->exec);
+    memset(w->use, 0xff, V * sizeof *w->use);
     return KOILA_OK;
 }
 
@@ -969,8 +1005,8 @@ static void forget_policy(work_state *w)
     memset(w->in_loop, 0, N * sizeof *w->in_loop);
     memset(w->order_bits, 0, (N / 64 + 1) * sizeof *w->order_bits);
     memset(w->last_use, 0, V * sizeof *w->last_use);
-    memset(w->whole.here, 0, V);
-    memset(w->slice.here, 0, V);
+    memset(w->whole, 0, V * sizeof *w->whole);
+    memset(w->slice, 0, V * sizeof *w->slice);
     memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
     for (uint32_t v = 0; v < w->n_values; v++) w->sliced[v].user = KOILA_NONE;
     w->instrs.n = w->events.n = w->n_keeps = 0;
@@ -985,7 +1021,6 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     KOILA_TRY(find_levels(w));
-    TRY_ALLOC(w->exec = koila__arena_array(&w->tmp, ((size_t)w->n_nodes + 1) * w->words, sizeof *w->exec));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     return find_whole_last(w);
@@ -1004,6 +1039,7 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
     if (!w) return failed(KOILA_NO_MEMORY, err);
     *w = (koila__scheduler){ .p = p, .g = p->graph, .keep = { .cheap = cheap }, .mem = a, .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
     koila__arena_init(&w->tmp, mem);
+    koila__arena_init(&w->spare, mem);
     const koila_status status = prepare(w, targets, n_targets);
     if (status != KOILA_OK) {
         koila__scheduler_free(w);
@@ -1019,7 +1055,9 @@ void koila__scheduler_free(koila__scheduler *w)
     const koila_allocator mem = w->mem;
     koila__vec_free(&w->mem, &w->instrs);
     koila__vec_free(&w->mem, &w->events);
+    koila__vec_free(&w->mem, &w->cells);
     koila__arena_deinit(&w->tmp);
+    koila__arena_deinit(&w->spare);
     koila__release(&mem, w, sizeof *w);
 }
 
@@ -1039,8 +1077,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
         for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
             for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
                 const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-                for (uint32_t o = 0; w->cost[n].expensive && o < sig_of(w, n)->n_outputs; o++) {
-                    const koila_value v = w->g->nodes.at[n].first_output + o;
+                for (koila_value v = w->span[n].out; w->cost[n].expensive && v < w->span[n].out_end; v++) {
                     if (!w->kept[v] && keeps(w, v, j)) keep_until_next(w, v, j);
                 }
             }
@@ -1057,14 +1094,14 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err)
 {
-    koila__schedule s = { 0 };
+    koila__schedule s = { .arena = w->spare };
     koila_assert(keep.cheap == w->keep.cheap);
-    koila__arena_init(&s.arena, &w->mem);
+    koila__arena_init(&w->spare, &w->mem);
     w->keep = keep;
     forget_policy(w);
     const koila_status status = make_stages(w, &s);
     if (status != KOILA_OK) {
-        koila__arena_deinit(&s.arena);
+        koila__schedule_recycle(w, &s);
         return failed(status, err);
     }
     *out = s;
@@ -1079,6 +1116,14 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, 
     const koila_status status = koila__schedule_make(w, keep, out, err);
     koila__scheduler_free(w);
     return status;
+}
+
+void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s)
+{
+    koila__arena_deinit(&w->spare);
+    w->spare = s->arena;
+    koila__arena_empty(&w->spare);
+    *s = (koila__schedule){ 0 };
 }
 
 void koila__schedule_deinit(koila__schedule *s) { koila__arena_deinit(&s->arena); }

@@ -74,6 +74,8 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
  * value cut in two ways. The scheduler can be used again whatever came out. */
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err);
+/* Like koila__schedule_deinit(), but the memory serves the next schedule that w makes. */
+void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s);
 /* Both at once. */
 koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err);

@@ -55,6 +55,9 @@ static inline const koila_sig_info *koila__sig(const koila_table *t, koila_sig s
 static inline const koila_sig_info *koila__node_sig(const koila_graph *g, koila_node n) { return g->table->sigs.at[g->nodes.at[n].sig]; }
 static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koila_value v) { return g->table->metas.at[g->values.at[v].meta]; }
 
+/* Room for so many more; false when the host is out of memory. */
+bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
+
 static inline uint64_t koila__mix(uint64_t h, uint64_t x)
 { /* splitmix64's finaliser over a running sum: good enough for tables and plan keys, not against an adversary */
     h += x * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u;

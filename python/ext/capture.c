@@ -447,6 +447,24 @@ static int choose_tape(walk *w, const op_info *op)
     return 0;
 }
 
+/* A tensor could not become a leaf, an exception says why. Is it sparse or nested? Then the operator runs now, on real tensors: gathered. -1 either way. */
+static int not_dense(walk *w, PyObject *real)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *dense = call_helper("is_dense", real, NULL, NULL);
+    if (dense == Py_False) w->instead = koila__helper("value_dependent");
+    Py_XDECREF(dense);
+    if (w->instead) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(trace);
+    } else {
+        PyErr_Restore(type, value, trace);
+    }
+    return -1;
+}
+
 static int resolve_inputs(walk *w)
 {
     for (uint32_t i = 0; i < w->n_in; i++) {
@@ -459,7 +477,7 @@ static int resolve_inputs(walk *w)
             in->value = koila__tape_leaf_real(w->tape, in->object, &m);
             w->tok[in->token].u.id = m;
         }
-        if (in->value == KOILA_NONE) return -1;
+        if (in->value == KOILA_NONE) return h ? -1 : not_dense(w, in->object);
     }
     return 0;
 }
@@ -873,7 +891,10 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
     }
     koila__tape *t = w.tape;
     Py_INCREF(t);
-    if (resolve_inputs(&w) < 0) goto leave;
+    if (resolve_inputs(&w) < 0) {
+        if (w.instead) r = PyObject_CallFunctionObjArgs(w.instead, op->func, args, kwargs, NULL);
+        goto leave;
+    }
     koila__handle *first = w.n_in ? w.in[0].h : NULL;
     if (op->kind == STRIDED && first) { /* it reads the storage, that is the base */
         if (first->chain && grad_required(w.in[0].object)) {

@@ -198,12 +198,16 @@ def op_by_name(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """Do sizes and strides say all of it?"""
+    return t.layout is torch.strided and not t.is_nested
+
+
 def real_meta(t: torch.Tensor) -> tuple[Any, ...]:
     """(dtype, device, sizes, strides) of a plain tensor."""
-    if t.layout is not torch.strided:
-        raise UnsupportedError(f"a {t.layout} tensor cannot meet a lazy tensor. Use t.to_dense()")
-    if t.is_nested:
-        raise UnsupportedError("a nested tensor cannot meet a lazy tensor")
+    if not is_dense(t):
+        kind = "nested" if t.is_nested else str(t.layout)
+        raise UnsupportedError(f"a {kind} tensor cannot be part of a recorded step. Use t.to_dense() or t.to_padded_tensor(0)")
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride())
 
 
@@ -439,15 +443,16 @@ def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride()), t.storage_offset()
 
 
-def _real_error(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise what eager would raise for these shapes, by trying on zeros of the same kind; returns when that works or is too big to try."""
+def _real_error(func: Any, args: Any, kwargs: Any) -> bool:
+    """Raise what eager would raise for these shapes, by trying on zeros of the same kind. True: that works; False: too big to try."""
     tensors = _tensors(args, kwargs)
     if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28 or not _harmless(func):
-        return
+        return False
     a, k = _map_call(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
     state = torch.default_generator.get_state()
     try:
         func(*a, **k)
+        return True
     finally:
         torch.default_generator.set_state(state)
 
@@ -467,14 +472,13 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except NotImplementedError:
         return value_dependent  # no shape function: a custom operator
     except Exception as e:
-        error: BaseException | None = None
+        error: BaseException = e
         try:
-            _real_error(func, args, kwargs)
+            if _real_error(func, args, kwargs):
+                return value_dependent  # the shape function's own fault, or what it cannot describe: a nested result
         except Exception as real:
             error = real
-        if error is not None:
-            raise error.with_traceback(None) from None
-        raise e.with_traceback(None) from None
+        raise error.with_traceback(None) from None
     _dtype_error(func, args, kwargs)
     schema = func._schema
     written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
@@ -489,6 +493,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     return _itself
                 _real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
+    if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in (result if many else (result,))):
+        return value_dependent  # how many elements it stores is known only when it is there
     kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
     out: list[tuple[int, Any]] = []
     aliases = {id(f) for i, f in enumerate(fakes) if written and mutated.count(i)}

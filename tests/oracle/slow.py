@@ -1,5 +1,5 @@
 """A slow, plain twin of capture and run, to judge placement alone: record a program with PyTorch's own dispatch mode, hand the graph to the C core
-(through ctypes), and run what koila__place() says, slice by slice, with no schedule: every value's pieces are simply kept.
+(through ctypes), and run what koila__place() or koila__place_cut() says, slice by slice, with no schedule: every value's pieces are simply kept.
 
     recording = record(fn, inputs, batch_dims)        # fn(*inputs) -> tensors; runs eagerly, once
     placed = recording.place()
@@ -111,7 +111,7 @@ class Arena(C.Structure):
 
 
 class Placed(C.Structure):
-    _fields_ = [("graph", ptr), ("value", C.POINTER(Placement)), ("need", C.POINTER(Placement)), ("node", C.POINTER(PlacedNode)), ("lowered", C.POINTER(u32)),
+    _fields_ = [("graph", ptr), ("value", C.POINTER(Placement)), ("size", ptr), ("need", C.POINTER(Placement)), ("node", C.POINTER(PlacedNode)), ("lowered", C.POINTER(u32)),
                 ("arena", Arena)]
 
 
@@ -426,8 +426,8 @@ class Recording:
             self.targets = [self.rec.value(o) for o in self.outs]
         self.outs = [o.detach().clone() for o in self.outs]
 
-    def place(self, whole=False) -> "Run":
-        return Run(self, whole)
+    def place(self, how="koila__place") -> "Run":
+        return Run(self, how)
 
 
 def record(fn, inputs, batch_dims=None, axes=None) -> Recording:
@@ -496,15 +496,14 @@ PSEUDO = {"koila::moments": moments, "koila::index_rows": index_rows, "koila::in
 
 
 class Run:
-    """What koila__place said, run slowly."""
+    """What koila__place, koila__place_cut or koila__place_whole said, run slowly."""
 
-    def __init__(self, recording: Recording, whole=False):
+    def __init__(self, recording: Recording, how="koila__place"):
         self.r = r = recording
         self.p = C.POINTER(Placed)()
         err = Error(C.sizeof(Error))
         t = (u32 * max(len(r.targets), 1))(*r.targets)
-        fn = lib.koila__place_whole if whole else lib.koila__place
-        if fn(r.g.graph, t, u32(len(r.targets)), None, C.byref(self.p), C.byref(err)):
+        if getattr(lib, how)(r.g.graph, t, u32(len(r.targets)), None, C.byref(self.p), C.byref(err)):
             raise RuntimeError(err.text.decode())
         if not lib.koila__placed_check(self.p, C.byref(err)):
             raise AssertionError(err.text.decode())

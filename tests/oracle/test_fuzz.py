@@ -207,16 +207,17 @@ def judge(seed):
         recording = slow.record(program, program.inputs, program.dims, program.axes)
     except Unfit:
         return "unfit"
-    run = recording.place()
-    try:
-        B = program.B
-        ways = [[B - 1, 1], [1] * B, [B // 2, B - B // 2], [B]]
-        if max(program.axes):
-            ways = [[w, v] for w, v in zip(ways, ways[1:] + ways[:1])]
-        run.check(ways, atol=1e-8, rtol=1e-8)
-        return "ok"
-    finally:
-        run.close()
+    B = program.B
+    ways = [[B - 1, 1], [1] * B, [B // 2, B - B // 2], [B]]
+    if max(program.axes):
+        ways = [[w, v] for w, v in zip(ways, ways[1:] + ways[:1])]
+    for how in ("koila__place", "koila__place_cut"):
+        run = recording.place(how)
+        try:
+            run.check(ways, atol=1e-8, rtol=1e-8)
+        finally:
+            run.close()
+    return "ok"
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))

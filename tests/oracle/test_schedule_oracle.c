@@ -58,7 +58,7 @@ static seen run_one(const random_graph *r, tensor *const *truth, const koila__pl
 
 /* What the random schedules hold: an oracle that never meets a thing says nothing about it. */
 static struct {
-    uint32_t loops, two_loops, many_loops, two_axes, steals, copies, owned, clones, puts, keeps, fetches_again, wide, maxima, copied_slices, cuts, recut, overwrites;
+    uint32_t loops, two_loops, many_loops, two_axes, after_gather, steals, copies, owned, clones, puts, keeps, fetches_again, wide, maxima, copied_slices, cuts, recut, overwrites;
 } covered;
 static void count(const koila__placed *p, const koila__schedule *s)
 {
@@ -86,6 +86,11 @@ static void count(const koila__placed *p, const koila__schedule *s)
             covered.recut += in.kind == KOILA_DO_SLICE && p->value[in.id].kind == KOILA_S && p->graph->values.at[in.id].node != KOILA_NONE;
         }
     }
+    for (uint32_t n = 0; n < p->graph->nodes.n; n++)
+        for (uint32_t i = 0; i < koila__node_sig(p->graph, n)->n_inputs; i++) {
+            const koila_node q = p->graph->values.at[p->graph->inputs.at[p->graph->nodes.at[n].first_input + i]].node;
+            covered.after_gather += p->node[n].in_loop && q != KOILA_NONE && p->node[q].gathered;
+        }
     covered.loops += s->n_loops > 0;
     covered.two_loops += s->n_loops > 1;
     covered.many_loops += s->n_loops > 4;
@@ -103,9 +108,12 @@ static void try_graph(uint64_t seed, fault_fn fault, uint32_t *n_runs, uint32_t 
     tensor **truth = calloc(r.g->values.n + 1, sizeof *truth);
     if (!run_recorded(&h, r.g, truth)) abort();
     koila_error err = KOILA_ERROR_INIT;
-    for (uint32_t whole = 0; whole < 2; whole++) {
+    koila_status (*const ways[])(const koila_graph *, const koila_value *, uint32_t, const koila_allocator *, koila__placed **, koila_error *) = { koila__place, koila__place_cut,
+                                                                                                                                                     koila__place_whole };
+    for (uint32_t way = 0; way < KOILA_COUNT(ways); way++) {
+        const bool whole = ways[way] == koila__place_whole;
         koila__placed *p = NULL;
-        const koila_status status = whole ? koila__place_whole(r.g, r.targets, r.n_targets, NULL, &p, &err) : koila__place(r.g, r.targets, r.n_targets, NULL, &p, &err);
+        const koila_status status = ways[way](r.g, r.targets, r.n_targets, NULL, &p, &err);
         CHECK(status == KOILA_OK && koila__placed_check(p, &err));
         if (status != KOILA_OK) {
             printf("seed %llu: %s\n", (unsigned long long)seed, err.text);
@@ -134,7 +142,7 @@ static void try_graph(uint64_t seed, fault_fn fault, uint32_t *n_runs, uint32_t 
                 *n_caught += wrong;
                 if (wrong && !fault) {
                     test_failures_in_case++;
-                    if (loud || *n_caught < 20) printf("seed %llu, %s, keep %zu, %lld rows: %s\n", (unsigned long long)seed, whole ? "whole" : "sliced", k, (long long)rows, got.why);
+                    if (loud || *n_caught < 20) printf("seed %llu, %s, keep %zu, %lld rows: %s\n", (unsigned long long)seed, (const char *[]){ "sliced", "sliced again", "whole" }[way], k, (long long)rows, got.why);
                 }
                 if (whole) break;
             }
@@ -164,6 +172,7 @@ TEST(oracle__every_schedule_computes_what_was_recorded_in_the_bytes_predicted)
     COVERED(two_loops);
     COVERED(many_loops);
     COVERED(two_axes);
+    COVERED(after_gather);
     COVERED(steals);
     COVERED(copies);
     COVERED(overwrites);

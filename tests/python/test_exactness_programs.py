@@ -499,6 +499,82 @@ def test_embedding_options(options):
     compare(make, lambda: (torch.randint(0, 7, (B, 5)), torch.randint(0, 3, (B,))), loss, split="max_norm" not in options)
 
 
+# ---- what sizes and strides do not describe: such an operator runs at once, on whole values
+
+
+def sparse_embedding_with_its_optimizer(wrap):
+    e, head = nn.Embedding(20, 6, sparse=True).double(), nn.Linear(6, 3).double()
+    optimizer = torch.optim.SparseAdam(e.parameters(), 0.1)
+    for _ in range(2):
+        ids, y = wrap(torch.randint(20, (B, 4)), torch.randint(3, (B,)))
+        optimizer.zero_grad()
+        F.cross_entropy(head(e(ids).mean(1)), y).backward()
+        assert e.weight.grad.is_sparse and not isinstance(e.weight.grad, koila.LazyTensor)
+        optimizer.step()
+    return {"rows": e.weight.grad.to_dense()} | model_state(head) | model_state(e, grads=False)
+
+
+def sparse_gradients_add_up(wrap):
+    e = nn.Embedding(20, 6, sparse=True).double()
+    a, b = wrap(torch.randint(20, (B, 4)), torch.randint(20, (B, 4)))
+    (e(a).pow(2).mean() + e(b).pow(3).mean()).backward()
+    e(a).sum().backward()
+    return {"grad": e.weight.grad.to_dense()}
+
+
+def a_sparse_matrix_meets_the_batch(wrap, layout=torch.sparse_coo):
+    matrix, model = torch.rand(9, B, dtype=D).sub(0.5).relu().to_sparse(layout=layout), net()
+    x, _ = wrap(*xy())
+    loss = ((matrix @ model(x)) ** 2).sum()
+    loss.backward()
+    return {"loss": plain(loss.detach())} | model_state(model)
+
+
+def a_sparse_matrix_of_parameters(wrap):
+    v, x = nn.Parameter(torch.rand(20, dtype=D)), wrap(torch.rand(B, 6, dtype=D))
+    at = torch.stack([torch.randint(9, (20,)), torch.randint(6, (20,))])
+    (torch.sparse.mm(torch.sparse_coo_tensor(at, v, (9, 6)), x.t()) ** 2).sum().backward()
+    return {"grad": v.grad}
+
+
+def sparse_values_of_the_batch(wrap):
+    model = net()
+    x, _ = wrap(*xy())
+    ((model(x).relu().to_sparse().coalesce().values()) ** 2).sum().backward()
+    return model_state(model)
+
+
+def nested_by_the_encoder_s_fast_path(wrap):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    padding = torch.zeros(B, 5, dtype=torch.bool)
+    padding[1::2, 3:] = True
+    x, padding = wrap(torch.rand(B, 5, 8, dtype=D), padding)
+    with torch.no_grad():
+        return {"out": plain(model(x, src_key_padding_mask=padding))}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        sparse_embedding_with_its_optimizer,
+        sparse_gradients_add_up,
+        a_sparse_matrix_meets_the_batch,
+        lambda wrap: a_sparse_matrix_meets_the_batch(wrap, torch.sparse_csr),
+        a_sparse_matrix_of_parameters,
+        sparse_values_of_the_batch,
+        nested_by_the_encoder_s_fast_path,
+    ],
+)
+def test_sparse_and_nested_tensors_on_the_way(program):
+    compare_programs(program, B, split=program is not nested_by_the_encoder_s_fast_path)
+
+
+def test_a_lost_row_of_a_sparse_gradient_is_caught():
+    with pytest.raises(AssertionError):
+        compare_programs(sparse_gradients_add_up, B, tamper=lambda got: {k: v * (torch.arange(20) != 3)[:, None] for k, v in got.items()})
+
+
 # ---- random operators: each slice takes its rows of what PyTorch draws for the whole batch
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from memory_helpers import Held, by_hand_step, clear, eager_step, installed, koila_step
+from memory_helpers import Held, by_hand_step, clear, eager_step, installed, koila_step, only
 from torch import nn
 from torch.nn import functional as F
 from zoo import ConvNet, gpt2, vit
@@ -135,6 +135,36 @@ def test_a_budget_is_kept(name, fraction):
     else:
         assert plan.n_micro_batches > 1
         assert peak(koila_step, model, loss, batch, plan.micro_batch * 2).peak > room
+
+
+class Bags(nn.Module):
+    """Begins with an operator that has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(100, 16)
+        self.net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x):
+        return self.net(self.bags(x))
+
+
+@pytest.mark.parametrize("fraction, most", [(0.5, 4), (0.25, 16)])
+def test_what_follows_a_gathered_operator_is_sliced_again(fraction, most):
+    torch.manual_seed(0)
+    model, batch = Bags(), (torch.randint(100, (2048, 5)), torch.randint(10, (2048,)))
+    needs = peak(eager_step, model, ce, batch).peak
+    clear(model)
+    with Held() as held, only(int(needs * fraction)):
+        koila_step(model, ce, batch)
+    plan = koila.last_plan()
+    assert held.peak <= needs * fraction and 1 < plan.n_micro_batches <= most
+    assert {g.operator for g in plan.gathers} <= {"aten::_embedding_bag", "aten::_embedding_bag_backward"}
+    got = {n: p.grad.clone() for n, p in model.named_parameters()}
+    clear(model)
+    eager_step(model, ce, batch)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(got[n], p.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_one_row_that_does_not_fit_is_refused_with_the_tensors_named():

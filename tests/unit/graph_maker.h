@@ -170,6 +170,11 @@ __attribute__((unused)) static void place(maker *m, koila_value target)
     if (m->status == KOILA_OK) m->status = koila__place(m->graph, &target, 1, m->mem, &m->placed, NULL);
     if (m->status == KOILA_OK) CHECK(koila__placed_check(m->placed, NULL));
 }
+__attribute__((unused)) static void place_cut(maker *m, koila_value target)
+{
+    if (m->status == KOILA_OK) m->status = koila__place_cut(m->graph, &target, 1, m->mem, &m->placed, NULL);
+    if (m->status == KOILA_OK) CHECK(koila__placed_check(m->placed, NULL));
+}
 __attribute__((unused)) static koila_placement at(const maker *m, koila_value v) { return m->placed->value[m->placed->lowered[v]]; }
 __attribute__((unused)) static koila_placement S(uint32_t dim, int64_t outer, int64_t inner)
 {

@@ -15,6 +15,34 @@ TEST(place__an_operator_without_a_rule_is_gathered)
     maker_deinit(&m);
 }
 
+TEST(place__what_was_gathered_can_be_sliced_again)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), y = call(&m, "aten::nobody_knows", f32(7, 5), "t", x), z = call(&m, "aten::relu", f32(7, 5), "t", y);
+    const koila_value turned = call(&m, "aten::nobody_knows_either", f32(3, 7), "t", z); /* no row is where it was: the dimension of the batch's size */
+    const koila_value small = call(&m, "aten::nor_this", f32(3), "t", y), both = call(&m, "aten::mul.Tensor", f32(3, 7), "tt", turned, call(&m, "aten::mean", f32(1), "t", small));
+    place_cut(&m, both);
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, z, S(0, 1, 1));
+    CHECK_AT(&m, turned, S(1, 1, 1));
+    CHECK_AT(&m, small, R_);
+    CHECK_AT(&m, both, S(1, 1, 1));
+    CHECK_EQ(n_gathered(&m), 2); /* x, z; y is there whole for who needs it so */
+    maker_deinit(&m);
+}
+
+TEST(place__a_target_that_was_gathered_is_the_whole_value_as_made)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5)), y = call(&m, "aten::nobody_knows", f32(7, 5), "t", x);
+    place_cut(&m, y);
+    CHECK_AT(&m, y, R_);
+    maker_deinit(&m);
+}
+
 TEST(place__linear_layer_and_its_weight_gradient)
 {
     maker m;
