@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BOUNDS = {"quiet": 240, "event": 1270, "ledger": 330}  # what it was, plus a quarter; valgrind hides the steady counter, so clock_gettime is inside
+BOUNDS = {"quiet": 185, "event": 1400, "ledger": 336}  # what it was, plus a quarter; valgrind hides the steady counter, so clock_gettime is inside
 WHAT = {"quiet": "line event, nothing allocated", "event": "line event with an allocation", "ledger": "allocate and free in the ledger"}
 
 

@@ -6,7 +6,7 @@
        -t: also record the memory over time, and who held what at the peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
   top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
   view FILE.json                                        a saved table or snapshot as text
-  diff A.json B.json                                    two saved snapshots, by name
+  diff A.json B.json                                    two saved snapshots, by name; or two saved tables, by the peak of each line
 """
 
 import argparse
@@ -148,9 +148,16 @@ def top(args) -> int:
         watcher.join(1)
 
 
-def _saved(path) -> dict:
+def _saved(path):
+    """A snapshot (dict) or a table (list) that was saved as .json."""
     with open(path, encoding="utf-8") as f:
-        return json.load(f)
+        try:
+            data = json.load(f)
+        except ValueError:
+            data = None
+    if (isinstance(data, dict) and "rows" in data) or (isinstance(data, list) and all(isinstance(d, dict) and "lines" in d for d in data)):
+        return data
+    raise ValueError(f"{path}: expected a snapshot or a table of lines, saved as .json")
 
 
 def view(args) -> int:
@@ -176,38 +183,43 @@ def view(args) -> int:
 
 
 def diff(args) -> int:
-    from .snapshots import Diff
+    from . import snapshots
 
-    before, after = ({r["name"]: r["bytes"] for r in _saved(path)["rows"]} for path in (args.a, args.b))
-    changed = [(k, n - before[k]) for k, n in after.items() if k in before and n != before[k]]
-    new, gone = [(k, n) for k, n in after.items() if k not in before], [(k, -n) for k, n in before.items() if k not in after]
-    sys.stdout.write(str(Diff(new, gone, changed, by_name_only=True)))
+    a, b = _saved(args.a), _saved(args.b)
+    if type(a) is not type(b):
+        raise ValueError(f"{args.a} and {args.b}: expected two snapshots or two tables, got one of each")
+    if isinstance(a, dict):
+        before, after = (snapshots.bytes_by_name((r["name"], r["kind"], r["bytes"], r["line"]) for r in data["rows"]) for data in (a, b))
+        answer = snapshots.compare(before, after, by_name_only=True)
+    else:
+        answer = snapshots.diff(*([{**f, **line} for f in data for line in f["lines"]] for data in (a, b)))
+    sys.stdout.write(str(answer))
     return 0
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m koila.memlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="{run,top,view,diff}", required=True)
     for name, function in (("run", run), ("top", top)):
-        p = verbs.add_parser(name)
+        p = verbs.add_parser(name, help="profile a script" if name == "run" else "the memory of a script while it runs")
         p.set_defaults(do=function)
         if name == "run":
-            p.add_argument("-f", "--function", action="append")
-            p.add_argument("-c", "--column", action="append")
-            p.add_argument("-g", "--gpu", default="0")
-            p.add_argument("-o", "--output")
-            p.add_argument("-t", "--timeline")
+            p.add_argument("-f", "--function", action="append", metavar="FUNC", help='"train", "Net.forward" or "module:function"; none: all of the script\'s')
+            p.add_argument("-c", "--column", action="append", help="as 'active_bytes.all.peak', 'rise', 'hits'; repeatable")
+            p.add_argument("-g", "--gpu", default="0", metavar="DEVICE", help="the device shown: an index, cpu, cuda:1")
+            p.add_argument("-o", "--output", metavar="FILE", help="the table goes there (.txt .html .json .csv) and not to stderr")
+            p.add_argument("-t", "--timeline", metavar="FILE", help="memory over time (.html .pickle .txt .json .csv)")
         else:
-            p.add_argument("-i", "--interval", type=float, default=1.0)
-        p.add_argument("-m", metavar="module")
+            p.add_argument("-i", "--interval", type=float, default=1.0, metavar="SECONDS", help="between two lines; default 1")
+        p.add_argument("-m", metavar="module", help="run this module instead of a script")
         p.add_argument("script", nargs="?")
-        p.add_argument("args", nargs=argparse.REMAINDER)
-    p = verbs.add_parser("view")
-    p.add_argument("file")
+        p.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    p = verbs.add_parser("view", help="a saved table or snapshot as text")
+    p.add_argument("file", help="saved as .json")
     p.set_defaults(do=view)
-    p = verbs.add_parser("diff")
-    p.add_argument("a")
-    p.add_argument("b")
+    p = verbs.add_parser("diff", help="two saved snapshots or tables, compared")
+    p.add_argument("a", help="saved as .json")
+    p.add_argument("b", help="saved as .json, later")
     p.set_defaults(do=diff)
     args = parser.parse_args(argv)
     try:

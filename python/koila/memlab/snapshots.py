@@ -1,5 +1,6 @@
 """snapshot and diff: what filled the memory at one moment, and what changed between two."""
 
+import bisect
 import csv
 import html
 import io
@@ -18,7 +19,8 @@ _names = tensors.Names()  # the numbers of anonymous tensors, one series for the
 
 
 class Snapshot:
-    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`, `.total(device)`, `.save(path)`, `str()`."""
+    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`, `.total(device)`, `.save(path)`, `str()`;
+    `.annotate(recorded)` writes the names into a memory snapshot of PyTorch's."""
 
     def __init__(self, names: tensors.Names):
         self.pid = os.getpid()
@@ -36,6 +38,7 @@ class Snapshot:
                 Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE], r[tensors.DEVICE], max(r[tensors.BYTES], 0),
                     r[tensors.STORAGE_BYTES], r[tensors.OFFSET], r[tensors.FIRST], node, line)
             )  # fmt: skip
+        self._at = [(r[tensors.DEVICE], r[tensors.DATA], r[tensors.NAME], r[tensors.KIND]) for r in rows if r[tensors.BYTES] > 0]
         found = {r[tensors.DATA] for r in rows}
         for i, (address, n, site) in enumerate(b for b in _core.memlab_blocks() if b[0] not in found):
             line = f"{site[0]}:{site[1]}" if site else None
@@ -53,6 +56,39 @@ class Snapshot:
         """Bytes of all storages listed, on one device or on all."""
         wanted = None if device is None else devices.name(devices.resolve(device, "Snapshot.total(device)"))
         return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
+
+    def annotate(self, recorded: dict) -> dict:
+        """Write names into what `torch.cuda.memory._snapshot()` has given at the same moment; changes and returns it.
+
+        A block that holds one of our rows, and the allocation that made it, get a first frame with the row's name and kind: PyTorch's memory
+        viewer, and `koila report`, then show it where they show the line.
+
+        >>> recorded = snapshot(model, optimizer).annotate(torch.cuda.memory._snapshot())
+        >>> pickle.dump(recorded, open("named.pickle", "wb"))
+        """
+        if not isinstance(recorded, dict) or "segments" not in recorded:
+            raise TypeError(f"Snapshot.annotate: expected the dict of torch.cuda.memory._snapshot(), got {type(recorded).__name__}")
+        places = {}
+        for device, address, name, kind in self._at:
+            places.setdefault(device, []).append((address, f"{name} ({kind})"))
+        for found in places.values():
+            found.sort()
+        names = {}  # (device, address of a block) -> what stands in it
+        for segment in recorded["segments"]:
+            at, index = segment["address"], segment.get("device", 0)
+            found = places.get(f"{_core.memlab_devices()[0] or 'cuda'}:{index}", [])
+            for block in segment["blocks"]:
+                at = block.get("address", at)
+                here = found[bisect.bisect_left(found, (at, "")) : bisect.bisect_left(found, (at + block["size"], ""))]
+                if here and block.get("state", "active_allocated") == "active_allocated":
+                    names[index, at] = ", ".join(name for _, name in here)
+                    _name_first(block, names[index, at])
+                at += block["size"]
+        for index, trace in enumerate(recorded.get("device_traces", [])):
+            for event in reversed(trace):  # the newest allocation of an address is the one that is alive
+                if event["action"] == "alloc" and (index, event["addr"]) in names:
+                    _name_first(event, names.pop((index, event["addr"])))
+        return recorded
 
     def __sub__(self, other):
         return diff(other, self)
@@ -86,6 +122,10 @@ class Snapshot:
             head = "".join(f"<th>{f}</th>" for f in Row._fields)
             text = utils.page("koila.memlab snapshot", f"<table>\n<tr>{head}</tr>\n{cells}</table>")
         utils.write(path, text)
+
+
+def _name_first(entry: dict, name: str) -> None:
+    entry["frames"] = [dict(filename="koila.memlab", line=0, name=name), *entry.get("frames", [])]
 
 
 def summed(pairs) -> dict:
@@ -153,20 +193,26 @@ def diff(a, b) -> Diff:
         before, after, other = _bytes_by_line(a), _bytes_by_line(b), False
     else:
         raise TypeError(f"diff: expected two Snapshots or two records(), got {type(a).__name__} and {type(b).__name__}")
+    return compare(before, after, other)
+
+
+def compare(before: dict, after: dict, by_name_only: bool) -> Diff:
+    """From one {name: bytes} to another."""
     return Diff(
         [(k, n) for k, n in after.items() if k not in before],
         [(k, -n) for k, n in before.items() if k not in after],
         [(k, n - before[k]) for k, n in after.items() if k in before and n != before[k]],
-        other,
+        by_name_only,
     )
 
 
 def _bytes_by_name(s):
-    total = {}
-    for r in s.rows:
-        key = r.name if r.kind != "block" else f"blocks without a tensor{f' from {r.line}' if r.line else ''}"
-        total[key] = total.get(key, 0) + r.bytes
-    return total
+    return bytes_by_name((r.name, r.kind, r.bytes, r.line) for r in s.rows)
+
+
+def bytes_by_name(rows) -> dict:
+    """rows: (name, kind, bytes, line). Blocks without a tensor have no name that stays: they count together, by line."""
+    return summed((name if kind != "block" else f"blocks without a tensor{f' from {line}' if line else ''}", n) for name, kind, n, line in rows)
 
 
 def _bytes_by_line(records):

@@ -54,6 +54,10 @@ def test_saved_tables_are_viewed_and_snapshots_compared(tmp_path):
     (tmp_path / "s.py").write_text(SCRIPT)
     cli("run", "-o", "t.json", "s.py", cwd=tmp_path)
     assert "train" in cli("view", "t.json", cwd=tmp_path).stdout
+    data = json.loads((tmp_path / "t.json").read_text())
+    data[0]["lines"][1]["active_bytes.all.peak"] += 1024
+    (tmp_path / "u.json").write_text(json.dumps(data))
+    assert f"{'total':<66s}{'1.00K':>12s}" in cli("diff", "t.json", "u.json", cwd=tmp_path).stdout
     cli("run", "-o", "t.html", "s.py", cwd=tmp_path)
     page = (tmp_path / "t.html").read_text()
     assert page.startswith("<!doctype html>") and "http" not in page
@@ -65,6 +69,9 @@ def test_saved_tables_are_viewed_and_snapshots_compared(tmp_path):
     out = cli("diff", "a.json", "b.json", cwd=tmp_path).stdout
     assert "by name only" in out and "3.91K" in out
     assert "weight" in cli("view", "a.json", cwd=tmp_path).stdout
+    for arguments, says in ((("diff", "a.json", "t.json"), "one of each"), (("view", "s.py"), "saved as .json"), (("view", "none.json"), "No such file")):
+        bad = cli(*arguments, code=2, cwd=tmp_path)
+        assert says in bad.stderr and "Traceback" not in bad.stderr
 
 
 def test_top_shows_memory_while_it_runs(tmp_path):

@@ -391,6 +391,33 @@ def test_snapshot_kinds_modules_and_files(tmp_path):
         s.save("x.foo")
 
 
+def test_names_are_written_into_a_snapshot_of_the_caching_allocator():
+    m = torch.nn.Linear(100, 100)
+    m(torch.ones(2, 100)).sum().backward()
+    s = memlab.snapshot(m)
+    s._at = [("cuda:1" if device == "cpu" else device, *rest) for device, *rest in s._at]  # as if they were there
+    w, g, stray = m.weight.data_ptr(), m.weight.grad.data_ptr(), 1 << 50
+    frames = [dict(filename="train.py", line=3, name="step")]
+    first = min(w, g)
+
+    def block(address, state="active_allocated"):
+        return dict(address=address, size=40_448, requested_size=40_000, state=state, frames=frames)
+
+    def event(action, address):
+        return dict(action=action, addr=address, size=40_448, stream=0, time_us=1, frames=frames)
+
+    blocks = [block(first), block(max(w, g)), block(stray), block(stray + 50_000, "inactive")]
+    traces = [[event("alloc", w)], [event("alloc", w), event("free_completed", w), event("alloc", w), event("alloc", g), event("alloc", stray)]]
+    recorded = dict(segments=[dict(device=1, address=first, total_size=1 << 60, stream=0, segment_type="large", blocks=blocks)], device_traces=traces)
+    assert s.annotate(recorded) is recorded
+    named = {b["address"]: [f["name"] for f in b["frames"]] for b in blocks}
+    assert named[w] == ["weight (parameter)", "step"] and named[g] == ["weight.grad (grad)", "step"] and named[stray] == ["step"]
+    assert [len(e["frames"]) for e in traces[1]] == [1, 1, 2, 2, 1] and len(traces[0][0]["frames"]) == 1 and len(frames) == 1
+    for bad in (None, [], {}):
+        with pytest.raises(TypeError, match="_snapshot"):
+            s.annotate(bad)
+
+
 def test_diff_of_snapshots_and_of_records():
     m = torch.nn.Linear(10, 10)
     gone = torch.zeros(77)
