@@ -322,6 +322,26 @@ def test_with_rules_for_it_and_its_backward_nothing_is_gathered(ops):
         custom_program(ops.cube)(lazy)
 
 
+def test_a_custom_operator_that_says_no_shapes_runs_at_once_on_values():
+    @torch.library.custom_op("mytest::shapeless", mutates_args=())
+    def shapeless(x: torch.Tensor) -> torch.Tensor:
+        if x.size(1) == 3:
+            raise ValueError("three columns")
+        return x * 3
+
+    torch.library.register_autograd("mytest::shapeless", lambda ctx, g: g * 3)
+
+    def program(wrap):
+        x = wrap(batch()[0])
+        w = torch.full((x.size(1), 4), 0.5, dtype=x.dtype, requires_grad=True)
+        shapeless(x @ w).square().sum().backward()
+        with pytest.raises(ValueError, match="three columns"):
+            shapeless(x[:, :1].expand(-1, 3).clone())
+        return {"w": w.grad}
+
+    compare_programs(program, B)
+
+
 def test_a_rule_that_comes_after_a_step_counts_from_the_next():
     @torch.library.custom_op("mytest::late", mutates_args=())
     def late(x: torch.Tensor) -> torch.Tensor:
