@@ -263,7 +263,7 @@ static PyObject *device_of(const call *c)
 static PyObject *make(int k, PyObject *args, PyObject *kwargs)
 {
     call c;
-    if (!read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) || !has_batch(koila__open, c.size, c.n_dims) || !open_here()) return NULL;
+    if (!koila__open || !read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) || !has_batch(koila__open, c.size, c.n_dims) || !open_here()) return NULL;
     const int dtype = dtype_of(&c);
     PyObject *device = dtype < 0 ? NULL : device_of(&c), *r = NULL;
     if (!device) return NULL;

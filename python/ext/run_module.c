@@ -133,30 +133,57 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* take_all(lazies) -> list of plain tensors: each concrete value, which the tape then lets go when nobody else can ask for it, so that whoever gets
- * it may own its storage alone (AccumulateGrad takes a gradient without a copy only then). */
-static PyObject *py_take_all(PyObject *self, PyObject *list)
+/* take_all(lazies) -> list of plain tensors; empties `lazies`. Each concrete value is then let go by the tape when nobody else can ask for it, so that whoever
+ * gets it may own its storage alone (AccumulateGrad takes a gradient without a copy only then). Whether somebody can is known when the wrappers are gone: a view's
+ * keeps that of its base alive. */
+static PyObject *py_take_all(PyObject *self, PyObject *lazies)
 {
-    PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
     (void)self;
-    if (!fast) return NULL;
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    if (!PyList_CheckExact(lazies)) return PyErr_SetString(PyExc_TypeError, "expected a list of lazy tensors"), NULL;
+    const Py_ssize_t n = PyList_GET_SIZE(lazies);
+    struct taken {
+        koila__tape *tape; /* owned */
+        koila__group *group; /* counted; NULL: not lazy */
+        koila_value value;
+    } *taken = PyMem_Calloc((size_t)n + 1, sizeof *taken);
     PyObject *out = PyList_New(n);
-    for (Py_ssize_t i = 0; out && i < n; i++) {
-        PyObject *o = PySequence_Fast_GET_ITEM(fast, i), *real = koila__is_lazy(o) ? koila__concrete(koila__handle_of(o)) : o;
-        if (!real) Py_CLEAR(out);
-        else PyList_SET_ITEM(out, i, Py_NewRef(real));
-    }
-    for (Py_ssize_t i = 0; out && i < n; i++) {
-        PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
+    if (!taken || !out) goto failed;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *o = PyList_GET_ITEM(lazies, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->value == KOILA_NONE || h->next_of_value || h->prev_of_value) continue;
-        koila__tape *t = h->group->tape;
-        if (!t->closed && (h->chain || h->group->refs > 1)) continue;
-        if (koila_value_get(t->graph, h->value).node != KOILA_NONE) Py_CLEAR(t->values[h->value].real);
+        PyObject *real = h ? koila__concrete(h) : o;
+        if (!real) goto failed;
+        PyList_SET_ITEM(out, i, Py_NewRef(real));
     }
-    Py_DECREF(fast);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *o = PyList_GET_ITEM(lazies, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h || h->value == KOILA_NONE) continue;
+        taken[i] = (struct taken){ h->group->tape, h->group, h->value };
+        Py_INCREF(h->group->tape);
+        h->group->refs++;
+    }
+    if (PyList_SetSlice(lazies, 0, n, NULL) < 0) PyErr_Clear();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        koila__tape *t = taken[i].tape;
+        koila__group *g = taken[i].group;
+        if (!g) continue;
+        uint32_t ours = 0;
+        for (Py_ssize_t j = i; j < n; j++) ours += taken[j].group == g;
+        if (g->refs == ours) {
+            const koila_value shown[] = { taken[i].value, g->cur };
+            for (size_t k = 0; k < 2; k++)
+                if (koila_value_get(t->graph, shown[k]).node != KOILA_NONE) Py_CLEAR(t->values[shown[k]].real);
+        }
+        if (--g->refs == 0) koila__group_free(g);
+        Py_DECREF(t);
+    }
+    PyMem_Free(taken);
     return out;
+failed:
+    PyMem_Free(taken);
+    Py_XDECREF(out);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
 static void text_of_line(const koila_graph *g, uint32_t line, char *out, size_t n)
@@ -219,6 +246,7 @@ static PyObject *py_swap_open(PyObject *self, PyObject *tape)
     if (tape != Py_None && !Py_IS_TYPE(tape, &koila__tape_type)) return PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None"), NULL;
     PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None); /* ours goes to the caller */
     koila__open = tape == Py_None ? NULL : (koila__tape *)Py_NewRef(tape);
+    koila__factories_watch();
     return before;
 }
 
@@ -339,7 +367,7 @@ static PyMethodDef methods[] = {
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS, "finish_step(tape, done): after run_all(..., True)." },
-    { "take_all", py_take_all, METH_O, "take_all(lazies) -> their plain tensors, no longer held by the tape." },
+    { "take_all", py_take_all, METH_O, "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is emptied." },
     { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
     { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },

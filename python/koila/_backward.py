@@ -203,11 +203,11 @@ def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: b
         _wake_hooks(after_hooks)
 
 
-def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    leaves, reentrant = ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
-    if not leaves:
-        _original(outputs, grads, retain, create, inputs, **kwargs)
-        return
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor], reentrant: bool) -> _Pairs | None:
+    """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer step."""
     saved = _quiet_hooks(leaves)
     if not _depth.level:
         _depth.callbacks = []
@@ -230,42 +230,57 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     for leaf, gradient in [*own, *((leaf, g) for ref, g in nested if (leaf := ref()) is not None)]:  # who is gone was a detached copy, read and done with
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
-    del given, nested
-    if _depth.level:  # a backward inside a recorded one: its gradients belong to the outer step
-        for leaf, gradient in own:
-            if not _core.is_lazy(leaf):
-                _depth.show(leaf, gradient)
-        for leaf, gradient in pairs.values():
-            if _core.is_lazy(leaf):
-                _accumulate_lazy(leaf, gradient)
-            else:
-                _depth.nested.append((weakref.ref(leaf), gradient))
+    if not _depth.level:
+        return list(pairs.values())
+    for leaf, gradient in own:  # a backward inside a recorded one: its gradients belong to the outer step
+        if not _core.is_lazy(leaf):
+            _depth.show(leaf, gradient)
+    for leaf, gradient in pairs.values():
+        if _core.is_lazy(leaf):
+            _accumulate_lazy(leaf, gradient)
+        else:
+            _depth.nested.append((weakref.ref(leaf), gradient))
+    return None
+
+
+def _leave_lazy(pairs: _Pairs) -> _Pairs:
+    """Gradients of lazy leaves are left in them, lazy; a tensor that was handed to lazy() gets its gradient too: those pairs."""
+    given = []
+    with torch.no_grad():
+        for leaf, gradient in pairs:
+            _accumulate_lazy(leaf, gradient)
+            origin = _lazy.given_for(leaf)
+            if origin is not None:
+                given.append((origin, gradient))
+    return given
+
+
+def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """No local may hold a gradient when it is handed over: autograd copies what it does not own alone."""
+    leaves, reentrant = ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
+    if not leaves:
+        _original(outputs, grads, retain, create, inputs, **kwargs)
         return
-    del own
-    real = [(leaf, g) for leaf, g in pairs.values() if not _core.is_lazy(leaf)]
-    lazy_pairs = [(leaf, g) for leaf, g in pairs.values() if _core.is_lazy(leaf)]
-    del pairs
+    pairs = _record(outputs, grads, retain, create, leaves, reentrant)
+    if pairs is None:
+        return
+    real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
     if create and _any_lazy([g for _, g in real]):
         raise UnsupportedError(
             "backward(create_graph=True) through lazy values would leave gradients that are still lazy in .grad; "
             "use torch.autograd.grad(..., create_graph=True) and go on with what it returns"
         )
-    with torch.no_grad():
-        for leaf, g in lazy_pairs:
-            _accumulate_lazy(leaf, g)
-            origin = _lazy.given_for(leaf)
-            if origin is not None:  # the tensor that was handed to lazy() gets its gradient too
-                real.append((origin, g))
-    lazies = [g for _, g in real if _core.is_lazy(g)] + [g for _, g in lazy_pairs if _core.is_lazy(g)]
+    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)])
+    lazies = [g for _, g in pairs if _core.is_lazy(g)]
     if not lazies:
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
     step = _core.run_all(lazies, not retain) if lazies else None
     if _core.configure()["dry"]:  # koila.plan(): nothing was computed
         return
     try:  # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they were
-        targets = [leaf for leaf, _ in real]
-        gradients = _core.take_all([g for _, g in real])
-        del real, lazy_pairs, lazies
+        targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
+        del pairs, real, lazies
+        gradients = _core.take_all(wanted)
         if targets:
             _hand_over(targets, gradients)
     except BaseException:

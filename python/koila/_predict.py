@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map as pytree_map
 
 from . import _backward, _core
 from ._budget import _bytes, readable
@@ -190,7 +191,7 @@ class _AsOnCuda(TorchFunctionMode):
                     return x.float() if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.is_floating_point() else x
 
             if cast is not None:
-                args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
+                args, kwargs = pytree_map(cast, args), pytree_map(cast, kwargs)
         return func(*args, **kwargs)
 
 

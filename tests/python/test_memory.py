@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from zoo import ConvNet, gpt2, vit
 
 import koila
-from koila import _core
+from koila import _backward, _core
 
 pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 
@@ -131,6 +131,20 @@ def test_after_a_step_only_gradients_are_held(name):
     kept = peak(koila_step, model, loss, batch, sizes[0]).kept
     gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
     assert kept <= gradients + 4096
+
+
+@pytest.mark.parametrize("m", [None, 8])
+def test_autograd_takes_the_gradients_without_a_copy(m, monkeypatch):
+    made = []
+
+    def hand_over(leaves, gradients, right=_backward._hand_over):
+        made.extend(g.data_ptr() for g in gradients)
+        right(leaves, gradients)
+
+    monkeypatch.setattr(_backward, "_hand_over", hand_over)
+    model, batch = mlp(), (torch.randn(32, 64), torch.randint(0, 10, (32,)))
+    koila_step(model, ce, batch, m)
+    assert {p.grad.data_ptr() for p in model.parameters()} == set(made)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "convnet-larger"])
