@@ -35,8 +35,10 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     given, default = kwargs.pop("generator", None), _generator(self.device)
     generator = default if given is None else given
     state = generator.get_state()
-    result = _core.record(func, args, kwargs)
     words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0
+    if words:  # nothing is drawn now, so wrong bounds would be found when the step runs
+        func(torch.empty(0, dtype=self.dtype), *args[1:], **kwargs)
+    result = _core.record(func, args, kwargs)
     _core.random(self, default, state, words)
     if words:
         after = generator.get_state()

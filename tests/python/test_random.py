@@ -130,3 +130,13 @@ def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
     assert koila.last_plan().n_micro_batches == (1 if m is None else -(-6 // m)) and not koila.last_plan().gathers
     assert torch.equal(expected[0], found[0]) and torch.allclose(expected[1], found[1]) and torch.equal(expected[2], found[2])
     assert torch.equal(a.grad, b.grad)
+
+
+def test_wrong_bounds_are_an_error_at_the_call_also_after_right_ones():
+    for low, high in ((0.0, 1.0), (4.0, 1.0)):
+        y = torch.empty_like(koila.lazy(torch.rand(6, 3)))
+        if low < high:
+            y.uniform_(low, high)
+        else:
+            with pytest.raises(RuntimeError, match="from=4"):
+                y.uniform_(low, high)
