@@ -1,5 +1,5 @@
 # make demo   a virtual environment, an installation, and the digits example
-# make test   all tests: C units, oracles and the command line (unit), Python (python); ends in pytest's summary line
+# make test   all tests: C units, oracles and the command line (unit), Python and the placement oracles (python); ends in pytest's summary line
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -8,6 +8,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 PY      = $(VENV)/bin/python
+ORACLES = $(addprefix tests/oracle/test_,programs.py fuzz.py rules.py)
 SOURCES = $(shell find include src cli python meson.build meson_options.txt pyproject.toml -type f -not -name '*.pyc')
 
 export OMP_NUM_THREADS = 1
@@ -26,7 +27,7 @@ unit: $(VENV)/requirements
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson test -C build --num-processes $(JOBS) --print-errorlogs
 
 python: $(VENV)/installed
-	$(PY) -m pytest tests/python -q -n $(JOBS) --dist worksteal --durations=10
+	$(PY) -m pytest tests/python $(ORACLES) -q -n $(JOBS) --dist worksteal --durations=10
 
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py

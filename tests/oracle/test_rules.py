@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve()
 # rules that only speak on another device, or about factories (test_factories has these), or only inside rewrites (whole programs have these)
 NO_CPU_SAMPLE = {
     "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::bernoulli.float",
+    "aten::native_dropout",  # of an empty tensor, for its mask alone: tests/python/test_random.py
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward",
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward",
     "aten::mkldnn_rnn_layer_backward",  # needs the opaque workspace of its forward: test_programs.py

@@ -49,6 +49,13 @@ def run(lib, n):
 
 
 if __name__ == "__main__":
+    try:
+        import torch
+
+        assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    except (ImportError, AssertionError):
+        print("no torch >= 2.13 here")
+        sys.exit(77)
     wrong = run(load(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2000)
     print("\n".join(sorted(set(wrong))))
     print(f"{'0 passed, 1' if wrong else '1 passed, 0'} failed")
