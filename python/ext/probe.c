@@ -84,7 +84,7 @@ done:
 }
 
 /* One call of `sig` (c's own, or its maker) on `rows` of `batch` rows; outputs[MAX_OUTPUTS] are new references or NULL. *inside: bytes it used beyond them. */
-static bool call_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace, PyObject **outputs, uint64_t *inside)
+static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace, PyObject **outputs, uint64_t *inside)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     PyObject *inputs[MAX_INPUTS] = { 0 };
@@ -111,8 +111,8 @@ static void probe(const call *c, int64_t rows, int64_t batch)
     PyObject *forward[MAX_OUTPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
     uint64_t inside;
     if (koila__learned(c->sig, rows, batch)) return;
-    if (c->maker != KOILA_NONE && (!call_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE])) goto done;
-    if (call_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside)) koila__learn(c->sig, rows, batch, inside);
+    if (c->maker != KOILA_NONE && (!try_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE])) goto done;
+    if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside)) koila__learn(c->sig, rows, batch, inside);
 done:
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++) {
         Py_XDECREF(forward[i]);
