@@ -446,6 +446,7 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
     }
 }
 
+/* Placed in that way, the fewest slices under the best policy; *out is yours on KOILA_OK: sliced_free(). */
 static koila_status slice(planning *q, place_fn how, sliced *out)
 {
     koila__keep keeps[MAX_POLICIES];

@@ -11,15 +11,9 @@ import koila
 from koila import lazy
 
 DDP = """
-import os, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-import koila
-torch.set_num_threads(1)
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2)
 
 def train(wrap, hook, how):
     torch.manual_seed(0)
@@ -59,6 +53,15 @@ for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": Tr
 gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
 
 
+BEGINNING = """
+import os, sys, torch, torch.distributed as dist
+import koila
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+dist.init_process_group("gloo", rank=rank, world_size=2)
+"""
+
 ENDING = """
 dist.destroy_process_group()
 print("right", flush=True)
@@ -75,7 +78,7 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(code + ENDING, args=(rank, port), timeout=150, env=rendezvous()), range(2)))
+        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=150, env=rendezvous()), range(2)))
     assert all("right" in o for o in outs)
 
 
@@ -85,16 +88,10 @@ def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters():
 
 
 SHARDED = """
-import os, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
-import koila
-torch.set_num_threads(1)
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2)
 D = torch.float64
 
 class Block(nn.Module):
@@ -161,16 +158,11 @@ def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused():
 
 
 APART = """
-import contextlib, os, sys, torch, torch.distributed as dist
+import contextlib
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.fsdp import fully_shard
-import koila
 from koila import _core
-torch.set_num_threads(1)
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2)
 D = torch.float64
 _core.truth_install()
 
@@ -231,12 +223,7 @@ def test_ranks_that_would_cut_a_sharded_module_differently_agree_or_all_raise():
 COLLECTIVES = """
 import warnings
 warnings.simplefilter("ignore")                                        # some of the names have newer ones
-import os, sys, torch, torch.distributed as dist, torch.distributed.nn.functional as dnn
-import koila
-torch.set_num_threads(1)
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2)
+import torch.distributed.nn.functional as dnn
 given = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 def like(t, n=None):
