@@ -546,10 +546,12 @@ static koila_status make_plan(planning *q)
     }
     const bool one_slice = q->is_empty || q->largest_axis <= 1 || o->rows >= q->largest_axis;
     bool fits = false;
-    if (o->rows <= 0 || one_slice) KOILA_TRY(plan_whole(q, &fits));
+    uint64_t whole_bytes = 0;
+    if (o->rows <= 0 && !one_slice && o->budget_bytes < UINT64_MAX) KOILA_TRY(koila__schedule_whole_bytes(q->graph, q->targets, q->n_targets, mem, &whole_bytes));
+    if (one_slice || (o->rows <= 0 && whole_bytes <= o->budget_bytes)) KOILA_TRY(plan_whole(q, &fits)); /* else it is not even tried */
     if (!fits && !one_slice) {
         koila_status status = plan_sliced(q);
-        if (status == KOILA_UNSUPPORTED && !p->placed) status = plan_whole(q, &fits); /* rows were asked for; whole is right too */
+        if (status == KOILA_UNSUPPORTED && !p->placed) status = plan_whole(q, &fits); /* whole was not tried; it is right too */
         else if (status == KOILA_UNSUPPORTED) status = KOILA_OK;
         KOILA_TRY(status);
     }

@@ -177,6 +177,19 @@ static bool reads(const koila_sig_info *s, uint32_t i)
     return !is_base;
 }
 
+/* Operators that are no views but may hand back (a view of) their input. One flag for each operator of the table; NULL: no memory. */
+static bool *find_maybe_alias(const koila_table *t, koila__arena *mem)
+{
+    static const char *const maybe[] = { "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape", "aten::contiguous", "aten::unsafe_split.Tensor",
+                                         "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
+    bool *flags = koila__arena_array(mem, t->ops.n, sizeof *flags);
+    for (uint32_t op = 0; flags && op < t->ops.n; op++) {
+        flags[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
+        for (size_t i = 0; i < KOILA_COUNT(maybe); i++) flags[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
+    }
+    return flags;
+}
+
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
 static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
 {
@@ -524,23 +537,6 @@ static void event(work_state *w, koila__event_kind kind, uint32_t value)
 {
     koila_assert(w->events.n < w->events.cap);
     w->events.at[w->events.n++] = (koila__event){ (uint8_t)kind, value };
-}
-
-/* Operators that are no views but may hand back (a view of) their input. */
-static koila_status find_maybe_alias(work_state *w)
-{
-    static const char *const maybe[] = { "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape", "aten::contiguous", "aten::unsafe_split.Tensor",
-                                         "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
-    const koila_table *t = w->g->table;
-    w->maybe_alias = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->maybe_alias);
-    w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
-    TRY_ALLOC(w->maybe_alias && w->splits);
-    for (uint32_t op = 0; op < t->ops.n; op++) {
-        w->maybe_alias[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
-        for (size_t i = 0; i < KOILA_COUNT(maybe); i++) w->maybe_alias[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
-        w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
-    }
-    return KOILA_OK;
 }
 
 /* Do n's fresh results share their first input's storage? */
@@ -1026,7 +1022,11 @@ static void forget_policy(work_state *w)
 static koila_status prepare(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
     KOILA_TRY(make_arrays(w));
-    KOILA_TRY(find_maybe_alias(w));
+    const koila_table *t = w->g->table;
+    w->maybe_alias = find_maybe_alias(t, &w->tmp);
+    w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
+    TRY_ALLOC(w->maybe_alias && w->splits);
+    for (uint32_t op = 0; op < t->ops.n; op++) w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     KOILA_TRY(find_levels(w));
@@ -1129,6 +1129,47 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, 
     const koila_status status = koila__schedule_make(w, keep, out, err);
     koila__scheduler_free(w);
     return status;
+}
+
+/* end[v]: the node after the last that uses the storage v lives on, or KOILA_NONE for ever; 0 when nobody needs it. Every storage adds its bytes to rise[] where
+ * it is made and takes them away again where it ends. What is written in place, or in a copy, is left out. */
+koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem, uint64_t *at_least)
+{
+    koila__arena tmp;
+    koila__arena_init(&tmp, mem);
+    const bool *maybe_alias = find_maybe_alias(g->table, &tmp);
+    koila_node *end = koila__arena_array(&tmp, g->values.n, sizeof *end);
+    uint64_t *rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *rise), sum = 0, live = 0;
+    bool adds_up = true;
+    *at_least = 0;
+    for (uint32_t i = 0; end && i < n_targets; i++) end[targets[i]] = KOILA_NONE;
+    for (uint32_t n = maybe_alias && end && rise ? g->nodes.n : 0; n-- > 0;) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        const koila_node_info *info = &g->nodes.at[n];
+        const bool alias = maybe_alias[s->op];
+        koila_node last = 0;
+        for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++) last = end[v] > last ? end[v] : last;
+        if (!last) continue; /* nobody needs it */
+        for (uint32_t o = 0; o < s->n_fresh && !alias; o++) {
+            const koila_value v = info->first_output + o;
+            if (s->outputs[o] == KOILA_NONE) continue;
+            const uint64_t n_bytes = koila__meta(g->table, s->outputs[o])->n_storage_bytes;
+            adds_up &= koila__add(sum, n_bytes, &sum);
+            rise[n] += n_bytes;
+            if (end[v] != KOILA_NONE) rise[end[v] ? end[v] : n + 1] -= n_bytes;
+        }
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_value v = g->inputs.at[info->first_input + i];
+            const koila_node until = alias && i == 0 && !s->n_writes ? last : n + 1;
+            if (end[v] < until && reads(s, i)) end[v] = until;
+        }
+    }
+    for (uint32_t n = 0; rise && n < g->nodes.n && adds_up; n++) {
+        live += rise[n];
+        if (live > *at_least) *at_least = live;
+    }
+    koila__arena_deinit(&tmp);
+    return maybe_alias && end && rise ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
 void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s)

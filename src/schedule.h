@@ -80,5 +80,8 @@ void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s);
 koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err);
 void koila__schedule_deinit(koila__schedule *s);
+/* What the recorded step needs at least when it runs whole, in bytes, found without placing or scheduling it: exact but for what is written in place. 0 when the
+ * sizes do not add up. Expected: NO_MEMORY. */
+koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem, uint64_t *at_least);
 
 #endif
