@@ -1,7 +1,7 @@
 /* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded value of a slice of b rows has b/batch of its
  * bytes. So the peak is found by replaying the events. All slices but the first (accumulators are made) and a ragged last one do the same, and
- * what a loop leaves behind grows by the same bytes each slice, so only the first, second and ragged slices are walked (and the last full one when somebody
- * looks on); the growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
+ * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last full and ragged slices are walked, and when only the peak is
+ * asked for the first two in one pass; the growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
  *
  *   live == sum of bytes of storages made and not freed        (asserted: never below zero)
  */
@@ -32,18 +32,6 @@ typedef struct walk {
     bool stopped;
 } walk;
 
-static inline void add(walk *w, koila_value v, uint64_t bytes)
-{
-    w->live += bytes;
-    if (w->held) w->held[v] += bytes;
-}
-static inline void sub(walk *w, koila_value v, uint64_t bytes)
-{
-    koila_assert(bytes <= w->live);
-    w->live -= bytes;
-    if (w->held) w->held[v] -= bytes < w->held[v] ? bytes : w->held[v];
-}
-
 /* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the operator that runs. */
 static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
 {
@@ -67,117 +55,127 @@ static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batc
 /* A sum is added in place; other combinations make a new accumulator while the old one lives. */
 static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes; }
 
-/* The storage of the next event's value is that of e's value from now on. */
-static void take_over(walk *w, const koila__event *e, int64_t rows)
+/* What event e adds to the bytes alive (modulo 2^64) in the first slice or in another one. *inside: what is held beyond that for the moment. */
+static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e, int64_t rows, int64_t batch, bool first, uint64_t *inside)
 {
-    const uint64_t n_bytes = koila__live_bytes(w->p, e[1].value, rows);
-    w->held[e[1].value] -= n_bytes < w->held[e[1].value] ? n_bytes : w->held[e[1].value];
-    w->held[e->value] += n_bytes;
-}
-
-/* Compiled three times: with a ledger of who holds what (`held`), without, and for the highest number of bytes alone, which is what plans are compared by:
- * most events then are an addition and a maximum. */
-static inline __attribute__((always_inline)) void walk_slice_as(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, const bool held, const bool bytes_only)
-{
-    uint64_t live = w->live, top = live;
+    const uint32_t v = e->value;
     const bool cut = rows != batch;
-    const koila__stage *st = &w->s->stages[stage];
-    const koila__event *const end = st->events + st->n_events;
-    bool any_given_up = false;
-    w->slice_peak = w->live;
-    w->slice_node = KOILA_NONE;
 #define LOCAL koila__live_bytes(w->p, v, rows)
 #define META koila__value_meta(w->p->graph, v)
-#define ADD(n_) do { const uint64_t n = (n_); live += n; if (held) w->held[v] += n; } while (0)
-#define SUB(n_) do { const uint64_t n = (n_); koila_assert(n <= live); live -= n; if (held) w->held[v] -= n < w->held[v] ? n : w->held[v]; } while (0)
-#define TAKE_OVER do { if (held) take_over(w, e, rows); } while (0)
-    for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
-        const uint32_t v = e->value;
-        uint64_t inside = 0, now;
-        if (bytes_only && e->kind <= KOILA__LOCAL_FREE) {
-            const uint64_t n = LOCAL;
-            live += e->kind == KOILA__LOCAL_FREE ? -n : n;
-            top = live > top ? live : top;
-            continue;
-        }
-        switch ((koila__event_kind)e->kind) {
-        case KOILA__LOCAL_ALLOC: ADD(LOCAL); break;
-        case KOILA__LOCAL_FREE: SUB(LOCAL); continue;
-        case KOILA__KEPT: TAKE_OVER; continue;
-        case KOILA__KEPT_FROM: continue;
-        case KOILA__KEPT_FREE: any_given_up = true; continue; /* given up when the slice is complete, so that it can be run again after an out of memory */
-        case KOILA__LOCAL_FREE_LATER:
-            if (!first) SUB(LOCAL);
-            continue;
-        case KOILA__LOCAL_FREE_IF_CUT:
-            if (cut) SUB(LOCAL);
-            continue;
-        case KOILA__SLICE_ALLOC:
-            if (cut) ADD(share_bytes(META, rows, batch));
-            break;
-        case KOILA__SLICE_FREE:
-            if (cut) SUB(share_bytes(META, rows, batch));
-            continue;
-        case KOILA__CUT_ALLOC: ADD(share_bytes(META, rows, batch)); break;
-        case KOILA__CUT_FREE: SUB(share_bytes(META, rows, batch)); continue;
-        case KOILA__WHOLE_ALLOC: ADD(META->n_storage_bytes); break;
-        case KOILA__WHOLE_FREE: SUB(META->n_storage_bytes); continue;
-        case KOILA__COLLECTED_FREE: SUB(META->n_bytes); continue;
-        case KOILA__ADD_OWNED:
-            if (first) TAKE_OVER;
-            if (!first) inside = combine_bytes(w->p, v);
-            break;
-        case KOILA__ADD_OWNED_WIDE:
-            if (first && cut) ADD(accumulator_bytes(w->p, v, true));
-            if (first && !cut) TAKE_OVER;
-            break;
-        case KOILA__ADD_CLONE:
-            if (first) ADD(accumulator_bytes(w->p, v, cut));
-            else inside = combine_bytes(w->p, v);
-            break;
-        case KOILA__PUT:
-            if (first) ADD(META->n_bytes);
-            break;
-        case KOILA__PUT_OWNED:
-            if (first && cut) ADD(META->n_bytes);
-            if (first && !cut) TAKE_OVER;
-            break;
-        case KOILA__RUN:
-            if (w->o->workspace) inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
-            now = live + inside < live ? UINT64_MAX : live + inside;
-            if (bytes_only) {
-                top = now > top ? now : top;
-                continue;
-            }
-            see(w, stage, v, now);
-            if (w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
-            continue;
-        }
-        if (!bytes_only) see(w, stage, KOILA_NONE, live + inside);
-        else if (live + inside > top) {
-            top = live + inside;
-            if (w->o->limit && top > w->o->limit) break;
-        }
+    switch ((koila__event_kind)e->kind) {
+    case KOILA__LOCAL_ALLOC: return LOCAL;
+    case KOILA__LOCAL_FREE: return 0 - LOCAL;
+    case KOILA__LOCAL_FREE_IF_CUT: return cut ? 0 - LOCAL : 0;
+    case KOILA__LOCAL_FREE_LATER: return first ? 0 : 0 - LOCAL;
+    case KOILA__SLICE_ALLOC: return cut ? share_bytes(META, rows, batch) : 0;
+    case KOILA__SLICE_FREE: return cut ? 0 - share_bytes(META, rows, batch) : 0;
+    case KOILA__CUT_ALLOC: return share_bytes(META, rows, batch);
+    case KOILA__CUT_FREE: return 0 - share_bytes(META, rows, batch);
+    case KOILA__WHOLE_ALLOC: return META->n_storage_bytes;
+    case KOILA__WHOLE_FREE: return 0 - META->n_storage_bytes;
+    case KOILA__COLLECTED_FREE: return 0 - META->n_bytes;
+    case KOILA__ADD_OWNED_WIDE: return first && cut ? accumulator_bytes(w->p, v, true) : 0;
+    case KOILA__ADD_CLONE:
+        if (first) return accumulator_bytes(w->p, v, cut);
+        *inside = combine_bytes(w->p, v);
+        return 0;
+    case KOILA__ADD_OWNED:
+        if (!first) *inside = combine_bytes(w->p, v);
+        return 0;
+    case KOILA__PUT: return first ? META->n_bytes : 0;
+    case KOILA__PUT_OWNED: return first && cut ? META->n_bytes : 0;
+    case KOILA__RUN:
+        if (w->o->workspace) *inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
+        return 0;
+    case KOILA__KEPT:
+    case KOILA__KEPT_FROM:
+    case KOILA__KEPT_FREE: return 0;
     }
-    if (bytes_only) see(w, stage, KOILA_NONE, top);
+    return 0;
 #undef META
-    for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++) {
-        const uint32_t v = e->value;
-        if (e->kind == KOILA__KEPT_FREE) SUB(LOCAL);
-    }
-    w->live = live;
-    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
-#undef TAKE_OVER
-#undef SUB
-#undef ADD
-#undef LOCAL
 }
+
+/* v holds so much more from now on (modulo 2^64). */
+static inline void put(walk *w, koila_value v, uint64_t changed)
+{
+    koila_assert(changed <= INT64_MAX || 0 - changed <= w->live);
+    w->live += changed;
+    if (w->held) w->held[v] += changed > INT64_MAX && 0 - changed > w->held[v] ? 0 - w->held[v] : changed;
+}
+
+/* Is the storage of the next event's value that of e's value from now on? */
+static bool takes_over(const koila__event *e, bool first, bool cut)
+{
+    return e->kind == KOILA__KEPT || (first && e->kind == KOILA__ADD_OWNED) || (first && !cut && (e->kind == KOILA__ADD_OWNED_WIDE || e->kind == KOILA__PUT_OWNED));
+}
+
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
-    if (w->held) walk_slice_as(w, stage, rows, batch, first, true, false);
-    else if (w->o->bytes_only) walk_slice_as(w, stage, rows, batch, first, false, true);
-    else walk_slice_as(w, stage, rows, batch, first, false, false);
+    const koila__stage *st = &w->s->stages[stage];
+    const koila__event *const end = st->events + st->n_events;
+    w->slice_peak = w->live;
+    w->slice_node = KOILA_NONE;
+    for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
+        const uint32_t v = e->value;
+        uint64_t inside = 0;
+        const uint64_t changed = change(w, e, rows, batch, first, &inside);
+        const bool runs = e->kind == KOILA__RUN;
+        if (!runs) put(w, v, changed);
+        if (w->held && takes_over(e, first, rows != batch)) {
+            const koila_value from = e[1].value;
+            w->held[from] -= koila__live_bytes(w->p, from, rows) < w->held[from] ? koila__live_bytes(w->p, from, rows) : w->held[from];
+            w->held[v] += koila__live_bytes(w->p, from, rows);
+        }
+        if (changed > INT64_MAX) continue;
+        const uint64_t now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+        see(w, stage, runs ? v : KOILA_NONE, now);
+        if (runs && w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
+    }
+    for (const koila__event *e = st->events; e < end && !w->stopped; e++)
+        if (e->kind == KOILA__KEPT_FREE) put(w, e->value, 0 - koila__live_bytes(w->p, e->value, rows));
+    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
 }
+
+/* n slices, the first of them as the first one (`first`) or all alike; for the highest number of bytes alone, which is what plans are compared by. One pass over the
+ * events tells what a first slice does and what each of the others does, both as if they began here. */
+static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, uint64_t n)
+{
+    const koila__stage *st = &w->s->stages[stage];
+    const uint64_t limit = w->o->limit ? w->o->limit : UINT64_MAX, from = w->live;
+    uint64_t live = from, top = from, later = from, later_top = from, given_up = 0;
+    for (const koila__event *e = st->events, *const end = e + st->n_events; e < end; e++) {
+        const uint32_t v = e->value;
+        uint64_t inside = 0, changed;
+        if (e->kind < KOILA__LOCAL_FREE_LATER) {
+            changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL : change(w, e, rows, batch, false, &inside);
+            live += changed;
+            later += changed;
+            top = live > top ? live : top;
+            later_top = later > later_top ? later : later_top;
+            continue;
+        }
+        if (e->kind == KOILA__RUN && !w->o->workspace) continue;
+        if (e->kind == KOILA__KEPT_FREE) given_up += LOCAL;
+        changed = change(w, e, rows, batch, false, &inside);
+        later += changed;
+        if (later + inside > later_top || later + inside < later) later_top = later + inside < later ? UINT64_MAX : later + inside;
+        if (e->kind != KOILA__RUN) inside = 0, changed = change(w, e, rows, batch, true, &inside);
+        live += changed;
+        if (live + inside > top || live + inside < live) top = live + inside < live ? UINT64_MAX : live + inside;
+        if (first && top > limit) break;
+    }
+    if (first) {
+        see(w, stage, KOILA_NONE, top);
+        w->live = live - given_up;
+    }
+    if (n > first && !w->stopped) {
+        const uint64_t growth = later - given_up - from, n_later = n - first; /* modulo 2^64, as all differences here: may be negative */
+        const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0); /* of the highest */
+        see(w, stage, KOILA_NONE, begin <= INT64_MAX && later_top + begin < later_top ? UINT64_MAX : later_top + begin);
+        w->live += growth * n_later;
+    }
+}
+#undef LOCAL
 
 static void walk_all(walk *w, uint64_t *stage_peaks)
 {
@@ -186,23 +184,21 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
         const koila_stage *st = &w->s->stages[k].stage;
         w->stage_peak = w->live;
         if (!st->is_loop) {
-            walk_slice(w, k, 0, 0, true);
+            if (w->o->bytes_only) walk_bytes(w, k, 0, 0, true, 1);
+            else walk_slice(w, k, 0, 0, true);
         } else {
             const int64_t batch = w->p->graph->axes.at[st->axis], rows = w->o->rows[st->axis];
             const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
-            for (int64_t i = 0; i < n_full && !w->stopped; i++) {
+            if (w->o->bytes_only) {
+                if (n_full) walk_bytes(w, k, rows, batch, true, (uint64_t)n_full);
+                if (ragged && !w->stopped) walk_bytes(w, k, ragged, batch, n_full == 0, 1);
+            }
+            for (int64_t i = 0; i < n_full && !w->o->bytes_only && !w->stopped; i++) {
                 const uint64_t before = w->live;
                 for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
                     if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
                 walk_slice(w, k, rows, batch, i == 0);
                 const uint64_t growth = w->live - before; /* modulo 2^64: may be negative */
-                if (i == 1 && n_full > 2 && !w->held && !w->curve && w->slice_peak <= INT64_MAX && !w->stopped) { /* the others do as this one did, the last from highest */
-                    w->live += growth * (uint64_t)(n_full - 2);
-                    const uint64_t last = w->slice_peak + growth * (uint64_t)(n_full - 2);
-                    if ((int64_t)growth > 0) see(w, k, w->slice_node, last);
-                    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
-                    break;
-                }
                 if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
                     const int64_t n_skipped = n_full - 3;
                     w->live += growth * (uint64_t)n_skipped;
@@ -215,17 +211,17 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
                     i += n_skipped;
                 }
             }
-            if (ragged && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
+            if (ragged && !w->o->bytes_only && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
             for (uint32_t i = 0; i < st->n_instrs && w->s->stages[k].any_wide && !w->stopped; i++) /* wide accumulators are cast back, one after another */
                 if (st->instrs[i].kind == KOILA_DO_ADD) {
                     const koila_value v = st->instrs[i].id;
                     const uint64_t wide = accumulator_bytes(w->p, v, rows != batch), narrow = accumulator_bytes(w->p, v, false);
                     if (wide == narrow) continue;
-                    add(w, v, narrow);
+                    put(w, v, narrow);
                     see(w, k, KOILA_NONE, w->live);
                     if (w->live > w->stage_peak) w->stage_peak = w->live;
                     if (w->stopped) break;
-                    sub(w, v, wide);
+                    put(w, v, 0 - wide);
                 }
         }
         if (stage_peaks) stage_peaks[k] = w->stage_peak;

@@ -388,7 +388,8 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
         uint64_t peak;
         uint32_t k;
     } refused = { 0 };
-    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+    const bool nothing_fits = koila__scheduler_results_bytes(scheduler) > o->budget_bytes; /* then only the last try is left, for the peak that is told */
+    for (int64_t n_slices = nothing_fits && batch > 2 ? batch : 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
         double least_work = 0;

@@ -1001,19 +1001,23 @@ static koila_status make_arrays(work_state *w)
     return KOILA_OK;
 }
 
-/* Nothing of a policy carried out before is left. */
-static void forget_policy(work_state *w)
+/* Nothing of a policy asked about before is left: of what is kept and runs; and of what was emitted. */
+static void forget_demand(work_state *w)
 {
     const uint32_t N = w->n_nodes + 1, V = w->n_values + 1;
     memset(w->kept, 0, V * sizeof *w->kept);
-    memset(w->given_up, 0, V * sizeof *w->given_up);
     memset(w->in_loop, 0, N * sizeof *w->in_loop);
     memset(w->order_bits, 0, (N / 64 + 1) * sizeof *w->order_bits);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
+}
+static void forget_emission(work_state *w)
+{
+    const uint32_t V = w->n_values + 1;
+    memset(w->given_up, 0, V * sizeof *w->given_up);
     memset(w->last_use, 0, V * sizeof *w->last_use);
     memset(w->whole, 0, V * sizeof *w->whole);
     memset(w->slice, 0, V * sizeof *w->slice);
-    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
-    for (uint32_t v = 0; v < w->n_values; v++) w->sliced[v].user = KOILA_NONE;
+    memset(w->sliced, 0xff, V * sizeof *w->sliced);
     w->instrs.n = w->events.n = w->n_keeps = 0;
     w->n_emitted = 0;
     w->any_wide = false;
@@ -1072,12 +1076,34 @@ void koila__scheduler_free(koila__scheduler *w)
 
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w) { return w->n_loops; }
 
+/* Through aliases back to who made the storage. Of the values on the way one is what stays: whole, or collected. Each maker counts once. */
+uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
+{
+    uint64_t sum = 0;
+    w->epoch++;
+    for (koila_value v = 0; v < w->n_values; v++) {
+        if (!w->is_result[v] || !exists(w, v)) continue;
+        koila_value x = v;
+        koila_node n = producer(w, x);
+        uint64_t least = koila__value_meta(w->g, v)->n_bytes;
+        for (; n != KOILA_NONE && !sig_of(w, n)->n_writes && aliases_input(w, n); n = producer(w, x)) {
+            x = input_of(w, n, 0);
+            if (koila__value_meta(w->g, x)->n_bytes < least) least = koila__value_meta(w->g, x)->n_bytes;
+        }
+        if (n == KOILA_NONE || sig_of(w, n)->n_writes || w->mark[n] == w->epoch) continue; /* not ours, or written in place, perhaps */
+        w->mark[n] = w->epoch;
+        if (koila__value_meta(w->g, x)->n_storage_bytes < least) least = koila__value_meta(w->g, x)->n_storage_bytes;
+        sum += least;
+    }
+    return sum;
+}
+
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 {
     double work = 0;
     uint64_t n_emitted = 0; /* at least: each run, and the end of each result */
     w->keep = keep;
-    forget_policy(w);
+    forget_demand(w);
     const uint64_t most = max_emitted(w);
     for (uint32_t level = 0; level < w->n_levels; level++)
         for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += w->cost[n].work;
@@ -1111,7 +1137,8 @@ koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__
     koila_assert(keep.cheap == w->keep.cheap);
     koila__arena_init(&w->spare, &w->mem);
     w->keep = keep;
-    forget_policy(w);
+    forget_demand(w);
+    forget_emission(w);
     const koila_status status = make_stages(w, &s);
     if (status != KOILA_OK) {
         koila__schedule_recycle(w, &s);

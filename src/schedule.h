@@ -17,9 +17,8 @@ typedef struct koila__keep {
 
 /* Memory events, in order; live.c replays them with sizes. `value` names the storage: the value that allocated it. */
 typedef enum koila__event_kind {
-    KOILA__LOCAL_ALLOC, /* these two first: live.c */
+    KOILA__LOCAL_ALLOC,
     KOILA__LOCAL_FREE,
-    KOILA__LOCAL_FREE_LATER,  /* not in the first slice: there it has become the accumulator */
     KOILA__LOCAL_FREE_IF_CUT, /* not in a slice of all rows: there it has become the whole value */
     KOILA__SLICE_ALLOC,       /* a slice that is copied, unless it is all rows */
     KOILA__SLICE_FREE,
@@ -28,14 +27,15 @@ typedef enum koila__event_kind {
     KOILA__WHOLE_ALLOC,       /* by an operator of a whole stage */
     KOILA__WHOLE_FREE,
     KOILA__COLLECTED_FREE,    /* a whole value that a loop made */
+    KOILA__KEPT,              /* a piece of its own name, */
+    KOILA__KEPT_FROM,         /* which is this storage: always right behind KEPT */
+    KOILA__LOCAL_FREE_LATER,  /* not in the first slice: there it has become the accumulator. From here on the first slice may do otherwise than the others */
     KOILA__ADD_OWNED,         /* first slice: local storage becomes the accumulator */
     KOILA__ADD_OWNED_WIDE,    /* the same when a wider accumulator is needed: only in a slice of all rows */
     KOILA__ADD_CLONE,         /* first slice: an accumulator of its own is made */
     KOILA__PUT,               /* first slice: the whole buffer is made */
     KOILA__PUT_OWNED,         /* the same, unless the slice is all rows: then local storage becomes it */
-    KOILA__KEPT,              /* a piece of its own name, */
-    KOILA__KEPT_FROM,         /* which is this storage: always right behind KEPT */
-    KOILA__KEPT_FREE,         /* a kept piece's last use is over */
+    KOILA__KEPT_FREE,         /* a kept piece's last use is over: given up when the slice is complete, so that it can be run again after an out of memory */
     KOILA__RUN,               /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
 } koila__event_kind;
 
@@ -68,6 +68,8 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
                                   koila_error *err);
 void koila__scheduler_free(koila__scheduler *w); /* NULL is fine; schedules made by it live on */
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w);
+/* What the results hold at the end of any schedule, at least: less than that never is enough. Sums as koila__scheduler_new()'s caller knows them to add up. */
+uint64_t koila__scheduler_results_bytes(koila__scheduler *w);
 /* The work of the policy's schedule, without making it: some times cheaper. A little less when an expensive result is part of another one's storage; above
  * keep.max_work (0: none) only that it is above. INFINITY when it would surely run more than it may. */
 double koila__schedule_work(koila__scheduler *w, koila__keep keep);
