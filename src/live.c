@@ -26,11 +26,23 @@ typedef struct walk {
     koila_node peak_node, slice_node; /* what runs at the peak of all, of this slice */
     koila__live_curve_fn curve;
     void *curve_user;
-    /* for koila__live_at_peak: bytes each storage holds now; stops at the first time the peak is reached */
-    uint64_t *held, *held_before; /* now; before the slice that is multiplied */
-    uint64_t stop_at;
-    bool stopped;
+    uint64_t *held, *held_before; /* bytes each storage holds now; before the slice that is multiplied. When o->top is asked for */
+    bool stopped, saw_top;
 } walk;
+
+/* The largest storages now, in order; of equals the first. */
+static void look_at_top(walk *w)
+{
+    koila__live_top *t = w->o->top;
+    w->saw_top = true;
+    for (uint32_t v = 0; v < w->p->graph->values.n && t->cap; v++) {
+        if (!w->held[v] || (t->n == t->cap && w->held[v] <= t->bytes[t->n - 1])) continue;
+        uint32_t k = t->n < t->cap ? t->n++ : t->n - 1;
+        for (; k > 0 && t->bytes[k - 1] < w->held[v]; k--) t->bytes[k] = t->bytes[k - 1], t->value[k] = t->value[k - 1];
+        t->bytes[k] = w->held[v];
+        t->value[k] = v;
+    }
+}
 
 /* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the operator that runs. */
 static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
@@ -46,7 +58,8 @@ static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now
         w->peak_stage = stage;
         w->peak_node = running;
     }
-    if (w->held ? now >= w->stop_at : w->o->limit && now > w->o->limit) w->stopped = true;
+    if (w->o->limit && now > w->o->limit) w->stopped = true;
+    if (w->held && !w->saw_top && now >= w->o->top->at_bytes) look_at_top(w);
 }
 
 /* A dense copy of `rows` of `batch` rows. */
@@ -113,6 +126,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
 {
     const koila__stage *st = &w->s->stages[stage];
     const koila__event *const end = st->events + st->n_events;
+    bool any_given_up = false;
     w->slice_peak = w->live;
     w->slice_node = KOILA_NONE;
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
@@ -121,6 +135,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         const uint64_t changed = change(w, e, rows, batch, first, &inside);
         const bool runs = e->kind == KOILA__RUN;
         if (!runs) put(w, v, changed);
+        any_given_up |= e->kind == KOILA__KEPT_FREE;
         if (w->held && takes_over(e, first, rows != batch)) {
             const koila_value from = e[1].value;
             w->held[from] -= koila__live_bytes(w->p, from, rows) < w->held[from] ? koila__live_bytes(w->p, from, rows) : w->held[from];
@@ -131,7 +146,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         see(w, stage, runs ? v : KOILA_NONE, now);
         if (runs && w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
     }
-    for (const koila__event *e = st->events; e < end && !w->stopped; e++)
+    for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++)
         if (e->kind == KOILA__KEPT_FREE) put(w, e->value, 0 - koila__live_bytes(w->p, e->value, rows));
     if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
 }
@@ -232,30 +247,14 @@ koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *
                                  koila__live_curve_fn curve, void *curve_user)
 {
     walk w = { .p = p, .s = s, .o = o, .curve = curve, .curve_user = curve_user };
-    walk_all(&w, stage_peaks);
-    return (koila__live){ w.peak, w.peak_stage, w.peak_node };
-}
-
-uint32_t koila__live_at_peak(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t peak_bytes, const koila_allocator *mem,
-                             koila_value *value, uint64_t *bytes, uint32_t cap)
-{
-    const koila_allocator a = koila__allocator(mem);
-    const uint32_t n_values = p->graph->values.n;
-    walk w = { .p = p, .s = s, .o = o, .stop_at = peak_bytes };
-    const size_t n_bytes = 2 * ((size_t)n_values + 1) * sizeof *w.held;
-    w.held = koila__realloc(&a, NULL, 0, n_bytes);
-    if (!w.held) return 0; /* for people only: without it the error names nothing */
-    memset(w.held, 0, n_bytes);
-    w.held_before = w.held + n_values + 1;
-    walk_all(&w, NULL);
-    uint32_t n = 0;
-    for (uint32_t v = 0; v < n_values && cap; v++) { /* the largest so far, in order; of equals the first */
-        if (!w.held[v] || (n == cap && w.held[v] <= bytes[n - 1])) continue;
-        uint32_t k = n < cap ? n++ : n - 1;
-        for (; k > 0 && bytes[k - 1] < w.held[v]; k--) bytes[k] = bytes[k - 1], value[k] = value[k - 1];
-        bytes[k] = w.held[v];
-        value[k] = v;
+    const koila_allocator mem = koila__allocator(o->top ? o->top->mem : NULL);
+    const size_t n_bytes = 2 * ((size_t)p->graph->values.n + 1) * sizeof *w.held;
+    if (o->top) {
+        o->top->n = 0;
+        w.held = koila__realloc(&mem, NULL, 0, n_bytes);
+        if (w.held) w.held_before = (uint64_t *)memset(w.held, 0, n_bytes) + p->graph->values.n + 1;
     }
-    koila__release(&a, w.held, n_bytes);
-    return n;
+    walk_all(&w, stage_peaks);
+    koila__release(&mem, w.held, n_bytes);
+    return (koila__live){ w.peak, w.peak_stage, w.peak_node };
 }

@@ -128,7 +128,6 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
 static koila_status describe(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
-    const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user };
     uint32_t n_gathers = 0;
     uint64_t n_points = 0;
     uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
@@ -162,14 +161,17 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     }
     if (n_points >= UINT32_MAX || !(p->curve = koila__arena_room(&p->arena, n_points * sizeof *p->curve))) return KOILA_NO_MEMORY;
     p->n_curve_max = (uint32_t)n_points;
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
-    for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
-    p->info.peak_bytes = result.peak_bytes;
-    p->info.peak_node = result.peak_node;
     enum { N_LARGEST = 32 };
     koila_value values[N_LARGEST];
     uint64_t bytes[N_LARGEST];
-    p->n_largest = koila__live_at_peak(p->placed, &p->schedule, &live, result.peak_bytes, &p->mem, values, bytes, N_LARGEST);
+    koila__live_top top = { .at_bytes = peak_of(p->placed, &p->schedule, o, p->rows, 0), .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes };
+    const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user, .top = &top };
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
+    koila_assert(result.peak_bytes == top.at_bytes);
+    for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
+    p->info.peak_bytes = result.peak_bytes;
+    p->info.peak_node = result.peak_node;
+    p->n_largest = top.n;
     if (!(p->largest = koila__arena_array(&p->arena, p->n_largest, sizeof *p->largest))) return KOILA_NO_MEMORY;
     for (uint32_t i = 0; i < p->n_largest; i++) p->largest[i] = (koila_gather){ g->values.at[values[i]].node, values[i], bytes[i] };
     return KOILA_OK;
