@@ -76,8 +76,8 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig, c
     const uint32_t n_in = sig->n_inputs, n_out = sig->n_outputs;
     koila__case *c = &a->c;
     memset(a, 0, sizeof *a);
-    koila_placement *cin = koila__arena_array(&p->scratch, (size_t)2 * n_in + n_out, sizeof *cin); /* three arrays in one, and three of pointers and numbers */
-    const koila_meta_info **in_meta = koila__arena_alloc(&p->scratch, (n_in + n_out) * sizeof *in_meta + n_out * sizeof *c->replaced + n_in);
+    koila_placement *cin = koila__arena_room(&p->scratch, ((size_t)2 * n_in + n_out) * sizeof *cin); /* three arrays in one, and three of pointers and numbers */
+    const koila_meta_info **in_meta = koila__arena_room(&p->scratch, (n_in + n_out) * sizeof *in_meta + n_out * sizeof *c->replaced + n_in);
     if (!cin || !in_meta) return fail(p, KOILA_NO_MEMORY);
     const koila_meta_info **out_meta = in_meta + n_in;
     c->need = cin + n_in;
@@ -450,8 +450,8 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
     const koila_sig_info *sig = koila__sig(p->table, n.sig);
     const uint32_t output = v - n.first_output;
     if (p->depth >= MAX_DEPTH) return false;
-    koila_placement *placed = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *placed);
-    koila_value *in = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *in);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
     if (!placed || !in) return fail(p, KOILA_NO_MEMORY);
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         in[i] = p->to->inputs.at[n.first_input + i];
@@ -665,7 +665,7 @@ static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placeme
 static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
 {
     const koila_sig_info *sig = koila__sig(p->table, id);
-    koila_placement *placed = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *placed);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
     if (!placed) return fail(p, KOILA_NO_MEMORY);
     uint32_t axis = KOILA_NONE;
     bool any_p = false;
@@ -683,7 +683,7 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koil
     attempt a;
     bool ok = attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, true);
     if (!ok && p->status == KOILA_OK && any_p) {
-        koila_placement *whole = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *whole);
+        koila_placement *whole = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *whole);
         if (!whole) return fail(p, KOILA_NO_MEMORY);
         for (uint32_t i = 0; i < sig->n_inputs; i++) whole[i] = koila__is_p(placed[i]) ? koila__r() : placed[i];
         ok = attempt_rule(p, &a, sig, in, whole, (uint16_t)axis, NULL, true);
@@ -700,7 +700,7 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koil
         for (uint32_t i = 0; i < sig->n_inputs; i++) a.c.need[i] = koila__r();
         for (uint32_t j = 0; j < sig->n_outputs; j++) a.c.out[j] = koila__r();
     }
-    koila_value *from = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *from);
+    koila_value *from = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *from);
     if (!from) return fail(p, KOILA_NO_MEMORY);
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         from[i] = in[i];
@@ -767,8 +767,8 @@ static bool settle_free(koila__placer *p, koila_node id)
     bool is_undecided = false;
     for (uint32_t j = 0; j < sig->n_outputs; j++) is_undecided |= p->value.at[n.first_output + j].kind == KOILA_FREE;
     if (!is_undecided) return true;
-    koila_placement *placed = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *placed);
-    koila_value *in = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *in);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
     if (!placed || !in) return fail(p, KOILA_NO_MEMORY);
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         in[i] = p->to->inputs.at[n.first_input + i];
@@ -803,7 +803,7 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
         bool any = false;
         for (uint32_t j = 0; j < sig->n_outputs; j++) any |= lowered[info.first_output + j] == 0;
         if (!any) continue;
-        koila_value *in = koila__arena_array(&p->scratch, sig->n_inputs, sizeof *in);
+        koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
         if (!in) return fail(p, KOILA_NO_MEMORY);
         for (uint32_t i = 0; i < sig->n_inputs; i++)
             if ((in[i] = lowered[p->from->inputs.at[info.first_input + i]]) == KOILA_NONE) return fail(p, KOILA_BAD_INPUT);

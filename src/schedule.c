@@ -49,7 +49,8 @@ typedef struct use {
     koila_value value;
     koila_node from, user; /* who made it, or KOILA_NONE; who has it as input */
     uint32_t next;         /* of the uses of the value by needed nodes that read it, or KOILA_NONE */
-    bool reads, local;     /* see reads(); find_local() */
+    bool reads, local;     /* see reads(); find_local(): only what is read */
+    bool is_whole;         /* reads the whole value as it is: a loop has nothing to do for it */
 } use;
 
 typedef struct span {
@@ -110,6 +111,7 @@ struct koila__scheduler {
     uint32_t *first_use;   /* [value] chain of its uses */
     bool *is_viewed;       /* [node] a result is the only input of a view */
     bool *is_mere_view;    /* [node] such a view */
+    bool *aliases;         /* [node] its fresh results share the storage of its first input */
     bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
     bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
 
@@ -210,6 +212,15 @@ static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
 
 /* ---- what is needed, and at which level */
 
+/* Do n's fresh results share their first input's storage? */
+static bool aliases_input(const work_state *w, koila_node n, const koila_sig_info *s)
+{
+    if (!s->n_inputs) return false;
+    for (const koila__fix *f = w->p->node[n].fix; f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
+        if (f->kind == KOILA__FIX_ALIAS) return true;
+    return w->maybe_alias[s->op];
+}
+
 static void find_needed(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
     for (uint32_t i = 0; i < n_targets; i++) {
@@ -223,13 +234,16 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         for (uint32_t i = sig->n_inputs; i-- > 0;) {
             const koila_value v = w->g->inputs.at[info->first_input + i];
             use *u = &w->uses[info->first_input + i];
-            *u = (use){ v, producer(w, v), n, KOILA_NONE, !sig->n_writes || reads(sig, i), find_local(w, n, i, v) };
+            *u = (use){ v, producer(w, v), n, KOILA_NONE, .reads = !sig->n_writes || reads(sig, i) };
+            u->local = u->reads && find_local(w, n, i, v);
+            u->is_whole = !u->local && need_of(w, n, i).kind == KOILA_R;
             if (!w->needed[n] || !u->reads) continue;
             if (u->from != KOILA_NONE) w->needed[u->from] = true;
             u->next = w->first_use[v];
             w->first_use[v] = info->first_input + i;
         }
         if (!w->needed[n]) continue;
+        w->aliases[n] = aliases_input(w, n, sig);
         w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes && koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
         if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE) w->is_viewed[w->uses[info->first_input].from] = true;
     }
@@ -311,7 +325,7 @@ static koila_status find_costs(work_state *w)
         w->cost[n] = c->cost;
         chain[n] = c->cost.work;
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
-            if (u->reads && u->local) chain[n] += chain[u->from];
+            if (u->local) chain[n] += chain[u->from];
         w->cost[n].expensive |= !c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap);
         if (w->cost[n].expensive) chain[n] = 0;
     }
@@ -407,7 +421,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
             if (j < w->home[n]) w->home[n] = j;
         }
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
-            if (!u->reads || !u->local || sliced_in(w, u->value, j)) continue;
+            if (!u->local || sliced_in(w, u->value, j)) continue;
             if (w->home[u->from] < j && keepable(w, u->value)) continue;
             VISIT(u->from);
         }
@@ -539,16 +553,6 @@ static void event(work_state *w, koila__event_kind kind, uint32_t value)
     w->events.at[w->events.n++] = (koila__event){ (uint8_t)kind, value };
 }
 
-/* Do n's fresh results share their first input's storage? */
-static bool aliases_input(const work_state *w, koila_node n)
-{
-    const koila_sig_info *s = sig_of(w, n);
-    if (!s->n_inputs) return false;
-    for (const koila__fix *f = w->p->node[n].fix; f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
-        if (f->kind == KOILA__FIX_ALIAS) return true;
-    return w->maybe_alias[s->op];
-}
-
 static void begin_value(scope s, koila_value v, owner o)
 {
     s[v].here = 1;
@@ -607,9 +611,8 @@ static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
         const use *const u = &w->uses[w->span[n].in + i];
         const koila_value v = u->value;
         const bool local = u->local;
-        if (!u->reads || (local && w->s[v].here && w->sliced[v].user == KOILA_NONE)) continue; /* most of the time it is there */
+        if (!u->reads || u->is_whole || (local && w->s[v].here && w->sliced[v].user == KOILA_NONE)) continue; /* most of the time it is there */
         const koila_placement need = need_of(w, n, i);
-        if (need.kind == KOILA_R && !local) continue;
         if (w->s[v].here) {
             const slice_of cut = w->sliced[v];
             if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) continue;
@@ -664,10 +667,11 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
 /* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
 static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j, koila__event_kind *how)
 {
+    *how = KOILA__LOCAL_FREE;
+    if (w->made_whole[v] != j && w->use[v] == KOILA_NONE) return KOILA_OK; /* most owe nothing */
     const koila_value r = w->s[v].root;
     const koila_meta_info *m = koila__value_meta(w->g, v), *storage = koila__value_meta(w->g, r);
     const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE && w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
-    *how = KOILA__LOCAL_FREE;
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
         const bool is_sum = x.kind == KOILA_P && x.combine == KOILA_SUM;
@@ -700,7 +704,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
 {
     const koila_sig_info *s = sig_of(w, n);
     const koila_value first = w->g->nodes.at[n].first_output;
-    const bool in_loop = j != KOILA_NONE, alias = aliases_input(w, n);
+    const bool in_loop = j != KOILA_NONE, alias = w->aliases[n];
     const koila__event_kind free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
     koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
     const uint32_t n_in = s->n_inputs, n_out = s->n_outputs;
@@ -791,7 +795,7 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         if (n > *hi) *hi = n;
         *work += w->cost[n].work;
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
-            if (u->local && u->reads && w->in_loop[u->from] != j + 1 && !w->kept[u->value] && !sliced_in(w, u->value, j)) ENTER(u->from);
+            if (u->local && w->in_loop[u->from] != j + 1 && !w->kept[u->value] && !sliced_in(w, u->value, j)) ENTER(u->from);
     }
 #undef ENTER
 }
@@ -804,7 +808,7 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     for (uint32_t k = lo >> 6; k <= hi >> 6; k++) {
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            if (hoistable(w, n, j) && w->uses[w->span[n].in].local && w->in_loop[w->uses[w->span[n].in].from] == j + 1) continue; /* comes behind its producer */
+            if (w->is_mere_view[n] && hoistable(w, n, j) && w->uses[w->span[n].in].local && w->in_loop[w->uses[w->span[n].in].from] == j + 1) continue; /* comes behind its producer */
             order[n_order++] = n;
             for (uint32_t done = n_order - 1; done < n_order; done++) {
                 if (!w->is_viewed[order[done]]) continue;
@@ -976,6 +980,7 @@ static koila_status make_arrays(work_state *w)
     MAKE(first_use, V);
     MAKE(is_viewed, N);
     MAKE(is_mere_view, N);
+    MAKE(aliases, N);
     MAKE(home, N);
     MAKE(exec, N);
     MAKE(use, V);
@@ -1086,7 +1091,7 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
         koila_value x = v;
         koila_node n = producer(w, x);
         uint64_t least = koila__value_meta(w->g, v)->n_bytes;
-        for (; n != KOILA_NONE && !sig_of(w, n)->n_writes && aliases_input(w, n); n = producer(w, x)) {
+        for (; n != KOILA_NONE && !sig_of(w, n)->n_writes && w->aliases[n]; n = producer(w, x)) {
             x = input_of(w, n, 0);
             if (koila__value_meta(w->g, x)->n_bytes < least) least = koila__value_meta(w->g, x)->n_bytes;
         }
