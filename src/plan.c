@@ -124,12 +124,12 @@ static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t byt
     p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
     return true;
 }
-/* Gathers: what is collected though it has a share in every slice, each value once, by the first that needs it whole; facts for people; stage peaks. */
-static koila_status describe(koila_plan *p, const koila_plan_options *o)
+
+/* Gathers: what is collected though it has a share in every slice, each value once, by the first that needs it whole. */
+static koila_status find_gathers(koila_plan *p)
 {
     const koila_graph *g = p->placed->graph;
     uint32_t n_gathers = 0;
-    uint64_t n_points = 0;
     uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
     if (!seen) return KOILA_NO_MEMORY;
     for (int pass = 0; pass < 2; pass++) {
@@ -150,30 +150,48 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
         if (!pass && !(p->gathers = koila__arena_array(&p->arena, n_gathers, sizeof *p->gathers))) return KOILA_NO_MEMORY;
     }
     p->info.n_gathers = n_gathers;
-    uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
-    if (!peaks) return KOILA_NO_MEMORY;
+    return KOILA_OK;
+}
+
+/* Room for every point of the curve. */
+static koila_status make_curve(koila_plan *p)
+{
+    uint64_t n_points = 0;
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) { /* at most five slices of a loop are walked: live.c */
         const koila_stage *st = &p->schedule.stages[k].stage;
-        const int64_t n_slices = st->is_loop ? koila__n_slices(g->axes.at[st->axis], p->rows[st->axis]) : 1;
+        const int64_t n_slices = st->is_loop ? koila__n_slices(p->placed->graph->axes.at[st->axis], p->rows[st->axis]) : 1;
         uint64_t n_runs = 0;
         for (uint32_t i = 0; i < st->n_instrs; i++) n_runs += st->instrs[i].kind == KOILA_DO_RUN;
         n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
     }
     if (n_points >= UINT32_MAX || !(p->curve = koila__arena_room(&p->arena, n_points * sizeof *p->curve))) return KOILA_NO_MEMORY;
     p->n_curve_max = (uint32_t)n_points;
+    return KOILA_OK;
+}
+
+/* Facts for people; of a plan that does not fit, and nobody gets, only what the error tells. */
+static koila_status describe(koila_plan *p, const koila_plan_options *o)
+{
     enum { N_LARGEST = 32 };
     koila_value values[N_LARGEST];
     uint64_t bytes[N_LARGEST];
     koila__live_top top = { .at_bytes = peak_of(p->placed, &p->schedule, o, p->rows, 0), .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes };
     const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user, .top = &top };
-    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fill_curve, p);
+    const bool fits = top.at_bytes <= o->budget_bytes;
+    uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
+    if (!peaks) return KOILA_NO_MEMORY;
+    if (fits) {
+        KOILA_TRY(find_gathers(p));
+        KOILA_TRY(make_curve(p));
+    }
+    const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fits ? fill_curve : NULL, p);
     koila_assert(result.peak_bytes == top.at_bytes);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
     p->n_largest = top.n;
     if (!(p->largest = koila__arena_array(&p->arena, p->n_largest, sizeof *p->largest))) return KOILA_NO_MEMORY;
-    for (uint32_t i = 0; i < p->n_largest; i++) p->largest[i] = (koila_gather){ g->values.at[values[i]].node, values[i], bytes[i] };
+    for (uint32_t i = 0; i < p->n_largest; i++) p->largest[i] = (koila_gather){ p->placed->graph->values.at[values[i]].node, values[i], bytes[i] };
     return KOILA_OK;
 }
 
@@ -377,6 +395,30 @@ static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, 
     return KOILA_OK;
 }
 
+/* Nothing fits: the smallest peak of the most slices, for the caller to be told; of equals the first policy's. What keeps all comes last, for it can seldom win. */
+static koila_status choose_least(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t batch, uint32_t *chosen)
+{
+    if (n_policies > 1) koila__schedule_work(scheduler, candidates[0].keep);
+    const koila__kept kept = koila__scheduler_kept(scheduler);
+    *chosen = KOILA_NONE;
+    if (!kept.any) n_policies = 1; /* all policies are one */
+    rows_for(q->graph, batch > 2 ? batch : 2, s->rows);
+    for (uint32_t k = n_policies; k-- > 0;) {
+        candidate *c = &candidates[k];
+        if (k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
+        KOILA_TRY(make_candidate(q, scheduler, c));
+        if (c->state != CARRIED_OUT) continue;
+        const uint64_t peak = peak_of(s->placed, &c->schedule, q->options, s->rows, *chosen == KOILA_NONE ? 0 : s->peak);
+        if (*chosen == KOILA_NONE || peak <= s->peak) {
+            if (*chosen != KOILA_NONE) give_up(scheduler, &candidates[*chosen]);
+            *chosen = k;
+            s->peak = peak;
+        } else
+            give_up(scheduler, c);
+    }
+    return *chosen == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
+}
+
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
 static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
 {
@@ -390,8 +432,8 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
         uint64_t peak;
         uint32_t k;
     } refused = { 0 };
-    const bool nothing_fits = koila__scheduler_results_bytes(scheduler) > o->budget_bytes; /* then only the last try is left, for the peak that is told */
-    for (int64_t n_slices = nothing_fits && batch > 2 ? batch : 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
+    if (!forced && koila__scheduler_results_bytes(scheduler) > o->budget_bytes) return choose_least(q, s, scheduler, candidates, n_policies, batch, chosen);
+    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
         double least_work = 0;

@@ -147,6 +147,7 @@ struct koila__scheduler {
     uint64_t n_emitted, max_emitted;
     uint32_t n_keeps;
     bool any_wide;         /* of the stage being emitted */
+    koila__kept work_kept; /* koila__scheduler_kept() */
 };
 
 typedef koila__scheduler work_state; /* while it is being filled, and then while a policy is carried out */
@@ -550,7 +551,7 @@ static void emit(work_state *w, koila_instr i)
 static void event(work_state *w, koila__event_kind kind, uint32_t value)
 {
     koila_assert(w->events.n < w->events.cap);
-    w->events.at[w->events.n++] = (koila__event){ (uint8_t)kind, value };
+    w->events.at[w->events.n++] = (koila__event){ kind, value };
 }
 
 static void begin_value(scope s, koila_value v, owner o)
@@ -842,7 +843,7 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
         next = w->kept_next[v];
         w->kept[v] = false;
-        if (keeps(w, v, j)) {
+        if (!w->given_up[v] && keeps(w, v, j)) {
             keep_until_next(w, v, j);
             continue;
         }
@@ -1030,6 +1031,7 @@ static void forget_emission(work_state *w)
 
 static koila_status prepare(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
+    if (w->n_values >= KOILA__EVENT_VALUES || w->n_nodes >= KOILA__EVENT_VALUES) return KOILA_UNSUPPORTED;
     KOILA_TRY(make_arrays(w));
     const koila_table *t = w->g->table;
     w->maybe_alias = find_maybe_alias(t, &w->tmp);
@@ -1103,11 +1105,22 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
     return sum;
 }
 
+/* What kept v holds in all slices; at least: nothing when it may share its storage. */
+static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
+}
+
+koila__kept koila__scheduler_kept(const koila__scheduler *w) { return w->work_kept; }
+
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 {
     double work = 0;
     uint64_t n_emitted = 0; /* at least: each run, and the end of each result */
+    uint64_t n_kept_bytes = 0;
     w->keep = keep;
+    w->work_kept = (koila__kept){ 0 };
     forget_demand(w);
     const uint64_t most = max_emitted(w);
     for (uint32_t level = 0; level < w->n_levels; level++)
@@ -1121,7 +1134,10 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
                 const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
                 n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
                 for (koila_value v = w->span[n].out; w->cost[n].expensive && v < w->span[n].out_end; v++) {
-                    if (!w->kept[v] && keeps(w, v, j)) keep_until_next(w, v, j);
+                    if (w->kept[v] || !keeps(w, v, j)) continue;
+                    keep_until_next(w, v, j);
+                    n_kept_bytes += kept_bytes(w, v);
+                    w->work_kept.any = true;
                 }
             }
             w->order_bits[k] = 0;
@@ -1131,7 +1147,9 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
             next = w->kept_next[v];
             w->kept[v] = false;
             if (keeps(w, v, j)) keep_until_next(w, v, j);
+            else n_kept_bytes -= kept_bytes(w, v);
         }
+        if (n_kept_bytes > w->work_kept.n_bytes) w->work_kept.n_bytes = n_kept_bytes;
     }
     return work;
 }

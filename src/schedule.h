@@ -40,9 +40,9 @@ typedef enum koila__event_kind {
 } koila__event_kind;
 
 typedef struct koila__event {
-    uint8_t kind;
-    uint32_t value;
+    uint32_t kind : 5, value : 27; /* small: they are many, and walked often */
 } koila__event;
+#define KOILA__EVENT_VALUES ((uint32_t)1 << 27)
 
 typedef struct koila__stage {
     koila_stage stage; /* as seen outside */
@@ -63,7 +63,7 @@ typedef struct koila__schedule {
 /* What all policies of one graph share: levels, loops, homes, uses. Borrows `p`, which must outlive it. */
 typedef struct koila__scheduler koila__scheduler;
 /* targets: values of p->graph. cheap: as koila__keep.cheap of every policy to come. On success *out is yours: koila__scheduler_free().
- * Expected: NO_MEMORY; UNSUPPORTED when there are too many barriers. */
+ * Expected: NO_MEMORY; UNSUPPORTED when there are too many barriers, or more values than an event can name. */
 koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, bool cheap, const koila_allocator *mem,
                                   koila_error *err);
 void koila__scheduler_free(koila__scheduler *w); /* NULL is fine; schedules made by it live on */
@@ -73,6 +73,12 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w);
 /* The work of the policy's schedule, without making it: some times cheaper. A little less when an expensive result is part of another one's storage; above
  * keep.max_work (0: none) only that it is above. INFINITY when it would surely run more than it may. */
 double koila__schedule_work(koila__scheduler *w, koila__keep keep);
+/* Of the policy whose work was asked for last: is any value kept, and how many bytes of them are there at once, at least, whatever the number of slices? */
+typedef struct koila__kept {
+    bool any;
+    uint64_t n_bytes;
+} koila__kept;
+koila__kept koila__scheduler_kept(const koila__scheduler *w);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
  * value cut in two ways. The scheduler can be used again whatever came out. */
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err);
