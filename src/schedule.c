@@ -74,6 +74,12 @@ typedef enum owner {
     OWNER_COLLECTED, /* whole, made slice by slice: dense */
 } owner;
 
+typedef struct sig_cost {
+    koila__cost cost;
+    double n_bytes; /* of the results */
+    bool known, is_view;
+} sig_cost;
+
 typedef struct life {
     koila_value root;   /* storage it lives in, named by the value that made it */
     uint32_t alive;     /* as root: values alive on that storage */
@@ -102,7 +108,8 @@ struct koila__scheduler {
     uint32_t *level;       /* [node] */
     uint32_t n_levels;
     uint32_t *natural;     /* [node] loop of its level and axis; KOILA_NONE outside loops */
-    koila__cost *cost;     /* [node] */
+    sig_cost *cost;        /* [signature]: calls repeat, each is looked at once */
+    bool *is_expensive;    /* [node] its results are worth keeping */
     bool *is_result;       /* [value] final target */
     bool *is_barrier;      /* [value] made whole for somebody */
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
@@ -158,6 +165,7 @@ typedef koila__scheduler work_state; /* while it is being filled, and then while
     } while (0)
 
 static const koila_sig_info *sig_of(const work_state *w, koila_node n) { return koila__node_sig(w->g, n); }
+static double work_of(const work_state *w, koila_node n) { return w->cost[w->g->nodes.at[n].sig].cost.work; }
 static bool exists(const work_state *w, koila_value v) { return w->g->values.at[v].meta != KOILA_NONE; }
 static koila_node producer(const work_state *w, koila_value v) { return w->g->values.at[v].node; }
 static bool made_in_loop(const work_state *w, koila_value v)
@@ -270,7 +278,7 @@ static koila_status find_levels(work_state *w)
     }
     const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
     const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
-    uint32_t *loop_of = koila__arena_array(&w->tmp, n_slots, sizeof *loop_of);
+    uint32_t *loop_of = koila__arena_array(&w->spare, n_slots, sizeof *loop_of);
     w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
     TRY_ALLOC(loop_of && w->whole_of_level);
     memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
@@ -301,34 +309,27 @@ static koila_status find_levels(work_state *w)
     return KOILA_OK;
 }
 
-typedef struct sig_cost {
-    koila__cost cost;
-    double n_bytes; /* of the results */
-    bool known, is_view;
-} sig_cost;
-
 /* Expensive: a dense kernel; or what took many passes over memory since the last value worth keeping, so that a long chain of cheap operators
  * across many barriers is not run from its beginning in every loop. */
 static koila_status find_costs(work_state *w)
 {
     const koila_table *t = w->g->table;
-    double *chain = koila__arena_array(&w->tmp, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
-    sig_cost *of_sig = koila__arena_array(&w->tmp, t->sigs.n, sizeof *of_sig); /* calls repeat: each is looked at once */
-    TRY_ALLOC(chain && of_sig);
+    double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
+    w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
+    TRY_ALLOC(chain && w->cost);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         const koila_sig_info *s = sig_of(w, n);
-        sig_cost *c = &of_sig[w->g->nodes.at[n].sig];
+        sig_cost *c = &w->cost[w->g->nodes.at[n].sig];
         if (!c->known) {
             *c = (sig_cost){ koila__cost_of(t, s), 0, true, koila_op_flags(t, s->op) & KOILA_OP_VIEW };
             for (uint32_t o = 0; o < s->n_outputs; o++)
                 if (s->outputs[o] != KOILA_NONE) c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
         }
-        w->cost[n] = c->cost;
         chain[n] = c->cost.work;
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
             if (u->local) chain[n] += chain[u->from];
-        w->cost[n].expensive |= !c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap);
-        if (w->cost[n].expensive) chain[n] = 0;
+        w->is_expensive[n] = c->cost.expensive || (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
+        if (w->is_expensive[n]) chain[n] = 0;
     }
     return KOILA_OK;
 }
@@ -379,7 +380,7 @@ static bool runs_in(const work_state *w, koila_node n, uint32_t j)
 static bool keepable(const work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
-    if (n == KOILA_NONE || !exists(w, v) || !w->cost[n].expensive || w->p->value[v].kind != KOILA_S) return false;
+    if (n == KOILA_NONE || !exists(w, v) || !w->is_expensive[n] || w->p->value[v].kind != KOILA_S) return false;
     return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
 }
 
@@ -415,7 +416,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
     VISIT(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
-        work += w->cost[n].work + 1; /* + 1: a view is not quite nothing */
+        work += work_of(w, n) + 1; /* + 1: a view is not quite nothing */
         if (!add && work > limit) return -1;
         if (add) {
             add_loop(w, &w->exec[n], j);
@@ -454,7 +455,7 @@ static uint32_t best_loop(work_state *w, koila_value v)
         if (u->local) inputs = first_with(w, u->from, inputs);
     if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
     choice[n_choices++] = first;
-    for (double limit = 2 * (w->cost[n].work + 1); n_choices > 1; limit *= 2) {
+    for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;
         double best_work = 0;
         for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
@@ -794,7 +795,7 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         const koila_node n = w->stack[--top];
         if (n < *lo) *lo = n;
         if (n > *hi) *hi = n;
-        *work += w->cost[n].work;
+        *work += work_of(w, n);
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
             if (u->local && w->in_loop[u->from] != j + 1 && !w->kept[u->value] && !sliced_in(w, u->value, j)) ENTER(u->from);
     }
@@ -873,7 +874,7 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
         }
     uint32_t k = 0;
     for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) {
-        out->work += w->cost[n].work;
+        out->work += work_of(w, n);
         /* a result, or a value that a later stage reads, does not end here, whatever the order within this stage says */
 #define LAST_USE(v_)                                                                                                                  \
     do {                                                                                                                              \
@@ -894,8 +895,8 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
  * be run again up to the last loop that (transitively) needs it, whatever is kept. */
 static koila_status find_whole_last(work_state *w)
 {
-    uint32_t *whole_stage = koila__arena_array(&w->tmp, w->n_levels, sizeof *whole_stage);
-    uint32_t *loop_stage = koila__arena_array(&w->tmp, w->n_loops, sizeof *loop_stage);
+    uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
+    uint32_t *loop_stage = koila__arena_array(&w->spare, w->n_loops, sizeof *loop_stage);
     const uint32_t n_stages = w->n_levels + w->n_loops;
     w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
     TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
@@ -950,7 +951,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         if (!w->needed[n]) continue;
         s->n_needed++;
-        s->work_recorded += w->cost[n].work;
+        s->work_recorded += work_of(w, n);
     }
     w->max_emitted = max_emitted(w);
     s->stages = koila__arena_array(&s->arena, (size_t)w->n_levels + w->n_loops, sizeof *s->stages);
@@ -968,13 +969,15 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
 static koila_status make_arrays(work_state *w)
 {
     const uint32_t N = w->n_nodes + 1, V = w->n_values + 1, I = w->g->inputs.n + 1;
-#define MAKE(field, n) TRY_ALLOC(w->field = koila__arena_array(&w->tmp, (n), sizeof *w->field))
+#define MAKE_IN(arena, field, n) TRY_ALLOC(w->field = koila__arena_array(&w->arena, (n), sizeof *w->field))
+#define MAKE(field, n) MAKE_IN(tmp, field, n)
+#define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until prepare() is done */
     MAKE(needed, N);
-    MAKE(level, N);
-    MAKE(natural, N);
-    MAKE(cost, N);
+    MAKE_FOR_PREPARE(level, N);
+    MAKE_FOR_PREPARE(natural, N);
+    MAKE(is_expensive, N);
     MAKE(is_result, V);
-    MAKE(is_barrier, V);
+    MAKE_FOR_PREPARE(is_barrier, V);
     MAKE(made_whole, V);
     MAKE(span, N);
     MAKE(uses, I);
@@ -983,7 +986,7 @@ static koila_status make_arrays(work_state *w)
     MAKE(is_mere_view, N);
     MAKE(aliases, N);
     MAKE(home, N);
-    MAKE(exec, N);
+    MAKE_FOR_PREPARE(exec, N);
     MAKE(use, V);
     MAKE(kept, V);
     MAKE(kept_next, V);
@@ -996,7 +999,7 @@ static koila_status make_arrays(work_state *w)
     MAKE(target_next, V);
     MAKE(ending_next, V);
     MAKE(last_use, V);
-    MAKE(last_run, N);
+    MAKE_FOR_PREPARE(last_run, N);
     MAKE(sliced, V);
     MAKE(whole_last, V);
     MAKE(whole, V);
@@ -1043,7 +1046,11 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     KOILA_TRY(find_levels(w));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
-    return find_whole_last(w);
+    KOILA_TRY(find_whole_last(w));
+    koila__arena_empty(&w->spare); /* what only was needed to get here: the first schedule is made in it */
+    w->level = w->natural = w->exec = w->last_run = NULL;
+    w->is_barrier = NULL;
+    return KOILA_OK;
 }
 
 static koila_status failed(koila_status status, koila_error *err)
@@ -1124,7 +1131,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     forget_demand(w);
     const uint64_t most = max_emitted(w);
     for (uint32_t level = 0; level < w->n_levels; level++)
-        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += w->cost[n].work;
+        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += work_of(w, n);
     for (uint32_t j = 0; j < w->n_loops; j++) { /* as emit_loop(), but for what is emitted */
         uint32_t lo, hi;
         find_demand(w, j, &lo, &hi, &work);
@@ -1133,7 +1140,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
             for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
                 const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
                 n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
-                for (koila_value v = w->span[n].out; w->cost[n].expensive && v < w->span[n].out_end; v++) {
+                for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end; v++) {
                     if (w->kept[v] || !keeps(w, v, j)) continue;
                     keep_until_next(w, v, j);
                     n_kept_bytes += kept_bytes(w, v);
