@@ -606,39 +606,36 @@ static owner slice_owner(const work_state *w, koila_value v, koila_placement cut
     return OWNER_NONE;
 }
 
-/* Slices of whole values and pieces of earlier loops that node n of loop j reads. */
-static koila_status emit_inputs(work_state *w, koila_node n, uint32_t j)
+/* Input i of node n of loop j is not there: a slice of a whole value, or a piece of an earlier loop. */
+static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t j)
 {
-    for (uint32_t i = 0; i < w->span[n].in_end - w->span[n].in; i++) {
-        const use *const u = &w->uses[w->span[n].in + i];
-        const koila_value v = u->value;
-        const bool local = u->local;
-        if (!u->reads || u->is_whole || (local && w->s[v].here && w->sliced[v].user == KOILA_NONE)) continue; /* most of the time it is there */
-        const koila_placement need = need_of(w, n, i);
-        if (w->s[v].here) {
-            const slice_of cut = w->sliced[v];
-            if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) continue;
-            if (cut.user == n || cut.user == KOILA_NONE) return KOILA_UNSUPPORTED; /* one node, one value, two cuts: there is one place for it */
-            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }); /* cut along another dimension: cut again */
-            release_value(w, v, KOILA__LOCAL_FREE);
-        }
-        const bool fetch = local && w->kept[v];
-        if (!fetch && local && !sliced_in(w, v, j)) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
-        koila_instr in = { .kind = KOILA_DO_SLICE, .steal = (uint16_t)i, .id = v, .user = n };
-        w->sliced[v] = (slice_of){ fetch ? KOILA_NONE : n, i };
-        if (fetch) {
-            in.kind = KOILA_DO_FETCH;
-            in.flags = keeps(w, v, j) ? 0 : KOILA_INSTR_LAST;
-            w->given_up[v] = in.flags;
-            begin_value(w->s, v, in.flags ? OWNER_PIECE : OWNER_NONE);
-        } else {
-            const owner o = slice_owner(w, v, need);
-            begin_value(w->s, v, o);
-            if (o == OWNER_SLICE) event(w, KOILA__SLICE_ALLOC, v);
-            if (o == OWNER_CUT) event(w, KOILA__CUT_ALLOC, v);
-        }
-        emit(w, in);
+    const use *const u = &w->uses[w->span[n].in + i];
+    const koila_value v = u->value;
+    const bool local = u->local;
+    const koila_placement need = need_of(w, n, i);
+    if (w->s[v].here) {
+        const slice_of cut = w->sliced[v];
+        if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) return KOILA_OK;
+        if (cut.user == n || cut.user == KOILA_NONE) return KOILA_UNSUPPORTED; /* one node, one value, two cuts: there is one place for it */
+        emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }); /* cut along another dimension: cut again */
+        release_value(w, v, KOILA__LOCAL_FREE);
     }
+    const bool fetch = local && w->kept[v];
+    if (!fetch && local && !sliced_in(w, v, j)) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
+    koila_instr in = { .kind = KOILA_DO_SLICE, .steal = (uint16_t)i, .id = v, .user = n };
+    w->sliced[v] = (slice_of){ fetch ? KOILA_NONE : n, i };
+    if (fetch) {
+        in.kind = KOILA_DO_FETCH;
+        in.flags = keeps(w, v, j) ? 0 : KOILA_INSTR_LAST;
+        w->given_up[v] = in.flags;
+        begin_value(w->s, v, in.flags ? OWNER_PIECE : OWNER_NONE);
+    } else {
+        const owner o = slice_owner(w, v, need);
+        begin_value(w->s, v, o);
+        if (o == OWNER_SLICE) event(w, KOILA__SLICE_ALLOC, v);
+        if (o == OWNER_CUT) event(w, KOILA__CUT_ALLOC, v);
+    }
+    emit(w, in);
     return KOILA_OK;
 }
 
@@ -666,11 +663,10 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
     w->kept_first[u] = v;
 }
 
-/* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. */
-static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j, koila__event_kind *how)
+/* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. Returns the event that ends its storage. */
+static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j)
 {
-    *how = KOILA__LOCAL_FREE;
-    if (w->made_whole[v] != j && w->use[v] == KOILA_NONE) return KOILA_OK; /* most owe nothing */
+    koila__event_kind how = KOILA__LOCAL_FREE;
     const koila_value r = w->s[v].root;
     const koila_meta_info *m = koila__value_meta(w->g, v), *storage = koila__value_meta(w->g, r);
     const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE && w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
@@ -681,11 +677,11 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
         if (x.kind == KOILA_S) {
             emit(w, (koila_instr){ .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
             event(w, own ? KOILA__PUT_OWNED : KOILA__PUT, v);
-            if (own) *how = KOILA__LOCAL_FREE_IF_CUT;
+            if (own) how = KOILA__LOCAL_FREE_IF_CUT;
         } else {
             emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
             event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v);
-            if (own) *how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+            if (own) how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
             w->any_wide |= wide;
         }
         begin_value(w->whole, v, OWNER_COLLECTED);
@@ -697,7 +693,7 @@ static koila_status emit_collect(work_state *w, koila_value v, uint32_t number, 
         w->n_keeps++;
         w->s[r].owned = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
     }
-    return KOILA_OK;
+    return how;
 }
 
 /* Emit node n of a loop (j) or of a whole stage (j == KOILA_NONE), then what its results owe: accumulators, pieces, frees. `number` is n's
@@ -712,13 +708,16 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     const uint32_t n_in = s->n_inputs, n_out = s->n_outputs;
     if (w->n_emitted + w->instrs.n > w->max_emitted) return KOILA_UNSUPPORTED;
     TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1)); /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
-    if (in_loop) KOILA_TRY(emit_inputs(w, n, j));
+    const use *const in = w->uses + w->span[n].in, *const in_end = in + n_in;
+    for (const use *u = in; in_loop && u < in_end; u++)
+        if (u->reads && !u->is_whole && !(u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE)) /* most of the time it is there */
+            KOILA_TRY(emit_input(w, n, (uint32_t)(u - in), j));
     for (uint32_t k = 0; k < s->n_writes; k++)
         if (steals(w, n, number, k)) run.steal |= (uint16_t)(1u << k);
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = first + o;
-        if (!exists(w, v)) continue;
-        const bool stolen = o >= s->n_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = o < s->n_fresh && alias;
+        if (s->outputs[o] == KOILA_NONE) continue;
+        const bool is_fresh = o < s->n_fresh, stolen = !is_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = is_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s[input_of(w, n, 0)].here)) {
             join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0), !stolen && w->splits[s->op]);
@@ -729,7 +728,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     }
     event(w, KOILA__RUN, n);
     emit(w, run);
-    for (const use *u = w->uses + w->span[n].in, *end = u + n_in; u < end; u++) { /* inputs that end here */
+    for (const use *u = in; u < in_end; u++) { /* inputs that end here */
         const koila_value v = u->value;
         if (w->last_use[v] != number || !u->reads || !w->s[v].here) continue; /* last_use knows only what is read */
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
@@ -738,8 +737,8 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = first + o;
         koila__event_kind how = free_event;
-        if (!exists(w, v)) continue;
-        if (in_loop) KOILA_TRY(emit_collect(w, v, number, j, &how));
+        if (s->outputs[o] == KOILA_NONE) continue;
+        if (in_loop && (w->made_whole[v] == j || w->use[v] != KOILA_NONE)) how = emit_collect(w, v, number, j); /* most owe nothing */
         if (w->last_use[v] != number) continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, how);
@@ -833,12 +832,13 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     find_demand(w, j, &lo, &hi, &out->work);
     if (is_too_much(w, out->work)) return KOILA_UNSUPPORTED;
     const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
-    const koila_node *order = w->stack;
+    const koila_node *const order = w->stack;
+    uint32_t *const last_use = w->last_use;
     for (uint32_t k = 0; k < n_order; k++) {
         const span at = w->span[order[k]];
         for (const use *u = w->uses + at.in, *end = w->uses + at.in_end; u < end; u++)
-            if (u->reads) w->last_use[u->value] = k;
-        for (koila_value v = at.out; v < at.out_end; v++) w->last_use[v] = k;
+            if (u->reads) last_use[u->value] = k;
+        for (koila_value v = at.out; v < at.out_end; v++) last_use[v] = k;
     }
     for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
     for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
