@@ -49,6 +49,12 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
     }
 }
 
+/* Rows of a slice of every axis as they are asked for. */
+static void rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++) rows[a] = o->rows < g->axes.at[a] ? o->rows : g->axes.at[a];
+}
+
 /* Does no number of slices fit the budget, whatever operators use inside? Fewer rows hold no more when no slice is ragged: what grows with the rows of a slice
  * shrinks, and what the slices before have left is made up of the same rows. */
 static bool never_fits(const koila__placed *p, const koila__schedule *s, const koila_plan_options *o, int64_t most_slices, int64_t *rows)
@@ -395,26 +401,36 @@ static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, 
     return KOILA_OK;
 }
 
-/* Nothing fits: the smallest peak of the most slices, for the caller to be told; of equals the first policy's. What keeps all comes last, for it can seldom win. */
-static koila_status choose_least(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t batch, uint32_t *chosen)
+/* In the slices that s->rows says: the smallest peak, of equals the first policy's. `moderate`: of those that do not cost much more than the first. What keeps all
+ * comes last when its work is known without its schedule: what it keeps alone is often too much. */
+static koila_status choose_least(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, bool moderate, uint32_t *chosen)
 {
-    if (n_policies > 1) koila__schedule_work(scheduler, candidates[0].keep);
-    const koila__kept kept = koila__scheduler_kept(scheduler);
+    double least_work = 0;
+    koila__kept kept = { 0 };
     *chosen = KOILA_NONE;
+    if (n_policies > 1 && koila__scheduler_n_loops(scheduler) > 1) {
+        least_work = koila__schedule_work(scheduler, candidates[0].keep);
+        kept = koila__scheduler_kept(scheduler);
+    }
     if (!kept.any) n_policies = 1; /* all policies are one */
-    rows_for(q->graph, batch > 2 ? batch : 2, s->rows);
-    for (uint32_t k = n_policies; k-- > 0;) {
+    const bool is_known = n_policies > 1 && kept.is_sure && !isinf(least_work);
+    if (!is_known) least_work = 0;
+    for (uint32_t i = 0; i < n_policies; i++) {
+        const uint32_t k = is_known ? (i + 1) % n_policies : i;
         candidate *c = &candidates[k];
-        if (k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
+        if (is_known && k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
+        if (moderate && k > 0 && least_work > 0) {
+            c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
+            if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
+        }
         KOILA_TRY(make_candidate(q, scheduler, c));
         if (c->state != CARRIED_OUT) continue;
+        if (!(least_work > 0)) least_work = c->schedule.work;
         const uint64_t peak = peak_of(s->placed, &c->schedule, q->options, s->rows, *chosen == KOILA_NONE ? 0 : s->peak);
-        if (*chosen == KOILA_NONE || peak <= s->peak) {
-            if (*chosen != KOILA_NONE) give_up(scheduler, &candidates[*chosen]);
-            *chosen = k;
-            s->peak = peak;
-        } else
-            give_up(scheduler, c);
+        const bool wins = *chosen == KOILA_NONE || peak < s->peak || (k == 0 && peak == s->peak);
+        if (wins && *chosen != KOILA_NONE) give_up(scheduler, &candidates[*chosen]);
+        if (!wins) give_up(scheduler, c);
+        else *chosen = k, s->peak = peak;
     }
     return *chosen == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
 }
@@ -424,28 +440,27 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
 {
     const koila_plan_options *o = q->options;
     const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(s->placed)] : 1;
-    const bool forced = o->rows > 0, frugal = is_frugal(o);
-    bool sorted = frugal;
+    const bool forced = o->rows > 0;
+    bool sorted = false;
     candidate *hopeless = NULL; /* of those that never fit the one that needs least: the others are given up at once */
     struct { /* where a policy last fitted by its sum, and was not accepted */
         int64_t n_slices;
         uint64_t peak;
         uint32_t k;
     } refused = { 0 };
-    if (!forced && koila__scheduler_results_bytes(scheduler) > o->budget_bytes) return choose_least(q, s, scheduler, candidates, n_policies, batch, chosen);
+    if (is_frugal(o) || (!forced && koila__scheduler_results_bytes(scheduler) > o->budget_bytes)) { /* nothing will fit: only the peak is left to be told */
+        if (forced) rows_as_forced(q->graph, o, s->rows);
+        else rows_for(q->graph, batch > 2 ? batch : 2, s->rows);
+        return choose_least(q, s, scheduler, candidates, n_policies, forced, chosen);
+    }
     for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
         const bool last = forced || n_slices >= batch;
         uint32_t best = KOILA_NONE;
-        double least_work = 0;
         uint64_t least_peak = 0;
         uint32_t n_carried_out = 0, n_hopeless = 0;
         for (uint32_t k = 0; k < n_policies; k++) {
             candidate *c = &candidates[k];
             if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
-            if (frugal && best != KOILA_NONE) {
-                c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
-                if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
-            }
             const bool is_new = c->state == UNTRIED;
             KOILA_TRY(make_candidate(q, scheduler, c));
             if (c->state != CARRIED_OUT) continue;
@@ -455,15 +470,12 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
                 n_hopeless++;
                 continue;
             }
-            if (forced)
-                for (uint32_t i = 0; i < q->graph->axes.n; i++) s->rows[i] = o->rows < q->graph->axes.at[i] ? o->rows : q->graph->axes.at[i];
-            else
-                rows_for(q->graph, n_slices, s->rows);
+            if (forced) rows_as_forced(q->graph, o, s->rows);
+            else rows_for(q->graph, n_slices, s->rows);
             const uint64_t peak = c->never_fits ? c->last_peak : peak_of(s->placed, &c->schedule, o, s->rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
             uint32_t lost = k;
-            if (best == KOILA_NONE) least_work = c->schedule.work;
             if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
-            if (peak <= o->budget_bytes && !frugal) {
+            if (peak <= o->budget_bytes) {
                 s->accepted = accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak);
                 s->peak = peak;
                 *chosen = k;

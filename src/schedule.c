@@ -1112,51 +1112,58 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
     return sum;
 }
 
-/* What kept v holds in all slices; at least: nothing when it may share its storage. */
+koila__kept koila__scheduler_kept(const koila__scheduler *w) { return w->work_kept; }
+
+/* What kept v holds in all slices; nothing when it may share its storage. */
 static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
 {
     const koila_node n = producer(w, v);
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
-koila__kept koila__scheduler_kept(const koila__scheduler *w) { return w->work_kept; }
+/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each result. */
+static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted, uint64_t *n_kept_bytes)
+{
+    uint32_t lo, hi;
+    find_demand(w, j, &lo, &hi, work);
+    for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
+        for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
+            const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
+            *n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
+            for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end; v++) {
+                if (w->kept[v] || !keeps(w, v, j)) continue;
+                keep_until_next(w, v, j);
+                w->work_kept.any = true;
+                w->work_kept.is_sure &= kept_bytes(w, v) > 0;
+                *n_kept_bytes += kept_bytes(w, v);
+            }
+        }
+        w->order_bits[k] = 0;
+    }
+    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
+        next = w->kept_next[v];
+        w->kept[v] = false;
+        if (keeps(w, v, j)) keep_until_next(w, v, j);
+        else *n_kept_bytes -= kept_bytes(w, v);
+    }
+    if (*n_kept_bytes > w->work_kept.n_bytes) w->work_kept.n_bytes = *n_kept_bytes;
+}
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 {
     double work = 0;
-    uint64_t n_emitted = 0; /* at least: each run, and the end of each result */
-    uint64_t n_kept_bytes = 0;
+    uint64_t n_emitted = 0, n_kept_bytes = 0;
     w->keep = keep;
-    w->work_kept = (koila__kept){ 0 };
+    w->work_kept = (koila__kept){ .is_sure = true };
     forget_demand(w);
     const uint64_t most = max_emitted(w);
-    for (uint32_t level = 0; level < w->n_levels; level++)
+    for (uint32_t level = 0, j = 0; level < w->n_levels; level++) { /* in the order of make_stages(): sums of doubles depend on it */
         for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += work_of(w, n);
-    for (uint32_t j = 0; j < w->n_loops; j++) { /* as emit_loop(), but for what is emitted */
-        uint32_t lo, hi;
-        find_demand(w, j, &lo, &hi, &work);
-        if (is_too_much(w, work)) break;
-        for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
-            for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
-                const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-                n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
-                for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end; v++) {
-                    if (w->kept[v] || !keeps(w, v, j)) continue;
-                    keep_until_next(w, v, j);
-                    n_kept_bytes += kept_bytes(w, v);
-                    w->work_kept.any = true;
-                }
-            }
-            w->order_bits[k] = 0;
+        for (; j < w->n_loops && w->loops[j].level == level; j++) {
+            work_of_loop(w, j, &work, &n_emitted, &n_kept_bytes);
+            if (is_too_much(w, work)) return work;
+            if (n_emitted > most) return INFINITY;
         }
-        if (n_emitted > most) return INFINITY;
-        for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
-            next = w->kept_next[v];
-            w->kept[v] = false;
-            if (keeps(w, v, j)) keep_until_next(w, v, j);
-            else n_kept_bytes -= kept_bytes(w, v);
-        }
-        if (n_kept_bytes > w->work_kept.n_bytes) w->work_kept.n_bytes = n_kept_bytes;
     }
     return work;
 }

@@ -73,10 +73,11 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w);
 /* The work of the policy's schedule, without making it: some times cheaper. A little less when an expensive result is part of another one's storage; above
  * keep.max_work (0: none) only that it is above. INFINITY when it would surely run more than it may. */
 double koila__schedule_work(koila__scheduler *w, koila__keep keep);
-/* Of the policy whose work was asked for last: is any value kept, and how many bytes of them are there at once, at least, whatever the number of slices? */
+/* What the policy keeps whose work was asked for last. */
 typedef struct koila__kept {
     bool any;
-    uint64_t n_bytes;
+    bool is_sure;     /* nothing kept may share storage: then the work told is exactly that of the schedule */
+    uint64_t n_bytes; /* there at once, at least, whatever the number of slices */
 } koila__kept;
 koila__kept koila__scheduler_kept(const koila__scheduler *w);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
