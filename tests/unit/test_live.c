@@ -41,12 +41,16 @@ TEST(live__the_largest_values_at_the_peak_add_up_to_it)
         for (int64_t rows = 1; rows < 4; rows++) {
             int64_t of_axis[2];
             for (uint32_t a = 0; a < m.r.g->axes.n; a++) of_axis[a] = rows < m.r.g->axes.at[a] ? rows : m.r.g->axes.at[a];
-            const koila__live_options o = { .rows = of_axis };
             uint64_t *stage = calloc(m.s.n_stages + 1, sizeof *stage), bytes[RG_MAX_VALUES], sum = 0;
             koila_value values[RG_MAX_VALUES];
+            koila__live_top top = { .cap = RG_MAX_VALUES, .value = values, .bytes = bytes };
+            koila__live_options o = { .rows = of_axis };
             const koila__live live = koila__live_simulate(m.p, &m.s, &o, stage, NULL, NULL);
-            const uint32_t n = koila__live_at_peak(m.p, &m.s, &o, live.peak_bytes, NULL, values, bytes, RG_MAX_VALUES);
-            for (uint32_t i = 0; i < n; i++) {
+            top.at_bytes = live.peak_bytes;
+            o.top = &top;
+            const koila__live again = koila__live_simulate(m.p, &m.s, &o, stage, NULL, NULL); /* looking changes nothing */
+            CHECK(again.peak_bytes == live.peak_bytes && again.peak_stage == live.peak_stage && again.peak_node == live.peak_node);
+            for (uint32_t i = 0; i < top.n; i++) {
                 CHECK(i == 0 || bytes[i] <= bytes[i - 1]);
                 sum += bytes[i];
             }

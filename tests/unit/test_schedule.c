@@ -291,7 +291,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
 {
     static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true }, { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true },
                                          { .horizon = 0, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
-    uint32_t n_exact = 0, n_many = 0;
+    uint32_t n_exact = 0, n_many = 0, n_kept = 0, n_tight = 0;
     for (uint64_t seed = 1; seed <= 150; seed++) {
         random_graph r;
         if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK) abort();
@@ -319,9 +319,19 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
             const double before = koila__schedule_work(w, keeps[k]);
             CHECK(before <= again.work * (1 + 1e-12));
             n_exact += before >= again.work * (1 - 1e-12);
+            const koila__kept kept = koila__scheduler_kept(w);
+            CHECK(!kept.is_sure || before == again.work);
+            CHECK(kept.any == (again.n_keeps > 0) || !kept.is_sure);
+            n_kept += kept.n_bytes > 0;
             if (keeps[k].horizon == UINT32_MAX) least = again.work;
             CHECK(again.work >= least * (1 - 1e-12)); /* keeping all is the least work */
             n_many += again.work > least * 1.2;
+            for (int64_t rows = 1; rows < 5; rows += 3) { /* what is known before holds whatever the number of slices, and often it is all there is */
+                const int64_t of_axis[2] = { rows < r.extent[0] ? rows : r.extent[0], rows < r.extent[1] ? rows : r.extent[1] };
+                const uint64_t peak = koila__live_simulate(p, &again, &(koila__live_options){ .rows = of_axis }, NULL, NULL, NULL).peak_bytes;
+                CHECK(kept.n_bytes <= peak && koila__scheduler_results_bytes(w) <= peak);
+                n_tight += peak > 0 && koila__scheduler_results_bytes(w) == peak;
+            }
             koila__keep less = keeps[k];
             less.max_work = again.work / 2;
             koila__schedule none = { .n_stages = 77 };
@@ -334,4 +344,34 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
         rg_deinit(&r);
     }
     CHECK(n_exact > 400 && n_many > 50);
+    CHECK(n_kept > 50 && n_tight > 20);
+}
+
+TEST(schedule__what_whole_needs_is_known_before_it_is_placed)
+{
+    uint32_t n_exact = 0, n_written = 0;
+    for (uint64_t seed = 1; seed <= 600; seed++) {
+        random_graph r;
+        koila__placed *p = NULL;
+        koila__schedule s;
+        koila_value targets[RG_MAX_VALUES];
+        uint64_t at_least = 0;
+        int64_t rows[2];
+        bool writes = false;
+        if (rg_init(&r, NULL, seed, NULL, 0, seed % 2 ? 10 : 40) != KOILA_OK || koila__place_whole(r.g, r.targets, r.n_targets, NULL, &p, NULL) != KOILA_OK) abort();
+        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+        for (uint32_t a = 0; a < r.g->axes.n; a++) rows[a] = r.g->axes.at[a];
+        for (uint32_t n = 0; n < r.g->nodes.n; n++) writes |= koila__node_sig(r.g, n)->n_writes > 0;
+        CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets, (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL), KOILA_OK);
+        CHECK_EQ(koila__schedule_whole_bytes(r.g, r.targets, r.n_targets, NULL, &at_least), KOILA_OK);
+        const uint64_t peak = koila__live_simulate(p, &s, &(koila__live_options){ .rows = rows }, NULL, NULL, NULL).peak_bytes;
+        CHECK(at_least <= peak);
+        CHECK(writes || at_least == peak);
+        n_exact += peak > 0 && !writes;
+        n_written += writes && at_least > 0;
+        koila__schedule_deinit(&s);
+        koila__placed_free(p);
+        rg_deinit(&r);
+    }
+    CHECK(n_exact > 20 && n_written > 100);
 }
