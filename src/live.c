@@ -132,7 +132,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0;
-        const uint64_t changed = change(w, e, rows, batch, first, &inside);
+        const uint64_t changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL : change(w, e, rows, batch, first, &inside);
         const bool runs = e->kind == KOILA__RUN;
         if (!runs) put(w, v, changed);
         any_given_up |= e->kind == KOILA__KEPT_FREE;

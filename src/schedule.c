@@ -525,7 +525,7 @@ static uint32_t next_use(const work_state *w, koila_value v, uint32_t j) { retur
 /* Is v worth keeping after loop j? */
 static bool keeps(const work_state *w, koila_value v, uint32_t j)
 {
-    if (w->use[v] == KOILA_NONE) return false;
+    if (w->use[v] == KOILA_NONE || !(w->keep.horizon | w->keep.spacing)) return false;
     const uint32_t u = next_use(w, v, j);
     if (u == KOILA_NONE) return false;
     if (u - j <= w->keep.horizon) return true;
@@ -965,12 +965,13 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     return is_too_much(w, s->work) ? KOILA_UNSUPPORTED : KOILA_OK; /* the last stages may be whole ones */
 }
 
-/* Everything of fixed size, zeroed but for chains, which are empty. */
+/* Everything of fixed size, zeroed but for chains, which are empty, and what forget_demand() and forget_emission() set before anybody looks. */
 static koila_status make_arrays(work_state *w)
 {
     const uint32_t N = w->n_nodes + 1, V = w->n_values + 1, I = w->g->inputs.n + 1;
 #define MAKE_IN(arena, field, n) TRY_ALLOC(w->field = koila__arena_array(&w->arena, (n), sizeof *w->field))
 #define MAKE(field, n) MAKE_IN(tmp, field, n)
+#define MAKE_UNSET(field, n) TRY_ALLOC(w->field = koila__arena_room(&w->tmp, (size_t)(n) * sizeof *w->field))
 #define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until prepare() is done */
     MAKE(needed, N);
     MAKE_FOR_PREPARE(level, N);
@@ -981,29 +982,29 @@ static koila_status make_arrays(work_state *w)
     MAKE(made_whole, V);
     MAKE(span, N);
     MAKE(uses, I);
-    MAKE(first_use, V);
+    MAKE_UNSET(first_use, V);
     MAKE(is_viewed, N);
     MAKE(is_mere_view, N);
     MAKE(aliases, N);
     MAKE(home, N);
     MAKE_FOR_PREPARE(exec, N);
-    MAKE(use, V);
-    MAKE(kept, V);
+    MAKE_UNSET(use, V);
+    MAKE_UNSET(kept, V);
     MAKE(kept_next, V);
-    MAKE(given_up, V);
-    MAKE(in_loop, N);
-    MAKE(order_bits, N / 64 + 1);
+    MAKE_UNSET(given_up, V);
+    MAKE_UNSET(in_loop, N);
+    MAKE_UNSET(order_bits, N / 64 + 1);
     MAKE(stack, N);
     MAKE(mark, N);
     MAKE(whole_next, N);
     MAKE(target_next, V);
     MAKE(ending_next, V);
-    MAKE(last_use, V);
+    MAKE_UNSET(last_use, V);
     MAKE_FOR_PREPARE(last_run, N);
-    MAKE(sliced, V);
+    MAKE_UNSET(sliced, V);
     MAKE(whole_last, V);
-    MAKE(whole, V);
-    MAKE(slice, V);
+    MAKE_UNSET(whole, V);
+    MAKE_UNSET(slice, V);
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
     memset(w->exec, 0xff, N * sizeof *w->exec);
     memset(w->use, 0xff, V * sizeof *w->use);
