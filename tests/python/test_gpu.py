@@ -410,7 +410,7 @@ WORKER = """
 import json, sys, torch, koila
 from koila import lazy
 sys.path.insert(0, {here!r})
-from test_cuda import big_model, big_batch, big_loss, by_hand, MIB
+from test_gpu import big_model, big_batch, big_loss, by_hand, MIB
 mode, kind, fraction = sys.argv[1], sys.argv[2], float(sys.argv[3])
 model, (x, y) = big_model(torch.float64), big_batch(1024, torch.float64)
 big_loss(model, x[:2], y[:2]).backward()
