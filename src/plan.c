@@ -181,9 +181,10 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
     enum { N_LARGEST = 32 };
     koila_value values[N_LARGEST];
     uint64_t bytes[N_LARGEST];
-    koila__live_top top = { .at_bytes = peak_of(p->placed, &p->schedule, o, p->rows, 0), .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes };
-    const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user, .top = &top };
-    const bool fits = top.at_bytes <= o->budget_bytes;
+    const uint64_t peak = peak_of(p->placed, &p->schedule, o, p->rows, 0);
+    const bool fits = peak <= o->budget_bytes;
+    koila__live_top top = { .at_bytes = peak, .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes };
+    const koila__live_options live = { .rows = p->rows, .workspace = o->workspace, .user = o->user, .top = &top, .limit = fits ? 0 : peak - 1 };
     uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
     if (!peaks) return KOILA_NO_MEMORY;
     if (fits) {
@@ -191,7 +192,7 @@ static koila_status describe(koila_plan *p, const koila_plan_options *o)
         KOILA_TRY(make_curve(p));
     }
     const koila__live result = koila__live_simulate(p->placed, &p->schedule, &live, peaks, fits ? fill_curve : NULL, p);
-    koila_assert(result.peak_bytes == top.at_bytes);
+    koila_assert(result.peak_bytes == peak);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++) p->schedule.stages[k].stage.peak_bytes = peaks[k];
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
@@ -419,9 +420,10 @@ static koila_status choose_least(planning *q, sliced *s, koila__scheduler *sched
         const uint32_t k = is_known ? (i + 1) % n_policies : i;
         candidate *c = &candidates[k];
         if (is_known && k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
-        if (moderate && k > 0 && least_work > 0) {
-            c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
-            if (k + 1 == n_policies && koila__schedule_work(scheduler, c->keep) > c->keep.max_work) continue;
+        if (moderate && k > 0 && least_work > 0) c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
+        if (k > 0 && *chosen != KOILA_NONE) { /* seen before a long list is written */
+            const double work = koila__schedule_work(scheduler, c->keep);
+            if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work) || koila__scheduler_kept(scheduler).n_bytes > s->peak) continue;
         }
         KOILA_TRY(make_candidate(q, scheduler, c));
         if (c->state != CARRIED_OUT) continue;

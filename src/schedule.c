@@ -1122,8 +1122,8 @@ static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
-/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each result. */
-static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted, uint64_t *n_kept_bytes)
+/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each result. *n_held: bytes of pieces and results. */
+static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted, uint64_t *n_held)
 {
     uint32_t lo, hi;
     find_demand(w, j, &lo, &hi, work);
@@ -1136,7 +1136,7 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
                 keep_until_next(w, v, j);
                 w->work_kept.any = true;
                 w->work_kept.is_sure &= kept_bytes(w, v) > 0;
-                *n_kept_bytes += kept_bytes(w, v);
+                *n_held += kept_bytes(w, v);
             }
         }
         w->order_bits[k] = 0;
@@ -1145,15 +1145,17 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
         next = w->kept_next[v];
         w->kept[v] = false;
         if (keeps(w, v, j)) keep_until_next(w, v, j);
-        else *n_kept_bytes -= kept_bytes(w, v);
+        else *n_held -= kept_bytes(w, v);
     }
-    if (*n_kept_bytes > w->work_kept.n_bytes) w->work_kept.n_bytes = *n_kept_bytes;
+    for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
+        if (w->is_result[v] && w->use[v] == KOILA_NONE) *n_held += koila__value_meta(w->g, v)->n_bytes; /* a piece's storage may become the whole value */
+    if (*n_held > w->work_kept.n_bytes) w->work_kept.n_bytes = *n_held;
 }
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
 {
     double work = 0;
-    uint64_t n_emitted = 0, n_kept_bytes = 0;
+    uint64_t n_emitted = 0, n_held = 0;
     w->keep = keep;
     w->work_kept = (koila__kept){ .is_sure = true };
     forget_demand(w);
@@ -1161,7 +1163,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     for (uint32_t level = 0, j = 0; level < w->n_levels; level++) { /* in the order of make_stages(): sums of doubles depend on it */
         for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += work_of(w, n);
         for (; j < w->n_loops && w->loops[j].level == level; j++) {
-            work_of_loop(w, j, &work, &n_emitted, &n_kept_bytes);
+            work_of_loop(w, j, &work, &n_emitted, &n_held);
             if (is_too_much(w, work)) return work;
             if (n_emitted > most) return INFINITY;
         }

@@ -77,7 +77,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep);
 typedef struct koila__kept {
     bool any;
     bool is_sure;     /* nothing kept may share storage: then the work told is exactly that of the schedule */
-    uint64_t n_bytes; /* there at once, at least, whatever the number of slices */
+    uint64_t n_bytes; /* kept, and in results, at once, at least, whatever the number of slices: no schedule of the policy has a lower peak */
 } koila__kept;
 koila__kept koila__scheduler_kept(const koila__scheduler *w);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the policy would run more than it may, or one operator needs a
