@@ -3,6 +3,8 @@
  * A policy is only scheduled when it may win: their work is known before, and the cheapest that fits needs no rival. Keeping all is the least work, for what
  * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs. All this is done twice where something is
  * gathered: what comes after it may stay whole, or be sliced again (Note [After a gather] in place.c).
+ * What cannot fit is not made to see it: the whole step when a count of its bytes (koila__schedule_whole_bytes) is above the budget; slices when the results
+ * alone are, which leaves the smallest peak to be told; a policy that holds more between two loops than the best one needs at its peak.
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always right.
  * Where the sum of live bytes is not the whole truth (a caching allocator) somebody else decides about what fits by its sum: options.accepts.
  * Schedules do not depend on the number of rows, so each is made once. */
