@@ -110,6 +110,7 @@ struct koila__scheduler {
     uint32_t *natural;     /* [node] loop of its level and axis; KOILA_NONE outside loops */
     sig_cost *cost;        /* [signature]: calls repeat, each is looked at once */
     bool *is_expensive;    /* [node] its results are worth keeping */
+    bool *is_keepable;     /* [value] */
     bool *is_result;       /* [value] final target */
     bool *is_barrier;      /* [value] made whole for somebody */
     uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
@@ -377,11 +378,14 @@ static bool runs_in(const work_state *w, koila_node n, uint32_t j)
     return false;
 }
 
-static bool keepable(const work_state *w, koila_value v)
+/* What may be kept at all: values of operators worth it that are cut into slices. */
+static void find_keepable(work_state *w)
 {
-    const koila_node n = producer(w, v);
-    if (n == KOILA_NONE || !exists(w, v) || !w->is_expensive[n] || w->p->value[v].kind != KOILA_S) return false;
-    return !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+    for (uint32_t v = 0; v < w->n_values; v++) {
+        const koila_node n = producer(w, v);
+        w->is_keepable[v] = n != KOILA_NONE && w->is_expensive[n] && exists(w, v) && w->p->value[v].kind == KOILA_S &&
+                            !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+    }
 }
 
 /* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is the home of a consumer. */
@@ -424,7 +428,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
         }
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
             if (!u->local || sliced_in(w, u->value, j)) continue;
-            if (w->home[u->from] < j && keepable(w, u->value)) continue;
+            if (w->home[u->from] < j && w->is_keepable[u->value]) continue;
             VISIT(u->from);
         }
     }
@@ -513,7 +517,7 @@ static koila_status find_exec(work_state *w)
         for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
             if (!exists(w, v)) continue;
             if (w->made_whole[v] != KOILA_NONE) add_loop(w, &w->exec[n], w->made_whole[v]);
-            add_uses(w, v, keepable(w, v) ? &w->use[v] : &w->exec[n]);
+            add_uses(w, v, w->is_keepable[v] ? &w->use[v] : &w->exec[n]);
         }
     }
     return w->no_memory ? KOILA_NO_MEMORY : KOILA_OK;
@@ -977,6 +981,7 @@ static koila_status make_arrays(work_state *w)
     MAKE_FOR_PREPARE(level, N);
     MAKE_FOR_PREPARE(natural, N);
     MAKE(is_expensive, N);
+    MAKE_FOR_PREPARE(is_keepable, V);
     MAKE(is_result, V);
     MAKE_FOR_PREPARE(is_barrier, V);
     MAKE(made_whole, V);
@@ -1044,13 +1049,14 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     for (uint32_t op = 0; op < t->ops.n; op++) w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
+    find_keepable(w);
     KOILA_TRY(find_levels(w));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
     koila__arena_empty(&w->spare); /* what only was needed to get here: the first schedule is made in it */
     w->level = w->natural = w->exec = w->last_run = NULL;
-    w->is_barrier = NULL;
+    w->is_barrier = w->is_keepable = NULL;
     return KOILA_OK;
 }
 
