@@ -423,9 +423,10 @@ static koila_status choose_least(planning *q, sliced *s, koila__scheduler *sched
         candidate *c = &candidates[k];
         if (is_known && k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
         if (moderate && k > 0 && least_work > 0) c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
-        if (k > 0 && *chosen != KOILA_NONE) { /* seen before a long list is written */
+        if (k > 0 && (*chosen != KOILA_NONE || k + 1 == n_policies)) { /* seen before a long list is written */
             const double work = koila__schedule_work(scheduler, c->keep);
-            if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work) || koila__scheduler_kept(scheduler).n_bytes > s->peak) continue;
+            if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work)) continue;
+            if (*chosen != KOILA_NONE && koila__scheduler_kept(scheduler).n_bytes > s->peak) continue;
         }
         KOILA_TRY(make_candidate(q, scheduler, c));
         if (c->state != CARRIED_OUT) continue;
