@@ -216,6 +216,31 @@ TEST(schedule__checkpoints_hold_less_than_everything_and_run_less_than_all_again
     rg_deinit(&r);
 }
 
+TEST(schedule__what_a_policy_holds_between_loops_is_known_before_it_is_scheduled)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 10, .spacing = 8, .cheap = true }, { .horizon = 0, .cheap = true } };
+    random_graph r;
+    koila_value g;
+    koila__scheduler *w = NULL;
+    deep(&r, 32, &g);
+    for (size_t k = 0; k < KOILA_COUNT(keeps); k++) {
+        made m = schedule(&r, keeps[k]);
+        koila_value targets[RG_MAX_VALUES];
+        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = m.p->lowered[r.targets[i]];
+        CHECK_EQ(koila__scheduler_new(&w, m.p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
+        CHECK(koila__schedule_work(w, keeps[k]) == m.s.work);
+        const koila__kept kept = koila__scheduler_kept(w);
+        CHECK(kept.is_sure && kept.any == (keeps[k].horizon > 0));
+        for (int64_t rows = 1; rows <= 32; rows *= 32) {
+            const uint64_t peak = koila__live_simulate(m.p, &m.s, &(koila__live_options){ .rows = &rows }, NULL, NULL, NULL).peak_bytes;
+            CHECK(kept.n_bytes <= peak && (rows > 1 || kept.n_bytes > peak / 3 * 2)); /* with one row a slice that is most of it */
+        }
+        koila__scheduler_free(w);
+        unmake(&m);
+    }
+    rg_deinit(&r);
+}
+
 TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
 {
     static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 1, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
