@@ -111,6 +111,13 @@ void koila__arena_empty(koila__arena *a)
     a->last = NULL;
 }
 
+void koila__arena_pass_on(koila__arena *from, koila__arena *to)
+{
+    koila_assert(!to->free);
+    to->free = from->free;
+    from->free = NULL;
+}
+
 void koila__arena_deinit(koila__arena *a)
 {
     koila__arena_empty(a);

@@ -44,6 +44,8 @@ koila__mark koila__arena_mark(const koila__arena *a);
 void koila__arena_rewind(koila__arena *a, koila__mark m);
 /* Everything is given back at once, but the chunks stay, so that the next user finds memory that the host has paged in. */
 void koila__arena_empty(koila__arena *a);
+/* The chunks of `from` that nobody uses serve `to`, which has none such. */
+void koila__arena_pass_on(koila__arena *from, koila__arena *to);
 void koila__arena_deinit(koila__arena *a);
 
 #endif

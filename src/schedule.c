@@ -1190,6 +1190,7 @@ koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__
         koila__schedule_recycle(w, &s);
         return failed(status, err);
     }
+    koila__arena_pass_on(&s.arena, &w->spare);
     *out = s;
     return KOILA_OK;
 }
