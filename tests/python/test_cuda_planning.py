@@ -94,6 +94,24 @@ def test_what_fits_runs_whole_and_says_what_was_predicted(case, monkeypatch):
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
+def test_the_gpu_that_is_here_can_be_planned_for_by_name(case, monkeypatch):
+    """Its memory is the card's, less what others than torch's allocator have taken."""
+    model, x = case
+    gpu = Gpu(monkeypatch, free=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.memory_stats()["reserved_bytes.all.current"])
+    reserved = gpu.memory_stats()["reserved_bytes.all.current"]
+
+    def planned(free, device):
+        gpu.free = free
+        return koila.plan(lambda x: model(x).square().mean(), x, device=device).prediction
+
+    roomy, tight = planned(gpu.total - reserved, "cuda"), planned(gpu.total - reserved - (15 << 30), torch.device("cuda:0"))
+    assert roomy["device"] == "Fake GPU" and roomy["fits"]
+    assert roomy["spare_bytes"] - tight["spare_bytes"] == 15 << 30
+
+
 def test_free_bytes_in_pieces_are_cut_for_and_gradients_stay(case, monkeypatch):
     """60 holes of 3 MiB: 180 MiB are free, which the sum of live bytes says is far more than enough."""
     model, x = case
