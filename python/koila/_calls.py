@@ -21,6 +21,13 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1]).copy_(t)
 
 
+def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
+    """`t`, whatever its sizes, dense in memory with its dimensions in the order of `meta`'s strides: itself when it is, else a copy."""
+    dims = sorted(range(t.dim()), key=lambda d: (-meta[3][d], d))
+    dense = torch.empty_permuted(t.size(), dims, dtype=t.dtype, device=t.device)
+    return t if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride())) else dense.copy_(t)
+
+
 def clone_exactly(t: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, also where they overlap."""
     n = 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
