@@ -32,6 +32,14 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     return before;
 }
 
+static PyObject *py_held_fits(PyObject *self, PyObject *call)
+{
+    (void)self;
+    const char *text = PyUnicode_AsUTF8(call);
+    if (!text || koila__held_fits(text) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
 {
     (void)self, (void)ignored;
@@ -363,6 +371,7 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 
 static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "held_fits", py_held_fits, METH_O, "held_fits(call): OutOfMemory when torch holds more than the budget already." },
     { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },

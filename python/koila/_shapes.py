@@ -96,6 +96,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return value_dependent  # the shape function's own fault, or what it cannot describe: a nested result
         except Exception as real:
             error = real
+        if "allocate memory" in str(error):
+            _core.held_fits(str(func))
         raise error.with_traceback(None) from None
     _dtype_error(func, args, kwargs)
     if _unlike(func, args, kwargs):
