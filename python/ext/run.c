@@ -319,6 +319,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(koila__last.c);
             koila__last.c = c;
             koila__last.n_made++;
+            Py_XSETREF(koila__last.early, t->early ? PyList_AsTuple(t->early) : NULL);
+            if (PyErr_Occurred()) PyErr_Clear();
             koila__last.base_bytes = 0;
             koila__last.measured = false;
             koila__last.retries = 0;
@@ -390,6 +392,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(koila__last.c);
             koila__last.c = c;
             koila__last.n_made++;
+            Py_XSETREF(koila__last.early, t->early ? PyList_AsTuple(t->early) : NULL);
+            if (PyErr_Occurred()) PyErr_Clear();
             koila__last.base_bytes = room.gpu < 0 ? base : room.held;
             koila__last.measured = measured && koila__truth_ok();
             koila__last.measured_peak_bytes = peak;
