@@ -4,6 +4,7 @@
 
 The step is a training step of a tiny transformer on the CPU, one thread. Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
 torch.profiler. Ratios compare; microseconds are this machine's. Nothing here asserts: bounds that CI can hold are instruction counts.
+`--only gpu`: a step of GPT-2 small's size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
 """
 import argparse
 import contextlib
@@ -211,6 +212,102 @@ def report_costs(rounds):
     del heap
 
 
+class Gpt(torch.nn.Module):
+    """GPT-2's shape: small is width 768, 12 heads, 12 layers, 50257 words."""
+
+    def __init__(self, width, heads, layers, words, context):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(words, width), torch.nn.Embedding(context, width)
+        block = dict(dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(width, heads, **block) for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        n = ids.shape[1]
+        hidden = self.words(ids) + self.places.weight[:n]
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(n, device=ids.device)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(self.norm(hidden))
+
+
+def gpu_costs(rounds):
+    if not torch.cuda.is_available():
+        return row("a step on a GPU", "no GPU")
+
+    def wall(f, n):
+        torch.cuda.synchronize()
+        t = time.perf_counter()
+        for _ in range(n):
+            f()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - t) / n
+
+    @contextlib.contextmanager
+    def history():
+        torch.cuda.memory._record_memory_history()
+        try:
+            yield
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+
+    def profiler():
+        from torch.profiler import ProfilerActivity, profile
+
+        return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True)
+
+    for title, sizes, batch, n in (("GPT-2 small", (768, 12, 12, 50257, 512), 8, 5), ("tiny", (64, 4, 2, 100, 16), 8, 50)):
+        torch.manual_seed(0)
+        model = Gpt(*sizes).cuda()
+        ids = torch.randint(0, sizes[3], (batch, sizes[4] + 1), device="cuda")
+        opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(model=model, ids=ids, opt=opt):
+            opt.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(ids[:, :-1])
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            opt.step()
+
+        every = (step, *model.modules())
+        arms = {
+            "koila.memlab, the step and every forward": lambda every=every: LineProfiler(*every),
+            '  the same, stats="hook"': lambda every=every: LineProfiler(*every, stats="hook"),
+            "koila.memlab, the step": lambda step=step: LineProfiler(step),
+            "torch.cuda.memory._record_memory_history": history,
+            "torch.profiler, memory": profiler,
+        }
+        if importlib.util.find_spec("pytorch_memlab"):
+            with contextlib.suppress(Exception):
+                from pytorch_memlab import LineProfiler as Old
+
+                arms["pytorch_memlab, the step and every forward"] = lambda Old=Old, model=model, step=step: Old(step, *{type(m).forward for m in model.modules()})
+        wall(step, n)
+        base, best = {k: [] for k in arms}, {k: [] for k in arms}
+        for _ in range(rounds):
+            for name, arm in list(arms.items()):
+                memlab.stop()
+                base[name].append(wall(step, n))
+                try:
+                    with arm():
+                        step()  # what the first step costs once is not a step's cost
+                        best[name].append(wall(step, n if "pytorch_memlab" not in name else 2))
+                except Exception as error:
+                    row(name, "failed", f"{type(error).__name__}: {error}"[:90])
+                    best[name] = None
+                    del arms[name]
+        row(f"{title} on {torch.cuda.get_device_name()}", f"{min(map(min, base.values())) * 1e3:.3f} ms", "a step without a profiler")
+        for name, times in best.items():
+            if times:
+                row(f"  {name}", f"{min(times) / min(base[name]):.4f}x", f"+{(min(times) - min(base[name])) * 1e6:.0f} us")
+        del model, opt, step, every, arms
+        gc.collect()
+        torch.cuda.empty_cache()
+    memlab.backend()
+
+
 def import_cost(rounds):
     import subprocess
 
@@ -225,7 +322,7 @@ def main():
     parser.add_argument("--only", default="step,line,hook,report,import")
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, lines by {memlab_way()}")
-    for name, f in dict(step=step_costs, line=line_costs, hook=hook_costs, report=report_costs).items():
+    for name, f in dict(step=step_costs, line=line_costs, hook=hook_costs, report=report_costs, gpu=gpu_costs).items():
         if name in args.only.split(","):
             f(args.rounds)
     if "import" in args.only:

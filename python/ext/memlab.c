@@ -206,9 +206,10 @@ static void listen_to_accelerators(void)
     koila__memlab_lines.poll = koila__memlab_is_hooked(1) ? NULL : poll_unhooked;
 }
 
-/* cudaMallocAsync and pluggable allocators do not go through the hook. */
+/* cudaMallocAsync, pluggable allocators and one whose caching is off do not go through the hook. */
 static bool uses_native_allocator(void)
 {
+    if (getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") || getenv("PYTORCH_NO_HIP_MEMORY_CACHING")) return false;
     PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
     PyObject *module = torch ? PyObject_GetAttrString(torch, accelerator) : NULL;
     PyObject *memory = module ? PyObject_GetAttrString(module, "memory") : NULL;

@@ -3,7 +3,7 @@
  * Timeline is equivalent to:
  *     class Timeline:                                     # one records at a time
  *         def __init__(self, device, limit): ...          # device: 0 the CPU, 1 + i accelerator i; limit: events
- *         def begin(self, module_class) / end(self)       # end() solves; after it:
+ *         def begin(self, module_class, held) / end(self) # held: [(address, bytes)] of an accelerator's live blocks. end() solves; after it:
  *         start, peak, end, n_events, n_lost: int
  *         def at_peak(self) -> [(address, bytes, (file, line) or None, module address, ns since the beginning, still there)]
  *         def events(self) -> [(address, +-bytes, (file, line) or None, ns since the beginning)]
@@ -76,11 +76,18 @@ static void stop_recording(timeline *t)
     koila__memlab_note_modules(NULL);
     t->running = false;
 }
-static PyObject *timeline_begin(timeline *t, PyObject *module_class)
+static PyObject *timeline_begin(timeline *t, PyObject *args)
 {
+    PyObject *module_class, *held;
+    if (!PyArg_ParseTuple(args, "OO!:begin", &module_class, &PyList_Type, &held)) return NULL;
     if (recording || t->solved || t->running) return PyErr_Format(PyExc_RuntimeError, "timeline: %s", recording ? "another one is recording" : "this one is over");
-    koila__memlab_note_modules(module_class == Py_None ? NULL : module_class);
     if (t->device == 0) koila__truth_each(add_first, t);
+    for (Py_ssize_t i = 0; t->device && i < PyList_GET_SIZE(held); i++) {
+        unsigned long long p, n;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(held, i), "KK", &p, &n)) return NULL;
+        koila__history_add(&t->history, 0, (const void *)(uintptr_t)p, (int64_t)n, 0);
+    }
+    koila__memlab_note_modules(module_class == Py_None ? NULL : module_class);
     koila__history_begin(&t->history);
     pthread_rwlock_wrlock(&in_use);
     recording = &t->history;
@@ -235,7 +242,7 @@ static PyObject *timeline_get(timeline *t, void *what)
     }
 }
 static PyMethodDef timeline_methods[] = {
-    { "begin", (PyCFunction)timeline_begin, METH_O, "begin(module_class or None): record from now on." },
+    { "begin", (PyCFunction)timeline_begin, METH_VARARGS, "begin(module_class or None, [(address, bytes)] of an accelerator's live blocks): record from now on." },
     { "end", (PyCFunction)timeline_end, METH_NOARGS, "Record no more." },
     { "at_peak", (PyCFunction)timeline_at_peak, METH_NOARGS, "[(address, bytes, (file, line) or None, module, ns, still there)] of what was live at the peak." },
     { "events", (PyCFunction)timeline_events, METH_NOARGS, "[(address, +-bytes, (file, line) or None, ns)], blocks of the beginning first." },

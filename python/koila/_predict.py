@@ -309,18 +309,22 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
         _, total = torch.cuda.mem_get_info()
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GroupNorm(2, 8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 64, 8)).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
-        held = torch.cuda.memory_allocated()
         for _ in range(2):
             torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8, device="cuda")), torch.zeros(4, dtype=torch.long, device="cuda")).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        with_cublas = torch.cuda.memory_allocated()
-        if clear is not None:
+        cublas, clear = 0, getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:  # this thread's alone: whatever else has one, cuBLASLt or the backward thread, is given back before
+            square = torch.ones(64, 64, device="cuda")
             clear()
-        cublas = max(0, with_cublas - torch.cuda.memory_allocated()) if clear is not None else 0
-        del model, optimizer, held
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            torch.mm(square, square)
+            cublas = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+            torch.cuda.synchronize()
+            clear()
+            del square
+        del model, optimizer
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         context = max(0, total - free - torch.cuda.memory_reserved())
@@ -338,7 +342,7 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
             "info_total_bytes": field(total),
             "context_bytes": field(context, spread=32 << 20),  # other processes on the card count as context
             **({"cudnn_version": field(cudnn)} if cudnn else {}),
-            **({"cublas_workspace_bytes": field(cublas // 2)} if cublas else {}),  # one for the forward, one for the backward thread
+            **({"cublas_workspace_bytes": field(cublas)} if cublas > 0 else {}),
         },
     }
     with open(path, "w", encoding="utf-8") as f:

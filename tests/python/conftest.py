@@ -1,4 +1,6 @@
-"""One thread a process (bit-equality is a claim about the same kernels), koila's settings put back after each test, long tests on demand."""
+"""One thread a process (bit-equality is a claim about the same kernels), koila's settings put back after each test, long tests on demand.
+
+KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests of exactness run on a GPU, with the kernels that give the same bits twice."""
 
 import os
 import signal
@@ -8,6 +10,11 @@ import torch
 
 torch.set_num_threads(1)
 LONG = os.environ.get("KOILA_LONG") == "1"
+DEVICE = os.environ.get("KOILA_DEVICE", "cpu")
+if DEVICE != "cpu":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
+    torch.set_default_device(DEVICE)
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def pytest_configure(config):

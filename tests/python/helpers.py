@@ -38,6 +38,12 @@ def rows(kind, batch):
     return sizes[len(sizes) // 2]
 
 
+def random_state():
+    """The state of every generator that a program without one of its own draws from."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.cat([torch.get_rng_state(), *(s.cpu() for s in gpus)])
+
+
 def plain(x):
     """A detached copy that no later step can change."""
     x = koila.run(x) if isinstance(x, torch.Tensor) else torch.as_tensor(x)
@@ -107,7 +113,7 @@ def compare_programs(
     """
     torch.manual_seed(1234)
     expected = program(lambda *v: v[0] if len(v) == 1 else v)
-    state = torch.get_rng_state()
+    state = random_state()
     for kind in slices:
         n = rows(kind, batch_size)
         torch.manual_seed(1234)
@@ -118,7 +124,7 @@ def compare_programs(
             got = tamper(got)
         assert_same(expected, got, tol_whole if kind == WHOLE else tol, what)
         if rng:
-            assert torch.equal(state, torch.get_rng_state()), f"{what}: the user's random state differs from eager's"
+            assert torch.equal(state, random_state()), f"{what}: the user's random state differs from eager's"
         plan = koila.last_plan()
         assert plan is not None, f"{what}: no step ran"
         if split:

@@ -12,6 +12,7 @@ import sys
 import warnings
 
 import torch
+from conftest import DEVICE
 from helpers import rows
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
@@ -147,10 +148,10 @@ def main(shard, n_shards, n_samples, kinds, start=0):
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
         print(json.dumps({"begin": i, "op": name}), flush=True)
         worst, why = "skipped", "no float64"
-        if torch.float64 in op.supported_dtypes("cpu"):
-            grad = op.supports_autograd and torch.float64 in op.supported_backward_dtypes("cpu")
+        if torch.float64 in op.supported_dtypes(DEVICE):
+            grad = op.supports_autograd and torch.float64 in op.supported_backward_dtypes(DEVICE)
             try:
-                samples = list(s for _, s in zip(range(4 * n_samples), op.sample_inputs("cpu", torch.float64, requires_grad=grad)))
+                samples = list(s for _, s in zip(range(4 * n_samples), op.sample_inputs(DEVICE, torch.float64, requires_grad=grad)))
             except Exception as e:
                 samples, why = [], f"no samples: {type(e).__name__}"
             cut = [s for s in samples if first_batched(s) is not None]

@@ -5,8 +5,8 @@ import copy
 import program_generator
 import pytest
 import torch
-from conftest import LONG
-from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, assert_same, compare, compare_programs, model_state, plain, rows
+from conftest import DEVICE, LONG
+from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, assert_same, compare, compare_programs, model_state, plain, random_state, rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -183,7 +183,7 @@ def test_a_plain_range_of_rows_is_each_slices_own(f, dtype):
 
     def program(wrap, numbers):
         m = net()
-        x, y = wrap(torch.randn(B, 5, dtype=D, generator=torch.Generator().manual_seed(1)), torch.arange(B) % 4)
+        x, y = wrap(torch.randn(B, 5, dtype=D, generator=torch.Generator(DEVICE).manual_seed(1)), torch.arange(B) % 4)
         loss = f(m(x), y, numbers).square().mean()
         loss.backward()
         return plain(loss), *(p.grad for p in m.parameters())
@@ -237,7 +237,7 @@ def einsum_batch_free(m, x, y):
 
 
 def permutation(m, x, y):
-    p = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(3))
+    p = torch.randperm(x.shape[0], generator=torch.Generator(DEVICE).manual_seed(3))
     mixed = 0.3 * x + 0.7 * x[p]
     return 0.3 * F.cross_entropy(m(mixed), y) + 0.7 * F.cross_entropy(m(mixed), y[p])
 
@@ -721,14 +721,14 @@ def test_dropout_is_the_same_again_from_the_same_seed_and_moves_the_generator():
             x, y = lazy(*xy())
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-        return {"loss:l": plain(loss)} | model_state(model), torch.get_rng_state()
+        return {"loss:l": plain(loss)} | model_state(model), random_state()
 
     (a, state), (b, again) = once(), once()
     assert_same(a, b, 0)
     assert torch.equal(state, again)
     torch.manual_seed(5)
     xy()
-    assert not torch.equal(state, torch.get_rng_state()), "two steps in a row would draw the same mask"
+    assert not torch.equal(state, random_state()), "two steps in a row would draw the same mask"
 
 
 def test_noise_added_by_hand_is_exact_in_expectation_and_consistent():
@@ -785,7 +785,7 @@ def test_autocast_bfloat16_stays_at_its_own_rounding(kind):
         torch.manual_seed(7)
         model = MLP(width=64)
         x, y = wrap(*rows_of(5, dtype=torch.float32)())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             out = model(x)
             assert out.dtype == torch.bfloat16
             loss = F.cross_entropy(out, y)

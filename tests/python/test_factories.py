@@ -17,7 +17,8 @@ import program_generator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compare, compare_programs, plain, run_python
+from conftest import DEVICE
+from helpers import compare, compare_programs, plain, random_state, run_python
 from memory_helpers import Held, by_hand_step, clear, eager_step, installed, koila_step
 from torch import nn, zeros as imported_zeros
 
@@ -40,7 +41,7 @@ def is_lazy(t):
 
 
 def batch(n=B, seed=0):
-    return lazy(torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    return lazy(torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(seed)))
 
 
 # ---- what it is for
@@ -716,7 +717,7 @@ def test_random_numbers_are_eager_s():
             made[3][i, :, 2].normal_()
             made[3][i, :, 3:].uniform_()
         made[3][..., :2] = 0
-        return made, torch.get_rng_state()
+        return made, random_state()
 
     expected, state = draw()
     x = batch()

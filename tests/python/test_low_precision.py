@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import LONG
+from conftest import DEVICE, LONG
 from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, rows, tensors
 from test_exactness_models import MODELS, NORMED, lm64
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ def cast(values, dtype):
 def run(model, values, loss, dtype, autocast):
     model = copy.deepcopy(model).to(dtype)
     if values is not None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
             out = loss(model, *values)
         out.backward()
     got = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}

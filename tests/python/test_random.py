@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import plain
+from conftest import DEVICE
+from helpers import plain, random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,7 @@ D = torch.float64
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**63), st.integers(0, 1300), st.lists(st.integers(0, 2000), min_size=1, max_size=4))
 def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
-    real = torch.Generator().manual_seed(seed)
+    real = torch.Generator(DEVICE).manual_seed(seed)
     if before:
         torch.rand(before, generator=real)  # one word each
     skipped = real.get_state()
@@ -25,7 +26,7 @@ def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
         if n:
             torch.rand(n, generator=real)
         _core.generator_skip(skipped, n)
-    other = torch.Generator()
+    other = torch.Generator(DEVICE)
     other.set_state(skipped)
     assert torch.equal(torch.rand(1000, generator=real), torch.rand(1000, generator=other))
 
@@ -64,7 +65,7 @@ def draw_twice(x, layout, draw):
     y = draw(layout(x))
     loss = (y * torch.arange(y.numel(), dtype=D).reshape(y.shape)).sum() + F.dropout(x, 0.5).square().sum()
     loss.backward()
-    return plain(y), plain(loss), torch.get_rng_state()
+    return plain(y), plain(loss), random_state()
 
 
 @pytest.mark.parametrize("m", [4, 1])
@@ -121,7 +122,7 @@ def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
         out = torch.native_dropout(h.transpose(0, 1).tanh(), 0.2, True)[0]
         loss = out.square().sum() + torch.rand(1).sum()
         loss.backward()
-        return plain(out), plain(loss), torch.get_rng_state()
+        return plain(out), plain(loss), random_state()
 
     a, b = data.clone().requires_grad_(), data.clone().requires_grad_()
     expected = step(a)

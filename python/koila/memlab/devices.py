@@ -68,3 +68,8 @@ def current() -> int:
 
 def name(device: int) -> str:
     return "cpu" if device == 0 else f"{_core.memlab_devices()[0] or 'cuda'}:{device - 1}"
+
+
+def index(name: str) -> int:
+    """The device of that `name()`."""
+    return 1 + int(name.partition(":")[2]) if ":" in name else 0

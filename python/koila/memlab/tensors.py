@@ -1,5 +1,6 @@
 """All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in C (report.c)."""
 
+import inspect
 import sys
 
 from .. import _core
@@ -62,7 +63,23 @@ class Names:
         devices.listen()
         both = _counts_both_owners()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return _core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors)
+            return _mark_borrowed(_core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors))
+
+
+def _mark_borrowed(rows: list) -> list:
+    """On an accelerator too a storage is borrowed that stands in none of its allocator's blocks, or in one that another storage has (DLPack)."""
+    live, ours = {}, {devices.name(1 + i) for i in range(_core.memlab_devices()[1])}  # live, by device: addresses of blocks that no row stands on yet
+    for i, r in enumerate(rows):
+        if r[DEVICE] not in ours or r[BYTES] <= 0:
+            continue
+        if r[DEVICE] not in live:
+            live[r[DEVICE]] = {address for address, _, state in blocks_of(devices.index(r[DEVICE])) if state == "active_allocated"} or None
+        free = live[r[DEVICE]]
+        if free is not None and r[DATA] not in free:
+            rows[i] = (*r[:OWNER], "borrowed", *r[OWNER + 1 :])
+        elif free is not None:
+            free.discard(r[DATA])
+    return rows
 
 
 def books(rows: list, device: str) -> dict:
@@ -75,9 +92,10 @@ def books(rows: list, device: str) -> dict:
         truth = _core.memlab_now(0)[0] + older
         rounding = waiting = 0
     else:
-        mine = [r for r in rows if r[DEVICE] == device and r[BYTES] > 0]
+        here = [r for r in rows if r[DEVICE] == device and r[BYTES] > 0]
+        mine = [r for r in here if r[OWNER] != "borrowed"]
         listed = sum(-(-r[BYTES] // 512) * 512 for r in mine)
-        borrowed = sum(r[BYTES] for r in mine if r[OWNER] == "borrowed")
+        borrowed = sum(r[BYTES] for r in here if r[OWNER] == "borrowed")
         truth, loose, rounding, waiting = _accelerator(device, mine)
     left = truth - listed - loose[0] - rounding - waiting
     return dict(listed=listed, truth=truth, loose=tuple(loose), rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
@@ -85,31 +103,39 @@ def books(rows: list, device: str) -> dict:
 
 def _accelerator(device: str, mine: list) -> tuple:
     """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its allocator lists."""
-    torch = sys.modules["torch"]
-    kind, _, index = device.partition(":")
-    number = int(index or 0)
-    truth = _core.memlab_now(1 + number)[0]
+    number = devices.index(device)
+    truth = _core.memlab_now(number)[0]
     found = {r[DATA]: -(-r[BYTES] // 512) * 512 for r in mine}
     loose_bytes = loose_blocks = rounding = waiting = 0
+    for address, size, state in blocks_of(number):
+        if state == "active_allocated" and address in found:
+            rounding += size - found[address]
+        elif state == "active_allocated":
+            loose_bytes += size
+            loose_blocks += 1
+        elif state == "active_awaiting_free":
+            waiting += size
+    return truth, (loose_bytes, loose_blocks), rounding, waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0
+
+
+def blocks_of(device: int) -> list:
+    """[(address, bytes, state)] of the blocks an accelerator's allocator lists, states as it calls them; [] where it lists none."""
+    torch, (kind, _) = sys.modules["torch"], _core.memlab_devices()
     try:
-        segments = getattr(torch, kind).memory_snapshot()
+        snapshot = getattr(torch, kind).memory_snapshot
+        segments = snapshot(include_traces=False) if "include_traces" in inspect.signature(snapshot).parameters else snapshot()
     except (RuntimeError, AttributeError):
-        segments = []
+        return []
+    found = []
     for segment in segments:
-        if segment.get("device", 0) != number:
+        if segment.get("device", 0) != device - 1:
             continue
         at = segment["address"]
         for block in segment["blocks"]:
-            address, size, state = block.get("address", at), block["size"], block["state"]
-            at = address + size
-            if state == "active_allocated" and address in found:
-                rounding += size - found[address]
-            elif state == "active_allocated":
-                loose_bytes += size
-                loose_blocks += 1
-            elif state == "active_awaiting_free":
-                waiting += size
-    return truth, (loose_bytes, loose_blocks), rounding, waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0
+            at = block.get("address", at)
+            found.append((at, block["size"], block["state"]))
+            at += block["size"]
+    return found
 
 
 def ready() -> None:

@@ -52,7 +52,8 @@ class timeline:
         if self._device == 0:
             _core.memlab_trace(True)  # without lines where they cannot be known
         torch = sys.modules.get("torch")
-        record.begin(torch.nn.Module if torch is not None else None)
+        held = tensors.blocks_of(self._device) if self._device else []
+        record.begin(torch.nn.Module if torch is not None else None, [(address, n) for address, n, state in held if state == "active_allocated"])
         self._record = record
         return self
 

@@ -401,7 +401,7 @@ def test_names_are_written_into_a_snapshot_of_the_caching_allocator():
     first = min(w, g)
 
     def block(address, state="active_allocated"):
-        return dict(address=address, size=40_448, requested_size=40_000, state=state, frames=frames)
+        return dict(address=address, size=40_000, requested_size=40_000, state=state, frames=frames)  # on the CPU two may stand side by side
 
     def event(action, address):
         return dict(action=action, addr=address, size=40_448, stream=0, time_us=1, frames=frames)
