@@ -48,6 +48,7 @@ extern struct koila__last_step {
     uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes, n_made;
     uint32_t retries;
     bool measured;
+    PyObject *early; /* owned tuple or NULL: what was gathered while the step was recorded */
 } koila__last; /* the step that ran (or was planned) last */
 
 void koila__cached_release(cached *c); /* NULL is fine */
