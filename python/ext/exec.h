@@ -23,7 +23,8 @@ int koila__run_init(void);
 /* ---- plan_cache.c */
 extern struct koila__run_settings {
     int64_t rows;            /* forced rows a slice; 0 = automatic */
-    uint64_t budget;         /* bytes the device may hold in all; UINT64_MAX = what is free */
+    uint64_t budget;         /* bytes the device in use may hold in all; UINT64_MAX = what is free */
+    uint64_t cpu_budget;     /* the same of the CPU, where it is a limit for everybody: beyond it torch itself raises */
     bool has_budget, strict, fastest;
     bool dry;                /* koila.plan(): plans are made, nothing runs */
 } koila__settings;

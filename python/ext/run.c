@@ -117,8 +117,8 @@ static int check_versions(koila__tape *t, const request *r)
 /* Under a budget that is less than what torch holds already nothing can be allocated at all: 0, or -1 with OutOfMemory. */
 int koila__held_fits(const char *call)
 {
-    const uint64_t held = koila__truth_current(), budget = koila__settings.budget;
-    if (!koila__settings.has_budget || koila__settings.dry || koila__truth_get_limit() != budget || held <= budget) return 0;
+    const uint64_t held = koila__truth_current(), budget = koila__settings.cpu_budget;
+    if (budget == UINT64_MAX || koila__settings.dry || koila__truth_get_limit() != budget || held <= budget) return 0;
     if (koila__run_init() < 0) return -1;
     char text[400];
     const double mib = 1048576.0;

@@ -3,17 +3,19 @@
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "strict", "fastest", "dry", NULL };
+    static char *names[] = { "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL };
     static PyObject unset;
-    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
+    PyObject *rows = &unset, *budget = &unset, *cpu_budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOO:configure", names, &rows, &budget, &strict, &fastest, &dry)) return NULL;
-    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
-                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget, &cpu_budget, &strict, &fastest, &dry)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
+                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "cpu_budget",
+                                     koila__settings.cpu_budget != UINT64_MAX ? PyLong_FromUnsignedLongLong(koila__settings.cpu_budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
                                      "fastest", koila__settings.fastest ? Py_True : Py_False, "dry", koila__settings.dry ? Py_True : Py_False);
     if (!before) return NULL;
     const int64_t new_rows = rows == &unset ? koila__settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
     const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    const uint64_t new_cpu_budget = cpu_budget == &unset ? new_budget : cpu_budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(cpu_budget);
     if (PyErr_Occurred() || new_rows < 0) {
         Py_DECREF(before);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
@@ -25,7 +27,8 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         koila__truth_install();
         koila__settings.has_budget = budget != Py_None;
         koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
-        if (!koila__settings.dry) koila__truth_set_limit(koila__settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+        koila__settings.cpu_budget = new_cpu_budget;
+        if (!koila__settings.dry) koila__truth_set_limit(new_cpu_budget);
     }
     if (strict != &unset) koila__settings.strict = PyObject_IsTrue(strict) == 1;
     if (fastest != &unset) koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
