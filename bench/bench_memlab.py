@@ -2,7 +2,7 @@
 
     python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
 
-The step is a training step of a tiny transformer on the CPU, one thread. Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
+The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a hundred in a turn. Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
 torch.profiler. Ratios compare; microseconds are this machine's. Nothing here asserts: bounds that CI can hold are instruction counts.
 `--only gpu`: a step of GPT-2 small's size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
 """
@@ -32,17 +32,37 @@ def clock(f, n):
     return (time.process_time() - t) / n
 
 
+def single(f, n):
+    """Seconds of processor time of each of n calls, in order of size."""
+    seconds = []
+    for _ in range(n):
+        t = time.process_time()
+        f()
+        seconds.append(time.process_time() - t)
+    return sorted(seconds)
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        hidden = self.layers(x)
+        pooled = hidden.mean(1)
+        return self.head(pooled)
+
+
 def make_step():
     torch.manual_seed(0)
-    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False)
-    head = torch.nn.Linear(64, 10)
-    opt = torch.optim.SGD([*layers.parameters(), *head.parameters()], lr=0.01)
+    model = Tiny()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = torch.randn(8, 16, 64), torch.randint(0, 10, (8,))
 
     def step():
         opt.zero_grad()
-        hidden = layers(x)
-        logits = head(hidden.mean(1))
+        logits = model(x)
         loss = torch.nn.functional.cross_entropy(logits, y)
         loss.backward()
         opt.step()
@@ -55,7 +75,7 @@ def row(name, value, note=""):
 
 
 def step_costs(rounds):
-    step, n = make_step(), 60
+    step, n = make_step(), 100
     idle_of = lambda: None  # noqa: E731
 
     @contextlib.contextmanager
@@ -63,7 +83,17 @@ def step_costs(rounds):
         with LineProfiler(*functions):
             yield step
 
-    arms = {"koila.memlab, the step profiled": lambda: ours(step), "koila.memlab, enabled for a function that does not run": lambda: ours(idle_of)}
+    @contextlib.contextmanager
+    def nothing():
+        memlab.stop()
+        yield step
+
+    arms = {
+        "nothing": nothing,
+        "koila.memlab, the model's forward profiled": lambda: ours(Tiny.forward),
+        "koila.memlab, the step profiled": lambda: ours(step),
+        "koila.memlab, enabled for a function that does not run": lambda: ours(idle_of),
+    }
     if importlib.util.find_spec("line_profiler"):
         import line_profiler
 
@@ -111,23 +141,24 @@ def step_costs(rounds):
 
     arms["torch.profiler, memory"] = tp
     clock(step, n)
-    base, best = {k: [] for k in arms}, {k: [] for k in arms}
+    times = {name: [] for name in arms}
+    names = list(arms)
     for _ in range(rounds):
-        for name, arm in arms.items():
-            memlab.stop()
-            base[name].append(clock(step, n))
+        names.append(names.pop(0))  # nobody always comes after the same one
+        for name in [name for name in names if times[name] is not None]:
             try:
-                with arm() as f:
-                    best[name].append(clock(f, n if "memory_profiler" not in name else 5))
+                with arms[name]() as f:
+                    f()
+                    times[name] += single(f, n if "memory_profiler" not in name else 5)
             except Exception as error:
-                best[name] = None
+                times[name] = None
                 row(name, "failed", f"{type(error).__name__}: {error}"[:60])
-                arms = {k: v for k, v in arms.items() if k != name}
-                break
-    row("step without a profiler", f"{min(map(min, base.values())) * 1e6:.0f} us")
-    for name, times in best.items():
-        if times:
-            row(f"  {name}", f"{min(times) / min(base[name]):.3f}x", f"+{(min(times) - min(base[name])) * 1e6:.0f} us")
+            memlab.stop()
+    at = lambda name, share: sorted(times[name])[int(share * len(times[name]))]  # noqa: E731
+    row("step without a profiler", f"{at('nothing', 0.05) * 1e6:.0f} us", "5th percentile; ratios of these, of the 1st and the 25th")
+    for name in [name for name in arms if times[name] and name != "nothing"]:
+        ratios = [at(name, share) / at("nothing", share) for share in (0.05, 0.01, 0.25)]
+        row(f"  {name}", f"{ratios[0]:.3f}x", f"{ratios[1]:.3f}x {ratios[2]:.3f}x   +{(at(name, 0.05) - at('nothing', 0.05)) * 1e6:.0f} us")
     memlab.backend()
 
 
