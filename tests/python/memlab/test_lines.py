@@ -11,6 +11,7 @@ import textwrap
 import threading
 import types
 import warnings
+from fractions import Fraction
 from functools import partial, wraps
 
 import pytest
@@ -603,7 +604,29 @@ def test_readable_size():
     assert [readable_size(n) for n in (0, 1023, 1024, 40400, -40400, 4 << 20, 3 << 30, 1 << 40, 5 << 50, float("nan"), None)] == [
         "0.00B", "1023.00B", "1.00K", "39.45K", "-39.45K", "4.00M", "3.00G", "1.00T", "5.00P", "", ""
     ]  # fmt: skip
-    assert readable_size("s0") == "s0"
+    assert [readable_size(s) for s in ("s0", "4M", "")] == ["s0", "4M", ""]
+    for n in [*(3**k for k in range(40)), *(-(7**k) / 3 for k in range(20)), 1023.995, 1023.9949, (1 << 20) - 1, float("inf"), Fraction(10001, 2), True]:
+        assert readable_size(n) == core.size_text(n), n
+
+
+def test_readable_size_goes_through_calmsize_as_in_the_old_package(monkeypatch):
+    from koila.memlab import utils
+
+    size = utils.calmsize(40_400)
+    assert (f"{size:.1f}", f"{size}", str(size), f"{size:>8.3f}") == ("39.5K", "39K", "39K", "  39.453K")
+    assert (str(utils.calmsize("s0")), str(utils.calmsize(float("nan"))), str(utils.calmsize(1 << 30))) == ("s0", "", "1G")
+
+    class Symbolic:
+        def __format__(self, spec):
+            raise TypeError(spec)
+
+        def __str__(self):
+            return "s0 bytes"
+
+    monkeypatch.setattr(utils, "calmsize", lambda n: Symbolic())
+    assert utils.readable_size(object()) == "s0 bytes"
+    monkeypatch.setattr(utils, "calmsize", lambda n: 1.23456)
+    assert utils.readable_size(7) == "1.23"
 
 
 # ---- decorators
@@ -807,7 +830,7 @@ def test_names_and_the_old_package_s_paths():
         "line_profiler.extension": "load_ipython_extension",
         "mem_reporter": "MemReporter",
         "courtesy": "Courtesy",
-        "utils": "readable_size",
+        "utils": "readable_size calmsize",
     }
     for path, names in paths.items():
         module = import_module(f"koila.memlab.{path}")
