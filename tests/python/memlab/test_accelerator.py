@@ -225,6 +225,45 @@ def test_statistics_are_read_as_asked(library):
     """)
 
 
+def test_keys_of_five_parts_are_ignored_and_a_wrong_column_is_still_refused(library):
+    """Private pools of CUDA graphs have statistics of their own, deeper than the others."""
+    run(library, """
+        three = stats
+        def five(device):
+            pool = {"(0, 7)": {p: dict(current=1 << 40, peak=1 << 40, allocated=1 << 40, freed=1 << 40) for p in ("all", "large_pool", "small_pool")}}
+            nested = {metric: pools | {"private_pools": pool, "all": pools["all"] | {"private": pool}} for metric, pools in three(device).items()}
+            return nested | {"private_pools": {"(0, 7)": three(device)}, "active_bytes.private_pools.(0, 7).all.current": 1 << 40, 5: 6}
+        def flat(d, *path):
+            return [key for k, v in d.items() for key in flat(v, *path, str(k))] if isinstance(d, dict) else [".".join(path)]
+        assert sum(key.count(".") == 4 for key in flat(five(0))) > 100
+        def work():
+            block(0, 4096, 2 << 20)
+            block(0, 2 << 20, 2 << 20)
+            block(0, -4096)
+        columns = [f"{m}.{p}.{s}" for m in ("active", "active_bytes", "allocation", "allocated_bytes", "requested_bytes", "reserved_bytes", "inactive_split", "inactive_split_bytes", "segment")
+                   for p in ("all", "large_pool", "small_pool") for s in ("current", "peak", "allocated", "freed")]
+        def table(mode):
+            with memlab.LineProfiler(work, stats=mode) as p: work()
+            block(0, -(2 << 20), -(4 << 20))
+            return str(p.display(columns=columns)), p.records(work), p
+        torch._C._cuda_memoryStats = lambda device: (five if deep else three)(device)
+        deep = False
+        expected = table("full")
+        deep = True
+        text, records, p = table("full")
+        timed = {"time", "rss"}
+        assert text == expected[0] and "1024.00G" not in text and "1.00T" not in text
+        assert [{k: v for k, v in r.items() if k not in timed} for r in records] == [{k: v for k, v in r.items() if k not in timed} for r in expected[1]]
+        assert all(key.count(".") in (0, 2) for r in records for key in r)
+        for wrong, why in {"active_bytes.private_pools.(0, 7).all.current": "three dot-separated parts", "a.b.c.d.e": "three dot-separated parts", "active_bytes.private_pools.current": "no such pool",
+                           "private_pools.all.current": "no such metric", "active_bytes.all.(0, 7)": "no such stat"}.items():
+            for use in (lambda: p.display(columns=[wrong]), lambda: p.print_stats(columns=wrong), lambda: memlab.profile(columns=[wrong])):
+                try: use()
+                except ValueError as e: assert why in str(e) and wrong[:60] in str(e), e
+                else: raise AssertionError(wrong)
+    """)
+
+
 def test_other_allocators_fall_back_to_statistics(library):
     run(library, """
         def work():
