@@ -147,6 +147,41 @@ def test_frozen_heap_and_grad_of_plain_leaves():
     assert "Unexplained" not in out and "Not held" not in out
 
 
+def test_a_frozen_heap_with_objects_that_wait_to_be_used_again():
+    out = fresh("""
+        import asyncio
+        async def wait():
+            loop = asyncio.get_running_loop()
+            futures = [loop.create_future() for _ in range(50)]
+            for f in futures: loop.call_soon(f.set_result, 1)
+            return [await f for f in futures]
+        asyncio.run(wait())      # leaves iterators of futures in a free list, which _asyncio lets the collector visit
+        kept = torch.randn(77)
+        gc.freeze()
+        for _ in range(3):
+            assert len([r for r in memlab.tensors.Names().collect() if r[2] == (77,)]) == 1
+        print(sum(asyncio.run(wait())))
+    """)
+    assert out == "50\n"
+
+
+def test_what_was_frozen_before_torch_came_hides_no_tensor_and_costs_nothing():
+    script = """
+        import gc
+        gc.freeze()
+        import torch
+        from koila.memlab import tensors
+        def inner():
+            t = torch.randn(55)
+            n = sum(r[2] == (55,) for r in tensors.Names().collect())
+            del t                # no frame's locals were looked at, which some Pythons would keep
+            return n, sum(r[2] == (55,) for r in tensors.Names().collect())
+        print(gc.get_freeze_count() > 0, len(gc.get_objects()) > 40_000, inner())
+    """
+    p = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert p.stdout == "True True (1, 0)\n", p.stdout + p.stderr
+
+
 def test_zoo_of_odd_objects_survives_and_runs_no_foreign_code():
     out = fresh("""
         import weakref, warnings
