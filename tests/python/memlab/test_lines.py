@@ -1,26 +1,22 @@
 """The line profiler on the CPU, where every number is exact: expected tables are written by hand."""
 import asyncio
-import contextlib
 import gc
-import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-import types
-import warnings
 from fractions import Fraction
 from functools import partial, wraps
 
 import pytest
 import torch
+from memlab_helpers import python, rows
 
 import koila._core as core
 from koila import memlab
-from koila._errors import UnsupportedError
-from koila.memlab import DEFAULT_COLUMNS, LineProfiler, profile_every
+from koila.memlab import LineProfiler, profile_every
 
 KIB = 1024
 
@@ -37,23 +33,12 @@ def kib(n):
     return torch.empty(n * KIB, dtype=torch.uint8)
 
 
-def rows(p, func, *columns):
-    """{line of the function: (columns...)}; lines that ran only"""
-    found = [r for r in p.records(func)]
-    first = found[0]["line"]
-    return {r["line"] - first: tuple(r[c] for c in columns) for r in found if r["hits"] is not None}
-
-
 def peaks_above(p, func, base):
     return {k: (v[0] - base) / KIB for k, v in rows(p, func, "active_bytes.all.peak").items()}
 
 
 def run_script(body, *args, env=None, code=0, flags=()):
-    p = subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(body), *args], capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})}
-    )
-    assert p.returncode == code, p.stdout + p.stderr
-    return p
+    return python(*flags, "-c", textwrap.dedent(body), *args, code=code, **(env or {}))
 
 
 # ---- the table

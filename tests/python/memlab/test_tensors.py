@@ -2,7 +2,6 @@
 import gc
 import io
 import json
-import os
 import random
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import textwrap
 import weakref
 
-import numpy as np
+import memlab_helpers
 import pytest
 import torch
 
@@ -29,11 +28,7 @@ def collected(reporter, verbose=False):
 
 
 def fresh(body, code=0):
-    """Run in a process that has no other tensors."""
-    head = "import gc, sys, torch, numpy as np\nimport koila._core as core\nfrom koila import memlab\nfrom koila.memlab import *\nmemlab.start()\n"
-    p = subprocess.run([sys.executable, "-W", "ignore", "-c", head + textwrap.dedent(body)], capture_output=True, text=True, timeout=120)
-    assert p.returncode == code, p.stdout + p.stderr
-    return p.stdout
+    return memlab_helpers.fresh("import numpy as np\nmemlab.start()\n" + textwrap.dedent(body), code)
 
 
 def table(text):
@@ -49,21 +44,7 @@ def test_report_of_a_layer_prints_exactly():
         y.backward()
         MemReporter(m).report()
     """)
-    assert out == textwrap.dedent("""\
-        Element type                                            Size  Used MEM
-        -------------------------------------------------------------------------------
-        Storage on cpu
-        weight                                          (1024, 1024)     4.00M
-        weight.grad                                     (1024, 1024)     4.00M
-        bias                                                 (1024,)     4.00K
-        bias.grad                                            (1024,)     4.00K
-        Tensor0                                          (512, 1024)     2.00M
-        Tensor1                                                 (1,)     4.00B
-        -------------------------------------------------------------------------------
-        Total Tensors: 2623489 \tUsed Memory: 10.01M
-        The allocated memory on cpu: 10.01M
-        -------------------------------------------------------------------------------
-        """)
+    assert out == memlab_helpers.LAYER_REPORT.format(device="cpu", mean="4.00B")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
