@@ -36,6 +36,7 @@ static const char *advice(const koila_error *e)
         { "not a snapshot", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
         { "empty file", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
         { "no \"segments\"", "Give the file written by torch.cuda.memory._dump_snapshot(), or its JSON." },
+        { "graph ends early", "The file was cut: copy it again, or write it again with plan.save(\"step.kgraph\")." },
         { "ends early", "The file was cut: copy it again, or write a new snapshot." },
         { "max_memory_bytes", "Raise the limit with --max-memory, such as --max-memory 2GiB." },
         { "max_string_bytes", "Raise the limit with --max-string, such as --max-string 64MiB." },

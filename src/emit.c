@@ -123,11 +123,51 @@ bool koila__emit_end_n(koila__call *k, uint32_t n_out, const koila_meta *out, ko
     return koila__placer_call(k->c->placer, &desc, k->value, results);
 }
 
+/* Dimensions of more than one element from outermost to innermost in memory. */
+static uint32_t memory_order(const koila_meta_info *m, int64_t *order)
+{
+    uint32_t n = 0;
+    for (uint32_t d = 0; d < m->n_dims; d++) {
+        if (m->size[d] == 1) continue;
+        uint32_t at = n++;
+        for (; at > 0 && m->stride[order[at - 1]] < m->stride[d]; at--) order[at] = order[at - 1];
+        order[at] = d;
+    }
+    return n;
+}
+
+/* Note [Layouts]. A view that was recorded of a result needs the memory order that was recorded, and the emitted calls need not give it: a softmax is contiguous
+ * whatever its input was, the quotient that stands for it lies as its input does. A call of one result as large as an input is laid out as the first such input
+ * that is not expanded (TensorIterator's rule); where `out` says otherwise a copy makes it true. */
+static bool laid_out(const koila__call *k, const koila_meta_info *out)
+{
+    int64_t mine[KOILA_MAX_DIMS], its[KOILA_MAX_DIMS];
+    const uint32_t n = memory_order(out, mine);
+    if ((koila_op_flags(k->c->table, k->op) & KOILA_OP_VIEW) || out->n_storage_bytes != out->n_bytes) return true;
+    for (uint32_t i = 0; i < k->n_values; i++) {
+        const koila_meta_info *m = koila__emit_meta_of(k->c, k->value[i]);
+        bool as_large = m->n_dims == out->n_dims;
+        for (uint32_t d = 0; as_large && d < m->n_dims; d++) as_large = m->size[d] == out->size[d] && (m->size[d] == 1 || m->stride[d] != 0);
+        if (as_large) return memory_order(m, its) == n && memcmp(mine, its, n * sizeof *mine) == 0;
+    }
+    return true;
+}
+
 koila_value koila__emit_end(koila__call *k, koila_meta out)
 {
     koila_value v = KOILA_NONE;
-    if (out == KOILA_NONE) return KOILA_NONE;
-    return koila__emit_end_n(k, 1, &out, &v) ? v : KOILA_NONE;
+    if (out == KOILA_NONE || !koila__emit_end_n(k, 1, &out, &v)) return KOILA_NONE;
+    const koila_meta_info *m = koila_meta_get(k->c->table, out);
+    if (laid_out(k, m)) return v;
+    int64_t order[KOILA_MAX_DIMS];
+    uint32_t n = memory_order(m, order);
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        if (m->size[d] == 1) order[n++] = d;
+    koila__call copy;
+    koila__emit_begin(k->c, &copy, "koila::laid_out", 0);
+    koila__emit_value(&copy, v);
+    koila__emit_ints(&copy, order, n);
+    return koila__emit_end_n(&copy, 1, &out, &v) ? v : KOILA_NONE;
 }
 
 koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_dtype dtype, uint32_t n_dims, const int64_t *size)

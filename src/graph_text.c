@@ -1,6 +1,6 @@
 /* graph_text.c — a graph as text that reads back to an equal graph. For the command line, fuzzing, bug reports and tests/data.
  *
- *   koila graph 1                                                     first line, always
+ *   koila graph 2                                                     first line, always
  *   axis 32                                                           axes, in order: 0, 1, …
  *   op aten::t view                                                   operators that have flags, before their first use
  *   opaque #0 "torch.channels_last"                                   opaque arguments, numbered by first use
@@ -11,8 +11,9 @@
  *   %3 = aten::mm(%0, %2) -> f32[32, 16] grad @0
  *   %4 %5 = aten::max.dim(%3, 1, keepdim=false) -> (f32[32], i64[32]) @0
  *   %6 = aten::add_.Tensor(%3, 1.5) -> {} writes 0 via aten::select.int(f32[32, 16], 0, 3) -> f32[16] :0
+ *   end 7 4                                                           values and nodes there are: text that was cut is not a shorter graph
  *
- *   file   = "koila graph 1" NL { [ line ] NL }                       a line that begins with // is a comment
+ *   file   = "koila graph 2" NL { [ line ] NL } "end" N N { NL }      a line that begins with // is a comment. "koila graph 1": the same without an end
  *   line   = "axis" INT | "op" NAME { FLAG } | "opaque" "#"N STRING | "line" "@"N STRING N | { VALUE } "=" ( leaf | call { write } [ "@"N ] )
  *   leaf   = ( "real" | "batch" "axis" N "dim" N ) meta [ STRING ]
  *   call   = NAME "(" [ arg { "," arg } ] ")" "->" result [ "grad" [ "=" N ] ]         arguments with a name come last
@@ -355,7 +356,7 @@ koila_status koila_graph_print(const koila_graph *g, koila_write_fn write, void 
     }
     memset(names, 0xff, t->opaques.n * sizeof *names);
     const printer p = { &o, t, names };
-    koila__out_str(&o, "koila graph 1\n");
+    koila__out_str(&o, "koila graph 2\n");
     for (uint32_t a = 0; a < g->axes.n; a++) koila__out_fmt(&o, "axis %lld\n", (long long)g->axes.at[a]);
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
@@ -377,6 +378,7 @@ koila_status koila_graph_print(const koila_graph *g, koila_write_fn write, void 
         v += koila__node_sig(g, n)->n_outputs;
     }
     for (; v < g->values.n; v++) out_leaf(&p, g, v);
+    koila__out_fmt(&o, "end %u %u\n", g->values.n, g->nodes.n);
     koila__arena_deinit(&tmp);
     return koila__out_finish(&o);
 }
@@ -414,6 +416,7 @@ typedef struct parser {
     uint32_t *next_free;  /* [n_known as first of its label] the first not yet taken */
     uint32_t n_known;
     bool indexed;
+    bool has_end, ended; /* of this version; the end was read */
 } parser;
 
 #define BAD(p, ...) koila__fail((p)->err, KOILA_BAD_INPUT, (p)->at, __VA_ARGS__)
@@ -944,6 +947,7 @@ static koila_status read_line(parser *p)
         while (peek(p) != '\n') p->at++;
         return KOILA_OK;
     }
+    if (p->ended) return BAD(p, "something behind the end of the graph");
     if (peek(p) == '%' || peek(p) == '=') return read_values(p);
     if (take_word(p, "axis")) {
         KOILA_TRY(read_i64(p, &size));
@@ -960,19 +964,28 @@ static koila_status read_line(parser *p)
         KOILA_TRY(worded(p, koila_graph_line(p->g, p->str.at, number, &id), "no room for a line"));
         return id == name && id == p->g->lines.n - 1 ? KOILA_OK : BAD(p, "lines are numbered in order and differ: this one is @%u", id);
     }
-    return BAD(p, "expected axis, op, opaque, line or %%<value> =");
+    if (p->has_end && take_word(p, "end")) {
+        uint32_t n_values = 0, n_nodes = 0;
+        KOILA_TRY(read_u32(p, UINT32_MAX, &n_values));
+        KOILA_TRY(read_u32(p, UINT32_MAX, &n_nodes));
+        p->ended = true;
+        if (n_values == p->g->values.n && n_nodes == p->g->nodes.n) return KOILA_OK;
+        return BAD(p, "the end says %u values and %u nodes, but there are %u and %u: lines are missing, or the end was cut", n_values, n_nodes, (uint32_t)p->g->values.n, (uint32_t)p->g->nodes.n);
+    }
+    return BAD(p, "expected axis, op, opaque, line, %%<value> =%s", p->has_end ? " or end" : "");
 }
 
 koila_status koila_graph_parse(koila_table *table, const char *text, size_t n, koila_graph **out, koila_error *err)
 {
-    static const char magic[] = "koila graph 1";
+    static const char magic[] = "koila graph "; /* and the version: 2, or 1, which had no end */
     const koila_allocator mem = table->mem;
     parser p = { .text = text, .n = n, .t = table, .err = err, .mem = &mem };
     koila__arena_init(&p.tmp, &mem);
     koila_status status = koila_graph_new(table, &mem, &p.g);
     if (status != KOILA_OK) return NO_MEM(&p);
-    if (n < sizeof magic - 1 || memcmp(text, magic, sizeof magic - 1) != 0) status = BAD(&p, "the first line is not \"%s\"", magic);
-    else p.at = sizeof magic - 1;
+    const size_t n_magic = sizeof magic - 1;
+    if (n <= n_magic || memcmp(text, magic, n_magic) != 0 || (text[n_magic] != '1' && text[n_magic] != '2')) status = BAD(&p, "the first line is not \"%s2\"", magic);
+    else p.has_end = text[n_magic] == '2', p.at = n_magic + 1;
     while (status == KOILA_OK) {
         blanks(&p);
         if (p.at >= n) break;
@@ -983,6 +996,7 @@ koila_status koila_graph_parse(koila_table *table, const char *text, size_t n, k
         p.at++;
         status = read_line(&p);
     }
+    if (status == KOILA_OK && p.has_end && !p.ended) status = BAD(&p, "the graph ends early, after %u values and %u nodes: its last line would be \"end\"", (uint32_t)p.g->values.n, (uint32_t)p.g->nodes.n);
     call *const calls[] = { &p.node, &p.link };
     for (size_t i = 0; i < KOILA_COUNT(calls); i++) {
         koila__vec_free(&mem, &calls[i]->tokens);

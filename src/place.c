@@ -297,7 +297,15 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
     if (!rule) return false;
     a->c.want = want;
     if (!drawn_in_rows(p, sig)) return false;
-    if (sig->n_writes) return attempt_writes(p, a, rule);
+    if (sig->n_writes) {
+        const koila_write *w = &sig->writes[0];
+        if (attempt_writes(p, a, rule)) return true;
+        /* Note [Rewrites] of a write: where the base itself is written, and read, what its twin is rewritten to is the base's next value */
+        if (p->status != KOILA_OK || !may_emit || sig->n_outputs != 1 || w->n_links || w->input || w->overwrites || !case_init(p, a, sig, in, placed, axis)) return false;
+        a->c.want = want;
+        a->c.may_emit = true;
+        return rule(&a->c) && p->status == KOILA_OK && a->c.replaced[0] != KOILA_NONE;
+    }
     a->c.may_emit = may_emit;
     if (!rule(&a->c) || p->status != KOILA_OK) return false;
     for (uint32_t j = 0; j < a->c.n_out; j++)

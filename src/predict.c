@@ -50,6 +50,7 @@ static inside_kind kind_of_op(const koila_table *t, koila_op op)
     base_name(koila_op_name(t, op), name, sizeof name);
     for (size_t i = 0; i < KOILA_COUNT(cuda_ops); i++)
         if (!strcmp(cuda_ops[i].name, name)) return cuda_ops[i].kind;
+    if (!strcmp(koila_op_name(t, op), "koila::laid_out")) return INSIDE_NOTHING;
     if (!strncmp(koila_op_name(t, op), "koila::", 7)) return INSIDE_REDUCE;
     return INSIDE_UNKNOWN;
 }

@@ -225,7 +225,8 @@ KOILA_API bool koila_graph_check(const koila_graph *g, koila_error *err);
 /** Where text goes: called with pieces; a nonzero return stops with KOILA_BAD_ARGUMENT. */
 typedef int (*koila_write_fn)(void *user, const char *text, size_t n);
 KOILA_API koila_status koila_graph_print(const koila_graph *g, koila_write_fn write, void *user);
-/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. */
+/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. Text of the version that is printed ends with its counts, so that text which was
+ *  cut is BAD_INPUT; version 1 had no end, and is read too. */
 KOILA_API koila_status koila_graph_parse(koila_table *table, const char *text, size_t n, koila_graph **out, koila_error *err);
 /** The graph as a Graphviz drawing: leaves, operators, and an edge per use with the meta of the value. */
 KOILA_API koila_status koila_graph_dot(const koila_graph *g, koila_write_fn write, void *user);

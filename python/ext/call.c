@@ -5,12 +5,14 @@
  */
 #include "capture.h"
 #include "random.h"
+#include "run.h"
 
 typedef struct template {
     PyObject *op;         /* owned: OpOverload._op */
     PyObject *kw_names;   /* owned tuple, or NULL when there are none */
     PyObject **constant;  /* [n_pos + n_kw] owned; NULL: it contains tensors */
     bool strided;         /* as_strided: addresses the storage */
+    bool joins;           /* a view that needs its input's dimensions to lie as they were recorded */
 } template;
 
 static template *templates; /* [n_templates] by signature */
@@ -81,7 +83,9 @@ static template *template_of(koila_sig sig)
             PyTuple_SET_ITEM(t.kw_names, i, name);
         }
     }
-    t.strided = !strcmp(koila_op_name(koila__table, s->op), "aten::as_strided");
+    const char *name = koila_op_name(koila__table, s->op);
+    t.strided = !strcmp(name, "aten::as_strided");
+    t.joins = !strcmp(name, "aten::view") || !strcmp(name, "aten::_unsafe_view") || !strcmp(name, "aten::view.dtype") || !strcmp(name, "aten::view_as_complex");
     t.op = PyObject_GetAttrString(op, "_op");
     if (!t.op) goto fail;
     templates[sig] = t;
@@ -121,8 +125,30 @@ static PyObject *as_recorded(PyObject *base, koila_meta recorded)
     return r;
 }
 
+/* A view of t raised. A shape function may say another memory order than its kernel gives (so may a user's, of a custom operator): t copied into the order it was
+ * recorded with; NULL, with the exception still set, when it lies so already (or it is another exception). */
+static PyObject *in_recorded_order(PyObject *t, koila_meta recorded)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) || koila__is_out_of_memory()) return NULL;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *f = koila__helper("in_order"), *meta = f ? koila__meta_object(recorded) : NULL;
+    PyObject *r = meta ? PyObject_CallFunctionObjArgs(f, t, meta, NULL) : NULL;
+    Py_XDECREF(f);
+    Py_XDECREF(meta);
+    if (r == t) Py_CLEAR(r);
+    else if (r || PyErr_Occurred()) { /* the copy, or no memory for it */
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(trace);
+        return r;
+    }
+    PyErr_Restore(type, value, trace);
+    return NULL;
+}
+
 /* The call itself; `inputs` with the written views already in their slots. New reference to whatever the operator returned. */
-static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix)
+static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, bool is_link)
 {
     const template *t = template_of(sig);
     if (!t) return NULL;
@@ -176,6 +202,15 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
         goto done;
     }
     r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+    if (!r && t->joins && !is_link) { /* values never change, so a copy is as good as a view; a link's copy would take the write with it */
+        PyObject *given = args[0], *copy = in_recorded_order(given, s->inputs[0]);
+        if (copy) {
+            args[0] = copy;
+            r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+            args[0] = given;
+            Py_DECREF(copy);
+        }
+    }
 done:
     for (uint32_t i = 0; i < n && i < 64 && owned >> i; i++)
         if (owned >> i & 1) Py_DECREF(args[i]);
@@ -199,7 +234,7 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
     uint32_t at_link = 0, n_bases = 0;
     int rc = -1;
     if (!s->n_writes) {
-        r = invoke(sig, inputs, fix);
+        r = invoke(sig, inputs, fix, false);
     } else {
         in = s->n_inputs <= 32 ? few : PyMem_Malloc(s->n_inputs * sizeof *in);
         if (!in) return PyErr_NoMemory(), -1;
@@ -218,14 +253,14 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
         for (uint32_t w = 0; w < s->n_writes && ok; w++)
             for (uint32_t k = 0; k < s->writes[w].n_links && ok; k++, at_link++) {
                 const koila_link link = s->writes[w].links[k];
-                PyObject **slot = &in[s->writes[w].input], *all = invoke(link.sig, slot, link_fix ? &link_fix[at_link] : NULL);
+                PyObject **slot = &in[s->writes[w].input], *all = invoke(link.sig, slot, link_fix ? &link_fix[at_link] : NULL, true);
                 PyObject *view = all ? item(all, koila_sig_get(koila__table, link.sig)->result_kind, link.output) : NULL;
                 if (all && !view) PyErr_SetString(PyExc_SystemError, "koila: a view call lost a result");
                 if (!view) ok = false;
                 else Py_INCREF(view), Py_DECREF(*slot), *slot = view;
                 Py_XDECREF(all);
             }
-        if (ok) r = invoke(sig, in, fix);
+        if (ok) r = invoke(sig, in, fix, false);
     }
     if (!r) goto done;
     const int8_t *source = NULL;

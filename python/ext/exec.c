@@ -604,12 +604,14 @@ static int run_instrs(exec *x, const koila_stage *st)
         int status = 0;
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN: {
-            const uint64_t old = x->measure ? koila__truth_swap_peak(koila__truth_current()) : 0;
+            const uint64_t before = x->measure ? koila__truth_current() : 0, old = x->measure ? koila__truth_swap_peak(before) : 0;
             status = run_node(x, in, st->is_loop);
             if (status < 0) add_note(x, in->id, st->is_loop);
             if (x->measure) {
                 const uint64_t peak = koila__truth_peak(), now = koila__truth_current();
-                if (status == 0) koila__learn(koila_node_get(x->g, in->id).sig, x->end - x->begin, x->batch, peak - now);
+                const koila_sig sig = koila_node_get(x->g, in->id).sig;
+                const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW; /* planned as no memory at all: what it took was a copy */
+                if (status == 0) koila__learn(sig, x->end - x->begin, x->batch, peak - (is_view && before < now ? before : now));
                 if (old > peak) koila__truth_swap_peak(old);
             }
             if (status == 0) status = koila__check_signals();

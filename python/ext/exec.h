@@ -23,7 +23,8 @@ int koila__run_init(void);
 /* ---- plan_cache.c */
 extern struct koila__run_settings {
     int64_t rows;            /* forced rows a slice; 0 = automatic */
-    uint64_t budget;         /* bytes the device may hold in all; UINT64_MAX = what is free */
+    uint64_t budget;         /* bytes the device in use may hold in all; UINT64_MAX = what is free */
+    uint64_t cpu_budget;     /* the same of the CPU, where it is a limit for everybody: beyond it torch itself raises */
     bool has_budget, strict, fastest;
     bool dry;                /* koila.plan(): plans are made, nothing runs */
 } koila__settings;
@@ -48,6 +49,7 @@ extern struct koila__last_step {
     uint64_t base_bytes, measured_peak_bytes, n_run, budget_bytes, n_made;
     uint32_t retries;
     bool measured;
+    PyObject *early; /* owned tuple or NULL: what was gathered while the step was recorded */
 } koila__last; /* the step that ran (or was planned) last */
 
 void koila__cached_release(cached *c); /* NULL is fine */

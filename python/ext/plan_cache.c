@@ -9,7 +9,7 @@
 
 /* ---- settings and what was learned */
 
-struct koila__run_settings koila__settings = { .budget = UINT64_MAX };
+struct koila__run_settings koila__settings = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
 
 bool koila__is_planning(void) { return koila__settings.dry; }
 
@@ -188,8 +188,8 @@ koila__room koila__room_for(const koila_graph *part)
     const int gpu = koila__gpu_of(part);
     if (gpu >= 0 && koila__gpu_look(gpu, &room)) return room;
     room.held = koila__truth_current();
-    if (koila__settings.has_budget) {
-        room.limit = koila__settings.budget;
+    if (koila__settings.cpu_budget != UINT64_MAX) {
+        room.limit = koila__settings.cpu_budget;
         room.bytes = room.limit > room.held ? room.limit - room.held : 0;
         return room;
     }

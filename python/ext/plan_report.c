@@ -12,7 +12,7 @@ static int set_item(PyObject *d, const char *key, PyObject *value) /* takes valu
     return status;
 }
 
-static PyObject *shape_of(const koila_meta_info *m)
+PyObject *koila__shape_of(const koila_meta_info *m)
 {
     PyObject *t = PyTuple_New(m->n_dims);
     for (uint32_t d = 0; t && d < m->n_dims; d++) {
@@ -49,7 +49,7 @@ static const char *readable(char *out, size_t n, uint64_t bytes)
 PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
-    PyObject *shape = shape_of(m), *line = line_of(plan, part, g.node), *list = shape ? PySequence_List(shape) : NULL, *text = NULL;
+    PyObject *shape = koila__shape_of(m), *line = line_of(plan, part, g.node), *list = shape ? PySequence_List(shape) : NULL, *text = NULL;
     char whole[32], slice[32];
     if (list && line)
         text = PyUnicode_FromFormat("%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; without it the step runs, and holds the whole for a while", op_of_node(plan, g.node),
@@ -61,13 +61,14 @@ PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, ko
     return text;
 }
 
-static PyObject *gathers_list(const koila_plan *plan, const koila_graph *part, uint32_t n)
+/* What operators whose result cannot be described before they run (nonzero, unique) gathered while the step was recorded, then what the plan gathers. */
+static PyObject *gathers_list(PyObject *early, const koila_plan *plan, const koila_graph *part, uint32_t n)
 {
-    PyObject *list = PyList_New(0);
+    PyObject *list = early ? PySequence_List(early) : PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
         const koila_gather g = koila_plan_gather(plan, i);
         const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
-        PyObject *t = Py_BuildValue("(ssNKN)", op_of_node(plan, g.node), koila_dtype_text(m->dtype), shape_of(m), (unsigned long long)g.bytes, line_of(plan, part, g.node));
+        PyObject *t = Py_BuildValue("(ssNKN)", op_of_node(plan, g.node), koila_dtype_text(m->dtype), koila__shape_of(m), (unsigned long long)g.bytes, line_of(plan, part, g.node));
         if (!t || PyList_Append(list, t) < 0) Py_CLEAR(list);
         Py_XDECREF(t);
     }
@@ -81,7 +82,7 @@ static PyObject *largest_list(const koila_plan *plan, const koila_graph *part)
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
         const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), top[i].value).meta);
-        PyObject *t = Py_BuildValue("(KsNsN)", (unsigned long long)top[i].bytes, koila_dtype_text(m->dtype), shape_of(m), op_of_node(plan, top[i].node), line_of(plan, part, top[i].node));
+        PyObject *t = Py_BuildValue("(KsNsN)", (unsigned long long)top[i].bytes, koila_dtype_text(m->dtype), koila__shape_of(m), op_of_node(plan, top[i].node), line_of(plan, part, top[i].node));
         if (!t || PyList_Append(list, t) < 0) Py_CLEAR(list);
         Py_XDECREF(t);
     }
@@ -122,7 +123,7 @@ static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info,
     return list;
 }
 
-PyObject *koila__plan_dict(const cached *c, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run)
+PyObject *koila__plan_dict(const cached *c, PyObject *early, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run)
 {
     const koila_plan *plan = c->plan;
     const koila_graph *part = c->part;
@@ -134,7 +135,7 @@ PyObject *koila__plan_dict(const cached *c, uint64_t base, const uint64_t *measu
               set_item(d, "predicted_peak_bytes", PyLong_FromUnsignedLongLong(info.peak_bytes + base)) |
               set_item(d, "measured_peak_bytes", measured ? PyLong_FromUnsignedLongLong(*measured) : Py_NewRef(Py_None)) |
               set_item(d, "budget_bytes", limit == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(limit)) |
-              set_item(d, "loops", loops_list(plan, &info, base)) | set_item(d, "gathers", gathers_list(plan, part, info.n_gathers)) |
+              set_item(d, "loops", loops_list(plan, &info, base)) | set_item(d, "gathers", gathers_list(early, plan, part, info.n_gathers)) |
               set_item(d, "retries", PyLong_FromUnsignedLong(retries)) | set_item(d, "largest", largest_list(plan, part)) | set_item(d, "curve", curve_list(plan, base)) |
               set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded)) | set_item(d, "n_run", PyLong_FromUnsignedLongLong(n_run)) |
               set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio)) | set_item(d, "base_bytes", PyLong_FromUnsignedLongLong(base)) |

@@ -114,6 +114,21 @@ static int check_versions(koila__tape *t, const request *r)
     return 0;
 }
 
+/* Under a budget that is less than what torch holds already nothing can be allocated at all: 0, or -1 with OutOfMemory. */
+int koila__held_fits(const char *call)
+{
+    const uint64_t held = koila__truth_current(), budget = koila__settings.cpu_budget;
+    if (budget == UINT64_MAX || koila__settings.dry || koila__truth_get_limit() != budget || held <= budget) return 0;
+    if (koila__run_init() < 0) return -1;
+    char text[400];
+    const double mib = 1048576.0;
+    snprintf(text, sizeof text, "%s: torch holds %.1f MiB already, and the budget is %.1f MiB: %llu bytes too much before anything is computed. A budget counts all that torch holds, "
+             "model, data and optimizer too. Try: a larger budget, a fraction (of what is free beside it), or dropping what is not needed first",
+             call, (double)held / mib, (double)budget / mib, (unsigned long long)(held - budget));
+    raise_out_of_memory(text, (int64_t)(held - budget));
+    return -1;
+}
+
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what)
 {
     if (status == KOILA_OOM) {
@@ -293,7 +308,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             }
             uint32_t nobody;
             if (plan_status == KOILA_OOM && !koila__settings.dry && koila__ranks_agree(keys, NULL, true, &nobody) < 0) PyErr_Clear();
-            koila__raise_no_fit(plan_status, &err, "one step");
+            if (plan_status != KOILA_OOM || room.gpu >= 0 || koila__held_fits("one step") == 0) koila__raise_no_fit(plan_status, &err, "one step");
             goto done;
         }
         if (check_strict(c) < 0) {
@@ -304,6 +319,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(koila__last.c);
             koila__last.c = c;
             koila__last.n_made++;
+            Py_XSETREF(koila__last.early, t->early ? PyList_AsTuple(t->early) : NULL);
+            if (PyErr_Occurred()) PyErr_Clear();
             koila__last.base_bytes = 0;
             koila__last.measured = false;
             koila__last.retries = 0;
@@ -358,7 +375,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && koila__is_out_of_memory()) {
+        if (status < 0 && koila__is_out_of_memory() && (room.gpu >= 0 || koila__held_fits("one step") == 0)) {
             char text[500];
             koila_gather top[3];
             const uint32_t n_top = koila_plan_largest(c->plan, top, 3);
@@ -375,6 +392,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__cached_release(koila__last.c);
             koila__last.c = c;
             koila__last.n_made++;
+            Py_XSETREF(koila__last.early, t->early ? PyList_AsTuple(t->early) : NULL);
+            if (PyErr_Occurred()) PyErr_Clear();
             koila__last.base_bytes = room.gpu < 0 ? base : room.held;
             koila__last.measured = measured && koila__truth_ok();
             koila__last.measured_peak_bytes = peak;

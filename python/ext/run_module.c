@@ -3,17 +3,19 @@
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "strict", "fastest", "dry", NULL };
+    static char *names[] = { "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL };
     static PyObject unset;
-    PyObject *rows = &unset, *budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
+    PyObject *rows = &unset, *budget = &unset, *cpu_budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOO:configure", names, &rows, &budget, &strict, &fastest, &dry)) return NULL;
-    PyObject *before = Py_BuildValue("{s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
-                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget, &cpu_budget, &strict, &fastest, &dry)) return NULL;
+    PyObject *before = Py_BuildValue("{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
+                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "cpu_budget",
+                                     koila__settings.cpu_budget != UINT64_MAX ? PyLong_FromUnsignedLongLong(koila__settings.cpu_budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
                                      "fastest", koila__settings.fastest ? Py_True : Py_False, "dry", koila__settings.dry ? Py_True : Py_False);
     if (!before) return NULL;
     const int64_t new_rows = rows == &unset ? koila__settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
     const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    const uint64_t new_cpu_budget = cpu_budget == &unset ? new_budget : cpu_budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(cpu_budget);
     if (PyErr_Occurred() || new_rows < 0) {
         Py_DECREF(before);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
@@ -25,11 +27,20 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         koila__truth_install();
         koila__settings.has_budget = budget != Py_None;
         koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
-        if (!koila__settings.dry) koila__truth_set_limit(koila__settings.budget); /* the budget is a limit for everybody: beyond it torch itself raises */
+        koila__settings.cpu_budget = new_cpu_budget;
+        if (!koila__settings.dry) koila__truth_set_limit(new_cpu_budget);
     }
     if (strict != &unset) koila__settings.strict = PyObject_IsTrue(strict) == 1;
     if (fastest != &unset) koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
     return before;
+}
+
+static PyObject *py_held_fits(PyObject *self, PyObject *call)
+{
+    (void)self;
+    const char *text = PyUnicode_AsUTF8(call);
+    if (!text || koila__held_fits(text) < 0) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
@@ -42,7 +53,7 @@ static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
 {
     (void)self, (void)ignored;
     if (!koila__last.c) Py_RETURN_NONE;
-    return koila__plan_dict(koila__last.c, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
+    return koila__plan_dict(koila__last.c, koila__last.early, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
 }
 
 /* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
@@ -239,6 +250,30 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
+/* An operator is about to run on values while its step is recorded: a lazy argument that is sliced is gathered for it, and the step's plan says so. */
+static PyObject *py_note_gather(PyObject *self, PyObject *args)
+{
+    PyObject *lazy, *entry;
+    const char *op, *kind, *made, *here;
+    unsigned dim;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Os:note_gather", &lazy, &op)) return NULL;
+    PyObject *cut = py_cut_of(NULL, lazy);
+    if (!cut || !PyArg_ParseTuple(cut, "sIss", &kind, &dim, &made, &here)) return Py_XDECREF(cut), NULL;
+    koila__handle *h = koila__handle_of(lazy);
+    koila__tape *t = h->group->tape;
+    int status = 0;
+    if (!strcmp(kind, "slice")) {
+        const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, koila__value_of(h)).meta);
+        entry = Py_BuildValue("(ssNKs)", op, koila_dtype_text(m->dtype), koila__shape_of(m), (unsigned long long)m->n_bytes, here);
+        if (!t->early) t->early = PyList_New(0);
+        status = entry && t->early ? PyList_Append(t->early, entry) : -1;
+        Py_XDECREF(entry);
+    }
+    Py_DECREF(cut);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 /* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records beside a step that is open, not into it. */
 static PyObject *py_swap_open(PyObject *self, PyObject *tape)
 {
@@ -270,7 +305,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         koila__raise_no_fit(status, &err, "explain");
         goto done;
     }
-    d = koila__plan_dict(c, room.gpu >= 0 ? room.held : koila__truth_current(), NULL, room.limit, 0, 0);
+    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__truth_current(), NULL, room.limit, 0, 0);
     koila__cached_release(c);
 done:
     koila__request_free(&r);
@@ -363,6 +398,7 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 
 static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
+    { "held_fits", py_held_fits, METH_O, "held_fits(call): OutOfMemory when torch holds more than the budget already." },
     { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
@@ -370,6 +406,7 @@ static PyMethodDef methods[] = {
     { "take_all", py_take_all, METH_O, "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is emptied." },
     { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
     { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
+    { "note_gather", py_note_gather, METH_VARARGS, "note_gather(lazy, operator): it runs on values now; what that gathers is told by the step's plan." },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },

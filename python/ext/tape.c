@@ -415,6 +415,7 @@ static void tape_dealloc(koila__tape *t)
         Py_DECREF(t->random[i].generator);
         Py_DECREF(t->random[i].state);
     }
+    Py_XDECREF(t->early);
     PyMem_Free(t->values);
     PyMem_Free(t->effects);
     PyMem_Free(t->random);

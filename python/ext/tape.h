@@ -54,6 +54,7 @@ typedef struct koila__tape {
     bool is_island;                /* made for one concrete value that outlives its step */
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                  /* never reused in this process */
+    PyObject *early;               /* owned list or NULL: what was gathered while recording, as gathers_list() of plan_report.c has it */
     PyObject *weakrefs;
 } koila__tape;
 

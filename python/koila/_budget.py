@@ -52,8 +52,10 @@ def _held(device: torch.device) -> int:
 
 
 def _device_in_use() -> torch.device:
-    """Where steps run: the current GPU if there is one. The budget of other devices is checked and waits."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Where steps run: the current GPU if there is one. CUDA is not started for the answer: the first GPU is the current one until somebody says otherwise."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def _refuse(asked: object, expected: str, call: str) -> ValueError:
@@ -83,6 +85,8 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
         raise _refuse(asked, "a budget above zero", call)
     if fraction and amount > 1:
         raise _refuse(asked, "at most 100% of what is free", call)
+    if device.type == "cuda" and not fraction and not torch.cuda.is_initialized():
+        return max(int(amount), 1)  # what the GPU has is not asked before somebody uses it
     total = _total(device)
     n = min(_held(device) + int(amount * _free(device)), total) if fraction else int(amount)
     if here and n > total:
@@ -90,14 +94,16 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
     return max(n, 1)
 
 
-def _resolve(asked: Budget, call: str) -> int | None:
-    """What `_core.configure(budget=…)` wants: bytes for the device in use, or None (what is free when the step is planned)."""
+def _resolve(asked: Budget, call: str) -> dict[str, int | None]:
+    """What `_core.configure` wants: bytes for the device in use, and for the CPU beside a GPU; None: what is free when the step is planned. One amount on a machine
+    with a GPU is the GPU's: the CPU, where data sets lie, is not limited by it."""
     if asked is None:
-        return None
+        return {"budget": None, "cpu_budget": None}
     here = _device_in_use()
     if not isinstance(asked, Mapping):
-        return _bytes(asked, here, call)
-    chosen: int | None = None
+        n = _bytes(asked, here, call)
+        return {"budget": n, "cpu_budget": n if here.type == "cpu" else None}
+    chosen: dict[str, int | None] = {"budget": None, "cpu_budget": None}
     for name, amount in asked.items():
         try:
             device = torch.device(name)
@@ -106,7 +112,9 @@ def _resolve(asked: Budget, call: str) -> int | None:
         present = device.type == "cpu" or device.type == here.type
         n = _bytes(amount, device if present else torch.device("cpu"), call) if amount is not None else None
         if device.type == here.type and device.index in (None, here.index):
-            chosen = n
+            chosen["budget"] = n
+        if device.type == "cpu":
+            chosen["cpu_budget"] = n
     return chosen
 
 
@@ -130,7 +138,7 @@ class _Setting(contextlib.ContextDecorator):
 
 class budget(_Setting):
     """Torch may hold at most this much memory, model and data included. Steps are cut so that they stay within it; on the CPU torch itself
-    refuses to go beyond.
+    refuses to go beyond. Where there is a GPU one amount is the GPU's, and the CPU's is said with a dict.
 
     Args:
         amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry, a dict by device, or `None`: what is free
@@ -150,12 +158,12 @@ class budget(_Setting):
         _resolve(amount, f"budget({amount!r})")
 
     def _settings(self) -> dict[str, Any]:
-        return {"budget": _resolve(self._amount, f"budget({self._amount!r})")}
+        return _resolve(self._amount, f"budget({self._amount!r})")
 
 
 def set_budget(amount: Budget) -> None:
     """`budget(amount)` from here on. The environment variable `KOILA_BUDGET` does the same at import."""
-    _core.configure(budget=_resolve(amount, f"set_budget({amount!r})"))
+    _core.configure(**_resolve(amount, f"set_budget({amount!r})"))
 
 
 class micro_batch(_Setting):
@@ -190,4 +198,4 @@ class strict(_Setting):
 def from_environment() -> None:
     asked = os.environ.get("KOILA_BUDGET", "").strip()
     if asked:
-        _core.configure(budget=_resolve(asked, f"KOILA_BUDGET={asked}"))
+        _core.configure(**_resolve(asked, f"KOILA_BUDGET={asked}"))

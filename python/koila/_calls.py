@@ -21,6 +21,13 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1]).copy_(t)
 
 
+def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
+    """`t`, whatever its sizes, dense in memory with its dimensions in the order of `meta`'s strides: itself when it is, else a copy."""
+    dims = sorted(range(t.dim()), key=lambda d: (-meta[3][d], d))
+    dense = torch.empty_permuted(t.size(), dims, dtype=t.dtype, device=t.device)
+    return t if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride())) else dense.copy_(t)
+
+
 def clone_exactly(t: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, also where they overlap."""
     n = 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
@@ -93,8 +100,16 @@ def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*a, **k)
 
 
+def note_gathers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The operator is about to run on values: `last_plan().gathers` tells of each lazy argument that is sliced."""
+    for t in lazies_of(args, kwargs):
+        if t.numel() > 1:  # not item() of a loss, which every program does
+            _core.note_gather(t, func.name().removesuffix(".default"))
+
+
 def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make every lazy argument concrete, in one run, and call the operator now. The result is plain."""
+    note_gathers(func, args, kwargs)
     _core.concrete_all(lazies_of(args, kwargs))
     return _call_plain(func, args, kwargs)
 
@@ -102,6 +117,8 @@ def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator whose result cannot be described before it runs. Lazy tensors that it writes get the written contents."""
     flags = which_written(func, args, kwargs)
+    if any(flags):
+        note_gathers(func, args, kwargs)
     return write_now(func, args, kwargs, flags) if any(flags) else run_on_reals(func, args, kwargs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._torch import torch
 from ._calls import is_dense, run_on_reals, value_dependent
-from ._calls import clone_exactly, empty_like_exactly, enter_modes, redispatch, with_strides, write_real  # noqa: F401  for C
+from ._calls import clone_exactly, empty_like_exactly, enter_modes, in_order, redispatch, with_strides, write_real  # noqa: F401  for C
 from ._doors import install  # noqa: F401  for C
 from ._errors import StaleValueError, UnsupportedError
 from ._random import random_write

@@ -38,14 +38,25 @@ def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
     """
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") or torch.cuda.get_allocator_backend() != "native":
         raise RuntimeError("not the caching allocator")
-    p = torch.cuda.get_device_properties(index)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    values = {"sm_count": p.multi_processor_count, "compute_capability": 10 * p.major + p.minor, "total_bytes": p.total_memory, "context_bytes": 0}
-    fields = {k: {"value": int(v), "how": "measured"} for k, v in values.items()}  # the context is not counted: what it takes is not free already
-    profile = json.dumps({"koila_device": 1, "name": "".join(c for c in p.name if c.isalnum() or c in " -")[:60], "fields": fields})
     stream = int(torch.cuda.current_stream(index).cuda_stream)
-    return profile, torch.__version__, conf, float(fraction), int(p.total_memory), stream, os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    total = int(torch.cuda.get_device_properties(index).total_memory)
+    return profile(index, 0), torch.__version__, conf, float(fraction), total, stream, os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")  # what the context takes is not free already
+
+
+def profile(index: int, context_bytes: int) -> str:
+    """The profile of a GPU that is here, as JSON. context_bytes: what is taken on it by others than torch's allocator."""
+    p = torch.cuda.get_device_properties(index)
+    values = {"sm_count": p.multi_processor_count, "compute_capability": 10 * p.major + p.minor, "total_bytes": p.total_memory, "context_bytes": context_bytes}
+    fields = {k: {"value": int(v), "how": "measured"} for k, v in values.items()}
+    return json.dumps({"koila_device": 1, "name": "".join(c for c in p.name if c.isalnum() or c in " -")[:60], "fields": fields})
+
+
+def profile_now(index: int) -> str:
+    """The same, with what is taken now."""
+    free, total = torch.cuda.mem_get_info(index)
+    return profile(index, max(0, total - free - int(torch.cuda.memory_reserved(index))))
 
 
 def segments(index: int) -> list[dict[str, Any]]:

@@ -152,6 +152,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a value that is lazy along another dimension already
             (along the same one it is given back as it is).
         UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
+        OutOfMemory: torch holds more than the budget already.
 
     Example:
         >>> import torch
@@ -211,6 +212,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
         return value
 
+    if first.device.type == "cpu":
+        _core.held_fits(call)
     _sharded.refuse_recording()
     axis = _core.axis(size)
     made: dict[tuple[int, int], Any] = {}

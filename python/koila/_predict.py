@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
-from . import _backward, _core
+from . import _backward, _core, _cuda
 from ._budget import _bytes, readable
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
@@ -200,7 +200,7 @@ def plan(
     *inputs: Any,
     batch: Any = 0,
     budget: Any = None,
-    device: str | os.PathLike[str] | None = None,
+    device: str | os.PathLike[str] | torch.device | None = None,
     micro_batch: int | None = None,
     optimizer: str = "none",
     optimizer_way: str = "foreach",
@@ -217,7 +217,8 @@ def plan(
     step: called with the inputs made lazy; runs forward and backward, or returns the loss (backward is then called on it). It must not read values.
     inputs: tensors, as for `lazy(..., batch=batch)`; their contents are not looked at, and tensors and model may be on the `meta` device.
     budget: bytes or a word such as "24GiB" that the step, parameters and gradients included, may use; `None`: no limit, or the device's memory.
-    device: a built-in profile ("h100-80gb"; an unknown name lists them) or the path of a profile written by `measure_device`.
+    device: a GPU by name ("h100-80gb"; an unknown name lists the nearest), the path of a profile written by `measure_device`, or "cuda", "cuda:1": the one that is
+        here, as it is now. `None`, "cpu": the sum of live bytes, as on a CPU.
     micro_batch: force the rows of a slice. optimizer, optimizer_way: "none", "sgd", "momentum", "adam", "adamw"; "foreach", "fused", "loop":
         the optimizer's own state and temporaries, which a recorded step does not show; so do weight_decay and amsgrad, whether gradients are clipped by
         `clip_grad_norm_`, whether the model is wrapped in DistributedDataParallel (its buckets), and whether a `GradScaler` is used. sdpa: attention's back end,
@@ -229,14 +230,7 @@ def plan(
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a value, and on a device when it runs a fully sharded module
         (FSDP), whose memory has not been measured; ValueError for an unknown device or setting.
     """
-    profile = None
-    if device is not None:
-        profile = os.fspath(device)
-        if os.path.exists(profile):
-            with open(profile, encoding="utf-8") as f:
-                profile = f.read()
-        else:
-            profile = profile.lower()
+    profile = _profile_of(device)
     if micro_batch is not None and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1):
         raise ValueError(f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got {micro_batch!r}")
     asked = None if budget is None else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
@@ -285,6 +279,22 @@ def plan(
     finally:
         _core.swap_open(open_step)
         _core.configure(**before)
+
+def _profile_of(device: str | os.PathLike[str] | torch.device | None) -> str | None:
+    """A built-in profile's name, or a profile as JSON; `None`: none is meant."""
+    name = "cpu" if device is None else str(device) if isinstance(device, torch.device) else os.fspath(device)
+    if os.path.exists(name):
+        with open(name, encoding="utf-8") as f:
+            return f.read()
+    kind, _, index = name.lower().partition(":")
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        return name.lower()
+    if not torch.cuda.is_available():
+        raise ValueError(f"plan(device={name!r}): there is no CUDA device here; name the GPU that is meant, for example 'h100-80gb', or a profile file")
+    return _cuda.profile_now(int(index) if index else torch.cuda.current_device())
+
 
 def _plain_input(t: torch.Tensor, _dim: Any, where: str) -> torch.Tensor:
     """A batch that is lazy already belongs to a step of its own: the plan is made beside it, of the plain tensor."""

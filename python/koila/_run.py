@@ -79,9 +79,15 @@ def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.
     return torch.ops.aten.index_put(x, _own_rows(x, dim, n_dims, indices), values, accumulate)
 
 
+def _laid_out(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """koila::laid_out of src/pseudo.def."""
+    return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
+
+
 PSEUDO: dict[str, Any] = {
     "koila::moments": _moments,
     "koila::combine_moments": _combine_moments,
     "koila::index_rows": _index_rows,
     "koila::index_put_rows": _index_put_rows,
+    "koila::laid_out": _laid_out,
 }

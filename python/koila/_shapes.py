@@ -96,6 +96,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return value_dependent  # the shape function's own fault, or what it cannot describe: a nested result
         except Exception as real:
             error = real
+        if "allocate memory" in str(error):
+            _core.held_fits(str(func))
         raise error.with_traceback(None) from None
     _dtype_error(func, args, kwargs)
     if _unlike(func, args, kwargs):
@@ -138,14 +140,27 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (1, _rnn_workspace(args, out[3][1]))
-    if func is aten.native_group_norm.default and args[0].device.type == "cpu":  # torch 2.14's shape function forgets that the kernel keeps channels_last
+    if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
         dtype, device, size, _, offset = out[0][1]
-        like = torch.empty(size, device="meta", memory_format=torch._prims_common.suggest_memory_format(fakes[0]))
+        like = torch.empty(size, device="meta", memory_format=torch._prims_common.suggest_memory_format(fakes[_laid_out_as[func]]))
         out[0] = 1, (dtype, device, size, tuple(like.stride()), offset)
     for argument, value in zip(schema.arguments, args):
         if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
             out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
     return kind, out
+
+
+# The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where it suggests none. The shape functions follow any strides (batch norm), or
+# forget channels_last (torch 2.14's group norm).
+_laid_out_as = {
+    aten.native_group_norm.default: 0,
+    aten.native_batch_norm.default: 0,
+    aten._native_batch_norm_legit.default: 0,
+    aten._native_batch_norm_legit.no_stats: 0,
+    aten._native_batch_norm_legit_functional.default: 0,
+    aten._native_batch_norm_legit_no_training.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+}
 
 
 def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:

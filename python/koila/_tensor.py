@@ -108,6 +108,14 @@ class LazyTensor(torch.Tensor):
         _with_memory(self, "share_memory_()").share_memory_()
         return self
 
+    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Any:
+        """Of a square matrix it writes one entry of each row, which slices can do; torch's own writes through a view that spans the rows."""
+        if self.dim() != 2 or self.size(0) != self.size(1) or not self.is_contiguous() or not isinstance(fill_value, (bool, int, float)):
+            return super().fill_diagonal_(fill_value, wrap)
+        i = torch.arange(self.size(0))
+        self[i, i] = fill_value
+        return self
+
     def apply_(self, *args: Any) -> Any:
         _with_memory(self, "apply_()", "f").apply_(*args)
         return self

@@ -94,6 +94,42 @@ def test_what_fits_runs_whole_and_says_what_was_predicted(case, monkeypatch):
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
+def test_the_gpu_that_is_here_can_be_planned_for_by_name(case, monkeypatch):
+    """Its memory is the card's, less what others than torch's allocator have taken."""
+    model, x = case
+    gpu = Gpu(monkeypatch, free=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.memory_stats()["reserved_bytes.all.current"])
+    reserved = gpu.memory_stats()["reserved_bytes.all.current"]
+
+    def planned(free, device):
+        gpu.free = free
+        return koila.plan(lambda x: model(x).square().mean(), x, device=device).prediction
+
+    roomy, tight = planned(gpu.total - reserved, "cuda"), planned(gpu.total - reserved - (15 << 30), torch.device("cuda:0"))
+    assert roomy["device"] == "Fake GPU" and roomy["fits"]
+    assert roomy["spare_bytes"] - tight["spare_bytes"] == 15 << 30
+
+
+def test_where_there_is_a_gpu_one_amount_is_the_gpu_s_and_the_cpu_has_its_own(monkeypatch):
+    """Data sets lie in the CPU's memory. And asking for a budget does not start CUDA, which could not be forked afterwards."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_device", "mem_get_info", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("CUDA would start"))
+    with koila.budget("1MiB"):
+        assert _core.configure()["budget"] == MIB and _core.configure()["cpu_budget"] is None
+        torch.zeros(4 * MIB)
+    if not _core.truth_ok():
+        pytest.skip("torch's CPU memory cannot be counted here")
+    with koila.budget({"cpu": _core.truth_current() + MIB, "cuda": "2GiB"}):
+        assert _core.configure()["budget"] == 2 << 30
+        with pytest.raises(RuntimeError, match="memory"):
+            torch.zeros(4 * MIB)
+    assert _core.configure()["budget"] is None and _core.truth_get_limit() is None
+    torch.zeros(4 * MIB)
+
+
 def test_free_bytes_in_pieces_are_cut_for_and_gradients_stay(case, monkeypatch):
     """60 holes of 3 MiB: 180 MiB are free, which the sum of live bytes says is far more than enough."""
     model, x = case

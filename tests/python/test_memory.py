@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from zoo import ConvNet, gpt2, vit
 
 import koila
-from koila import _backward, _core
+from koila import _backward, _core, lazy
 
 pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 
@@ -208,6 +208,27 @@ def test_one_row_that_does_not_fit_is_refused_with_the_tensors_named():
     assert isinstance(e.value, torch.OutOfMemoryError) and isinstance(e.value, koila.KoilaError)
     assert ".py:" in str(e.value) and "KiB" in str(e.value) and e.value.missing_bytes > 0
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["lazy", "recording", "backward", "evaluation"])
+def test_a_budget_below_what_is_held_says_so(where):
+    model, never_seen, x = nn.Linear(500, 500), nn.Linear(500, 77), torch.randn(64, 500)
+    before = lazy(x)
+    loss = model(before).square().mean()
+    held = _core.truth_current()
+    with koila.budget(held - 100_000), pytest.raises(koila.OutOfMemory) as e:
+        if where == "lazy":
+            lazy(x)
+        elif where == "recording":
+            never_seen(before)  # its shape is asked for by a few elements
+        elif where == "backward":
+            loss.backward()
+        else:
+            before.mm(model.weight).torch()
+    assert "holds" in str(e.value) and "budget" in str(e.value) and "Try" in str(e.value)
+    assert 90_000 < e.value.missing_bytes <= 200_000 and all(p.grad is None for p in model.parameters())
+    model(lazy(x)).square().mean().backward()  # and nothing is spoilt
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_replay_runs_each_operator_once_a_slice():

@@ -231,6 +231,21 @@ def test_every_built_in_device_plans(case):
         assert koila.plan(step_of(model), x, y, device=name).fits, name
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0)])
+def test_the_cpu_by_name_is_the_cpu(case, device):
+    model, x, y = case
+    a, b = (koila.plan(step_of(model), x, y, budget="1GiB", device=d) for d in (None, device))
+    assert b.prediction is None and str(a) == str(b)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is meant")
+@pytest.mark.parametrize("device", ["cuda", "CUDA:1", torch.device("cuda", 0)])
+def test_a_gpu_that_should_be_here_and_is_not_is_an_error(case, device):
+    model, x, y = case
+    with pytest.raises(ValueError, match="no CUDA device here.*h100-80gb"):
+        koila.plan(step_of(model), x, y, device=device)
+
+
 def test_an_unknown_device_names_near_ones(case):
     model, x, y = case
     with pytest.raises(ValueError, match="h100-80gb"):

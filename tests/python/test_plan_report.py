@@ -116,6 +116,24 @@ def test_a_gather_is_told_with_its_line():
     assert "aten::sort" in str(p) and "f32[12, 5]" in str(p)
 
 
+def test_an_operator_that_ran_while_recording_is_told_of_too():
+    """Its result's size depends on values, so it ran before the step did, on the whole."""
+    w = torch.randn(5, 5, requires_grad=True)
+    with koila.micro_batch(4):
+        h = lazy(torch.randn(12, 5)) @ w
+        n_positive = (h[:, 0] > 0).nonzero().shape[0]
+        n_unique = torch.unique(h.detach().round()).numel()
+        loss = h[h.detach()[:, 1] > 0].square().sum() + (h * n_positive + n_unique).square().sum()
+        loss.backward()
+        p = koila.last_plan()
+        told = {g.operator: (g.shape, g.dtype, g.n_bytes) for g in p.gathers}
+        assert told["aten::nonzero"] == ((12,), "bool", 12) and told["aten::_unique2"] == ((12, 5), "f32", 240)
+        assert told["aten::index.Tensor"] in (((12,), "bool", 12), ((12, 5), "f32", 240))
+        assert all("test_plan_report.py:" in g.line for g in p.gathers) and "aten::nonzero" in str(p)
+        (lazy(torch.randn(12, 5)) @ w).square().sum().backward()  # the next step has its own
+        assert koila.last_plan().gathers == []
+
+
 def test_strict_refuses_a_gather_by_name_and_runs_the_rest():
     with koila.strict(), koila.micro_batch(4):
         x = lazy(torch.randn(12, 5))

@@ -162,14 +162,14 @@ TEST(text__the_empty_graph_reads_back)
     maker_init(&m, NULL);
     check_round_trip(m.graph, true);
     text t = printed(m.graph);
-    CHECK_STR(t.at, "koila graph 1\n");
+    CHECK_STR(t.at, "koila graph 2\nend 0 0\n");
     free(t.at);
     maker_deinit(&m);
 }
 
 TEST(text__is_what_the_head_of_the_file_shows)
 {
-    static const char shown[] = "koila graph 1\n"
+    static const char shown[] = "koila graph 2\n"
                                 "axis 32\n"
                                 "op aten::t view\n"
                                 "opaque #0 \"torch.channels_last\"\n"
@@ -180,7 +180,8 @@ TEST(text__is_what_the_head_of_the_file_shows)
                                 "%3 = aten::mm(%0, %2) -> f32[32, 16] grad @0\n"
                                 "%4 %5 = aten::max.dim(%3, 1, keepdim=false) -> (f32[32], i64[32]) @0\n"
                                 "%6 = aten::add_.Tensor(%3, 1.5) -> {} writes 0 via aten::select.int(f32[32, 16], 0, 3) -> f32[16] :0\n"
-                                "%7 = aten::clone(%6, memory_format=#0) -> f32[32, 16] on cuda:0\n";
+                                "%7 = aten::clone(%6, memory_format=#0) -> f32[32, 16] on cuda:0\n"
+                                "end 8 5\n";
     koila_table *t = NULL;
     koila_graph *g = NULL;
     koila_error err = KOILA_ERROR_INIT;
@@ -211,7 +212,9 @@ TEST(text__every_prefix_and_every_changed_byte_is_an_answer_not_a_crash)
         koila_error err = KOILA_ERROR_INIT;
         CHECK(koila_table_new(NULL, &fresh) == KOILA_OK);
         const koila_status status = koila_graph_parse(fresh, exact, n, &g, &err);
-        CHECK(status == KOILA_OK || (status == KOILA_BAD_INPUT && err.offset <= n && err.text[0] && !g));
+        /* all of it, with or without the last newline, or an error: never a shorter graph */
+        CHECK(n + 1 >= t.n ? status == KOILA_OK : status == KOILA_BAD_INPUT && err.offset <= n && err.text[0] && !g);
+        if (n < t.n && n && t.at[n - 1] == '\n') CHECK(strstr(err.text, "ends early") != NULL);
         if (g) CHECK(koila_graph_check(g, NULL));
         koila_graph_free(g);
         koila_table_free(fresh);
@@ -241,7 +244,13 @@ TEST(text__hostile_text_is_refused_at_its_byte)
     static const struct {
         const char *text, *at; /* where it is refused: from there on */
     } cases[] = {
-        { "koila graph 2\n", "koila graph 2" },
+        { "koila graph 3\n", "koila graph 3" },
+        { "koila graph 2\n", "" },
+        { "koila graph 2\naxis 3\n%0 = real f32[]\nend 1 1\n", "\n" },
+        { "koila graph 2\n%0 = real f32[]\nend 0 0\n", "\n" },
+        { "koila graph 2\nend 0 0\naxis 3\n", "axis 3" },
+        { "koila graph 2\nend 0 0\nend 0 0\n", "end 0 0\n" },
+        { "koila graph 1\nend 0 0\n", "end" },
         { "koila graph 1 \naxis -1\n", "\n" },
         { "koila graph 1\n%1 = real f32[]\n", " = real" },
         { "koila graph 1\n%0 = real f32[9223372036854775808]\n", "8]" },
@@ -371,11 +380,12 @@ TEST(text__the_nth_allocation_may_fail)
 TEST(text__time_is_linear_in_the_text)
 { /* many labels, all the same: the chain by label is walked once, not once a line */
     text t = { 0 };
-    collect(&t, "koila graph 1\n", 14);
+    collect(&t, "koila graph 2\n", 14);
     enum { N = 50000 };
     char line[64];
     for (int i = 0; i < N; i++) collect(&t, line, (size_t)snprintf(line, sizeof line, "opaque #%d \"x\"\n", i));
     for (int i = 0; i < N; i++) collect(&t, line, (size_t)snprintf(line, sizeof line, "= f(#%d) -> {}\n", i));
+    collect(&t, line, (size_t)snprintf(line, sizeof line, "end 0 %d\n", N));
     koila_table *table = NULL;
     CHECK(koila_table_new(NULL, &table) == KOILA_OK);
     for (int pass = 0; pass < 2; pass++) {

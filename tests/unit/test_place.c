@@ -270,6 +270,25 @@ TEST(place__training_batch_norm_has_one_barrier_of_statistics)
     maker_deinit(&m);
 }
 
+TEST(place__a_softmax_along_the_batch_lies_as_it_was_recorded)
+{
+    for (int is_transposed = 0; is_transposed < 2; is_transposed++) {
+        maker m;
+        maker_init(&m, NULL);
+        const int64_t size[2] = { 5, 7 }, stride[2] = { 1, 5 };
+        koila_meta like;
+        koila_value x = 0;
+        axis(&m, 7);
+        CHECK_EQ(koila_table_meta(m.table, KOILA_DTYPE_F32, 0, 2, size, is_transposed ? stride : NULL, &like), KOILA_OK);
+        CHECK_EQ(koila_graph_leaf(m.graph, like, KOILA_LEAF_BATCH, 0, 1, NULL, &x), KOILA_OK);
+        const koila_value y = call(&m, "aten::_softmax", f32(5, 7), "tib", x, 1, 0), flat = call(&m, "aten::view", f32(35), "tl", y, 1, 35);
+        place(&m, flat);
+        CHECK_AT(&m, flat, S(0, 5, 1));
+        CHECK_EQ(n_nodes_named(&m, "koila::laid_out"), is_transposed);
+        maker_deinit(&m);
+    }
+}
+
 TEST(place__two_axes_in_one_call_keep_the_longer)
 {
     maker m;
