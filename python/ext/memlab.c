@@ -239,8 +239,8 @@ static void poll_devices(bool thorough)
 }
 
 static const struct {
-    const char *library, *device, *runtime, *release;
-} libraries[] = { { "libc10_cuda.so", "cuda", "libcudart.so", "cudaFree" }, { "libc10_hip.so", "cuda", "libamdhip64.so", "hipFree" }, { "libc10_xpu.so", "xpu", NULL, NULL } };
+    const char *library, *device, *release;
+} libraries[] = { { "libc10_cuda.so", "cuda", "cudaFree" }, { "libc10_hip.so", "cuda", "hipFree" }, { "libc10_xpu.so", "xpu", NULL } };
 
 static void listen_to_accelerators(void)
 {
@@ -253,7 +253,7 @@ static void listen_to_accelerators(void)
     if (!koila__got_holds(&report_slots, NULL)) {
         for (size_t i = 0; i < KOILA_COUNT(libraries); i++) {
             koila__got_patch(&report_slots, libraries[i].library, REPORT_USAGE, (void *)hook_report);
-            if (!libraries[i].runtime || !koila__got_path(libraries[i].runtime, path, sizeof path)) continue;
+            if (!libraries[i].release || !koila__got_path(libraries[i].library, path, sizeof path)) continue; /* its own: several runtimes may be loaded */
             void *slot = koila__got_symbol(path, libraries[i].release);
             memcpy(&real_free, &slot, sizeof slot);
             if (real_free) koila__got_patch(&free_slots, libraries[i].library, libraries[i].release, (void *)hook_free);
