@@ -132,6 +132,23 @@ def _as_factory(index: torch.Tensor) -> torch.Tensor:
     return rows if index.dim() == 1 else redispatch(aten.view.default, (rows, list(index.size())), {})
 
 
+@special("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward")
+def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Offsets of bags of one length (an index of two dimensions) are recorded as the operator that makes them, as in _as_factory(): a slice makes those of its own bags."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "_embedding_bag_backward" and args[9]:  # a sparse gradient
+        return run_on_reals(func, args, kwargs)
+    at = 3 if name.endswith("weights_backward") else 2  # the offsets; before them the indices
+    indices, offsets = args[at - 1 : at + 1]
+    n, n_bags = indices.numel(), offsets.numel()
+    if not _core.is_lazy(offsets) and n and n_bags and n % n_bags == 0:
+        step = n // n_bags
+        made = {"dtype": offsets.dtype, "device": offsets.device}
+        if offsets.is_meta or torch.equal(offsets, torch.arange(0, n, step, **made)):  # what is only planned has no values
+            args = (*args[:at], _core.record(aten.arange.start_step, (0, n, step), made), *args[at + 1 :])
+    return _core.record(func, args, kwargs)
+
+
 def _positions(mask: torch.Tensor) -> list[torch.Tensor]:
     return list(mask.nonzero().unbind(1))
 
