@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 from ._torch import second_owner_adds_reference, torch
 from . import _core
-from ._calls import note_gathers, redispatch, run_on_reals, tensors_of, write_now, write_real
+from ._calls import gather, redispatch, run_on_reals, tensors_of, write_now, write_real
 from ._errors import UnsupportedError
 from ._settled import count_write, on_settled
 from ._shapes import layout_of, real_error, shared_places
@@ -103,8 +103,7 @@ def special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             target = aten.masked_fill.Tensor if name == "index_put" else aten.masked_fill_.Tensor
             if _core.is_lazy(self):
                 return redispatch(target, (self, mask, value.reshape(())), {})
-    note_gathers(func, (masks,), {})
-    _core.concrete_all([m for m in masks if _core.is_lazy(m)])
+    gather(func, masks, {})
     flat: list[Any] = []
     for i, index in enumerate(indices):
         if index is None or index.dtype not in (torch.bool, torch.uint8):
