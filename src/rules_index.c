@@ -54,10 +54,11 @@ static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights, const
 /* _embedding_bag(weight, indices, offsets, by_freq, mode, sparse, per_sample_weights?, include_last_offset, padding_idx) -> out, offset2bag, bag_size, max_indices */
 bool koila__rule_embedding_bag(koila__case *c)
 {
-    int64_t step;
+    int64_t step, mode, padding;
     bool last;
     koila_placement p;
     const uint32_t weights = koila__input_at(c, 6);
+    if (!koila__arg_int(c, 4, 0, &mode) || !koila__arg_int(c, 8, -1, &padding)) return false;
     if (!even_bags(c, 1, weights, c->out_meta[0], &step) || !koila__arg_bool(c, 7, false, &last) || last || c->n_out != 4) return false;
     if (!koila__is_r(c->in[0]) || !bags_of(c, KOILA_NONE, 1, weights, step, &p)) return false;
     koila_meta out[4];
@@ -66,11 +67,10 @@ bool koila__rule_embedding_bag(koila__case *c)
     koila__emit_value(&k, c->in_value[0]);
     koila__emit_value(&k, c->in_value[1]);
     koila__emit_int(&k, step);
-    koila__emit_copy(&k, 4);
+    koila__emit_int(&k, mode);
     if (weights == KOILA_NONE) koila__emit_none(&k);
     else koila__emit_value(&k, c->in_value[weights]);
-    if (koila__arg(c, 8)) koila__emit_copy(&k, 8);
-    else koila__emit_int(&k, -1);
+    koila__emit_int(&k, padding);
     koila__emit_bool(&k, strcmp(c->op, "aten::_embedding_bag") == 0);
     for (uint32_t j = 0; j < 4; j++) out[j] = c->sig->outputs[j];
     if (!koila__emit_end_n(&k, 4, out, c->replaced)) return false;
@@ -90,12 +90,12 @@ bool koila__rule_embedding_bag(koila__case *c)
  * offset2bag numbers the bags of the whole: a slice makes its own. What a mode does not read it is not given: the rest may be a sum (when it is empty). */
 bool koila__rule_embedding_bag_backward(koila__case *c)
 {
-    int64_t step, mode;
+    int64_t step, mode, padding;
     bool by_freq, sparse;
     koila_placement p;
     const uint32_t weights = koila__input_at(c, 10);
     if (!even_bags(c, 1, weights, c->in_meta[0], &step) || !koila__arg_bool(c, 7, false, &by_freq) || by_freq || !koila__arg_bool(c, 9, false, &sparse) || sparse) return false;
-    if (!koila__arg_int(c, 8, 0, &mode) || !bags_of(c, 0, 1, weights, step, &p)) return false;
+    if (!koila__arg_int(c, 8, 0, &mode) || !koila__arg_int(c, 11, -1, &padding) || !bags_of(c, 0, 1, weights, step, &p)) return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::embedding_bag_backward", 0);
     koila__emit_value(&k, c->in_value[0]);
@@ -109,8 +109,7 @@ bool koila__rule_embedding_bag_backward(koila__case *c)
     koila__emit_int(&k, mode);
     if (weights == KOILA_NONE) koila__emit_none(&k);
     else koila__emit_value(&k, c->in_value[weights]);
-    if (koila__arg(c, 11)) koila__emit_copy(&k, 11);
-    else koila__emit_int(&k, -1);
+    koila__emit_int(&k, padding);
     c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
     return c->replaced[0] != KOILA_NONE;
 }
@@ -118,16 +117,15 @@ bool koila__rule_embedding_bag_backward(koila__case *c)
 /* _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx) -> [entries] */
 bool koila__rule_embedding_bag_weights_backward(koila__case *c)
 {
-    int64_t step;
+    int64_t step, padding;
     koila_placement p;
-    if (!even_bags(c, 2, KOILA_NONE, c->in_meta[0], &step) || !koila__is_r(c->in[1]) || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
+    if (!koila__arg_int(c, 6, -1, &padding) || !even_bags(c, 2, KOILA_NONE, c->in_meta[0], &step) || !koila__is_r(c->in[1]) || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::embedding_bag_weights_backward", 0);
     for (uint32_t i = 0; i < 3; i++) koila__emit_value(&k, c->in_value[i]);
     koila__emit_int(&k, step);
     koila__emit_copy(&k, 5);
-    if (koila__arg(c, 6)) koila__emit_copy(&k, 6);
-    else koila__emit_int(&k, -1);
+    koila__emit_int(&k, padding);
     c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
     return c->replaced[0] != KOILA_NONE;
 }

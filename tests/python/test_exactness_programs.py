@@ -585,6 +585,34 @@ def test_who_asks_for_the_bags_of_the_entries_gets_those_of_the_whole(mode, last
     compare_programs(program, BAGS, split=False)
 
 
+@pytest.mark.parametrize("options", [dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str)
+def test_bags_whose_rows_are_counted_or_renormed(options):
+    """How often a row occurs is known of the whole batch only: the gradient is gathered. Rows are renormed at once."""
+
+    def program(wrap):
+        model, (ids, y) = Bagged(mode="sum", **options).double(), wrap(torch.randint(0, 11, (BAGS, 5)), torch.randint(0, 3, (BAGS,)))
+        loss = F.cross_entropy(model(ids), y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, BAGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_bags_with_options_left_out(dtype):
+    """Called as it is; offsets wider than the index are gathered, for the results are as wide."""
+
+    def program(wrap):
+        table, at = torch.randn(11, 6, dtype=D, requires_grad=True), torch.arange(0, BAGS * 5, 5)
+        ids = wrap(torch.randint(0, 11, (BAGS, 5)).to(dtype)).flatten()
+        out = torch.ops.aten._embedding_bag(table, ids, at)[0]
+        mean = torch.embedding_bag(table, ids, at.to(dtype), mode=1)[0]
+        (out.square().sum() + mean.square().sum()).backward()
+        return {"grad": table.grad}
+
+    compare_programs(program, BAGS, split=True, gather_bytes_per_row=0 if dtype is torch.int64 else None)
+
+
 @pytest.mark.parametrize("at", [[0, 5], [0, 4, 11, 11, 30], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_other_lengths_are_gathered(mode, at):
