@@ -387,6 +387,20 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
     return true;
 }
 
+bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step)
+{
+    const koila__placer *p = c->placer;
+    if (!c->in_value) return false;
+    const koila_node node = p->to->values.at[c->in_value[i]].node;
+    if (node == KOILA_NONE) return false;
+    const koila_sig_info *sig = koila__sig(p->table, p->to->nodes.at[node].sig);
+    const koila_meta_info *m = c->in_meta[i];
+    if (strcmp(p->table->ops.at[sig->op].name, "aten::arange.start_step") != 0 || m->n_dims != 1 || koila__dtype_is_float(m->dtype) || !is_int(sig, 0, 0)) return false;
+    if (sig->n_pos < 3 || sig->tokens[sig->start[2]].kind != KOILA_ARG_INT) return false;
+    *step = sig->tokens[sig->start[2]].u.i;
+    return *step > 0 && *step <= INT64_MAX / (m->size[0] + 1) && is_int(sig, 1, m->size[0] * *step);
+}
+
 /* ---- FREE values */
 
 /* The node runs once, on whole values: needs and results R. Its FREE inputs go on the stack. */

@@ -26,6 +26,152 @@ bool koila__rule_embedding_backward(koila__case *c)
     return true;
 }
 
+/* ---- bags of `step` entries each, entry by entry in one list: embedding_bag of an index [B, step]. A slice's own bags begin at 0, step, ...: the offsets
+ * are not those of the whole. So the calls are rewritten: koila::embedding_bag in pseudo.def. Bags of differing lengths are gathered. */
+
+/* The S of the bags, from an input that has a row for each of them or for each entry. */
+static bool bags_of(const koila__case *c, uint32_t of_bags, uint32_t of_entries, uint32_t weights, int64_t step, koila_placement *p)
+{
+    if (of_bags != KOILA_NONE && koila__is_s(c->in[of_bags])) return *p = c->in[of_bags], p->dim == 0;
+    const uint32_t i = koila__is_s(c->in[of_entries]) ? of_entries : weights;
+    if (i == KOILA_NONE || !koila__is_s(c->in[i]) || c->in[i].dim != 0 || c->in[i].inner % step) return false;
+    *p = c->in[i];
+    p->inner /= step;
+    return true;
+}
+static koila_placement entries(koila_placement bags, int64_t step) { return bags.inner *= step, bags; }
+
+/* Are there such bags, one for each row of `rows`, and no sums among what is read? `at`: the position of the entries, the offsets follow. */
+static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights, const koila_meta_info *rows, int64_t *step)
+{
+    const uint32_t index = koila__input_at(c, at), offsets = koila__input_at(c, at + 1);
+    if (!c->may_emit || index == KOILA_NONE || offsets == KOILA_NONE || !koila__is_steps(c, offsets, step) || koila__is_p(c->in[0]) || koila__is_p(c->in[index])) return false;
+    if (weights != KOILA_NONE && koila__is_p(c->in[weights])) return false;
+    const koila_meta_info *i = c->in_meta[index], *o = c->in_meta[offsets];
+    return i->n_dims == 1 && i->dtype == o->dtype && i->size[0] == o->size[0] * *step && rows && rows->n_dims && rows->size[0] == o->size[0];
+}
+
+/* _embedding_bag(weight, indices, offsets, by_freq, mode, sparse, per_sample_weights?, include_last_offset, padding_idx) -> out, offset2bag, bag_size, max_indices */
+bool koila__rule_embedding_bag(koila__case *c)
+{
+    int64_t step, mode, padding;
+    bool last;
+    koila_placement p;
+    const uint32_t weights = koila__input_at(c, 6);
+    if (!koila__arg_int(c, 4, 0, &mode) || !koila__arg_int(c, 8, -1, &padding)) return false;
+    if (!even_bags(c, 1, weights, c->out_meta[0], &step) || !koila__arg_bool(c, 7, false, &last) || last || c->n_out != 4) return false;
+    if (!koila__is_r(c->in[0]) || !bags_of(c, KOILA_NONE, 1, weights, step, &p)) return false;
+    koila_meta out[4];
+    koila__call k;
+    koila__emit_begin(c, &k, "koila::embedding_bag", 0);
+    koila__emit_value(&k, c->in_value[0]);
+    koila__emit_value(&k, c->in_value[1]);
+    koila__emit_int(&k, step);
+    koila__emit_int(&k, mode);
+    if (weights == KOILA_NONE) koila__emit_none(&k);
+    else koila__emit_value(&k, c->in_value[weights]);
+    koila__emit_int(&k, padding);
+    koila__emit_bool(&k, strcmp(c->op, "aten::_embedding_bag") == 0);
+    for (uint32_t j = 0; j < 4; j++) out[j] = c->sig->outputs[j];
+    if (!koila__emit_end_n(&k, 4, out, c->replaced)) return false;
+    if (!c->out_meta[1] || !c->out_meta[1]->n_elements) return true;
+    koila__emit_begin(c, &k, "aten::repeat_interleave.self_int", 0); /* for whoever reads offset2bag (no rule does): whole, the numbers of the whole */
+    koila__emit_value(&k, c->in_value[2]);
+    koila__emit_int(&k, step);
+    const koila_value begins = koila__emit_end(&k, out[1]);
+    koila__emit_begin(c, &k, "aten::floor_divide.Scalar", 0);
+    koila__emit_value(&k, begins);
+    koila__emit_int(&k, step);
+    c->replaced[1] = koila__emit_end(&k, out[1]);
+    return c->replaced[1] != KOILA_NONE;
+}
+
+/* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq, mode, sparse, per_sample_weights?, padding_idx) -> [n, E].
+ * offset2bag numbers the bags of the whole: a slice makes its own. What a mode does not read it is not given: the rest may be a sum (when it is empty). */
+bool koila__rule_embedding_bag_backward(koila__case *c)
+{
+    int64_t step, mode, padding;
+    bool by_freq, sparse;
+    koila_placement p;
+    const uint32_t weights = koila__input_at(c, 10);
+    if (!even_bags(c, 1, weights, c->in_meta[0], &step) || !koila__arg_bool(c, 7, false, &by_freq) || by_freq || !koila__arg_bool(c, 9, false, &sparse) || sparse) return false;
+    if (!koila__arg_int(c, 8, 0, &mode) || !koila__arg_int(c, 11, -1, &padding) || !bags_of(c, 0, 1, weights, step, &p)) return false;
+    koila__call k;
+    koila__emit_begin(c, &k, "koila::embedding_bag_backward", 0);
+    koila__emit_value(&k, c->in_value[0]);
+    koila__emit_value(&k, c->in_value[1]);
+    koila__emit_int(&k, step);
+    for (uint32_t i = 4; i < 6; i++) {
+        if (mode >= (int64_t)i - 3) koila__emit_value(&k, c->in_value[i]); /* mean reads the sizes, max both */
+        else koila__emit_none(&k);
+    }
+    koila__emit_copy(&k, 6);
+    koila__emit_int(&k, mode);
+    if (weights == KOILA_NONE) koila__emit_none(&k);
+    else koila__emit_value(&k, c->in_value[weights]);
+    koila__emit_int(&k, padding);
+    c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
+    return c->replaced[0] != KOILA_NONE;
+}
+
+/* _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx) -> [entries] */
+bool koila__rule_embedding_bag_weights_backward(koila__case *c)
+{
+    int64_t step, padding;
+    koila_placement p;
+    if (!koila__arg_int(c, 6, -1, &padding) || !even_bags(c, 2, KOILA_NONE, c->in_meta[0], &step) || !koila__is_r(c->in[1]) || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
+    koila__call k;
+    koila__emit_begin(c, &k, "koila::embedding_bag_weights_backward", 0);
+    for (uint32_t i = 0; i < 3; i++) koila__emit_value(&k, c->in_value[i]);
+    koila__emit_int(&k, step);
+    koila__emit_copy(&k, 5);
+    koila__emit_int(&k, padding);
+    c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
+    return c->replaced[0] != KOILA_NONE;
+}
+
+/* koila::embedding_bag(weight, indices, step, mode, per_sample_weights?, padding_idx, trains) */
+bool koila__rule_bags(koila__case *c)
+{
+    int64_t step;
+    koila_placement p;
+    const uint32_t weights = koila__input_at(c, 4);
+    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 || !bags_of(c, KOILA_NONE, 1, weights, step, &p)) return false;
+    koila__need_r(c, 0);
+    if (!koila__need(c, 1, entries(p, step)) || (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step)))) return false;
+    for (uint32_t j = 0; j < c->n_out; j++) { /* what a kernel leaves empty is empty in every slice */
+        if (!c->out_meta[j]) continue;
+        c->out[j] = !c->out_meta[j]->n_elements ? koila__p(c, KOILA_SUM) : j == 1 ? entries(p, step) : p;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j])) return false;
+    }
+    return true;
+}
+
+/* koila::embedding_bag_backward(grad, indices, step, bag_size?, max_indices?, n, mode, per_sample_weights?, padding_idx) */
+bool koila__rule_bags_backward(koila__case *c)
+{
+    int64_t step;
+    koila_placement p;
+    const uint32_t size = koila__input_at(c, 3), most = koila__input_at(c, 4), weights = koila__input_at(c, 7);
+    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 || !bags_of(c, 0, 1, weights, step, &p)) return false;
+    if (!koila__need(c, 0, p) || !koila__need(c, 1, entries(p, step)) || (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step)))) return false;
+    if ((size != KOILA_NONE && !koila__need(c, size, p)) || (most != KOILA_NONE && !koila__need(c, most, p))) return false;
+    c->out[0] = koila__p(c, KOILA_SUM);
+    return true;
+}
+
+/* koila::embedding_bag_weights_backward(grad, weight, indices, step, mode, padding_idx) */
+bool koila__rule_bags_weights_backward(koila__case *c)
+{
+    int64_t step;
+    koila_placement p;
+    if (koila__any_p(c) || !koila__arg_int(c, 3, 0, &step) || step <= 0 || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
+    koila__need_r(c, 1);
+    if (!koila__need(c, 0, p) || !koila__need(c, 2, entries(p, step))) return false;
+    c->out[0] = entries(p, step);
+    return koila__fits(c, c->out[0], c->out_meta[0]);
+}
+
 /* take(x, index): the result has the index's shape; x whole */
 bool koila__rule_take(koila__case *c)
 {

@@ -92,6 +92,10 @@ PyObject *koila__ranks_keys(const koila_graph *part); /* the opaque calls in it:
  * plan with now. 0: nothing of it is sharded. -1: an exception, on all ranks. `settled`: the rows are forced, or were agreed on before. */
 int koila__ranks_agree(PyObject *keys, const cached *c, bool settled, uint32_t *n_slices);
 
+/* ---- run_module.c */
+extern const char *koila__gathers_for; /* the operator that waits for the values of the run that is asked for, or NULL: strict() refuses those that are sliced */
+void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n); /* "file.py:12"; `out` as it was for no line */
+
 /* ---- run.c */
 /* The part of the tape that makes the targets, and the way back. All arrays are PyMem. */
 typedef struct request {

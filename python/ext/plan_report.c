@@ -46,13 +46,13 @@ static const char *readable(char *out, size_t n, uint64_t bytes)
     return out;
 }
 
-PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows)
+PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows, const char *op, const char *at)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
-    PyObject *shape = koila__shape_of(m), *line = line_of(plan, part, g.node), *list = shape ? PySequence_List(shape) : NULL, *text = NULL;
+    PyObject *shape = koila__shape_of(m), *line = op ? PyUnicode_FromString(at) : line_of(plan, part, g.node), *list = shape ? PySequence_List(shape) : NULL, *text = NULL;
     char whole[32], slice[32];
     if (list && line)
-        text = PyUnicode_FromFormat("%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; without it the step runs, and holds the whole for a while", op_of_node(plan, g.node),
+        text = PyUnicode_FromFormat("%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; without it the step runs, and holds the whole for a while", op ? op : op_of_node(plan, g.node),
                                     PyUnicode_GET_LENGTH(line) ? " at " : "", line, koila_dtype_text(m->dtype), list, readable(whole, sizeof whole, g.bytes),
                                     readable(slice, sizeof slice, koila_plan_value_bytes(plan, g.value, rows)));
     Py_XDECREF(shape);

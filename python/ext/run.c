@@ -152,17 +152,30 @@ int koila__raise_no_fit(koila_status status, const koila_error *err, const char 
     return -1;
 }
 
-static int check_strict(const cached *c)
+static int refuse_gather(const cached *c, koila_gather g, const char *op, const char *line)
+{
+    PyObject *cls = error_class("GatherError"), *text = koila__gather_text(c->plan, c->part, g, c->info.rows, op, line);
+    if (cls && text) PyErr_SetObject(cls, text);
+    Py_XDECREF(cls);
+    Py_XDECREF(text);
+    return -1;
+}
+
+/* What plan c gathers, and those of its n targets that an operator waits for, which runs on values as soon as they are there. */
+static int check_strict(koila__tape *t, const cached *c, uint32_t n)
 {
     if (!koila__settings.strict || c->info.n_slices <= 1) return 0;
     for (uint32_t i = 0; i < c->info.n_gathers; i++) {
         const koila_gather g = koila_plan_gather(c->plan, i);
-        if (g.bytes <= koila_plan_value_bytes(c->plan, g.value, c->info.rows)) continue;
-        PyObject *cls = error_class("GatherError"), *text = koila__gather_text(c->plan, c->part, g, c->info.rows);
-        if (cls && text) PyErr_SetObject(cls, text);
-        Py_XDECREF(cls);
-        Py_XDECREF(text);
-        return -1;
+        if (g.bytes > koila_plan_value_bytes(c->plan, g.value, c->info.rows)) return refuse_gather(c, g, NULL, NULL);
+    }
+    for (uint32_t i = 0; koila__gathers_for && i < n; i++) {
+        const koila_value v = koila_plan_target(c->plan, i);
+        const koila_gather g = { .value = v, .node = KOILA_NONE, .bytes = koila_meta_get(koila__table, koila_value_get(koila_plan_graph(c->plan), v).meta)->n_bytes };
+        if (koila_plan_share(c->plan, v).kind != KOILA_SHARE_SLICE || g.bytes <= koila_plan_value_bytes(c->plan, v, c->info.rows)) continue;
+        char line[300] = "";
+        koila__line_text(t->graph, koila__line_now(t), line, sizeof line);
+        return refuse_gather(c, g, koila__gathers_for, line);
     }
     return 0;
 }
@@ -311,7 +324,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             if (plan_status != KOILA_OOM || room.gpu >= 0 || koila__held_fits("one step") == 0) koila__raise_no_fit(plan_status, &err, "one step");
             goto done;
         }
-        if (check_strict(c) < 0) {
+        if (check_strict(t, c, n_must) < 0) {
             koila__cached_release(c);
             goto done;
         }

@@ -7,8 +7,9 @@
 bool koila__is_out_of_memory(void);                  /* the exception that is set; leaves it set */
 int koila__held_fits(const char *call);              /* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
 PyObject *koila__pseudo_object(const char *name);    /* borrowed callable that implements "koila::name" */
-/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. */
-PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows);
+/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference.
+ * `op` at `line`: who needs it; NULL: node g.node. */
+PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows, const char *op, const char *line);
 /* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`. early: see koila__tape, or NULL. */
 struct cached;
 PyObject *koila__shape_of(const koila_meta_info *m);

@@ -197,7 +197,7 @@ failed:
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
-static void text_of_line(const koila_graph *g, uint32_t line, char *out, size_t n)
+void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n)
 {
     if (line != KOILA_NONE) snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
 }
@@ -215,9 +215,9 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     koila__tape *t = h->group->tape;
     const koila_value_info info = koila_value_get(t->graph, v);
     char made[300] = "", here[300] = "";
-    text_of_line(t->graph, koila__line_now(t), here, sizeof here);
+    koila__line_text(t->graph, koila__line_now(t), here, sizeof here);
     if (info.node == KOILA_NONE) return Py_BuildValue("sIss", info.leaf_kind == KOILA_LEAF_BATCH ? "slice" : "plain", (unsigned)info.dim, made, here);
-    text_of_line(t->graph, koila_node_get(t->graph, info.node).line, made, sizeof made);
+    koila__line_text(t->graph, koila_node_get(t->graph, info.node).line, made, sizeof made);
     if (t->values[v].real && t->closed) return Py_BuildValue("sIss", "plain", 0u, made, here);
 
     koila_graph *part = NULL; /* as recorded, whatever is concrete by now */
@@ -250,27 +250,64 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
-/* An operator is about to run on values while its step is recorded: a lazy argument that is sliced is gathered for it, and the step's plan says so. */
-static PyObject *py_note_gather(PyObject *self, PyObject *args)
+/* If the lazy tensor is sliced, the plan of its step says that `op`, which runs on values, gathers it. 1, 0, or -1 with an exception. */
+static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 {
-    PyObject *lazy, *entry;
-    const char *op, *kind, *made, *here;
+    const char *kind, *made, *here;
     unsigned dim;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "Os:note_gather", &lazy, &op)) return NULL;
-    PyObject *cut = py_cut_of(NULL, lazy);
-    if (!cut || !PyArg_ParseTuple(cut, "sIss", &kind, &dim, &made, &here)) return Py_XDECREF(cut), NULL;
-    koila__handle *h = koila__handle_of(lazy);
     koila__tape *t = h->group->tape;
-    int status = 0;
-    if (!strcmp(kind, "slice")) {
-        const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, koila__value_of(h)).meta);
+    const koila_value v = koila__value_of(h);
+    if (v == KOILA_NONE) return -1;
+    const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
+    if (m->n_elements <= 1) return 0; /* item() of a loss, which every program does */
+    PyObject *cut = py_cut_of(NULL, lazy), *entry = NULL;
+    int status = cut && PyArg_ParseTuple(cut, "sIss", &kind, &dim, &made, &here) ? 0 : -1;
+    if (status == 0 && !strcmp(kind, "slice")) {
         entry = Py_BuildValue("(ssNKs)", op, koila_dtype_text(m->dtype), koila__shape_of(m), (unsigned long long)m->n_bytes, here);
         if (!t->early) t->early = PyList_New(0);
-        status = entry && t->early ? PyList_Append(t->early, entry) : -1;
-        Py_XDECREF(entry);
+        status = entry && t->early && PyList_Append(t->early, entry) == 0 ? 1 : -1;
     }
-    Py_DECREF(cut);
+    Py_XDECREF(entry);
+    Py_XDECREF(cut);
+    return status;
+}
+
+/* gather([lazy, ...], operator): while its step is recorded the operator is about to run on values. They become concrete, in one run. Those that are sliced are gathered for
+ * it: the step's plan says so, and under strict() nothing runs. */
+const char *koila__gathers_for;
+static PyObject *py_gather(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    const char *op, *before = koila__gathers_for;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!s:gather", &PyList_Type, &list, &op)) return NULL;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    koila__handle **h = PyMem_Calloc((size_t)n + 1, sizeof *h);
+    bool *noted = PyMem_Calloc((size_t)n + 1, sizeof *noted);
+    int status = h && noted ? 0 : -1;
+    if (status < 0) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n && status >= 0; i++) {
+        PyObject *lazy = PyList_GET_ITEM(list, i);
+        if (!koila__is_lazy(lazy) || !(h[i] = koila__handle_of(lazy))) PyErr_SetString(PyExc_TypeError, "gather() takes lazy tensors"), status = -1;
+        else if ((status = note_gather(lazy, h[i], op)) > 0) noted[i] = true;
+    }
+    if (status >= 0) {
+        koila__gathers_for = op;
+        status = koila__concrete_many(h, (uint32_t)n);
+        koila__gathers_for = before;
+    }
+    if (status < 0 && noted) { /* it does not run */
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        for (Py_ssize_t i = n; i-- > 0;) {
+            PyObject *early = noted[i] ? h[i]->group->tape->early : NULL;
+            const Py_ssize_t end = early ? PyList_GET_SIZE(early) : 0;
+            if (end && PyList_SetSlice(early, end - 1, end, NULL) < 0) PyErr_Clear();
+        }
+        PyErr_Restore(type, value, trace);
+    }
+    PyMem_Free(h);
+    PyMem_Free(noted);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -406,7 +443,7 @@ static PyMethodDef methods[] = {
     { "take_all", py_take_all, METH_O, "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is emptied." },
     { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
     { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
-    { "note_gather", py_note_gather, METH_VARARGS, "note_gather(lazy, operator): it runs on values now; what that gathers is told by the step's plan." },
+    { "gather", py_gather, METH_VARARGS, "gather([lazy, ...], operator): it is about to run on values; they become concrete, in one run. The plan tells what that gathers, strict() refuses it." },
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },

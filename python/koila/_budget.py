@@ -189,7 +189,11 @@ class micro_batch(_Setting):
 
 
 class strict(_Setting):
-    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of using the memory."""
+    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of using the memory, and before anything has run.
+
+    That is so too for an operator that runs while the step is recorded (`nonzero`, `unique`, masks), if what it needs would be made in slices. What is whole already
+    (the batch as it was given, a value that you asked for before) is nothing more to hold, and is not refused.
+    """
 
     def _settings(self) -> dict[str, Any]:
         return {"strict": True}

@@ -100,26 +100,24 @@ def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*a, **k)
 
 
-def note_gathers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The operator is about to run on values: `last_plan().gathers` tells of each lazy argument that is sliced."""
-    for t in lazies_of(args, kwargs):
-        if t.numel() > 1:  # not item() of a loss, which every program does
-            _core.note_gather(t, func.name().removesuffix(".default"))
+def gather(func: Any, args: Any, kwargs: Any) -> None:
+    """The operator is about to run on values: every lazy argument becomes concrete, in one run. `last_plan().gathers` tells of those that are sliced, and `strict()` refuses them."""
+    _core.gather(lazies_of(args, kwargs), func.name().removesuffix(".default"))
 
 
 def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make every lazy argument concrete, in one run, and call the operator now. The result is plain."""
-    note_gathers(func, args, kwargs)
-    _core.concrete_all(lazies_of(args, kwargs))
+    gather(func, args, kwargs)
     return _call_plain(func, args, kwargs)
 
 
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator whose result cannot be described before it runs. Lazy tensors that it writes get the written contents."""
     flags = which_written(func, args, kwargs)
-    if any(flags):
-        note_gathers(func, args, kwargs)
-    return write_now(func, args, kwargs, flags) if any(flags) else run_on_reals(func, args, kwargs)
+    if not any(flags):
+        return run_on_reals(func, args, kwargs)
+    gather(func, args, kwargs)
+    return write_now(func, args, kwargs, flags)
 
 
 def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:

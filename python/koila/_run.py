@@ -84,10 +84,40 @@ def _laid_out(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _offsets(indices: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.arange(0, indices.numel(), step, dtype=indices.dtype, device=indices.device)
+
+
+def _bags(indices: torch.Tensor, step: int) -> torch.Tensor:
+    """Whose every entry is."""
+    return torch.arange(indices.numel() // step, dtype=indices.dtype, device=indices.device).repeat_interleave(step)
+
+
+def _embedding_bag(weight: Any, indices: Any, step: int, mode: int, weights: Any, padding: int, trains: bool) -> Any:
+    """koila::embedding_bag of src/pseudo.def."""
+    call = torch.ops.aten._embedding_bag if trains else torch.ops.aten._embedding_bag_forward_only
+    return call(weight, indices, _offsets(indices, step), False, mode, False, weights, False, padding)
+
+
+def _embedding_bag_backward(grad: Any, indices: Any, step: int, sizes: Any, most: Any, n: int, mode: int, weights: Any, padding: int) -> torch.Tensor:
+    """koila::embedding_bag_backward of src/pseudo.def."""
+    sizes, most = (indices.new_empty(0) if t is None else t for t in (sizes, most))
+    offsets, bags = _offsets(indices, step), _bags(indices, step)
+    return torch.ops.aten._embedding_bag_backward(grad, indices, offsets, bags, sizes, most, n, False, mode, False, weights, padding)
+
+
+def _embedding_bag_weights_backward(grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int) -> torch.Tensor:
+    """koila::embedding_bag_weights_backward of src/pseudo.def."""
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(grad, weight, indices, _offsets(indices, step), _bags(indices, step), mode, padding)
+
+
 PSEUDO: dict[str, Any] = {
     "koila::moments": _moments,
     "koila::combine_moments": _combine_moments,
     "koila::index_rows": _index_rows,
     "koila::index_put_rows": _index_put_rows,
     "koila::laid_out": _laid_out,
+    "koila::embedding_bag": _embedding_bag,
+    "koila::embedding_bag_backward": _embedding_bag_backward,
+    "koila::embedding_bag_weights_backward": _embedding_bag_weights_backward,
 }

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 from ._torch import second_owner_adds_reference, torch
 from . import _core
-from ._calls import note_gathers, redispatch, run_on_reals, tensors_of, write_now, write_real
+from ._calls import gather, redispatch, run_on_reals, tensors_of, write_now, write_real
 from ._errors import UnsupportedError
 from ._settled import count_write, on_settled
 from ._shapes import layout_of, real_error, shared_places
@@ -103,8 +103,7 @@ def special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             target = aten.masked_fill.Tensor if name == "index_put" else aten.masked_fill_.Tensor
             if _core.is_lazy(self):
                 return redispatch(target, (self, mask, value.reshape(())), {})
-    note_gathers(func, (masks,), {})
-    _core.concrete_all([m for m in masks if _core.is_lazy(m)])
+    gather(func, masks, {})
     flat: list[Any] = []
     for i, index in enumerate(indices):
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -130,6 +129,23 @@ def _as_factory(index: torch.Tensor) -> torch.Tensor:
         return index
     rows = _core.record(aten.arange.default, (n,), {"dtype": index.dtype, "device": index.device})
     return rows if index.dim() == 1 else redispatch(aten.view.default, (rows, list(index.size())), {})
+
+
+@special("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward")
+def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Offsets of bags of one length (an index of two dimensions) are recorded as the operator that makes them, as in _as_factory(): a slice makes those of its own bags."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "_embedding_bag_backward" and args[9]:  # a sparse gradient
+        return run_on_reals(func, args, kwargs)
+    at = 3 if name.endswith("weights_backward") else 2  # the offsets; before them the indices
+    indices, offsets = args[at - 1 : at + 1]
+    n, n_bags = indices.numel(), offsets.numel()
+    if not _core.is_lazy(offsets) and n and n_bags and n % n_bags == 0:
+        step = n // n_bags
+        made = {"dtype": offsets.dtype, "device": offsets.device}
+        if offsets.is_meta or torch.equal(offsets, torch.arange(0, n, step, **made)):  # what is only planned has no values
+            args = (*args[:at], _core.record(aten.arange.start_step, (0, n, step), made), *args[at + 1 :])
+    return _core.record(func, args, kwargs)
 
 
 def _positions(mask: torch.Tensor) -> list[torch.Tensor]:

@@ -492,7 +492,27 @@ def laid_out(x, dims):
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype).copy_(x)
 
 
-PSEUDO = {"koila::moments": moments, "koila::index_rows": index_rows, "koila::index_put_rows": index_put_rows, "koila::laid_out": laid_out}
+def embedding_bag(weight, indices, step, mode, weights, padding, trains):
+    call = torch.ops.aten._embedding_bag if trains else torch.ops.aten._embedding_bag_forward_only
+    return call(weight, indices, torch.arange(len(indices) // step) * step, False, mode, False, weights, False, padding)
+
+
+def embedding_bag_backward(grad, indices, step, sizes, most, n, mode, weights, padding):
+    offsets = torch.arange(0, indices.numel(), step)
+    none = torch.empty(0, dtype=torch.long)
+    return torch.ops.aten._embedding_bag_backward(
+        grad, indices, offsets, none, none if sizes is None else sizes, none if most is None else most, n, False, mode, False, weights, padding
+    )
+
+
+def embedding_bag_weights_backward(grad, weight, indices, step, mode, padding):
+    products = (weight[indices].unflatten(0, (-1, step)) * grad.unsqueeze(1)).sum(2).flatten()
+    return products.masked_fill(indices == padding, 0)
+
+
+PSEUDO = {"koila::moments": moments, "koila::index_rows": index_rows, "koila::index_put_rows": index_put_rows, "koila::laid_out": laid_out,
+          "koila::embedding_bag": embedding_bag, "koila::embedding_bag_backward": embedding_bag_backward,
+          "koila::embedding_bag_weights_backward": embedding_bag_weights_backward}
 
 
 class Run:

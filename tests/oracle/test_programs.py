@@ -194,6 +194,29 @@ def attend():
     return a
 
 
+class Bags(nn.Module):
+    """Two tables of bags of 7 and 3, the batch being 7 too; one with weights of its own for the entries."""
+
+    def __init__(self, mode, padding_idx=None, frozen=False):
+        super().__init__()
+        self.a, self.b = (nn.EmbeddingBag(11, 5, mode=mode, padding_idx=padding_idx) for _ in range(2))
+        self.head = nn.Linear(10, 4)
+        self.a.weight.requires_grad_(not frozen)
+        self.weighs = mode == "sum"
+
+    def forward(self, i, j, w):
+        return self.head(torch.cat([self.a(i), self.b(j, per_sample_weights=w) if self.weighs else self.b(j)], 1))
+
+
+for mode in ("sum", "mean", "max"):
+    for options in ({}, {"padding_idx": 2}, {"frozen": True}):
+        @case(f"embedding bags, {mode} {options}")
+        def _(mode=mode, options=options):
+            i, j, w = randint(11, (B, 7)), randint(11, (B, 3)), randn(B, 3, requires_grad=mode == "sum")
+            i[3] = 2
+            return Bags(mode, **options), lambda m, i, j, w, y: F.cross_entropy(m(i, j, w), y), [i, j, w, randint(4, (B,))], None
+
+
 def transformers_case(name, cls, config, settings, keys, make, gathers=(), tolerance=1e-6):
     @case(name, gathers, tolerance)
     def _():

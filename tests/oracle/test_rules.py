@@ -37,6 +37,8 @@ NO_CPU_SAMPLE = {
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward",
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward",
     "aten::mkldnn_rnn_layer_backward",  # needs the opaque workspace of its forward: test_programs.py
+    "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::_embedding_bag_backward",
+    "aten::_embedding_bag_per_sample_weights_backward",  # with offsets that an arange of the program made: test_programs.py
     "aten::_native_batch_norm_legit",  # writes its running statistics: capture renames it
 }
 

@@ -521,6 +521,125 @@ def test_embedding_options(options):
     compare(make, lambda: (torch.randint(0, 7, (B, 5)), torch.randint(0, 3, (B,))), loss, split="max_norm" not in options)
 
 
+# ---- bags: of one length (an index of two dimensions) they are sliced, of others gathered
+
+BAGS = 17
+
+
+class Bagged(nn.Module):
+    def __init__(self, at=None, **options):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(11, 6, **options), nn.Linear(6, 3)
+        self.at = at
+
+    def forward(self, ids, weights=None):
+        if self.at is not None:
+            ids, weights = ids.flatten(), None if weights is None else weights.flatten()
+        return self.head(self.bags(ids, self.at, weights).tanh())
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(padding_idx=4), dict(include_last_offset=True)], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype, tol", [(D, 1e-12), (torch.float32, 1e-5)], ids=str)  # float32 has kernels of its own
+def test_bags_of_one_length_are_sliced(dtype, tol, mode, options, weights):
+    if weights and mode != "sum":
+        pytest.skip("torch has none")
+
+    def program(wrap):
+        model = Bagged(mode=mode, **options).to(dtype)
+        ids, w, y = torch.randint(0, 11, (BAGS, 5)), torch.randn(BAGS, 5, dtype=dtype).requires_grad_(), torch.randint(0, 3, (BAGS,))
+        ids[3], ids[4, 1:] = 4, 4  # nothing but padding, and one beside it
+        i, v, t = wrap(ids, w, y)
+        loss = F.cross_entropy(model(i, v if weights else None), t)
+        loss.backward()
+        assert not isinstance(loss, koila.LazyTensor) or not koila.last_plan().gathers
+        return {"loss:l": plain(loss), "grad:w": w.grad} | model_state(model)
+
+    compare_programs(program, BAGS, tol=tol)
+
+
+def test_bags_without_their_gradient_are_sliced():
+    def program(wrap):
+        model = Bagged(mode="mean", padding_idx=4).double()
+        model.bags.weight.requires_grad_(False)
+        ids, y = wrap(torch.randint(0, 11, (BAGS, 5)), torch.randint(0, 3, (BAGS,)))
+        loss = F.cross_entropy(model(ids), y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, BAGS, gather_bytes_per_row=0)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_who_asks_for_the_bags_of_the_entries_gets_those_of_the_whole(mode, last):
+    """What the operator saves for backward: numbers of bags, which in a slice are the slice's own."""
+
+    def program(wrap):
+        table, ids = torch.randn(11, 6, dtype=D), wrap(torch.randint(0, 11, (BAGS, 5)))
+        at = torch.arange(0, BAGS * 5 + last, 5)
+        results = torch.embedding_bag(table, ids.flatten(), at, False, mode, False, None, last, 4)
+        return {f"value:{k}": plain(r) for k, r in enumerate(results)}
+
+    compare_programs(program, BAGS, split=False)
+
+
+@pytest.mark.parametrize("options", [dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str)
+def test_bags_whose_rows_are_counted_or_renormed(options):
+    """How often a row occurs is known of the whole batch only: the gradient is gathered. Rows are renormed at once."""
+
+    def program(wrap):
+        model, (ids, y) = Bagged(mode="sum", **options).double(), wrap(torch.randint(0, 11, (BAGS, 5)), torch.randint(0, 3, (BAGS,)))
+        loss = F.cross_entropy(model(ids), y)
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    compare_programs(program, BAGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_bags_with_options_left_out(dtype):
+    """Called as it is; offsets wider than the index are gathered, for the results are as wide."""
+
+    def program(wrap):
+        table, at = torch.randn(11, 6, dtype=D, requires_grad=True), torch.arange(0, BAGS * 5, 5)
+        ids = wrap(torch.randint(0, 11, (BAGS, 5)).to(dtype)).flatten()
+        out = torch.ops.aten._embedding_bag(table, ids, at)[0]
+        mean = torch.embedding_bag(table, ids, at.to(dtype), mode=1)[0]
+        (out.square().sum() + mean.square().sum()).backward()
+        return {"grad": table.grad}
+
+    compare_programs(program, BAGS, split=True, gather_bytes_per_row=0 if dtype is torch.int64 else None)
+
+
+@pytest.mark.parametrize("at", [[0, 5], [0, 4, 11, 11, 30], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_other_lengths_are_gathered(mode, at):
+    """Of 85 entries; what follows has as many rows as there are bags, and is the batch's no more."""
+
+    def program(wrap):
+        model, ids = Bagged(torch.tensor(at), mode=mode).double(), wrap(torch.randint(0, 11, (BAGS, 5)))
+        loss = model(ids).square().sum() + ids.sum()
+        loss.backward()
+        return {"loss:l": plain(loss)} | model_state(model)
+
+    if at[0]:
+        with pytest.raises(RuntimeError, match="offsets\\[0\\]"):
+            program(lazy)
+        return
+    compare_programs(program, BAGS, split=False)
+
+
+def bags_with_a_sparse_gradient(wrap, mode="sum", dtype=D, padding=4):
+    model = Bagged(mode=mode, sparse=True, padding_idx=padding).to(dtype)
+    w = torch.randn(B, 5, dtype=dtype).requires_grad_()
+    ids, v, y = wrap(torch.randint(0, 11, (B, 5)), w, torch.randint(0, 3, (B,)))
+    F.cross_entropy(model(ids, v if mode == "sum" else None), y).backward()
+    assert model.bags.weight.grad.is_sparse
+    return {"rows": model.bags.weight.grad.to_dense(), "grad:w": w.grad}
+
+
 # ---- what sizes and strides do not describe: such an operator runs at once, on whole values
 
 
@@ -581,6 +700,8 @@ def nested_by_the_encoder_s_fast_path(wrap):
     [
         sparse_embedding_with_its_optimizer,
         sparse_gradients_add_up,
+        bags_with_a_sparse_gradient,
+        lambda wrap: bags_with_a_sparse_gradient(wrap, "mean"),
         a_sparse_matrix_meets_the_batch,
         lambda wrap: a_sparse_matrix_meets_the_batch(wrap, torch.sparse_csr),
         a_sparse_matrix_of_parameters,
@@ -590,6 +711,11 @@ def nested_by_the_encoder_s_fast_path(wrap):
 )
 def test_sparse_and_nested_tensors_on_the_way(program):
     compare_programs(program, B, split=program is not nested_by_the_encoder_s_fast_path)
+
+
+def test_bags_with_a_sparse_gradient_in_float32():
+    """A kernel of its own, which saves no numbers of bags."""
+    compare_programs(lambda wrap: bags_with_a_sparse_gradient(wrap, dtype=torch.float32, padding=None), B, tol=1e-5)
 
 
 def test_a_lost_row_of_a_sparse_gradient_is_caught():

@@ -43,7 +43,27 @@ def recurrent(layer, **options):
     return lambda: Recurrent(layer, **options), lambda: (torch.randint(0, 50, (32, 20)), torch.randint(0, 5, (32,))), ce, (8, 5)
 
 
+class Recommender(nn.Module):
+    """Tables of bags, and what they give crossed with each other, as in DLRM."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(50, 32, mode=mode) for _ in range(3))
+        self.top = nn.Sequential(nn.Linear(32 * 3 + 9, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def forward(self, ids):
+        x = torch.stack([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
+        return self.top(torch.cat([x.flatten(1), (x @ x.transpose(1, 2)).flatten(1)], 1))
+
+
+def recommender(mode):
+    return lambda: Recommender(mode), lambda: (torch.randint(0, 50, (512, 3, 6)), torch.randint(0, 2, (512,))), ce, (128, 60)
+
+
 MODELS = {
+    "bags-sum": recommender("sum"),
+    "bags-mean": recommender("mean"),
+    "bags-max": recommender("max"),
     "mlp": (mlp, lambda: (torch.randn(512, 64), torch.randint(0, 10, (512,))), ce, (128, 64)),
     "gpt2": (
         lambda: gpt2(vocab_size=101, n_positions=64, n_embd=48, n_layer=3, n_head=4),
@@ -171,15 +191,17 @@ def test_a_budget_is_kept(name, fraction):
 
 
 class Bags(nn.Module):
-    """Begins with an operator that has no rule."""
+    """Begins with what no rule cuts: bags of differing lengths."""
 
     def __init__(self):
         super().__init__()
         self.bags = nn.EmbeddingBag(100, 16)
+        self.at = torch.arange(0, 2048 * 5, 5)
+        self.at[1] += 1
         self.net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def forward(self, x):
-        return self.net(self.bags(x))
+        return self.net(self.bags(x.flatten(), self.at))
 
 
 @pytest.mark.parametrize("fraction, most", [(0.5, 4), (0.25, 16)])

@@ -586,6 +586,16 @@ def test_a_resnet_on_meta():
     assert plan.n_micro_batches > 1 and not plan.gathers
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_an_index_of_two_dimensions(mode, device):
+    """Their offsets are looked at to see that all bags are as long; what is on meta has no values to look at."""
+    with torch.device(device):
+        model, ids = nn.Sequential(nn.EmbeddingBag(50, 320, mode=mode), nn.Linear(320, 2000)), torch.zeros(1 << 16, 6, dtype=torch.long)
+    plan = planned(lambda x: model(x).square().sum(), ids, budget="1GiB", device="t4-16gb")
+    assert plan.n_micro_batches > 1 and not plan.gathers
+
+
 def test_a_vit():
     model = zoo.vit(image_size=224, patch_size=16, hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
     plan = planned(lambda x, y: model(pixel_values=x, labels=y).loss, torch.zeros(64, 3, 224, 224), classes(64, "cpu"), budget="1GiB")

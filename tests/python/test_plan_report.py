@@ -144,6 +144,78 @@ def test_strict_refuses_a_gather_by_name_and_runs_the_rest():
     assert isinstance(e.value, koila.KoilaError)
 
 
+def unique_values(h):
+    return torch.unique(h.detach().round())
+
+
+def rows_by_mask(h):
+    return h[h.detach()[:, 1] > 0]
+
+
+def a_write_by_mask(h):
+    h = h * 1
+    h[h.detach()[:, 1] > 0] = torch.arange(5.0)
+    return h
+
+
+ON_VALUES = {  # what runs while the step is recorded, and what it needs
+    "aten::nonzero": (lambda h: (h[:, 0] > 0).nonzero(), "bool[12]"),
+    "aten::_unique2": (unique_values, "f32[12, 5]"),
+    "aten::equal": (lambda h: torch.equal(h, h.detach() * 2), "f32[12, 5]"),
+    "aten::index.Tensor": (rows_by_mask, "bool[12]"),
+    "aten::index_put_": (a_write_by_mask, "bool[12]"),
+}
+
+
+@pytest.mark.parametrize("name", ON_VALUES)
+def test_strict_refuses_what_runs_while_the_step_is_recorded(name):
+    """Before anything has run: no statistics of a batch norm, no random numbers, nothing told of a gather that did not happen. What is not cut is not refused."""
+    operator, needs = ON_VALUES[name]
+    w, x, norm = torch.randn(5, 5, requires_grad=True), torch.randn(12, 5), torch.nn.BatchNorm1d(5)
+    before, version = {k: v.clone() for k, v in norm.state_dict().items()}, w._version
+    random = torch.get_rng_state()
+    with koila.micro_batch(4):
+        h = lazy(x)
+        with koila.strict():
+            h = norm(h) @ w
+            with pytest.raises(koila.GatherError, match=re.escape(name)) as e:
+                operator(h)
+            line = operator.__code__.co_firstlineno
+            assert needs in str(e.value) and re.search(r"test_plan_report\.py:(\d+)", str(e.value)) and "one slice is" in str(e.value)
+            assert line <= int(re.search(r"test_plan_report\.py:(\d+)", str(e.value))[1]) <= line + 3
+            assert torch.equal(norm.running_mean, before["running_mean"]) and w.grad is None and w._version == version and torch.equal(torch.get_rng_state(), random)
+        operator(h)  # the step goes on, and without strict() it runs
+        h.square().sum().backward()
+    assert w.grad is not None and norm.num_batches_tracked == 1 and not torch.equal(norm.running_mean, before["running_mean"])
+    assert [g.operator for g in koila.last_plan().gathers].count(name) >= 1
+    h = lazy(x)
+    with koila.micro_batch(12), koila.strict():
+        operator(norm(h) @ w)
+
+
+def test_a_gather_that_was_refused_is_not_told_of():
+    w = torch.randn(5, 5, requires_grad=True)
+    h = lazy(torch.randn(12, 5))
+    with koila.micro_batch(4), koila.strict():
+        h = h @ w
+        with pytest.raises(koila.GatherError):
+            h.detach().nonzero()
+        h.square().sum().backward()
+    assert koila.last_plan().gathers == [] and koila.last_plan().n_micro_batches == 3
+
+
+def test_strict_lets_pass_what_is_whole_already():
+    w, x = torch.randn(5, 5), torch.randn(12, 5)
+    y = lazy(x)
+    with koila.micro_batch(4), koila.strict():
+        assert torch.equal(y.nonzero(), x.nonzero())  # the batch as it was given
+        h = y @ w
+        total = h.sum()
+        assert torch.allclose(total.unique(), (x @ w).sum())  # one value for all slices
+        koila.run(h)
+        assert h.nonzero().shape == (60, 2)
+
+
 class Checker(html.parser.HTMLParser):
     VOID = {"meta", "br", "line", "polyline", "polygon"}
 

@@ -103,6 +103,35 @@ TEST(rules__own_row_by_index_stays_sliced_and_a_permutation_does_not)
     maker_deinit(&m);
 }
 
+TEST(rules__bags_of_one_length_are_sliced_and_others_gathered)
+{
+    for (int others = 0; others < 2; others++) { /* 7 bags of 7: which of the two is the batch is known by position */
+        maker m;
+        maker_init(&m, NULL);
+        const shape bags[4] = { f32(7, 5), i64(49), i64(7), i64(7) };
+        const koila_value ids = call(&m, "aten::view", i64(49), "tl", batch(&m, 0, i64(7, 7)), 1, -1), table = real(&m, f32(11, 5));
+        const koila_value begins = others ? real(&m, i64(7)) : call(&m, "aten::arange.start_step", i64(7), "iii", 0, 49, 7);
+        const koila_value out = calls(&m, "aten::_embedding_bag", 4, bags, "tttbibnbi", table, ids, begins, 0, 1, 0, 0, -1);
+        const koila_value grad = call(&m, "aten::_embedding_bag_backward", f32(11, 5), "ttttttibibni", out, ids, begins, out + 1, out + 2, out + 3, 11, 0, 1, 0, -1);
+        const koila_value whose = call(&m, "aten::add.Scalar", i64(49), "ti", out + 1, 1); /* whoever reads the numbers of bags gets those of the whole */
+        const koila_value all = call(&m, "aten::cat", f32(104), "T", 2, call(&m, "aten::view", f32(55), "tl", grad, 1, 55), whose);
+        place(&m, all);
+        if (others) {
+            CHECK_AT(&m, out, R_);
+            CHECK_AT(&m, grad, R_);
+            CHECK_EQ(n_gathered(&m), 2); /* forward and backward */
+        } else {
+            CHECK_AT(&m, out, S(0, 1, 1));
+            CHECK_AT(&m, out + 1, R_);
+            CHECK_AT(&m, out + 2, S(0, 1, 1));
+            CHECK_AT(&m, grad, P_);
+            CHECK_EQ(n_nodes_named(&m, "koila::embedding_bag"), 1);
+            CHECK_EQ(n_nodes_named(&m, "koila::embedding_bag_backward"), 1);
+        }
+        maker_deinit(&m);
+    }
+}
+
 TEST(rules__an_opaque_workspace_stays_in_its_loop)
 {
     maker m;
