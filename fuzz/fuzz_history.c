@@ -8,6 +8,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
 #define MUST(x) do if (!(x)) abort(); while (0)
 
+/* Addresses in a row would never meet in a multiplicative hash table. These do: eight each in one slot, up to 4096 slots. */
+enum { N_BLOCKS = 32 };
+static void *address(size_t k) { return (void *)(uintptr_t)((k / 4 + 1) << 36 | (k % 4 + 1) * 64); }
+static size_t block_at(const void *p) { return ((uintptr_t)p >> 36) * 4 - 4 + ((uintptr_t)p & 0xffff) / 64 - 1; }
+
 static const char *name(void *user, uint32_t group) { return ((char(*)[24])user)[group]; }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
@@ -29,15 +34,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         bool frees = n_added > n_first && b[0] & 1;
         int64_t bytes = (int64_t)(b[1] + 1) << (b[0] >> 1) % 20;
         ns += b[2] & 8 ? (uint64_t)b[2] << b[2] % 16 : -(uint64_t)(b[2] % 8);
-        koila__history_add(&h, ns, (void *)(uintptr_t)(b[3] % 32 * 64 + 64), frees ? -bytes : bytes, b[2] % N_NAMES);
+        koila__history_add(&h, ns, address(b[3] % N_BLOCKS), frees ? -bytes : bytes, b[2] % N_NAMES);
     }
     if (n_added <= n_first) koila__history_begin(&h);
     MUST(koila__history_solve(&h) == KOILA_OK);
-    uint64_t held = 0, start = 0, peak = 0, live[33] = { 0 }; /* by address; a block handed out again had a free that was missed */
+    uint64_t held = 0, start = 0, peak = 0, live[N_BLOCKS] = { 0 }; /* by address; a block handed out again had a free that was missed */
     for (size_t i = 0; i < h.n; i++) {
         const koila__event *e = &h.events[i];
         if (i == h.n_first) start = held;
-        size_t k = (uintptr_t)e->p / 64, o = h.other[i];
+        size_t k = block_at(e->p), o = h.other[i];
         MUST(e->n_bytes > 0 || live[k]);
         held -= live[k];
         live[k] = e->n_bytes > 0 ? (uint64_t)e->n_bytes : 0;

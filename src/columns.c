@@ -128,13 +128,14 @@ bool koila__column_value(koila__lines *l, const koila__column *c, const koila__r
     }
     static const int flow_of_pool[] = { [KOILA__POOL_ALL] = 0, [KOILA__POOL_SMALL] = 1, [KOILA__POOL_LARGE] = 2 };
     int i = flow_of_pool[c->pool] + (is_bytes(c) ? 0 : 3); /* the same order as koila__q */
-    bool whole = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu;
+    bool active = c->metric == KOILA__METRIC_ACTIVE || c->metric == KOILA__METRIC_ACTIVE_BYTES;
+    int q = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu ? KOILA__Q_RESERVED : active && !on_cpu ? KOILA__Q_ACTIVE + i : i;
     switch (c->stat) {
     case KOILA__STAT_PEAK:
-        *out = (double)rec->peak[whole ? KOILA__Q_RESERVED : i];
+        *out = (double)rec->peak[q];
         if (i == KOILA__Q_BYTES_ALL && (double)credit.peak > *out) *out = (double)credit.peak;
         break;
-    case KOILA__STAT_CURRENT: *out = (double)rec->current[whole ? KOILA__Q_RESERVED : i]; break;
+    case KOILA__STAT_CURRENT: *out = (double)rec->current[q]; break;
     case KOILA__STAT_ALLOCATED: *out = (double)rec->allocated[i]; break;
     default: *out = (double)rec->freed[i]; break;
     }

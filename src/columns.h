@@ -2,7 +2,8 @@
  *
  * A column is one of the words (hits, time, rise, delta, alloc, freed, rss, backward) or metric.pool.stat, as the CUDA allocator's statistics are
  * called. Where the numbers come from:
- *   active_bytes, allocated_bytes = the device's bytes; active, allocation = its number of blocks; both from events, any pool
+ *   allocated_bytes, allocation   = the device's bytes, its number of blocks; from events, any pool
+ *   active_bytes, active          = the same and what waits for another stream (peak, current)
  *   reserved_bytes.all            = from events (peak, current)
  *   requested_bytes, inactive_split(_bytes), segment, other reserved_bytes = read from the allocator, where there is one that keeps them
  * On the CPU there is no cache: requested = reserved = active, segment = allocation, inactive = 0.

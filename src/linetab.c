@@ -352,9 +352,9 @@ static bool is_outermost(const koila__activation *a)
 }
 
 /* Does a profiler want this row's statistics read from the allocators? */
-static bool wants_stats(const koila__activation *a, int row)
+static bool wants_stats(const koila__code *c, int row)
 {
-    for (const koila__func *f = row < 0 ? NULL : a->code->funcs; f; f = f->next) {
+    for (const koila__func *f = row < 0 ? NULL : c->funcs; f; f = f->next) {
         if (!f->wish->enabled || f->wish->stats_mode == KOILA__STATS_HOOK) continue;
         if (f->wish->stats_mode == KOILA__STATS_FULL || f->rows[row].n_stats_reads < 1000) return true;
     }
@@ -364,7 +364,7 @@ static bool wants_stats(const koila__activation *a, int row)
 /* Read them for the moment between two windows: row_before ends, row_after begins. false: nobody wants them, or there are none. */
 static bool read_end_stats(koila__lines *l, koila__activation *a, int row_before, int row_after)
 {
-    if (!l->read_stats || l->meter->n_devices == 1 || !(wants_stats(a, row_before) || wants_stats(a, row_after))) return false;
+    if (!l->read_stats || l->meter->n_devices == 1 || !(wants_stats(a->code, row_before) || wants_stats(a->code, row_after))) return false;
     if (!a->w.stats) a->w.stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.stats);
     if (!a->w.end_stats) a->w.end_stats = zeroed(l, KOILA__DEVICES_MAX * sizeof *a->w.end_stats);
     if (!a->w.stats || !a->w.end_stats) return false;
@@ -401,20 +401,12 @@ typedef struct moment {
 } moment;
 
 /* `saved`: the peaks of the enclosing window, which has seen what this one saw. */
-static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOILA__Q_COUNT], moment *m)
+static void take_moment(koila__lines *l, koila__stack *s, uint64_t (*saved)[KOILA__SAVED], moment *m)
 {
     m->has_stats = false;
     m->n_shared = atomic_load_explicit(&s->thread.n_shared, memory_order_relaxed);
-    for (int d = 0; d < l->meter->n_devices; d++) {
-        koila__thread_device *live = &s->thread.device[d];
-        koila__thread_sums(&s->thread, d, &m->sums[d]);
-        koila__meter_all_now(l->meter, d, m->now[d]);
-        for (int q = 0; q < KOILA__Q_COUNT; q++) {
-            m->peak[d][q] = atomic_exchange_explicit(&live->peak[q], m->now[d][q], memory_order_relaxed);
-            max_to(&m->peak[d][q], m->now[d][q]);
-            max_to(&saved[d][q], m->peak[d][q]);
-        }
-    }
+    for (int d = 0; d < l->meter->n_devices; d++) koila__thread_sums(&s->thread, d, &m->sums[d]);
+    koila__window_next(l->meter, &s->thread, saved, m->now, m->peak);
 }
 
 /* Bring one device's record up to date with the window that ends now; m is NULL when it was quiet. */
@@ -423,13 +415,13 @@ static void record(koila__lines *l, koila__activation *a, koila__func *f, koila_
     if (!m) {
         uint64_t now[KOILA__Q_COUNT];
         koila__meter_all_now(l->meter, device, now);
-        for (int q = 0; q < KOILA__Q_COUNT; q++) {
+        for (int q = 0; q < koila__n_q(device); q++) {
             max_to(&rec->current[q], now[q]);
             max_to(&rec->peak[q], now[q]);
         }
         return;
     }
-    for (int q = 0; q < KOILA__Q_COUNT; q++) {
+    for (int q = 0; q < koila__n_q(device); q++) {
         max_to(&rec->current[q], m->now[device][q]);
         max_to(&rec->peak[q], m->peak[device][q]);
     }
@@ -518,7 +510,8 @@ static void count_hit(koila__code *c, int row)
 
 void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int line, bool is_call)
 {
-    if (l->poll) l->poll();
+    int row = is_call ? 0 : row_of(c, line);
+    if (l->poll) l->poll(!wants_stats(c, row));
     koila__activation *a = s->n_lost ? NULL : push(l, s);
     if (!a) {
         s->n_lost++;
@@ -533,7 +526,6 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
             if (s->activations[i]->code == c) a->outer_same = s->activations[i];
     uint64_t n_events = koila__meter_events(l->meter);
     koila__window_open(l->meter, &s->thread, a->w.saved);
-    int row = is_call ? 0 : row_of(c, line);
     if (row < 0) return;
     if (is_call) count_hit(c, 0);
     bool has_stats = read_end_stats(l, a, -1, row);
@@ -570,7 +562,7 @@ void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int lin
         if (at > 0) count_hit(c, at);
         return;
     }
-    if (l->poll) l->poll();
+    if (l->poll) l->poll(false);
     koila__activation *a = s->activations[s->n - 1];
     uint64_t ticks = koila__ticks(), n_events = koila__meter_events(l->meter);
     int row = row_of(c, line);
@@ -593,7 +585,7 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
         return;
     }
     if (!s->n) return;
-    if (l->poll) l->poll();
+    if (l->poll) l->poll(false);
     koila__activation *a = s->activations[s->n - 1];
     if (a->row >= 0) {
         uint64_t n_events = koila__meter_events(l->meter);

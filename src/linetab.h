@@ -93,7 +93,7 @@ typedef struct koila__activation {
     uint64_t serial;                      /* of the call: unique on its stack */
     uint64_t opened_ticks, opened_events, opened_shared;
     struct {
-        uint64_t saved[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
+        uint64_t saved[KOILA__DEVICES_MAX][KOILA__SAVED];
         uint64_t start_bytes[KOILA__DEVICES_MAX];
         koila__sums start[KOILA__DEVICES_MAX];
         koila__stats *stats, *end_stats; /* per device at the window's start and end, when somebody wants them; NULL until then */
@@ -154,8 +154,9 @@ typedef struct koila__lines {
     uint64_t tick0, ns0;
     /* read device's statistics now; NULL or false: not available. May call Python: the structure is consistent around the call. */
     bool (*read_stats)(int device, koila__stats *out);
-    /* let the meter know devices that tell no events, before each boundary; NULL: there are none */
-    void (*poll)(void);
+    /* let the meter know what devices do without telling, before each boundary; NULL: there are none. thorough: whatever may have changed,
+     * once an activation; read_stats does so too */
+    void (*poll)(bool thorough);
 } koila__lines;
 
 void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *mem);

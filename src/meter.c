@@ -57,6 +57,7 @@ void koila__meter_all_now(const koila__meter *m, int device, uint64_t now[KOILA_
     small_and_large_now(m, device, now);
     now[KOILA__Q_BYTES_ALL] = d->bytes ? LOAD(*d->bytes) : LOAD(d->bytes_all);
     now[KOILA__Q_RESERVED] = d->bytes ? now[KOILA__Q_BYTES_ALL] : LOAD(d->reserved);
+    for (int q = KOILA__Q_ACTIVE; q < koila__n_q(device); q++) now[q] = now[q - KOILA__Q_ACTIVE] + LOAD(d->waiting[q - KOILA__Q_ACTIVE]);
 }
 uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
 {
@@ -65,7 +66,7 @@ uint64_t koila__meter_now(const koila__meter *m, int device, koila__q q)
     return now[q];
 }
 
-void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_COUNT])
+void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_ACTIVE])
 {
     koila__device *d = &m->device[device];
     uint64_t before[KOILA__Q_COUNT];
@@ -77,6 +78,13 @@ void koila__meter_set(koila__meter *m, int device, const uint64_t now[KOILA__Q_C
         ADD(d->base_n[i], now[KOILA__Q_N_SMALL + i] - before[KOILA__Q_N_SMALL + i]);
     }
     ADD(m->n_set, 1);
+}
+void koila__meter_set_silent(koila__meter *m, int device, uint64_t reserved_before, uint64_t reserved, const uint64_t waiting[KOILA__WAITS])
+{
+    koila__device *d = &m->device[device];
+    bool changed = reserved != reserved_before && atomic_compare_exchange_strong_explicit(&d->reserved, &reserved_before, reserved, memory_order_relaxed, memory_order_relaxed);
+    for (int i = 0; i < KOILA__WAITS; i++) changed |= atomic_exchange_explicit(&d->waiting[i], waiting[i], memory_order_relaxed) != waiting[i];
+    if (changed) ADD(m->n_set, 1);
 }
 
 static void count(koila__live_sums *s, int large, int64_t delta)
@@ -180,21 +188,53 @@ void koila__window_restart(koila__meter *m, koila__thread *t)
     for (int d = 0; d < m->n_devices; d++) {
         uint64_t now[KOILA__Q_COUNT];
         koila__meter_all_now(m, d, now);
-        for (int q = 0; q < KOILA__Q_COUNT; q++) STORE(t->device[d].peak[q], now[q]);
+        for (int q = 0; q < koila__n_q(d); q++) STORE(t->device[d].peak[q], now[q]);
+        for (int i = 0; d && i < KOILA__WAITS; i++) t->device[d].waited[i] = now[KOILA__Q_ACTIVE + i] - now[i];
     }
 }
-void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT])
+static void max_to(uint64_t *slot, uint64_t v)
 {
-    for (int d = 0; d < m->n_devices; d++)
-        for (int q = 0; q < KOILA__Q_COUNT; q++) saved[d][q] = LOAD(t->device[d].peak[q]);
+    if (*slot < v) *slot = v;
+}
+static void min_to(uint64_t *slot, uint64_t v)
+{
+    if (*slot > v) *slot = v;
+}
+void koila__window_next(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__SAVED], uint64_t (*now)[KOILA__Q_COUNT], uint64_t (*peak)[KOILA__Q_COUNT])
+{
+    for (int d = 0; d < m->n_devices; d++) {
+        koila__thread_device *live = &t->device[d];
+        koila__meter_all_now(m, d, now[d]);
+        for (int q = 0; q < koila__n_q(d); q++) {
+            peak[d][q] = atomic_exchange_explicit(&live->peak[q], now[d][q], memory_order_relaxed);
+            max_to(&peak[d][q], now[d][q]);
+        }
+        for (int i = 0; d && i < KOILA__WAITS; i++) {
+            uint64_t waits = now[d][KOILA__Q_ACTIVE + i] - now[d][i];
+            min_to(&live->waited[i], waits);
+            max_to(&peak[d][KOILA__Q_ACTIVE + i], peak[d][i] + live->waited[i]);
+            min_to(&saved[d][KOILA__Q_COUNT + i], waits);
+            live->waited[i] = waits;
+        }
+        for (int q = 0; q < koila__n_q(d); q++) max_to(&saved[d][q], peak[d][q]);
+    }
+}
+void koila__window_open(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__SAVED])
+{
+    for (int d = 0; d < m->n_devices; d++) {
+        for (int q = 0; q < koila__n_q(d); q++) saved[d][q] = LOAD(t->device[d].peak[q]);
+        for (int i = 0; d && i < KOILA__WAITS; i++) saved[d][KOILA__Q_COUNT + i] = t->device[d].waited[i];
+    }
     koila__window_restart(m, t);
     ADD(t->n_open, 1);
 }
-void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__Q_COUNT])
+void koila__window_close(koila__meter *m, koila__thread *t, uint64_t (*saved)[KOILA__SAVED])
 {
     koila_assert(LOAD(t->n_open) > 0);
-    for (int d = 0; d < m->n_devices; d++)
-        for (int q = 0; q < KOILA__Q_COUNT; q++) raise_to(&t->device[d].peak[q], saved[d][q]);
+    for (int d = 0; d < m->n_devices; d++) {
+        for (int q = 0; q < koila__n_q(d); q++) raise_to(&t->device[d].peak[q], saved[d][q]);
+        for (int i = 0; d && i < KOILA__WAITS; i++) min_to(&t->device[d].waited[i], saved[d][KOILA__Q_COUNT + i]);
+    }
     ADD(t->n_open, (uint32_t)-1);
 }
 
@@ -225,8 +265,10 @@ void koila__meter_fork_child(koila__meter *m, const koila__flow *mine, koila__th
         if (&m->flows[i] != mine) STORE(m->flows[i].taken, false);
     for (int i = 0; i < LOAD(m->n_threads); i++)
         if (LOAD(m->threads[i]) != self) STORE(m->threads[i], NULL);
-    for (int d = 0; d < m->n_devices; d++)
-        koila__meter_set(m, d, (const uint64_t[KOILA__Q_COUNT]){ 0 });
+    for (int d = 0; d < m->n_devices; d++) {
+        koila__meter_set(m, d, (const uint64_t[KOILA__Q_ACTIVE]){ 0 });
+        koila__meter_set_silent(m, d, 0, 0, (const uint64_t[KOILA__WAITS]){ 0 });
+    }
     for (int i = 0; i < LOAD(m->n_spans); i++) STORE(m->spans[i], NULL);
     if (self) koila__window_restart(m, self);
 }

@@ -1,7 +1,7 @@
 """Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name. Nothing of it is kept here.
 
-    pip download --no-deps --no-binary :all: pytorch_memlab==0.3.0 && tar xf pytorch-memlab-0.3.0.tar.gz     (or a checkout of its repository)
-    python tools/published_suite.py pytorch-memlab-0.3.0/test
+    pip download --no-deps pytorch_memlab==0.3.2 && python -m zipfile -e pytorch_memlab-0.3.2-py3-none-any.whl old     (or a checkout of its repository)
+    python tools/published_suite.py old/test
 
 Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they are, so that every test runs.
 """

@@ -4,7 +4,8 @@
  *   accelerators  their caching allocators call c10::reportMemoryUsageToProfiler(ptr, +-bytes, allocated, reserved, device) for every block
  *                 handed out or taken back, through one slot of libc10_cuda.so (libc10_hip.so, libc10_xpu.so). We put ourselves there and call
  *                 the original afterwards. Nothing of the user's statistics is read or reset. It runs under the allocator's lock, on any
- *                 thread, without the GIL: atomics only. Other allocators (cudaMallocAsync, pluggable ones) never call it; then the device
+ *                 thread, without the GIL: atomics only. What it does not tell (an emptied cache, blocks that wait for another stream) is read from
+ *                 the statistics once a call, and at every line while something waits. Other allocators (cudaMallocAsync, pluggable ones) never call it; then the device
  *                 is read through its statistics at the ends of lines ("stats"), and what happened inside a line is not known.
  * Thread states and spans may still be looked at by an event in flight when they are given up, so their memory is kept and used again.
  *
@@ -96,10 +97,6 @@ static void hook_report(void *p, int64_t delta, size_t allocated, size_t reserve
     if (real_report) real_report(p, delta, allocated, reserved, device);
 }
 
-static const struct {
-    const char *library, *device;
-} libraries[] = { { "libc10_cuda.so", "cuda" }, { "libc10_hip.so", "cuda" }, { "libc10_xpu.so", "xpu" } };
-
 /* How many accelerators torch sees, without starting any. */
 static int count_devices(PyObject *torch)
 {
@@ -117,78 +114,133 @@ static int count_devices(PyObject *torch)
     return n < 0 ? 0 : n < KOILA__DEVICES_MAX - 1 ? n : KOILA__DEVICES_MAX - 1;
 }
 
-static PyObject *get_key(PyObject *dict, const char *key) // borrowed, or NULL without an exception
+/* ---- what accelerators change without an event, and all that one without events does: read from the allocator's own statistics */
+
+enum {
+    S_ALLOCATED_BYTES, S_ALLOCATION, S_ACTIVE_BYTES, S_ACTIVE, /* metrics; the others in the order of koila__stats */
+    S_REQUESTED_BYTES, S_INACTIVE_SPLIT, S_INACTIVE_SPLIT_BYTES, S_SEGMENT, S_RESERVED_BYTES,
+    S_ALL, S_LARGE_POOL, S_SMALL_POOL, S_CURRENT, S_ALLOCATED, S_FREED, N_KEYS /* pools, stats */
+};
+static PyObject *stat_keys[N_KEYS], *memory_stats; /* interned; torch._C._cuda_memoryStats. Kept for good. */
+
+static bool find_memory_stats(void)
 {
-    return dict && PyDict_Check(dict) ? PyDict_GetItemString(dict, key) : NULL;
-}
-static uint64_t number(PyObject *o)
-{
-    uint64_t v = o && PyLong_Check(o) ? PyLong_AsUnsignedLongLong(o) : 0;
-    if (PyErr_Occurred()) {
-        PyErr_Clear();
-        v = 0;
-    }
-    return v;
+    static const char *const names[N_KEYS] = { "allocated_bytes", "allocation", "active_bytes", "active", "requested_bytes", "inactive_split", "inactive_split_bytes", "segment",
+                                               "reserved_bytes", "all", "large_pool", "small_pool", "current", "allocated", "freed" };
+    for (int i = 0; i < N_KEYS; i++)
+        if (!stat_keys[i] && !(stat_keys[i] = PyUnicode_InternFromString(names[i]))) return false;
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *c = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
+    char method[32];
+    snprintf(method, sizeof method, "_%s_memoryStats", accelerator);
+    memory_stats = c ? PyObject_GetAttrString(c, method) : NULL;
+    Py_XDECREF(c);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    return memory_stats != NULL;
 }
 
-/* The allocator's own nested statistics of an accelerator: {metric: {pool: {stat: int}}}; a new reference, or NULL without an exception. */
+/* {metric: {pool: {stat: int}}} of an accelerator; a new reference, or NULL without an exception. torch's public wrapper flattens it first: 33 us. */
 static PyObject *raw_stats(int device)
 {
     if (!accelerator || !PyGILState_Check()) return NULL;
     PyObject *error_type, *value, *where;
     PyErr_Fetch(&error_type, &value, &where);
-    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
-    PyObject *c = torch ? PyObject_GetAttrString(torch, "_C") : NULL;
-    char method[32];
-    snprintf(method, sizeof method, "_%s_memoryStats", accelerator);
-    PyObject *stats = c ? PyObject_CallMethod(c, method, "i", device - 1) : NULL;
-    Py_XDECREF(c);
-    Py_XDECREF(torch);
-    Py_XDECREF(name);
+    PyObject *index = memory_stats || find_memory_stats() ? PyLong_FromLong(device - 1) : NULL;
+    PyObject *stats = index ? PyObject_CallOneArg(memory_stats, index) : NULL;
+    Py_XDECREF(index);
     PyErr_Clear();
     PyErr_Restore(error_type, value, where);
     return stats;
 }
+/* 0: there is no such statistic. Keys of more parts (private pools of CUDA graphs) are never asked for. */
+static uint64_t stat_of(PyObject *stats, int metric, int pool, int stat)
+{
+    const int path[] = { metric, pool, stat };
+    PyObject *at = stats; // borrowed
+    for (int i = 0; i < 3 && at; i++) at = PyDict_Check(at) ? PyDict_GetItemWithError(at, stat_keys[path[i]]) : NULL;
+    uint64_t v = at && PyLong_Check(at) ? PyLong_AsUnsignedLongLong(at) : 0;
+    if (!PyErr_Occurred()) return v;
+    PyErr_Clear();
+    return 0;
+}
 
-static const char *const pool_names[] = { "all", "large_pool", "small_pool" };
+static const int pool_of[] = { S_ALL, S_SMALL_POOL, S_LARGE_POOL }; /* as in koila__q */
+
+/* `stats` were just read, reserved was `reserved_before` before. */
+static void note_silent(int device, PyObject *stats, uint64_t reserved_before)
+{
+    uint64_t waiting[KOILA__WAITS];
+    for (int i = 0; i < KOILA__WAITS; i++) {
+        bool bytes = i < KOILA__Q_N_ALL;
+        uint64_t active = stat_of(stats, bytes ? S_ACTIVE_BYTES : S_ACTIVE, pool_of[i % 3], S_CURRENT), held = stat_of(stats, bytes ? S_ALLOCATED_BYTES : S_ALLOCATION, pool_of[i % 3], S_CURRENT);
+        waiting[i] = active > held ? active - held : 0;
+    }
+    koila__meter_set_silent(METER, device, reserved_before, stat_of(stats, S_RESERVED_BYTES, S_ALL, S_CURRENT), waiting);
+}
+
+static uint64_t reserved_now(int device) { return atomic_load_explicit(&METER->device[device].reserved, memory_order_relaxed); }
+
 static bool read_stats(int device, koila__stats *out)
 {
-    static const char *const metrics[KOILA__STATS_METRICS] = { "requested_bytes", "inactive_split", "inactive_split_bytes", "segment",
-                                                               "reserved_bytes" };
+    uint64_t reserved = reserved_now(device);
     PyObject *stats = raw_stats(device);
     if (!stats) return false;
     for (int i = 0; i < KOILA__STATS; i++) {
-        PyObject *of_pool = get_key(get_key(stats, metrics[i / 3]), pool_names[i % 3]);
-        out->current[i] = number(get_key(of_pool, "current"));
-        out->allocated[i] = number(get_key(of_pool, "allocated"));
-        out->freed[i] = number(get_key(of_pool, "freed"));
+        int metric = S_REQUESTED_BYTES + i / 3, pool = S_ALL + i % 3;
+        out->current[i] = stat_of(stats, metric, pool, S_CURRENT);
+        out->allocated[i] = stat_of(stats, metric, pool, S_ALLOCATED);
+        out->freed[i] = stat_of(stats, metric, pool, S_FREED);
     }
+    note_silent(device, stats, reserved);
     Py_DECREF(stats);
     return true;
 }
 
-/* Let the meter know a device through its statistics: at the beginning, and for one without a hook at every boundary. */
-static void read_device(int device)
+/* Let the meter know. whole: also what a hook would have told. */
+static void read_device(int device, bool whole)
 {
+    uint64_t now[KOILA__Q_ACTIVE], reserved = reserved_now(device);
+    bool changed = false;
     PyObject *stats = raw_stats(device);
     if (!stats) return;
-    static const int pool_q[] = { 0, 2, 1 }; /* all, large, small -> offset in koila__q */
-    uint64_t now[KOILA__Q_COUNT];
-    bool changed = false;
-    for (int p = 0; p < 3; p++) {
-        now[KOILA__Q_BYTES_ALL + pool_q[p]] = number(get_key(get_key(get_key(stats, "allocated_bytes"), pool_names[p]), "current"));
-        now[KOILA__Q_N_ALL + pool_q[p]] = number(get_key(get_key(get_key(stats, "allocation"), pool_names[p]), "current"));
+    note_silent(device, stats, reserved);
+    for (int q = 0; whole && q < KOILA__Q_RESERVED; q++) {
+        now[q] = stat_of(stats, q < KOILA__Q_N_ALL ? S_ALLOCATED_BYTES : S_ALLOCATION, pool_of[q % 3], S_CURRENT);
+        changed |= now[q] != koila__meter_now(METER, device, (koila__q)q);
     }
-    now[KOILA__Q_RESERVED] = number(get_key(get_key(get_key(stats, "reserved_bytes"), "all"), "current"));
+    now[KOILA__Q_RESERVED] = reserved_now(device);
     Py_DECREF(stats);
-    for (int q = 0; q < KOILA__Q_COUNT; q++) changed |= now[q] != koila__meter_now(METER, device, (koila__q)q);
     if (changed) koila__meter_set(METER, device, now);
 }
-static void poll_unhooked(void)
+
+/* The cache is emptied by cudaFree, which tells us so: a line is then known to the byte. Where that is not seen (segments that expand are
+ * unmapped), what is reserved is read once a call. */
+static koila__got_set free_slots;
+static int (*real_free)(void *p);
+static _Atomic uint64_t n_released;
+static uint64_t released_seen;
+
+static int hook_free(void *p)
 {
-    for (int d = 1; d < METER->n_devices; d++)
-        if (!koila__memlab_is_hooked(d)) read_device(d);
+    int status = real_free(p);
+    atomic_fetch_add_explicit(&n_released, 1, memory_order_relaxed);
+    return status;
 }
+
+static void poll_devices(bool thorough)
+{
+    uint64_t released = atomic_load_explicit(&n_released, memory_order_relaxed);
+    bool hooked = koila__memlab_is_hooked(1);
+    thorough |= released != released_seen;
+    released_seen = released;
+    for (int d = 1; d < METER->n_devices; d++)
+        if (!hooked || koila__meter_waits(METER, d) || (thorough && reserved_now(d))) read_device(d, !hooked); /* without a cache there is nothing to lose */
+}
+
+static const struct {
+    const char *library, *device, *release;
+} libraries[] = { { "libc10_cuda.so", "cuda", "cudaFree" }, { "libc10_hip.so", "cuda", "hipFree" }, { "libc10_xpu.so", "xpu", NULL } };
 
 static void listen_to_accelerators(void)
 {
@@ -199,11 +251,17 @@ static void listen_to_accelerators(void)
         memcpy(&real_report, &slot, sizeof slot);
     }
     if (!koila__got_holds(&report_slots, NULL)) {
-        for (size_t i = 0; i < KOILA_COUNT(libraries); i++) koila__got_patch(&report_slots, libraries[i].library, REPORT_USAGE, (void *)hook_report);
-        for (int d = 1; d < METER->n_devices; d++) read_device(d);
+        for (size_t i = 0; i < KOILA_COUNT(libraries); i++) {
+            koila__got_patch(&report_slots, libraries[i].library, REPORT_USAGE, (void *)hook_report);
+            if (!libraries[i].release || !koila__got_path(libraries[i].library, path, sizeof path)) continue; /* its own: several runtimes may be loaded */
+            void *slot = koila__got_symbol(path, libraries[i].release);
+            memcpy(&real_free, &slot, sizeof slot);
+            if (real_free) koila__got_patch(&free_slots, libraries[i].library, libraries[i].release, (void *)hook_free);
+        }
+        for (int d = 1; d < METER->n_devices; d++) read_device(d, true);
     }
     koila__memlab_lines.read_stats = read_stats;
-    koila__memlab_lines.poll = koila__memlab_is_hooked(1) ? NULL : poll_unhooked;
+    koila__memlab_lines.poll = poll_devices;
 }
 
 /* cudaMallocAsync, pluggable allocators and one whose caching is off do not go through the hook. */
@@ -670,7 +728,7 @@ static PyObject *memlab_now(PyObject *self, PyObject *arg)
     long device = PyLong_AsLong(arg);
     if (device == -1 && PyErr_Occurred()) return NULL;
     if (device < 0 || device >= METER->n_devices) return PyErr_Format(PyExc_ValueError, "device %ld: there are %d", device, METER->n_devices);
-    if (device && !koila__memlab_is_hooked((int)device)) read_device((int)device);
+    if (device) read_device((int)device, !koila__memlab_is_hooked((int)device));
     return Py_BuildValue("(KK)", (unsigned long long)koila__meter_now(METER, (int)device, KOILA__Q_BYTES_ALL),
                          (unsigned long long)koila__meter_now(METER, (int)device, KOILA__Q_RESERVED));
 }
@@ -707,6 +765,7 @@ static PyObject *memlab_stop(PyObject *self, PyObject *none)
     koila__truth_set_tagger(NULL);
     if (!koila__truth_is_kept()) koila__truth_uninstall(); /* the executor measures with it too */
     koila__got_restore(&report_slots, (void *)hook_report);
+    koila__got_restore(&free_slots, (void *)hook_free);
     Py_RETURN_NONE;
 }
 /* For tests: pretend to be an allocator. memlab_event(device, delta, thread=True); device 0 then needs no torch. */

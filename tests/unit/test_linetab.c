@@ -323,6 +323,43 @@ TEST(meter__spans_nest_and_see_every_thread)
     CHECK(!koila__span_open(&meter, &a, 0));
 }
 
+TEST(meter__active_is_what_waits_too)
+{
+    enum { D = 1 };
+    const int A = KOILA__Q_ACTIVE;
+    static koila__thread t;
+    static uint64_t outer[KOILA__DEVICES_MAX][KOILA__SAVED], inner[KOILA__DEVICES_MAX][KOILA__SAVED], now[KOILA__DEVICES_MAX][KOILA__Q_COUNT], peak[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
+    koila__meter_init(&meter, 2);
+    CHECK(koila__meter_add_thread(&meter, &t));
+    koila__meter_event(&meter, NULL, &t, D, 100, 100, 200);
+    koila__meter_set_silent(&meter, D, 200, 200, (uint64_t[KOILA__WAITS]){ 30, 30, 0, 2, 2, 0 });
+    CHECK_EQ(koila__meter_now(&meter, D, KOILA__Q_ACTIVE), 130);
+    CHECK_EQ(koila__meter_now(&meter, D, (koila__q)(A + KOILA__Q_N_SMALL)), 3);
+    koila__window_open(&meter, &t, outer);
+    koila__meter_event(&meter, NULL, &t, D, 50, 150, 200);
+    koila__meter_event(&meter, NULL, &t, D, -50, 100, 200);
+    koila__window_open(&meter, &t, inner); /* nested: the outer one sees what it sees */
+    koila__meter_event(&meter, NULL, &t, D, 70, 170, 300);
+    koila__meter_event(&meter, NULL, &t, D, -70, 100, 300);
+    koila__meter_set_silent(&meter, D, 300, 280, (uint64_t[KOILA__WAITS]){ 10, 10, 0, 1, 1, 0 });
+    koila__window_next(&meter, &t, inner, now, peak);
+    CHECK_EQ(now[D][A], 110);
+    CHECK_EQ(peak[D][A], 180); /* 170 and the smaller of 30 and 10 */
+    CHECK_EQ(now[D][KOILA__Q_RESERVED], 280);
+    CHECK_EQ(peak[D][KOILA__Q_RESERVED], 300);
+    koila__window_close(&meter, &t, inner);
+    koila__window_next(&meter, &t, outer, now, peak);
+    CHECK_EQ(peak[D][A], 180); /* not 170 + 30: what waited in the first half may have been gone in the second */
+    CHECK_EQ(peak[D][A + KOILA__Q_N_ALL], 3);
+    koila__window_close(&meter, &t, outer);
+    koila__meter_set_silent(&meter, D, 200, 0, (uint64_t[KOILA__WAITS]){ 0 }); /* read before an event that has told 280 since */
+    CHECK_EQ(koila__meter_now(&meter, D, KOILA__Q_RESERVED), 280);
+    uint64_t n_events = koila__meter_events(&meter);
+    koila__meter_set_silent(&meter, D, 280, 280, (uint64_t[KOILA__WAITS]){ 0 });
+    CHECK_EQ(koila__meter_events(&meter), n_events); /* nothing changed: lines may pass quietly */
+    koila__meter_del_thread(&meter, &t);
+}
+
 TEST(columns__names_read_back_and_garbage_is_refused)
 {
     static const char *const good[] = { "hits", "rss", "active.all.current", "inactive_split_bytes.large_pool.freed", "segment.small_pool.peak" };

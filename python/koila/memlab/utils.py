@@ -8,9 +8,40 @@ from .. import _core
 FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv"}
 
 
+class ByteSize:
+    """A number of bytes that formats itself in the unit it is read in: `f"{ByteSize(40_400):.2f}"` is '39.45K', its str '39K'.
+
+    NaN and None: ''. What is not a number (a symbolic size): its str.
+    """
+
+    def __init__(self, num_bytes) -> None:
+        self.num_bytes = num_bytes
+
+    def __format__(self, spec: str) -> str:
+        text = _core.size_text(self.num_bytes)
+        power = "BKMGTP".find(text[-1:]) if text else -1
+        try:
+            return text if power < 0 else format(self.num_bytes / 1024**power, spec or ".0f") + text[-1]
+        except TypeError:  # a str that ends like a size
+            return text
+
+    def __str__(self) -> str:
+        return format(self)
+
+    def __repr__(self) -> str:
+        return f"ByteSize({self.num_bytes!r})"
+
+
+calmsize = ByteSize  # as the old package calls it, whose users put their own here: readable_size goes through it
+
+
 def readable_size(num_bytes) -> str:
     """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its str."""
-    return _core.size_text(num_bytes)
+    size = calmsize(num_bytes)
+    try:
+        return format(size, ".2f")
+    except TypeError:
+        return str(size)
 
 
 def format_of(path, formats: dict = FORMATS) -> str:

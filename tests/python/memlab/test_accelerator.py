@@ -13,21 +13,33 @@ SOURCE = """
 #include <stddef.h>
 #include <stdint.h>
 void _ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE(void *, int64_t, size_t, size_t, uint16_t);
-static size_t held[2], reserved[2];
+int cudaFree(void *);
+static size_t held[2], reserved[2], waiting[2];
 void block(int device, long delta, long more)
 {
     held[device] += delta; reserved[device] += more;
     _ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE((void *)4096, delta, held[device], reserved[device], (uint16_t)(1 | device << 8));
 }
+void free_later(int device, long n) /* another stream still uses it: no longer allocated, still active */
+{
+    waiting[device] += n;
+    block(device, -n, 0);
+}
+void let_go(int device, long n) { waiting[device] -= n; }   /* that stream is done; nobody is told */
+void unmap(int device, long n) { reserved[device] -= n; }   /* of a segment that expands: nobody is told */
+void empty_cache(int device, long n) { cudaFree(0); reserved[device] -= n; }
 size_t allocated(int device) { return held[device]; }
+size_t active(int device) { return held[device] + waiting[device]; }
 size_t all(int device) { return reserved[device]; }
 """
+RUNTIME = "static int n; int cudaFree(void *p) { n++; return 0; } int n_freed(void) { return n; }"
 
 HEAD = """
 import ctypes, sys, warnings, torch
 fake = ctypes.CDLL(sys.argv[1])
 fake.block.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long]
-fake.allocated.restype = fake.all.restype = ctypes.c_size_t
+fake.allocated.restype = fake.active.restype = fake.all.restype = ctypes.c_size_t
+for f in (fake.free_later, fake.let_go, fake.unmap, fake.empty_cache): f.argtypes = [ctypes.c_int, ctypes.c_long]
 def block(device, delta, more=0): fake.block(device, delta, more)
 n_reads = 0
 def stats(device):
@@ -35,6 +47,7 @@ def stats(device):
     n_reads += 1
     one = lambda v: {p: dict(current=v, peak=v, allocated=v, freed=0) for p in ("all", "large_pool", "small_pool")}
     return {"allocated_bytes": one(fake.allocated(device)), "allocation": one(1), "reserved_bytes": one(fake.all(device)),
+            "active_bytes": one(fake.active(device)), "active": one(1 + (fake.active(device) > fake.allocated(device))),
             "requested_bytes": one(fake.allocated(device) - 100 if fake.allocated(device) else 0), "segment": one(3), "inactive_split": one(2), "inactive_split_bytes": one(1 << 20)}
 torch._C._cuda_memoryStats = stats
 torch.cuda.device_count = lambda: 2
@@ -56,9 +69,12 @@ def library(tmp_path_factory):
         pytest.skip("needs a C compiler, and no real accelerator")
     folder = tmp_path_factory.mktemp("fake")
     (folder / "fake.c").write_text(SOURCE)
+    (folder / "runtime.c").write_text(RUNTIME)
     lib = os.path.join(os.path.dirname(torch.__file__), "lib")
     out = folder / "libc10_cuda.so"
-    subprocess.run([cc, "-shared", "-fPIC", "-O1", str(folder / "fake.c"), "-o", str(out), f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"], check=True)
+    shared = [cc, "-shared", "-fPIC", "-O1", f"-L{lib}", f"-L{folder}"]
+    subprocess.run([*shared, str(folder / "runtime.c"), "-o", str(folder / "libcudart.so")], check=True)
+    subprocess.run([*shared, str(folder / "fake.c"), "-o", str(out), "-lc10", "-lcudart", f"-Wl,-rpath,{lib}:{folder}"], check=True)
     return str(out)
 
 
@@ -89,6 +105,89 @@ def test_lines_show_allocated_and_reserved_peaks_of_their_device(library):
         assert "larger end of the line" in str(p.display(columns=["requested_bytes.all.peak"]))
         with memlab.measure("cuda:1") as m: block(1, 1000); block(1, -1000)
         assert (m.start, m.rise, m.alloc, m.freed) == (5512, 1000, 1000, 1000)
+    """)
+
+
+WAITING = """
+    M = 1 << 20
+    block(0, 9 * M, 64 * M)
+    def work():
+        fake.free_later(0, 4 * M)
+        block(0, 2 * M); block(0, -2 * M)
+        fake.let_go(0, 1 * M)
+        pass
+        block(0, 3 * M)
+        fake.let_go(0, 3 * M); block(0, 1)
+        block(0, -1)
+    with memlab.LineProfiler(work, stats=MODE) as p: work()
+    got = {line: tuple(v / M for v in r) for line, r in rows(p, work, "active_bytes.all.peak", "active_bytes.all.current", "allocated_bytes.all.peak").items()}
+"""
+
+
+def test_what_waits_for_another_stream_is_active_and_not_allocated(library):
+    run(library, WAITING.replace("MODE", "'auto'") + """
+    assert got == {0: (9, 9, 9), 1: (9, 9, 9), 2: (11, 9, 7), 3: (9, 8, 5), 4: (8, 8, 5), 5: (11, 11, 8), 6: (11, 8 + 1 / M, 8 + 1 / M), 7: (8 + 1 / M, 8, 8 + 1 / M)}, got
+    found = p.records(work, device="cuda:0")
+    assert found[2]["active.all.peak"] == found[2]["allocation.all.peak"] + 1
+    assert found[7]["active.all.current"] == found[7]["allocation.all.current"]
+    for r in p.records(work, device="cpu") + p.records(work, device="cuda:1"):
+        assert r["active_bytes.all.peak"] == r["allocated_bytes.all.peak"] and r["active.all.current"] == r["allocation.all.current"], r
+    def later():
+        fake.free_later(0, 2 * M)
+    def outer():
+        later()
+        block(0, 5 * M); block(0, -5 * M)
+    with memlab.LineProfiler(outer, later) as p: outer()
+    assert rows(p, outer, "active_bytes.all.peak", "active_bytes.all.current") == {0: (8 * M, 8 * M), 1: (8 * M, 8 * M), 2: (13 * M, 8 * M)}, rows(p, outer, "active_bytes.all.peak", "active_bytes.all.current", "allocated_bytes.all.peak")
+    fake.let_go(0, 2 * M)
+    """)
+
+
+def test_what_waits_is_read_once_a_call_and_at_every_line_only_while_it_waits(library):
+    run(library, WAITING.replace("MODE", "'hook'") + """
+    assert all(active == current for active, current in ((r[0], r[2]) for r in got.values())), got    # it began to wait inside the only call
+    fake.free_later(0, M)
+    n = n_reads
+    with memlab.LineProfiler(work, stats="hook") as p: work()
+    assert {line: tuple(v / M for v in r) for line, r in rows(p, work, "active_bytes.all.peak", "active_bytes.all.current").items()} == {
+        0: (8, 8), 1: (8, 8), 2: (10, 8), 3: (8, 7), 4: (7, 7), 5: (10, 10), 6: (10, 7 + 1 / M), 7: (7 + 1 / M, 7)}
+    assert n_reads - n == 9, n_reads - n     # enter, seven lines, return
+    def quiet():
+        pass
+        pass
+    fake.let_go(0, M)
+    for reads in (1, 1, 1):                  # the first finds that nothing waits any more
+        n = n_reads
+        with memlab.LineProfiler(quiet, stats="hook") as p: quiet()
+        assert n_reads - n == reads and rows(p, quiet, "active_bytes.all.peak")[1] == (6 * M,), n_reads - n
+    """)
+
+
+def test_reserved_bytes_after_the_cache_was_emptied(library):
+    run(library, """
+        M = 1 << 20
+        block(0, 30 * M, 30 * M); block(0, -30 * M)
+        def work():
+            fake.empty_cache(0, 20 * M)
+            pass
+            fake.unmap(0, 10 * M)
+            block(0, 5, 2 * M)
+        for mode in ("hook", "auto"):
+            with memlab.LineProfiler(work, stats=mode) as p: work()
+            got = rows(p, work, "reserved_bytes.all.peak", "reserved_bytes.all.current")
+            assert got == {0: (30 * M, 30 * M), 1: (30 * M, 10 * M), 2: (10 * M, 10 * M), 3: (10 * M, 10 * M), 4: (10 * M, 2 * M)}, got   # who unmaps does not tell
+            fake.unmap(0, M)
+            assert core.memlab_now(1) == (5, M), core.memlab_now(1)
+            fake.unmap(0, M)
+            def quiet(): pass
+            with memlab.LineProfiler(quiet, stats=mode) as p: quiet()
+            assert rows(p, quiet, "reserved_bytes.all.peak")[0] == (0,)
+            block(0, -5, 30 * M)
+        if torch.version.cuda is None:           # else torch's own runtime is loaded too, and is the original
+            assert fake.n_freed() == 2           # we told the original
+            core.memlab_stop()
+            fake.empty_cache(0, 1)
+            assert fake.n_freed() == 3
     """)
 
 
@@ -123,6 +222,45 @@ def test_statistics_are_read_as_asked(library):
         except UnsupportedError as e:
             assert "stats" in str(e)
         else: raise AssertionError
+    """)
+
+
+def test_keys_of_five_parts_are_ignored_and_a_wrong_column_is_still_refused(library):
+    """Private pools of CUDA graphs have statistics of their own, deeper than the others."""
+    run(library, """
+        three = stats
+        def five(device):
+            pool = {"(0, 7)": {p: dict(current=1 << 40, peak=1 << 40, allocated=1 << 40, freed=1 << 40) for p in ("all", "large_pool", "small_pool")}}
+            nested = {metric: pools | {"private_pools": pool, "all": pools["all"] | {"private": pool}} for metric, pools in three(device).items()}
+            return nested | {"private_pools": {"(0, 7)": three(device)}, "active_bytes.private_pools.(0, 7).all.current": 1 << 40, 5: 6}
+        def flat(d, *path):
+            return [key for k, v in d.items() for key in flat(v, *path, str(k))] if isinstance(d, dict) else [".".join(path)]
+        assert sum(key.count(".") == 4 for key in flat(five(0))) > 100
+        def work():
+            block(0, 4096, 2 << 20)
+            block(0, 2 << 20, 2 << 20)
+            block(0, -4096)
+        columns = [f"{m}.{p}.{s}" for m in ("active", "active_bytes", "allocation", "allocated_bytes", "requested_bytes", "reserved_bytes", "inactive_split", "inactive_split_bytes", "segment")
+                   for p in ("all", "large_pool", "small_pool") for s in ("current", "peak", "allocated", "freed")]
+        def table(mode):
+            with memlab.LineProfiler(work, stats=mode) as p: work()
+            block(0, -(2 << 20), -(4 << 20))
+            return str(p.display(columns=columns)), p.records(work), p
+        torch._C._cuda_memoryStats = lambda device: (five if deep else three)(device)
+        deep = False
+        expected = table("full")
+        deep = True
+        text, records, p = table("full")
+        timed = {"time", "rss"}
+        assert text == expected[0] and "1024.00G" not in text and "1.00T" not in text
+        assert [{k: v for k, v in r.items() if k not in timed} for r in records] == [{k: v for k, v in r.items() if k not in timed} for r in expected[1]]
+        assert all(key.count(".") in (0, 2) for r in records for key in r)
+        for wrong, why in {"active_bytes.private_pools.(0, 7).all.current": "three dot-separated parts", "a.b.c.d.e": "three dot-separated parts", "active_bytes.private_pools.current": "no such pool",
+                           "private_pools.all.current": "no such metric", "active_bytes.all.(0, 7)": "no such stat"}.items():
+            for use in (lambda: p.display(columns=[wrong]), lambda: p.print_stats(columns=wrong), lambda: memlab.profile(columns=[wrong])):
+                try: use()
+                except ValueError as e: assert why in str(e) and wrong[:60] in str(e), e
+                else: raise AssertionError(wrong)
     """)
 
 

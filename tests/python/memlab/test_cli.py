@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+from memlab_helpers import cli
+
 SCRIPT = textwrap.dedent("""
     import sys, torch
     class Net:
@@ -16,12 +18,6 @@ SCRIPT = textwrap.dedent("""
         print(sys.argv[1:], len(train(10)))
         sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """)
-
-
-def cli(*args, code=0, cwd=None):
-    p = subprocess.run([sys.executable, "-m", "koila.memlab", *args], capture_output=True, text=True, timeout=120, cwd=cwd)
-    assert p.returncode == code, p.stdout + p.stderr
-    return p
 
 
 def test_run_reports_on_stderr_and_keeps_the_exit_code(tmp_path):

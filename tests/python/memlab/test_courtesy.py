@@ -1,9 +1,5 @@
 """Courtesy on CPU storages: every clause, failures injected at each copy and each refill."""
 import gc
-import io
-import os
-import subprocess
-import sys
 import weakref
 
 import numpy as np

@@ -1,25 +1,22 @@
 """The line profiler on the CPU, where every number is exact: expected tables are written by hand."""
 import asyncio
-import contextlib
 import gc
-import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import threading
-import types
-import warnings
+from fractions import Fraction
 from functools import partial, wraps
 
 import pytest
 import torch
+from memlab_helpers import python, rows
 
 import koila._core as core
 from koila import memlab
-from koila._errors import UnsupportedError
-from koila.memlab import DEFAULT_COLUMNS, LineProfiler, profile_every
+from koila.memlab import LineProfiler, profile_every
 
 KIB = 1024
 
@@ -36,23 +33,12 @@ def kib(n):
     return torch.empty(n * KIB, dtype=torch.uint8)
 
 
-def rows(p, func, *columns):
-    """{line of the function: (columns...)}; lines that ran only"""
-    found = [r for r in p.records(func)]
-    first = found[0]["line"]
-    return {r["line"] - first: tuple(r[c] for c in columns) for r in found if r["hits"] is not None}
-
-
 def peaks_above(p, func, base):
     return {k: (v[0] - base) / KIB for k, v in rows(p, func, "active_bytes.all.peak").items()}
 
 
 def run_script(body, *args, env=None, code=0, flags=()):
-    p = subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(body), *args], capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})}
-    )
-    assert p.returncode == code, p.stdout + p.stderr
-    return p
+    return python(*flags, "-c", textwrap.dedent(body), *args, code=code, **(env or {}))
 
 
 # ---- the table
@@ -603,7 +589,29 @@ def test_readable_size():
     assert [readable_size(n) for n in (0, 1023, 1024, 40400, -40400, 4 << 20, 3 << 30, 1 << 40, 5 << 50, float("nan"), None)] == [
         "0.00B", "1023.00B", "1.00K", "39.45K", "-39.45K", "4.00M", "3.00G", "1.00T", "5.00P", "", ""
     ]  # fmt: skip
-    assert readable_size("s0") == "s0"
+    assert [readable_size(s) for s in ("s0", "4M", "")] == ["s0", "4M", ""]
+    for n in [*(3**k for k in range(40)), *(-(7**k) / 3 for k in range(20)), 1023.995, 1023.9949, (1 << 20) - 1, float("inf"), Fraction(10001, 2), True]:
+        assert readable_size(n) == core.size_text(n), n
+
+
+def test_readable_size_goes_through_calmsize_as_in_the_old_package(monkeypatch):
+    from koila.memlab import utils
+
+    size = utils.calmsize(40_400)
+    assert (f"{size:.1f}", f"{size}", str(size), f"{size:>8.3f}") == ("39.5K", "39K", "39K", "  39.453K")
+    assert (str(utils.calmsize("s0")), str(utils.calmsize(float("nan"))), str(utils.calmsize(1 << 30))) == ("s0", "", "1G")
+
+    class Symbolic:
+        def __format__(self, spec):
+            raise TypeError(spec)
+
+        def __str__(self):
+            return "s0 bytes"
+
+    monkeypatch.setattr(utils, "calmsize", lambda n: Symbolic())
+    assert utils.readable_size(object()) == "s0 bytes"
+    monkeypatch.setattr(utils, "calmsize", lambda n: 1.23456)
+    assert utils.readable_size(7) == "1.23"
 
 
 # ---- decorators
@@ -807,7 +815,7 @@ def test_names_and_the_old_package_s_paths():
         "line_profiler.extension": "load_ipython_extension",
         "mem_reporter": "MemReporter",
         "courtesy": "Courtesy",
-        "utils": "readable_size",
+        "utils": "readable_size calmsize",
     }
     for path, names in paths.items():
         module = import_module(f"koila.memlab.{path}")

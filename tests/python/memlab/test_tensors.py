@@ -2,7 +2,6 @@
 import gc
 import io
 import json
-import os
 import random
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import textwrap
 import weakref
 
-import numpy as np
+import memlab_helpers
 import pytest
 import torch
 
@@ -29,11 +28,7 @@ def collected(reporter, verbose=False):
 
 
 def fresh(body, code=0):
-    """Run in a process that has no other tensors."""
-    head = "import gc, sys, torch, numpy as np\nimport koila._core as core\nfrom koila import memlab\nfrom koila.memlab import *\nmemlab.start()\n"
-    p = subprocess.run([sys.executable, "-W", "ignore", "-c", head + textwrap.dedent(body)], capture_output=True, text=True, timeout=120)
-    assert p.returncode == code, p.stdout + p.stderr
-    return p.stdout
+    return memlab_helpers.fresh("import numpy as np\nmemlab.start()\n" + textwrap.dedent(body), code)
 
 
 def table(text):
@@ -49,21 +44,7 @@ def test_report_of_a_layer_prints_exactly():
         y.backward()
         MemReporter(m).report()
     """)
-    assert out == textwrap.dedent("""\
-        Element type                                            Size  Used MEM
-        -------------------------------------------------------------------------------
-        Storage on cpu
-        weight                                          (1024, 1024)     4.00M
-        weight.grad                                     (1024, 1024)     4.00M
-        bias                                                 (1024,)     4.00K
-        bias.grad                                            (1024,)     4.00K
-        Tensor0                                          (512, 1024)     2.00M
-        Tensor1                                                 (1,)     4.00B
-        -------------------------------------------------------------------------------
-        Total Tensors: 2623489 \tUsed Memory: 10.01M
-        The allocated memory on cpu: 10.01M
-        -------------------------------------------------------------------------------
-        """)
+    assert out == memlab_helpers.LAYER_REPORT.format(device="cpu", mean="4.00B")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
@@ -145,6 +126,41 @@ def test_frozen_heap_and_grad_of_plain_leaves():
     """)
     assert re.search(r"Tensor\d+\.grad", out) and "(77,)" in out and "(55,)" in out
     assert "Unexplained" not in out and "Not held" not in out
+
+
+def test_a_frozen_heap_with_objects_that_wait_to_be_used_again():
+    out = fresh("""
+        import asyncio
+        async def wait():
+            loop = asyncio.get_running_loop()
+            futures = [loop.create_future() for _ in range(50)]
+            for f in futures: loop.call_soon(f.set_result, 1)
+            return [await f for f in futures]
+        asyncio.run(wait())      # leaves iterators of futures in a free list, which _asyncio lets the collector visit
+        kept = torch.randn(77)
+        gc.freeze()
+        for _ in range(3):
+            assert len([r for r in memlab.tensors.Names().collect() if r[2] == (77,)]) == 1
+        print(sum(asyncio.run(wait())))
+    """)
+    assert out == "50\n"
+
+
+def test_what_was_frozen_before_torch_came_hides_no_tensor_and_costs_nothing():
+    script = """
+        import gc
+        gc.freeze()
+        import torch
+        from koila.memlab import tensors
+        def inner():
+            t = torch.randn(55)
+            n = sum(r[2] == (55,) for r in tensors.Names().collect())
+            del t                # no frame's locals were looked at, which some Pythons would keep
+            return n, sum(r[2] == (55,) for r in tensors.Names().collect())
+        print(gc.get_freeze_count() > 0, len(gc.get_objects()) > 40_000, inner())
+    """
+    p = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert p.stdout == "True True (1, 0)\n", p.stdout + p.stderr
 
 
 def test_zoo_of_odd_objects_survives_and_runs_no_foreign_code():

@@ -3,13 +3,13 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from memlab_helpers import cli
 
 from koila import memlab
 from koila.memlab import measure, timeline
@@ -172,6 +172,5 @@ def test_trace_stays_on_when_it_was_on():
 
 def test_command_writes_a_timeline(tmp_path):
     (tmp_path / "s.py").write_text("import torch\ndef f():\n    x = torch.empty(1_000_000)\n    return x\nf()\n")
-    p = subprocess.run([sys.executable, "-m", "koila.memlab", "run", "-t", "t.json", "s.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert p.returncode == 0, p.stderr
+    cli("run", "-t", "t.json", "s.py", cwd=tmp_path)
     assert json.loads((tmp_path / "t.json").read_text())["peak"] == 4_000_000
