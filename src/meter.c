@@ -31,7 +31,8 @@ KOILA__HOT static void add_sums(const koila__live_sums *from, koila__sums *to)
 KOILA__HOT void koila__meter_sums(const koila__meter *m, int device, koila__sums *out)
 {
     *out = (koila__sums){ 0 };
-    for (int i = 0, n = atomic_load_explicit(&m->n_flows, memory_order_acquire); i < n; i++) add_sums(&m->flows[i].device[device], out);
+    for (int i = 0, n = atomic_load_explicit(&m->n_flows, memory_order_acquire); i < n; i++)
+        if (i || LOAD(m->flows[0].taken)) add_sums(&m->flows[i].device[device], out);
 }
 void koila__thread_sums(const koila__thread *t, int device, koila__sums *out)
 {
@@ -127,7 +128,10 @@ KOILA__HOT void koila__meter_event(koila__meter *m, koila__flow *mine, koila__th
         STORE(d->reserved, reserved == UINT64_MAX ? now : reserved);
     }
     if (mine) count_alone(&mine->device[device], large, delta);
-    else count(&m->flows[0].device[device], large, delta);
+    else {
+        if (!LOAD(m->flows[0].taken)) STORE(m->flows[0].taken, true);
+        count(&m->flows[0].device[device], large, delta);
+    }
 
     int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire), n_given = 0;
     bool own = self && LOAD(self->n_open) > 0, known = false;
