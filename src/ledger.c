@@ -35,14 +35,14 @@ void koila__ledger_fork_child(koila__ledger *l)
     zero(l);
 }
 
-static bool is_to_fail(koila__ledger *l)
+KOILA__HOT static bool is_to_fail(koila__ledger *l)
 {
     uint64_t left = LOAD(l->fail_in);
     while (left && !atomic_compare_exchange_weak_explicit(&l->fail_in, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) continue;
     return left == 1;
 }
 
-bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
+KOILA__HOT bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
 {
     if (is_to_fail(l)) goto refuse;
     uint64_t limit = LOAD(l->limit);
@@ -67,7 +67,7 @@ void koila__ledger_cancel(koila__ledger *l, uint64_t n)
     ADD(l->n_refused, 1);
 }
 
-bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n, uint32_t tag, uint64_t now)
+KOILA__HOT bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n, uint32_t tag, uint64_t now)
 {
     uint64_t replaced;
     if (!koila__ptrtab_put(&l->blocks, p, n, tag, &replaced)) {
@@ -83,7 +83,7 @@ bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n, uint32_t 
     return true;
 }
 
-bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t *n, uint64_t *now)
+KOILA__HOT bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t *n, uint64_t *now)
 {
     if (!koila__ptrtab_del(&l->blocks, p, n, NULL)) {
         ADD(l->n_unknown, 1);

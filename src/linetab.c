@@ -648,7 +648,7 @@ static uint32_t path_now(koila__lines *l, const koila__stack *s)
     return path;
 }
 
-void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number)
+KOILA__HOT void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thread, uint64_t number)
 {
     const koila__activation *top = s->n ? s->activations[s->n - 1] : NULL;
     uint64_t serial = top ? top->serial : 0;
@@ -704,7 +704,7 @@ static koila__credit *credit_of(koila__lines *l, koila__func *f, int row, int de
 }
 
 /* pre: locked */
-static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, uint64_t number)
+KOILA__HOT static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, uint64_t number)
 {
     uint64_t n_made = atomic_load_explicit(&l->n_made, memory_order_relaxed);
     if (l->last.n_made == n_made && l->last.thread == thread && l->last.number == number) return l->last.path; /* a node asks several times */
@@ -717,7 +717,7 @@ static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, uint64_t numb
     l->last = (koila__last_credit){ n_made, thread, number, path };
     return path;
 }
-static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_bytes)
+KOILA__HOT static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_bytes)
 {
     for (uint32_t p = path; p; p = l->paths[p].outer) {
         const koila__path *at = &l->paths[p];
@@ -730,7 +730,7 @@ static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_b
     }
 }
 
-void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
+KOILA__HOT void koila__lines_credit_node(koila__lines *l, uint64_t thread, uint64_t number, int device, uint64_t n_bytes)
 {
     lock_credits(l);
     credit_path(l, path_of_any_node(l, thread, number), device, n_bytes);

@@ -6,7 +6,7 @@
 #define STORE(x, v) atomic_store_explicit(&(x), (v), memory_order_relaxed)
 #define ADD(x, v) atomic_fetch_add_explicit(&(x), (v), memory_order_relaxed)
 
-static void raise_to(_Atomic uint64_t *slot, uint64_t v)
+KOILA__HOT static void raise_to(_Atomic uint64_t *slot, uint64_t v)
 {
     uint64_t seen = LOAD(*slot);
     while (seen < v && !atomic_compare_exchange_weak_explicit(slot, &seen, v, memory_order_relaxed, memory_order_relaxed)) continue;
@@ -19,7 +19,7 @@ void koila__meter_init(koila__meter *m, int n_devices)
     STORE(m->n_flows, 1);
 }
 
-static void add_sums(const koila__live_sums *from, koila__sums *to)
+KOILA__HOT static void add_sums(const koila__live_sums *from, koila__sums *to)
 {
     for (int i = 0; i < 2; i++) {
         to->alloc_bytes[i] += LOAD(from->alloc_bytes[i]);
@@ -28,10 +28,11 @@ static void add_sums(const koila__live_sums *from, koila__sums *to)
         to->n_frees[i] += LOAD(from->n_frees[i]);
     }
 }
-void koila__meter_sums(const koila__meter *m, int device, koila__sums *out)
+KOILA__HOT void koila__meter_sums(const koila__meter *m, int device, koila__sums *out)
 {
     *out = (koila__sums){ 0 };
-    for (int i = 0, n = atomic_load_explicit(&m->n_flows, memory_order_acquire); i < n; i++) add_sums(&m->flows[i].device[device], out);
+    for (int i = 0, n = atomic_load_explicit(&m->n_flows, memory_order_acquire); i < n; i++)
+        if (i || LOAD(m->flows[0].taken)) add_sums(&m->flows[i].device[device], out);
 }
 void koila__thread_sums(const koila__thread *t, int device, koila__sums *out)
 {
@@ -40,7 +41,7 @@ void koila__thread_sums(const koila__thread *t, int device, koila__sums *out)
     if (t->flow) add_sums(&t->flow->device[device], out);
 }
 
-static void small_and_large_now(const koila__meter *m, int device, uint64_t now[KOILA__Q_COUNT])
+KOILA__HOT static void small_and_large_now(const koila__meter *m, int device, uint64_t now[KOILA__Q_COUNT])
 {
     const koila__device *d = &m->device[device];
     koila__sums s;
@@ -97,7 +98,7 @@ static void count(koila__live_sums *s, int large, int64_t delta)
         ADD(s->n_frees[large], 1);
     }
 }
-static void count_alone(koila__live_sums *s, int large, int64_t delta)
+KOILA__HOT static void count_alone(koila__live_sums *s, int large, int64_t delta)
 {
     _Atomic uint64_t *bytes = delta > 0 ? &s->alloc_bytes[large] : &s->freed_bytes[large], *n = delta > 0 ? &s->n_allocs[large] : &s->n_frees[large];
     STORE(*bytes, LOAD(*bytes) + (uint64_t)(delta > 0 ? delta : -delta));
@@ -117,7 +118,7 @@ koila__flow *koila__meter_take_flow(koila__meter *m)
 }
 void koila__flow_give_back(koila__flow *f) { atomic_store(&f->taken, false); } /* what it has counted stays in the totals */
 
-void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved)
+KOILA__HOT void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self, int device, int64_t delta, uint64_t now, uint64_t reserved)
 {
     koila__device *d = &m->device[device];
     uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
@@ -127,7 +128,10 @@ void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self,
         STORE(d->reserved, reserved == UINT64_MAX ? now : reserved);
     }
     if (mine) count_alone(&mine->device[device], large, delta);
-    else count(&m->flows[0].device[device], large, delta);
+    else {
+        if (!LOAD(m->flows[0].taken)) STORE(m->flows[0].taken, true);
+        count(&m->flows[0].device[device], large, delta);
+    }
 
     int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire), n_given = 0;
     bool own = self && LOAD(self->n_open) > 0, known = false;

@@ -54,7 +54,7 @@ typedef struct koila__live_sums {
     _Atomic uint64_t alloc_bytes[2], freed_bytes[2], n_allocs[2], n_frees[2];
 } koila__live_sums;
 
-/* flows[0] is everybody's who has no flow of its own, and is written with locked instructions. */
+/* flows[0] is everybody's who has no flow of its own, and is written with locked instructions; `taken` once it was. */
 typedef struct koila__flow {
     _Alignas(64) _Atomic bool taken;
     _Atomic uint64_t n_events;

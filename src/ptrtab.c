@@ -42,7 +42,7 @@ void koila__ptrtab_deinit(koila__ptrtab *t)
 }
 
 /* Slot of p, or the empty slot where it would go. pre: capacity > n_used */
-static size_t find(const koila__ptrtab_shard *s, const void *p, uint64_t h)
+KOILA__HOT static size_t find(const koila__ptrtab_shard *s, const void *p, uint64_t h)
 {
     size_t i = h & (s->capacity - 1);
     while (s->entries[i].p && s->entries[i].p != (uintptr_t)p) i = (i + 1) & (s->capacity - 1);
@@ -65,7 +65,7 @@ static bool grow(koila__ptrtab *t, koila__ptrtab_shard *s)
     return true;
 }
 
-bool koila__ptrtab_put(koila__ptrtab *t, const void *p, uint64_t n_bytes, uint32_t tag, uint64_t *replaced_bytes)
+KOILA__HOT bool koila__ptrtab_put(koila__ptrtab *t, const void *p, uint64_t n_bytes, uint32_t tag, uint64_t *replaced_bytes)
 {
     koila_assert(p);
     if (n_bytes > KOILA__PTRTAB_MAX_BYTES) return false;
@@ -85,7 +85,7 @@ bool koila__ptrtab_put(koila__ptrtab *t, const void *p, uint64_t n_bytes, uint32
 }
 
 /* Empty slot i and move back every follower that would no longer be reachable from its home. */
-static void erase(koila__ptrtab_shard *s, size_t i)
+KOILA__HOT static void erase(koila__ptrtab_shard *s, size_t i)
 {
     size_t mask = s->capacity - 1;
     for (size_t j = (i + 1) & mask; s->entries[j].p; j = (j + 1) & mask) {
@@ -100,7 +100,7 @@ static void erase(koila__ptrtab_shard *s, size_t i)
     s->n_gone++;
 }
 
-static bool lookup(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag, bool forget)
+KOILA__HOT static bool lookup(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag, bool forget)
 {
     uint64_t h = hash(p);
     koila__ptrtab_shard *s = shard_of(t, h);
@@ -119,7 +119,7 @@ static bool lookup(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t 
     return found;
 }
 
-bool koila__ptrtab_del(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag) { return lookup(t, p, n_bytes, tag, true); }
+KOILA__HOT bool koila__ptrtab_del(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag) { return lookup(t, p, n_bytes, tag, true); }
 bool koila__ptrtab_get(koila__ptrtab *t, const void *p, uint64_t *n_bytes, uint32_t *tag) { return lookup(t, p, n_bytes, tag, false); }
 
 void koila__ptrtab_each(koila__ptrtab *t, bool (*fn)(void *user, const koila__ptrtab_entry *e), void *user)

@@ -38,7 +38,7 @@ static uint64_t generation_seen;
 static koila__flow *take_flow(void);
 
 /* An event of device 0 (the CPU) or 1 + i, told by its allocator. Then what is done for other lines than the one that runs. */
-static void tell(int device, const void *p, int64_t delta, uint64_t now, uint64_t reserved)
+KOILA__HOT static void tell(int device, const void *p, int64_t delta, uint64_t now, uint64_t reserved)
 {
     koila__stack *s = koila__memlab_stack;
     koila__meter_event(METER, my_flow ? my_flow : take_flow(), s ? &s->thread : NULL, device, delta, now, reserved);
@@ -53,7 +53,7 @@ static void tell(int device, const void *p, int64_t delta, uint64_t now, uint64_
 
 /* ---- the CPU */
 
-static void on_truth(const void *p, int64_t delta, uint64_t now) { tell(0, p, delta, now, UINT64_MAX); }
+KOILA__HOT static void on_truth(const void *p, int64_t delta, uint64_t now) { tell(0, p, delta, now, UINT64_MAX); }
 
 static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
 {

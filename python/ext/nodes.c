@@ -39,7 +39,7 @@ static int at_number, at_thread; /* words in a node; 0: unknown */
 static _Atomic bool on;
 static __thread uint64_t my_id;
 
-static uint64_t hook_next_number(void)
+KOILA__HOT static uint64_t hook_next_number(void)
 {
     uint64_t number = next_number();
     koila__stack *s = koila__memlab_stack;
@@ -51,7 +51,7 @@ static uint64_t hook_next_number(void)
 }
 
 /* The node that runs backward on this thread; false: none, or nobody wants to know. */
-static bool running_node(uint64_t *number, uint64_t *thread)
+KOILA__HOT static bool running_node(uint64_t *number, uint64_t *thread)
 {
     if (!on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed)) return false;
     owned_node now = current_node();
@@ -62,7 +62,7 @@ static bool running_node(uint64_t *number, uint64_t *thread)
     else atomic_fetch_sub_explicit(&now.owners->n_owners, 1, memory_order_acq_rel);
     return *number != UINT64_MAX; /* a leaf's AccumulateGrad has none: no line made it */
 }
-void koila__nodes_credit(int device, int64_t delta)
+KOILA__HOT void koila__nodes_credit(int device, int64_t delta)
 {
     uint64_t number, thread;
     if (delta > 0 && running_node(&number, &thread)) koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);

@@ -40,7 +40,7 @@ static char plan; /* 'A' or 'B' when ON or OFF */
 static const char *why = "not installed";
 static uint64_t generation, n_loads_seen;
 
-static void tell(const void *p, int64_t delta, uint64_t now)
+KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
     for (int i = 0; i < N_LISTENERS; i++) {
         koila__truth_event fn = atomic_load_explicit(&listeners[i], memory_order_acquire);
@@ -49,14 +49,14 @@ static void tell(const void *p, int64_t delta, uint64_t now)
 }
 
 /* A granted block: remember it. false: no memory to remember it. */
-static bool remember(void *p, uint64_t n, uint64_t now)
+KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now)
 {
     uint32_t (*ask)(void) = atomic_load_explicit(&tagger, memory_order_acquire);
     if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now)) return false;
     tell(p, (int64_t)n, now);
     return true;
 }
-static void forget(void *p)
+KOILA__HOT static void forget(void *p)
 {
     uint64_t n, now;
     if (!koila__ledger_release(&ledger, p, &n, &now)) return;
@@ -65,7 +65,7 @@ static void forget(void *p)
 
 /* ---- plan A */
 
-static int hook_posix_memalign(void **out, size_t alignment, size_t n)
+KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n)
 {
     uint64_t now;
     if (!koila__ledger_reserve(&ledger, n, &now)) return ENOMEM;
@@ -83,7 +83,7 @@ static int hook_posix_memalign(void **out, size_t alignment, size_t n)
     return 0;
 }
 
-static void hook_free(void *p)
+KOILA__HOT static void hook_free(void *p)
 {
     if (p) forget(p);
     free(p);
