@@ -47,7 +47,7 @@ double koila__ticks_to_ns(koila__lines *l, uint64_t ticks)
     return (double)ticks / l->ticks_per_ns;
 }
 
-#define RSS_EVERY_TICKS 400000 /* about 0.2 ms: one reading costs 0.7 us */
+#define RSS_EVERY_TICKS 2400000 /* about 1 ms: one reading costs 0.7 us, and 3 to 4 in the middle of a program that fills the caches */
 static uint64_t rss_now(koila__lines *l, uint64_t ticks)
 {
     if (ticks - l->rss_ticks < RSS_EVERY_TICKS) return l->rss_bytes;
