@@ -2,7 +2,8 @@
 
     python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
 
-The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a hundred in a turn. Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
+The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a hundred in a turn (`--only alone`: without
+the peers). Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
 torch.profiler. Ratios compare; microseconds are this machine's. Nothing here asserts: bounds that CI can hold are instruction counts.
 `--only gpu`: a step of GPT-2 small's size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
 """
@@ -74,7 +75,7 @@ def row(name, value, note=""):
     print(f"{name:<58s}{value:>14s}  {note}", flush=True)
 
 
-def step_costs(rounds):
+def step_costs(rounds, alone=False):
     step, n = make_step(), 100
     idle_of = lambda: None  # noqa: E731
 
@@ -94,6 +95,7 @@ def step_costs(rounds):
         "koila.memlab, the step profiled": lambda: ours(step),
         "koila.memlab, enabled for a function that does not run": lambda: ours(idle_of),
     }
+    peers = {}
     if importlib.util.find_spec("line_profiler"):
         import line_profiler
 
@@ -103,7 +105,7 @@ def step_costs(rounds):
             wrapped = p(step)
             yield wrapped
 
-        arms["line_profiler"] = other
+        peers["line_profiler"] = other
     if importlib.util.find_spec("memory_profiler"):
         import memory_profiler
 
@@ -111,7 +113,7 @@ def step_costs(rounds):
         def mp():
             yield memory_profiler.profile(step, stream=io.StringIO())
 
-        arms["memory_profiler"] = mp
+        peers["memory_profiler"] = mp
     if importlib.util.find_spec("memray"):
         import memray
 
@@ -120,7 +122,7 @@ def step_costs(rounds):
             with tempfile.TemporaryDirectory() as d, memray.Tracker(f"{d}/out.bin"):
                 yield step
 
-        arms["memray"] = mr
+        peers["memray"] = mr
     if importlib.util.find_spec("pytorch_memlab"):
         with contextlib.suppress(Exception):
             from pytorch_memlab import LineProfiler as Old
@@ -130,7 +132,7 @@ def step_costs(rounds):
                 with Old(step):
                     yield step
 
-            arms["pytorch_memlab"] = old
+            peers["pytorch_memlab"] = old
 
     @contextlib.contextmanager
     def tp():
@@ -139,7 +141,8 @@ def step_costs(rounds):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
             yield step
 
-    arms["torch.profiler, memory"] = tp
+    peers["torch.profiler, memory"] = tp
+    arms |= {} if alone else peers
     clock(step, n)
     times = {name: [] for name in arms}
     names = list(arms)
@@ -353,7 +356,7 @@ def main():
     parser.add_argument("--only", default="step,line,hook,report,import")
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, lines by {memlab_way()}")
-    for name, f in dict(step=step_costs, line=line_costs, hook=hook_costs, report=report_costs, gpu=gpu_costs).items():
+    for name, f in dict(step=step_costs, alone=lambda rounds: step_costs(rounds, alone=True), line=line_costs, hook=hook_costs, report=report_costs, gpu=gpu_costs).items():
         if name in args.only.split(","):
             f(args.rounds)
     if "import" in args.only:
