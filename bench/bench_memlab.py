@@ -1,4 +1,4 @@
-"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are installed. One run, interleaved, minima.
+"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are installed. One run, interleaved; minima, for steps percentiles.
 
     python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
 
@@ -34,13 +34,13 @@ def clock(f, n):
 
 
 def single(f, n):
-    """Seconds of processor time of each of n calls, in order of size."""
+    """Seconds of processor time of each of n calls."""
     seconds = []
     for _ in range(n):
         t = time.process_time()
         f()
         seconds.append(time.process_time() - t)
-    return sorted(seconds)
+    return seconds
 
 
 class Tiny(torch.nn.Module):
@@ -157,9 +157,10 @@ def step_costs(rounds, alone=False):
                 times[name] = None
                 row(name, "failed", f"{type(error).__name__}: {error}"[:60])
             memlab.stop()
-    at = lambda name, share: sorted(times[name])[int(share * len(times[name]))]  # noqa: E731
+    ordered = {name: sorted(t) for name, t in times.items() if t}
+    at = lambda name, share: ordered[name][int(share * len(ordered[name]))]  # noqa: E731
     row("step without a profiler", f"{at('nothing', 0.05) * 1e6:.0f} us", "5th percentile; ratios of these, of the 1st and the 25th")
-    for name in [name for name in arms if times[name] and name != "nothing"]:
+    for name in [name for name in ordered if name != "nothing"]:
         ratios = [at(name, share) / at("nothing", share) for share in (0.05, 0.01, 0.25)]
         row(f"  {name}", f"{ratios[0]:.3f}x", f"{ratios[1]:.3f}x {ratios[2]:.3f}x   +{(at(name, 0.05) - at('nothing', 0.05)) * 1e6:.0f} us")
     memlab.backend()
