@@ -1,8 +1,14 @@
 """Cost of capture: microseconds per recorded operator, forward and backward, warm; and one operator alone.
 
-    python bench/bench_capture.py [--model gpt2|mlp|ops]
+    python bench/bench_capture.py [--model tiny,gpt2,mlp,ops] [--repeat 40]
 
-Compute is kept tiny so that what is measured is dispatch, autograd, the model's own Python and koila's handler. Minimum over the runs.
+Compute is kept tiny, so that what is measured is dispatch, autograd, the model's own Python and koila's handler. Three ways of running one step take
+turns, and the best of each counts:
+
+- plain: PyTorch as it is, with what little it computes;
+- floor: a tensor subclass whose handler does nothing at all, it hands out tensors that were made beforehand. What is left is the model's own Python, torch's
+  way to a Python handler and autograd: no tracer that sees operators below autograd can be faster;
+- capture: koila.
 """
 
 from __future__ import annotations
@@ -13,97 +19,137 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import koila
-from koila import _core
+from koila import _backward, _core
+
+Model = tuple[torch.nn.Module, Callable[[torch.nn.Module, Any], torch.Tensor], torch.Tensor]
 
 
-def gpt2(layers: int = 12) -> tuple[torch.nn.Module, Callable[[torch.nn.Module, Any], torch.Tensor], torch.Tensor]:
+def gpt2(width: int = 64, heads: int = 4, rows: int = 4) -> Model:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=layers, n_head=4, n_embd=64, vocab_size=100, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = GPT2LMHeadModel(config).train()
-    ids = torch.randint(0, 100, (4, 16))
-    return model, lambda m, x: m(input_ids=x, labels=x).loss, ids
+    sizes = {"n_layer": 12, "n_head": heads, "n_embd": width, "vocab_size": 100, "n_positions": 32}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
+    return GPT2LMHeadModel(config).train(), lambda m, x: m(input_ids=x, labels=x).loss, torch.randint(0, 100, (rows, 16))
 
 
-def mlp() -> tuple[torch.nn.Module, Callable[[torch.nn.Module, Any], torch.Tensor], torch.Tensor]:
+def mlp() -> Model:
     layers: list[torch.nn.Module] = []
     for _ in range(13):
         layers += [torch.nn.Linear(64, 64), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers), lambda m, x: m(x).square().mean(), torch.randn(32, 64)
 
 
-def best(f: Callable[[], Any], n: int) -> float:
-    times = []
-    for _ in range(n):
+MODELS: dict[str, Callable[[], Model]] = {"tiny": lambda: gpt2(width=16, heads=2, rows=2), "gpt2": gpt2, "mlp": mlp}
+
+
+class Ready(torch.Tensor):
+    """A wrapper whose handler is replaced before each step, see `floor_of`."""
+
+    __slots__ = ("real",)  # while recording: what it stands for
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(like: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(Ready, like.shape, strides=like.stride(), dtype=like.dtype)
+
+
+def floor_of(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> Callable[[], float]:
+    """Seconds of `step` where the handler only hands out results. The first pass computes, and remembers what every operator gave."""
+    given: list[Any] = []  # what each dispatch returned, in order; None: its own first argument (an in-place operator)
+
+    def wrapped(t: torch.Tensor) -> torch.Tensor:
+        w = Ready.of(t)
+        w.real = t
+        return w
+
+    def record(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args_, kwargs_ = tree_map_only(Ready, lambda w: w.real, (args, kwargs or {}))
+        result = func(*args_, **kwargs_)
+        given.append(None if func._schema.is_mutable else result)
+        return args[0] if func._schema.is_mutable else tree_map_only(torch.Tensor, wrapped, result)
+
+    Ready.__torch_dispatch__ = staticmethod(record)
+    step(wrapped(batch))
+
+    def timed() -> float:
+        ready = [tree_map_only(torch.Tensor, Ready.of, g) for g in reversed(given)]
+        x = Ready.of(batch)
+
+        def hand_out(func: Any, types: Any, args: Any = (), kwargs: Any = None, pop: Callable[[], Any] = ready.pop) -> Any:
+            result = pop()
+            return args[0] if result is None else result
+
+        Ready.__torch_dispatch__ = staticmethod(hand_out)
         t = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - t)
-    return min(times)
+        step(x)
+        t = time.perf_counter() - t
+        assert not ready, "the step took another way than when it was recorded"
+        return t
+
+    return timed
 
 
-def model_cost(name: str, n: int = 30) -> None:
-    model, loss_of, batch = {"gpt2": gpt2, "mlp": mlp}[name]()
-    params = [p for p in model.parameters() if p.requires_grad]
-    sizes = {}
+def model_cost(name: str, repeat: int) -> None:
+    model, loss_of, batch = MODELS[name]()
+    params = list(model.parameters())
+    n_nodes = 0
 
-    def capture(lines: bool) -> None:
-        _core.lines(lines)
+    def capture() -> float:
+        nonlocal n_nodes
         x = koila.lazy(batch)
+        t = time.perf_counter()
         loss = loss_of(model, x)
-        grads = torch.autograd.grad(loss, params, create_graph=False) if False else _grads(loss, params)
-        sizes["nodes"] = _core.tape_of(x).n_nodes
+        grads = _backward._original((loss,), (torch.ones_like(loss),), False, False, tuple(params), allow_unreachable=True, accumulate_grad=False)
+        t = time.perf_counter() - t
+        n_nodes = _core.tape_of(x).n_nodes
         _core.tape_of(x).close()
         del grads
+        return t
 
-    def eager() -> None:
-        torch.autograd.grad(loss_of(model, batch), params)
+    def plain(x: torch.Tensor = batch) -> float:
+        t = time.perf_counter()
+        torch.autograd.grad(loss_of(model, x), params)
+        return time.perf_counter() - t
 
-    t = time.perf_counter()
-    capture(True)
-    cold = time.perf_counter() - t
-    on = best(lambda: capture(True), n)
-    off = best(lambda: capture(False), n)
-    _core.lines(True)
-    plain = best(eager, n)
-    k = sizes["nodes"]
-    print(f"{name}: {k} nodes; cold {cold * 1e3:.1f} ms; warm {on * 1e6 / k:.2f} us/op, without lines {off * 1e6 / k:.2f}; capture {on * 1e3:.2f} ms, eager {plain * 1e3:.2f} ms")
-    print(f"  memo {_core.memo_info()}")
-
-
-def _grads(loss: torch.Tensor, params: list[torch.Tensor]) -> Any:
-    from koila import _backward
-
-    return _backward._original((loss,), (None,) if False else (torch.ones_like(loss),), False, False, tuple(params), allow_unreachable=True, accumulate_grad=False)
+    cold = capture()
+    floor = floor_of(plain, batch)
+    turns = [(plain(), floor(), capture()) for _ in range(repeat)]
+    best = [min(column) for column in zip(*turns, strict=True)]
+    print(f"{name}: {n_nodes} operators, cold {cold * 1e3:.0f} ms; us an operator: " + ", ".join(
+        f"{what} {t * 1e6 / n_nodes:.2f}" for what, t in zip(("plain", "floor", "capture"), best, strict=True)
+    ) + f"; capture : plain {best[2] / best[0]:.2f}, capture : floor {best[2] / best[1]:.2f}")  # fmt: skip
 
 
 def op_cost(n: int = 2000, rounds: int = 20) -> None:
     def per_call(f: Callable[[], Any]) -> float:
-        def many() -> None:
+        """Microseconds of one call, the best of the rounds."""
+        times = []
+        for _ in range(rounds):
+            t = time.perf_counter()
             for _ in range(n):
                 f()
-
-        return best(many, rounds) / n * 1e6
+            times.append(time.perf_counter() - t)
+        return min(times) / n * 1e6
 
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     w = torch.randn(4, 4, requires_grad=True)
     for name, f in {"mul": lambda x, y: x * y, "mm": lambda x, y: x @ y, "view": lambda x, y: x.view(16), "x+1.5": lambda x, y: x + 1.5, "detach": lambda x, y: x.detach()}.items():
         row = []
         for grad in (False, True):
-            y = w if grad else b
-            row.append(per_call(lambda: f(a, y)))
-            x = koila.lazy(a)
-            if grad:
-                x = x * w
-            row.append(per_call(lambda: f(x, y)))
-            _core.tape_of(x).close()
-        print(f"{name:8s} no grad: eager {row[0]:.2f} lazy {row[1]:.2f}   grad: eager {row[2]:.2f} lazy {row[3]:.2f} us")
+            plain, lazy = (a, koila.lazy(a)) if not grad else (a * w, koila.lazy(a) * w)
+            row += [per_call(lambda x=x, y=w if grad else b: f(x, y)) for x in (plain, lazy)]
+            _core.tape_of(lazy).close()
+        print(f"{name:8s} no grad: plain {row[0]:.2f} lazy {row[1]:.2f}   grad: plain {row[2]:.2f} lazy {row[3]:.2f} us")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="gpt2,mlp,ops")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny,gpt2,mlp,ops", help="which, separated by commas")
+    parser.add_argument("--repeat", type=int, default=40, help="turns of a model's step")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for m in parser.parse_args().model.split(","):
-        op_cost() if m == "ops" else model_cost(m)
+    for m in arguments.model.split(","):
+        op_cost() if m == "ops" else model_cost(m, arguments.repeat)
