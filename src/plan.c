@@ -312,39 +312,6 @@ static koila_status plan_whole(planning *q, bool *fits)
     return KOILA_OK;
 }
 
-/* Carries a policy out, unless that was tried before. */
-static koila_status make_candidate(planning *q, koila__scheduler *scheduler, candidate *c)
-{
-    if (c->state != UNTRIED) return KOILA_OK;
-    if (c->keep.max_instrs && isinf(koila__schedule_work(scheduler, c->keep))) { /* seen before a long list is written */
-        c->state = REFUSED;
-        return KOILA_OK;
-    }
-    const koila_status status = koila__schedule_make(scheduler, c->keep, &c->schedule, q->err);
-    c->state = status == KOILA_OK ? CARRIED_OUT : REFUSED;
-    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
-}
-
-/* The policies between the first and the last: least work first. */
-static void sort_candidates(koila__scheduler *scheduler, candidate *c, uint32_t n)
-{
-    double work[MAX_POLICIES];
-    for (uint32_t i = 1; i + 1 < n; i++) {
-        const candidate mine = c[i];
-        const double w = koila__schedule_work(scheduler, mine.keep);
-        uint32_t k = i;
-        for (; k > 1 && work[k - 1] > w; k--) c[k] = c[k - 1], work[k] = work[k - 1];
-        c[k] = mine;
-        work[k] = w;
-    }
-}
-
-static void give_up(koila__scheduler *scheduler, candidate *c)
-{
-    koila__schedule_recycle(scheduler, &c->schedule);
-    c->state = REFUSED;
-}
-
 /* A way to run the step in slices. */
 typedef struct sliced {
     koila__placed *placed;
@@ -362,179 +329,268 @@ static void sliced_free(sliced *s)
     koila__placed_free(s->placed);
 }
 
-/* The first policy that fits in n_slices slices and is accepted; KOILA_NONE: none. */
-static koila_status accepted_in(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t n_slices, uint32_t *taken)
+/* The search for a way over one placement: which policy, in how many slices. */
+typedef struct search {
+    planning *q;
+    koila__scheduler *scheduler;
+    candidate candidates[MAX_POLICIES];
+    uint32_t n_policies;
+    int64_t batch; /* the main axis */
+    bool is_sorted; /* the candidates are, by work */
+    sliced found; /* the placement and its targets, and of the candidate that is taken the rows and the peak; its schedule at the end */
+    uint32_t taken; /* that candidate */
+    candidate *hopeless; /* of those that never fit the one that needs least: the others are given up at once */
+    struct { /* where a candidate last fitted by its sum, and was not accepted */
+        int64_t n_slices;
+        uint64_t peak;
+        uint32_t k;
+    } refused;
+} search;
+
+/* Carries a policy out, unless that was tried before. */
+static koila_status make_candidate(search *x, candidate *c)
 {
-    const koila_plan_options *o = q->options;
-    *taken = KOILA_NONE;
-    for (uint32_t k = 0; k < n_policies; k++) {
-        candidate *c = &candidates[k];
-        KOILA_TRY(make_candidate(q, scheduler, c));
+    if (c->state != UNTRIED) return KOILA_OK;
+    if (c->keep.max_instrs && isinf(koila__schedule_work(x->scheduler, c->keep))) { /* seen before a long list is written */
+        c->state = REFUSED;
+        return KOILA_OK;
+    }
+    const koila_status status = koila__schedule_make(x->scheduler, c->keep, &c->schedule, x->q->err);
+    c->state = status == KOILA_OK ? CARRIED_OUT : REFUSED;
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* The policies between the first and the last: least work first. */
+static void sort_candidates(search *x)
+{
+    candidate *c = x->candidates;
+    double work[MAX_POLICIES];
+    if (x->is_sorted) return;
+    x->is_sorted = true;
+    for (uint32_t i = 1; i + 1 < x->n_policies; i++) {
+        const candidate mine = c[i];
+        const double w = koila__schedule_work(x->scheduler, mine.keep);
+        uint32_t k = i;
+        for (; k > 1 && work[k - 1] > w; k--) c[k] = c[k - 1], work[k] = work[k - 1];
+        c[k] = mine;
+        work[k] = w;
+    }
+}
+
+static void give_up(search *x, candidate *c)
+{
+    koila__schedule_recycle(x->scheduler, &c->schedule);
+    c->state = REFUSED;
+}
+
+static void set_rows(search *x, int64_t n_slices)
+{
+    if (x->q->options->rows > 0) rows_as_forced(x->q->graph, x->q->options, x->found.rows);
+    else rows_for(x->q->graph, n_slices, x->found.rows);
+}
+
+/* Of a candidate in the rows that are set; exact where it is at most `bound`. */
+static uint64_t search_peak(const search *x, const candidate *c, uint64_t bound) { return peak_of(x->found.placed, &c->schedule, x->q->options, x->found.rows, bound); }
+
+/* Candidate k is taken, with that peak in the rows that are set. */
+static void take(search *x, uint32_t k, uint64_t peak)
+{
+    x->taken = k;
+    x->found.peak = peak;
+}
+
+static bool is_accepted(const search *x, const candidate *c, uint64_t peak)
+{
+    return accepted(x->q, x->found.placed, &c->schedule, x->found.targets, x->found.rows, peak);
+}
+
+/* Takes the first candidate that fits in n_slices slices and is accepted. */
+static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
+{
+    const uint64_t budget = x->q->options->budget_bytes;
+    *any = false;
+    for (uint32_t k = 0; k < x->n_policies && !*any; k++) {
+        candidate *c = &x->candidates[k];
+        KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT || c->never_fits) continue;
-        rows_for(q->graph, n_slices, s->rows);
-        const uint64_t peak = peak_of(s->placed, &c->schedule, o, s->rows, o->budget_bytes);
-        if (peak <= o->budget_bytes && accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak)) return s->peak = peak, *taken = k, KOILA_OK;
+        set_rows(x, n_slices);
+        const uint64_t peak = search_peak(x, c, budget);
+        *any = peak <= budget && is_accepted(x, c, peak);
+        if (*any) take(x, k, peak);
     }
     return KOILA_OK;
 }
 
-/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves s->rows at the fewest taken. */
-static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t batch, int64_t low, int64_t high, uint32_t *chosen)
+/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves the rows at the fewest taken. */
+static koila_status refine(search *x, int64_t low, int64_t high)
 {
-    uint32_t taken;
-#define ROWS(n) ((batch + (n) - 1) / (n))
+    bool any;
+#define ROWS(n) ((x->batch + (n) - 1) / (n))
     while (high - low > 1) {
         const int64_t n = low + (high - low) / 2;
         if (ROWS(n) == ROWS(high)) high = n;
         else if (ROWS(n) == ROWS(low)) low = n;
         else {
-            KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n, &taken));
-            if (taken != KOILA_NONE) *chosen = taken, high = n;
+            KOILA_TRY(take_accepted(x, n, &any));
+            if (any) high = n;
             else low = n;
         }
     }
     for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
         if (ROWS(n - 1) == ROWS(n)) continue;
         tries++;
-        KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n - 1, &taken));
-        if (taken != KOILA_NONE) *chosen = taken, high = n - 1;
+        KOILA_TRY(take_accepted(x, n - 1, &any));
+        if (any) high = n - 1;
     }
 #undef ROWS
-    rows_for(q->graph, high, s->rows);
+    set_rows(x, high);
     return KOILA_OK;
 }
 
-/* In the slices that s->rows says: the smallest peak, of equals the first policy's. `moderate`: of those that do not cost much more than the first. What keeps all
+/* In the rows that are set: the smallest peak, of equals the first policy's. `moderate`: of those that do not cost much more than the first. What keeps all
  * comes last when its work is known without its schedule: what it keeps alone is often too much. */
-static koila_status choose_least(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, bool moderate, uint32_t *chosen)
+static koila_status take_least(search *x, bool moderate)
 {
     double least_work = 0;
     koila__kept kept = { 0 };
-    *chosen = KOILA_NONE;
-    if (n_policies > 1 && koila__scheduler_n_loops(scheduler) > 1) {
-        least_work = koila__schedule_work(scheduler, candidates[0].keep);
-        kept = koila__scheduler_kept(scheduler);
+    x->taken = KOILA_NONE;
+    if (x->n_policies > 1 && koila__scheduler_n_loops(x->scheduler) > 1) {
+        least_work = koila__schedule_work(x->scheduler, x->candidates[0].keep);
+        kept = koila__scheduler_kept(x->scheduler);
     }
-    if (!kept.any) n_policies = 1; /* all policies are one */
-    const bool is_known = n_policies > 1 && kept.is_sure && !isinf(least_work);
+    if (!kept.any) x->n_policies = 1; /* all policies are one */
+    const bool is_known = x->n_policies > 1 && kept.is_sure && !isinf(least_work);
     if (!is_known) least_work = 0;
-    for (uint32_t i = 0; i < n_policies; i++) {
-        const uint32_t k = is_known ? (i + 1) % n_policies : i;
-        candidate *c = &candidates[k];
-        if (is_known && k == 0 && *chosen != KOILA_NONE && kept.n_bytes > s->peak) break;
+    for (uint32_t i = 0; i < x->n_policies; i++) {
+        const uint32_t k = is_known ? (i + 1) % x->n_policies : i;
+        const bool any = x->taken != KOILA_NONE;
+        candidate *c = &x->candidates[k];
+        if (is_known && k == 0 && any && kept.n_bytes > x->found.peak) break;
         if (moderate && k > 0 && least_work > 0) c->keep.max_work = KOILA_COST_MODERATE * least_work; /* more is not wanted */
-        if (k > 0 && (*chosen != KOILA_NONE || k + 1 == n_policies)) { /* seen before a long list is written */
-            const double work = koila__schedule_work(scheduler, c->keep);
+        if (k > 0 && (any || k + 1 == x->n_policies)) { /* seen before a long list is written */
+            const double work = koila__schedule_work(x->scheduler, c->keep);
             if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work)) continue;
-            if (*chosen != KOILA_NONE && koila__scheduler_kept(scheduler).n_bytes > s->peak) continue;
+            if (any && koila__scheduler_kept(x->scheduler).n_bytes > x->found.peak) continue;
         }
-        KOILA_TRY(make_candidate(q, scheduler, c));
+        KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT) continue;
         if (!(least_work > 0)) least_work = c->schedule.work;
-        const uint64_t peak = peak_of(s->placed, &c->schedule, q->options, s->rows, *chosen == KOILA_NONE ? 0 : s->peak);
-        const bool wins = *chosen == KOILA_NONE || peak < s->peak || (k == 0 && peak == s->peak);
-        if (wins && *chosen != KOILA_NONE) give_up(scheduler, &candidates[*chosen]);
-        if (!wins) give_up(scheduler, c);
-        else *chosen = k, s->peak = peak;
+        const uint64_t peak = search_peak(x, c, any ? x->found.peak : 0);
+        if (any && !(peak < x->found.peak || (k == 0 && peak == x->found.peak))) {
+            give_up(x, c);
+            continue;
+        }
+        if (any) give_up(x, &x->candidates[x->taken]);
+        take(x, k, peak);
     }
-    return *chosen == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
+    return x->taken == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
 }
 
-/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. *chosen: its index. */
-static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, uint32_t *chosen)
+/* What came of trying every policy in one number of slices. */
+typedef struct attempt {
+    int64_t n_slices;
+    bool is_last; /* there are no more slices to be had */
+    uint32_t n_carried_out, n_hopeless; /* n_hopeless of them fit in no number of slices */
+    uint32_t best; /* the candidate with the smallest peak, which is exact in the last attempt only; KOILA_NONE: none */
+    uint64_t least_peak;
+} attempt;
+
+/* Sees whether a new candidate fits in no number of slices. Of those the one that needs least stays, for the peak that is told. Changes the rows. */
+static bool is_hopeless(search *x, candidate *c)
 {
-    const koila_plan_options *o = q->options;
-    const int64_t batch = q->graph->axes.n ? q->graph->axes.at[main_axis(s->placed)] : 1;
-    const bool forced = o->rows > 0;
-    bool sorted = false;
-    candidate *hopeless = NULL; /* of those that never fit the one that needs least: the others are given up at once */
-    struct { /* where a policy last fitted by its sum, and was not accepted */
-        int64_t n_slices;
-        uint64_t peak;
-        uint32_t k;
-    } refused = { 0 };
-    if (is_frugal(o) || (!forced && koila__scheduler_results_bytes(scheduler) > o->budget_bytes)) { /* nothing will fit: only the peak is left to be told */
-        if (forced) rows_as_forced(q->graph, o, s->rows);
-        else rows_for(q->graph, batch > 2 ? batch : 2, s->rows);
-        return choose_least(q, s, scheduler, candidates, n_policies, forced, chosen);
+    if (!never_fits(x->found.placed, &c->schedule, x->q->options, x->batch, x->found.rows)) return false;
+    c->never_fits = true;
+    c->last_peak = search_peak(x, c, x->hopeless ? x->hopeless->last_peak : 0);
+    if (x->hopeless && c->last_peak >= x->hopeless->last_peak) give_up(x, c);
+    else {
+        if (x->hopeless) give_up(x, x->hopeless);
+        x->hopeless = c;
     }
-    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < batch / 2 ? n_slices * 2 : batch) {
-        const bool last = forced || n_slices >= batch;
-        uint32_t best = KOILA_NONE;
-        uint64_t least_peak = 0;
-        uint32_t n_carried_out = 0, n_hopeless = 0;
-        for (uint32_t k = 0; k < n_policies; k++) {
-            candidate *c = &candidates[k];
-            if (k == 1 && !sorted) sort_candidates(scheduler, candidates, n_policies), sorted = true;
-            const bool is_new = c->state == UNTRIED;
-            KOILA_TRY(make_candidate(q, scheduler, c));
-            if (c->state != CARRIED_OUT) continue;
-            if (k == 0 && c->schedule.n_keeps == 0) n_policies = 1; /* nothing is worth keeping: all policies are one */
-            n_carried_out++;
-            if (c->never_fits && !last) {
-                n_hopeless++;
-                continue;
-            }
-            if (forced) rows_as_forced(q->graph, o, s->rows);
-            else rows_for(q->graph, n_slices, s->rows);
-            const uint64_t peak = c->never_fits ? c->last_peak : peak_of(s->placed, &c->schedule, o, s->rows, !last ? o->budget_bytes : best == KOILA_NONE ? 0 : least_peak);
-            uint32_t lost = k;
-            if (best == KOILA_NONE || peak < least_peak) lost = best, least_peak = peak, best = k;
-            if (peak <= o->budget_bytes) {
-                s->accepted = accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak);
-                s->peak = peak;
-                *chosen = k;
-                if (s->accepted) return o->accepts && !forced ? refine(q, s, scheduler, candidates, n_policies, batch, before, n_slices, chosen) : KOILA_OK;
-                refused.n_slices = n_slices, refused.peak = peak, refused.k = k;
-            }
-            if (last && lost != KOILA_NONE && !o->accepts) give_up(scheduler, &candidates[lost]);
-            if (last || !is_new || !never_fits(s->placed, &c->schedule, o, batch, s->rows)) continue;
-            n_hopeless++;
-            c->never_fits = true;
-            c->last_peak = peak_of(s->placed, &c->schedule, o, s->rows, hopeless ? hopeless->last_peak : 0);
-            if (hopeless && c->last_peak >= hopeless->last_peak) give_up(scheduler, c);
-            else {
-                if (hopeless) give_up(scheduler, hopeless);
-                hopeless = c;
-            }
+    return true;
+}
+
+/* Ends with the first candidate that fits and is accepted: then it is taken, and found.accepted. */
+static koila_status try_slices(search *x, attempt *r)
+{
+    const koila_plan_options *o = x->q->options;
+    for (uint32_t k = 0; k < x->n_policies; k++) {
+        candidate *c = &x->candidates[k];
+        if (k == 1) sort_candidates(x);
+        const bool is_new = c->state == UNTRIED;
+        KOILA_TRY(make_candidate(x, c));
+        if (c->state != CARRIED_OUT) continue;
+        if (k == 0 && c->schedule.n_keeps == 0) x->n_policies = 1; /* nothing is worth keeping: all policies are one */
+        r->n_carried_out++;
+        if (c->never_fits && !r->is_last) {
+            r->n_hopeless++;
+            continue;
         }
-        if (!n_carried_out) return KOILA_UNSUPPORTED;
-        if (last && refused.n_slices && least_peak > o->budget_bytes) { /* what fits by its sum and was refused is better than what does not fit at all */
-            rows_for(q->graph, refused.n_slices, s->rows);
-            return s->peak = refused.peak, *chosen = refused.k, KOILA_OK;
+        set_rows(x, r->n_slices);
+        const uint64_t bound = !r->is_last ? o->budget_bytes : r->best == KOILA_NONE ? 0 : r->least_peak;
+        const uint64_t peak = c->never_fits ? c->last_peak : search_peak(x, c, bound);
+        uint32_t lost = k;
+        if (r->best == KOILA_NONE || peak < r->least_peak) lost = r->best, r->least_peak = peak, r->best = k;
+        if (peak <= o->budget_bytes) {
+            take(x, k, peak);
+            if ((x->found.accepted = is_accepted(x, c, peak))) return KOILA_OK;
+            x->refused.n_slices = r->n_slices, x->refused.peak = peak, x->refused.k = k;
         }
-        if (last) return s->peak = least_peak, *chosen = best, KOILA_OK; /* when it does not fit the caller learns by the peak */
-        if (n_hopeless == n_carried_out) n_slices = batch; /* the last try, for the peak that is told */
+        if (r->is_last && lost != KOILA_NONE && !o->accepts) give_up(x, &x->candidates[lost]);
+        if (!r->is_last && is_new && is_hopeless(x, c)) r->n_hopeless++;
+    }
+    return KOILA_OK;
+}
+
+/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the smallest peak of the most slices. */
+static koila_status choose(search *x)
+{
+    const koila_plan_options *o = x->q->options;
+    const bool forced = o->rows > 0;
+    if (is_frugal(o) || (!forced && koila__scheduler_results_bytes(x->scheduler) > o->budget_bytes)) { /* nothing will fit: only the peak is left to be told */
+        set_rows(x, x->batch > 2 ? x->batch : 2);
+        return take_least(x, forced);
+    }
+    for (int64_t n_slices = 2, before = 1;; before = n_slices, n_slices = n_slices < x->batch / 2 ? n_slices * 2 : x->batch) {
+        attempt r = { .n_slices = n_slices, .is_last = forced || n_slices >= x->batch, .best = KOILA_NONE };
+        KOILA_TRY(try_slices(x, &r));
+        if (x->found.accepted) return o->accepts && !forced ? refine(x, before, n_slices) : KOILA_OK;
+        if (!r.n_carried_out) return KOILA_UNSUPPORTED;
+        if (r.is_last && x->refused.n_slices && r.least_peak > o->budget_bytes) { /* what fits by its sum and was refused is better than what does not fit at all */
+            set_rows(x, x->refused.n_slices);
+            take(x, x->refused.k, x->refused.peak);
+            return KOILA_OK;
+        }
+        if (r.is_last) return take(x, r.best, r.least_peak), KOILA_OK; /* when it does not fit the caller learns by the peak */
+        if (r.n_hopeless == r.n_carried_out) n_slices = x->batch; /* the last try, for the peak that is told */
     }
 }
 
 /* Placed in that way, the fewest slices under the best policy; *out is yours on KOILA_OK: sliced_free(). */
 static koila_status slice(planning *q, place_fn how, sliced *out)
 {
-    koila__keep keeps[MAX_POLICIES];
-    candidate candidates[MAX_POLICIES] = { 0 };
-    koila__scheduler *scheduler = NULL;
-    sliced s = { 0 };
-    s.targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *s.targets);
-    s.rows = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *s.rows);
-    if (!s.targets || !s.rows) return KOILA_NO_MEMORY;
-    KOILA_TRY(place(q, how, s.targets, &s.placed));
-    koila_status status = koila__scheduler_new(&scheduler, s.placed, s.targets, q->n_targets, false, q->mem, q->err);
+    search x = { .q = q };
+    sliced *s = &x.found;
+    s->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *s->targets);
+    s->rows = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *s->rows);
+    if (!s->targets || !s->rows) return KOILA_NO_MEMORY;
+    KOILA_TRY(place(q, how, s->targets, &s->placed));
+    koila_status status = koila__scheduler_new(&x.scheduler, s->placed, s->targets, q->n_targets, false, q->mem, q->err);
     if (status == KOILA_OK) {
-        const uint32_t n_policies = policies(koila__scheduler_n_loops(scheduler), q->options->keep, keeps);
-        uint32_t k = 0;
-        for (uint32_t i = 0; i < n_policies; i++) candidates[i].keep = keeps[i];
-        status = choose(q, &s, scheduler, candidates, n_policies, &k);
+        koila__keep keeps[MAX_POLICIES];
+        x.n_policies = policies(koila__scheduler_n_loops(x.scheduler), q->options->keep, keeps);
+        x.batch = q->graph->axes.n ? q->graph->axes.at[main_axis(s->placed)] : 1;
+        for (uint32_t i = 0; i < x.n_policies; i++) x.candidates[i].keep = keeps[i];
+        status = choose(&x);
         if (status == KOILA_OK) {
-            s.schedule = candidates[k].schedule;
-            candidates[k].state = UNTRIED;
-            *out = s;
+            s->schedule = x.candidates[x.taken].schedule;
+            x.candidates[x.taken].state = UNTRIED;
+            *out = *s;
         }
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
-        if (candidates[k].state == CARRIED_OUT) koila__schedule_deinit(&candidates[k].schedule);
-    koila__scheduler_free(scheduler);
-    if (status != KOILA_OK) koila__placed_free(s.placed);
+        if (x.candidates[k].state == CARRIED_OUT) koila__schedule_deinit(&x.candidates[k].schedule);
+    koila__scheduler_free(x.scheduler);
+    if (status != KOILA_OK) koila__placed_free(s->placed);
     return status;
 }
 
