@@ -1,4 +1,4 @@
-/* capture.h — what tensor.c, tape.c, alias.c and those who record (record.h) share. The executor sees tape.h only.
+/* capture.h — what wrapper.c, handle.c, tape.c, alias.c and those who record (record.h) share. The executor sees tape.h only.
  *
  *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)      # _v: a Value (koila__handle), made here, never seen by the user
  *
@@ -9,6 +9,7 @@
 #ifndef KOILA_EXT_CAPTURE_H
 #define KOILA_EXT_CAPTURE_H
 
+#include "helpers.h"
 #include "tape.h"
 
 typedef struct koila__chain {
@@ -50,28 +51,24 @@ typedef struct koila__handle {
 extern PyTypeObject koila__tape_type, koila__handle_type;
 extern koila__tape *koila__open; /* owned: the tape lazy() joins; NULL or closed: the next lazy() opens one */
 
-/* ---- tensor.c */
-extern uint64_t koila__n_handles;                    /* live handles of all tapes: is anything lazy now? */
-int koila__tensor_setup(PyObject *lazy_class);       /* learn the slot's place and torch's entry points */
+/* ---- wrapper.c */
+int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class); /* learn the slot's place and how wrappers are made */
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
+PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset); /* new; its slot is empty */
+PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset); /* (by arguments, by parts | None), of nothing: are they the same? */
+bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys); /* of such a pair: what torch says their dispatch keys are */
+extern bool koila__by_parts;                         /* wrappers are made by parts, where torch has what that needs */
+
+/* ---- handle.c */
+extern uint64_t koila__n_handles;                    /* live handles of all tapes: is anything lazy now? */
 extern uint32_t koila__n_settled;                    /* wrappers that are plain tensors */
 static inline bool koila__has_slot(PyObject *o) { return Py_TYPE(o) == koila__lazy_class || (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class)); }
 static inline koila__handle *koila__handle_of(PyObject *lazy) { return *(koila__handle **)((char *)lazy + koila__slot); } /* borrowed; NULL: half made */
 static inline bool koila__is_settled(PyObject *o) { return koila__n_settled && koila__has_slot(o) && koila__handle_of(o) && !koila__handle_of(o)->group; }
 static inline bool koila__is_lazy(PyObject *o) { return koila__has_slot(o) && !koila__is_settled(o); }
-/* Meta of a real tensor; -1 with an exception (sparse, unknown dtype). */
-int koila__meta_of(PyObject *real, koila_meta *out);
-int koila__version_of(PyObject *real, uint32_t *out);
-bool koila__is_tensor(PyObject *o);
-bool koila__grad_mode(void);
-int koila__set_grad_mode(bool on);
-bool koila__maybe_inference(void);                    /* false: surely not in inference mode */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
-PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset); /* (by arguments, by parts | None), of nothing: are they the same? */
-bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys); /* of such a pair: what torch says their dispatch keys are */
-extern bool koila__by_parts;                         /* wrappers are made by parts, where torch has what that needs */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta); /* refs 0: the first wrapper owns it */
 void koila__group_free(koila__group *g);
 koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v); /* refs 0 */
@@ -79,15 +76,7 @@ void koila__chain_release(koila__chain *c);
 void koila__handle_set_value(koila__handle *h, koila_value v);
 /* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
 void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
-PyObject *koila__dtype_object(koila_dtype d);        /* borrowed */
-int koila__dtype_of(PyObject *o);                    /* -1: not a dtype we know, no exception */
-PyObject *koila__device_object(uint16_t device);     /* borrowed; NULL + error */
-int koila__device_of(PyObject *o, uint16_t *out);
-PyObject *koila__meta_object(koila_meta meta);       /* new (dtype, device, sizes, strides) */
-int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset); /* (dtype, device, sizes, strides, offset) */
-
 void koila__handle_settle(koila__handle *h, PyObject *plain); /* its wrapper is a plain tensor from now on: this one, in memory and version */
-PyObject *koila__tensor_data_set(PyObject *self, PyObject *data); /* self.data = data, torch's own; None or NULL + error */
 
 /* ---- factories.c */
 extern uint32_t koila__n_factories;                  /* live groups with `factory` */
@@ -120,13 +109,6 @@ int koila__move_to(koila__handle *h, koila__tape *to); /* h's group becomes a le
 PyObject *koila__concrete(koila__handle *h);         /* borrowed real tensor; NULL + error */
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
-
-/* ---- helpers.c: Python is asked, and told */
-PyObject *koila__raise(koila_status s);              /* NULL */
-extern PyObject *koila__helpers;                     /* the module koila._capture, for what is rare */
-PyObject *koila__helper(const char *name);           /* new reference */
-PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c); /* koila._capture.name(a, b, c), up to the first NULL */
-PyObject *koila__unsupported(const char *format, ...); /* NULL, with UnsupportedError */
 
 /* ---- operators.c, arguments.c, source_line.c, capture.c, capture_module.c */
 int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */

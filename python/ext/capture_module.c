@@ -15,7 +15,10 @@ static PyObject *py_setup(PyObject *module, PyObject *args)
     PyObject *lazy_class;
     int owners_show;
     if (!PyArg_ParseTuple(args, "Op", &lazy_class, &owners_show)) return NULL;
-    if (koila__tensor_setup(lazy_class) < 0) return NULL;
+    PyObject *torch = PyImport_ImportModule("torch");
+    const bool ok = torch && koila__real_setup(torch) == 0 && koila__wrapper_setup(torch, lazy_class) == 0;
+    Py_XDECREF(torch);
+    if (!ok) return NULL;
     koila__owners_show = owners_show;
     Py_RETURN_NONE;
 }

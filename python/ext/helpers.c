@@ -1,5 +1,5 @@
-/* helpers.c — Python is asked, and told of errors: functions of koila._capture by name, for all that is rare. */
-#include "record.h"
+/* helpers.c — see helpers.h. */
+#include "helpers.h"
 
 PyObject *koila__helpers;
 

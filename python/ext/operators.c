@@ -1,7 +1,6 @@
 /* operators.c — what is known of each operator: found by the address of its OpOverload, described once by Python (_capture.describe). */
 #include "record.h"
 
-koila_table *koila__table;
 op_info *koila__op_slots[KOILA__OP_SLOTS];
 static PyObject **op_objects; /* [n_op_objects] by koila_op: owned OpOverload or NULL */
 static uint32_t n_op_objects;

@@ -10,10 +10,7 @@
 #ifndef KOILA_EXT_TAPE_H
 #define KOILA_EXT_TAPE_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "koila/koila.h"
+#include "real.h"
 
 struct koila__handle; /* the Value object in LazyTensor's slot; capture.c */
 
@@ -73,7 +70,6 @@ typedef struct tape_random {
 } tape_random;
 
 /* ---- operators.c, arguments.c, tape.c */
-extern koila_table *koila__table;                        /* the process' table; made at first use */
 PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
 /* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are.
