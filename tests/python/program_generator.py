@@ -341,9 +341,9 @@ def run(
             total.backward()
     except refusals as e:
         raise Refused(str(e)) from None
-    except RuntimeError as e:
-        # with a changed layout, a subclass' autograd may trip over a saved view before it finds it out of date
-        out.log.append(f"backward raises {type(e).__name__}" + ("" if relaid else f": {_said(e)}"))
+    except (RuntimeError, IndexError) as e:
+        # with a changed layout, a subclass' autograd may trip over a saved view (a select beyond the new size) before it finds it out of date
+        out.log.append("backward raises" + ("" if relaid else f" {type(e).__name__}: {_said(e)}"))
     out.values = [t.detach() for t in pool]
     out.gradients = [w.grad]
     out.generator = torch.default_generator.get_state().numpy().tobytes()
