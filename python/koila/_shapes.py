@@ -116,7 +116,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     return on_settled
                 raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
             if torch._debug_has_internal_overlap(fakes[i]) == 1:
-                if func is aten.copy_.default and args[0] is args[1]:  # nothing happens, also where elements share memory
+                if func is aten.copy_.default and _same_memory(args[0], args[1]):  # nothing happens, also where elements share memory
                     return _itself
                 real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
@@ -185,6 +185,12 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
     except RuntimeError:  # no memory for a few rows: the plan then knows less, and the step may still run
         return said
     return said[0], said[1], (size,), (1,), 0
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of lazy tensors: the same elements, in the same order?"""
+    alike = a.size() == b.size() and a.stride() == b.stride() and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype
+    return a is b or (alike and any(w is b for w in _core.group_wrappers(a)))
 
 
 def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

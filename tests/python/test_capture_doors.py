@@ -474,8 +474,11 @@ def test_only_what_shares_memory_can_overlap(x):
 
 def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory(x):
     for make in (lambda: x * 1, lambda: lazy(x) * 1):
-        e = make().unsqueeze(1).expand(6, 3, 4)
-        assert e.copy_(e) is e
+        base = make()
+        e, again = (base.unsqueeze(1).expand(6, 3, 4) for _ in range(2))
+        assert e.copy_(e) is e and e.copy_(again) is e
+        with pytest.raises(RuntimeError, match="single memory location"):
+            e.copy_(base.unsqueeze(1))
         with pytest.raises(RuntimeError, match="single memory location"):
             e.copy_(make().unsqueeze(1))
 
