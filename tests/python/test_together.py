@@ -54,8 +54,9 @@ gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.dist
 
 
 BEGINNING = """
-import os, sys, torch, torch.distributed as dist
+import faulthandler, os, sys, torch, torch.distributed as dist
 import koila
+faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for ever says where
 torch.set_num_threads(1)
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -78,7 +79,7 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=150, env=rendezvous()), range(2)))
+        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=300, env=rendezvous()), range(2)))
     assert all("right" in o for o in outs)
 
 
