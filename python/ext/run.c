@@ -180,6 +180,41 @@ static int check_strict(koila__tape *t, const cached *c, uint32_t n)
     return 0;
 }
 
+/* Would strict() refuse a plan for these targets? Where that cannot be known the answer is yes. */
+static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
+{
+    request r;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    if (!n) return false;
+    cached *c = NULL;
+    if (koila__request_make(t, targets, n, &r) == 0) {
+        const koila__room room = koila__room_for(r.part);
+        koila_graph *part = r.part;
+        r.part = NULL;
+        c = koila__plan_for(part, r.targets, n, &room, koila__settings.rows, &err, &status);
+        koila__request_free(&r);
+    }
+    const bool refused = !c || check_strict(t, c, n) < 0;
+    PyErr_Clear();
+    koila__cached_release(c);
+    return refused;
+}
+
+/* Of targets [n_must, n), which are merely held, those come first that strict() lets pass together with all before them. The end of these; or n, when the others are not
+ * what it refuses. */
+static uint32_t let_pass(koila__tape *t, koila_value *targets, uint32_t n_must, uint32_t n)
+{
+    if (is_refused(t, targets, n_must)) return n;
+    for (uint32_t i = n_must; i < n; i++) {
+        const koila_value v = targets[i];
+        targets[i] = targets[n_must];
+        targets[n_must] = v;
+        n_must += !is_refused(t, targets, n_must + 1);
+    }
+    return n_must;
+}
+
 /* Do all effects of the tape (BatchNorm's new statistics) pass by when targets are made? Then they may happen now, as they would have in eager. */
 static bool effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n)
 {
@@ -324,6 +359,19 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         }
         if (check_strict(t, c, n_must) < 0) {
             koila__cached_release(c);
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            const uint32_t n_pass = n_wanted ? n : let_pass(t, targets, n_must, n);
+            if (n_pass < n) { /* nobody asks for what cannot be made, lazy() would only have made it in passing: who asks is told */
+                Py_XDECREF(type);
+                Py_XDECREF(value);
+                Py_XDECREF(trace);
+                n = n_pass;
+                if (n) continue;
+                status = 0;
+                goto commit;
+            }
+            PyErr_Restore(type, value, trace);
             goto done;
         }
         if (koila__settings.dry) {
