@@ -51,6 +51,14 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
     }
 }
 
+/* Are slices the same in m as in n? With two axes one may be cut the same and the other not. */
+static bool same_rows(const koila_graph *g, int64_t m, int64_t n)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++)
+        if ((g->axes.at[a] + m - 1) / m != (g->axes.at[a] + n - 1) / n) return false;
+    return true;
+}
+
 /* Rows of a slice of every axis as they are asked for. */
 static void rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows)
 {
@@ -378,15 +386,15 @@ static koila_status accepted_in(planning *q, sliced *s, koila__scheduler *schedu
     return KOILA_OK;
 }
 
-/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves s->rows at the fewest taken. */
-static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t batch, int64_t low, int64_t high, uint32_t *chosen)
+/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves s->rows at the fewest
+ * taken, and s->peak at theirs: a number that was not asked about has the rows of one that was, of every axis. */
+static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, candidate *candidates, uint32_t n_policies, int64_t low, int64_t high, uint32_t *chosen)
 {
     uint32_t taken;
-#define ROWS(n) ((batch + (n) - 1) / (n))
     while (high - low > 1) {
         const int64_t n = low + (high - low) / 2;
-        if (ROWS(n) == ROWS(high)) high = n;
-        else if (ROWS(n) == ROWS(low)) low = n;
+        if (same_rows(q->graph, n, high)) high = n;
+        else if (same_rows(q->graph, n, low)) low = n;
         else {
             KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n, &taken));
             if (taken != KOILA_NONE) *chosen = taken, high = n;
@@ -394,12 +402,11 @@ static koila_status refine(planning *q, sliced *s, koila__scheduler *scheduler, 
         }
     }
     for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
-        if (ROWS(n - 1) == ROWS(n)) continue;
+        if (same_rows(q->graph, n - 1, n)) continue;
         tries++;
         KOILA_TRY(accepted_in(q, s, scheduler, candidates, n_policies, n - 1, &taken));
         if (taken != KOILA_NONE) *chosen = taken, high = n - 1;
     }
-#undef ROWS
     rows_for(q->graph, high, s->rows);
     return KOILA_OK;
 }
@@ -484,7 +491,7 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
                 s->accepted = accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak);
                 s->peak = peak;
                 *chosen = k;
-                if (s->accepted) return o->accepts && !forced ? refine(q, s, scheduler, candidates, n_policies, batch, before, n_slices, chosen) : KOILA_OK;
+                if (s->accepted) return o->accepts && !forced ? refine(q, s, scheduler, candidates, n_policies, before, n_slices, chosen) : KOILA_OK;
                 refused.n_slices = n_slices, refused.peak = peak, refused.k = k;
             }
             if (last && lost != KOILA_NONE && !o->accepts) give_up(scheduler, &candidates[lost]);
