@@ -51,6 +51,14 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
     }
 }
 
+/* Are slices the same in m as in n? With two axes one may be cut the same and the other not. */
+static bool same_rows(const koila_graph *g, int64_t m, int64_t n)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++)
+        if ((g->axes.at[a] + m - 1) / m != (g->axes.at[a] + n - 1) / n) return false;
+    return true;
+}
+
 /* Rows of a slice of every axis as they are asked for. */
 static void rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows)
 {
@@ -421,15 +429,15 @@ static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
     return KOILA_OK;
 }
 
-/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves the rows at the fewest taken. */
+/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer, for fitting is not monotone. Leaves the rows at the fewest
+ * taken, and the peak at theirs: a number that was not asked about has the rows of one that was, of every axis. */
 static koila_status refine(search *x, int64_t low, int64_t high)
 {
     bool any;
-#define ROWS(n) ((x->batch + (n) - 1) / (n))
     while (high - low > 1) {
         const int64_t n = low + (high - low) / 2;
-        if (ROWS(n) == ROWS(high)) high = n;
-        else if (ROWS(n) == ROWS(low)) low = n;
+        if (same_rows(x->q->graph, n, high)) high = n;
+        else if (same_rows(x->q->graph, n, low)) low = n;
         else {
             KOILA_TRY(take_accepted(x, n, &any));
             if (any) high = n;
@@ -437,12 +445,11 @@ static koila_status refine(search *x, int64_t low, int64_t high)
         }
     }
     for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
-        if (ROWS(n - 1) == ROWS(n)) continue;
+        if (same_rows(x->q->graph, n - 1, n)) continue;
         tries++;
         KOILA_TRY(take_accepted(x, n - 1, &any));
         if (any) high = n - 1;
     }
-#undef ROWS
     set_rows(x, high);
     return KOILA_OK;
 }

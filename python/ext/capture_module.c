@@ -268,6 +268,25 @@ static PyObject *py_rewrap(PyObject *module, PyObject *o)
     Py_RETURN_NONE;
 }
 
+/* stand_beside(lazy, other): in the order of age, that of group_wrappers, lazy is next to other from now on, older than it */
+static PyObject *py_stand_beside(PyObject *module, PyObject *args)
+{
+    PyObject *a, *b;
+    if (!PyArg_ParseTuple(args, "OO:stand_beside", &a, &b)) return NULL;
+    koila__handle *x = handle_arg(a), *y = x ? handle_arg(b) : NULL;
+    if (!y) return NULL;
+    koila__group *g = x->group;
+    if (g != y->group || x == y) Py_RETURN_NONE;
+    if (x->prev_in_group) x->prev_in_group->next_in_group = x->next_in_group;
+    else g->handles = x->next_in_group;
+    if (x->next_in_group) x->next_in_group->prev_in_group = x->prev_in_group;
+    x->prev_in_group = y;
+    x->next_in_group = y->next_in_group;
+    if (y->next_in_group) y->next_in_group->prev_in_group = x;
+    y->next_in_group = x;
+    Py_RETURN_NONE;
+}
+
 /* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one of them lives) */
 static PyObject *py_group_info(PyObject *module, PyObject *o)
 {
@@ -276,7 +295,7 @@ static PyObject *py_group_info(PyObject *module, PyObject *o)
     return Py_BuildValue("OIK", h->chain ? Py_True : Py_False, h->group->refs, (unsigned long long)(uintptr_t)h->group);
 }
 
-/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included] */
+/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included], newest first */
 static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
@@ -359,6 +378,7 @@ static PyMethodDef methods[] = {
     { "effect", py_effect, METH_VARARGS, "effect(lazy, real): after the step real's contents are lazy's" },
     { "random", py_random, METH_VARARGS, "random(lazy, generator, state, words): the node that made lazy draws from a generator in this state" },
     { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
+    { "stand_beside", py_stand_beside, METH_VARARGS, "stand_beside(lazy, other): as old as the other, of the same memory" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
     { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
     { "group_wrappers", py_group_wrappers, METH_O, "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },

@@ -2,7 +2,7 @@
  *
  * Out of memory. A slice that runs out is dropped and its rows are done again in halves; accumulators it had already added to are remembered
  * and skipped, completed slices are never redone, and pieces it fetched are given up only when a slice is complete. What cannot be done is left to
- * the caller (run.c), with the exception set and nothing outside changed.
+ * the caller (run.c), with the exception set and nothing outside changed. Where other ranks run the same calls at the same time (ranks.c), no rank cuts a slice alone.
  *
  * Invariant: when a slice is complete, no local value is left (koila_plan_check says it of every plan).
  */
@@ -120,6 +120,8 @@ typedef struct exec {
     uint64_t n_run;
     uint32_t retries;
     bool measure;
+    PyObject *ranks; /* that run the same sharded calls at the same time (borrowed), NULL: none */
+    bool told, alone; /* a rank failed and all of them know; this one failed inside such a call, where none can be told */
     struct used {
         PyObject *generator, *state; /* a generator of the user's, and how it was */
     } used[KOILA_MAX_GENERATORS];
@@ -596,6 +598,18 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
     PyErr_Restore(type, value, trace);
 }
 
+/* A call that the other ranks make now too. They are met first; inside it a budget is no limit, for a rank that raised there would leave the others waiting. */
+static int run_shared(exec *x, const koila_instr *in, bool in_loop)
+{
+    const uint64_t limit = koila__truth_get_limit();
+    if (koila__ranks_meet(x->ranks) < 0) return x->told = true, -1;
+    koila__truth_set_limit(UINT64_MAX);
+    const int status = run_node(x, in, in_loop);
+    koila__truth_set_limit(limit);
+    x->alone = status < 0;
+    return status;
+}
+
 static int run_instrs(exec *x, const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
@@ -605,7 +619,8 @@ static int run_instrs(exec *x, const koila_stage *st)
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN: {
             const uint64_t before = x->measure ? koila__truth_current() : 0, old = x->measure ? koila__truth_swap_peak(before) : 0;
-            status = run_node(x, in, st->is_loop);
+            const bool shared = koila__ranks_share(x->ranks, x->g, in->id);
+            status = shared ? run_shared(x, in, st->is_loop) : run_node(x, in, st->is_loop);
             if (status < 0) add_note(x, in->id, st->is_loop);
             if (x->measure) {
                 const uint64_t peak = koila__truth_peak(), now = koila__truth_current();
@@ -613,6 +628,11 @@ static int run_instrs(exec *x, const koila_stage *st)
                 const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW; /* planned as no memory at all: what it took was a copy */
                 if (status == 0) koila__learn(sig, x->end - x->begin, x->batch, peak - (is_view && before < now ? before : now));
                 if (old > peak) koila__truth_swap_peak(old);
+                const uint64_t limit = koila__truth_get_limit();
+                if (shared && status == 0 && peak > limit) {
+                    PyErr_Format(koila__torch.oom_type, "a sharded module used %llu bytes more than the budget inside", (unsigned long long)(peak - limit));
+                    status = -1;
+                }
             }
             if (status == 0) status = koila__check_signals();
             break;
@@ -669,7 +689,7 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             clear_local(x);
             break;
         }
-        if (e - b > 1 && !x->c->in_step) {
+        if (e - b > 1 && !x->ranks) {
             PyErr_Clear();
             clear_local(x);
             for (uint32_t i = 0; i < st->n_instrs; i++)
@@ -752,9 +772,9 @@ static void exec_free(exec *x)
 }
 
 /* Run plan c for request r; results[n] are new references. */
-int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run)
+int koila__exec_plan(koila__tape *t, const request *r, const cached *c, PyObject *ranks, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run, koila__told *told)
 {
-    exec x = { .tape = t, .c = c, .plan = c->plan, .g = koila_plan_graph(c->plan), .table = koila__table, .node_from = r->node_from };
+    exec x = { .tape = t, .c = c, .plan = c->plan, .g = koila_plan_graph(c->plan), .table = koila__table, .node_from = r->node_from, .ranks = ranks };
     int status = -1;
     x.n_values = koila_graph_n_values(x.g);
     x.measure = koila__truth_ok() && c->gpu < 0;
@@ -800,5 +820,12 @@ done:
     }
     exec_free(&x);
     Py_XDECREF(guard);
+    if (ranks && status == 0) {
+        status = koila__ranks_meet(ranks);
+        x.told = status < 0;
+        for (uint32_t i = 0; i < n && status < 0; i++) Py_CLEAR(results[i]);
+    } else if (ranks && !x.told && !x.alone)
+        koila__ranks_failed(ranks);
+    *told = x.told ? KOILA__TOLD_BY_ANOTHER : ranks && !x.alone ? KOILA__TOLD_BY_US : KOILA__TOLD_NOBODY;
     return status;
 }

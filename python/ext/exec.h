@@ -37,7 +37,6 @@ typedef struct cached {
     struct cached *part_of; /* whose it is; NULL: ours */
     koila_plan *plan;
     koila_plan_info info;
-    bool in_step; /* other ranks run the same calls at the same time: what fails cannot be tried again by this one alone */
     int gpu;        /* that it was planned for; -1: the CPU */
     uint64_t state; /* of the GPU's allocator when it was found to fit, 0: ask again */
     uint32_t n_states; /* how often that was another one, of all plans of this step */
@@ -86,11 +85,15 @@ void koila__probe_graph(const koila_graph *g, int64_t rows); /* before planning;
 void koila__probe_plan(const koila_plan *plan);              /* at the rows that were planned, where they are few */
 
 /* ---- ranks.c: sharded modules, which all ranks must call equally often */
-void koila__ranks_ask(PyObject *agree);               /* koila._sharded.agree */
-PyObject *koila__ranks_keys(const koila_graph *part); /* the opaque calls in it: a new list, empty where nothing is sharded */
-/* May plan c run (NULL: there is none, and the other ranks are told)? 1: all ranks are about to make the same calls, or *n_slices is not 0 and is the number that all
- * plan with now. 0: nothing of it is sharded. -1: an exception, on all ranks. `settled`: the rows are forced, or were agreed on before. */
-int koila__ranks_agree(PyObject *keys, const cached *c, bool settled, uint32_t *n_slices);
+void koila__ranks_ask(PyObject *ask);                 /* koila._sharded.ranks_of */
+PyObject *koila__ranks_of(const koila_graph *part);   /* a new reference: the koila._sharded.Ranks of the sharded calls in it, None where nothing is sharded; NULL with an exception */
+bool koila__ranks_share(PyObject *ranks, const koila_graph *g, koila_node n); /* is node n a call that talks to the other ranks? (ranks NULL: no) */
+/* The exchange: may plan c run? 0: all ranks are about to make the same calls, or *n_slices is not 0 and is the number that all plan with now. -1: an exception, on all
+ * ranks. `settled`: the rows are forced, or were agreed on before. */
+int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t *n_slices);
+void koila__ranks_withdraw(PyObject *ranks);          /* to the exchange, instead: this rank cannot go on, for the exception that is set and stays set */
+int koila__ranks_meet(PyObject *ranks);               /* -1 with an exception: another rank failed, and every rank knows */
+void koila__ranks_failed(PyObject *ranks);            /* to the next meeting, instead: this rank failed with what is set and stays set */
 
 /* ---- run_module.c */
 extern const char *koila__gathers_for; /* the operator that waits for the values of the run that is asked for, or NULL: strict() refuses those that are sliced */
@@ -112,7 +115,9 @@ int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
 int koila__commit_effects(koila__tape *t);
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what); /* -1 */
 
-/* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception and nothing outside changed. */
-int koila__exec_plan(koila__tape *t, const request *r, const cached *c, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run);
+/* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception and nothing outside changed. `ranks`: that agreed on it, or NULL;
+ * *told: on failure, who told all of them of it. */
+typedef enum { KOILA__TOLD_NOBODY, KOILA__TOLD_BY_US, KOILA__TOLD_BY_ANOTHER } koila__told;
+int koila__exec_plan(koila__tape *t, const request *r, const cached *c, PyObject *ranks, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run, koila__told *told);
 
 #endif

@@ -9,8 +9,8 @@
  *               for instr in stage.instrs: ...        # see koila/plan.h
  *       tape.values[target].real = whole[target]      # last: nothing before this line can be seen
  *
- * When one row is too much for a slice (exec.c halves them), or a whole stage runs out, the plan is made again with half the rows. What cannot be
- * done raises koila.OutOfMemory, with nothing changed.
+ * When one row is too much for a slice (exec.c halves them), or a whole stage runs out, the plan is made again with half the rows; where ranks of a sharded
+ * module run it together, by all of them. What cannot be done raises koila.OutOfMemory, with nothing changed.
  */
 #include "exec.h"
 #include "shield.h"
@@ -180,6 +180,41 @@ static int check_strict(koila__tape *t, const cached *c, uint32_t n)
     return 0;
 }
 
+/* Would strict() refuse a plan for these targets? Where that cannot be known the answer is yes. */
+static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
+{
+    request r;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    if (!n) return false;
+    cached *c = NULL;
+    if (koila__request_make(t, targets, n, &r) == 0) {
+        const koila__room room = koila__room_for(r.part);
+        koila_graph *part = r.part;
+        r.part = NULL;
+        c = koila__plan_for(part, r.targets, n, &room, koila__settings.rows, &err, &status);
+        koila__request_free(&r);
+    }
+    const bool refused = !c || check_strict(t, c, n) < 0;
+    PyErr_Clear();
+    koila__cached_release(c);
+    return refused;
+}
+
+/* Of targets [n_must, n), which are merely held, those come first that strict() lets pass together with all before them. The end of these; or n, when the others are not
+ * what it refuses. */
+static uint32_t let_pass(koila__tape *t, koila_value *targets, uint32_t n_must, uint32_t n)
+{
+    if (is_refused(t, targets, n_must)) return n;
+    for (uint32_t i = n_must; i < n; i++) {
+        const koila_value v = targets[i];
+        targets[i] = targets[n_must];
+        targets[n_must] = v;
+        n_must += !is_refused(t, targets, n_must + 1);
+    }
+    return n_must;
+}
+
 /* Do all effects of the tape (BatchNorm's new statistics) pass by when targets are made? Then they may happen now, as they would have in eager. */
 static bool effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n)
 {
@@ -260,8 +295,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     uint64_t n_run = 0, base = koila__truth_current(), peak_before = 0;
     int status = -1;
     int64_t rows = koila__settings.rows;
-    bool measured = false, agreed = false;
-    PyObject *keys = NULL;
+    bool measured = false, agreed = false, awaited = false; /* awaited: other ranks wait for this one in the exchange (ranks.c) */
+    PyObject *ranks = NULL;                                  /* None: nothing is sharded */
     request r = { 0 };
     if (!targets) return PyErr_NoMemory(), -1;
 #define WANT(v_)                                                   \
@@ -286,6 +321,10 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         koila_status plan_status = KOILA_OK;
         koila__request_free(&r);
         if (koila__request_make(t, targets, n, &r) < 0) goto done;
+        if (!ranks) {
+            if (!(ranks = koila__ranks_of(r.part))) goto done;
+            awaited = ranks != Py_None && !koila__settings.dry;
+        }
         if (check_versions(t, &r) < 0) {
             if (PyErr_ExceptionMatches(koila__torch.stale_type) && n > n_must) { /* something merely held is stale: do without */
                 PyErr_Clear();
@@ -301,10 +340,6 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         const koila__room room = koila__room_for(r.part);
         koila_graph *part = r.part;
         r.part = NULL;
-        if (!keys && !(keys = koila__ranks_keys(part))) {
-            koila_graph_free(part);
-            goto done;
-        }
         const bool tune = koila__settings.fastest && !koila__settings.rows && !retries && !agreed;
         const uint64_t tune_key = koila_graph_hash(part);
         if (tune) rows = koila__tuned_rows(tune_key);
@@ -319,13 +354,24 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 targets[largest] = targets[--n];
                 continue;
             }
-            uint32_t nobody;
-            if (plan_status == KOILA_OOM && !koila__settings.dry && koila__ranks_agree(keys, NULL, true, &nobody) < 0) PyErr_Clear();
             if (plan_status != KOILA_OOM || room.gpu >= 0 || koila__held_fits("one step") == 0) koila__raise_no_fit(plan_status, &err, "one step");
             goto done;
         }
         if (check_strict(t, c, n_must) < 0) {
             koila__cached_release(c);
+            PyObject *type, *value, *trace;
+            PyErr_Fetch(&type, &value, &trace);
+            const uint32_t n_pass = n_wanted ? n : let_pass(t, targets, n_must, n);
+            if (n_pass < n) { /* nobody asks for what cannot be made, lazy() would only have made it in passing: who asks is told */
+                Py_XDECREF(type);
+                Py_XDECREF(value);
+                Py_XDECREF(trace);
+                n = n_pass;
+                if (n) continue;
+                status = 0;
+                goto commit;
+            }
+            PyErr_Restore(type, value, trace);
             goto done;
         }
         if (koila__settings.dry) {
@@ -341,22 +387,11 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__last.budget_bytes = room.limit;
             status = 0;
             koila__request_free(&r);
-            Py_XDECREF(keys);
+            Py_XDECREF(ranks);
             PyMem_Free(targets);
             PyMem_Free(results);
             return 0;
         }
-        uint32_t n_slices;
-        const int ranks = koila__ranks_agree(keys, c, agreed || koila__settings.rows, &n_slices);
-        if (ranks < 0 || n_slices) {
-            const int64_t batch = c->info.batch;
-            koila__cached_release(c);
-            if (ranks < 0) goto done;
-            rows = (batch + n_slices - 1) / n_slices;
-            agreed = true;
-            continue;
-        }
-        c->in_step = ranks == 1;
         PyMem_Free(results);
         results = PyMem_Calloc(n + 1, sizeof *results);
         if (!results) {
@@ -364,31 +399,46 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             PyErr_NoMemory();
             goto done;
         }
+        if (awaited) {
+            uint32_t n_slices;
+            const int64_t batch = c->info.batch;
+            awaited = false; /* where the exchange fails, it fails on all */
+            const int agrees = koila__ranks_agree(ranks, c, agreed || koila__settings.rows, &n_slices);
+            if (agrees < 0 || n_slices) koila__cached_release(c);
+            if (agrees < 0) goto done;
+            if (n_slices) {
+                rows = (batch + n_slices - 1) / n_slices;
+                agreed = awaited = true;
+                continue;
+            }
+        }
+        koila__told told;
         base = koila__truth_current();
         peak_before = koila__truth_swap_peak(base);
         measured = koila__truth_ok() && room.gpu < 0;
         const double started = seconds_now();
         koila__interrupted = false;
         const uint32_t retries_before = retries;
-        status = koila__exec_plan(t, &r, c, n, results, &retries, &n_run);
+        status = koila__exec_plan(t, &r, c, ranks == Py_None ? NULL : ranks, n, results, &retries, &n_run, &told);
         if (retries > retries_before || (status < 0 && koila__is_out_of_memory())) koila__gpu_ran_out(c);
         if (tune && status == 0) koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
         const uint64_t peak = koila__truth_peak();
         if (peak_before > peak) koila__truth_swap_peak(peak_before);
-        if (status < 0 && koila__is_out_of_memory() && !c->in_step && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
+        if (status < 0 && koila__is_out_of_memory() && told && retries < 64) agreed = awaited = true; /* twice the slices, on every rank; one that cannot withdraws from the exchange */
+        if (status < 0 && koila__is_out_of_memory() && (ranks == Py_None || awaited) && c->info.rows > 1 && c->info.batch > 1 && retries < 64) {
             PyErr_Clear(); /* the plan was too optimistic: half the rows */
-            rows = (c->info.rows + 1) / 2;
+            rows = awaited ? (c->info.batch + 2 * c->info.n_slices - 1) / (2 * c->info.n_slices) : (c->info.rows + 1) / 2;
             retries++;
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && n > n_must && !c->in_step && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        if (status < 0 && n > n_must && ranks == Py_None && !koila__interrupted && !koila__is_out_of_memory() && PyErr_ExceptionMatches(PyExc_Exception)) {
             PyErr_Clear(); /* perhaps something merely held cannot be computed: that is not this step's error */
             n = n_must;
             koila__cached_release(c);
             continue;
         }
-        if (status < 0 && koila__is_out_of_memory() && (room.gpu >= 0 || koila__held_fits("one step") == 0)) {
+        if (status < 0 && koila__is_out_of_memory() && told != KOILA__TOLD_BY_ANOTHER && (room.gpu >= 0 || koila__held_fits("one step") == 0)) {
             char text[500];
             koila_gather top[3];
             const uint32_t n_top = koila_plan_largest(c->plan, top, 3);
@@ -397,8 +447,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 const koila_node q = koila_value_get(koila_plan_graph(c->plan), top[i].value).node;
                 used += snprintf(text + used, sizeof text - (size_t)used, " %s %.1f MiB", q == KOILA_NONE ? "input" : koila_op_name(koila__table, koila_sig_get(koila__table, koila_node_get(koila_plan_graph(c->plan), q).sig)->op), (double)top[i].bytes / 1048576.0);
             }
-            if (c->in_step && used > 0 && (size_t)used < sizeof text)
-                snprintf(text + used, sizeof text - (size_t)used, ". A sharded module's slice cannot be cut on one rank alone: give all ranks a smaller koila.micro_batch(n)");
+            if (ranks != Py_None && !awaited && used > 0 && (size_t)used < sizeof text)
+                snprintf(text + used, sizeof text - (size_t)used, ". It ran out inside a sharded module, where the other ranks wait: give all ranks a smaller koila.micro_batch(n)");
             raise_out_of_memory(text, 0);
         }
         if (status == 0) {
@@ -423,8 +473,9 @@ commit:
     if (commit_effects && !later) status = koila__commit_effects(t);
 done:
     if (commit_effects && (status < 0 || !later)) t->failed = status < 0;
+    if (awaited) koila__ranks_withdraw(ranks);
     koila__request_free(&r);
-    Py_XDECREF(keys);
+    Py_XDECREF(ranks);
     PyMem_Free(targets);
     PyMem_Free(results);
     return status;

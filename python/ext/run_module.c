@@ -418,11 +418,24 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *py_ranks_ask(PyObject *self, PyObject *agree)
+static PyObject *py_ranks_ask(PyObject *self, PyObject *ranks_of)
 {
     (void)self;
-    koila__ranks_ask(agree);
+    koila__ranks_ask(ranks_of);
     Py_RETURN_NONE;
+}
+
+static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
+{
+    koila_value *values = NULL;
+    uint32_t n;
+    request r;
+    (void)self;
+    koila__tape *t = values_of_list(lazies, &values, &n);
+    PyObject *ranks = t && koila__request_make(t, values, n, &r) == 0 ? koila__ranks_of(r.part) : NULL;
+    if (ranks) koila__request_free(&r);
+    PyMem_Free(values);
+    return ranks;
 }
 
 /* Forget plans and what was learned: for tests. */
@@ -450,7 +463,8 @@ static PyMethodDef methods[] = {
     { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
-    { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(agree): from now on steps with opaque calls ask it before they run." },
+    { "ranks_of", py_ranks_of, METH_O, "ranks_of(lazies) -> koila._sharded.Ranks or None: who makes the sharded calls that they need too." },
+    { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(ranks_of): from now on steps with opaque calls ask it which ranks they share them with." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

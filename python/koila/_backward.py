@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import graph as _graph
 
-from . import _core, _lazy
+from . import _core, _lazy, _sharded
 from ._errors import UnsupportedError
 
 _original = _graph._engine_run_backward
@@ -219,6 +219,10 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
         else:
             given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
         nested = _depth.nested
+    except BaseException as e:
+        if _depth.level == 1:
+            _sharded.withdraw(outputs, e)
+        raise
     finally:
         _depth.level -= 1
         _depth.nested = outer_nested

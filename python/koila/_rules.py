@@ -43,14 +43,15 @@ def register_rule(op: Any, *alternatives: str) -> None:
 
 class _Call:
     """A way of calling an opaque function: everything but the tensors. Recorded operators name it by `key`; it lives while the function does, and while a
-    step holds such an operator. `results`: how its results are nested, and where they have a tensor rather than None."""
+    step holds such an operator. `results`: how its results are nested, and where they have a tensor rather than None. `shapes`: of a sharded module, what it gave."""
 
-    __slots__ = ("__weakref__", "function", "key", "module", "names", "rebuild", "results", "shards")
+    __slots__ = ("__weakref__", "function", "key", "module", "names", "rebuild", "results", "shapes", "shards")
 
     def __init__(self, function: Any, rebuild: Any, module: torch.nn.Module | None, names: list[str], shards: list[torch.Tensor]) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.shards = names, shards
         self.results: tuple[Any, list[bool]] | None = None
+        self.shapes: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.key = next(_keys)
         _calls[self.key] = self
 
@@ -141,14 +142,22 @@ def _define() -> Any:
 
 
 def _fake_forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> list[torch.Tensor]:
-    """Shapes of the results, from a run on two real rows of zeros: a compiled module or a custom kernel has no shape function."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    shapes = _calls[id].shapes.get(_sharded.shapes_key(inputs))
+    if shapes is None:
+        with unset_fake_temporarily():
+            shapes = _shapes_of_rows(inputs, parameters, id)
+    return [inputs[0].new_empty((inputs[0].shape[0], *shape[1:]), dtype=dtype) for shape, dtype in shapes]
+
+
+def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the results, from a run on two real rows of zeros: a compiled module or a custom kernel has no shape function."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
     module = _calls[id].module
     modes = [(m, m.training) for m in module.modules()] if module is not None else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         real = [torch.zeros([rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)], dtype=t.dtype, device=t.device) for t in inputs]
         try:
             if module is not None:
@@ -157,8 +166,7 @@ def _fake_forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id
         finally:
             for m, training in modes:  # each its own: a frozen batch norm inside a model that trains stays frozen
                 m.training = training
-        shapes = [(tuple(r.shape), r.dtype) for r in results]
-    return [inputs[0].new_empty((batch, *shape[1:]), dtype=dtype) for shape, dtype in shapes]
+    return [(tuple(r.shape), r.dtype) for r in results]
 
 
 class _Opaque(torch.autograd.Function):
@@ -198,6 +206,8 @@ class _Runner:
             named = dict(self._module.named_parameters())
             parameters = list(named.values())
         call = self._call([None if isinstance(x, torch.Tensor) else x for x in leaves], structure, at, list(named), shards)
+        if shards:
+            _sharded.rows_shapes(call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key))
         results = _Opaque.apply(call, len(tensors), *tensors, *parameters)
         for r in results[:1]:
             weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)  # no matter what it does: it keeps `call` until then
@@ -254,7 +264,7 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a function. Backward runs fn again on each slice.
     Buffers that fn writes, and random numbers that it draws, are its own business: they happen once per slice and run. Without lazy arguments fn is
     called directly. A sharded module runs its collectives once per slice: the ranks agree on the number of slices before a step runs, and raise together where
-    they cannot.
+    they cannot, or where one of them fails outside of the module.
     """
     if isinstance(fn, torch.nn.Module):
         return OpaqueModule(fn)

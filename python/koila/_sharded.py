@@ -2,21 +2,24 @@
 
 On a lazy batch such a module is refused, by name; `koila.opaque(module)` runs it as it is on real slices, and what is here then lets its gradients,
 one shard a rank, go the way of all others: summed over slices, handed over at the end of the step.
+
+Invariant: whatever one rank alone decides or suffers (a plan, a failure, shapes it never saw) is told to the others before they could wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from . import _core
-from ._errors import UnsupportedError
+from . import _core, _run
+from ._errors import KoilaError, UnsupportedError
 
 _guarded = False
 
@@ -74,51 +77,137 @@ def is_sharded(module: torch.nn.Module) -> bool:
 def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The module's sharded parameters that need gradients, and for each a plain leaf over this rank's part of it, whose gradient goes on into the
     parameter's `.grad` when it is handed over."""
-    _core.ranks_ask(agree)
+    _core.ranks_ask(ranks_of)
     for part in _parts(module):
         part.reshard()
     parameters = [p for p in module.parameters() if p.requires_grad]
     return parameters, [_leaf(p) for p in parameters]
 
 
-def agree(keys: list[int], calls: list[tuple[int, int, bool]], n_slices: int, settled: bool) -> int | None:
-    """Asked by the executor before a step with opaque calls runs (ranks.c): are all ranks about to make the same calls of their sharded modules?
+@contextlib.contextmanager
+def _no_limit() -> Iterator[None]:
+    """A budget refuses nothing meanwhile: what is refused on one rank leaves the others waiting."""
+    limit = _core.truth_get_limit()
+    _core.truth_set_limit(None)
+    try:
+        yield
+    finally:
+        _core.truth_set_limit(limit)
 
-    keys: of the calls in what was recorded; calls: of the plan, in its order: how often, which, and whether it is its backward. n_slices: 0 when there is
-    no plan. settled: the rows were forced or agreed on. Returns: None, nothing here is sharded; 0, go on; or the number of slices that all take now.
-    Raises, on all ranks: OutOfMemory, one of them cannot plan the step; UnsupportedError, they cannot be brought to make the same calls.
-    """
-    import torch.distributed as dist
 
-    from ._rules import _calls
-
-    of = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
+def _meshes_of(parameters: Iterable[Any]) -> list[Any]:
     meshes: list[Any] = []
-    for p in (p for shards in of.values() for p in shards):
+    for p in parameters:
         if not any(p.device_mesh is m for m in meshes):
             meshes.append(p.device_mesh)
-    if not meshes:
-        return None
-    number = {k: i for i, k in enumerate(of)}
-    mine = [n_slices, zlib.crc32(repr([(n, number[k], backward) for n, k, backward in calls if k in number]).encode()), int(settled)]
-    both = torch.tensor(mine + [-x for x in mine], device=meshes[0].device_type)  # the largest, and the smallest negated: one all-reduce for each dimension of a mesh
-    for mesh in meshes:
-        for d in range(mesh.ndim):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=mesh.get_group(d))
-    largest, smallest = both.tolist()[:3], [-x for x in both.tolist()[3:]]
-    if smallest[0] == 0:
-        from ._errors import OutOfMemory
+    return meshes
 
-        raise OutOfMemory("another rank of this sharded module has no memory for one row of its batch, so no rank runs the step; that rank's error says what is missing")
-    if smallest[1] == largest[1]:
-        return 0
-    if not largest[2]:
-        return int(largest[0])
-    slices = f"{smallest[0]} and {largest[0]} slices" if smallest[0] != largest[0] else f"{largest[0]} slices each, and different values asked for"
-    raise UnsupportedError(
-        f"the ranks of a sharded module cannot run this step together: they would call it a different number of times ({slices}; {n_slices} on this rank), and wait for each other "
-        "for ever. Give every rank a batch of the same size (drop_last=True), the same koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
-    )
+
+def _largest(meshes: list[Any], mine: list[int]) -> list[int]:
+    """Of each number the largest of all ranks: one all-reduce for each dimension of a mesh."""
+    import torch.distributed as dist
+
+    with _no_limit():
+        numbers = torch.tensor(mine, device=meshes[0].device_type)
+        for mesh in meshes:
+            for d in range(mesh.ndim):
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.get_group(d))
+        found: list[int] = numbers.tolist()
+        return found
+
+
+def rows_shapes(call: Any, inputs: list[torch.Tensor], find: Callable[[], Any]) -> None:
+    """Have `call.shapes` say what these inputs give, which a run of the module finds: `find()`. All ranks run it when one of them has to: it talks to the others, and
+    which shapes a rank has seen before is its own affair (a last batch of fewer rows, longer sentences)."""
+    kind = shapes_key(inputs)
+    if _largest(_meshes_of(call.shards), [kind not in call.shapes])[0]:
+        guards = _run.guards()
+        _core.hold_factories(True)
+        try:
+            with _no_limit():
+                call.shapes[kind] = find()
+        finally:
+            _core.hold_factories(False)
+            del guards
+
+
+def shapes_key(inputs: list[torch.Tensor]) -> Any:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
+
+
+_FINE, _FAILED, _NO_MEMORY = 0, 1, 2
+
+
+class Ranks:
+    """The ranks that share the sharded modules of one step, for the executor (ranks.c). Each method but `shares` is a collective, one small all-reduce: `withdraw` goes
+    with the others' `agree`, `failed` with their `meet`."""
+
+    def __init__(self, shards: dict[int, list[Any]]) -> None:
+        self._number = {key: i for i, key in enumerate(shards)}
+        self._meshes = _meshes_of(p for parameters in shards.values() for p in parameters)
+
+    def shares(self, key: int) -> bool:
+        return key in self._number
+
+    def agree(self, calls: list[tuple[int, int, bool]], n_slices: int, settled: bool) -> int:
+        """Are all ranks about to make the same calls of their sharded modules?
+
+        calls: of the plan, in its order: how often, which, and whether it is its backward. settled: the rows were forced or agreed on.
+        Returns: 0, go on; or the number of slices that all take now.
+        Raises, on all ranks: UnsupportedError, they cannot be brought to make the same calls; what `_raise` says, one of them withdrew.
+        """
+        code = zlib.crc32(repr([(n, self._number[k], backward) for n, k, backward in calls if k in self._number]).encode())
+        largest, smallest = self._exchange(_FINE, n_slices, code, settled)
+        if smallest[0] == largest[0] and smallest[1] == largest[1]:
+            return 0
+        if not largest[2]:
+            return int(largest[0])
+        slices = f"{smallest[0]} and {largest[0]} slices" if smallest[0] != largest[0] else f"{largest[0]} slices each, and different values asked for"
+        raise UnsupportedError(
+            f"the ranks of a sharded module cannot run this step together: they would call it a different number of times ({slices}; {n_slices} on this rank), and wait for each other "
+            "for ever. Give every rank a batch of the same size (drop_last=True), the same koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
+        )
+
+    def _exchange(self, state: int, *mine: int) -> tuple[list[int], list[int]]:
+        """The largest of each number, and the smallest."""
+        found = _largest(self._meshes, [state, *mine, *(-x for x in mine)])
+        self._raise(found[0], "so no rank runs the step")
+        return found[1 : 1 + len(mine)], [-x for x in found[1 + len(mine) :]]
+
+    def withdraw(self, memory: bool) -> None:
+        self._exchange(_NO_MEMORY if memory else _FAILED, 0, 0, 0)
+
+    def meet(self) -> None:
+        self._raise(_largest(self._meshes, [_FINE])[0], "so all ranks stopped in the middle of the step")
+
+    def failed(self, memory: bool) -> None:
+        _largest(self._meshes, [_NO_MEMORY if memory else _FAILED])
+
+    def _raise(self, worst: int, so: str) -> None:
+        if worst == _NO_MEMORY:
+            from ._errors import OutOfMemory
+
+            raise OutOfMemory(f"another rank of this sharded module has no memory for its part of this step, {so}; that rank's error says what is missing")
+        if worst == _FAILED:
+            raise KoilaError(f"another rank of this sharded module failed, {so}; that rank's error says why")
+
+
+def ranks_of(keys: list[int]) -> Ranks | None:
+    """Those that opaque calls `keys` talk to; None: nothing of them is sharded."""
+    from ._rules import _calls
+
+    shards = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
+    return Ranks(shards) if shards else None
+
+
+def withdraw(outputs: Sequence[Any], error: BaseException) -> None:
+    """A backward of `outputs` could not be recorded here; where the step calls sharded modules, the other ranks are about to run it and learn that this one does not."""
+    lazies = [t for t in outputs if isinstance(t, torch.Tensor) and _core.is_lazy(t)]
+    if lazies:
+        with contextlib.suppress(Exception):  # the others may be gone: `error` is the one that counts
+            ranks = _core.ranks_of(lazies)
+            if ranks is not None:
+                ranks.withdraw(isinstance(error, (MemoryError, torch.OutOfMemoryError)))
 
 
 def _leaf(parameter: Any) -> torch.Tensor:

@@ -222,7 +222,8 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
     """A method like `t_`, where memory is shared.
 
     Plain autograd remembers where a view lies in its base's memory; of a subclass it remembers the function, and would replay it on the changed base. So after the change every
-    view of a base is made the view by memory that plain autograd would take it for. A view `v` itself becomes `v.t()`, in the same object, by torch's own exchange of contents.
+    view of a base is made the view by memory that plain autograd would take it for, the oldest first: autograd adds the gradients of what was made last first, and three numbers
+    in another order are another sum in the last bit. (Plain autograd makes each when it is used next; those that are used in another order than they were made in differ.) A view `v` itself becomes `v.t()`, in the same object, by torch's own exchange of contents.
     """
     write, make = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
@@ -255,6 +256,7 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
         torch._C._swap_tensor_impl(self, twin)  # type: ignore[attr-defined]
         _core.rewrap(self)
         _core.rewrap(twin)
+        _core.stand_beside(self, twin)  # it is no younger for what was done to it
         return self
 
     def settled(self: LazyTensor, args: Any, kwargs: Any) -> torch.Tensor:

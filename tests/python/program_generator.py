@@ -390,7 +390,9 @@ def views_replayed() -> Iterator[None]:
                         if torch._C._autograd._get_creation_meta(v) == torch._C._autograd.CreationMeta.DEFAULT:
                             torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))
                 return self
-            writes[name](self.data, *args)  # raises
+            if torch._C._autograd._get_creation_meta(self) != torch._C._autograd.CreationMeta.DEFAULT:
+                return writes[name](self, *args)  # raises
+            writes[name](self.data, *args)  # raises, where the layout is impossible
             torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))
             with torch.enable_grad():
                 torch._C._swap_tensor_impl(self, getattr(self, name[:-1])(*args))

@@ -204,6 +204,36 @@ def test_a_gather_that_was_refused_is_not_told_of():
     assert koila.last_plan().gathers == [] and koila.last_plan().n_micro_batches == 3
 
 
+def test_what_a_caught_gather_error_leaves_behind_is_not_raised_by_the_next_lazy():
+    """It is raised by who asks for it again; and what else is held is made."""
+    w, norm = torch.randn(5, 5), torch.nn.BatchNorm1d(5)
+    x = torch.randn(12, 5)
+    with torch.no_grad(), koila.micro_batch(4), koila.strict():
+        h = lazy(x) @ w
+        ordered, total = h.sort(0).values, h.sum()
+        del h
+        with pytest.raises(koila.GatherError):
+            koila.run(ordered)
+        for _ in range(2):
+            lazy(x)
+        w.zero_()  # what is made does not need it any more
+        assert total.item() != 0
+        with pytest.raises(koila.StaleValueError):
+            koila.run(ordered)
+        h = norm(lazy(x))
+        g = h.sort(0).values
+        lazy(x)
+        assert norm.running_mean.any()  # it happened, though what is made of it is refused
+        g = (lazy(x) * 2).sort(0).values
+        h = lazy(x) * 2
+        with pytest.raises(koila.GatherError):
+            koila.run(g)
+        lazy(x)
+        with pytest.raises(koila.GatherError):
+            koila.run(g)
+    assert torch.equal(koila.run(g), (x * 2).sort(0).values) and torch.equal(koila.run(h), x * 2)
+
+
 def test_strict_lets_pass_what_is_whole_already():
     w, x = torch.randn(5, 5), torch.randn(12, 5)
     y = lazy(x)

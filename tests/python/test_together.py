@@ -54,8 +54,9 @@ gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.dist
 
 
 BEGINNING = """
-import os, sys, torch, torch.distributed as dist
+import faulthandler, os, sys, torch, torch.distributed as dist
 import koila
+faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for ever says where
 torch.set_num_threads(1)
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -78,7 +79,7 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=150, env=rendezvous()), range(2)))
+        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=300, env=rendezvous()), range(2)))
     assert all("right" in o for o in outs)
 
 
@@ -166,7 +167,7 @@ from koila import _core
 D = torch.float64
 _core.truth_install()
 
-def train(wrap, run, n, settings, look):
+def train(wrap, run, n, settings, look, after):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 3)).double()
     for part in net:
@@ -174,11 +175,12 @@ def train(wrap, run, n, settings, look):
     model, out = run(fully_shard(net)), []
     torch.manual_seed(10 + rank)
     for k in range(3):
-        x, y = wrap(torch.randn(n, 5, dtype=D), torch.randint(0, 3, (n,)))
-        loss = F.cross_entropy(model(x), y)
+        given = torch.randn(n[k], 5, dtype=D)
+        x, y = wrap(given, torch.randint(0, 3, (n[k],)))
+        loss = F.cross_entropy(after(model(x)), y)
         net.zero_grad()
         with settings(k):
-            look(loss)
+            look(loss, given)
             loss.backward()
         with torch.no_grad():
             for p in net.parameters():
@@ -186,37 +188,60 @@ def train(wrap, run, n, settings, look):
         out.append(koila.run(loss.detach()))
     return out + [p.full_tensor().detach().clone() for p in net.parameters()]
 
-def check(what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=lambda loss: None):
-    expected = train(lambda *v: v, lambda m: m, n[rank], lambda k: contextlib.nullcontext(), look)
+def check(*what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=lambda loss, given: None, after=lambda logits: logits):
+    rows = n[rank] if isinstance(n[rank], tuple) else (n[rank],) * 3
+    expected = train(lambda *v: v, lambda m: m, rows, lambda k: contextlib.nullcontext(), lambda *v: None, lambda logits: logits)
     outcome = ["equal", 0]
     try:
-        got = train(koila.lazy, koila.opaque, n[rank], settings, look)
+        got = train(koila.lazy, koila.opaque, rows, settings, look, after)
         assert all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(expected, got))
         outcome[1] = koila.last_plan().n_micro_batches
-    except koila.KoilaError as e:
+    except (koila.KoilaError, ArithmeticError) as e:
         outcome = [type(e).__name__, str(e)]
     outcomes = [None, None]
     dist.all_gather_object(outcomes, outcome)
-    for kind, slices in outcomes:
-        if isinstance(what, int):
-            assert (kind, slices) == ("equal", what), outcomes
-        else:
-            assert kind == what[0] and what[1] in slices, outcomes
+    for (kind, slices), (k, s) in zip(outcomes, what * 2):              # one that is to come on both ranks, or each rank's own
+        assert kind == k and (slices == s if isinstance(s, int) else s in slices), outcomes
+    return outcomes
 
 room = lambda *n: koila.budget(_core.truth_current() + n[rank])
-check(1)
-check(2, settings=lambda k: room(700_000, 8_000_000) if k else contextlib.nullcontext())  # one rank has little memory: both cut
-check(4, n=(64, 62), settings=lambda k: koila.micro_batch(16))                              # a last batch of fewer rows, in as many slices
+equal = lambda n: ("equal", n)
+check(("OutOfMemory", "budget is"), ("OutOfMemory", "another rank"), settings=lambda k: room(-1000, 8_000_000))  # first of all: not even recorded
+check(equal(1))
+check(equal(2), settings=lambda k: room(700_000, 8_000_000) if k else contextlib.nullcontext())  # one rank has little memory: both cut
+check(equal(4), n=(64, 62), settings=lambda k: koila.micro_batch(16))                       # a last batch of fewer rows, in as many slices
+check(equal(4), n=(64, (64, 62, 64)), settings=lambda k: koila.micro_batch(16))             # whose shapes one rank sees for the first time
 check(("UnsupportedError", "4 and 8 slices"), settings=lambda k: koila.micro_batch((16, 8)[rank]))
 check(("UnsupportedError", "3 and 4 slices"), n=(64, 44), settings=lambda k: koila.micro_batch(16))
-check(("UnsupportedError", "different values"), settings=lambda k: koila.micro_batch(16), look=lambda loss: float(loss) if rank == 0 else None)
+check(("UnsupportedError", "different values"), settings=lambda k: koila.micro_batch(16), look=lambda loss, given: loss.item() if rank == 0 else None)
 check(("OutOfMemory", ""), settings=lambda k: room(10_000, 8_000_000))
-check(1)                                                                                    # and nothing is left behind
+
+# What a module takes inside is not known before its first step: a plan that fits runs out in the middle of it. All ranks cut again, until one row is too much.
+check(equal(4), settings=lambda k: room(400_000, 8_000_000))
+for bytes in (45_000, 100_000):
+    check(("OutOfMemory", "slices of 1 row"), ("OutOfMemory", "another rank"), settings=lambda k: room(bytes, 8_000_000))
+
+# One rank fails before its step runs, or in the middle of it, between two calls of the sharded module.
+@contextlib.contextmanager
+def strictly(k):
+    with koila.micro_batch(16), koila.strict() if rank == 0 else contextlib.nullcontext():
+        yield
+calls = []
+@koila.opaque
+def divides(t):
+    calls.append(1)
+    if rank == 1 and len(calls) > 5:
+        raise ZeroDivisionError("on purpose")
+    return t * 1
+check(("GatherError", ""), ("KoilaError", "another rank"), settings=strictly, after=lambda t: t.sort(0).values)
+check(("StaleValueError", "written since"), ("KoilaError", "another rank"), look=lambda loss, given: given.add_(1) if rank == 0 else None)
+check(("KoilaError", "in the middle"), ("ZeroDivisionError", "on purpose"), settings=lambda k: koila.micro_batch(16), after=divides)
+check(equal(1))                                                                             # and nothing is left behind
 """
 
 
 @gloo
-def test_ranks_that_would_cut_a_sharded_module_differently_agree_or_all_raise():
+def test_ranks_that_would_cut_a_sharded_module_differently_or_of_which_one_fails_agree_or_all_raise():
     two_processes(APART)
 
 

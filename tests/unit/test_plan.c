@@ -135,6 +135,57 @@ TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
     CHECK(n_sliced > 100 && n_short > 100 && n_even > 100);
 }
 
+/* Accepts slices of at most `most` rows of the smaller loop's axis; remembers what it said yes to. */
+typedef struct judge {
+    int64_t most, rows[2];
+    uint64_t peak;
+} judge;
+static bool judges(void *user, const koila_plan *p)
+{
+    judge *j = user;
+    const int64_t rows[2] = { koila_plan_axis_rows(p, 0), koila_plan_axis_rows(p, 1) };
+    if (rows[1] > j->most) return false;
+    memcpy(j->rows, rows, sizeof rows);
+    j->peak = koila_plan_get(p).peak_bytes;
+    return true;
+}
+
+TEST(plan__with_two_axes_what_was_accepted_is_what_is_planned)
+{ /* the main axis has as many rows a slice in 9 slices as in 16; the other, which is larger, 12 and 7 */
+    static const char text[] = "koila graph 1\naxis 17\naxis 100\n%0 = batch axis 0 dim 0 f32[17, 8] \"x\"\n%1 = batch axis 1 dim 0 f32[100, 64] \"y\"\n"
+                               "%2 = aten::relu(%0) -> f32[17, 8]\n%3 = aten::neg(%2) -> f32[17, 8]\n%4 = aten::exp(%3) -> f32[17, 8]\n%5 = aten::sum(%4) -> f32[]\n"
+                               "%6 = aten::relu(%1) -> f32[100, 64]\n%7 = aten::sum(%6) -> f32[]\n%8 = aten::add.Tensor(%5, %7) -> f32[]\n";
+    koila_table *t = NULL;
+    koila_graph *g = NULL;
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK && koila_graph_parse(t, text, strlen(text), &g, NULL) == KOILA_OK);
+    const koila_value target = koila_graph_n_values(g) - 1;
+    uint32_t n_apart = 0;
+    for (int64_t most = 1; most <= 60; most++)
+        for (int tight = 0; tight < 2; tight++) { /* with all memory there is, and with just as much as the first answer takes */
+            judge j = { .most = most };
+            koila_plan_options o = options(UINT64_MAX, 0);
+            o.accepts = judges, o.accepts_user = &j;
+            koila_plan *p = NULL;
+            CHECK_EQ(koila_plan_new(g, &target, 1, &o, NULL, &p, NULL), KOILA_OK);
+            if (tight) {
+                o.budget_bytes = koila_plan_get(p).peak_bytes;
+                koila_plan_free(p);
+                p = NULL;
+                CHECK_EQ(koila_plan_new(g, &target, 1, &o, NULL, &p, NULL), KOILA_OK);
+            }
+            if (p && most >= 6) { /* 17 slices are the most there are */
+                CHECK_EQ(koila_plan_axis_rows(p, 0), j.rows[0]);
+                CHECK_EQ(koila_plan_axis_rows(p, 1), j.rows[1]);
+                CHECK_EQ(koila_plan_get(p).peak_bytes, j.peak);
+                n_apart += j.rows[1] * 17 > j.rows[0] * 100;
+            }
+            koila_plan_free(p);
+        }
+    CHECK(n_apart > 0);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
 TEST(plan__forced_rows_are_used_and_the_last_slice_is_ragged)
 {
     random_graph r;
