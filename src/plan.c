@@ -1,5 +1,6 @@
 /* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to eager). Otherwise the graph is placed, scheduled under
- * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest in work wins.
+ * a few keep policies (schedule.h), and simulated for 2, 4, 8, … slices until one fits the budget, then by bisection below that; of the policies that fit the
+ * cheapest in work wins.
  * A policy is only scheduled when it may win: their work is known before, and the cheapest that fits needs no rival. Keeping all is the least work, for what
  * any policy keeps it keeps too, and recomputing everything the most, for it runs what any other runs. All this is done twice where something is
  * gathered: what comes after it may stay whole, or be sliced again (Note [After a gather] in place.c).
@@ -484,7 +485,7 @@ static koila_status choose(planning *q, sliced *s, koila__scheduler *scheduler, 
                 s->accepted = accepted(q, s->placed, &c->schedule, s->targets, s->rows, peak);
                 s->peak = peak;
                 *chosen = k;
-                if (s->accepted) return o->accepts && !forced ? refine(q, s, scheduler, candidates, n_policies, batch, before, n_slices, chosen) : KOILA_OK;
+                if (s->accepted) return !forced ? refine(q, s, scheduler, candidates, n_policies, batch, before, n_slices, chosen) : KOILA_OK;
                 refused.n_slices = n_slices, refused.peak = peak, refused.k = k;
             }
             if (last && lost != KOILA_NONE && !o->accepts) give_up(scheduler, &candidates[lost]);

@@ -84,7 +84,7 @@ typedef struct koila_plan_options {
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
     /** Asked of a plan that fits the budget by its sum of live bytes: shall it be taken? Fewest slices first, then least work; when one is taken, also of the numbers of
-     *  slices passed over, for fitting is not monotone in them. `p` is there during the call only. NULL: the budget decides. When none is taken the last that was
+     *  slices passed over. `p` is there during the call only. NULL: the budget decides. When none is taken the last that was
      *  found is what koila_plan_new() gives. Never asked with forced rows and no budget. */
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;

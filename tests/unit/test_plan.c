@@ -112,7 +112,7 @@ TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
             koila_plan_options forced = o;
             forced.rows = largest; /* whole first */
             expected = plan_of(&r, forced, &q, &other);
-            for (int64_t n = 2; expected == KOILA_OOM && n <= largest; n = n < largest / 2 ? n * 2 : n < largest ? largest : n + 1) {
+            for (int64_t n = 2; expected == KOILA_OOM && n <= largest; n++) {
                 forced.rows = (largest + n - 1) / n;
                 expected = plan_of(&r, forced, &q, &other);
             }
