@@ -157,7 +157,24 @@ def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
 
 def test_an_empty_batch_is_right():
     x = lazy(torch.ones(0, 3))
-    assert tuple(koila.run(x * 2).shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
+    assert type(x) is koila.LazyTensor and tuple((x * 2).torch().shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_mean_loss_over_nothing_is_what_it_is_in_pytorch(loss, rows):
+    """No row of the batch, or none that the mask takes: NaN forward, zeros backward. torch's shape function of the backward divides by the number of elements."""
+    for n, mask in ((0, torch.zeros(0, dtype=torch.bool)), (6, torch.zeros(6, dtype=torch.bool))):
+        found = []
+        for wrap in (lambda *a: a, lazy):
+            w = torch.ones(5, requires_grad=True)
+            with koila.micro_batch(rows):
+                x, m = wrap(torch.linspace(-1, 1, 5 * n).view(n, 5), mask)
+                nothing = loss((x * w)[m], x[m])
+                (nothing + (x * w).sum()).backward()
+                found.append((koila.run(nothing), w.grad))
+        assert torch.isnan(found[0][0]) and torch.isnan(found[1][0])
+        torch.testing.assert_close(found[1][1], found[0][1])
 
 
 # ---- budget and micro_batch
