@@ -90,3 +90,10 @@ def test_saved_tables_are_viewed_and_snapshots_compared(tmp_path):
 def test_top_shows_memory_while_it_runs(tmp_path):
     (tmp_path / "s.py").write_text("import torch, time\nx = torch.zeros(10000)\ntime.sleep(1)\n")
     assert "cpu 39.06K" in cli("top", "-i", "0.2", "s.py", cwd=tmp_path).stderr
+
+
+def test_a_program_without_any_tensor_says_so():
+    code = "import torch; from koila.memlab import MemReporter as R; r = R(); r.print_stats(target_device='cuda'); print('--'); r.report(device='cuda'); r.report()"
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before, after = p.stdout.split("--\n")
+    assert len(before.splitlines()) == 2 and after.count("No tensors on cuda\n") == 1 and after.count("Element type") == 2, p
