@@ -93,7 +93,7 @@ def test_top_shows_memory_while_it_runs(tmp_path):
 
 
 def test_a_program_without_any_tensor_says_so():
-    code = "import torch; from koila.memlab import MemReporter as R; r = R(); r.print_stats(target_device='cuda'); print('--'); r.report(device='cuda'); r.report()"
+    code = "import torch; from koila.memlab import MemReporter as R; r = R(); r.print_stats(target_device='cuda'); print('##'); r.report(device='cuda'); r.report()"
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    before, after = p.stdout.split("--\n")
+    before, after = p.stdout.split("##\n")
     assert len(before.splitlines()) == 2 and after.count("No tensors on cuda\n") == 1 and after.count("Element type") == 2, p
