@@ -190,6 +190,30 @@ def test_a_bad_budget_is_refused_by_name(amount, where):
     assert koila._core.configure() == before
 
 
+def test_settings_decorate_generators_and_coroutines():
+    """Their body runs after the call has returned: it ran without the setting."""
+    now = lambda: koila._core.configure()["micro_batch"]  # noqa: E731
+
+    @koila.micro_batch(3)
+    def rows():
+        yield now()
+        sent = yield now()
+        yield sent, now()
+
+    @koila.micro_batch(3)
+    async def later():
+        return now()
+
+    before = now()
+    g = rows()
+    assert next(g) == 3 and now() == before and next(g) == 3 and g.send("x") == ("x", 3) and now() == before
+    g.close()
+    assert list(koila.micro_batch(3)(lambda: [now()])()) == [3]
+    with pytest.raises(StopIteration) as done:
+        later().send(None)
+    assert done.value.value == 3 and now() == before and rows.__name__ == "rows" and later.__name__ == "later"
+
+
 @pytest.mark.parametrize("amount, n_bytes", [(1000, 1000), ("512MB", 512_000_000), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("10MiB", 10 << 20), ({"cpu": "1MB", "cuda:0": 0.5}, 1_000_000)])
 def test_a_budget_in_words_is_the_right_number(amount, n_bytes):
     if torch.cuda.is_available() and isinstance(amount, dict):
