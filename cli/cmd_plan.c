@@ -178,6 +178,7 @@ static int plan_step(plan_options *o)
     if (status) {
         if (!e.text[0]) snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
         complain_about(o->path, &e, status == KOILA_BAD_INPUT ? "The file is damaged or no graph: write it again with plan.save(\"step.kgraph\")." : NULL);
+        if (status == KOILA_OOM) code = EXIT_NO_FIT;
     } else {
         if (o->json) put_json_prediction(o, d, &p);
         else put_prediction(o, d, &p);

@@ -215,12 +215,12 @@ static void release_block(koila_cache *c, uint32_t b)
     const block *x = &c->blocks[b];
     const bool small = is_small(c, b);
     koila_assert(is_alone(c, b) && !in_expandable(c, b));
-    tell(c, KOILA_EVENT_SEGMENT_FREE, x->addr, x->size, x->lane);
     c->s.stat.num_device_free++;
     stat_down(c, KOILA_STAT_SEGMENT, small, 1);
     stat_down(c, KOILA_STAT_RESERVED_BYTES, small, x->size);
     if (x->size >= c->conf.max_split_bytes) down(&c->s.stat.oversize_segments, 1);
     c->s.stat.device_bytes -= granules(x->size);
+    tell(c, KOILA_EVENT_SEGMENT_FREE, x->addr, x->size, x->lane);
     free_erase(c, b);
     seg_drop(c, x->seg);
     block_drop(c, b);
@@ -350,9 +350,9 @@ static void complete(koila_cache *c, uint32_t b)
 {
     block *x = wr(c, b);
     const bool small = is_small(c, b), expandable = in_expandable(c, b);
-    const uint64_t size = x->size, requested = x->requested;
-    tell(c, KOILA_EVENT_FREE_COMPLETED, x->addr, requested, x->lane);
-    hash_drop(c, x->addr, b);
+    const uint64_t addr = x->addr, size = x->size, requested = x->requested;
+    const uint32_t lane_i = x->lane;
+    hash_drop(c, addr, b);
     x->requested = 0;
     int64_t n = 0, bytes = 0;
     for (int side = 0; side < 2; side++) {
@@ -368,6 +368,7 @@ static void complete(koila_cache *c, uint32_t b)
     stat_down(c, KOILA_STAT_ACTIVE, small, 1);
     stat_down(c, KOILA_STAT_ACTIVE_BYTES, small, size);
     stat_down(c, KOILA_STAT_REQUESTED_BYTES, small, requested);
+    tell(c, KOILA_EVENT_FREE_COMPLETED, addr, requested, lane_i);
 }
 
 void koila__cache_queue_put(koila_cache *c, uint32_t b)
@@ -611,13 +612,13 @@ static inline uint64_t hand_out(koila_cache *c, uint32_t b, const request *q)
     x->requested = q->bytes;
     x->uses = 0;
     hash_put(c, x->addr, b);
-    tell(c, KOILA_EVENT_ALLOC, x->addr, q->bytes, lane_i);
     stat_up(c, KOILA_STAT_ALLOCATION, small, 1);
     stat_up(c, KOILA_STAT_ALLOCATED_BYTES, small, x->size);
     stat_up(c, KOILA_STAT_ACTIVE, small, 1);
     stat_up(c, KOILA_STAT_ACTIVE_BYTES, small, x->size);
     stat_up(c, KOILA_STAT_REQUESTED_BYTES, small, q->bytes);
     if (x->size >= c->conf.max_split_bytes) up(&c->s.stat.oversize_allocations, 1);
+    tell(c, KOILA_EVENT_ALLOC, x->addr, q->bytes, lane_i);
     return x->addr;
 }
 

@@ -1128,7 +1128,10 @@ koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, con
     else koila_cache_config_init(&x.conf, NULL);
     if (x.o.rows < KOILA_ROWS_AUTO) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "rows of a slice cannot be negative");
     p.memory_bytes = x.memory_bytes = x.o.memory_bytes ? x.o.memory_bytes : total.value - total.spread;
-    if (p.memory_bytes <= koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the memory given is less than a CUDA context alone needs");
+    const uint64_t alone = koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value;
+    if (p.memory_bytes <= alone)
+        return koila__fail(e, KOILA_OOM, 0, "does not fit: a CUDA context alone needs %llu bytes, %llu are given, %llu bytes short", (unsigned long long)alone,
+                           (unsigned long long)p.memory_bytes, (unsigned long long)(alone - p.memory_bytes));
     if (!koila_graph_n_nodes(g)) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "the step has no operators");
     koila_status status = find_targets(g, &mem, &targets, &x.n_targets, &cap);
     if (status) return koila__fail(e, status, 0, "the host is out of memory");

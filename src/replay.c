@@ -119,6 +119,27 @@ static void forget_released(replay *r)
     r->released_end = 0;
 }
 
+static uint64_t now(const replay *r, int kind) { return r->stat->of[kind][KOILA_STAT_ALL].current; }
+
+/* The cursor moves to `end`: what is handed out after each of these entries is what is now. */
+static void pass(replay *r, uint64_t end)
+{
+    if (r->after_cap < end - r->group) {
+        const uint64_t cap = 2 * (end - r->group) + 62;
+        void *more = koila__realloc(&r->mem, r->after, r->after_cap * sizeof *r->after, cap * sizeof *r->after);
+        if (!more) {
+            r->no_memory = true;
+            return;
+        }
+        r->after = more;
+        r->after_cap = cap;
+    }
+    for (; r->at < end; r->at++) {
+        r->after[r->at - r->group].allocated = now(r, KOILA_STAT_ALLOCATED_BYTES);
+        r->after[r->at - r->group].active = now(r, KOILA_STAT_ACTIVE_BYTES);
+    }
+}
+
 /* `e` releases memory of a private pool: is it in the recorded run of those, which starts under the cursor? The cursor moves when all are named. */
 static bool take_released(replay *r, const koila_event *e)
 {
@@ -137,7 +158,7 @@ static bool take_released(replay *r, const koila_event *e)
     if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream) return false;
     koila__omap_drop(&r->released, e->addr);
     if (!r->released.root) {
-        r->at = r->released_end;
+        pass(r, r->released_end);
         forget_released(r);
     }
     return true;
@@ -156,7 +177,7 @@ static void compare(void *user, const koila_event *e)
     const snap_entry *x = r->at < r->n && !r->released_end ? entry(r, r->at) : NULL;
     const bool same = x && x->kind == e->kind && x->size == e->size && (e->kind == KOILA_EVENT_OOM || (x->addr == e->addr && x->stream == e->stream));
     if (same) {
-        r->at++;
+        pass(r, r->at + 1);
     } else {
         r->differs = true;
         r->expected = *e;
@@ -311,9 +332,26 @@ static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uin
     }
 }
 
-static uint64_t now(const replay *r, int kind) { return r->stat->of[kind][KOILA_STAT_ALL].current; }
+static uint64_t reserved_after(const snap_entry *x, uint64_t reserved)
+{
+    switch (x->kind) {
+    case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: return reserved + x->size;
+    case KOILA_EVENT_SEGMENT_FREE: case KOILA_EVENT_SEGMENT_UNMAP: return reserved > x->size ? reserved - x->size : 0;
+    default: return reserved;
+    }
+}
 
-static void tell_moment(replay *r, uint64_t i) { tell(r, i, now(r, KOILA_STAT_ALLOCATED_BYTES), now(r, KOILA_STAT_ACTIVE_BYTES), now(r, KOILA_STAT_RESERVED_BYTES)); }
+/* What the cursor has passed, entry by entry: all answer one request, and the peak is at one of them. */
+static void tell_group(replay *r, uint64_t reserved)
+{
+    const uint64_t last = r->at - 1;
+    for (uint64_t i = r->group; i < last; i++) {
+        const snap_entry *x = entry(r, i);
+        reserved = reserved_after(x, reserved);
+        tell(r, i, r->after[i - r->group].allocated, r->after[i - r->group].active, reserved);
+    }
+    tell(r, last, now(r, KOILA_STAT_ALLOCATED_BYTES), now(r, KOILA_STAT_ACTIVE_BYTES), now(r, KOILA_STAT_RESERVED_BYTES));
+}
 
 /* The replay stopped: the rest by adding up what the trace says. */
 static void add_up(replay *r)
@@ -336,9 +374,7 @@ static void add_up(replay *r)
         case KOILA_EVENT_ALLOC: allocated += size, active += size; break;
         case KOILA_EVENT_FREE_REQUESTED: allocated = allocated > size ? allocated - size : 0; break;
         case KOILA_EVENT_FREE_COMPLETED: active = active > size ? active - size : 0; break;
-        case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: reserved += size; break;
-        case KOILA_EVENT_SEGMENT_FREE: case KOILA_EVENT_SEGMENT_UNMAP: reserved = reserved > size ? reserved - size : 0; break;
-        default: break;
+        default: reserved = reserved_after(x, reserved); break;
         }
         tell(r, i, allocated, active, reserved);
     }
@@ -547,6 +583,7 @@ void koila__replay_teardown(replay *r)
 {
     koila_cache_free(r->c);
     koila__omap_free(&r->released);
+    koila__release(&r->mem, r->after, r->after_cap * sizeof *r->after);
     koila__release(&r->mem, r->made_at, r->n_segs * sizeof(uint64_t));
     koila__release(&r->mem, r->holds, r->holds_cap * sizeof *r->holds);
     koila__release(&r->mem, r->start, r->start_cap * sizeof *r->start);
@@ -571,11 +608,11 @@ static koila_status run(replay *r, koila_error *e)
     koila__cache_set_driver(r->c, &driver);
     koila_cache_observe(r->c, compare, r);
     while (r->at < r->n && !r->stopped && !r->no_memory) {
-        const uint64_t before = r->at;
-        if (before > r->until) break;
+        r->group = r->at;
+        if (r->group > r->until) break;
+        const uint64_t reserved = now(r, KOILA_STAT_RESERVED_BYTES);
         advance(r);
-        if (!r->stopped && !r->no_memory)
-            for (uint64_t i = before; i < r->at; i++) tell_moment(r, i);
+        if (!r->stopped && !r->no_memory) tell_group(r, reserved);
     }
     koila_cache_observe(r->c, NULL, NULL);
     koila__cache_set_driver(r->c, NULL);

@@ -25,6 +25,9 @@ typedef struct replay {
     uint64_t at;
     bool watching, differs, driver_failed;
     koila_event expected;
+    uint64_t group; /* the cursor before the request under way: several entries may be its answer */
+    struct { uint64_t allocated, active; } *after; /* each of those entries; reserved: their sizes say it */
+    uint64_t after_cap;
     omap released;         /* recorded releases of private pools that the rules have yet to name, by address */
     uint64_t released_end; /* the entry after the last of them */
     koila_pool *holds;     /* private pools seen so far */

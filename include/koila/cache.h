@@ -221,12 +221,12 @@ typedef struct koila_event {
     koila_pool pool;
 } koila_event;
 
-/** Callbacks may not call back into the cache. A block function returns false to stop. */
+/** Callbacks may not call back into the cache, but for koila_cache_stats. A block function returns false to stop. */
 typedef bool (*koila_block_fn)(void *user, const koila_block *block);
 typedef void (*koila_event_fn)(void *user, const koila_event *event);
 /** All blocks in address order, unmapped ones too. Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user);
-/** `f` sees every event from now on, in torch's order; NULL ends it. */
+/** `f` sees every event from now on, in torch's order, when the statistics hold it already; NULL ends it. */
 KOILA_API void koila_cache_observe(koila_cache *c, koila_event_fn f, void *user);
 
 /** Remember this state. 0: no memory. Marks nest; a mark costs memory for what changes after it, until it is forgotten. */

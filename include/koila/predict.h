@@ -109,7 +109,7 @@ typedef struct koila_prediction {
 } koila_prediction;
 
 /** `c` NULL: torch's newest known defaults. `o` NULL: the whole batch, no optimizer. out->struct_size is set.
- *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. Not fitting is no error. */
+ *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT. Not fitting is no error, but for memory that a context alone fills: KOILA_OOM. */
 KOILA_API koila_status koila_predict(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_error *e);
 /** The same, and the plan that was predicted (may be NULL): koila_plan_free(). */
 KOILA_API koila_status koila_predict_plan(const koila_graph *g, const koila_device *d, const koila_cache_config *c, const koila_predict_opts *o, koila_prediction *out, koila_plan **plan,

@@ -33,6 +33,7 @@ extern struct koila__run_settings {
 typedef struct cached {
     uint32_t refs;
     uint64_t key, generation, used, budget;
+    uint64_t asked; /* the CPU's budget as the user gave it: under another one it is planned anew, for fewer slices may do */
     koila_graph *part;
     struct cached *part_of; /* whose it is; NULL: ours */
     koila_plan *plan;

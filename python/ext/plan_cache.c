@@ -225,7 +225,7 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     for (uint32_t i = 0; i < N_CACHED; i++) {
         cached *c = cache[i];
         if (c && c->key == key && c->generation == learned.generation && c->gpu == room->gpu && c->info.peak_bytes <= budget &&
-            (rows > 0 || c->info.n_slices == 1 || budget / 4 <= c->budget / 3 || budget == c->budget)) {
+            (rows > 0 || c->info.n_slices == 1 || ((budget / 4 <= c->budget / 3 || budget == c->budget) && (room->gpu >= 0 || c->asked == koila__settings.cpu_budget)))) {
             n_states = c->n_states + (c->state != room->state);
             /* fewer slices may do in another state, with as many bytes: asked at the 1st, 2nd, 4th, ... change, for planning takes longer than to ask whether it still fits */
             const bool anew = n_states != c->n_states && c->info.n_slices > 1 && rows <= 0 && !(n_states & (n_states - 1));
@@ -263,7 +263,7 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         return NULL;
     }
     *c = (cached){ .refs = 2, .key = key, .generation = learned.generation, .used = ++cache_clock, .budget = budget, .part = part, .plan = plan, .info = koila_plan_get(plan),
-                   .gpu = room->gpu, .state = room->state, .n_states = n_states, .fit = fit };
+                   .asked = koila__settings.cpu_budget, .gpu = room->gpu, .state = room->state, .n_states = n_states, .fit = fit };
     koila__cached_release(*oldest);
     *oldest = c;
     return c;

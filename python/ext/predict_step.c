@@ -47,7 +47,8 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigne
     }
     p->struct_size = sizeof *p;
     Py_BEGIN_ALLOW_THREADS status = koila_predict_plan(g, d, &conf, &o, p, plan, &err);
-    Py_END_ALLOW_THREADS if (status != KOILA_OK) PyErr_Format(PyExc_RuntimeError, "koila: %s", err.text[0] ? err.text : koila_status_text(status));
+    Py_END_ALLOW_THREADS if (status == KOILA_OOM) koila__raise_no_fit(status, &err, "plan()");
+    else if (status != KOILA_OK) PyErr_Format(PyExc_RuntimeError, "koila: %s", err.text[0] ? err.text : koila_status_text(status));
     else
     {
         PyObject *notes = PyList_New(0), *unknown = PyList_New(0), *largest = PyList_New(0);

@@ -114,6 +114,27 @@ static int check_versions(koila__tape *t, const request *r)
     return 0;
 }
 
+/* A step that is only planned: what it reads (parameters, buffers, the batch) will be held beside it, whatever is held by now. 0, or -1 with an exception. */
+static int make_room_for_leaves(koila__tape *t, const request *r, koila__room *room)
+{
+    PyObject *leaves = PyList_New(0), *mine = PyImport_ImportModule("koila._run"), *n = NULL;
+    for (uint32_t v = 0; leaves && mine && v < koila_graph_n_values(t->graph); v++) {
+        const koila_value_info info = koila_value_get(t->graph, v);
+        if (r->value_of[v] == KOILA_NONE || !t->values[v].real || info.node != KOILA_NONE) continue;
+        PyObject *pair = PyTuple_Pack(2, t->values[v].real, info.leaf_kind == KOILA_LEAF_BATCH ? Py_True : Py_False);
+        if (!pair || PyList_Append(leaves, pair) < 0) Py_CLEAR(leaves);
+        Py_XDECREF(pair);
+    }
+    if (leaves && mine) n = PyObject_CallMethod(mine, "held_bytes", "O", leaves);
+    if (n) room->held = PyLong_AsUnsignedLongLong(n);
+    Py_XDECREF(leaves);
+    Py_XDECREF(mine);
+    Py_XDECREF(n);
+    if (PyErr_Occurred()) return -1;
+    if (room->limit != UINT64_MAX) room->bytes = room->limit > room->held ? room->limit - room->held : 0;
+    return 0;
+}
+
 /* Under a budget that is less than what torch holds already nothing can be allocated at all: 0, or -1 with OutOfMemory. */
 int koila__held_fits(const char *call)
 {
@@ -337,7 +358,8 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             }
             goto done;
         }
-        const koila__room room = koila__room_for(r.part);
+        koila__room room = koila__room_for(r.part);
+        if (koila__settings.dry && make_room_for_leaves(t, &r, &room) < 0) goto done;
         koila_graph *part = r.part;
         r.part = NULL;
         const bool tune = koila__settings.fastest && !koila__settings.rows && !retries && !agreed;
@@ -380,7 +402,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__last.n_made++;
             Py_XSETREF(koila__last.early, t->early ? PyList_AsTuple(t->early) : NULL);
             if (PyErr_Occurred()) PyErr_Clear();
-            koila__last.base_bytes = 0;
+            koila__last.base_bytes = room.held;
             koila__last.measured = false;
             koila__last.retries = 0;
             koila__last.n_run = 0;

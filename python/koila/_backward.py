@@ -22,7 +22,6 @@ import torch
 from torch.autograd import graph as _graph
 
 from . import _core, _lazy, _sharded
-from ._errors import UnsupportedError
 
 _original = _graph._engine_run_backward
 _grad = torch._C.TensorBase.grad  # torch.Tensor's is guarded: `.grad` of a plain tensor is plain, but for what _Depth shows
@@ -120,9 +119,9 @@ def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
     return found, reentrant
 
 
-def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:
     """`.grad` of a lazy leaf is lazy too."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(create):
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
@@ -159,11 +158,11 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
 
-def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before."""
+def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool) -> None:
+    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before. `create`: the gradients have a graph behind them, which goes on."""
     hooked = any(_has_hooks(leaf) for leaf in leaves)
     with torch.no_grad():
-        for i, leaf in enumerate(leaves):
+        for i, leaf in enumerate(leaves if not create else ()):
             gradients[i] = _own_layout(leaf, gradients[i])
         contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
         before = [leaf.grad for leaf in leaves]
@@ -172,7 +171,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> Non
         root = _HandOver.apply(gradients, *leaves)
     _core.hold_factories(True)  # hooks run here: an optimizer in one of them makes its state
     try:
-        _original((root,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _original((root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
         for leaf, grad, old in zip(leaves, before, contents):
             leaf.grad = grad
@@ -241,21 +240,20 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
             _depth.show(leaf, gradient)
     for leaf, gradient in pairs.values():
         if _core.is_lazy(leaf):
-            _accumulate_lazy(leaf, gradient)
+            _accumulate_lazy(leaf, gradient, create)
         else:
             _depth.nested.append((weakref.ref(leaf), gradient))
     return None
 
 
-def _leave_lazy(pairs: _Pairs) -> _Pairs:
+def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
     """Gradients of lazy leaves are left in them, lazy; a tensor that was handed to lazy() gets its gradient too: those pairs."""
     given = []
-    with torch.no_grad():
-        for leaf, gradient in pairs:
-            _accumulate_lazy(leaf, gradient)
-            origin = _lazy.given_for(leaf)
-            if origin is not None:
-                given.append((origin, gradient))
+    for leaf, gradient in pairs:
+        _accumulate_lazy(leaf, gradient, create)
+        origin = _lazy.given_for(leaf)
+        if origin is not None:
+            given.append((origin, gradient))
     return given
 
 
@@ -269,12 +267,7 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     if pairs is None:
         return
     real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
-    if create and _any_lazy([g for _, g in real]):
-        raise UnsupportedError(
-            "backward(create_graph=True) through lazy values would leave gradients that are still lazy in .grad; "
-            "use torch.autograd.grad(..., create_graph=True) and go on with what it returns"
-        )
-    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)])
+    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], create)
     lazies = [g for _, g in pairs if _core.is_lazy(g)]
     if not lazies:
         lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
@@ -284,9 +277,13 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     try:  # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they were
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
-        gradients = _core.take_all(wanted)
+        if create:  # plain, and what is computed from them goes on into the lazy graph
+            with torch.enable_grad():
+                gradients = [g.torch() if _core.is_lazy(g) else g for g in wanted]
+        else:
+            gradients = _core.take_all(wanted)
         if targets:
-            _hand_over(targets, gradients)
+            _hand_over(targets, gradients, create)
     except BaseException:
         if step is not None and not retain:
             _core.finish_step(step, False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import os
 import re
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._contextlib import _wrap_generator
 
 from . import _core
 
@@ -134,6 +137,20 @@ class _Setting(contextlib.ContextDecorator):
 
     def __exit__(self, *exc: object) -> None:
         _core.configure(**self._before.pop())
+
+    def __call__(self, func: Any) -> Any:
+        """As a decorator: the body runs under the setting, of generators and coroutines too (where calling runs nothing of it yet)."""
+        if inspect.isgeneratorfunction(func):
+            return _wrap_generator(lambda: self, func)  # around each resumption, as torch.no_grad() does
+        if not inspect.iscoroutinefunction(func):
+            return super().__call__(func)
+
+        @functools.wraps(func)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await func(*args, **kwargs)
+
+        return awaited
 
 
 class budget(_Setting):

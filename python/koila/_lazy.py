@@ -206,8 +206,6 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
             along = f"axis {d0}" if d == d0 else f"axes {d0} and {d}"
             at0, at = ("" if re.fullmatch(r"(\[\d+\])?", w) else f" at {w}" for w in (where0, where))
             raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}{at0}) and {t.shape[d]} ({describe(t)}{at})")
-    if size == 0:  # nothing to slice
-        return value
     again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
     if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
         return value

@@ -73,7 +73,7 @@ class Plan:
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
         predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is `None` where nobody counted.
-        base_bytes: what it held before the step (model, data, optimizer).
+        base_bytes: what it held before the step (model, data, optimizer); of `koila.plan()`: what the step reads.
         budget_bytes: what it may hold; `None`: what was free.
         loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
         curve: (label, bytes) along the step.

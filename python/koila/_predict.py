@@ -216,7 +216,8 @@ def plan(
 
     step: called with the inputs made lazy; runs forward and backward, or returns the loss (backward is then called on it). It must not read values.
     inputs: tensors, as for `lazy(..., batch=batch)`; their contents are not looked at, and tensors and model may be on the `meta` device.
-    budget: bytes or a word such as "24GiB" that the step, parameters and gradients included, may use; `None`: no limit, or the device's memory.
+    budget: bytes or a word such as "24GiB" that the step may use, with what it reads (parameters, buffers, the batch: `base_bytes`; a batch on `meta` stands for its
+        shape alone) and the gradients; `None`: no limit, or the device's memory.
     device: a GPU by name ("h100-80gb"; an unknown name lists the nearest), the path of a profile written by `measure_device`, or "cuda", "cuda:1": the one that is
         here, as it is now. `None`, "cpu": the sum of live bytes, as on a CPU.
     micro_batch: force the rows of a slice. optimizer, optimizer_way: "none", "sgd", "momentum", "adam", "adamw"; "foreach", "fused", "loop":

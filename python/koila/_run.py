@@ -40,6 +40,16 @@ def free_bytes() -> int | None:
     return None if free is None else int(free * 0.9)
 
 
+def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
+    """What is held while a step that reads these leaves (with: is it a batch?) runs: for a step that is only planned. A batch on meta stands for its shape alone."""
+    storages = {}
+    for t, is_batch in leaves:
+        if t.layout is torch.strided and not (is_batch and t.device.type == "meta"):
+            storage = t.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """koila::moments of src/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
     n = 1

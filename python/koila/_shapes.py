@@ -85,8 +85,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value_dependent
     except UnsupportedError:
         raise
-    except NotImplementedError:
-        return value_dependent  # no shape function
+    except (NotImplementedError, ZeroDivisionError):
+        return value_dependent  # no shape function; or one that divides by the number of elements, of which there are none (backward of a mean loss: no NaN in Python)
     except Exception as e:
         if func.namespace != "aten":  # a custom operator without one says so in its own way; and with one, a call that is wrong is wrong on values too
             return value_dependent

@@ -157,7 +157,24 @@ def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
 
 def test_an_empty_batch_is_right():
     x = lazy(torch.ones(0, 3))
-    assert tuple(koila.run(x * 2).shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
+    assert type(x) is koila.LazyTensor and tuple((x * 2).torch().shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_mean_loss_over_nothing_is_what_it_is_in_pytorch(loss, rows):
+    """No row of the batch, or none that the mask takes: NaN forward, zeros backward. torch's shape function of the backward divides by the number of elements."""
+    for n, mask in ((0, torch.zeros(0, dtype=torch.bool)), (6, torch.zeros(6, dtype=torch.bool))):
+        found = []
+        for wrap in (lambda *a: a, lazy):
+            w = torch.ones(5, requires_grad=True)
+            with koila.micro_batch(rows):
+                x, m = wrap(torch.linspace(-1, 1, 5 * n).view(n, 5), mask)
+                nothing = loss((x * w)[m], x[m])
+                (nothing + (x * w).sum()).backward()
+                found.append((koila.run(nothing), w.grad))
+        assert torch.isnan(found[0][0]) and torch.isnan(found[1][0])
+        torch.testing.assert_close(found[1][1], found[0][1])
 
 
 # ---- budget and micro_batch
@@ -171,6 +188,30 @@ def test_a_bad_budget_is_refused_by_name(amount, where):
         where(amount)
     assert where.__name__ in str(e.value) and "expected" in str(e.value)
     assert koila._core.configure() == before
+
+
+def test_settings_decorate_generators_and_coroutines():
+    """Their body runs after the call has returned: it ran without the setting."""
+    now = lambda: koila._core.configure()["micro_batch"]  # noqa: E731
+
+    @koila.micro_batch(3)
+    def rows():
+        yield now()
+        sent = yield now()
+        yield sent, now()
+
+    @koila.micro_batch(3)
+    async def later():
+        return now()
+
+    before = now()
+    g = rows()
+    assert next(g) == 3 and now() == before and next(g) == 3 and g.send("x") == ("x", 3) and now() == before
+    g.close()
+    assert list(koila.micro_batch(3)(lambda: [now()])()) == [3]
+    with pytest.raises(StopIteration) as done:
+        later().send(None)
+    assert done.value.value == 3 and now() == before and rows.__name__ == "rows" and later.__name__ == "later"
 
 
 @pytest.mark.parametrize("amount, n_bytes", [(1000, 1000), ("512MB", 512_000_000), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("10MiB", 10 << 20), ({"cpu": "1MB", "cuda:0": 0.5}, 1_000_000)])

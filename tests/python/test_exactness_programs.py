@@ -319,6 +319,63 @@ def hessian_vector(m, x, y):
     return sum((g * torch.linspace(-1, 1, g.numel(), dtype=D).view_as(g)).sum() for g in grads)
 
 
+cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch's own
+
+
+@cycles
+def test_backward_with_create_graph():
+    """`.grad` is a plain tensor, and what is computed from it goes back through the step: sharpness, a penalty on what is there already, hooks."""
+
+    def body(model, x, y):
+        weights, seen = list(model.parameters()), []
+        F.mse_loss(model(x.detach() * 2), torch.ones(len(y), 4, dtype=D)).backward()  # a .grad to add to
+        hook = model[0].weight.register_hook(lambda g: seen.append(g.detach().clone()) or g * 2)
+        x = x.detach().requires_grad_()
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+        hook.remove()
+        assert all(type(p.grad) is torch.Tensor and p.grad.requires_grad for p in weights) and x.grad.requires_grad
+        sharpness = sum(p.grad.square().sum() for p in weights) + x.grad.square().sum()
+        for p in weights:
+            p.grad = None
+        x.grad = None
+        sharpness.backward()
+        return {"sharpness": sharpness, "seen": seen[0], "x": x.grad}
+
+    compare_programs(value(body), B)
+
+
+@cycles
+def test_create_graph_of_a_plain_loss_while_something_is_lazy():
+    """The gradients' graph was lost: second derivatives of a plain model raised as soon as any lazy value was alive."""
+    found = []
+    for keep in (None, lazy(torch.ones(4, 2)) * 2):
+        model = net()
+        torch.manual_seed(3)
+        x, y = xy()
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+        found.append(torch.autograd.grad(sum(p.grad.square().sum() for p in model.parameters()), list(model.parameters())))
+        del keep
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@cycles
+def test_a_tensor_given_with_requires_grad_and_create_graph():
+    found = []
+    for rows_each in (None, 3, 1):
+        model = net()
+        torch.manual_seed(3)
+        x, y = xy()
+        x.requires_grad_()
+        with koila.micro_batch(rows_each):
+            a, b = lazy(x, y) if rows_each else (x, y)
+            F.cross_entropy(model(a), b).backward(create_graph=True)
+            x.grad.square().sum().backward()
+        found.append([x.grad.detach(), *(p.grad.detach() for p in model.parameters())])
+    for other in found[1:]:
+        for t, want in zip(other, found[0], strict=True):
+            torch.testing.assert_close(t, want, rtol=1e-12, atol=1e-14)
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):

@@ -153,13 +153,35 @@ def test_after_a_step_only_gradients_are_held(name):
     assert kept <= gradients + 4096
 
 
+def test_the_slices_are_the_fewest_that_fit():
+    """Of the powers of two; under a larger budget fewer, at once. Half as many would not have fitted."""
+    torch.manual_seed(0)
+    model, batch = mlp(), (torch.randn(512, 64), torch.randint(0, 10, (512,)))
+    ends, found = [], []
+    for rows in (24, 512, 24, 512):
+        koila_step(model, ce, batch, rows)
+        ends.append(koila.last_plan().predicted_peak_bytes)
+    low, high = ends[2:]
+    for budget in range(low, high + 1, (high - low) // 24):
+        with koila.budget(budget):
+            koila_step(model, ce, batch, None)
+        plan = koila.last_plan()
+        assert plan.predicted_peak_bytes <= budget and not plan.retries
+        found.append(plan.n_micro_batches)
+        if plan.n_micro_batches > 1:
+            koila_step(model, ce, batch, 2 * plan.micro_batch)
+            fewer = koila.last_plan()
+            assert fewer.predicted_peak_bytes - fewer.base_bytes + plan.base_bytes > budget
+    assert found == sorted(found, reverse=True) and {2, 4} < set(found) <= {1, 2, 4, 8, 16, 32}
+
+
 @pytest.mark.parametrize("m", [None, 8])
 def test_autograd_takes_the_gradients_without_a_copy(m, monkeypatch):
     made = []
 
-    def hand_over(leaves, gradients, right=_backward._hand_over):
+    def hand_over(leaves, gradients, create, right=_backward._hand_over):
         made.extend(g.data_ptr() for g in gradients)
-        right(leaves, gradients)
+        right(leaves, gradients, create)
 
     monkeypatch.setattr(_backward, "_hand_over", hand_over)
     model, batch = mlp(), (torch.randn(32, 64), torch.randint(0, 10, (32,)))

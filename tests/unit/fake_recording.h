@@ -38,11 +38,20 @@ typedef struct recording {
     size_t n_blocks;
     const char *conf; /* PYTORCH_CUDA_ALLOC_CONF */
     bool no_pool_ids;
+    const koila_cache *watched; /* not NULL: after[i] is what its statistics say when event i is told */
+    struct { uint64_t allocated, active, reserved; } after[2000];
 } recording;
 
 static void record_event(void *user, const koila_event *e)
 {
     recording *r = user;
+    if (r->watched && r->n < KOILA_COUNT(r->after)) {
+        koila_cache_stat s = { 0 };
+        koila_cache_stats(r->watched, &s);
+        r->after[r->n].allocated = s.of[KOILA_STAT_ALLOCATED_BYTES][0].current;
+        r->after[r->n].active = s.of[KOILA_STAT_ACTIVE_BYTES][0].current;
+        r->after[r->n].reserved = s.of[KOILA_STAT_RESERVED_BYTES][0].current;
+    }
     if (r->n < KOILA_COUNT(r->e)) r->e[r->n++] = *e;
 }
 static bool record_block(void *user, const koila_block *b)

@@ -103,7 +103,8 @@ TEST(predict__what_does_not_fit_is_said)
     CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OK);
     CHECK(p.fits && p.spare_bytes < 200 * MIB);
     o.memory_bytes = 100 * MIB;
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_BAD_ARGUMENT);
+    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OOM);
+    CHECK(strstr(e.text, "a CUDA context alone needs") && strstr(e.text, "104857600 are given"));
     koila_device_free(d);
     koila_graph_free(g);
     koila_table_free(t);

@@ -520,6 +520,44 @@ TEST(timeline__ends_in_the_end_state)
     koila_cache_free(c);
 }
 
+/* A free, its completion and a new segment answer one request: each entry still has the state of its own moment, and the peak is where it was reached. */
+static void see_exactly(void *user, const koila_moment *m)
+{
+    const recording *r = user;
+    CHECK_EQ(m->allocated, r->after[m->entry].allocated);
+    CHECK_EQ(m->active, r->after[m->entry].active);
+    CHECK_EQ(m->reserved, r->after[m->entry].reserved);
+}
+
+TEST(timeline__each_entry_has_its_own_state)
+{
+    for (size_t k = 0; k < KOILA_COUNT(kinds); k++) {
+        koila_cache_config conf;
+        koila_cache *c = make_cache(k, &conf);
+        memset(&rec, 0, sizeof rec);
+        rec.conf = kinds[k].conf;
+        rec.watched = c;
+        fake_program(&rec, c, k, 600, k % 2 ? 0 : 12);
+        CHECK(rec.n <= KOILA_COUNT(rec.after));
+        bytes b = write_recording(&rec, 0, false);
+        koila_snapshot *s = open_bytes(&b);
+        bool exact = false;
+        CHECK_EQ(koila_timeline(s, 0, NULL, see_exactly, &rec, UINT64_MAX, NULL, NULL, &exact, NULL), KOILA_OK);
+        CHECK(exact);
+        koila_replay_result r = { 0 };
+        CHECK_EQ(koila_replay(s, 0, NULL, &r, NULL), KOILA_OK);
+        for (size_t i = 0; i < rec.n; i++) {
+            CHECK(rec.after[i].allocated <= r.peak_allocated && (i >= r.peak_allocated_entry || rec.after[i].allocated < r.peak_allocated));
+            CHECK(rec.after[i].reserved <= r.peak_reserved && (i >= r.peak_entry || rec.after[i].reserved < r.peak_reserved));
+        }
+        CHECK_EQ(rec.e[r.peak_allocated_entry].kind, KOILA_EVENT_ALLOC);
+        CHECK(rec.e[r.peak_entry].kind == KOILA_EVENT_SEGMENT_ALLOC || rec.e[r.peak_entry].kind == KOILA_EVENT_SEGMENT_MAP);
+        koila_snapshot_free(s);
+        free(b.p);
+        koila_cache_free(c);
+    }
+}
+
 TEST(replay__no_host_memory_is_a_status)
 {
     koila_cache_config conf;

@@ -35,13 +35,13 @@ def _load(args) -> tuple:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{args.m}.__main__")
         if spec is None or spec.loader is None:
-            raise SystemExit(f"koila.memlab: no module named {args.m}")
+            raise ValueError(f"no module named {args.m}")
         code = spec.loader.get_code(spec.name)
         namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
         sys.argv = [spec.origin, *([args.script] if args.script else []), *args.args]
     else:
         if not args.script:
-            raise SystemExit("koila.memlab: expected a script, or -m module")
+            raise ValueError("expected a script, or -m module")
         with io.open_code(args.script) as f:
             code = compile(f.read(), args.script, "exec", dont_inherit=True)
         namespace["__file__"] = args.script
@@ -84,6 +84,19 @@ def _execute(code, namespace) -> int:
     return 0
 
 
+def _imported(module, path):
+    """-f module:function."""
+    try:
+        target = importlib.import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part)
+    except SystemExit as leaving:
+        raise ValueError(f"-f {module}:{path}: importing {module} ended the program (exit code {leaving.code})") from None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"-f {module}:{path}: {error}") from None
+    return target
+
+
 def run(args) -> int:
     if args.output:
         utils.format_of(args.output)
@@ -93,16 +106,15 @@ def run(args) -> int:
     profiler = LineProfiler(target_gpu=int(args.gpu) if args.gpu.isdigit() else args.gpu)
     inside = codes_inside(code)
     for wanted in args.function or [None]:
-        if wanted and ":" in wanted:
-            module, _, path = wanted.partition(":")
-            target = importlib.import_module(module)
-            for part in path.split("."):
-                target = getattr(target, part)
-            profiler.add_function(target)
+        module, colon, path = (wanted or "").rpartition(":")
+        own = {"__main__", args.m or os.path.splitext(os.path.basename(args.script))[0]}
+        if colon and not (module in own and (not args.m or path in dict(inside))):
+            profiler.add_function(_imported(module, path))
             continue
+        wanted = path if colon else wanted  # what will run is the script's own, not what importing it once more would make
         chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
         if wanted and not chosen:
-            raise SystemExit(f"koila.memlab run: {wanted} is not in the script; it has {', '.join(n for n, _ in inside) or 'no function'}")
+            raise ValueError(f"-f {wanted}: not in the script; it has {', '.join(n for n, _ in inside) or 'no function'}")
         for name, c in chosen:
             profiler.add_code(c, name)
     devices.listen()

@@ -55,6 +55,7 @@ class MemReporter:
         self._rows = []
         self._books = {}
         self.device_tensor_stat = {}
+        self._looked = False  # what is empty may have been looked at all the same
 
     def add_optimizer(self, optimizer) -> None:
         """Name this optimizer's states, before or after its first step."""
@@ -74,6 +75,7 @@ class MemReporter:
         """Group what was collected by device, into `device_tensor_stat`: {torch.device: [(name, size, numel, bytes)]}."""
         torch = sys.modules.get("torch")
         self.device_tensor_stat = {}
+        self._looked = True
         for row in self._listed():
             n = -(-max(row[BYTES], 0) // _unit(row[DEVICE])) * _unit(row[DEVICE])
             self.device_tensor_stat.setdefault(row[DEVICE], []).append((row[NAME], row[SHAPE] or (1,), row[NUMEL], n))
@@ -95,7 +97,7 @@ class MemReporter:
         for device in sorted({r[DEVICE] for r in shown}) if self.device_tensor_stat else ():
             if wanted is None or wanted(device):
                 parts.append(self._device_text([r for r in shown if r[DEVICE] == device], device, verbose))
-        if wanted is not None and len(parts) == 1 and self.device_tensor_stat:
+        if wanted is not None and len(parts) == 1 and self._looked:
             parts.append(f"No tensors on {target_device}\n")
         return "".join(parts)
 

@@ -30,6 +30,9 @@ class on_oom(contextlib.ContextDecorator):
     ...     train()
     """
 
+    def __new__(cls, top=20, stream=None):
+        return cls()(top) if callable(top) else super().__new__(cls)  # @on_oom without brackets
+
     def __init__(self, top: int = 20, stream=None):
         self.top, self.stream = top, stream
 

@@ -26,7 +26,7 @@ def test_run_reports_on_stderr_and_keeps_the_exit_code(tmp_path):
     assert p.stdout == "['3', '--x'] 2\n" and "## train" in p.stderr and "Net.forward" not in p.stderr and "3.91K" in p.stderr
     p = cli("run", "s.py", cwd=tmp_path)
     assert "## Net.forward" in p.stderr and "## train" in p.stderr
-    assert "it has Net.forward, train" in cli("run", "-f", "nope", "s.py", cwd=tmp_path, code=1).stderr
+    assert "it has Net.forward, train" in cli("run", "-f", "nope", "s.py", cwd=tmp_path, code=2).stderr
 
 
 def test_run_of_a_module_and_of_an_imported_function(tmp_path):
@@ -35,6 +35,23 @@ def test_run_of_a_module_and_of_an_imported_function(tmp_path):
     assert p.stdout == "['0'] 2\n"
     (tmp_path / "use.py").write_text("import mod\nmod.train(5)\n")
     assert "## Net.forward" in cli("run", "-f", "mod:Net.forward", "use.py", cwd=tmp_path).stderr
+
+
+def test_a_function_of_the_script_itself_is_the_one_that_runs(tmp_path):
+    """It was imported, which ran the script once more, to its sys.exit(), and nothing was reported."""
+    (tmp_path / "s.py").write_text("import sys, torch\ndef f():\n    return torch.zeros(1000)\nf()\nprint('ran')\nsys.exit(4)\n")
+    for name in ("s:f", "__main__:f"):
+        p = cli("run", "-f", name, "-o", "t.txt", "s.py", cwd=tmp_path, code=4)
+        assert p.stdout == "ran\n" and "3.91K" in (tmp_path / "t.txt").read_text() and not p.stderr
+    for name, said in (("s:g", "it has f"), ("nowhere:f", "nowhere"), ("json:nope", "nope")):
+        p = cli("run", "-f", name, "s.py", cwd=tmp_path, code=2)
+        assert said in p.stderr and "Traceback" not in p.stderr and not p.stdout
+    (tmp_path / "other.py").write_text("pass\n")
+    assert "exit code 4" in cli("run", "-f", "s:f", "other.py", cwd=tmp_path, code=2).stderr
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("import torch\ndef g():\n    return torch.zeros(1000)\n")
+    (tmp_path / "pack" / "__main__.py").write_text("import pack\npack.g()\n")
+    assert "3.91K" in cli("run", "-f", "pack:g", "-m", "pack", cwd=tmp_path).stderr
 
 
 def test_failing_scripts_show_their_own_traceback(tmp_path):
@@ -73,3 +90,10 @@ def test_saved_tables_are_viewed_and_snapshots_compared(tmp_path):
 def test_top_shows_memory_while_it_runs(tmp_path):
     (tmp_path / "s.py").write_text("import torch, time\nx = torch.zeros(10000)\ntime.sleep(1)\n")
     assert "cpu 39.06K" in cli("top", "-i", "0.2", "s.py", cwd=tmp_path).stderr
+
+
+def test_a_program_without_any_tensor_says_so():
+    code = "import torch; from koila.memlab import MemReporter as R; r = R(); r.print_stats(target_device='cuda'); print('##'); r.report(device='cuda'); r.report()"
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before, after = p.stdout.split("##\n")
+    assert len(before.splitlines()) == 2 and after.count("No tensors on cuda\n") == 1 and after.count("Element type") == 2, p

@@ -567,6 +567,19 @@ def test_oom_as_decorator_nested_and_other_errors(little_room):
     assert len(stream.getvalue()) == n
 
 
+def test_oom_as_a_decorator_without_brackets(capsys):
+    @memlab.on_oom
+    def work(error=None):
+        if error:
+            raise error
+        return 3
+
+    assert work() == 3 and work.__name__ == "work"
+    with pytest.raises(torch.OutOfMemoryError):
+        work(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
+    assert "asked for 2.00 GiB" in capsys.readouterr().err
+
+
 def test_a_broken_stream_never_hides_the_error(little_room):
     closed = io.StringIO()
     closed.close()
