@@ -820,12 +820,13 @@ done:
     }
     exec_free(&x);
     Py_XDECREF(guard);
+    *told = KOILA__TOLD_NOBODY;
     if (ranks && status == 0) {
         status = koila__ranks_meet(ranks);
         x.told = status < 0;
         for (uint32_t i = 0; i < n && status < 0; i++) Py_CLEAR(results[i]);
-    } else if (ranks && !x.told && !x.alone)
-        koila__ranks_failed(ranks);
-    *told = x.told ? KOILA__TOLD_BY_ANOTHER : ranks && !x.alone ? KOILA__TOLD_BY_US : KOILA__TOLD_NOBODY;
+    } else if (ranks && !x.told && !x.alone && koila__ranks_failed(ranks))
+        *told = KOILA__TOLD_BY_US;
+    if (x.told) *told = KOILA__TOLD_BY_ANOTHER;
     return status;
 }

@@ -94,7 +94,7 @@ bool koila__ranks_share(PyObject *ranks, const koila_graph *g, koila_node n); /*
 int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t *n_slices);
 void koila__ranks_withdraw(PyObject *ranks);          /* to the exchange, instead: this rank cannot go on, for the exception that is set and stays set */
 int koila__ranks_meet(PyObject *ranks);               /* -1 with an exception: another rank failed, and every rank knows */
-void koila__ranks_failed(PyObject *ranks);            /* to the next meeting, instead: this rank failed with what is set and stays set */
+bool koila__ranks_failed(PyObject *ranks);            /* to the next meeting, instead: this rank failed with what is set and stays set. Was it want of memory, on all that failed? */
 
 /* ---- run_module.c */
 extern const char *koila__gathers_for; /* the operator that waits for the values of the run that is asked for, or NULL: strict() refuses those that are sliced */
@@ -117,7 +117,7 @@ int koila__commit_effects(koila__tape *t);
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what); /* -1 */
 
 /* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception and nothing outside changed. `ranks`: that agreed on it, or NULL;
- * *told: on failure, who told all of them of it. */
+ * *told: on failure, who told all of them of it; by us only where they may try again together. */
 typedef enum { KOILA__TOLD_NOBODY, KOILA__TOLD_BY_US, KOILA__TOLD_BY_ANOTHER } koila__told;
 int koila__exec_plan(koila__tape *t, const request *r, const cached *c, PyObject *ranks, uint32_t n, PyObject **results, uint32_t *retries, uint64_t *n_run, koila__told *told);
 

@@ -80,16 +80,18 @@ int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t 
     return 0;
 }
 
-/* Tell the others, with the exception that stays set, that this rank failed. They may be gone: that is no second error. */
-static void tell(PyObject *ranks, const char *method)
+/* Tell the others, with the exception that stays set, that this rank failed. They may be gone: that is no second error. What the method answers. */
+static bool tell(PyObject *ranks, const char *method)
 {
     PyObject *type, *value, *trace;
     const bool memory = koila__is_out_of_memory();
     PyErr_Fetch(&type, &value, &trace);
     PyObject *done = PyObject_CallMethod(ranks, method, "O", memory ? Py_True : Py_False);
+    const bool yes = done == Py_True;
     Py_XDECREF(done);
     PyErr_Clear();
     PyErr_Restore(type, value, trace);
+    return yes;
 }
 
 void koila__ranks_withdraw(PyObject *ranks) { tell(ranks, "withdraw"); }
@@ -101,4 +103,4 @@ int koila__ranks_meet(PyObject *ranks)
     return done ? 0 : -1;
 }
 
-void koila__ranks_failed(PyObject *ranks) { tell(ranks, "failed"); }
+bool koila__ranks_failed(PyObject *ranks) { return tell(ranks, "failed"); }

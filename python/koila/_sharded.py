@@ -135,7 +135,7 @@ def shapes_key(inputs: list[torch.Tensor]) -> Any:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
-_FINE, _FAILED, _NO_MEMORY = 0, 1, 2
+_FINE, _NO_MEMORY, _FAILED = 0, 1, 2  # the largest is what the step came to: with less memory it can be tried again, if nothing worse happened anywhere
 
 
 class Ranks:
@@ -180,8 +180,9 @@ class Ranks:
     def meet(self) -> None:
         self._raise(_largest(self._meshes, [_FINE])[0], "so all ranks stopped in the middle of the step")
 
-    def failed(self, memory: bool) -> None:
-        _largest(self._meshes, [_NO_MEMORY if memory else _FAILED])
+    def failed(self, memory: bool) -> bool:
+        """Returns: is want of memory all that happened, on any rank?"""
+        return _largest(self._meshes, [_NO_MEMORY if memory else _FAILED])[0] == _NO_MEMORY
 
     def _raise(self, worst: int, so: str) -> None:
         if worst == _NO_MEMORY:

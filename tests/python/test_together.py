@@ -226,16 +226,19 @@ for bytes in (45_000, 100_000):
 def strictly(k):
     with koila.micro_batch(16), koila.strict() if rank == 0 else contextlib.nullcontext():
         yield
-calls = []
+calls, divides_at = [], 5
 @koila.opaque
 def divides(t):
     calls.append(1)
-    if rank == 1 and len(calls) > 5:
+    if rank == 1 and len(calls) > divides_at:
         raise ZeroDivisionError("on purpose")
     return t * 1
 check(("GatherError", ""), ("KoilaError", "another rank"), settings=strictly, after=lambda t: t.sort(0).values)
 check(("StaleValueError", "written since"), ("KoilaError", "another rank"), look=lambda loss, given: given.add_(1) if rank == 0 else None)
 check(("KoilaError", "in the middle"), ("ZeroDivisionError", "on purpose"), settings=lambda k: koila.micro_batch(16), after=divides)
+calls.clear()
+divides_at = 1                                                                              # both at once: the one out of memory does not try again alone
+check(("OutOfMemory", ""), ("ZeroDivisionError", "on purpose"), settings=lambda k: room(60_000, 8_000_000), after=divides)
 check(equal(1))                                                                             # and nothing is left behind
 """
 
