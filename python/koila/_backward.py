@@ -160,12 +160,13 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before. `create`: the gradients have a graph behind them, which goes on."""
-    hooked = any(_has_hooks(leaf) for leaf in leaves)
+    ends = [_sharded.ends_in(leaf) for leaf in leaves]
+    hooked = any(_has_hooks(t) for t in ends)
     with torch.no_grad():
         for i, leaf in enumerate(leaves if not create else ()):
             gradients[i] = _own_layout(leaf, gradients[i])
-        contents = [leaf.grad.detach().clone() if hooked and leaf.grad is not None else None for leaf in leaves]
-        before = [leaf.grad for leaf in leaves]
+        contents = [t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends]
+        before = [t.grad for t in ends]
         one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)
@@ -173,8 +174,9 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
     try:
         _original((root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
-        for leaf, grad, old in zip(leaves, before, contents):
-            leaf.grad = grad
+        for leaf, end, grad, old in zip(leaves, ends, before, contents):
+            leaf.grad = None
+            end.grad = grad
             if grad is not None and old is not None:
                 with torch.no_grad():
                     grad.copy_(old)

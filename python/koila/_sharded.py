@@ -226,7 +226,13 @@ def _leaf(parameter: Any) -> torch.Tensor:
             hook(p)
 
     leaf.register_post_accumulate_grad_hook(hand_on)
+    leaf._koila_parameter = parameter  # type: ignore[attr-defined]
     return leaf
+
+
+def ends_in(leaf: torch.Tensor) -> Any:
+    """The tensor in whose `.grad` a leaf's gradient ends: itself, or the sharded parameter that it is a part of."""
+    return getattr(leaf, "_koila_parameter", leaf)
 
 
 def gradients(parameters: Sequence[Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
