@@ -15,7 +15,7 @@ parameters); gradients of lazy tensors stay lazy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,24 +129,27 @@ def _any_lazy(values: Sequence[Any]) -> bool:
     return any(_core.is_lazy(v) for v in values if isinstance(v, torch.Tensor))
 
 
-def _quiet_hooks(leaves: Sequence[torch.Tensor]) -> list[tuple[Any, dict[int, Any]]]:
-    """Take the tensor hooks of real leaves away; returns what _wake_hooks needs."""
+BEFORE, AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def quiet_hooks(tensors: Iterable[torch.Tensor], kind: str) -> list[tuple[Any, dict[int, Any]]]:
+    """Take the hooks of that kind away from real tensors; returns what wake_hooks needs."""
     saved = []
-    for leaf in leaves:
-        hooks = leaf._backward_hooks
-        if hooks and not _core.is_lazy(leaf):
+    for t in tensors:
+        hooks = getattr(t, kind, None)
+        if hooks and not _core.is_lazy(t):
             saved.append((hooks, dict(hooks)))
             hooks.clear()
     return saved
 
 
-def _wake_hooks(saved: list[tuple[Any, dict[int, Any]]]) -> None:
+def wake_hooks(saved: list[tuple[Any, dict[int, Any]]]) -> None:
     for hooks, kept in saved:
         hooks.update(kept)
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:
-    return bool(leaf._backward_hooks) or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+    return bool(leaf._backward_hooks) or bool(getattr(leaf, AFTER, None))
 
 
 def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -188,9 +191,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
 def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of leaves, let into empty `.grad`s and taken out again."""
     before = [leaf.grad for leaf in leaves]
-    after_hooks = [(h, dict(h)) for leaf in leaves if (h := getattr(leaf, "_post_accumulate_grad_hooks", None)) and not _core.is_lazy(leaf)]
-    for hooks, _ in after_hooks:
-        hooks.clear()
+    after_hooks = quiet_hooks(leaves, AFTER)
     outer, _depth.accumulating = _depth.accumulating, [*_depth.accumulating, *leaves]
     try:
         for leaf in leaves:
@@ -201,7 +202,7 @@ def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: b
         _depth.accumulating = outer
         for leaf, grad in zip(leaves, before):
             leaf.grad = grad
-        _wake_hooks(after_hooks)
+        wake_hooks(after_hooks)
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -209,7 +210,7 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor], reentrant: bool) -> _Pairs | None:
     """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer step."""
-    saved = _quiet_hooks(leaves)
+    saved = quiet_hooks(leaves, BEFORE)
     if not _depth.level:
         _depth.callbacks = []
     _depth.level += 1
@@ -227,7 +228,7 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
     finally:
         _depth.level -= 1
         _depth.nested = outer_nested
-        _wake_hooks(saved)
+        wake_hooks(saved)
         if not _depth.level:
             _depth.hide()
     own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]

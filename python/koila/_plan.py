@@ -274,14 +274,14 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
             leaves, reentrant = _backward._leaves([loss])
             if reentrant:  # such a checkpoint runs inside backward() only: the forward is what can be told
                 continue
-            hooks = _backward._quiet_hooks(leaves)
+            hooks = _backward.quiet_hooks(leaves, _backward.BEFORE)
             _special.effects_count = False
             try:
                 with UndoWrites():
                     found = _backward._original((loss,), (torch.ones_like(loss),), True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
             finally:
                 _special.effects_count = True
-                _backward._wake_hooks(hooks)
+                _backward.wake_hooks(hooks)
             out += [g for g in found if g is not None and _core.is_lazy(g)]
     return out
 

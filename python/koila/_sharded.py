@@ -237,10 +237,10 @@ def ends_in(leaf: torch.Tensor) -> Any:
 
 def gradients(parameters: Sequence[Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Backward of one slice through a sharded module: the gradients of `inputs`, then of this rank's part of every parameter, reduced over the ranks.
-    `.grad` of the parameters is as before."""
-    from ._backward import _original
+    `.grad` of the parameters is as before, and their hooks, which FSDP would call, wait for the end of the step."""
+    from ._backward import AFTER, _original, quiet_hooks, wake_hooks
 
-    before = [p.grad for p in parameters]
+    before, after_hooks = [p.grad for p in parameters], quiet_hooks(parameters, AFTER)
     try:
         for p in parameters:
             p.grad = None
@@ -248,5 +248,6 @@ def gradients(parameters: Sequence[Any], pairs: Sequence[tuple[torch.Tensor, tor
         with torch.no_grad():
             return [*(t.grad for t in inputs), *(None if p.grad is None else p.grad.to_local() for p in parameters)]
     finally:
+        wake_hooks(after_hooks)
         for p, grad in zip(parameters, before):
             p.grad = grad

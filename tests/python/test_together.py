@@ -248,6 +248,52 @@ def test_ranks_that_would_cut_a_sharded_module_differently_or_of_which_one_fails
     two_processes(APART)
 
 
+def test_hooks_of_sharded_parameters_run_once_and_one_that_raises_leaves_the_gradients_as_they_were():
+    run_python(
+        """
+        import os, torch, koila
+        import torch.distributed as dist
+        from torch import nn
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        net = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh=init_device_mesh("cpu", (1,)))
+        model = koila.opaque(net)
+
+        seen = []
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone())) for p in net.parameters()]
+        with koila.micro_batch(4):
+            model(koila.lazy(torch.ones(16, 8))).sum().backward()
+        assert len(seen) == 4 and all(any(torch.equal(p.grad.full_tensor(), g) for g in seen) for p in net.parameters())  # once a step, with the sum
+        for hook in hooks:
+            hook.remove()
+
+        def raises(p):
+            p.grad.mul_(2)
+            raise ValueError("of the user's")
+
+        for parameter in list(net.parameters()):  # whichever comes last
+            for p in net.parameters():
+                p.grad = None
+            with koila.micro_batch(4):
+                model(koila.lazy(torch.ones(16, 8))).sum().backward()
+                before = [p.grad for p in net.parameters()]
+                values = [g.full_tensor().clone() for g in before]
+                hook = parameter.register_post_accumulate_grad_hook(raises)
+                try:
+                    model(koila.lazy(torch.ones(16, 8))).sum().backward()
+                except ValueError as e:
+                    assert "of the user's" in str(e)
+                else:
+                    raise SystemExit("nothing raised")
+            hook.remove()
+            assert all(p.grad is g and torch.equal(g.full_tensor(), v) for p, g, v in zip(net.parameters(), before, values))
+        dist.destroy_process_group()
+        """
+    )
+
+
 COLLECTIVES = """
 import warnings
 warnings.simplefilter("ignore")                                        # some of the names have newer ones
