@@ -85,7 +85,22 @@ def test_gpt2_with_its_own_loss_equals_eager_to_float32():
 
 # ---- batch norm in training mode: statistics couple all rows
 
+
+
+class PatchTokens(nn.Module):
+    """A convolution and a batch norm in front of a transformer (LeViT and its like): the gradient comes back through a transposition, and in a slice of one row its
+    strides no longer tell torch's kernel the order it lies in."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).amax(1)
+
+
 NORMED = {
+    "patch-tokens": (PatchTokens, images()),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d), images()),
     "convnet-batchnorm-no-affine": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, affine=False)), images()),
     "convnet-batchnorm-no-running-stats": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, track_running_stats=False)), images()),

@@ -220,6 +220,22 @@ def test_4_values_in_the_middle():
     check(body)
 
 
+def test_4_a_conjugate_read_in_the_middle():
+    """`.item()` and its like run inside `__torch_dispatch__`, where torch ignores the flag that makes a view a conjugate, or negative, one."""
+
+    def body(model, x, y, wrap):
+        f = torch.fft.rfft(model(x), dim=1)
+        power = f * f.conj()
+        lag = torch.topk(torch.fft.irfft(power * torch.fft.rfft(x[:, :4], dim=1).conj(), n=4, dim=1).mean(0), 2)[1]
+        v = [f.conj()[0, 1].item(), power[1, 1].item(), f.conj().imag[2, 1].item()]
+        at = torch.nonzero(f.conj().imag[:, 1] > -f.real[:, 0].abs())[:, 0]
+        loss = (model(x)[:, lag[0]] * v[0].imag + v[1].real + v[2]).sum() + power.real.mean()
+        loss.backward()
+        return {"loss": loss, "lag": lag, "values": torch.tensor(v), "at": at}
+
+    check(body)
+
+
 def test_4_python_protocols():
     x = torch.arange(12.0).reshape(6, 2)
     h = lazy(x) * 2
