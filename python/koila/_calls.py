@@ -18,7 +18,8 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1]).copy_(t)
+    """A copy of `t`, of any sizes, with the strides of `meta`."""
+    return torch.empty_strided(t.size(), meta[3], dtype=meta[0], device=meta[1]).copy_(t)
 
 
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
