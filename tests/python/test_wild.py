@@ -282,6 +282,34 @@ def test_5_a_loss_added_up_in_a_real_zero():
     compare_programs(program, B, tol=1e-11, split=False)
 
 
+def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
+    """The first `+=` makes small values that are held concrete: the rows that the second reads are all known by then."""
+
+    def program(wrap):
+        model = net()
+        x, y = wrap(*xy())
+        total, rows, labels = torch.zeros((), dtype=D), x.sin().reshape(-1, 5), y.view(-1) * 1
+        for k in range(2):
+            total += F.cross_entropy(model(rows) * (k + 1), labels)
+        total.backward()
+        return {"value:total": plain(total), **model_state(model)}
+
+    compare_programs(program, B, slices=("even", "one"))
+    assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
+
+
+def test_5_a_batch_that_was_looked_at_is_still_cut():
+    def body(model, x, y, wrap):
+        x = x / 2
+        seen = x.numpy().sum()
+        loss = model(x).square().mean()
+        loss.backward()
+        return {"loss": loss, "seen": torch.tensor(seen)}
+
+    check(body, split=True, slices=("even", "one"))
+    assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
+
+
 @pytest.mark.parametrize("start", ["torch.zeros(())", "torch.tensor(0.0)", "torch.zeros_like(w.sum())", "torch.empty(1).zero_()", "0"])
 def test_5_other_real_starts(start):
     def body(model, x, y, wrap):
