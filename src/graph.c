@@ -130,6 +130,16 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
     return KOILA_OK;
 }
 
+/* The first dimension of a value that is as large as an axis, the newest axis first. */
+static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis, uint32_t *dim)
+{
+    const koila_meta_info *m = koila__meta(g->table, meta);
+    for (uint32_t a = g->axes.n; a-- > 0;)
+        for (uint32_t d = 0; d < m->n_dims; d++)
+            if (g->axes.at[a] > 1 && m->size[d] == g->axes.at[a]) return *axis = (uint16_t)a, *dim = d, true;
+    return false;
+}
+
 koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known, const koila_allocator *mem,
                                  koila_graph **out, koila_value *value_of, koila_node *node_from)
 {
@@ -159,7 +169,11 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
         uint32_t id;
         status = koila_graph_line(part, koila_text(g->table, g->lines.at[l].file), g->lines.at[l].number, &id);
     }
-    /* leaves first, then nodes: both in recorded order */
+    /* Leaves first, then nodes: both in recorded order. When everything that came from a batch is known, the known values are the batch (any slice of a whole value is
+     * sound); as plain leaves they would leave nothing to cut: `total = torch.zeros(()); total += loss_1; total += loss_2` read all the rows that loss_2 needs. */
+    bool has_batch = false;
+    for (uint32_t v = 0; v < g->values.n; v++)
+        has_batch |= value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE && g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
     koila_value inputs_few[16], *inputs = inputs_few;
     uint32_t n_inputs_max = KOILA_COUNT(inputs_few);
     for (uint32_t v = 0; v < g->values.n && status == KOILA_OK; v++) {
@@ -167,7 +181,11 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
         const bool is_known = known && known[v] && info->node != KOILA_NONE;
         if (value_of[v] != NEEDED || !(info->node == KOILA_NONE || is_known)) continue;
         const char *name = koila_graph_leaf_name(g, v);
-        status = koila_graph_leaf(part, info->meta, is_known ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind, info->axis, info->dim, *name ? name : NULL, &value_of[v]);
+        koila_leaf_kind kind = is_known ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind;
+        uint16_t axis = info->axis;
+        uint32_t dim = info->dim;
+        if (is_known && !has_batch && along_an_axis(g, info->meta, &axis, &dim)) kind = KOILA_LEAF_BATCH;
+        status = koila_graph_leaf(part, info->meta, kind, axis, dim, *name ? name : NULL, &value_of[v]);
     }
     for (uint32_t n = 0; n < g->nodes.n && status == KOILA_OK; n++) {
         if (node_from[n] == UNNEEDED) continue;

@@ -361,6 +361,46 @@ bool koila__rule_diagonal_backward(koila__case *c)
     return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
 }
 
+/* x's other dimensions lie dense, without gaps, inside one entry of dimension d, which is the outermost in memory: elements of an entry; 0: not so. */
+static int64_t dense_entry(const koila_meta_info *x, uint32_t d)
+{
+    int64_t n = 1;
+    for (uint32_t left = 0, i; left < x->n_dims; left++) {
+        for (i = 0; i < x->n_dims && (i == d || x->size[i] == 1 || x->stride[i] != n); i++) {}
+        if (i == x->n_dims) break;
+        if (!mul_to(&n, x->size[i])) return 0;
+    }
+    uint64_t all = (uint64_t)n * (uint64_t)x->size[d];
+    return all == x->n_elements && x->stride[d] == n ? n : 0;
+}
+
+/* as_strided(x, size, stride, offset): it addresses x's memory. A block of `inner` rows is `unit` elements there, one after the other; when the result, too, has a block of
+ * rows each `unit` elements and looks nowhere else from it, a slice of x is the memory of a slice of the result. (Adaptive pooling of channels_last images ends in one.) */
+bool koila__rule_as_strided(koila__case *c)
+{
+    const koila_arg *sizes = koila__arg(c, 1);
+    int64_t offset, unit;
+    if (koila__any_p(c)) return passes_p(c);
+    if (c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_int(c, 3, 0, &offset) || offset < 0) return false;
+    const koila_placement p = c->in[0];
+    const koila_meta_info *in = c->in_meta[0], *out = c->out_meta[0];
+    if (!sizes || sizes->kind != KOILA_ARG_LIST || sizes->n != out->n_dims || p.outer < 1 || !in->n_elements || !out->n_elements) return false;
+    unit = dense_entry(in, p.dim);
+    if (!unit || !mul_to(&unit, p.inner)) return false;
+    for (uint32_t d = 0; d < out->n_dims; d++) {
+        if (out->stride[d] < 1 || unit % out->stride[d]) continue;
+        const koila_placement q = koila__s(c, d, p.outer, unit / out->stride[d]);
+        int64_t last = offset + (q.inner - 1) * out->stride[d];
+        if (!koila__fits(c, q, out)) continue;
+        for (uint32_t i = 0; i < out->n_dims; i++)
+            if (i != d) last += (out->size[i] - 1) * out->stride[i];
+        if (last >= unit) continue;
+        c->out[0] = q;
+        return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
+    }
+    return false;
+}
+
 /* unfold_backward(grad, sizes, dim, size, step): the window is the last dimension of grad */
 bool koila__rule_unfold_backward(koila__case *c)
 {

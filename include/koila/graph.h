@@ -212,7 +212,7 @@ KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node 
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
 /** The part of `g` that makes `targets`, with the values whose known[v] is nonzero as REAL leaves instead of being made (BATCH leaves stay; `known`
- *  may be NULL). Ids are dense and decided by the part alone, so equal steps give equal graphs and hashes whatever else was recorded around them.
+ *  may be NULL). Where no BATCH leaf is left, known values as large as an axis along a dimension are the BATCH leaves. Ids are dense and decided by the part alone, so equal steps give equal graphs and hashes whatever else was recorded around them.
  *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of *out entries are the nodes of g they come from.
  *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the two arrays are then in no particular state. */
 KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known,

@@ -109,14 +109,15 @@ static PyObject *ints(const koila__arg_fix *f)
     return list;
 }
 
-/* `base` with the strides it was recorded with, for as_strided: itself, unless an element would lie elsewhere; then a copy. New reference. */
+/* `base`, or a slice of it, with the strides it was recorded with, for as_strided: itself, unless an element would lie elsewhere; then a copy. New reference.
+ * (A slice has them too: what is sliced through as_strided has its rows outermost in memory.) */
 static PyObject *as_recorded(PyObject *base, koila_meta recorded)
 {
     koila_meta now;
     if (koila__meta_of(base, &now) < 0) return NULL;
     const koila_meta_info *a = koila_meta_get(koila__table, now), *b = koila_meta_get(koila__table, recorded);
     bool same = a->dtype == b->dtype && a->n_dims == b->n_dims;
-    for (uint32_t d = 0; same && d < a->n_dims; d++) same = a->size[d] == b->size[d] && (a->size[d] == 1 || a->stride[d] == b->stride[d]);
+    for (uint32_t d = 0; same && d < a->n_dims; d++) same = a->size[d] == 1 || a->stride[d] == b->stride[d];
     if (same) return Py_NewRef(base);
     PyObject *f = koila__helper("with_strides"), *meta = f ? koila__meta_object(recorded) : NULL;
     PyObject *r = meta ? PyObject_CallFunctionObjArgs(f, base, meta, NULL) : NULL;
@@ -190,7 +191,7 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
             }
     }
     if (t->strided) { /* recorded offsets count from the base's first element */
-        PyObject *self = fix && fix->n_fix ? Py_NewRef(args[0]) : as_recorded(args[0], s->inputs[0]);
+        PyObject *self = as_recorded(args[0], s->inputs[0]);
         if (!self) goto done;
         PyObject *zero = PyObject_CallMethod(self, "storage_offset", NULL), *sum = NULL;
         if (zero && s->n_pos > 3 && PyLong_Check(args[3])) sum = PyNumber_Add(zero, args[3]);
@@ -240,11 +241,10 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
         if (!in) return PyErr_NoMemory(), -1;
         for (uint32_t i = 0; i < s->n_inputs; i++) in[i] = Py_NewRef(inputs[i]);
         bool ok = s->n_writes <= 64;
-        uint32_t first_link = 0;
-        for (uint32_t w = 0; w < s->n_writes && ok; first_link += s->writes[w++].n_links) {
+        for (uint32_t w = 0; w < s->n_writes && ok; w++) {
             const koila_write *write = &s->writes[w];
             const template *first = write->n_links ? template_of(write->links[0].sig) : NULL;
-            const bool recorded = first && first->strided && !(link_fix && link_fix[first_link].n_fix); /* a copy made on the way would take the write with it */
+            const bool recorded = first && first->strided; /* a copy made on the way would take the write with it */
             bases[w] = recorded ? as_recorded(inputs[write->input], koila_sig_get(koila__table, write->links[0].sig)->inputs[0]) : Py_NewRef(inputs[write->input]);
             n_bases = w + 1;
             if (bases[w] && recorded) Py_SETREF(in[write->input], Py_NewRef(bases[w]));

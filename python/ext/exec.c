@@ -466,6 +466,37 @@ static void work_for_line(const exec *x, koila_node n)
     if (recorded != KOILA_NONE) koila__memlab_work.path = koila__nodes_path_of_captured(x->tape->uid, x->node_from[recorded]);
 }
 
+/* The stride of a dimension of size 1 says nothing, but some of torch's kernels guess the memory order from it: batch norm's backward on the CPU takes a gradient
+ * f64[1, 3, 6, 6]{3, 1, 18, 3} for one of x's order, and is silently wrong. `view` invents such strides, in a slice of one row where the program had many: there
+ * the rows are put outermost again. */
+static int one_row_outermost(const koila_table *table, const koila_sig_info *s, PyObject **view)
+{
+    const char *name = koila_op_name(table, s->op);
+    if (strcmp(name, "aten::view") != 0 && strcmp(name, "aten::_unsafe_view") != 0) return 0;
+    const koila_meta_info *recorded = koila_meta_get(table, s->outputs[0]), *now;
+    koila_meta meta;
+    if (koila__meta_of(*view, &meta) < 0) return -1;
+    now = koila_meta_get(table, meta);
+    int64_t stride[KOILA_MAX_DIMS], end = 1;
+    bool moved = false;
+    for (uint32_t d = 0; d < now->n_dims; d++)
+        if (now->size[d] > 1 && now->size[d] * now->stride[d] > end) end = now->size[d] * now->stride[d];
+    for (uint32_t d = 0; d < now->n_dims; d++) {
+        const bool row = now->size[d] == 1 && recorded->size[d] > 1 && now->stride[d] < end;
+        stride[d] = row ? end : now->stride[d];
+        moved |= row;
+    }
+    if (!moved) return 0;
+    PyObject *size = dims_tuple(now->size, now->n_dims), *strides = dims_tuple(stride, now->n_dims);
+    PyObject *r = size && strides ? PyObject_CallFunctionObjArgs(koila__torch.as_strided, *view, size, strides, NULL) : NULL;
+    Py_XDECREF(size);
+    Py_XDECREF(strides);
+    if (!r) return -1;
+    Py_SETREF(*view, r);
+    return 0;
+}
+
+
 static int run_node(exec *x, const koila_instr *in, bool in_loop)
 {
     const koila_node n = in->id;
@@ -553,6 +584,10 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     }
     if (koila__lines_enabled) work_for_line(x, n);
     if (koila__call(info.sig, inputs, fix.n_fix ? &fix : NULL, n_links ? link_fix : NULL, outputs) < 0) goto done;
+    if (in_loop && x->end - x->begin == 1 && x->batch > 1 && one_row_outermost(x->table, s, outputs) < 0) {
+        Py_DECREF(outputs[0]);
+        goto done;
+    }
 made_outputs:
     for (uint32_t i = 0; i < n_adapts; i++)
         if (adapts[i].kind == KOILA_ADAPT_SCALE && outputs[adapts[i].output] && x->end - x->begin != x->batch) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from ._torch import torch
+from ._torch import ViewFlags, torch
 from . import _core
 from ._errors import UnsupportedError
 from ._tensor import LazyTensor, plain
@@ -18,7 +18,8 @@ def is_dense(t: torch.Tensor) -> bool:
 
 
 def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1]).copy_(t)
+    """A copy of `t`, of any sizes, with the strides of `meta`."""
+    return torch.empty_strided(t.size(), meta[3], dtype=meta[0], device=meta[1]).copy_(t)
 
 
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
@@ -39,14 +40,16 @@ def empty_like_exactly(t: torch.Tensor) -> torch.Tensor:
 
 
 def enter_modes() -> Any:
-    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python. They end when the result dies."""
+    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python, conjugate views resolved. They end when the result dies."""
     return _Guards()
 
 
 class _Guards:
-    __slots__ = ("below", "cast", "python")
+    __slots__ = ("below", "cast", "flags", "python")
 
     def __init__(self) -> None:
+        self.flags = ViewFlags()
+        self.flags.__enter__()
         self.below = torch._C._AutoDispatchBelowAutograd()
         self.cast = torch._C._DisableAutocast()
         self.python = torch._C._DisableTorchDispatch()
@@ -55,6 +58,7 @@ class _Guards:
         self.python = None
         self.cast = None
         self.below = None
+        self.flags.__exit__()
 
 
 def map_tensors(f: Callable[[torch.Tensor], Any], x: Any) -> Any:
@@ -97,7 +101,8 @@ def redispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
     a, k = map_call(plain, args, kwargs)
-    return func(*a, **k)
+    with ViewFlags():
+        return func(*a, **k)
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> None:
@@ -136,7 +141,8 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
         return plain(t)
 
     a, k = map_call(real, args, kwargs)
-    result = func(*a, **k)
+    with ViewFlags():
+        result = func(*a, **k)
     if isinstance(result, torch.ScriptObject):
         result = _waited(result)
     elif isinstance(result, tuple):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from . import _core
+from ._torch import ViewFlags, torch
 
 
 class _Guards:
-    """Below autograd, no autocast, no torch functions, while the object lives. Autograd keys are excluded from construction on."""
+    """Below autograd, no autocast, no torch functions, conjugate views resolved, while the object lives. Autograd keys are excluded from construction on."""
 
-    __slots__ = ("_autocast", "_below", "_functions", "_grad")
+    __slots__ = ("_autocast", "_below", "_flags", "_functions", "_grad")
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()  # calls set the mode that each was recorded in
+        self._flags = ViewFlags()
+        self._flags.__enter__()
         self._below = torch._C._AutoDispatchBelowAutograd()
         self._functions = torch._C.DisableTorchFunctionSubclass()
         self._autocast = []
@@ -25,6 +26,8 @@ class _Guards:
                 self._autocast.append(device)
 
     def __del__(self) -> None:
+        self._functions = self._below = None
+        self._flags.__exit__()
         torch._C._set_grad_enabled(self._grad)
         for device in self._autocast:
             torch.set_autocast_enabled(device, True)

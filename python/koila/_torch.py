@@ -36,3 +36,27 @@ def second_owner_adds_reference() -> bool:
         before, owners = sys.getrefcount(alone), alone._use_count()
         keep = alone * t  # autograd saves `alone` for the gradient of t
         return owners == 1 and alone._use_count() == 2 and sys.getrefcount(alone) == before + 1 and keep is not None
+
+
+_SEEN_ABOVE = tuple(getattr(torch._C.DispatchKey, k) for k in ("Conjugate", "Negative", "ZeroTensor"))
+
+
+class ViewFlags:
+    """A conjugate or negative view is a flag on the tensor, which torch resolves above `__torch_dispatch__` and ignores inside it. Within this context it is resolved there too."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        ignored = [k for k in _SEEN_ABOVE if torch._C._dispatch_tls_local_exclude_set().has(k)]
+        self._guard = None
+        if ignored:
+            rest = torch._C._dispatch_tls_local_exclude_set()
+            for k in ignored:
+                rest = rest.remove(k)
+            self._guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), rest)
+            self._guard.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None

@@ -635,6 +635,12 @@ class Run:
                     return [torch.ops.aten.squeeze.dims(pos[0], [d for d in named if m[d] == 1])]
         if name in ("aten::view", "aten::_unsafe_view"):
             out = pos[0].reshape(pos[1])
+        elif name == "aten::as_strided":  # of memory as it was recorded, counted from its first element: as the executor does
+            m = lib.koila_meta_get(self.r.g.table, u32(sig.inputs[0])).contents
+            base, strides = pos[0], [m.stride[d] for d in range(m.n_dims)]
+            if any(n > 1 and a != b for n, a, b in zip(base.shape, base.stride(), strides)):
+                base = torch.empty_strided(base.shape, strides, dtype=base.dtype).copy_(base)
+            out = base.as_strided(pos[1], pos[2], base.storage_offset() + (pos[3] if len(pos) > 3 and pos[3] else 0))
         else:
             out = self.func(name)(*pos, **kw)
         out = [out] if isinstance(out, torch.Tensor) or out is None else list(out)

@@ -301,6 +301,9 @@ def own_samples():
     yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
     yield lambda: F.bilinear(r(5, 3, dtype=d, requires_grad=True), r(5, 2, dtype=d, requires_grad=True), r(4, 3, 2, dtype=d, requires_grad=True)).sum().backward()
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
+    yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [5, 2, 4], [6, 2, 1])  # windows that overlap, each in its row
+    yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [2, 5, 5], [1, 6, 0])
+    yield lambda: A.as_strided(r(30, dtype=d), [5, 6, 1], [6, 1, 1])
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
     for mode in ("nearest", "trilinear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x3, scale_factor=2, mode=mode).sum().backward()

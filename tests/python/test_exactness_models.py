@@ -85,7 +85,22 @@ def test_gpt2_with_its_own_loss_equals_eager_to_float32():
 
 # ---- batch norm in training mode: statistics couple all rows
 
+
+
+class PatchTokens(nn.Module):
+    """A convolution and a batch norm in front of a transformer (LeViT and its like): the gradient comes back through a transposition, and in a slice of one row its
+    strides no longer tell torch's kernel the order it lies in."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).amax(1)
+
+
 NORMED = {
+    "patch-tokens": (PatchTokens, images()),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d), images()),
     "convnet-batchnorm-no-affine": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, affine=False)), images()),
     "convnet-batchnorm-no-running-stats": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, track_running_stats=False)), images()),
@@ -108,6 +123,37 @@ def test_a_resnet_of_20_batchnorms_equals_eager():
 
 def test_batchnorm_in_eval_mode_does_not_touch_its_statistics():
     compare(lambda: ResNet(stages=(1, 1)).double().eval(), images(), ce, gather_bytes_per_row=ACTIVATION)
+
+
+def test_pooling_of_channels_last_images_is_sliced():
+    """It ends in `as_strided_`, and its gradient is a copy through `as_strided` into zeros: each row of it is a slice's own."""
+
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 6, 1), nn.Flatten(), nn.Linear(6, 5)).double()
+
+    def loss(model, x, y):
+        ce(model, x.contiguous(memory_format=torch.channels_last), y)  # a step whose loss nobody asks for
+        return ce(model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last), y)
+
+    compare(make, images(), loss, gather_bytes_per_row=0)
+    assert koila.last_plan().replay_ratio <= 1.0
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda h: h.as_strided((B, 2, 4), (6, 2, 1)),  # windows that overlap, each in its row
+        lambda h: h.as_strided((4, B), (1, 6), 1),
+        lambda h: h.t().as_strided((B, 3, 2), (6, 1, 3)),
+        lambda h: h.as_strided((B, 6), (5, 1)),  # rows that overlap: gathered
+        lambda h: h[1:].as_strided((B - 2, 6), (6, 1), 6),
+    ],
+)
+def test_as_strided_equals_eager(f):
+    def loss(model, x, y):
+        return f(model(x)).sin().square().mean()
+
+    compare(lambda: nn.Linear(5, 6).double(), rows_of(5), loss)
 
 
 # ---- other axes and shapes of batch

@@ -220,6 +220,22 @@ def test_4_values_in_the_middle():
     check(body)
 
 
+def test_4_a_conjugate_read_in_the_middle():
+    """`.item()` and its like run inside `__torch_dispatch__`, where torch ignores the flag that makes a view a conjugate, or negative, one."""
+
+    def body(model, x, y, wrap):
+        f = torch.fft.rfft(model(x), dim=1)
+        power = f * f.conj()
+        lag = torch.topk(torch.fft.irfft(power * torch.fft.rfft(x[:, :4], dim=1).conj(), n=4, dim=1).mean(0), 2)[1]
+        v = [f.conj()[0, 1].item(), power[1, 1].item(), f.conj().imag[2, 1].item()]
+        at = torch.nonzero(f.conj().imag[:, 1] > -f.real[:, 0].abs())[:, 0]
+        loss = (model(x)[:, lag[0]] * v[0].imag + v[1].real + v[2]).sum() + power.real.mean()
+        loss.backward()
+        return {"loss": loss, "lag": lag, "values": torch.tensor(v), "at": at}
+
+    check(body)
+
+
 def test_4_python_protocols():
     x = torch.arange(12.0).reshape(6, 2)
     h = lazy(x) * 2
@@ -264,6 +280,34 @@ def test_5_a_loss_added_up_in_a_real_zero():
         return out | model_state(model)
 
     compare_programs(program, B, tol=1e-11, split=False)
+
+
+def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
+    """The first `+=` makes small values that are held concrete: the rows that the second reads are all known by then."""
+
+    def program(wrap):
+        model = net()
+        x, y = wrap(*xy())
+        total, rows, labels = torch.zeros((), dtype=D), x.sin().reshape(-1, 5), y.view(-1) * 1
+        for k in range(2):
+            total += F.cross_entropy(model(rows) * (k + 1), labels)
+        total.backward()
+        return {"value:total": plain(total), **model_state(model)}
+
+    compare_programs(program, B, slices=("even", "one"))
+    assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
+
+
+def test_5_a_batch_that_was_looked_at_is_still_cut():
+    def body(model, x, y, wrap):
+        x = x / 2
+        seen = x.numpy().sum()
+        loss = model(x).square().mean()
+        loss.backward()
+        return {"loss": loss, "seen": torch.tensor(seen)}
+
+    check(body, split=True, slices=("even", "one"))
+    assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
 
 
 @pytest.mark.parametrize("start", ["torch.zeros(())", "torch.tensor(0.0)", "torch.zeros_like(w.sum())", "torch.empty(1).zero_()", "0"])
