@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
 from . import _backward, _core, _cuda
-from ._budget import _bytes, readable
+from ._budget import _Amount, _bytes, readable
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
@@ -202,7 +202,7 @@ def plan(
     step: Callable[..., Any],
     *inputs: Any,
     batch: Any = 0,
-    budget: Any = None,
+    budget: _Amount = None,
     device: str | os.PathLike[str] | torch.device | None = None,
     micro_batch: int | None = None,
     optimizer: str = "none",

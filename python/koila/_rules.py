@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils import _pytree as pytree
@@ -75,6 +75,7 @@ class _Call:
         return pytree.tree_unflatten([next(rest) if t else None for t in there], structure)
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
 _library: Any = None
@@ -255,6 +256,10 @@ class OpaqueModule(torch.nn.Module):
         return OpaqueModule, (self.module,)
 
 
+@overload
+def opaque(fn: torch.nn.Module) -> OpaqueModule: ...
+@overload
+def opaque(fn: _F) -> _F: ...
 def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Run a module or a function as it is, on real slices of the batch, forward and backward: compiled modules, fully sharded ones (FSDP), custom
     kernels.

@@ -61,9 +61,11 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     ahead = koila.plan(step, loss, device="h100-80gb", optimizer="adamw")
     assert_type(ahead.fits, bool)
     koila.plan(step, loss, optimiser="adamw")  # type: ignore[call-arg]
+    koila.plan(step, loss, budget={"cpu": 1})  # type: ignore[arg-type]
     koila.register_rule("mine::op", "S0 -> S0")
     try:
-        koila.opaque(torch.nn.Linear(2, 2))
+        list(koila.opaque(torch.nn.Linear(2, 2)).parameters())
+        assert_type(koila.opaque(decorated)(1), str)
     except koila.OutOfMemory as error:
         assert_type(error.missing_bytes, int)
 
