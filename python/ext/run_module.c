@@ -460,7 +460,7 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
-    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last) -> dict" },
+    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, torch_version) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
     { "ranks_of", py_ranks_of, METH_O, "ranks_of(lazies) -> koila._sharded.Ranks or None: who makes the sharded calls that they need too." },

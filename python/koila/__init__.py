@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from . import _torch  # noqa: F401  refuses a torch that is missing or too old
 
 if TYPE_CHECKING:
-    from ._budget import budget, micro_batch, set_budget, strict
-    from ._errors import GatherError, KoilaError, OutOfMemory, StaleValueError, UnsupportedError
-    from ._lazy import lazy, run
-    from ._plan import Plan, explain, last_plan
-    from ._predict import measure_device, plan
-    from ._rules import opaque, register_rule
-    from ._tensor import LazyTensor
+    from ._budget import budget as budget, micro_batch as micro_batch, set_budget as set_budget, strict as strict
+    from ._errors import GatherError as GatherError, KoilaError as KoilaError, OutOfMemory as OutOfMemory
+    from ._errors import StaleValueError as StaleValueError, UnsupportedError as UnsupportedError
+    from ._lazy import lazy as lazy, run as run
+    from ._plan import Plan as Plan, explain as explain, last_plan as last_plan
+    from ._predict import measure_device as measure_device, plan as plan
+    from ._rules import opaque as opaque, register_rule as register_rule
+    from ._tensor import LazyTensor as LazyTensor
+
+    __version__: str
 
 # name -> the module it lives in: the one list of what koila offers
 _HOME = {
@@ -45,7 +48,7 @@ _HOME = {
 __all__ = list(_HOME)  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
+def _get(name: str) -> Any:
     if name == "__version__":
         from . import _core
 
@@ -57,6 +60,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module("." + _HOME[name], __name__), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a type checker is to object to names that are not there
+    __getattr__ = _get
 
 
 def __dir__() -> list[str]:

@@ -22,9 +22,9 @@ import torch
 from torch.autograd import graph as _graph
 
 from . import _core, _lazy, _sharded
+from ._torch import GRAD
 
 _original = _graph._engine_run_backward
-_grad = torch._C.TensorBase.grad  # torch.Tensor's is guarded: `.grad` of a plain tensor is plain, but for what _Depth shows
 
 
 class _HandOver(torch.autograd.Function):
@@ -47,7 +47,8 @@ class _HandOver(torch.autograd.Function):
 
 class _Depth:
     """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its real leaves' gradients are collected here, for the outer step. Whoever runs a
-    nested backward may read `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends it is there to be seen, lazy."""
+    nested backward may read `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends it is there to be seen, lazy
+    (GRAD: torch.Tensor's own is guarded, `.grad` of a plain tensor is plain)."""
 
     def __init__(self) -> None:
         self.level = 0
@@ -61,13 +62,13 @@ class _Depth:
             return
         self.shown.append((weakref.ref(leaf), leaf.grad))
         with torch.no_grad():
-            _grad.__set__(leaf, gradient if leaf.grad is None else leaf.grad + gradient)
+            GRAD.__set__(leaf, gradient if leaf.grad is None else leaf.grad + gradient)
 
     def hide(self) -> None:
         for ref, before in reversed(self.shown):
             leaf = ref()
             if leaf is not None:
-                _grad.__set__(leaf, before)
+                GRAD.__set__(leaf, before)
         self.shown = []
 
 
@@ -172,7 +173,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
         before = [t.grad for t in ends]
         one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
-        root = _HandOver.apply(gradients, *leaves)
+        root = _HandOver.apply(gradients, *leaves)  # type: ignore[no-untyped-call]
     _core.hold_factories(True)  # hooks run here: an optimizer in one of them makes its state
     try:
         _original((root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True)
@@ -217,7 +218,7 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
     outer_nested, _depth.nested = _depth.nested, []
     try:
         if reentrant:
-            given = _by_accumulation(outputs, grads, retain, create, leaves)
+            given: Sequence[torch.Tensor | None] = _by_accumulation(outputs, grads, retain, create, leaves)
         else:
             given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
         nested = _depth.nested
@@ -325,10 +326,10 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
 
 def install() -> None:
     """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
-    torch.autograd._engine_run_backward = _engine_run_backward
+    torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine
     if not isinstance(engine, _Engine):
-        torch.autograd.Variable._execution_engine = _Engine(engine)
+        torch.autograd.Variable._execution_engine = _Engine(engine)  # type: ignore[assignment]
 
 

@@ -8,15 +8,26 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 from torch.utils._contextlib import _wrap_generator
 
 from . import _core
 
-Budget = Any  # int | float | str | Mapping[device, int | float | str] | None
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Amount = int | float | str | None
+Budget = _Amount | Mapping[str, _Amount] | Mapping[torch.device, _Amount]
+
+
+class _Amounts(TypedDict):
+    """What `_core.configure` is told of a budget, in bytes."""
+
+    budget: int | None
+    cpu_budget: int | None
+
+
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -97,7 +108,7 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
     return max(n, 1)
 
 
-def _resolve(asked: Budget, call: str) -> dict[str, int | None]:
+def _resolve(asked: Budget, call: str) -> _Amounts:
     """What `_core.configure` wants: bytes for the device in use, and for the CPU beside a GPU; None: what is free when the step is planned. One amount on a machine
     with a GPU is the GPU's: the CPU, where data sets lie, is not limited by it."""
     if asked is None:
@@ -106,18 +117,18 @@ def _resolve(asked: Budget, call: str) -> dict[str, int | None]:
     if not isinstance(asked, Mapping):
         n = _bytes(asked, here, call)
         return {"budget": n, "cpu_budget": n if here.type == "cpu" else None}
-    chosen: dict[str, int | None] = {"budget": None, "cpu_budget": None}
+    chosen: _Amounts = {"budget": None, "cpu_budget": None}
     for name, amount in asked.items():
         try:
             device = torch.device(name)
         except (RuntimeError, TypeError):
             raise _refuse(name, 'a device like "cpu" or "cuda:0"', call) from None
         present = device.type == "cpu" or device.type == here.type
-        n = _bytes(amount, device if present else torch.device("cpu"), call) if amount is not None else None
+        limit = _bytes(amount, device if present else torch.device("cpu"), call) if amount is not None else None
         if device.type == here.type and device.index in (None, here.index):
-            chosen["budget"] = n
+            chosen["budget"] = limit
         if device.type == "cpu":
-            chosen["cpu_budget"] = n
+            chosen["cpu_budget"] = limit
     return chosen
 
 
@@ -138,10 +149,10 @@ class _Setting(contextlib.ContextDecorator):
     def __exit__(self, *exc: object) -> None:
         _core.configure(**self._before.pop())
 
-    def __call__(self, func: Any) -> Any:
+    def __call__(self, func: _F) -> _F:
         """As a decorator: the body runs under the setting, of generators and coroutines too (where calling runs nothing of it yet)."""
         if inspect.isgeneratorfunction(func):
-            return _wrap_generator(lambda: self, func)  # around each resumption, as torch.no_grad() does
+            return cast(_F, _wrap_generator(lambda: self, func))  # around each resumption, as torch.no_grad() does
         if not inspect.iscoroutinefunction(func):
             return super().__call__(func)
 
@@ -150,7 +161,7 @@ class _Setting(contextlib.ContextDecorator):
             with self:
                 return await func(*args, **kwargs)
 
-        return awaited
+        return cast(_F, awaited)
 
 
 class budget(_Setting):
@@ -175,7 +186,7 @@ class budget(_Setting):
         _resolve(amount, f"budget({amount!r})")
 
     def _settings(self) -> dict[str, Any]:
-        return _resolve(self._amount, f"budget({self._amount!r})")
+        return {**_resolve(self._amount, f"budget({self._amount!r})")}
 
 
 def set_budget(amount: Budget) -> None:
@@ -193,10 +204,10 @@ class micro_batch(_Setting):
         ValueError: anything else.
     """
 
-    def __init__(self, size: int | str | None) -> None:
+    def __init__(self, size: int | Literal["fastest"] | None) -> None:
         super().__init__()
         whole = isinstance(size, int) and not isinstance(size, bool)
-        if not (size is None or size == "fastest" or (whole and size >= 1)):  # type: ignore[operator]
+        if not (size is None or size == "fastest" or (whole and size >= 1)):
             raise ValueError(f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}')
         self._size = size
 

@@ -50,9 +50,9 @@ class _Guards:
     def __init__(self) -> None:
         self.flags = ViewFlags()
         self.flags.__enter__()
-        self.below = torch._C._AutoDispatchBelowAutograd()
-        self.cast = torch._C._DisableAutocast()
-        self.python = torch._C._DisableTorchDispatch()
+        self.below: Any = torch._C._AutoDispatchBelowAutograd()
+        self.cast: Any = torch._C._DisableAutocast()
+        self.python: Any = torch._C._DisableTorchDispatch()
 
     def __del__(self) -> None:
         self.python = None
@@ -89,9 +89,9 @@ def which_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
     by_name = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
     positional = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments if not a.kwarg_only]
     for write, a in zip(positional, args):
-        map_tensors(lambda t, write=write: flags.append(write), a)
+        flags += [write] * len(tensors_of((a,), {}))
     for name, a in kwargs.items():
-        map_tensors(lambda t, write=by_name[name]: flags.append(write), a)
+        flags += [by_name[name]] * len(tensors_of((a,), {}))
     return flags
 
 
@@ -160,7 +160,7 @@ def _waited(work: Any) -> Any:
     work.wait()
     done: Any = torch.futures.Future()
     done.set_result(None)
-    return c10d._create_work_from_future(done).boxed()
+    return c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
 
 
 def write_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ._torch import torch
+from ._torch import use_count  # noqa: F401  for C
 from ._calls import is_dense, run_on_reals, value_dependent
 from ._calls import clone_exactly, empty_like_exactly, enter_modes, in_order, redispatch, with_strides, write_real  # noqa: F401  for C
 from ._doors import install  # noqa: F401  for C
@@ -20,7 +21,6 @@ from ._tensor import LazyTensor
 
 aten = torch.ops.aten
 
-use_count = torch._C.TensorBase._use_count
 _LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
@@ -50,7 +50,7 @@ def real_meta(t: torch.Tensor) -> tuple[Any, ...]:
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride())
 
 
-def check_type(func: Any, cls: type) -> None:
+def check_type(func: Any, cls: type[torch.Tensor]) -> None:
     """Another class of tensor is among the arguments."""
     if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (torch._C._disabled_torch_dispatch_impl,):
         return

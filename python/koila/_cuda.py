@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,6 @@ def profile_now(index: int) -> str:
 
 def segments(index: int) -> list[dict[str, Any]]:
     """What `torch.cuda.memory_snapshot()` says of one device; without its traces where this torch can leave them out."""
-    snapshot = torch.cuda.memory_snapshot
+    snapshot: Callable[..., list[dict[str, Any]]] = torch.cuda.memory_snapshot
     short = "include_traces" in inspect.signature(snapshot).parameters
     return [s for s in (snapshot(include_traces=False) if short else snapshot()) if s.get("device", 0) == index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import torch
+from ._torch import DATA, GRAD, torch
 from . import _core
 from ._errors import UnsupportedError
 from ._settled import alias_of
@@ -21,26 +21,24 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    base = torch._C.TensorBase
-    data, grad = base.data, base.grad
 
     def set_data(self: torch.Tensor, value: Any) -> None:
         if _core.is_lazy(self):
-            _set_lazy_data(self, value, data)
+            _set_lazy_data(self, value)
         else:
-            if _core.current_tape() is not None:
-                _keep_leaf(plain(self))
-            data.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
+            if (tape := _core.current_tape()) is not None:
+                _keep_leaf(tape, plain(self))
+            DATA.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
             if _core.settled(self) is not None:
                 _core.resettle(self, alias_of(self))
 
     def set_grad(self: torch.Tensor, value: Any) -> None:
         if value is not None and _core.is_lazy(value) and not _core.is_lazy(self):
             value = plain(value)
-        grad.__set__(self, value)
+        GRAD.__set__(self, value)
 
-    torch.Tensor.data = property(data.__get__, set_data, data.__delete__ if hasattr(data, "__delete__") else None, data.__doc__)  # type: ignore[method-assign,assignment]
-    torch.Tensor.grad = property(grad.__get__, set_grad, grad.__delete__, grad.__doc__)  # type: ignore[method-assign,assignment]
+    torch.Tensor.data = property(DATA.__get__, set_data, DATA.__delete__ if hasattr(DATA, "__delete__") else None, DATA.__doc__)  # type: ignore[assignment]
+    torch.Tensor.grad = property(GRAD.__get__, set_grad, GRAD.__delete__, GRAD.__doc__)  # type: ignore[assignment]
 
     _core.factories_setup()
     new = torch.nn.Parameter.__new__
@@ -52,7 +50,7 @@ def install() -> None:
 
     import torch.utils as utils
 
-    swap = utils.swap_tensors
+    swap: Any = utils.swap_tensors
 
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         if _core.is_lazy(t1) != _core.is_lazy(t2):
@@ -83,7 +81,7 @@ def _quick_rules() -> None:
     find = getattr(simple_registry, "find_torch_dispatch_rule", None)
     if find is not None:
         _core.find_rules(find)
-        simple_registry.find_torch_dispatch_rule = _core.find_rule
+        simple_registry.find_torch_dispatch_rule = _core.find_rule  # type: ignore[assignment]
 
 
 def _lazy_states() -> None:
@@ -120,19 +118,18 @@ def _lazy_states() -> None:
         cls.forward = wrap(original)  # type: ignore[method-assign]
 
 
-def _keep_leaf(real: torch.Tensor) -> None:
-    tape = _core.current_tape()
+def _keep_leaf(tape: _core.Tape, real: torch.Tensor) -> None:
     for v, leaf in _core.leaves_on(tape):
         if leaf is real:
             with torch.no_grad():
                 _core.replace_leaf(tape, v, real.detach())
 
 
-def _set_lazy_data(self: LazyTensor, value: torch.Tensor, data: Any) -> None:
+def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:
     if _core.is_lazy(value):
         other = _core.record(aten.alias.default, (value.detach(),), {})
     else:
         _core.tape_open()
         other = _core.lazy_leaf(value.detach(), None, 0)
-    data.__set__(self, other)
+    DATA.__set__(self, other)
     _core.become(self, other)

@@ -7,12 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
-
-    class OutOfMemory(torch.OutOfMemoryError):
-        missing_bytes: int
-
 
 class KoilaError(Exception):
     """The base of every error that is koila's own; an error of torch keeps its own type."""
@@ -28,6 +22,13 @@ class StaleValueError(KoilaError, RuntimeError):
 
 class GatherError(KoilaError, RuntimeError):
     """Under `strict()`: an operator needs a value of the whole batch at once."""
+
+
+if TYPE_CHECKING:
+    import torch
+
+    class OutOfMemory(KoilaError, torch.OutOfMemoryError):
+        missing_bytes: int
 
 
 def __getattr__(name: str) -> Any:

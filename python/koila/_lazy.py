@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,6 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import _core, _sharded
 from ._errors import UnsupportedError
 
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+_V = TypeVar("_V")
 Batch = Any  # int | None | a structure of them, like torch.func.vmap's in_dims
 _Leaf = Callable[[torch.Tensor, Batch, str], Any]
 
@@ -92,7 +95,7 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
         if isinstance(value, list):
             if type(value) is list:
                 return out
-            changed = copy.copy(value)
+            changed: Any = copy.copy(value)
             changed[:] = out
             return changed
         return type(value)(*out) if names else type(value)(out)
@@ -135,6 +138,14 @@ class LazyLoader:
         return f"lazy({self._koila_loader!r}, batch={self._koila_batch!r})"
 
 
+@overload
+def lazy(value: _T, /, *, batch: Batch = 0) -> _T: ...
+@overload
+def lazy(first: _T, second: _U, /, *, batch: Batch = 0) -> tuple[_T, _U]: ...
+@overload
+def lazy(first: _T, second: _U, third: _V, /, *, batch: Batch = 0) -> tuple[_T, _U, _V]: ...
+@overload
+def lazy(*values: Any, batch: Batch = 0) -> Any: ...
 def lazy(*values: Any, batch: Batch = 0) -> Any:
     """Give back the same values, lazily: what is computed from them runs one slice of the batch at a time, within the memory there is.
 
@@ -241,7 +252,7 @@ def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
     raise ValueError(f"{call}{here and f' at {here}'}: {matter}, or compute it first: lazy(x.torch(), batch={dim}){made and f'. It was made at {made}'}")
 
 
-_given = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
+_given: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
 
 
 def given_for(leaf: torch.Tensor) -> torch.Tensor | None:
@@ -263,7 +274,8 @@ class _Given(torch.autograd.Function):
 
 def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
     if t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled():
-        return _Given.apply(t, axis, dim)
+        given: torch.Tensor = _Given.apply(t, axis, dim)  # type: ignore[no-untyped-call]
+        return given
     settled = _core.settled(t)
     leaf = _core.lazy_leaf(t if settled is None else settled, axis, dim)
     if t.requires_grad:
@@ -308,6 +320,7 @@ def _has_int(dims: Batch) -> bool:
     return isinstance(dims, int)
 
 
-def run(value: Any) -> Any:
+def run(value: _T) -> _T:
     """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked, anything else is returned as it is."""
-    return tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s, value)
+    plain: _T = tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s, value)
+    return plain

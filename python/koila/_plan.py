@@ -277,7 +277,7 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
             hooks = _backward.quiet_hooks(leaves, _backward.BEFORE)
             _special.effects_count = False
             try:
-                with UndoWrites():
+                with UndoWrites():  # type: ignore[no-untyped-call]
                     found = _backward._original((loss,), (torch.ones_like(loss),), True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
             finally:
                 _special.effects_count = True

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
 from . import _backward, _core, _cuda
-from ._budget import _bytes, readable
+from ._budget import _Amount, _bytes, readable
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
@@ -55,7 +55,7 @@ class UndoWrites(TorchDispatchMode):
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.casts_parameters = False  # autocast made a half-precision copy of a float32 parameter, which is what the recording then sees
         self._random = torch.get_rng_state()
-        super().__enter__()
+        TorchDispatchMode.__enter__(self)
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,13 +71,16 @@ class UndoWrites(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        TorchDispatchMode.__exit__(self, *exc)
         with torch.no_grad():
             for t, was, version in reversed(self._before.values()):
                 t.detach().copy_(was)
                 if version is not None:
                     torch._C._autograd._unsafe_set_version_counter((t,), (version,))
         torch.set_rng_state(self._random)
+
+
+_autocast: Any = torch.autocast  # whose methods are exchanged for a while
 
 
 class _AsOnCuda(TorchFunctionMode):
@@ -109,7 +112,7 @@ class _AsOnCuda(TorchFunctionMode):
     def __enter__(self) -> _AsOnCuda:
         self._depth = 0  # CUDA autocasts that are open; a backward counts as one: what a checkpoint runs again there is under the CPU's, which stood in for it
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._plain = init, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+        self._plain = init, enter, leave = _autocast.__init__, _autocast.__enter__, _autocast.__exit__
         mode = self
 
         def __init__(this: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -128,16 +131,16 @@ class _AsOnCuda(TorchFunctionMode):
                 mode._casts.clear()
             return leave(this, *exc)
 
-        torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = __init__, __enter__, __exit__
+        _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = __init__, __enter__, __exit__
         self._plain_engine, _backward._original = _backward._original, self._engine
-        super().__enter__()
+        TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        TorchFunctionMode.__exit__(self, *exc)
         self._casts.clear()
         _backward._original = self._plain_engine
-        torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__ = self._plain
+        _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:
         """A meta tensor's cast; a parameter's is made once."""
@@ -199,7 +202,7 @@ def plan(
     step: Callable[..., Any],
     *inputs: Any,
     batch: Any = 0,
-    budget: Any = None,
+    budget: _Amount = None,
     device: str | os.PathLike[str] | torch.device | None = None,
     micro_batch: int | None = None,
     optimizer: str = "none",
@@ -244,12 +247,12 @@ def plan(
         n_plans = _core.n_plans()
         nonlocal casts
         on_cuda = _AsOnCuda(here)
-        with UndoWrites() as writes, contextlib.nullcontext() if profile is None else on_cuda:
+        with UndoWrites() as writes, contextlib.nullcontext() if profile is None else on_cuda:  # type: ignore[no-untyped-call]
             values = lazy(*inputs, batch=batch)
             result = step(*(values if isinstance(values, tuple) else (values,)))
             if isinstance(result, torch.Tensor) and _core.is_lazy(result):
                 if result.requires_grad:
-                    result.backward()
+                    result.backward()  # type: ignore[no-untyped-call]
                 else:
                     _core.run_all([result], False)
         casts = writes.casts_parameters or on_cuda.casts_parameters

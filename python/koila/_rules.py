@@ -6,8 +6,8 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils import _pytree as pytree
@@ -58,7 +58,7 @@ class _Call:
     def __call__(self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of the results; None among them is left out, and put back by `nested`."""
         args, kwargs = self.rebuild(inputs)
-        if self.names:
+        if self.module is not None and self.names:
             result = torch.func.functional_call(self.module, dict(zip(self.names, parameters)), args, kwargs)
         else:
             result = self.function(*args, **kwargs)
@@ -75,6 +75,7 @@ class _Call:
         return pytree.tree_unflatten([next(rest) if t else None for t in there], structure)
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
 _library: Any = None
@@ -113,6 +114,7 @@ def _backward_of(grads: list[torch.Tensor], inputs: list[torch.Tensor], paramete
         results = call(fresh[: len(inputs)], fresh[len(inputs) :])
         pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
         wanted = [t for t in fresh if t.requires_grad]
+        found: Iterator[torch.Tensor | None]
         if not pairs:
             found = iter([None] * len(wanted))
         elif call.shards:  # a sharded module adds to the .grad of its own parameters
@@ -208,7 +210,7 @@ class _Runner:
         call = self._call([None if isinstance(x, torch.Tensor) else x for x in leaves], structure, at, list(named), shards)
         if shards:
             _sharded.rows_shapes(call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key))
-        results = _Opaque.apply(call, len(tensors), *tensors, *parameters)
+        results = _Opaque.apply(call, len(tensors), *tensors, *parameters)  # type: ignore[no-untyped-call]
         for r in results[:1]:
             weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)  # no matter what it does: it keeps `call` until then
         return call.nested(results)
@@ -254,6 +256,10 @@ class OpaqueModule(torch.nn.Module):
         return OpaqueModule, (self.module,)
 
 
+@overload
+def opaque(fn: torch.nn.Module) -> OpaqueModule: ...
+@overload
+def opaque(fn: _F) -> _F: ...
 def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Run a module or a function as it is, on real slices of the batch, forward and backward: compiled modules, fully sharded ones (FSDP), custom
     kernels.

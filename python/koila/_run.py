@@ -17,8 +17,8 @@ class _Guards:
         self._grad = torch.is_grad_enabled()  # calls set the mode that each was recorded in
         self._flags = ViewFlags()
         self._flags.__enter__()
-        self._below = torch._C._AutoDispatchBelowAutograd()
-        self._functions = torch._C.DisableTorchFunctionSubclass()
+        self._below: Any = torch._C._AutoDispatchBelowAutograd()
+        self._functions: Any = torch._C.DisableTorchFunctionSubclass()
         self._autocast = []
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -82,12 +82,12 @@ def _own_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor
     return [rows.view([-1 if k == dim else 1 for k in range(n_dims)]), *indices]
 
 
-def _index_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> torch.Tensor:
+def _index_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> Any:
     """koila::index_rows of src/pseudo.def: x[arange(rows of x), indices...]."""
     return torch.ops.aten.index(x, _own_rows(x, dim, n_dims, indices))
 
 
-def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
+def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor], values: torch.Tensor, accumulate: bool) -> Any:
     """koila::index_put_rows of src/pseudo.def."""
     return torch.ops.aten.index_put(x, _own_rows(x, dim, n_dims, indices), values, accumulate)
 
@@ -112,14 +112,14 @@ def _embedding_bag(weight: Any, indices: Any, step: int, mode: int, weights: Any
     return call(weight, indices, _offsets(indices, step), False, mode, False, weights, False, padding)
 
 
-def _embedding_bag_backward(grad: Any, indices: Any, step: int, sizes: Any, most: Any, n: int, mode: int, weights: Any, padding: int) -> torch.Tensor:
+def _embedding_bag_backward(grad: Any, indices: Any, step: int, sizes: Any, most: Any, n: int, mode: int, weights: Any, padding: int) -> Any:
     """koila::embedding_bag_backward of src/pseudo.def."""
     sizes, most = (indices.new_empty(0) if t is None else t for t in (sizes, most))
     offsets, bags = _offsets(indices, step), _bags(indices, step)
     return torch.ops.aten._embedding_bag_backward(grad, indices, offsets, bags, sizes, most, n, False, mode, False, weights, padding)
 
 
-def _embedding_bag_weights_backward(grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int) -> torch.Tensor:
+def _embedding_bag_weights_backward(grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int) -> Any:
     """koila::embedding_bag_weights_backward of src/pseudo.def."""
     return torch.ops.aten._embedding_bag_per_sample_weights_backward(grad, weight, indices, _offsets(indices, step), _bags(indices, step), mode, padding)
 

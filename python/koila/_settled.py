@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import torch
+from ._torch import DATA, torch
 from . import _core
 from ._calls import lazies_of, map_call, map_tensors, redispatch, tensors_of, with_strides
 from ._tensor import plain
@@ -38,7 +38,7 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = redispatch(func, tuple(a), k)
         for t in back.values():
             if (s := plain(t)).size() != t.size():  # out= of another size
-                torch._C.TensorBase.data.__set__(t, s)
+                DATA.__set__(t, s)
         return map_tensors(lambda t: back.get(id(t), t), result)
     guard = torch._C._DisableTorchDispatch()
     try:
@@ -58,4 +58,4 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def count_write(tensors: Any) -> None:
     """Of the tensors in a list, nobody else counts the versions."""
     counted = tuple(t for t in tensors if not t.is_inference())
-    torch._C._autograd._unsafe_set_version_counter(counted, tuple(t._version + 1 for t in counted))  # type: ignore[attr-defined]
+    torch._C._autograd._unsafe_set_version_counter(counted, tuple(t._version + 1 for t in counted))

@@ -269,14 +269,14 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def _end(t: torch.Tensor) -> int:
     """One beyond the last place of t in its storage, in elements."""
-    return t.storage_offset() + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
+    return int(t.storage_offset()) + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
 
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
 
 
 def layout_of(t: torch.Tensor) -> Layout:
-    return t.storage_offset(), tuple(t.size()), tuple(t.stride())
+    return int(t.storage_offset()), tuple(t.size()), tuple(t.stride())
 
 
 def _dims(layout: Layout) -> list[tuple[int, int]]:

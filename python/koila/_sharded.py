@@ -80,7 +80,7 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
     _core.ranks_ask(ranks_of)
     for part in _parts(module):
         part.reshard()
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
     return parameters, [_leaf(p) for p in parameters]
 
 

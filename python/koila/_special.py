@@ -7,7 +7,7 @@ import sys
 import weakref
 from typing import Any, Callable
 
-from ._torch import second_owner_adds_reference, torch
+from ._torch import DATA, second_owner_adds_reference, torch, use_count
 from . import _core
 from ._calls import gather, redispatch, run_on_reals, tensors_of, write_now, write_real
 from ._errors import UnsupportedError
@@ -122,7 +122,7 @@ def special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _core.record(func, (self, flat, *args[2:]), kwargs)
 
 
-def _as_factory(index: torch.Tensor) -> torch.Tensor:
+def _as_factory(index: torch.Tensor) -> Any:
     """A plain tensor that now holds 0, 1, 2, ... is recorded as the operator that makes them, so that a slice can make its own. By value: where it comes from does not matter."""
     n = index.numel()
     if _core.is_lazy(index) or index.device.type != "cpu" or n not in index.size() or not torch.equal(index.flatten(), torch.arange(n, dtype=index.dtype)):
@@ -191,7 +191,7 @@ def metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if shared:
         raise _SharedLayout(f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the version without underscore")
     if name == "aten::as_strided_":  # adaptive pooling does it to what it just made
-        torch._C.TensorBase.data.__set__(self, twin)
+        DATA.__set__(self, twin)
     else:
         guard = torch._C._DisableTorchDispatch()
         func(*args, **kwargs)
@@ -209,16 +209,16 @@ def _can_swap() -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(2, 3, requires_grad=True) * 1
         view, twin = x.view(-1), x.t()
-        counts, uses = (sys.getrefcount(x), sys.getrefcount(twin)), (x._use_count(), twin._use_count())
-        torch._C._swap_tensor_impl(x, twin)  # type: ignore[attr-defined]
+        counts, uses = (sys.getrefcount(x), sys.getrefcount(twin)), (use_count(x), use_count(twin))
+        torch._C._swap_tensor_impl(x, twin)
         expected = (counts[0] - 1, counts[1] + 1) if second_owner_adds_reference() else counts
-        works = (sys.getrefcount(x), sys.getrefcount(twin)) == expected and (x._use_count(), twin._use_count()) == uses[::-1]
+        works = (sys.getrefcount(x), sys.getrefcount(twin)) == expected and (use_count(x), use_count(twin)) == uses[::-1]
         if not works:  # pragma: no cover - another torch
             _kept.extend((x, twin, view))
     return works
 
 
-def _in_place(name: str) -> Callable[..., torch.Tensor]:
+def _in_place(name: str) -> Callable[..., Any]:
     """A method like `t_`, where memory is shared.
 
     Plain autograd remembers where a view lies in its base's memory; of a subclass it remembers the function, and would replay it on the changed base. So after the change every
@@ -227,7 +227,7 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
     """
     write, make = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
-    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         if _core.settled(self) is not None:
             return write(self, *args, **kwargs)
         if self.is_inference():  # no autograd
@@ -242,24 +242,24 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
             settled(self, args, kwargs)
             with torch.enable_grad():
                 for v in views:
-                    torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))  # type: ignore[attr-defined]
+                    torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))
             return self
         try:
             return write(self, *args, **kwargs)  # autograd objects before it asks us
         except _SharedLayout:
             if not _exchangeable(self):
                 raise
-        torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))  # type: ignore[attr-defined]
+        torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))
         with torch.enable_grad():
             twin = make(self, *args, **kwargs)
         self._v, twin._v = twin._v, self._v  # type: ignore[attr-defined]
-        torch._C._swap_tensor_impl(self, twin)  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(self, twin)
         _core.rewrap(self)
         _core.rewrap(twin)
         _core.stand_beside(self, twin)  # it is no younger for what was done to it
         return self
 
-    def settled(self: LazyTensor, args: Any, kwargs: Any) -> torch.Tensor:
+    def settled(self: LazyTensor, args: Any, kwargs: Any) -> Any:
         global _settled
         _settled = self
         try:
@@ -273,7 +273,7 @@ def _in_place(name: str) -> Callable[..., torch.Tensor]:
 
 def _follows(view: torch.Tensor) -> bool:
     """Does autograd let the view follow a write to its base? Of the others (outputs of unbind or split, views made under no_grad) it raises eager's error when they are used."""
-    return torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT  # type: ignore[attr-defined]
+    return torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _exchangeable(view: torch.Tensor) -> bool:
@@ -387,7 +387,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One ordinary operator per tensor, as the kernel without a fast path does; then the version counters, which nobody else counts."""
     name = func._schema.name.removeprefix("aten::_foreach_")
     overload = func._schema.overload_name
-    packet = getattr(aten, name, None)
+    packet: Any = getattr(aten, name, None)
     n = len(args[0])
     results = []
     if name in ("zero_",):

@@ -6,24 +6,28 @@ import copy
 import sys
 from typing import Any
 
-from ._torch import second_owner_adds_reference, torch
+from ._torch import second_owner_adds_reference, torch, use_count
 from . import _core
 from ._errors import UnsupportedError
+
+
+Tensor = torch.Tensor  # in the class below `torch` is its method
 
 
 class LazyTensor(torch.Tensor):
     """A tensor of the full batch that is not computed yet. It becomes concrete by itself when a Python value is needed."""
 
     __slots__ = ("_v",)
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    __torch_dispatch__ = _core.dispatch
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_dispatch__ = _core.dispatch  # type: ignore[assignment]
 
     # -- becoming concrete
 
     def torch(self) -> torch.Tensor:
         """The plain tensor. Differentiable: gradients flow from it into the lazy graph."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _Concrete.apply(self)
+            differentiable: Tensor = _Concrete.apply(self)  # type: ignore[no-untyped-call]
+            return differentiable
         return plain(self)
 
     run = torch
@@ -59,7 +63,7 @@ class LazyTensor(torch.Tensor):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return plain(self).__array__(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(plain(self))
         if self.grad_fn is not None:
             suffix = f"grad_fn=<{type(self.grad_fn).__name__}>"
@@ -81,7 +85,7 @@ class LazyTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _with_grad_flag(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment. Use x.detach() first"
@@ -150,10 +154,10 @@ class LazyTensor(torch.Tensor):
     def is_pinned(self, *args: Any) -> bool:
         return False
 
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(
             data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs
         )
@@ -205,7 +209,7 @@ def learn_wrappers() -> bool:
         return int(torch._C._dispatch_keys(t).raw_repr())
 
     def facts(t: torch.Tensor) -> tuple[Any, ...]:
-        return type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), keys(t), t.requires_grad, t._version, t._use_count(), sys.getrefcount(t)
+        return type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), keys(t), t.requires_grad, t._version, use_count(t), sys.getrefcount(t)
 
     def throws(t: torch.Tensor) -> bool:
         try:
@@ -220,7 +224,7 @@ def learn_wrappers() -> bool:
         if made is None or not hasattr(torch._C._dispatch_keys(known), "raw_repr") or not _core.learn_keys(known, keys(known), made, keys(made)):
             return False
         known, made = _core.wrapper_pair(meta)
-        return facts(known) == facts(made) and throws(made)
+        return made is not None and facts(known) == facts(made) and throws(made)
 
 
 _core.wrap_by_parts(learn_wrappers())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
-__all__: list[str] = []
+__all__ = ["torch"]
 OLDEST = (2, 10)
 
 
@@ -23,6 +25,12 @@ if VERSION < OLDEST:  # pragma: no cover - needs an old torch
     raise ImportError(f"koila needs PyTorch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: pip install -U torch")
 
 
+# Descriptors and a method that torch's annotations call plain values, or leave out. TensorBase's: those of torch.Tensor itself are guarded, see _doors.py.
+DATA: Any = torch._C.TensorBase.data
+GRAD: Any = torch._C.TensorBase.grad
+use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # of C++ owners
+
+
 def second_owner_adds_reference() -> bool:
     """Whether a second C++ owner of a tensor shows as one more Python reference to it.
 
@@ -33,9 +41,9 @@ def second_owner_adds_reference() -> bool:
     with torch.inference_mode(False), torch.enable_grad():
         t = torch.ones(1, requires_grad=True)
         alone = torch.exp(t * 1)  # saved by autograd as its own output: no second owner
-        before, owners = sys.getrefcount(alone), alone._use_count()
+        before, owners = sys.getrefcount(alone), use_count(alone)
         keep = alone * t  # autograd saves `alone` for the gradient of t
-        return owners == 1 and alone._use_count() == 2 and sys.getrefcount(alone) == before + 1 and keep is not None
+        return owners == 1 and use_count(alone) == 2 and sys.getrefcount(alone) == before + 1 and keep is not None
 
 
 _SEEN_ABOVE = tuple(getattr(torch._C.DispatchKey, k) for k in ("Conjugate", "Negative", "ZeroTensor"))
@@ -48,7 +56,7 @@ class ViewFlags:
 
     def __enter__(self) -> None:
         ignored = [k for k in _SEEN_ABOVE if torch._C._dispatch_tls_local_exclude_set().has(k)]
-        self._guard = None
+        self._guard: Any = None
         if ignored:
             rest = torch._C._dispatch_tls_local_exclude_set()
             for k in ignored:

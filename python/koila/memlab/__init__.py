@@ -5,7 +5,22 @@ Which line needs it: `LineProfiler`, `@profile`, `%mlrun`. Which tensors fill it
 Importing this installs nothing, prints nothing and starts nothing; all is set up at first use.
 """
 
+from __future__ import annotations
+
 import os as _os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .control import backend as backend, measure as measure, start as start, stop as stop
+    from .courtesy import Courtesy as Courtesy
+    from .line_profiler.extension import load_ipython_extension as load_ipython_extension, unload_ipython_extension as unload_ipython_extension
+    from .line_profiler.line_profiler import DEFAULT_COLUMNS as DEFAULT_COLUMNS, LineProfiler as LineProfiler
+    from .line_profiler.profile import clear_global_line_profiler as clear_global_line_profiler, profile as profile, profile_every as profile_every
+    from .line_profiler.profile import set_target_gpu as set_target_gpu
+    from .mem_reporter import MemReporter as MemReporter
+    from .oom import on_oom as on_oom
+    from .snapshots import diff as diff, snapshot as snapshot
+    from .timelines import timeline as timeline
 
 _WHERE = {
     "LineProfiler": "line_profiler.line_profiler",
@@ -30,7 +45,7 @@ _WHERE = {
 __all__ = [*_WHERE]
 
 
-def __getattr__(name):
+def _get(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -39,9 +54,13 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+if not TYPE_CHECKING:  # a type checker is to object to names that are not there
+    __getattr__ = _get
+
+
+def __dir__() -> list[str]:
     return sorted({*globals(), *_WHERE})
 
 
 if _os.environ.get("KOILA_MEMLAB") == "1":
-    __getattr__("start")()
+    _get("start")()

@@ -9,6 +9,8 @@
   diff A.json B.json                                    two saved snapshots, by name; or two saved tables, by the peak of each line
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib
@@ -19,26 +21,29 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Sequence
+from typing import Any
 
 from .. import _core
 from . import control, devices, timelines, utils
 from .line_profiler import DEFAULT_COLUMNS, LineProfiler
 
 
-def _load(args) -> tuple:
+def _load(args: argparse.Namespace) -> tuple[types.CodeType, dict[str, Any]]:
     """(code, namespace) of the script or module; sys.argv is set for it."""
     from importlib.util import find_spec
 
-    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
+    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     if args.m:
         spec = find_spec(args.m)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{args.m}.__main__")
         if spec is None or spec.loader is None:
             raise ValueError(f"no module named {args.m}")
-        code = spec.loader.get_code(spec.name)
+        loader: Any = spec.loader
+        code = loader.get_code(spec.name)
         namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
-        sys.argv = [spec.origin, *([args.script] if args.script else []), *args.args]
+        sys.argv = [str(spec.origin), *([args.script] if args.script else []), *args.args]
     else:
         if not args.script:
             raise ValueError("expected a script, or -m module")
@@ -50,9 +55,9 @@ def _load(args) -> tuple:
     return code, namespace
 
 
-def codes_inside(code, prefix="") -> list:
+def codes_inside(code: types.CodeType, prefix: str = "") -> list[tuple[str, types.CodeType]]:
     """[(qualified name, code)] of every function defined in a module's code."""
-    found = []
+    found: list[tuple[str, types.CodeType]] = []
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             name = prefix + const.co_name
@@ -63,7 +68,7 @@ def codes_inside(code, prefix="") -> list:
     return found
 
 
-def _execute(code, namespace) -> int:
+def _execute(code: types.CodeType, namespace: dict[str, Any]) -> int:
     """Run as __main__; the exit code."""
     module = types.ModuleType("__main__")
     module.__dict__.update(namespace)
@@ -84,10 +89,10 @@ def _execute(code, namespace) -> int:
     return 0
 
 
-def _imported(module, path):
+def _imported(module: str, path: str) -> Any:
     """-f module:function."""
     try:
-        target = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in path.split("."):
             target = getattr(target, part)
     except SystemExit as leaving:
@@ -97,7 +102,7 @@ def _imported(module, path):
     return target
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.output:
         utils.format_of(args.output)
     if args.timeline:
@@ -118,11 +123,11 @@ def run(args) -> int:
         for name, c in chosen:
             profiler.add_code(c, name)
     devices.listen()
-    record = timelines.timeline() if args.timeline else contextlib.nullcontext()
-    with record, profiler:
+    record = timelines.timeline() if args.timeline else None
+    with record or contextlib.nullcontext(), profiler:
         status = _execute(code, namespace)
     try:
-        if args.timeline:
+        if record is not None:
             record.save(args.timeline)
         display = profiler.display(columns=args.column or DEFAULT_COLUMNS)
         if args.output:
@@ -134,12 +139,12 @@ def run(args) -> int:
     return status
 
 
-def top(args) -> int:
+def top(args: argparse.Namespace) -> int:
     code, namespace = _load(args)
     control.start()
     done = threading.Event()
 
-    def watch():
+    def watch() -> None:
         high = 0
         while not done.wait(args.interval):
             kind, count = _core.memlab_devices()
@@ -160,7 +165,7 @@ def top(args) -> int:
         watcher.join(1)
 
 
-def _saved(path):
+def _saved(path: str) -> Any:
     """A snapshot (dict) or a table (list) that was saved as .json."""
     with open(path, encoding="utf-8") as f:
         try:
@@ -172,7 +177,7 @@ def _saved(path):
     raise ValueError(f"{path}: expected a snapshot or a table of lines, saved as .json")
 
 
-def view(args) -> int:
+def view(args: argparse.Namespace) -> int:
     data = _saved(args.file)
     if isinstance(data, dict):
         rows = sorted(data["rows"], key=lambda r: -r["bytes"])
@@ -194,7 +199,7 @@ def view(args) -> int:
     return 0
 
 
-def diff(args) -> int:
+def diff(args: argparse.Namespace) -> int:
     from . import snapshots
 
     a, b = _saved(args.a), _saved(args.b)
@@ -209,7 +214,7 @@ def diff(args) -> int:
     return 0
 
 
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m koila.memlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", metavar="{run,top,view,diff}", required=True)
     for name, function in (("run", run), ("top", top)):
@@ -235,7 +240,7 @@ def main(argv=None) -> int:
     p.set_defaults(do=diff)
     args = parser.parse_args(argv)
     try:
-        return args.do(args)
+        return int(args.do(args))
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"koila.memlab {args.verb}: {error}\n")
         return 2

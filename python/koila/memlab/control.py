@@ -1,11 +1,15 @@
 """measure, start, stop, backend: the truth itself."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from .. import _core
 from .._errors import UnsupportedError
 from . import devices
 
 
-def measure(device=None):
+def measure(device: devices.Device | None = None) -> _core.Measure:
     """What the block inside does to a device's memory, exactly.
 
     device: as for `LineProfiler`; None: the current accelerator, else the CPU.
@@ -55,13 +59,13 @@ def _why(index: int) -> str:
     return "its allocator does not report single blocks (cudaMallocAsync, a pluggable allocator, or caching disabled)"
 
 
-def backend() -> dict:
+def backend() -> dict[str, Any]:
     """Which truth is in use: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None}. "why" is there when one is not the hook."""
     devices.listen()
     kind, count = _core.memlab_devices()
-    answer = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}
+    answer: dict[str, Any] = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}
     why = {} if answer["cpu"] else {"cpu": _why(0)}
-    if count:
+    if count and kind is not None:
         answer[kind] = "hook" if _core.memlab_hooked(1) else "stats"
         if answer[kind] == "stats":
             why[kind] = _why(1)

@@ -1,13 +1,20 @@
 """Courtesy: lend the device's memory for a while. Storages are copied out and emptied in place; tensors, views and graphs stay as they are."""
 
+from __future__ import annotations
+
 import functools
 import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from .. import _errors
-from . import devices, tensors
+from . import devices, tensors, utils
+
+if TYPE_CHECKING:
+    import torch
 
 _PATIENCE = "koila.memlab.Courtesy: {} was yielded; restore() it first"
 
@@ -15,19 +22,19 @@ _PATIENCE = "koila.memlab.Courtesy: {} was yielded; restore() it first"
 class _Away:
     """One storage whose bytes are elsewhere. Knows it by a weak reference only."""
 
-    def __init__(self, name, storage, home):
+    def __init__(self, name: str, storage: torch.UntypedStorage, home: _Home) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         self.name, self.n, self.address = name, storage.nbytes(), storage._cdata
         self.ref, self.home = StorageWeakRef(storage), home
 
-    def storage(self):
+    def storage(self) -> Any:
         """The storage, or None if it died."""
         torch = sys.modules["torch"]
         return None if self.ref.expired() else torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
 
-def _bytes_of(storage):
+def _bytes_of(storage: torch.UntypedStorage) -> Any:
     torch = sys.modules["torch"]
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -50,9 +57,9 @@ class Courtesy:
         MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says how many bytes are missing.
     """
 
-    def __init__(self, device=None, to="cpu", optimizers=()):
+    def __init__(self, device: devices.Device | None = None, to: utils.Path = "cpu", optimizers: Iterable[tensors.Optimizer] = ()) -> None:
         self._to = to
-        self._devices = None
+        self._devices: set[str] | None = None
         if device is not None:
             index = devices.resolve(device, "Courtesy(device)")
             if str(device).partition(":")[0] != "cpu" and not devices_there():
@@ -65,18 +72,19 @@ class Courtesy:
         from .mem_reporter import check_optimizer
 
         self._names = tensors.Names(optimizers=[check_optimizer(o, "Courtesy(optimizers)") for o in optimizers])
-        self._away, self._guard = [], None
-        self.skipped = []
+        self._away: list[_Away] = []
+        self._guard: Any = None
+        self.skipped: list[tuple[str, int, str]] = []
 
     @property
     def yielded(self) -> bool:
         return bool(self._away)
 
-    def __enter__(self):
+    def __enter__(self) -> Courtesy:
         self.yield_memory()
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self.restore()
 
     def yield_memory(self) -> int:
@@ -86,7 +94,8 @@ class Courtesy:
         _refuse_graphs(torch)
         names = tensors.names_around()
         names.optimizers += self._names.optimizers
-        self.skipped, moved = [], []
+        self.skipped = []
+        moved: list[_Away] = []
         _synchronize(torch)
         try:
             with torch.no_grad():
@@ -104,7 +113,7 @@ class Courtesy:
             self._guard.__enter__()
         return sum(a.n for a in moved)
 
-    def _yield_one(self, torch, row, moved) -> None:
+    def _yield_one(self, torch: Any, row: tensors.Row, moved: list[_Away]) -> None:
         device = row[tensors.DEVICE]
         if row[tensors.BYTES] <= 0 or (device not in self._devices if self._devices is not None else device in {"cpu", "meta"}):
             return
@@ -115,11 +124,10 @@ class Courtesy:
         if reason:
             self.skipped.append((row[tensors.NAME], row[tensors.BYTES], reason))
             return
-        away = _Away(row[tensors.NAME], storage, None)
         try:
-            away.home = _Home(torch, self._to, storage)
+            away = _Away(row[tensors.NAME], storage, _Home(torch, self._to, storage))
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
-            error.n_missing = away.n
+            error.n_missing = storage.nbytes()  # type: ignore[union-attr]
             raise
         moved.append(away)
         storage.resize_(0)
@@ -142,9 +150,9 @@ class Courtesy:
         self._away = []
         return n
 
-    def _bring_back(self, torch, away) -> int:
+    def _bring_back(self, torch: Any, away: list[_Away]) -> int:
         """Refill storages; all or none."""
-        done = []
+        done: list[tuple[_Away, Any]] = []
         try:
             with torch.no_grad():
                 for a in away:
@@ -172,8 +180,11 @@ class Courtesy:
 class _Home:
     """Where a storage's bytes are kept: private pages, pinned memory, or a file."""
 
-    def __init__(self, torch, to, storage):
-        self._file, n = None, storage.nbytes()
+    def __init__(self, torch: Any, to: utils.Path, storage: torch.UntypedStorage) -> None:
+        self._file: Any = None
+        self._map: mmap.mmap | None = None
+        self._buffer: Any = None
+        n = storage.nbytes()
         if to == "pinned":
             self._buffer = torch.empty(n, dtype=torch.uint8, pin_memory=True)
         elif to == "cpu":
@@ -190,7 +201,7 @@ class _Home:
         if self._file is not None:
             self._buffer = None  # the pages go to the file
 
-    def read(self, torch, storage) -> None:
+    def read(self, torch: Any, storage: torch.UntypedStorage) -> None:
         buffer = self._buffer
         if self._file is not None:
             buffer = torch.frombuffer(mmap.mmap(self._file.fileno(), storage.nbytes()), dtype=torch.uint8)
@@ -209,25 +220,25 @@ def devices_there() -> int:
     return _core.memlab_devices()[1]
 
 
-def is_no_memory(error) -> bool:
+def is_no_memory(error: BaseException) -> bool:
     from .oom import is_out_of_memory
 
     return isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error)
 
 
-def _synchronize(torch) -> None:
+def _synchronize(torch: Any) -> None:
     if devices_there():
         torch.accelerator.synchronize()
 
 
-def _empty_caches(torch) -> None:
+def _empty_caches(torch: Any) -> None:
     if devices_there() and torch.cuda.is_available() and torch.cuda.is_initialized():
         if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
-def _refuse_graphs(torch) -> None:
+def _refuse_graphs(torch: Any) -> None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return
     if torch.cuda.is_current_stream_capturing():
@@ -237,12 +248,12 @@ def _refuse_graphs(torch) -> None:
 
 
 @functools.cache
-def _poisons():
+def _poisons() -> tuple[Callable[[int, str], None], Callable[[int], None]] | None:
     """torch's own two calls (set, clear) that make access to a storage raise, or None. Tried out, because versions differ in having them."""
     import torch
 
-    refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-    allow = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+    refuse: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    allow: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
     scratch = torch.UntypedStorage(1)
     try:
         refuse(scratch._cdata, "refused")
@@ -253,16 +264,19 @@ def _poisons():
     return refuse, allow
 
 
-def _poison(storage, text) -> None:
+def _poison(storage: torch.UntypedStorage, text: str | None) -> None:
     """Let torch itself refuse access to an emptied storage, where it can. text: what it says then; None: access is allowed again."""
     poisons = _poisons()
-    if poisons and text is None:
-        poisons[1](storage._cdata)
-    elif poisons:
-        poisons[0](storage._cdata, text)
+    if poisons is None:
+        return
+    refuse, allow = poisons
+    if text is None:
+        allow(storage._cdata)
+    else:
+        refuse(storage._cdata, text)
 
 
-def _guard(courtesy):
+def _guard(courtesy: Courtesy) -> Any:
     """A dispatch mode that refuses operators on yielded tensors."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,22 +285,22 @@ def _guard(courtesy):
     class Guard(TorchDispatchMode):
         on = True
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if self.on:
                 away = {a.address: a for a in courtesy._away}
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf):
-                        a = away.get(torch._C._storage_address(leaf))
+                        a = away.get(torch._C._storage_address(leaf))  # type: ignore[attr-defined]
                         if a is not None and leaf.numel() and leaf.untyped_storage().nbytes() == 0:
                             raise RuntimeError(_PATIENCE.format(a.name))
             return func(*args, **(kwargs or {}))
 
-        def leave(self):
+        def leave(self) -> None:
             """Take it off; if other modes were put on top meanwhile, it stays below them and does nothing."""
             self.on = False
             from torch.utils._python_dispatch import _get_current_dispatch_mode
 
             if _get_current_dispatch_mode() is self:
-                self.__exit__(None, None, None)
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    return Guard()
+    return Guard()  # type: ignore[no-untyped-call]

@@ -1,10 +1,17 @@
 """Which device is meant. Inside memlab a device is a number: 0 the CPU, 1 + i accelerator i."""
 
+from __future__ import annotations
+
 import warnings
+from typing import TYPE_CHECKING, Union
 
 from .. import _core
 from .utils import user_level
 
+if TYPE_CHECKING:
+    import torch
+
+Device = Union[int, str, "torch.device"]
 _ACCEPTED = 'an index, a torch.device, "cpu", "cuda" or "cuda:1"'
 _warned = False
 
@@ -18,7 +25,7 @@ def listen() -> None:
     _core.memlab_listen()
 
 
-def resolve(device, call: str) -> int:
+def resolve(device: Device | None, call: str) -> int:
     """The number of `device`; `call` is echoed in errors. Without an accelerator an index means the CPU.
 
     Raises:
@@ -59,11 +66,11 @@ def current() -> int:
     """The current accelerator, else the CPU."""
     listen()
     kind, count = _core.memlab_devices()
-    if not count:
+    if not count or kind is None:
         return 0
     import torch
 
-    return 1 + getattr(torch, kind).current_device()
+    return 1 + int(getattr(torch, kind).current_device())
 
 
 def name(device: int) -> str:

@@ -1,18 +1,27 @@
 """MemReporter: which tensors fill each device now, under which names, and what the rest is."""
 
+from __future__ import annotations
+
 import gc
 import sys
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from . import devices, tensors, utils
 from .tensors import BYTES, DEVICE, FIRST, NAME, NUMEL, SHAPE
 
+if TYPE_CHECKING:
+    import torch
+
+    from .snapshots import Snapshot
+
 _RULE = "-" * 79
 _HEADER = f"{'Element type':<40s}{'Size':>20s}{'Used MEM':>10s}\n{_RULE}\n"
 
 
-def readable_size(num_bytes) -> str:
+def readable_size(num_bytes: object) -> str:
     return utils.readable_size(num_bytes)
 
 
@@ -21,22 +30,27 @@ def _unit(device: str) -> int:
     return 1 if device in {"cpu", "meta"} else 512
 
 
-def check_models(model, call: str) -> list:
+def check_models(model: tensors.Models, call: str) -> list[tuple[str, weakref.ref[torch.nn.Module]]]:
     """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
     if model is None:
         return []
     torch = sys.modules.get("torch")
-    named = model if isinstance(model, dict) else {"": model}
+    named: dict[str, Any] = model if isinstance(model, dict) else {"": model}
     for one in named.values():
         if torch is None or not isinstance(one, torch.nn.Module):
             raise TypeError(f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}")
     return [(f"{name}." if name else "", weakref.ref(one)) for name, one in named.items()]
 
 
-def check_optimizer(optimizer, call: str):
+def check_optimizer(optimizer: tensors.Optimizer, call: str) -> weakref.ref[tensors.Optimizer]:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}")
     return weakref.ref(optimizer)
+
+
+def check_optimizers(optimizers: tensors.Optimizer | Sequence[tensors.Optimizer], call: str) -> list[weakref.ref[tensors.Optimizer]]:
+    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return [check_optimizer(o, call) for o in several]
 
 
 class MemReporter:
@@ -49,15 +63,15 @@ class MemReporter:
     >>> reporter.report()
     """
 
-    def __init__(self, model=None, pre_collect: bool = False):
+    def __init__(self, model: tensors.Models = None, pre_collect: bool = False) -> None:
         self._names = tensors.Names(check_models(model, "MemReporter(model)"))
         self._pre_collect = pre_collect
-        self._rows = []
-        self._books = {}
-        self.device_tensor_stat = {}
+        self._rows: list[tensors.Row] = []
+        self._books: dict[str, dict[str, Any]] = {}
+        self.device_tensor_stat: dict[Any, list[tuple[str, tuple[int, ...], int, int]]] = {}
         self._looked = False  # what is empty may have been looked at all the same
 
-    def add_optimizer(self, optimizer) -> None:
+    def add_optimizer(self, optimizer: tensors.Optimizer) -> None:
         """Name this optimizer's states, before or after its first step."""
         ref = check_optimizer(optimizer, "MemReporter.add_optimizer")
         if not any(r() is optimizer for r in self._names.optimizers):
@@ -82,15 +96,15 @@ class MemReporter:
         if torch is not None:
             self.device_tensor_stat = {torch.device(d): rows for d, rows in self.device_tensor_stat.items()}
 
-    def _listed(self, verbose: bool = False) -> list:
+    def _listed(self, verbose: bool = False) -> list[tensors.Row]:
         """Rows shown: a saved tensor whose storage is listed already only when verbose."""
         return self._rows if verbose else [r for r in self._rows if r[tensors.KIND] != "saved" or r[FIRST] is None]
 
-    def print_stats(self, verbose: bool = False, target_device=None) -> None:
+    def print_stats(self, verbose: bool = False, target_device: devices.Device | None = None) -> None:
         """Print what was collected. verbose: say which row a shared storage belongs to, and list saved tensors that share one."""
         sys.stdout.write(self.text(verbose, target_device))
 
-    def text(self, verbose: bool = False, target_device=None) -> str:
+    def text(self, verbose: bool = False, target_device: devices.Device | None = None) -> str:
         parts = [_HEADER]
         wanted = None if target_device is None else self._matching(target_device)
         shown = self._listed(verbose)
@@ -102,7 +116,7 @@ class MemReporter:
         return "".join(parts)
 
     @staticmethod
-    def _matching(device):
+    def _matching(device: devices.Device) -> Callable[[str], bool]:
         if not isinstance(device, int) or isinstance(device, bool):
             text = str(device)
             if text in {"cuda", "xpu", "meta"}:
@@ -112,7 +126,7 @@ class MemReporter:
         number = devices.resolve(device, "print_stats(target_device)")
         return lambda d: d == devices.name(number)
 
-    def _device_text(self, rows, device, verbose) -> str:
+    def _device_text(self, rows: list[tensors.Row], device: str, verbose: bool) -> str:
         body, elements, used = _core.report_rows(rows, verbose, _unit(device))
         lines = [f"Storage on {device}\n", body, f"{_RULE}\nTotal Tensors: {elements} \tUsed Memory: {readable_size(used)}\n"]
         books = self._books.get(device)
@@ -128,13 +142,13 @@ class MemReporter:
                 lines.append(f"Borrowed memory: {readable_size(books['borrowed'])}\n")
         return "".join(lines) + f"{_RULE}\n"
 
-    def report(self, verbose: bool = False, device=None) -> None:
+    def report(self, verbose: bool = False, device: devices.Device | None = None) -> None:
         """collect_tensor(); get_stats(); print_stats(verbose, device)."""
         self.collect_tensor()
         self.get_stats()
         self.print_stats(verbose, device)
 
-    def snapshot(self):
+    def snapshot(self) -> Snapshot:
         """A Snapshot of now, with this reporter's names."""
         from .snapshots import Snapshot
 

@@ -1,15 +1,19 @@
 """on_oom: what filled the memory when it ran out. The exception goes on, unchanged."""
 
+from __future__ import annotations
+
 import contextlib
 import re
 import sys
 import traceback
+from types import TracebackType
+from typing import Any, Literal, TextIO
 
 from .. import _core
 from . import tensors, utils
 
 
-def is_out_of_memory(error) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """torch's or koila's OutOfMemoryError, or the CPU allocator's RuntimeError."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
@@ -30,22 +34,22 @@ class on_oom(contextlib.ContextDecorator):
     ...     train()
     """
 
-    def __new__(cls, top=20, stream=None):
+    def __new__(cls, top: Any = 20, stream: TextIO | None = None) -> Any:
         return cls()(top) if callable(top) else super().__new__(cls)  # @on_oom without brackets
 
-    def __init__(self, top: int = 20, stream=None):
+    def __init__(self, top: int = 20, stream: TextIO | None = None) -> None:
         self.top, self.stream = top, stream
 
-    def __enter__(self):
+    def __enter__(self) -> on_oom:
         tensors.ready()
         return self
 
-    def __exit__(self, kind, error, where):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> Literal[False]:
         if error is None or not is_out_of_memory(error) or getattr(error, "_koila_autopsy", False):
             return False
         stream = sys.stderr if self.stream is None else self.stream
         try:
-            error._koila_autopsy = True  # the innermost on_oom speaks
+            error._koila_autopsy = True  # type: ignore[attr-defined]  # the innermost on_oom speaks
             stream.write(autopsy(error, where, self.top))
         except Exception as trouble:  # never in the way of the user's exception
             with contextlib.suppress(Exception):
@@ -53,7 +57,7 @@ class on_oom(contextlib.ContextDecorator):
         return False
 
 
-def autopsy(error, where, top: int) -> str:
+def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
     """The text of on_oom."""
     asked = re.search(r"(?:tried to allocate|Tried to allocate) ([0-9.]+ ?\w+)", str(error))
     out = [f"Out of memory: asked for {asked.group(1) if asked else '?'}\n"]
@@ -70,7 +74,7 @@ def autopsy(error, where, top: int) -> str:
         out.append(f"{r[tensors.NAME]:<40s}{size:>20s}{utils.readable_size(r[tensors.BYTES]):>10s}  {r[tensors.DEVICE]}")
         site = _core.memlab_site(r[tensors.DATA])
         out.append(f"{'  ' + ', '.join(names) if names else ''}{f'  {site[0]}:{site[1]}' if site else ''}\n")
-    totals = {}
+    totals: dict[tuple[str, str], int] = {}
     for r in rows:
         if r[tensors.BYTES] > 0:
             key = (r[tensors.DEVICE], r[tensors.KIND])
@@ -85,9 +89,10 @@ def autopsy(error, where, top: int) -> str:
     return "".join(out)
 
 
-def _local_names(where) -> dict:
+def _local_names(where: TracebackType | None) -> dict[int, list[str]]:
     """{storage: ["function: variable"]} of the frames in a traceback."""
-    torch, found = sys.modules["torch"], {}
+    torch = sys.modules["torch"]
+    found: dict[int, list[str]] = {}
     while where is not None:
         frame = where.tb_frame
         for name, value in list(frame.f_locals.items()):

@@ -1,13 +1,18 @@
 """pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`. Imports torch only when one is used."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Generator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 _UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def size_of(limit) -> int:
+def size_of(limit: int | str) -> int:
     """Bytes of an int or of a text like "24MiB" or "512 MB"."""
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(limit))
     if not found or found.group(2).upper() not in _UNITS:
@@ -15,12 +20,12 @@ def size_of(limit) -> int:
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit_tensor_memory(limit, device=None): fail if the test needs more tensor memory than this above its start")
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item):
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
     marker = item.get_closest_marker("limit_tensor_memory")
     if marker is None:
         yield
@@ -37,7 +42,7 @@ def pytest_runtest_call(item):
 
 
 @pytest.fixture
-def memlab():
+def memlab() -> ModuleType:
     """koila.memlab with its hooks in: memlab.measure(), memlab.snapshot(), ..."""
     import koila.memlab
 

@@ -1,19 +1,39 @@
 """snapshot and diff: what filled the memory at one moment, and what changed between two."""
 
+from __future__ import annotations
+
 import bisect
 import csv
 import html
 import io
 import json
 import os
-from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from .. import _core
 from . import devices, tensors, utils
-from .mem_reporter import check_models, check_optimizer
+from .mem_reporter import check_models, check_optimizers
 
-Row = namedtuple("Row", "name aliases kind shape dtype device bytes storage_bytes offset shared_with node line")
-Row.__doc__ = "One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it; line: 'file:line' under start(trace=True)."
+Key = TypeVar("Key")
+
+
+class Row(NamedTuple):
+    """One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it; line: 'file:line' under start(trace=True)."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    bytes: int
+    storage_bytes: int
+    offset: int
+    shared_with: str | None
+    node: str | None
+    line: str | None
+
 
 _names = tensors.Names()  # the numbers of anonymous tensors, one series for the process
 
@@ -22,9 +42,9 @@ class Snapshot:
     """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`, `.total(device)`, `.save(path)`, `str()`;
     `.annotate(recorded)` writes the names into a memory snapshot of PyTorch's."""
 
-    def __init__(self, names: tensors.Names):
+    def __init__(self, names: tensors.Names) -> None:
         self.pid = os.getpid()
-        self.rows = []
+        self.rows: list[Row] = []
         names.numbers, names.counter = _names.numbers, _names.counter
         rows = names.collect(shared_saved=True)
         self.books = {d: tensors.books(rows, d) for d in {r[tensors.DEVICE] for r in rows} | {"cpu"} if d == "cpu" or ":" in d}
@@ -44,20 +64,20 @@ class Snapshot:
             line = f"{site[0]}:{site[1]}" if site else None
             self.rows.append(Row(f"block{i}", (), "block", (), "", "cpu", n, n, 0, None, None, line))
 
-    def by_kind(self) -> dict:
+    def by_kind(self) -> dict[str, int]:
         """{kind: bytes}, largest first."""
         return summed((r.kind, r.bytes) for r in self.rows)
 
-    def by_module(self) -> dict:
+    def by_module(self) -> dict[str, int]:
         """{module path: bytes of its parameters, gradients, buffers and optimizer states}; '' is the model itself."""
         return summed((module_of(r.name, r.kind), r.bytes) for r in self.rows if r.kind in {"parameter", "buffer", "grad", "optimizer"})
 
-    def total(self, device=None) -> int:
+    def total(self, device: devices.Device | None = None) -> int:
         """Bytes of all storages listed, on one device or on all."""
         wanted = None if device is None else devices.name(devices.resolve(device, "Snapshot.total(device)"))
         return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
 
-    def annotate(self, recorded: dict) -> dict:
+    def annotate(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Write names into what `torch.cuda.memory._snapshot()` has given at the same moment; changes and returns it.
 
         A block that holds one of our rows, and the allocation that made it, get a first frame with the row's name and kind: PyTorch's memory
@@ -68,12 +88,12 @@ class Snapshot:
         """
         if not isinstance(recorded, dict) or "segments" not in recorded:
             raise TypeError(f"Snapshot.annotate: expected the dict of torch.cuda.memory._snapshot(), got {type(recorded).__name__}")
-        places = {}
+        places: dict[str, list[tuple[int, str]]] = {}
         for device, address, name, kind in self._at:
             places.setdefault(device, []).append((address, f"{name} ({kind})"))
         for found in places.values():
             found.sort()
-        names = {}  # (device, address of a block) -> what stands in it
+        names: dict[tuple[int, int], str] = {}  # (device, address of a block) -> what stands in it
         for segment in recorded["segments"]:
             at, index = segment["address"], segment.get("device", 0)
             found = places.get(f"{_core.memlab_devices()[0] or 'cuda'}:{index}", [])
@@ -90,10 +110,10 @@ class Snapshot:
                     _name_first(event, names.pop((index, event["addr"])))
         return recorded
 
-    def __sub__(self, other):
+    def __sub__(self, other: Snapshot) -> Diff:
         return diff(other, self)
 
-    def __str__(self):
+    def __str__(self) -> str:
         out = [f"{'Name':<40s}{'Kind':>10s}{'Size':>20s}{'Bytes':>10s}  Line\n"]
         for r in sorted(self.rows, key=lambda r: -r.bytes):
             line = f"{r.name:<40s}{r.kind:>10s}{str(r.shape):>20s}{utils.readable_size(r.bytes):>10s}  {r.line or ''}"
@@ -101,7 +121,7 @@ class Snapshot:
         out += [f"{kind:<70s}{utils.readable_size(n):>10s}\n" for kind, n in self.by_kind().items()]
         return "".join(out)
 
-    def save(self, path) -> None:
+    def save(self, path: utils.Path) -> None:
         """Write to a .txt, .html, .json or .csv file."""
         format = utils.format_of(path)
         if format == "text":
@@ -124,12 +144,12 @@ class Snapshot:
         utils.write(path, text)
 
 
-def _name_first(entry: dict, name: str) -> None:
+def _name_first(entry: dict[str, Any], name: str) -> None:
     entry["frames"] = [dict(filename="koila.memlab", line=0, name=name), *entry.get("frames", [])]
 
 
-def summed(pairs) -> dict:
-    total = {}
+def summed(pairs: Iterable[tuple[Key, int]]) -> dict[Key, int]:
+    total: dict[Key, int] = {}
     for key, n in pairs:
         total[key] = total.get(key, 0) + n
     return dict(sorted(total.items(), key=lambda item: -item[1]))
@@ -144,9 +164,10 @@ def module_of(name: str, kind: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _aliases(names) -> dict:
+def _aliases(names: tensors.Names) -> dict[str, tuple[str, ...]]:
     """{first name: the other names} of tied parameters and buffers."""
-    first, others = {}, {}
+    first: dict[int, str] = {}
+    others: dict[str, tuple[str, ...]] = {}
     for prefix, ref in names.models:
         model = ref()
         if model is None:
@@ -158,24 +179,26 @@ def _aliases(names) -> dict:
     return others
 
 
-def snapshot(model=None, optimizers=()) -> Snapshot:
+def snapshot(model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = ()) -> Snapshot:
     """What fills the memory now. model: a Module or a dict of them; optimizers: for the names of their states."""
     call = "snapshot(model)"
-    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return Snapshot(tensors.Names(check_models(model, call), [check_optimizer(o, "snapshot(optimizers)") for o in optimizers]))
+    return Snapshot(tensors.Names(check_models(model, call), check_optimizers(optimizers, "snapshot(optimizers)")))
+
+
+_Changes = list[tuple[str, int]]
 
 
 class Diff:
     """What changed: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`. `.by_name_only`: other processes."""
 
-    def __init__(self, new, gone, grown, by_name_only=False):
-        def order(pairs):
+    def __init__(self, new: _Changes, gone: _Changes, grown: _Changes, by_name_only: bool = False) -> None:
+        def order(pairs: _Changes) -> _Changes:
             return sorted(pairs, key=lambda pair: -abs(pair[1]))
 
         self.new, self.gone, self.grown, self.by_name_only = order(new), order(gone), order(grown), by_name_only
         self.total = sum(n for pairs in (new, gone, grown) for _, n in pairs)
 
-    def __str__(self):
+    def __str__(self) -> str:
         out = ["snapshots of different processes: compared by name only\n"] if self.by_name_only else []
         for title, pairs in (("new", self.new), ("gone", self.gone), ("grown", self.grown)):
             out += [f"{title:<6s}{name:<60s}{utils.readable_size(n):>12s}\n" for name, n in pairs]
@@ -184,7 +207,7 @@ class Diff:
     __repr__ = __str__
 
 
-def diff(a, b) -> Diff:
+def diff(a: Snapshot | list[dict[str, Any]], b: Snapshot | list[dict[str, Any]]) -> Diff:
     """From a to b: two Snapshots, or two `records()` of a line profiler (then a line's bytes are its peak)."""
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
         before, after = _bytes_by_name(a), _bytes_by_name(b)
@@ -196,7 +219,7 @@ def diff(a, b) -> Diff:
     return compare(before, after, other)
 
 
-def compare(before: dict, after: dict, by_name_only: bool) -> Diff:
+def compare(before: dict[str, int], after: dict[str, int], by_name_only: bool) -> Diff:
     """From one {name: bytes} to another."""
     return Diff(
         [(k, n) for k, n in after.items() if k not in before],
@@ -206,16 +229,16 @@ def compare(before: dict, after: dict, by_name_only: bool) -> Diff:
     )
 
 
-def _bytes_by_name(s):
+def _bytes_by_name(s: Snapshot) -> dict[str, int]:
     return bytes_by_name((r.name, r.kind, r.bytes, r.line) for r in s.rows)
 
 
-def bytes_by_name(rows) -> dict:
+def bytes_by_name(rows: Iterable[tuple[str, str, int, str | None]]) -> dict[str, int]:
     """rows: (name, kind, bytes, line). Blocks without a tensor have no name that stays: they count together, by line."""
     return summed((name if kind != "block" else f"blocks without a tensor{f' from {line}' if line else ''}", n) for name, kind, n, line in rows)
 
 
-def _bytes_by_line(records):
+def _bytes_by_line(records: list[dict[str, Any]]) -> dict[str, int]:
     return {
         f"{r['function']} ({r['file']}:{r['line']})": r["active_bytes.all.peak"] for r in records if r.get("active_bytes.all.peak") is not None
     }

@@ -1,13 +1,23 @@
 """All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in C (report.c)."""
 
+from __future__ import annotations
+
 import inspect
 import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from .. import _core
 from . import devices
 
+if TYPE_CHECKING:
+    import torch
+
+Models = Union["torch.nn.Module", "Mapping[str, torch.nn.Module]", None]
+Row = tuple[Any, ...]
 NAME, KIND, SHAPE, NUMEL, DTYPE, DEVICE, BYTES, STORAGE_BYTES, STORAGE, DATA, OFFSET, FIRST, OWNER = range(13)
-_both_owners = None
+_both_owners: bool | None = None
 
 
 def _counts_both_owners() -> bool:
@@ -19,17 +29,29 @@ def _counts_both_owners() -> bool:
     return _both_owners
 
 
+class Optimizer(Protocol):
+    """torch's, or what wraps one."""
+
+    @property
+    def param_groups(self) -> Any: ...
+    @property
+    def state(self) -> Any: ...
+
+
 class Names:
     """Which names tensors have: models, optimizers, and the numbers of the anonymous ones. Holds weak references only."""
 
-    def __init__(self, models=(), optimizers=()):
-        self.models = list(models)  # [(prefix, weakref to a Module)]
-        self.optimizers = list(optimizers)  # weakrefs
-        self.numbers, self.counter = {}, [0]
+    def __init__(self, models: Iterable[tuple[str, weakref.ref[torch.nn.Module]]] = (), optimizers: Iterable[weakref.ref[Optimizer]] = ()) -> None:
+        self.models = list(models)  # (prefix, the module)
+        self.optimizers = list(optimizers)
+        self.numbers: dict[Any, Any] = {}
+        self.counter = [0]
 
-    def roots(self) -> list:
+    def roots(self) -> list[tuple[str, str, Any]]:
         """[(name, kind, tensor)]: parameters in model order, buffers, optimizer states."""
-        found, buffers, parameter_names = [], [], {}
+        found: list[tuple[str, str, Any]] = []
+        buffers: list[tuple[str, str, Any]] = []
+        parameter_names: dict[int, str] = {}
         for prefix, ref in self.models:
             model = ref()
             if model is None:
@@ -39,8 +61,8 @@ class Names:
                 found.append((prefix + name, "parameter", p))
             buffers += [(prefix + name, "buffer", b) for name, b in model.named_buffers()]
         found += buffers
-        for ref in self.optimizers:
-            optimizer = ref()
+        for each in self.optimizers:
+            optimizer = each()
             if optimizer is None:
                 continue
             kind = type(optimizer).__name__
@@ -55,7 +77,7 @@ class Names:
                     found.append((f"{kind}.{known.get(id(p), 'param')}.{key}", "optimizer", value))
         return found
 
-    def collect(self, shared_saved: bool = False, with_tensors: bool = False) -> list:
+    def collect(self, shared_saved: bool = False, with_tensors: bool = False) -> list[Row]:
         """Rows of every tensor there is now; see report.c. with_tensors: each ends with its tensor."""
         torch = sys.modules.get("torch")
         if torch is None:
@@ -66,9 +88,10 @@ class Names:
             return _mark_borrowed(_core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors))
 
 
-def _mark_borrowed(rows: list) -> list:
+def _mark_borrowed(rows: list[Row]) -> list[Row]:
     """On an accelerator too a storage is borrowed that stands in none of its allocator's blocks, or in one that another storage has (DLPack)."""
-    live, ours = {}, {devices.name(1 + i) for i in range(_core.memlab_devices()[1])}  # live, by device: addresses of blocks that no row stands on yet
+    ours = {devices.name(1 + i) for i in range(_core.memlab_devices()[1])}
+    live: dict[str, set[int] | None] = {}  # by device: addresses of blocks that no row stands on yet
     for i, r in enumerate(rows):
         if r[DEVICE] not in ours or r[BYTES] <= 0:
             continue
@@ -82,13 +105,14 @@ def _mark_borrowed(rows: list) -> list:
     return rows
 
 
-def books(rows: list, device: str) -> dict:
+def books(rows: list[Row], device: str) -> dict[str, Any]:
     """What the allocator of `device` holds, against what the rows show: truth == listed + the items, `Unexplained` is what is left.
 
     Keys: listed, truth, loose (bytes, blocks), rounding, waiting, unexplained, borrowed.
     """
     if device == "cpu":
-        listed, older, borrowed, *loose = _core.cpu_books(rows)
+        listed, older, borrowed, n_loose, blocks = _core.cpu_books(rows)
+        loose = n_loose, blocks
         truth = _core.memlab_now(0)[0] + older
         rounding = waiting = 0
     else:
@@ -98,10 +122,10 @@ def books(rows: list, device: str) -> dict:
         borrowed = sum(r[BYTES] for r in here if r[OWNER] == "borrowed")
         truth, loose, rounding, waiting = _accelerator(device, mine)
     left = truth - listed - loose[0] - rounding - waiting
-    return dict(listed=listed, truth=truth, loose=tuple(loose), rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
+    return dict(listed=listed, truth=truth, loose=loose, rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
 
 
-def _accelerator(device: str, mine: list) -> tuple:
+def _accelerator(device: str, mine: list[Row]) -> tuple[int, tuple[int, int], int, int]:
     """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its allocator lists."""
     number = devices.index(device)
     truth = _core.memlab_now(number)[0]
@@ -118,11 +142,11 @@ def _accelerator(device: str, mine: list) -> tuple:
     return truth, (loose_bytes, loose_blocks), rounding, waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0
 
 
-def blocks_of(device: int) -> list:
+def blocks_of(device: int) -> list[tuple[int, int, str]]:
     """[(address, bytes, state)] of the blocks an accelerator's allocator lists, states as it calls them; [] where it lists none."""
     torch, (kind, _) = sys.modules["torch"], _core.memlab_devices()
     try:
-        snapshot = getattr(torch, kind).memory_snapshot
+        snapshot = getattr(torch, str(kind)).memory_snapshot
         segments = snapshot(include_traces=False) if "include_traces" in inspect.signature(snapshot).parameters else snapshot()
     except (RuntimeError, AttributeError):
         return []
@@ -150,7 +174,6 @@ def ready() -> None:
 def names_around() -> Names:
     """Names for a report that was given no model: of the modules that are nobody's child, and of all optimizers."""
     import gc
-    import weakref
 
     torch = sys.modules["torch"]
     objects = gc.get_objects()

@@ -1,5 +1,7 @@
 """timeline: what memory did over time, by source line, and who held what at its highest."""
 
+from __future__ import annotations
+
 import csv
 import html
 import io
@@ -7,6 +9,8 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from .. import _core
 from . import control, devices, tensors, utils
@@ -34,18 +38,19 @@ class timeline:
     >>> t.save("step.html")
     """
 
-    def __init__(self, model=None, optimizers=(), device=None, limit: int = 4_000_000):
-        from .mem_reporter import check_models, check_optimizer
+    def __init__(
+        self, model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = (), device: devices.Device | None = None, limit: int = 4_000_000
+    ) -> None:
+        from .mem_reporter import check_models, check_optimizers
 
-        call = "timeline(model)"
-        optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        self._names = tensors.Names(check_models(model, call), [check_optimizer(o, "timeline(optimizers)") for o in optimizers])
-        self._models = model if isinstance(model, dict) else {} if model is None else {"": model}
+        self._names = tensors.Names(check_models(model, "timeline(model)"), check_optimizers(optimizers, "timeline(optimizers)"))
+        self._models: dict[str, Any] = model if isinstance(model, dict) else {} if model is None else {"": model}
         self._device = devices.current() if device is None else devices.resolve(device, "timeline(device)")
-        self._limit, self._record = limit, None
-        self.at_peak = []
+        self._limit = limit
+        self._record: _core.Timeline | None = None
+        self.at_peak: list[dict[str, Any]] = []
 
-    def __enter__(self):
+    def __enter__(self) -> timeline:
         control.check_hooked(self._device, "timeline")
         record = _core.Timeline(self._device, self._limit)
         self._was_tracing = _core.memlab_tracing()
@@ -57,52 +62,67 @@ class timeline:
         self._record = record
         return self
 
-    def __exit__(self, *exc):
-        self._record.end()
+    def __exit__(self, *exc: object) -> None:
+        record = self._over()
+        record.end()
         if not self._was_tracing:
             _core.memlab_trace(False)
         modules = {id(m): f"{prefix}.{name}".strip(".") or "the model" for prefix, model in self._models.items() for name, m in model.named_modules()}
         self._models = {}
-        rows = {}
+        rows: dict[int, tensors.Row] = {}
         for r in self._names.collect():
             if r[tensors.DEVICE] == devices.name(self._device) and r[tensors.BYTES] > 0:
                 rows.setdefault(r[tensors.DATA], r)
-        for address, n, site, module, _, stays in self._record.at_peak():
-            r = rows.get(address) if stays else None
+        for address, n, site, module, _, stays in record.at_peak():
+            row = rows.get(address) if stays else None
             line = f"{site[0]}:{site[1]}" if site else None
-            name, kind = (r[tensors.NAME], r[tensors.KIND]) if r else (None, "block" if stays else "gone")
-            owner = module_of(name, kind) if kind in {"parameter", "buffer", "grad", "optimizer"} else None
+            name, kind = (str(row[tensors.NAME]), str(row[tensors.KIND])) if row else (None, "block" if stays else "gone")
+            owner = module_of(name, kind) if name is not None and kind in {"parameter", "buffer", "grad", "optimizer"} else None
             where = modules.get(module) if owner is None else owner or "the model"
             self.at_peak.append(dict(name=name, kind=kind, bytes=n, line=line, module=where))
         self.at_peak.sort(key=lambda row: -row["bytes"])
 
-    start = property(lambda self: self._over().start)
-    peak = property(lambda self: self._over().peak)
-    end = property(lambda self: self._over().end_bytes)
-    n_events = property(lambda self: self._over().n_events)
-    n_lost = property(lambda self: self._over().n_lost)
+    @property
+    def start(self) -> int:
+        return self._over().start
 
-    def _over(self):
+    @property
+    def peak(self) -> int:
+        return self._over().peak
+
+    @property
+    def end(self) -> int:
+        return self._over().end_bytes
+
+    @property
+    def n_events(self) -> int:
+        return self._over().n_events
+
+    @property
+    def n_lost(self) -> int:
+        return self._over().n_lost
+
+    def _over(self) -> _core.Timeline:
         if self._record is None:
             raise RuntimeError("timeline: nothing was recorded; use it as a context manager")
         return self._record
 
-    def by_kind(self) -> dict:
+    def by_kind(self) -> dict[str, int]:
         """{kind: bytes} at the peak, largest first."""
         return summed((r["kind"], r["bytes"]) for r in self.at_peak)
 
-    def by_module(self) -> dict:
+    def by_module(self) -> dict[str | None, int]:
         """{module path: bytes} at the peak; None: asked for outside the model."""
         return summed((r["module"], r["bytes"]) for r in self.at_peak)
 
-    def by_line(self) -> dict:
+    def by_line(self) -> dict[str | None, int]:
         """{'file:line': bytes} at the peak; None: the line is not known."""
         return summed((r["line"], r["bytes"]) for r in self.at_peak)
 
-    def _tables(self) -> list:
+    def _tables(self) -> list[tuple[str, dict[Any, int]]]:
         return [("kind", self.by_kind()), ("module", self.by_module()), ("line", self.by_line())]
 
-    def __str__(self):
+    def __str__(self) -> str:
         self._over()
         out = [f"highest {utils.readable_size(self.peak)}, at the beginning {utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}"]
         out.append(f", {self.n_events} events" + (f", {self.n_lost} later ones not recorded\n" if self.n_lost else "\n"))
@@ -111,7 +131,7 @@ class timeline:
             out += [f"{utils.readable_size(n):>12s}  {'not known' if key is None else key}\n" for key, n in table.items()]
         return "".join(out)
 
-    def save(self, path) -> None:
+    def save(self, path: utils.Path) -> None:
         """Write to a .txt, .html, .json, .csv or .pickle file."""
         format = utils.format_of(path, FORMATS)
         if format == "pickle":
@@ -144,12 +164,12 @@ class timeline:
             parts.append(f'<h3>By {title}</h3>\n<table>\n<tr><th>bytes</th><th class="l">{title}</th></tr>\n{rows}</table>\n')
         return self._over().page("Memory over time", "".join(parts))
 
-    def _viewer_data(self) -> dict:
+    def _viewer_data(self) -> dict[str, Any]:
         """The dictionary that torch.cuda.memory._snapshot() gives: one trace of allocations and frees, with frames."""
-        frames = {None: []}
-        trace = []
+        frames: dict[Any, list[dict[str, Any]]] = {None: []}
+        trace: list[dict[str, Any]] = []
         for address, n, site, ns in self._over().events():
-            if site not in frames:
+            if site is not None and site not in frames:
                 frames[site] = [dict(filename=site[0], line=site[1], name=os.path.basename(site[0]))]
             event = dict(addr=address, size=abs(n), stream=0, time_us=ns // 1000, frames=frames[site])
             for action in ("alloc",) if n > 0 else ("free_requested", "free_completed"):

@@ -1,9 +1,14 @@
 """Sizes as people read them, and writing to files by suffix."""
 
+from __future__ import annotations
+
 import os
 import sys
+from typing import Any, Union
 
 from .. import _core
+
+Path = Union[str, "os.PathLike[str]"]
 
 FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv"}
 
@@ -14,7 +19,7 @@ class ByteSize:
     NaN and None: ''. What is not a number (a symbolic size): its str.
     """
 
-    def __init__(self, num_bytes) -> None:
+    def __init__(self, num_bytes: Any) -> None:
         self.num_bytes = num_bytes
 
     def __format__(self, spec: str) -> str:
@@ -35,7 +40,7 @@ class ByteSize:
 calmsize = ByteSize  # as the old package calls it, whose users put their own here: readable_size goes through it
 
 
-def readable_size(num_bytes) -> str:
+def readable_size(num_bytes: object) -> str:
     """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its str."""
     size = calmsize(num_bytes)
     try:
@@ -44,7 +49,7 @@ def readable_size(num_bytes) -> str:
         return str(size)
 
 
-def format_of(path, formats: dict = FORMATS) -> str:
+def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
     """The format named by a path's suffix.
 
     Raises:
@@ -61,7 +66,7 @@ def page(title: str, body: str) -> str:
     return f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n{body}\n</body></html>\n'
 
 
-def write(path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as f:
         f.write(text)
 

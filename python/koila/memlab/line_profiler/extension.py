@@ -1,9 +1,14 @@
 """IPython: `%load_ext koila.memlab` gives %mlrun and %%mlrun. IPython itself is imported only then."""
 
+from __future__ import annotations
+
 import ast
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
 
 from .. import utils
-from .line_profiler import DEFAULT_COLUMNS, LineProfiler, check_columns, codes_of
+from .line_profiler import DEFAULT_COLUMNS, LineProfiler, RecordsDisplay, check_columns, codes_of
 
 _HELP = """Run a statement or a cell under koila.memlab's line profiler.
 
@@ -25,15 +30,15 @@ _VALUED = {
 }  # fmt: skip
 
 
-def _usage(text):
+def _usage(text: str) -> Exception:
     from IPython.core.error import UsageError
 
     return UsageError(f"%mlrun: {text}")
 
 
-def parse_options(line: str) -> tuple:
+def parse_options(line: str) -> tuple[dict[str, Any], str]:
     """({option: value}, the rest of the line, untouched)."""
-    options = {"f": [], "c": [], "g": 0, "T": None, "D": False, "r": False, "q": False}
+    options: dict[str, Any] = {"f": [], "c": [], "g": 0, "T": None, "D": False, "r": False, "q": False}
     rest = line
     while True:
         rest = rest.lstrip()
@@ -76,7 +81,7 @@ def _first_word(rest: str) -> str:
     return rest.split(None, 1)[0] if rest else ""
 
 
-def _functions(expressions, namespace, profiler) -> list:
+def _functions(expressions: Iterable[str], namespace: dict[str, Any], profiler: LineProfiler) -> list[str]:
     """Add those that are there by now; the rest stays."""
     left = []
     for text in expressions:
@@ -96,20 +101,19 @@ def _functions(expressions, namespace, profiler) -> list:
 class _Cell:
     """The code of a cell, run statement by statement, so that functions it defines can be found in between."""
 
-    def __init__(self, shell, source, file):
-        self.shell, self.file = shell, file
-        self.tree = compile(source, file, "exec", ast.PyCF_ONLY_AST, dont_inherit=False)
-        self.source = source
+    def __init__(self, source: str, file: str) -> None:
+        self.file = file
+        self.tree: Any = compile(source, file, "exec", ast.PyCF_ONLY_AST, dont_inherit=False)
 
-    def whole(self):
+    def whole(self) -> CodeType:
         return compile(self.tree, self.file, "exec")
 
-    def statements(self):
+    def statements(self) -> Iterator[CodeType]:
         for node in self.tree.body:
             yield compile(ast.Module([node], []), self.file, "exec")
 
 
-def run(shell, line: str, cell=None):
+def run(shell: Any, line: str, cell: str | None = None) -> Any:
     """What %mlrun and %%mlrun do."""
     import linecache
 
@@ -129,9 +133,9 @@ def run(shell, line: str, cell=None):
     file = f"<mlrun-{id(profiler):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     left = _functions(options["f"], namespace, profiler)
-    failed = None
+    failed: BaseException | None = None
     try:
-        code = _Cell(shell, source, file)
+        code = _Cell(source, file)
         with profiler:
             if options["f"]:
                 for part in code.statements():
@@ -163,23 +167,23 @@ def run(shell, line: str, cell=None):
     return None if options["q"] else display
 
 
-def _show(display) -> None:
+def _show(display: RecordsDisplay) -> None:
     from IPython.display import display as show
 
     show(display)
 
 
-def load_ipython_extension(ipython) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """%load_ext koila.memlab"""
 
-    def mlrun(line, cell=None):
+    def mlrun(line: str, cell: str | None = None) -> Any:
         return run(ipython, line, cell)
 
     mlrun.__doc__ = _HELP
     ipython.register_magic_function(mlrun, "line_cell", "mlrun")
 
 
-def unload_ipython_extension(ipython) -> None:
+def unload_ipython_extension(ipython: Any) -> None:
     """%unload_ext koila.memlab"""
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("mlrun", None)

@@ -1,20 +1,29 @@
 """LineProfiler: names, options and words; what happens at a line is in C (lines.c, linetab.c)."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys
 import types
 import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ... import _core
 from ..._errors import UnsupportedError
 from .. import devices, utils
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DEFAULT_COLUMNS = ("active_bytes.all.peak", "reserved_bytes.all.peak")
+_Stats = Literal["hook", "auto", "full"]
+_Columns = str | Iterable[str]
 _STATS = {"hook": 0, "auto": 1, "full": 2}
 
 
-def check_columns(columns) -> tuple:
+def check_columns(columns: _Columns) -> tuple[str, ...]:
     """A tuple of column names; a plain string is one column.
 
     Raises:
@@ -25,9 +34,9 @@ def check_columns(columns) -> tuple:
     return columns
 
 
-def codes_of(obj) -> list:
+def codes_of(obj: Any) -> list[tuple[types.CodeType, str]]:
     """[(code, qualified name)] behind anything that has code; [] if there is none."""
-    seen = set()
+    seen: set[int] = set()
     while id(obj) not in seen:
         seen.add(id(obj))
         if isinstance(obj, functools.partial):
@@ -48,12 +57,12 @@ def codes_of(obj) -> list:
     return [(code, str(getattr(obj, "__qualname__", code.co_name)))]
 
 
-def _is_module(obj) -> bool:
+def _is_module(obj: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and isinstance(obj, torch.nn.Module)
 
 
-def _source(code):
+def _source(code: types.CodeType) -> tuple[int, list[str] | None]:
     try:
         lines, first = inspect.getsourcelines(code)
     except (OSError, TypeError, IndexError, SyntaxError, UnicodeError):
@@ -61,7 +70,7 @@ def _source(code):
     return first or 1, [line.rstrip("\n") for line in lines]
 
 
-def _last_line(code) -> int:
+def _last_line(code: types.CodeType) -> int:
     return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
 
 
@@ -80,15 +89,16 @@ class LineProfiler(_core.LineTable):
     It resets and empties nothing of yours, and does not see lines of functions that were not given to it.
     """
 
-    def __new__(cls, *functions, target_gpu=0, stats="auto"):
+    def __new__(cls, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto") -> Self:
         return super().__new__(cls)
 
-    def __init__(self, *functions, target_gpu=0, stats="auto"):
+    def __init__(self, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto") -> None:
         if stats not in _STATS:
             raise ValueError(f"LineProfiler(stats={stats!r}): expected one of {', '.join(_STATS)}")
         self.stats_mode = _STATS[stats]
-        self._target = 0
-        self._generation, self._warned = None, False
+        self._target: devices.Device = 0
+        self._generation: int | None = None
+        self._warned = False
         if target_gpu != 0:
             self.target_gpu = target_gpu
         elif "torch" in sys.modules:
@@ -97,15 +107,15 @@ class LineProfiler(_core.LineTable):
             self.add_function(function)
 
     @property
-    def target_gpu(self):
+    def target_gpu(self) -> devices.Device:
         return self._target
 
     @target_gpu.setter
-    def target_gpu(self, device):
+    def target_gpu(self, device: devices.Device) -> None:
         self.target_device = devices.resolve(device, "target_gpu")
         self._target = device
 
-    def add_function(self, func) -> None:
+    def add_function(self, func: Any) -> None:
         """Record this function too, also while enabled. An object without code is a UserWarning and ignored."""
         found = codes_of(func)
         if not found:
@@ -113,7 +123,7 @@ class LineProfiler(_core.LineTable):
         for code, name in found:
             self.add_code(code, name)
 
-    def add_code(self, code, name) -> None:
+    def add_code(self, code: types.CodeType, name: str) -> None:
         """Record a code object, under this name."""
         first, lines = _source(code)
         n = max(_last_line(code) - first + 1, len(lines or ()))
@@ -126,14 +136,14 @@ class LineProfiler(_core.LineTable):
         self._generation = _core.truth_generation()
         super().enable()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.enable()
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self.disable()
 
-    def display(self, func=None, columns=DEFAULT_COLUMNS, device=None) -> "RecordsDisplay":
+    def display(self, func: Any = None, columns: _Columns = DEFAULT_COLUMNS, device: devices.Device | None = None) -> RecordsDisplay:
         """The table as it is now.
 
         func: None (all, in order of registration), a callable, a qualified name, or a list of these.
@@ -151,19 +161,20 @@ class LineProfiler(_core.LineTable):
         self._check_truth(columns, index)
         return RecordsDisplay(self.frozen(which), columns, index)
 
-    def print_stats(self, func=None, columns=DEFAULT_COLUMNS, stream=None, device=None) -> None:
+    def print_stats(self, func: Any = None, columns: _Columns = DEFAULT_COLUMNS, stream: TextIO | None = None, device: devices.Device | None = None) -> None:
         """`display(...)` written to `stream` (None: sys.stdout of this moment)."""
         self.display(func, columns, device).print(stream)
 
-    def records(self, func=None, device=None) -> list:
+    def records(self, func: Any = None, device: devices.Device | None = None) -> list[dict[str, Any]]:
         """A list of dicts, one per source line: function, file, line, code, and every recorded column (bytes, counts; time in ns)."""
         index = -1 if device is None else devices.resolve(device, "records(device)")
         return self.table_records(index, self._which(func))
 
-    def _which(self, func):
+    def _which(self, func: Any) -> list[int] | None:
         if func is None:
             return None
-        found, names, codes = [], self.names, self.codes
+        found: list[int] = []
+        names, codes = self.names, self.codes
         for one in func if isinstance(func, (list, tuple)) else [func]:
             if isinstance(one, str):
                 hits = [i for i, n in enumerate(names) if n == one]
@@ -175,7 +186,7 @@ class LineProfiler(_core.LineTable):
             found += hits
         return found
 
-    def _check_truth(self, columns, index):
+    def _check_truth(self, columns: tuple[str, ...], index: int) -> None:
         """Declare numbers void when another tool took the hook away in between; refuse columns that then cannot be had."""
         device = self.target_device if index < 0 else index
         if device and self.stats_mode == 0 and _core.check_columns(columns):
@@ -193,7 +204,7 @@ class LineProfiler(_core.LineTable):
         raise UnsupportedError(f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss can be shown")
 
 
-def _shown(obj) -> str:
+def _shown(obj: object) -> str:
     try:
         return f"{type(obj).__name__} object {getattr(obj, '__qualname__', None) or repr(obj)[:60]}"
     except Exception:
@@ -203,22 +214,22 @@ def _shown(obj) -> str:
 class RecordsDisplay:
     """A line table of one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as .txt .html .json .csv."""
 
-    def __init__(self, table, columns, device=-1):
+    def __init__(self, table: _core.LineTable, columns: tuple[str, ...], device: int = -1) -> None:
         self._table, self._columns, self._device = table, columns, device
 
-    def render(self, format="text", all=False) -> str:
+    def render(self, format: str = "text", all: bool = False) -> str:
         return self._table.render(format, self._columns, self._device, None, all)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self.render()
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         return self.render("html")
 
-    def print(self, stream=None) -> None:
+    def print(self, stream: TextIO | None = None) -> None:
         (sys.stdout if stream is None else stream).write(self.render())
 
-    def save(self, path) -> None:
+    def save(self, path: utils.Path) -> None:
         format = utils.format_of(path)
         text = self.render(format)
         utils.write(path, utils.page("koila.memlab", text) if format == "html" else text)

@@ -1,18 +1,24 @@
 """@profile and @profile_every: one global profiler, its tables printed at exit or every n calls."""
 
+from __future__ import annotations
+
 import atexit
 import functools
 import inspect
 import os
 import sys
 import warnings
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, TypeVar, overload
 
+from ..devices import Device
 from ..utils import user_level
-from .line_profiler import DEFAULT_COLUMNS, LineProfiler, _shown, check_columns, codes_of
+from .line_profiler import DEFAULT_COLUMNS, LineProfiler, _Columns, _shown, check_columns, codes_of
 
-_profiler = None
-_at_exit = []  # [(function, columns, process)], in order of decoration
-_target = 0
+_T = TypeVar("_T")
+_profiler: LineProfiler | None = None
+_at_exit: list[tuple[Any, tuple[str, ...], int]] = []  # (function, columns, process), in order of decoration
+_target: Device = 0
 
 
 def _off() -> bool:
@@ -26,7 +32,7 @@ def _global() -> LineProfiler:
     return _profiler
 
 
-def set_target_gpu(gpu_id) -> None:
+def set_target_gpu(gpu_id: Device) -> None:
     """From the line that is running on, rows of `@profile` show this device: an index, a torch.device, "cuda", "cuda:1", "cpu"."""
     global _target
     _global().target_gpu = gpu_id
@@ -40,7 +46,7 @@ def clear_global_line_profiler() -> None:
         _profiler.clear()
 
 
-def _register(func, columns, at_exit: bool) -> bool:
+def _register(func: Any, columns: tuple[str, ...], at_exit: bool) -> bool:
     if not codes_of(func):
         warnings.warn(f"profile: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=user_level())
         return False
@@ -60,8 +66,10 @@ def _print_at_exit() -> None:
     if not mine:
         return
     try:
-        _profiler.disable()
-        parts, seen = [], set()
+        profiler = _global()
+        profiler.disable()
+        parts: list[str] = []
+        seen: set[tuple[int, ...]] = set()
         for func, columns in mine:
             codes = codes_of(func)
             key = tuple(id(code) for code, _ in codes)
@@ -69,7 +77,7 @@ def _print_at_exit() -> None:
                 continue
             seen.add(key)
             try:
-                parts.append(_profiler.display(func, columns).render(all=True))
+                parts.append(profiler.display(func, columns).render(all=True))
             except KeyError:  # cleared since
                 parts.append("\n\n".join(f"## {name}\n\nNo data collected\n" for _, name in codes))
         sys.stdout.write("\n\n".join(parts))
@@ -81,20 +89,24 @@ def _print_at_exit() -> None:
             return
 
 
-def profile(func=None, columns=DEFAULT_COLUMNS):
+@overload
+def profile(func: None = None, columns: _Columns = DEFAULT_COLUMNS) -> Callable[[_T], _T]: ...
+@overload
+def profile(func: _T, columns: _Columns = DEFAULT_COLUMNS) -> _T: ...
+def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
     """Profile a function line by line and print its table once at exit: `@profile`, `@profile(columns=...)`, `profile(f)`.
 
     Returns the same object. An object without code is a UserWarning and returned unchanged. `KOILA_MEMLAB=0` makes this do nothing.
     """
-    columns = check_columns(columns)
+    names = check_columns(columns)
     if func is None:
-        return functools.partial(profile, columns=columns)
+        return functools.partial(profile, columns=names)
     if not _off():
-        _register(func, columns, True)
+        _register(func, names, True)
     return func
 
 
-def profile_every(output_interval=1, enable=True, columns=DEFAULT_COLUMNS):
+def profile_every(output_interval: int = 1, enable: bool = True, columns: _Columns = DEFAULT_COLUMNS) -> Callable[[_T], _T]:
     """A decorator that prints the function's table after every `output_interval`-th call that returned; numbers are cumulative.
 
     Returns a wrapper of the same kind (plain, async, generator, async generator); with `enable=False` the function itself.
@@ -106,32 +118,34 @@ def profile_every(output_interval=1, enable=True, columns=DEFAULT_COLUMNS):
         raise TypeError(f"profile_every(output_interval={output_interval!r}): expected an int")
     if output_interval < 1:
         raise ValueError(f"profile_every(output_interval={output_interval}): expected 1 or more")
-    columns = check_columns(columns)
+    names = check_columns(columns)
 
-    def decorate(func):
-        if not enable or _off() or not _register(func, columns, False):
+    def decorate(func: Any) -> Any:
+        if not enable or _off() or not _register(func, names, False):
             return func
         n_calls = 0
 
-        def returned():
+        wrapper: Any
+
+        def returned() -> None:
             nonlocal n_calls
             n_calls += 1
             if n_calls % output_interval == 0 and _profiler is not None:
                 try:
-                    _profiler.print_stats(func, columns)
+                    _profiler.print_stats(func, names)
                 except KeyError:  # clear_global_line_profiler() in between
                     return
 
         if inspect.iscoroutinefunction(func):
 
-            async def wrapper(*args, **kwargs):
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = await func(*args, **kwargs)
                 returned()
                 return result
 
         elif inspect.isasyncgenfunction(func):
 
-            async def wrapper(*args, **kwargs):
+            async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
                 agen, sent, thrown = func(*args, **kwargs), None, None
                 while True:
                     try:
@@ -149,14 +163,14 @@ def profile_every(output_interval=1, enable=True, columns=DEFAULT_COLUMNS):
 
         elif inspect.isgeneratorfunction(func):
 
-            def wrapper(*args, **kwargs):
+            def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
                 result = yield from func(*args, **kwargs)
                 returned()
                 return result
 
         else:
 
-            def wrapper(*args, **kwargs):
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
                 result = func(*args, **kwargs)
                 returned()
                 return result
