@@ -28,7 +28,6 @@ class _Amounts(TypedDict):
     cpu_budget: int | None
 
 
-
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
     for power, names in enumerate(("Kk", "M", "G", "T"), start=1)
