@@ -50,6 +50,16 @@ def install() -> None:
 
     torch.nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
 
+    resolve_conj, is_conj = torch.resolve_conj, torch.is_conj
+
+    def resolve(input: torch.Tensor) -> torch.Tensor:
+        return input.resolve_conj() if isinstance(input, LazyTensor) else resolve_conj(input)
+
+    def conjugated(input: torch.Tensor) -> bool:
+        return input.is_conj() if isinstance(input, LazyTensor) else is_conj(input)
+
+    torch.resolve_conj, torch.is_conj = resolve, conjugated  # type: ignore[assignment]
+
     import torch.utils as utils
 
     swap = utils.swap_tensors
