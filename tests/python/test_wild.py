@@ -328,6 +328,23 @@ def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
     assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
 
 
+def test_5_a_step_that_cannot_be_cut_says_that_it_runs_whole():
+    """All that the second loss reads are a few ids, known by then, and none of their dimensions is the batch: nothing is left to cut."""
+
+    def program(wrap):
+        table = torch.nn.Embedding(5, 3, dtype=D)
+        y = wrap(torch.randint(0, 5, (B, 9, 2)))
+        total, ids = torch.zeros((), dtype=D), y[..., 0].contiguous().view(-1)
+        for k in range(2):
+            total += (table(ids) * (k + 1)).sin().mean()
+        total.backward()
+        return {"value:total": plain(total), **model_state(table)}
+
+    compare_programs(program, B, split=False, slices=("even", "one"))
+    plan = koila.last_plan()
+    assert (plan.n_micro_batches, plan.micro_batch, plan.batch, plan.loops) == (1, B, B, []) and "whole" in str(plan)
+
+
 def test_5_a_batch_that_was_looked_at_is_still_cut():
     def body(model, x, y, wrap):
         x = x / 2
