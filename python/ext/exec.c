@@ -496,7 +496,6 @@ static int one_row_outermost(const koila_table *table, const koila_sig_info *s, 
     return 0;
 }
 
-
 static int run_node(exec *x, const koila_instr *in, bool in_loop)
 {
     const koila_node n = in->id;
