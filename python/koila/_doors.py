@@ -58,7 +58,7 @@ def install() -> None:
     def conjugated(input: torch.Tensor) -> bool:
         return input.is_conj() if isinstance(input, LazyTensor) else is_conj(input)
 
-    torch.resolve_conj, torch.is_conj = resolve, conjugated  # type: ignore[assignment]
+    torch.resolve_conj, torch.is_conj = resolve, conjugated
 
     import torch.utils as utils
 

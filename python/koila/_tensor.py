@@ -146,7 +146,7 @@ class LazyTensor(torch.Tensor):
     def is_conj(self) -> bool:
         return _core.is_conjugated(self) or super().is_conj()
 
-    def resolve_conj(self) -> torch.Tensor:
+    def resolve_conj(self) -> Any:
         return self.clone() if _core.is_conjugated(self) else super().resolve_conj()
 
     def is_shared(self) -> bool:
