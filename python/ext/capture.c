@@ -217,6 +217,15 @@ static PyObject *record(const op_info *op, PyObject *args, PyObject *kwargs)
                 goto leave;
             }
     }
+    for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* a conjugate's real numbers are no view of the base's: one of the two is negative */
+        const koila__chain *c = w.in[i].written ? w.in[i].h->chain : NULL;
+        for (; c; c = c->parent)
+            if (strcmp(koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op), "aten::view_as_real") == 0 && koila__chain_conjugated(c->parent)) {
+                koila__unsupported("%s writes through .real, .imag or view_as_real of a lazy conjugate view. Copy it first, with .clone(), or write into what it is the conjugate of",
+                                   koila_op_name(koila__table, op->id));
+                goto leave;
+            }
+    }
     for (uint32_t i = 0; w.n_written && i < w.n_in; i++) { /* x.add_(a view of x), x.addmm_(x, x): eager refuses some of these */
         const koila__handle *a = w.in[i].h;
         for (uint32_t j = 0; w.in[i].written && j < w.n_in; j++) {

@@ -73,6 +73,7 @@ koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta
 void koila__group_free(koila__group *g);
 koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v); /* refs 0 */
 void koila__chain_release(koila__chain *c);
+bool koila__chain_conjugated(const koila__chain *c); /* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views inherit */
 void koila__handle_set_value(koila__handle *h, koila_value v);
 /* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
 void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);

@@ -109,6 +109,12 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     return w;
 }
 
+static PyObject *py_is_conjugated(PyObject *module, PyObject *o)
+{
+    const koila__handle *h = koila__lazy_class && koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+    return PyBool_FromLong(h && koila__chain_conjugated(h->chain));
+}
+
 static PyObject *py_is_lazy(PyObject *module, PyObject *o) { return PyBool_FromLong(koila__lazy_class && koila__is_lazy(o)); }
 
 static PyObject *py_concrete(PyObject *module, PyObject *o)
@@ -368,6 +374,7 @@ static PyMethodDef methods[] = {
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },
     { "is_lazy", py_is_lazy, METH_O, "is_lazy(x)" },
+    { "is_conjugated", py_is_conjugated, METH_O, "is_conjugated(lazy): is it a conjugate view of its base?" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },
     { "concrete_all", py_concrete_all, METH_O, "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },
     { "is_concrete", py_is_concrete, METH_O, "is_concrete(lazy)" },

@@ -216,6 +216,17 @@ koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta
     return c;
 }
 
+bool koila__chain_conjugated(const koila__chain *c)
+{
+    bool odd = false;
+    for (; c; c = c->parent) {
+        const char *name = koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op);
+        if (strcmp(name, "aten::view_as_complex") == 0 || strcmp(name, "aten::view_as_real") == 0) break;
+        odd ^= strcmp(name, "aten::_conj") == 0;
+    }
+    return odd;
+}
+
 void koila__chain_release(koila__chain *c)
 {
     while (c && --c->refs == 0) {

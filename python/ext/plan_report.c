@@ -128,14 +128,15 @@ PyObject *koila__plan_dict(const cached *c, PyObject *early, uint64_t base, cons
     const koila_plan *plan = c->plan;
     const koila_graph *part = c->part;
     const koila_plan_info info = koila_plan_get(plan);
-    PyObject *d = PyDict_New();
-    if (!d) return NULL;
-    int bad = set_item(d, "batch", PyLong_FromLongLong(info.batch)) | set_item(d, "micro_batch", PyLong_FromLongLong(info.rows)) |
-              set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(info.n_slices)) |
+    PyObject *d = PyDict_New(), *loops = loops_list(plan, &info, base);
+    if (!d || !loops) return Py_XDECREF(d), Py_XDECREF(loops), NULL;
+    const bool cut = PyList_GET_SIZE(loops) > 0; /* else nothing in it could be, or was left to be: it runs whole, however many slices were asked for */
+    int bad = set_item(d, "batch", PyLong_FromLongLong(info.batch)) | set_item(d, "micro_batch", PyLong_FromLongLong(cut ? info.rows : info.batch)) |
+              set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(cut ? info.n_slices : 1)) |
               set_item(d, "predicted_peak_bytes", PyLong_FromUnsignedLongLong(info.peak_bytes + base)) |
               set_item(d, "measured_peak_bytes", measured ? PyLong_FromUnsignedLongLong(*measured) : Py_NewRef(Py_None)) |
               set_item(d, "budget_bytes", limit == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(limit)) |
-              set_item(d, "loops", loops_list(plan, &info, base)) | set_item(d, "gathers", gathers_list(early, plan, part, info.n_gathers)) |
+              set_item(d, "loops", loops) | set_item(d, "gathers", gathers_list(early, plan, part, info.n_gathers)) |
               set_item(d, "retries", PyLong_FromUnsignedLong(retries)) | set_item(d, "largest", largest_list(plan, part)) | set_item(d, "curve", curve_list(plan, base)) |
               set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded)) | set_item(d, "n_run", PyLong_FromUnsignedLongLong(n_run)) |
               set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio)) | set_item(d, "base_bytes", PyLong_FromUnsignedLongLong(base)) |

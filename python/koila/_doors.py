@@ -48,6 +48,16 @@ def install() -> None:
 
     torch.nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
 
+    resolve_conj, is_conj = torch.resolve_conj, torch.is_conj
+
+    def resolve(input: torch.Tensor) -> torch.Tensor:
+        return input.resolve_conj() if isinstance(input, LazyTensor) else resolve_conj(input)
+
+    def conjugated(input: torch.Tensor) -> bool:
+        return input.is_conj() if isinstance(input, LazyTensor) else is_conj(input)
+
+    torch.resolve_conj, torch.is_conj = resolve, conjugated
+
     import torch.utils as utils
 
     swap: Any = utils.swap_tensors

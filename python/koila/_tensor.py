@@ -145,6 +145,14 @@ class LazyTensor(torch.Tensor):
             _core.settle(self)
         return torch._C.TensorBase.requires_grad_(self, requires_grad)
 
+    # a conjugate view is a flag on a plain tensor, of which the wrapper has none: who resolves it and then writes must not write into its base
+
+    def is_conj(self) -> bool:
+        return _core.is_conjugated(self) or super().is_conj()
+
+    def resolve_conj(self) -> Any:
+        return self.clone() if _core.is_conjugated(self) else super().resolve_conj()
+
     def is_shared(self) -> bool:
         return _core.settled(self) is not None and plain(self).is_shared()
 

@@ -236,6 +236,36 @@ def test_4_a_conjugate_read_in_the_middle():
     check(body)
 
 
+@pytest.mark.parametrize("how", ["z.conj().resolve_conj()", "torch.resolve_conj(z.mT.conj()).mT", "z.conj().conj().resolve_conj()", "z.conj()", "z.resolve_conj()"])
+@pytest.mark.parametrize("write", ["c.mul_(2)", "z.mul_(2j)"])
+def test_4_a_resolved_conjugate_is_a_copy(how, write):
+    """Torch copies what is flagged as a conjugate and returns everything else as it is."""
+
+    def body(model, x, y, wrap):
+        h = model(x)
+        z = torch.complex(h, h * 2)
+        c = eval(how, {"z": z, "torch": torch})
+        flags = [z.is_conj(), z.conj().is_conj(), torch.is_conj(z.conj()[:, 0]), c.is_conj(), z.conj().real.is_conj(), z.conj().conj().is_conj()]
+        eval(write, {"z": z, "c": c})
+        loss = (z.real + z.imag * 3 + c.real.sin()).square().mean() + torch.view_as_real(c.resolve_conj()).sum()
+        loss.backward()
+        return {"loss": loss, "flags": torch.tensor(flags)}
+
+    check(body)
+
+
+@pytest.mark.parametrize("write", ["z.conj().imag.mul_(2)", "z.conj()[:1].real.zero_()", "torch.view_as_real(z.mH).add_(1)"])
+def test_4_writing_the_parts_of_a_conjugate_is_refused(write):
+    h = lazy(torch.randn(6, 3), batch=0) * 2
+    z = torch.complex(h, h)
+    if "view_as_real" in write:  # plain torch refuses as well
+        with pytest.raises(RuntimeError):
+            eval(write, {"z": koila.run(z), "torch": torch})
+    with pytest.raises(koila.UnsupportedError, match="conjugate view"):
+        eval(write, {"z": z, "torch": torch})
+    assert torch.equal(koila.run(z.conj().imag), -koila.run(h))  # reading is fine
+
+
 def test_4_python_protocols():
     x = torch.arange(12.0).reshape(6, 2)
     h = lazy(x) * 2
@@ -296,6 +326,23 @@ def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
 
     compare_programs(program, B, slices=("even", "one"))
     assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
+
+
+def test_5_a_step_that_cannot_be_cut_says_that_it_runs_whole():
+    """All that the second loss reads are a few ids, known by then, and none of their dimensions is the batch: nothing is left to cut."""
+
+    def program(wrap):
+        table = torch.nn.Embedding(5, 3, dtype=D)
+        y = wrap(torch.randint(0, 5, (B, 9, 2)))
+        total, ids = torch.zeros((), dtype=D), y[..., 0].contiguous().view(-1)
+        for k in range(2):
+            total += (table(ids) * (k + 1)).sin().mean()
+        total.backward()
+        return {"value:total": plain(total), **model_state(table)}
+
+    compare_programs(program, B, split=False, slices=("even", "one"))
+    plan = koila.last_plan()
+    assert (plan.n_micro_batches, plan.micro_batch, plan.batch, plan.loops) == (1, B, B, []) and "whole" in str(plan)
 
 
 def test_5_a_batch_that_was_looked_at_is_still_cut():
