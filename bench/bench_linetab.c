@@ -2,8 +2,8 @@
  * usage: bench_linetab quiet|event|ledger N */
 #include <stdlib.h>
 
-#include "ledger.h"
-#include "linetab.h"
+#include "memory/ledger.h"
+#include "memory/linetab.h"
 
 static koila__meter meter;
 static koila__lines lines;

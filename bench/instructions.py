@@ -17,7 +17,7 @@ def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as d:
         exe = f"{d}/bench"
-        sources = [ROOT / "bench/bench_linetab.c", *(ROOT / f"src/{m}.c" for m in ("linetab", "meter", "ledger", "ptrtab", "alloc", "status"))]
+        sources = [ROOT / "bench/bench_linetab.c", *(ROOT / f"src/{m}.c" for m in ("memory/linetab", "memory/meter", "memory/ledger", "memory/ptrtab", "base/alloc", "base/status"))]
         subprocess.run(["gcc", "-O3", "-std=gnu11", "-DNDEBUG", "-D_GNU_SOURCE", f"-I{ROOT}/include", f"-I{ROOT}/src", *map(str, sources), "-lpthread", "-o", exe], check=True)
         for what, bound in BOUNDS.items():
             n = []

@@ -1,7 +1,7 @@
 /* Bytes as a program: settings, segments to start from, then calls. Invariants hold after each; a rewind brings back what was. */
 #include <stdlib.h>
 
-#include "cache.h"
+#include "allocator/cache.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 

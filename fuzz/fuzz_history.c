@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "history.h"
+#include "memory/history.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ledger.h"
+#include "memory/ledger.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 

@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "columns.h"
-#include "linetab.h"
-#include "linetext.h"
+#include "memory/columns.h"
+#include "memory/linetab.h"
+#include "memory/linetext.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 

@@ -1,110 +1,221 @@
 #!/usr/bin/env python3
-"""The law of the layers: which C file may include which. One list; a file that is not in it is an error, so that the list stays whole.
+"""The law of the rooms: which folder may see which, in includes and in calls.
 
-    python tools/check_layers.py [root]       prints what breaks the law; exit status 1 if anything does
+    python tools/check_layers.py                    includes, read from the sources
+    python tools/check_layers.py --objects build    and calls, read from the objects of a build (nm)
+    python tools/check_layers.py --draw             the wings and the arrows between them, as text
+
+Exit status 1 if anything breaks the law.
 """
 
-import fnmatch
+from __future__ import annotations
+
+import argparse
 import pathlib
 import re
+import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 
-# Left to right: a module may include itself, its own layer and every layer before it.
-ENGINE = [
-    ["base", "plan_costs"],  # plan_costs: numbers only
-    ["status", "alloc", "vec"],
-    ["arena"],
-    ["dtype", "shape"],
-    ["table"],
-    ["graph"],
-    ["graph_text"],
-    ["ops", "pseudo", "place", "placer", "rules", "emit"],
-    ["rules_*"],
-    ["cost", "schedule"],
-    ["live"],
-    ["plan"],
-    ["predict"],
-    ["print"],
-]
-# Beside the engine: they stand on base … arena alone (and on their own kind), know no graph, and are what the extension may use directly.
-BESIDE = {
-    "the allocator model": ["cache", "cache_*", "snapshot", "snapshot_*", "replay", "replay_*", "device"],
-    "the CPU's memory": ["ptrtab", "ledger", "freemem"],
-    "the memory laboratory": ["meter", "text", "linetab", "linetext", "columns", "history", "report", "tags", "view"],
+# A room, and the rooms whose headers and functions it may use besides its own. A folder that is not
+# here is an error, so the law stays whole. "koila.h" is the whole public C interface.
+CORE = {
+    "src/base": [],
+    "src/graph": ["src/base"],
+    "src/placement": ["src/base", "src/graph"],
+    "src/engine": ["src/base", "src/graph", "src/placement"],
+    "src/allocator": ["src/base"],
+    "src/memory": ["src/base"],
+    "src/predict": ["src/base", "src/graph", "src/placement", "src/engine", "src/allocator"],
 }
-BELOW_BESIDE = 3  # layers of ENGINE that those may see
-PLAN_SEES_BESIDE = {"plan", "live", "predict", "print"}  # the planner on CUDA asks the allocator model
+# The parts of the core that hold no graph: the extension may use their inner headers too.
+TOOLS_OF_THE_CORE = ["src/base", "src/memory"]
+GROUND = ["koila.h", *TOOLS_OF_THE_CORE]
+EXTENSION = {
+    "python/ext/ground": GROUND,
+    "python/ext/memlab": [*GROUND, "python/ext/ground"],
+    "python/ext/capture": [*GROUND, "python/ext/ground", "python/ext/memlab"],
+    "python/ext/run": [*GROUND, "python/ext/ground", "python/ext/memlab", "python/ext/capture"],
+    "python/ext": [
+        "koila.h",
+        "python/ext/ground",
+        "python/ext/memlab",
+        "python/ext/capture",
+        "python/ext/run",
+    ],
+}
+ROOMS = {**CORE, "cli": ["koila.h"], **EXTENSION}
+
+# Narrower doors: of this room, another wing sees these headers only.
+DOORS = {
+    ("python/ext/capture", "python/ext/memlab"): {"memlab/credit.h"},
+    ("python/ext/run", "python/ext/memlab"): {"memlab/credit.h"},
+}
+# The public headers, and the room that each belongs to: inside src/ they obey the same law.
+PUBLIC = {
+    "koila/base.h": "src/base",
+    "koila/graph.h": "src/graph",
+    "koila/plan.h": "src/engine",
+    "koila/cache.h": "src/allocator",
+    "koila/snapshot.h": "src/allocator",
+    "koila/device.h": "src/allocator",
+    "koila/predict.h": "src/predict",
+    "koila/koila.h": "koila.h",
+}
+# Inside a room: nobody includes these but who is named; and no family of rules sees another.
+PRIVATE = {
+    "placement/placer.h": {"src/placement/place.c", "src/placement/rewrite.c"},
+}
+FOREIGN = re.compile(r"(Python\.h|torch/|ATen/|c10/)")
+INCLUDE = re.compile(r'\s*#\s*include\s+([<"])([^>"]+)[>"]')
 
 
-def layer(module):
-    for i, names in enumerate(ENGINE):
-        if any(fnmatch.fnmatch(module, n) for n in names):
-            return i
-    return None
+def room_of(path: str) -> str | None:
+    """The room that a file lies in, or None."""
+    folder = str(pathlib.PurePosixPath(path).parent)
+    return folder if folder in ROOMS else None
 
 
-def kind(module):
-    for name, members in BESIDE.items():
-        if any(fnmatch.fnmatch(module, n) for n in members):
-            return name
-    return None
-
-
-def may(module, other):
-    """May src/<module> include src/<other>.h?"""
-    if module == other:
-        return True
-    if other == "print":
-        return False
-    if fnmatch.fnmatch(module, "rules_*") and fnmatch.fnmatch(other, "rules_*"):
-        return False
-    at, to = layer(module), layer(other)
-    if at is not None and to is not None:
-        return to <= at
-    if kind(module) is not None:
-        return kind(module) == kind(other) or (to is not None and to < BELOW_BESIDE)
-    return kind(other) == "the allocator model" and module in PLAN_SEES_BESIDE
-
-
-def includes(path):
+def includes(path: pathlib.Path) -> Iterator[tuple[int, str, str]]:
+    """(line, bracket, target) of every #include."""
     for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        m = re.match(r'\s*#\s*include\s+([<"])([^>"]+)[>"]', line)
-        if m:
+        if m := INCLUDE.match(line):
             yield n, m[1], m[2]
 
 
-def broken(root):
-    """Every break of the law as text."""
-    out, seen = [], {}
-    files = [p for d in ("src", "cli", "python/ext", "include") for p in sorted((root / d).rglob("*.[ch]"))]
-    for path in files:
-        name = path.relative_to(root)
-        if path.suffix == ".c":
-            if path.name in seen:
-                out.append(f"{name}: the same name as {seen[path.name]}")
-            seen[path.name] = name
-        where = name.parts[0]
-        module = path.stem
-        if where == "src" and layer(module) is None and kind(module) is None:
-            out.append(f"{name}: not in the list of tools/check_layers.py")
-            continue
-        for n, bracket, target in includes(path):
-            local = pathlib.PurePath(target)
-            at = f"{name}:{n}: includes {target}"
-            if where in ("src", "cli", "include") and re.match(r"(Python\.h|torch/|ATen/|c10/)", target):
-                out.append(f"{at}: {where}/ knows nothing of Python or torch")
-            if bracket == "<" or target.startswith("koila/") or where == "include":
+def target_room(root: pathlib.Path, path: pathlib.Path, target: str) -> tuple[str, str] | None:
+    """(room, header as its room names it) of a quoted include; None: there is no such file."""
+    if target in PUBLIC:
+        return PUBLIC[target], target
+    for base in ("src", "python/ext", "cli"):
+        if (root / base / target).exists():
+            room = room_of(f"{base}/{target}")
+            return (room, target) if room else None
+    if (path.parent / target).exists():
+        room = room_of(str((path.parent / target).resolve().relative_to(root.resolve())))
+        return (room, target) if room else None
+    return None
+
+
+def may_include(name: str, room: str, other: str, header: str) -> bool:
+    """May file `name` of `room` include `header` of room `other`?"""
+    if header in PRIVATE and name not in PRIVATE[header]:
+        return False
+    if other == room:
+        stem, wanted = pathlib.PurePath(name).stem, pathlib.PurePath(header).stem
+        family = stem.startswith("rules_") and wanted.startswith("rules_") and stem != wanted
+        return not family
+    if header in PUBLIC and "koila.h" in ROOMS[room]:
+        return True
+    if other not in ROOMS[room]:
+        return False
+    doors = DOORS.get((room, other))
+    return doors is None or header in doors
+
+
+def broken_includes(root: pathlib.Path) -> list[str]:
+    """Every include that breaks the law, as text."""
+    out: list[str] = []
+    seen: dict[str, str] = {}
+    for top in ("src", "cli", "python/ext", "include"):
+        for path in sorted((root / top).rglob("*.[ch]")):
+            name = path.relative_to(root).as_posix()
+            if path.suffix == ".c":
+                if path.name in seen:
+                    out.append(f"{name}: the same name as {seen[path.name]}")
+                seen[path.name] = name
+            room = PUBLIC.get(name.removeprefix("include/")) if top == "include" else room_of(name)
+            if room is None:
+                out.append(f"{name}: its folder is not in the list of tools/check_layers.py")
                 continue
-            if where == "src":
-                if local.suffix == ".h" and not may(module, local.stem):
-                    out.append(f"{at}: not allowed from {module}")
-            elif not (path.parent / target).exists() and not (where == "python" and kind(local.stem) is not None):
-                out.append(f"{at}: {where}/ sees koila.h and its own headers only")
+            for n, bracket, target in includes(path):
+                at = f"{name}:{n}: includes {target}"
+                if top != "python/ext" and FOREIGN.match(target):
+                    out.append(f"{at}: {top}/ knows nothing of Python or torch")
+                if bracket == "<" or room == "koila.h" or target.endswith(".def"):
+                    continue
+                found = target_room(root, path, target)
+                if found is None:
+                    out.append(f"{at}: there is no such header")
+                elif not may_include(name, room, *found):
+                    out.append(f"{at}: not allowed from {room}")
     return out
 
 
-if __name__ == "__main__":
-    found = broken(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent))
+def object_room(path: pathlib.Path) -> str | None:
+    """Of an object that Meson made: src_base_alloc.c.o lies in src/base."""
+    rooms = sorted(ROOMS, key=len, reverse=True)
+    for room in rooms:
+        if path.name.startswith(room.replace("/", "_") + "_"):
+            return room
+    return None
+
+
+def symbols(path: pathlib.Path) -> tuple[set[str], set[str]]:
+    """(defined, undefined) external symbols of an object."""
+    text = subprocess.run(["nm", "-P", str(path)], check=True, capture_output=True, text=True).stdout
+    defined, undefined = set(), set()
+    for line in text.splitlines():
+        name, kind = line.split()[:2]
+        if kind == "U":
+            undefined.add(name)
+        elif kind.isupper() or kind in "vw":
+            defined.add(name)
+    return defined, undefined
+
+
+def broken_calls(objects: Iterable[pathlib.Path]) -> list[str]:
+    """Every symbol that a room uses and only a room defines that it may not see, as text."""
+    owner: dict[str, str] = {}
+    uses: list[tuple[pathlib.Path, str, set[str]]] = []
+    for path in sorted(objects):
+        room = object_room(path)
+        if room is None:
+            continue
+        defined, undefined = symbols(path)
+        owner.update(dict.fromkeys(defined, room))
+        uses.append((path, room, undefined))
+    out = []
+    for path, room, undefined in uses:
+        allowed = {room, *ROOMS[room]}
+        for name in sorted(undefined & owner.keys()):
+            public = "koila.h" in allowed and re.match(r"koila_[a-z]", name)
+            if owner[name] not in allowed and not public:
+                out.append(f"{path.name}: uses {name} of {owner[name]}: not allowed from {room}")
+    if not uses:
+        out.append("no object of any room was found: build first")
+    return out
+
+
+def arrows(root: pathlib.Path) -> dict[str, set[str]]:
+    """The rooms that each room includes."""
+    out: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for room in ROOMS:
+        for path in sorted((root / room).glob("*.[ch]")):
+            for _, bracket, target in includes(path):
+                found = target_room(root, path, target) if bracket == '"' else None
+                if found and found[0] != room:
+                    out[room].add(found[0])
+    return out
+
+
+def main() -> int:
+    here = pathlib.Path(__file__).parent.parent
+    parser = argparse.ArgumentParser(description="the law of the rooms")
+    parser.add_argument("root", nargs="?", type=pathlib.Path, default=here)
+    parser.add_argument("--objects", type=pathlib.Path, help="a build folder: check calls as well")
+    parser.add_argument("--draw", action="store_true", help="print the arrows between the rooms")
+    args = parser.parse_args()
+    if args.draw:
+        for room, others in arrows(args.root).items():
+            print(f"{room:<20} → {', '.join(sorted(others)) or '(nothing)'}")
+    found = broken_includes(args.root)
+    if args.objects:
+        found += broken_calls(args.objects.rglob("*.c.o"))
     print(*found, sep="\n", end="\n" if found else "")
-    print(f"{len(found)} breaks of the law" if found else "the layers hold")
-    sys.exit(bool(found))
+    print(f"{len(found)} breaks of the law" if found else "the rooms keep the law")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

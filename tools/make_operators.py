@@ -1,4 +1,4 @@
-"""docs/operators.md from src/ops.def and src/pseudo.def: `python tools/make_operators.py` writes it, `--check` fails when it is stale."""
+"""docs/operators.md from src/placement/ops.def and src/placement/pseudo.def: `python tools/make_operators.py` writes it, `--check` fails when it is stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HEAD = """# Operators that can be sliced
 
-Made from `src/ops.def` by `tools/make_operators.py`; do not edit.
+Made from `src/placement/ops.def` by `tools/make_operators.py`; do not edit.
 
 An operator that is not here is *gathered*: its inputs are made whole, it runs once, and its results are sliced again where needed. That is always
 right, and costs memory where the inputs are activations. In-place operators (`relu_`) have the line of their functional twin (`relu`).
@@ -23,7 +23,7 @@ Combinations that are not named make the arguments whole first, at the price of 
 
 def make() -> str:
     out, n = [HEAD], 0
-    for line in (ROOT / "src/ops.def").read_text().splitlines():
+    for line in (ROOT / "src/placement/ops.def").read_text().splitlines():
         if m := re.fullmatch(r"/\* ---- (.*) \*/", line):
             title = re.sub(r" \((rules_\w+\.c|pseudo\.def)\)", r"", m[1])
             out += [f"\n## {title[0].upper()}{title[1:]}\n", "| operator | rule |", "|---|---|"]

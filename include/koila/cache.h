@@ -40,7 +40,7 @@ typedef struct koila_pool {
 
 #define KOILA_NO_LIMIT UINT64_MAX
 
-/* bit, meaning. What differs between torch versions; the table of versions is in src/cache_config.c. */
+/* bit, meaning. What differs between torch versions; the table of versions is in src/allocator/cache_config.c. */
 #define KOILA_CACHE_RULE_MAP(X)                                                                               \
     X(ROUNDING_SETTABLE, 0, "max_non_split_rounding_mb is a setting, not 20 MiB")                             \
     X(NEW_CAP, 1, "a fraction of 1.0 sets no cap; otherwise trunc(fraction * totalGlobalMem)")                \

@@ -35,16 +35,18 @@ typedef enum koila_instr_kind {
 } koila_instr_kind;
 
 enum { /* koila_instr.flags */
-    KOILA_INSTR_OWNED = 1, /**< ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it);
-                                PUT: the same when the slice is all rows. Without it a copy must be made: others may write to the storage */
+    /** ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it);
+     * PUT: the same when the slice is all rows. Without it a copy must be made: others may write to the storage */
+    KOILA_INSTR_OWNED = 1,
     KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
 };
 
 typedef struct koila_instr {
     uint8_t kind;
     uint8_t flags;
-    uint16_t steal; /**< RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first.
-                         SLICE: which input of `user` */
+    /** RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first.
+     * SLICE: which input of `user` */
+    uint16_t steal;
     uint32_t id;    /**< node (RUN) or value */
     koila_node user; /**< SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
 } koila_instr;

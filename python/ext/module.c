@@ -4,11 +4,11 @@
 
 #include "koila/koila.h"
 
-#include "run.h"
-#include "memlab.h"
-#include "random.h"
-#include "shield.h"
-#include "truth.h"
+#include "run/run.h"
+#include "memlab/memlab.h"
+#include "ground/random.h"
+#include "ground/shield.h"
+#include "ground/cpu_bytes.h"
 
 int koila__module_add(PyObject *m); /* capture.c */
 

@@ -54,7 +54,7 @@ def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
 
 
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """koila::moments of src/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
+    """koila::moments of src/placement/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
     n = 1
     for d in dims:
         n *= x.shape[d]
@@ -83,17 +83,17 @@ def _own_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor
 
 
 def _index_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> Any:
-    """koila::index_rows of src/pseudo.def: x[arange(rows of x), indices...]."""
+    """koila::index_rows of src/placement/pseudo.def: x[arange(rows of x), indices...]."""
     return torch.ops.aten.index(x, _own_rows(x, dim, n_dims, indices))
 
 
 def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor], values: torch.Tensor, accumulate: bool) -> Any:
-    """koila::index_put_rows of src/pseudo.def."""
+    """koila::index_put_rows of src/placement/pseudo.def."""
     return torch.ops.aten.index_put(x, _own_rows(x, dim, n_dims, indices), values, accumulate)
 
 
 def _laid_out(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """koila::laid_out of src/pseudo.def."""
+    """koila::laid_out of src/placement/pseudo.def."""
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -107,20 +107,20 @@ def _bags(indices: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _embedding_bag(weight: Any, indices: Any, step: int, mode: int, weights: Any, padding: int, trains: bool) -> Any:
-    """koila::embedding_bag of src/pseudo.def."""
+    """koila::embedding_bag of src/placement/pseudo.def."""
     call = torch.ops.aten._embedding_bag if trains else torch.ops.aten._embedding_bag_forward_only
     return call(weight, indices, _offsets(indices, step), False, mode, False, weights, False, padding)
 
 
 def _embedding_bag_backward(grad: Any, indices: Any, step: int, sizes: Any, most: Any, n: int, mode: int, weights: Any, padding: int) -> Any:
-    """koila::embedding_bag_backward of src/pseudo.def."""
+    """koila::embedding_bag_backward of src/placement/pseudo.def."""
     sizes, most = (indices.new_empty(0) if t is None else t for t in (sizes, most))
     offsets, bags = _offsets(indices, step), _bags(indices, step)
     return torch.ops.aten._embedding_bag_backward(grad, indices, offsets, bags, sizes, most, n, False, mode, False, weights, padding)
 
 
 def _embedding_bag_weights_backward(grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int) -> Any:
-    """koila::embedding_bag_weights_backward of src/pseudo.def."""
+    """koila::embedding_bag_weights_backward of src/placement/pseudo.def."""
     return torch.ops.aten._embedding_bag_per_sample_weights_backward(grad, weight, indices, _offsets(indices, step), _bags(indices, step), mode, padding)
 
 

@@ -1,4 +1,4 @@
-"""The caching allocator once more: slow, small, and written from docs/allocator.md alone. The truth that src/cache.c is compared with.
+"""The caching allocator once more: slow, small, and written from docs/allocator.md alone. The truth that src/allocator/cache.c is compared with.
 
 Blocks are Python objects in sorted lists, every rule is a plain loop. `fault` plants one mistake by name (FAULTS), to prove that the
 comparison would see it.

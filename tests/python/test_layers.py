@@ -20,30 +20,69 @@ def tracked():
     return [f for f in p.stdout.splitlines() if (ROOT / f).is_file()]
 
 
-def test_the_layers_hold():
-    assert check_layers.broken(ROOT) == []
+def test_the_rooms_keep_the_law():
+    assert check_layers.broken_includes(ROOT) == []
+
+
+HEADERS = [
+    "src/graph/table.h",
+    "src/placement/placer.h",
+    "src/placement/rules_loss.h",
+    "src/engine/schedule.h",
+    "src/allocator/cache.h",
+    "include/koila/plan.h",
+    "python/ext/capture/tape.h",
+    "python/ext/run/run.h",
+    "python/ext/memlab/memlab.h",
+    "python/ext/memlab/credit.h",
+]
 
 
 @pytest.mark.parametrize(
     "path, line",
     [
-        ("src/alloc.c", '#include "table.h"'),
-        ("src/rules_view.c", '#include "rules_loss.h"'),
-        ("src/graph.c", '#include "schedule.h"'),
-        ("src/cache.c", '#include "table.h"'),
-        ("src/ledger.c", "#include <Python.h>"),
-        ("src/unheard_of.c", ""),
-        ("cli/cmd_plan.c", '#include "schedule.h"'),
-        ("python/ext/run.c", '#include "schedule.h"'),
-        ("python/ext/alloc.c", ""),
+        ("src/base/alloc.c", '#include "graph/table.h"'),
+        ("src/placement/rules_view.c", '#include "placement/rules_loss.h"'),
+        ("src/placement/rules_view.c", '#include "placement/placer.h"'),
+        ("src/graph/graph.c", '#include "engine/schedule.h"'),
+        ("src/allocator/cache.c", '#include "graph/table.h"'),
+        ("src/allocator/device.c", '#include "koila/plan.h"'),
+        ("src/memory/ledger.c", '#include "allocator/cache.h"'),
+        ("src/memory/ledger.c", '#include "gone.h"'),
+        ("src/memory/ledger.c", "#include <Python.h>"),
+        ("src/nowhere/unheard_of.c", ""),
+        ("cli/cmd_plan.c", '#include "engine/schedule.h"'),
+        ("python/ext/run/run.c", '#include "engine/schedule.h"'),
+        ("python/ext/capture/capture.c", '#include "run/run.h"'),
+        ("python/ext/capture/capture.c", '#include "memlab/memlab.h"'),
+        ("python/ext/ground/real.c", '#include "capture/tape.h"'),
+        ("python/ext/ground/alloc.c", ""),
     ],
 )
-def test_a_planted_break_is_found(tmp_path, path, line):
-    for d in ("src", "cli", "python/ext", "include"):
-        (tmp_path / d).mkdir(parents=True)
-    (tmp_path / "src" / "alloc.c").write_text("")
+def test_a_planted_include_is_found(tmp_path, path, line):
+    for header in [*HEADERS, path]:
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).write_text("")
+    (tmp_path / "src" / "base").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "src" / "base" / "alloc.c").write_text("")
     (tmp_path / path).write_text(line + "\n")
-    assert len(check_layers.broken(tmp_path)) == 1
+    assert len(check_layers.broken_includes(tmp_path)) == 1
+
+
+def test_allowed_includes_are_not_found(tmp_path):
+    allowed = {
+        "src/placement/rewrite.c": '#include "placement/placer.h"',
+        "src/engine/plan.c": '#include "graph/table.h"',
+        "python/ext/capture/capture.c": '#include "memlab/credit.h"',
+        "python/ext/run/run.c": '#include "capture/tape.h"',
+        "python/ext/memlab/memlab.c": '#include "memlab/memlab.h"',
+    }
+    for header in HEADERS:
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).write_text("")
+    for path, line in allowed.items():
+        (tmp_path / path).write_text(line + "\n")
+    assert check_layers.broken_includes(tmp_path) == []
 
 
 def test_c_lines_are_at_least_twice_the_python_lines():

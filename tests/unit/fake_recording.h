@@ -3,7 +3,7 @@
 #ifndef KOILA_TEST_FAKE_RECORDING_H
 #define KOILA_TEST_FAKE_RECORDING_H
 
-#include "cache.h"
+#include "allocator/cache.h"
 #include "harness.h"
 
 typedef struct bytes {

@@ -13,8 +13,8 @@
 #include <stdarg.h>
 
 #include "harness.h"
-#include "place.h"
-#include "rules.h"
+#include "placement/place.h"
+#include "placement/rules.h"
 
 typedef struct maker {
     koila_table *table;

@@ -8,8 +8,8 @@
 #define KOILA_TEST_INTERPRETER_H
 
 #include "harness.h"
-#include "live.h"
-#include "table.h"
+#include "engine/live.h"
+#include "graph/table.h"
 
 #define PRIME UINT64_C(2147483647)
 

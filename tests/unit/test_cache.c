@@ -1,5 +1,5 @@
 /* The caching allocator against vectors that torch's own code produced (over a mock driver), and against itself. */
-#include "cache.h"
+#include "allocator/cache.h"
 #include "harness.h"
 
 #define MIB ((uint64_t)1 << 20)

@@ -3,7 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "freemem.h"
+#include "memory/freemem.h"
 
 #include "harness.h"
 

@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "graph_text.h"
+#include "graph/graph_text.h"
 
 typedef struct text {
     char *at;

@@ -1,5 +1,5 @@
 /* A history against the plainest model: the set of live blocks, kept as an array and summed up after every event. */
-#include "history.h"
+#include "memory/history.h"
 
 #include "harness.h"
 

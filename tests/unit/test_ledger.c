@@ -1,7 +1,7 @@
 /* The pointer table against a plain array, and the ledger's equations, alone and under threads. */
 #include <pthread.h>
 
-#include "ledger.h"
+#include "memory/ledger.h"
 
 #include "harness.h"
 

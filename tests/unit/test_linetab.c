@@ -1,7 +1,7 @@
 /* The line table against a brute-force model: random events on three threads (simulated: a stack each, one real thread), two profilers,
  * two devices, recursion. The model keeps the whole history of the current bytes and recomputes every window from it. */
-#include "columns.h"
-#include "linetab.h"
+#include "memory/columns.h"
+#include "memory/linetab.h"
 
 #include "harness.h"
 

@@ -1,5 +1,5 @@
 /* Prediction: the sums by hand where they can be done by hand, and what must hold of any step. */
-#include "cache.h"
+#include "allocator/cache.h"
 #include "harness.h"
 #include "koila/koila.h"
 #include "random_graph.h"

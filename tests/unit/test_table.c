@@ -1,6 +1,6 @@
 /* Interning: equal contents have one id, whatever is different has another, and nothing moves. */
 #include "harness.h"
-#include "table.h"
+#include "graph/table.h"
 
 static koila_table *fresh(void)
 {

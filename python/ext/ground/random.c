@@ -1,0 +1,128 @@
+/* random.c — the CPU generator, moved without drawing.
+ *
+ * PyTorch's CPU generator is MT19937. An operator that takes the same number of its 32-bit words for every element, in the order of memory (bernoulli_ of
+ * dropout where it does not go through MKL, uniform_), can draw any rows of a tensor: the state is moved past the rows before them. Whether an operator
+ * does so is tried on this build, never assumed: _words in koila._random.
+ *
+ * A state is what torch.Generator.get_state() gives, bytes: seed u64, left i32, seeded i32, next u64, state u64[624] (32 bits used), then what normal_ keeps.
+ * `left` counts down to the next twist, `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).
+ */
+#include "ground/random.h"
+
+#include <string.h>
+
+enum { N = 624, M = 397, STATE_BYTES = 5056, AT_LEFT = 8, AT_NEXT = 16, AT_WORDS = 24 };
+
+static uint32_t mixed(uint32_t a, uint32_t b, uint32_t far)
+{
+    const uint32_t y = (a & 0x80000000u) | (b & 0x7fffffffu);
+    return far ^ (y >> 1) ^ ((0u - (b & 1u)) & 0x9908b0dfu);
+}
+
+static void twist(uint32_t w[N])
+{
+    for (int i = 0; i < N - M; i++) w[i] = mixed(w[i], w[i + 1], w[i + M]);
+    for (int i = N - M; i < N - 1; i++) w[i] = mixed(w[i], w[i + 1], w[i + M - N]);
+    w[N - 1] = mixed(w[N - 1], w[0], w[M - 1]);
+}
+
+static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
+{
+    int32_t left;
+    uint64_t next, wide[N];
+    uint32_t w[N];
+    if (!n) return;
+    memcpy(&left, state + AT_LEFT, sizeof left);
+    memcpy(&next, state + AT_NEXT, sizeof next);
+    if (n < (uint64_t)left) { /* a draw counts `left` down first, and twists at 0 */
+        left -= (int32_t)n;
+        next += n;
+    } else {
+        n -= (uint64_t)left - 1;
+        memcpy(wide, state + AT_WORDS, sizeof wide);
+        for (int i = 0; i < N; i++) w[i] = (uint32_t)wide[i];
+        for (;;) {
+            twist(w);
+            if (n <= N) break;
+            n -= N;
+        }
+        for (int i = 0; i < N; i++) wide[i] = w[i];
+        memcpy(state + AT_WORDS, wide, sizeof wide);
+        left = N - (int32_t)n + 1;
+        next = n;
+    }
+    memcpy(state + AT_LEFT, &left, sizeof left);
+    memcpy(state + AT_NEXT, &next, sizeof next);
+}
+
+/* ---- states as bytes objects: what a tape keeps is no memory of torch's */
+
+/* The memory of a contiguous uint8 CPU tensor. NULL with an exception. */
+static uint8_t *memory_of(PyObject *state, Py_ssize_t *n)
+{
+    PyObject *size = PyObject_CallMethod(state, "numel", NULL), *at = size ? PyObject_CallMethod(state, "data_ptr", NULL) : NULL;
+    uint8_t *p = at ? PyLong_AsVoidPtr(at) : NULL;
+    *n = size ? PyLong_AsSsize_t(size) : -1;
+    Py_XDECREF(size);
+    Py_XDECREF(at);
+    return p;
+}
+
+PyObject *koila__state_bytes(PyObject *tensor)
+{
+    Py_ssize_t n;
+    const uint8_t *p = memory_of(tensor, &n);
+    return p ? PyBytes_FromStringAndSize((const char *)p, n) : NULL;
+}
+
+PyObject *koila__generator_get(PyObject *generator)
+{
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *bytes = state ? koila__state_bytes(state) : NULL;
+    Py_XDECREF(state);
+    return bytes;
+}
+
+int koila__generator_set(PyObject *generator, PyObject *bytes)
+{
+    Py_ssize_t n;
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *r = NULL; /* a tensor of the right size */
+    uint8_t *p = state ? memory_of(state, &n) : NULL;
+    if (p && n != PyBytes_GET_SIZE(bytes)) PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+    else if (p) {
+        memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
+        r = PyObject_CallMethod(generator, "set_state", "O", state);
+    }
+    Py_XDECREF(state);
+    Py_XDECREF(r);
+    return r ? 0 : -1;
+}
+
+PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words)
+{
+    if (!n_words) return Py_NewRef(bytes);
+    if (PyBytes_GET_SIZE(bytes) != STATE_BYTES) return PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator"), NULL;
+    PyObject *out = PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes), STATE_BYTES);
+    if (out) mt19937_skip((uint8_t *)PyBytes_AS_STRING(out), n_words);
+    return out;
+}
+
+static PyObject *py_skip(PyObject *self, PyObject *args)
+{
+    PyObject *state;
+    unsigned long long words;
+    Py_ssize_t n;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OK:generator_skip", &state, &words)) return NULL;
+    uint8_t *p = memory_of(state, &n);
+    if (!p) return NULL;
+    if (n != STATE_BYTES) return PyErr_Format(PyExc_ValueError, "koila: a CPU generator's state of %d bytes was expected, got %zd", STATE_BYTES, n);
+    mt19937_skip(p, words);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "generator_skip", py_skip, METH_VARARGS, "generator_skip(state, n): the uint8 tensor becomes the state after n more 32-bit words were drawn" },
+    { 0 },
+};
+
+int koila__random_add_module(PyObject *m) { return PyModule_AddFunctions(m, methods); }

@@ -1,0 +1,273 @@
+/* cuda_state.c — the planner on a GPU: torch's caching allocator as a simulated cache in the state it is in, and what was learned when that was wrong.
+ *
+ *   look      bytes handed out, reserved, free on the device, and a number for the state (koila._cuda.now; a few microseconds)
+ *   live      the cache, made from torch.cuda.memory_snapshot()'s segments when that number has changed since; limit: reserved + free, less the budget's rest
+ *   plan      koila_plan_live on it;  again: does a plan made before still fit?
+ *   ran out   the least margin that would have refused the plan is kept for its graph, and doubled if that was not enough
+ *
+ * Whatever goes wrong here (another allocator, an odd snapshot) leaves planning by the sum of live bytes, which is what a CPU has; nothing is raised.
+ */
+#include "run/exec.h"
+
+#define MIB ((uint64_t)1 << 20)
+
+static struct {
+    uint64_t state; /* 0: nothing is there */
+    koila_cache *live;
+    koila_device *device;
+    uint64_t stream;
+    char cublas[64]; /* CUBLAS_WORKSPACE_CONFIG, "" if not set */
+} gpu;
+
+enum { N_MARGINS = 64 };
+static struct margin {
+    uint64_t key, bytes, used;
+} margins[N_MARGINS];
+static uint64_t n_used;
+
+static uint64_t mix(uint64_t h, uint64_t x)
+{
+    h = (h ^ x) * 0x9e3779b97f4a7c15u;
+    return h ^ (h >> 29);
+}
+
+static PyObject *ask(const char *what, int index)
+{
+    PyObject *mine = PyImport_ImportModule("koila._cuda"), *r = mine ? PyObject_CallMethod(mine, what, "i", index) : NULL;
+    Py_XDECREF(mine);
+    return r;
+}
+
+int koila__gpu_of(const koila_graph *g)
+{
+    uint16_t code = 0;
+    for (koila_value v = 0; v < koila_graph_n_values(g); v++) {
+        const koila_value_info x = koila_value_get(g, v);
+        const uint16_t d = x.meta == KOILA_NONE ? 0 : koila_meta_get(koila__table, x.meta)->device;
+        if (x.node == KOILA_NONE && d > code && d >> 8 == 1) code = d;
+    }
+    PyObject *r = ask("index_of", code);
+    const long index = r ? PyLong_AsLong(r) : -1;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return index >= 0 && index < 255 ? (int)index : -1;
+}
+
+bool koila__gpu_look(int index, koila__room *room)
+{
+    PyObject *r = ask("now", index), *numbers = NULL;
+    unsigned long long held = 0, reserved = 0, free = 0;
+    uint64_t state = 1469598103934665603u;
+    bool ok = r && PyArg_ParseTuple(r, "KKKO!", &held, &reserved, &free, &PyTuple_Type, &numbers);
+    for (Py_ssize_t i = 0; ok && i < PyTuple_GET_SIZE(numbers); i++) {
+        state = mix(state, PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, i)));
+        ok = !PyErr_Occurred();
+    }
+    Py_XDECREF(r);
+    PyErr_Clear();
+    if (!ok) return false;
+    room->gpu = index;
+    room->held = held;
+    room->limit = reserved + free;
+    if (koila__settings.has_budget && koila__settings.budget < room->limit) room->limit = koila__settings.budget;
+    room->bytes = room->limit > held ? room->limit - held : 0;
+    room->state = mix(state, room->limit) | 1;
+    return true;
+}
+
+/* ---- the snapshot's segments */
+
+static bool number_at(PyObject *d, const char *key, uint64_t otherwise, uint64_t *out)
+{
+    PyObject *x = PyDict_GetItemString(d, key); /* borrowed */
+    *out = otherwise;
+    if (!x || x == Py_None) return true;
+    *out = PyLong_AsUnsignedLongLongMask(x); /* addresses and streams are bit patterns */
+    return !PyErr_Occurred();
+}
+static bool text_at(PyObject *d, const char *key, const char **out)
+{
+    PyObject *x = PyDict_GetItemString(d, key);
+    *out = x ? PyUnicode_AsUTF8(x) : NULL;
+    return *out != NULL;
+}
+
+static bool read_block(PyObject *d, uint64_t at, koila_block *out)
+{
+    const char *state;
+    if (!PyDict_Check(d) || !number_at(d, "address", at, &out->addr) || !number_at(d, "size", 0, &out->size) || !number_at(d, "requested_size", 0, &out->requested) || !text_at(d, "state", &state)) return false;
+    if (strcmp(state, "inactive") == 0) out->state = KOILA_BLOCK_FREE;
+    else if (strcmp(state, "active_allocated") == 0) out->state = KOILA_BLOCK_USED;
+    else if (strncmp(state, "active_", 7) == 0) out->state = KOILA_BLOCK_PENDING;
+    else return false;
+    if (out->state == KOILA_BLOCK_FREE) out->requested = 0;
+    return true;
+}
+
+static bool read_segment(PyObject *d, koila_segment *out, koila_block *blocks, Py_ssize_t room)
+{
+    const char *type;
+    PyObject *list = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL, *pool = list ? PyDict_GetItemString(d, "segment_pool_id") : NULL, *grows = list ? PyDict_GetItemString(d, "is_expandable") : NULL;
+    if (!list || !PyList_Check(list) || PyList_GET_SIZE(list) > room || !number_at(d, "address", 0, &out->addr) || !number_at(d, "total_size", 0, &out->size) || !number_at(d, "stream", 0, &out->stream) ||
+        !text_at(d, "segment_type", &type)) return false;
+    out->is_small = strcmp(type, "small") == 0;
+    out->is_expandable = grows && PyObject_IsTrue(grows) == 1;
+    if (pool && PyTuple_Check(pool) && PyTuple_GET_SIZE(pool) == 2) {
+        out->pool.owner = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(pool, 0));
+        out->pool.id = PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(pool, 1));
+    }
+    out->struct_size = sizeof *out;
+    out->block_size = sizeof *blocks;
+    out->blocks = blocks;
+    out->n_blocks = (size_t)PyList_GET_SIZE(list);
+    uint64_t at = out->addr;
+    for (size_t i = 0; i < out->n_blocks; i++) {
+        blocks[i] = (koila_block){ 0 };
+        if (!read_block(PyList_GET_ITEM(list, (Py_ssize_t)i), at, &blocks[i])) return false;
+        at = blocks[i].addr + blocks[i].size;
+    }
+    return !PyErr_Occurred();
+}
+
+/* The cache of a list of segments; NULL if they are odd. */
+static koila_cache *cache_of(PyObject *list, koila_cache_config *conf)
+{
+    const Py_ssize_t n = list && PyList_Check(list) ? PyList_GET_SIZE(list) : -1;
+    Py_ssize_t n_blocks = 0, used = 0;
+    koila_cache *live = NULL;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *d = PyList_GET_ITEM(list, i), *blocks = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL;
+        if (!blocks || !PyList_Check(blocks)) return NULL;
+        n_blocks += PyList_GET_SIZE(blocks);
+    }
+    if (n < 0) return NULL;
+    koila_segment *s = PyMem_Calloc((size_t)n + 1, sizeof *s);
+    koila_block *b = PyMem_Calloc((size_t)n_blocks + 1, sizeof *b);
+    bool ok = s && b;
+    for (Py_ssize_t i = 0; i < n && ok; i++) {
+        ok = read_segment(PyList_GET_ITEM(list, i), &s[i], b + used, n_blocks - used);
+        used += ok ? (Py_ssize_t)s[i].n_blocks : 0;
+        conf->expandable |= s[i].is_expandable;
+    }
+    if (ok && koila_cache_from_segments(conf, NULL, s, (size_t)n, &live, NULL) != KOILA_OK) live = NULL;
+    PyMem_Free(s);
+    PyMem_Free(b);
+    return live;
+}
+
+static void forget_live(void)
+{
+    koila_cache_free(gpu.live);
+    koila_device_free(gpu.device);
+    gpu.live = NULL;
+    gpu.device = NULL;
+    gpu.state = 0;
+}
+
+/* The live cache in the state that `room` was looked at in. false: there is none. */
+static bool bring_live(const koila__room *room)
+{
+    if (gpu.state == room->state) return gpu.live != NULL;
+    forget_live();
+    PyObject *with = ask("settings", room->gpu), *list = with ? ask("segments", room->gpu) : NULL;
+    const char *profile, *version, *text, *cublas;
+    double fraction;
+    unsigned long long total, stream;
+    koila_cache_config conf;
+    if (list && PyArg_ParseTuple(with, "sssdKKs", &profile, &version, &text, &fraction, &total, &stream, &cublas) && koila_cache_config_init(&conf, version) == KOILA_OK &&
+        koila_cache_config_parse(&conf, text, 0, NULL) == KOILA_OK && koila_device_open(profile, strlen(profile), NULL, &gpu.device, NULL) == KOILA_OK) {
+        conf.total_bytes = room->limit;
+        conf.device_bytes = total;
+        if (fraction > 0 && fraction < 1) koila_cache_config_fraction(&conf, fraction, total, total);
+        gpu.live = cache_of(list, &conf);
+        gpu.stream = stream;
+        snprintf(gpu.cublas, sizeof gpu.cublas, "%s", cublas);
+    }
+    PyErr_Clear();
+    Py_XDECREF(with);
+    Py_XDECREF(list);
+    gpu.state = room->state;
+    return gpu.live != NULL;
+}
+
+/* ---- margins */
+
+static struct margin *margin_of(uint64_t key, bool make)
+{
+    struct margin *oldest = &margins[0];
+    for (uint32_t i = 0; i < N_MARGINS; i++) {
+        if (margins[i].bytes && margins[i].key == key) {
+            margins[i].used = ++n_used;
+            return &margins[i];
+        }
+        if (margins[i].used < oldest->used) oldest = &margins[i];
+    }
+    if (make) *oldest = (struct margin){ .key = key, .used = ++n_used };
+    return make ? oldest : NULL;
+}
+
+static koila_fit_opts options_for(uint64_t key)
+{
+    const struct margin *m = margin_of(key, false);
+    return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts), .stream = gpu.stream, .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL, .margin_bytes = m ? m->bytes : 0 };
+}
+
+koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila_plan_options *o, koila_plan **out, koila_fit *fit,
+                             koila_error *err)
+{
+    if (room->gpu < 0 || !bring_live(room)) return koila_plan_new(part, targets, n_targets, o, NULL, out, err);
+    const koila_fit_opts with = options_for(koila_graph_hash(part));
+    koila_status status = koila_plan_live(part, targets, n_targets, o, gpu.device, gpu.live, &with, NULL, out, fit, err);
+    if (status == KOILA_OK && !fit->struct_size) fit->struct_size = sizeof *fit;
+    if (status != KOILA_OOM || o->rows > 0) return status;
+    koila_error ignored = KOILA_ERROR_INIT; /* by its sum one row is too much; but what a margin forbids is tried rather than refused */
+    return with.margin_bytes ? koila_plan_new(part, targets, n_targets, o, NULL, out, &ignored) : status;
+}
+
+bool koila__gpu_still_fits(const koila__room *room, cached *c)
+{
+    if (room->gpu < 0 || c->state == room->state || !c->fit.struct_size) return true;
+    if (!bring_live(room)) return true;
+    const koila_fit_opts with = options_for(koila_graph_hash(c->part));
+    koila_fit fit;
+    if (koila_fits_plan(c->plan, gpu.device, gpu.live, &with, &fit, NULL) != KOILA_OK) return true;
+    if (!fit.fits && c->fit.fits) return false;
+    c->fit = fit;
+    c->state = room->state;
+    return true;
+}
+
+void koila__gpu_ran_out(cached *c)
+{
+    koila__room room = { .gpu = c->gpu };
+    uint64_t bytes = 0;
+    if (c->gpu < 0 || !c->fit.fits) return;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const uint64_t key = koila_graph_hash(c->part);
+    if (koila__gpu_look(c->gpu, &room) && bring_live(&room)) {
+        const koila_fit_opts with = options_for(key);
+        if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
+            struct margin *m = margin_of(key, true);
+            m->bytes = bytes > 2 * m->bytes ? bytes : 2 * m->bytes; /* twice: every out of memory costs the user time */
+            if (!m->bytes) m->bytes = 2 * MIB;
+        }
+    }
+    c->state = 0; /* to be asked again, with the margin */
+    PyErr_Restore(type, value, trace);
+}
+
+PyObject *koila__fit_dict(const cached *c)
+{
+    if (!c->fit.struct_size) Py_RETURN_NONE;
+    const struct margin *m = margin_of(koila_graph_hash(c->part), false);
+    return Py_BuildValue("{s:O,s:K,s:K,s:K,s:I,s:K}", "fits", c->fit.fits ? Py_True : Py_False, "peak_allocated", (unsigned long long)c->fit.peak_allocated, "peak_reserved",
+                         (unsigned long long)c->fit.peak_reserved, "n_retries", (unsigned long long)c->fit.n_retries, "n_simulations", (unsigned)c->fit.n_simulations, "margin_bytes",
+                         (unsigned long long)(m ? m->bytes : 0));
+}
+
+void koila__gpu_forget(void)
+{
+    forget_live();
+    memset(margins, 0, sizeof margins);
+}

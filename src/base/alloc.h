@@ -1,0 +1,51 @@
+/* alloc.h — host memory through the caller's koila_allocator; and an arena for what dies together.
+ *
+ * Nobody else in src/ calls malloc. An arena hands out zeroed, 16-byte aligned memory and frees it all at once:
+ *   sum of chunk.n_used <= sum of chunk.n_bytes
+ */
+#ifndef KOILA_SRC_ALLOC_H
+#define KOILA_SRC_ALLOC_H
+
+#include "base/base.h"
+
+/* The caller's allocator, or the C library's when `mem` is NULL or empty. */
+koila_allocator koila__allocator(const koila_allocator *mem);
+
+static inline void *koila__realloc(const koila_allocator *mem, void *p, size_t old_n, size_t n) { return mem->fn(mem->user, p, old_n, n); }
+static inline void koila__release(const koila_allocator *mem, void *p, size_t n)
+{
+    if (p) mem->fn(mem->user, p, n, 0);
+}
+
+typedef struct koila__chunk koila__chunk;
+typedef struct koila__arena {
+    koila_allocator mem;
+    koila__chunk *last; /* newest chunk, linked to older ones */
+    koila__chunk *free; /* empty ones: koila__arena_empty() */
+} koila__arena;
+
+void koila__arena_init(koila__arena *a, const koila_allocator *mem);
+/* Zeroed bytes that live until koila__arena_deinit; NULL when the host is out of memory. n == 0 gives a unique pointer too. */
+void *koila__arena_alloc(koila__arena *a, size_t n);
+/* Like koila__arena_alloc(count * size), NULL also on overflow. */
+void *koila__arena_array(koila__arena *a, size_t count, size_t size);
+/* The same, not zeroed: for much of which little may be used. */
+void *koila__arena_room(koila__arena *a, size_t n);
+/* A copy of n bytes. */
+void *koila__arena_copy(koila__arena *a, const void *from, size_t n);
+/* A NUL-terminated copy of n bytes. */
+char *koila__arena_str(koila__arena *a, const char *s, size_t n);
+/* What was handed out since the mark is given back: marks are a stack. The oldest chunk stays. */
+typedef struct koila__mark {
+    koila__chunk *chunk;
+    size_t n_used;
+} koila__mark;
+koila__mark koila__arena_mark(const koila__arena *a);
+void koila__arena_rewind(koila__arena *a, koila__mark m);
+/* Everything is given back at once, but the chunks stay, so that the next user finds memory that the host has paged in. */
+void koila__arena_empty(koila__arena *a);
+/* The chunks of `from` that nobody uses serve `to`, which has none such. */
+void koila__arena_pass_on(koila__arena *from, koila__arena *to);
+void koila__arena_deinit(koila__arena *a);
+
+#endif
