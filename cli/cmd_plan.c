@@ -1,4 +1,5 @@
-/* cmd_plan.c — koila plan: a recorded step's memory on a GPU that is not here, as three ranges and a verdict. */
+/* cmd_plan.c — koila plan: a recorded step's memory on a GPU that is not here, as three ranges and
+ * a verdict. */
 #include "cmd.h"
 
 typedef struct plan_options {
@@ -14,7 +15,10 @@ static const char *const way_names[] = { "foreach", "fused", "loop" };
 static bool choose(const char *value, const char *const *names, size_t n, uint32_t *out)
 {
     for (size_t i = 0; i < n; i++)
-        if (!strcmp(value, names[i])) return *out = (uint32_t)i, true;
+        if (!strcmp(value, names[i])) {
+            *out = (uint32_t)i;
+            return true;
+        }
     return false;
 }
 
@@ -25,19 +29,25 @@ static int list_gpus(void)
     printf("%-16s %5s %6s %12s %12s\n", "name", "SMs", "sm", "usable", "context");
     for (size_t i = 0; (name = koila_device_builtin_name(i)); i++) {
         koila_device *d = NULL;
-        if (koila_device_builtin(name, NULL, &d, NULL)) return complain(NULL, NULL, "the host is out of memory");
-        printf("%-16s %5llu %6llu %12s %12s\n", name, (unsigned long long)koila_device_get(d, KOILA_DEVICE_SM_COUNT).value, (unsigned long long)koila_device_get(d, KOILA_DEVICE_CAPABILITY).value,
-               gib(koila_device_get(d, KOILA_DEVICE_TOTAL_BYTES).value, total), gib(koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value, context));
+        if (koila_device_builtin(name, NULL, &d, NULL))
+            return complain(NULL, NULL, "the host is out of memory");
+        printf("%-16s %5llu %6llu %12s %12s\n", name,
+               (unsigned long long)koila_device_get(d, KOILA_DEVICE_SM_COUNT).value,
+               (unsigned long long)koila_device_get(d, KOILA_DEVICE_CAPABILITY).value,
+               gib(koila_device_get(d, KOILA_DEVICE_TOTAL_BYTES).value, total),
+               gib(koila_device_get(d, KOILA_DEVICE_CONTEXT_BYTES).value, context));
         koila_device_free(d);
     }
-    printf("usable memory and context are estimated; koila.measure_device(path) measures your own\n");
+    printf(
+        "usable memory and context are estimated; koila.measure_device(path) measures your own\n");
     return EXIT_OK;
 }
 
 static bool is_file(const char *name)
 {
     FILE *f = fopen(name, "rb");
-    if (f) fclose(f);
+    if (f)
+        fclose(f);
     return f != NULL;
 }
 
@@ -46,13 +56,15 @@ static koila_device *open_gpu(const char *name)
     koila_error e = KOILA_ERROR_INIT;
     koila_device *d = NULL;
     size_t n;
-    if (!koila_device_builtin(name, NULL, &d, &e)) return d;
+    if (!koila_device_builtin(name, NULL, &d, &e))
+        return d;
     if (!is_file(name)) {
         complain("--gpu", "koila plan --list-gpus names them all.", "%s", e.text);
         return NULL;
     }
     char *text = read_text(name, &n, &e);
-    if (!text || koila_device_open(text, n, NULL, &d, &e)) complain_about(name, &e, NULL);
+    if (!text || koila_device_open(text, n, NULL, &d, &e))
+        complain_about(name, &e, NULL);
     free(text);
     return d;
 }
@@ -61,7 +73,8 @@ static void put_range(const char *name, const koila_range *r)
 {
     char a[32], b[32], c[32];
     printf("  %-10s %s", name, gib(r->expected, a));
-    if (r->low != r->high) printf("   (%s to %s)", gib(r->low, b), gib(r->high, c));
+    if (r->low != r->high)
+        printf("   (%s to %s)", gib(r->low, b), gib(r->high, c));
     putchar('\n');
 }
 static void put_peaks(const char *name, const koila_peaks *p)
@@ -76,16 +89,22 @@ static void put_prediction(const plan_options *o, const koila_device *d, const k
 {
     char a[32];
     put_plain(stdout, o->path);
-    printf(": batch %lld in %u %s of %lld, on ", (long long)p->batch, p->n_slices, p->n_slices == 1 ? "slice" : "slices", (long long)p->rows);
+    printf(": batch %lld in %u %s of %lld, on ", (long long)p->batch, p->n_slices,
+           p->n_slices == 1 ? "slice" : "slices", (long long)p->rows);
     put_plain(stdout, koila_device_name(d));
     printf("\n");
     put_peaks("first step", &p->first);
     put_peaks(p->settled ? "later steps" : "later steps (not settled after 16)", &p->steady);
     printf("%s %s", p->fits ? "fits in" : "does not fit in", gib(p->memory_bytes, a));
-    if (p->fits) printf(", %s to spare", gib(p->spare_bytes, a));
-    if (p->fits && p->n_retries) printf(" (%llu retries)", (unsigned long long)p->n_retries);
+    if (p->fits)
+        printf(", %s to spare", gib(p->spare_bytes, a));
+    if (p->fits && p->n_retries)
+        printf(" (%llu retries)", (unsigned long long)p->n_retries);
     printf("\npeak at %s", p->peak_op[0] ? p->peak_op : "the start");
-    if (p->peak_line[0]) printf(", "), put_plain(stdout, p->peak_line);
+    if (p->peak_line[0]) {
+        printf(", ");
+        put_plain(stdout, p->peak_line);
+    }
     printf("; largest then:\n");
     for (uint32_t i = 0; i < p->n_largest; i++) {
         printf("  %12s  %-28s ", gib(p->largest[i].bytes, a), p->largest[i].what);
@@ -106,7 +125,9 @@ static void put_prediction(const plan_options *o, const koila_device *d, const k
 
 static void json_range(const char *key, const koila_range *r, const char *end)
 {
-    printf("\"%s\":{\"low\":%llu,\"expected\":%llu,\"high\":%llu}%s", key, (unsigned long long)r->low, (unsigned long long)r->expected, (unsigned long long)r->high, end);
+    printf("\"%s\":{\"low\":%llu,\"expected\":%llu,\"high\":%llu}%s", key,
+           (unsigned long long)r->low, (unsigned long long)r->expected, (unsigned long long)r->high,
+           end);
 }
 static void json_peaks(const char *key, const koila_peaks *p)
 {
@@ -116,23 +137,28 @@ static void json_peaks(const char *key, const koila_peaks *p)
     json_range("device", &p->device, "}");
 }
 
-static void put_json_prediction(const plan_options *o, const koila_device *d, const koila_prediction *p)
+static void put_json_prediction(const plan_options *o, const koila_device *d,
+                                const koila_prediction *p)
 {
     printf("{\"schema\":\"koila.plan/1\",\"file\":");
     put_json(stdout, o->path);
     printf(",\"gpu\":");
     put_json(stdout, koila_device_name(d));
-    printf(",\"batch\":%lld,\"rows\":%lld,\"slices\":%u,\"steps\":%u,\"settled\":%s", (long long)p->batch, (long long)p->rows, p->n_slices, p->n_steps, p->settled ? "true" : "false");
+    printf(",\"batch\":%lld,\"rows\":%lld,\"slices\":%u,\"steps\":%u,\"settled\":%s",
+           (long long)p->batch, (long long)p->rows, p->n_slices, p->n_steps,
+           p->settled ? "true" : "false");
     json_peaks("first_step", &p->first);
     json_peaks("later_steps", &p->steady);
-    printf(",\"memory\":%llu,\"fits\":%s,\"spare\":%llu,\"retries\":%llu,\"peak\":{\"op\":", (unsigned long long)p->memory_bytes, p->fits ? "true" : "false", (unsigned long long)p->spare_bytes,
-           (unsigned long long)p->n_retries);
+    printf(",\"memory\":%llu,\"fits\":%s,\"spare\":%llu,\"retries\":%llu,\"peak\":{\"op\":",
+           (unsigned long long)p->memory_bytes, p->fits ? "true" : "false",
+           (unsigned long long)p->spare_bytes, (unsigned long long)p->n_retries);
     put_json(stdout, p->peak_op);
     printf(",\"line\":");
     put_json(stdout, p->peak_line);
     printf(",\"largest\":[");
     for (uint32_t i = 0; i < p->n_largest; i++) {
-        printf("%s{\"bytes\":%llu,\"what\":", i ? "," : "", (unsigned long long)p->largest[i].bytes);
+        printf("%s{\"bytes\":%llu,\"what\":", i ? "," : "",
+               (unsigned long long)p->largest[i].bytes);
         put_json(stdout, p->largest[i].what);
         printf(",\"line\":");
         put_json(stdout, p->largest[i].line);
@@ -146,13 +172,16 @@ static void put_json_prediction(const plan_options *o, const koila_device *d, co
     }
     printf("],\"assumed\":[");
     for (uint32_t i = 0; i < p->n_notes; i++) {
-        if (i) putchar(',');
+        if (i)
+            putchar(',');
         put_json(stdout, p->notes[i]);
     }
     printf("],\"device\":{");
     for (int f = 0; f < KOILA_N_DEVICE_FIELDS; f++) {
         const koila_device_value v = koila_device_get(d, (koila_device_field)f);
-        printf("%s\"%s\":{\"value\":%llu,\"spread\":%llu,\"how\":\"%s\"}", f ? "," : "", koila_device_field_key((koila_device_field)f), (unsigned long long)v.value, (unsigned long long)v.spread, v.how);
+        printf("%s\"%s\":{\"value\":%llu,\"spread\":%llu,\"how\":\"%s\"}", f ? "," : "",
+               koila_device_field_key((koila_device_field)f), (unsigned long long)v.value,
+               (unsigned long long)v.spread, v.how);
     }
     printf("}}\n");
 }
@@ -166,22 +195,39 @@ static int plan_step(plan_options *o)
     koila_prediction p;
     size_t n;
     int code = EXIT_BAD;
-    if (koila_cache_config_init(&conf, o->torch)) return usage_of("plan", "--torch %s: say a version, such as 2.10", o->torch);
-    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e)) return complain("--conf", "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s", e.text);
+    if (koila_cache_config_init(&conf, o->torch))
+        return usage_of("plan", "--torch %s: say a version, such as 2.10", o->torch);
+    if (o->conf && koila_cache_config_parse(&conf, o->conf, 1, &e))
+        return complain(
+            "--conf",
+            "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s",
+            e.text);
     koila_device *d = open_gpu(o->gpu);
-    if (!d) return EXIT_BAD;
+    if (!d)
+        return EXIT_BAD;
     char *text = read_text(o->path, &n, &e);
     koila_status status = text ? koila_table_new(NULL, &table) : KOILA_BAD_INPUT;
-    if (text && status) snprintf(e.text, sizeof e.text, "the host is out of memory");
-    if (!status) status = koila_graph_parse(table, text, n, &g, &e);
-    if (!status) status = koila_predict(g, d, &conf, &o->o, &p, &e);
+    if (text && status)
+        snprintf(e.text, sizeof e.text, "the host is out of memory");
+    if (!status)
+        status = koila_graph_parse(table, text, n, &g, &e);
+    if (!status)
+        status = koila_predict(g, d, &conf, &o->o, &p, &e);
     if (status) {
-        if (!e.text[0]) snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
-        complain_about(o->path, &e, status == KOILA_BAD_INPUT ? "The file is damaged or no graph: write it again with plan.save(\"step.kgraph\")." : NULL);
-        if (status == KOILA_OOM) code = EXIT_NO_FIT;
+        if (!e.text[0])
+            snprintf(e.text, sizeof e.text, "%s", koila_status_text(status));
+        complain_about(
+            o->path, &e,
+            status == KOILA_BAD_INPUT
+                ? "The file is damaged or no graph: write it again with plan.save(\"step.kgraph\")."
+                : NULL);
+        if (status == KOILA_OOM)
+            code = EXIT_NO_FIT;
     } else {
-        if (o->json) put_json_prediction(o, d, &p);
-        else put_prediction(o, d, &p);
+        if (o->json)
+            put_json_prediction(o, d, &p);
+        else
+            put_prediction(o, d, &p);
         code = p.fits ? EXIT_OK : EXIT_NO_FIT;
     }
     koila_graph_free(g);
@@ -197,51 +243,86 @@ int cmd_plan(int argc, char **argv)
     args a = { .verb = "plan", .n = argc, .v = argv };
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
-            if (o.path) return usage_of("plan", "one step at a time");
+            if (o.path)
+                return usage_of("plan", "one step at a time");
             o.path = a.positional;
-        } else if (!strcmp(name, "--list-gpus")) o.list = true;
-        else if (!strcmp(name, "--json")) o.json = true;
-        else if (!strcmp(name, "--help")) return cmd_help(1, (char *[]){ (char *)"plan" });
-        else if (!strcmp(name, "--gpu")) o.gpu = args_value(&a);
-        else if (!strcmp(name, "--conf")) o.conf = args_value(&a);
-        else if (!strcmp(name, "--torch")) o.torch = args_value(&a);
-        else if (!strcmp(name, "--weight-decay")) o.o.weight_decay = true;
-        else if (!strcmp(name, "--amsgrad")) o.o.amsgrad = true;
-        else if (!strcmp(name, "--clip-grad-norm")) o.o.clip_grad_norm = true;
-        else if (!strcmp(name, "--autocast")) o.o.autocast = true;
-        else if (!strcmp(name, "--ddp")) o.o.ddp = true;
-        else if (!strcmp(name, "--grad-scaler")) o.o.grad_scaler = true;
-        else if (!strcmp(name, "--fsdp")) return complain("--fsdp", "Plan the unsharded model (a graph recorded without FSDP), or measure a run with torch.cuda.max_memory_reserved().", "what FSDP needs has not been measured, so it is refused rather than guessed");
+        } else if (!strcmp(name, "--list-gpus"))
+            o.list = true;
+        else if (!strcmp(name, "--json"))
+            o.json = true;
+        else if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"plan" });
+        else if (!strcmp(name, "--gpu"))
+            o.gpu = args_value(&a);
+        else if (!strcmp(name, "--conf"))
+            o.conf = args_value(&a);
+        else if (!strcmp(name, "--torch"))
+            o.torch = args_value(&a);
+        else if (!strcmp(name, "--weight-decay"))
+            o.o.weight_decay = true;
+        else if (!strcmp(name, "--amsgrad"))
+            o.o.amsgrad = true;
+        else if (!strcmp(name, "--clip-grad-norm"))
+            o.o.clip_grad_norm = true;
+        else if (!strcmp(name, "--autocast"))
+            o.o.autocast = true;
+        else if (!strcmp(name, "--ddp"))
+            o.o.ddp = true;
+        else if (!strcmp(name, "--grad-scaler"))
+            o.o.grad_scaler = true;
+        else if (!strcmp(name, "--fsdp"))
+            return complain(
+                "--fsdp",
+                "Plan the unsharded model (a graph recorded without FSDP), or measure a run with "
+                "torch.cuda.max_memory_reserved().",
+                "what FSDP needs has not been measured, so it is refused rather than guessed");
         else if (!strcmp(name, "--cublas-workspace")) {
             uint64_t bytes;
             o.o.cublas_workspace = args_value(&a);
-            if (a.value && !koila_cublas_workspace(a.value, &bytes)) return usage_of("plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8", a.value);
-        }
-        else if (!strcmp(name, "--memory")) {
-            if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes)) return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
+            if (a.value && !koila_cublas_workspace(a.value, &bytes))
+                return usage_of(
+                    "plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8",
+                    a.value);
+        } else if (!strcmp(name, "--memory")) {
+            if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes))
+                return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--slice")) {
             uint64_t rows = 0;
-            if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
+            if (!args_value(&a))
+                return usage_of("plan", "%s needs a value", name);
             const bool is_auto = !strcmp(a.value, "auto");
-            if (!is_auto && (!parse_count(a.value, INT64_MAX, &rows) || !rows)) return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
+            if (!is_auto && (!parse_count(a.value, INT64_MAX, &rows) || !rows))
+                return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
             o.o.rows = is_auto ? KOILA_ROWS_AUTO : (int64_t)rows;
         } else if (!strcmp(name, "--sdpa")) {
-            if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa)) return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn", a.value);
+            if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa))
+                return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn",
+                                a.value);
         } else if (!strcmp(name, "--optimizer")) {
             char kind[32];
-            if (!args_value(&a)) return usage_of("plan", "%s needs a value", name);
+            if (!args_value(&a))
+                return usage_of("plan", "%s needs a value", name);
             snprintf(kind, sizeof kind, "%s", a.value);
             char *colon = strchr(kind, ':');
-            if (colon) *colon++ = 0;
-            if (!choose(kind, optimizer_names, 5, &o.o.optimizer) || (colon && !choose(colon, way_names, 3, &o.o.way)))
-                return usage_of("plan", "--optimizer %s: none, sgd, momentum, adam or adamw, and perhaps :foreach, :fused or :loop", a.value);
+            if (colon)
+                *colon++ = 0;
+            if (!choose(kind, optimizer_names, 5, &o.o.optimizer) ||
+                (colon && !choose(colon, way_names, 3, &o.o.way)))
+                return usage_of("plan",
+                                "--optimizer %s: none, sgd, momentum, adam or adamw, and perhaps "
+                                ":foreach, :fused or :loop",
+                                a.value);
         } else {
             return usage_of("plan", "no option %s", name);
         }
-        if (a.bad) return usage_of("plan", "%s needs a value", name);
+        if (a.bad)
+            return usage_of("plan", "%s needs a value", name);
     }
-    if (o.list) return list_gpus();
-    if (!o.path) return usage_of("plan", "which step?");
-    if (!o.gpu) return usage_of("plan", "on which GPU? say --gpu NAME, or --list-gpus");
+    if (o.list)
+        return list_gpus();
+    if (!o.path)
+        return usage_of("plan", "which step?");
+    if (!o.gpu)
+        return usage_of("plan", "on which GPU? say --gpu NAME, or --list-gpus");
     return plan_step(&o);
 }

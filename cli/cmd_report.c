@@ -1,22 +1,34 @@
 /* cmd_report.c — koila report: a memory snapshot as one page that needs no network and no script.
  *
- * The trace may have any length, the page may not: time is cut into N_COLUMNS columns, and each keeps the least and the most of every
- * curve, so a peak of one event is still drawn. Maps merge what is thinner than a pixel. Every text from the file goes through put_text(),
- * which cuts and escapes it; stacks are left out once the page has MAX_STACKS bytes. So no file makes a page of more than 5 MiB.
+ * The trace may have any length, the page may not: time is cut into N_COLUMNS columns, and each
+ * keeps the least and the most of every curve, so a peak of one event is still drawn. Maps merge
+ * what is thinner than a pixel. Every text from the file goes through put_text(), which cuts and
+ * escapes it; stacks are left out once the page has MAX_STACKS bytes. So no file makes a page of
+ * more than 5 MiB.
  *
  *   pass 1  replay         verdict, where the peaks are, what was lost
  *   pass 2  timeline       the columns; what is live, until the peak of allocated bytes; the limit
- *   pass 3  timeline       every block at the peak of allocated bytes: with those that were there before the first event
+ *   pass 3  timeline       every block at the peak of allocated bytes: with those that were there
+ *           before the first event
  *   pass 4  timeline       when the largest of those were freed
  *   pass 5  timeline       every block at the peak of reserved bytes
  */
 #include "cmd.h"
 
-enum { N_COLUMNS = 1000, N_BANDS = 12, MAX_RECTS = 12000, MAX_TOP = 200, MAX_STEPS = 400, MAX_TEXT = 160, MAX_STACKS = 5 << 19 };
+enum {
+    N_COLUMNS = 1000,
+    N_BANDS = 12,
+    MAX_RECTS = 12000,
+    MAX_TOP = 200,
+    MAX_STEPS = 400,
+    MAX_TEXT = 160,
+    MAX_STACKS = 5 << 19
+};
 #define BEFORE UINT64_MAX /* born before the first event, or not dead after the last */
 
 /* blue, orange, green, sky, vermilion, purple: told apart with any colour vision (Okabe and Ito) */
-static const char *const band_colours[] = { "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7" };
+static const char *const band_colours[] = { "#0072b2", "#e69f00", "#009e73",
+                                            "#56b4e9", "#d55e00", "#cc79a7" };
 
 typedef struct column {
     uint64_t low[3], high[3]; /* allocated, active, reserved */
@@ -38,10 +50,14 @@ typedef struct live_table {
 
 static live_one *live_find(live_table *t, uint64_t addr)
 {
-    if (!t->cap) return NULL;
-    for (size_t h = (size_t)((addr >> 9) * 0x9E3779B97F4A7C15u >> 20) & (t->cap - 1);; h = (h + 1) & (t->cap - 1)) {
-        if (!t->at[h].addr) return NULL;
-        if (t->at[h].addr == addr) return &t->at[h];
+    if (!t->cap)
+        return NULL;
+    for (size_t h = (size_t)((addr >> 9) * 0x9E3779B97F4A7C15u >> 20) & (t->cap - 1);;
+         h = (h + 1) & (t->cap - 1)) {
+        if (!t->at[h].addr)
+            return NULL;
+        if (t->at[h].addr == addr)
+            return &t->at[h];
     }
 }
 
@@ -53,18 +69,22 @@ static void live_put(live_table *t, const live_one *x)
         return;
     }
     if ((t->n + 1) * 2 > t->cap) {
-        live_table bigger = { calloc(t->cap ? t->cap * 2 : 1024, sizeof(live_one)), 0, t->cap ? t->cap * 2 : 1024, false };
+        live_table bigger = { calloc(t->cap ? t->cap * 2 : 1024, sizeof(live_one)), 0,
+                              t->cap ? t->cap * 2 : 1024, false };
         if (!bigger.at) {
             t->failed = true;
             return;
         }
         for (size_t i = 0; i < t->cap; i++)
-            if (t->at[i].addr && t->at[i].used) live_put(&bigger, &t->at[i]); /* freed ones stay behind */
+            /* freed ones stay behind */
+            if (t->at[i].addr && t->at[i].used)
+                live_put(&bigger, &t->at[i]);
         free(t->at);
         *t = bigger;
     }
     size_t h = (size_t)((x->addr >> 9) * 0x9E3779B97F4A7C15u >> 20) & (t->cap - 1);
-    while (t->at[h].addr) h = (h + 1) & (t->cap - 1);
+    while (t->at[h].addr)
+        h = (h + 1) & (t->cap - 1);
     t->at[h] = *x;
     t->n++;
 }
@@ -97,15 +117,20 @@ typedef struct report {
     FILE *f;
 } report;
 
-static size_t column_of(const report *p, uint64_t entry) { return p->n ? (size_t)(entry * N_COLUMNS / p->n) : 0; }
+static size_t column_of(const report *p, uint64_t entry)
+{
+    return p->n ? (size_t)(entry * N_COLUMNS / p->n) : 0;
+}
 
 static void count_live(report *p, const koila_moment *m)
 {
     live_one x = { m->addr, m->size, m->entry, BEFORE, m->stack, true };
-    if (m->kind == KOILA_EVENT_ALLOC && m->addr) live_put(&p->live, &x);
+    if (m->kind == KOILA_EVENT_ALLOC && m->addr)
+        live_put(&p->live, &x);
     if (m->kind == KOILA_EVENT_FREE_REQUESTED) {
         live_one *old = live_find(&p->live, m->addr);
-        if (old) old->used = false;
+        if (old)
+            old->used = false;
     }
 }
 
@@ -114,7 +139,9 @@ static size_t bit_of(uint64_t addr) { return (size_t)((addr >> 9) * 0x9E3779B97F
 static int by_size(const void *a, const void *b)
 {
     const live_one *x = a, *y = b;
-    return x->size != y->size ? (x->size < y->size ? 1 : -1) : x->addr < y->addr ? -1 : x->addr > y->addr;
+    return x->size != y->size  ? (x->size < y->size ? 1 : -1)
+           : x->addr < y->addr ? -1
+                               : x->addr > y->addr;
 }
 
 static void keep_largest(report *p)
@@ -123,11 +150,15 @@ static void keep_largest(report *p)
     free(p->largest);
     p->largest = calloc(p->live.n + 1, sizeof *p->largest);
     for (size_t i = 0; p->largest && i < p->live.cap; i++)
-        if (p->live.at[i].addr && p->live.at[i].used) p->largest[n++] = p->live.at[i];
+        if (p->live.at[i].addr && p->live.at[i].used)
+            p->largest[n++] = p->live.at[i];
     p->failed |= !p->largest;
-    if (p->largest) qsort(p->largest, n, sizeof *p->largest, by_size);
+    if (p->largest)
+        qsort(p->largest, n, sizeof *p->largest, by_size);
     p->n_largest = n < MAX_TOP ? n : MAX_TOP;
-    for (size_t i = 0; i < p->n_largest; i++) p->maybe[bit_of(p->largest[i].addr) >> 6] |= (uint64_t)1 << (bit_of(p->largest[i].addr) & 63);
+    for (size_t i = 0; i < p->n_largest; i++)
+        p->maybe[bit_of(p->largest[i].addr) >> 6] |= (uint64_t)1
+                                                     << (bit_of(p->largest[i].addr) & 63);
 }
 
 static void see_first(void *user, const koila_moment *m)
@@ -136,16 +167,20 @@ static void see_first(void *user, const koila_moment *m)
     column *c = &p->columns[column_of(p, m->entry)];
     const uint64_t v[3] = { m->allocated, m->active, m->reserved };
     for (int k = 0; k < 3; k++) {
-        if (!c->any || v[k] < c->low[k]) c->low[k] = v[k];
-        if (!c->any || v[k] > c->high[k]) c->high[k] = v[k];
+        if (!c->any || v[k] < c->low[k])
+            c->low[k] = v[k];
+        if (!c->any || v[k] > c->high[k])
+            c->high[k] = v[k];
     }
     c->any = true;
     progress_done = m->entry;
-    if (m->kind == KOILA_EVENT_OOM && !p->limit && m->addr && m->addr < (uint64_t)1 << 44) { /* addr: what the device had free then */
+    /* addr: what the device had free then */
+    if (m->kind == KOILA_EVENT_OOM && !p->limit && m->addr && m->addr < (uint64_t)1 << 44) {
         p->limit = m->reserved + m->addr;
         p->limit_seen = true;
     }
-    if (m->entry <= p->r.peak_allocated_entry) count_live(p, m);
+    if (m->entry <= p->r.peak_allocated_entry)
+        count_live(p, m);
 }
 
 /* At the peak of allocated bytes: what nobody was seen to make was there before. */
@@ -153,8 +188,10 @@ static bool see_before(void *user, const koila_block *b)
 {
     report *p = user;
     const live_one *old = b->state == KOILA_BLOCK_USED ? live_find(&p->live, b->addr) : NULL;
-    live_one x = { b->addr, b->requested ? b->requested : b->size, BEFORE, BEFORE, KOILA_NO_STACK, true };
-    if (b->state == KOILA_BLOCK_USED && !(old && old->used)) live_put(&p->live, &x);
+    live_one x = { b->addr, b->requested ? b->requested : b->size, BEFORE, BEFORE, KOILA_NO_STACK,
+                   true };
+    if (b->state == KOILA_BLOCK_USED && !(old && old->used))
+        live_put(&p->live, &x);
     return !p->live.failed;
 }
 
@@ -162,24 +199,32 @@ static void see_again(void *user, const koila_moment *m)
 {
     report *p = user;
     progress_done = m->entry;
-    if (m->kind != KOILA_EVENT_FREE_REQUESTED || m->entry <= p->r.peak_allocated_entry) return;
-    if (!(p->maybe[bit_of(m->addr) >> 6] >> (bit_of(m->addr) & 63) & 1)) return;
+    if (m->kind != KOILA_EVENT_FREE_REQUESTED || m->entry <= p->r.peak_allocated_entry)
+        return;
+    if (!(p->maybe[bit_of(m->addr) >> 6] >> (bit_of(m->addr) & 63) & 1))
+        return;
     for (size_t i = 0; i < p->n_largest; i++)
-        if (p->largest[i].addr == m->addr && p->largest[i].died == BEFORE) p->largest[i].died = m->entry;
+        if (p->largest[i].addr == m->addr && p->largest[i].died == BEFORE)
+            p->largest[i].died = m->entry;
 }
 
-/* What was there before the first event and never left is still there at the end, with its stack. */
+/* What was there before the first event and never left is still there at the end, with its stack.
+ */
 static void find_stacks(report *p)
 {
     size_t n;
     const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n);
     for (size_t k = 0; k < p->n_largest; k++) {
         live_one *x = &p->largest[k];
-        if (x->born != BEFORE || x->died != BEFORE) continue;
+        if (x->born != BEFORE || x->died != BEFORE)
+            continue;
         for (size_t i = 0; i < n; i++) {
-            if (x->addr < segs[i].addr || x->addr >= segs[i].addr + segs[i].size) continue;
+            if (x->addr < segs[i].addr || x->addr >= segs[i].addr + segs[i].size)
+                continue;
             for (size_t b = 0; b < segs[i].n_blocks; b++)
-                if (segs[i].blocks[b].addr == x->addr && segs[i].blocks[b].state == KOILA_BLOCK_USED) x->stack = koila_snapshot_block_stack(p->s, &segs[i].blocks[b]);
+                if (segs[i].blocks[b].addr == x->addr &&
+                    segs[i].blocks[b].state == KOILA_BLOCK_USED)
+                    x->stack = koila_snapshot_block_stack(p->s, &segs[i].blocks[b]);
         }
     }
 }
@@ -187,11 +232,15 @@ static void find_stacks(report *p)
 static bool see_block(void *user, const koila_block *b)
 {
     report *p = user;
-    if (b->state == KOILA_BLOCK_UNMAPPED) return true;
+    if (b->state == KOILA_BLOCK_UNMAPPED)
+        return true;
     if (p->n_blocks == p->blocks_cap) {
         p->blocks_cap = p->blocks_cap ? p->blocks_cap * 2 : 1024;
         drawn_block *q = realloc(p->blocks, p->blocks_cap * sizeof *q);
-        if (!q) return p->failed = true, false;
+        if (!q) {
+            p->failed = true;
+            return false;
+        }
         p->blocks = q;
     }
     p->blocks[p->n_blocks++] = (drawn_block){ b->addr, b->size, b->state, b->segment };
@@ -201,13 +250,22 @@ static bool see_block(void *user, const koila_block *b)
 /* ---- the page */
 
 static const char *const style =
-    ":root{color-scheme:light dark;--bg:#fff;--fg:#1a1a1a;--dim:#5c5c5c;--line:#d4d4d4;--used:#0072b2;--wait:#e69f00;--free:#dcdcdc;--res:#1a1a1a;--act:#d55e00;--limit:#a3005c}"
-    "@media(prefers-color-scheme:dark){:root{--bg:#16181c;--fg:#e8e8e8;--dim:#a0a4ab;--line:#3a3e45;--used:#3d9bd6;--wait:#e69f00;--free:#3a3e45;--res:#e8e8e8;--act:#ff8c42;--limit:#ff7ac0}}"
-    "body{margin:2rem auto;max-width:1100px;padding:0 1rem;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}"
-    "h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2.2rem}svg{width:100%;height:auto;display:block}text{fill:var(--dim);font:11px system-ui,sans-serif}"
-    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top}"
-    "td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}code,pre{font:13px/1.4 ui-monospace,monospace}pre{margin:.3rem 0;white-space:pre-wrap}"
-    "summary{cursor:pointer}.dim{color:var(--dim)}.key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em;vertical-align:-.05em}"
+    ":root{color-scheme:light "
+    "dark;--bg:#fff;--fg:#1a1a1a;--dim:#5c5c5c;--line:#d4d4d4;--used:#0072b2;--wait:#e69f00;--free:"
+    "#dcdcdc;--res:#1a1a1a;--act:#d55e00;--limit:#a3005c}"
+    "@media(prefers-color-scheme:dark){:root{--bg:#16181c;--fg:#e8e8e8;--dim:#a0a4ab;--line:#"
+    "3a3e45;--used:#3d9bd6;--wait:#e69f00;--free:#3a3e45;--res:#e8e8e8;--act:#ff8c42;--limit:#"
+    "ff7ac0}}"
+    "body{margin:2rem auto;max-width:1100px;padding:0 "
+    "1rem;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}"
+    "h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2.2rem}svg{width:100%;height:auto;display:"
+    "block}text{fill:var(--dim);font:11px system-ui,sans-serif}"
+    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem .25rem "
+    "0;border-bottom:1px solid var(--line);vertical-align:top}"
+    "td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}code,pre{font:"
+    "13px/1.4 ui-monospace,monospace}pre{margin:.3rem 0;white-space:pre-wrap}"
+    "summary{cursor:pointer}.dim{color:var(--dim)}.key{display:inline-block;width:.8em;height:.8em;"
+    "margin:0 .3em 0 1em;vertical-align:-.05em}"
     ".used{fill:var(--used)}.wait{fill:var(--wait)}.free{fill:var(--free)}";
 
 static void put_size(FILE *f, uint64_t n)
@@ -223,7 +281,8 @@ static void put_text(FILE *f, const char *s)
     size_t n = strlen(s);
     if (n > MAX_TEXT) { /* its end says more than its start: files */
         s += n - MAX_TEXT;
-        while (((unsigned char)*s & 0xC0) == 0x80) s++;
+        while (((unsigned char)*s & 0xC0) == 0x80)
+            s++;
         fputs("\xe2\x80\xa6", f);
     }
     snprintf(cut, sizeof cut, "%s", s);
@@ -263,22 +322,34 @@ static void put_line_of(report *p, uint32_t stack)
 
 enum { CHART_W = 1000, CHART_H = 300, LEFT_EDGE = 70 };
 
-static double y_of(uint64_t bytes, uint64_t most) { return CHART_H - (double)bytes / (double)most * (CHART_H - 10); }
-static double x_of(const report *p, uint64_t entry) { return LEFT_EDGE + (double)entry / (double)(p->n ? p->n : 1) * (CHART_W - LEFT_EDGE); }
+static double y_of(uint64_t bytes, uint64_t most)
+{
+    return CHART_H - (double)bytes / (double)most * (CHART_H - 10);
+}
+static double x_of(const report *p, uint64_t entry)
+{
+    return LEFT_EDGE + (double)entry / (double)(p->n ? p->n : 1) * (CHART_W - LEFT_EDGE);
+}
 
-/* The band between a curve's least and most, column by column: forward along the most, back along the least. */
+/* The band between a curve's least and most, column by column: forward along the most, back along
+ * the least. */
 static void put_curve(report *p, int k, uint64_t most, const char *colour, const char *name)
 {
     const double step = (double)(CHART_W - LEFT_EDGE) / N_COLUMNS;
-    fprintf(p->f, "<path fill=\"%s\" fill-opacity=\".35\" stroke=\"%s\" stroke-width=\"1\" d=\"", colour, colour);
+    fprintf(p->f, "<path fill=\"%s\" fill-opacity=\".35\" stroke=\"%s\" stroke-width=\"1\" d=\"",
+            colour, colour);
     char move = 'M';
     for (size_t i = 0; i < N_COLUMNS; i++) {
-        if (!p->columns[i].any) continue;
-        fprintf(p->f, "%c%.1f %.1f", move, LEFT_EDGE + step * (double)i, y_of(p->columns[i].high[k], most));
+        if (!p->columns[i].any)
+            continue;
+        fprintf(p->f, "%c%.1f %.1f", move, LEFT_EDGE + step * (double)i,
+                y_of(p->columns[i].high[k], most));
         move = 'L';
     }
     for (size_t i = N_COLUMNS; i-- > 0;)
-        if (p->columns[i].any) fprintf(p->f, "L%.1f %.1f", LEFT_EDGE + step * (double)i, y_of(p->columns[i].low[k], most));
+        if (p->columns[i].any)
+            fprintf(p->f, "L%.1f %.1f", LEFT_EDGE + step * (double)i,
+                    y_of(p->columns[i].low[k], most));
     fprintf(p->f, "%s\"><title>%s</title></path>\n", move == 'L' ? "Z" : "", name);
 }
 
@@ -289,10 +360,14 @@ static void put_steps(report *p)
     uint64_t at = 0;
     int n = 0;
     for (uint64_t i = 0; n < MAX_STEPS && koila_snapshot_annotation(p->s, i, &a); i++) {
-        if (strcmp(a.stage, "START") || a.device != p->device) continue;
-        while (koila_snapshot_entry(p->s, p->device, at, &x) && x.time_us < a.time_us) at++;
+        if (strcmp(a.stage, "START") || a.device != p->device)
+            continue;
+        while (koila_snapshot_entry(p->s, p->device, at, &x) && x.time_us < a.time_us)
+            at++;
         const double left = x_of(p, at);
-        fprintf(p->f, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"var(--line)\"><title>", left, left, CHART_H);
+        fprintf(p->f,
+                "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"var(--line)\"><title>",
+                left, left, CHART_H);
         put_text(p->f, a.name);
         fputs("</title></line>\n", p->f);
         n++;
@@ -304,25 +379,39 @@ static void put_chart(report *p)
     FILE *f = p->f;
     uint64_t most = 1, band = 0;
     for (size_t i = 0; i < N_COLUMNS; i++)
-        if (p->columns[i].any && p->columns[i].high[2] > most) most = p->columns[i].high[2];
+        if (p->columns[i].any && p->columns[i].high[2] > most)
+            most = p->columns[i].high[2];
     for (size_t i = 0; i < N_COLUMNS; i++)
-        if (p->columns[i].any && p->columns[i].high[1] > most) most = p->columns[i].high[1];
-    const bool limit_fits = p->limit && p->limit / 3 < most; /* a far limit would flatten the curves */
-    if (limit_fits && p->limit > most) most = p->limit;
-    fprintf(f, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"memory over time\">\n", CHART_W, CHART_H + 24);
+        if (p->columns[i].any && p->columns[i].high[1] > most)
+            most = p->columns[i].high[1];
+    /* a far limit would flatten the curves */
+    const bool limit_fits = p->limit && p->limit / 3 < most;
+    if (limit_fits && p->limit > most)
+        most = p->limit;
+    fprintf(f, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"memory over time\">\n",
+            CHART_W, CHART_H + 24);
     for (int i = 0; i <= 4; i++) {
         const uint64_t v = most / 4 * (uint64_t)i;
         const double y = y_of(v, most);
-        fprintf(f, "<line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--line)\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">", LEFT_EDGE, CHART_W, y, y, LEFT_EDGE - 6, y + 4);
+        fprintf(f,
+                "<line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--line)\"/><text "
+                "x=\"%d\" y=\"%.1f\" text-anchor=\"end\">",
+                LEFT_EDGE, CHART_W, y, y, LEFT_EDGE - 6, y + 4);
         put_size(f, v);
         fputs("</text>\n", f);
     }
     put_steps(p);
-    for (size_t i = 0; i < p->n_largest && i < N_BANDS; i++) { /* the largest at the peak, stacked: they are all live there, so nothing overlaps */
+    /* the largest at the peak, stacked: they are all live there, so nothing overlaps */
+    for (size_t i = 0; i < p->n_largest && i < N_BANDS; i++) {
         const live_one *x = &p->largest[i];
-        const double left = x_of(p, x->born == BEFORE ? 0 : x->born), right = x_of(p, x->died == BEFORE ? p->n : x->died), top = y_of(band + x->size, most);
-        fprintf(f, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\".8\"><title>", left, top, right - left > 0.5 ? right - left : 0.5,
-                y_of(band, most) - top, band_colours[i % (sizeof band_colours / sizeof *band_colours)]);
+        const double left = x_of(p, x->born == BEFORE ? 0 : x->born);
+        const double right = x_of(p, x->died == BEFORE ? p->n : x->died);
+        const double top = y_of(band + x->size, most);
+        fprintf(f,
+                "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" "
+                "fill-opacity=\".8\"><title>",
+                left, top, right - left > 0.5 ? right - left : 0.5, y_of(band, most) - top,
+                band_colours[i % (sizeof band_colours / sizeof *band_colours)]);
         put_size(f, x->size);
         fputs(" ", f);
         koila_frame frame;
@@ -333,24 +422,37 @@ static void put_chart(report *p)
         fputs("</title></rect>\n", f);
         band += x->size;
     }
-    put_curve(p, 2, most, "var(--res)", "reserved"); /* each is at least the next: later ones leave the earlier in sight */
+    /* each is at least the next: later ones leave the earlier in sight */
+    put_curve(p, 2, most, "var(--res)", "reserved");
     put_curve(p, 1, most, "var(--act)", "active");
     put_curve(p, 0, most, "var(--used)", "allocated");
     if (p->limit) {
         const double y = limit_fits ? y_of(p->limit, most) : 3;
-        fprintf(f, "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
+        fprintf(f,
+                "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" "
+                "stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text "
+                "x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
                 LEFT_EDGE, CHART_W, y, y, CHART_W - 4, y + 12);
         put_size(f, p->limit);
-        fprintf(f, "%s%s</text></g>\n", p->limit_seen ? ", as the device had it at the first out-of-memory" : "", limit_fits ? "" : " (above the picture)");
+        fprintf(f, "%s%s</text></g>\n",
+                p->limit_seen ? ", as the device had it at the first out-of-memory" : "",
+                limit_fits ? "" : " (above the picture)");
     }
     if (p->r.n_ooms && p->r.first_oom_entry != UINT64_MAX)
-        fprintf(f, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"#d55e00\" stroke-dasharray=\"4 3\"><title>out of memory</title></line>\n", x_of(p, p->r.first_oom_entry),
-                x_of(p, p->r.first_oom_entry), CHART_H);
-    fprintf(f, "<text x=\"%d\" y=\"%d\">event 0</text><text x=\"%d\" y=\"%d\" text-anchor=\"end\">event %llu</text></svg>\n", LEFT_EDGE, CHART_H + 18, CHART_W, CHART_H + 18,
-            (unsigned long long)p->n);
-    fprintf(f, "<p class=dim><span class=key style=\"background:var(--res)\"></span>reserved <span class=key style=\"background:var(--act)\"></span>active "
-          "<span class=key style=\"background:var(--used)\"></span>allocated%s; solid boxes: the largest allocations at the peak, from birth to death. "
-          "Each column shows least and most, so no peak is lost.</p>\n",
+        fprintf(f,
+                "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"#d55e00\" "
+                "stroke-dasharray=\"4 3\"><title>out of memory</title></line>\n",
+                x_of(p, p->r.first_oom_entry), x_of(p, p->r.first_oom_entry), CHART_H);
+    fprintf(f,
+            "<text x=\"%d\" y=\"%d\">event 0</text><text x=\"%d\" y=\"%d\" "
+            "text-anchor=\"end\">event %llu</text></svg>\n",
+            LEFT_EDGE, CHART_H + 18, CHART_W, CHART_H + 18, (unsigned long long)p->n);
+    fprintf(f,
+            "<p class=dim><span class=key style=\"background:var(--res)\"></span>reserved <span "
+            "class=key style=\"background:var(--act)\"></span>active "
+            "<span class=key style=\"background:var(--used)\"></span>allocated%s; solid boxes: the "
+            "largest allocations at the peak, from birth to death. "
+            "Each column shows least and most, so no peak is lost.</p>\n",
             p->limit ? " <span class=key style=\"background:var(--limit)\"></span>limit" : "");
 }
 
@@ -363,8 +465,10 @@ static void put_map(report *p, const drawn_block *b, size_t n, const char *label
     for (size_t i = 0; i < n;) {
         size_t end = i;
         uint64_t size = 0;
-        for (; end < n && b[end].addr == b[i].addr + size && b[end].segment == b[i].segment; end++) size += b[end].size;
-        if (size > widest) widest = size;
+        for (; end < n && b[end].addr == b[i].addr + size && b[end].segment == b[i].segment; end++)
+            size += b[end].size;
+        if (size > widest)
+            widest = size;
         n_rows++;
         i = end;
     }
@@ -373,19 +477,23 @@ static void put_map(report *p, const drawn_block *b, size_t n, const char *label
         fputs("<p class=dim>nothing is reserved</p>\n", f);
         return;
     }
-    fprintf(f, "<svg viewBox=\"0 0 %d %zu\" role=\"img\" aria-label=\"%s\">\n", CHART_W, shown * 8 + 2, label);
+    fprintf(f, "<svg viewBox=\"0 0 %d %zu\" role=\"img\" aria-label=\"%s\">\n", CHART_W,
+            shown * 8 + 2, label);
     const double scale = (double)CHART_W / (double)widest;
     for (size_t i = 0; i < n && row < shown; row++) {
         size_t end = i;
         uint64_t size = 0, run = 0;
-        for (; end < n && b[end].addr == b[i].addr + size && b[end].segment == b[i].segment; end++) size += b[end].size;
+        for (; end < n && b[end].addr == b[i].addr + size && b[end].segment == b[i].segment; end++)
+            size += b[end].size;
         double x = 0;
         for (size_t k = i; k < end && rects < MAX_RECTS; k++) {
             run += b[k].size;
             const double width = (double)run * scale;
-            if (width < 0.8 && k + 1 < end) continue; /* too thin to see */
+            if (width < 0.8 && k + 1 < end)
+                continue; /* too thin to see */
             static const char *const classes[] = { "free", "used", "wait", "free" };
-            fprintf(f, "<rect class=\"%s\" x=\"%.1f\" y=\"%zu\" width=\"%.1f\" height=\"6\"/>", classes[b[k].state], x, row * 8 + 1, width > 0.3 ? width - 0.2 : 0.3);
+            fprintf(f, "<rect class=\"%s\" x=\"%.1f\" y=\"%zu\" width=\"%.1f\" height=\"6\"/>",
+                    classes[b[k].state], x, row * 8 + 1, width > 0.3 ? width - 0.2 : 0.3);
             x += width;
             run = 0;
             rects++;
@@ -393,8 +501,12 @@ static void put_map(report *p, const drawn_block *b, size_t n, const char *label
         i = end;
     }
     fputs("</svg>\n", f);
-    fprintf(f, "<p class=dim>%zu segments%s. <span class=key style=\"background:var(--used)\"></span>allocated <span class=key style=\"background:var(--wait)\"></span>waiting for another "
-               "stream <span class=key style=\"background:var(--free)\"></span>free; the longest is ", n_rows, shown < n_rows || rects >= MAX_RECTS ? ", the first of them shown" : "");
+    fprintf(f,
+            "<p class=dim>%zu segments%s. <span class=key "
+            "style=\"background:var(--used)\"></span>allocated <span class=key "
+            "style=\"background:var(--wait)\"></span>waiting for another "
+            "stream <span class=key style=\"background:var(--free)\"></span>free; the longest is ",
+            n_rows, shown < n_rows || rects >= MAX_RECTS ? ", the first of them shown" : "");
     put_size(f, widest);
     fputs(".</p>\n", f);
 }
@@ -410,36 +522,58 @@ static void put_lost(report *p)
 {
     const koila_replay_result *r = &p->r;
     put_row(p, "reserved", r->peak_reserved, "taken from the device");
-    if (r->peak_added_up) return;
+    if (r->peak_added_up)
+        return;
     put_row(p, "requested", r->at_peak_requested, "what the program asked for and holds");
-    put_row(p, "rounding", r->lost_rounding, "requests are rounded to 512 bytes or by roundup_power2_divisions");
-    put_row(p, "unsplit", r->lost_unsplit, "blocks handed out larger than asked, as the rest was too small to split");
-    put_row(p, "waiting", r->waiting, "freed, but another stream may still use them (record_stream)");
-    put_row(p, "free but pinned", r->lost_pinned, "free parts of segments that something still lives in: fragmentation");
-    put_row(p, "whole free segments", r->lost_whole, "could go back to the device with empty_cache");
+    put_row(p, "rounding", r->lost_rounding,
+            "requests are rounded to 512 bytes or by roundup_power2_divisions");
+    put_row(p, "unsplit", r->lost_unsplit,
+            "blocks handed out larger than asked, as the rest was too small to split");
+    put_row(p, "waiting", r->waiting,
+            "freed, but another stream may still use them (record_stream)");
+    put_row(p, "free but pinned", r->lost_pinned,
+            "free parts of segments that something still lives in: fragmentation");
+    put_row(p, "whole free segments", r->lost_whole,
+            "could go back to the device with empty_cache");
 }
 
 static void put_page(report *p)
 {
-    static const char *const verdicts[] = { "exact", "exact, with external decisions", "differs", "not checkable", "no trace" };
+    static const char *const verdicts[] = { "exact", "exact, with external decisions", "differs",
+                                            "not checkable", "no trace" };
     FILE *f = p->f;
     const koila_replay_result *r = &p->r;
     char a[32];
-    fputs("<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content=\"width=device-width,initial-scale=1\">"
-          "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>", f);
+    fputs("<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport "
+          "content=\"width=device-width,initial-scale=1\">"
+          "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src "
+          "'unsafe-inline'\"><title>",
+          f);
     put_text(f, p->path);
     fprintf(f, "</title><style>%s</style></head><body>\n<h1>", style);
     put_text(f, p->path);
-    fprintf(f, "</h1>\n<p>device %u, %s events, rules of torch %u.%u, expandable segments %s. Replay: <b>%s</b>", p->device, grouped(p->n, a), r->torch_version / 100, r->torch_version % 100,
+    fprintf(f,
+            "</h1>\n<p>device %u, %s events, rules of torch %u.%u, expandable segments %s. Replay: "
+            "<b>%s</b>",
+            p->device, grouped(p->n, a), r->torch_version / 100, r->torch_version % 100,
             p->conf.expandable ? "on" : "off", verdicts[r->verdict]);
-    if (r->reason[0]) fputs(", ", f), put_html(f, r->reason);
+    if (r->reason[0]) {
+        fputs(", ", f);
+        put_html(f, r->reason);
+    }
     fputs(".</p>\n<h2>Memory over time</h2>\n", f);
-    if (p->n) put_chart(p);
-    else fputs("<p class=dim>No trace was recorded.</p>\n", f);
-    if (!p->exact && p->n) fputs("<p class=dim>The replay stopped early; from there on the curves add up what the trace says.</p>\n", f);
+    if (p->n)
+        put_chart(p);
+    else
+        fputs("<p class=dim>No trace was recorded.</p>\n", f);
+    if (!p->exact && p->n)
+        fputs("<p class=dim>The replay stopped early; from there on the curves add up what the "
+              "trace says.</p>\n",
+              f);
 
     fputs("<h2>Where the bytes went at the peak</h2>\n", f);
-    if (r->peak_added_up) fputs("<p class=dim>Only what was reserved: the replay stopped before the peak.</p>\n", f);
+    if (r->peak_added_up)
+        fputs("<p class=dim>Only what was reserved: the replay stopped before the peak.</p>\n", f);
     fputs("<table>\n", f);
     put_lost(p);
     fputs("</table>\n<h2>Largest live allocations at the peak of allocated bytes</h2>\n", f);
@@ -451,10 +585,12 @@ static void put_page(report *p)
         put_line_of(p, p->largest[i].stack);
         fputs("</summary>", f);
         put_frames(p, p->largest[i].stack);
-        fprintf(f, "</details><td class=n>%s</tr>\n", p->largest[i].born == BEFORE ? "before" : grouped(p->largest[i].born, a));
+        fprintf(f, "</details><td class=n>%s</tr>\n",
+                p->largest[i].born == BEFORE ? "before" : grouped(p->largest[i].born, a));
     }
     fputs("</table>\n", f);
-    if (!p->n_largest) fputs("<p class=dim>None.</p>\n", f);
+    if (!p->n_largest)
+        fputs("<p class=dim>None.</p>\n", f);
 
     if (p->n && p->exact) {
         fputs("<h2>Segments at the peak of reserved bytes</h2>\n", f);
@@ -463,31 +599,57 @@ static void put_page(report *p)
     fputs("<h2>Segments at the end</h2>\n", f);
     size_t n_segs, n = 0;
     const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
-    for (size_t i = 0; i < n_segs; i++) n += segs[i].n_blocks;
+    for (size_t i = 0; i < n_segs; i++)
+        n += segs[i].n_blocks;
     drawn_block *end = calloc(n + 1, sizeof *end);
     n = 0;
     for (size_t i = 0; end && i < n_segs; i++)
-        for (size_t k = 0; k < segs[i].n_blocks; k++) end[n++] = (drawn_block){ segs[i].blocks[k].addr, segs[i].blocks[k].size, segs[i].blocks[k].state, (uint32_t)i };
-    if (end) put_map(p, end, n, "segments at the end");
+        for (size_t k = 0; k < segs[i].n_blocks; k++)
+            end[n++] = (drawn_block){ segs[i].blocks[k].addr, segs[i].blocks[k].size,
+                                      segs[i].blocks[k].state, (uint32_t)i };
+    if (end)
+        put_map(p, end, n, "segments at the end");
     free(end);
 
     fputs("<h2>Notes</h2>\n<ul>\n", f);
-    if (r->n_ooms) fprintf(f, "<li>%s requests ran out of memory, the first at event %llu.\n", grouped(r->n_ooms, a), (unsigned long long)r->first_oom_entry);
-    if (r->n_retries + r->n_retry_or_empty) fprintf(f, "<li>%s times the cache was given back to make room (or empty_cache was called): each stalls the device.\n", grouped(r->n_retries + r->n_retry_or_empty, a));
-    if (r->n_cap_set) fprintf(f, "<li>%s requests failed at a memory cap.\n", grouped(r->n_cap_set, a));
-    if (r->n_expandable_switched) fprintf(f, "<li>Expandable segments were switched %s times.\n", grouped(r->n_expandable_switched, a));
-    if (r->n_collected) fprintf(f, "<li>Garbage collection ran %s times.\n", grouped(r->n_collected, a));
-    if (r->n_empty) fprintf(f, "<li>empty_cache was called %s times.\n", grouped(r->n_empty, a));
-    if (r->n_start_blocks) fprintf(f, "<li>%s blocks were live before the first event; of %llu the size is assumed.\n", grouped(r->n_start_blocks, a), (unsigned long long)r->n_assumed);
-    if (r->reservations_inferred) fputs("<li>Where expandable reservations begin and end is inferred.\n", f);
-    if (strcmp(r->verified, "recording")) fprintf(f, "<li>The rules of torch %u.%u are not yet proved on a recording of that version.\n", r->torch_version / 100, r->torch_version % 100);
-    if (p->info.n_unknown_keys) fprintf(f, "<li>%s keys of the file are not known to this version of koila and were passed over.\n", grouped(p->info.n_unknown_keys, a));
+    if (r->n_ooms)
+        fprintf(f, "<li>%s requests ran out of memory, the first at event %llu.\n",
+                grouped(r->n_ooms, a), (unsigned long long)r->first_oom_entry);
+    if (r->n_retries + r->n_retry_or_empty)
+        fprintf(f,
+                "<li>%s times the cache was given back to make room (or empty_cache was called): "
+                "each stalls the device.\n",
+                grouped(r->n_retries + r->n_retry_or_empty, a));
+    if (r->n_cap_set)
+        fprintf(f, "<li>%s requests failed at a memory cap.\n", grouped(r->n_cap_set, a));
+    if (r->n_expandable_switched)
+        fprintf(f, "<li>Expandable segments were switched %s times.\n",
+                grouped(r->n_expandable_switched, a));
+    if (r->n_collected)
+        fprintf(f, "<li>Garbage collection ran %s times.\n", grouped(r->n_collected, a));
+    if (r->n_empty)
+        fprintf(f, "<li>empty_cache was called %s times.\n", grouped(r->n_empty, a));
+    if (r->n_start_blocks)
+        fprintf(f, "<li>%s blocks were live before the first event; of %llu the size is assumed.\n",
+                grouped(r->n_start_blocks, a), (unsigned long long)r->n_assumed);
+    if (r->reservations_inferred)
+        fputs("<li>Where expandable reservations begin and end is inferred.\n", f);
+    if (strcmp(r->verified, "recording"))
+        fprintf(f,
+                "<li>The rules of torch %u.%u are not yet proved on a recording of that version.\n",
+                r->torch_version / 100, r->torch_version % 100);
+    if (p->info.n_unknown_keys)
+        fprintf(f,
+                "<li>%s keys of the file are not known to this version of koila and were passed "
+                "over.\n",
+                grouped(p->info.n_unknown_keys, a));
     if (p->info.has_settings && p->info.conf[0]) {
         fputs("<li>PYTORCH_CUDA_ALLOC_CONF: <code>", f);
         put_text(f, p->info.conf);
         fputs("</code>\n", f);
     }
-    if (p->limit && p->r.peak_reserved > p->limit) fputs("<li>The peak of reserved bytes is above the limit given: it would not fit.\n", f);
+    if (p->limit && p->r.peak_reserved > p->limit)
+        fputs("<li>The peak of reserved bytes is above the limit given: it would not fit.\n", f);
     fprintf(f, "</ul>\n<p class=dim>koila %s</p></body></html>\n", koila_version());
 }
 
@@ -496,8 +658,11 @@ static int make_report(report *p, const char *out)
     koila_error e = KOILA_ERROR_INIT;
     koila_snapshot_get_info(p->s, &p->info);
     p->n = koila_snapshot_n_entries(p->s, p->device);
-    if (p->memory) p->limit = p->memory > p->outside ? p->memory - p->outside : 1;
-    if (p->memory && p->conf.memory_fraction > 0.0 && !koila_cache_config_fraction(&p->conf, p->conf.memory_fraction, p->memory, p->memory) && p->conf.cap_bytes && p->conf.cap_bytes < p->limit)
+    if (p->memory)
+        p->limit = p->memory > p->outside ? p->memory - p->outside : 1;
+    if (p->memory && p->conf.memory_fraction > 0.0 &&
+        !koila_cache_config_fraction(&p->conf, p->conf.memory_fraction, p->memory, p->memory) &&
+        p->conf.cap_bytes && p->conf.cap_bytes < p->limit)
         p->limit = p->conf.cap_bytes;
     p->conf.cap_bytes = 0;
     progress("replaying", p->path, 0);
@@ -505,32 +670,47 @@ static int make_report(report *p, const char *out)
     if (!status && p->n) {
         bool again;
         progress("drawing", p->path, 2 * p->n);
-        status = koila_timeline(p->s, p->device, &p->conf, see_first, p, UINT64_MAX, NULL, NULL, &p->exact, &e);
-        if (!status) status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_allocated_entry, see_before, p, &again, &e);
+        status = koila_timeline(p->s, p->device, &p->conf, see_first, p, UINT64_MAX, NULL, NULL,
+                                &p->exact, &e);
+        if (!status)
+            status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL,
+                                    p->r.peak_allocated_entry, see_before, p, &again, &e);
         keep_largest(p);
-        if (!status) status = koila_timeline(p->s, p->device, &p->conf, see_again, p, UINT64_MAX, NULL, NULL, &again, &e);
+        if (!status)
+            status = koila_timeline(p->s, p->device, &p->conf, see_again, p, UINT64_MAX, NULL, NULL,
+                                    &again, &e);
         find_stacks(p);
-        if (!status) status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_entry, see_block, p, &again, &e);
+        if (!status)
+            status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_entry,
+                                    see_block, p, &again, &e);
     } else if (!status) {
         size_t n_segs;
         const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
         for (size_t i = 0; i < n_segs; i++)
-            for (size_t k = 0; k < segs[i].n_blocks; k++) (void)see_before(p, &segs[i].blocks[k]);
+            for (size_t k = 0; k < segs[i].n_blocks; k++)
+                (void)see_before(p, &segs[i].blocks[k]);
         keep_largest(p);
         find_stacks(p);
     }
     progress(NULL, NULL, 0);
-    if (status) return complain_about(p->path, &e, NULL);
-    if (p->failed || p->live.failed) return complain(p->path, NULL, "the host is out of memory");
+    if (status)
+        return complain_about(p->path, &e, NULL);
+    if (p->failed || p->live.failed)
+        return complain(p->path, NULL, "the host is out of memory");
     /* written as a whole into memory first: it is small, and put_frames wants to know its size */
     char *page = NULL, *temporary = NULL;
     size_t n = 0;
-    if (!(p->f = open_memstream(&page, &n))) return complain(p->path, NULL, "the host is out of memory");
+    if (!(p->f = open_memstream(&page, &n)))
+        return complain(p->path, NULL, "the host is out of memory");
     put_page(p);
     const bool whole = !ferror(p->f);
-    if (fclose(p->f) || !whole) return free(page), complain(p->path, NULL, "the host is out of memory");
+    if (fclose(p->f) || !whole) {
+        free(page);
+        return complain(p->path, NULL, "the host is out of memory");
+    }
     FILE *to = strcmp(out, "-") ? create_beside(out, &temporary) : stdout;
-    if (to) fwrite(page, 1, n, to);
+    if (to)
+        fwrite(page, 1, n, to);
     free(page);
     return !to ? EXIT_BAD : to == stdout ? EXIT_OK : finish_file(to, temporary, out);
 }
@@ -544,27 +724,38 @@ int cmd_report(int argc, char **argv)
     int code;
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
-            if (in.path) return usage_of("report", "one snapshot at a time");
+            if (in.path)
+                return usage_of("report", "one snapshot at a time");
             in.path = a.positional;
         } else if (snapshot_option(&in, &a, name, &code)) {
-            if (code) return code;
-        } else if (!strcmp(name, "-o") || !strcmp(name, "--output")) out = args_value(&a);
-        else if (!strcmp(name, "--help")) return cmd_help(1, (char *[]){ (char *)"report" });
+            if (code)
+                return code;
+        } else if (!strcmp(name, "-o") || !strcmp(name, "--output"))
+            out = args_value(&a);
+        else if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"report" });
         else if (!strcmp(name, "--top")) {
-            if (args_value(&a) && !parse_count(a.value, MAX_TOP, &top)) return usage_of("report", "--top %s: a number up to %d", a.value, MAX_TOP);
+            if (args_value(&a) && !parse_count(a.value, MAX_TOP, &top))
+                return usage_of("report", "--top %s: a number up to %d", a.value, MAX_TOP);
         } else if (!strcmp(name, "--memory")) {
-            if (args_value(&a) && (!parse_size(a.value, &memory) || !memory)) return usage_of("report", "--memory %s: say 24GiB or 24GB", a.value);
+            if (args_value(&a) && (!parse_size(a.value, &memory) || !memory))
+                return usage_of("report", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--outside")) {
-            if (args_value(&a) && !parse_size(a.value, &outside)) return usage_of("report", "--outside %s: say 500MiB or 500MB", a.value);
+            if (args_value(&a) && !parse_size(a.value, &outside))
+                return usage_of("report", "--outside %s: say 500MiB or 500MB", a.value);
         } else {
             return usage_of("report", "no option %s", name);
         }
-        if (a.bad) return usage_of("report", "%s needs a value", name);
+        if (a.bad)
+            return usage_of("report", "%s needs a value", name);
     }
-    if (!in.path) return usage_of("report", "which snapshot?");
-    if (!out) return usage_of("report", "where to? say -o report.html");
+    if (!in.path)
+        return usage_of("report", "which snapshot?");
+    if (!out)
+        return usage_of("report", "where to? say -o report.html");
     report *p = calloc(1, sizeof *p);
-    if (!p) return complain(in.path, NULL, "the host is out of memory");
+    if (!p)
+        return complain(in.path, NULL, "the host is out of memory");
     koila_snapshot *s = open_snapshot("report", &in, &p->conf);
     code = EXIT_BAD;
     if (s) {

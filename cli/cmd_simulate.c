@@ -1,4 +1,5 @@
-/* cmd_simulate.c — koila simulate: replay a snapshot, say whether it is exact, what the peak was, where bytes were lost, what if. */
+/* cmd_simulate.c — koila simulate: replay a snapshot, say whether it is exact, what the peak was,
+ * where bytes were lost, what if. */
 #include "cmd.h"
 
 typedef struct simulate_options {
@@ -8,7 +9,8 @@ typedef struct simulate_options {
     bool check, json, has_whatif;
 } simulate_options;
 
-static const char *const verdicts[] = { "exact", "exact with external decisions", "differs", "not checkable", "no trace" };
+static const char *const verdicts[] = { "exact", "exact with external decisions", "differs",
+                                        "not checkable", "no trace" };
 
 /* "at event 92,117, train.py:88 in forward" */
 static void put_where(FILE *f, const koila_snapshot *s, uint32_t device, uint64_t entry)
@@ -17,7 +19,8 @@ static void put_where(FILE *f, const koila_snapshot *s, uint32_t device, uint64_
     koila_frame frame;
     char n[32];
     fprintf(f, "at event %s", grouped(entry, n));
-    if (!koila_snapshot_entry(s, device, entry, &x) || !user_frame(s, x.stack, &frame)) return;
+    if (!koila_snapshot_entry(s, device, entry, &x) || !user_frame(s, x.stack, &frame))
+        return;
     fputs(", ", f);
     put_plain(f, frame.filename);
     fprintf(f, ":%u in ", frame.line);
@@ -27,29 +30,38 @@ static void put_where(FILE *f, const koila_snapshot *s, uint32_t device, uint64_
 typedef struct event_list {
     FILE *f;
 } event_list;
-static const char *const action_names[] = { "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom", "snapshot" };
+static const char *const action_names[] = { "other",          "alloc",         "free_requested",
+                                            "free_completed", "segment_alloc", "segment_free",
+                                            "segment_map",    "segment_unmap", "oom",
+                                            "snapshot" };
 static void put_event(void *user, const koila_moment *m)
 {
     const event_list *l = user;
     progress_done = m->entry;
-    fprintf(l->f, "%llu\t%s\t0x%llx\t%llu\t%llu\t%llu\t%llu\n", (unsigned long long)m->entry, action_names[m->kind], (unsigned long long)m->addr, (unsigned long long)m->size,
-            (unsigned long long)m->allocated, (unsigned long long)m->active, (unsigned long long)m->reserved);
+    fprintf(l->f, "%llu\t%s\t0x%llx\t%llu\t%llu\t%llu\t%llu\n", (unsigned long long)m->entry,
+            action_names[m->kind], (unsigned long long)m->addr, (unsigned long long)m->size,
+            (unsigned long long)m->allocated, (unsigned long long)m->active,
+            (unsigned long long)m->reserved);
 }
 
-static int write_events(const simulate_options *o, const koila_snapshot *s, const koila_cache_config *conf)
+static int write_events(const simulate_options *o, const koila_snapshot *s,
+                        const koila_cache_config *conf)
 {
     char *temporary;
     bool exact;
     koila_error e = KOILA_ERROR_INIT;
     event_list l = { create_beside(o->events, &temporary) };
-    if (!l.f) return EXIT_BAD;
+    if (!l.f)
+        return EXIT_BAD;
     fputs("event\taction\taddress\tsize\tallocated\tactive\treserved\n", l.f);
     progress("writing", o->events, koila_snapshot_n_entries(s, (uint32_t)o->in.device));
-    koila_status status = koila_timeline(s, (uint32_t)o->in.device, conf, put_event, &l, UINT64_MAX, NULL, NULL, &exact, &e);
+    koila_status status = koila_timeline(s, (uint32_t)o->in.device, conf, put_event, &l, UINT64_MAX,
+                                         NULL, NULL, &exact, &e);
     progress(NULL, NULL, 0);
     if (status) {
         fclose(l.f);
-        if (temporary) remove(temporary);
+        if (temporary)
+            remove(temporary);
         free(temporary);
         return complain_about(o->in.path, &e, NULL);
     }
@@ -61,17 +73,20 @@ static void put_stat(FILE *f, const koila_cache_stat *s)
     char name[64];
     uint64_t value;
     fputc('{', f);
-    for (size_t i = 0; koila_cache_stat_at(s, i, name, &value); i++) fprintf(f, "%s\"%s\":%llu", i ? "," : "", name, (unsigned long long)value);
+    for (size_t i = 0; koila_cache_stat_at(s, i, name, &value); i++)
+        fprintf(f, "%s\"%s\":%llu", i ? "," : "", name, (unsigned long long)value);
     fputc('}', f);
 }
 
 static uint64_t n_decisions(const koila_replay_result *r)
 {
-    return r->n_retries + r->n_retry_or_empty + r->n_empty + r->n_cap_set + r->n_expandable_switched + r->n_collected;
+    return r->n_retries + r->n_retry_or_empty + r->n_empty + r->n_cap_set +
+           r->n_expandable_switched + r->n_collected;
 }
 
-static void put_result_json(const simulate_options *o, const koila_snapshot *s, const koila_snapshot_info *info, const koila_cache_config *conf, const koila_replay_result *r,
-                            const koila_whatif_result *w)
+static void put_result_json(const simulate_options *o, const koila_snapshot *s,
+                            const koila_snapshot_info *info, const koila_cache_config *conf,
+                            const koila_replay_result *r, const koila_whatif_result *w)
 {
     FILE *f = stdout;
 #define NUMBER(key, value) fprintf(f, ",\"%s\":%llu", key, (unsigned long long)(value))
@@ -82,11 +97,15 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s, 
     NUMBER("events", r->n_entries);
     NUMBER("skipped_events", info->n_skipped_entries);
     NUMBER("unknown_keys", info->n_unknown_keys);
-    fprintf(f, ",\"torch\":\"%u.%u\",\"torch_inferred\":%s,\"rules_verified_by\":\"%s\",\"expandable_segments\":%s", r->torch_version / 100, r->torch_version % 100,
-            o->in.torch ? "false" : "true", r->verified, conf->expandable ? "true" : "false");
+    fprintf(f,
+            ",\"torch\":\"%u.%u\",\"torch_inferred\":%s,\"rules_verified_by\":\"%s\",\"expandable_"
+            "segments\":%s",
+            r->torch_version / 100, r->torch_version % 100, o->in.torch ? "false" : "true",
+            r->verified, conf->expandable ? "true" : "false");
     fprintf(f, ",\"replay\":{\"verdict\":\"%s\",\"reason\":", verdicts[r->verdict]);
     put_json(f, r->reason);
-    if (r->verdict == KOILA_DIFFERS || r->verdict == KOILA_NOT_CHECKABLE) NUMBER("at_event", r->at_entry);
+    if (r->verdict == KOILA_DIFFERS || r->verdict == KOILA_NOT_CHECKABLE)
+        NUMBER("at_event", r->at_entry);
     NUMBER("addresses", r->n_addresses);
     NUMBER("segment_events", r->n_segment_events);
     NUMBER("end_blocks", r->n_end_blocks);
@@ -99,18 +118,27 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s, 
     NUMBER("collected", r->n_collected);
     NUMBER("start_blocks", r->n_start_blocks);
     NUMBER("start_blocks_assumed", r->n_assumed);
-    fprintf(f, ",\"reservations_inferred\":%s,\"end_checked\":%s}", r->reservations_inferred ? "true" : "false", r->end_checked ? "true" : "false");
-    fprintf(f, ",\"peak\":{\"allocated\":%llu,\"active\":%llu,\"reserved\":%llu,\"allocated_at_event\":%llu,\"reserved_at_event\":%llu,\"added_up\":%s}", (unsigned long long)r->peak_allocated,
-            (unsigned long long)r->peak_active, (unsigned long long)r->peak_reserved, (unsigned long long)r->peak_allocated_entry, (unsigned long long)r->peak_entry,
-            r->peak_added_up ? "true" : "false");
-    fprintf(f, ",\"lost\":{\"requested\":%llu,\"rounding\":%llu,\"unsplit\":%llu,\"free_but_pinned\":%llu,\"whole_free_segments\":%llu,\"waiting\":%llu}",
-            (unsigned long long)r->at_peak_requested, (unsigned long long)r->lost_rounding, (unsigned long long)r->lost_unsplit, (unsigned long long)r->lost_pinned,
+    fprintf(f, ",\"reservations_inferred\":%s,\"end_checked\":%s}",
+            r->reservations_inferred ? "true" : "false", r->end_checked ? "true" : "false");
+    fprintf(f,
+            ",\"peak\":{\"allocated\":%llu,\"active\":%llu,\"reserved\":%llu,\"allocated_at_"
+            "event\":%llu,\"reserved_at_event\":%llu,\"added_up\":%s}",
+            (unsigned long long)r->peak_allocated, (unsigned long long)r->peak_active,
+            (unsigned long long)r->peak_reserved, (unsigned long long)r->peak_allocated_entry,
+            (unsigned long long)r->peak_entry, r->peak_added_up ? "true" : "false");
+    fprintf(f,
+            ",\"lost\":{\"requested\":%llu,\"rounding\":%llu,\"unsplit\":%llu,\"free_but_pinned\":%"
+            "llu,\"whole_free_segments\":%llu,\"waiting\":%llu}",
+            (unsigned long long)r->at_peak_requested, (unsigned long long)r->lost_rounding,
+            (unsigned long long)r->lost_unsplit, (unsigned long long)r->lost_pinned,
             (unsigned long long)r->lost_whole, (unsigned long long)r->waiting);
     NUMBER("ooms", r->n_ooms);
     fputs(",\"stats\":", f);
     put_stat(f, &r->stat);
     if (w) {
-        fprintf(f, ",\"what_if\":{\"fits\":%s,\"approximate_start\":%s,\"ooms\":%llu", w->fits ? "true" : "false", w->approximate_start ? "true" : "false", (unsigned long long)w->n_ooms);
+        fprintf(f, ",\"what_if\":{\"fits\":%s,\"approximate_start\":%s,\"ooms\":%llu",
+                w->fits ? "true" : "false", w->approximate_start ? "true" : "false",
+                (unsigned long long)w->n_ooms);
         if (w->n_ooms) {
             koila_entry x = { .struct_size = sizeof x };
             koila_frame frame;
@@ -139,15 +167,23 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s, 
 #undef NUMBER
 }
 
-static void put_whatif(const simulate_options *o, const koila_snapshot *s, const koila_whatif_result *w)
+static void put_whatif(const simulate_options *o, const koila_snapshot *s,
+                       const koila_whatif_result *w)
 {
     char a[32], b[32];
     printf("with %-6s ", o->memory_text ? o->memory_text : "these");
-    if (w->approximate_start) printf("(approximate start) ");
+    if (w->approximate_start)
+        printf("(approximate start) ");
     if (w->fits) {
-        if (o->memory) printf("fits with %s to spare", gib(w->spare_bytes, a));
-        else printf("reserved %s, allocated %s at most", gib(w->stat.of[KOILA_STAT_RESERVED_BYTES][0].peak, a), gib(w->stat.of[KOILA_STAT_ALLOCATED_BYTES][0].peak, b));
-        if (w->stat.num_alloc_retries) printf(" (%llu %s)", (unsigned long long)w->stat.num_alloc_retries, w->stat.num_alloc_retries == 1 ? "retry" : "retries");
+        if (o->memory)
+            printf("fits with %s to spare", gib(w->spare_bytes, a));
+        else
+            printf("reserved %s, allocated %s at most",
+                   gib(w->stat.of[KOILA_STAT_RESERVED_BYTES][0].peak, a),
+                   gib(w->stat.of[KOILA_STAT_ALLOCATED_BYTES][0].peak, b));
+        if (w->stat.num_alloc_retries)
+            printf(" (%llu %s)", (unsigned long long)w->stat.num_alloc_retries,
+                   w->stat.num_alloc_retries == 1 ? "retry" : "retries");
         putchar('\n');
         return;
     }
@@ -168,17 +204,21 @@ static void put_whatif(const simulate_options *o, const koila_snapshot *s, const
 
 static void put_decisions(const koila_replay_result *r)
 {
-    static const char *const names[] = { "retry", "retry or empty_cache", "empty_cache", "cap set", "expandable switched", "garbage collection" };
-    const uint64_t n[] = { r->n_retries, r->n_retry_or_empty, r->n_empty, r->n_cap_set, r->n_expandable_switched, r->n_collected };
+    static const char *const names[] = { "retry",   "retry or empty_cache", "empty_cache",
+                                         "cap set", "expandable switched",  "garbage collection" };
+    const uint64_t n[] = { r->n_retries, r->n_retry_or_empty,      r->n_empty,
+                           r->n_cap_set, r->n_expandable_switched, r->n_collected };
     bool any = false;
     for (size_t i = 0; i < sizeof n / sizeof *n; i++) {
-        if (!n[i]) continue;
+        if (!n[i])
+            continue;
         printf("%s%llu x %s", any ? ", " : "; decisions: ", (unsigned long long)n[i], names[i]);
         any = true;
     }
 }
 
-/* Exactly one of: exact | exact with N external decisions | differs at event i: ... | not checkable: ... */
+/* Exactly one of: exact | exact with N external decisions | differs at event i: ... | not
+ * checkable: ... */
 static void put_verdict(const koila_replay_result *r)
 {
     char a[32], b[32], c[32];
@@ -190,48 +230,74 @@ static void put_verdict(const koila_replay_result *r)
         return;
     }
     const uint64_t n = n_decisions(r);
-    if (n) printf("exact with %s external decisions", grouped(n, a));
-    else fputs("exact", stdout);
-    printf(": %s addresses, %s segment events", grouped(r->n_addresses, a), grouped(r->n_segment_events, b));
-    if (r->end_checked) printf(", %s blocks at the end", grouped(r->n_end_blocks, c));
+    if (n)
+        printf("exact with %s external decisions", grouped(n, a));
+    else
+        fputs("exact", stdout);
+    printf(": %s addresses, %s segment events", grouped(r->n_addresses, a),
+           grouped(r->n_segment_events, b));
+    if (r->end_checked)
+        printf(", %s blocks at the end", grouped(r->n_end_blocks, c));
     put_decisions(r);
-    if (r->n_start_blocks) printf("; %s blocks were live before", grouped(r->n_start_blocks, a));
-    if (r->n_assumed) printf(", of %s the size is assumed", grouped(r->n_assumed, a));
-    if (r->reservations_inferred) printf("; where reservations begin and end is inferred");
-    if (r->reason[0]) fputs("; ", stdout), put_plain(stdout, r->reason);
+    if (r->n_start_blocks)
+        printf("; %s blocks were live before", grouped(r->n_start_blocks, a));
+    if (r->n_assumed)
+        printf(", of %s the size is assumed", grouped(r->n_assumed, a));
+    if (r->reservations_inferred)
+        printf("; where reservations begin and end is inferred");
+    if (r->reason[0]) {
+        fputs("; ", stdout);
+        put_plain(stdout, r->reason);
+    }
     putchar('\n');
 }
 
-static void put_result(const simulate_options *o, const koila_snapshot *s, const koila_snapshot_info *info, const koila_cache_config *conf, const koila_replay_result *r,
-                       const koila_whatif_result *w)
+static void put_result(const simulate_options *o, const koila_snapshot *s,
+                       const koila_snapshot_info *info, const koila_cache_config *conf,
+                       const koila_replay_result *r, const koila_whatif_result *w)
 {
     char a[32], b[32], c[32], d[32];
-    koila_entry first = { .struct_size = sizeof first }, last = { .struct_size = sizeof last };
+    koila_entry first = { .struct_size = sizeof first };
+    koila_entry last = { .struct_size = sizeof last };
     put_plain(stdout, o->in.path);
-    if (info->n_devices == 1) printf(": 1 device");
-    else printf(": device %u of %u", (unsigned)o->in.device, info->n_devices);
+    if (info->n_devices == 1)
+        printf(": 1 device");
+    else
+        printf(": device %u of %u", (unsigned)o->in.device, info->n_devices);
     printf(", %s events", grouped(r->n_entries, a));
-    if (koila_snapshot_entry(s, (uint32_t)o->in.device, 0, &first) && koila_snapshot_entry(s, (uint32_t)o->in.device, r->n_entries - 1, &last) && first.time_us && last.time_us >= first.time_us)
+    if (koila_snapshot_entry(s, (uint32_t)o->in.device, 0, &first) &&
+        koila_snapshot_entry(s, (uint32_t)o->in.device, r->n_entries - 1, &last) && first.time_us &&
+        last.time_us >= first.time_us)
         printf(", %.1f s", (double)(last.time_us - first.time_us) / 1e6);
-    printf(", rules of torch %u.%u%s, expandable %s\n", r->torch_version / 100, r->torch_version % 100, o->in.torch ? "" : " (inferred)", conf->expandable ? "on" : "off");
+    printf(", rules of torch %u.%u%s, expandable %s\n", r->torch_version / 100,
+           r->torch_version % 100, o->in.torch ? "" : " (inferred)",
+           conf->expandable ? "on" : "off");
     if (r->verdict == KOILA_STATE_ONLY) {
         printf("state       %s\n", r->reason);
     } else {
         put_verdict(r);
     }
-    printf("peak        allocated %s   reserved %s   ", gib(r->peak_allocated, a), gib(r->peak_reserved, b));
-    if (r->n_entries) put_where(stdout, s, (uint32_t)o->in.device, r->peak_entry);
+    printf("peak        allocated %s   reserved %s   ", gib(r->peak_allocated, a),
+           gib(r->peak_reserved, b));
+    if (r->n_entries)
+        put_where(stdout, s, (uint32_t)o->in.device, r->peak_entry);
     puts(r->peak_added_up ? " (added up: the replay stopped before)" : "");
-    if (!r->peak_added_up) printf("lost        rounding %s   unsplit %s   free but pinned %s   whole free segments %s\n", gib(r->lost_rounding, a), gib(r->lost_unsplit, b), gib(r->lost_pinned, c), gib(r->lost_whole, d));
+    if (!r->peak_added_up)
+        printf(
+            "lost        rounding %s   unsplit %s   free but pinned %s   whole free segments %s\n",
+            gib(r->lost_rounding, a), gib(r->lost_unsplit, b), gib(r->lost_pinned, c),
+            gib(r->lost_whole, d));
     if (r->n_ooms) {
         printf("oom         %s, first ", grouped(r->n_ooms, a));
         put_where(stdout, s, (uint32_t)o->in.device, r->first_oom_entry);
         putchar('\n');
     }
-    if (w) put_whatif(o, s, w);
+    if (w)
+        put_whatif(o, s, w);
 }
 
-static int simulate(const simulate_options *o, const koila_snapshot *s, const koila_cache_config *conf)
+static int simulate(const simulate_options *o, const koila_snapshot *s,
+                    const koila_cache_config *conf)
 {
     koila_error e = KOILA_ERROR_INIT;
     koila_snapshot_info info;
@@ -239,31 +305,47 @@ static int simulate(const simulate_options *o, const koila_snapshot *s, const ko
     koila_replay_result r;
     koila_whatif_result w;
     koila_snapshot_get_info(s, &info);
-    if (o->conf && koila_cache_config_parse(&other, o->conf, 1, &e)) return complain("--conf", "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s", e.text);
+    if (o->conf && koila_cache_config_parse(&other, o->conf, 1, &e))
+        return complain(
+            "--conf",
+            "Settings are those of PYTORCH_CUDA_ALLOC_CONF, such as max_split_size_mb=128.", "%s",
+            e.text);
     progress("replaying", o->in.path, 0);
     koila_status status = koila_replay(s, (uint32_t)o->in.device, conf, &r, &e);
     progress(NULL, NULL, 0);
-    if (status) return complain_about(o->in.path, &e, NULL);
+    if (status)
+        return complain_about(o->in.path, &e, NULL);
     if (o->events) {
         int code = write_events(o, s, conf);
-        if (code) return code;
+        if (code)
+            return code;
     }
     if (o->has_whatif) {
         other.total_bytes = o->memory;
         other.outside_bytes = o->outside;
-        if (other.memory_fraction > 0.0 && o->memory) koila_cache_config_fraction(&other, other.memory_fraction, o->memory, o->memory);
+        if (other.memory_fraction > 0.0 && o->memory)
+            koila_cache_config_fraction(&other, other.memory_fraction, o->memory, o->memory);
         progress("replaying under other settings", o->in.path, 0);
         status = koila_whatif(s, (uint32_t)o->in.device, &other, &w, &e);
         progress(NULL, NULL, 0);
-        if (status) return complain_about(o->in.path, &e, NULL);
+        if (status)
+            return complain_about(o->in.path, &e, NULL);
     }
-    if (o->json) put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
-    else put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
+    if (o->json)
+        put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
+    else
+        put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
     if (strcmp(r.verified, "recording") && r.verdict != KOILA_STATE_ONLY)
-        fprintf(stderr, "koila: note: the rules of torch %u.%u are %s, not yet proved on a recording of that version\n", r.torch_version / 100, r.torch_version % 100,
-                strcmp(r.verified, "read") ? "known from descriptions of its changes" : "read in its source");
-    if (o->has_whatif && !w.fits) return EXIT_NO_FIT;
-    if (o->check && r.verdict > KOILA_EXACT_WITH_DECISIONS) return EXIT_NO_FIT;
+        fprintf(stderr,
+                "koila: note: the rules of torch %u.%u are %s, not yet proved on a recording of "
+                "that version\n",
+                r.torch_version / 100, r.torch_version % 100,
+                strcmp(r.verified, "read") ? "known from descriptions of its changes"
+                                           : "read in its source");
+    if (o->has_whatif && !w.fits)
+        return EXIT_NO_FIT;
+    if (o->check && r.verdict > KOILA_EXACT_WITH_DECISIONS)
+        return EXIT_NO_FIT;
     return EXIT_OK;
 }
 
@@ -274,29 +356,42 @@ int cmd_simulate(int argc, char **argv)
     int code;
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
-            if (o.in.path) return usage_of("simulate", "one snapshot at a time");
+            if (o.in.path)
+                return usage_of("simulate", "one snapshot at a time");
             o.in.path = a.positional;
         } else if (snapshot_option(&o.in, &a, name, &code)) {
-            if (code) return code;
-        } else if (!strcmp(name, "--check")) o.check = true;
-        else if (!strcmp(name, "--json")) o.json = true;
-        else if (!strcmp(name, "--help")) return cmd_help(1, (char *[]){ (char *)"simulate" });
-        else if (!strcmp(name, "--conf")) o.conf = args_value(&a), o.has_whatif = true;
-        else if (!strcmp(name, "--events")) o.events = args_value(&a);
+            if (code)
+                return code;
+        } else if (!strcmp(name, "--check"))
+            o.check = true;
+        else if (!strcmp(name, "--json"))
+            o.json = true;
+        else if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"simulate" });
+        else if (!strcmp(name, "--conf")) {
+            o.conf = args_value(&a);
+            o.has_whatif = true;
+        } else if (!strcmp(name, "--events"))
+            o.events = args_value(&a);
         else if (!strcmp(name, "--memory")) {
             o.has_whatif = true;
-            if ((o.memory_text = args_value(&a)) && (!parse_size(a.value, &o.memory) || !o.memory)) return usage_of("simulate", "--memory %s: say 24GiB or 24GB", a.value);
+            if ((o.memory_text = args_value(&a)) && (!parse_size(a.value, &o.memory) || !o.memory))
+                return usage_of("simulate", "--memory %s: say 24GiB or 24GB", a.value);
         } else if (!strcmp(name, "--outside")) {
-            if (args_value(&a) && !parse_size(a.value, &o.outside)) return usage_of("simulate", "--outside %s: say 500MiB or 500MB", a.value);
+            if (args_value(&a) && !parse_size(a.value, &o.outside))
+                return usage_of("simulate", "--outside %s: say 500MiB or 500MB", a.value);
         } else {
             return usage_of("simulate", "no option %s", name);
         }
-        if (a.bad) return usage_of("simulate", "%s needs a value", name);
+        if (a.bad)
+            return usage_of("simulate", "%s needs a value", name);
     }
-    if (!o.in.path) return usage_of("simulate", "which snapshot?");
+    if (!o.in.path)
+        return usage_of("simulate", "which snapshot?");
     koila_cache_config conf;
     koila_snapshot *s = open_snapshot("simulate", &o.in, &conf);
-    if (!s) return EXIT_BAD;
+    if (!s)
+        return EXIT_BAD;
     code = simulate(&o, s, &conf);
     koila_snapshot_free(s);
     return code;

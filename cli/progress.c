@@ -1,5 +1,6 @@
-/* progress.c — one line on a terminal about what takes long. A timer writes it, so the work itself only counts; nothing is shown in the first
- * second, nor where standard error is no terminal. The handler uses write() and numbers made by hand: the rest is not safe there. */
+/* progress.c — one line on a terminal about what takes long. A timer writes it, so the work itself
+ * only counts; nothing is shown in the first second, nor where standard error is no terminal. The
+ * handler uses write() and numbers made by hand: the rest is not safe there. */
 #include "cmd.h"
 
 #include <signal.h>
@@ -16,9 +17,11 @@ static size_t put_number(char *p, uint64_t n)
 {
     char digits[20];
     size_t len = 0;
-    do digits[len++] = (char)('0' + n % 10);
+    do
+        digits[len++] = (char)('0' + n % 10);
     while (n /= 10);
-    for (size_t i = 0; i < len; i++) p[i] = digits[len - 1 - i];
+    for (size_t i = 0; i < len; i++)
+        p[i] = digits[len - 1 - i];
     return len;
 }
 
@@ -46,14 +49,16 @@ static void tick(int signal_number)
 
 static void set_timer(long first_us, long every_us)
 {
-    struct itimerval t = { { every_us / 1000000, every_us % 1000000 }, { first_us / 1000000, first_us % 1000000 } };
+    struct itimerval t = { { every_us / 1000000, every_us % 1000000 },
+                           { first_us / 1000000, first_us % 1000000 } };
     setitimer(ITIMER_REAL, &t, NULL);
 }
 
 void progress(const char *verb, const char *what, uint64_t of)
 {
     static bool on;
-    if (!on && (!verb || !isatty(2))) return;
+    if (!on && (!verb || !isatty(2)))
+        return;
     sigset_t alarm, before;
     sigemptyset(&alarm);
     sigaddset(&alarm, SIGALRM);
@@ -67,9 +72,12 @@ void progress(const char *verb, const char *what, uint64_t of)
     if (verb) {
         const char *name = what && strrchr(what, '/') ? strrchr(what, '/') + 1 : what ? what : "";
         int n = snprintf(doing, sizeof doing, "koila: %s", verb);
-        for (size_t i = 0; name[i] && i < 60 && n < (int)sizeof doing - 2; i++) { /* a plain name only: it goes to a terminal */
-            if (!i) doing[n++] = ' ';
-            doing[n++] = (unsigned char)name[i] < 0x20 || (unsigned char)name[i] >= 0x7f ? '?' : name[i];
+        /* a plain name only: it goes to a terminal */
+        for (size_t i = 0; name[i] && i < 60 && n < (int)sizeof doing - 2; i++) {
+            if (!i)
+                doing[n++] = ' ';
+            doing[n++] =
+                (unsigned char)name[i] < 0x20 || (unsigned char)name[i] >= 0x7f ? '?' : name[i];
         }
         n_doing = (size_t)n;
     }
@@ -78,7 +86,8 @@ void progress(const char *verb, const char *what, uint64_t of)
         sigaction(SIGALRM, &a, NULL);
         set_timer(1000000, 200000);
     }
-    if (!verb) set_timer(0, 0);
+    if (!verb)
+        set_timer(0, 0);
     on = verb != NULL;
     sigprocmask(SIG_SETMASK, &before, NULL);
 }

@@ -1,4 +1,5 @@
-/* Any sequence of allocations, frees, limits and refusals on the ledger and its pointer table, against a list of what is live. */
+/* Any sequence of allocations, frees, limits and refusals on the ledger and its pointer table,
+ * against a list of what is live. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,7 +7,11 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
-#define MUST(x) do if (!(x)) abort(); while (0)
+#define MUST(x)                                                                                    \
+    do                                                                                             \
+        if (!(x))                                                                                  \
+            abort();                                                                               \
+    while (0)
 enum { N = 1024 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
@@ -37,7 +42,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         case 3: {
             bool ours = koila__ledger_release(&l, p, &got, &now);
             MUST(ours == !!live[k]);
-            if (!ours) break;
+            if (!ours)
+                break;
             MUST(got == live[k] - 1 && now == current - got);
             current = now;
             live[k] = 0;
@@ -46,10 +52,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
             break;
         }
         default: {
-            bool refused = fail_in == 1 || (limit != UINT64_MAX && (bytes > limit || current > limit - bytes));
-            if (fail_in) fail_in--;
+            bool refused =
+                fail_in == 1 || (limit != UINT64_MAX && (bytes > limit || current > limit - bytes));
+            if (fail_in)
+                fail_in--;
             MUST(koila__ledger_reserve(&l, bytes, &now) == !refused);
-            if (refused) break;
+            if (refused)
+                break;
             MUST(now == current + bytes);
             if (b[0] >> 5 == 7) {
                 koila__ledger_cancel(&l, bytes);
@@ -64,7 +73,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         }
         }
         MUST(l.current == current && l.peak >= current);
-        MUST(koila__ptrtab_get(&l.blocks, p, &got, &tag) == !!live[k] && (!live[k] || (got == live[k] - 1 && tag == tags[k])));
+        MUST(koila__ptrtab_get(&l.blocks, p, &got, &tag) == !!live[k] &&
+             (!live[k] || (got == live[k] - 1 && tag == tags[k])));
     }
     MUST(koila__ptrtab_count(&l.blocks) == n_live && koila__ptrtab_check(&l.blocks));
     MUST(koila__ledger_granted(&l) == n_put && koila__ledger_released(&l) == n_gone);

@@ -1,4 +1,5 @@
-/* A random step (or, when the bytes are one, a graph's text) planned for budgets and rows: the same plan twice, every invariant, within the budget. */
+/* A random step (or, when the bytes are one, a graph's text) planned for budgets and rows: the same
+ * plan twice, every invariant, within the budget. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,34 +16,50 @@ static int ignore(void *user, const char *s, size_t n)
 
 static bool same_plan(const koila_plan *a, const koila_plan *b)
 {
-    const koila_plan_info x = koila_plan_get(a), y = koila_plan_get(b);
-    if (x.n_stages != y.n_stages || x.peak_bytes != y.peak_bytes || x.rows != y.rows || x.n_gathers != y.n_gathers) return false;
+    const koila_plan_info x = koila_plan_get(a);
+    const koila_plan_info y = koila_plan_get(b);
+    if (x.n_stages != y.n_stages || x.peak_bytes != y.peak_bytes || x.rows != y.rows ||
+        x.n_gathers != y.n_gathers)
+        return false;
     for (uint32_t k = 0; k < x.n_stages; k++) {
-        const koila_stage *s = koila_plan_stage(a, k), *t = koila_plan_stage(b, k);
-        if (s->is_loop != t->is_loop || s->axis != t->axis || s->n_instrs != t->n_instrs || s->peak_bytes != t->peak_bytes) return false;
+        const koila_stage *s = koila_plan_stage(a, k);
+        const koila_stage *t = koila_plan_stage(b, k);
+        if (s->is_loop != t->is_loop || s->axis != t->axis || s->n_instrs != t->n_instrs ||
+            s->peak_bytes != t->peak_bytes)
+            return false;
         for (uint32_t i = 0; i < s->n_instrs; i++)
-            if (s->instrs[i].kind != t->instrs[i].kind || s->instrs[i].flags != t->instrs[i].flags || s->instrs[i].steal != t->instrs[i].steal || s->instrs[i].id != t->instrs[i].id) return false;
+            if (s->instrs[i].kind != t->instrs[i].kind ||
+                s->instrs[i].flags != t->instrs[i].flags ||
+                s->instrs[i].steal != t->instrs[i].steal || s->instrs[i].id != t->instrs[i].id)
+                return false;
     }
     return true;
 }
 
 /* The peak of the plan, UINT64_MAX when there is none. */
-static uint64_t try_one(const koila_graph *g, const koila_value *targets, uint32_t n_targets, koila_plan_options o)
+static uint64_t try_one(const koila_graph *g, const koila_value *targets, uint32_t n_targets,
+                        koila_plan_options o)
 {
     koila_plan *a = NULL, *b = NULL;
     koila_error err = KOILA_ERROR_INIT;
     uint64_t peak = UINT64_MAX;
     const koila_status status = koila_plan_new(g, targets, n_targets, &o, NULL, &a, &err);
-    if (koila_plan_new(g, targets, n_targets, &o, NULL, &b, NULL) != status) abort();
+    if (koila_plan_new(g, targets, n_targets, &o, NULL, &b, NULL) != status)
+        abort();
     if (status == KOILA_OK) {
         size_t shown = 0;
         koila_adapt adapts[KOILA_MAX_ADAPTS];
-        if (!same_plan(a, b) || !koila_plan_check(a, NULL)) abort();
+        if (!same_plan(a, b) || !koila_plan_check(a, NULL))
+            abort();
         peak = koila_plan_get(a).peak_bytes;
-        if (peak > o.budget_bytes) abort();
-        if (koila_plan_print(a, ignore, &shown) || koila_plan_dot(a, ignore, &shown)) abort();
+        if (peak > o.budget_bytes)
+            abort();
+        if (koila_plan_print(a, ignore, &shown) || koila_plan_dot(a, ignore, &shown))
+            abort();
         for (uint32_t m = 0; m < koila_graph_n_nodes(koila_plan_graph(a)); m++)
-            if (koila_plan_in_loop(a, m) && koila_plan_adapt(a, m, -1, 1, adapts) > KOILA_MAX_ADAPTS) abort();
+            if (koila_plan_in_loop(a, m) &&
+                koila_plan_adapt(a, m, -1, 1, adapts) > KOILA_MAX_ADAPTS)
+                abort();
     } else if (!err.text[0] || (status != KOILA_OOM && status != KOILA_UNSUPPORTED))
         abort();
     koila_plan_free(a);
@@ -54,10 +71,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     random_graph r = { 0 };
     if (n >= 5 && memcmp(data, "koila", 5) == 0) {
-        if (koila_table_new(NULL, &r.t)) abort();
-        if (koila_graph_parse(r.t, (const char *)data, n, &r.g, NULL)) r.g = NULL;
-        for (uint32_t v = r.g && koila_graph_n_nodes(r.g) < 500 ? koila_graph_n_values(r.g) : 0; v-- > 0 && r.n_targets < 4;)
-            if (koila_value_get(r.g, v).meta != KOILA_NONE) r.targets[r.n_targets++] = v;
+        if (koila_table_new(NULL, &r.t))
+            abort();
+        if (koila_graph_parse(r.t, (const char *)data, n, &r.g, NULL))
+            r.g = NULL;
+        for (uint32_t v = r.g && koila_graph_n_nodes(r.g) < 500 ? koila_graph_n_values(r.g) : 0;
+             v-- > 0 && r.n_targets < 4;)
+            if (koila_value_get(r.g, v).meta != KOILA_NONE)
+                r.targets[r.n_targets++] = v;
     } else if (rg_init(&r, NULL, 1, data, n, 40) != KOILA_OK)
         abort();
     if (r.n_targets) {
@@ -71,7 +92,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         o.rows = 0;
         o.budget_bytes = whole / 2;
         o.keep = KOILA_KEEP_AUTO;
-        if (whole != UINT64_MAX) try_one(r.g, r.targets, r.n_targets, o);
+        if (whole != UINT64_MAX)
+            try_one(r.g, r.targets, r.n_targets, o);
     }
     rg_deinit(&r);
     return 0;

@@ -1,4 +1,5 @@
-/* Any bytes: a snapshot or a message; what opens replays, and its whole is inside the memory promised. */
+/* Any bytes: a snapshot or a message; what opens replays, and its whole is inside the memory
+ * promised. */
 #include <stdlib.h>
 
 #include "koila/koila.h"
@@ -9,12 +10,14 @@ static void *counting(void *user, void *p, size_t old_n, size_t n)
 {
     uint64_t *live = user;
     if (n == 0) {
-        if (p) *live -= old_n;
+        if (p)
+            *live -= old_n;
         free(p);
         return NULL;
     }
     void *q = realloc(p, n);
-    if (q) *live += n - (p ? old_n : 0);
+    if (q)
+        *live += n - (p ? old_n : 0);
     return q;
 }
 
@@ -27,10 +30,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     koila_snapshot *s = NULL;
     koila_status status = koila_snapshot_open(&src, &lim, &s, &e);
     if (status) {
-        if (s || live || !e.text[0] || e.offset > n) abort();
+        if (s || live || !e.text[0] || e.offset > n)
+            abort();
         return 0;
     }
-    if (live > 32 * (uint64_t)n + (64u << 20)) abort();
+    if (live > 32 * (uint64_t)n + (64u << 20))
+        abort();
     koila_snapshot_info info;
     koila_snapshot_get_info(s, &info);
     for (uint32_t d = 0; d < info.n_devices && d < 4; d++) {
@@ -46,6 +51,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         }
     }
     koila_snapshot_free(s);
-    if (live) abort();
+    if (live)
+        abort();
     return 0;
 }

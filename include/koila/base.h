@@ -1,7 +1,8 @@
 /* koila/base.h — status codes, the caller's error buffer, and the host allocator.
  *
- * Every function that can fail returns koila_status (0 = ok). The last parameter `err` is the caller's buffer, may be NULL, and is
- * written on failure only; all other outputs are untouched on failure. The library keeps no global state, prints nothing, never exits.
+ * Every function that can fail returns koila_status (0 = ok). The last parameter `err` is the
+ * caller's buffer, may be NULL, and is written on failure only; all other outputs are untouched on
+ * failure. The library keeps no global state, prints nothing, never exits.
  */
 #ifndef KOILA_BASE_H
 #define KOILA_BASE_H
@@ -21,12 +22,12 @@ extern "C" {
 #endif
 
 /* name, text. One list: enum, name and text come from it. */
-#define KOILA_STATUS_MAP(X)                                                                                   \
-    X(OK, "ok")                                                                                               \
-    X(OOM, "does not fit in the memory given")                                                                \
-    X(BAD_INPUT, "input is malformed")                                                                        \
-    X(NO_MEMORY, "the host is out of memory")                                                                 \
-    X(UNSUPPORTED, "not supported")                                                                           \
+#define KOILA_STATUS_MAP(X)                                                                        \
+    X(OK, "ok")                                                                                    \
+    X(OOM, "does not fit in the memory given")                                                     \
+    X(BAD_INPUT, "input is malformed")                                                             \
+    X(NO_MEMORY, "the host is out of memory")                                                      \
+    X(UNSUPPORTED, "not supported")                                                                \
     X(BAD_ARGUMENT, "an argument is out of range")
 
 typedef enum koila_status {
@@ -40,7 +41,8 @@ KOILA_API const char *koila_status_name(koila_status status);
 /** One line of text for a status. Static storage. */
 KOILA_API const char *koila_status_text(koila_status status);
 
-/** The caller's error buffer. `struct_size` = sizeof(koila_error) before the call (KOILA_ERROR_INIT does it). */
+/** The caller's error buffer. `struct_size` = sizeof(koila_error) before the call (KOILA_ERROR_INIT
+ * does it). */
 typedef struct koila_error {
     uint32_t struct_size;
     koila_status code;
@@ -49,7 +51,8 @@ typedef struct koila_error {
 } koila_error;
 #define KOILA_ERROR_INIT { (uint32_t)sizeof(koila_error), KOILA_OK, 0, { 0 } }
 
-/** Host memory: one function for allocate, grow and free, as Lua's. `n == 0` frees and returns NULL; otherwise like realloc.
+/** Host memory: one function for allocate, grow and free, as Lua's. `n == 0` frees and returns
+ * NULL; otherwise like realloc.
  *  `old_n` is the size given when `p` was made. */
 typedef struct koila_allocator {
     void *(*fn)(void *user, void *p, size_t old_n, size_t n);

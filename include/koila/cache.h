@@ -1,7 +1,8 @@
 /* koila/cache.h — PyTorch's CUDA caching allocator, simulated byte for byte, without a GPU.
  *
- * A koila_cache is one device. It is told what a program asks for (malloc, release, record_stream, ...) and answers with the same
- * addresses, segments, events and statistics as torch.cuda's own allocator would. One thread at a time; no global state.
+ * A koila_cache is one device. It is told what a program asks for (malloc, release, record_stream,
+ * ...) and answers with the same addresses, segments, events and statistics as torch.cuda's own
+ * allocator would. One thread at a time; no global state.
  *
  *   koila_cache_config conf;
  *   koila_cache_config_init(&conf, "2.13");
@@ -20,15 +21,18 @@ extern "C" {
 
 typedef struct koila_cache koila_cache;
 
-/* Growing. Structs the caller fills or owns begin with `struct_size`, set to their sizeof, so that an older caller and a newer library (or the reverse) agree on how much of
- * them there is; new fields are only added at the end. What a function returns whole says in struct_size how much was written, and grows with a new soname only.
- * The exceptions, and why they are safe:
+/* Growing. Structs the caller fills or owns begin with `struct_size`, set to their sizeof, so that
+ * an older caller and a newer library (or the reverse) agree on how much of them there is; new
+ * fields are only added at the end. What a function returns whole says in struct_size how much was
+ * written, and grows with a new soname only. The exceptions, and why they are safe:
  *   koila_pool     two words that name a thing, passed by value like a number: it never grows
- *   koila_block    there are as many as live tensors, so each array's owner says its stride once (koila_segment.block_size); one that a callback is shown
- *                  is the library's, read through the pointer, and may be longer than the caller knows
+ *   koila_block    there are as many as live tensors, so each array's owner says its stride once
+ *                  (koila_segment.block_size); one that a callback is shown is the library's, read
+ *                  through the pointer, and may be longer than the caller knows
  *   koila_counter  part of koila_cache_stat, whose struct_size counts it */
 
-/** A memory pool as torch names it: {0, 0} is the default, {0, n} belongs to a graph capture, {n, 0} to a torch.cuda.MemPool. */
+/** A memory pool as torch names it: {0, 0} is the default, {0, n} belongs to a graph capture, {n,
+ * 0} to a torch.cuda.MemPool. */
 typedef struct koila_pool {
     uint64_t owner, id;
 } koila_pool;
@@ -40,19 +44,22 @@ typedef struct koila_pool {
 
 #define KOILA_NO_LIMIT UINT64_MAX
 
-/* bit, meaning. What differs between torch versions; the table of versions is in src/allocator/cache_config.c. */
-#define KOILA_CACHE_RULE_MAP(X)                                                                               \
-    X(ROUNDING_SETTABLE, 0, "max_non_split_rounding_mb is a setting, not 20 MiB")                             \
-    X(NEW_CAP, 1, "a fraction of 1.0 sets no cap; otherwise trunc(fraction * totalGlobalMem)")                \
-    X(SKIP_EXPANDABLE, 2, "release-available and garbage collection skip expandable blocks")                  \
-    X(OOM_POOLS_LAST, 3, "use_on_oom pools are searched after everything was released")                       \
-    X(OOM_POOLS_FIRST, 4, "use_on_oom pools are searched before anything is released")                        \
-    X(NO_SPLIT_POOLS, 5, "a MemPool can forbid splitting")                                                    \
-    X(LARGE_SEGMENT, 6, "large_segment_size_mb is a setting, not 20 MiB")                                     \
-    X(ROUTING_KEEPS_RETRY, 7, "only a real graph capture, not a MemPool in use, stops release-all")           \
-    X(OOM_REJECT, 8, "throw_on_cudamalloc_oom")                                                               \
-    X(POOL_ID_IN_TRACE, 9, "trace entries name their pool")                                                   \
-    X(SEARCH_AFTER_RELEASE, 10, "the free set is searched again after release-all (no torch does this yet)")
+/* bit, meaning. What differs between torch versions; the table of versions is in
+ * src/allocator/cache_config.c. */
+#define KOILA_CACHE_RULE_MAP(X)                                                                    \
+    X(ROUNDING_SETTABLE, 0, "max_non_split_rounding_mb is a setting, not 20 MiB")                  \
+    X(NEW_CAP, 1, "a fraction of 1.0 sets no cap; otherwise trunc(fraction * totalGlobalMem)")     \
+    X(SKIP_EXPANDABLE, 2, "release-available and garbage collection skip expandable blocks")       \
+    X(OOM_POOLS_LAST, 3, "use_on_oom pools are searched after everything was released")            \
+    X(OOM_POOLS_FIRST, 4, "use_on_oom pools are searched before anything is released")             \
+    X(NO_SPLIT_POOLS, 5, "a MemPool can forbid splitting")                                         \
+    X(LARGE_SEGMENT, 6, "large_segment_size_mb is a setting, not 20 MiB")                          \
+    X(ROUTING_KEEPS_RETRY, 7,                                                                      \
+      "only a real graph capture, not a MemPool in use, stops release-all")                        \
+    X(OOM_REJECT, 8, "throw_on_cudamalloc_oom")                                                    \
+    X(POOL_ID_IN_TRACE, 9, "trace entries name their pool")                                        \
+    X(SEARCH_AFTER_RELEASE, 10,                                                                    \
+      "the free set is searched again after release-all (no torch does this yet)")
 typedef enum koila_cache_rule {
 #define KOILA_CACHE_RULE_ENUM(name, bit, text) KOILA_RULE_##name = 1 << (bit),
     KOILA_CACHE_RULE_MAP(KOILA_CACHE_RULE_ENUM)
@@ -60,53 +67,80 @@ typedef enum koila_cache_rule {
 } koila_cache_rule;
 
 typedef enum koila_completion {
-    KOILA_COMPLETE_WORST, /**< frees waiting for another stream end at the next sync, retry or empty_cache, first freed first */
-    KOILA_COMPLETE_BEST   /**< they end before the next malloc */
+    /** frees waiting for another stream end at the next sync, retry or empty_cache, first freed
+     * first */
+    KOILA_COMPLETE_WORST,
+    KOILA_COMPLETE_BEST /**< they end before the next malloc */
 } koila_completion;
 
 typedef struct koila_cache_config {
     uint32_t struct_size;
     uint32_t torch_version; /**< 100 * major + minor of the row of rules in use, for example 210 */
     uint32_t rules;         /**< koila_cache_rule bits */
-    const char *verified;   /**< how that row is known: "recording", "read" or "told"; static storage */
-    uint64_t total_bytes;   /**< device memory cudaMalloc can hand out, 0 = no limit; `outside_bytes` is part of it */
+    /** how that row is known: "recording", "read" or "told"; static storage */
+    const char *verified;
+    /** device memory cudaMalloc can hand out, 0 = no limit; `outside_bytes` is part of it */
+    uint64_t total_bytes;
     uint64_t outside_bytes; /**< context, other processes, libraries' own memory */
     uint64_t cap_bytes;     /**< set_per_process_memory_fraction, in bytes; 0 = none */
-    uint64_t device_bytes;  /**< totalGlobalMem, sizes expandable reservations; 0 = total_bytes, or 24 GiB */
-    uint64_t first_address; /**< of the first segment; default 0x700000000000 */
+    /** totalGlobalMem, sizes expandable reservations; 0 = total_bytes, or 24 GiB */
+    uint64_t device_bytes;
+    uint64_t first_address;                /**< of the first segment; default 0x700000000000 */
     uint64_t max_split_bytes;              /**< KOILA_NO_LIMIT = not set */
     uint64_t max_non_split_rounding_bytes; /**< default = large_segment_bytes */
     uint64_t large_segment_bytes;          /**< default 20 MiB */
     double gc_threshold;                   /**< 0 = off */
-    double memory_fraction;                /**< from the configuration string, 0 = not set; see koila_cache_config_fraction */
-    uint32_t divisions[16];                /**< roundup_power2_divisions; 0 and 1 are off */
-    uint8_t rounding_set;                  /**< max_non_split_rounding_bytes was given, so does not follow large_segment_bytes */
+    /** from the configuration string, 0 = not set; see koila_cache_config_fraction */
+    double memory_fraction;
+    uint32_t divisions[16]; /**< roundup_power2_divisions; 0 and 1 are off */
+    /** max_non_split_rounding_bytes was given, so does not follow large_segment_bytes */
+    uint8_t rounding_set;
     uint8_t expandable;
-    uint8_t oom_reject;    /**< throw_on_cudamalloc_oom */
-    uint8_t release_lock;  /**< release_lock_on_cudamalloc: no effect here, but a recording with threads may not be checkable */
-    uint8_t completion;    /**< koila_completion */
+    uint8_t oom_reject; /**< throw_on_cudamalloc_oom */
+    /** release_lock_on_cudamalloc: no effect here, but a recording with threads may not be
+     * checkable */
+    uint8_t release_lock;
+    uint8_t completion; /**< koila_completion */
 } koila_cache_config;
 
-/** Defaults of one torch version: "2.4" ... "2.13", also "2.13.0+cu130"; NULL is the newest known. A later version gets the newest
- *  row. Expected: KOILA_BAD_ARGUMENT (no version in the string), KOILA_UNSUPPORTED (before 2.0); `c` is then untouched. */
+/** Defaults of one torch version: "2.4" ... "2.13", also "2.13.0+cu130"; NULL is the newest known.
+ * A later version gets the newest
+ *  row. Expected: KOILA_BAD_ARGUMENT (no version in the string), KOILA_UNSUPPORTED (before
+ *      2.0); `c` is then untouched. */
 KOILA_API koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_version);
-/** Add a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0: typed by a user: unknown keys, trailing text, numbers out of range are refused
- *  and '=' also stands for ':'. `strict` == 0: found in a snapshot, read as torch reads it. NULL and "" change nothing.
- *  Expected: KOILA_BAD_INPUT (`e` names key and range), KOILA_UNSUPPORTED (backends that are not this allocator). */
-KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict, koila_error *e);
-/** Set cap_bytes from a fraction in (0, 1], by the version's rule. `total_global` is totalGlobalMem, `info_total` cudaMemGetInfo's. */
-KOILA_API koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction, uint64_t total_global, uint64_t info_total);
-/** The rows of the version table, newest last: version, how verified, in words what is new. NULL past the end. */
+/** Add a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0: typed by a user: unknown keys, trailing
+ * text, numbers out of range are refused
+ *  and '=' also stands for ':'. `strict` == 0: found in a snapshot, read as torch reads it.
+ *      NULL and "" change nothing.
+ *  Expected: KOILA_BAD_INPUT (`e` names key and range), KOILA_UNSUPPORTED (backends that are
+ *      not this allocator). */
+KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict,
+                                                koila_error *e);
+/** Set cap_bytes from a fraction in (0, 1], by the version's rule. `total_global` is
+ * totalGlobalMem, `info_total` cudaMemGetInfo's. */
+KOILA_API koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction,
+                                                   uint64_t total_global, uint64_t info_total);
+/** The rows of the version table, newest last: version, how verified, in words what is new. NULL
+ * past the end. */
 KOILA_API const char *koila_cache_profile(size_t i, uint32_t *version, const char **verified);
 
-/** An empty cache. `c` and `mem` are copied (`mem` NULL: the C library). On success `*out` is yours: koila_cache_free().
- *  Expected: KOILA_BAD_ARGUMENT, KOILA_UNSUPPORTED (settings under which that torch version crashes), KOILA_NO_MEMORY. */
-KOILA_API koila_status koila_cache_new(const koila_cache_config *c, const koila_allocator *mem, koila_cache **out, koila_error *e);
+/** An empty cache. `c` and `mem` are copied (`mem` NULL: the C library). On success `*out` is
+ * yours: koila_cache_free().
+ *  Expected: KOILA_BAD_ARGUMENT, KOILA_UNSUPPORTED (settings under which that torch version
+ *      crashes), KOILA_NO_MEMORY. */
+KOILA_API koila_status koila_cache_new(const koila_cache_config *c, const koila_allocator *mem,
+                                       koila_cache **out, koila_error *e);
 
-typedef enum koila_block_state { KOILA_BLOCK_FREE, KOILA_BLOCK_USED, KOILA_BLOCK_PENDING, KOILA_BLOCK_UNMAPPED } koila_block_state;
+typedef enum koila_block_state {
+    KOILA_BLOCK_FREE,
+    KOILA_BLOCK_USED,
+    KOILA_BLOCK_PENDING,
+    KOILA_BLOCK_UNMAPPED
+} koila_block_state;
 
 typedef struct koila_block {
-    uint64_t addr, size, requested; /**< requested: 0 unless used or pending; 0 also where a snapshot does not say */
+    /** requested: 0 unless used or pending; 0 also where a snapshot does not say */
+    uint64_t addr, size, requested;
     koila_block_state state;
     uint32_t segment; /**< in koila_cache_walk: 0, 1, 2, ... in address order */
     uint64_t stream;
@@ -114,41 +148,54 @@ typedef struct koila_block {
     bool is_small, is_expandable;
 } koila_block;
 
-/** A segment as torch.cuda.memory_snapshot() lists it (expandable memory: one entry per mapped range). */
+/** A segment as torch.cuda.memory_snapshot() lists it (expandable memory: one entry per mapped
+ * range). */
 typedef struct koila_segment {
-    uint32_t struct_size; /**< sizeof(koila_segment): also the stride of an array of them, all alike */
-    uint32_t block_size;  /**< sizeof(koila_block): the stride of `blocks` */
+    /** sizeof(koila_segment): also the stride of an array of them, all alike */
+    uint32_t struct_size;
+    uint32_t block_size; /**< sizeof(koila_block): the stride of `blocks` */
     uint64_t addr, size, stream;
     koila_pool pool;
     bool is_small, is_expandable;
-    const koila_block *blocks; /**< addr, size, requested, state are read; ascending, tiling the segment */
+    /** addr, size, requested, state are read; ascending, tiling the segment */
+    const koila_block *blocks;
     size_t n_blocks;
 } koila_segment;
-#define KOILA_SEGMENT_SIZES (uint32_t)sizeof(koila_segment), (uint32_t)sizeof(koila_block) /* its first two fields */
+/* its first two fields */
+#define KOILA_SEGMENT_SIZES (uint32_t)sizeof(koila_segment), (uint32_t)sizeof(koila_block)
 
-/** A cache in a given state. Segments in any order; everything is copied. Statistics start from this state, with it as their peak.
- *  Where expandable reservations begin and end is inferred: one per pool and stream as far as its address space reaches.
- *  Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile, overlap, a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size,
+/** A cache in a given state. Segments in any order; everything is copied. Statistics start from
+ * this state, with it as their peak.
+ *  Where expandable reservations begin and end is inferred: one per pool and stream as far as
+ *      its address space reaches.
+ *  Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile,
+ *      overlap, a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size,
  *  block_size not set). */
-KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c, const koila_allocator *mem, const koila_segment *s, size_t n,
-                                                 koila_cache **out, koila_error *e);
+KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c,
+                                                 const koila_allocator *mem, const koila_segment *s,
+                                                 size_t n, koila_cache **out, koila_error *e);
 /** NULL is fine. */
 KOILA_API void koila_cache_free(koila_cache *c);
 
-/** `bytes` == 0 gives address 0 and is no event. Expected: KOILA_OOM; the state is then what torch leaves behind. KOILA_NO_MEMORY. */
-KOILA_API koila_status koila_cache_malloc(koila_cache *c, uint64_t bytes, uint64_t stream, koila_pool pool, uint64_t *addr);
+/** `bytes` == 0 gives address 0 and is no event. Expected: KOILA_OOM; the state is then what torch
+ * leaves behind. KOILA_NO_MEMORY. */
+KOILA_API koila_status koila_cache_malloc(koila_cache *c, uint64_t bytes, uint64_t stream,
+                                          koila_pool pool, uint64_t *addr);
 /** Address 0 is fine. Expected: KOILA_BAD_ARGUMENT (not handed out). */
 KOILA_API koila_status koila_cache_release(koila_cache *c, uint64_t addr);
-/** Tensor.record_stream: the block's next release waits for `stream`. Expected: KOILA_BAD_ARGUMENT, KOILA_NO_MEMORY. */
+/** Tensor.record_stream: the block's next release waits for `stream`. Expected: KOILA_BAD_ARGUMENT,
+ * KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_record_stream(koila_cache *c, uint64_t addr, uint64_t stream);
-/** One released block that waited for another stream is done. Expected: KOILA_BAD_ARGUMENT (not waiting). */
+/** One released block that waited for another stream is done. Expected: KOILA_BAD_ARGUMENT (not
+ * waiting). */
 KOILA_API koila_status koila_cache_complete(koila_cache *c, uint64_t addr);
 /** All waiting blocks are done. */
 KOILA_API void koila_cache_sync(koila_cache *c);
 /** torch.cuda.empty_cache(). Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_empty(koila_cache *c);
 /** 0 = none. Affects what comes after. */
-KOILA_API koila_status koila_cache_set_limit(koila_cache *c, uint64_t total, uint64_t outside, uint64_t cap);
+KOILA_API koila_status koila_cache_set_limit(koila_cache *c, uint64_t total, uint64_t outside,
+                                             uint64_t cap);
 /** Switch expandable segments, as torch._C._cuda_setMemoryFraction's neighbours do at run time. */
 KOILA_API void koila_cache_set_expandable(koila_cache *c, bool on);
 
@@ -157,28 +204,29 @@ typedef enum koila_pool_flags {
     KOILA_POOL_USE_ON_OOM = 2,    /**< MemPool(use_on_oom=True) */
     KOILA_POOL_USER_ALLOCATOR = 4 /**< has its own allocator: never expandable */
 } koila_pool_flags;
-/** One more holder (a graph or MemPool) of a private pool, made if new. Its memory can go back only when the last holder is gone. */
+/** One more holder (a graph or MemPool) of a private pool, made if new. Its memory can go back only
+ * when the last holder is gone. */
 KOILA_API koila_status koila_cache_pool_hold(koila_cache *c, koila_pool pool, uint32_t flags);
 KOILA_API koila_status koila_cache_pool_drop(koila_cache *c, koila_pool pool);
 /** Numbers of graph captures and of pool routings under way. */
 KOILA_API void koila_cache_set_capturing(koila_cache *c, uint32_t n_captures, uint32_t n_routings);
 
 /* name, torch.cuda.memory_stats key */
-#define KOILA_CACHE_STAT_MAP(X)                                                                               \
-    X(ALLOCATION, "allocation")                                                                               \
-    X(ALLOCATED_BYTES, "allocated_bytes")                                                                     \
-    X(ACTIVE, "active")                                                                                       \
-    X(ACTIVE_BYTES, "active_bytes")                                                                           \
-    X(REQUESTED_BYTES, "requested_bytes")                                                                     \
-    X(SEGMENT, "segment")                                                                                     \
-    X(RESERVED_BYTES, "reserved_bytes")                                                                       \
-    X(INACTIVE_SPLIT, "inactive_split")                                                                       \
+#define KOILA_CACHE_STAT_MAP(X)                                                                    \
+    X(ALLOCATION, "allocation")                                                                    \
+    X(ALLOCATED_BYTES, "allocated_bytes")                                                          \
+    X(ACTIVE, "active")                                                                            \
+    X(ACTIVE_BYTES, "active_bytes")                                                                \
+    X(REQUESTED_BYTES, "requested_bytes")                                                          \
+    X(SEGMENT, "segment")                                                                          \
+    X(RESERVED_BYTES, "reserved_bytes")                                                            \
+    X(INACTIVE_SPLIT, "inactive_split")                                                            \
     X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes")
 enum koila_cache_stat_kind {
 #define KOILA_CACHE_STAT_ENUM(name, key) KOILA_STAT_##name,
     KOILA_CACHE_STAT_MAP(KOILA_CACHE_STAT_ENUM)
 #undef KOILA_CACHE_STAT_ENUM
-    KOILA_N_STATS
+        KOILA_N_STATS
 };
 enum { KOILA_STAT_ALL, KOILA_STAT_SMALL, KOILA_STAT_LARGE, KOILA_N_STAT_POOLS };
 
@@ -190,15 +238,19 @@ typedef struct koila_cache_stat {
     uint32_t struct_size;
     koila_counter of[KOILA_N_STATS][KOILA_N_STAT_POOLS];
     koila_counter oversize_allocations, oversize_segments;
-    uint64_t num_alloc_retries, num_ooms, num_oom_rejections, num_device_alloc, num_device_free, num_sync_all_streams;
-    uint64_t device_bytes, peak_device_bytes; /**< segments as the driver rounds them, without `outside_bytes` */
-    uint64_t n_events;                        /**< events of any kind since the cache was made */
+    uint64_t num_alloc_retries, num_ooms, num_oom_rejections, num_device_alloc, num_device_free,
+        num_sync_all_streams;
+    /** segments as the driver rounds them, without `outside_bytes` */
+    uint64_t device_bytes, peak_device_bytes;
+    uint64_t n_events; /**< events of any kind since the cache was made */
 } koila_cache_stat;
 
 /** Set out->struct_size first, or 0 for the whole. */
 KOILA_API void koila_cache_stats(const koila_cache *c, koila_cache_stat *out);
-/** The i-th statistic under its torch.cuda.memory_stats key, for example "allocated_bytes.all.peak". False past the end. */
-KOILA_API bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uint64_t *value);
+/** The i-th statistic under its torch.cuda.memory_stats key, for example
+ * "allocated_bytes.all.peak". False past the end. */
+KOILA_API bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64],
+                                   uint64_t *value);
 
 typedef enum koila_event_kind {
     KOILA_EVENT_ALLOC = 1,
@@ -216,28 +268,34 @@ typedef enum koila_event_kind {
 typedef struct koila_event {
     uint32_t struct_size;
     koila_event_kind kind;
-    uint64_t addr, size; /**< alloc and frees: requested bytes; segments: real; oom: address 0, rounded request */
+    /** alloc and frees: requested bytes; segments: real; oom: address 0, rounded request */
+    uint64_t addr, size;
     uint64_t stream;
     koila_pool pool;
 } koila_event;
 
-/** Callbacks may not call back into the cache, but for koila_cache_stats. A block function returns false to stop. */
+/** Callbacks may not call back into the cache, but for koila_cache_stats. A block function returns
+ * false to stop. */
 typedef bool (*koila_block_fn)(void *user, const koila_block *block);
 typedef void (*koila_event_fn)(void *user, const koila_event *event);
 /** All blocks in address order, unmapped ones too. Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user);
-/** `f` sees every event from now on, in torch's order, when the statistics hold it already; NULL ends it. */
+/** `f` sees every event from now on, in torch's order, when the statistics hold it already; NULL
+ * ends it. */
 KOILA_API void koila_cache_observe(koila_cache *c, koila_event_fn f, void *user);
 
-/** Remember this state. 0: no memory. Marks nest; a mark costs memory for what changes after it, until it is forgotten. */
+/** Remember this state. 0: no memory. Marks nest; a mark costs memory for what changes after it,
+ * until it is forgotten. */
 KOILA_API uint64_t koila_cache_mark(koila_cache *c);
-/** Back to the state at `mark`, which stays; later marks end. Costs the events since. Expected: KOILA_BAD_ARGUMENT (no such mark). */
+/** Back to the state at `mark`, which stays; later marks end. Costs the events since. Expected:
+ * KOILA_BAD_ARGUMENT (no such mark). */
 KOILA_API koila_status koila_cache_rewind(koila_cache *c, uint64_t mark);
 /** End `mark` and later ones, keep the state. */
 KOILA_API koila_status koila_cache_forget(koila_cache *c, uint64_t mark);
 
 /** What a request of n bytes becomes: its rounded size, and the size of a new segment for it. */
-KOILA_API void koila_cache_sizes(const koila_cache_config *c, uint64_t n, uint64_t *rounded, uint64_t *segment);
+KOILA_API void koila_cache_sizes(const koila_cache_config *c, uint64_t n, uint64_t *rounded,
+                                 uint64_t *segment);
 
 #ifdef __cplusplus
 }

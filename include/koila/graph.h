@@ -1,18 +1,24 @@
-/* koila/graph.h — a recorded training step: values, nodes, axes; interned operators, metas and signatures.
+/* koila/graph.h — a recorded training step: values, nodes, axes; interned operators, metas and
+ * signatures.
  *
- * A koila_table interns what repeats from step to step: operators, metas (dtype, device, sizes, strides) and *call signatures* (operator,
- * argument tokens, metas of tensor arguments, metas of results). Graphs refer to one table, so a node is only (signature, inputs, outputs).
- * A graph is a list of nodes in recorded order over values in SSA form: an in-place write makes a new value of the written base
- * (Note [Writes] below). Leaves are batched inputs (`batch`: sharded along one axis) or anything real met on the way (parameters, masks).
+ * A koila_table interns what repeats from step to step: operators, metas (dtype, device, sizes,
+ * strides) and *call signatures* (operator, argument tokens, metas of tensor arguments, metas of
+ * results). Graphs refer to one table, so a node is only (signature, inputs, outputs). A graph is a
+ * list of nodes in recorded order over values in SSA form: an in-place write makes a new value of
+ * the written base (Note [Writes] below). Leaves are batched inputs (`batch`: sharded along one
+ * axis) or anything real met on the way (parameters, masks).
  *
- * Sizes and strides are in elements, n_bytes in bytes. Ids are dense and start at 0; KOILA_NONE is "no id". Pointers returned by getters are
- * borrowed and stay valid until the table (or graph) is freed; arrays inside koila_graph may move when the graph grows.
+ * Sizes and strides are in elements, n_bytes in bytes. Ids are dense and start at 0; KOILA_NONE is
+ * "no id". Pointers returned by getters are borrowed and stay valid until the table (or graph) is
+ * freed; arrays inside koila_graph may move when the graph grows.
  *
- * Note [Writes]. A node whose signature has n_writes > 0 is an in-place or out= operator. For write w, input `w.input` is the *base* value
- * (oldest storage owner, never a view); `w.chain` are the view calls (their signatures, and which result) leading from the base to the tensor
- * the operator really writes. The node means: take the base, walk the chain, run the operator on that view. Its outputs are first the
- * fresh results (sig.n_fresh), then one new base value per write, with the base's meta. The operator's return of `self` is no output.
- * An `overwrites` write does not read the old contents and has an empty chain (copy_, fill_, zero_, bernoulli_, normal_, out=).
+ * Note [Writes]. A node whose signature has n_writes > 0 is an in-place or out= operator. For write
+ * w, input `w.input` is the *base* value (oldest storage owner, never a view); `w.chain` are the
+ * view calls (their signatures, and which result) leading from the base to the tensor the operator
+ * really writes. The node means: take the base, walk the chain, run the operator on that view. Its
+ * outputs are first the fresh results (sig.n_fresh), then one new base value per write, with the
+ * base's meta. The operator's return of `self` is no output. An `overwrites` write does not read
+ * the old contents and has an empty chain (copy_, fill_, zero_, bernoulli_, normal_, out=).
  */
 #ifndef KOILA_GRAPH_H
 #define KOILA_GRAPH_H
@@ -33,24 +39,24 @@ typedef uint32_t koila_value; /**< value id in a graph */
 typedef uint32_t koila_node;  /**< node id in a graph */
 
 /* name, text, bytes of one element, torch attribute */
-#define KOILA_DTYPE_MAP(X)                                                                                    \
-    X(U8, "u8", 1, "uint8")                                                                                   \
-    X(I8, "i8", 1, "int8")                                                                                    \
-    X(I16, "i16", 2, "int16")                                                                                 \
-    X(I32, "i32", 4, "int32")                                                                                 \
-    X(I64, "i64", 8, "int64")                                                                                 \
-    X(F16, "f16", 2, "float16")                                                                               \
-    X(F32, "f32", 4, "float32")                                                                               \
-    X(F64, "f64", 8, "float64")                                                                               \
-    X(C32, "c32", 4, "complex32")                                                                             \
-    X(C64, "c64", 8, "complex64")                                                                             \
-    X(C128, "c128", 16, "complex128")                                                                         \
-    X(BOOL, "bool", 1, "bool")                                                                                \
-    X(BF16, "bf16", 2, "bfloat16")                                                                            \
-    X(U16, "u16", 2, "uint16")                                                                                \
-    X(U32, "u32", 4, "uint32")                                                                                \
-    X(U64, "u64", 8, "uint64")                                                                                \
-    X(F8E5, "f8e5", 1, "float8_e5m2")                                                                         \
+#define KOILA_DTYPE_MAP(X)                                                                         \
+    X(U8, "u8", 1, "uint8")                                                                        \
+    X(I8, "i8", 1, "int8")                                                                         \
+    X(I16, "i16", 2, "int16")                                                                      \
+    X(I32, "i32", 4, "int32")                                                                      \
+    X(I64, "i64", 8, "int64")                                                                      \
+    X(F16, "f16", 2, "float16")                                                                    \
+    X(F32, "f32", 4, "float32")                                                                    \
+    X(F64, "f64", 8, "float64")                                                                    \
+    X(C32, "c32", 4, "complex32")                                                                  \
+    X(C64, "c64", 8, "complex64")                                                                  \
+    X(C128, "c128", 16, "complex128")                                                              \
+    X(BOOL, "bool", 1, "bool")                                                                     \
+    X(BF16, "bf16", 2, "bfloat16")                                                                 \
+    X(U16, "u16", 2, "uint16")                                                                     \
+    X(U32, "u32", 4, "uint32")                                                                     \
+    X(U64, "u64", 8, "uint64")                                                                     \
+    X(F8E5, "f8e5", 1, "float8_e5m2")                                                              \
     X(F8E4, "f8e4", 1, "float8_e4m3fn")
 
 typedef enum koila_dtype {
@@ -60,28 +66,31 @@ typedef enum koila_dtype {
         KOILA_N_DTYPES
 } koila_dtype;
 
-KOILA_API const char *koila_dtype_text(koila_dtype dtype);      /**< "f32" */
-KOILA_API const char *koila_dtype_torch(koila_dtype dtype);     /**< "float32" */
+KOILA_API const char *koila_dtype_text(koila_dtype dtype);  /**< "f32" */
+KOILA_API const char *koila_dtype_torch(koila_dtype dtype); /**< "float32" */
 KOILA_API uint32_t koila_dtype_bytes(koila_dtype dtype);
 
-/** What a tensor looks like. `device` is type << 8 | index: 0 = cpu, 0x100 + i = cuda:i, 0xff00 = other. */
+/** What a tensor looks like. `device` is type << 8 | index: 0 = cpu, 0x100 + i = cuda:i, 0xff00 =
+ * other. */
 typedef struct koila_meta_info {
     koila_dtype dtype;
     uint16_t device;
     uint8_t n_dims;
     const int64_t *size, *stride;
     uint64_t n_elements;
-    uint64_t n_bytes;         /**< n_elements * bytes of one element */
-    uint64_t n_storage_bytes; /**< smallest storage that holds it: (1 + sum (size-1)*stride) * bytes; 0 when empty */
+    uint64_t n_bytes; /**< n_elements * bytes of one element */
+    /** smallest storage that holds it: (1 + sum (size-1)*stride) * bytes; 0 when empty */
+    uint64_t n_storage_bytes;
 } koila_meta_info;
 
 /** What an operator is, whatever its arguments. */
 enum {
-    KOILA_OP_VIEW = 1,     /**< results alias the first tensor argument's storage */
-    KOILA_OP_INPLACE = 2,  /**< writes an argument (in-place or out=) */
-    KOILA_OP_RANDOM = 4,   /**< draws from a generator */
-    KOILA_OP_FACTORY = 8,  /**< makes a tensor from sizes alone: no tensor argument */
-    KOILA_OP_OPAQUE = 16,  /**< results may not leave the loop that made them (workspace of an RNN) */
+    KOILA_OP_VIEW = 1,    /**< results alias the first tensor argument's storage */
+    KOILA_OP_INPLACE = 2, /**< writes an argument (in-place or out=) */
+    KOILA_OP_RANDOM = 4,  /**< draws from a generator */
+    KOILA_OP_FACTORY = 8, /**< makes a tensor from sizes alone: no tensor argument */
+    /** results may not leave the loop that made them (workspace of an RNN) */
+    KOILA_OP_OPAQUE = 16,
 };
 
 typedef enum koila_arg_kind {
@@ -90,10 +99,12 @@ typedef enum koila_arg_kind {
     KOILA_ARG_INT,
     KOILA_ARG_FLOAT,
     KOILA_ARG_BOOL,
-    KOILA_ARG_STR,    /**< `id`: interned text */
-    KOILA_ARG_DTYPE,  /**< `id`: koila_dtype */
-    KOILA_ARG_OPAQUE, /**< `id`: an object of the graph's owner (device, layout, memory format, complex); has a label for people */
-    KOILA_ARG_LIST,   /**< the next `n` tokens, none of them a list */
+    KOILA_ARG_STR,   /**< `id`: interned text */
+    KOILA_ARG_DTYPE, /**< `id`: koila_dtype */
+    /** `id`: an object of the graph's owner (device, layout, memory format, complex); has a label
+     * for people */
+    KOILA_ARG_OPAQUE,
+    KOILA_ARG_LIST, /**< the next `n` tokens, none of them a list */
 } koila_arg_kind;
 
 typedef struct koila_arg {
@@ -107,31 +118,36 @@ typedef struct koila_arg {
 } koila_arg;
 
 typedef struct koila_link { /**< one view call of a chain */
-    koila_sig sig;          /**< its first input is the previous link's result; it has no other tensor input */
-    uint32_t output;        /**< which result */
+    /** its first input is the previous link's result; it has no other tensor input */
+    koila_sig sig;
+    uint32_t output; /**< which result */
 } koila_link;
 
 typedef struct koila_write {
-    uint32_t input;      /**< index among the node's inputs: the base */
-    uint8_t overwrites;  /**< old contents are not read */
+    uint32_t input;     /**< index among the node's inputs: the base */
+    uint8_t overwrites; /**< old contents are not read */
     uint32_t n_links;
     const koila_link *links;
 } koila_write;
 
-/** One call signature. Arguments are `n_pos` positional values then `n_kw` keyword values, flattened into `n_tokens` tokens. */
+/** One call signature. Arguments are `n_pos` positional values then `n_kw` keyword values,
+ * flattened into `n_tokens` tokens. */
 typedef struct koila_sig_info {
     koila_op op;
     uint32_t n_tokens, n_pos, n_kw;
     const koila_arg *tokens;
-    const uint32_t *start;    /**< [n_pos + n_kw] index of each value's first token (filled by the table) */
+    /** [n_pos + n_kw] index of each value's first token (filled by the table) */
+    const uint32_t *start;
     const uint32_t *kw_names; /**< [n_kw] interned texts */
     uint32_t n_inputs;        /**< TENSOR tokens (filled by the table) */
     const koila_meta *inputs; /**< [n_inputs] their metas (filled by the table) */
     uint32_t n_fresh;         /**< fresh results */
     uint32_t n_outputs;       /**< n_fresh + n_writes (filled by the table) */
-    const koila_meta *outputs; /**< [n_fresh] on input, [n_outputs] when read; KOILA_NONE for a result that is None */
-    uint8_t result_kind;      /**< of the call: 0 one tensor, 1 tuple, 2 list, 3 nothing or `self` */
-    uint8_t grad_mode;        /**< grad mode at capture; part of the signature */
+    /** [n_fresh] on input, [n_outputs] when read; KOILA_NONE for a result that is None */
+    const koila_meta *outputs;
+    /** of the call: 0 one tensor, 1 tuple, 2 list, 3 nothing or `self` */
+    uint8_t result_kind;
+    uint8_t grad_mode; /**< grad mode at capture; part of the signature */
     uint32_t n_writes;
     const koila_write *writes;
 } koila_sig_info;
@@ -139,12 +155,15 @@ typedef struct koila_sig_info {
 typedef struct koila_table koila_table;
 typedef struct koila_graph koila_graph;
 
-/* ---- the table. Expected failures everywhere: NO_MEMORY; BAD_ARGUMENT for ids out of range, KOILA_MAX_DIMS, negative or overflowing sizes. */
+/* ---- the table. Expected failures everywhere: NO_MEMORY; BAD_ARGUMENT for ids out of range,
+ * KOILA_MAX_DIMS, negative or overflowing sizes. */
 
 KOILA_API koila_status koila_table_new(const koila_allocator *mem, koila_table **out);
 KOILA_API void koila_table_free(koila_table *t); /**< NULL is fine; graphs of it must be gone */
-/** Intern an operator by its full name "aten::add.Tensor" (no overload name: "aten::mm"). Flags of the first call stay. */
-KOILA_API koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags, koila_op *out);
+/** Intern an operator by its full name "aten::add.Tensor" (no overload name: "aten::mm"). Flags of
+ * the first call stay. */
+KOILA_API koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags,
+                                      koila_op *out);
 KOILA_API const char *koila_op_name(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_op_flags(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_table_n_ops(const koila_table *t);
@@ -154,12 +173,16 @@ KOILA_API const char *koila_text(const koila_table *t, uint32_t text);
 KOILA_API koila_status koila_table_opaque(koila_table *t, const char *label, uint32_t *out);
 KOILA_API const char *koila_opaque_label(const koila_table *t, uint32_t id);
 /** `stride` NULL means contiguous. */
-KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims, const int64_t *size,
-                                        const int64_t *stride, koila_meta *out);
+KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device,
+                                        uint32_t n_dims, const int64_t *size, const int64_t *stride,
+                                        koila_meta *out);
 KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta);
-/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each tensor argument and each result is: R whole, S<d>
- *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one. Expected: BAD_INPUT with the offset in `rule`. */
-KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const char *rule, koila_error *err);
+/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each
+ * tensor argument and each result is: R whole, S<d>
+ *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one.
+ *      Expected: BAD_INPUT with the offset in `rule`. */
+KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const char *rule,
+                                        koila_error *err);
 /** Intern a signature; `desc` is copied. */
 KOILA_API koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_sig *out);
 KOILA_API const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig);
@@ -174,49 +197,65 @@ typedef enum koila_leaf_kind {
 
 typedef struct koila_node_info {
     koila_sig sig;
-    uint32_t first_input;  /**< into the graph's flat inputs */
+    uint32_t first_input; /**< into the graph's flat inputs */
     koila_value first_output;
-    uint32_t line;         /**< id of the source line, or KOILA_NONE */
+    uint32_t line; /**< id of the source line, or KOILA_NONE */
 } koila_node_info;
 
 typedef struct koila_value_info {
     koila_meta meta;
-    koila_node node;      /**< its producer; KOILA_NONE for a leaf */
-    uint8_t leaf_kind;    /**< koila_leaf_kind */
-    uint8_t dim;          /**< BATCH: the sharded dimension */
-    uint16_t axis;        /**< BATCH: its axis */
+    koila_node node;   /**< its producer; KOILA_NONE for a leaf */
+    uint8_t leaf_kind; /**< koila_leaf_kind */
+    uint8_t dim;       /**< BATCH: the sharded dimension */
+    uint16_t axis;     /**< BATCH: its axis */
 } koila_value_info;
 
-KOILA_API koila_status koila_graph_new(koila_table *table, const koila_allocator *mem, koila_graph **out);
+KOILA_API koila_status koila_graph_new(koila_table *table, const koila_allocator *mem,
+                                       koila_graph **out);
 KOILA_API void koila_graph_free(koila_graph *g);
 KOILA_API koila_table *koila_graph_table(const koila_graph *g);
 /** A batch axis of `size` rows. */
 KOILA_API koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out);
 KOILA_API uint32_t koila_graph_n_axes(const koila_graph *g);
 KOILA_API int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis);
-/** A leaf. BATCH: size[dim] must equal the axis' size. `name` may be NULL (for people: "input 0", "layer.weight"). */
-KOILA_API koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim, const char *name,
+/** A leaf. BATCH: size[dim] must equal the axis' size. `name` may be NULL (for people: "input 0",
+ * "layer.weight"). */
+KOILA_API koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind,
+                                        uint16_t axis, uint32_t dim, const char *name,
                                         koila_value *out);
-KOILA_API const char *koila_graph_leaf_name(const koila_graph *g, koila_value v); /**< "" when it has none */
+/** "" when it has none */
+KOILA_API const char *koila_graph_leaf_name(const koila_graph *g, koila_value v);
 /** A source line "file.py:12" and its text form; interned. */
-KOILA_API koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, uint32_t *out);
+KOILA_API koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line,
+                                        uint32_t *out);
 KOILA_API const char *koila_graph_line_file(const koila_graph *g, uint32_t line);
 KOILA_API uint32_t koila_graph_line_number(const koila_graph *g, uint32_t line);
-/** Append a node: inputs[sig.n_inputs] must have exactly the signature's metas. *first_output is the first of sig.n_outputs values. */
-KOILA_API koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *inputs, uint32_t line, koila_value *first_output);
+/** Append a node: inputs[sig.n_inputs] must have exactly the signature's metas. *first_output is
+ * the first of sig.n_outputs values. */
+KOILA_API koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *inputs,
+                                        uint32_t line, koila_value *first_output);
 KOILA_API uint32_t koila_graph_n_nodes(const koila_graph *g);
 KOILA_API uint32_t koila_graph_n_values(const koila_graph *g);
 KOILA_API koila_node_info koila_node_get(const koila_graph *g, koila_node n);
 KOILA_API koila_value_info koila_value_get(const koila_graph *g, koila_value v);
-KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node n); /**< borrowed until the graph grows */
-/** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up to date while recording. */
+/** borrowed until the graph grows */
+KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node n);
+/** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
+ * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
-/** The part of `g` that makes `targets`, with the values whose known[v] is nonzero as REAL leaves instead of being made (BATCH leaves stay; `known`
- *  may be NULL). Where no BATCH leaf is left, known values as large as an axis along a dimension are the BATCH leaves. Ids are dense and decided by the part alone, so equal steps give equal graphs and hashes whatever else was recorded around them.
- *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of *out entries are the nodes of g they come from.
- *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the two arrays are then in no particular state. */
-KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known,
-                                           const koila_allocator *mem, koila_graph **out, koila_value *value_of, koila_node *node_from);
+/** The part of `g` that makes `targets`, with the values whose known[v] is nonzero as REAL leaves
+ * instead of being made (BATCH leaves stay; `known`
+ *  may be NULL). Where no BATCH leaf is left, known values as large as an axis along a
+ *      dimension are the BATCH leaves. Ids are dense and decided by the part alone, so equal steps
+ *      give equal graphs and hashes whatever else was recorded around them.
+ *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of
+ *      *out entries are the nodes of g they come from.
+ *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the two arrays are then
+ *      in no particular state. */
+KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
+                                           uint32_t n_targets, const uint8_t *known,
+                                           const koila_allocator *mem, koila_graph **out,
+                                           koila_value *value_of, koila_node *node_from);
 /** Every invariant of this header; true when all hold. */
 KOILA_API bool koila_graph_check(const koila_graph *g, koila_error *err);
 
@@ -225,10 +264,13 @@ KOILA_API bool koila_graph_check(const koila_graph *g, koila_error *err);
 /** Where text goes: called with pieces; a nonzero return stops with KOILA_BAD_ARGUMENT. */
 typedef int (*koila_write_fn)(void *user, const char *text, size_t n);
 KOILA_API koila_status koila_graph_print(const koila_graph *g, koila_write_fn write, void *user);
-/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. Text of the version that is printed ends with its counts, so that text which was
+/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. Text of the version
+ * that is printed ends with its counts, so that text which was
  *  cut is BAD_INPUT; version 1 had no end, and is read too. */
-KOILA_API koila_status koila_graph_parse(koila_table *table, const char *text, size_t n, koila_graph **out, koila_error *err);
-/** The graph as a Graphviz drawing: leaves, operators, and an edge per use with the meta of the value. */
+KOILA_API koila_status koila_graph_parse(koila_table *table, const char *text, size_t n,
+                                         koila_graph **out, koila_error *err);
+/** The graph as a Graphviz drawing: leaves, operators, and an edge per use with the meta of the
+ * value. */
 KOILA_API koila_status koila_graph_dot(const koila_graph *g, koila_write_fn write, void *user);
 
 #ifdef __cplusplus

@@ -1,10 +1,12 @@
-/* koila.h — the public C interface of libkoila: the engine of koila without Python and without torch.
+/* koila.h — the public C interface of libkoila: the engine of koila without Python and without
+ * torch.
  *
  *   base.h      status, error buffer, host allocator
  *   cache.h     PyTorch's CUDA caching allocator, simulated
  *   snapshot.h  a PyTorch memory snapshot, read as data and replayed
  *   device.h    a device profile: sizes and capabilities of a GPU
- *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its text form
+ *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its
+ *               text form
  *   plan.h      how to run it in slices of the batch
  *   predict.h   what it will need on a GPU that is not here
  */

@@ -1,9 +1,12 @@
-/* koila/plan.h — how to run a recorded step in slices of the batch: loops, barriers, what to keep, and what it will need in bytes.
+/* koila/plan.h — how to run a recorded step in slices of the batch: loops, barriers, what to keep,
+ * and what it will need in bytes.
  *
- * A plan is a list of *stages*, each a list of *instructions* over the nodes and values of a lowered graph (the recorded one, with operators that
- * hide a reduction over the batch written out). A whole stage runs once, on whole values; a loop stage runs once per slice of one axis:
+ * A plan is a list of *stages*, each a list of *instructions* over the nodes and values of a
+ * lowered graph (the recorded one, with operators that hide a reduction over the batch written
+ * out). A whole stage runs once, on whole values; a loop stage runs once per slice of one axis:
  *
- *   RUN n     run node n                                      on local values (slices and partials) or, in a whole stage, whole ones
+ *   RUN n     run node n                                      on local values (slices and partials)
+ *             or, in a whole stage, whole ones
  *   SLICE v   local v := this slice's rows of whole v         (a view)
  *   ADD v     whole v := combine(whole v, local v)            first slice: local v becomes whole v
  *   PUT v     rows of whole v := local v                      the gather of a sharded value
@@ -11,7 +14,8 @@
  *   FETCH v   local v := kept v [this slice]                  `last`: the kept piece is given up
  *   FREE v    local v (loop) or whole v (whole stage) is dead
  *
- * Invariants: every RUN finds its inputs made; each local value is freed exactly once per slice; whole values of targets are never freed.
+ * Invariants: every RUN finds its inputs made; each local value is freed exactly once per slice;
+ * whole values of targets are never freed.
  */
 #ifndef KOILA_PLAN_H
 #define KOILA_PLAN_H
@@ -22,7 +26,8 @@
 extern "C" {
 #endif
 
-typedef struct koila_plan koila_plan; /**< immutable once made; reads nothing of the recorded graph any more */
+/** immutable once made; reads nothing of the recorded graph any more */
+typedef struct koila_plan koila_plan;
 
 typedef enum koila_instr_kind {
     KOILA_DO_RUN,
@@ -35,20 +40,22 @@ typedef enum koila_instr_kind {
 } koila_instr_kind;
 
 enum { /* koila_instr.flags */
-    /** ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing else uses it);
-     * PUT: the same when the slice is all rows. Without it a copy must be made: others may write to the storage */
-    KOILA_INSTR_OWNED = 1,
-    KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
+       /** ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing
+        * else uses it); PUT: the same when the slice is all rows. Without it a copy must be made:
+        * others may write to the storage */
+       KOILA_INSTR_OWNED = 1,
+       KOILA_INSTR_LAST = 2, /**< FETCH: the last use of the kept piece */
 };
 
 typedef struct koila_instr {
     uint8_t kind;
     uint8_t flags;
-    /** RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place; else it is cloned first.
-     * SLICE: which input of `user` */
+    /** RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place;
+     * else it is cloned first. SLICE: which input of `user` */
     uint16_t steal;
-    uint32_t id;    /**< node (RUN) or value */
-    koila_node user; /**< SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
+    uint32_t id; /**< node (RUN) or value */
+    /** SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
+    koila_node user;
 } koila_instr;
 
 typedef struct koila_stage {
@@ -59,10 +66,20 @@ typedef struct koila_stage {
     uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
 } koila_stage;
 
-typedef enum koila_share_kind { KOILA_SHARE_WHOLE, KOILA_SHARE_SLICE, KOILA_SHARE_PARTIAL } koila_share_kind;
-typedef enum koila_partial_kind { KOILA_PARTIAL_SUM, KOILA_PARTIAL_MAX, KOILA_PARTIAL_MIN, KOILA_PARTIAL_MOMENTS } koila_partial_kind;
+typedef enum koila_share_kind {
+    KOILA_SHARE_WHOLE,
+    KOILA_SHARE_SLICE,
+    KOILA_SHARE_PARTIAL
+} koila_share_kind;
+typedef enum koila_partial_kind {
+    KOILA_PARTIAL_SUM,
+    KOILA_PARTIAL_MAX,
+    KOILA_PARTIAL_MIN,
+    KOILA_PARTIAL_MOMENTS
+} koila_partial_kind;
 
-/** Where a value (or a use of it) lives: whole; a slice: size[dim] = outer * rows * inner; or a partial to be combined over slices. */
+/** Where a value (or a use of it) lives: whole; a slice: size[dim] = outer * rows * inner; or a
+ * partial to be combined over slices. */
 typedef struct koila_share {
     uint8_t kind;    /**< koila_share_kind */
     uint8_t partial; /**< koila_partial_kind */
@@ -72,21 +89,27 @@ typedef struct koila_share {
 } koila_share;
 
 typedef enum koila_keep_policy {
-    KOILA_KEEP_AUTO,  /**< the cheapest in work that fits; with forced rows and no budget: the least memory at moderate work */
-    KOILA_KEEP_ALL,   /**< keep what a later loop needs of expensive operators */
-    KOILA_KEEP_NONE,  /**< recompute everything */
+    /** the cheapest in work that fits; with forced rows and no budget: the least memory at moderate
+     * work */
+    KOILA_KEEP_AUTO,
+    KOILA_KEEP_ALL,  /**< keep what a later loop needs of expensive operators */
+    KOILA_KEEP_NONE, /**< recompute everything */
 } koila_keep_policy;
 
 typedef struct koila_plan_options {
     uint32_t struct_size;
-    uint64_t budget_bytes; /**< what the step may need beyond what is live before it; UINT64_MAX = no limit */
-    int64_t rows;          /**< force slices of so many rows; 0 = the fewest slices that fit */
-    uint32_t keep;         /**< koila_keep_policy */
-    /** Bytes an operator uses inside beyond inputs and outputs, for a call on `rows` of `batch` rows (both 0: whole). NULL = 0. `user` is passed on. */
+    /** what the step may need beyond what is live before it; UINT64_MAX = no limit */
+    uint64_t budget_bytes;
+    int64_t rows;  /**< force slices of so many rows; 0 = the fewest slices that fit */
+    uint32_t keep; /**< koila_keep_policy */
+    /** Bytes an operator uses inside beyond inputs and outputs, for a call on `rows` of `batch`
+     * rows (both 0: whole). NULL = 0. `user` is passed on. */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    /** Asked of a plan that fits the budget by its sum of live bytes: shall it be taken? Fewest slices first, then least work; when one is taken, also of the numbers of
-     *  slices passed over, for fitting is not monotone in them. `p` is there during the call only. NULL: the budget decides. When none is taken the last that was
+    /** Asked of a plan that fits the budget by its sum of live bytes: shall it be taken? Fewest
+     * slices first, then least work; when one is taken, also of the numbers of
+     *  slices passed over, for fitting is not monotone in them. `p` is there during the call
+     *      only. NULL: the budget decides. When none is taken the last that was
      *  found is what koila_plan_new() gives. Never asked with forced rows and no budget. */
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
@@ -94,43 +117,54 @@ typedef struct koila_plan_options {
 
 typedef struct koila_plan_info {
     uint32_t struct_size;
-    int64_t batch, rows;      /**< of the main axis: all rows, rows a slice */
-    uint32_t n_slices;        /**< of the main axis */
-    uint64_t peak_bytes;      /**< predicted, beyond what was live before the step */
+    int64_t batch, rows; /**< of the main axis: all rows, rows a slice */
+    uint32_t n_slices;   /**< of the main axis */
+    uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
     uint64_t budget_bytes;
     uint32_t n_stages, n_loops;
-    uint32_t n_recorded;      /**< nodes the targets need, as recorded */
-    double replay_ratio;      /**< work run in all slices / work recorded, by estimated time */
+    uint32_t n_recorded; /**< nodes the targets need, as recorded */
+    double replay_ratio; /**< work run in all slices / work recorded, by estimated time */
     uint32_t n_gathers;
-    koila_node peak_node;     /**< of the lowered graph: what runs at the peak; KOILA_NONE when nothing runs */
+    /** of the lowered graph: what runs at the peak; KOILA_NONE when nothing runs */
+    koila_node peak_node;
 } koila_plan_info;
 
-/** Plan how to make `targets` (recorded values). Reads `graph` and keeps nothing of it but its table.
- *  Expected: OOM (one row a slice needs more than the budget; err names the largest values; if `out` is wanted nevertheless pass budget UINT64_MAX),
+/** Plan how to make `targets` (recorded values). Reads `graph` and keeps nothing of it but its
+ * table.
+ *  Expected: OOM (one row a slice needs more than the budget; err names the largest values; if
+ *      `out` is wanted nevertheless pass budget UINT64_MAX),
  *  BAD_ARGUMENT, NO_MEMORY, UNSUPPORTED. */
-KOILA_API koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets, uint32_t n_targets, const koila_plan_options *options,
-                                      const koila_allocator *mem, koila_plan **out, koila_error *err);
+KOILA_API koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
+                                      uint32_t n_targets, const koila_plan_options *options,
+                                      const koila_allocator *mem, koila_plan **out,
+                                      koila_error *err);
 KOILA_API void koila_plan_free(koila_plan *p);
 KOILA_API koila_plan_info koila_plan_get(const koila_plan *p);
-KOILA_API const koila_graph *koila_plan_graph(const koila_plan *p);              /**< the lowered graph; borrowed from the plan */
+/** the lowered graph; borrowed from the plan */
+KOILA_API const koila_graph *koila_plan_graph(const koila_plan *p);
 KOILA_API const koila_stage *koila_plan_stage(const koila_plan *p, uint32_t stage);
-KOILA_API koila_value koila_plan_target(const koila_plan *p, uint32_t target);   /**< lowered value of targets[target] */
-KOILA_API koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded); /**< lowered value of a recorded leaf, KOILA_NONE when not needed */
-KOILA_API koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered); /**< the recorded node it stands for */
+/** lowered value of targets[target] */
+KOILA_API koila_value koila_plan_target(const koila_plan *p, uint32_t target);
+/** lowered value of a recorded leaf, KOILA_NONE when not needed */
+KOILA_API koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded);
+/** the recorded node it stands for */
+KOILA_API koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered);
 KOILA_API koila_share koila_plan_share(const koila_plan *p, koila_value v);
 KOILA_API koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input);
 KOILA_API bool koila_plan_in_loop(const koila_plan *p, koila_node n);
 /** Number of slices and the rows [*begin, *end) of slice i of an axis. */
 KOILA_API uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis);
 KOILA_API int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis);
-/** Gathers: values that had to be made whole because an operator has no sharded rule. Index < n_gathers. */
+/** Gathers: values that had to be made whole because an operator has no sharded rule. Index <
+ * n_gathers. */
 typedef struct koila_gather {
-    koila_node node;     /**< of the lowered graph: the operator that needs it whole */
+    koila_node node; /**< of the lowered graph: the operator that needs it whole */
     koila_value value;
-    uint64_t bytes;      /**< of the whole value */
+    uint64_t bytes; /**< of the whole value */
 } koila_gather;
 KOILA_API koila_gather koila_plan_gather(const koila_plan *p, uint32_t i);
-/** The memory curve: predicted bytes after each instruction of the plan's simulated run, thinned to at most `cap` points; returns how many. */
+/** The memory curve: predicted bytes after each instruction of the plan's simulated run, thinned to
+ * at most `cap` points; returns how many. */
 typedef struct koila_curve_point {
     uint32_t stage;
     koila_node node; /**< KOILA_NONE: not at an operator */
@@ -139,11 +173,18 @@ typedef struct koila_curve_point {
 KOILA_API uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t cap);
 /** The largest values live at the predicted peak, largest first; returns how many. */
 KOILA_API uint32_t koila_plan_largest(const koila_plan *p, koila_gather *out, uint32_t cap);
-/** Predicted bytes of value v for a slice of `rows` rows of its axis (whole values: rows ignored). */
+/** Predicted bytes of value v for a slice of `rows` rows of its axis (whole values: rows ignored).
+ */
 KOILA_API uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows);
 
 /** How call arguments follow a slice of `rows` rows. */
-typedef enum koila_adapt_kind { KOILA_ADAPT_INTS, KOILA_ADAPT_INT, KOILA_ADAPT_SCALE, KOILA_ADAPT_ALIAS, KOILA_ADAPT_SQUEEZE } koila_adapt_kind;
+typedef enum koila_adapt_kind {
+    KOILA_ADAPT_INTS,
+    KOILA_ADAPT_INT,
+    KOILA_ADAPT_SCALE,
+    KOILA_ADAPT_ALIAS,
+    KOILA_ADAPT_SQUEEZE
+} koila_adapt_kind;
 typedef struct koila_adapt {
     uint8_t kind;
     uint8_t arg;     /**< INTS, INT: positional value that is replaced */
@@ -152,11 +193,15 @@ typedef struct koila_adapt {
     int64_t ints[KOILA_MAX_DIMS];
 } koila_adapt;
 #define KOILA_MAX_ADAPTS 4
-/** Adaptations of node n (link < 0) or of link `link` of its writes' chains; writes at most KOILA_MAX_ADAPTS, returns how many. */
-KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows, koila_adapt *out);
-/** The plan as a table for people: facts, then every stage with its instructions. One line an instruction; runs of FREE share one. */
+/** Adaptations of node n (link < 0) or of link `link` of its writes' chains; writes at most
+ * KOILA_MAX_ADAPTS, returns how many. */
+KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
+                                    koila_adapt *out);
+/** The plan as a table for people: facts, then every stage with its instructions. One line an
+ * instruction; runs of FREE share one. */
 KOILA_API koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user);
-/** The plan as a Graphviz drawing: a box a stage, an operator where it runs (again where it runs again), barriers and kept pieces as edges between boxes. */
+/** The plan as a Graphviz drawing: a box a stage, an operator where it runs (again where it runs
+ * again), barriers and kept pieces as edges between boxes. */
 KOILA_API koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *user);
 /** Every invariant of this header. */
 KOILA_API bool koila_plan_check(const koila_plan *p, koila_error *err);

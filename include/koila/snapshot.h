@@ -1,8 +1,11 @@
-/* koila/snapshot.h — a PyTorch memory snapshot, read as data (never executed), and replayed through the cache.
+/* koila/snapshot.h — a PyTorch memory snapshot, read as data (never executed), and replayed through
+ * the cache.
  *
  *   koila_source src = { .struct_size = sizeof src, .data = bytes, .n_bytes = n };
- *   koila_snapshot_open(&src, NULL, &snap, &err);       torch.cuda.memory._snapshot(), as pickle or JSON
- *   koila_replay(snap, device, NULL, &result, &err);    is the recording what the rules say, address by address?
+ *   koila_snapshot_open(&src, NULL, &snap, &err);
+ *         torch.cuda.memory._snapshot(), as pickle or JSON
+ *   koila_replay(snap, device, NULL, &result, &err);
+ *         is the recording what the rules say, address by address?
  */
 #ifndef KOILA_SNAPSHOT_H
 #define KOILA_SNAPSHOT_H
@@ -13,7 +16,8 @@
 extern "C" {
 #endif
 
-typedef struct koila_snapshot koila_snapshot; /* immutable once open, may be shared between threads */
+/* immutable once open, may be shared between threads */
+typedef struct koila_snapshot koila_snapshot;
 
 /** Where the bytes are: in memory (`data`), or behind `read`, which is asked once, forward. */
 typedef struct koila_source {
@@ -29,13 +33,17 @@ typedef struct koila_limits {
     uint32_t struct_size;
     uint32_t max_nesting;      /**< default 64 */
     uint64_t max_string_bytes; /**< default 16 MiB */
-    uint64_t max_memory_bytes; /**< host memory in all; default and upper bound 32 x input + 64 MiB */
-    koila_allocator mem;       /**< empty: the C library's */
+    /** host memory in all; default and upper bound 32 x input + 64 MiB */
+    uint64_t max_memory_bytes;
+    koila_allocator mem; /**< empty: the C library's */
 } koila_limits;
 
-/** `lim` may be NULL. On success `*out` is yours: koila_snapshot_free(). The source is not needed any more.
- *  Expected: KOILA_BAD_INPUT (`e->offset` is the byte), KOILA_NO_MEMORY. Nothing stays allocated then. */
-KOILA_API koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim, koila_snapshot **out, koila_error *e);
+/** `lim` may be NULL. On success `*out` is yours: koila_snapshot_free(). The source is not needed
+ * any more.
+ *  Expected: KOILA_BAD_INPUT (`e->offset` is the byte), KOILA_NO_MEMORY. Nothing stays
+ *      allocated then. */
+KOILA_API koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim,
+                                           koila_snapshot **out, koila_error *e);
 KOILA_API void koila_snapshot_free(koila_snapshot *s);
 
 #define KOILA_NO_STACK 0u
@@ -43,11 +51,12 @@ KOILA_API void koila_snapshot_free(koila_snapshot *s);
 typedef struct koila_snapshot_info {
     uint32_t struct_size;
     uint32_t n_devices;
-    uint64_t n_bytes, n_entries, n_segments, n_blocks, n_annotations, n_unknown_keys, n_skipped_entries;
-    bool is_json, has_traces;  /**< has_traces: false = state only */
-    bool has_pool_ids;         /**< entries name their pool (torch 2.13) */
+    uint64_t n_bytes, n_entries, n_segments, n_blocks, n_annotations, n_unknown_keys,
+        n_skipped_entries;
+    bool is_json, has_traces; /**< has_traces: false = state only */
+    bool has_pool_ids;        /**< entries name their pool (torch 2.13) */
     bool has_settings;
-    const char *conf;          /**< PYTORCH_CUDA_ALLOC_CONF as recorded, "" if none; borrowed */
+    const char *conf; /**< PYTORCH_CUDA_ALLOC_CONF as recorded, "" if none; borrowed */
 } koila_snapshot_info;
 KOILA_API void koila_snapshot_get_info(const koila_snapshot *s, koila_snapshot_info *out);
 
@@ -63,10 +72,13 @@ typedef struct koila_entry {
 /** Number of trace entries of one device. */
 KOILA_API uint64_t koila_snapshot_n_entries(const koila_snapshot *s, uint32_t device);
 /** `*out` (its struct_size set) gets entry i. False past the end. */
-KOILA_API bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, uint64_t i, koila_entry *out);
+KOILA_API bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, uint64_t i,
+                                    koila_entry *out);
 
-/** The segments of one device when the snapshot was taken, by address; the next one is struct_size bytes further on. Borrowed until koila_snapshot_free. */
-KOILA_API const koila_segment *koila_snapshot_segments(const koila_snapshot *s, uint32_t device, size_t *n);
+/** The segments of one device when the snapshot was taken, by address; the next one is struct_size
+ * bytes further on. Borrowed until koila_snapshot_free. */
+KOILA_API const koila_segment *koila_snapshot_segments(const koila_snapshot *s, uint32_t device,
+                                                       size_t *n);
 /** The stack of a live block of those, KOILA_NO_STACK if not recorded. */
 KOILA_API uint32_t koila_snapshot_block_stack(const koila_snapshot *s, const koila_block *block);
 
@@ -75,62 +87,92 @@ typedef struct koila_frame {
     uint32_t line;
 } koila_frame;
 /** The i-th frame of a stack, innermost first. False past the end. */
-KOILA_API bool koila_snapshot_frame(const koila_snapshot *s, uint32_t stack, uint32_t i, koila_frame *out);
+KOILA_API bool koila_snapshot_frame(const koila_snapshot *s, uint32_t stack, uint32_t i,
+                                    koila_frame *out);
 
 typedef struct koila_annotation {
     const char *name, *stage; /**< stage: START or END */
     int64_t time_us;
     uint32_t device;
 } koila_annotation;
-KOILA_API bool koila_snapshot_annotation(const koila_snapshot *s, uint64_t i, koila_annotation *out);
+KOILA_API bool koila_snapshot_annotation(const koila_snapshot *s, uint64_t i,
+                                         koila_annotation *out);
 
-/** The settings the recording ran with, as far as the snapshot says. `torch_version` NULL: inferred from the fields present.
- *  Expected: KOILA_UNSUPPORTED (another allocator), KOILA_BAD_INPUT (a configuration string torch cannot have accepted). */
-KOILA_API koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device, const char *torch_version, koila_cache_config *out, koila_error *e);
+/** The settings the recording ran with, as far as the snapshot says. `torch_version` NULL: inferred
+ * from the fields present.
+ *  Expected: KOILA_UNSUPPORTED (another allocator), KOILA_BAD_INPUT (a configuration string
+ *      torch cannot have accepted). */
+KOILA_API koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device,
+                                             const char *torch_version, koila_cache_config *out,
+                                             koila_error *e);
 
 /* ---- replay */
 
-typedef enum koila_verdict { KOILA_EXACT, KOILA_EXACT_WITH_DECISIONS, KOILA_DIFFERS, KOILA_NOT_CHECKABLE, KOILA_STATE_ONLY } koila_verdict;
+typedef enum koila_verdict {
+    KOILA_EXACT,
+    KOILA_EXACT_WITH_DECISIONS,
+    KOILA_DIFFERS,
+    KOILA_NOT_CHECKABLE,
+    KOILA_STATE_ONLY
+} koila_verdict;
 
 /** What replay found and counted; all byte counts in bytes. */
 typedef struct koila_replay_result {
     uint32_t struct_size;
     koila_verdict verdict;
-    char reason[240];          /**< differs: expected and recorded; not checkable: why; exact: why the end was not checked, or "" */
-    uint64_t at_entry;         /**< of a difference */
+    /** differs: expected and recorded; not checkable: why; exact: why the end was not checked, or
+     * "" */
+    char reason[240];
+    uint64_t at_entry;                                               /**< of a difference */
     uint64_t n_entries, n_addresses, n_segment_events, n_end_blocks; /**< what was checked */
-    uint64_t n_retries, n_retry_or_empty, n_empty, n_cap_set, n_expandable_switched, n_collected; /**< external decisions */
-    uint64_t n_start_blocks, n_assumed; /**< live before the first entry; of them with an assumed size */
-    bool reservations_inferred;         /**< expandable: where a reservation begins and ends was inferred */
+    /** external decisions */
+    uint64_t n_retries, n_retry_or_empty, n_empty, n_cap_set, n_expandable_switched, n_collected;
+    /** live before the first entry; of them with an assumed size */
+    uint64_t n_start_blocks, n_assumed;
+    /** expandable: where a reservation begins and ends was inferred */
+    bool reservations_inferred;
     bool end_checked;
     uint32_t torch_version;
-    const char *verified; /**< how the rules of that version are known */
+    const char *verified;  /**< how the rules of that version are known */
     koila_cache_stat stat; /**< from the first entry on */
-    uint64_t peak_allocated, peak_active, peak_reserved, peak_entry; /**< peak_entry: where reserved was highest first */
+    /** peak_entry: where reserved was highest first */
+    uint64_t peak_allocated, peak_active, peak_reserved, peak_entry;
     uint64_t peak_allocated_entry;
-    bool peak_added_up; /**< the peak of reserved is after the entry where the replay stopped: sums of what the trace says; what was lost is not known */
-    /* where bytes were lost, when `reserved` was at its peak; they add up to reserved - requested (+ waiting) */
+    /** the peak of reserved is after the entry where the replay stopped: sums of what the trace
+     * says; what was lost is not known */
+    bool peak_added_up;
+    /* where bytes were lost, when `reserved` was at its peak; they add up to reserved - requested
+     * (+ waiting) */
     uint64_t at_peak_requested, lost_rounding, lost_unsplit, lost_pinned, lost_whole, waiting;
     uint64_t n_ooms;
     uint64_t first_oom_entry; /**< UINT64_MAX: none */
 } koila_replay_result;
 
-/** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is set by the call.
- *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device), KOILA_BAD_INPUT (the trace tells everything, and frees
+/** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is
+ * set by the call.
+ *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device),
+ *      KOILA_BAD_INPUT (the trace tells everything, and frees
  *  what is not allocated, or allocates what is). A difference is not an error. */
-KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_replay_result *out, koila_error *e);
+KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device,
+                                    const koila_cache_config *c, koila_replay_result *out,
+                                    koila_error *e);
 
 typedef struct koila_whatif_result {
     uint32_t struct_size;
-    bool fits, approximate_start; /**< approximate_start: blocks live before recording were laid out afresh */
-    koila_cache_stat stat;        /**< of the run, start included */
+    /** approximate_start: blocks live before recording were laid out afresh */
+    bool fits, approximate_start;
+    koila_cache_stat stat;                             /**< of the run, start included */
     uint64_t n_ooms, first_oom_entry, first_oom_bytes; /**< first_oom_entry: UINT64_MAX = none */
-    uint64_t spare_bytes;         /**< total - outside - peak device bytes, 0 without a total */
+    uint64_t spare_bytes; /**< total - outside - peak device bytes, 0 without a total */
 } koila_whatif_result;
-/** The recorded requests under other settings and limits (those of `c`): would they fit? Requests that fail are skipped. */
-KOILA_API koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_whatif_result *out, koila_error *e);
+/** The recorded requests under other settings and limits (those of `c`): would they fit? Requests
+ * that fail are skipped. */
+KOILA_API koila_status koila_whatif(const koila_snapshot *s, uint32_t device,
+                                    const koila_cache_config *c, koila_whatif_result *out,
+                                    koila_error *e);
 
-/** The requests of a recording as a timeline: `f` is called after each entry with the state then. For pictures; same rules as replay. */
+/** The requests of a recording as a timeline: `f` is called after each entry with the state then.
+ * For pictures; same rules as replay. */
 typedef struct koila_moment {
     uint32_t struct_size;
     uint64_t entry;
@@ -141,11 +183,15 @@ typedef struct koila_moment {
     uint32_t stack;
 } koila_moment;
 typedef void (*koila_moment_fn)(void *user, const koila_moment *m);
-/** Replays as far as the recording allows, then (after a difference) adds up what the trace says. `c` NULL: koila_snapshot_config.
- *  After entry `until` (UINT64_MAX: the last) `blocks` (may be NULL) sees every block of that moment, if the replay got so far:
+/** Replays as far as the recording allows, then (after a difference) adds up what the trace says.
+ * `c` NULL: koila_snapshot_config.
+ *  After entry `until` (UINT64_MAX: the last) `blocks` (may be NULL) sees every block of that
+ *      moment, if the replay got so far:
  *  `*exact` says whether it did. */
-KOILA_API koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_moment_fn f, void *f_user,
-                                      uint64_t until, koila_block_fn blocks, void *blocks_user, bool *exact, koila_error *e);
+KOILA_API koila_status koila_timeline(const koila_snapshot *s, uint32_t device,
+                                      const koila_cache_config *c, koila_moment_fn f, void *f_user,
+                                      uint64_t until, koila_block_fn blocks, void *blocks_user,
+                                      bool *exact, koila_error *e);
 
 #ifdef __cplusplus
 }

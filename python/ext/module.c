@@ -1,4 +1,5 @@
-/* module.c — koila._core: the slots and the order in which the parts are added. Each part adds its names to the module in one function. */
+/* module.c — koila._core: the slots and the order in which the parts are added. Each part adds its
+ * names to the module in one function. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -14,12 +15,19 @@ int koila__module_add(PyObject *m); /* capture.c */
 
 static int exec(PyObject *m)
 {
-    if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0) return -1;
-    if (koila__module_add(m) < 0) return -1;
-    if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0) return -1;
-    if (koila__run_module_add(m) < 0) return -1;
-    if (koila__truth_add_module(m) < 0) return -1;
-    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 || koila__report_add_module(m) < 0 || koila__timeline_add_module(m) < 0) return -1;
+    if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0)
+        return -1;
+    if (koila__module_add(m) < 0)
+        return -1;
+    if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0)
+        return -1;
+    if (koila__run_module_add(m) < 0)
+        return -1;
+    if (koila__truth_add_module(m) < 0)
+        return -1;
+    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 ||
+        koila__report_add_module(m) < 0 || koila__timeline_add_module(m) < 0)
+        return -1;
     return 0;
 }
 
@@ -28,6 +36,7 @@ static PyModuleDef_Slot slots[] = {
     { 0, NULL },
 };
 
-static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "koila._core", .m_doc = "The C part of koila.", .m_size = 0, .m_slots = slots };
+static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "koila._core",
+                                  .m_doc = "The C part of koila.", .m_size = 0, .m_slots = slots };
 
 PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&def); }

@@ -5,38 +5,51 @@
 #include "base/base.h"
 #include "koila/cache.h"
 
-/* Stands in for the CUDA driver: replay gives recorded addresses here, and says where cudaMalloc must have failed.
- * These two may call koila_cache_complete and nothing else. */
+/* Stands in for the CUDA driver: replay gives recorded addresses here, and says where cudaMalloc
+ * must have failed. These two may call koila_cache_complete and nothing else. */
 typedef struct koila__cache_driver {
     void *user;
-    /* A new segment (cudaMalloc), a new reservation (`size` is its address space) or pages at a known address. false: no memory.
-     * `*addr` is proposed, and may be changed for the first two. */
+    /* A new segment (cudaMalloc), a new reservation (`size` is its address space) or pages at a
+     * known address. false: no memory. `*addr` is proposed, and may be changed for the first two.
+     */
     bool (*give)(void *user, koila_event_kind kind, uint64_t size, uint64_t stream, uint64_t *addr);
-    /* All waiting blocks are about to be completed; the driver may complete some first, in another order. */
+    /* All waiting blocks are about to be completed; the driver may complete some first, in another
+     * order. */
     void (*before_sync)(void *user);
 } koila__cache_driver;
 enum { KOILA__RESERVATION = 100 }; /* a koila_event_kind of give() only */
-void koila__cache_set_driver(koila_cache *c, const koila__cache_driver *driver); /* NULL: back to limits and default addresses */
+/* NULL: back to limits and default addresses */
+void koila__cache_set_driver(koila_cache *c, const koila__cache_driver *driver);
 
-/* koila_cache_malloc, but KOILA_BAD_ARGUMENT unless a free block gives `expected` at once; the state is then as it was. */
-koila_status koila__cache_malloc_at(koila_cache *c, uint64_t bytes, uint64_t stream, koila_pool pool, uint64_t expected);
-/* Garbage collection with an unknown cap: `n_rounds` rounds. Returns the number of blocks released. */
+/* koila_cache_malloc, but KOILA_BAD_ARGUMENT unless a free block gives `expected` at once; the
+ * state is then as it was. */
+koila_status koila__cache_malloc_at(koila_cache *c, uint64_t bytes, uint64_t stream,
+                                    koila_pool pool, uint64_t expected);
+/* Garbage collection with an unknown cap: `n_rounds` rounds. Returns the number of blocks released.
+ */
 size_t koila__cache_collect(koila_cache *c, size_t n_rounds);
-void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf); /* keeps the state; same large segment size */
+/* keeps the state; same large segment size */
+void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf);
 
-/* For a what-if, behind a mark: peaks start from here, and `margin` bytes of the device (if it has a limit) are not there. */
+/* For a what-if, behind a mark: peaks start from here, and `margin` bytes of the device (if it has
+ * a limit) are not there. */
 void koila__cache_begin(koila_cache *c, uint64_t margin);
-/* Bytes that are not handed out nor waiting to be free: what requests can get at the most. UINT64_MAX: no limit. */
+/* Bytes that are not handed out nor waiting to be free: what requests can get at the most.
+ * UINT64_MAX: no limit. */
 uint64_t koila__cache_left(const koila_cache *c);
-/* A number that says where blocks are and what state they are in: two moments of one cache that share it go on alike. 0: cannot tell. */
+/* A number that says where blocks are and what state they are in: two moments of one cache that
+ * share it go on alike. 0: cannot tell. */
 uint64_t koila__cache_layout(const koila_cache *c);
 
-bool koila__cache_is_out(const koila_cache *c, uint64_t addr); /* handed out, or freed and waiting for another stream */
+/* handed out, or freed and waiting for another stream */
+bool koila__cache_is_out(const koila_cache *c, uint64_t addr);
 const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c); /* borrowed, live */
 
-/* Every invariant of cache_state.h's first screen. debug_level 3 runs it around each public call. */
+/* Every invariant of cache_state.h's first screen. debug_level 3 runs it around each public call.
+ */
 bool koila__cache_check(const koila_cache *c);
-/* A number that two caches share iff their visible state is the same: blocks, segments, counters. For tests of rewind. */
+/* A number that two caches share iff their visible state is the same: blocks, segments, counters.
+ * For tests of rewind. */
 uint64_t koila__cache_fingerprint(const koila_cache *c);
 /* Tests plant a fault here: shortens one block. */
 void koila__cache_break(koila_cache *c);

@@ -1,10 +1,13 @@
-/* cache_config.c — what differs between torch versions, as one table of flags; and PYTORCH_CUDA_ALLOC_CONF, read as torch reads it.
+/* cache_config.c — what differs between torch versions, as one table of flags; and
+ * PYTORCH_CUDA_ALLOC_CONF, read as torch reads it.
  *
- * A row says what is new from that version on; later rows inherit. `verified` says how we know: "recording" (replayed a recording of
- * that version without a difference), "read" (read in that version's source), "told" (known from a change's description).
+ * A row says what is new from that version on; later rows inherit. `verified` says how we know:
+ * "recording" (replayed a recording of that version without a difference), "read" (read in that
+ * version's source), "told" (known from a change's description).
  *
- * The string: key:value,key:value,...  where a value may be a list [a:b,c:d]. Blanks do not count. A string found in a snapshot was
- * accepted by torch, whose integers are read like C's strtol (30garbage is 30, -1 is no limit); one typed by a user is read strictly.
+ * The string: key:value,key:value,...  where a value may be a list [a:b,c:d]. Blanks do not count.
+ * A string found in a snapshot was accepted by torch, whose integers are read like C's strtol
+ * (30garbage is 30, -1 is no limit); one typed by a user is read strictly.
  */
 #include "allocator/cache.h"
 
@@ -17,21 +20,28 @@ typedef struct profile {
 } profile;
 
 static const profile profiles[] = {
-    { 200, 0, 0, "read", "2.0 to 2.5: max_non_split_rounding fixed at 20 MiB, a fraction of 1.0 also sets a cap" },
+    { 200, 0, 0, "read",
+      "2.0 to 2.5: max_non_split_rounding fixed at 20 MiB, a fraction of 1.0 also sets a cap" },
     { 206, KOILA_RULE_ROUNDING_SETTABLE, 0, "read", "max_non_split_rounding_mb" },
     { 208, KOILA_RULE_OOM_POOLS_LAST, 0, "told", "use_on_oom pools are a last resort" },
-    { 209, KOILA_RULE_NEW_CAP | KOILA_RULE_SKIP_EXPANDABLE, 0, "told", "per_process_memory_fraction; no cap at 1.0; expandable blocks skipped" },
-    { 210, KOILA_RULE_OOM_POOLS_FIRST | KOILA_RULE_NO_SPLIT_POOLS, KOILA_RULE_OOM_POOLS_LAST, "read", "use_on_oom before retries; no_split pools" },
+    { 209, KOILA_RULE_NEW_CAP | KOILA_RULE_SKIP_EXPANDABLE, 0, "told",
+      "per_process_memory_fraction; no cap at 1.0; expandable blocks skipped" },
+    { 210, KOILA_RULE_OOM_POOLS_FIRST | KOILA_RULE_NO_SPLIT_POOLS, KOILA_RULE_OOM_POOLS_LAST,
+      "read", "use_on_oom before retries; no_split pools" },
     { 211, KOILA_RULE_LARGE_SEGMENT, 0, "told", "large_segment_size_mb" },
-    { 213, KOILA_RULE_ROUTING_KEEPS_RETRY | KOILA_RULE_OOM_REJECT | KOILA_RULE_POOL_ID_IN_TRACE, 0, "told",
+    { 213, KOILA_RULE_ROUTING_KEEPS_RETRY | KOILA_RULE_OOM_REJECT | KOILA_RULE_POOL_ID_IN_TRACE, 0,
+      "told",
       "release-all stopped by real captures only; throw_on_cudamalloc_oom; pool_id in traces" },
 };
 
 const char *koila_cache_profile(size_t i, uint32_t *version, const char **verified)
 {
-    if (i >= KOILA_COUNT(profiles)) return NULL;
-    if (version) *version = profiles[i].version;
-    if (verified) *verified = profiles[i].verified;
+    if (i >= KOILA_COUNT(profiles))
+        return NULL;
+    if (version)
+        *version = profiles[i].version;
+    if (verified)
+        *verified = profiles[i].verified;
     return profiles[i].what;
 }
 
@@ -39,12 +49,15 @@ static bool read_version(const char *s, uint32_t *out)
 {
     uint32_t part[2] = { 0, 0 };
     for (int i = 0; i < 2; i++) {
-        if (*s < '0' || *s > '9') return false;
+        if (*s < '0' || *s > '9')
+            return false;
         for (; *s >= '0' && *s <= '9'; s++) {
             part[i] = part[i] * 10 + (uint32_t)(*s - '0');
-            if (part[i] > 99) return false;
+            if (part[i] > 99)
+                return false;
         }
-        if (i == 0 && *s++ != '.') return false;
+        if (i == 0 && *s++ != '.')
+            return false;
     }
     *out = part[0] * 100 + part[1];
     return true;
@@ -53,8 +66,10 @@ static bool read_version(const char *s, uint32_t *out)
 koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_version)
 {
     uint32_t version = profiles[KOILA_COUNT(profiles) - 1].version;
-    if (torch_version && !read_version(torch_version, &version)) return KOILA_BAD_ARGUMENT;
-    if (version < profiles[0].version) return KOILA_UNSUPPORTED;
+    if (torch_version && !read_version(torch_version, &version))
+        return KOILA_BAD_ARGUMENT;
+    if (version < profiles[0].version)
+        return KOILA_UNSUPPORTED;
     memset(c, 0, sizeof *c);
     c->struct_size = (uint32_t)sizeof *c;
     for (size_t i = 0; i < KOILA_COUNT(profiles) && profiles[i].version <= version; i++) {
@@ -68,11 +83,15 @@ koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_ve
     return KOILA_OK;
 }
 
-koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction, uint64_t total_global, uint64_t info_total)
+koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction,
+                                         uint64_t total_global, uint64_t info_total)
 {
-    if (!(fraction > 0.0 && fraction <= 1.0)) return KOILA_BAD_ARGUMENT;
-    if (c->rules & KOILA_RULE_NEW_CAP) c->cap_bytes = fraction < 1.0 ? (uint64_t)(fraction * (double)total_global) : 0;
-    else c->cap_bytes = (uint64_t)(fraction * (double)info_total);
+    if (!(fraction > 0.0 && fraction <= 1.0))
+        return KOILA_BAD_ARGUMENT;
+    if (c->rules & KOILA_RULE_NEW_CAP)
+        c->cap_bytes = fraction < 1.0 ? (uint64_t)(fraction * (double)total_global) : 0;
+    else
+        c->cap_bytes = (uint64_t)(fraction * (double)info_total);
     return KOILA_OK;
 }
 
@@ -90,13 +109,15 @@ typedef struct scan {
 
 static koila_status bad(scan *s, const char *key, const char *value, const char *range)
 {
-    return koila__fail(s->e, KOILA_BAD_INPUT, (uint64_t)(s->p - s->start), "%s: '%.40s' is not valid, expected %s", key, value, range);
+    return koila__fail(s->e, KOILA_BAD_INPUT, (uint64_t)(s->p - s->start),
+                       "%s: '%.40s' is not valid, expected %s", key, value, range);
 }
 
 static bool is_blank(char ch) { return ch == ' ' || (ch >= '\t' && ch <= '\r'); }
 static char peek(scan *s)
 {
-    while (is_blank(*s->p)) s->p++;
+    while (is_blank(*s->p))
+        s->p++;
     return *s->p == '=' && s->strict ? ':' : *s->p;
 }
 static bool take(scan *s, char ch) { return peek(s) == ch ? s->p++, true : false; }
@@ -106,7 +127,8 @@ static bool token(scan *s, char out[TOKEN_MAX])
 {
     size_t n = 0;
     for (char ch; (ch = peek(s)) && ch != ',' && ch != ':' && ch != '[' && ch != ']'; s->p++) {
-        if (n + 1 >= TOKEN_MAX) return false;
+        if (n + 1 >= TOKEN_MAX)
+            return false;
         out[n++] = *s->p;
     }
     out[n] = 0;
@@ -117,12 +139,16 @@ static bool token(scan *s, char out[TOKEN_MAX])
 static bool read_count(const scan *s, const char *t, uint64_t *out)
 {
     bool negative = *t == '-' && !s->strict;
-    if (negative || (*t == '+' && !s->strict)) t++;
-    if (*t < '0' || *t > '9') return false;
+    if (negative || (*t == '+' && !s->strict))
+        t++;
+    if (*t < '0' || *t > '9')
+        return false;
     uint64_t n = 0;
     for (; *t >= '0' && *t <= '9'; t++)
-        if (!koila__mul(n, 10, &n) || !koila__add(n, (uint64_t)(*t - '0'), &n)) return false;
-    if (*t && s->strict) return false;
+        if (!koila__mul(n, 10, &n) || !koila__add(n, (uint64_t)(*t - '0'), &n))
+            return false;
+    if (*t && s->strict)
+        return false;
     *out = negative ? KOILA_NO_LIMIT : n;
     return true;
 }
@@ -140,7 +166,8 @@ static bool read_real(const scan *s, const char *t, double *out)
         }
         any = true;
         if (n_digits >= 15) {
-            if (s->strict) return false;
+            if (s->strict)
+                return false;
             scale -= !dot;
             continue;
         }
@@ -148,9 +175,11 @@ static bool read_real(const scan *s, const char *t, double *out)
         n_digits += digits != 0;
         scale += dot;
     }
-    if (!any || (*t && s->strict) || scale < 0 || scale > 22) return false;
+    if (!any || (*t && s->strict) || scale < 0 || scale > 22)
+        return false;
     double ten = 1.0;
-    for (; scale > 0; scale--) ten *= 10.0;
+    for (; scale > 0; scale--)
+        ten *= 10.0;
     *out = (double)digits / ten;
     return true;
 }
@@ -160,42 +189,62 @@ static bool is_power_of_two(uint64_t n) { return n && !(n & (n - 1)); }
 static koila_status set_mib(scan *s, const char *key, const char *value, uint64_t *out)
 {
     uint64_t n;
-    if (!read_count(s, value, &n)) return bad(s, key, value, "a whole number of MiB");
-    if (!koila__mul(n, MIB, out)) *out = KOILA_NO_LIMIT;
+    if (!read_count(s, value, &n))
+        return bad(s, key, value, "a whole number of MiB");
+    if (!koila__mul(n, MIB, out))
+        *out = KOILA_NO_LIMIT;
     return KOILA_OK;
 }
 
 static koila_status set_flag(scan *s, const char *key, const char *value, uint8_t *out)
 {
-    if (strcmp(value, "True") && strcmp(value, "False")) return bad(s, key, value, "True or False");
+    if (strcmp(value, "True") && strcmp(value, "False"))
+        return bad(s, key, value, "True or False");
     *out = value[0] == 'T';
     return KOILA_OK;
 }
 
-static koila_status set_max_split(scan *s, const char *k, const char *v) { return set_mib(s, k, v, &s->c->max_split_bytes); }
+static koila_status set_max_split(scan *s, const char *k, const char *v)
+{
+    return set_mib(s, k, v, &s->c->max_split_bytes);
+}
 static koila_status set_rounding(scan *s, const char *k, const char *v)
 {
     s->c->rounding_set = 1;
     return set_mib(s, k, v, &s->c->max_non_split_rounding_bytes);
 }
-static koila_status set_large(scan *s, const char *k, const char *v) { return set_mib(s, k, v, &s->c->large_segment_bytes); }
+static koila_status set_large(scan *s, const char *k, const char *v)
+{
+    return set_mib(s, k, v, &s->c->large_segment_bytes);
+}
 static koila_status set_gc(scan *s, const char *k, const char *v)
 {
     double x;
-    if (!read_real(s, v, &x) || !(x > 0.0 && x < 1.0)) return bad(s, k, v, "a number strictly between 0 and 1");
+    if (!read_real(s, v, &x) || !(x > 0.0 && x < 1.0))
+        return bad(s, k, v, "a number strictly between 0 and 1");
     s->c->gc_threshold = x;
     return KOILA_OK;
 }
 static koila_status set_fraction(scan *s, const char *k, const char *v)
 {
     double x;
-    if (!read_real(s, v, &x) || !(x >= 0.0 && x <= 1.0)) return bad(s, k, v, "a number from 0 to 1");
+    if (!read_real(s, v, &x) || !(x >= 0.0 && x <= 1.0))
+        return bad(s, k, v, "a number from 0 to 1");
     s->c->memory_fraction = x;
     return KOILA_OK;
 }
-static koila_status set_expandable(scan *s, const char *k, const char *v) { return set_flag(s, k, v, &s->c->expandable); }
-static koila_status set_release_lock(scan *s, const char *k, const char *v) { return set_flag(s, k, v, &s->c->release_lock); }
-static koila_status set_reject(scan *s, const char *k, const char *v) { return set_flag(s, k, v, &s->c->oom_reject); }
+static koila_status set_expandable(scan *s, const char *k, const char *v)
+{
+    return set_flag(s, k, v, &s->c->expandable);
+}
+static koila_status set_release_lock(scan *s, const char *k, const char *v)
+{
+    return set_flag(s, k, v, &s->c->release_lock);
+}
+static koila_status set_reject(scan *s, const char *k, const char *v)
+{
+    return set_flag(s, k, v, &s->c->oom_reject);
+}
 static koila_status set_ignored_flag(scan *s, const char *k, const char *v)
 {
     uint8_t unused;
@@ -208,9 +257,12 @@ static koila_status set_ignored_count(scan *s, const char *k, const char *v)
 }
 static koila_status set_backend(scan *s, const char *k, const char *v)
 {
-    if (!strcmp(v, "native")) return KOILA_OK;
+    if (!strcmp(v, "native"))
+        return KOILA_OK;
     if (!strcmp(v, "cudaMallocAsync") || !strcmp(v, "hipMallocAsync"))
-        return koila__fail(s->e, KOILA_UNSUPPORTED, 0, "backend:%s is the driver's own allocator: only 'native' can be simulated", v);
+        return koila__fail(
+            s->e, KOILA_UNSUPPORTED, 0,
+            "backend:%s is the driver's own allocator: only 'native' can be simulated", v);
     return bad(s, k, v, "native");
 }
 static koila_status refuse_reserve(scan *s, const char *k, const char *v)
@@ -231,20 +283,26 @@ static koila_status division(scan *s, const char *key, const char *t, uint32_t *
 /* One number for all sizes, or [mib:number,...,>:number]. */
 static koila_status set_divisions(scan *s, const char *key)
 {
-    uint32_t *of = s->c->divisions, n = 0;
+    uint32_t *of = s->c->divisions;
+    uint32_t n = 0;
     char name[TOKEN_MAX], value[TOKEN_MAX];
     if (!take(s, '[')) {
-        if (!token(s, value)) return bad(s, key, s->p, "a number or a list");
+        if (!token(s, value))
+            return bad(s, key, s->p, "a number or a list");
         KOILA_TRY(division(s, key, value, &n));
-        if (!n) return bad(s, key, value, "a power of two, 1 to switch rounding off"); /* 0 only in a list */
-        for (int i = 0; i < 16; i++) of[i] = n;
+        /* 0 only in a list */
+        if (!n)
+            return bad(s, key, value, "a power of two, 1 to switch rounding off");
+        for (int i = 0; i < 16; i++)
+            of[i] = n;
         return KOILA_OK;
     }
     uint32_t last = 0;
     bool first = true;
     memset(of, 0, sizeof s->c->divisions);
     do {
-        if (!token(s, name) || !take(s, ':') || !token(s, value)) return bad(s, key, s->p, "[MiB:divisions,...,>:divisions]");
+        if (!token(s, name) || !take(s, ':') || !token(s, value))
+            return bad(s, key, s->p, "[MiB:divisions,...,>:divisions]");
         KOILA_TRY(division(s, key, value, &n));
         uint32_t from, to;
         if (!strcmp(name, ">")) {
@@ -252,14 +310,17 @@ static koila_status set_divisions(scan *s, const char *key)
             to = 15;
         } else {
             uint64_t mib;
-            if (!read_count(s, name, &mib) || !is_power_of_two(mib) || (s->strict && mib > 32768)) return bad(s, key, name, "a power of two from 1 to 32768, or >");
+            if (!read_count(s, name, &mib) || !is_power_of_two(mib) || (s->strict && mib > 32768))
+                return bad(s, key, name, "a power of two from 1 to 32768, or >");
             uint32_t log = 0;
-            while (mib >>= 1) log++;
+            while (mib >>= 1)
+                log++;
             to = log > 15 ? 15 : log;
             from = first ? 0 : to;
             last = to;
         }
-        for (uint32_t i = from; i <= to; i++) of[i] = n;
+        for (uint32_t i = from; i <= to; i++)
+            of[i] = n;
         first = false;
     } while (take(s, ','));
     return take(s, ']') ? KOILA_OK : bad(s, key, s->p, "a closing ]");
@@ -297,45 +358,69 @@ static const struct {
 /* A key newer than this table, in a snapshot: its value is passed over. */
 static void skip_value(scan *s)
 {
-    for (int depth = 0; peek(s) && (depth || peek(s) != ','); s->p++) depth += *s->p == '[' ? 1 : *s->p == ']' && depth ? -1 : 0;
+    for (int depth = 0; peek(s) && (depth || peek(s) != ','); s->p++)
+        depth += *s->p == '[' ? 1 : *s->p == ']' && depth ? -1 : 0;
 }
 
-koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict, koila_error *e)
+koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict,
+                                      koila_error *e)
 {
-    if (!conf) return KOILA_OK;
+    if (!conf)
+        return KOILA_OK;
     koila_cache_config fresh = *c; /* assigned last: a failed call changes nothing */
     scan s = { conf, strict, &fresh, e, conf };
     char key[TOKEN_MAX], value[TOKEN_MAX];
     while (peek(&s)) {
-        if (take(&s, ',')) continue;
-        if (!token(&s, key) || !*key || !take(&s, ':')) return bad(&s, "settings", s.p, "key:value,key:value");
+        if (take(&s, ','))
+            continue;
+        if (!token(&s, key) || !*key || !take(&s, ':'))
+            return bad(&s, "settings", s.p, "key:value,key:value");
         size_t i = 0;
-        while (i < KOILA_COUNT(keys) && strcmp(key, keys[i].key)) i++;
+        while (i < KOILA_COUNT(keys) && strcmp(key, keys[i].key))
+            i++;
         if (i == KOILA_COUNT(keys)) {
-            if (!strncmp(key, "expandable_segments_reserve", 27)) KOILA_TRY(refuse_reserve(&s, key, ""));
-            if (strict) return koila__fail(e, KOILA_BAD_INPUT, (uint64_t)(s.p - conf), "%s: no such setting", key);
+            if (!strncmp(key, "expandable_segments_reserve", 27))
+                KOILA_TRY(refuse_reserve(&s, key, ""));
+            if (strict)
+                return koila__fail(e, KOILA_BAD_INPUT, (uint64_t)(s.p - conf),
+                                   "%s: no such setting", key);
             skip_value(&s);
         } else if (!keys[i].set) {
             KOILA_TRY(set_divisions(&s, key));
         } else {
-            if (!token(&s, value)) return bad(&s, key, s.p, "a short value");
+            if (!token(&s, value))
+                return bad(&s, key, s.p, "a short value");
             KOILA_TRY(keys[i].set(&s, key, value));
         }
-        if (peek(&s) && !take(&s, ',')) return bad(&s, key, s.p, "',' or the end after the value");
+        if (peek(&s) && !take(&s, ','))
+            return bad(&s, key, s.p, "',' or the end after the value");
     }
-    if (strict && fresh.large_segment_bytes != 20 * MIB && !(fresh.rules & KOILA_RULE_LARGE_SEGMENT))
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "large_segment_size_mb: not known to torch %u.%u, from 2.11 on", fresh.torch_version / 100, fresh.torch_version % 100);
+    if (strict && fresh.large_segment_bytes != 20 * MIB &&
+        !(fresh.rules & KOILA_RULE_LARGE_SEGMENT))
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "large_segment_size_mb: not known to torch %u.%u, from 2.11 on",
+                           fresh.torch_version / 100, fresh.torch_version % 100);
     if (strict && fresh.rounding_set && !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE))
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "max_non_split_rounding_mb: not known to torch %u.%u, from 2.6 on", fresh.torch_version / 100, fresh.torch_version % 100);
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "max_non_split_rounding_mb: not known to torch %u.%u, from 2.6 on",
+                           fresh.torch_version / 100, fresh.torch_version % 100);
     if (strict && fresh.oom_reject && !(fresh.rules & KOILA_RULE_OOM_REJECT))
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "throw_on_cudamalloc_oom: not known to torch %u.%u, from 2.13 on", fresh.torch_version / 100, fresh.torch_version % 100);
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "throw_on_cudamalloc_oom: not known to torch %u.%u, from 2.13 on",
+                           fresh.torch_version / 100, fresh.torch_version % 100);
     if (fresh.large_segment_bytes <= 10 * MIB || fresh.large_segment_bytes > (uint64_t)1 << 50)
         return koila__fail(e, KOILA_BAD_INPUT, 0, "large_segment_size_mb: must be more than 10");
-    if (!fresh.rounding_set || !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE)) fresh.max_non_split_rounding_bytes = fresh.large_segment_bytes;
+    if (!fresh.rounding_set || !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE))
+        fresh.max_non_split_rounding_bytes = fresh.large_segment_bytes;
     if (fresh.max_split_bytes < fresh.large_segment_bytes)
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "max_split_size_mb: must be %u or more (the large segment size)", (unsigned)(fresh.large_segment_bytes / MIB));
-    if (strict && fresh.max_non_split_rounding_bytes < fresh.large_segment_bytes) /* torch 2.13 takes it */
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "max_non_split_rounding_mb: must be %u or more (the large segment size)", (unsigned)(fresh.large_segment_bytes / MIB));
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "max_split_size_mb: must be %u or more (the large segment size)",
+                           (unsigned)(fresh.large_segment_bytes / MIB));
+    /* torch 2.13 takes it */
+    if (strict && fresh.max_non_split_rounding_bytes < fresh.large_segment_bytes)
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "max_non_split_rounding_mb: must be %u or more (the large segment size)",
+                           (unsigned)(fresh.large_segment_bytes / MIB));
     *c = fresh;
     return KOILA_OK;
 }

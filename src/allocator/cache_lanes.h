@@ -1,9 +1,12 @@
-/* cache_lanes.h — ordered sets of free blocks, and of unmapped ones. In a header, so that the search in cache.c is one piece of code.
+/* cache_lanes.h — ordered sets of free blocks, and of unmapped ones. In a header, so that the
+ * search in cache.c is one piece of code.
  *
- * Free blocks. Best fit needs "the smallest block >= r, ties to the lowest address" in an ordered set. One tree per lane is ten cache
- * misses deep; so a lane has one bin per size class (32 to an octave, in units of 512 B), a bitmap of non-empty bins, and in each bin a
- * treap of the few blocks there. The treap lives in the blocks (left, right), its priorities are a hash of the block's index: inserting
- * never allocates, the shape does not depend on history, and a bin of ten thousand equal blocks still costs a logarithm.
+ * Free blocks. Best fit needs "the smallest block >= r, ties to the lowest address" in an ordered
+ * set. One tree per lane is ten cache misses deep; so a lane has one bin per size class (32 to an
+ * octave, in units of 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks
+ * there. The treap lives in the blocks (left, right), its priorities are a hash of the block's
+ * index: inserting never allocates, the shape does not depend on history, and a bin of ten thousand
+ * equal blocks still costs a logarithm.
  */
 #ifndef KOILA_SRC_CACHE_LANES_H
 #define KOILA_SRC_CACHE_LANES_H
@@ -12,9 +15,11 @@
 
 static inline uint32_t bin_of(const lane *l, uint64_t size)
 {
-    if (!l->binned) return 0;
+    if (!l->binned)
+        return 0;
     uint64_t u = size / UNIT;
-    if (u < 32) return (uint32_t)u;
+    if (u < 32)
+        return (uint32_t)u;
     uint32_t octave = 63 - (uint32_t)__builtin_clzll(u);
     uint32_t bin = 32 * (octave - 4) + (uint32_t)(u >> (octave - 5) & 31);
     return bin < N_BINS ? bin : N_BINS - 1;
@@ -22,13 +27,17 @@ static inline uint32_t bin_of(const lane *l, uint64_t size)
 
 static inline bool before(const block *x, const block *y, bool by_size)
 {
-    if (by_size && x->size != y->size) return x->size < y->size;
+    if (by_size && x->size != y->size)
+        return x->size < y->size;
     return x->addr < y->addr;
 }
 
 static inline uint32_t priority(uint32_t b) { return b * 2654435761u; }
 
-static inline uint32_t root_of(const lane *l, uint32_t bin) { return bin == UNMAPPED_BIN ? l->unmapped : l->root[bin]; }
+static inline uint32_t root_of(const lane *l, uint32_t bin)
+{
+    return bin == UNMAPPED_BIN ? l->unmapped : l->root[bin];
+}
 
 static inline void set_root_raw(lane *l, uint32_t bin, uint32_t to)
 {
@@ -37,14 +46,20 @@ static inline void set_root_raw(lane *l, uint32_t bin, uint32_t to)
         return;
     }
     l->root[bin] = to;
-    uint64_t bit = (uint64_t)1 << (bin & 63), word = bin >> 6;
-    if (to) l->bits[word] |= bit;
-    else l->bits[word] &= ~bit;
-    if (l->bits[word]) l->words |= (uint64_t)1 << word;
-    else l->words &= ~((uint64_t)1 << word);
+    uint64_t bit = (uint64_t)1 << (bin & 63);
+    uint64_t word = bin >> 6;
+    if (to)
+        l->bits[word] |= bit;
+    else
+        l->bits[word] &= ~bit;
+    if (l->bits[word])
+        l->words |= (uint64_t)1 << word;
+    else
+        l->words &= ~((uint64_t)1 << word);
 }
 
-static inline void set_link(koila_cache *c, uint32_t lane_i, uint32_t bin, uint32_t parent, int side, uint32_t to)
+static inline void set_link(koila_cache *c, uint32_t lane_i, uint32_t bin, uint32_t parent,
+                            int side, uint32_t to)
 {
     if (parent) {
         wr(c, parent)->link[side] = to;
@@ -63,7 +78,8 @@ static inline void tree_insert(koila_cache *c, uint32_t b, uint32_t bin)
     block *x = wr(c, b);
     const uint32_t lane_i = x->lane;
     const bool by_size = bin != UNMAPPED_BIN;
-    uint32_t parent = 0, at = root_of(c->lanes[lane_i], bin);
+    uint32_t parent = 0;
+    uint32_t at = root_of(c->lanes[lane_i], bin);
     int side = 0;
     while (at && priority(at) >= priority(b)) {
         parent = at;
@@ -90,7 +106,8 @@ static inline void tree_erase(koila_cache *c, uint32_t b, uint32_t bin)
     const block *x = &c->blocks[b];
     const uint32_t lane_i = x->lane;
     const bool by_size = bin != UNMAPPED_BIN;
-    uint32_t parent = 0, at = root_of(c->lanes[lane_i], bin);
+    uint32_t parent = 0;
+    uint32_t at = root_of(c->lanes[lane_i], bin);
     int side = 0;
     while (at != b) {
         koila_assert(at);
@@ -98,14 +115,19 @@ static inline void tree_erase(koila_cache *c, uint32_t b, uint32_t bin)
         side = before(&c->blocks[at], x, by_size);
         at = c->blocks[at].link[side];
     }
-    uint32_t l = x->link[LEFT], r = x->link[RIGHT];
+    uint32_t l = x->link[LEFT];
+    uint32_t r = x->link[RIGHT];
     while (l && r) {
         if (priority(l) >= priority(r)) {
             set_link(c, lane_i, bin, parent, side, l);
-            parent = l, side = RIGHT, l = c->blocks[l].link[RIGHT];
+            parent = l;
+            side = RIGHT;
+            l = c->blocks[l].link[RIGHT];
         } else {
             set_link(c, lane_i, bin, parent, side, r);
-            parent = r, side = LEFT, r = c->blocks[r].link[LEFT];
+            parent = r;
+            side = LEFT;
+            r = c->blocks[r].link[LEFT];
         }
     }
     set_link(c, lane_i, bin, parent, side, l ? l : r);
@@ -119,16 +141,23 @@ static inline void free_insert(koila_cache *c, uint32_t b)
     x->born = c->pools[l->pool >> 1].n_searches[l->pool & 1];
     tree_insert(c, b, bin_of(l, x->size));
 }
-static inline void free_erase(koila_cache *c, uint32_t b) { tree_erase(c, b, bin_of(c->lanes[c->blocks[b].lane], c->blocks[b].size)); }
+static inline void free_erase(koila_cache *c, uint32_t b)
+{
+    tree_erase(c, b, bin_of(c->lanes[c->blocks[b].lane], c->blocks[b].size));
+}
 
 /* first in a bin with (size, addr) >= the key */
-static inline uint32_t bin_at_least(const koila_cache *c, const lane *l, uint32_t bin, uint64_t size, uint64_t addr)
+static inline uint32_t bin_at_least(const koila_cache *c, const lane *l, uint32_t bin,
+                                    uint64_t size, uint64_t addr)
 {
     uint32_t best = 0;
     for (uint32_t at = l->root[bin]; at;) {
         const block *x = &c->blocks[at];
-        if (x->size > size || (x->size == size && x->addr >= addr)) best = at, at = x->link[LEFT];
-        else at = x->link[RIGHT];
+        if (x->size > size || (x->size == size && x->addr >= addr)) {
+            best = at;
+            at = x->link[LEFT];
+        } else
+            at = x->link[RIGHT];
     }
     return best;
 }
@@ -136,43 +165,57 @@ static inline uint32_t bin_at_least(const koila_cache *c, const lane *l, uint32_
 static inline uint32_t bin_end(const koila_cache *c, const lane *l, uint32_t bin, int side)
 {
     uint32_t at = l->root[bin];
-    while (c->blocks[at].link[side]) at = c->blocks[at].link[side];
+    while (c->blocks[at].link[side])
+        at = c->blocks[at].link[side];
     return at;
 }
 
-static inline uint32_t lane_at_least(const koila_cache *c, const lane *l, uint64_t size, uint64_t addr)
+static inline uint32_t lane_at_least(const koila_cache *c, const lane *l, uint64_t size,
+                                     uint64_t addr)
 {
     uint32_t bin = bin_of(l, size);
     uint32_t found = l->root[bin] ? bin_at_least(c, l, bin, size, addr) : 0;
-    if (found || !l->binned) return found;
+    if (found || !l->binned)
+        return found;
     uint32_t word = (bin + 1) >> 6;
-    if (word >= N_BIN_WORDS) return 0;
+    if (word >= N_BIN_WORDS)
+        return 0;
     uint64_t bits = l->bits[word] & (~(uint64_t)0 << ((bin + 1) & 63));
     if (!bits) {
         uint64_t words = word + 1 < 64 ? l->words & (~(uint64_t)0 << (word + 1)) : 0;
-        if (!words) return 0;
+        if (!words)
+            return 0;
         word = (uint32_t)__builtin_ctzll(words);
         bits = l->bits[word];
     }
     return bin_end(c, l, word * 64 + (uint32_t)__builtin_ctzll(bits), LEFT);
 }
-static inline uint32_t lane_next(const koila_cache *c, const lane *l, uint32_t b) { return lane_at_least(c, l, c->blocks[b].size, c->blocks[b].addr + 1); }
+static inline uint32_t lane_next(const koila_cache *c, const lane *l, uint32_t b)
+{
+    return lane_at_least(c, l, c->blocks[b].size, c->blocks[b].addr + 1);
+}
 
 /* last with (size, addr) < the key */
 static inline uint32_t lane_below(const koila_cache *c, const lane *l, uint64_t size, uint64_t addr)
 {
-    uint32_t bin = bin_of(l, size), best = 0;
+    uint32_t bin = bin_of(l, size);
+    uint32_t best = 0;
     for (uint32_t at = l->root[bin]; at;) {
         const block *x = &c->blocks[at];
-        if (x->size < size || (x->size == size && x->addr < addr)) best = at, at = x->link[RIGHT];
-        else at = x->link[LEFT];
+        if (x->size < size || (x->size == size && x->addr < addr)) {
+            best = at;
+            at = x->link[RIGHT];
+        } else
+            at = x->link[LEFT];
     }
-    if (best || !bin) return best;
+    if (best || !bin)
+        return best;
     uint32_t word = (bin - 1) >> 6;
     uint64_t bits = l->bits[word] & (~(uint64_t)0 >> (63 - ((bin - 1) & 63)));
     if (!bits) {
         uint64_t words = l->words & (((uint64_t)1 << word) - 1);
-        if (!words) return 0;
+        if (!words)
+            return 0;
         word = 63 - (uint32_t)__builtin_clzll(words);
         bits = l->bits[word];
     }
@@ -185,8 +228,11 @@ static inline uint32_t unmapped_at_least(const koila_cache *c, const lane *l, ui
     uint32_t best = 0;
     for (uint32_t at = l->unmapped; at;) {
         const block *x = &c->blocks[at];
-        if (x->addr >= addr) best = at, at = x->link[LEFT];
-        else at = x->link[RIGHT];
+        if (x->addr >= addr) {
+            best = at;
+            at = x->link[LEFT];
+        } else
+            at = x->link[RIGHT];
     }
     return best;
 }

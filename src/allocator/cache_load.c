@@ -1,38 +1,58 @@
-/* cache_load.c — a cache in a given state: the segments and blocks of a snapshot, or of the live allocator. */
+/* cache_load.c — a cache in a given state: the segments and blocks of a snapshot, or of the live
+ * allocator. */
 #include "allocator/cache_lanes.h"
 
 static koila_status bad_segment(koila_error *e, size_t i, const koila_segment *s, const char *what)
 {
-    return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: %s", (unsigned long long)s->addr, what);
+    return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: %s", (unsigned long long)s->addr,
+                       what);
 }
 
 /* Arrays are the caller's, whose structs may be longer than ours. */
-static const koila_segment *segment_at(const koila_segment *s, size_t i) { return (const koila_segment *)((const char *)s + i * s->struct_size); }
-static const koila_block *block_at(const koila_segment *s, size_t i) { return (const koila_block *)((const char *)s->blocks + i * s->block_size); }
+static const koila_segment *segment_at(const koila_segment *s, size_t i)
+{
+    return (const koila_segment *)((const char *)s + i * s->struct_size);
+}
+static const koila_block *block_at(const koila_segment *s, size_t i)
+{
+    return (const koila_block *)((const char *)s->blocks + i * s->block_size);
+}
 
 static koila_status check_segment(const koila_segment *s, size_t i, koila_error *e)
 {
-    if (s->size == 0 || s->size >= REQUEST_MAX || s->addr == 0 || s->addr >= SPACE_MAX || s->addr + s->size > SPACE_MAX) return bad_segment(e, i, s, "address or size out of range");
+    if (s->size == 0 || s->size >= REQUEST_MAX || s->addr == 0 || s->addr >= SPACE_MAX ||
+        s->addr + s->size > SPACE_MAX)
+        return bad_segment(e, i, s, "address or size out of range");
     char sum[KOILA_GROUPED], size[KOILA_GROUPED];
     uint64_t at = s->addr;
     for (size_t k = 0; k < s->n_blocks; k++) {
         const koila_block *b = block_at(s, k);
-        if (b->size == 0 || b->addr != at || b->size > s->size - (at - s->addr) || b->requested >= REQUEST_MAX) return bad_segment(e, i, s, "blocks do not tile it");
-        if (b->state > KOILA_BLOCK_PENDING) return bad_segment(e, i, s, "a block's state is not known");
+        if (b->size == 0 || b->addr != at || b->size > s->size - (at - s->addr) ||
+            b->requested >= REQUEST_MAX)
+            return bad_segment(e, i, s, "blocks do not tile it");
+        if (b->state > KOILA_BLOCK_PENDING)
+            return bad_segment(e, i, s, "a block's state is not known");
         at += b->size;
     }
     if (at - s->addr != s->size)
-        return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: blocks sum to %s, segment is %s", (unsigned long long)s->addr, koila__grouped(at - s->addr, sum), koila__grouped(s->size, size));
+        return koila__fail(e, KOILA_BAD_INPUT, i, "segment 0x%llx: blocks sum to %s, segment is %s",
+                           (unsigned long long)s->addr, koila__grouped(at - s->addr, sum),
+                           koila__grouped(s->size, size));
     return KOILA_OK;
 }
 
-/* Cut `size` bytes at the end of the segment's last block off into a block of their own; the first call takes the whole. */
-static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, uint64_t requested, uint32_t state)
+/* Cut `size` bytes at the end of the segment's last block off into a block of their own; the first
+ * call takes the whole. */
+static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, uint64_t requested,
+                               uint32_t state)
 {
-    if (!koila__cache_reserve(c)) return KOILA_NO_MEMORY;
+    if (!koila__cache_reserve(c))
+        return KOILA_NO_MEMORY;
     uint32_t b = *last; /* holds all that is left */
     const uint64_t rest = c->blocks[b].size - size;
-    uint32_t seg = c->blocks[b].seg, lane_i = c->blocks[b].lane, next = 0;
+    uint32_t seg = c->blocks[b].seg;
+    uint32_t lane_i = c->blocks[b].lane;
+    uint32_t next = 0;
     if (rest) {
         next = koila__cache_block_new(c, seg, lane_i, c->blocks[b].addr + size, rest);
         splice(c, next, b, 0);
@@ -45,8 +65,10 @@ static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, ui
         c->blocks[b].requested = 0;
         koila__cache_try_merge(c, b, c->blocks[b].prev, (koila_block_state)state);
         c->blocks[b].state = state;
-        if (state == KOILA_BLOCK_FREE) free_insert(c, b);
-        else tree_insert(c, b, UNMAPPED_BIN);
+        if (state == KOILA_BLOCK_FREE)
+            free_insert(c, b);
+        else
+            tree_insert(c, b, UNMAPPED_BIN);
         return KOILA_OK;
     }
     c->blocks[b].state = KOILA_BLOCK_USED;
@@ -54,7 +76,8 @@ static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, ui
     if (state == KOILA_BLOCK_USED) {
         stat_up(c, KOILA_STAT_ALLOCATION, small, 1);
         stat_up(c, KOILA_STAT_ALLOCATED_BYTES, small, size);
-        if (size >= c->conf.max_split_bytes) up(&c->s.stat.oversize_allocations, 1);
+        if (size >= c->conf.max_split_bytes)
+            up(&c->s.stat.oversize_allocations, 1);
     } else {
         koila__cache_queue_put(c, b);
     }
@@ -75,84 +98,123 @@ static koila_status load_blocks(koila_cache *c, uint32_t *last, const koila_segm
 
 static bool same_lane(const koila_segment *a, const koila_segment *b)
 {
-    return a->is_expandable && b->is_expandable && a->is_small == b->is_small && a->stream == b->stream && a->pool.owner == b->pool.owner && a->pool.id == b->pool.id;
+    return a->is_expandable && b->is_expandable && a->is_small == b->is_small &&
+           a->stream == b->stream && a->pool.owner == b->pool.owner && a->pool.id == b->pool.id;
 }
 
-/* `list` ascending. Loads list[i], and for expandable memory what follows in the same reservation; returns how many. */
+/* `list` ascending. Loads list[i], and for expandable memory what follows in the same reservation;
+ * returns how many. */
 static koila_status load_segment(koila_cache *c, const koila_segment **list, size_t n, size_t *used)
 {
     const koila_segment *s = list[0];
-    if (!koila__cache_reserve(c)) return KOILA_NO_MEMORY;
+    if (!koila__cache_reserve(c))
+        return KOILA_NO_MEMORY;
     pool *p = koila__cache_pool(c, s->pool);
     uint32_t lane_i = p ? koila__cache_lane(c, p, s->is_small, s->stream) : NO_LANE;
-    if (lane_i == NO_LANE) return KOILA_NO_MEMORY;
+    if (lane_i == NO_LANE)
+        return KOILA_NO_MEMORY;
     uint64_t size = s->size;
     *used = 1;
     if (s->is_expandable) {
-        const uint64_t page = page_of(c, s->is_small), t = c->conf.device_bytes ? c->conf.device_bytes : c->s.total ? c->s.total : 24 * KIB * MIB;
+        const uint64_t page = page_of(c, s->is_small);
+        const uint64_t t = c->conf.device_bytes ? c->conf.device_bytes
+                           : c->s.total         ? c->s.total
+                                                : 24 * KIB * MIB;
         uint64_t space = (t + t / 8 + page - 1) / page * page;
-        while (*used < n && same_lane(s, list[*used]) && list[*used]->addr - s->addr + list[*used]->size <= space && (list[*used]->addr - s->addr) % page == 0) ++*used;
-        const uint64_t end = list[*used - 1]->addr + list[*used - 1]->size - s->addr; /* last byte in use */
-        if (*used < n && space > list[*used]->addr - s->addr) space = (list[*used]->addr - s->addr) / page * page;
-        if (s->addr + space > SPACE_MAX) space = SPACE_MAX - s->addr;
+        while (*used < n && same_lane(s, list[*used]) &&
+               list[*used]->addr - s->addr + list[*used]->size <= space &&
+               (list[*used]->addr - s->addr) % page == 0)
+            ++*used;
+        /* last byte in use */
+        const uint64_t end = list[*used - 1]->addr + list[*used - 1]->size - s->addr;
+        if (*used < n && space > list[*used]->addr - s->addr)
+            space = (list[*used]->addr - s->addr) / page * page;
+        if (s->addr + space > SPACE_MAX)
+            space = SPACE_MAX - s->addr;
         size = space < end ? end : space;
     }
-    uint32_t seg = koila__cache_seg_new(c, lane_i, s->addr, size, s->is_expandable), last = c->segs[seg].first;
+    uint32_t seg = koila__cache_seg_new(c, lane_i, s->addr, size, s->is_expandable);
+    uint32_t last = c->segs[seg].first;
     uint64_t at = s->addr;
     for (size_t i = 0; i < *used; i++) {
-        if (list[i]->addr > at) KOILA_TRY(load_block(c, &last, list[i]->addr - at, 0, KOILA_BLOCK_UNMAPPED));
+        if (list[i]->addr > at)
+            KOILA_TRY(load_block(c, &last, list[i]->addr - at, 0, KOILA_BLOCK_UNMAPPED));
         KOILA_TRY(load_blocks(c, &last, list[i]));
         at = list[i]->addr + list[i]->size;
         stat_up(c, KOILA_STAT_RESERVED_BYTES, s->is_small, list[i]->size);
         device_up(c, granules(list[i]->size));
     }
-    if (last) KOILA_TRY(load_block(c, &last, c->blocks[last].size, 0, KOILA_BLOCK_UNMAPPED));
-    if (s->is_expandable) return KOILA_OK;
+    if (last)
+        KOILA_TRY(load_block(c, &last, c->blocks[last].size, 0, KOILA_BLOCK_UNMAPPED));
+    if (s->is_expandable)
+        return KOILA_OK;
     stat_up(c, KOILA_STAT_SEGMENT, s->is_small, 1);
-    if (s->size >= c->conf.max_split_bytes) up(&c->s.stat.oversize_segments, 1);
+    if (s->size >= c->conf.max_split_bytes)
+        up(&c->s.stat.oversize_segments, 1);
     for (uint32_t b = c->segs[seg].first; b; b = c->blocks[b].next) {
-        if (c->blocks[b].state != KOILA_BLOCK_FREE || is_alone(c, b)) continue;
+        if (c->blocks[b].state != KOILA_BLOCK_FREE || is_alone(c, b))
+            continue;
         stat_up(c, KOILA_STAT_INACTIVE_SPLIT, s->is_small, 1);
         stat_up(c, KOILA_STAT_INACTIVE_SPLIT_BYTES, s->is_small, c->blocks[b].size);
     }
     return KOILA_OK;
 }
 
-koila_status koila_cache_from_segments(const koila_cache_config *conf, const koila_allocator *mem, const koila_segment *s, size_t n, koila_cache **out, koila_error *e)
+koila_status koila_cache_from_segments(const koila_cache_config *conf, const koila_allocator *mem,
+                                       const koila_segment *s, size_t n, koila_cache **out,
+                                       koila_error *e)
 {
     for (size_t i = 0; i < n; i++) {
         const koila_segment *x = segment_at(s, i);
-        if (x->struct_size < sizeof *x || x->struct_size != s->struct_size || x->block_size < sizeof *x->blocks) return koila__fail(e, KOILA_BAD_ARGUMENT, i, "koila_segment: struct_size or block_size is not set");
+        if (x->struct_size < sizeof *x || x->struct_size != s->struct_size ||
+            x->block_size < sizeof *x->blocks)
+            return koila__fail(e, KOILA_BAD_ARGUMENT, i,
+                               "koila_segment: struct_size or block_size is not set");
         KOILA_TRY(check_segment(x, i, e));
     }
     koila_cache *c;
     KOILA_TRY(koila_cache_new(conf, mem, &c, e));
     koila_status status = KOILA_OK;
-    if (n > SIZE_MAX / sizeof(koila_segment *)) return koila_cache_free(c), koila__fail(e, KOILA_BAD_ARGUMENT, 0, "too many segments");
+    if (n > SIZE_MAX / sizeof(koila_segment *)) {
+        koila_cache_free(c);
+        return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "too many segments");
+    }
     const koila_segment **list = n ? koila__realloc(&c->mem, NULL, 0, n * sizeof *list) : NULL;
-    if (n && !list) status = KOILA_NO_MEMORY;
-    for (size_t i = 0; i < n && list; i++) list[i] = segment_at(s, i);
+    if (n && !list)
+        status = KOILA_NO_MEMORY;
+    for (size_t i = 0; i < n && list; i++)
+        list[i] = segment_at(s, i);
     /* merge sort would need a copy; recordings come sorted or nearly so, hence a shell sort */
     for (size_t gap = n / 2; gap && list; gap /= 2)
         for (size_t i = gap; i < n; i++) {
             const koila_segment *x = list[i];
             size_t k = i;
-            for (; k >= gap && list[k - gap]->addr > x->addr; k -= gap) list[k] = list[k - gap];
+            for (; k >= gap && list[k - gap]->addr > x->addr; k -= gap)
+                list[k] = list[k - gap];
             list[k] = x;
         }
     for (size_t i = 1; i < n && !status; i++)
         if (list[i - 1]->addr + list[i - 1]->size > list[i]->addr)
-            status = koila__fail(e, KOILA_BAD_INPUT, (uint64_t)((const char *)list[i] - (const char *)s) / s->struct_size, "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)list[i]->addr, (unsigned long long)list[i - 1]->addr);
-    for (size_t i = 0, used; i < n && !status; i += used) status = load_segment(c, list + i, n - i, &used);
+            status = koila__fail(
+                e, KOILA_BAD_INPUT,
+                (uint64_t)((const char *)list[i] - (const char *)s) / s->struct_size,
+                "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)list[i]->addr,
+                (unsigned long long)list[i - 1]->addr);
+    for (size_t i = 0, used; i < n && !status; i += used)
+        status = load_segment(c, list + i, n - i, &used);
     if (n && !status) {
         uint64_t end = granules(list[n - 1]->addr + list[n - 1]->size);
         for (uint32_t g = 1; g < c->s.n_segs; g++)
-            if (c->segs[g].addr + c->segs[g].size > end) end = granules(c->segs[g].addr + c->segs[g].size);
-        if (end > c->s.next_addr) c->s.next_addr = end;
+            if (c->segs[g].addr + c->segs[g].size > end)
+                end = granules(c->segs[g].addr + c->segs[g].size);
+        if (end > c->s.next_addr)
+            c->s.next_addr = end;
     }
-    if (list) koila__release(&c->mem, list, n * sizeof *list);
+    if (list)
+        koila__release(&c->mem, list, n * sizeof *list);
     if (status) {
-        if (status == KOILA_NO_MEMORY) koila__fail(e, status, 0, "the host is out of memory");
+        if (status == KOILA_NO_MEMORY)
+            koila__fail(e, status, 0, "the host is out of memory");
         koila_cache_free(c);
         return status;
     }

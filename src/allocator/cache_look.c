@@ -1,4 +1,5 @@
-/* cache_look.c — nothing here moves a block: statistics by name, all blocks in order, fingerprints, and every invariant checked. */
+/* cache_look.c — nothing here moves a block: statistics by name, all blocks in order, fingerprints,
+ * and every invariant checked. */
 #include "allocator/cache_lanes.h"
 
 void koila_cache_stats(const koila_cache *c, koila_cache_stat *out)
@@ -18,8 +19,12 @@ bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uin
         KOILA_CACHE_STAT_MAP(KEY)
 #undef KEY
     };
-    static const char *const pools[] = { "all", "small_pool", "large_pool" }, *const fields[] = { "current", "peak", "allocated", "freed" };
-    static const char *const single[] = { "num_alloc_retries", "num_ooms", "num_oom_rejections", "num_device_alloc", "num_device_free", "num_sync_all_streams" };
+    static const char *const pools[] = { "all", "small_pool", "large_pool" }, *const fields[] = {
+        "current", "peak", "allocated", "freed"
+    };
+    static const char *const single[] = { "num_alloc_retries",  "num_ooms",
+                                          "num_oom_rejections", "num_device_alloc",
+                                          "num_device_free",    "num_sync_all_streams" };
     const size_t n_of = KOILA_N_STATS * KOILA_N_STAT_POOLS * 4;
     const koila_counter *k;
     if (i < n_of) {
@@ -27,9 +32,12 @@ bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uin
         snprintf(name, 64, "%s.%s.%s", kinds[i / 12], pools[i / 4 % 3], fields[i % 4]);
     } else if (i < n_of + 8) {
         k = i < n_of + 4 ? &s->oversize_allocations : &s->oversize_segments;
-        snprintf(name, 64, "oversize_%s.%s", i < n_of + 4 ? "allocations" : "segments", fields[i % 4]);
+        snprintf(name, 64, "oversize_%s.%s", i < n_of + 4 ? "allocations" : "segments",
+                 fields[i % 4]);
     } else if (i < n_of + 8 + KOILA_COUNT(single)) {
-        const uint64_t values[] = { s->num_alloc_retries, s->num_ooms, s->num_oom_rejections, s->num_device_alloc, s->num_device_free, s->num_sync_all_streams };
+        const uint64_t values[] = { s->num_alloc_retries,  s->num_ooms,
+                                    s->num_oom_rejections, s->num_device_alloc,
+                                    s->num_device_free,    s->num_sync_all_streams };
         snprintf(name, 64, "%s", single[i - n_of - 8]);
         *value = values[i - n_of - 8];
         return true;
@@ -43,24 +51,32 @@ bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uin
 koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user)
 {
     uint32_t n = 0;
-    if (c->s.n_segs <= 1) return KOILA_OK;
+    if (c->s.n_segs <= 1)
+        return KOILA_OK;
     uint32_t *order = koila__realloc(&c->mem, NULL, 0, c->s.n_segs * sizeof *order);
-    if (!order) return KOILA_NO_MEMORY;
+    if (!order)
+        return KOILA_NO_MEMORY;
     for (uint32_t i = 1; i < c->s.n_segs; i++)
-        if (c->segs[i].first) order[n++] = i;
+        if (c->segs[i].first)
+            order[n++] = i;
     /* heap sort: no recursion, no worst case */
     for (uint32_t end = n, start = n / 2; end > 1;) {
-        if (start) start--;
+        if (start)
+            start--;
         else {
             end--;
             uint32_t t = order[0];
-            order[0] = order[end], order[end] = t;
+            order[0] = order[end];
+            order[end] = t;
         }
         for (uint32_t at = start, child; (child = 2 * at + 1) < end; at = child) {
-            if (child + 1 < end && c->segs[order[child]].addr < c->segs[order[child + 1]].addr) child++;
-            if (c->segs[order[at]].addr >= c->segs[order[child]].addr) break;
+            if (child + 1 < end && c->segs[order[child]].addr < c->segs[order[child + 1]].addr)
+                child++;
+            if (c->segs[order[at]].addr >= c->segs[order[child]].addr)
+                break;
             uint32_t t = order[at];
-            order[at] = order[child], order[child] = t;
+            order[at] = order[child];
+            order[child] = t;
         }
     }
     bool on = true;
@@ -69,7 +85,15 @@ koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user
         const lane *l = c->lanes[g->lane];
         for (uint32_t b = g->first; b && on; b = c->blocks[b].next) {
             const block *x = &c->blocks[b];
-            koila_block out = { x->addr, x->size, x->requested, (koila_block_state)x->state, i, l->stream, c->pools[l->pool >> 1].id, l->pool & 1, g->expandable };
+            koila_block out = { x->addr,
+                                x->size,
+                                x->requested,
+                                (koila_block_state)x->state,
+                                i,
+                                l->stream,
+                                c->pools[l->pool >> 1].id,
+                                l->pool & 1,
+                                g->expandable };
             on = f(user, &out);
         }
     }
@@ -88,22 +112,28 @@ typedef struct hashing {
 static bool mix_block(void *user, const koila_block *b)
 {
     hashing *x = user;
-    const uint64_t v[] = { b->addr, b->size, b->requested, b->state, b->stream, b->pool.owner, b->pool.id, b->is_small, b->is_expandable };
-    for (size_t i = 0; i < KOILA_COUNT(v); i++) x->h = mix(x->h, v[i]);
+    const uint64_t v[] = { b->addr,       b->size,    b->requested, b->state,        b->stream,
+                           b->pool.owner, b->pool.id, b->is_small,  b->is_expandable };
+    for (size_t i = 0; i < KOILA_COUNT(v); i++)
+        x->h = mix(x->h, v[i]);
     return true;
 }
 
 uint64_t koila__cache_layout(const koila_cache *c)
 {
     hashing x = { 1469598103934665603u };
-    return c->conf.gc_threshold <= 0.0 && koila_cache_walk(c, mix_block, &x) == KOILA_OK ? x.h | 1 : 0; /* garbage collection goes by ages too */
+    /* garbage collection goes by ages too */
+    return c->conf.gc_threshold <= 0.0 && koila_cache_walk(c, mix_block, &x) == KOILA_OK ? x.h | 1
+                                                                                         : 0;
 }
 
 uint64_t koila__cache_left(const koila_cache *c)
 {
-    const uint64_t held = c->s.stat.of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current, device = c->s.total > c->s.outside ? c->s.total - c->s.outside : 0;
+    const uint64_t held = c->s.stat.of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
+    const uint64_t device = c->s.total > c->s.outside ? c->s.total - c->s.outside : 0;
     const uint64_t cap = c->s.expandable ? 0 : c->s.cap; /* which whole pages may pass */
-    if (!c->s.total && !cap) return UINT64_MAX;
+    if (!c->s.total && !cap)
+        return UINT64_MAX;
     const uint64_t most = !c->s.total ? cap : !cap || device < cap ? device : cap;
     return most > held ? most - held : 0;
 }
@@ -112,77 +142,111 @@ void koila__cache_begin(koila_cache *c, uint64_t margin)
 {
     koila_cache_stat *s = &c->s.stat;
     for (int k = 0; k < KOILA_N_STATS; k++)
-        for (int p = 0; p < KOILA_N_STAT_POOLS; p++) s->of[k][p].peak = s->of[k][p].current;
+        for (int p = 0; p < KOILA_N_STAT_POOLS; p++)
+            s->of[k][p].peak = s->of[k][p].current;
     s->peak_device_bytes = s->device_bytes;
-    if (c->s.total) c->s.total = c->s.total > margin + 1 ? c->s.total - margin : 1;
+    if (c->s.total)
+        c->s.total = c->s.total > margin + 1 ? c->s.total - margin : 1;
 }
 
 uint64_t koila__cache_fingerprint(const koila_cache *c)
 {
     hashing x = { 1469598103934665603u };
-    if (koila_cache_walk(c, mix_block, &x) != KOILA_OK) return 0;
+    if (koila_cache_walk(c, mix_block, &x) != KOILA_OK)
+        return 0;
     char name[64];
     uint64_t value;
-    for (size_t i = 0; koila_cache_stat_at(&c->s.stat, i, name, &value); i++) x.h = mix(x.h, value);
-    for (uint32_t b = c->s.pending_first; b; b = c->blocks[b].link[1]) x.h = mix(x.h, c->blocks[b].addr);
+    for (size_t i = 0; koila_cache_stat_at(&c->s.stat, i, name, &value); i++)
+        x.h = mix(x.h, value);
+    for (uint32_t b = c->s.pending_first; b; b = c->blocks[b].link[1])
+        x.h = mix(x.h, c->blocks[b].addr);
     for (uint32_t i = 1; i < c->s.n_slots_used; i++) {
         const block *b = &c->blocks[i];
         if (b->state == KOILA_BLOCK_USED || b->state == KOILA_BLOCK_PENDING) {
             x.h += mix(b->addr, hash_find(c, b->addr) == i);
-            for (uint32_t u = b->uses; u; u = c->uses[u].next) x.h += mix(c->uses[u].stream, b->addr);
+            for (uint32_t u = b->uses; u; u = c->uses[u].next)
+                x.h += mix(c->uses[u].stream, b->addr);
         } else if (b->state == KOILA_BLOCK_FREE) {
             const lane *l = c->lanes[b->lane];
             x.h += mix(c->pools[l->pool >> 1].n_searches[l->pool & 1] - b->born, b->addr);
         }
     }
-    const uint64_t v[] = { c->s.next_addr, c->s.total, c->s.outside, c->s.cap, c->s.n_out, c->s.stat.device_bytes, c->s.stat.peak_device_bytes, c->s.expandable };
-    for (size_t i = 0; i < KOILA_COUNT(v); i++) x.h = mix(x.h, v[i]);
+    const uint64_t v[] = { c->s.next_addr,
+                           c->s.total,
+                           c->s.outside,
+                           c->s.cap,
+                           c->s.n_out,
+                           c->s.stat.device_bytes,
+                           c->s.stat.peak_device_bytes,
+                           c->s.expandable };
+    for (size_t i = 0; i < KOILA_COUNT(v); i++)
+        x.h = mix(x.h, v[i]);
     return x.h;
 }
 
 bool koila__cache_check(const koila_cache *c)
 {
-#define HOLDS(e)                                                                                              \
-    do {                                                                                                      \
-        if (!(e)) return false;                                                                               \
+#define HOLDS(e)                                                                                   \
+    do {                                                                                           \
+        if (!(e))                                                                                  \
+            return false;                                                                          \
     } while (0)
     uint64_t bytes[KOILA_BLOCK_UNMAPPED + 1] = { 0 }, count[KOILA_BLOCK_UNMAPPED + 1] = { 0 };
-    uint64_t n_split = 0, split_bytes = 0, n_plain = 0, plain_bytes = 0, device = 0, mapped = 0, n_out = 0, requested = 0;
+    uint64_t n_split = 0, split_bytes = 0, n_plain = 0, plain_bytes = 0, device = 0, mapped = 0,
+             n_out = 0, requested = 0;
     for (uint32_t s = 1; s < c->s.n_segs; s++) {
         const segment *g = &c->segs[s];
-        if (!g->first) continue;
+        if (!g->first)
+            continue;
         uint64_t at = g->addr;
         uint32_t prev = 0;
         for (uint32_t b = g->first; b; prev = b, b = c->blocks[b].next) {
             const block *x = &c->blocks[b];
-            HOLDS(x->addr == at && x->size > 0 && x->prev == prev && x->seg == s && x->lane == g->lane && x->state <= KOILA_BLOCK_UNMAPPED);
+            HOLDS(x->addr == at && x->size > 0 && x->prev == prev && x->seg == s &&
+                  x->lane == g->lane && x->state <= KOILA_BLOCK_UNMAPPED);
             const bool room = x->state == KOILA_BLOCK_FREE || x->state == KOILA_BLOCK_UNMAPPED;
             HOLDS(!prev || !room || c->blocks[prev].state != x->state);
             HOLDS(x->state != KOILA_BLOCK_UNMAPPED || g->expandable);
-            if (room) HOLDS(!x->uses && !x->requested);
-            else HOLDS(hash_find(c, x->addr) == b);
+            if (room)
+                HOLDS(!x->uses && !x->requested);
+            else
+                HOLDS(hash_find(c, x->addr) == b);
             n_out += !room;
             requested += x->requested;
-            if (x->state == KOILA_BLOCK_FREE && !g->expandable && !is_alone(c, b)) n_split++, split_bytes += x->size;
+            if (x->state == KOILA_BLOCK_FREE && !g->expandable && !is_alone(c, b)) {
+                n_split++;
+                split_bytes += x->size;
+            }
             bytes[x->state] += x->size;
             count[x->state]++;
-            if (g->expandable && x->state != KOILA_BLOCK_UNMAPPED) mapped += x->size;
+            if (g->expandable && x->state != KOILA_BLOCK_UNMAPPED)
+                mapped += x->size;
             at += x->size;
         }
         HOLDS(at == g->addr + g->size);
-        if (!g->expandable) n_plain++, plain_bytes += g->size, device += granules(g->size);
+        if (!g->expandable) {
+            n_plain++;
+            plain_bytes += g->size;
+            device += granules(g->size);
+        }
     }
     const koila_cache_stat *s = &c->s.stat;
     for (int k = 0; k < KOILA_N_STATS; k++) {
-        const koila_counter *all = &s->of[k][KOILA_STAT_ALL], *small = &s->of[k][KOILA_STAT_SMALL], *large = &s->of[k][KOILA_STAT_LARGE];
-        HOLDS(all->current == small->current + large->current && all->allocated == small->allocated + large->allocated);
+        const koila_counter *all = &s->of[k][KOILA_STAT_ALL];
+        const koila_counter *small = &s->of[k][KOILA_STAT_SMALL];
+        const koila_counter *large = &s->of[k][KOILA_STAT_LARGE];
+        HOLDS(all->current == small->current + large->current &&
+              all->allocated == small->allocated + large->allocated);
         HOLDS(all->current == all->allocated - all->freed && all->current <= all->peak);
     }
 #define NOW(kind) s->of[KOILA_STAT_##kind][KOILA_STAT_ALL].current
     HOLDS(NOW(RESERVED_BYTES) == plain_bytes + mapped && NOW(SEGMENT) == n_plain);
-    HOLDS(NOW(ALLOCATED_BYTES) == bytes[KOILA_BLOCK_USED] && NOW(ALLOCATION) == count[KOILA_BLOCK_USED]);
-    HOLDS(NOW(ACTIVE_BYTES) == bytes[KOILA_BLOCK_USED] + bytes[KOILA_BLOCK_PENDING] && NOW(ACTIVE) == count[KOILA_BLOCK_USED] + count[KOILA_BLOCK_PENDING]);
-    HOLDS(NOW(REQUESTED_BYTES) == requested && NOW(ALLOCATED_BYTES) <= NOW(ACTIVE_BYTES) && NOW(ACTIVE_BYTES) <= NOW(RESERVED_BYTES));
+    HOLDS(NOW(ALLOCATED_BYTES) == bytes[KOILA_BLOCK_USED] &&
+          NOW(ALLOCATION) == count[KOILA_BLOCK_USED]);
+    HOLDS(NOW(ACTIVE_BYTES) == bytes[KOILA_BLOCK_USED] + bytes[KOILA_BLOCK_PENDING] &&
+          NOW(ACTIVE) == count[KOILA_BLOCK_USED] + count[KOILA_BLOCK_PENDING]);
+    HOLDS(NOW(REQUESTED_BYTES) == requested && NOW(ALLOCATED_BYTES) <= NOW(ACTIVE_BYTES) &&
+          NOW(ACTIVE_BYTES) <= NOW(RESERVED_BYTES));
     HOLDS(NOW(INACTIVE_SPLIT) == n_split && NOW(INACTIVE_SPLIT_BYTES) == split_bytes);
     HOLDS(s->device_bytes >= device && n_out == c->s.n_out);
 #undef NOW
@@ -195,15 +259,18 @@ bool koila__cache_check(const koila_cache *c)
             HOLDS(!next || before(&c->blocks[b], &c->blocks[next], true));
             HOLDS(++n_free <= count[KOILA_BLOCK_FREE]);
         }
-        for (uint32_t b = unmapped_at_least(c, l, 0); b; b = unmapped_at_least(c, l, c->blocks[b].addr + 1)) {
+        for (uint32_t b = unmapped_at_least(c, l, 0); b;
+             b = unmapped_at_least(c, l, c->blocks[b].addr + 1)) {
             HOLDS(c->blocks[b].state == KOILA_BLOCK_UNMAPPED && c->blocks[b].lane == i);
             HOLDS(++n_unmapped <= count[KOILA_BLOCK_UNMAPPED]);
         }
     }
     for (uint32_t b = c->s.pending_first; b; b = c->blocks[b].link[1]) {
-        HOLDS(c->blocks[b].state == KOILA_BLOCK_PENDING && ++n_pending <= count[KOILA_BLOCK_PENDING]);
+        HOLDS(c->blocks[b].state == KOILA_BLOCK_PENDING &&
+              ++n_pending <= count[KOILA_BLOCK_PENDING]);
     }
-    HOLDS(n_free == count[KOILA_BLOCK_FREE] && n_unmapped == count[KOILA_BLOCK_UNMAPPED] && n_pending == count[KOILA_BLOCK_PENDING]);
+    HOLDS(n_free == count[KOILA_BLOCK_FREE] && n_unmapped == count[KOILA_BLOCK_UNMAPPED] &&
+          n_pending == count[KOILA_BLOCK_PENDING]);
 #undef HOLDS
     return true;
 }
@@ -211,7 +278,8 @@ bool koila__cache_check(const koila_cache *c)
 void koila__cache_break(koila_cache *c)
 {
     for (uint32_t i = 1; i < c->s.n_slots_used; i++) {
-        if (c->blocks[i].state > KOILA_BLOCK_UNMAPPED) continue;
+        if (c->blocks[i].state > KOILA_BLOCK_UNMAPPED)
+            continue;
         c->blocks[i].size -= UNIT;
         return;
     }

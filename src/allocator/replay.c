@@ -1,17 +1,22 @@
-/* replay.c — is a recording what the rules of cache.c say? The recorded requests go in; addresses and segments must come out.
+/* replay.c — is a recording what the rules of cache.c say? The recorded requests go in; addresses
+ * and segments must come out.
  *
- * A cursor walks the trace. Each request is given to the cache, and every event the cache answers with is compared with the entry under
- * the cursor: kind, address, size, stream. The cache's driver (cudaMalloc) is the recording too: a new segment succeeds iff the recording
- * has one there, at the recorded address. So a failed cudaMalloc and its retry need no guess: the cache finds nothing under the cursor,
- * gives memory back as the rules say, and each segment it frees must be the recorded one.
+ * A cursor walks the trace. Each request is given to the cache, and every event the cache answers
+ * with is compared with the entry under the cursor: kind, address, size, stream. The cache's driver
+ * (cudaMalloc) is the recording too: a new segment succeeds iff the recording has one there, at the
+ * recorded address. So a failed cudaMalloc and its retry need no guess: the cache finds nothing
+ * under the cursor, gives memory back as the rules say, and each segment it frees must be the
+ * recorded one.
  *
- * What a program did besides allocating is not in the file. If the plain explanation does not reproduce the entries up to the next request
- * byte for byte, the cache is rewound and these are tried in order, and counted: empty_cache before it; a cap; expandable switched; both;
- * garbage collection. Nothing else may explain a difference. (A cap looks like a failed cudaMalloc, but for throw_on_cudamalloc_oom: there
- * the request fails at once.)
+ * What a program did besides allocating is not in the file. If the plain explanation does not
+ * reproduce the entries up to the next request byte for byte, the cache is rewound and these are
+ * tried in order, and counted: empty_cache before it; a cap; expandable switched; both; garbage
+ * collection. Nothing else may explain a difference. (A cap looks like a failed cudaMalloc, but for
+ * throw_on_cudamalloc_oom: there the request fails at once.)
  *
- * Private pools that are released together: torch walks a hash map, so there its order means nothing. The recorded run of such releases is
- * kept as a set, and each release the rules name must be in it.
+ * Private pools that are released together: torch walks a hash map, so there its order means
+ * nothing. The recorded run of such releases is kept as a set, and each release the rules name must
+ * be in it.
  *
  * The state before the first entry: replay_start.c. Other limits and settings: replay_whatif.c.
  */
@@ -21,11 +26,14 @@
 
 static const koila_segment *end_segment(const replay *r, uint64_t addr)
 {
-    size_t lo = 0, hi = r->n_segs;
+    size_t lo = 0;
+    size_t hi = r->n_segs;
     while (lo < hi) {
         size_t mid = (lo + hi) / 2;
-        if (r->segs[mid].addr + r->segs[mid].size <= addr) lo = mid + 1;
-        else hi = mid;
+        if (r->segs[mid].addr + r->segs[mid].size <= addr)
+            lo = mid + 1;
+        else
+            hi = mid;
     }
     return lo < r->n_segs && r->segs[lo].addr <= addr ? &r->segs[lo] : NULL;
 }
@@ -33,55 +41,83 @@ static const koila_segment *end_segment(const replay *r, uint64_t addr)
 koila_pool koila__replay_pool_at(const replay *r, uint64_t i)
 {
     const snap_entry *x = entry(r, i);
-    if (x->has_pool) return r->s->pools[x->pool];
+    if (x->has_pool)
+        return r->s->pools[x->pool];
     const koila_segment *g = end_segment(r, x->addr);
     return g && r->made_at[g - r->segs] <= i ? g->pool : KOILA_POOL_DEFAULT;
 }
 
-static const char *const action_names[] = { "nothing", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom", "snapshot" };
+static const char *const action_names[] = { "nothing",        "alloc",         "free_requested",
+                                            "free_completed", "segment_alloc", "segment_free",
+                                            "segment_map",    "segment_unmap", "oom",
+                                            "snapshot" };
 
 static void name_event(char *p, size_t n, int kind, uint64_t addr, uint64_t size)
 {
-    if (kind == KOILA_EVENT_OOM) snprintf(p, n, "oom %llu", (unsigned long long)size);
-    else if (!kind) snprintf(p, n, "nothing");
-    else snprintf(p, n, "%s 0x%llx %llu", action_names[kind], (unsigned long long)addr, (unsigned long long)size);
+    if (kind == KOILA_EVENT_OOM)
+        snprintf(p, n, "oom %llu", (unsigned long long)size);
+    else if (!kind)
+        snprintf(p, n, "nothing");
+    else
+        snprintf(p, n, "%s 0x%llx %llu", action_names[kind], (unsigned long long)addr,
+                 (unsigned long long)size);
 }
 
-/* ---- verdicts. Differences become "not checkable" where the recording itself leaves something open. */
+/* ---- verdicts. Differences become "not checkable" where the recording itself leaves something
+ * open. */
 
 /* torch can be told to leave kinds of entries out (skip_actions). */
 static bool is_kind_missing(const replay *r)
 {
     const uint64_t *n = r->n_of;
     uint64_t n_pending = 0;
-    if (!n[KOILA_EVENT_FREE_REQUESTED]) return n[KOILA_EVENT_FREE_COMPLETED] > 0 && !r->trace_only;
-    if (!n[KOILA_EVENT_ALLOC]) return true;
-    if (n[KOILA_EVENT_FREE_COMPLETED]) return false;
+    if (!n[KOILA_EVENT_FREE_REQUESTED])
+        return n[KOILA_EVENT_FREE_COMPLETED] > 0 && !r->trace_only;
+    if (!n[KOILA_EVENT_ALLOC])
+        return true;
+    if (n[KOILA_EVENT_FREE_COMPLETED])
+        return false;
     for (size_t i = 0; i < r->n_segs; i++)
-        for (size_t k = 0; k < r->segs[i].n_blocks; k++) n_pending += r->segs[i].blocks[k].state == KOILA_BLOCK_PENDING;
+        for (size_t k = 0; k < r->segs[i].n_blocks; k++)
+            n_pending += r->segs[i].blocks[k].state == KOILA_BLOCK_PENDING;
     return n_pending < n[KOILA_EVENT_FREE_REQUESTED];
 }
 
 void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const char *fmt, ...)
 {
-    if (r->stopped) return;
+    if (r->stopped)
+        return;
     va_list ap;
     r->stopped = true;
     koila_replay_result *o = r->out;
     char *p = o->reason;
     size_t room = sizeof o->reason;
     bool pools = false;
-    for (size_t i = 0; i < r->n_segs; i++) pools |= !is_default(r->segs[i].pool);
+    for (size_t i = 0; i < r->n_segs; i++)
+        pools |= !is_default(r->segs[i].pool);
     if (verdict == KOILA_DIFFERS) {
         int n = 0;
-        if (is_kind_missing(r)) n = snprintf(p, room, "entries are missing (skip_actions); ");
-        else if (r->trace_only) n = snprintf(p, room, "start state from the trace alone, which the end state contradicts; ");
-        else if (o->n_assumed) n = snprintf(p, room, "start state assumed for %llu blocks; ", (unsigned long long)o->n_assumed);
-        else if (r->conf.gc_threshold > 0.0 && r->n_start) n = snprintf(p, room, "garbage collection with ages from before the recording; ");
-        else if (r->conf.release_lock) n = snprintf(p, room, "release_lock_on_cudamalloc with several threads; ");
-        else if (o->reservations_inferred && r->n_start) n = snprintf(p, room, "where a reservation begins and ends was inferred; ");
-        else if (pools && !r->s->has_pool_ids) n = snprintf(p, room, "memory pools whose entries are not marked; ");
-        if (n > 0) verdict = KOILA_NOT_CHECKABLE, p += n, room -= (size_t)n;
+        if (is_kind_missing(r))
+            n = snprintf(p, room, "entries are missing (skip_actions); ");
+        else if (r->trace_only)
+            n = snprintf(p, room,
+                         "start state from the trace alone, which the end state contradicts; ");
+        else if (o->n_assumed)
+            n = snprintf(p, room, "start state assumed for %llu blocks; ",
+                         (unsigned long long)o->n_assumed);
+        else if (r->conf.gc_threshold > 0.0 && r->n_start)
+            n = snprintf(p, room, "garbage collection with ages from before the recording; ");
+        else if (r->conf.release_lock)
+            n = snprintf(p, room, "release_lock_on_cudamalloc with several threads; ");
+        else if (o->reservations_inferred && r->n_start)
+            n = snprintf(p, room, "where a reservation begins and ends was inferred; ");
+        else if (pools && !r->s->has_pool_ids)
+            n = snprintf(p, room, "memory pools whose entries are not marked; ");
+        if (n > 0) {
+            verdict = KOILA_NOT_CHECKABLE;
+            p += n;
+            room -= (size_t)n;
+        }
     }
     va_start(ap, fmt);
     vsnprintf(p, room, fmt, ap);
@@ -94,24 +130,34 @@ static void stop_at_difference(replay *r, uint64_t i)
 {
     char expected[80], recorded[80];
     name_event(expected, sizeof expected, r->expected.kind, r->expected.addr, r->expected.size);
-    if (i < r->n) name_event(recorded, sizeof recorded, entry(r, i)->kind, entry(r, i)->addr, entry(r, i)->size);
-    else snprintf(recorded, sizeof recorded, "the end");
-    koila__replay_stop(r, KOILA_DIFFERS, i, "at event %llu: expected %s, recorded %s", (unsigned long long)i, expected, recorded);
+    if (i < r->n)
+        name_event(recorded, sizeof recorded, entry(r, i)->kind, entry(r, i)->addr,
+                   entry(r, i)->size);
+    else
+        snprintf(recorded, sizeof recorded, "the end");
+    koila__replay_stop(r, KOILA_DIFFERS, i, "at event %llu: expected %s, recorded %s",
+                       (unsigned long long)i, expected, recorded);
 }
 
-/* An entry that no program can have caused. Where the trace tells everything the file is wrong; elsewhere entries may be missing. */
+/* An entry that no program can have caused. Where the trace tells everything the file is wrong;
+ * elsewhere entries may be missing. */
 static void stop_at_impossible(replay *r, uint64_t i, const char *does, const char *but)
 {
     const bool missing = is_kind_missing(r);
-    if (r->stopped) return;
+    if (r->stopped)
+        return;
     r->bad_input = r->whole && !missing;
-    koila__replay_stop(r, KOILA_NOT_CHECKABLE, i, "%sentry %llu: %s 0x%llx, which %s", missing ? "entries are missing (skip_actions); " : "", (unsigned long long)i, does,
-                       (unsigned long long)entry(r, i)->addr, but);
+    koila__replay_stop(r, KOILA_NOT_CHECKABLE, i, "%sentry %llu: %s 0x%llx, which %s",
+                       missing ? "entries are missing (skip_actions); " : "", (unsigned long long)i,
+                       does, (unsigned long long)entry(r, i)->addr, but);
 }
 
 /* ---- what the cache says, against what is under the cursor */
 
-static bool is_release(int kind) { return kind == KOILA_EVENT_SEGMENT_FREE || kind == KOILA_EVENT_SEGMENT_UNMAP; }
+static bool is_release(int kind)
+{
+    return kind == KOILA_EVENT_SEGMENT_FREE || kind == KOILA_EVENT_SEGMENT_UNMAP;
+}
 
 static void forget_released(replay *r)
 {
@@ -126,7 +172,8 @@ static void pass(replay *r, uint64_t end)
 {
     if (r->after_cap < end - r->group) {
         const uint64_t cap = 2 * (end - r->group) + 62;
-        void *more = koila__realloc(&r->mem, r->after, r->after_cap * sizeof *r->after, cap * sizeof *r->after);
+        void *more = koila__realloc(&r->mem, r->after, r->after_cap * sizeof *r->after,
+                                    cap * sizeof *r->after);
         if (!more) {
             r->no_memory = true;
             return;
@@ -140,22 +187,32 @@ static void pass(replay *r, uint64_t end)
     }
 }
 
-/* `e` releases memory of a private pool: is it in the recorded run of those, which starts under the cursor? The cursor moves when all are named. */
+/* `e` releases memory of a private pool: is it in the recorded run of those, which starts under the
+ * cursor? The cursor moves when all are named. */
 static bool take_released(replay *r, const koila_event *e)
 {
     if (!r->released_end) {
         uint64_t i = r->at;
-        for (; i < r->n && is_release(entry(r, i)->kind) && !is_default(koila__replay_pool_at(r, i)); i++) {
-            uint32_t b = koila__omap_find(&r->released, entry(r, i)->addr) ? 0 : koila__omap_put(&r->released, entry(r, i)->addr);
-            if (r->released.failed) return r->no_memory = true, false;
-            if (!b) break;
+        for (;
+             i < r->n && is_release(entry(r, i)->kind) && !is_default(koila__replay_pool_at(r, i));
+             i++) {
+            uint32_t b = koila__omap_find(&r->released, entry(r, i)->addr)
+                             ? 0
+                             : koila__omap_put(&r->released, entry(r, i)->addr);
+            if (r->released.failed) {
+                r->no_memory = true;
+                return false;
+            }
+            if (!b)
+                break;
             r->released.at[b].size = i;
         }
         r->released_end = i;
     }
     const uint32_t b = koila__omap_find(&r->released, e->addr);
     const snap_entry *x = b ? entry(r, r->released.at[b].size) : NULL;
-    if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream) return false;
+    if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream)
+        return false;
     koila__omap_drop(&r->released, e->addr);
     if (!r->released.root) {
         pass(r, r->released_end);
@@ -167,15 +224,19 @@ static bool take_released(replay *r, const koila_event *e)
 static void compare(void *user, const koila_event *e)
 {
     replay *r = user;
-    if (!r->watching || r->differs) return;
+    if (!r->watching || r->differs)
+        return;
     if (is_release(e->kind) && !is_default(e->pool)) {
-        if (take_released(r, e)) return;
+        if (take_released(r, e))
+            return;
         r->differs = true;
         r->expected = *e;
         return;
     }
     const snap_entry *x = r->at < r->n && !r->released_end ? entry(r, r->at) : NULL;
-    const bool same = x && x->kind == e->kind && x->size == e->size && (e->kind == KOILA_EVENT_OOM || (x->addr == e->addr && x->stream == e->stream));
+    const bool same =
+        x && x->kind == e->kind && x->size == e->size &&
+        (e->kind == KOILA_EVENT_OOM || (x->addr == e->addr && x->stream == e->stream));
     if (same) {
         pass(r, r->at + 1);
     } else {
@@ -188,17 +249,31 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
 {
     replay *r = user;
     const snap_entry *x = r->at < r->n ? entry(r, r->at) : NULL;
-    if (r->differs) return false;
+    if (r->differs)
+        return false;
     if ((int)kind == KOILA__RESERVATION) {
-        if (!x || x->kind != KOILA_EVENT_SEGMENT_MAP || x->stream != stream) return r->driver_failed = true, false;
+        if (!x || x->kind != KOILA_EVENT_SEGMENT_MAP || x->stream != stream) {
+            r->driver_failed = true;
+            return false;
+        }
         r->out->reservations_inferred = true;
         *addr = x->addr;
         return true;
     }
-    if (x && x->kind == kind && x->size == size && x->stream == stream && (kind == KOILA_EVENT_SEGMENT_ALLOC || x->addr == *addr)) return *addr = x->addr, true;
-    if (x && (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)) { /* one was made, but not this one */
+    if (x && x->kind == kind && x->size == size && x->stream == stream &&
+        (kind == KOILA_EVENT_SEGMENT_ALLOC || x->addr == *addr)) {
+        *addr = x->addr;
+        return true;
+    }
+    /* one was made, but not this one */
+    if (x && (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)) {
         r->differs = true;
-        r->expected = (koila_event){ (uint32_t)sizeof r->expected, kind, kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr, size, stream, KOILA_POOL_DEFAULT };
+        r->expected = (koila_event){ (uint32_t)sizeof r->expected,
+                                     kind,
+                                     kind == KOILA_EVENT_SEGMENT_ALLOC ? 0 : *addr,
+                                     size,
+                                     stream,
+                                     KOILA_POOL_DEFAULT };
     }
     r->driver_failed = true;
     return false;
@@ -208,26 +283,37 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
 static void before_sync(void *user)
 {
     replay *r = user;
-    if (r->differs) return;
+    if (r->differs)
+        return;
     while (r->at < r->n && entry(r, r->at)->kind == KOILA_EVENT_FREE_COMPLETED) {
-        if (koila_cache_complete(r->c, entry(r, r->at)->addr) != KOILA_OK || r->differs) return;
+        if (koila_cache_complete(r->c, entry(r, r->at)->addr) != KOILA_OK || r->differs)
+            return;
     }
 }
 
 static bool hold_pool(replay *r, koila_pool p)
 {
-    if (is_default(p)) return true;
+    if (is_default(p))
+        return true;
     for (uint32_t i = 0; i < r->n_holds; i++)
-        if (r->holds[i].owner == p.owner && r->holds[i].id == p.id) return true;
+        if (r->holds[i].owner == p.owner && r->holds[i].id == p.id)
+            return true;
     if (r->n_holds == r->holds_cap) {
         uint32_t cap = r->holds_cap ? r->holds_cap * 2 : 8;
-        koila_pool *h = koila__realloc(&r->mem, r->holds, r->holds_cap * sizeof *h, cap * sizeof *h);
-        if (!h) return r->no_memory = true, false;
+        koila_pool *h =
+            koila__realloc(&r->mem, r->holds, r->holds_cap * sizeof *h, cap * sizeof *h);
+        if (!h) {
+            r->no_memory = true;
+            return false;
+        }
         r->holds = h;
         r->holds_cap = cap;
     }
     r->holds[r->n_holds++] = p;
-    if (koila_cache_pool_hold(r->c, p, 0) != KOILA_OK) return r->no_memory = true, false;
+    if (koila_cache_pool_hold(r->c, p, 0) != KOILA_OK) {
+        r->no_memory = true;
+        return false;
+    }
     return true;
 }
 
@@ -236,9 +322,11 @@ static void drop_pools(replay *r, uint64_t from, uint64_t to)
 {
     for (uint64_t i = from; i < to; i++) {
         const int kind = entry(r, i)->kind;
-        if (!is_release(kind)) continue;
+        if (!is_release(kind))
+            continue;
         const koila_pool p = koila__replay_pool_at(r, i);
-        if (!is_default(p)) koila_cache_pool_drop(r->c, p);
+        if (!is_default(p))
+            koila_cache_pool_drop(r->c, p);
     }
 }
 
@@ -246,28 +334,42 @@ static void drop_pools(replay *r, uint64_t from, uint64_t to)
 
 enum { EMPTY_FIRST = 1, SWITCH = 2, COLLECT = 4, CAP = 8 };
 
-/* Do all entries from `from` up to and including `last` follow, if the request at `last` (none if last == r->n or not a request) is made
- * this way? Leaves the cache as it was if not. */
-static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsigned how, size_t n_rounds)
+/* Do all entries from `from` up to and including `last` follow, if the request at `last` (none if
+ * last == r->n or not a request) is made this way? Leaves the cache as it was if not. */
+static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsigned how,
+                    size_t n_rounds)
 {
     const uint64_t mark = koila_cache_mark(r->c);
-    if (!mark) return r->no_memory = true, false;
+    if (!mark) {
+        r->no_memory = true;
+        return false;
+    }
     r->at = from;
     r->differs = r->driver_failed = false;
     forget_released(r);
     drop_pools(r, from, last);
-    if (how & SWITCH) r->conf.expandable = !r->conf.expandable, koila_cache_set_expandable(r->c, r->conf.expandable);
-    if ((how & EMPTY_FIRST) && koila_cache_empty(r->c) != KOILA_OK) r->no_memory = true;
-    if ((how & COLLECT) && !r->differs) koila__cache_collect(r->c, n_rounds);
+    if (how & SWITCH) {
+        r->conf.expandable = !r->conf.expandable;
+        koila_cache_set_expandable(r->c, r->conf.expandable);
+    }
+    if ((how & EMPTY_FIRST) && koila_cache_empty(r->c) != KOILA_OK)
+        r->no_memory = true;
+    if ((how & COLLECT) && !r->differs)
+        koila__cache_collect(r->c, n_rounds);
     if (request && !r->differs) {
         const snap_entry *x = entry(r, last);
         uint64_t addr, segment;
         if (how & CAP) { /* the highest under which it fails */
             koila_cache_sizes(&r->conf, x->size, NULL, &segment);
-            koila_cache_set_limit(r->c, 0, 0, r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current + segment - 1);
+            koila_cache_set_limit(r->c, 0, 0,
+                                  r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current +
+                                      segment - 1);
         }
-        if (koila_cache_malloc(r->c, x->size, x->stream, koila__replay_pool_at(r, last), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
-        if (how & CAP) koila_cache_set_limit(r->c, 0, 0, r->conf.cap_bytes);
+        if (koila_cache_malloc(r->c, x->size, x->stream, koila__replay_pool_at(r, last), &addr) ==
+            KOILA_NO_MEMORY)
+            r->no_memory = true;
+        if (how & CAP)
+            koila_cache_set_limit(r->c, 0, 0, r->conf.cap_bytes);
     }
     const bool ok = !r->differs && !r->no_memory && r->at == last + (request ? 1 : 0);
     if (!ok) {
@@ -276,7 +378,8 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
             r->expected = (koila_event){ 0 };
         }
         koila_cache_rewind(r->c, mark);
-        if (how & SWITCH) r->conf.expandable = !r->conf.expandable;
+        if (how & SWITCH)
+            r->conf.expandable = !r->conf.expandable;
     }
     koila_cache_forget(r->c, mark);
     return ok;
@@ -285,33 +388,47 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
 static void explain(replay *r, uint64_t from, uint64_t last, bool request)
 {
     static const unsigned ways[] = { 0, EMPTY_FIRST, CAP, SWITCH, SWITCH | EMPTY_FIRST };
-    const bool cap_shows = request && entry(r, last)->kind == KOILA_EVENT_OOM && r->conf.oom_reject && (r->conf.rules & KOILA_RULE_OOM_REJECT);
+    const bool cap_shows = request && entry(r, last)->kind == KOILA_EVENT_OOM &&
+                           r->conf.oom_reject && (r->conf.rules & KOILA_RULE_OOM_REJECT);
     koila_replay_result *o = r->out;
     koila_event first = { 0 };
     uint64_t first_at = from;
     for (size_t k = request ? 0 : 1; k < KOILA_COUNT(ways); k++) {
-        if (!request && !(ways[k] & EMPTY_FIRST)) continue;
-        if ((ways[k] & CAP) && !cap_shows) continue;
+        if (!request && !(ways[k] & EMPTY_FIRST))
+            continue;
+        if ((ways[k] & CAP) && !cap_shows)
+            continue;
         if (follows(r, from, last, request, ways[k], 0)) {
             const bool oom = request && entry(r, last)->kind == KOILA_EVENT_OOM;
-            if (ways[k] & SWITCH) o->n_expandable_switched++;
-            if (ways[k] & EMPTY_FIRST) o->n_empty++;
-            else if (ways[k] & CAP) o->n_cap_set++;
-            else if (r->driver_failed && oom) o->n_retries++;
-            else if (r->driver_failed) o->n_retry_or_empty++;
+            if (ways[k] & SWITCH)
+                o->n_expandable_switched++;
+            if (ways[k] & EMPTY_FIRST)
+                o->n_empty++;
+            else if (ways[k] & CAP)
+                o->n_cap_set++;
+            else if (r->driver_failed && oom)
+                o->n_retries++;
+            else if (r->driver_failed)
+                o->n_retry_or_empty++;
             return;
         }
-        if (r->no_memory) return;
-        if (k == 0 || (!request && k == 1)) first = r->expected, first_at = r->at;
+        if (r->no_memory)
+            return;
+        if (k == 0 || (!request && k == 1)) {
+            first = r->expected;
+            first_at = r->at;
+        }
     }
     for (size_t rounds = 1; request && r->conf.gc_threshold > 0.0 && rounds <= 64; rounds++) {
         if (follows(r, from, last, request, COLLECT, rounds)) {
             o->n_collected++;
             return;
         }
-        if (r->no_memory) return;
+        if (r->no_memory)
+            return;
     }
-    if (request && entry(r, last)->kind == KOILA_EVENT_ALLOC && koila__cache_is_out(r->c, entry(r, last)->addr)) {
+    if (request && entry(r, last)->kind == KOILA_EVENT_ALLOC &&
+        koila__cache_is_out(r->c, entry(r, last)->addr)) {
         stop_at_impossible(r, last, "allocates", "is allocated already");
         return;
     }
@@ -322,12 +439,23 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
 static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uint64_t reserved)
 {
     koila_replay_result *o = r->out;
-    if (reserved > o->peak_reserved) o->peak_reserved = reserved, o->peak_entry = i, o->peak_added_up = r->stopped;
-    if (allocated > o->peak_allocated) o->peak_allocated = allocated, o->peak_allocated_entry = i;
-    if (active > o->peak_active) o->peak_active = active;
+    if (reserved > o->peak_reserved) {
+        o->peak_reserved = reserved;
+        o->peak_entry = i;
+        o->peak_added_up = r->stopped;
+    }
+    if (allocated > o->peak_allocated) {
+        o->peak_allocated = allocated;
+        o->peak_allocated_entry = i;
+    }
+    if (active > o->peak_active)
+        o->peak_active = active;
     if (r->f) {
         const snap_entry *x = entry(r, i);
-        koila_moment m = { (uint32_t)sizeof m, i, x->time_us, allocated, active, reserved, (koila_event_kind)x->kind, x->addr, x->size, x->stack };
+        koila_moment m = {
+            (uint32_t)sizeof m,        i,       x->time_us, allocated, active, reserved,
+            (koila_event_kind)x->kind, x->addr, x->size,    x->stack
+        };
         r->f(r->f_user, &m);
     }
 }
@@ -335,13 +463,19 @@ static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uin
 static uint64_t reserved_after(const snap_entry *x, uint64_t reserved)
 {
     switch (x->kind) {
-    case KOILA_EVENT_SEGMENT_ALLOC: case KOILA_EVENT_SEGMENT_MAP: return reserved + x->size;
-    case KOILA_EVENT_SEGMENT_FREE: case KOILA_EVENT_SEGMENT_UNMAP: return reserved > x->size ? reserved - x->size : 0;
-    default: return reserved;
+    case KOILA_EVENT_SEGMENT_ALLOC:
+    case KOILA_EVENT_SEGMENT_MAP:
+        return reserved + x->size;
+    case KOILA_EVENT_SEGMENT_FREE:
+    case KOILA_EVENT_SEGMENT_UNMAP:
+        return reserved > x->size ? reserved - x->size : 0;
+    default:
+        return reserved;
     }
 }
 
-/* What the cursor has passed, entry by entry: all answer one request, and the peak is at one of them. */
+/* What the cursor has passed, entry by entry: all answer one request, and the peak is at one of
+ * them. */
 static void tell_group(replay *r, uint64_t reserved)
 {
     const uint64_t last = r->at - 1;
@@ -350,31 +484,48 @@ static void tell_group(replay *r, uint64_t reserved)
         reserved = reserved_after(x, reserved);
         tell(r, i, r->after[i - r->group].allocated, r->after[i - r->group].active, reserved);
     }
-    tell(r, last, now(r, KOILA_STAT_ALLOCATED_BYTES), now(r, KOILA_STAT_ACTIVE_BYTES), now(r, KOILA_STAT_RESERVED_BYTES));
+    tell(r, last, now(r, KOILA_STAT_ALLOCATED_BYTES), now(r, KOILA_STAT_ACTIVE_BYTES),
+         now(r, KOILA_STAT_RESERVED_BYTES));
 }
 
 /* The replay stopped: the rest by adding up what the trace says. */
 static void add_up(replay *r)
 {
-    uint64_t allocated = now(r, KOILA_STAT_ALLOCATED_BYTES), active = now(r, KOILA_STAT_ACTIVE_BYTES), reserved = now(r, KOILA_STAT_RESERVED_BYTES);
-    if (!r->at && r->n_segs) { /* no start state: what was reserved at the end, less what came in the window */
+    uint64_t allocated = now(r, KOILA_STAT_ALLOCATED_BYTES);
+    uint64_t active = now(r, KOILA_STAT_ACTIVE_BYTES);
+    uint64_t reserved = now(r, KOILA_STAT_RESERVED_BYTES);
+    /* no start state: what was reserved at the end, less what came in the window */
+    if (!r->at && r->n_segs) {
         reserved = 0;
-        for (size_t i = 0; i < r->n_segs; i++) reserved += r->segs[i].size;
+        for (size_t i = 0; i < r->n_segs; i++)
+            reserved += r->segs[i].size;
         for (uint64_t i = 0; i < r->n; i++) {
             const snap_entry *x = entry(r, i);
-            if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) reserved = reserved > x->size ? reserved - x->size : 0;
-            if (is_release(x->kind)) reserved += x->size;
+            if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)
+                reserved = reserved > x->size ? reserved - x->size : 0;
+            if (is_release(x->kind))
+                reserved += x->size;
         }
     }
     for (uint64_t i = r->at; i < r->n && i <= r->until; i++) {
         const snap_entry *x = entry(r, i);
         uint64_t size = x->size;
-        if (x->kind <= KOILA_EVENT_FREE_COMPLETED) koila_cache_sizes(&r->conf, x->size, &size, NULL);
+        if (x->kind <= KOILA_EVENT_FREE_COMPLETED)
+            koila_cache_sizes(&r->conf, x->size, &size, NULL);
         switch (x->kind) {
-        case KOILA_EVENT_ALLOC: allocated += size, active += size; break;
-        case KOILA_EVENT_FREE_REQUESTED: allocated = allocated > size ? allocated - size : 0; break;
-        case KOILA_EVENT_FREE_COMPLETED: active = active > size ? active - size : 0; break;
-        default: reserved = reserved_after(x, reserved); break;
+        case KOILA_EVENT_ALLOC:
+            allocated += size;
+            active += size;
+            break;
+        case KOILA_EVENT_FREE_REQUESTED:
+            allocated = allocated > size ? allocated - size : 0;
+            break;
+        case KOILA_EVENT_FREE_COMPLETED:
+            active = active > size ? active - size : 0;
+            break;
+        default:
+            reserved = reserved_after(x, reserved);
+            break;
         }
         tell(r, i, allocated, active, reserved);
     }
@@ -385,7 +536,8 @@ static void count_request(replay *r, uint64_t i)
     const bool oom = entry(r, i)->kind == KOILA_EVENT_OOM;
     r->out->n_addresses += !oom;
     r->out->n_ooms += oom;
-    if (oom && r->out->first_oom_entry == UINT64_MAX) r->out->first_oom_entry = i;
+    if (oom && r->out->first_oom_entry == UINT64_MAX)
+        r->out->first_oom_entry = i;
 }
 
 /* A free or a completion, taken as it is. */
@@ -394,29 +546,40 @@ static bool free_entry(replay *r, uint64_t i)
     const snap_entry *x = entry(r, i);
     if (x->kind == KOILA_EVENT_FREE_REQUESTED) {
         const snap_entry *next = i + 1 < r->n ? entry(r, i + 1) : NULL;
-        const bool at_once = next && next->kind == KOILA_EVENT_FREE_COMPLETED && next->addr == x->addr;
-        if (!at_once) koila_cache_record_stream(r->c, x->addr, ~x->stream);
+        const bool at_once =
+            next && next->kind == KOILA_EVENT_FREE_COMPLETED && next->addr == x->addr;
+        if (!at_once)
+            koila_cache_record_stream(r->c, x->addr, ~x->stream);
         koila_status status = koila_cache_release(r->c, x->addr);
-        if (status == KOILA_NO_MEMORY) r->no_memory = true;
-        else if (status) stop_at_impossible(r, i, "frees", "is not allocated");
+        if (status == KOILA_NO_MEMORY)
+            r->no_memory = true;
+        else if (status)
+            stop_at_impossible(r, i, "frees", "is not allocated");
     } else if (koila_cache_complete(r->c, x->addr) != KOILA_OK) {
         stop_at_impossible(r, i, "completes the free of", "was not freed");
     }
-    if (r->differs && !r->stopped) stop_at_difference(r, r->at);
+    if (r->differs && !r->stopped)
+        stop_at_difference(r, r->at);
     return !r->stopped && !r->no_memory;
 }
 
-/* Entries [i, last) are completions, perhaps after the free of the first of them; a request at `end` follows. Some of them may have come
- * before the request's search, the rest inside its retry: find a split that gives the recording. */
+/* Entries [i, last) are completions, perhaps after the free of the first of them; a request at
+ * `end` follows. Some of them may have come before the request's search, the rest inside its retry:
+ * find a split that gives the recording. */
 static bool settle(replay *r, uint64_t i, uint64_t last, uint64_t end)
 {
     koila_replay_result *o = r->out;
     const bool with_free = entry(r, i)->kind == KOILA_EVENT_FREE_REQUESTED;
-    const uint64_t first = i + with_free, n = last - first;
+    const uint64_t first = i + with_free;
+    const uint64_t n = last - first;
     const uint64_t mark = koila_cache_mark(r->c);
-    if (!mark) return r->no_memory = true, false;
+    if (!mark) {
+        r->no_memory = true;
+        return false;
+    }
     for (uint64_t k = 0; k <= n && k <= 64; k++) {
-        const uint64_t before = k == 0 ? n : k == 1 ? 0 : n - k + 1; /* all, none, then fewer and fewer */
+        /* all, none, then fewer and fewer */
+        const uint64_t before = k == 0 ? n : k == 1 ? 0 : n - k + 1;
         uint64_t addr;
         bool ok = true;
         r->at = i;
@@ -426,22 +589,29 @@ static bool settle(replay *r, uint64_t i, uint64_t last, uint64_t end)
             koila_cache_record_stream(r->c, entry(r, i)->addr, ~entry(r, i)->stream);
             ok = koila_cache_release(r->c, entry(r, i)->addr) == KOILA_OK;
         }
-        for (uint64_t j = first; ok && j < first + before; j++) ok = koila_cache_complete(r->c, entry(r, j)->addr) == KOILA_OK;
+        for (uint64_t j = first; ok && j < first + before; j++)
+            ok = koila_cache_complete(r->c, entry(r, j)->addr) == KOILA_OK;
         if (ok && !r->differs) {
             drop_pools(r, last, end);
-            if (koila_cache_malloc(r->c, entry(r, end)->size, entry(r, end)->stream, koila__replay_pool_at(r, end), &addr) == KOILA_NO_MEMORY) r->no_memory = true;
+            if (koila_cache_malloc(r->c, entry(r, end)->size, entry(r, end)->stream,
+                                   koila__replay_pool_at(r, end), &addr) == KOILA_NO_MEMORY)
+                r->no_memory = true;
         }
         if (ok && !r->differs && !r->no_memory && r->at == end + 1) {
             const bool oom = entry(r, end)->kind == KOILA_EVENT_OOM;
-            for (uint64_t j = last; j < end; j++) o->n_segment_events += is_segment_event(entry(r, j)->kind);
+            for (uint64_t j = last; j < end; j++)
+                o->n_segment_events += is_segment_event(entry(r, j)->kind);
             count_request(r, end);
-            if (r->driver_failed && oom) o->n_retries++;
-            else if (r->driver_failed) o->n_retry_or_empty++;
+            if (r->driver_failed && oom)
+                o->n_retries++;
+            else if (r->driver_failed)
+                o->n_retry_or_empty++;
             koila_cache_forget(r->c, mark);
             return true;
         }
         koila_cache_rewind(r->c, mark);
-        if (r->no_memory) break;
+        if (r->no_memory)
+            break;
     }
     koila_cache_forget(r->c, mark);
     return false;
@@ -460,17 +630,29 @@ static void advance(replay *r)
     switch (x->kind) {
     case KOILA_EVENT_FREE_REQUESTED:
     case KOILA_EVENT_FREE_COMPLETED:
-        /* Waiting blocks complete before a request, or inside its retry. Then a segment event or an oom follows the last of them; with
-         * expandable memory perhaps neither, for what completed may now be room enough. */
-        last = i + (x->kind == KOILA_EVENT_FREE_REQUESTED && i + 1 < r->n && entry(r, i + 1)->kind == KOILA_EVENT_FREE_COMPLETED && entry(r, i + 1)->addr == x->addr);
-        while (last < r->n && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED) last++;
-        if (last > i && last < r->n && (is_segment_event(entry(r, last)->kind) || entry(r, last)->kind == KOILA_EVENT_OOM ||
-                                         (r->conf.expandable && entry(r, last)->kind == KOILA_EVENT_ALLOC))) {
+        /* Waiting blocks complete before a request, or inside its retry. Then a segment event or an
+         * oom follows the last of them; with expandable memory perhaps neither, for what completed
+         * may now be room enough. */
+        last = i + (x->kind == KOILA_EVENT_FREE_REQUESTED && i + 1 < r->n &&
+                    entry(r, i + 1)->kind == KOILA_EVENT_FREE_COMPLETED &&
+                    entry(r, i + 1)->addr == x->addr);
+        while (last < r->n && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED)
+            last++;
+        if (last > i && last < r->n &&
+            (is_segment_event(entry(r, last)->kind) || entry(r, last)->kind == KOILA_EVENT_OOM ||
+             (r->conf.expandable && entry(r, last)->kind == KOILA_EVENT_ALLOC))) {
             uint64_t end = last;
-            while (end < r->n && (is_segment_event(entry(r, end)->kind) || entry(r, end)->kind == KOILA_EVENT_FREE_COMPLETED)) end++;
-            const bool may = end < r->n && (entry(r, end)->kind == KOILA_EVENT_ALLOC || entry(r, end)->kind == KOILA_EVENT_OOM) && entry(r, end)->size;
-            if (may && hold_pool(r, koila__replay_pool_at(r, end)) && settle(r, i, last, end)) return;
-            if (r->no_memory) return;
+            while (end < r->n && (is_segment_event(entry(r, end)->kind) ||
+                                  entry(r, end)->kind == KOILA_EVENT_FREE_COMPLETED))
+                end++;
+            const bool may = end < r->n &&
+                             (entry(r, end)->kind == KOILA_EVENT_ALLOC ||
+                              entry(r, end)->kind == KOILA_EVENT_OOM) &&
+                             entry(r, end)->size;
+            if (may && hold_pool(r, koila__replay_pool_at(r, end)) && settle(r, i, last, end))
+                return;
+            if (r->no_memory)
+                return;
         }
         r->at = i;
         r->differs = false;
@@ -479,30 +661,46 @@ static void advance(replay *r)
     case KOILA_EVENT_SNAPSHOT:
         r->at++;
         if (x->size && x->size != r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current)
-            koila__replay_stop(r, KOILA_DIFFERS, i, "at event %llu: %llu bytes active, the recording says %llu", (unsigned long long)i,
-                 (unsigned long long)r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current, (unsigned long long)x->size);
+            koila__replay_stop(
+                r, KOILA_DIFFERS, i, "at event %llu: %llu bytes active, the recording says %llu",
+                (unsigned long long)i,
+                (unsigned long long)r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current,
+                (unsigned long long)x->size);
         return;
-    case 0: r->at++; return; /* user_defined */
-    default: break;
+    case 0:
+        r->at++;
+        return; /* user_defined */
+    default:
+        break;
     }
-    while (last < r->n && (is_segment_event(entry(r, last)->kind) || (last > i && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED))) last++;
-    const bool request = last < r->n && (entry(r, last)->kind == KOILA_EVENT_ALLOC || entry(r, last)->kind == KOILA_EVENT_OOM);
-    if (request && !hold_pool(r, koila__replay_pool_at(r, last))) return;
+    while (last < r->n && (is_segment_event(entry(r, last)->kind) ||
+                           (last > i && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED)))
+        last++;
+    const bool request = last < r->n && (entry(r, last)->kind == KOILA_EVENT_ALLOC ||
+                                         entry(r, last)->kind == KOILA_EVENT_OOM);
+    if (request && !hold_pool(r, koila__replay_pool_at(r, last)))
+        return;
     if (request && entry(r, last)->size == 0) {
-        koila__replay_stop(r, KOILA_NOT_CHECKABLE, last, "entry %llu: a request of 0 bytes", (unsigned long long)last);
+        koila__replay_stop(r, KOILA_NOT_CHECKABLE, last, "entry %llu: a request of 0 bytes",
+                           (unsigned long long)last);
         return;
     }
     if (request && last == i && x->kind == KOILA_EVENT_ALLOC) {
-        koila_status status = koila__cache_malloc_at(r->c, x->size, x->stream, koila__replay_pool_at(r, i), x->addr);
-        if (status == KOILA_NO_MEMORY) r->no_memory = true;
+        koila_status status =
+            koila__cache_malloc_at(r->c, x->size, x->stream, koila__replay_pool_at(r, i), x->addr);
+        if (status == KOILA_NO_MEMORY)
+            r->no_memory = true;
         if (status == KOILA_OK) {
-            if (r->differs) stop_at_difference(r, i);
+            if (r->differs)
+                stop_at_difference(r, i);
             o->n_addresses++;
             return;
         }
     }
-    for (uint64_t k = i; k < last; k++) o->n_segment_events += is_segment_event(entry(r, k)->kind);
-    if (request) count_request(r, last);
+    for (uint64_t k = i; k < last; k++)
+        o->n_segment_events += is_segment_event(entry(r, k)->kind);
+    if (request)
+        count_request(r, last);
     explain(r, i, last, request);
 }
 
@@ -519,12 +717,20 @@ static bool check_end_block(void *user, const koila_block *b)
 {
     end_check *c = user;
     const replay *r = c->r;
-    if (b->state == KOILA_BLOCK_UNMAPPED) return true;
-    while (c->seg < r->n_segs && c->block == r->segs[c->seg].n_blocks) c->seg++, c->block = 0;
-    if (c->seg == r->n_segs) return c->bad = true, false;
+    if (b->state == KOILA_BLOCK_UNMAPPED)
+        return true;
+    while (c->seg < r->n_segs && c->block == r->segs[c->seg].n_blocks) {
+        c->seg++;
+        c->block = 0;
+    }
+    if (c->seg == r->n_segs) {
+        c->bad = true;
+        return false;
+    }
     const koila_block *want = &r->segs[c->seg].blocks[c->block++];
     c->n++;
-    c->bad = want->addr != b->addr || want->size != b->size || want->state != b->state || (want->requested && want->requested != b->requested) || want->stream != b->stream;
+    c->bad = want->addr != b->addr || want->size != b->size || want->state != b->state ||
+             (want->requested && want->requested != b->requested) || want->stream != b->stream;
     return !c->bad;
 }
 
@@ -535,20 +741,31 @@ static void check_end(replay *r)
         r->no_memory = true;
         return;
     }
-    while (c.seg < r->n_segs && c.block == r->segs[c.seg].n_blocks) c.seg++, c.block = 0;
+    while (c.seg < r->n_segs && c.block == r->segs[c.seg].n_blocks) {
+        c.seg++;
+        c.block = 0;
+    }
     r->out->n_end_blocks = c.n;
     r->out->end_checked = true;
     if (c.bad || c.seg < r->n_segs) {
-        uint64_t addr = c.bad && c.block ? r->segs[c.seg].blocks[c.block - 1].addr : c.seg < r->n_segs ? r->segs[c.seg].addr : 0;
-        koila__replay_stop(r, KOILA_DIFFERS, r->n, "at the end: the block at 0x%llx is not as recorded", (unsigned long long)addr);
+        uint64_t addr = c.bad && c.block    ? r->segs[c.seg].blocks[c.block - 1].addr
+                        : c.seg < r->n_segs ? r->segs[c.seg].addr
+                                            : 0;
+        koila__replay_stop(r, KOILA_DIFFERS, r->n,
+                           "at the end: the block at 0x%llx is not as recorded",
+                           (unsigned long long)addr);
     }
 }
 
 /* ---- the run */
 
-koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_replay_result *out, koila_error *e)
+koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t device,
+                                 const koila_cache_config *c, koila_replay_result *out,
+                                 koila_error *e)
 {
-    if (device >= s->n_devices) return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "no device %u: the snapshot has %u", device, s->n_devices);
+    if (device >= s->n_devices)
+        return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "no device %u: the snapshot has %u", device,
+                           s->n_devices);
     memset(r, 0, sizeof *r);
     memset(out, 0, sizeof *out);
     out->struct_size = (uint32_t)sizeof *out;
@@ -560,21 +777,28 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
     r->until = UINT64_MAX;
     r->n = koila_snapshot_n_entries(s, device);
     r->segs = koila_snapshot_segments(s, device, &r->n_segs);
-    if (c) r->conf = *c;
-    else KOILA_TRY(koila_snapshot_config(s, device, NULL, &r->conf, e));
+    if (c)
+        r->conf = *c;
+    else
+        KOILA_TRY(koila_snapshot_config(s, device, NULL, &r->conf, e));
     r->conf.total_bytes = r->conf.outside_bytes = 0; /* the recording decides what failed */
-    r->conf.cap_bytes = r->conf.gc_threshold > 0.0 ? (uint64_t)1 << 62 : 0; /* ages count, but when to collect the recording decides too */
+    /* ages count, but when to collect the recording decides too */
+    r->conf.cap_bytes = r->conf.gc_threshold > 0.0 ? (uint64_t)1 << 62 : 0;
     out->torch_version = r->conf.torch_version;
     out->verified = r->conf.verified;
     out->n_entries = r->n;
-    if (r->n_segs && !(r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t)))) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-    if (r->made_at) memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
+    if (r->n_segs && !(r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t))))
+        return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+    if (r->made_at)
+        memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
     for (uint64_t i = 0; i < r->n; i++) {
         const snap_entry *x = entry(r, i);
         r->n_of[x->kind]++;
-        if (x->kind != KOILA_EVENT_SEGMENT_ALLOC) continue;
+        if (x->kind != KOILA_EVENT_SEGMENT_ALLOC)
+            continue;
         const koila_segment *g = end_segment(r, x->addr);
-        if (g && g->addr == x->addr) r->made_at[g - r->segs] = i;
+        if (g && g->addr == x->addr)
+            r->made_at[g - r->segs] = i;
     }
     return KOILA_OK;
 }
@@ -594,7 +818,8 @@ koila_status koila__replay_begin(replay *r, koila_error *e)
 {
     KOILA_TRY(koila__replay_start(r, e));
     for (uint64_t i = 0; i < r->n_start; i++)
-        if (!hold_pool(r, r->start[i].pool)) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+        if (!hold_pool(r, r->start[i].pool))
+            return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     r->stat = koila__cache_stats_ref(r->c);
     r->out->peak_reserved = r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current;
     r->out->peak_allocated = r->stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
@@ -609,14 +834,17 @@ static koila_status run(replay *r, koila_error *e)
     koila_cache_observe(r->c, compare, r);
     while (r->at < r->n && !r->stopped && !r->no_memory) {
         r->group = r->at;
-        if (r->group > r->until) break;
+        if (r->group > r->until)
+            break;
         const uint64_t reserved = now(r, KOILA_STAT_RESERVED_BYTES);
         advance(r);
-        if (!r->stopped && !r->no_memory) tell_group(r, reserved);
+        if (!r->stopped && !r->no_memory)
+            tell_group(r, reserved);
     }
     koila_cache_observe(r->c, NULL, NULL);
     koila__cache_set_driver(r->c, NULL);
-    if (r->no_memory) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+    if (r->no_memory)
+        return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     return KOILA_OK;
 }
 
@@ -630,37 +858,45 @@ typedef struct losing {
 
 static void lose_segment(losing *l)
 {
-    if (l->seg_live) l->out->lost_pinned += l->seg_free;
-    else l->out->lost_whole += l->seg_free;
+    if (l->seg_live)
+        l->out->lost_pinned += l->seg_free;
+    else
+        l->out->lost_whole += l->seg_free;
     l->seg_live = l->seg_free = 0;
 }
 static bool lose_block(void *user, const koila_block *b)
 {
     losing *l = user;
     uint64_t rounded;
-    if (l->any && b->segment != l->seg) lose_segment(l);
+    if (l->any && b->segment != l->seg)
+        lose_segment(l);
     l->any = true;
     l->seg = b->segment;
     switch (b->state) {
-    case KOILA_BLOCK_FREE: l->seg_free += b->size; break;
+    case KOILA_BLOCK_FREE:
+        l->seg_free += b->size;
+        break;
     case KOILA_BLOCK_PENDING:
         l->out->waiting += b->size;
         l->seg_live += b->size;
         break;
     case KOILA_BLOCK_USED:
         koila_cache_sizes(l->conf, b->requested, &rounded, NULL);
-        if (!b->requested || rounded > b->size) rounded = b->size;
+        if (!b->requested || rounded > b->size)
+            rounded = b->size;
         l->out->at_peak_requested += b->requested ? b->requested : b->size;
         l->out->lost_rounding += rounded - (b->requested ? b->requested : b->size);
         l->out->lost_unsplit += b->size - rounded;
         l->seg_live += b->size;
         break;
-    default: break;
+    default:
+        break;
     }
     return true;
 }
 
-koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_replay_result *out, koila_error *e)
+koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
+                          koila_replay_result *out, koila_error *e)
 {
     replay r;
     koila_replay_result scratch;
@@ -669,19 +905,31 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
         scratch.verdict = KOILA_STATE_ONLY;
         size_t n_segments = 0;
         koila_snapshot_segments(s, device, &n_segments);
-        snprintf(scratch.reason, sizeof scratch.reason, "no trace: state only; call torch.cuda.memory._record_memory_history() before training%s",
-                 n_segments ? "" : " (and no segments: nothing was allocated here, or past torch's cache, as PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
+        snprintf(scratch.reason, sizeof scratch.reason,
+                 "no trace: state only; call torch.cuda.memory._record_memory_history() before "
+                 "training%s",
+                 n_segments ? ""
+                            : " (and no segments: nothing was allocated here, or past torch's "
+                              "cache, as PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
         status = koila__replay_start(&r, e);
-        if (!status) r.stat = koila__cache_stats_ref(r.c);
+        if (!status)
+            r.stat = koila__cache_stats_ref(r.c);
     } else if (!status) {
         status = koila__replay_begin(&r, e);
-        if (!status && !r.stopped) status = run(&r, e);
-        if (!status && !r.stopped && !r.trace_only) check_end(&r);
-        if (!status && r.stopped && r.c) add_up(&r);
-        if (!status && r.bad_input) status = koila__fail(e, KOILA_BAD_INPUT, 0, "%s", scratch.reason);
-        if (!status && r.no_memory) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+        if (!status && !r.stopped)
+            status = run(&r, e);
+        if (!status && !r.stopped && !r.trace_only)
+            check_end(&r);
+        if (!status && r.stopped && r.c)
+            add_up(&r);
+        if (!status && r.bad_input)
+            status = koila__fail(e, KOILA_BAD_INPUT, 0, "%s", scratch.reason);
+        if (!status && r.no_memory)
+            status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
         if (!status && !r.stopped) {
-            const uint64_t n = scratch.n_retries + scratch.n_retry_or_empty + scratch.n_empty + scratch.n_cap_set + scratch.n_expandable_switched + scratch.n_collected;
+            const uint64_t n = scratch.n_retries + scratch.n_retry_or_empty + scratch.n_empty +
+                               scratch.n_cap_set + scratch.n_expandable_switched +
+                               scratch.n_collected;
             scratch.verdict = n ? KOILA_EXACT_WITH_DECISIONS : KOILA_EXACT;
         }
     }
@@ -693,26 +941,33 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
             scratch.peak_reserved = r.stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current;
             scratch.peak_allocated = r.stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
             scratch.peak_active = r.stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current;
-            if (koila_cache_walk(r.c, lose_block, &l) != KOILA_OK) status = KOILA_NO_MEMORY;
+            if (koila_cache_walk(r.c, lose_block, &l) != KOILA_OK)
+                status = KOILA_NO_MEMORY;
             lose_segment(&l);
-        } else if (scratch.peak_reserved && !scratch.peak_added_up) { /* once more, up to the peak, to look around there */
+        } else if (scratch.peak_reserved &&
+                   !scratch.peak_added_up) { /* once more, up to the peak, to look around there */
             replay again;
             koila_replay_result ignored;
             status = koila__replay_setup(&again, s, device, c, &ignored, e);
             again.until = scratch.peak_entry;
-            if (!status) status = koila__replay_begin(&again, e);
-            if (!status && !again.stopped) status = run(&again, e);
-            if (!status && koila_cache_walk(again.c, lose_block, &l) != KOILA_OK) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+            if (!status)
+                status = koila__replay_begin(&again, e);
+            if (!status && !again.stopped)
+                status = run(&again, e);
+            if (!status && koila_cache_walk(again.c, lose_block, &l) != KOILA_OK)
+                status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
             lose_segment(&l);
             koila__replay_teardown(&again);
         }
     }
     koila__replay_teardown(&r);
-    if (!status) *out = scratch;
+    if (!status)
+        *out = scratch;
     return status;
 }
 
-koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_moment_fn f, void *f_user, uint64_t until, koila_block_fn blocks,
+koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
+                            koila_moment_fn f, void *f_user, uint64_t until, koila_block_fn blocks,
                             void *blocks_user, bool *exact, koila_error *e)
 {
     replay r;
@@ -721,12 +976,16 @@ koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koil
     r.f = f;
     r.f_user = f_user;
     r.until = until;
-    if (!status) status = koila__replay_begin(&r, e);
-    if (!status && !r.stopped) status = run(&r, e);
+    if (!status)
+        status = koila__replay_begin(&r, e);
+    if (!status && !r.stopped)
+        status = run(&r, e);
     if (!status) {
         *exact = !r.stopped;
-        if (r.stopped) add_up(&r);
-        if (blocks && !r.stopped && koila_cache_walk(r.c, blocks, blocks_user) != KOILA_OK) status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+        if (r.stopped)
+            add_up(&r);
+        if (blocks && !r.stopped && koila_cache_walk(r.c, blocks, blocks_user) != KOILA_OK)
+            status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     }
     koila__replay_teardown(&r);
     return status;

@@ -1,4 +1,5 @@
-/* replay.h — one replay under way: what replay.c (the walk), replay_start.c (the state before the first entry) and replay_whatif.c share. */
+/* replay.h — one replay under way: what replay.c (the walk), replay_start.c (the state before the
+ * first entry) and replay_whatif.c share. */
 #ifndef KOILA_SRC_REPLAY_H
 #define KOILA_SRC_REPLAY_H
 
@@ -12,8 +13,8 @@ enum { N_EVENT_KINDS = KOILA_EVENT_SNAPSHOT + 1 };
 typedef struct replay {
     const koila_snapshot *s;
     uint32_t device;
-    uint64_t n;                      /* entries */
-    uint64_t n_of[N_EVENT_KINDS];    /* entries of each kind */
+    uint64_t n;                   /* entries */
+    uint64_t n_of[N_EVENT_KINDS]; /* entries of each kind */
     const koila_segment *segs;
     size_t n_segs;
     uint64_t *made_at; /* per end segment: entry that made it, or 0 */
@@ -26,18 +27,24 @@ typedef struct replay {
     bool watching, differs, driver_failed;
     koila_event expected;
     uint64_t group; /* the cursor before the request under way: several entries may be its answer */
-    struct { uint64_t allocated, active; } *after; /* each of those entries; reserved: their sizes say it */
+    /* each of those entries; reserved: their sizes say it */
+    struct {
+        uint64_t allocated, active;
+    } *after;
     uint64_t after_cap;
-    omap released;         /* recorded releases of private pools that the rules have yet to name, by address */
+    /* recorded releases of private pools that the rules have yet to name, by address */
+    omap released;
     uint64_t released_end; /* the entry after the last of them */
     koila_pool *holds;     /* private pools seen so far */
     uint32_t n_holds, holds_cap;
     /* result */
     koila_replay_result *out;
     bool stopped, no_memory;
-    bool bad_input;  /* stopped by what no program can have done; out->reason says what */
-    bool whole;      /* everything begins inside the trace */
-    bool trace_only; /* the end state contradicts the trace: the start comes from the trace, the end is not checked */
+    bool bad_input; /* stopped by what no program can have done; out->reason says what */
+    bool whole;     /* everything begins inside the trace */
+    /* the end state contradicts the trace: the start comes from the trace, the end is not checked
+     */
+    bool trace_only;
     koila_moment_fn f;
     void *f_user;
     uint64_t until;
@@ -46,26 +53,38 @@ typedef struct replay {
     uint64_t n_start, start_cap, n_start_blocks;
 } replay;
 
-static inline const snap_entry *entry(const replay *r, uint64_t i) { return snap_entry_at(r->s, r->s->traces[r->device].first + i); }
+static inline const snap_entry *entry(const replay *r, uint64_t i)
+{
+    return snap_entry_at(r->s, r->s->traces[r->device].first + i);
+}
 static inline bool is_default(koila_pool p) { return !p.owner && !p.id; }
-static inline bool is_segment_event(int kind) { return kind >= KOILA_EVENT_SEGMENT_ALLOC && kind <= KOILA_EVENT_SEGMENT_UNMAP; }
+static inline bool is_segment_event(int kind)
+{
+    return kind >= KOILA_EVENT_SEGMENT_ALLOC && kind <= KOILA_EVENT_SEGMENT_UNMAP;
+}
 
-/* The pool of an entry: as recorded, else that of the end segment it lies in, if that was there by then. */
+/* The pool of an entry: as recorded, else that of the end segment it lies in, if that was there by
+ * then. */
 koila_pool koila__replay_pool_at(const replay *r, uint64_t i);
 
-/* The first call decides the verdict; the text becomes out->reason. A difference is "not checkable" where the recording leaves something open. */
+/* The first call decides the verdict; the text becomes out->reason. A difference is "not checkable"
+ * where the recording leaves something open. */
 void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const char *fmt, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 4, 5)))
 #endif
     ;
 
-/* Everything up to r->c being in the state before the first entry. `out` receives what is found on the way; teardown() in any case. */
-koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t device, const koila_cache_config *c, koila_replay_result *out, koila_error *e);
+/* Everything up to r->c being in the state before the first entry. `out` receives what is found on
+ * the way; teardown() in any case. */
+koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t device,
+                                 const koila_cache_config *c, koila_replay_result *out,
+                                 koila_error *e);
 koila_status koila__replay_begin(replay *r, koila_error *e);
 void koila__replay_teardown(replay *r);
 
-/* replay_start.c. Makes r->c, and r->start (which replay owns) if anything was there before the first entry. */
+/* replay_start.c. Makes r->c, and r->start (which replay owns) if anything was there before the
+ * first entry. */
 koila_status koila__replay_start(replay *r, koila_error *e);
 
 #endif

@@ -1,4 +1,5 @@
-/* replay_map.c — a treap whose priorities are a hash of the node's index: its shape does not depend on history. */
+/* replay_map.c — a treap whose priorities are a hash of the node's index: its shape does not depend
+ * on history. */
 #include "allocator/replay_map.h"
 
 #include "base/base.h"
@@ -7,7 +8,8 @@ static uint32_t omap_priority(uint32_t i) { return i * 2654435761u; }
 uint32_t koila__omap_find(const omap *m, uint64_t key)
 {
     uint32_t i = m->root;
-    while (i && m->at[i].key != key) i = m->at[i].link[m->at[i].key < key];
+    while (i && m->at[i].key != key)
+        i = m->at[i].link[m->at[i].key < key];
     return i;
 }
 uint32_t koila__omap_near(const omap *m, uint64_t key, int side)
@@ -15,7 +17,8 @@ uint32_t koila__omap_near(const omap *m, uint64_t key, int side)
     uint32_t best = 0;
     for (uint32_t i = m->root; i;) {
         bool ok = side ? m->at[i].key > key : m->at[i].key < key;
-        if (ok) best = i;
+        if (ok)
+            best = i;
         i = m->at[i].link[ok ? !side : side];
     }
     return best;
@@ -23,12 +26,18 @@ uint32_t koila__omap_near(const omap *m, uint64_t key, int side)
 uint32_t koila__omap_put(omap *m, uint64_t key)
 {
     uint32_t x = m->dead;
-    if (x) m->dead = m->at[x].link[0];
+    if (x)
+        m->dead = m->at[x].link[0];
     else {
         if (m->n + 2 > m->cap) {
             uint32_t cap = m->cap ? m->cap * 2 : 64;
-            node *at = cap > 1u << 30 ? NULL : koila__realloc(&m->mem, m->at, m->cap * sizeof(node), cap * sizeof(node));
-            if (!at) return m->failed = true, 0;
+            node *at = cap > 1u << 30 ? NULL
+                                      : koila__realloc(&m->mem, m->at, m->cap * sizeof(node),
+                                                       cap * sizeof(node));
+            if (!at) {
+                m->failed = true;
+                return 0;
+            }
             m->at = at;
             m->cap = cap;
         }
@@ -36,13 +45,22 @@ uint32_t koila__omap_put(omap *m, uint64_t key)
     }
     m->at[x] = (node){ .key = key };
     uint32_t *link = &m->root;
-    while (*link && omap_priority(*link) >= omap_priority(x)) link = &m->at[*link].link[m->at[*link].key < key];
+    while (*link && omap_priority(*link) >= omap_priority(x))
+        link = &m->at[*link].link[m->at[*link].key < key];
     uint32_t rest = *link;
     *link = x;
-    uint32_t *low = &m->at[x].link[0], *high = &m->at[x].link[1];
+    uint32_t *low = &m->at[x].link[0];
+    uint32_t *high = &m->at[x].link[1];
     while (rest) {
-        if (m->at[rest].key < key) *low = rest, low = &m->at[rest].link[1], rest = *low;
-        else *high = rest, high = &m->at[rest].link[0], rest = *high;
+        if (m->at[rest].key < key) {
+            *low = rest;
+            low = &m->at[rest].link[1];
+            rest = *low;
+        } else {
+            *high = rest;
+            high = &m->at[rest].link[0];
+            rest = *high;
+        }
     }
     *low = *high = 0;
     return x;
@@ -50,13 +68,23 @@ uint32_t koila__omap_put(omap *m, uint64_t key)
 void koila__omap_drop(omap *m, uint64_t key)
 {
     uint32_t *link = &m->root;
-    while (*link && m->at[*link].key != key) link = &m->at[*link].link[m->at[*link].key < key];
+    while (*link && m->at[*link].key != key)
+        link = &m->at[*link].link[m->at[*link].key < key];
     uint32_t x = *link;
-    if (!x) return;
-    uint32_t l = m->at[x].link[0], r = m->at[x].link[1];
+    if (!x)
+        return;
+    uint32_t l = m->at[x].link[0];
+    uint32_t r = m->at[x].link[1];
     while (l && r) {
-        if (omap_priority(l) >= omap_priority(r)) *link = l, link = &m->at[l].link[1], l = *link;
-        else *link = r, link = &m->at[r].link[0], r = *link;
+        if (omap_priority(l) >= omap_priority(r)) {
+            *link = l;
+            link = &m->at[l].link[1];
+            l = *link;
+        } else {
+            *link = r;
+            link = &m->at[r].link[0];
+            r = *link;
+        }
     }
     *link = l ? l : r;
     m->at[x].link[0] = m->dead;

@@ -8,7 +8,7 @@
 typedef struct node {
     uint64_t key, size, requested, distance, stream;
     uint32_t link[2], pool;
-    uint8_t state; /* koila_block_state of blocks */
+    uint8_t state;                       /* koila_block_state of blocks */
     bool is_small, is_expandable, known; /* known: `size` is from the end state */
 } node;
 typedef struct omap {
@@ -21,7 +21,8 @@ typedef struct omap {
 uint32_t koila__omap_find(const omap *m, uint64_t key);
 /* The nearest below (side 0) or above (side 1) a key, never the key itself. */
 uint32_t koila__omap_near(const omap *m, uint64_t key, int side);
-/* A new record, which must not be there yet; only its key is set. 0: no memory, and m->failed. Moves the others: take pointers afterwards. */
+/* A new record, which must not be there yet; only its key is set. 0: no memory, and m->failed.
+ * Moves the others: take pointers afterwards. */
 uint32_t koila__omap_put(omap *m, uint64_t key);
 void koila__omap_drop(omap *m, uint64_t key);
 void koila__omap_clear(omap *m);

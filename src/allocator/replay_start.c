@@ -1,12 +1,15 @@
-/* replay_start.c — the state before the first entry of a trace. A snapshot holds the state at its end.
+/* replay_start.c — the state before the first entry of a trace. A snapshot holds the state at its
+ * end.
  *
- * If every segment there ever was is made inside the trace, nothing was there before: start empty. Otherwise the trace is undone backwards
- * from the end: an alloc takes a live block away, a completed free puts one back, waiting; and so on. The size of a block that died inside
- * the window is not recorded; Note [Size of a dead block].
+ * If every segment there ever was is made inside the trace, nothing was there before: start empty.
+ * Otherwise the trace is undone backwards from the end: an alloc takes a live block away, a
+ * completed free puts one back, waiting; and so on. The size of a block that died inside the window
+ * is not recorded; Note [Size of a dead block].
  *
- * Another thread may have worked between torch's copies of the trace and of the segments. Then the end state is newer than the trace and
- * undoing contradicts itself. In that case it is undone once more, and wherever the two disagree the trace is believed: what lies in its
- * way goes, what it needs is put there (`trace_only`).
+ * Another thread may have worked between torch's copies of the trace and of the segments. Then the
+ * end state is newer than the trace and undoing contradicts itself. In that case it is undone once
+ * more, and wherever the two disagree the trace is believed: what lies in its way goes, what it
+ * needs is put there (`trace_only`).
  */
 #include "allocator/replay.h"
 
@@ -14,11 +17,12 @@
 
 #define MIB ((uint64_t)1 << 20)
 
-/* Note [Size of a dead block]
- * A block that was live before the window and died in it has no recorded size, only what was requested. In the small pool and in
- * expandable memory splitting is always exact: round(requested). Large pool: at max_split and above the whole segment; else with d the
- * smallest distance, over its life in the window, to the next live block or the segment's end: a free large block is never 1 MiB or
- * less, so d - r <= 1 MiB means the gap belongs to it. Otherwise r, counted as assumed. */
+/* Note [Size of a dead block] A block that was live before the window and died in it has no
+ * recorded size, only what was requested. In the small pool and in expandable memory splitting is
+ * always exact: round(requested). Large pool: at max_split and above the whole segment; else with d
+ * the smallest distance, over its life in the window, to the next live block or the segment's end:
+ * a free large block is never 1 MiB or less, so d - r <= 1 MiB means the gap belongs to it.
+ * Otherwise r, counted as assumed. */
 
 typedef struct undo {
     replay *r;
@@ -48,7 +52,9 @@ static bool seg_is_empty(undo *u, uint64_t addr, uint64_t size)
 /* Blocks of the end state that lie in [addr, addr + size) came after the trace. */
 static void clear_blocks(undo *u, uint64_t addr, uint64_t size)
 {
-    for (uint32_t b; (b = koila__omap_near(&u->blocks, addr + size, 0)) && u->blocks.at[b].known && u->blocks.at[b].key + u->blocks.at[b].size > addr;) koila__omap_drop(&u->blocks, u->blocks.at[b].key);
+    for (uint32_t b; (b = koila__omap_near(&u->blocks, addr + size, 0)) && u->blocks.at[b].known &&
+                     u->blocks.at[b].key + u->blocks.at[b].size > addr;)
+        koila__omap_drop(&u->blocks, u->blocks.at[b].key);
 }
 
 static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_state state)
@@ -56,18 +62,26 @@ static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_sta
     const uint32_t g = seg_of(u, x->addr);
     if (u->trace_only) {
         uint64_t rounded;
-        if (!g) return true; /* freed after the trace: its segment is not known yet */
+        if (!g)
+            return true; /* freed after the trace: its segment is not known yet */
         koila_cache_sizes(&u->r->conf, x->size, &rounded, NULL);
         clear_blocks(u, x->addr, rounded ? rounded : 1);
     }
-    if (!g || koila__omap_find(&u->blocks, x->addr)) return contradicts(u, i);
-    uint32_t below = koila__omap_near(&u->blocks, x->addr, 0), above = koila__omap_near(&u->blocks, x->addr, 1);
+    if (!g || koila__omap_find(&u->blocks, x->addr))
+        return contradicts(u, i);
+    uint32_t below = koila__omap_near(&u->blocks, x->addr, 0);
+    uint32_t above = koila__omap_near(&u->blocks, x->addr, 1);
     const uint64_t end = u->segs.at[g].key + u->segs.at[g].size;
-    uint64_t distance = (above && u->blocks.at[above].key < end ? u->blocks.at[above].key : end) - x->addr;
-    if (below && x->addr - u->blocks.at[below].key < u->blocks.at[below].distance) u->blocks.at[below].distance = x->addr - u->blocks.at[below].key;
-    if (below && u->blocks.at[below].known && u->blocks.at[below].key + u->blocks.at[below].size > x->addr) return contradicts(u, i);
+    uint64_t distance =
+        (above && u->blocks.at[above].key < end ? u->blocks.at[above].key : end) - x->addr;
+    if (below && x->addr - u->blocks.at[below].key < u->blocks.at[below].distance)
+        u->blocks.at[below].distance = x->addr - u->blocks.at[below].key;
+    if (below && u->blocks.at[below].known &&
+        u->blocks.at[below].key + u->blocks.at[below].size > x->addr)
+        return contradicts(u, i);
     uint32_t b = koila__omap_put(&u->blocks, x->addr);
-    if (!b) return false;
+    if (!b)
+        return false;
     u->blocks.at[b].requested = x->size;
     u->blocks.at[b].distance = distance;
     u->blocks.at[b].stream = x->stream;
@@ -77,37 +91,50 @@ static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_sta
 
 static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, bool expandable)
 {
-    uint64_t addr = x->addr, size = x->size;
+    uint64_t addr = x->addr;
+    uint64_t size = x->size;
     const uint64_t large = u->r->conf.large_segment_bytes;
     bool is_small = expandable ? size % large != 0 : size == 2 * MIB;
-    uint32_t below = koila__omap_near(&u->segs, addr + 1, 0), above = koila__omap_near(&u->segs, addr, 1), pool = 0;
-    while (u->trace_only && above && addr + size > u->segs.at[above].key && !u->segs.at[above].is_expandable) { /* made after the trace */
+    uint32_t below = koila__omap_near(&u->segs, addr + 1, 0);
+    uint32_t above = koila__omap_near(&u->segs, addr, 1);
+    uint32_t pool = 0;
+    /* made after the trace */
+    while (u->trace_only && above && addr + size > u->segs.at[above].key &&
+           !u->segs.at[above].is_expandable) {
         clear_blocks(u, u->segs.at[above].key, u->segs.at[above].size);
         koila__omap_drop(&u->segs, u->segs.at[above].key);
         above = koila__omap_near(&u->segs, addr, 1);
     }
-    if (u->trace_only && below && u->segs.at[below].key + u->segs.at[below].size > addr && !u->segs.at[below].is_expandable) {
+    if (u->trace_only && below && u->segs.at[below].key + u->segs.at[below].size > addr &&
+        !u->segs.at[below].is_expandable) {
         clear_blocks(u, u->segs.at[below].key, u->segs.at[below].size);
         koila__omap_drop(&u->segs, u->segs.at[below].key);
         below = koila__omap_near(&u->segs, addr + 1, 0);
     }
-    if ((below && u->segs.at[below].key + u->segs.at[below].size > addr) || (above && addr + size > u->segs.at[above].key)) return contradicts(u, i);
+    if ((below && u->segs.at[below].key + u->segs.at[below].size > addr) ||
+        (above && addr + size > u->segs.at[above].key))
+        return contradicts(u, i);
     for (uint32_t k = 0; k < u->r->s->n_pools; k++)
-        if (u->r->s->pools[k].owner == p.owner && u->r->s->pools[k].id == p.id) pool = k;
+        if (u->r->s->pools[k].owner == p.owner && u->r->s->pools[k].id == p.id)
+            pool = k;
     if (expandable) { /* whole again with what it was cut from */
-        if (above && u->segs.at[above].is_expandable && u->segs.at[above].key == addr + size && u->segs.at[above].stream == x->stream) {
+        if (above && u->segs.at[above].is_expandable && u->segs.at[above].key == addr + size &&
+            u->segs.at[above].stream == x->stream) {
             size += u->segs.at[above].size;
             is_small = u->segs.at[above].is_small;
             pool = u->segs.at[above].pool;
             koila__omap_drop(&u->segs, addr + x->size);
         }
-        if (below && u->segs.at[below].is_expandable && u->segs.at[below].key + u->segs.at[below].size == addr && u->segs.at[below].stream == x->stream) {
+        if (below && u->segs.at[below].is_expandable &&
+            u->segs.at[below].key + u->segs.at[below].size == addr &&
+            u->segs.at[below].stream == x->stream) {
             u->segs.at[below].size += size;
             return true;
         }
     }
     uint32_t g = koila__omap_put(&u->segs, addr);
-    if (!g) return false;
+    if (!g)
+        return false;
     u->segs.at[g].size = size;
     u->segs.at[g].stream = x->stream;
     u->segs.at[g].pool = pool;
@@ -119,22 +146,30 @@ static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, 
 static bool cut_segment(undo *u, uint64_t i, const snap_entry *x, bool expandable)
 {
     const uint32_t g = seg_of(u, x->addr);
-    if (!g && u->trace_only) return true; /* it went after the trace */
-    if (u->trace_only) clear_blocks(u, x->addr, x->size);
-    if (!g || !seg_is_empty(u, x->addr, x->size)) return contradicts(u, i);
+    if (!g && u->trace_only)
+        return true; /* it went after the trace */
+    if (u->trace_only)
+        clear_blocks(u, x->addr, x->size);
+    if (!g || !seg_is_empty(u, x->addr, x->size))
+        return contradicts(u, i);
     node old = u->segs.at[g];
     if (!expandable) {
-        if (old.key != x->addr || old.size != x->size) return contradicts(u, i);
+        if (old.key != x->addr || old.size != x->size)
+            return contradicts(u, i);
         koila__omap_drop(&u->segs, x->addr);
         return true;
     }
     const uint64_t end = old.key + old.size;
-    if (x->addr + x->size > end) return contradicts(u, i);
-    if (old.key < x->addr) u->segs.at[g].size = x->addr - old.key;
-    else koila__omap_drop(&u->segs, x->addr);
+    if (x->addr + x->size > end)
+        return contradicts(u, i);
+    if (old.key < x->addr)
+        u->segs.at[g].size = x->addr - old.key;
+    else
+        koila__omap_drop(&u->segs, x->addr);
     if (x->addr + x->size < end) {
         uint32_t rest = koila__omap_put(&u->segs, x->addr + x->size);
-        if (!rest) return false;
+        if (!rest)
+            return false;
         uint32_t keep[2] = { u->segs.at[rest].link[0], u->segs.at[rest].link[1] };
         u->segs.at[rest] = old;
         u->segs.at[rest].key = x->addr + x->size;
@@ -151,20 +186,33 @@ static bool undo_entry(undo *u, uint64_t i)
     switch (x->kind) {
     case KOILA_EVENT_ALLOC:
         b = koila__omap_find(&u->blocks, x->addr);
-        if ((!b || u->blocks.at[b].state != KOILA_BLOCK_USED) && !u->trace_only) return contradicts(u, i);
-        if (b) koila__omap_drop(&u->blocks, x->addr);
-        if (u->trace_only) clear_blocks(u, x->addr, x->size);
+        if ((!b || u->blocks.at[b].state != KOILA_BLOCK_USED) && !u->trace_only)
+            return contradicts(u, i);
+        if (b)
+            koila__omap_drop(&u->blocks, x->addr);
+        if (u->trace_only)
+            clear_blocks(u, x->addr, x->size);
         return true;
-    case KOILA_EVENT_FREE_COMPLETED: return undo_block(u, i, x, KOILA_BLOCK_PENDING);
+    case KOILA_EVENT_FREE_COMPLETED:
+        return undo_block(u, i, x, KOILA_BLOCK_PENDING);
     case KOILA_EVENT_FREE_REQUESTED:
         b = koila__omap_find(&u->blocks, x->addr);
-        if (b && u->blocks.at[b].state == KOILA_BLOCK_PENDING) return u->blocks.at[b].state = KOILA_BLOCK_USED, true;
-        return u->trace_only ? undo_block(u, i, x, KOILA_BLOCK_USED) : contradicts(u, i); /* or it was completed after the trace */
-    case KOILA_EVENT_SEGMENT_ALLOC: return cut_segment(u, i, x, false);
-    case KOILA_EVENT_SEGMENT_MAP: return cut_segment(u, i, x, true);
-    case KOILA_EVENT_SEGMENT_FREE: return add_segment(u, i, x, koila__replay_pool_at(u->r, i), false);
-    case KOILA_EVENT_SEGMENT_UNMAP: return add_segment(u, i, x, koila__replay_pool_at(u->r, i), true);
-    default: return true;
+        if (b && u->blocks.at[b].state == KOILA_BLOCK_PENDING) {
+            u->blocks.at[b].state = KOILA_BLOCK_USED;
+            return true;
+        }
+        /* or it was completed after the trace */
+        return u->trace_only ? undo_block(u, i, x, KOILA_BLOCK_USED) : contradicts(u, i);
+    case KOILA_EVENT_SEGMENT_ALLOC:
+        return cut_segment(u, i, x, false);
+    case KOILA_EVENT_SEGMENT_MAP:
+        return cut_segment(u, i, x, true);
+    case KOILA_EVENT_SEGMENT_FREE:
+        return add_segment(u, i, x, koila__replay_pool_at(u->r, i), false);
+    case KOILA_EVENT_SEGMENT_UNMAP:
+        return add_segment(u, i, x, koila__replay_pool_at(u->r, i), true);
+    default:
+        return true;
     }
 }
 
@@ -174,13 +222,16 @@ static bool load_end(undo *u)
     for (size_t k = 0; k < r->n_segs; k++) {
         const koila_segment *g = &r->segs[k];
         snap_entry x = { .addr = g->addr, .size = g->size, .stream = g->stream };
-        if (!add_segment(u, r->n, &x, g->pool, g->is_expandable)) return false;
+        if (!add_segment(u, r->n, &x, g->pool, g->is_expandable))
+            return false;
         uint32_t n = seg_of(u, g->addr);
         u->segs.at[n].is_small = g->is_small;
         for (size_t i = 0; i < g->n_blocks; i++) {
-            if (g->blocks[i].state == KOILA_BLOCK_FREE) continue;
+            if (g->blocks[i].state == KOILA_BLOCK_FREE)
+                continue;
             uint32_t b = koila__omap_put(&u->blocks, g->blocks[i].addr);
-            if (!b) return false;
+            if (!b)
+                return false;
             node *x2 = &u->blocks.at[b];
             x2->size = g->blocks[i].size;
             x2->requested = g->blocks[i].requested;
@@ -197,9 +248,12 @@ static uint64_t dead_size(replay *r, const node *b, const node *g)
 {
     uint64_t rounded;
     koila_cache_sizes(&r->conf, b->requested, &rounded, NULL);
-    if (g->is_small || g->is_expandable) return rounded;
-    if (rounded >= r->conf.max_split_bytes) return g->key + g->size - b->key;
-    if (b->distance >= rounded && b->distance - rounded <= MIB) return b->distance;
+    if (g->is_small || g->is_expandable)
+        return rounded;
+    if (rounded >= r->conf.max_split_bytes)
+        return g->key + g->size - b->key;
+    if (b->distance >= rounded && b->distance - rounded <= MIB)
+        return b->distance;
     r->out->n_assumed++;
     return rounded;
 }
@@ -212,74 +266,116 @@ static koila_status lay_out(undo *u)
     r->start_cap = u->segs.n + 1;
     r->start_blocks = koila__realloc(&r->mem, NULL, 0, max_blocks * sizeof *r->start_blocks);
     r->n_start_blocks = max_blocks;
-    if (!r->start || !r->start_blocks) return KOILA_NO_MEMORY;
+    if (!r->start || !r->start_blocks)
+        return KOILA_NO_MEMORY;
     uint64_t n_segs = 0, n = 0;
-    for (uint32_t g = koila__omap_near(&u->segs, 0, 1); g; g = koila__omap_near(&u->segs, u->segs.at[g].key, 1)) {
+    for (uint32_t g = koila__omap_near(&u->segs, 0, 1); g;
+         g = koila__omap_near(&u->segs, u->segs.at[g].key, 1)) {
         const node *s = &u->segs.at[g];
         koila_segment *out = &r->start[n_segs++];
         const uint64_t end = s->key + s->size;
         uint64_t at = s->key;
-        *out = (koila_segment){ KOILA_SEGMENT_SIZES, s->key, s->size, s->stream, r->s->pools[s->pool], s->is_small, s->is_expandable, r->start_blocks + n, 0 };
-        for (uint32_t b = koila__omap_near(&u->blocks, s->key - 1, 1); b && u->blocks.at[b].key < end; b = koila__omap_near(&u->blocks, u->blocks.at[b].key, 1)) {
+        *out = (koila_segment){ KOILA_SEGMENT_SIZES,
+                                s->key,
+                                s->size,
+                                s->stream,
+                                r->s->pools[s->pool],
+                                s->is_small,
+                                s->is_expandable,
+                                r->start_blocks + n,
+                                0 };
+        for (uint32_t b = koila__omap_near(&u->blocks, s->key - 1, 1);
+             b && u->blocks.at[b].key < end;
+             b = koila__omap_near(&u->blocks, u->blocks.at[b].key, 1)) {
             const node *x = &u->blocks.at[b];
             uint64_t size = x->known ? x->size : dead_size(r, x, s);
-            if (x->key < at || size == 0 || size > end - x->key) return KOILA_BAD_INPUT;
-            if (x->key > at) r->start_blocks[n++] = (koila_block){ .addr = at, .size = x->key - at, .state = KOILA_BLOCK_FREE }, out->n_blocks++;
-            r->start_blocks[n++] = (koila_block){ .addr = x->key, .size = size, .requested = x->requested, .state = (koila_block_state)x->state };
+            if (x->key < at || size == 0 || size > end - x->key)
+                return KOILA_BAD_INPUT;
+            if (x->key > at) {
+                r->start_blocks[n++] =
+                    (koila_block){ .addr = at, .size = x->key - at, .state = KOILA_BLOCK_FREE };
+                out->n_blocks++;
+            }
+            r->start_blocks[n++] = (koila_block){ .addr = x->key,
+                                                  .size = size,
+                                                  .requested = x->requested,
+                                                  .state = (koila_block_state)x->state };
             out->n_blocks++;
             r->out->n_start_blocks++;
             at = x->key + size;
         }
-        if (at < end) r->start_blocks[n++] = (koila_block){ .addr = at, .size = end - at, .state = KOILA_BLOCK_FREE }, out->n_blocks++;
+        if (at < end) {
+            r->start_blocks[n++] =
+                (koila_block){ .addr = at, .size = end - at, .state = KOILA_BLOCK_FREE };
+            out->n_blocks++;
+        }
         r->out->reservations_inferred |= s->is_expandable;
     }
     r->n_start = n_segs;
     return koila_cache_from_segments(&r->conf, &r->mem, r->start, n_segs, &r->c, NULL);
 }
 
-/* All of it backwards. KOILA_BAD_INPUT: u->at contradicts what came later, or the blocks do not fit. */
+/* All of it backwards. KOILA_BAD_INPUT: u->at contradicts what came later, or the blocks do not
+ * fit. */
 static koila_status undo_all(replay *r, bool trace_only, uint64_t *at)
 {
-    undo u = { .r = r, .blocks = { .mem = r->mem }, .segs = { .mem = r->mem }, .trace_only = trace_only };
+    undo u = {
+        .r = r, .blocks = { .mem = r->mem }, .segs = { .mem = r->mem }, .trace_only = trace_only
+    };
     bool ok = load_end(&u);
-    for (uint64_t i = r->n; ok && i > 0; i--) ok = undo_entry(&u, i - 1);
-    koila_status status = u.blocks.failed || u.segs.failed ? KOILA_NO_MEMORY : ok ? lay_out(&u) : KOILA_BAD_INPUT;
+    for (uint64_t i = r->n; ok && i > 0; i--)
+        ok = undo_entry(&u, i - 1);
+    koila_status status = u.blocks.failed || u.segs.failed ? KOILA_NO_MEMORY
+                          : ok                             ? lay_out(&u)
+                                                           : KOILA_BAD_INPUT;
     *at = ok ? UINT64_MAX : u.at;
     koila__omap_free(&u.blocks);
     koila__omap_free(&u.segs);
     return status;
 }
 
-/* Is every segment, of the end or freed on the way, made inside the trace? Then nothing was there before it. */
+/* Is every segment, of the end or freed on the way, made inside the trace? Then nothing was there
+ * before it. */
 static bool is_whole(const replay *r, bool *no_memory)
 {
     omap made = { .mem = r->mem };
     bool whole = true;
     for (uint64_t i = 0; i < r->n && whole && !made.failed; i++) {
         const snap_entry *x = entry(r, i);
-        if (!is_segment_event(x->kind)) continue;
+        if (!is_segment_event(x->kind))
+            continue;
         uint32_t below = koila__omap_near(&made, x->addr + 1, 0), b;
         const uint64_t end = x->addr + x->size;
         if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) {
-            if (below && made.at[below].key + made.at[below].size > x->addr) whole = false; /* twice: entries are missing */
-            else if (below && made.at[below].key + made.at[below].size == x->addr) made.at[below].size += x->size;
-            else if ((b = koila__omap_put(&made, x->addr))) made.at[b].size = x->size;
+            /* twice: entries are missing */
+            if (below && made.at[below].key + made.at[below].size > x->addr)
+                whole = false;
+            else if (below && made.at[below].key + made.at[below].size == x->addr)
+                made.at[below].size += x->size;
+            else if ((b = koila__omap_put(&made, x->addr)))
+                made.at[b].size = x->size;
         } else if (!below || made.at[below].key + made.at[below].size < end) {
             whole = false;
         } else {
-            const uint64_t from = made.at[below].key, to = from + made.at[below].size;
-            if (from < x->addr) made.at[below].size = x->addr - from;
-            else koila__omap_drop(&made, from);
-            if (end < to && (b = koila__omap_put(&made, end))) made.at[b].size = to - end;
+            const uint64_t from = made.at[below].key;
+            const uint64_t to = from + made.at[below].size;
+            if (from < x->addr)
+                made.at[below].size = x->addr - from;
+            else
+                koila__omap_drop(&made, from);
+            if (end < to && (b = koila__omap_put(&made, end)))
+                made.at[b].size = to - end;
         }
     }
     for (size_t i = 0; i < r->n_segs && whole && !made.failed; i++) {
         uint64_t at = r->segs[i].addr;
         const uint64_t end = at + r->segs[i].size;
-        for (uint32_t b; at < end && whole; at = made.at[b].key + made.at[b].size) { /* maps above one another touch without being one */
+        /* maps above one another touch without being one */
+        for (uint32_t b; at < end && whole; at = made.at[b].key + made.at[b].size) {
             b = koila__omap_near(&made, at + 1, 0);
             whole = b && made.at[b].key + made.at[b].size > at;
-            if (!whole) break;
+            if (!whole)
+                break;
         }
     }
     *no_memory = made.failed;
@@ -292,17 +388,25 @@ koila_status koila__replay_start(replay *r, koila_error *e)
     uint64_t at, unused;
     bool no_memory = false;
     r->whole = r->n && is_whole(r, &no_memory);
-    koila_status status = no_memory ? KOILA_NO_MEMORY : r->whole ? KOILA_OK : undo_all(r, false, &at);
+    koila_status status = no_memory  ? KOILA_NO_MEMORY
+                          : r->whole ? KOILA_OK
+                                     : undo_all(r, false, &at);
     if (status == KOILA_BAD_INPUT && at != UINT64_MAX) {
         r->trace_only = true;
-        snprintf(r->out->reason, sizeof r->out->reason, "end state not checked: it contradicts the trace at entry %llu (entries missing, or another thread was at work)", (unsigned long long)at);
+        snprintf(r->out->reason, sizeof r->out->reason,
+                 "end state not checked: it contradicts the trace at entry %llu (entries missing, "
+                 "or another thread was at work)",
+                 (unsigned long long)at);
         status = undo_all(r, true, &unused);
     }
     if (status == KOILA_BAD_INPUT || status == KOILA_BAD_ARGUMENT) {
-        koila__replay_stop(r, KOILA_NOT_CHECKABLE, 0, "the state before the first entry cannot be told from the trace");
+        koila__replay_stop(r, KOILA_NOT_CHECKABLE, 0,
+                           "the state before the first entry cannot be told from the trace");
         status = KOILA_OK;
     }
-    if (status == KOILA_NO_MEMORY) return koila__fail(e, status, 0, "the host is out of memory");
-    if (!status && !r->c) status = koila_cache_new(&r->conf, &r->mem, &r->c, e);
+    if (status == KOILA_NO_MEMORY)
+        return koila__fail(e, status, 0, "the host is out of memory");
+    if (!status && !r->c)
+        status = koila_cache_new(&r->conf, &r->mem, &r->c, e);
     return status;
 }

@@ -1,5 +1,6 @@
-/* snapshot.c — reads torch.cuda.memory._snapshot() as data. A pickle is a program; this machine knows only the opcodes that build plain
- * data, so no object can be made and nothing can be called. The rest is refused by name before it has any effect.
+/* snapshot.c — reads torch.cuda.memory._snapshot() as data. A pickle is a program; this machine
+ * knows only the opcodes that build plain data, so no object can be made and nothing can be called.
+ * The rest is refused by name before it has any effect.
  *
  *   snapshot_reader.h     a reading under way: handles, open containers, limits
  *   snapshot_pickle.c     the pickle machine
@@ -18,21 +19,35 @@ static bool valid_blocks(reader *r, const snap_segment *g)
     const snap_range *range = &s->ranges[g->blocks];
     uint64_t at = 0, allocated = 0, active = 0;
     const unsigned long long name = g->addr;
-    if (!g->size || g->addr == 0 || g->addr >= (uint64_t)1 << 62) return BAD(r, "segment 0x%llx: address or size out of range", name);
+    if (!g->size || g->addr == 0 || g->addr >= (uint64_t)1 << 62)
+        return BAD(r, "segment 0x%llx: address or size out of range", name);
     for (uint64_t i = range->first; i < range->first + range->n; i++) {
         snap_block *b = &s->blocks[i];
-        if (!b->has_addr) b->addr = g->addr + at;
-        if (b->addr != g->addr + at || !b->size) return BAD(r, "segment 0x%llx: blocks do not tile it", name);
+        if (!b->has_addr)
+            b->addr = g->addr + at;
+        if (b->addr != g->addr + at || !b->size)
+            return BAD(r, "segment 0x%llx: blocks do not tile it", name);
         at += b->size;
-        if (at > g->size) break;
-        if (b->state == KOILA_BLOCK_USED) allocated += b->size;
-        if (b->state != KOILA_BLOCK_FREE) active += b->size;
-        if (b->requested > b->size) return BAD(r, "segment 0x%llx: a block of %llu holds %llu", name, (unsigned long long)b->size, (unsigned long long)b->requested);
+        if (at > g->size)
+            break;
+        if (b->state == KOILA_BLOCK_USED)
+            allocated += b->size;
+        if (b->state != KOILA_BLOCK_FREE)
+            active += b->size;
+        if (b->requested > b->size)
+            return BAD(r, "segment 0x%llx: a block of %llu holds %llu", name,
+                       (unsigned long long)b->size, (unsigned long long)b->requested);
     }
     char a[KOILA_GROUPED], c[KOILA_GROUPED];
-    if (at != g->size) return BAD(r, "segment 0x%llx: blocks sum to %s, segment is %s", name, koila__grouped(at, a), koila__grouped(g->size, c));
-    if (g->has_sums && allocated != g->allocated) return BAD(r, "segment 0x%llx: blocks allocated sum to %s, segment says %s", name, koila__grouped(allocated, a), koila__grouped(g->allocated, c));
-    if (g->has_sums && active != g->active) return BAD(r, "segment 0x%llx: active blocks sum to %s, segment says %s", name, koila__grouped(active, a), koila__grouped(g->active, c));
+    if (at != g->size)
+        return BAD(r, "segment 0x%llx: blocks sum to %s, segment is %s", name,
+                   koila__grouped(at, a), koila__grouped(g->size, c));
+    if (g->has_sums && allocated != g->allocated)
+        return BAD(r, "segment 0x%llx: blocks allocated sum to %s, segment says %s", name,
+                   koila__grouped(allocated, a), koila__grouped(g->allocated, c));
+    if (g->has_sums && active != g->active)
+        return BAD(r, "segment 0x%llx: active blocks sum to %s, segment says %s", name,
+                   koila__grouped(active, a), koila__grouped(g->active, c));
     return true;
 }
 
@@ -43,7 +58,10 @@ static void sort_segments(snap_segment *a, uint64_t n)
         for (uint64_t i = gap; i < n; i++) {
             const snap_segment x = a[i];
             uint64_t k = i;
-            for (; k >= gap && (a[k - gap].device > x.device || (a[k - gap].device == x.device && a[k - gap].addr > x.addr)); k -= gap) a[k] = a[k - gap];
+            for (; k >= gap && (a[k - gap].device > x.device ||
+                                (a[k - gap].device == x.device && a[k - gap].addr > x.addr));
+                 k -= gap)
+                a[k] = a[k - gap];
             a[k] = x;
         }
 }
@@ -56,72 +74,113 @@ static bool publish(reader *r, uint64_t first, uint64_t n)
     snap_segment *a = s->segments ? s->segments + first : NULL;
     uint64_t n_blocks = 0;
     for (uint64_t i = 0; i < n; i++) {
-        if (!valid_blocks(r, &a[i])) return false;
-        if (a[i].device >= n_devices) n_devices = a[i].device + 1;
+        if (!valid_blocks(r, &a[i]))
+            return false;
+        if (a[i].device >= n_devices)
+            n_devices = a[i].device + 1;
         n_blocks += s->ranges[a[i].blocks].n;
     }
     sort_segments(a, n);
     for (uint64_t i = 1; i < n; i++)
         if (a[i].device == a[i - 1].device && a[i].addr < a[i - 1].addr + a[i - 1].size)
-            return BAD(r, "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)a[i].addr, (unsigned long long)a[i - 1].addr);
+            return BAD(r, "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)a[i].addr,
+                       (unsigned long long)a[i - 1].addr);
     s->n_devices = n_devices ? n_devices : 1;
     s->n_device_first = s->n_devices + 1;
-    if (!(s->device_first = koila__snap_resize(r, NULL, 0, (uint64_t)s->n_device_first * sizeof(uint32_t)))) return false;
-    if (n && !(s->out_segments = koila__snap_resize(r, NULL, 0, n * sizeof(koila_segment)))) return false;
+    if (!(s->device_first =
+              koila__snap_resize(r, NULL, 0, (uint64_t)s->n_device_first * sizeof(uint32_t))))
+        return false;
+    if (n && !(s->out_segments = koila__snap_resize(r, NULL, 0, n * sizeof(koila_segment))))
+        return false;
     s->n_out_segments = (uint32_t)n;
-    if (n_blocks && !(s->out_blocks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(koila_block)))) return false;
+    if (n_blocks &&
+        !(s->out_blocks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(koila_block))))
+        return false;
     s->n_out_blocks = (uint32_t)n_blocks;
-    if (n_blocks && !(s->out_stacks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(uint32_t)))) return false;
+    if (n_blocks && !(s->out_stacks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(uint32_t))))
+        return false;
     uint32_t d = 0, at = 0;
     for (uint64_t i = 0; i < n; i++) {
         const snap_segment *g = &a[i];
         const snap_range *range = &s->ranges[g->blocks];
-        while (d <= g->device) s->device_first[d++] = (uint32_t)i;
-        s->out_segments[i] = (koila_segment){ KOILA_SEGMENT_SIZES, g->addr, g->size, g->stream, s->pools[g->pool], g->is_small, g->is_expandable, s->out_blocks + at, range->n };
+        while (d <= g->device)
+            s->device_first[d++] = (uint32_t)i;
+        s->out_segments[i] = (koila_segment){ KOILA_SEGMENT_SIZES,
+                                              g->addr,
+                                              g->size,
+                                              g->stream,
+                                              s->pools[g->pool],
+                                              g->is_small,
+                                              g->is_expandable,
+                                              s->out_blocks + at,
+                                              range->n };
         for (uint64_t k = 0; k < range->n; k++, at++) {
             const snap_block *b = &s->blocks[range->first + k];
-            s->out_blocks[at] = (koila_block){ b->addr, b->size, b->requested, (koila_block_state)b->state, (uint32_t)i, g->stream, s->pools[g->pool], g->is_small, g->is_expandable };
+            s->out_blocks[at] = (koila_block){ b->addr,           b->size,
+                                               b->requested,      (koila_block_state)b->state,
+                                               (uint32_t)i,       g->stream,
+                                               s->pools[g->pool], g->is_small,
+                                               g->is_expandable };
             s->out_stacks[at] = b->stack;
         }
     }
-    while (d < s->n_device_first) s->device_first[d++] = (uint32_t)n;
+    while (d < s->n_device_first)
+        s->device_first[d++] = (uint32_t)n;
     return true;
 }
 
 static bool read_all(reader *r)
 {
     koila_snapshot *s = r->s;
-    if (!koila__snap_intern_own(r)) return false;
-    if (!koila__snap_have(r, 1)) return r->status ? false : BAD(r, "empty file");
+    if (!koila__snap_intern_own(r))
+        return false;
+    if (!koila__snap_have(r, 1))
+        return r->status ? false : BAD(r, "empty file");
     const uint8_t c = r->buf[0];
-    if (koila__snap_have(r, 2) && c == 'P' && r->buf[1] == 'K') return BAD(r, "not a snapshot: expected a pickle or JSON, found zip");
-    if (koila__snap_have(r, 2) && c == 0x1f && r->buf[1] == 0x8b) return BAD(r, "not a snapshot: expected a pickle or JSON, found gzip");
-    if (r->status) return false;
+    if (koila__snap_have(r, 2) && c == 'P' && r->buf[1] == 'K')
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found zip");
+    if (koila__snap_have(r, 2) && c == 0x1f && r->buf[1] == 0x8b)
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found gzip");
+    if (r->status)
+        return false;
     s->is_json = c == '{' || c == '[' || c == ' ' || c == '\n' || c == '\r' || c == '\t';
-    if (!s->is_json && c != 0x80 && c != '(' && c != '}' && c != ']') return BAD(r, "not a snapshot: expected a pickle or JSON, found %s", c >= 0x20 && c < 0x7f ? "text" : "other data");
-    if (!(s->is_json ? koila__snap_read_json(r) : koila__snap_read_pickle(r))) return false;
-    if (!finish(r, &r->top)) return false;
+    if (!s->is_json && c != 0x80 && c != '(' && c != '}' && c != ']')
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found %s",
+                   c >= 0x20 && c < 0x7f ? "text" : "other data");
+    if (!(s->is_json ? koila__snap_read_json(r) : koila__snap_read_pickle(r)))
+        return false;
+    if (!finish(r, &r->top))
+        return false;
     switch (kind_of(r->top)) {
     case K_TOP: {
         /* segments that are reached: all there are, or drop_unused has dropped them */
         return publish(r, 0, s->n_segments);
     }
-    case K_SEGMENTS: return publish(r, s->ranges[of(r->top)].first, s->ranges[of(r->top)].n);
-    case K_EMPTY: return publish(r, 0, 0);
-    default: return BAD(r, "not a snapshot: holds %s", koila__snap_kind_names[kind_of(r->top)]);
+    case K_SEGMENTS:
+        return publish(r, s->ranges[of(r->top)].first, s->ranges[of(r->top)].n);
+    case K_EMPTY:
+        return publish(r, 0, 0);
+    default:
+        return BAD(r, "not a snapshot: holds %s", koila__snap_kind_names[kind_of(r->top)]);
     }
 }
 
-koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim, koila_snapshot **out, koila_error *e)
+koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim,
+                                 koila_snapshot **out, koila_error *e)
 {
     reader r = { .src = src, .e = e };
-    if (lim && lim->struct_size == sizeof r.lim) r.lim = *lim;
-    if (!r.lim.max_nesting) r.lim.max_nesting = 64;
-    if (r.lim.max_nesting > 4096) r.lim.max_nesting = 4096;
-    if (!r.lim.max_string_bytes) r.lim.max_string_bytes = 16 * MIB;
+    if (lim && lim->struct_size == sizeof r.lim)
+        r.lim = *lim;
+    if (!r.lim.max_nesting)
+        r.lim.max_nesting = 64;
+    if (r.lim.max_nesting > 4096)
+        r.lim.max_nesting = 4096;
+    if (!r.lim.max_string_bytes)
+        r.lim.max_string_bytes = 16 * MIB;
     koila_allocator mem = koila__allocator(r.lim.mem.fn ? &r.lim.mem : NULL);
     koila_snapshot *s = koila__realloc(&mem, NULL, 0, sizeof *s);
-    if (!s) return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+    if (!s)
+        return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     memset(s, 0, sizeof *s);
     s->mem = mem;
     s->settings.conf = UINT32_MAX;
@@ -155,9 +214,11 @@ koila_status koila_snapshot_open(const koila_source *src, const koila_limits *li
 
 void koila_snapshot_free(koila_snapshot *s)
 {
-    if (!s) return;
+    if (!s)
+        return;
     koila_allocator m = s->mem;
-    for (uint32_t i = 0; i < s->n_chunks; i++) koila__release(&m, s->chunks[i], ENTRY_CHUNK * sizeof(snap_entry));
+    for (uint32_t i = 0; i < s->n_chunks; i++)
+        koila__release(&m, s->chunks[i], ENTRY_CHUNK * sizeof(snap_entry));
     koila__release(&m, s->chunks, s->chunks_cap * sizeof *s->chunks);
     koila__release(&m, s->text, (size_t)s->text_cap);
     koila__release(&m, s->strs, s->strs_cap * sizeof *s->strs);
@@ -185,30 +246,56 @@ void koila_snapshot_free(koila_snapshot *s)
 void koila_snapshot_get_info(const koila_snapshot *s, koila_snapshot_info *out)
 {
     uint64_t n = 0;
-    for (uint32_t i = 0; i < s->n_traces; i++) n += s->traces[i].n;
-    *out = (koila_snapshot_info){ .struct_size = (uint32_t)sizeof *out, .n_devices = s->n_devices, .n_bytes = s->n_bytes, .n_entries = n, .n_segments = s->n_out_segments,
-                                  .n_blocks = s->n_out_blocks, .n_annotations = s->n_annotations, .n_unknown_keys = s->n_unknown_keys, .n_skipped_entries = s->n_skipped, .is_json = s->is_json,
-                                  .has_traces = s->has_traces, .has_pool_ids = s->has_pool_ids, .has_settings = s->settings.present,
-                                  .conf = s->settings.present ? snap_str(s, s->settings.conf) : "" };
+    for (uint32_t i = 0; i < s->n_traces; i++)
+        n += s->traces[i].n;
+    *out =
+        (koila_snapshot_info){ .struct_size = (uint32_t)sizeof *out,
+                               .n_devices = s->n_devices,
+                               .n_bytes = s->n_bytes,
+                               .n_entries = n,
+                               .n_segments = s->n_out_segments,
+                               .n_blocks = s->n_out_blocks,
+                               .n_annotations = s->n_annotations,
+                               .n_unknown_keys = s->n_unknown_keys,
+                               .n_skipped_entries = s->n_skipped,
+                               .is_json = s->is_json,
+                               .has_traces = s->has_traces,
+                               .has_pool_ids = s->has_pool_ids,
+                               .has_settings = s->settings.present,
+                               .conf = s->settings.present ? snap_str(s, s->settings.conf) : "" };
 }
 
-uint64_t koila_snapshot_n_entries(const koila_snapshot *s, uint32_t device) { return device < s->n_traces ? s->traces[device].n : 0; }
+uint64_t koila_snapshot_n_entries(const koila_snapshot *s, uint32_t device)
+{
+    return device < s->n_traces ? s->traces[device].n : 0;
+}
 
 bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, uint64_t i, koila_entry *out)
 {
-    if (i >= koila_snapshot_n_entries(s, device)) return false;
+    if (i >= koila_snapshot_n_entries(s, device))
+        return false;
     const snap_entry *x = snap_entry_at(s, s->traces[device].first + i);
-    const koila_entry e = { (uint32_t)sizeof e, (koila_event_kind)x->kind, x->addr, x->size, x->stream, x->time_us, x->stack, x->has_pool, x->has_pool ? s->pools[x->pool] : KOILA_POOL_DEFAULT };
+    const koila_entry e = { (uint32_t)sizeof e,
+                            (koila_event_kind)x->kind,
+                            x->addr,
+                            x->size,
+                            x->stream,
+                            x->time_us,
+                            x->stack,
+                            x->has_pool,
+                            x->has_pool ? s->pools[x->pool] : KOILA_POOL_DEFAULT };
     const uint32_t n = out->struct_size < e.struct_size ? out->struct_size : e.struct_size;
     memcpy(out, &e, n);
-    if (n >= sizeof n) out->struct_size = n;
+    if (n >= sizeof n)
+        out->struct_size = n;
     return true;
 }
 
 const koila_segment *koila_snapshot_segments(const koila_snapshot *s, uint32_t device, size_t *n)
 {
     *n = 0;
-    if (device >= s->n_devices) return NULL;
+    if (device >= s->n_devices)
+        return NULL;
     *n = s->device_first[device + 1] - s->device_first[device];
     return *n ? s->out_segments + s->device_first[device] : NULL;
 }
@@ -221,7 +308,8 @@ uint32_t koila_snapshot_block_stack(const koila_snapshot *s, const koila_block *
 
 bool koila_snapshot_frame(const koila_snapshot *s, uint32_t stack, uint32_t i, koila_frame *out)
 {
-    if (!stack || stack > s->n_stacks || i >= s->stacks[stack - 1].n) return false;
+    if (!stack || stack > s->n_stacks || i >= s->stacks[stack - 1].n)
+        return false;
     const snap_frame *f = &s->frames[s->stack_ids[s->stacks[stack - 1].first + i]];
     *out = (koila_frame){ snap_str(s, f->name), snap_str(s, f->file), f->line };
     return true;
@@ -229,46 +317,71 @@ bool koila_snapshot_frame(const koila_snapshot *s, uint32_t stack, uint32_t i, k
 
 bool koila_snapshot_annotation(const koila_snapshot *s, uint64_t i, koila_annotation *out)
 {
-    if (i >= s->n_annotations) return false;
+    if (i >= s->n_annotations)
+        return false;
     const snap_annotation *x = &s->annotations[i];
     *out = (koila_annotation){ snap_str(s, x->name), snap_str(s, x->stage), x->time_us, x->device };
     return true;
 }
 
-/* The large segment size is not in a snapshot but for the string: the first miss between 1 and 10 MiB shows it. */
+/* The large segment size is not in a snapshot but for the string: the first miss between 1 and 10
+ * MiB shows it. */
 static uint64_t seen_large_segment(const koila_snapshot *s, uint32_t device)
 {
     const uint64_t n = koila_snapshot_n_entries(s, device);
     for (uint64_t i = 1; i < n; i++) {
-        const snap_entry *x = snap_entry_at(s, s->traces[device].first + i), *before = x - 1;
-        if (!(i & (ENTRY_CHUNK - 1)) || (s->traces[device].first + i) % ENTRY_CHUNK == 0) before = snap_entry_at(s, s->traces[device].first + i - 1);
-        if (x->kind != KOILA_EVENT_ALLOC || before->kind != KOILA_EVENT_SEGMENT_ALLOC || x->addr != before->addr) continue;
-        if (x->size > MIB && x->size < 10 * MIB - 511 && before->size > 10 * MIB) return before->size;
+        const snap_entry *x = snap_entry_at(s, s->traces[device].first + i);
+        const snap_entry *before = x - 1;
+        if (!(i & (ENTRY_CHUNK - 1)) || (s->traces[device].first + i) % ENTRY_CHUNK == 0)
+            before = snap_entry_at(s, s->traces[device].first + i - 1);
+        if (x->kind != KOILA_EVENT_ALLOC || before->kind != KOILA_EVENT_SEGMENT_ALLOC ||
+            x->addr != before->addr)
+            continue;
+        if (x->size > MIB && x->size < 10 * MIB - 511 && before->size > 10 * MIB)
+            return before->size;
     }
     return 0;
 }
 
-koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device, const char *torch_version, koila_cache_config *out, koila_error *e)
+koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device,
+                                   const char *torch_version, koila_cache_config *out,
+                                   koila_error *e)
 {
     const snap_settings *x = &s->settings;
     koila_cache_config c;
-    if (!torch_version) torch_version = s->has_pool_ids ? "2.13" : x->has_new_keys ? "2.10" : x->present ? "2.6" : NULL;
+    if (!torch_version)
+        torch_version = s->has_pool_ids   ? "2.13"
+                        : x->has_new_keys ? "2.10"
+                        : x->present      ? "2.6"
+                                          : NULL;
     KOILA_TRY(koila_cache_config_init(&c, torch_version));
-    if (x->present && x->conf != UINT32_MAX) KOILA_TRY(koila_cache_config_parse(&c, snap_str(s, x->conf), 0, e));
+    if (x->present && x->conf != UINT32_MAX)
+        KOILA_TRY(koila_cache_config_parse(&c, snap_str(s, x->conf), 0, e));
     if (x->present) {
         const uint64_t seen = seen_large_segment(s, device);
-        if (c.large_segment_bytes == 20 * MIB && seen && seen != c.large_segment_bytes && seen % MIB == 0 && seen < (uint64_t)1 << 40 && (c.rules & KOILA_RULE_LARGE_SEGMENT)) {
+        if (c.large_segment_bytes == 20 * MIB && seen && seen != c.large_segment_bytes &&
+            seen % MIB == 0 && seen < (uint64_t)1 << 40 && (c.rules & KOILA_RULE_LARGE_SEGMENT)) {
             c.large_segment_bytes = seen;
-            if (!c.rounding_set) c.max_non_split_rounding_bytes = seen;
+            if (!c.rounding_set)
+                c.max_non_split_rounding_bytes = seen;
         }
-        if (x->has_max_split) c.max_split_bytes = x->max_split < 0 ? KOILA_NO_LIMIT : (uint64_t)x->max_split;
-        if (c.max_split_bytes < c.large_segment_bytes) return koila__fail(e, KOILA_BAD_INPUT, 0, "settings: max_split_size %llu is below the large segment", (unsigned long long)c.max_split_bytes);
-        if (x->gc > 0.0 && x->gc < 1.0) c.gc_threshold = x->gc;
-        if (x->has_divisions) memcpy(c.divisions, x->divisions, sizeof c.divisions);
+        if (x->has_max_split)
+            c.max_split_bytes = x->max_split < 0 ? KOILA_NO_LIMIT : (uint64_t)x->max_split;
+        if (c.max_split_bytes < c.large_segment_bytes)
+            return koila__fail(e, KOILA_BAD_INPUT, 0,
+                               "settings: max_split_size %llu is below the large segment",
+                               (unsigned long long)c.max_split_bytes);
+        if (x->gc > 0.0 && x->gc < 1.0)
+            c.gc_threshold = x->gc;
+        if (x->has_divisions)
+            memcpy(c.divisions, x->divisions, sizeof c.divisions);
         c.expandable = x->expandable;
-        if (x->release_lock) c.release_lock = 1;
-        if (x->oom_reject) c.oom_reject = 1;
-        if (x->has_fraction && x->fraction >= 0.0 && x->fraction <= 1.0) c.memory_fraction = x->fraction;
+        if (x->release_lock)
+            c.release_lock = 1;
+        if (x->oom_reject)
+            c.oom_reject = 1;
+        if (x->has_fraction && x->fraction >= 0.0 && x->fraction <= 1.0)
+            c.memory_fraction = x->fraction;
     }
     *out = c;
     return KOILA_OK;

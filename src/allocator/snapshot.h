@@ -1,6 +1,8 @@
-/* snapshot.h — what the reader leaves behind, for replay.c; and the builder that pickle and JSON both feed.
+/* snapshot.h — what the reader leaves behind, for replay.c; and the builder that pickle and JSON
+ * both feed.
  *
- *   entry     48 bytes, in chunks that never move:   time 8 | addr 8 | size 8 | stream 8 | stack 4 | pool 4 | kind 1 (has_pool 1)
+ *   entry     48 bytes, in chunks that never move:   time 8 | addr 8 | size 8 | stream 8 | stack 4
+ *             | pool 4 | kind 1 (has_pool 1)
  *   trace     first entry and count, one per device
  *   stack     id -> first frame id, count;  frames are (name, file, line), all interned
  *   string    id -> offset into one text arena
@@ -47,7 +49,7 @@ typedef struct snap_annotation {
 
 typedef struct snap_settings {
     bool present, expandable, has_divisions, release_lock, has_fraction, oom_reject;
-    uint32_t conf; /* string */
+    uint32_t conf;     /* string */
     int64_t max_split; /* bytes, < 0 none */
     bool has_max_split;
     double gc, fraction;
@@ -100,7 +102,13 @@ struct koila_snapshot {
     uint32_t n_out_blocks;
 };
 
-static inline const snap_entry *snap_entry_at(const koila_snapshot *s, uint64_t i) { return &s->chunks[i >> ENTRY_CHUNK_BITS][i & (ENTRY_CHUNK - 1)]; }
-static inline const char *snap_str(const koila_snapshot *s, uint32_t id) { return id < s->n_strs ? s->text + s->strs[id] : ""; }
+static inline const snap_entry *snap_entry_at(const koila_snapshot *s, uint64_t i)
+{
+    return &s->chunks[i >> ENTRY_CHUNK_BITS][i & (ENTRY_CHUNK - 1)];
+}
+static inline const char *snap_str(const koila_snapshot *s, uint32_t id)
+{
+    return id < s->n_strs ? s->text + s->strs[id] : "";
+}
 
 #endif

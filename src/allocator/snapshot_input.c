@@ -1,9 +1,11 @@
-/* snapshot_input.c — the window on the bytes of the file; numbers and characters written as text; failures; counted host memory. */
+/* snapshot_input.c — the window on the bytes of the file; numbers and characters written as text;
+ * failures; counted host memory. */
 #include "allocator/snapshot_reader.h"
 
 void koila__snap_fail(reader *r, koila_status code, const char *fmt, ...)
 {
-    if (r->status) return;
+    if (r->status)
+        return;
     r->status = code;
     if (r->e) {
         va_list ap;
@@ -19,15 +21,24 @@ void koila__snap_fail(reader *r, koila_status code, const char *fmt, ...)
 static const char *size_text(uint64_t n, char text[KOILA_GROUPED + 8])
 {
     char digits[KOILA_GROUPED];
-    const bool gib = n >= MIB << 10, mib = n >= MIB;
-    snprintf(text, KOILA_GROUPED + 8, "%s %s", koila__grouped(gib ? n / (MIB << 10) : mib ? n / MIB : n, digits), gib ? "GiB" : mib ? "MiB" : "bytes");
+    const bool gib = n >= MIB << 10;
+    const bool mib = n >= MIB;
+    snprintf(text, KOILA_GROUPED + 8, "%s %s",
+             koila__grouped(gib   ? n / (MIB << 10)
+                            : mib ? n / MIB
+                                  : n,
+                            digits),
+             gib   ? "GiB"
+             : mib ? "MiB"
+                   : "bytes");
     return text;
 }
 
 bool koila__snap_long_string(reader *r, uint64_t n)
 {
     char is[KOILA_GROUPED + 8], limit[KOILA_GROUPED + 8];
-    return BAD(r, "string of %s, limit %s (max_string_bytes)", size_text(n, is), size_text(r->lim.max_string_bytes, limit));
+    return BAD(r, "string of %s, limit %s (max_string_bytes)", size_text(n, is),
+               size_text(r->lim.max_string_bytes, limit));
 }
 
 /* ---- counted host memory */
@@ -37,7 +48,8 @@ void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n)
     koila_snapshot *s = r->s;
     if (n > old_n && s->used + (n - old_n) > s->budget) {
         char limit[KOILA_GROUPED + 8];
-        (void)BAD(r, "needs more than %s (limit: %s)", size_text(s->budget, limit), s->budget < s->budget_cap ? "32 times the file and 64 MiB" : "max_memory_bytes");
+        (void)BAD(r, "needs more than %s (limit: %s)", size_text(s->budget, limit),
+                  s->budget < s->budget_cap ? "32 times the file and 64 MiB" : "max_memory_bytes");
         return NULL;
     }
     void *q = koila__realloc(&s->mem, p, (size_t)old_n, (size_t)n);
@@ -52,11 +64,14 @@ void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n)
 bool koila__snap_grow64(reader *r, void *array, uint64_t *cap, uint64_t want, size_t size)
 {
     void **p = array;
-    if (want <= *cap) return true;
+    if (want <= *cap)
+        return true;
     uint64_t n = *cap ? *cap : 16;
-    while (n < want) n += n < 1 << 20 ? n : n / 2;
+    while (n < want)
+        n += n < 1 << 20 ? n : n / 2;
     void *q = koila__snap_resize(r, *p, *cap * size, n * size);
-    if (!q) return false;
+    if (!q)
+        return false;
     *p = q;
     *cap = n;
     return true;
@@ -64,8 +79,10 @@ bool koila__snap_grow64(reader *r, void *array, uint64_t *cap, uint64_t want, si
 bool koila__snap_grow32(reader *r, void *array, uint32_t *cap, uint32_t want, size_t size)
 {
     uint64_t c = *cap;
-    if (want > UINT32_MAX / 2) return BAD(r, "too many records");
-    if (!koila__snap_grow64(r, array, &c, want, size)) return false;
+    if (want > UINT32_MAX / 2)
+        return BAD(r, "too many records");
+    if (!koila__snap_grow64(r, array, &c, want, size))
+        return false;
     *cap = (uint32_t)c;
     return true;
 }
@@ -73,8 +90,10 @@ bool koila__snap_grow32(reader *r, void *array, uint32_t *cap, uint32_t want, si
 /* At least n bytes at buf + at, if the file has them. */
 bool koila__snap_have(reader *r, uint64_t n)
 {
-    if (r->end - r->at >= n) return true;
-    if (!r->src->read || r->eof) return false;
+    if (r->end - r->at >= n)
+        return true;
+    if (!r->src->read || r->eof)
+        return false;
     if (r->at) {
         memmove(r->own, r->own + r->at, (size_t)(r->end - r->at));
         r->base += r->at;
@@ -82,15 +101,23 @@ bool koila__snap_have(reader *r, uint64_t n)
         r->at = 0;
     }
     while (r->end < n && !r->eof) {
-        uint64_t want = n < 1 << 16 ? 1 << 16 : n < r->end * 2 ? n : r->end * 2 < 1 << 16 ? 1 << 16 : r->end * 2; /* grows with what is really there */
-        if (want > r->own_cap && !koila__snap_grow64(r, &r->own, &r->own_cap, want, 1)) return false;
+        /* grows with what is really there */
+        uint64_t want = n < 1 << 16            ? 1 << 16
+                        : n < r->end * 2       ? n
+                        : r->end * 2 < 1 << 16 ? 1 << 16
+                                               : r->end * 2;
+        if (want > r->own_cap && !koila__snap_grow64(r, &r->own, &r->own_cap, want, 1))
+            return false;
         int64_t got = r->src->read(r->src->user, r->own + r->end, (size_t)(r->own_cap - r->end));
         r->buf = r->own;
-        if (got < 0) return BAD(r, "cannot be read");
-        if (got == 0) r->eof = true;
+        if (got < 0)
+            return BAD(r, "cannot be read");
+        if (got == 0)
+            r->eof = true;
         r->end += (uint64_t)got;
         r->s->n_bytes += (uint64_t)got;
-        uint64_t budget = r->s->n_bytes > (UINT64_MAX >> 6) ? UINT64_MAX / 2 : 32 * r->s->n_bytes + 64 * MIB;
+        uint64_t budget =
+            r->s->n_bytes > (UINT64_MAX >> 6) ? UINT64_MAX / 2 : 32 * r->s->n_bytes + 64 * MIB;
         r->s->budget = budget < r->s->budget_cap ? budget : r->s->budget_cap;
     }
     return r->end >= n;
@@ -102,9 +129,12 @@ bool koila__snap_early(reader *r, const char *where) { return BAD(r, "ends early
 bool koila__snap_take_line(reader *r, uint64_t max, const uint8_t **p, uint64_t *n)
 {
     for (uint64_t i = 0;; i++) {
-        if (i > max) return BAD(r, "a line of more than %llu bytes", (unsigned long long)max);
-        if (!koila__snap_have(r, i + 1)) return koila__snap_early(r, "inside a line of text");
-        if (r->buf[r->at + i] != '\n') continue;
+        if (i > max)
+            return BAD(r, "a line of more than %llu bytes", (unsigned long long)max);
+        if (!koila__snap_have(r, i + 1))
+            return koila__snap_early(r, "inside a line of text");
+        if (r->buf[r->at + i] != '\n')
+            continue;
         *p = r->buf + r->at;
         *n = i;
         r->at += i + 1;
@@ -118,25 +148,33 @@ bool koila__snap_parse_int(const uint8_t *p, uint64_t n, uint64_t *bits, bool *n
     uint64_t i = 0, x = 0;
     *negative = n && p[0] == '-';
     i += *negative || (n && p[0] == '+');
-    if (i == n) return false;
+    if (i == n)
+        return false;
     for (; i < n; i++) {
-        if (p[i] < '0' || p[i] > '9') return false;
-        if (!koila__mul(x, 10, &x) || !koila__add(x, (uint64_t)(p[i] - '0'), &x)) return false;
+        if (p[i] < '0' || p[i] > '9')
+            return false;
+        if (!koila__mul(x, 10, &x) || !koila__add(x, (uint64_t)(p[i] - '0'), &x))
+            return false;
     }
-    if (*negative && x > (uint64_t)1 << 63) return false;
+    if (*negative && x > (uint64_t)1 << 63)
+        return false;
     *negative = *negative && x;
     *bits = *negative ? (uint64_t)0 - x : x;
     return true;
 }
 
-/* Digits, point, exponent: near enough to the nearest double for times and fractions, and no locale is asked. */
+/* Digits, point, exponent: near enough to the nearest double for times and fractions, and no locale
+ * is asked. */
 bool koila__snap_parse_real(const uint8_t *p, uint64_t n, double *out)
 {
     uint64_t i = 0, digits = 0;
     int scale = 0, n_digits = 0;
     bool negative = n && p[0] == '-', any = false, dot = false;
     i += negative || (n && p[0] == '+');
-    if (n - i == 3 && (!memcmp(p + i, "inf", 3) || !memcmp(p + i, "nan", 3))) return *out = 0, true;
+    if (n - i == 3 && (!memcmp(p + i, "inf", 3) || !memcmp(p + i, "nan", 3))) {
+        *out = 0;
+        return true;
+    }
     for (; i < n && ((p[i] >= '0' && p[i] <= '9') || (p[i] == '.' && !dot)); i++) {
         if (p[i] == '.') {
             dot = true;
@@ -151,33 +189,64 @@ bool koila__snap_parse_real(const uint8_t *p, uint64_t n, double *out)
             scale += !dot;
         }
     }
-    if (!any) return false;
+    if (!any)
+        return false;
     if (i < n && (p[i] == 'e' || p[i] == 'E')) {
         bool minus = ++i < n && p[i] == '-';
         int x = 0;
         i += i < n && (p[i] == '-' || p[i] == '+');
-        if (i == n) return false;
-        for (; i < n && p[i] >= '0' && p[i] <= '9'; i++) x = x < 10000 ? x * 10 + (p[i] - '0') : x;
+        if (i == n)
+            return false;
+        for (; i < n && p[i] >= '0' && p[i] <= '9'; i++)
+            x = x < 10000 ? x * 10 + (p[i] - '0') : x;
         scale += minus ? -x : x;
     }
-    if (i != n) return false;
-    double v = (double)digits, ten = 10.0;
-    if (scale > 400) scale = 400;
-    if (scale < -400) scale = -400;
+    if (i != n)
+        return false;
+    double v = (double)digits;
+    double ten = 10.0;
+    if (scale > 400)
+        scale = 400;
+    if (scale < -400)
+        scale = -400;
     for (int k = scale < 0 ? -scale : scale; k; k >>= 1, ten *= ten)
-        if (k & 1) v = scale < 0 ? v / ten : v * ten;
+        if (k & 1)
+            v = scale < 0 ? v / ten : v * ten;
     *out = negative ? -v : v;
     return true;
 }
 
-int koila__snap_hex_digit(uint8_t c) { return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1; }
+int koila__snap_hex_digit(uint8_t c)
+{
+    return c >= '0' && c <= '9'                 ? c - '0'
+           : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10
+                                                : -1;
+}
 
 size_t koila__snap_put_utf8(uint8_t *p, uint32_t c)
 {
-    if (c < 0x80) return p[0] = (uint8_t)c, 1;
-    if (c < 0x800) return p[0] = (uint8_t)(0xC0 | c >> 6), p[1] = (uint8_t)(0x80 | (c & 63)), 2;
-    if (c < 0x10000) return p[0] = (uint8_t)(0xE0 | c >> 12), p[1] = (uint8_t)(0x80 | (c >> 6 & 63)), p[2] = (uint8_t)(0x80 | (c & 63)), 3;
-    if (c > 0x10FFFF) c = 0xFFFD;
-    if (c < 0x10000) return koila__snap_put_utf8(p, c);
-    return p[0] = (uint8_t)(0xF0 | c >> 18), p[1] = (uint8_t)(0x80 | (c >> 12 & 63)), p[2] = (uint8_t)(0x80 | (c >> 6 & 63)), p[3] = (uint8_t)(0x80 | (c & 63)), 4;
+    if (c < 0x80) {
+        p[0] = (uint8_t)c;
+        return 1;
+    }
+    if (c < 0x800) {
+        p[0] = (uint8_t)(0xC0 | c >> 6);
+        p[1] = (uint8_t)(0x80 | (c & 63));
+        return 2;
+    }
+    if (c < 0x10000) {
+        p[0] = (uint8_t)(0xE0 | c >> 12);
+        p[1] = (uint8_t)(0x80 | (c >> 6 & 63));
+        p[2] = (uint8_t)(0x80 | (c & 63));
+        return 3;
+    }
+    if (c > 0x10FFFF)
+        c = 0xFFFD;
+    if (c < 0x10000)
+        return koila__snap_put_utf8(p, c);
+    p[0] = (uint8_t)(0xF0 | c >> 18);
+    p[1] = (uint8_t)(0x80 | (c >> 12 & 63));
+    p[2] = (uint8_t)(0x80 | (c >> 6 & 63));
+    p[3] = (uint8_t)(0x80 | (c & 63));
+    return 4;
 }

@@ -1,81 +1,178 @@
-/* snapshot_pickle.c — a pickle is a program; this machine knows only the opcodes that build plain data, so no object can be made and nothing
- * can be called. The rest is refused by name before it has any effect. */
+/* snapshot_pickle.c — a pickle is a program; this machine knows only the opcodes that build plain
+ * data, so no object can be made and nothing can be called. The rest is refused by name before it
+ * has any effect. */
 #include "allocator/snapshot_reader.h"
 
 /* byte, name, what to do. Everything else is refused. */
 enum op {
-    OP_PROTO = 0x80, OP_FRAME = 0x95, OP_STOP = '.', OP_MARK = '(', OP_NONE = 'N', OP_NEWTRUE = 0x88, OP_NEWFALSE = 0x89, OP_INT = 'I', OP_LONG = 'L', OP_LONG1 = 0x8a,
-    OP_LONG4 = 0x8b, OP_BININT = 'J', OP_BININT1 = 'K', OP_BININT2 = 'M', OP_FLOAT = 'F', OP_BINFLOAT = 'G', OP_UNICODE = 'V', OP_SHORT_BINUNICODE = 0x8c, OP_BINUNICODE = 'X',
-    OP_BINUNICODE8 = 0x8d, OP_EMPTY_LIST = ']', OP_LIST = 'l', OP_APPEND = 'a', OP_APPENDS = 'e', OP_EMPTY_DICT = '}', OP_DICT = 'd', OP_SETITEM = 's', OP_SETITEMS = 'u',
-    OP_EMPTY_TUPLE = ')', OP_TUPLE = 't', OP_TUPLE1 = 0x85, OP_TUPLE2 = 0x86, OP_TUPLE3 = 0x87, OP_PUT = 'p', OP_BINPUT = 'q', OP_LONG_BINPUT = 'r', OP_MEMOIZE = 0x94,
-    OP_GET = 'g', OP_BINGET = 'h', OP_LONG_BINGET = 'j',
+    OP_PROTO = 0x80,
+    OP_FRAME = 0x95,
+    OP_STOP = '.',
+    OP_MARK = '(',
+    OP_NONE = 'N',
+    OP_NEWTRUE = 0x88,
+    OP_NEWFALSE = 0x89,
+    OP_INT = 'I',
+    OP_LONG = 'L',
+    OP_LONG1 = 0x8a,
+    OP_LONG4 = 0x8b,
+    OP_BININT = 'J',
+    OP_BININT1 = 'K',
+    OP_BININT2 = 'M',
+    OP_FLOAT = 'F',
+    OP_BINFLOAT = 'G',
+    OP_UNICODE = 'V',
+    OP_SHORT_BINUNICODE = 0x8c,
+    OP_BINUNICODE = 'X',
+    OP_BINUNICODE8 = 0x8d,
+    OP_EMPTY_LIST = ']',
+    OP_LIST = 'l',
+    OP_APPEND = 'a',
+    OP_APPENDS = 'e',
+    OP_EMPTY_DICT = '}',
+    OP_DICT = 'd',
+    OP_SETITEM = 's',
+    OP_SETITEMS = 'u',
+    OP_EMPTY_TUPLE = ')',
+    OP_TUPLE = 't',
+    OP_TUPLE1 = 0x85,
+    OP_TUPLE2 = 0x86,
+    OP_TUPLE3 = 0x87,
+    OP_PUT = 'p',
+    OP_BINPUT = 'q',
+    OP_LONG_BINPUT = 'r',
+    OP_MEMOIZE = 0x94,
+    OP_GET = 'g',
+    OP_BINGET = 'h',
+    OP_LONG_BINGET = 'j',
 };
-static const struct { uint8_t op; const char *name; } refused[] = {
-    { 'c', "GLOBAL" }, { 0x93, "STACK_GLOBAL" }, { 'R', "REDUCE" }, { 'b', "BUILD" }, { 'i', "INST" }, { 'o', "OBJ" }, { 0x81, "NEWOBJ" }, { 0x92, "NEWOBJ_EX" },
-    { 0x82, "EXT1" }, { 0x83, "EXT2" }, { 0x84, "EXT4" }, { 'P', "PERSID" }, { 'Q', "BINPERSID" }, { 0x97, "NEXT_BUFFER" }, { 0x98, "READONLY_BUFFER" }, { 'S', "STRING" },
-    { 'T', "BINSTRING" }, { 'U', "SHORT_BINSTRING" }, { 'B', "BINBYTES" }, { 'C', "SHORT_BINBYTES" }, { 0x8e, "BINBYTES8" }, { 0x96, "BYTEARRAY8" }, { 0x8f, "EMPTY_SET" },
-    { 0x90, "ADDITEMS" }, { 0x91, "FROZENSET" }, { '2', "DUP" }, { '0', "POP" }, { '1', "POP_MARK" },
+static const struct {
+    uint8_t op;
+    const char *name;
+} refused[] = {
+    { 'c', "GLOBAL" },
+    { 0x93, "STACK_GLOBAL" },
+    { 'R', "REDUCE" },
+    { 'b', "BUILD" },
+    { 'i', "INST" },
+    { 'o', "OBJ" },
+    { 0x81, "NEWOBJ" },
+    { 0x92, "NEWOBJ_EX" },
+    { 0x82, "EXT1" },
+    { 0x83, "EXT2" },
+    { 0x84, "EXT4" },
+    { 'P', "PERSID" },
+    { 'Q', "BINPERSID" },
+    { 0x97, "NEXT_BUFFER" },
+    { 0x98, "READONLY_BUFFER" },
+    { 'S', "STRING" },
+    { 'T', "BINSTRING" },
+    { 'U', "SHORT_BINSTRING" },
+    { 'B', "BINBYTES" },
+    { 'C', "SHORT_BINBYTES" },
+    { 0x8e, "BINBYTES8" },
+    { 0x96, "BYTEARRAY8" },
+    { 0x8f, "EMPTY_SET" },
+    { 0x90, "ADDITEMS" },
+    { 0x91, "FROZENSET" },
+    { '2', "DUP" },
+    { '0', "POP" },
+    { '1', "POP_MARK" },
 };
 
 static inline bool push(reader *r, value v)
 {
-    if (kind_of(v) == K_DICT || kind_of(v) == K_LIST) { /* a dict right below cannot be its parent: it is complete */
-        if (r->status) return false;
-        if (r->n_stack && kind_of(r->stack[r->n_stack - 1]) == K_DICT) return BAD(r, "broken pickle: a dict where a key belongs");
+    /* a dict right below cannot be its parent: it is complete */
+    if (kind_of(v) == K_DICT || kind_of(v) == K_LIST) {
+        if (r->status)
+            return false;
+        if (r->n_stack && kind_of(r->stack[r->n_stack - 1]) == K_DICT)
+            return BAD(r, "broken pickle: a dict where a key belongs");
     }
-    if (r->n_stack == r->stack_cap && !koila__snap_grow64(r, &r->stack, &r->stack_cap, r->n_stack + 1, sizeof v)) return false;
+    if (r->n_stack == r->stack_cap &&
+        !koila__snap_grow64(r, &r->stack, &r->stack_cap, r->n_stack + 1, sizeof v))
+        return false;
     r->stack[r->n_stack++] = v;
     return true;
 }
 
 static bool push_open(reader *r, bool is_dict)
 {
-    if (r->n_stack && kind_of(r->stack[r->n_stack - 1]) == K_DICT && !finish(r, &r->stack[r->n_stack - 1])) return false;
+    if (r->n_stack && kind_of(r->stack[r->n_stack - 1]) == K_DICT &&
+        !finish(r, &r->stack[r->n_stack - 1]))
+        return false;
     value v = koila__snap_open_new(r, is_dict);
     return !r->status && push(r, v);
 }
 
 static bool pop_to_mark(reader *r, uint64_t *first)
 {
-    if (!r->n_marks) return BAD(r, "broken pickle: no MARK");
+    if (!r->n_marks)
+        return BAD(r, "broken pickle: no MARK");
     *first = r->marks[--r->n_marks];
     /* finish what is open, innermost first */
     for (uint64_t i = r->n_stack; i-- > *first;)
-        if (!finish(r, &r->stack[i])) return false;
+        if (!finish(r, &r->stack[i]))
+            return false;
     return true;
 }
 
 static bool underflow(reader *r) { return BAD(r, "broken pickle: stack underflow"); }
-static bool room_below(reader *r, uint64_t n) { return r->n_stack >= (r->n_marks ? r->marks[r->n_marks - 1] : 0) + n || underflow(r); }
+static bool room_below(reader *r, uint64_t n)
+{
+    return r->n_stack >= (r->n_marks ? r->marks[r->n_marks - 1] : 0) + n || underflow(r);
+}
 
 static bool memo_put(reader *r, uint64_t slot)
 {
-    if (!room_below(r, 1)) return false;
-    if (slot > offset(r)) return BAD(r, "broken pickle: memo slot %llu", (unsigned long long)slot);
-    if (slot >= r->memo_cap && !koila__snap_grow64(r, &r->memo, &r->memo_cap, slot + 1, sizeof(value))) return false;
-    while (r->n_memo <= slot) r->memo[r->n_memo++] = make(K_MARK, 0);
+    if (!room_below(r, 1))
+        return false;
+    if (slot > offset(r))
+        return BAD(r, "broken pickle: memo slot %llu", (unsigned long long)slot);
+    if (slot >= r->memo_cap &&
+        !koila__snap_grow64(r, &r->memo, &r->memo_cap, slot + 1, sizeof(value)))
+        return false;
+    while (r->n_memo <= slot)
+        r->memo[r->n_memo++] = make(K_MARK, 0);
     value v = r->stack[r->n_stack - 1];
     open_one *o = koila__snap_open_of(r, v);
     if (o) {
-        if (o->memo) return BAD(r, "broken pickle: a container is remembered twice");
+        if (o->memo)
+            return BAD(r, "broken pickle: a container is remembered twice");
         o->memo = (uint32_t)slot + 1;
-        if (slot >= UINT32_MAX - 1) return BAD(r, "broken pickle: memo slot %llu", (unsigned long long)slot);
+        if (slot >= UINT32_MAX - 1)
+            return BAD(r, "broken pickle: memo slot %llu", (unsigned long long)slot);
     }
     /* two containers must not fight for a slot: the older one forgets it */
-    if (koila__snap_open_of(r, r->memo[slot]) && r->memo[slot] != v) koila__snap_open_of(r, r->memo[slot])->memo = 0;
+    if (koila__snap_open_of(r, r->memo[slot]) && r->memo[slot] != v)
+        koila__snap_open_of(r, r->memo[slot])->memo = 0;
     r->memo[slot] = v;
     return true;
 }
 
 static bool memo_get(reader *r, uint64_t slot)
 {
-    if (slot >= r->n_memo || kind_of(r->memo[slot]) == K_MARK) return BAD(r, "broken pickle: memo slot %llu is empty", (unsigned long long)slot);
+    if (slot >= r->n_memo || kind_of(r->memo[slot]) == K_MARK)
+        return BAD(r, "broken pickle: memo slot %llu is empty", (unsigned long long)slot);
     value v = r->memo[slot];
     switch (kind_of(v)) {
-    case K_DICT: case K_LIST: return BAD(r, "broken pickle: a reference to an unfinished container");
-    case K_ENTRY: case K_ENTRIES: case K_SEGMENT: case K_SEGMENTS: case K_BLOCK: case K_BLOCKS: case K_TRACES: case K_NOTE: case K_NOTES: case K_TOP:
-        return BAD(r, "broken pickle: the same %s reached twice", strchr(koila__snap_kind_names[kind_of(v)], ' ') + 1);
-    default: return push(r, v);
+    case K_DICT:
+    case K_LIST:
+        return BAD(r, "broken pickle: a reference to an unfinished container");
+    case K_ENTRY:
+    case K_ENTRIES:
+    case K_SEGMENT:
+    case K_SEGMENTS:
+    case K_BLOCK:
+    case K_BLOCKS:
+    case K_TRACES:
+    case K_NOTE:
+    case K_NOTES:
+    case K_TOP:
+        return BAD(r, "broken pickle: the same %s reached twice",
+                   strchr(koila__snap_kind_names[kind_of(v)], ' ') + 1);
+    default:
+        return push(r, v);
     }
 }
 
@@ -84,10 +181,13 @@ static bool slot_number(reader *r, uint64_t *slot)
     const uint8_t *p;
     uint64_t n;
     *slot = 0;
-    if (!koila__snap_take_line(r, 20, &p, &n)) return false;
-    if (!n) return BAD(r, "broken pickle: memo slot without a number");
+    if (!koila__snap_take_line(r, 20, &p, &n))
+        return false;
+    if (!n)
+        return BAD(r, "broken pickle: memo slot without a number");
     for (uint64_t i = 0; i < n; i++) {
-        if (p[i] < '0' || p[i] > '9' || *slot > UINT32_MAX) return BAD(r, "broken pickle: memo slot is no number");
+        if (p[i] < '0' || p[i] > '9' || *slot > UINT32_MAX)
+            return BAD(r, "broken pickle: memo slot is no number");
         *slot = *slot * 10 + (uint64_t)(p[i] - '0');
     }
     return true;
@@ -102,25 +202,35 @@ static bool push_int(reader *r, uint64_t bits, bool negative)
 /* Little-endian two's complement of n bytes: at most 9, in [-2^63, 2^64). */
 static bool push_long(reader *r, uint64_t n)
 {
-    if (n > 9) return BAD(r, "integer of %llu bytes", (unsigned long long)n);
-    if (!koila__snap_have(r, n)) return koila__snap_early(r, "inside an integer");
+    if (n > 9)
+        return BAD(r, "integer of %llu bytes", (unsigned long long)n);
+    if (!koila__snap_have(r, n))
+        return koila__snap_early(r, "inside an integer");
     const uint8_t *p = r->buf + r->at;
     uint64_t bits = 0;
     bool negative = n && (p[n - 1] & 0x80);
-    for (uint64_t i = 0; i < n && i < 8; i++) bits |= (uint64_t)p[i] << 8 * i;
-    if (negative && n < 8) bits |= ~(uint64_t)0 << 8 * n;
-    if (n == 9 && p[8] != (negative ? 0xff : 0)) return BAD(r, "integer out of range");
-    if (n == 9 && negative && !(bits >> 63)) return BAD(r, "integer out of range");
+    for (uint64_t i = 0; i < n && i < 8; i++)
+        bits |= (uint64_t)p[i] << 8 * i;
+    if (negative && n < 8)
+        bits |= ~(uint64_t)0 << 8 * n;
+    if (n == 9 && p[8] != (negative ? 0xff : 0))
+        return BAD(r, "integer out of range");
+    if (n == 9 && negative && !(bits >> 63))
+        return BAD(r, "integer out of range");
     r->at += n;
     return push_int(r, bits, negative);
 }
 
 static bool push_string(reader *r, uint64_t n)
 {
-    if (n > r->lim.max_string_bytes) return koila__snap_long_string(r, n);
-    if (!koila__snap_have(r, n)) return BAD(r, "ends early: inside a string of %llu bytes, %llu are there", (unsigned long long)n, (unsigned long long)(r->end - r->at));
+    if (n > r->lim.max_string_bytes)
+        return koila__snap_long_string(r, n);
+    if (!koila__snap_have(r, n))
+        return BAD(r, "ends early: inside a string of %llu bytes, %llu are there",
+                   (unsigned long long)n, (unsigned long long)(r->end - r->at));
     uint32_t id;
-    if (!koila__snap_intern(r, r->buf + r->at, n, &id)) return false;
+    if (!koila__snap_intern(r, r->buf + r->at, n, &id))
+        return false;
     r->at += n;
     return push(r, make(K_STR, id));
 }
@@ -130,11 +240,16 @@ static bool push_unicode(reader *r)
 {
     const uint8_t *p;
     uint64_t n, m = 0;
-    if (!koila__snap_take_line(r, r->lim.max_string_bytes, &p, &n)) return false;
+    if (!koila__snap_take_line(r, r->lim.max_string_bytes, &p, &n))
+        return false;
     uint8_t *copy = koila__snap_resize(r, NULL, 0, 4 * n + 4);
-    if (!copy) return false;
+    if (!copy)
+        return false;
     for (uint64_t i = 0; i < n;) {
-        unsigned len = p[i] == '\\' && i + 1 < n ? (p[i + 1] == 'u' ? 4 : p[i + 1] == 'U' ? 8 : 0) : 0;
+        unsigned len = p[i] == '\\' && i + 1 < n ? (p[i + 1] == 'u'   ? 4
+                                                    : p[i + 1] == 'U' ? 8
+                                                                      : 0)
+                                                 : 0;
         uint32_t c = 0;
         bool ok = len && i + 2 + len <= n;
         for (unsigned k = 0; ok && k < len; k++) {
@@ -157,34 +272,47 @@ static bool push_tuple(reader *r, uint64_t first)
     uint64_t n = r->n_stack - first;
     value v = make(n ? K_OTHER : K_EMPTY, 0);
     for (uint64_t i = r->n_stack; i-- > first;)
-        if (!finish(r, &r->stack[i])) return false;
-    if (n == 2 && !koila__snap_pair_of_ints(r, r->stack[first], r->stack[first + 1], &v)) return false;
+        if (!finish(r, &r->stack[i]))
+            return false;
+    if (n == 2 && !koila__snap_pair_of_ints(r, r->stack[first], r->stack[first + 1], &v))
+        return false;
     if (n == 1 || n > 2 || kind_of(v) == K_OTHER)
-        for (uint64_t i = r->n_stack; i-- > first;) koila__snap_drop_unused(r, r->stack[i]);
+        for (uint64_t i = r->n_stack; i-- > first;)
+            koila__snap_drop_unused(r, r->stack[i]);
     r->n_stack = first;
     return push(r, v);
 }
 
 static bool fill_dict(reader *r, uint64_t first)
 {
-    if (!first || (r->n_stack - first) % 2) return BAD(r, "broken pickle: a key without a value");
+    if (!first || (r->n_stack - first) % 2)
+        return BAD(r, "broken pickle: a key without a value");
     open_one *o = koila__snap_open_of(r, r->stack[first - 1]);
-    if (!o || !o->is_dict) return BAD(r, "broken pickle: %s is filled like an open dict", koila__snap_kind_names[kind_of(r->stack[first - 1])]);
-    if (o != &r->open[r->n_open - 1]) return BAD(r, "broken pickle: a dict is filled before another inside it is finished");
+    if (!o || !o->is_dict)
+        return BAD(r, "broken pickle: %s is filled like an open dict",
+                   koila__snap_kind_names[kind_of(r->stack[first - 1])]);
+    if (o != &r->open[r->n_open - 1])
+        return BAD(r, "broken pickle: a dict is filled before another inside it is finished");
     for (uint64_t i = first; i < r->n_stack; i += 2)
-        if (!dict_add(r, o, r->stack[i], r->stack[i + 1])) return false;
+        if (!dict_add(r, o, r->stack[i], r->stack[i + 1]))
+            return false;
     r->n_stack = first;
     return true;
 }
 
 static bool fill_list(reader *r, uint64_t first)
 {
-    if (!first) return underflow(r);
+    if (!first)
+        return underflow(r);
     open_one *o = koila__snap_open_of(r, r->stack[first - 1]);
-    if (!o || o->is_dict) return BAD(r, "broken pickle: %s is filled like an open list", koila__snap_kind_names[kind_of(r->stack[first - 1])]);
-    if (o != &r->open[r->n_open - 1]) return BAD(r, "broken pickle: a list is filled before another inside it is finished");
+    if (!o || o->is_dict)
+        return BAD(r, "broken pickle: %s is filled like an open list",
+                   koila__snap_kind_names[kind_of(r->stack[first - 1])]);
+    if (o != &r->open[r->n_open - 1])
+        return BAD(r, "broken pickle: a list is filled before another inside it is finished");
     for (uint64_t i = first; i < r->n_stack; i++)
-        if (!koila__snap_list_add(r, o, r->stack[i])) return false;
+        if (!koila__snap_list_add(r, o, r->stack[i]))
+            return false;
     r->n_stack = first;
     return true;
 }
@@ -193,9 +321,11 @@ static bool fill_list(reader *r, uint64_t first)
 static bool from_mark(reader *r, bool is_dict)
 {
     uint64_t first;
-    if (!pop_to_mark(r, &first)) return false;
+    if (!pop_to_mark(r, &first))
+        return false;
     value v = koila__snap_open_new(r, is_dict);
-    if (r->status || !push(r, v)) return false;
+    if (r->status || !push(r, v))
+        return false;
     uint64_t n = r->n_stack - 1 - first;
     memmove(r->stack + first + 1, r->stack + first, (size_t)n * sizeof(value));
     r->stack[first] = v;
@@ -209,78 +339,130 @@ static bool step(reader *r, uint8_t op)
     bool negative;
     switch (op) {
     case OP_PROTO:
-        if (!take_u(r, 1, &n)) return false;
+        if (!take_u(r, 1, &n))
+            return false;
         return n <= 5 || BAD(r, "pickle protocol %llu is not known", (unsigned long long)n);
-    case OP_FRAME: return take_u(r, 8, &n);
+    case OP_FRAME:
+        return take_u(r, 8, &n);
     case OP_MARK:
-        if (!koila__snap_grow64(r, &r->marks, &r->marks_cap, r->n_marks + 1, sizeof(uint64_t))) return false;
-        /* a MARK right on a dict may be SETITEMS' or the start of another element: only what follows tells */
+        if (!koila__snap_grow64(r, &r->marks, &r->marks_cap, r->n_marks + 1, sizeof(uint64_t)))
+            return false;
+        /* a MARK right on a dict may be SETITEMS' or the start of another element: only what
+         * follows tells */
         r->marks[r->n_marks++] = r->n_stack;
         return true;
-    case OP_NONE: return push(r, make(K_NONE, 0));
-    case OP_NEWTRUE: return push(r, make(K_BOOL, 1));
-    case OP_NEWFALSE: return push(r, make(K_BOOL, 0));
+    case OP_NONE:
+        return push(r, make(K_NONE, 0));
+    case OP_NEWTRUE:
+        return push(r, make(K_BOOL, 1));
+    case OP_NEWFALSE:
+        return push(r, make(K_BOOL, 0));
     case OP_INT:
-        if (!koila__snap_take_line(r, 32, &p, &n)) return false;
-        if (n == 2 && p[0] == '0' && (p[1] == '0' || p[1] == '1')) return push(r, make(K_BOOL, (uint64_t)(p[1] - '0')));
-        return (koila__snap_parse_int(p, n, &first, &negative) || BAD(r, "INT is no integer in range")) && push_int(r, first, negative);
+        if (!koila__snap_take_line(r, 32, &p, &n))
+            return false;
+        if (n == 2 && p[0] == '0' && (p[1] == '0' || p[1] == '1'))
+            return push(r, make(K_BOOL, (uint64_t)(p[1] - '0')));
+        return (koila__snap_parse_int(p, n, &first, &negative) ||
+                BAD(r, "INT is no integer in range")) &&
+               push_int(r, first, negative);
     case OP_LONG:
-        if (!koila__snap_take_line(r, 32, &p, &n)) return false;
-        if (n && p[n - 1] == 'L') n--;
-        return (koila__snap_parse_int(p, n, &first, &negative) || BAD(r, "LONG is no integer in range")) && push_int(r, first, negative);
-    case OP_LONG1: return take_u(r, 1, &n) && push_long(r, n);
-    case OP_LONG4: return take_u(r, 4, &n) && push_long(r, n);
-    case OP_BININT: return take_u(r, 4, &n) && push_int(r, (uint64_t)(int64_t)(int32_t)(uint32_t)n, n >> 31);
-    case OP_BININT1: return take_u(r, 1, &n) && push(r, make(K_INT, n));
-    case OP_BININT2: return take_u(r, 2, &n) && push(r, make(K_INT, n));
+        if (!koila__snap_take_line(r, 32, &p, &n))
+            return false;
+        if (n && p[n - 1] == 'L')
+            n--;
+        return (koila__snap_parse_int(p, n, &first, &negative) ||
+                BAD(r, "LONG is no integer in range")) &&
+               push_int(r, first, negative);
+    case OP_LONG1:
+        return take_u(r, 1, &n) && push_long(r, n);
+    case OP_LONG4:
+        return take_u(r, 4, &n) && push_long(r, n);
+    case OP_BININT:
+        return take_u(r, 4, &n) && push_int(r, (uint64_t)(int64_t)(int32_t)(uint32_t)n, n >> 31);
+    case OP_BININT1:
+        return take_u(r, 1, &n) && push(r, make(K_INT, n));
+    case OP_BININT2:
+        return take_u(r, 2, &n) && push(r, make(K_INT, n));
     case OP_FLOAT: {
         double x;
         value v;
-        if (!koila__snap_take_line(r, 400, &p, &n)) return false;
-        return (koila__snap_parse_real(p, n, &x) || BAD(r, "FLOAT is no number")) && koila__snap_make_real(r, x, &v) && push(r, v);
+        if (!koila__snap_take_line(r, 400, &p, &n))
+            return false;
+        return (koila__snap_parse_real(p, n, &x) || BAD(r, "FLOAT is no number")) &&
+               koila__snap_make_real(r, x, &v) && push(r, v);
     }
     case OP_BINFLOAT: {
         double x;
         value v;
-        if (!take_u(r, 8, &n)) return false;
+        if (!take_u(r, 8, &n))
+            return false;
         n = __builtin_bswap64(n);
         memcpy(&x, &n, 8);
-        if (!(x == x) || x > 1e300 || x < -1e300) x = 0;
+        if (!(x == x) || x > 1e300 || x < -1e300)
+            x = 0;
         return koila__snap_make_real(r, x, &v) && push(r, v);
     }
-    case OP_UNICODE: return push_unicode(r);
-    case OP_SHORT_BINUNICODE: return take_u(r, 1, &n) && push_string(r, n);
-    case OP_BINUNICODE: return take_u(r, 4, &n) && push_string(r, n);
-    case OP_BINUNICODE8: return take_u(r, 8, &n) && push_string(r, n);
-    case OP_EMPTY_LIST: return push_open(r, false);
-    case OP_EMPTY_DICT: return push_open(r, true);
-    case OP_LIST: return from_mark(r, false);
-    case OP_DICT: return from_mark(r, true);
+    case OP_UNICODE:
+        return push_unicode(r);
+    case OP_SHORT_BINUNICODE:
+        return take_u(r, 1, &n) && push_string(r, n);
+    case OP_BINUNICODE:
+        return take_u(r, 4, &n) && push_string(r, n);
+    case OP_BINUNICODE8:
+        return take_u(r, 8, &n) && push_string(r, n);
+    case OP_EMPTY_LIST:
+        return push_open(r, false);
+    case OP_EMPTY_DICT:
+        return push_open(r, true);
+    case OP_LIST:
+        return from_mark(r, false);
+    case OP_DICT:
+        return from_mark(r, true);
     case OP_APPEND:
-        if (!room_below(r, 2)) return false;
+        if (!room_below(r, 2))
+            return false;
         return finish(r, &r->stack[r->n_stack - 1]) && fill_list(r, r->n_stack - 1);
-    case OP_APPENDS: return pop_to_mark(r, &first) && fill_list(r, first);
+    case OP_APPENDS:
+        return pop_to_mark(r, &first) && fill_list(r, first);
     case OP_SETITEM:
-        if (!room_below(r, 3)) return false;
-        return finish(r, &r->stack[r->n_stack - 1]) && finish(r, &r->stack[r->n_stack - 2]) && fill_dict(r, r->n_stack - 2);
-    case OP_SETITEMS: return pop_to_mark(r, &first) && fill_dict(r, first);
-    case OP_EMPTY_TUPLE: return push(r, make(K_EMPTY, 0));
-    case OP_TUPLE: return pop_to_mark(r, &first) && push_tuple(r, first);
-    case OP_TUPLE1: return room_below(r, 1) && push_tuple(r, r->n_stack - 1);
-    case OP_TUPLE2: return room_below(r, 2) && push_tuple(r, r->n_stack - 2);
-    case OP_TUPLE3: return room_below(r, 3) && push_tuple(r, r->n_stack - 3);
-    case OP_PUT: return slot_number(r, &n) && memo_put(r, n);
-    case OP_BINPUT: return take_u(r, 1, &n) && memo_put(r, n);
-    case OP_LONG_BINPUT: return take_u(r, 4, &n) && memo_put(r, n);
-    case OP_MEMOIZE: return memo_put(r, r->n_memo);
-    case OP_GET: return slot_number(r, &n) && memo_get(r, n);
-    case OP_BINGET: return take_u(r, 1, &n) && memo_get(r, n);
-    case OP_LONG_BINGET: return take_u(r, 4, &n) && memo_get(r, n);
+        if (!room_below(r, 3))
+            return false;
+        return finish(r, &r->stack[r->n_stack - 1]) && finish(r, &r->stack[r->n_stack - 2]) &&
+               fill_dict(r, r->n_stack - 2);
+    case OP_SETITEMS:
+        return pop_to_mark(r, &first) && fill_dict(r, first);
+    case OP_EMPTY_TUPLE:
+        return push(r, make(K_EMPTY, 0));
+    case OP_TUPLE:
+        return pop_to_mark(r, &first) && push_tuple(r, first);
+    case OP_TUPLE1:
+        return room_below(r, 1) && push_tuple(r, r->n_stack - 1);
+    case OP_TUPLE2:
+        return room_below(r, 2) && push_tuple(r, r->n_stack - 2);
+    case OP_TUPLE3:
+        return room_below(r, 3) && push_tuple(r, r->n_stack - 3);
+    case OP_PUT:
+        return slot_number(r, &n) && memo_put(r, n);
+    case OP_BINPUT:
+        return take_u(r, 1, &n) && memo_put(r, n);
+    case OP_LONG_BINPUT:
+        return take_u(r, 4, &n) && memo_put(r, n);
+    case OP_MEMOIZE:
+        return memo_put(r, r->n_memo);
+    case OP_GET:
+        return slot_number(r, &n) && memo_get(r, n);
+    case OP_BINGET:
+        return take_u(r, 1, &n) && memo_get(r, n);
+    case OP_LONG_BINGET:
+        return take_u(r, 4, &n) && memo_get(r, n);
     default:
         r->at--; /* the offset of the opcode itself */
         for (size_t i = 0; i < KOILA_COUNT(refused); i++)
             if (refused[i].op == op)
-                return BAD(r, "refused opcode %s: a memory snapshot holds only plain data; this file could run code if loaded in Python", refused[i].name);
+                return BAD(r,
+                           "refused opcode %s: a memory snapshot holds only plain data; this file "
+                           "could run code if loaded in Python",
+                           refused[i].name);
         return BAD(r, "0x%02x is no pickle opcode", op);
     }
 }
@@ -288,12 +470,17 @@ static bool step(reader *r, uint8_t op)
 bool koila__snap_read_pickle(reader *r)
 {
     for (;;) {
-        if (r->at == r->end && !koila__snap_have(r, 1)) return r->status ? false : koila__snap_early(r, "before STOP");
+        if (r->at == r->end && !koila__snap_have(r, 1))
+            return r->status ? false : koila__snap_early(r, "before STOP");
         uint8_t op = r->buf[r->at++];
-        if (op == OP_STOP) break;
-        if (!step(r, op)) return false;
+        if (op == OP_STOP)
+            break;
+        if (!step(r, op))
+            return false;
     }
-    if (r->n_stack != 1 || r->n_marks) return BAD(r, "broken pickle: %llu values and %llu MARKs at STOP", (unsigned long long)r->n_stack, (unsigned long long)r->n_marks);
+    if (r->n_stack != 1 || r->n_marks)
+        return BAD(r, "broken pickle: %llu values and %llu MARKs at STOP",
+                   (unsigned long long)r->n_stack, (unsigned long long)r->n_marks);
     r->top = r->stack[0];
     /* names for the message, should this be no snapshot */
     return true;

@@ -3,17 +3,20 @@
  *   opcode      stack before -> after        what torch's and Python's writers use it for
  *   }  ]  )     -> container                 an entry; a trace, a stack; (rare)
  *   (  u e s a  c ( k v ... -> c             fill a dict or a list, whole or one by one
- *   q r \x94    x -> x                       remember x          h j   -> x      recall it: strings, frames, stacks
+ *   q r \x94    x -> x                       remember x          h j   -> x      recall it:
+ *               strings, frames, stacks
  *
- * Values on the stack are 8-byte handles (5 bits kind, 59 bits value), never trees: a dict becomes its fixed record as soon as it is
- * known to be complete, so a trace of ten million entries under one MARK costs a handle and a record each. A dict is complete when it is
- * used, or when another container is pushed right on top of it (as a key must come first, that one cannot be its value). What kind of
- * record a dict is, its keys say. JSON feeds the same builder.
+ * Values on the stack are 8-byte handles (5 bits kind, 59 bits value), never trees: a dict becomes
+ * its fixed record as soon as it is known to be complete, so a trace of ten million entries under
+ * one MARK costs a handle and a record each. A dict is complete when it is used, or when another
+ * container is pushed right on top of it (as a key must come first, that one cannot be its value).
+ * What kind of record a dict is, its keys say. JSON feeds the same builder.
  *
  *   open[]      containers under construction, innermost last: they finish in the opposite order
  *   items[]     keys and values of open dicts and the frames of open lists, the same way
  *
- * Every byte of host memory is counted against budget = 32 x input + 64 MiB, and every length against the bytes that are really there.
+ * Every byte of host memory is counted against budget = 32 x input + 64 MiB, and every length
+ * against the bytes that are really there.
  */
 #ifndef KOILA_SRC_SNAPSHOT_READER_H
 #define KOILA_SRC_SNAPSHOT_READER_H
@@ -27,20 +30,32 @@
 enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
 
 /* key of the dicts we know; their string ids are these numbers */
-#define KEY_MAP(X)                                                                                            \
-    X(ACTION, "action") X(ADDR, "addr") X(SIZE, "size") X(STREAM, "stream") X(TIME_US, "time_us") X(FRAMES, "frames") X(DEVICE_FREE, "device_free")                 \
-    X(POOL_ID, "pool_id") X(DEVICE, "device") X(ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(ALLOCATED_SIZE, "allocated_size")                                \
-    X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE, "requested_size") X(SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id")                        \
-    X(IS_EXPANDABLE, "is_expandable") X(BLOCKS, "blocks") X(STATE, "state") X(HISTORY, "history") X(REAL_SIZE, "real_size") X(NAME, "name")                       \
-    X(FILENAME, "filename") X(LINE, "line") X(SEGMENTS, "segments") X(DEVICE_TRACES, "device_traces") X(ALLOCATOR_SETTINGS, "allocator_settings")                  \
-    X(EXTERNAL_ANNOTATIONS, "external_annotations") X(STAGE, "stage") X(CONF, "PYTORCH_CUDA_ALLOC_CONF") X(MAX_SPLIT_SIZE, "max_split_size")                       \
-    X(GC_THRESHOLD, "garbage_collection_threshold") X(EXPANDABLE_SEGMENTS, "expandable_segments") X(RELEASE_LOCK, "release_lock_on_cudamalloc")                    \
-    X(DIVISIONS, "roundup_power2_divisions") X(FRACTION, "per_process_memory_fraction") X(OOM_REJECT, "throw_on_cudamalloc_oom")
+#define KEY_MAP(X)                                                                                 \
+    X(ACTION, "action")                                                                            \
+    X(ADDR, "addr")                                                                                \
+    X(SIZE, "size")                                                                                \
+    X(STREAM, "stream") X(TIME_US, "time_us") X(FRAMES, "frames") X(DEVICE_FREE, "device_free") X( \
+        POOL_ID, "pool_id") X(DEVICE, "device") X(ADDRESS, "address") X(TOTAL_SIZE, "total_size")  \
+        X(ALLOCATED_SIZE, "allocated_size") X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE,        \
+                                                                            "requested_size")      \
+            X(SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(               \
+                IS_EXPANDABLE, "is_expandable") X(BLOCKS, "blocks") X(STATE, "state")              \
+                X(HISTORY, "history") X(REAL_SIZE, "real_size") X(NAME, "name") X(                 \
+                    FILENAME, "filename") X(LINE, "line") X(SEGMENTS, "segments")                  \
+                    X(DEVICE_TRACES, "device_traces") X(ALLOCATOR_SETTINGS, "allocator_settings")  \
+                        X(EXTERNAL_ANNOTATIONS, "external_annotations") X(STAGE, "stage")          \
+                            X(CONF, "PYTORCH_CUDA_ALLOC_CONF") X(MAX_SPLIT_SIZE, "max_split_size") \
+                                X(GC_THRESHOLD, "garbage_collection_threshold")                    \
+                                    X(EXPANDABLE_SEGMENTS, "expandable_segments")                  \
+                                        X(RELEASE_LOCK, "release_lock_on_cudamalloc")              \
+                                            X(DIVISIONS, "roundup_power2_divisions")               \
+                                                X(FRACTION, "per_process_memory_fraction")         \
+                                                    X(OOM_REJECT, "throw_on_cudamalloc_oom")
 enum {
 #define KEY_ENUM(name, text) KEY_##name,
     KEY_MAP(KEY_ENUM)
 #undef KEY_ENUM
-    N_KEYS
+        N_KEYS
 };
 enum { N_ACTIONS = 10, N_OWN_STRS = N_KEYS + N_ACTIONS }; /* interned first, under these numbers */
 extern const char *const koila__snap_key_names[N_KEYS];
@@ -49,11 +64,19 @@ extern const char *const koila__snap_key_names[N_KEYS];
 
 typedef uint64_t value;
 /* kind, what it is called in a message */
-#define KIND_MAP(X)                                                                                           \
-    X(NONE, "None") X(BOOL, "a bool") X(INT, "an integer") X(WIDE, "an integer") X(REAL, "a float") X(STR, "a string") X(DICT, "a dict") X(LIST, "a list")         \
-    X(EMPTY, "empty") X(POOL, "a pair of integers") X(ENTRY, "a trace entry") X(ENTRIES, "a trace") X(SEGMENT, "a segment") X(SEGMENTS, "a list of segments")      \
-    X(BLOCK, "a block") X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack") X(TRACES, "a list of traces") X(NOTE, "an annotation")               \
-    X(NOTES, "a list of annotations") X(SETTINGS, "settings") X(DIVS, "divisions") X(HIST, "a history") X(TOP, "a snapshot") X(OTHER, "other data") X(MARK, "a MARK")
+#define KIND_MAP(X)                                                                                \
+    X(NONE, "None")                                                                                \
+    X(BOOL, "a bool")                                                                              \
+    X(INT, "an integer")                                                                           \
+    X(WIDE, "an integer") X(REAL, "a float") X(STR, "a string") X(DICT, "a dict")                  \
+        X(LIST, "a list") X(EMPTY, "empty") X(POOL, "a pair of integers")                          \
+            X(ENTRY, "a trace entry") X(ENTRIES, "a trace") X(SEGMENT, "a segment")                \
+                X(SEGMENTS, "a list of segments") X(BLOCK, "a block")                              \
+                    X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")          \
+                        X(TRACES, "a list of traces") X(NOTE, "an annotation")                     \
+                            X(NOTES, "a list of annotations") X(SETTINGS, "settings")              \
+                                X(DIVS, "divisions") X(HIST, "a history") X(TOP, "a snapshot")     \
+                                    X(OTHER, "other data") X(MARK, "a MARK")
 enum kind {
 #define KIND_ENUM(name, text) K_##name,
     KIND_MAP(KIND_ENUM)
@@ -126,8 +149,8 @@ void koila__snap_fail(reader *r, koila_status code, const char *fmt, ...)
 #define FAIL(r, code, ...) (koila__snap_fail((r), (code), __VA_ARGS__), false)
 #define BAD(r, ...) FAIL(r, KOILA_BAD_INPUT, __VA_ARGS__)
 
-bool koila__snap_early(reader *r, const char *where);       /* "ends early: " where */
-bool koila__snap_long_string(reader *r, uint64_t n_bytes);  /* over max_string_bytes */
+bool koila__snap_early(reader *r, const char *where);      /* "ends early: " where */
+bool koila__snap_long_string(reader *r, uint64_t n_bytes); /* over max_string_bytes */
 
 /* ---- counted host memory. NULL and false: failed, and said so. */
 void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n);
@@ -147,9 +170,12 @@ size_t koila__snap_put_utf8(uint8_t *p, uint32_t c);
 
 static inline bool take_u(reader *r, unsigned n, uint64_t *out)
 {
-    if (r->end - r->at < n && !koila__snap_have(r, n)) return koila__snap_early(r, "inside a number");
+    if (r->end - r->at < n && !koila__snap_have(r, n))
+        return koila__snap_early(r, "inside a number");
     uint64_t x = 0;
-    for (unsigned i = 0; i < n; i++) x |= (uint64_t)r->buf[r->at + i] << 8 * i; /* n is a constant where it is called: one load */
+    /* n is a constant where it is called: one load */
+    for (unsigned i = 0; i < n; i++)
+        x |= (uint64_t)r->buf[r->at + i] << 8 * i;
     *out = x;
     r->at += n;
     return true;
@@ -165,20 +191,27 @@ void koila__snap_drop_unused(reader *r, value v);
 value koila__snap_open_new(reader *r, bool is_dict);
 open_one *koila__snap_open_of(reader *r, value v); /* NULL: not under construction */
 bool koila__snap_list_add(reader *r, open_one *o, value v);
-bool koila__snap_finish_open(reader *r, value *v); /* the innermost open container becomes its record */
+/* the innermost open container becomes its record */
+bool koila__snap_finish_open(reader *r, value *v);
 
-static inline bool finish(reader *r, value *v) { return (kind_of(*v) != K_DICT && kind_of(*v) != K_LIST) || koila__snap_finish_open(r, v); }
+static inline bool finish(reader *r, value *v)
+{
+    return (kind_of(*v) != K_DICT && kind_of(*v) != K_LIST) || koila__snap_finish_open(r, v);
+}
 
 static inline bool items_put(reader *r, value v)
 {
-    if (r->n_items == r->items_cap && !koila__snap_grow64(r, &r->items, &r->items_cap, r->n_items + 1, sizeof v)) return false;
+    if (r->n_items == r->items_cap &&
+        !koila__snap_grow64(r, &r->items, &r->items_cap, r->n_items + 1, sizeof v))
+        return false;
     r->items[r->n_items++] = v;
     return true;
 }
 
 static inline bool dict_add(reader *r, open_one *o, value key, value v)
 {
-    if (!items_put(r, key) || !items_put(r, v)) return false;
+    if (!items_put(r, key) || !items_put(r, v))
+        return false;
     o->n++;
     return true;
 }

@@ -1,4 +1,5 @@
-/* alloc.c — the default allocator and the arena (see alloc.h). Chunks double from 4 KiB to 1 MiB; a large request gets its own. */
+/* alloc.c — the default allocator and the arena (see alloc.h). Chunks double from 4 KiB to 1 MiB; a
+ * large request gets its own. */
 #include "base/vec.h"
 
 #include <stdlib.h>
@@ -16,7 +17,8 @@ static void *libc_realloc(void *user, void *p, size_t old_n, size_t n)
 
 koila_allocator koila__allocator(const koila_allocator *mem)
 {
-    if (mem && mem->fn) return *mem;
+    if (mem && mem->fn)
+        return *mem;
     return (koila_allocator){ libc_realloc, NULL };
 }
 
@@ -37,18 +39,23 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem)
 
 void *koila__arena_room(koila__arena *a, size_t n)
 {
-    if (n > SIZE_MAX / 2) return NULL;
+    if (n > SIZE_MAX / 2)
+        return NULL;
     n = (n + 15) & ~(size_t)15;
     koila__chunk *c = a->last;
     if (!c || c->n_bytes - c->n_used < n) {
         size_t grown = c ? c->n_bytes * 2 : CHUNK_FIRST;
-        if (grown > CHUNK_MAX) grown = CHUNK_MAX;
-        if (grown < n) grown = n;
+        if (grown > CHUNK_MAX)
+            grown = CHUNK_MAX;
+        if (grown < n)
+            grown = n;
         koila__chunk *fresh = a->free;
-        if (fresh && fresh->n_bytes >= n) a->free = fresh->older;
+        if (fresh && fresh->n_bytes >= n)
+            a->free = fresh->older;
         else {
             fresh = koila__realloc(&a->mem, NULL, 0, CHUNK_HEADER + grown);
-            if (!fresh) return NULL;
+            if (!fresh)
+                return NULL;
             fresh->n_bytes = grown;
         }
         fresh->n_used = 0;
@@ -75,20 +82,26 @@ void *koila__arena_copy(koila__arena *a, const void *from, size_t n)
 void *koila__arena_array(koila__arena *a, size_t count, size_t size)
 {
     uint64_t n;
-    if (!koila__mul(count, size, &n) || n > SIZE_MAX / 2) return NULL;
+    if (!koila__mul(count, size, &n) || n > SIZE_MAX / 2)
+        return NULL;
     return koila__arena_alloc(a, (size_t)n);
 }
 
 char *koila__arena_str(koila__arena *a, const char *s, size_t n)
 {
     char *p = koila__arena_room(a, n + 1);
-    if (!p) return NULL;
-    if (n) memcpy(p, s, n);
+    if (!p)
+        return NULL;
+    if (n)
+        memcpy(p, s, n);
     p[n] = '\0';
     return p;
 }
 
-koila__mark koila__arena_mark(const koila__arena *a) { return (koila__mark){ a->last, a->last ? a->last->n_used : 0 }; }
+koila__mark koila__arena_mark(const koila__arena *a)
+{
+    return (koila__mark){ a->last, a->last ? a->last->n_used : 0 };
+}
 
 void koila__arena_rewind(koila__arena *a, koila__mark m)
 {
@@ -98,12 +111,14 @@ void koila__arena_rewind(koila__arena *a, koila__mark m)
         a->free = a->last;
         a->last = older;
     }
-    if (a->last) a->last->n_used = m.n_used;
+    if (a->last)
+        a->last->n_used = m.n_used;
 }
 
 void koila__arena_empty(koila__arena *a)
 {
-    for (koila__chunk *c = a->last, *older; c; c = older) { /* newest last: the smallest is taken first */
+    /* newest last: the smallest is taken first */
+    for (koila__chunk *c = a->last, *older; c; c = older) {
         older = c->older;
         c->older = a->free;
         a->free = c;
@@ -128,13 +143,17 @@ void koila__arena_deinit(koila__arena *a)
     a->free = NULL;
 }
 
-bool koila__vec_grow(const koila_allocator *mem, void **at, uint32_t *cap, uint32_t need, size_t size)
+bool koila__vec_grow(const koila_allocator *mem, void **at, uint32_t *cap, uint32_t need,
+                     size_t size)
 {
     uint64_t grown = *cap ? (uint64_t)*cap * 2 : (KOILA_DEBUG_LEVEL >= 3 ? 1 : 16);
-    if (grown < need) grown = need;
-    if (grown >= UINT32_MAX || grown > SIZE_MAX / size) return false;
+    if (grown < need)
+        grown = need;
+    if (grown >= UINT32_MAX || grown > SIZE_MAX / size)
+        return false;
     void *p = koila__realloc(mem, *at, (size_t)*cap * size, (size_t)grown * size);
-    if (!p) return false;
+    if (!p)
+        return false;
     *at = p;
     *cap = (uint32_t)grown;
     return true;

@@ -1,6 +1,7 @@
 /* alloc.h — host memory through the caller's koila_allocator; and an arena for what dies together.
  *
- * Nobody else in src/ calls malloc. An arena hands out zeroed, 16-byte aligned memory and frees it all at once:
+ * Nobody else in src/ calls malloc. An arena hands out zeroed, 16-byte aligned memory and frees it
+ * all at once:
  *   sum of chunk.n_used <= sum of chunk.n_bytes
  */
 #ifndef KOILA_SRC_ALLOC_H
@@ -11,10 +12,14 @@
 /* The caller's allocator, or the C library's when `mem` is NULL or empty. */
 koila_allocator koila__allocator(const koila_allocator *mem);
 
-static inline void *koila__realloc(const koila_allocator *mem, void *p, size_t old_n, size_t n) { return mem->fn(mem->user, p, old_n, n); }
+static inline void *koila__realloc(const koila_allocator *mem, void *p, size_t old_n, size_t n)
+{
+    return mem->fn(mem->user, p, old_n, n);
+}
 static inline void koila__release(const koila_allocator *mem, void *p, size_t n)
 {
-    if (p) mem->fn(mem->user, p, n, 0);
+    if (p)
+        mem->fn(mem->user, p, n, 0);
 }
 
 typedef struct koila__chunk koila__chunk;
@@ -25,7 +30,8 @@ typedef struct koila__arena {
 } koila__arena;
 
 void koila__arena_init(koila__arena *a, const koila_allocator *mem);
-/* Zeroed bytes that live until koila__arena_deinit; NULL when the host is out of memory. n == 0 gives a unique pointer too. */
+/* Zeroed bytes that live until koila__arena_deinit; NULL when the host is out of memory. n == 0
+ * gives a unique pointer too. */
 void *koila__arena_alloc(koila__arena *a, size_t n);
 /* Like koila__arena_alloc(count * size), NULL also on overflow. */
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
@@ -42,7 +48,8 @@ typedef struct koila__mark {
 } koila__mark;
 koila__mark koila__arena_mark(const koila__arena *a);
 void koila__arena_rewind(koila__arena *a, koila__mark m);
-/* Everything is given back at once, but the chunks stay, so that the next user finds memory that the host has paged in. */
+/* Everything is given back at once, but the chunks stay, so that the next user finds memory that
+ * the host has paged in. */
 void koila__arena_empty(koila__arena *a);
 /* The chunks of `from` that nobody uses serve `to`, which has none such. */
 void koila__arena_pass_on(koila__arena *from, koila__arena *to);

@@ -1,7 +1,9 @@
-/* base.h — what every file of the core may use: the assert tiers, checked size arithmetic, KOILA_TRY.
+/* base.h — what every file of the core may use: the assert tiers, checked size arithmetic,
+ * KOILA_TRY.
  *
- * debug_level (meson option): 0 nothing; 1 arguments of public functions; 2 cheap internal invariants; 3 whole-structure _check().
- * A broken invariant is an assert, bad input is a status, never one for the other.
+ * debug_level (meson option): 0 nothing; 1 arguments of public functions; 2 cheap internal
+ * invariants; 3 whole-structure _check(). A broken invariant is an assert, bad input is a status,
+ * never one for the other.
  */
 #ifndef KOILA_SRC_BASE_H
 #define KOILA_SRC_BASE_H
@@ -35,17 +37,19 @@ void koila__assert_failed(const char *expr, const char *file, int line);
 #define koila_check(call) ((void)sizeof(call))
 #endif
 
-/* Of functions on the path of every allocation: the compiler puts them side by side, so that among code that fills the caches by itself they cost few lines of them. */
+/* Of functions on the path of every allocation: the compiler puts them side by side, so that among
+ * code that fills the caches by itself they cost few lines of them. */
 #if defined(__GNUC__)
 #define KOILA__HOT __attribute__((hot))
 #else
 #define KOILA__HOT
 #endif
 
-#define KOILA_TRY(expr)                                                                                       \
-    do {                                                                                                      \
-        koila_status try_status_ = (expr);                                                                    \
-        if (try_status_ != KOILA_OK) return try_status_;                                                      \
+#define KOILA_TRY(expr)                                                                            \
+    do {                                                                                           \
+        koila_status try_status_ = (expr);                                                         \
+        if (try_status_ != KOILA_OK)                                                               \
+            return try_status_;                                                                    \
     } while (0)
 
 /* Fill `err` (if not NULL) and return `code`. The text is printf-like and cut to the buffer. */
@@ -60,8 +64,14 @@ enum { KOILA_GROUPED = 32 };
 const char *koila__grouped(uint64_t n, char buffer[KOILA_GROUPED]);
 
 /* false on overflow, and *out is then untouched */
-static inline bool koila__mul(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_mul_overflow(a, b, out); }
-static inline bool koila__add(uint64_t a, uint64_t b, uint64_t *out) { return !__builtin_add_overflow(a, b, out); }
+static inline bool koila__mul(uint64_t a, uint64_t b, uint64_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool koila__add(uint64_t a, uint64_t b, uint64_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
 
 #define KOILA_COUNT(a) (sizeof(a) / sizeof((a)[0]))
 

@@ -1,4 +1,5 @@
-/* status.c — the list of statuses, once, as names and texts; and the one place that words a koila_error. */
+/* status.c — the list of statuses, once, as names and texts; and the one place that words a
+ * koila_error. */
 #include "base/base.h"
 
 #include <stdlib.h>
@@ -12,7 +13,9 @@ const char *koila_version(void) { return KOILA_VERSION; }
 const char *koila_status_name(koila_status status)
 {
     switch (status) {
-#define KOILA_STATUS_NAME(name, text) case KOILA_##name: return #name;
+#define KOILA_STATUS_NAME(name, text)                                                              \
+    case KOILA_##name:                                                                             \
+        return #name;
         KOILA_STATUS_MAP(KOILA_STATUS_NAME)
 #undef KOILA_STATUS_NAME
     }
@@ -22,7 +25,9 @@ const char *koila_status_name(koila_status status)
 const char *koila_status_text(koila_status status)
 {
     switch (status) {
-#define KOILA_STATUS_TEXT(name, text) case KOILA_##name: return text;
+#define KOILA_STATUS_TEXT(name, text)                                                              \
+    case KOILA_##name:                                                                             \
+        return text;
         KOILA_STATUS_MAP(KOILA_STATUS_TEXT)
 #undef KOILA_STATUS_TEXT
     }
@@ -42,7 +47,8 @@ koila_status koila__fail(koila_error *err, koila_status code, uint64_t offset, c
     return code;
 }
 
-/* The only exit of the core, and only in builds with debug_level >= 1: a broken invariant is a bug of ours, not bad input. */
+/* The only exit of the core, and only in builds with debug_level >= 1: a broken invariant is a bug
+ * of ours, not bad input. */
 void koila__assert_failed(const char *expr, const char *file, int line)
 {
     fprintf(stderr, "koila: %s:%d: broken invariant: %s\n", file, line, expr);
@@ -51,10 +57,12 @@ void koila__assert_failed(const char *expr, const char *file, int line)
 
 const char *koila__grouped(uint64_t n, char buffer[KOILA_GROUPED])
 {
-    size_t at = KOILA_GROUPED - 1, digits = 0;
+    size_t at = KOILA_GROUPED - 1;
+    size_t digits = 0;
     buffer[at] = 0;
     do {
-        if (digits && digits % 3 == 0) buffer[--at] = ',';
+        if (digits && digits % 3 == 0)
+            buffer[--at] = ',';
         buffer[--at] = (char)('0' + n % 10);
         digits++;
     } while (n /= 10);

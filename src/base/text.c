@@ -3,7 +3,10 @@
 
 #include <math.h>
 
-void koila__text_init(koila__text *t, const koila_allocator *mem) { *t = (koila__text){ .mem = koila__allocator(mem) }; }
+void koila__text_init(koila__text *t, const koila_allocator *mem)
+{
+    *t = (koila__text){ .mem = koila__allocator(mem) };
+}
 void koila__text_deinit(koila__text *t)
 {
     koila__release(&t->mem, t->s, t->capacity);
@@ -13,10 +16,12 @@ void koila__text_deinit(koila__text *t)
 
 static char *room(koila__text *t, size_t n)
 {
-    if (t->failed) return NULL;
+    if (t->failed)
+        return NULL;
     if (t->capacity - t->n <= n) {
         size_t wider = t->capacity ? t->capacity * 2 : 256;
-        while (wider - t->n <= n) wider *= 2;
+        while (wider - t->n <= n)
+            wider *= 2;
         char *s = koila__realloc(&t->mem, t->s, t->capacity, wider);
         if (!s) {
             t->failed = true;
@@ -31,7 +36,8 @@ static char *room(koila__text *t, size_t n)
 void koila__text_add(koila__text *t, const char *s, size_t n)
 {
     char *at = room(t, n);
-    if (!at) return;
+    if (!at)
+        return;
     memcpy(at, s, n);
     t->n += n;
     t->s[t->n] = 0;
@@ -56,7 +62,8 @@ void koila__text_printf(koila__text *t, const char *fmt, ...)
 void koila__text_fill(koila__text *t, char c, size_t n)
 {
     char *at = room(t, n);
-    if (!at) return;
+    if (!at)
+        return;
     memset(at, c, n);
     t->n += n;
     t->s[t->n] = 0;
@@ -65,7 +72,8 @@ void koila__text_fill(koila__text *t, char c, size_t n)
 size_t koila__text_width(const char *s)
 {
     size_t n = 0;
-    for (; *s; s++) n += ((unsigned char)*s & 0xC0) != 0x80;
+    for (; *s; s++)
+        n += ((unsigned char)*s & 0xC0) != 0x80;
     return n;
 }
 void koila__text_right(koila__text *t, const char *s, size_t width)
@@ -82,18 +90,31 @@ void koila__text_left(koila__text *t, const char *s, size_t width)
 }
 void koila__text_trim(koila__text *t)
 {
-    while (t->n && t->s[t->n - 1] == ' ') t->s[--t->n] = 0;
+    while (t->n && t->s[t->n - 1] == ' ')
+        t->s[--t->n] = 0;
 }
 
 void koila__text_html(koila__text *t, const char *s)
 {
-    for (; *s; s++) switch (*s) {
-        case '&': koila__text_puts(t, "&amp;"); break;
-        case '<': koila__text_puts(t, "&lt;"); break;
-        case '>': koila__text_puts(t, "&gt;"); break;
-        case '"': koila__text_puts(t, "&quot;"); break;
-        case '\'': koila__text_puts(t, "&#39;"); break;
-        default: koila__text_add(t, s, 1);
+    for (; *s; s++)
+        switch (*s) {
+        case '&':
+            koila__text_puts(t, "&amp;");
+            break;
+        case '<':
+            koila__text_puts(t, "&lt;");
+            break;
+        case '>':
+            koila__text_puts(t, "&gt;");
+            break;
+        case '"':
+            koila__text_puts(t, "&quot;");
+            break;
+        case '\'':
+            koila__text_puts(t, "&#39;");
+            break;
+        default:
+            koila__text_add(t, s, 1);
         }
 }
 
@@ -102,9 +123,12 @@ void koila__text_json(koila__text *t, const char *s)
     koila__text_puts(t, "\"");
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
-        if (c == '"' || c == '\\') koila__text_printf(t, "\\%c", c);
-        else if (c == '<' || c < 0x20) koila__text_printf(t, "\\u%04x", c); /* '<': the text may stand inside a page */
-        else koila__text_add(t, s, 1);
+        if (c == '"' || c == '\\')
+            koila__text_printf(t, "\\%c", c);
+        else if (c == '<' || c < 0x20)
+            koila__text_printf(t, "\\u%04x", c); /* '<': the text may stand inside a page */
+        else
+            koila__text_add(t, s, 1);
     }
     koila__text_puts(t, "\"");
 }
@@ -116,14 +140,16 @@ void koila__text_csv(koila__text *t, const char *s)
         return;
     }
     koila__text_puts(t, "\"");
-    for (; *s; s++) koila__text_add(t, *s == '"' ? "\"\"" : s, *s == '"' ? 2 : 1);
+    for (; *s; s++)
+        koila__text_add(t, *s == '"' ? "\"\"" : s, *s == '"' ? 2 : 1);
     koila__text_puts(t, "\"");
 }
 
 const char *koila__size_text(double bytes, char *buffer)
 {
     static const char units[] = "BKMGTP";
-    if (isnan(bytes)) return strcpy(buffer, "");
+    if (isnan(bytes))
+        return strcpy(buffer, "");
     int u = 0;
     while (fabs(bytes) >= 1024 && u < 5) {
         bytes /= 1024;
@@ -135,9 +161,13 @@ const char *koila__size_text(double bytes, char *buffer)
 
 const char *koila__time_text(double ns, char *buffer)
 {
-    if (ns < 1e3) snprintf(buffer, 32, "%.0fns", ns);
-    else if (ns < 1e6) snprintf(buffer, 32, "%.2fus", ns / 1e3);
-    else if (ns < 1e9) snprintf(buffer, 32, "%.2fms", ns / 1e6);
-    else snprintf(buffer, 32, "%.2fs", ns / 1e9);
+    if (ns < 1e3)
+        snprintf(buffer, 32, "%.0fns", ns);
+    else if (ns < 1e6)
+        snprintf(buffer, 32, "%.2fus", ns / 1e3);
+    else if (ns < 1e9)
+        snprintf(buffer, 32, "%.2fms", ns / 1e6);
+    else
+        snprintf(buffer, 32, "%.2fs", ns / 1e9);
     return buffer;
 }

@@ -1,7 +1,8 @@
 /* text.h — a growing text, and how memory sizes, times and foreign strings are written in it.
  *
- * Appending never fails to the caller: when the host is out of memory the text is marked and the rest is dropped; ask koila__text_ok() once
- * at the end. `s` is NUL-terminated after the first append.
+ * Appending never fails to the caller: when the host is out of memory the text is marked and the
+ * rest is dropped; ask koila__text_ok() once at the end. `s` is NUL-terminated after the first
+ * append.
  */
 #ifndef KOILA_SRC_TEXT_H
 #define KOILA_SRC_TEXT_H
@@ -35,7 +36,8 @@ void koila__text_trim(koila__text *t);
 /* Code points in a UTF-8 string. */
 size_t koila__text_width(const char *s);
 
-/* `s` made harmless: & < > " ' for HTML; quotes, backslashes and control characters for JSON, with the quotes around; CSV quoting if needed. */
+/* `s` made harmless: & < > " ' for HTML; quotes, backslashes and control characters for JSON, with
+ * the quotes around; CSV quoting if needed. */
 void koila__text_html(koila__text *t, const char *s);
 void koila__text_json(koila__text *t, const char *s);
 void koila__text_csv(koila__text *t, const char *s);

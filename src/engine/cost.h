@@ -5,7 +5,8 @@
 #include "koila/graph.h"
 
 typedef struct koila__cost {
-    double work;    /* bytes moved, or as many as the multiply-adds are worth (plan_costs.h); 0 for a view */
+    /* bytes moved, or as many as the multiply-adds are worth (plan_costs.h); 0 for a view */
+    double work;
     bool expensive; /* worth keeping its results instead of running it again */
 } koila__cost;
 

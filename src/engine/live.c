@@ -1,7 +1,10 @@
-/* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded value of a slice of b rows has b/batch of its
- * bytes. So the peak is found by replaying the events. All slices but the first (accumulators are made) and a ragged last one do the same, and
- * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last full and ragged slices are walked, and when only the peak is
- * asked for the first two in one pass; the growth between them is multiplied. That makes a simulation O(events), whatever the number of slices.
+/* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded
+ * value of a slice of b rows has b/batch of its bytes. So the peak is found by replaying the
+ * events. All slices but the first (accumulators are made) and a ragged last one do the same, and
+ * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last
+ * full and ragged slices are walked, and when only the peak is asked for the first two in one pass;
+ * the growth between them is multiplied. That makes a simulation O(events), whatever the number of
+ * slices.
  *
  *   live == sum of bytes of storages made and not freed        (asserted: never below zero)
  */
@@ -14,7 +17,9 @@ static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cu
 {
     const koila_meta_info *m = koila__value_meta(p->graph, v);
     const bool half = m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16;
-    return cut && half && p->value[v].kind == KOILA_P && p->value[v].combine == KOILA_SUM ? m->n_elements * 4 : m->n_bytes;
+    return cut && half && p->value[v].kind == KOILA_P && p->value[v].combine == KOILA_SUM
+               ? m->n_elements * 4
+               : m->n_bytes;
 }
 
 typedef struct walk {
@@ -26,7 +31,9 @@ typedef struct walk {
     koila_node peak_node, slice_node; /* what runs at the peak of all, of this slice */
     koila__live_curve_fn curve;
     void *curve_user;
-    uint64_t *held, *held_before; /* bytes each storage holds now; before the slice that is multiplied. When o->top is asked for */
+    /* bytes each storage holds now; before the slice that is multiplied. When o->top is asked for
+     */
+    uint64_t *held, *held_before;
     bool stopped, saw_top;
 } walk;
 
@@ -36,73 +43,110 @@ static void look_at_top(walk *w)
     koila__live_top *t = w->o->top;
     w->saw_top = true;
     for (uint32_t v = 0; v < w->p->graph->values.n && t->cap; v++) {
-        if (!w->held[v] || (t->n == t->cap && w->held[v] <= t->bytes[t->n - 1])) continue;
+        if (!w->held[v] || (t->n == t->cap && w->held[v] <= t->bytes[t->n - 1]))
+            continue;
         uint32_t k = t->n < t->cap ? t->n++ : t->n - 1;
-        for (; k > 0 && t->bytes[k - 1] < w->held[v]; k--) t->bytes[k] = t->bytes[k - 1], t->value[k] = t->value[k - 1];
+        for (; k > 0 && t->bytes[k - 1] < w->held[v]; k--) {
+            t->bytes[k] = t->bytes[k - 1];
+            t->value[k] = t->value[k - 1];
+        }
         t->bytes[k] = w->held[v];
         t->value[k] = v;
     }
 }
 
-/* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the operator that runs. */
+/* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the
+ * operator that runs. */
 static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
 {
-    if (now < w->slice_peak) return;
+    if (now < w->slice_peak)
+        return;
     if (now > w->slice_peak || w->slice_node == KOILA_NONE) {
         w->slice_peak = now;
         w->slice_node = running;
     }
-    if (now < w->peak) return;
+    if (now < w->peak)
+        return;
     if (now > w->peak || (running != KOILA_NONE && w->peak_node == KOILA_NONE)) {
         w->peak = now;
         w->peak_stage = stage;
         w->peak_node = running;
     }
-    if (w->o->limit && now > w->o->limit) w->stopped = true;
-    if (w->held && !w->saw_top && now >= w->o->top->at_bytes) look_at_top(w);
+    if (w->o->limit && now > w->o->limit)
+        w->stopped = true;
+    if (w->held && !w->saw_top && now >= w->o->top->at_bytes)
+        look_at_top(w);
 }
 
 /* A dense copy of `rows` of `batch` rows. */
-static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batch) { return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0; }
+static uint64_t share_bytes(const koila_meta_info *m, int64_t rows, int64_t batch)
+{
+    return batch > 0 ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : 0;
+}
 
 /* A sum is added in place; other combinations make a new accumulator while the old one lives. */
-static uint64_t combine_bytes(const koila__placed *p, koila_value v) { return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes; }
+static uint64_t combine_bytes(const koila__placed *p, koila_value v)
+{
+    return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes;
+}
 
-/* What event e adds to the bytes alive (modulo 2^64) in the first slice or in another one. *inside: what is held beyond that for the moment. */
-static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e, int64_t rows, int64_t batch, bool first, uint64_t *inside)
+/* What event e adds to the bytes alive (modulo 2^64) in the first slice or in another one. *inside:
+ * what is held beyond that for the moment. */
+static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e,
+                                                             int64_t rows, int64_t batch,
+                                                             bool first, uint64_t *inside)
 {
     const uint32_t v = e->value;
     const bool cut = rows != batch;
 #define LOCAL koila__live_bytes(w->p, v, rows)
 #define META koila__value_meta(w->p->graph, v)
     switch ((koila__event_kind)e->kind) {
-    case KOILA__LOCAL_ALLOC: return LOCAL;
-    case KOILA__LOCAL_FREE: return 0 - LOCAL;
-    case KOILA__LOCAL_FREE_IF_CUT: return cut ? 0 - LOCAL : 0;
-    case KOILA__LOCAL_FREE_LATER: return first ? 0 : 0 - LOCAL;
-    case KOILA__SLICE_ALLOC: return cut ? share_bytes(META, rows, batch) : 0;
-    case KOILA__SLICE_FREE: return cut ? 0 - share_bytes(META, rows, batch) : 0;
-    case KOILA__CUT_ALLOC: return share_bytes(META, rows, batch);
-    case KOILA__CUT_FREE: return 0 - share_bytes(META, rows, batch);
-    case KOILA__WHOLE_ALLOC: return META->n_storage_bytes;
-    case KOILA__WHOLE_FREE: return 0 - META->n_storage_bytes;
-    case KOILA__COLLECTED_FREE: return 0 - META->n_bytes;
-    case KOILA__ADD_OWNED_WIDE: return first && cut ? accumulator_bytes(w->p, v, true) : 0;
+    case KOILA__LOCAL_ALLOC:
+        return LOCAL;
+    case KOILA__LOCAL_FREE:
+        return 0 - LOCAL;
+    case KOILA__LOCAL_FREE_IF_CUT:
+        return cut ? 0 - LOCAL : 0;
+    case KOILA__LOCAL_FREE_LATER:
+        return first ? 0 : 0 - LOCAL;
+    case KOILA__SLICE_ALLOC:
+        return cut ? share_bytes(META, rows, batch) : 0;
+    case KOILA__SLICE_FREE:
+        return cut ? 0 - share_bytes(META, rows, batch) : 0;
+    case KOILA__CUT_ALLOC:
+        return share_bytes(META, rows, batch);
+    case KOILA__CUT_FREE:
+        return 0 - share_bytes(META, rows, batch);
+    case KOILA__WHOLE_ALLOC:
+        return META->n_storage_bytes;
+    case KOILA__WHOLE_FREE:
+        return 0 - META->n_storage_bytes;
+    case KOILA__COLLECTED_FREE:
+        return 0 - META->n_bytes;
+    case KOILA__ADD_OWNED_WIDE:
+        return first && cut ? accumulator_bytes(w->p, v, true) : 0;
     case KOILA__ADD_CLONE:
-        if (first) return accumulator_bytes(w->p, v, cut);
+        if (first)
+            return accumulator_bytes(w->p, v, cut);
         *inside = combine_bytes(w->p, v);
         return 0;
     case KOILA__ADD_OWNED:
-        if (!first) *inside = combine_bytes(w->p, v);
+        if (!first)
+            *inside = combine_bytes(w->p, v);
         return 0;
-    case KOILA__PUT: return first ? META->n_bytes : 0;
-    case KOILA__PUT_OWNED: return first && cut ? META->n_bytes : 0;
+    case KOILA__PUT:
+        return first ? META->n_bytes : 0;
+    case KOILA__PUT_OWNED:
+        return first && cut ? META->n_bytes : 0;
     case KOILA__RUN:
-        if (w->o->workspace) *inside = w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
+        if (w->o->workspace)
+            *inside =
+                w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
         return 0;
     case KOILA__KEPT:
     case KOILA__KEPT_FROM:
-    case KOILA__KEPT_FREE: return 0;
+    case KOILA__KEPT_FREE:
+        return 0;
     }
     return 0;
 #undef META
@@ -113,13 +157,15 @@ static inline void put(walk *w, koila_value v, uint64_t changed)
 {
     koila_assert(changed <= INT64_MAX || 0 - changed <= w->live);
     w->live += changed;
-    if (w->held) w->held[v] += changed > INT64_MAX && 0 - changed > w->held[v] ? 0 - w->held[v] : changed;
+    if (w->held)
+        w->held[v] += changed > INT64_MAX && 0 - changed > w->held[v] ? 0 - w->held[v] : changed;
 }
 
 /* Is the storage of the next event's value that of e's value from now on? */
 static bool takes_over(const koila__event *e, bool first, bool cut)
 {
-    return e->kind == KOILA__KEPT || (first && e->kind == KOILA__ADD_OWNED) || (first && !cut && (e->kind == KOILA__ADD_OWNED_WIDE || e->kind == KOILA__PUT_OWNED));
+    return e->kind == KOILA__KEPT || (first && e->kind == KOILA__ADD_OWNED) ||
+           (first && !cut && (e->kind == KOILA__ADD_OWNED_WIDE || e->kind == KOILA__PUT_OWNED));
 }
 
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
@@ -132,61 +178,87 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0;
-        const uint64_t changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL : change(w, e, rows, batch, first, &inside);
+        const uint64_t changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL
+                                 : e->kind == KOILA__LOCAL_FREE
+                                     ? 0 - LOCAL
+                                     : change(w, e, rows, batch, first, &inside);
         const bool runs = e->kind == KOILA__RUN;
-        if (!runs) put(w, v, changed);
+        if (!runs)
+            put(w, v, changed);
         any_given_up |= e->kind == KOILA__KEPT_FREE;
         if (w->held && takes_over(e, first, rows != batch)) {
             const koila_value from = e[1].value;
-            w->held[from] -= koila__live_bytes(w->p, from, rows) < w->held[from] ? koila__live_bytes(w->p, from, rows) : w->held[from];
+            w->held[from] -= koila__live_bytes(w->p, from, rows) < w->held[from]
+                                 ? koila__live_bytes(w->p, from, rows)
+                                 : w->held[from];
             w->held[v] += koila__live_bytes(w->p, from, rows);
         }
-        if (changed > INT64_MAX) continue;
+        if (changed > INT64_MAX)
+            continue;
         const uint64_t now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
         see(w, stage, runs ? v : KOILA_NONE, now);
-        if (runs && w->curve && !w->curve(w->curve_user, stage, v, now)) w->curve = NULL;
+        if (runs && w->curve && !w->curve(w->curve_user, stage, v, now))
+            w->curve = NULL;
     }
     for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++)
-        if (e->kind == KOILA__KEPT_FREE) put(w, e->value, 0 - koila__live_bytes(w->p, e->value, rows));
-    if (w->slice_peak > w->stage_peak) w->stage_peak = w->slice_peak;
+        if (e->kind == KOILA__KEPT_FREE)
+            put(w, e->value, 0 - koila__live_bytes(w->p, e->value, rows));
+    if (w->slice_peak > w->stage_peak)
+        w->stage_peak = w->slice_peak;
 }
 
-/* n slices, the first of them as the first one (`first`) or all alike; for the highest number of bytes alone, which is what plans are compared by. One pass over the
- * events tells what a first slice does and what each of the others does, both as if they began here. */
+/* n slices, the first of them as the first one (`first`) or all alike; for the highest number of
+ * bytes alone, which is what plans are compared by. One pass over the events tells what a first
+ * slice does and what each of the others does, both as if they began here. */
 static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, uint64_t n)
 {
     const koila__stage *st = &w->s->stages[stage];
-    const uint64_t limit = w->o->limit ? w->o->limit : UINT64_MAX, from = w->live;
+    const uint64_t limit = w->o->limit ? w->o->limit : UINT64_MAX;
+    const uint64_t from = w->live;
     uint64_t live = from, top = from, later = from, later_top = from, given_up = 0;
     for (const koila__event *e = st->events, *const end = e + st->n_events; e < end; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0, changed;
         if (e->kind < KOILA__LOCAL_FREE_LATER) {
-            changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL : change(w, e, rows, batch, false, &inside);
+            changed = e->kind == KOILA__LOCAL_ALLOC  ? LOCAL
+                      : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL
+                                                     : change(w, e, rows, batch, false, &inside);
             live += changed;
             later += changed;
             top = live > top ? live : top;
             later_top = later > later_top ? later : later_top;
             continue;
         }
-        if (e->kind == KOILA__RUN && !w->o->workspace) continue;
-        if (e->kind == KOILA__KEPT_FREE) given_up += LOCAL;
+        if (e->kind == KOILA__RUN && !w->o->workspace)
+            continue;
+        if (e->kind == KOILA__KEPT_FREE)
+            given_up += LOCAL;
         changed = change(w, e, rows, batch, false, &inside);
         later += changed;
-        if (later + inside > later_top || later + inside < later) later_top = later + inside < later ? UINT64_MAX : later + inside;
-        if (e->kind != KOILA__RUN) inside = 0, changed = change(w, e, rows, batch, true, &inside);
+        if (later + inside > later_top || later + inside < later)
+            later_top = later + inside < later ? UINT64_MAX : later + inside;
+        if (e->kind != KOILA__RUN) {
+            inside = 0;
+            changed = change(w, e, rows, batch, true, &inside);
+        }
         live += changed;
-        if (live + inside > top || live + inside < live) top = live + inside < live ? UINT64_MAX : live + inside;
-        if (first && top > limit) break;
+        if (live + inside > top || live + inside < live)
+            top = live + inside < live ? UINT64_MAX : live + inside;
+        if (first && top > limit)
+            break;
     }
     if (first) {
         see(w, stage, KOILA_NONE, top);
         w->live = live - given_up;
     }
     if (n > first && !w->stopped) {
-        const uint64_t growth = later - given_up - from, n_later = n - first; /* modulo 2^64, as all differences here: may be negative */
-        const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0); /* of the highest */
-        see(w, stage, KOILA_NONE, begin <= INT64_MAX && later_top + begin < later_top ? UINT64_MAX : later_top + begin);
+        const uint64_t growth = later - given_up - from;
+        const uint64_t n_later =
+            n - first; /* modulo 2^64, as all differences here: may be negative */
+        /* of the highest */
+        const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0);
+        see(w, stage, KOILA_NONE,
+            begin <= INT64_MAX && later_top + begin < later_top ? UINT64_MAX : later_top + begin);
         w->live += growth * n_later;
     }
 }
@@ -199,51 +271,69 @@ static void walk_all(walk *w, uint64_t *stage_peaks)
         const koila_stage *st = &w->s->stages[k].stage;
         w->stage_peak = w->live;
         if (!st->is_loop) {
-            if (w->o->bytes_only) walk_bytes(w, k, 0, 0, true, 1);
-            else walk_slice(w, k, 0, 0, true);
+            if (w->o->bytes_only)
+                walk_bytes(w, k, 0, 0, true, 1);
+            else
+                walk_slice(w, k, 0, 0, true);
         } else {
-            const int64_t batch = w->p->graph->axes.at[st->axis], rows = w->o->rows[st->axis];
-            const int64_t n_full = rows > 0 ? batch / rows : 0, ragged = rows > 0 ? batch % rows : 0;
+            const int64_t batch = w->p->graph->axes.at[st->axis];
+            const int64_t rows = w->o->rows[st->axis];
+            const int64_t n_full = rows > 0 ? batch / rows : 0;
+            const int64_t ragged = rows > 0 ? batch % rows : 0;
             if (w->o->bytes_only) {
-                if (n_full) walk_bytes(w, k, rows, batch, true, (uint64_t)n_full);
-                if (ragged && !w->stopped) walk_bytes(w, k, ragged, batch, n_full == 0, 1);
+                if (n_full)
+                    walk_bytes(w, k, rows, batch, true, (uint64_t)n_full);
+                if (ragged && !w->stopped)
+                    walk_bytes(w, k, ragged, batch, n_full == 0, 1);
             }
             for (int64_t i = 0; i < n_full && !w->o->bytes_only && !w->stopped; i++) {
                 const uint64_t before = w->live;
                 for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
-                    if (w->s->stages[k].events[e].kind != KOILA__RUN) w->held_before[w->s->stages[k].events[e].value] = w->held[w->s->stages[k].events[e].value];
+                    if (w->s->stages[k].events[e].kind != KOILA__RUN)
+                        w->held_before[w->s->stages[k].events[e].value] =
+                            w->held[w->s->stages[k].events[e].value];
                 walk_slice(w, k, rows, batch, i == 0);
                 const uint64_t growth = w->live - before; /* modulo 2^64: may be negative */
-                if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
+                /* the slices between do as this one did */
+                if (i == 1 && n_full > 3 && !w->stopped) {
                     const int64_t n_skipped = n_full - 3;
                     w->live += growth * (uint64_t)n_skipped;
                     for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
                         const koila_value v = w->s->stages[k].events[e].value;
-                        if (w->s->stages[k].events[e].kind == KOILA__RUN) continue;
+                        if (w->s->stages[k].events[e].kind == KOILA__RUN)
+                            continue;
                         w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
                         w->held_before[v] = w->held[v]; /* once */
                     }
                     i += n_skipped;
                 }
             }
-            if (ragged && !w->o->bytes_only && !w->stopped) walk_slice(w, k, ragged, batch, n_full == 0);
-            for (uint32_t i = 0; i < st->n_instrs && w->s->stages[k].any_wide && !w->stopped; i++) /* wide accumulators are cast back, one after another */
+            if (ragged && !w->o->bytes_only && !w->stopped)
+                walk_slice(w, k, ragged, batch, n_full == 0);
+            /* wide accumulators are cast back, one after another */
+            for (uint32_t i = 0; i < st->n_instrs && w->s->stages[k].any_wide && !w->stopped; i++)
                 if (st->instrs[i].kind == KOILA_DO_ADD) {
                     const koila_value v = st->instrs[i].id;
-                    const uint64_t wide = accumulator_bytes(w->p, v, rows != batch), narrow = accumulator_bytes(w->p, v, false);
-                    if (wide == narrow) continue;
+                    const uint64_t wide = accumulator_bytes(w->p, v, rows != batch);
+                    const uint64_t narrow = accumulator_bytes(w->p, v, false);
+                    if (wide == narrow)
+                        continue;
                     put(w, v, narrow);
                     see(w, k, KOILA_NONE, w->live);
-                    if (w->live > w->stage_peak) w->stage_peak = w->live;
-                    if (w->stopped) break;
+                    if (w->live > w->stage_peak)
+                        w->stage_peak = w->live;
+                    if (w->stopped)
+                        break;
                     put(w, v, 0 - wide);
                 }
         }
-        if (stage_peaks) stage_peaks[k] = w->stage_peak;
+        if (stage_peaks)
+            stage_peaks[k] = w->stage_peak;
     }
 }
 
-koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t *stage_peaks,
+koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *s,
+                                 const koila__live_options *o, uint64_t *stage_peaks,
                                  koila__live_curve_fn curve, void *curve_user)
 {
     walk w = { .p = p, .s = s, .o = o, .curve = curve, .curve_user = curve_user };
@@ -252,7 +342,8 @@ koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *
     if (o->top) {
         o->top->n = 0;
         w.held = koila__realloc(&mem, NULL, 0, n_bytes);
-        if (w.held) w.held_before = (uint64_t *)memset(w.held, 0, n_bytes) + p->graph->values.n + 1;
+        if (w.held)
+            w.held_before = (uint64_t *)memset(w.held, 0, n_bytes) + p->graph->values.n + 1;
     }
     walk_all(&w, stage_peaks);
     koila__release(&mem, w.held, n_bytes);

@@ -1,4 +1,5 @@
-/* live.h — how many bytes a schedule holds, for a given number of rows in a slice. Internal to src/. */
+/* live.h — how many bytes a schedule holds, for a given number of rows in a slice. Internal to
+ * src/. */
 #ifndef KOILA_SRC_LIVE_H
 #define KOILA_SRC_LIVE_H
 
@@ -8,18 +9,21 @@
 typedef struct koila__live_top {
     uint64_t at_bytes;          /* in: the peak, for what is alive at the peak */
     const koila_allocator *mem; /* in: of what is needed meanwhile */
-    uint32_t cap, n;            /* in; out: at most cap; 0 also when the host is out of memory, for people only are told */
-    koila_value *value;         /* [cap] the storages, largest first */
-    uint64_t *bytes;            /* [cap] */
+    /* in; out: at most cap; 0 also when the host is out of memory, for people only are told */
+    uint32_t cap, n;
+    koila_value *value; /* [cap] the storages, largest first */
+    uint64_t *bytes;    /* [cap] */
 } koila__live_top;
 
 typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    bool bytes_only; /* of the result only peak_bytes is asked for, and no curve */
+    bool bytes_only;      /* of the result only peak_bytes is asked for, and no curve */
     koila__live_top *top; /* asked for too; NULL: not. Not with bytes_only */
-    uint64_t limit; /* the walk may end at the first moment above it: then peak_bytes is some number above; 0: it goes to the end */
+    /* the walk may end at the first moment above it: then peak_bytes is some number above; 0: it
+     * goes to the end */
+    uint64_t limit;
 } koila__live_options;
 
 typedef struct koila__live {
@@ -30,12 +34,20 @@ typedef struct koila__live {
 
 typedef bool (*koila__live_curve_fn)(void *user, uint32_t stage, koila_node node, uint64_t bytes);
 
-/* Replay the schedule's memory events: exact sum of live storages plus each running operator's workspace. stage_peaks[n_stages] may be NULL;
- * `curve` (may be NULL) sees every operator of the slices that are really walked. Cannot fail. */
-koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *s, const koila__live_options *o, uint64_t *stage_peaks,
+/* Replay the schedule's memory events: exact sum of live storages plus each running operator's
+ * workspace. stage_peaks[n_stages] may be NULL; `curve` (may be NULL) sees every operator of the
+ * slices that are really walked. Cannot fail. */
+koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *s,
+                                 const koila__live_options *o, uint64_t *stage_peaks,
                                  koila__live_curve_fn curve, void *curve_user);
 /* Bytes of value v: of one slice of `rows` rows when sharded, else whole. */
-static inline uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows) { return p->size[v].fixed + p->size[v].per_row * (uint64_t)rows; }
-static inline uint32_t koila__n_slices(int64_t batch, int64_t rows) { return rows > 0 ? (uint32_t)((batch + rows - 1) / rows) : 1; }
+static inline uint64_t koila__live_bytes(const koila__placed *p, koila_value v, int64_t rows)
+{
+    return p->size[v].fixed + p->size[v].per_row * (uint64_t)rows;
+}
+static inline uint32_t koila__n_slices(int64_t batch, int64_t rows)
+{
+    return rows > 0 ? (uint32_t)((batch + rows - 1) / rows) : 1;
+}
 
 #endif

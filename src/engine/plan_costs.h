@@ -2,27 +2,33 @@
 #ifndef KOILA_SRC_PLAN_COSTS_H
 #define KOILA_SRC_PLAN_COSTS_H
 
-/* Time is estimated in bytes moved through memory. One floating-point multiply-add of a dense kernel (matrix product, convolution, attention)
- * costs as much as 1/8 byte: about 80 Gflop/s beside 10 GB/s on a desktop core; GPUs have a similar ratio. Only ratios of plans matter. */
+/* Time is estimated in bytes moved through memory. One floating-point multiply-add of a dense
+ * kernel (matrix product, convolution, attention) costs as much as 1/8 byte: about 80 Gflop/s
+ * beside 10 GB/s on a desktop core; GPUs have a similar ratio. Only ratios of plans matter. */
 #define KOILA_COST_BYTES_PER_MULTIPLY_ADD 0.125
 
-/* A comparison of a max-pooling window is not vectorised: measured 5 ns each on a CPU core (torch 2.13), against 0.06 ns a multiply-add. */
+/* A comparison of a max-pooling window is not vectorised: measured 5 ns each on a CPU core (torch
+ * 2.13), against 0.06 ns a multiply-add. */
 #define KOILA_COST_MULTIPLY_ADDS_PER_COMPARISON 64.0
 
-/* An operator is expensive (worth keeping its result rather than running it again) when its multiply-adds cost more than moving its bytes. */
+/* An operator is expensive (worth keeping its result rather than running it again) when its
+ * multiply-adds cost more than moving its bytes. */
 #define KOILA_COST_EXPENSIVE_RATIO 1.0
 
-/* A cheap operator's result is worth keeping too when making it again from what is kept moves so many times its bytes: eight pointwise operators
- * read and write 16 times their size. It bounds what a chain of barriers without dense kernels recomputes. */
+/* A cheap operator's result is worth keeping too when making it again from what is kept moves so
+ * many times its bytes: eight pointwise operators read and write 16 times their size. It bounds
+ * what a chain of barriers without dense kernels recomputes. */
 #define KOILA_COST_CHAIN 32.0
 
-/* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy is refused; a few times the work is the most anybody wants. */
+/* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy
+ * is refused; a few times the work is the most anybody wants. */
 #define KOILA_COST_MAX_LOOPS 8192
 #define KOILA_COST_MAX_INSTRS 64
 /* The same for recomputing everything when nobody asked for that: about five times the work. */
 #define KOILA_COST_MAX_INSTRS_AUTO 12
 
-/* With forced rows and no budget: the least memory among the policies that cost at most this many times the cheapest one. */
+/* With forced rows and no budget: the least memory among the policies that cost at most this many
+ * times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0
 
 /* Frontier policies: loops between checkpoints, as multiples of sqrt(loops). */

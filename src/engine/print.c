@@ -1,7 +1,9 @@
-/* print.c — a plan must be seen to be believed: as a table of stages and instructions, and as drawings for Graphviz. Sees all, nothing sees it;
- * but it reads the plan through koila/plan.h only, so what it shows is what an executor is told.
+/* print.c — a plan must be seen to be believed: as a table of stages and instructions, and as
+ * drawings for Graphviz. Sees all, nothing sees it; but it reads the plan through koila/plan.h
+ * only, so what it shows is what an executor is told.
  *
- *   5 slices of 7 rows (batch 32), 2 loops, every operator 1.00 times, peak 12.3 MiB at aten::mm (train.py:12)
+ *   5 slices of 7 rows (batch 32), 2 loops, every operator 1.00 times, peak 12.3 MiB at
+ *       aten::mm (train.py:12)
  *   stage 0: loop over axis 0, 5 slices of 7 rows, the last of 4, peak 12.3 MiB
  *     slice  %0  S0
  *     run    %3 S0 = aten::mm(%0, %2)                            f32[32, 16]   train.py:12
@@ -14,10 +16,14 @@
 
 static void out_bytes(koila__out *o, uint64_t n)
 {
-    if (n >= (uint64_t)1 << 30) koila__out_fmt(o, "%.2f GiB", (double)n / (double)(1 << 30));
-    else if (n >= 1 << 20) koila__out_fmt(o, "%.1f MiB", (double)n / (1 << 20));
-    else if (n >= 1 << 10) koila__out_fmt(o, "%.1f KiB", (double)n / (1 << 10));
-    else koila__out_fmt(o, "%llu B", (unsigned long long)n);
+    if (n >= (uint64_t)1 << 30)
+        koila__out_fmt(o, "%.2f GiB", (double)n / (double)(1 << 30));
+    else if (n >= 1 << 20)
+        koila__out_fmt(o, "%.1f MiB", (double)n / (1 << 20));
+    else if (n >= 1 << 10)
+        koila__out_fmt(o, "%.1f KiB", (double)n / (1 << 10));
+    else
+        koila__out_fmt(o, "%llu B", (unsigned long long)n);
 }
 
 /* S0, S1(outer 4, inner 2), P, P(max); nothing for whole. */
@@ -26,7 +32,8 @@ static void out_share(koila__out *o, koila_share s)
     static const char *const partial[] = { " P", " P(max)", " P(min)", " P(moments)" };
     if (s.kind == KOILA_SHARE_SLICE) {
         koila__out_fmt(o, " S%u", s.dim);
-        if (s.outer != 1 || s.inner != 1) koila__out_fmt(o, "(outer %lld, inner %lld)", (long long)s.outer, (long long)s.inner);
+        if (s.outer != 1 || s.inner != 1)
+            koila__out_fmt(o, "(outer %lld, inner %lld)", (long long)s.outer, (long long)s.inner);
     } else if (s.kind == KOILA_SHARE_PARTIAL)
         koila__out_str(o, partial[s.partial & 3]);
 }
@@ -34,7 +41,8 @@ static void out_share(koila__out *o, koila_share s)
 static void out_line(koila__out *o, const koila_graph *g, koila_node n)
 {
     const uint32_t line = g->nodes.at[n].line;
-    if (line == KOILA_NONE || line >= g->lines.n) return;
+    if (line == KOILA_NONE || line >= g->lines.n)
+        return;
     koila__out_str(o, koila_graph_line_file(g, line));
     koila__out_fmt(o, ":%u", koila_graph_line_number(g, line));
 }
@@ -48,7 +56,8 @@ static void out_call_short(koila__out *o, const koila_graph *g, koila_node n)
     koila__out_str(o, koila_op_name(t, s->op));
     koila__out_str(o, "(");
     for (uint32_t k = 0; k < s->n_pos + s->n_kw; k++) {
-        if (k) koila__out_str(o, ", ");
+        if (k)
+            koila__out_str(o, ", ");
         if (k >= s->n_pos) {
             koila__out_str(o, koila_text(t, s->kw_names[k - s->n_pos]));
             koila__out_str(o, "=");
@@ -56,13 +65,18 @@ static void out_call_short(koila__out *o, const koila_graph *g, koila_node n)
         const koila_arg *a = &s->tokens[s->start[k]];
         const bool list = a->kind == KOILA_ARG_LIST;
         const koila_arg *end = a + 1 + (list ? a->n : 0);
-        if (list) koila__out_str(o, "[");
+        if (list)
+            koila__out_str(o, "[");
         for (const koila_arg *x = a + list; x < end; x++) {
-            if (x != a + list) koila__out_str(o, ", ");
-            if (x->kind == KOILA_ARG_TENSOR) koila__out_fmt(o, "%%%u", *in++);
-            else koila__out_token(o, t, x, NULL);
+            if (x != a + list)
+                koila__out_str(o, ", ");
+            if (x->kind == KOILA_ARG_TENSOR)
+                koila__out_fmt(o, "%%%u", *in++);
+            else
+                koila__out_token(o, t, x, NULL);
         }
-        if (list) koila__out_str(o, "]");
+        if (list)
+            koila__out_str(o, "]");
     }
     koila__out_str(o, ")");
 }
@@ -72,7 +86,8 @@ static void out_run(koila__out *o, const koila_plan *p, const koila_instr *in)
     const koila_graph *g = koila_plan_graph(p);
     const koila_sig_info *s = koila__node_sig(g, in->id);
     for (uint32_t i = 0; i < s->n_outputs; i++) {
-        if (s->outputs[i] == KOILA_NONE) continue;
+        if (s->outputs[i] == KOILA_NONE)
+            continue;
         koila__out_fmt(o, "%%%u", g->nodes.at[in->id].first_output + i);
         out_share(o, koila_plan_share(p, g->nodes.at[in->id].first_output + i));
         koila__out_str(o, " ");
@@ -80,12 +95,15 @@ static void out_run(koila__out *o, const koila_plan *p, const koila_instr *in)
     koila__out_str(o, "= ");
     out_call_short(o, g, in->id);
     for (uint32_t i = 0; i < s->n_outputs; i++) {
-        if (s->outputs[i] == KOILA_NONE) continue;
+        if (s->outputs[i] == KOILA_NONE)
+            continue;
         koila__out_str(o, "  ");
         koila__out_meta(o, koila__meta(g->table, s->outputs[i]));
     }
-    if (in->steal) koila__out_str(o, "  in place");
-    else if (s->n_writes) koila__out_str(o, "  in a copy");
+    if (in->steal)
+        koila__out_str(o, "  in place");
+    else if (s->n_writes)
+        koila__out_str(o, "  in a copy");
     if (g->nodes.at[in->id].line != KOILA_NONE) {
         koila__out_str(o, "  ");
         out_line(o, g, in->id);
@@ -96,8 +114,10 @@ static void out_facts(koila__out *o, const koila_plan *p)
 {
     const koila_plan_info i = koila_plan_get(p);
     const koila_graph *g = koila_plan_graph(p);
-    koila__out_fmt(o, "%u slice%s of %lld rows (batch %lld), %u loop%s, work %.2f times the recorded, peak ", i.n_slices, i.n_slices == 1 ? "" : "s", (long long)i.rows,
-                   (long long)i.batch, i.n_loops, i.n_loops == 1 ? "" : "s", i.replay_ratio);
+    koila__out_fmt(
+        o, "%u slice%s of %lld rows (batch %lld), %u loop%s, work %.2f times the recorded, peak ",
+        i.n_slices, i.n_slices == 1 ? "" : "s", (long long)i.rows, (long long)i.batch, i.n_loops,
+        i.n_loops == 1 ? "" : "s", i.replay_ratio);
     out_bytes(o, i.peak_bytes);
     if (i.budget_bytes != UINT64_MAX) {
         koila__out_str(o, " of ");
@@ -130,10 +150,13 @@ static void out_stage_head(koila__out *o, const koila_plan *p, uint32_t k)
     const koila_stage *st = koila_plan_stage(p, k);
     koila__out_fmt(o, "stage %u: ", k);
     if (st->is_loop) {
-        const int64_t batch = koila_graph_axis_size(koila_plan_graph(p), st->axis), rows = koila_plan_axis_rows(p, st->axis);
+        const int64_t batch = koila_graph_axis_size(koila_plan_graph(p), st->axis);
+        const int64_t rows = koila_plan_axis_rows(p, st->axis);
         const uint32_t n = koila_plan_slices(p, st->axis);
-        koila__out_fmt(o, "loop over axis %u, %u slice%s of %lld rows", st->axis, n, n == 1 ? "" : "s", (long long)rows);
-        if (rows > 0 && batch % rows) koila__out_fmt(o, ", the last of %lld", (long long)(batch % rows));
+        koila__out_fmt(o, "loop over axis %u, %u slice%s of %lld rows", st->axis, n,
+                       n == 1 ? "" : "s", (long long)rows);
+        if (rows > 0 && batch % rows)
+            koila__out_fmt(o, ", the last of %lld", (long long)(batch % rows));
     } else
         koila__out_str(o, "whole, once");
     koila__out_str(o, ", peak ");
@@ -147,7 +170,8 @@ koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *u
     out_facts(&o, p);
     for (uint32_t k = 0; k < koila_plan_get(p).n_stages; k++) {
         const koila_stage *st = koila_plan_stage(p, k);
-        if (!st->n_instrs) continue;
+        if (!st->n_instrs)
+            continue;
         out_stage_head(&o, p, k);
         bool freeing = false;
         for (uint32_t i = 0; i < st->n_instrs; i++) {
@@ -170,15 +194,24 @@ koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *u
             case KOILA_DO_ADD:
                 koila__out_fmt(&o, "\n  add    %%%u", in->id);
                 out_share(&o, koila_plan_share(p, in->id));
-                if (in->flags & KOILA_INSTR_OWNED) koila__out_str(&o, ", the first becomes the whole");
+                if (in->flags & KOILA_INSTR_OWNED)
+                    koila__out_str(&o, ", the first becomes the whole");
                 break;
             case KOILA_DO_PUT:
                 koila__out_fmt(&o, "\n  put    %%%u", in->id);
                 out_share(&o, koila_plan_share(p, in->id));
                 break;
-            case KOILA_DO_KEEP: koila__out_fmt(&o, "\n  keep   %%%u", in->id); break;
-            case KOILA_DO_FETCH: koila__out_fmt(&o, in->flags & KOILA_INSTR_LAST ? "\n  fetch  %%%u, for the last time" : "\n  fetch  %%%u", in->id); break;
-            case KOILA_DO_FREE: break;
+            case KOILA_DO_KEEP:
+                koila__out_fmt(&o, "\n  keep   %%%u", in->id);
+                break;
+            case KOILA_DO_FETCH:
+                koila__out_fmt(&o,
+                               in->flags & KOILA_INSTR_LAST ? "\n  fetch  %%%u, for the last time"
+                                                            : "\n  fetch  %%%u",
+                               in->id);
+                break;
+            case KOILA_DO_FREE:
+                break;
             }
         }
         koila__out_str(&o, "\n");
@@ -192,15 +225,18 @@ koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *u
 static void out_label(koila__out *o, const char *s)
 {
     for (; *s; s++) {
-        if (*s == '"' || *s == '\\') koila__out_str(o, "\\");
-        if ((unsigned char)*s >= 0x20) koila__out_bytes(o, s, 1);
+        if (*s == '"' || *s == '\\')
+            koila__out_str(o, "\\");
+        if ((unsigned char)*s >= 0x20)
+            koila__out_bytes(o, s, 1);
     }
 }
 
 static void dot_leaf(koila__out *o, const koila_graph *g, koila_value v)
 {
     const koila_value_info *info = &g->values.at[v];
-    koila__out_fmt(o, "  v%u [shape=%s, label=\"", v, info->leaf_kind == KOILA_LEAF_BATCH ? "house" : "ellipse");
+    koila__out_fmt(o, "  v%u [shape=%s, label=\"", v,
+                   info->leaf_kind == KOILA_LEAF_BATCH ? "house" : "ellipse");
     out_label(o, koila_graph_leaf_name(g, v));
     koila__out_fmt(o, " %%%u\\n", v);
     koila__out_meta(o, koila__value_meta(g, v));
@@ -224,13 +260,15 @@ koila_status koila_graph_dot(const koila_graph *g, koila_write_fn write, void *u
     koila__out_init(&o, write, user);
     koila__out_str(&o, "digraph koila {\n  node [shape=box];\n");
     for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) dot_leaf(&o, g, v);
+        if (g->values.at[v].node == KOILA_NONE)
+            dot_leaf(&o, g, v);
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         koila__out_fmt(&o, "  n%u [label=\"", n);
         dot_node(&o, g, n);
         for (uint32_t i = 0; i < koila__node_sig(g, n)->n_inputs; i++) {
             const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
-            if (g->values.at[v].node == KOILA_NONE) koila__out_fmt(&o, "  v%u -> n%u;\n", v, n);
+            if (g->values.at[v].node == KOILA_NONE)
+                koila__out_fmt(&o, "  v%u -> n%u;\n", v, n);
             else {
                 koila__out_fmt(&o, "  n%u -> n%u [label=\"%%%u ", g->values.at[v].node, n, v);
                 koila__out_meta(&o, koila__value_meta(g, v));
@@ -248,8 +286,10 @@ koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *use
     const uint32_t n_stages = koila_plan_get(p).n_stages;
     koila__arena tmp;
     koila__arena_init(&tmp, &g->mem);
-    /* ran[n]: the stage that ran node n last, + 1; whole[v], kept[v]: the stage that made it so, + 1 */
-    uint32_t *ran = koila__arena_array(&tmp, g->nodes.n, sizeof *ran), *whole = koila__arena_array(&tmp, g->values.n, sizeof *whole);
+    /* ran[n]: the stage that ran node n last, + 1; whole[v], kept[v]: the stage that made it so, +
+     * 1 */
+    uint32_t *ran = koila__arena_array(&tmp, g->nodes.n, sizeof *ran);
+    uint32_t *whole = koila__arena_array(&tmp, g->values.n, sizeof *whole);
     uint32_t *kept = koila__arena_array(&tmp, g->values.n, sizeof *kept);
     if (!ran || !whole || !kept) {
         koila__arena_deinit(&tmp);
@@ -259,33 +299,48 @@ koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *use
     koila__out_init(&o, write, user);
     koila__out_str(&o, "digraph koila {\n  compound=true;\n  node [shape=box];\n");
     for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE) dot_leaf(&o, g, v);
+        if (g->values.at[v].node == KOILA_NONE)
+            dot_leaf(&o, g, v);
     for (uint32_t k = 0; k < n_stages; k++) {
         const koila_stage *st = koila_plan_stage(p, k);
-        if (!st->n_instrs) continue;
+        if (!st->n_instrs)
+            continue;
         koila__out_fmt(&o, "  subgraph cluster_%u {\n    label=\"", k);
         out_stage_head(&o, p, k);
         koila__out_str(&o, "\";\n");
         for (uint32_t i = 0; i < st->n_instrs; i++)
             if (st->instrs[i].kind == KOILA_DO_RUN) {
-                koila__out_fmt(&o, "    s%un%u [%slabel=\"", k, st->instrs[i].id, ran[st->instrs[i].id] ? "style=dashed, " : "");
+                koila__out_fmt(&o, "    s%un%u [%slabel=\"", k, st->instrs[i].id,
+                               ran[st->instrs[i].id] ? "style=dashed, " : "");
                 dot_node(&o, g, st->instrs[i].id);
                 ran[st->instrs[i].id] = k + 1;
             }
         koila__out_str(&o, "  }\n");
         for (uint32_t i = 0; i < st->n_instrs; i++) {
             const koila_instr *in = &st->instrs[i];
-            if (in->kind == KOILA_DO_ADD || in->kind == KOILA_DO_PUT) whole[in->id] = k + 1;
-            if (in->kind == KOILA_DO_KEEP) kept[in->id] = k + 1;
-            if (in->kind != KOILA_DO_RUN) continue;
+            if (in->kind == KOILA_DO_ADD || in->kind == KOILA_DO_PUT)
+                whole[in->id] = k + 1;
+            if (in->kind == KOILA_DO_KEEP)
+                kept[in->id] = k + 1;
+            if (in->kind != KOILA_DO_RUN)
+                continue;
             for (uint32_t u = 0; u < koila__node_sig(g, in->id)->n_inputs; u++) {
                 const koila_value v = g->inputs.at[g->nodes.at[in->id].first_input + u];
                 const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE) koila__out_fmt(&o, "  v%u -> s%un%u;\n", v, k, in->id);
-                else if (ran[q] == k + 1) koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", k, q, k, in->id, v);
-                else if (kept[v]) koila__out_fmt(&o, "  s%un%u -> s%un%u [color=blue, label=\"%%%u kept\"];\n", kept[v] - 1, q, k, in->id, v);
-                else if (whole[v]) koila__out_fmt(&o, "  s%un%u -> s%un%u [color=red, label=\"%%%u\"];\n", whole[v] - 1, q, k, in->id, v);
-                else if (ran[q]) koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", ran[q] - 1, q, k, in->id, v);
+                if (q == KOILA_NONE)
+                    koila__out_fmt(&o, "  v%u -> s%un%u;\n", v, k, in->id);
+                else if (ran[q] == k + 1)
+                    koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", k, q, k, in->id,
+                                   v);
+                else if (kept[v])
+                    koila__out_fmt(&o, "  s%un%u -> s%un%u [color=blue, label=\"%%%u kept\"];\n",
+                                   kept[v] - 1, q, k, in->id, v);
+                else if (whole[v])
+                    koila__out_fmt(&o, "  s%un%u -> s%un%u [color=red, label=\"%%%u\"];\n",
+                                   whole[v] - 1, q, k, in->id, v);
+                else if (ran[q])
+                    koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", ran[q] - 1, q, k,
+                                   in->id, v);
             }
         }
     }

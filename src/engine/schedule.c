@@ -1,33 +1,42 @@
 /* schedule.c — demands become loops.
  *
- * An edge that needs a whole value of something sharded or partial is a *barrier*. The level of a node is the largest number of barriers on a path
- * to it; the nodes of one level and axis can share one loop over the slices. Loops are demand-driven: loop j makes its *targets* (values some
- * barrier needs, and results), and runs whatever slices those need, in recorded order. A result nobody waits for goes to the loop where
- * it adds the least work, so all gradients and the loss of an ordinary step share the last loop, while a weight gradient in a net of
- * barriers (BatchNorm) is made where its inputs pass by.
+ * An edge that needs a whole value of something sharded or partial is a *barrier*. The level of a
+ * node is the largest number of barriers on a path to it; the nodes of one level and axis can share
+ * one loop over the slices. Loops are demand-driven: loop j makes its *targets* (values some
+ * barrier needs, and results), and runs whatever slices those need, in recorded order. A result
+ * nobody waits for goes to the loop where it adds the least work, so all gradients and the loss of
+ * an ordinary step share the last loop, while a weight gradient in a net of barriers (BatchNorm) is
+ * made where its inputs pass by.
  *
- * A value that two loops need is recomputed in the second, or kept from the first. Keeping is decided walking the loops in order, with
- * two numbers (koila__keep): results of expensive operators are kept over a gap of at most `horizon` loops, or for good when they cross a
- * checkpoint. horizon = infinity keeps everything expensive; 0 recomputes everything (a contrastive loss then is GradCache); horizon =
- * spacing + 2 is the classic walk: forward keeps only the frontier and the checkpoints, the first backward loop that enters a segment
- * recomputes it from its checkpoint and keeps it for the loops that follow (Chen et al. 2016, with sqrt(n) segments).
+ * A value that two loops need is recomputed in the second, or kept from the first. Keeping is
+ * decided walking the loops in order, with two numbers (koila__keep): results of expensive
+ * operators are kept over a gap of at most `horizon` loops, or for good when they cross a
+ * checkpoint. horizon = infinity keeps everything expensive; 0 recomputes everything (a contrastive
+ * loss then is GradCache); horizon = spacing + 2 is the classic walk: forward keeps only the
+ * frontier and the checkpoints, the first backward loop that enters a segment recomputes it from
+ * its checkpoint and keeps it for the loops that follow (Chen et al. 2016, with sqrt(n) segments).
  *
- * Order inside a loop is the recorded order, so an in-place write finds its old version dead unless somebody really needs it. One exception: a
- * view that is only a target (the `t` of a weight gradient, recorded at the end of backward) runs right behind its producer.
+ * Order inside a loop is the recorded order, so an in-place write finds its old version dead unless
+ * somebody really needs it. One exception: a view that is only a target (the `t` of a weight
+ * gradient, recorded at the end of backward) runs right behind its producer.
  *
- * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it is never recomputed. So demands stop there, as they
- * stop at kept pieces.
+ * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it
+ * is never recomputed. So demands stop there, as they stop at kept pieces.
  *
- * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a cell), or over what is emitted. What recomputes so much
- * that the list of instructions grows out of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
+ * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a
+ * cell), or over what is emitted. What recomputes so much that the list of instructions grows out
+ * of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
  *
- * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its storage (or on its part of it, when the storage was
- * cut by unsafe_split and nobody holds the uncut one), and the storage belongs to this scope: it is
- * no piece, no leaf, no accumulator and no slice of a whole value. Everything else is written in a copy, which is always right. What is written over
- * without being read is no use of its base: the result is new memory, and the base may be long gone.
+ * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its
+ * storage (or on its part of it, when the storage was cut by unsafe_split and nobody holds the
+ * uncut one), and the storage belongs to this scope: it is no piece, no leaf, no accumulator and no
+ * slice of a whole value. Everything else is written in a copy, which is always right. What is
+ * written over without being read is no use of its base: the result is new memory, and the base may
+ * be long gone.
  *
- * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the instructions and checks that every local
- * value is made before it is used and freed exactly once per slice. */
+ * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the
+ * instructions and checks that every local value is made before it is used and freed exactly once
+ * per slice. */
 #include "engine/schedule.h"
 
 #include "engine/cost.h"
@@ -44,20 +53,23 @@ typedef struct loop_info {
     uint16_t axis;
 } loop_info;
 
-/* Input number `at` of all inputs, as every pass wants it; results[n] .. results[n + 1] and inputs[n] .. inputs[n + 1] are those of node n. */
+/* Input number `at` of all inputs, as every pass wants it; results[n] .. results[n + 1] and
+ * inputs[n] .. inputs[n + 1] are those of node n. */
 typedef struct use {
     koila_value value;
     koila_node from, user; /* who made it, or KOILA_NONE; who has it as input */
-    uint32_t next;         /* of the uses of the value by needed nodes that read it, or KOILA_NONE */
-    bool reads, local;     /* see reads(); find_local(): only what is read */
-    bool is_whole;         /* reads the whole value as it is: a loop has nothing to do for it */
+    /* of the uses of the value by needed nodes that read it, or KOILA_NONE */
+    uint32_t next;
+    bool reads, local; /* see reads(); find_local(): only what is read */
+    bool is_whole;     /* reads the whole value as it is: a loop has nothing to do for it */
 } use;
 
 typedef struct span {
     uint32_t in, in_end, out, out_end; /* of a node: its uses, its results */
 } span;
 
-/* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or KOILA_NONE. Most nodes run in one loop forward and one backward. */
+/* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or
+ * KOILA_NONE. Most nodes run in one loop forward and one backward. */
 typedef uint32_t loop_set;
 typedef struct cell {
     uint64_t bits;
@@ -66,10 +78,12 @@ typedef struct cell {
 
 /* Whose storage a value lives on; decides what happens when the last value on it is gone. */
 typedef enum owner {
-    OWNER_NONE,      /* lives elsewhere too: a leaf, a whole value a slice is a view of, a piece just kept */
-    OWNER_SCOPE,     /* made in this scope and nobody else's: may be written in place */
-    OWNER_PIECE,     /* a kept piece in its last use: given up when the slice is complete */
-    OWNER_SLICE,     /* a slice of a whole value that had to be copied, but for a slice that is all rows */
+    /* lives elsewhere too: a leaf, a whole value a slice is a view of, a piece just kept */
+    OWNER_NONE,
+    OWNER_SCOPE, /* made in this scope and nobody else's: may be written in place */
+    OWNER_PIECE, /* a kept piece in its last use: given up when the slice is complete */
+    /* a slice of a whole value that had to be copied, but for a slice that is all rows */
+    OWNER_SLICE,
     OWNER_CUT,       /* a slice of several blocks: always a copy */
     OWNER_COLLECTED, /* whole, made slice by slice: dense */
 } owner;
@@ -81,12 +95,15 @@ typedef struct sig_cost {
 } sig_cost;
 
 typedef struct life {
-    koila_value root;   /* storage it lives in, named by the value that made it */
-    uint32_t alive;     /* as root: values alive on that storage */
-    koila_value region; /* the part of the storage it may touch: its root for all of it, else the result of an unsafe_split it comes from */
-    uint32_t touching;  /* as region: values alive there; sum over the regions of a root == alive of the root */
-    uint8_t owned;      /* as root: owner */
-    uint8_t here;       /* alive in this scope */
+    koila_value root; /* storage it lives in, named by the value that made it */
+    uint32_t alive;   /* as root: values alive on that storage */
+    /* the part of the storage it may touch: its root for all of it, else the result of an
+     * unsafe_split it comes from */
+    koila_value region;
+    /* as region: values alive there; sum over the regions of a root == alive of the root */
+    uint32_t touching;
+    uint8_t owned; /* as root: owner */
+    uint8_t here;  /* alive in this scope */
 } life;
 typedef life *scope; /* [value] */
 
@@ -100,56 +117,64 @@ struct koila__scheduler {
     const koila_graph *g;
     koila_allocator mem;
     koila__arena tmp;
-    koila__arena spare;    /* of a schedule that nobody wanted: the next one is made in it */
+    koila__arena spare; /* of a schedule that nobody wanted: the next one is made in it */
     koila__keep keep;
     uint32_t n_nodes, n_values;
 
-    bool *needed;          /* [node] */
-    uint32_t *level;       /* [node] */
+    bool *needed;    /* [node] */
+    uint32_t *level; /* [node] */
     uint32_t n_levels;
-    uint32_t *natural;     /* [node] loop of its level and axis; KOILA_NONE outside loops */
-    sig_cost *cost;        /* [signature]: calls repeat, each is looked at once */
-    bool *is_expensive;    /* [node] its results are worth keeping */
-    bool *is_keepable;     /* [value] */
-    bool *is_result;       /* [value] final target */
-    bool *is_barrier;      /* [value] made whole for somebody */
-    uint32_t *made_whole;  /* [value] loop that makes it whole, or KOILA_NONE */
-    span *span;            /* [node] */
-    use *uses;             /* [flat input] */
-    uint32_t *first_use;   /* [value] chain of its uses */
-    bool *is_viewed;       /* [node] a result is the only input of a view */
-    bool *is_mere_view;    /* [node] such a view */
-    bool *aliases;         /* [node] its fresh results share the storage of its first input */
-    bool *maybe_alias;     /* [op of the table] known to may hand back its input; see aliases_input */
-    bool *splits;          /* [op] unsafe_split and its like: the results are disjoint parts of the input */
+    uint32_t *natural;    /* [node] loop of its level and axis; KOILA_NONE outside loops */
+    sig_cost *cost;       /* [signature]: calls repeat, each is looked at once */
+    bool *is_expensive;   /* [node] its results are worth keeping */
+    bool *is_keepable;    /* [value] */
+    bool *is_result;      /* [value] final target */
+    bool *is_barrier;     /* [value] made whole for somebody */
+    uint32_t *made_whole; /* [value] loop that makes it whole, or KOILA_NONE */
+    span *span;           /* [node] */
+    use *uses;            /* [flat input] */
+    uint32_t *first_use;  /* [value] chain of its uses */
+    bool *is_viewed;      /* [node] a result is the only input of a view */
+    bool *is_mere_view;   /* [node] such a view */
+    bool *aliases;        /* [node] its fresh results share the storage of its first input */
+    /* [op of the table] known to may hand back its input; see aliases_input */
+    bool *maybe_alias;
+    /* [op] unsafe_split and its like: the results are disjoint parts of the input */
+    bool *splits;
 
     loop_info *loops;
     uint32_t n_loops;
-    uint32_t *home;        /* [node] first loop that runs it, or KOILA_NONE */
-    VEC(cell) cells;       /* of all sets */
-    loop_set *exec;        /* [node] loops that run it when only expensive results are kept */
-    loop_set *use;         /* [value] keepable only, else KOILA_NONE: loops that read it locally */
-    bool no_memory;        /* a set could not grow */
+    uint32_t *home;  /* [node] first loop that runs it, or KOILA_NONE */
+    VEC(cell) cells; /* of all sets */
+    loop_set *exec;  /* [node] loops that run it when only expensive results are kept */
+    loop_set *use;   /* [value] keepable only, else KOILA_NONE: loops that read it locally */
+    bool no_memory;  /* a set could not grow */
 
-    bool *kept;            /* [value] a piece of every slice is there now */
-    koila_value *kept_first, *kept_next; /* [loop], [value]: kept pieces by the loop that uses them next */
-    bool *given_up;        /* [value] its piece was fetched for the last time in the current loop */
-    uint32_t *in_loop;     /* [node] == loop + 1: runs in that loop */
-    uint64_t *order_bits;  /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
-    uint32_t *stack;       /* DFS; then the order of the current loop */
-    uint32_t *mark;        /* [node] epoch */
+    bool *kept; /* [value] a piece of every slice is there now */
+    /* [loop], [value]: kept pieces by the loop that uses them next */
+    koila_value *kept_first, *kept_next;
+    bool *given_up;    /* [value] its piece was fetched for the last time in the current loop */
+    uint32_t *in_loop; /* [node] == loop + 1: runs in that loop */
+    /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
+    uint64_t *order_bits;
+    uint32_t *stack; /* DFS; then the order of the current loop */
+    uint32_t *mark;  /* [node] epoch */
     uint32_t epoch;
-    uint32_t *whole_of_level, *whole_next; /* nodes outside loops by level: chains in recorded order */
-    uint32_t *target_first, *target_next;  /* [loop], [value]: what each loop makes whole */
-    uint32_t *ending_first, *ending_next;  /* [stage], [value]: whole values by whole_last */
+    /* nodes outside loops by level: chains in recorded order */
+    uint32_t *whole_of_level, *whole_next;
+    uint32_t *target_first, *target_next; /* [loop], [value]: what each loop makes whole */
+    uint32_t *ending_first, *ending_next; /* [stage], [value]: whole values by whole_last */
 
     /* emission */
-    uint32_t *last_use;    /* [value] instruction number of its last use in the current stage's emission order */
-    uint32_t *last_run;    /* [node] last loop that can possibly run it, or KOILA_NONE */
-    scope whole, slice;    /* who is alive on which storage: whole values, values of the running slice */
-    scope s;               /* the one emission is in */
-    slice_of *sliced;      /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
-    uint32_t *whole_last;  /* [value] last stage that reads whole v */
+    /* [value] instruction number of its last use in the current stage's emission order */
+    uint32_t *last_use;
+    uint32_t *last_run; /* [node] last loop that can possibly run it, or KOILA_NONE */
+    /* who is alive on which storage: whole values, values of the running slice */
+    scope whole, slice;
+    scope s; /* the one emission is in */
+    /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
+    slice_of *sliced;
+    uint32_t *whole_last; /* [value] last stage that reads whole v */
     instr_vec instrs;
     event_vec events;
     uint64_t n_emitted, max_emitted;
@@ -158,66 +183,103 @@ struct koila__scheduler {
     koila__kept work_kept; /* koila__scheduler_kept() */
 };
 
-typedef koila__scheduler work_state; /* while it is being filled, and then while a policy is carried out */
+/* while it is being filled, and then while a policy is carried out */
+typedef koila__scheduler work_state;
 
-#define TRY_ALLOC(p) \
-    do {             \
-        if (!(p)) return KOILA_NO_MEMORY; \
+#define TRY_ALLOC(p)                                                                               \
+    do {                                                                                           \
+        if (!(p))                                                                                  \
+            return KOILA_NO_MEMORY;                                                                \
     } while (0)
 
-static const koila_sig_info *sig_of(const work_state *w, koila_node n) { return koila__node_sig(w->g, n); }
-static double work_of(const work_state *w, koila_node n) { return w->cost[w->g->nodes.at[n].sig].cost.work; }
-static bool exists(const work_state *w, koila_value v) { return w->g->values.at[v].meta != KOILA_NONE; }
+static const koila_sig_info *sig_of(const work_state *w, koila_node n)
+{
+    return koila__node_sig(w->g, n);
+}
+static double work_of(const work_state *w, koila_node n)
+{
+    return w->cost[w->g->nodes.at[n].sig].cost.work;
+}
+static bool exists(const work_state *w, koila_value v)
+{
+    return w->g->values.at[v].meta != KOILA_NONE;
+}
 static koila_node producer(const work_state *w, koila_value v) { return w->g->values.at[v].node; }
 static bool made_in_loop(const work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
     return n != KOILA_NONE && w->p->node[n].in_loop;
 }
-static koila_placement need_of(const work_state *w, koila_node n, uint32_t i) { return w->p->need[w->g->nodes.at[n].first_input + i]; }
-static koila_value input_of(const work_state *w, koila_node n, uint32_t i) { return w->uses[w->span[n].in + i].value; }
+static koila_placement need_of(const work_state *w, koila_node n, uint32_t i)
+{
+    return w->p->need[w->g->nodes.at[n].first_input + i];
+}
+static koila_value input_of(const work_state *w, koila_node n, uint32_t i)
+{
+    return w->uses[w->span[n].in + i].value;
+}
 
-/* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for that, and nobody waits for it. */
+/* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for
+ * that, and nobody waits for it. */
 static bool reads(const koila_sig_info *s, uint32_t i)
 {
     bool is_base = false;
     for (uint32_t k = 0; k < s->n_writes; k++) {
-        if (s->writes[k].input != i) continue;
-        if (!s->writes[k].overwrites) return true;
+        if (s->writes[k].input != i)
+            continue;
+        if (!s->writes[k].overwrites)
+            return true;
         is_base = true;
     }
     return !is_base;
 }
 
-/* Operators that are no views but may hand back (a view of) their input. One flag for each operator of the table; NULL: no memory. */
+/* Operators that are no views but may hand back (a view of) their input. One flag for each operator
+ * of the table; NULL: no memory. */
 static bool *find_maybe_alias(const koila_table *t, koila__arena *mem)
 {
-    static const char *const maybe[] = { "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape", "aten::contiguous", "aten::unsafe_split.Tensor",
-                                         "aten::unsafe_split_with_sizes", "aten::unsafe_chunk", "aten::to.dtype", "aten::real" };
+    static const char *const maybe[] = { "aten::_unsafe_view",
+                                         "aten::_reshape_alias",
+                                         "aten::reshape",
+                                         "aten::contiguous",
+                                         "aten::unsafe_split.Tensor",
+                                         "aten::unsafe_split_with_sizes",
+                                         "aten::unsafe_chunk",
+                                         "aten::to.dtype",
+                                         "aten::real" };
     bool *flags = koila__arena_array(mem, t->ops.n, sizeof *flags);
     for (uint32_t op = 0; flags && op < t->ops.n; op++) {
         flags[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
-        for (size_t i = 0; i < KOILA_COUNT(maybe); i++) flags[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
+        for (size_t i = 0; i < KOILA_COUNT(maybe); i++)
+            flags[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
     }
     return flags;
 }
 
-/* Does use i of node n read the local value (made by another node of the same loop)? Else it reads the whole one, or a slice of it. */
+/* Does use i of node n read the local value (made by another node of the same loop)? Else it reads
+ * the whole one, or a slice of it. */
 static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
 {
-    if (!w->p->node[n].in_loop || !made_in_loop(w, v) || w->p->node[producer(w, v)].axis != w->p->node[n].axis) return false;
+    if (!w->p->node[n].in_loop || !made_in_loop(w, v) ||
+        w->p->node[producer(w, v)].axis != w->p->node[n].axis)
+        return false;
     const koila_placement need = need_of(w, n, i);
-    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R : koila__placement_equal(need, w->p->value[v]);
+    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R
+                                : koila__placement_equal(need, w->p->value[v]);
 }
 
-static const use *use_at(const work_state *w, uint32_t at) { return at == KOILA_NONE ? NULL : &w->uses[at]; }
+static const use *use_at(const work_state *w, uint32_t at)
+{
+    return at == KOILA_NONE ? NULL : &w->uses[at];
+}
 static const use *uses_of(const work_state *w, koila_value v) { return use_at(w, w->first_use[v]); }
 static const use *next_use_of(const work_state *w, const use *u) { return use_at(w, u->next); }
 
 /* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
 static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
 {
-    return w->made_whole[v] < j && w->p->value[v].kind == KOILA_S; /* KOILA_NONE is above every loop */
+    /* KOILA_NONE is above every loop */
+    return w->made_whole[v] < j && w->p->value[v].kind == KOILA_S;
 }
 
 /* ---- what is needed, and at which level */
@@ -225,9 +287,12 @@ static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
 /* Do n's fresh results share their first input's storage? */
 static bool aliases_input(const work_state *w, koila_node n, const koila_sig_info *s)
 {
-    if (!s->n_inputs) return false;
-    for (const koila__fix *f = w->p->node[n].fix; f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
-        if (f->kind == KOILA__FIX_ALIAS) return true;
+    if (!s->n_inputs)
+        return false;
+    for (const koila__fix *f = w->p->node[n].fix;
+         f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
+        if (f->kind == KOILA__FIX_ALIAS)
+            return true;
     return w->maybe_alias[s->op];
 }
 
@@ -235,27 +300,35 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
 {
     for (uint32_t i = 0; i < n_targets; i++) {
         w->is_result[targets[i]] = true;
-        if (producer(w, targets[i]) != KOILA_NONE) w->needed[producer(w, targets[i])] = true;
+        if (producer(w, targets[i]) != KOILA_NONE)
+            w->needed[producer(w, targets[i])] = true;
     }
     for (uint32_t n = w->n_nodes; n-- > 0;) { /* uses in recorded order: built back to front */
         const koila_sig_info *sig = sig_of(w, n);
         const koila_node_info *info = &w->g->nodes.at[n];
-        w->span[n] = (span){ info->first_input, info->first_input + sig->n_inputs, info->first_output, info->first_output + sig->n_outputs };
+        w->span[n] = (span){ info->first_input, info->first_input + sig->n_inputs,
+                             info->first_output, info->first_output + sig->n_outputs };
         for (uint32_t i = sig->n_inputs; i-- > 0;) {
             const koila_value v = w->g->inputs.at[info->first_input + i];
             use *u = &w->uses[info->first_input + i];
-            *u = (use){ v, producer(w, v), n, KOILA_NONE, .reads = !sig->n_writes || reads(sig, i) };
+            *u =
+                (use){ v, producer(w, v), n, KOILA_NONE, .reads = !sig->n_writes || reads(sig, i) };
             u->local = u->reads && find_local(w, n, i, v);
             u->is_whole = !u->local && need_of(w, n, i).kind == KOILA_R;
-            if (!w->needed[n] || !u->reads) continue;
-            if (u->from != KOILA_NONE) w->needed[u->from] = true;
+            if (!w->needed[n] || !u->reads)
+                continue;
+            if (u->from != KOILA_NONE)
+                w->needed[u->from] = true;
             u->next = w->first_use[v];
             w->first_use[v] = info->first_input + i;
         }
-        if (!w->needed[n]) continue;
+        if (!w->needed[n])
+            continue;
         w->aliases[n] = aliases_input(w, n, sig);
-        w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes && koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
-        if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE) w->is_viewed[w->uses[info->first_input].from] = true;
+        w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&
+                             koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
+        if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE)
+            w->is_viewed[w->uses[info->first_input].from] = true;
     }
 }
 
@@ -263,19 +336,24 @@ static koila_status find_levels(work_state *w)
 {
     w->n_levels = 1;
     for (uint32_t n = 0; n < w->n_nodes; n++) {
-        if (!w->needed[n]) continue;
+        if (!w->needed[n])
+            continue;
         uint32_t level = 0;
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
-            if (u->from == KOILA_NONE || !u->reads) continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            if (u->from == KOILA_NONE || !u->reads)
+                continue;
             uint32_t l = w->level[u->from];
             if (w->p->node[u->from].in_loop && !u->local) {
                 l += 1;
                 w->is_barrier[u->value] = true;
             }
-            if (l > level) level = l;
+            if (l > level)
+                level = l;
         }
         w->level[n] = level;
-        if (level + 1 > w->n_levels) w->n_levels = level + 1;
+        if (level + 1 > w->n_levels)
+            w->n_levels = level + 1;
     }
     const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
     const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
@@ -284,15 +362,19 @@ static koila_status find_levels(work_state *w)
     TRY_ALLOC(loop_of && w->whole_of_level);
     memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
     for (uint32_t n = w->n_nodes; n-- > 0;) {
-        if (!w->needed[n]) continue;
-        if (w->p->node[n].in_loop) loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] = 1;
+        if (!w->needed[n])
+            continue;
+        if (w->p->node[n].in_loop)
+            loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] = 1;
         else {
             w->whole_next[n] = w->whole_of_level[w->level[n]];
             w->whole_of_level[w->level[n]] = n;
         }
     }
-    for (uint64_t i = 0; i < n_slots; i++) w->n_loops += loop_of[i];
-    if (w->n_loops > KOILA_COST_MAX_LOOPS) return KOILA_UNSUPPORTED;
+    for (uint64_t i = 0; i < n_slots; i++)
+        w->n_loops += loop_of[i];
+    if (w->n_loops > KOILA_COST_MAX_LOOPS)
+        return KOILA_UNSUPPORTED;
     w->loops = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->loops);
     w->target_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->target_first);
     w->kept_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->kept_first);
@@ -301,47 +383,63 @@ static koila_status find_levels(work_state *w)
     memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
     uint32_t next = 0;
     for (uint64_t i = 0; i < n_slots; i++) {
-        if (!loop_of[i]) continue;
+        if (!loop_of[i])
+            continue;
         w->loops[next] = (loop_info){ (uint32_t)(i / n_axes), (uint16_t)(i % n_axes) };
         loop_of[i] = next++;
     }
     for (uint32_t n = 0; n < w->n_nodes; n++)
-        w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] : KOILA_NONE;
+        w->natural[n] = w->needed[n] && w->p->node[n].in_loop
+                            ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis]
+                            : KOILA_NONE;
     return KOILA_OK;
 }
 
-/* Expensive: a dense kernel; or what took many passes over memory since the last value worth keeping, so that a long chain of cheap operators
- * across many barriers is not run from its beginning in every loop. */
+/* Expensive: a dense kernel; or what took many passes over memory since the last value worth
+ * keeping, so that a long chain of cheap operators across many barriers is not run from its
+ * beginning in every loop. */
 static koila_status find_costs(work_state *w)
 {
     const koila_table *t = w->g->table;
-    double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain); /* work from values worth keeping to this one, counted as a tree */
+    /* work from values worth keeping to this one, counted as a tree */
+    double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain);
     w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
     TRY_ALLOC(chain && w->cost);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         const koila_sig_info *s = sig_of(w, n);
         sig_cost *c = &w->cost[w->g->nodes.at[n].sig];
         if (!c->known) {
-            *c = (sig_cost){ koila__cost_of(t, s), 0, true, koila_op_flags(t, s->op) & KOILA_OP_VIEW };
+            *c = (sig_cost){ koila__cost_of(t, s), 0, true,
+                             koila_op_flags(t, s->op) & KOILA_OP_VIEW };
             for (uint32_t o = 0; o < s->n_outputs; o++)
-                if (s->outputs[o] != KOILA_NONE) c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
+                if (s->outputs[o] != KOILA_NONE)
+                    c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
         }
         chain[n] = c->cost.work;
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
-            if (u->local) chain[n] += chain[u->from];
-        w->is_expensive[n] = c->cost.expensive || (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
-        if (w->is_expensive[n]) chain[n] = 0;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++)
+            if (u->local)
+                chain[n] += chain[u->from];
+        w->is_expensive[n] =
+            c->cost.expensive ||
+            (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
+        if (w->is_expensive[n])
+            chain[n] = 0;
     }
     return KOILA_OK;
 }
 
 /* ---- which loop makes what */
 
-/* *set gets `bits` of word `word`. *before: the last cell known to be in front of it, or KOILA_NONE; moves on. */
+/* *set gets `bits` of word `word`. *before: the last cell known to be in front of it, or
+ * KOILA_NONE; moves on. */
 static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t word, uint64_t bits)
 {
     uint32_t next = *before == KOILA_NONE ? *set : w->cells.at[*before].next;
-    while (next != KOILA_NONE && w->cells.at[next].word < word) *before = next, next = w->cells.at[next].next;
+    while (next != KOILA_NONE && w->cells.at[next].word < word) {
+        *before = next;
+        next = w->cells.at[next].next;
+    }
     if (next != KOILA_NONE && w->cells.at[next].word == word) {
         w->cells.at[next].bits |= bits;
         return;
@@ -351,8 +449,10 @@ static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t wo
         w->no_memory = true;
         return;
     }
-    if (*before == KOILA_NONE) *set = fresh;
-    else w->cells.at[*before].next = fresh;
+    if (*before == KOILA_NONE)
+        *set = fresh;
+    else
+        w->cells.at[*before].next = fresh;
 }
 static void add_loop(work_state *w, loop_set *set, uint32_t j)
 {
@@ -365,16 +465,21 @@ static uint32_t next_loop(const work_state *w, loop_set set, uint32_t first)
 {
     for (; set != KOILA_NONE; set = w->cells.at[set].next) {
         const cell *c = &w->cells.at[set];
-        const uint64_t bits = c->word > first >> 6 ? c->bits : c->word < first >> 6 ? 0 : c->bits & (UINT64_MAX << (first & 63));
-        if (bits) return c->word * 64 + (uint32_t)__builtin_ctzll(bits);
+        const uint64_t bits = c->word > first >> 6   ? c->bits
+                              : c->word < first >> 6 ? 0
+                                                     : c->bits & (UINT64_MAX << (first & 63));
+        if (bits)
+            return c->word * 64 + (uint32_t)__builtin_ctzll(bits);
     }
     return KOILA_NONE;
 }
 
 static bool runs_in(const work_state *w, koila_node n, uint32_t j)
 {
-    for (uint32_t at = w->exec[n]; at != KOILA_NONE && w->cells.at[at].word <= j >> 6; at = w->cells.at[at].next)
-        if (w->cells.at[at].word == j >> 6) return w->cells.at[at].bits >> (j & 63) & 1;
+    for (uint32_t at = w->exec[n]; at != KOILA_NONE && w->cells.at[at].word <= j >> 6;
+         at = w->cells.at[at].next)
+        if (w->cells.at[at].word == j >> 6)
+            return w->cells.at[at].bits >> (j & 63) & 1;
     return false;
 }
 
@@ -383,52 +488,63 @@ static void find_keepable(work_state *w)
 {
     for (uint32_t v = 0; v < w->n_values; v++) {
         const koila_node n = producer(w, v);
-        w->is_keepable[v] = n != KOILA_NONE && w->is_expensive[n] && exists(w, v) && w->p->value[v].kind == KOILA_S &&
-                            !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+        w->is_keepable[v] =
+            n != KOILA_NONE && w->is_expensive[n] && exists(w, v) &&
+            w->p->value[v].kind == KOILA_S &&
+            !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
     }
 }
 
-/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is the home of a consumer. */
+/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is
+ * the home of a consumer. */
 static void find_homes(work_state *w)
 {
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         w->home[n] = KOILA_NONE;
-        if (!w->needed[n] || !w->p->node[n].in_loop) continue;
+        if (!w->needed[n] || !w->p->node[n].in_loop)
+            continue;
         for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-            if (w->made_whole[v] < w->home[n]) w->home[n] = w->made_whole[v];
+            if (w->made_whole[v] < w->home[n])
+                w->home[n] = w->made_whole[v];
             for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
-                if (u->local && w->home[u->user] < w->home[n]) w->home[n] = w->home[u->user];
+                if (u->local && w->home[u->user] < w->home[n])
+                    w->home[n] = w->home[u->user];
         }
     }
 }
 
-/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the loops before; runs it there when `add`. Negative when
- * it is more than `limit`. */
+/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the
+ * loops before; runs it there when `add`. Negative when it is more than `limit`. */
 static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
 {
     double work = 0;
     uint32_t top = 0;
     w->epoch++;
-#define VISIT(node_)                                                \
-    do {                                                            \
-        const koila_node q_ = (node_);                              \
-        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {         \
-            w->mark[q_] = w->epoch;                                 \
-            w->stack[top++] = q_;                                   \
-        }                                                           \
+#define VISIT(node_)                                                                               \
+    do {                                                                                           \
+        const koila_node q_ = (node_);                                                             \
+        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {                                       \
+            w->mark[q_] = w->epoch;                                                                \
+            w->stack[top++] = q_;                                                                  \
+        }                                                                                          \
     } while (0)
     VISIT(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
         work += work_of(w, n) + 1; /* + 1: a view is not quite nothing */
-        if (!add && work > limit) return -1;
+        if (!add && work > limit)
+            return -1;
         if (add) {
             add_loop(w, &w->exec[n], j);
-            if (j < w->home[n]) w->home[n] = j;
+            if (j < w->home[n])
+                w->home[n] = j;
         }
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
-            if (!u->local || sliced_in(w, u->value, j)) continue;
-            if (w->home[u->from] < j && w->is_keepable[u->value]) continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            if (!u->local || sliced_in(w, u->value, j))
+                continue;
+            if (w->home[u->from] < j && w->is_keepable[u->value])
+                continue;
             VISIT(u->from);
         }
     }
@@ -440,51 +556,68 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
 static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 {
     uint32_t j = next_loop(w, w->exec[n], first);
-    while (j != KOILA_NONE && w->loops[j].axis != w->p->node[n].axis) j = next_loop(w, w->exec[n], j + 1);
+    while (j != KOILA_NONE && w->loops[j].axis != w->p->node[n].axis)
+        j = next_loop(w, w->exec[n], j + 1);
     return j;
 }
 
-/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of its own loop, the first that runs all its inputs,
- * and the last ones, where it adds least. The choices are asked with a limit that doubles, so that asking costs about what the answer does, and each
- * answer is work that is then done: linear in all. */
+/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of
+ * its own loop, the first that runs all its inputs, and the last ones, where it adds least. The
+ * choices are asked with a limit that doubles, so that asking costs about what the answer does, and
+ * each answer is work that is then done: linear in all. */
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
-    const uint32_t first = w->natural[n], there = first_with(w, n, first);
-    if (there != KOILA_NONE) return there;
+    const uint32_t first = w->natural[n];
+    const uint32_t there = first_with(w, n, first);
+    if (there != KOILA_NONE)
+        return there;
     uint32_t choice[5], n_choices = 0, inputs = first;
     for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
-        if (j != first && w->loops[j].axis == w->p->node[n].axis) choice[n_choices++] = j;
-    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end && inputs != KOILA_NONE; u++)
-        if (u->local) inputs = first_with(w, u->from, inputs);
-    if (inputs != KOILA_NONE && inputs != first) choice[n_choices++] = inputs;
+        if (j != first && w->loops[j].axis == w->p->node[n].axis)
+            choice[n_choices++] = j;
+    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end;
+         u < end && inputs != KOILA_NONE; u++)
+        if (u->local)
+            inputs = first_with(w, u->from, inputs);
+    if (inputs != KOILA_NONE && inputs != first)
+        choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;
         double best_work = 0;
         for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
             const double work = demand(w, v, choice[k], false, limit);
-            if (work >= 0 && (best == KOILA_NONE || work < best_work)) best = choice[k], best_work = work;
+            if (work >= 0 && (best == KOILA_NONE || work < best_work)) {
+                best = choice[k];
+                best_work = work;
+            }
         }
-        if (best != KOILA_NONE) return best;
+        if (best != KOILA_NONE)
+            return best;
     }
     return first;
 }
 
 static void assign_targets(work_state *w)
 {
-    for (uint32_t v = 0; v < w->n_values; v++) w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+    for (uint32_t v = 0; v < w->n_values; v++)
+        w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
     find_homes(w);
     for (uint32_t v = 0; v < w->n_values; v++)
-        if (w->is_barrier[v]) demand(w, v, w->made_whole[v], true, 0);
-    for (uint32_t v = w->n_values; v-- > 0;) { /* late results first: they decide where earlier ones pass by */
-        if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v)) continue;
+        if (w->is_barrier[v])
+            demand(w, v, w->made_whole[v], true, 0);
+    /* late results first: they decide where earlier ones pass by */
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v))
+            continue;
         const uint32_t j = best_loop(w, v);
         demand(w, v, j, true, 0);
         w->made_whole[v] = j;
     }
     for (uint32_t v = w->n_values; v-- > 0;) {
-        if (w->made_whole[v] == KOILA_NONE) continue;
+        if (w->made_whole[v] == KOILA_NONE)
+            continue;
         w->target_next[v] = w->target_first[w->made_whole[v]];
         w->target_first[w->made_whole[v]] = v;
     }
@@ -494,29 +627,41 @@ static void assign_targets(work_state *w)
 /* Adds the loops in which consumers read v locally, when consumers run where exec says. */
 static void add_uses(work_state *w, koila_value v, loop_set *out)
 {
-    const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE ? w->made_whole[v] + 1 : w->n_loops; /* after that it is sliced */
+    /* after that it is sliced */
+    const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE
+                             ? w->made_whole[v] + 1
+                             : w->n_loops;
     for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
-        if (w->home[u->user] == KOILA_NONE || !u->local) continue;
+        if (w->home[u->user] == KOILA_NONE || !u->local)
+            continue;
         uint32_t before = KOILA_NONE;
-        for (uint32_t at = w->exec[u->user]; at != KOILA_NONE && w->cells.at[at].word * 64 < end; at = w->cells.at[at].next) {
+        for (uint32_t at = w->exec[u->user]; at != KOILA_NONE && w->cells.at[at].word * 64 < end;
+             at = w->cells.at[at].next) {
             const cell c = w->cells.at[at];
-            const uint64_t bits = end - c.word * 64 >= 64 ? c.bits : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
-            if (bits) add_bits(w, out, &before, c.word, bits);
+            const uint64_t bits = end - c.word * 64 >= 64
+                                      ? c.bits
+                                      : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
+            if (bits)
+                add_bits(w, out, &before, c.word, bits);
         }
     }
 }
 
-/* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else is run again where it is needed. */
+/* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else
+ * is run again where it is needed. */
 static koila_status find_exec(work_state *w)
 {
     memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
     w->cells.n = 0;
     for (uint32_t n = w->n_nodes; n-- > 0;) {
-        if (!w->needed[n] || w->home[n] == KOILA_NONE) continue;
+        if (!w->needed[n] || w->home[n] == KOILA_NONE)
+            continue;
         add_loop(w, &w->exec[n], w->home[n]);
         for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-            if (!exists(w, v)) continue;
-            if (w->made_whole[v] != KOILA_NONE) add_loop(w, &w->exec[n], w->made_whole[v]);
+            if (!exists(w, v))
+                continue;
+            if (w->made_whole[v] != KOILA_NONE)
+                add_loop(w, &w->exec[n], w->made_whole[v]);
             add_uses(w, v, w->is_keepable[v] ? &w->use[v] : &w->exec[n]);
         }
     }
@@ -524,19 +669,29 @@ static koila_status find_exec(work_state *w)
 }
 
 /* The first loop after j that needs v locally, or KOILA_NONE. */
-static uint32_t next_use(const work_state *w, koila_value v, uint32_t j) { return next_loop(w, w->use[v], j + 1); }
+static uint32_t next_use(const work_state *w, koila_value v, uint32_t j)
+{
+    return next_loop(w, w->use[v], j + 1);
+}
 
 /* Is v worth keeping after loop j? */
 static bool keeps(const work_state *w, koila_value v, uint32_t j)
 {
-    if (w->use[v] == KOILA_NONE || !(w->keep.horizon | w->keep.spacing)) return false;
+    if (w->use[v] == KOILA_NONE || !(w->keep.horizon | w->keep.spacing))
+        return false;
     const uint32_t u = next_use(w, v, j);
-    if (u == KOILA_NONE) return false;
-    if (u - j <= w->keep.horizon) return true;
-    if (!w->keep.spacing) return false;
-    /* does it cross a checkpoint on its way forward: the chain of short gaps that starts at its home */
+    if (u == KOILA_NONE)
+        return false;
+    if (u - j <= w->keep.horizon)
+        return true;
+    if (!w->keep.spacing)
+        return false;
+    /* does it cross a checkpoint on its way forward: the chain of short gaps that starts at its
+     * home */
     uint32_t last = w->home[producer(w, v)];
-    for (uint32_t next = next_use(w, v, last); next != KOILA_NONE && next - last <= w->keep.horizon; next = next_use(w, v, last)) last = next;
+    for (uint32_t next = next_use(w, v, last); next != KOILA_NONE && next - last <= w->keep.horizon;
+         next = next_use(w, v, last))
+        last = next;
     const uint32_t home = w->home[producer(w, v)];
     return last / w->keep.spacing > home / w->keep.spacing;
 }
@@ -546,7 +701,8 @@ static bool keeps(const work_state *w, koila_value v, uint32_t j)
 /* Room for what is emitted next; then nothing fails. */
 static bool room(work_state *w, uint32_t n_instrs, uint32_t n_events)
 {
-    return koila__vec_reserve(&w->mem, &w->instrs, n_instrs) && koila__vec_reserve(&w->mem, &w->events, n_events);
+    return koila__vec_reserve(&w->mem, &w->instrs, n_instrs) &&
+           koila__vec_reserve(&w->mem, &w->events, n_events);
 }
 static void emit(work_state *w, koila_instr i)
 {
@@ -569,48 +725,68 @@ static void begin_value(scope s, koila_value v, owner o)
     s[v].touching = 1;
 }
 
-/* v lives on the storage of `on`: on the same part of it, or (disjoint) on a part that no other result of the same call touches. */
+/* v lives on the storage of `on`: on the same part of it, or (disjoint) on a part that no other
+ * result of the same call touches. */
 static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
 {
     s[v].here = 1;
     s[v].root = s[on].root;
     s[s[v].root].alive++;
     s[v].region = disjoint ? v : s[on].region;
-    if (disjoint) s[v].touching = 0;
+    if (disjoint)
+        s[v].touching = 0;
     s[s[v].region].touching++;
 }
 
-/* The value is gone; its storage too when it was the last one there. `own`: the event that ends a storage of the scope itself. */
+/* The value is gone; its storage too when it was the last one there. `own`: the event that ends a
+ * storage of the scope itself. */
 static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s[v].root;
     w->s[v].here = 0;
     w->s[w->s[v].region].touching--;
-    if (--w->s[r].alive) return;
+    if (--w->s[r].alive)
+        return;
     switch ((owner)w->s[r].owned) {
-    case OWNER_NONE: return;
-    case OWNER_SCOPE: event(w, own, r); return;
-    case OWNER_PIECE: event(w, KOILA__KEPT_FREE, r); return;
-    case OWNER_SLICE: event(w, KOILA__SLICE_FREE, r); return;
-    case OWNER_CUT: event(w, KOILA__CUT_FREE, r); return;
-    case OWNER_COLLECTED: event(w, KOILA__COLLECTED_FREE, r); return;
+    case OWNER_NONE:
+        return;
+    case OWNER_SCOPE:
+        event(w, own, r);
+        return;
+    case OWNER_PIECE:
+        event(w, KOILA__KEPT_FREE, r);
+        return;
+    case OWNER_SLICE:
+        event(w, KOILA__SLICE_FREE, r);
+        return;
+    case OWNER_CUT:
+        event(w, KOILA__CUT_FREE, r);
+        return;
+    case OWNER_COLLECTED:
+        event(w, KOILA__COLLECTED_FREE, r);
+        return;
     }
 }
 
 static bool is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
 
-/* How a slice of whole v lies in memory: a view where its rows lie together (or v is not dense anyway), else a dense copy. */
+/* How a slice of whole v lies in memory: a view where its rows lie together (or v is not dense
+ * anyway), else a dense copy. */
 static owner slice_owner(const work_state *w, koila_value v, koila_placement cut)
 {
     const koila_meta_info *m = koila__value_meta(w->g, v);
-    if (cut.outer != 1) return OWNER_CUT;
-    if (!is_dense(m)) return OWNER_NONE;
+    if (cut.outer != 1)
+        return OWNER_CUT;
+    if (!is_dense(m))
+        return OWNER_NONE;
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim]) return OWNER_SLICE;
+        if (d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim])
+            return OWNER_SLICE;
     return OWNER_NONE;
 }
 
-/* Input i of node n of loop j is not there: a slice of a whole value, or a piece of an earlier loop. */
+/* Input i of node n of loop j is not there: a slice of a whole value, or a piece of an earlier
+ * loop. */
 static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t j)
 {
     const use *const u = &w->uses[w->span[n].in + i];
@@ -619,13 +795,20 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
     const koila_placement need = need_of(w, n, i);
     if (w->s[v].here) {
         const slice_of cut = w->sliced[v];
-        if (cut.user == KOILA_NONE ? local : koila__placement_equal(need_of(w, cut.user, cut.input), need)) return KOILA_OK;
-        if (cut.user == n || cut.user == KOILA_NONE) return KOILA_UNSUPPORTED; /* one node, one value, two cuts: there is one place for it */
-        emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v }); /* cut along another dimension: cut again */
+        if (cut.user == KOILA_NONE ? local
+                                   : koila__placement_equal(need_of(w, cut.user, cut.input), need))
+            return KOILA_OK;
+        /* one node, one value, two cuts: there is one place for it */
+        if (cut.user == n || cut.user == KOILA_NONE)
+            return KOILA_UNSUPPORTED;
+        /* cut along another dimension: cut again */
+        emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, KOILA__LOCAL_FREE);
     }
     const bool fetch = local && w->kept[v];
-    if (!fetch && local && !sliced_in(w, v, j)) return KOILA_BAD_ARGUMENT; /* not made: a broken invariant */
+    /* not made: a broken invariant */
+    if (!fetch && local && !sliced_in(w, v, j))
+        return KOILA_BAD_ARGUMENT;
     koila_instr in = { .kind = KOILA_DO_SLICE, .steal = (uint16_t)i, .id = v, .user = n };
     w->sliced[v] = (slice_of){ fetch ? KOILA_NONE : n, i };
     if (fetch) {
@@ -636,8 +819,10 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
     } else {
         const owner o = slice_owner(w, v, need);
         begin_value(w->s, v, o);
-        if (o == OWNER_SLICE) event(w, KOILA__SLICE_ALLOC, v);
-        if (o == OWNER_CUT) event(w, KOILA__CUT_ALLOC, v);
+        if (o == OWNER_SLICE)
+            event(w, KOILA__SLICE_ALLOC, v);
+        if (o == OWNER_CUT)
+            event(w, KOILA__CUT_ALLOC, v);
     }
     emit(w, in);
     return KOILA_OK;
@@ -647,14 +832,23 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
 static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t k)
 {
     const koila_sig_info *s = sig_of(w, n);
-    const koila_value b = input_of(w, n, s->writes[k].input), result = w->g->nodes.at[n].first_output + s->n_fresh + k;
-    if (!koila__placement_equal(w->p->value[result], w->p->value[b])) return false;
-    if (k >= 16 || s->writes[k].overwrites || !w->s[b].here || w->last_use[b] != number || w->sliced[b].user != KOILA_NONE) return false;
-    const koila_value r = w->s[b].root, part = w->s[b].region;
-    if ((w->s[r].owned != OWNER_SCOPE && w->s[r].owned != OWNER_COLLECTED) || w->s[part].touching != 1) return false;
-    if (part == r ? w->s[r].alive != 1 : w->s[r].touching != 0) return false;
+    const koila_value b = input_of(w, n, s->writes[k].input);
+    const koila_value result = w->g->nodes.at[n].first_output + s->n_fresh + k;
+    if (!koila__placement_equal(w->p->value[result], w->p->value[b]))
+        return false;
+    if (k >= 16 || s->writes[k].overwrites || !w->s[b].here || w->last_use[b] != number ||
+        w->sliced[b].user != KOILA_NONE)
+        return false;
+    const koila_value r = w->s[b].root;
+    const koila_value part = w->s[b].region;
+    if ((w->s[r].owned != OWNER_SCOPE && w->s[r].owned != OWNER_COLLECTED) ||
+        w->s[part].touching != 1)
+        return false;
+    if (part == r ? w->s[r].alive != 1 : w->s[r].touching != 0)
+        return false;
     for (uint32_t h = 0; h < k; h++)
-        if (input_of(w, n, s->writes[h].input) == b) return false;
+        if (input_of(w, n, s->writes[h].input) == b)
+            return false;
     return true;
 }
 
@@ -667,83 +861,116 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
     w->kept_first[u] = v;
 }
 
-/* What a local result owes to others: the whole value, the piece for later loops. `number` as in emit_node. Returns the event that ends its storage. */
+/* What a local result owes to others: the whole value, the piece for later loops. `number` as in
+ * emit_node. Returns the event that ends its storage. */
 static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j)
 {
     koila__event_kind how = KOILA__LOCAL_FREE;
     const koila_value r = w->s[v].root;
-    const koila_meta_info *m = koila__value_meta(w->g, v), *storage = koila__value_meta(w->g, r);
-    const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE && w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) && is_dense(storage);
+    const koila_meta_info *m = koila__value_meta(w->g, v);
+    const koila_meta_info *storage = koila__value_meta(w->g, r);
+    const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE &&
+                     w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) &&
+                     is_dense(storage);
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
         const bool is_sum = x.kind == KOILA_P && x.combine == KOILA_SUM;
         const bool wide = is_sum && (m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16);
         if (x.kind == KOILA_S) {
-            emit(w, (koila_instr){ .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
+            emit(w, (koila_instr){
+                        .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
             event(w, own ? KOILA__PUT_OWNED : KOILA__PUT, v);
-            if (own) how = KOILA__LOCAL_FREE_IF_CUT;
+            if (own)
+                how = KOILA__LOCAL_FREE_IF_CUT;
         } else {
-            emit(w, (koila_instr){ .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
+            emit(w, (koila_instr){
+                        .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
             event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v);
-            if (own) how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+            if (own)
+                how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
             w->any_wide |= wide;
         }
         begin_value(w->whole, v, OWNER_COLLECTED);
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
         emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v });
-        if (v != r) event(w, KOILA__KEPT, v), event(w, KOILA__KEPT_FROM, r);
+        if (v != r) {
+            event(w, KOILA__KEPT, v);
+            event(w, KOILA__KEPT_FROM, r);
+        }
         keep_until_next(w, v, j);
         w->n_keeps++;
-        w->s[r].owned = OWNER_NONE; /* the piece owns the storage now: not freed with the slice, not written in place */
+        /* the piece owns the storage now: not freed with the slice, not written in place */
+        w->s[r].owned = OWNER_NONE;
     }
     return how;
 }
 
-/* Emit node n of a loop (j) or of a whole stage (j == KOILA_NONE), then what its results owe: accumulators, pieces, frees. `number` is n's
- * place in the emission order, which last_use refers to. */
+/* Emit node n of a loop (j) or of a whole stage (j == KOILA_NONE), then what its results owe:
+ * accumulators, pieces, frees. `number` is n's place in the emission order, which last_use refers
+ * to. */
 static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
 {
     const koila_sig_info *s = sig_of(w, n);
     const koila_value first = w->g->nodes.at[n].first_output;
-    const bool in_loop = j != KOILA_NONE, alias = w->aliases[n];
+    const bool in_loop = j != KOILA_NONE;
+    const bool alias = w->aliases[n];
     const koila__event_kind free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
     koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
-    const uint32_t n_in = s->n_inputs, n_out = s->n_outputs;
-    if (w->n_emitted + w->instrs.n > w->max_emitted) return KOILA_UNSUPPORTED;
-    TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1)); /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
-    const use *const in = w->uses + w->span[n].in, *const in_end = in + n_in;
+    const uint32_t n_in = s->n_inputs;
+    const uint32_t n_out = s->n_outputs;
+    if (w->n_emitted + w->instrs.n > w->max_emitted)
+        return KOILA_UNSUPPORTED;
+    /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
+    TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
+    const use *const in = w->uses + w->span[n].in;
+    const use *const in_end = in + n_in;
     for (const use *u = in; in_loop && u < in_end; u++)
-        if (u->reads && !u->is_whole && !(u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE)) /* most of the time it is there */
+        /* most of the time it is there */
+        if (u->reads && !u->is_whole &&
+            !(u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE))
             KOILA_TRY(emit_input(w, n, (uint32_t)(u - in), j));
     for (uint32_t k = 0; k < s->n_writes; k++)
-        if (steals(w, n, number, k)) run.steal |= (uint16_t)(1u << k);
+        if (steals(w, n, number, k))
+            run.steal |= (uint16_t)(1u << k);
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = first + o;
-        if (s->outputs[o] == KOILA_NONE) continue;
-        const bool is_fresh = o < s->n_fresh, stolen = !is_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1, of_input = is_fresh && alias;
+        if (s->outputs[o] == KOILA_NONE)
+            continue;
+        const bool is_fresh = o < s->n_fresh;
+        const bool stolen = !is_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1;
+        const bool of_input = is_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s[input_of(w, n, 0)].here)) {
-            join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0), !stolen && w->splits[s->op]);
+            join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0),
+                       !stolen && w->splits[s->op]);
             continue;
         }
-        begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE); /* a view of a leaf or of a whole value owns nothing */
-        if (!of_input) event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
+        /* a view of a leaf or of a whole value owns nothing */
+        begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE);
+        if (!of_input)
+            event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
     }
     event(w, KOILA__RUN, n);
     emit(w, run);
     for (const use *u = in; u < in_end; u++) { /* inputs that end here */
         const koila_value v = u->value;
-        if (w->last_use[v] != number || !u->reads || !w->s[v].here) continue; /* last_use knows only what is read */
+        /* last_use knows only what is read */
+        if (w->last_use[v] != number || !u->reads || !w->s[v].here)
+            continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, free_event);
     }
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = first + o;
         koila__event_kind how = free_event;
-        if (s->outputs[o] == KOILA_NONE) continue;
-        if (in_loop && (w->made_whole[v] == j || w->use[v] != KOILA_NONE)) how = emit_collect(w, v, number, j); /* most owe nothing */
-        if (w->last_use[v] != number) continue;
+        if (s->outputs[o] == KOILA_NONE)
+            continue;
+        /* most owe nothing */
+        if (in_loop && (w->made_whole[v] == j || w->use[v] != KOILA_NONE))
+            how = emit_collect(w, v, number, j);
+        if (w->last_use[v] != number)
+            continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, how);
     }
@@ -753,54 +980,70 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
 static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_loop, uint16_t axis)
 {
     koila__stage *stage = &out->stages[out->n_stages];
-    koila_instr *instrs = koila__arena_copy(&out->arena, w->instrs.at, w->instrs.n * sizeof *instrs);
-    stage->events = koila__arena_copy(&out->arena, w->events.at, w->events.n * sizeof *stage->events);
-    if (!instrs || !stage->events) return KOILA_NO_MEMORY;
+    koila_instr *instrs =
+        koila__arena_copy(&out->arena, w->instrs.at, w->instrs.n * sizeof *instrs);
+    stage->events =
+        koila__arena_copy(&out->arena, w->events.at, w->events.n * sizeof *stage->events);
+    if (!instrs || !stage->events)
+        return KOILA_NO_MEMORY;
     w->n_emitted += w->instrs.n;
     stage->n_events = w->events.n;
     stage->any_wide = w->any_wide;
     w->any_wide = false;
-    stage->stage = (koila_stage){ .is_loop = is_loop, .axis = axis, .n_instrs = w->instrs.n, .instrs = instrs };
+    stage->stage = (koila_stage){
+        .is_loop = is_loop, .axis = axis, .n_instrs = w->instrs.n, .instrs = instrs
+    };
     w->instrs.n = w->events.n = 0;
     out->n_stages++;
     return KOILA_OK;
 }
 
-/* A node that only views one value of the same loop and whose results are nothing but targets of it: may run right behind its producer. */
+/* A node that only views one value of the same loop and whose results are nothing but targets of
+ * it: may run right behind its producer. */
 static bool hoistable(const work_state *w, koila_node n, uint32_t j)
 {
-    if (!w->is_mere_view[n]) return false;
+    if (!w->is_mere_view[n])
+        return false;
     for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-        if (w->made_whole[v] != j) return false;
+        if (w->made_whole[v] != j)
+            return false;
         for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
-            if (u->local && w->in_loop[u->user] == j + 1) return false;
+            if (u->local && w->in_loop[u->user] == j + 1)
+                return false;
     }
     return true;
 }
 
-/* What loop j runs: from its targets back to leaves, whole values and kept pieces. [*lo, *hi] are the first and last. */
+/* What loop j runs: from its targets back to leaves, whole values and kept pieces. [*lo, *hi] are
+ * the first and last. */
 static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, double *work)
 {
     uint32_t top = 0;
     *lo = KOILA_NONE;
     *hi = 0;
-#define ENTER(node_)                                              \
-    do {                                                          \
-        const koila_node q_ = (node_);                            \
-        if (w->in_loop[q_] != j + 1) {                            \
-            w->in_loop[q_] = j + 1;                               \
-            w->order_bits[q_ >> 6] |= (uint64_t)1 << (q_ & 63);   \
-            w->stack[top++] = q_;                                 \
-        }                                                         \
+#define ENTER(node_)                                                                               \
+    do {                                                                                           \
+        const koila_node q_ = (node_);                                                             \
+        if (w->in_loop[q_] != j + 1) {                                                             \
+            w->in_loop[q_] = j + 1;                                                                \
+            w->order_bits[q_ >> 6] |= (uint64_t)1 << (q_ & 63);                                    \
+            w->stack[top++] = q_;                                                                  \
+        }                                                                                          \
     } while (0)
-    for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v]) ENTER(producer(w, v));
+    for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
+        ENTER(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
-        if (n < *lo) *lo = n;
-        if (n > *hi) *hi = n;
+        if (n < *lo)
+            *lo = n;
+        if (n > *hi)
+            *hi = n;
         *work += work_of(w, n);
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
-            if (u->local && w->in_loop[u->from] != j + 1 && !w->kept[u->value] && !sliced_in(w, u->value, j)) ENTER(u->from);
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++)
+            if (u->local && w->in_loop[u->from] != j + 1 && !w->kept[u->value] &&
+                !sliced_in(w, u->value, j))
+                ENTER(u->from);
     }
 #undef ENTER
 }
@@ -813,13 +1056,20 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     for (uint32_t k = lo >> 6; k <= hi >> 6; k++) {
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            if (w->is_mere_view[n] && hoistable(w, n, j) && w->uses[w->span[n].in].local && w->in_loop[w->uses[w->span[n].in].from] == j + 1) continue; /* comes behind its producer */
+            /* comes behind its producer */
+            if (w->is_mere_view[n] && hoistable(w, n, j) && w->uses[w->span[n].in].local &&
+                w->in_loop[w->uses[w->span[n].in].from] == j + 1)
+                continue;
             order[n_order++] = n;
             for (uint32_t done = n_order - 1; done < n_order; done++) {
-                if (!w->is_viewed[order[done]]) continue;
-                for (koila_value v = w->span[order[done]].out; v < w->span[order[done]].out_end; v++)
+                if (!w->is_viewed[order[done]])
+                    continue;
+                for (koila_value v = w->span[order[done]].out; v < w->span[order[done]].out_end;
+                     v++)
                     for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
-                        if (w->in_loop[u->user] == j + 1 && hoistable(w, u->user, j) && w->uses[w->span[u->user].in].local) order[n_order++] = u->user;
+                        if (w->in_loop[u->user] == j + 1 && hoistable(w, u->user, j) &&
+                            w->uses[w->span[u->user].in].local)
+                            order[n_order++] = u->user;
             }
         }
         w->order_bits[k] = 0;
@@ -827,25 +1077,33 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     return n_order;
 }
 
-static bool is_too_much(const work_state *w, double work) { return w->keep.max_work > 0 && work > w->keep.max_work; }
+static bool is_too_much(const work_state *w, double work)
+{
+    return w->keep.max_work > 0 && work > w->keep.max_work;
+}
 
 static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 {
     uint32_t lo, hi;
     w->s = w->slice;
     find_demand(w, j, &lo, &hi, &out->work);
-    if (is_too_much(w, out->work)) return KOILA_UNSUPPORTED;
+    if (is_too_much(w, out->work))
+        return KOILA_UNSUPPORTED;
     const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
     const koila_node *const order = w->stack;
     uint32_t *const last_use = w->last_use;
     for (uint32_t k = 0; k < n_order; k++) {
         const span at = w->span[order[k]];
         for (const use *u = w->uses + at.in, *end = w->uses + at.in_end; u < end; u++)
-            if (u->reads) last_use[u->value] = k;
-        for (koila_value v = at.out; v < at.out_end; v++) last_use[v] = k;
+            if (u->reads)
+                last_use[u->value] = k;
+        for (koila_value v = at.out; v < at.out_end; v++)
+            last_use[v] = k;
     }
-    for (uint32_t k = 0; k < n_order; k++) KOILA_TRY(emit_node(w, order[k], k, j));
-    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) { /* pieces this loop used */
+    for (uint32_t k = 0; k < n_order; k++)
+        KOILA_TRY(emit_node(w, order[k], k, j));
+    /* pieces this loop used */
+    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
         next = w->kept_next[v];
         w->kept[v] = false;
         if (!w->given_up[v] && keeps(w, v, j)) {
@@ -864,14 +1122,18 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     return finish_stage(w, out, true, w->loops[j].axis);
 }
 
-/* Nodes that run once, of one level; and before them the end of whole values whose last reader was a loop before. */
-static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t level, uint32_t *next_ending)
+/* Nodes that run once, of one level; and before them the end of whole values whose last reader was
+ * a loop before. */
+static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t level,
+                               uint32_t *next_ending)
 {
     const uint32_t stage = out->n_stages;
     w->s = w->whole;
     for (; *next_ending < stage; ++*next_ending)
-        for (koila_value v = w->ending_first[*next_ending]; v != KOILA_NONE; v = w->ending_next[v]) {
-            if (!w->whole[v].here) continue; /* it ended in a whole stage */
+        for (koila_value v = w->ending_first[*next_ending]; v != KOILA_NONE;
+             v = w->ending_next[v]) {
+            if (!w->whole[v].here)
+                continue; /* it ended in a whole stage */
             TRY_ALLOC(room(w, 1, 1));
             emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
             release_value(w, v, KOILA__WHOLE_FREE);
@@ -879,24 +1141,33 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
     uint32_t k = 0;
     for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) {
         out->work += work_of(w, n);
-        /* a result, or a value that a later stage reads, does not end here, whatever the order within this stage says */
-#define LAST_USE(v_)                                                                                                                  \
-    do {                                                                                                                              \
-        const koila_value v = (v_);                                                                                                   \
-        w->last_use[v] = w->is_result[v] || (w->whole_last[v] != KOILA_NONE && w->whole_last[v] > stage) ? KOILA_NONE : k;             \
+        /* a result, or a value that a later stage reads, does not end here, whatever the order
+         * within this stage says */
+#define LAST_USE(v_)                                                                               \
+    do {                                                                                           \
+        const koila_value v = (v_);                                                                \
+        w->last_use[v] =                                                                           \
+            w->is_result[v] || (w->whole_last[v] != KOILA_NONE && w->whole_last[v] > stage)        \
+                ? KOILA_NONE                                                                       \
+                : k;                                                                               \
     } while (0)
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++)
-            if (u->reads) LAST_USE(u->value);
-        for (koila_value x = w->span[n].out; x < w->span[n].out_end; x++) LAST_USE(x);
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++)
+            if (u->reads)
+                LAST_USE(u->value);
+        for (koila_value x = w->span[n].out; x < w->span[n].out_end; x++)
+            LAST_USE(x);
 #undef LAST_USE
     }
     k = 0;
-    for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) KOILA_TRY(emit_node(w, n, k, KOILA_NONE));
+    for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++)
+        KOILA_TRY(emit_node(w, n, k, KOILA_NONE));
     return finish_stage(w, out, false, 0);
 }
 
-/* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole stage of a level, then its loops. A loop node may
- * be run again up to the last loop that (transitively) needs it, whatever is kept. */
+/* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole
+ * stage of a level, then its loops. A loop node may be run again up to the last loop that
+ * (transitively) needs it, whatever is kept. */
 static koila_status find_whole_last(work_state *w)
 {
     uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
@@ -907,36 +1178,50 @@ static koila_status find_whole_last(work_state *w)
     memset(w->ending_first, 0xff, n_stages * sizeof *w->ending_first);
     for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
         whole_stage[level] = stage++;
-        for (; j < w->n_loops && w->loops[j].level == level; j++) loop_stage[j] = stage++;
+        for (; j < w->n_loops && w->loops[j].level == level; j++)
+            loop_stage[j] = stage++;
     }
-    for (uint32_t v = 0; v < w->n_values; v++) w->whole_last[v] = KOILA_NONE;
+    for (uint32_t v = 0; v < w->n_values; v++)
+        w->whole_last[v] = KOILA_NONE;
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         w->last_run[n] = KOILA_NONE;
-        if (!w->needed[n]) continue;
+        if (!w->needed[n])
+            continue;
         uint32_t stage;
         if (w->p->node[n].in_loop) {
-            if (w->home[n] == KOILA_NONE) continue;
+            if (w->home[n] == KOILA_NONE)
+                continue;
             uint32_t last = w->home[n];
             for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-                if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last) last = w->made_whole[v];
+                if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last)
+                    last = w->made_whole[v];
                 for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
-                    if (w->last_run[u->user] == KOILA_NONE || !u->local) continue;
-                    const uint32_t l = sliced_in(w, v, w->last_run[u->user]) ? w->made_whole[v] : w->last_run[u->user]; /* beyond it is sliced */
-                    if (l > last) last = l;
+                    if (w->last_run[u->user] == KOILA_NONE || !u->local)
+                        continue;
+                    /* beyond it is sliced */
+                    const uint32_t l = sliced_in(w, v, w->last_run[u->user]) ? w->made_whole[v]
+                                                                             : w->last_run[u->user];
+                    if (l > last)
+                        last = l;
                 }
             }
             w->last_run[n] = last;
             stage = loop_stage[last];
         } else
             stage = whole_stage[w->level[n]];
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
             const koila_value v = u->value;
-            if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n]))) continue;
-            if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage) w->whole_last[v] = stage;
+            if (u->from == KOILA_NONE || !u->reads ||
+                (u->local && !sliced_in(w, v, w->last_run[n])))
+                continue;
+            if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage)
+                w->whole_last[v] = stage;
         }
     }
     for (uint32_t v = w->n_values; v-- > 0;) {
-        if (w->whole_last[v] == KOILA_NONE || w->is_result[v]) continue;
+        if (w->whole_last[v] == KOILA_NONE || w->is_result[v])
+            continue;
         w->ending_next[v] = w->ending_first[w->whole_last[v]];
         w->ending_first[w->whole_last[v]] = v;
     }
@@ -946,14 +1231,17 @@ static koila_status find_whole_last(work_state *w)
 static uint64_t max_emitted(const work_state *w)
 {
     uint32_t n_needed = 0;
-    for (uint32_t n = 0; n < w->n_nodes; n++) n_needed += w->needed[n];
-    return (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * n_needed + 4096;
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        n_needed += w->needed[n];
+    return (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * n_needed +
+           4096;
 }
 
 static koila_status make_stages(work_state *w, koila__schedule *s)
 {
     for (uint32_t n = 0; n < w->n_nodes; n++) {
-        if (!w->needed[n]) continue;
+        if (!w->needed[n])
+            continue;
         s->n_needed++;
         s->work_recorded += work_of(w, n);
     }
@@ -963,19 +1251,26 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     s->n_loops = w->n_loops;
     for (uint32_t level = 0, j = 0, next_ending = 0; level < w->n_levels; level++) {
         KOILA_TRY(emit_whole(w, s, level, &next_ending));
-        for (; j < w->n_loops && w->loops[j].level == level; j++) KOILA_TRY(emit_loop(w, s, j));
+        for (; j < w->n_loops && w->loops[j].level == level; j++)
+            KOILA_TRY(emit_loop(w, s, j));
     }
     s->n_keeps = w->n_keeps;
-    return is_too_much(w, s->work) ? KOILA_UNSUPPORTED : KOILA_OK; /* the last stages may be whole ones */
+    /* the last stages may be whole ones */
+    return is_too_much(w, s->work) ? KOILA_UNSUPPORTED : KOILA_OK;
 }
 
-/* Everything of fixed size, zeroed but for chains, which are empty, and what forget_demand() and forget_emission() set before anybody looks. */
+/* Everything of fixed size, zeroed but for chains, which are empty, and what forget_demand() and
+ * forget_emission() set before anybody looks. */
 static koila_status make_arrays(work_state *w)
 {
-    const uint32_t N = w->n_nodes + 1, V = w->n_values + 1, I = w->g->inputs.n + 1;
-#define MAKE_IN(arena, field, n) TRY_ALLOC(w->field = koila__arena_array(&w->arena, (n), sizeof *w->field))
+    const uint32_t N = w->n_nodes + 1;
+    const uint32_t V = w->n_values + 1;
+    const uint32_t I = w->g->inputs.n + 1;
+#define MAKE_IN(arena, field, n)                                                                   \
+    TRY_ALLOC(w->field = koila__arena_array(&w->arena, (n), sizeof *w->field))
 #define MAKE(field, n) MAKE_IN(tmp, field, n)
-#define MAKE_UNSET(field, n) TRY_ALLOC(w->field = koila__arena_room(&w->tmp, (size_t)(n) * sizeof *w->field))
+#define MAKE_UNSET(field, n)                                                                       \
+    TRY_ALLOC(w->field = koila__arena_room(&w->tmp, (size_t)(n) * sizeof *w->field))
 #define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until prepare() is done */
     MAKE(needed, N);
     MAKE_FOR_PREPARE(level, N);
@@ -1016,10 +1311,12 @@ static koila_status make_arrays(work_state *w)
     return KOILA_OK;
 }
 
-/* Nothing of a policy asked about before is left: of what is kept and runs; and of what was emitted. */
+/* Nothing of a policy asked about before is left: of what is kept and runs; and of what was
+ * emitted. */
 static void forget_demand(work_state *w)
 {
-    const uint32_t N = w->n_nodes + 1, V = w->n_values + 1;
+    const uint32_t N = w->n_nodes + 1;
+    const uint32_t V = w->n_values + 1;
     memset(w->kept, 0, V * sizeof *w->kept);
     memset(w->in_loop, 0, N * sizeof *w->in_loop);
     memset(w->order_bits, 0, (N / 64 + 1) * sizeof *w->order_bits);
@@ -1040,13 +1337,15 @@ static void forget_emission(work_state *w)
 
 static koila_status prepare(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
-    if (w->n_values >= KOILA__EVENT_VALUES || w->n_nodes >= KOILA__EVENT_VALUES) return KOILA_UNSUPPORTED;
+    if (w->n_values >= KOILA__EVENT_VALUES || w->n_nodes >= KOILA__EVENT_VALUES)
+        return KOILA_UNSUPPORTED;
     KOILA_TRY(make_arrays(w));
     const koila_table *t = w->g->table;
     w->maybe_alias = find_maybe_alias(t, &w->tmp);
     w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
     TRY_ALLOC(w->maybe_alias && w->splits);
-    for (uint32_t op = 0; op < t->ops.n; op++) w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
+    for (uint32_t op = 0; op < t->ops.n; op++)
+        w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     find_keepable(w);
@@ -1054,7 +1353,8 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
-    koila__arena_empty(&w->spare); /* what only was needed to get here: the first schedule is made in it */
+    /* what only was needed to get here: the first schedule is made in it */
+    koila__arena_empty(&w->spare);
     w->level = w->natural = w->exec = w->last_run = NULL;
     w->is_barrier = w->is_keepable = NULL;
     return KOILA_OK;
@@ -1062,16 +1362,25 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
 
 static koila_status failed(koila_status status, koila_error *err)
 {
-    return koila__fail(err, status, 0, "schedule: %s", status == KOILA_UNSUPPORTED ? "too many barriers in a row" : koila_status_text(status));
+    return koila__fail(err, status, 0, "schedule: %s",
+                       status == KOILA_UNSUPPORTED ? "too many barriers in a row"
+                                                   : koila_status_text(status));
 }
 
-koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, bool cheap, const koila_allocator *mem,
-                                  koila_error *err)
+koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p,
+                                  const koila_value *targets, uint32_t n_targets, bool cheap,
+                                  const koila_allocator *mem, koila_error *err)
 {
     const koila_allocator a = koila__allocator(mem);
     koila__scheduler *w = koila__realloc(&a, NULL, 0, sizeof *w);
-    if (!w) return failed(KOILA_NO_MEMORY, err);
-    *w = (koila__scheduler){ .p = p, .g = p->graph, .keep = { .cheap = cheap }, .mem = a, .n_nodes = p->graph->nodes.n, .n_values = p->graph->values.n };
+    if (!w)
+        return failed(KOILA_NO_MEMORY, err);
+    *w = (koila__scheduler){ .p = p,
+                             .g = p->graph,
+                             .keep = { .cheap = cheap },
+                             .mem = a,
+                             .n_nodes = p->graph->nodes.n,
+                             .n_values = p->graph->values.n };
     koila__arena_init(&w->tmp, mem);
     koila__arena_init(&w->spare, mem);
     const koila_status status = prepare(w, targets, n_targets);
@@ -1085,7 +1394,8 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
 
 void koila__scheduler_free(koila__scheduler *w)
 {
-    if (!w) return;
+    if (!w)
+        return;
     const koila_allocator mem = w->mem;
     koila__vec_free(&w->mem, &w->instrs);
     koila__vec_free(&w->mem, &w->events);
@@ -1097,23 +1407,29 @@ void koila__scheduler_free(koila__scheduler *w)
 
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w) { return w->n_loops; }
 
-/* Through aliases back to who made the storage. Of the values on the way one is what stays: whole, or collected. Each maker counts once. */
+/* Through aliases back to who made the storage. Of the values on the way one is what stays: whole,
+ * or collected. Each maker counts once. */
 uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
 {
     uint64_t sum = 0;
     w->epoch++;
     for (koila_value v = 0; v < w->n_values; v++) {
-        if (!w->is_result[v] || !exists(w, v)) continue;
+        if (!w->is_result[v] || !exists(w, v))
+            continue;
         koila_value x = v;
         koila_node n = producer(w, x);
         uint64_t least = koila__value_meta(w->g, v)->n_bytes;
         for (; n != KOILA_NONE && !sig_of(w, n)->n_writes && w->aliases[n]; n = producer(w, x)) {
             x = input_of(w, n, 0);
-            if (koila__value_meta(w->g, x)->n_bytes < least) least = koila__value_meta(w->g, x)->n_bytes;
+            if (koila__value_meta(w->g, x)->n_bytes < least)
+                least = koila__value_meta(w->g, x)->n_bytes;
         }
-        if (n == KOILA_NONE || sig_of(w, n)->n_writes || w->mark[n] == w->epoch) continue; /* not ours, or written in place, perhaps */
+        /* not ours, or written in place, perhaps */
+        if (n == KOILA_NONE || sig_of(w, n)->n_writes || w->mark[n] == w->epoch)
+            continue;
         w->mark[n] = w->epoch;
-        if (koila__value_meta(w->g, x)->n_storage_bytes < least) least = koila__value_meta(w->g, x)->n_storage_bytes;
+        if (koila__value_meta(w->g, x)->n_storage_bytes < least)
+            least = koila__value_meta(w->g, x)->n_storage_bytes;
         sum += least;
     }
     return sum;
@@ -1128,8 +1444,10 @@ static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
-/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each result. *n_held: bytes of pieces and results. */
-static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted, uint64_t *n_held)
+/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each
+ * result. *n_held: bytes of pieces and results. */
+static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted,
+                         uint64_t *n_held)
 {
     uint32_t lo, hi;
     find_demand(w, j, &lo, &hi, work);
@@ -1137,8 +1455,10 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
             *n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
-            for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end; v++) {
-                if (w->kept[v] || !keeps(w, v, j)) continue;
+            for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end;
+                 v++) {
+                if (w->kept[v] || !keeps(w, v, j))
+                    continue;
                 keep_until_next(w, v, j);
                 w->work_kept.any = true;
                 w->work_kept.is_sure &= kept_bytes(w, v) > 0;
@@ -1150,12 +1470,17 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
     for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
         next = w->kept_next[v];
         w->kept[v] = false;
-        if (keeps(w, v, j)) keep_until_next(w, v, j);
-        else *n_held -= kept_bytes(w, v);
+        if (keeps(w, v, j))
+            keep_until_next(w, v, j);
+        else
+            *n_held -= kept_bytes(w, v);
     }
     for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
-        if (w->is_result[v] && w->use[v] == KOILA_NONE) *n_held += koila__value_meta(w->g, v)->n_bytes; /* a piece's storage may become the whole value */
-    if (*n_held > w->work_kept.n_bytes) w->work_kept.n_bytes = *n_held;
+        /* a piece's storage may become the whole value */
+        if (w->is_result[v] && w->use[v] == KOILA_NONE)
+            *n_held += koila__value_meta(w->g, v)->n_bytes;
+    if (*n_held > w->work_kept.n_bytes)
+        w->work_kept.n_bytes = *n_held;
 }
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
@@ -1166,18 +1491,23 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     w->work_kept = (koila__kept){ .is_sure = true };
     forget_demand(w);
     const uint64_t most = max_emitted(w);
-    for (uint32_t level = 0, j = 0; level < w->n_levels; level++) { /* in the order of make_stages(): sums of doubles depend on it */
-        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) work += work_of(w, n);
+    /* in the order of make_stages(): sums of doubles depend on it */
+    for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
+        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n])
+            work += work_of(w, n);
         for (; j < w->n_loops && w->loops[j].level == level; j++) {
             work_of_loop(w, j, &work, &n_emitted, &n_held);
-            if (is_too_much(w, work)) return work;
-            if (n_emitted > most) return INFINITY;
+            if (is_too_much(w, work))
+                return work;
+            if (n_emitted > most)
+                return INFINITY;
         }
     }
     return work;
 }
 
-koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out, koila_error *err)
+koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out,
+                                  koila_error *err)
 {
     koila__schedule s = { .arena = w->spare };
     koila_assert(keep.cheap == w->keep.cheap);
@@ -1195,7 +1525,8 @@ koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__
     return KOILA_OK;
 }
 
-koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, const koila_value *targets, uint32_t n_targets, koila__keep keep,
+koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p,
+                                  const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err)
 {
     koila__scheduler *w = NULL;
@@ -1205,42 +1536,54 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p, 
     return status;
 }
 
-/* end[v]: the node after the last that uses the storage v lives on, or KOILA_NONE for ever; 0 when nobody needs it. Every storage adds its bytes to rise[] where
- * it is made and takes them away again where it ends. What is written in place, or in a copy, is left out. */
-koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem, uint64_t *at_least)
+/* end[v]: the node after the last that uses the storage v lives on, or KOILA_NONE for ever; 0 when
+ * nobody needs it. Every storage adds its bytes to rise[] where it is made and takes them away
+ * again where it ends. What is written in place, or in a copy, is left out. */
+koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets,
+                                         uint32_t n_targets, const koila_allocator *mem,
+                                         uint64_t *at_least)
 {
     koila__arena tmp;
     koila__arena_init(&tmp, mem);
     const bool *maybe_alias = find_maybe_alias(g->table, &tmp);
     koila_node *end = koila__arena_array(&tmp, g->values.n, sizeof *end);
-    uint64_t *rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *rise), sum = 0, live = 0;
+    uint64_t *rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *rise);
+    uint64_t sum = 0;
+    uint64_t live = 0;
     bool adds_up = true;
     *at_least = 0;
-    for (uint32_t i = 0; end && i < n_targets; i++) end[targets[i]] = KOILA_NONE;
+    for (uint32_t i = 0; end && i < n_targets; i++)
+        end[targets[i]] = KOILA_NONE;
     for (uint32_t n = maybe_alias && end && rise ? g->nodes.n : 0; n-- > 0;) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const koila_node_info *info = &g->nodes.at[n];
         const bool alias = maybe_alias[s->op];
         koila_node last = 0;
-        for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++) last = end[v] > last ? end[v] : last;
-        if (!last) continue; /* nobody needs it */
+        for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++)
+            last = end[v] > last ? end[v] : last;
+        if (!last)
+            continue; /* nobody needs it */
         for (uint32_t o = 0; o < s->n_fresh && !alias; o++) {
             const koila_value v = info->first_output + o;
-            if (s->outputs[o] == KOILA_NONE) continue;
+            if (s->outputs[o] == KOILA_NONE)
+                continue;
             const uint64_t n_bytes = koila__meta(g->table, s->outputs[o])->n_storage_bytes;
             adds_up &= koila__add(sum, n_bytes, &sum);
             rise[n] += n_bytes;
-            if (end[v] != KOILA_NONE) rise[end[v] ? end[v] : n + 1] -= n_bytes;
+            if (end[v] != KOILA_NONE)
+                rise[end[v] ? end[v] : n + 1] -= n_bytes;
         }
         for (uint32_t i = 0; i < s->n_inputs; i++) {
             const koila_value v = g->inputs.at[info->first_input + i];
             const koila_node until = alias && i == 0 && !s->n_writes ? last : n + 1;
-            if (end[v] < until && reads(s, i)) end[v] = until;
+            if (end[v] < until && reads(s, i))
+                end[v] = until;
         }
     }
     for (uint32_t n = 0; rise && n < g->nodes.n && adds_up; n++) {
         live += rise[n];
-        if (live > *at_least) *at_least = live;
+        if (live > *at_least)
+            *at_least = live;
     }
     koila__arena_deinit(&tmp);
     return maybe_alias && end && rise ? KOILA_OK : KOILA_NO_MEMORY;

@@ -1,12 +1,14 @@
-/* graph.c — a recorded step: nodes in recorded order over values in SSA form (see koila/graph.h). Appending is the hot path: no search, no
- * allocation but the growth of four arrays, and a running hash that names the whole recording for the plan cache. */
+/* graph.c — a recorded step: nodes in recorded order over values in SSA form (see koila/graph.h).
+ * Appending is the hot path: no search, no allocation but the growth of four arrays, and a running
+ * hash that names the whole recording for the plan cache. */
 #include "graph/table.h"
 
 koila_status koila_graph_new(koila_table *table, const koila_allocator *mem, koila_graph **out)
 {
     const koila_allocator a = koila__allocator(mem);
     koila_graph *g = koila__realloc(&a, NULL, 0, sizeof *g);
-    if (!g) return KOILA_NO_MEMORY;
+    if (!g)
+        return KOILA_NO_MEMORY;
     memset(g, 0, sizeof *g);
     g->mem = a;
     g->table = table;
@@ -16,7 +18,8 @@ koila_status koila_graph_new(koila_table *table, const koila_allocator *mem, koi
 
 void koila_graph_free(koila_graph *g)
 {
-    if (!g) return;
+    if (!g)
+        return;
     const koila_allocator mem = g->mem;
     koila__vec_free(&mem, &g->nodes);
     koila__vec_free(&mem, &g->inputs);
@@ -30,52 +33,78 @@ void koila_graph_free(koila_graph *g)
 
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values)
 {
-    return koila__vec_reserve(&g->mem, &g->nodes, n_nodes) && koila__vec_reserve(&g->mem, &g->inputs, n_inputs) && koila__vec_reserve(&g->mem, &g->values, n_values);
+    return koila__vec_reserve(&g->mem, &g->nodes, n_nodes) &&
+           koila__vec_reserve(&g->mem, &g->inputs, n_inputs) &&
+           koila__vec_reserve(&g->mem, &g->values, n_values);
 }
 
 koila_table *koila_graph_table(const koila_graph *g) { return g->table; }
 uint32_t koila_graph_n_axes(const koila_graph *g) { return g->axes.n; }
-int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis) { return axis < g->axes.n ? g->axes.at[axis] : 0; }
+int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis)
+{
+    return axis < g->axes.n ? g->axes.at[axis] : 0;
+}
 uint32_t koila_graph_n_nodes(const koila_graph *g) { return g->nodes.n; }
 uint32_t koila_graph_n_values(const koila_graph *g) { return g->values.n; }
 uint64_t koila_graph_hash(const koila_graph *g) { return koila__mix(g->axes_hash, g->hash); }
 koila_node_info koila_node_get(const koila_graph *g, koila_node n) { return g->nodes.at[n]; }
 koila_value_info koila_value_get(const koila_graph *g, koila_value v) { return g->values.at[v]; }
-const koila_value *koila_node_inputs(const koila_graph *g, koila_node n) { return g->inputs.at ? g->inputs.at + g->nodes.at[n].first_input : NULL; }
+const koila_value *koila_node_inputs(const koila_graph *g, koila_node n)
+{
+    return g->inputs.at ? g->inputs.at + g->nodes.at[n].first_input : NULL;
+}
 
 koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
 {
-    if (size < 0 || g->axes.n >= UINT16_MAX) return KOILA_BAD_ARGUMENT;
-    if (!koila__vec_push(&g->mem, &g->axes, size)) return KOILA_NO_MEMORY;
+    if (size < 0 || g->axes.n >= UINT16_MAX)
+        return KOILA_BAD_ARGUMENT;
+    if (!koila__vec_push(&g->mem, &g->axes, size))
+        return KOILA_NO_MEMORY;
     g->axes_hash = koila__mix(g->axes_hash, (uint64_t)size);
     *out = (uint16_t)(g->axes.n - 1);
     return KOILA_OK;
 }
 
-koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim, const char *name, koila_value *out)
+koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
+                              uint32_t dim, const char *name, koila_value *out)
 {
-    if (meta >= g->table->metas.n) return KOILA_BAD_ARGUMENT;
+    if (meta >= g->table->metas.n)
+        return KOILA_BAD_ARGUMENT;
     const koila_meta_info *m = koila__meta(g->table, meta);
-    if (kind == KOILA_LEAF_BATCH && (axis >= g->axes.n || dim >= m->n_dims || m->size[dim] != g->axes.at[axis])) return KOILA_BAD_ARGUMENT;
-    if (kind != KOILA_LEAF_BATCH) axis = 0, dim = 0;
+    if (kind == KOILA_LEAF_BATCH &&
+        (axis >= g->axes.n || dim >= m->n_dims || m->size[dim] != g->axes.at[axis]))
+        return KOILA_BAD_ARGUMENT;
+    if (kind != KOILA_LEAF_BATCH) {
+        axis = 0;
+        dim = 0;
+    }
     const uint32_t id = g->values.n;
     if (name) {
         uint32_t text;
         KOILA_TRY(koila_table_text(g->table, name, &text));
         while (g->leaf_names.n <= id)
-            if (!koila__vec_push(&g->mem, &g->leaf_names, KOILA_NONE)) return KOILA_NO_MEMORY;
+            if (!koila__vec_push(&g->mem, &g->leaf_names, KOILA_NONE))
+                return KOILA_NO_MEMORY;
         g->leaf_names.at[id] = text;
     }
-    const koila_value_info v = { .meta = meta, .node = KOILA_NONE, .leaf_kind = (uint8_t)kind, .dim = (uint8_t)dim, .axis = axis };
-    if (!koila__vec_push(&g->mem, &g->values, v)) return KOILA_NO_MEMORY;
-    g->hash = koila__mix(g->hash, (uint64_t)meta << 32 | (uint64_t)kind << 24 | (uint64_t)dim << 16 | axis);
+    const koila_value_info v = { .meta = meta,
+                                 .node = KOILA_NONE,
+                                 .leaf_kind = (uint8_t)kind,
+                                 .dim = (uint8_t)dim,
+                                 .axis = axis };
+    if (!koila__vec_push(&g->mem, &g->values, v))
+        return KOILA_NO_MEMORY;
+    g->hash = koila__mix(g->hash,
+                         (uint64_t)meta << 32 | (uint64_t)kind << 24 | (uint64_t)dim << 16 | axis);
     *out = id;
     return KOILA_OK;
 }
 
 const char *koila_graph_leaf_name(const koila_graph *g, koila_value v)
 {
-    return v < g->leaf_names.n && g->leaf_names.at[v] != KOILA_NONE ? koila_text(g->table, g->leaf_names.at[v]) : "";
+    return v < g->leaf_names.n && g->leaf_names.at[v] != KOILA_NONE
+               ? koila_text(g->table, g->leaf_names.at[v])
+               : "";
 }
 
 static uint64_t line_hash_of(const void *g, uint32_t id)
@@ -85,7 +114,8 @@ static uint64_t line_hash_of(const void *g, uint32_t id)
 }
 static bool line_same(const void *g, uint32_t id, const void *key)
 {
-    const koila__line a = ((const koila_graph *)g)->lines.at[id], *b = key;
+    const koila__line a = ((const koila_graph *)g)->lines.at[id];
+    const koila__line *b = key;
     return a.file == b->file && a.number == b->number;
 }
 
@@ -96,23 +126,35 @@ koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, u
     const uint64_t hash = koila__mix(l.file, l.number);
     uint32_t id = koila__idset_find(&g->line_set, hash, line_same, g, &l);
     if (id == KOILA_NONE) {
-        if (!koila__idset_reserve(&g->mem, &g->line_set, line_hash_of, g) || !koila__vec_push(&g->mem, &g->lines, l)) return KOILA_NO_MEMORY;
+        if (!koila__idset_reserve(&g->mem, &g->line_set, line_hash_of, g) ||
+            !koila__vec_push(&g->mem, &g->lines, l))
+            return KOILA_NO_MEMORY;
         id = g->lines.n - 1;
         koila__idset_insert(&g->line_set, hash, id);
     }
     *out = id;
     return KOILA_OK;
 }
-const char *koila_graph_line_file(const koila_graph *g, uint32_t line) { return line < g->lines.n ? koila_text(g->table, g->lines.at[line].file) : ""; }
-uint32_t koila_graph_line_number(const koila_graph *g, uint32_t line) { return line < g->lines.n ? g->lines.at[line].number : 0; }
-
-koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *inputs, uint32_t line, koila_value *first_output)
+const char *koila_graph_line_file(const koila_graph *g, uint32_t line)
 {
-    if (sig >= g->table->sigs.n) return KOILA_BAD_ARGUMENT;
+    return line < g->lines.n ? koila_text(g->table, g->lines.at[line].file) : "";
+}
+uint32_t koila_graph_line_number(const koila_graph *g, uint32_t line)
+{
+    return line < g->lines.n ? g->lines.at[line].number : 0;
+}
+
+koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *inputs,
+                              uint32_t line, koila_value *first_output)
+{
+    if (sig >= g->table->sigs.n)
+        return KOILA_BAD_ARGUMENT;
     const koila_sig_info *s = koila__sig(g->table, sig);
     for (uint32_t i = 0; i < s->n_inputs; i++)
-        if (inputs[i] >= g->values.n || g->values.at[inputs[i]].meta != s->inputs[i]) return KOILA_BAD_ARGUMENT;
-    if (!koila__vec_reserve(&g->mem, &g->nodes, 1) || !koila__vec_reserve(&g->mem, &g->inputs, s->n_inputs) ||
+        if (inputs[i] >= g->values.n || g->values.at[inputs[i]].meta != s->inputs[i])
+            return KOILA_BAD_ARGUMENT;
+    if (!koila__vec_reserve(&g->mem, &g->nodes, 1) ||
+        !koila__vec_reserve(&g->mem, &g->inputs, s->n_inputs) ||
         !koila__vec_reserve(&g->mem, &g->values, s->n_outputs))
         return KOILA_NO_MEMORY;
     const koila_node_info n = { sig, g->inputs.n, g->values.n, line };
@@ -123,7 +165,8 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
     }
     const koila_node id = g->nodes.n;
     g->nodes.at[g->nodes.n++] = n;
-    for (uint32_t i = 0; i < s->n_outputs; i++) g->values.at[g->values.n++] = (koila_value_info){ .meta = s->outputs[i], .node = id };
+    for (uint32_t i = 0; i < s->n_outputs; i++)
+        g->values.at[g->values.n++] = (koila_value_info){ .meta = s->outputs[i], .node = id };
     g->hash = h;
     *first_output = n.first_output;
     koila_check(koila_graph_check(g, NULL));
@@ -136,30 +179,43 @@ static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis,
     const koila_meta_info *m = koila__meta(g->table, meta);
     for (uint32_t a = g->axes.n; a-- > 0;)
         for (uint32_t d = 0; d < m->n_dims; d++)
-            if (g->axes.at[a] > 1 && m->size[d] == g->axes.at[a]) return *axis = (uint16_t)a, *dim = d, true;
+            if (g->axes.at[a] > 1 && m->size[d] == g->axes.at[a]) {
+                *axis = (uint16_t)a;
+                *dim = d;
+                return true;
+            }
     return false;
 }
 
-koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets, uint32_t n_targets, const uint8_t *known, const koila_allocator *mem,
-                                 koila_graph **out, koila_value *value_of, koila_node *node_from)
+koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
+                                 uint32_t n_targets, const uint8_t *known,
+                                 const koila_allocator *mem, koila_graph **out,
+                                 koila_value *value_of, koila_node *node_from)
 {
     static const uint32_t NEEDED = 0, UNNEEDED = KOILA_NONE;
     for (uint32_t i = 0; i < n_targets; i++)
-        if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE) return KOILA_BAD_ARGUMENT;
+        if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE)
+            return KOILA_BAD_ARGUMENT;
     koila_graph *part = NULL;
     KOILA_TRY(koila_graph_new(g->table, mem, &part));
     koila_status status = KOILA_OK;
-    for (uint32_t v = 0; v < g->values.n; v++) value_of[v] = UNNEEDED;
-    for (uint32_t i = 0; i < n_targets; i++) value_of[targets[i]] = NEEDED;
-    for (uint32_t n = g->nodes.n; n-- > 0;) { /* node_from[n] doubles as "node n is needed" until it is filled below */
+    for (uint32_t v = 0; v < g->values.n; v++)
+        value_of[v] = UNNEEDED;
+    for (uint32_t i = 0; i < n_targets; i++)
+        value_of[targets[i]] = NEEDED;
+    /* node_from[n] doubles as "node n is needed" until it is filled below */
+    for (uint32_t n = g->nodes.n; n-- > 0;) {
         const koila_sig_info *s = koila__node_sig(g, n);
         node_from[n] = UNNEEDED;
         for (uint32_t o = 0; o < s->n_outputs; o++) {
             const koila_value v = g->nodes.at[n].first_output + o;
-            if (value_of[v] == NEEDED && !(known && known[v])) node_from[n] = NEEDED;
+            if (value_of[v] == NEEDED && !(known && known[v]))
+                node_from[n] = NEEDED;
         }
-        if (node_from[n] == UNNEEDED) continue;
-        for (uint32_t i = 0; i < s->n_inputs; i++) value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
+        if (node_from[n] == UNNEEDED)
+            continue;
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
     }
     for (uint32_t a = 0; a < g->axes.n && status == KOILA_OK; a++) {
         uint16_t id;
@@ -167,32 +223,42 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
     }
     for (uint32_t l = 0; l < g->lines.n && status == KOILA_OK; l++) {
         uint32_t id;
-        status = koila_graph_line(part, koila_text(g->table, g->lines.at[l].file), g->lines.at[l].number, &id);
+        status = koila_graph_line(part, koila_text(g->table, g->lines.at[l].file),
+                                  g->lines.at[l].number, &id);
     }
-    /* Leaves first, then nodes: both in recorded order. When everything that came from a batch is known, the known values are the batch (any slice of a whole value is
-     * sound); as plain leaves they would leave nothing to cut: `total = torch.zeros(()); total += loss_1; total += loss_2` read all the rows that loss_2 needs. */
+    /* Leaves first, then nodes: both in recorded order. When everything that came from a batch is
+     * known, the known values are the batch (any slice of a whole value is sound); as plain leaves
+     * they would leave nothing to cut: `total = torch.zeros(()); total += loss_1; total += loss_2`
+     * read all the rows that loss_2 needs. */
     bool has_batch = false;
     for (uint32_t v = 0; v < g->values.n; v++)
-        has_batch |= value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE && g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
+        has_batch |= value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE &&
+                     g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
     koila_value inputs_few[16], *inputs = inputs_few;
     uint32_t n_inputs_max = KOILA_COUNT(inputs_few);
     for (uint32_t v = 0; v < g->values.n && status == KOILA_OK; v++) {
         const koila_value_info *info = &g->values.at[v];
         const bool is_known = known && known[v] && info->node != KOILA_NONE;
-        if (value_of[v] != NEEDED || !(info->node == KOILA_NONE || is_known)) continue;
+        if (value_of[v] != NEEDED || !(info->node == KOILA_NONE || is_known))
+            continue;
         const char *name = koila_graph_leaf_name(g, v);
         koila_leaf_kind kind = is_known ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind;
         uint16_t axis = info->axis;
         uint32_t dim = info->dim;
-        if (is_known && !has_batch && along_an_axis(g, info->meta, &axis, &dim)) kind = KOILA_LEAF_BATCH;
-        status = koila_graph_leaf(part, info->meta, kind, axis, dim, *name ? name : NULL, &value_of[v]);
+        if (is_known && !has_batch && along_an_axis(g, info->meta, &axis, &dim))
+            kind = KOILA_LEAF_BATCH;
+        status =
+            koila_graph_leaf(part, info->meta, kind, axis, dim, *name ? name : NULL, &value_of[v]);
     }
     for (uint32_t n = 0; n < g->nodes.n && status == KOILA_OK; n++) {
-        if (node_from[n] == UNNEEDED) continue;
+        if (node_from[n] == UNNEEDED)
+            continue;
         const koila_sig_info *s = koila__node_sig(g, n);
         koila_value first = 0;
         if (s->n_inputs > n_inputs_max) {
-            koila_value *more = koila__realloc(&g->mem, inputs == inputs_few ? NULL : inputs, n_inputs_max * sizeof *more, s->n_inputs * sizeof *more);
+            koila_value *more =
+                koila__realloc(&g->mem, inputs == inputs_few ? NULL : inputs,
+                               n_inputs_max * sizeof *more, s->n_inputs * sizeof *more);
             if (!more) {
                 status = KOILA_NO_MEMORY;
                 break;
@@ -200,16 +266,21 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
             inputs = more;
             n_inputs_max = s->n_inputs;
         }
-        for (uint32_t i = 0; i < s->n_inputs; i++) inputs[i] = value_of[g->inputs.at[g->nodes.at[n].first_input + i]];
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            inputs[i] = value_of[g->inputs.at[g->nodes.at[n].first_input + i]];
         status = koila_graph_node(part, g->nodes.at[n].sig, inputs, g->nodes.at[n].line, &first);
-        if (status != KOILA_OK) break;
-        node_from[part->nodes.n - 1] = n; /* part->nodes.n - 1 <= n: that entry has been read already */
+        if (status != KOILA_OK)
+            break;
+        /* part->nodes.n - 1 <= n: that entry has been read already */
+        node_from[part->nodes.n - 1] = n;
         for (uint32_t o = 0; o < s->n_outputs; o++) {
             const koila_value v = g->nodes.at[n].first_output + o;
-            if (!(known && known[v])) value_of[v] = first + o; /* a known result keeps its leaf */
+            if (!(known && known[v]))
+                value_of[v] = first + o; /* a known result keeps its leaf */
         }
     }
-    if (inputs != inputs_few) koila__release(&g->mem, inputs, n_inputs_max * sizeof *inputs);
+    if (inputs != inputs_few)
+        koila__release(&g->mem, inputs, n_inputs_max * sizeof *inputs);
     if (status != KOILA_OK) {
         koila_graph_free(part);
         return status;
@@ -220,9 +291,10 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
 
 bool koila_graph_check(const koila_graph *g, koila_error *err)
 {
-#define HOLDS(e, ...) \
-    do {              \
-        if (!(e)) return koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__), false; \
+#define HOLDS(e, ...)                                                                              \
+    do {                                                                                           \
+        if (!(e))                                                                                  \
+            return koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__), false;                       \
     } while (0)
     uint32_t next_input = 0;
     for (uint32_t n = 0; n < g->nodes.n; n++) {
@@ -231,21 +303,27 @@ bool koila_graph_check(const koila_graph *g, koila_error *err)
         const koila_sig_info *s = koila__sig(g->table, info->sig);
         HOLDS(info->first_input == next_input, "node %u: inputs out of order", n);
         next_input += s->n_inputs;
-        HOLDS(next_input <= g->inputs.n && info->first_output + s->n_outputs <= g->values.n, "node %u: inputs or outputs missing", n);
+        HOLDS(next_input <= g->inputs.n && info->first_output + s->n_outputs <= g->values.n,
+              "node %u: inputs or outputs missing", n);
         for (uint32_t i = 0; i < s->n_inputs; i++) {
             const koila_value v = g->inputs.at[info->first_input + i];
             HOLDS(v < info->first_output, "node %u: input %u is made later", n, i);
             HOLDS(g->values.at[v].meta == s->inputs[i], "node %u: input %u has another meta", n, i);
         }
-        for (uint32_t i = 0; i < s->n_outputs; i++) HOLDS(g->values.at[info->first_output + i].node == n, "node %u: output %u has another producer", n, i);
-        for (uint32_t w = 0; w < s->n_writes; w++) HOLDS(s->writes[w].input < s->n_inputs, "node %u: writes no input", n);
+        for (uint32_t i = 0; i < s->n_outputs; i++)
+            HOLDS(g->values.at[info->first_output + i].node == n,
+                  "node %u: output %u has another producer", n, i);
+        for (uint32_t w = 0; w < s->n_writes; w++)
+            HOLDS(s->writes[w].input < s->n_inputs, "node %u: writes no input", n);
     }
     for (uint32_t v = 0; v < g->values.n; v++) {
         const koila_value_info *info = &g->values.at[v];
         HOLDS(info->node == KOILA_NONE || info->node < g->nodes.n, "value %u: no such producer", v);
         if (info->node == KOILA_NONE && info->leaf_kind == KOILA_LEAF_BATCH) {
             const koila_meta_info *m = koila__meta(g->table, info->meta);
-            HOLDS(info->axis < g->axes.n && info->dim < m->n_dims && m->size[info->dim] == g->axes.at[info->axis], "value %u: its batch dimension is not the axis' size", v);
+            HOLDS(info->axis < g->axes.n && info->dim < m->n_dims &&
+                      m->size[info->dim] == g->axes.at[info->axis],
+                  "value %u: its batch dimension is not the axis' size", v);
         }
     }
     return true;

@@ -1,36 +1,46 @@
-/* table.c — interning. What repeats from step to step (operators, metas, call signatures) is stored once and named by a dense id, so that
- * recording a node is an array append and comparing two steps is comparing ids. Everything interned lives in the table's arena and never
- * moves. Each kind has: a hash of its contents, a comparison, and an id set. New entries are made completely before the set learns of them. */
+/* table.c — interning. What repeats from step to step (operators, metas, call signatures) is stored
+ * once and named by a dense id, so that recording a node is an array append and comparing two steps
+ * is comparing ids. Everything interned lives in the table's arena and never moves. Each kind has:
+ * a hash of its contents, a comparison, and an id set. New entries are made completely before the
+ * set learns of them. */
 #include "graph/table.h"
 
 /* ---- id sets */
 
-uint32_t koila__idset_find(const koila__idset *s, uint64_t hash, koila__same_fn same, const void *owner, const void *key)
+uint32_t koila__idset_find(const koila__idset *s, uint64_t hash, koila__same_fn same,
+                           const void *owner, const void *key)
 {
-    if (!s->n_slots) return KOILA_NONE;
+    if (!s->n_slots)
+        return KOILA_NONE;
     for (uint32_t i = (uint32_t)hash & (s->n_slots - 1);; i = (i + 1) & (s->n_slots - 1)) {
         const uint32_t id = s->slot[i];
-        if (id == KOILA_NONE || same(owner, id, key)) return id;
+        if (id == KOILA_NONE || same(owner, id, key))
+            return id;
     }
 }
 
 void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id)
 {
     uint32_t i = (uint32_t)hash & (s->n_slots - 1);
-    while (s->slot[i] != KOILA_NONE) i = (i + 1) & (s->n_slots - 1);
+    while (s->slot[i] != KOILA_NONE)
+        i = (i + 1) & (s->n_slots - 1);
     s->slot[i] = id;
     s->n++;
 }
 
-bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__hash_fn hash_of, const void *owner)
+bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__hash_fn hash_of,
+                          const void *owner)
 {
-    if ((s->n + 1) * 2 <= s->n_slots) return true;
+    if ((s->n + 1) * 2 <= s->n_slots)
+        return true;
     koila__idset grown = { NULL, 0, s->n_slots ? s->n_slots * 2 : 64 };
     grown.slot = koila__realloc(mem, NULL, 0, grown.n_slots * sizeof *grown.slot);
-    if (!grown.slot) return false;
+    if (!grown.slot)
+        return false;
     memset(grown.slot, 0xff, grown.n_slots * sizeof *grown.slot);
     for (uint32_t i = 0; i < s->n_slots; i++)
-        if (s->slot[i] != KOILA_NONE) koila__idset_insert(&grown, hash_of(owner, s->slot[i]), s->slot[i]);
+        if (s->slot[i] != KOILA_NONE)
+            koila__idset_insert(&grown, hash_of(owner, s->slot[i]), s->slot[i]);
     koila__release(mem, s->slot, s->n_slots * sizeof *s->slot);
     *s = grown;
     return true;
@@ -45,22 +55,44 @@ static const char *const dtype_texts[] = { KOILA_DTYPE_MAP(DTYPE_TEXT) };
 static const char *const dtype_torches[] = { KOILA_DTYPE_MAP(DTYPE_TORCH) };
 static const uint8_t dtype_bytes[] = { KOILA_DTYPE_MAP(DTYPE_BYTES) };
 
-const char *koila_dtype_text(koila_dtype d) { return (unsigned)d < KOILA_N_DTYPES ? dtype_texts[d] : "?"; }
-const char *koila_dtype_torch(koila_dtype d) { return (unsigned)d < KOILA_N_DTYPES ? dtype_torches[d] : "?"; }
-uint32_t koila_dtype_bytes(koila_dtype d) { return (unsigned)d < KOILA_N_DTYPES ? dtype_bytes[d] : 0; }
+const char *koila_dtype_text(koila_dtype d)
+{
+    return (unsigned)d < KOILA_N_DTYPES ? dtype_texts[d] : "?";
+}
+const char *koila_dtype_torch(koila_dtype d)
+{
+    return (unsigned)d < KOILA_N_DTYPES ? dtype_torches[d] : "?";
+}
+uint32_t koila_dtype_bytes(koila_dtype d)
+{
+    return (unsigned)d < KOILA_N_DTYPES ? dtype_bytes[d] : 0;
+}
 
 /* ---- texts and operators */
 
 static uint64_t hash_text(const char *s)
 {
     uint64_t h = 1469598103934665603u; /* FNV-1a 64 */
-    for (; *s; s++) h = (h ^ (unsigned char)*s) * 1099511628211u;
+    for (; *s; s++)
+        h = (h ^ (unsigned char)*s) * 1099511628211u;
     return koila__mix(h, 0);
 }
-static uint64_t text_hash_of(const void *t, uint32_t id) { return hash_text(((const koila_table *)t)->texts.at[id]); }
-static bool text_same(const void *t, uint32_t id, const void *key) { return strcmp(((const koila_table *)t)->texts.at[id], key) == 0; }
-static uint64_t op_hash_of(const void *t, uint32_t id) { return hash_text(((const koila_table *)t)->ops.at[id].name); }
-static bool op_same(const void *t, uint32_t id, const void *key) { return strcmp(((const koila_table *)t)->ops.at[id].name, key) == 0; }
+static uint64_t text_hash_of(const void *t, uint32_t id)
+{
+    return hash_text(((const koila_table *)t)->texts.at[id]);
+}
+static bool text_same(const void *t, uint32_t id, const void *key)
+{
+    return strcmp(((const koila_table *)t)->texts.at[id], key) == 0;
+}
+static uint64_t op_hash_of(const void *t, uint32_t id)
+{
+    return hash_text(((const koila_table *)t)->ops.at[id].name);
+}
+static bool op_same(const void *t, uint32_t id, const void *key)
+{
+    return strcmp(((const koila_table *)t)->ops.at[id].name, key) == 0;
+}
 
 koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
 {
@@ -68,14 +100,19 @@ koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
     uint32_t id = koila__idset_find(&t->text_set, hash, text_same, t, text);
     if (id == KOILA_NONE) {
         char *copy = koila__arena_str(&t->arena, text, strlen(text));
-        if (!copy || !koila__idset_reserve(&t->mem, &t->text_set, text_hash_of, t) || !koila__vec_push(&t->mem, &t->texts, copy)) return KOILA_NO_MEMORY;
+        if (!copy || !koila__idset_reserve(&t->mem, &t->text_set, text_hash_of, t) ||
+            !koila__vec_push(&t->mem, &t->texts, copy))
+            return KOILA_NO_MEMORY;
         id = t->texts.n - 1;
         koila__idset_insert(&t->text_set, hash, id);
     }
     *out = id;
     return KOILA_OK;
 }
-const char *koila_text(const koila_table *t, uint32_t text) { return text < t->texts.n ? t->texts.at[text] : ""; }
+const char *koila_text(const koila_table *t, uint32_t text)
+{
+    return text < t->texts.n ? t->texts.at[text] : "";
+}
 
 koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags, koila_op *out)
 {
@@ -84,71 +121,105 @@ koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags, ko
     if (id == KOILA_NONE) {
         char *copy = koila__arena_str(&t->arena, name, strlen(name));
         const koila__op op = { copy, flags };
-        if (!copy || !koila__idset_reserve(&t->mem, &t->op_set, op_hash_of, t) || !koila__vec_push(&t->mem, &t->ops, op)) return KOILA_NO_MEMORY;
+        if (!copy || !koila__idset_reserve(&t->mem, &t->op_set, op_hash_of, t) ||
+            !koila__vec_push(&t->mem, &t->ops, op))
+            return KOILA_NO_MEMORY;
         id = t->ops.n - 1;
         koila__idset_insert(&t->op_set, hash, id);
     }
     *out = id;
     return KOILA_OK;
 }
-const char *koila_op_name(const koila_table *t, koila_op op) { return op < t->ops.n ? t->ops.at[op].name : ""; }
-uint32_t koila_op_flags(const koila_table *t, koila_op op) { return op < t->ops.n ? t->ops.at[op].flags : 0; }
+const char *koila_op_name(const koila_table *t, koila_op op)
+{
+    return op < t->ops.n ? t->ops.at[op].name : "";
+}
+uint32_t koila_op_flags(const koila_table *t, koila_op op)
+{
+    return op < t->ops.n ? t->ops.at[op].flags : 0;
+}
 uint32_t koila_table_n_ops(const koila_table *t) { return t->ops.n; }
 
 koila_status koila_table_opaque(koila_table *t, const char *label, uint32_t *out)
 {
     char *copy = koila__arena_str(&t->arena, label, strlen(label));
-    if (!copy || !koila__vec_push(&t->mem, &t->opaques, copy)) return KOILA_NO_MEMORY;
+    if (!copy || !koila__vec_push(&t->mem, &t->opaques, copy))
+        return KOILA_NO_MEMORY;
     *out = t->opaques.n - 1;
     return KOILA_OK;
 }
-const char *koila_opaque_label(const koila_table *t, uint32_t id) { return id < t->opaques.n ? t->opaques.at[id] : ""; }
+const char *koila_opaque_label(const koila_table *t, uint32_t id)
+{
+    return id < t->opaques.n ? t->opaques.at[id] : "";
+}
 
 /* ---- metas */
 
 static uint64_t hash_meta(const koila_meta_info *m)
 {
     uint64_t h = koila__mix((uint64_t)m->dtype << 32 | (uint64_t)m->device << 8, m->n_dims);
-    for (uint32_t d = 0; d < m->n_dims; d++) h = koila__mix(koila__mix(h, (uint64_t)m->size[d]), (uint64_t)m->stride[d]);
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        h = koila__mix(koila__mix(h, (uint64_t)m->size[d]), (uint64_t)m->stride[d]);
     return h;
 }
-static uint64_t meta_hash_of(const void *t, uint32_t id) { return hash_meta(((const koila_table *)t)->metas.at[id]); }
+static uint64_t meta_hash_of(const void *t, uint32_t id)
+{
+    return hash_meta(((const koila_table *)t)->metas.at[id]);
+}
 static bool meta_same(const void *t, uint32_t id, const void *key)
 {
-    const koila_meta_info *a = ((const koila_table *)t)->metas.at[id], *b = key;
-    return a->dtype == b->dtype && a->device == b->device && a->n_dims == b->n_dims && memcmp(a->size, b->size, a->n_dims * sizeof *a->size) == 0 &&
+    const koila_meta_info *a = ((const koila_table *)t)->metas.at[id];
+    const koila_meta_info *b = key;
+    return a->dtype == b->dtype && a->device == b->device && a->n_dims == b->n_dims &&
+           memcmp(a->size, b->size, a->n_dims * sizeof *a->size) == 0 &&
            memcmp(a->stride, b->stride, a->n_dims * sizeof *a->stride) == 0;
 }
 
-koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims, const int64_t *size, const int64_t *stride,
-                              koila_meta *out)
+koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims,
+                              const int64_t *size, const int64_t *stride, koila_meta *out)
 {
-    if ((unsigned)dtype >= KOILA_N_DTYPES || n_dims > KOILA_MAX_DIMS) return KOILA_BAD_ARGUMENT;
+    if ((unsigned)dtype >= KOILA_N_DTYPES || n_dims > KOILA_MAX_DIMS)
+        return KOILA_BAD_ARGUMENT;
     int64_t dense[KOILA_MAX_DIMS];
     uint64_t n = 1, reach = 0, n_bytes;
     for (uint32_t d = n_dims; d-- > 0;) {
-        if (size[d] < 0) return KOILA_BAD_ARGUMENT;
+        if (size[d] < 0)
+            return KOILA_BAD_ARGUMENT;
         dense[d] = (int64_t)n;
-        if (size[d] > 1 && (!koila__mul(n, (uint64_t)size[d], &n) || n > INT64_MAX)) return KOILA_BAD_ARGUMENT;
+        if (size[d] > 1 && (!koila__mul(n, (uint64_t)size[d], &n) || n > INT64_MAX))
+            return KOILA_BAD_ARGUMENT;
     }
     for (uint32_t d = 0; d < n_dims; d++)
-        if (size[d] == 0) n = 0;
-    if (!stride) stride = dense;
+        if (size[d] == 0)
+            n = 0;
+    if (!stride)
+        stride = dense;
     for (uint32_t d = 0; n && d < n_dims; d++) {
         uint64_t span;
         const uint64_t step = stride[d] < 0 ? 0 : (uint64_t)stride[d];
-        if (!koila__mul((uint64_t)(size[d] - 1), step, &span) || !koila__add(reach, span, &reach)) return KOILA_BAD_ARGUMENT;
+        if (!koila__mul((uint64_t)(size[d] - 1), step, &span) || !koila__add(reach, span, &reach))
+            return KOILA_BAD_ARGUMENT;
     }
-    koila_meta_info m = { .dtype = dtype, .device = device, .n_dims = (uint8_t)n_dims, .size = size, .stride = stride, .n_elements = n };
-    if (!koila__mul(n, dtype_bytes[dtype], &n_bytes) || n_bytes > INT64_MAX) return KOILA_BAD_ARGUMENT;
+    koila_meta_info m = { .dtype = dtype,
+                          .device = device,
+                          .n_dims = (uint8_t)n_dims,
+                          .size = size,
+                          .stride = stride,
+                          .n_elements = n };
+    if (!koila__mul(n, dtype_bytes[dtype], &n_bytes) || n_bytes > INT64_MAX)
+        return KOILA_BAD_ARGUMENT;
     m.n_bytes = n_bytes;
-    if (n && (!koila__add(reach, 1, &reach) || !koila__mul(reach, dtype_bytes[dtype], &reach) || reach > INT64_MAX)) return KOILA_BAD_ARGUMENT;
+    if (n && (!koila__add(reach, 1, &reach) || !koila__mul(reach, dtype_bytes[dtype], &reach) ||
+              reach > INT64_MAX))
+        return KOILA_BAD_ARGUMENT;
     m.n_storage_bytes = n ? reach : 0;
     const uint64_t hash = hash_meta(&m);
     uint32_t id = koila__idset_find(&t->meta_set, hash, meta_same, t, &m);
     if (id == KOILA_NONE) {
-        koila_meta_info *copy = koila__arena_alloc(&t->arena, sizeof *copy + 2 * n_dims * sizeof(int64_t));
-        if (!copy) return KOILA_NO_MEMORY;
+        koila_meta_info *copy =
+            koila__arena_alloc(&t->arena, sizeof *copy + 2 * n_dims * sizeof(int64_t));
+        if (!copy)
+            return KOILA_NO_MEMORY;
         int64_t *dims = (int64_t *)(copy + 1);
         *copy = m;
         if (n_dims) {
@@ -157,14 +228,19 @@ koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device
         }
         copy->size = dims;
         copy->stride = dims + n_dims;
-        if (!koila__idset_reserve(&t->mem, &t->meta_set, meta_hash_of, t) || !koila__vec_push(&t->mem, &t->metas, copy)) return KOILA_NO_MEMORY;
+        if (!koila__idset_reserve(&t->mem, &t->meta_set, meta_hash_of, t) ||
+            !koila__vec_push(&t->mem, &t->metas, copy))
+            return KOILA_NO_MEMORY;
         id = t->metas.n - 1;
         koila__idset_insert(&t->meta_set, hash, id);
     }
     *out = id;
     return KOILA_OK;
 }
-const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta) { return meta < t->metas.n ? t->metas.at[meta] : NULL; }
+const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
+{
+    return meta < t->metas.n ? t->metas.at[meta] : NULL;
+}
 
 /* ---- signatures */
 
@@ -172,61 +248,87 @@ static uint64_t hash_token(uint64_t h, const koila_arg *a)
 {
     h = koila__mix(h, a->kind);
     switch ((koila_arg_kind)a->kind) {
-    case KOILA_ARG_ABSENT: return h;
-    case KOILA_ARG_LIST: return koila__mix(h, a->n);
+    case KOILA_ARG_ABSENT:
+        return h;
+    case KOILA_ARG_LIST:
+        return koila__mix(h, a->n);
     case KOILA_ARG_INT:
-    case KOILA_ARG_BOOL: return koila__mix(h, (uint64_t)a->u.i);
+    case KOILA_ARG_BOOL:
+        return koila__mix(h, (uint64_t)a->u.i);
     case KOILA_ARG_FLOAT: {
         uint64_t bits;
         memcpy(&bits, &a->u.f, sizeof bits);
         return koila__mix(h, bits);
     }
-    default: return koila__mix(h, a->u.id);
+    default:
+        return koila__mix(h, a->u.id);
     }
 }
 static bool token_same(const koila_arg *a, const koila_arg *b)
 {
-    if (a->kind != b->kind) return false;
+    if (a->kind != b->kind)
+        return false;
     switch ((koila_arg_kind)a->kind) {
-    case KOILA_ARG_ABSENT: return true;
-    case KOILA_ARG_LIST: return a->n == b->n;
+    case KOILA_ARG_ABSENT:
+        return true;
+    case KOILA_ARG_LIST:
+        return a->n == b->n;
     case KOILA_ARG_INT:
-    case KOILA_ARG_BOOL: return a->u.i == b->u.i;
-    case KOILA_ARG_FLOAT: return memcmp(&a->u.f, &b->u.f, sizeof a->u.f) == 0;
-    default: return a->u.id == b->u.id;
+    case KOILA_ARG_BOOL:
+        return a->u.i == b->u.i;
+    case KOILA_ARG_FLOAT:
+        return memcmp(&a->u.f, &b->u.f, sizeof a->u.f) == 0;
+    default:
+        return a->u.id == b->u.id;
     }
 }
 static uint64_t hash_sig(const koila_sig_info *s)
 {
-    uint64_t h = koila__mix((uint64_t)s->op << 8 | s->grad_mode, (uint64_t)s->n_pos << 32 | s->n_kw);
-    for (uint32_t i = 0; i < s->n_tokens; i++) h = hash_token(h, &s->tokens[i]);
-    for (uint32_t i = 0; i < s->n_kw; i++) h = koila__mix(h, s->kw_names[i]);
-    for (uint32_t i = 0; i < s->n_fresh; i++) h = koila__mix(h, s->outputs[i]);
+    uint64_t h =
+        koila__mix((uint64_t)s->op << 8 | s->grad_mode, (uint64_t)s->n_pos << 32 | s->n_kw);
+    for (uint32_t i = 0; i < s->n_tokens; i++)
+        h = hash_token(h, &s->tokens[i]);
+    for (uint32_t i = 0; i < s->n_kw; i++)
+        h = koila__mix(h, s->kw_names[i]);
+    for (uint32_t i = 0; i < s->n_fresh; i++)
+        h = koila__mix(h, s->outputs[i]);
     for (uint32_t w = 0; w < s->n_writes; w++) {
         h = koila__mix(h, (uint64_t)s->writes[w].input << 1 | s->writes[w].overwrites);
         for (uint32_t l = 0; l < s->writes[w].n_links; l++)
-            h = koila__mix(h, (uint64_t)s->writes[w].links[l].sig << 32 | s->writes[w].links[l].output);
+            h = koila__mix(h, (uint64_t)s->writes[w].links[l].sig << 32 |
+                                  s->writes[w].links[l].output);
     }
     return h;
 }
-static uint64_t sig_hash_of(const void *t, uint32_t id) { return hash_sig(((const koila_table *)t)->sigs.at[id]); }
+static uint64_t sig_hash_of(const void *t, uint32_t id)
+{
+    return hash_sig(((const koila_table *)t)->sigs.at[id]);
+}
 static bool sig_same(const void *t, uint32_t id, const void *key)
 {
-    const koila_sig_info *a = ((const koila_table *)t)->sigs.at[id], *b = key;
-    if (a->op != b->op || a->grad_mode != b->grad_mode || a->result_kind != b->result_kind || a->n_tokens != b->n_tokens || a->n_pos != b->n_pos ||
-        a->n_kw != b->n_kw || a->n_fresh != b->n_fresh || a->n_writes != b->n_writes)
+    const koila_sig_info *a = ((const koila_table *)t)->sigs.at[id];
+    const koila_sig_info *b = key;
+    if (a->op != b->op || a->grad_mode != b->grad_mode || a->result_kind != b->result_kind ||
+        a->n_tokens != b->n_tokens || a->n_pos != b->n_pos || a->n_kw != b->n_kw ||
+        a->n_fresh != b->n_fresh || a->n_writes != b->n_writes)
         return false;
     for (uint32_t i = 0; i < a->n_tokens; i++)
-        if (!token_same(&a->tokens[i], &b->tokens[i])) return false;
+        if (!token_same(&a->tokens[i], &b->tokens[i]))
+            return false;
     for (uint32_t i = 0; i < a->n_kw; i++)
-        if (a->kw_names[i] != b->kw_names[i]) return false;
+        if (a->kw_names[i] != b->kw_names[i])
+            return false;
     for (uint32_t i = 0; i < a->n_fresh; i++)
-        if (a->outputs[i] != b->outputs[i]) return false;
+        if (a->outputs[i] != b->outputs[i])
+            return false;
     for (uint32_t w = 0; w < a->n_writes; w++) {
-        const koila_write *x = &a->writes[w], *y = &b->writes[w];
-        if (x->input != y->input || x->overwrites != y->overwrites || x->n_links != y->n_links) return false;
+        const koila_write *x = &a->writes[w];
+        const koila_write *y = &b->writes[w];
+        if (x->input != y->input || x->overwrites != y->overwrites || x->n_links != y->n_links)
+            return false;
         for (uint32_t l = 0; l < x->n_links; l++)
-            if (x->links[l].sig != y->links[l].sig || x->links[l].output != y->links[l].output) return false;
+            if (x->links[l].sig != y->links[l].sig || x->links[l].output != y->links[l].output)
+                return false;
     }
     return true;
 }
@@ -235,34 +337,50 @@ static bool sig_same(const void *t, uint32_t id, const void *key)
 static koila_status check_desc(const koila_table *t, const koila_sig_info *d, uint32_t *n_inputs)
 {
     uint32_t n_tensors = 0, n_values = 0;
-    if (d->op >= t->ops.n || d->n_pos > 4096 || d->n_kw > 4096 || d->result_kind > 3) return KOILA_BAD_ARGUMENT;
-    if (d->n_fresh > UINT32_MAX / 2 || d->n_writes > UINT32_MAX / 2) return KOILA_BAD_ARGUMENT;
+    if (d->op >= t->ops.n || d->n_pos > 4096 || d->n_kw > 4096 || d->result_kind > 3)
+        return KOILA_BAD_ARGUMENT;
+    if (d->n_fresh > UINT32_MAX / 2 || d->n_writes > UINT32_MAX / 2)
+        return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_tokens; n_values++) {
         const uint32_t n_rest = d->tokens[i].kind == KOILA_ARG_LIST ? d->tokens[i].n : 0;
-        if (n_rest > d->n_tokens - i - 1) return KOILA_BAD_ARGUMENT;
+        if (n_rest > d->n_tokens - i - 1)
+            return KOILA_BAD_ARGUMENT;
         for (uint32_t k = i; k <= i + n_rest; k++) {
             const koila_arg *a = &d->tokens[k];
-            if (a->kind > KOILA_ARG_LIST || (a->kind == KOILA_ARG_LIST && k != i)) return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_TENSOR && (n_tensors++, a->u.id >= t->metas.n)) return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_BOOL && (uint64_t)a->u.i > 1) return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_STR && a->u.id >= t->texts.n) return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_DTYPE && a->u.id >= KOILA_N_DTYPES) return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_OPAQUE && a->u.id >= t->opaques.n) return KOILA_BAD_ARGUMENT;
+            if (a->kind > KOILA_ARG_LIST || (a->kind == KOILA_ARG_LIST && k != i))
+                return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_TENSOR && (n_tensors++, a->u.id >= t->metas.n))
+                return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_BOOL && (uint64_t)a->u.i > 1)
+                return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_STR && a->u.id >= t->texts.n)
+                return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_DTYPE && a->u.id >= KOILA_N_DTYPES)
+                return KOILA_BAD_ARGUMENT;
+            if (a->kind == KOILA_ARG_OPAQUE && a->u.id >= t->opaques.n)
+                return KOILA_BAD_ARGUMENT;
         }
         i += n_rest + 1;
     }
-    if (n_values != d->n_pos + d->n_kw) return KOILA_BAD_ARGUMENT;
+    if (n_values != d->n_pos + d->n_kw)
+        return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_kw; i++)
-        if (d->kw_names[i] >= t->texts.n) return KOILA_BAD_ARGUMENT;
+        if (d->kw_names[i] >= t->texts.n)
+            return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_fresh; i++)
-        if (d->outputs[i] != KOILA_NONE && d->outputs[i] >= t->metas.n) return KOILA_BAD_ARGUMENT;
+        if (d->outputs[i] != KOILA_NONE && d->outputs[i] >= t->metas.n)
+            return KOILA_BAD_ARGUMENT;
     for (uint32_t w = 0; w < d->n_writes; w++) {
-        if (d->writes[w].input >= n_tensors || (d->writes[w].overwrites && d->writes[w].n_links)) return KOILA_BAD_ARGUMENT;
+        if (d->writes[w].input >= n_tensors || (d->writes[w].overwrites && d->writes[w].n_links))
+            return KOILA_BAD_ARGUMENT;
         for (uint32_t l = 0; l < d->writes[w].n_links; l++) {
             const koila_link link = d->writes[w].links[l];
-            if (link.sig >= t->sigs.n) return KOILA_BAD_ARGUMENT;
+            if (link.sig >= t->sigs.n)
+                return KOILA_BAD_ARGUMENT;
             const koila_sig_info *view = koila__sig(t, link.sig);
-            if (view->n_inputs != 1 || view->n_writes || link.output >= view->n_fresh || view->outputs[link.output] == KOILA_NONE) return KOILA_BAD_ARGUMENT;
+            if (view->n_inputs != 1 || view->n_writes || link.output >= view->n_fresh ||
+                view->outputs[link.output] == KOILA_NONE)
+                return KOILA_BAD_ARGUMENT;
         }
     }
     *n_inputs = n_tensors;
@@ -272,26 +390,36 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
 static const koila_sig_info *copy_sig(koila_table *t, const koila_sig_info *d, uint32_t n_inputs)
 {
     koila_sig_info *s = koila__arena_alloc(&t->arena, sizeof *s);
-    const uint32_t n_values = d->n_pos + d->n_kw, n_outputs = d->n_fresh + d->n_writes;
+    const uint32_t n_values = d->n_pos + d->n_kw;
+    const uint32_t n_outputs = d->n_fresh + d->n_writes;
     koila_arg *tokens = koila__arena_array(&t->arena, d->n_tokens, sizeof *tokens);
     uint32_t *start = koila__arena_array(&t->arena, n_values, sizeof *start);
     uint32_t *kw_names = koila__arena_array(&t->arena, d->n_kw, sizeof *kw_names);
     koila_meta *inputs = koila__arena_array(&t->arena, n_inputs, sizeof *inputs);
     koila_meta *outputs = koila__arena_array(&t->arena, n_outputs, sizeof *outputs);
     koila_write *writes = koila__arena_array(&t->arena, d->n_writes, sizeof *writes);
-    if (!s || !tokens || !start || !kw_names || !inputs || !outputs || !writes) return NULL;
+    if (!s || !tokens || !start || !kw_names || !inputs || !outputs || !writes)
+        return NULL;
     *s = *d;
-    if (d->n_tokens) memcpy(tokens, d->tokens, d->n_tokens * sizeof *tokens);
-    if (d->n_kw) memcpy(kw_names, d->kw_names, d->n_kw * sizeof *kw_names);
-    if (d->n_fresh) memcpy(outputs, d->outputs, d->n_fresh * sizeof *outputs);
+    if (d->n_tokens)
+        memcpy(tokens, d->tokens, d->n_tokens * sizeof *tokens);
+    if (d->n_kw)
+        memcpy(kw_names, d->kw_names, d->n_kw * sizeof *kw_names);
+    if (d->n_fresh)
+        memcpy(outputs, d->outputs, d->n_fresh * sizeof *outputs);
     uint32_t k = 0, in = 0;
-    for (uint32_t i = 0; i < d->n_tokens; i += 1 + (tokens[i].kind == KOILA_ARG_LIST ? tokens[i].n : 0)) start[k++] = i;
+    for (uint32_t i = 0; i < d->n_tokens;
+         i += 1 + (tokens[i].kind == KOILA_ARG_LIST ? tokens[i].n : 0))
+        start[k++] = i;
     for (uint32_t i = 0; i < d->n_tokens; i++)
-        if (tokens[i].kind == KOILA_ARG_TENSOR) inputs[in++] = tokens[i].u.id;
+        if (tokens[i].kind == KOILA_ARG_TENSOR)
+            inputs[in++] = tokens[i].u.id;
     for (uint32_t w = 0; w < d->n_writes; w++) {
         koila_link *links = koila__arena_array(&t->arena, d->writes[w].n_links, sizeof *links);
-        if (!links) return NULL;
-        if (d->writes[w].n_links) memcpy(links, d->writes[w].links, d->writes[w].n_links * sizeof *links);
+        if (!links)
+            return NULL;
+        if (d->writes[w].n_links)
+            memcpy(links, d->writes[w].links, d->writes[w].n_links * sizeof *links);
         writes[w] = d->writes[w];
         writes[w].links = links;
         outputs[d->n_fresh + w] = inputs[d->writes[w].input];
@@ -315,14 +443,19 @@ koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_s
     uint32_t id = koila__idset_find(&t->sig_set, hash, sig_same, t, desc);
     if (id == KOILA_NONE) {
         const koila_sig_info *s = copy_sig(t, desc, n_inputs);
-        if (!s || !koila__idset_reserve(&t->mem, &t->sig_set, sig_hash_of, t) || !koila__vec_push(&t->mem, &t->sigs, s)) return KOILA_NO_MEMORY;
+        if (!s || !koila__idset_reserve(&t->mem, &t->sig_set, sig_hash_of, t) ||
+            !koila__vec_push(&t->mem, &t->sigs, s))
+            return KOILA_NO_MEMORY;
         id = t->sigs.n - 1;
         koila__idset_insert(&t->sig_set, hash, id);
     }
     *out = id;
     return KOILA_OK;
 }
-const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig) { return sig < t->sigs.n ? t->sigs.at[sig] : NULL; }
+const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig)
+{
+    return sig < t->sigs.n ? t->sigs.at[sig] : NULL;
+}
 uint32_t koila_table_n_sigs(const koila_table *t) { return t->sigs.n; }
 
 /* ---- life */
@@ -331,7 +464,8 @@ koila_status koila_table_new(const koila_allocator *mem, koila_table **out)
 {
     const koila_allocator a = koila__allocator(mem);
     koila_table *t = koila__realloc(&a, NULL, 0, sizeof *t);
-    if (!t) return KOILA_NO_MEMORY;
+    if (!t)
+        return KOILA_NO_MEMORY;
     memset(t, 0, sizeof *t);
     t->mem = a;
     koila__arena_init(&t->arena, &a);
@@ -341,10 +475,12 @@ koila_status koila_table_new(const koila_allocator *mem, koila_table **out)
 
 void koila_table_free(koila_table *t)
 {
-    if (!t) return;
+    if (!t)
+        return;
     const koila_allocator mem = t->mem;
     koila__idset *sets[] = { &t->op_set, &t->text_set, &t->meta_set, &t->sig_set };
-    for (size_t i = 0; i < KOILA_COUNT(sets); i++) koila__release(&mem, sets[i]->slot, sets[i]->n_slots * sizeof *sets[i]->slot);
+    for (size_t i = 0; i < KOILA_COUNT(sets); i++)
+        koila__release(&mem, sets[i]->slot, sets[i]->n_slots * sizeof *sets[i]->slot);
     koila__vec_free(&mem, &t->ops);
     koila__vec_free(&mem, &t->texts);
     koila__vec_free(&mem, &t->opaques);

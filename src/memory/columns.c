@@ -13,14 +13,16 @@ static const char *const stats[] = { KOILA__STAT_MAP(X) };
 static int index_of(const char *s, size_t n, const char *const *names, size_t n_names)
 {
     for (size_t i = 0; i < n_names; i++)
-        if (strlen(names[i]) == n && memcmp(names[i], s, n) == 0) return (int)i;
+        if (strlen(names[i]) == n && memcmp(names[i], s, n) == 0)
+            return (int)i;
     return -1;
 }
 
 static void list(char *out, size_t n_out, const char *const *names, size_t n)
 {
     size_t at = 0;
-    for (size_t i = 0; i < n && at < n_out; i++) at += (size_t)snprintf(out + at, n_out - at, "%s%s", i ? ", " : "", names[i]);
+    for (size_t i = 0; i < n && at < n_out; i++)
+        at += (size_t)snprintf(out + at, n_out - at, "%s%s", i ? ", " : "", names[i]);
 }
 
 koila_status koila__column_parse(const char *name, koila__column *out, koila_error *err)
@@ -31,36 +33,46 @@ koila_status koila__column_parse(const char *name, koila__column *out, koila_err
         return KOILA_OK;
     }
     char known[256];
-    const char *pool = strchr(name, '.'), *stat = pool ? strchr(pool + 1, '.') : NULL;
+    const char *pool = strchr(name, '.');
+    const char *stat = pool ? strchr(pool + 1, '.') : NULL;
     if (!stat || strchr(stat + 1, '.') || pool == name || stat == pool + 1 || !stat[1]) {
         list(known, sizeof known, words, KOILA_COUNT(words));
-        return koila__fail(err, KOILA_BAD_INPUT, 0, "column '%.60s': expected three dot-separated parts, metric.pool.stat, or one of %s", name,
-                           known);
+        return koila__fail(
+            err, KOILA_BAD_INPUT, 0,
+            "column '%.60s': expected three dot-separated parts, metric.pool.stat, or one of %s",
+            name, known);
     }
     int m = index_of(name, (size_t)(pool - name), metrics, KOILA_COUNT(metrics));
     int p = index_of(pool + 1, (size_t)(stat - pool - 1), pools, KOILA_COUNT(pools));
     int s = index_of(stat + 1, strlen(stat + 1), stats, KOILA_COUNT(stats));
     if (m < 0) {
         list(known, sizeof known, metrics, KOILA_COUNT(metrics));
-        return koila__fail(err, KOILA_BAD_INPUT, 0, "column '%.60s': no such metric; there are %s", name, known);
+        return koila__fail(err, KOILA_BAD_INPUT, 0, "column '%.60s': no such metric; there are %s",
+                           name, known);
     }
     if (p < 0 || s < 0) {
-        list(known, sizeof known, p < 0 ? pools : stats, p < 0 ? KOILA_COUNT(pools) : KOILA_COUNT(stats));
-        return koila__fail(err, KOILA_BAD_INPUT, 0, "column '%.60s': no such %s; there are %s", name, p < 0 ? "pool" : "stat", known);
+        list(known, sizeof known, p < 0 ? pools : stats,
+             p < 0 ? KOILA_COUNT(pools) : KOILA_COUNT(stats));
+        return koila__fail(err, KOILA_BAD_INPUT, 0, "column '%.60s': no such %s; there are %s",
+                           name, p < 0 ? "pool" : "stat", known);
     }
-    *out = (koila__column){ KOILA__WORD_METRIC, (enum koila__metric)m, (enum koila__pool)p, (enum koila__stat)s };
+    *out = (koila__column){ KOILA__WORD_METRIC, (enum koila__metric)m, (enum koila__pool)p,
+                            (enum koila__stat)s };
     return KOILA_OK;
 }
 
 const char *koila__column_head(const koila__column *c, int i)
 {
-    if (c->word != KOILA__WORD_METRIC) return i ? "" : words[c->word];
+    if (c->word != KOILA__WORD_METRIC)
+        return i ? "" : words[c->word];
     return i == 0 ? metrics[c->metric] : i == 1 ? pools[c->pool] : stats[c->stat];
 }
 const char *koila__column_name(const koila__column *c, char *buffer)
 {
-    if (c->word != KOILA__WORD_METRIC) snprintf(buffer, 64, "%s", words[c->word]);
-    else snprintf(buffer, 64, "%s.%s.%s", metrics[c->metric], pools[c->pool], stats[c->stat]);
+    if (c->word != KOILA__WORD_METRIC)
+        snprintf(buffer, 64, "%s", words[c->word]);
+    else
+        snprintf(buffer, 64, "%s.%s.%s", metrics[c->metric], pools[c->pool], stats[c->stat]);
     return buffer;
 }
 
@@ -68,49 +80,77 @@ static bool is_bytes(const koila__column *c)
 {
     switch (c->word) {
     case KOILA__WORD_HITS:
-    case KOILA__WORD_TIME: return false;
-    case KOILA__WORD_METRIC: return strstr(metrics[c->metric], "byte") != NULL;
-    default: return true;
+    case KOILA__WORD_TIME:
+        return false;
+    case KOILA__WORD_METRIC:
+        return strstr(metrics[c->metric], "byte") != NULL;
+    default:
+        return true;
     }
 }
 
 bool koila__column_needs_stats(const koila__column *c)
 {
-    if (c->word != KOILA__WORD_METRIC) return false;
+    if (c->word != KOILA__WORD_METRIC)
+        return false;
     switch (c->metric) {
     case KOILA__METRIC_ACTIVE:
     case KOILA__METRIC_ACTIVE_BYTES:
     case KOILA__METRIC_ALLOCATION:
-    case KOILA__METRIC_ALLOCATED_BYTES: return false;
-    case KOILA__METRIC_RESERVED_BYTES: return c->pool != KOILA__POOL_ALL || c->stat > KOILA__STAT_PEAK;
-    default: return true;
+    case KOILA__METRIC_ALLOCATED_BYTES:
+        return false;
+    case KOILA__METRIC_RESERVED_BYTES:
+        return c->pool != KOILA__POOL_ALL || c->stat > KOILA__STAT_PEAK;
+    default:
+        return true;
     }
 }
 
 /* Where an allocator's own statistic stands in koila__stats: metric-major, then pool. */
 static int stats_index(const koila__column *c)
 {
-    static const int order[KOILA__METRIC_N] = { [KOILA__METRIC_REQUESTED_BYTES] = 0, [KOILA__METRIC_INACTIVE_SPLIT] = 1,
-                                                [KOILA__METRIC_INACTIVE_SPLIT_BYTES] = 2, [KOILA__METRIC_SEGMENT] = 3,
+    static const int order[KOILA__METRIC_N] = { [KOILA__METRIC_REQUESTED_BYTES] = 0,
+                                                [KOILA__METRIC_INACTIVE_SPLIT] = 1,
+                                                [KOILA__METRIC_INACTIVE_SPLIT_BYTES] = 2,
+                                                [KOILA__METRIC_SEGMENT] = 3,
                                                 [KOILA__METRIC_RESERVED_BYTES] = 4 };
     return order[c->metric] * 3 + (int)c->pool;
 }
 
-bool koila__column_value(koila__lines *l, const koila__column *c, const koila__row *row, int device, double *out)
+bool koila__column_value(koila__lines *l, const koila__column *c, const koila__row *row, int device,
+                         double *out)
 {
     const koila__rec *rec = koila__row_rec(l, row, device);
-    if (!row->recorded || !rec) return false;
+    if (!row->recorded || !rec)
+        return false;
     const koila__credit credit = koila__row_credit(l, row, device);
     switch (c->word) {
-    case KOILA__WORD_HITS: *out = (double)row->n_hits; return true;
-    case KOILA__WORD_TIME: *out = koila__ticks_to_ns(l, row->n_ticks); return true;
-    case KOILA__WORD_RISE: *out = (double)rec->rise; return true;
-    case KOILA__WORD_DELTA: *out = (double)(rec->sum_delta + (int64_t)(credit.alloc - credit.freed)); return true;
-    case KOILA__WORD_ALLOC: *out = (double)(rec->sum_alloc + credit.alloc); return true;
-    case KOILA__WORD_FREED: *out = (double)(rec->sum_freed + credit.freed); return true;
-    case KOILA__WORD_BACKWARD: *out = (double)credit.backward; return l->sees_nodes;
-    case KOILA__WORD_RSS: *out = (double)row->rss_bytes; return true;
-    case KOILA__WORD_METRIC: break;
+    case KOILA__WORD_HITS:
+        *out = (double)row->n_hits;
+        return true;
+    case KOILA__WORD_TIME:
+        *out = koila__ticks_to_ns(l, row->n_ticks);
+        return true;
+    case KOILA__WORD_RISE:
+        *out = (double)rec->rise;
+        return true;
+    case KOILA__WORD_DELTA:
+        *out = (double)(rec->sum_delta + (int64_t)(credit.alloc - credit.freed));
+        return true;
+    case KOILA__WORD_ALLOC:
+        *out = (double)(rec->sum_alloc + credit.alloc);
+        return true;
+    case KOILA__WORD_FREED:
+        *out = (double)(rec->sum_freed + credit.freed);
+        return true;
+    case KOILA__WORD_BACKWARD:
+        *out = (double)credit.backward;
+        return l->sees_nodes;
+    case KOILA__WORD_RSS:
+        *out = (double)row->rss_bytes;
+        return true;
+    case KOILA__WORD_METRIC:
+        break;
     }
     if (rec->stats_max && koila__column_needs_stats(c)) {
         int i = stats_index(c);
@@ -121,31 +161,46 @@ bool koila__column_value(koila__lines *l, const koila__column *c, const koila__r
         return true;
     }
     bool on_cpu = device == 0 || (device < 0 && row->seen_target == 0);
-    if (koila__column_needs_stats(c) && !on_cpu) return false;
-    if (c->metric == KOILA__METRIC_INACTIVE_SPLIT || c->metric == KOILA__METRIC_INACTIVE_SPLIT_BYTES) {
+    if (koila__column_needs_stats(c) && !on_cpu)
+        return false;
+    if (c->metric == KOILA__METRIC_INACTIVE_SPLIT ||
+        c->metric == KOILA__METRIC_INACTIVE_SPLIT_BYTES) {
         *out = 0;
         return true;
     }
-    static const int flow_of_pool[] = { [KOILA__POOL_ALL] = 0, [KOILA__POOL_SMALL] = 1, [KOILA__POOL_LARGE] = 2 };
+    static const int flow_of_pool[] = { [KOILA__POOL_ALL] = 0,
+                                        [KOILA__POOL_SMALL] = 1,
+                                        [KOILA__POOL_LARGE] = 2 };
     int i = flow_of_pool[c->pool] + (is_bytes(c) ? 0 : 3); /* the same order as koila__q */
     bool active = c->metric == KOILA__METRIC_ACTIVE || c->metric == KOILA__METRIC_ACTIVE_BYTES;
-    int q = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu ? KOILA__Q_RESERVED : active && !on_cpu ? KOILA__Q_ACTIVE + i : i;
+    int q = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu ? KOILA__Q_RESERVED
+            : active && !on_cpu                                  ? KOILA__Q_ACTIVE + i
+                                                                 : i;
     switch (c->stat) {
     case KOILA__STAT_PEAK:
         *out = (double)rec->peak[q];
-        if (i == KOILA__Q_BYTES_ALL && (double)credit.peak > *out) *out = (double)credit.peak;
+        if (i == KOILA__Q_BYTES_ALL && (double)credit.peak > *out)
+            *out = (double)credit.peak;
         break;
-    case KOILA__STAT_CURRENT: *out = (double)rec->current[q]; break;
-    case KOILA__STAT_ALLOCATED: *out = (double)rec->allocated[i]; break;
-    default: *out = (double)rec->freed[i]; break;
+    case KOILA__STAT_CURRENT:
+        *out = (double)rec->current[q];
+        break;
+    case KOILA__STAT_ALLOCATED:
+        *out = (double)rec->allocated[i];
+        break;
+    default:
+        *out = (double)rec->freed[i];
+        break;
     }
     return true;
 }
 
 const char *koila__column_text(const koila__column *c, double value, char *buffer)
 {
-    if (c->word == KOILA__WORD_TIME) return koila__time_text(value, buffer);
-    if (is_bytes(c)) return koila__size_text(value, buffer);
+    if (c->word == KOILA__WORD_TIME)
+        return koila__time_text(value, buffer);
+    if (is_bytes(c))
+        return koila__size_text(value, buffer);
     snprintf(buffer, 32, "%.0f", value);
     return buffer;
 }

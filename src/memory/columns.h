@@ -1,11 +1,13 @@
-/* columns.h — the columns of a line table: their names, what they read from a row, and how they are written.
+/* columns.h — the columns of a line table: their names, what they read from a row, and how they are
+ * written.
  *
- * A column is one of the words (hits, time, rise, delta, alloc, freed, rss, backward) or metric.pool.stat, as the CUDA allocator's statistics are
- * called. Where the numbers come from:
+ * A column is one of the words (hits, time, rise, delta, alloc, freed, rss, backward) or
+ * metric.pool.stat, as the CUDA allocator's statistics are called. Where the numbers come from:
  *   allocated_bytes, allocation   = the device's bytes, its number of blocks; from events, any pool
  *   active_bytes, active          = the same and what waits for another stream (peak, current)
  *   reserved_bytes.all            = from events (peak, current)
- *   requested_bytes, inactive_split(_bytes), segment, other reserved_bytes = read from the allocator, where there is one that keeps them
+ *   requested_bytes, inactive_split(_bytes), segment, other reserved_bytes = read from the
+ *       allocator, where there is one that keeps them
  * On the CPU there is no cache: requested = reserved = active, segment = allocation, inactive = 0.
  */
 #ifndef KOILA_SRC_COLUMNS_H
@@ -14,14 +16,21 @@
 #include "memory/linetab.h"
 #include "base/text.h"
 
-#define KOILA__WORD_MAP(X)                                                                                    \
-    X(HITS, "hits") X(TIME, "time") X(RISE, "rise") X(DELTA, "delta") X(ALLOC, "alloc") X(FREED, "freed") X(RSS, "rss") X(BACKWARD, "backward")
-#define KOILA__METRIC_MAP(X)                                                                                  \
-    X(ACTIVE, "active") X(ACTIVE_BYTES, "active_bytes") X(ALLOCATION, "allocation") X(ALLOCATED_BYTES, "allocated_bytes") \
-    X(REQUESTED_BYTES, "requested_bytes") X(RESERVED_BYTES, "reserved_bytes") X(INACTIVE_SPLIT, "inactive_split") \
-    X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes") X(SEGMENT, "segment")
+#define KOILA__WORD_MAP(X)                                                                         \
+    X(HITS, "hits")                                                                                \
+    X(TIME, "time")                                                                                \
+    X(RISE, "rise")                                                                                \
+    X(DELTA, "delta") X(ALLOC, "alloc") X(FREED, "freed") X(RSS, "rss") X(BACKWARD, "backward")
+#define KOILA__METRIC_MAP(X)                                                                       \
+    X(ACTIVE, "active")                                                                            \
+    X(ACTIVE_BYTES, "active_bytes")                                                                \
+    X(ALLOCATION, "allocation")                                                                    \
+    X(ALLOCATED_BYTES, "allocated_bytes") X(REQUESTED_BYTES, "requested_bytes")                    \
+        X(RESERVED_BYTES, "reserved_bytes") X(INACTIVE_SPLIT, "inactive_split")                    \
+            X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes") X(SEGMENT, "segment")
 #define KOILA__POOL_MAP(X) X(ALL, "all") X(LARGE, "large_pool") X(SMALL, "small_pool")
-#define KOILA__STAT_MAP(X) X(CURRENT, "current") X(PEAK, "peak") X(ALLOCATED, "allocated") X(FREED, "freed")
+#define KOILA__STAT_MAP(X)                                                                         \
+    X(CURRENT, "current") X(PEAK, "peak") X(ALLOCATED, "allocated") X(FREED, "freed")
 
 enum koila__word {
 #define X(id, name) KOILA__WORD_##id,
@@ -59,8 +68,10 @@ const char *koila__column_name(const koila__column *c, char *buffer);
 /* Must this column be read from the allocator of an accelerator? */
 bool koila__column_needs_stats(const koila__column *c);
 
-/* The number in a row, for device `device` (< 0: the target). false: the row has none (no hit, or never read). */
-bool koila__column_value(koila__lines *l, const koila__column *c, const koila__row *row, int device, double *out);
+/* The number in a row, for device `device` (< 0: the target). false: the row has none (no hit, or
+ * never read). */
+bool koila__column_value(koila__lines *l, const koila__column *c, const koila__row *row, int device,
+                         double *out);
 /* As the table shows it: sizes, whole numbers, times. 32 bytes of buffer. */
 const char *koila__column_text(const koila__column *c, double value, char *buffer);
 

@@ -1,9 +1,11 @@
 /* freemem.c — see freemem.h.
  *
- * Where the control group is: /proc/self/cgroup says its path within a hierarchy ("0::/a/b" is version 2, "4:memory:/a/b" is version 1),
- * /proc/self/mountinfo says where that hierarchy is mounted and which of its directories is the root of the mount (in a container the
- * mount often starts at the container's own group). We read the directory and every ancestor up to the mount point, for each may limit.
- * File cache that nobody has touched lately (inactive_file) is given back before the group is out of memory, so it counts as free.
+ * Where the control group is: /proc/self/cgroup says its path within a hierarchy ("0::/a/b" is
+ * version 2, "4:memory:/a/b" is version 1), /proc/self/mountinfo says where that hierarchy is
+ * mounted and which of its directories is the root of the mount (in a container the mount often
+ * starts at the container's own group). We read the directory and every ancestor up to the mount
+ * point, for each may limit. File cache that nobody has touched lately (inactive_file) is given
+ * back before the group is out of memory, so it counts as free.
  */
 #include "memory/freemem.h"
 
@@ -25,13 +27,15 @@ const char *koila__freemem_name(int i)
 static FILE *open_at(const char *root, const char *path)
 {
     char full[3 * PATH_N];
-    if (snprintf(full, sizeof full, "%s%s", root, path) >= (int)sizeof full) return NULL;
+    if (snprintf(full, sizeof full, "%s%s", root, path) >= (int)sizeof full)
+        return NULL;
     return fopen(full, "re");
 }
 
 static uint64_t minus(uint64_t limit, uint64_t used) { return used < limit ? limit - used : 0; }
 
-/* The number after `key` at the start of a line ("VmData:\t 123 kB" -> 123 * unit); UINT64_MAX if there is none. */
+/* The number after `key` at the start of a line ("VmData:\t 123 kB" -> 123 * unit); UINT64_MAX if
+ * there is none. */
 static uint64_t number_after(const char *root, const char *path, const char *key, uint64_t unit)
 {
     FILE *f = open_at(root, path);
@@ -40,11 +44,14 @@ static uint64_t number_after(const char *root, const char *path, const char *key
     while (f && value == UINT64_MAX && fgets(line, sizeof line, f)) {
         size_t n = strlen(key);
         char *end;
-        if (strncmp(line, key, n) != 0) continue;
+        if (strncmp(line, key, n) != 0)
+            continue;
         unsigned long long v = strtoull(line + n, &end, 10);
-        if (end != line + n) value = v > UINT64_MAX / unit ? UINT64_MAX : v * unit;
+        if (end != line + n)
+            value = v > UINT64_MAX / unit ? UINT64_MAX : v * unit;
     }
-    if (f) fclose(f);
+    if (f)
+        fclose(f);
     return value;
 }
 
@@ -52,14 +59,19 @@ static uint64_t number_after(const char *root, const char *path, const char *key
 static uint64_t free_in_group(const char *root, const char *dir, int version)
 {
     char path[2 * PATH_N + 64];
-#define READ(file) (snprintf(path, sizeof path, "%s/%s", dir, file), number_after(root, path, "", 1))
-    uint64_t limit = READ(version == 2 ? "memory.max" : "memory.limit_in_bytes"); /* "max" is no number: no limit */
+#define READ(file)                                                                                 \
+    (snprintf(path, sizeof path, "%s/%s", dir, file), number_after(root, path, "", 1))
+    /* "max" is no number: no limit */
+    uint64_t limit = READ(version == 2 ? "memory.max" : "memory.limit_in_bytes");
     uint64_t usage = READ(version == 2 ? "memory.current" : "memory.usage_in_bytes");
 #undef READ
-    if (limit >= (uint64_t)1 << 60 || usage == UINT64_MAX) return UINT64_MAX;
+    if (limit >= (uint64_t)1 << 60 || usage == UINT64_MAX)
+        return UINT64_MAX;
     snprintf(path, sizeof path, "%s/memory.stat", dir);
-    uint64_t cache = number_after(root, path, version == 2 ? "inactive_file " : "total_inactive_file ", 1);
-    if (cache != UINT64_MAX) usage = minus(usage, cache);
+    uint64_t cache =
+        number_after(root, path, version == 2 ? "inactive_file " : "total_inactive_file ", 1);
+    if (cache != UINT64_MAX)
+        usage = minus(usage, cache);
     return minus(limit, usage);
 }
 
@@ -67,11 +79,13 @@ static bool has_word(const char *list, const char *word)
 {
     size_t n = strlen(word);
     for (const char *p = list; (p = strstr(p, word)); p += n)
-        if ((p == list || p[-1] == ',') && (p[n] == ',' || p[n] == 0)) return true;
+        if ((p == list || p[-1] == ',') && (p[n] == ',' || p[n] == 0))
+            return true;
     return false;
 }
 
-/* Path of this process's group in the hierarchy of `version` (1: the one with the memory controller). */
+/* Path of this process's group in the hierarchy of `version` (1: the one with the memory
+ * controller). */
 static bool group_path(const char *root, int version, char *out)
 {
     FILE *f = open_at(root, "/proc/self/cgroup");
@@ -79,14 +93,19 @@ static bool group_path(const char *root, int version, char *out)
     bool found = false;
     while (f && !found && fgets(line, sizeof line, f)) {
         line[strcspn(line, "\n")] = 0;
-        char *controllers = strchr(line, ':'), *path = controllers ? strchr(controllers + 1, ':') : NULL;
-        if (!path) continue;
+        char *controllers = strchr(line, ':');
+        char *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        if (!path)
+            continue;
         *controllers++ = 0;
         *path++ = 0;
-        found = version == 2 ? strcmp(line, "0") == 0 && !*controllers : has_word(controllers, "memory");
-        if (found) snprintf(out, PATH_N, "%s", path);
+        found = version == 2 ? strcmp(line, "0") == 0 && !*controllers
+                             : has_word(controllers, "memory");
+        if (found)
+            snprintf(out, PATH_N, "%s", path);
     }
-    if (f) fclose(f);
+    if (f)
+        fclose(f);
     return found;
 }
 
@@ -98,28 +117,36 @@ static bool group_mount(const char *root, int version, char *mount_root, char *m
     bool found = false;
     while (f && !found && fgets(line, sizeof line, f)) {
         char *dash = strstr(line, " - ");
-        if (!dash || sscanf(line, "%*s %*s %*s %4095s %4095s", mount_root, mount_point) != 2) continue;
-        if (sscanf(dash + 3, "%63s %*s %4095s", type, super) != 2) continue;
-        found = version == 2 ? strcmp(type, "cgroup2") == 0 : strcmp(type, "cgroup") == 0 && has_word(super, "memory");
+        if (!dash || sscanf(line, "%*s %*s %*s %4095s %4095s", mount_root, mount_point) != 2)
+            continue;
+        if (sscanf(dash + 3, "%63s %*s %4095s", type, super) != 2)
+            continue;
+        found = version == 2 ? strcmp(type, "cgroup2") == 0
+                             : strcmp(type, "cgroup") == 0 && has_word(super, "memory");
     }
-    if (f) fclose(f);
+    if (f)
+        fclose(f);
     return found;
 }
 
 static uint64_t free_in_cgroups(const char *root, int version)
 {
     char path[PATH_N], mount_root[PATH_N], mount_point[PATH_N], dir[2 * PATH_N];
-    if (!group_path(root, version, path) || !group_mount(root, version, mount_root, mount_point)) return UINT64_MAX;
+    if (!group_path(root, version, path) || !group_mount(root, version, mount_root, mount_point))
+        return UINT64_MAX;
     const char *below = path;
     size_t n = strlen(mount_root);
-    if (n > 1 && strncmp(path, mount_root, n) == 0 && (path[n] == '/' || path[n] == 0)) below = path + n;
+    if (n > 1 && strncmp(path, mount_root, n) == 0 && (path[n] == '/' || path[n] == 0))
+        below = path + n;
     snprintf(dir, sizeof dir, "%s%s", mount_point, strcmp(below, "/") == 0 ? "" : below);
     uint64_t least = UINT64_MAX;
     for (size_t n_mount = strlen(mount_point); strlen(dir) >= n_mount;) {
         uint64_t here = free_in_group(root, dir, version);
-        if (here < least) least = here;
+        if (here < least)
+            least = here;
         char *slash = strrchr(dir, '/');
-        if (!slash) break;
+        if (!slash)
+            break;
         *slash = 0;
     }
     return least;
@@ -128,25 +155,35 @@ static uint64_t free_in_cgroups(const char *root, int version)
 static uint64_t rlimit_of(const char *root, int which, const char *key)
 {
     struct rlimit r;
-    if (*root) return number_after(root, "/proc/self/limits", key, 1); /* "unlimited" is no number */
-    if (getrlimit((__rlimit_resource_t)which, &r) != 0 || r.rlim_cur == RLIM_INFINITY) return UINT64_MAX;
+    /* "unlimited" is no number */
+    if (*root)
+        return number_after(root, "/proc/self/limits", key, 1);
+    if (getrlimit((__rlimit_resource_t)which, &r) != 0 || r.rlim_cur == RLIM_INFINITY)
+        return UINT64_MAX;
     return r.rlim_cur;
 }
 
 static uint64_t under_rlimit(const char *root, int which, const char *key, const char *used_key)
 {
-    uint64_t limit = rlimit_of(root, which, key), used = number_after(root, "/proc/self/status", used_key, 1024);
+    uint64_t limit = rlimit_of(root, which, key);
+    uint64_t used = number_after(root, "/proc/self/status", used_key, 1024);
     return limit == UINT64_MAX || used == UINT64_MAX ? UINT64_MAX : minus(limit, used);
 }
 
 void koila__freemem_read(const char *root, koila__freemem *out)
 {
-    uint64_t v1 = free_in_cgroups(root, 1), v2 = free_in_cgroups(root, 2);
+    uint64_t v1 = free_in_cgroups(root, 1);
+    uint64_t v2 = free_in_cgroups(root, 2);
     out->bytes[KOILA__FREEMEM_CGROUP] = v1 < v2 ? v1 : v2;
-    out->bytes[KOILA__FREEMEM_RLIMIT_DATA] = under_rlimit(root, RLIMIT_DATA, "Max data size", "VmData:");
-    out->bytes[KOILA__FREEMEM_RLIMIT_AS] = under_rlimit(root, RLIMIT_AS, "Max address space", "VmSize:");
-    out->bytes[KOILA__FREEMEM_AVAILABLE] = number_after(root, "/proc/meminfo", "MemAvailable:", 1024);
+    out->bytes[KOILA__FREEMEM_RLIMIT_DATA] =
+        under_rlimit(root, RLIMIT_DATA, "Max data size", "VmData:");
+    out->bytes[KOILA__FREEMEM_RLIMIT_AS] =
+        under_rlimit(root, RLIMIT_AS, "Max address space", "VmSize:");
+    out->bytes[KOILA__FREEMEM_AVAILABLE] =
+        number_after(root, "/proc/meminfo", "MemAvailable:", 1024);
     out->bound = -1;
     for (int i = 0; i < KOILA__FREEMEM_N; i++)
-        if (out->bytes[i] != UINT64_MAX && (out->bound < 0 || out->bytes[i] < out->bytes[out->bound])) out->bound = i;
+        if (out->bytes[i] != UINT64_MAX &&
+            (out->bound < 0 || out->bytes[i] < out->bytes[out->bound]))
+            out->bound = i;
 }

@@ -1,6 +1,7 @@
 /* freemem.h — how much memory this process can still take before somebody stops it.
  *
- *   cgroup       least of (limit - usage) over this process's control group and its ancestors, version 1 or 2
+ *   cgroup       least of (limit - usage) over this process's control group and its ancestors,
+ *                version 1 or 2
  *   rlimit_data  RLIMIT_DATA - VmData        rlimit_as  RLIMIT_AS - VmSize
  *   available    MemAvailable: what the kernel can give without swapping
  */
@@ -9,12 +10,14 @@
 
 #include "base/base.h"
 
-#define KOILA__FREEMEM_MAP(X) X(CGROUP, "cgroup") X(RLIMIT_DATA, "rlimit_data") X(RLIMIT_AS, "rlimit_as") X(AVAILABLE, "available")
+#define KOILA__FREEMEM_MAP(X)                                                                      \
+    X(CGROUP, "cgroup")                                                                            \
+    X(RLIMIT_DATA, "rlimit_data") X(RLIMIT_AS, "rlimit_as") X(AVAILABLE, "available")
 enum {
 #define KOILA__FREEMEM_ENUM(id, name) KOILA__FREEMEM_##id,
     KOILA__FREEMEM_MAP(KOILA__FREEMEM_ENUM)
 #undef KOILA__FREEMEM_ENUM
-    KOILA__FREEMEM_N
+        KOILA__FREEMEM_N
 };
 
 typedef struct koila__freemem {
@@ -22,8 +25,9 @@ typedef struct koila__freemem {
     int bound;                        /* index of the smallest; -1 if there is none */
 } koila__freemem;
 
-/* Read now. `root` is put in front of /proc and of the cgroup mount points: "" but in tests. With another root the rlimits are read from
- * root/proc/self/limits too, otherwise from the system. Never fails: what cannot be read limits nothing. */
+/* Read now. `root` is put in front of /proc and of the cgroup mount points: "" but in tests. With
+ * another root the rlimits are read from root/proc/self/limits too, otherwise from the system.
+ * Never fails: what cannot be read limits nothing. */
 void koila__freemem_read(const char *root, koila__freemem *out);
 const char *koila__freemem_name(int i);
 

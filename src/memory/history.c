@@ -14,13 +14,16 @@ void koila__history_deinit(koila__history *h)
     h->n = h->capacity = 0;
 }
 
-void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes, uint32_t tag)
+void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes,
+                        uint32_t tag)
 {
-    while (atomic_flag_test_and_set_explicit(&h->busy, memory_order_acquire)) continue;
+    while (atomic_flag_test_and_set_explicit(&h->busy, memory_order_acquire))
+        continue;
     bool full = h->n_lost || (h->begun && h->n - h->n_first >= h->limit);
     if (h->n == h->capacity && !full) {
         size_t wider = h->capacity ? h->capacity * 2 : 1024;
-        koila__event *more = koila__realloc(&h->mem, h->events, h->capacity * sizeof *more, wider * sizeof *more);
+        koila__event *more =
+            koila__realloc(&h->mem, h->events, h->capacity * sizeof *more, wider * sizeof *more);
         if (more) {
             h->events = more;
             h->capacity = wider;
@@ -29,7 +32,8 @@ void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n
     if (h->n == h->capacity || full) {
         h->n_lost++;
     } else {
-        if (h->n && ns < h->events[h->n - 1].ns) ns = h->events[h->n - 1].ns;
+        if (h->n && ns < h->events[h->n - 1].ns)
+            ns = h->events[h->n - 1].ns;
         h->events[h->n++] = (koila__event){ ns, p, n_bytes, tag };
     }
     atomic_flag_clear_explicit(&h->busy, memory_order_release);
@@ -47,11 +51,15 @@ typedef struct live_map {
     size_t n_slots;
     const koila__event *events;
 } live_map;
-static size_t live_home(const live_map *m, const void *p) { return ((uintptr_t)p >> 4) * 0x9E3779B97F4A7C15u >> 20 & (m->n_slots - 1); }
+static size_t live_home(const live_map *m, const void *p)
+{
+    return ((uintptr_t)p >> 4) * 0x9E3779B97F4A7C15u >> 20 & (m->n_slots - 1);
+}
 static size_t live_find(const live_map *m, const void *p)
 {
     size_t k = live_home(m, p);
-    while (m->slots[k] && m->events[m->slots[k] - 1].p != p) k = (k + 1) & (m->n_slots - 1);
+    while (m->slots[k] && m->events[m->slots[k] - 1].p != p)
+        k = (k + 1) & (m->n_slots - 1);
     return k;
 }
 static void live_remove(live_map *m, size_t hole)
@@ -60,7 +68,9 @@ static void live_remove(live_map *m, size_t hole)
     m->slots[hole] = 0;
     for (size_t k = (hole + 1) & mask; m->slots[k]; k = (k + 1) & mask) {
         size_t home = live_home(m, m->events[m->slots[k] - 1].p);
-        if (((k - home) & mask) < ((k - hole) & mask)) continue; /* it would not be found from its home any more */
+        /* it would not be found from its home any more */
+        if (((k - home) & mask) < ((k - hole) & mask))
+            continue;
         m->slots[hole] = m->slots[k];
         m->slots[k] = 0;
         hole = k;
@@ -70,8 +80,10 @@ static void live_remove(live_map *m, size_t hole)
 koila_status koila__history_solve(koila__history *h)
 {
     size_t n_slots = 64, kept = 0;
-    while (n_slots < h->n * 2) n_slots *= 2;
-    live_map live = { koila__realloc(&h->mem, NULL, 0, n_slots * sizeof(size_t)), n_slots, h->events };
+    while (n_slots < h->n * 2)
+        n_slots *= 2;
+    live_map live = { koila__realloc(&h->mem, NULL, 0, n_slots * sizeof(size_t)), n_slots,
+                      h->events };
     size_t *other = koila__realloc(&h->mem, NULL, 0, (h->n + 1) * sizeof *other);
     if (!live.slots || !other) {
         koila__release(&h->mem, live.slots, n_slots * sizeof *live.slots);
@@ -83,7 +95,8 @@ koila_status koila__history_solve(koila__history *h)
     size_t n_first = h->n_first;
     for (size_t i = 0; i < h->n; i++) {
         koila__event e = h->events[i];
-        if (i == h->n_first) h->start = now;
+        if (i == h->n_first)
+            h->start = now;
         size_t k = live_find(&live, e.p);
         if (e.n_bytes < 0 && !live.slots[k]) { /* a block nobody knew */
             n_first -= i < h->n_first;
@@ -111,7 +124,8 @@ koila_status koila__history_solve(koila__history *h)
         }
         kept++;
     }
-    if (h->n_first >= h->n) h->start = now;
+    if (h->n_first >= h->n)
+        h->start = now;
     if (h->start >= h->peak) { /* it never rose above the beginning */
         h->peak = h->start;
         h->peak_at = n_first ? n_first - 1 : SIZE_MAX;
@@ -128,8 +142,10 @@ koila_status koila__history_solve(koila__history *h)
 /* ---- the page */
 
 enum { WIDTH = 1000, HEIGHT = 360, SHOWN = 14, FLAME = 26 };
-static const char *const colours[SHOWN + 1] = { "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7",
-                                               "#9c755f", "#86bcb6", "#d37295", "#499894", "#b6992d", "#a0cbe8", "#bab0ac" };
+static const char *const colours[SHOWN + 1] = { "#4e79a7", "#f28e2b", "#59a14f", "#e15759",
+                                                "#76b7b2", "#edc948", "#b07aa1", "#ff9da7",
+                                                "#9c755f", "#86bcb6", "#d37295", "#499894",
+                                                "#b6992d", "#a0cbe8", "#bab0ac" };
 
 typedef struct group_sums {
     uint64_t live, highest, at_peak, total, n_blocks;
@@ -157,9 +173,11 @@ static void sum_up(page *pg)
         if (h->events[i].n_bytes > 0) {
             g->n_blocks++;
             g->total += (uint64_t)h->events[i].n_bytes;
-            if (h->peak_at != SIZE_MAX && koila__history_is_live(h, i, h->peak_at)) g->at_peak += (uint64_t)h->events[i].n_bytes;
+            if (h->peak_at != SIZE_MAX && koila__history_is_live(h, i, h->peak_at))
+                g->at_peak += (uint64_t)h->events[i].n_bytes;
         }
-        if (g->live > g->highest) g->highest = g->live;
+        if (g->live > g->highest)
+            g->highest = g->live;
     }
 }
 static bool is_larger(const group_sums *a, const group_sums *b)
@@ -168,7 +186,8 @@ static bool is_larger(const group_sums *a, const group_sums *b)
 }
 static void put_in_order(page *pg)
 {
-    for (uint32_t i = 0; i < pg->n_groups; i++) { /* there are few: insertion into the head of the list */
+    /* there are few: insertion into the head of the list */
+    for (uint32_t i = 0; i < pg->n_groups; i++) {
         uint32_t k = i;
         pg->order[i] = i;
         for (; k > 0 && is_larger(&pg->groups[pg->order[k]], &pg->groups[pg->order[k - 1]]); k--) {
@@ -177,19 +196,22 @@ static void put_in_order(page *pg)
             pg->order[k - 1] = swap;
         }
     }
-    for (uint32_t i = 0; i < pg->n_groups; i++) pg->groups[pg->order[i]].shown = i < SHOWN ? (int)i : SHOWN;
+    for (uint32_t i = 0; i < pg->n_groups; i++)
+        pg->groups[pg->order[i]].shown = i < SHOWN ? (int)i : SHOWN;
 }
 /* For every column of the picture what was live at its highest moment. */
 static void fill_columns(page *pg)
 {
     const koila__history *h = pg->h;
     uint64_t now[SHOWN + 1] = { 0 }, total = 0, highest = 0;
-    uint64_t t0 = h->n > h->n_first ? h->events[h->n_first].ns : 0, span = h->n ? h->events[h->n - 1].ns - t0 + 1 : 1;
+    uint64_t t0 = h->n > h->n_first ? h->events[h->n_first].ns : 0;
+    uint64_t span = h->n ? h->events[h->n - 1].ns - t0 + 1 : 1;
     size_t column = 0;
     for (size_t i = 0; i < h->n; i++) {
         const koila__event *e = &h->events[i];
         size_t c = i < h->n_first ? 0 : (size_t)((double)(e->ns - t0) * WIDTH / (double)span);
-        for (; column < c && column + 1 < WIDTH; column++) { /* the next columns begin as this one ended */
+        /* the next columns begin as this one ended */
+        for (; column < c && column + 1 < WIDTH; column++) {
             memcpy(pg->columns[column + 1], now, sizeof now);
             highest = total;
         }
@@ -200,7 +222,8 @@ static void fill_columns(page *pg)
             memcpy(pg->columns[column], now, sizeof now);
         }
     }
-    for (; column + 1 < WIDTH; column++) memcpy(pg->columns[column + 1], now, sizeof now);
+    for (; column + 1 < WIDTH; column++)
+        memcpy(pg->columns[column + 1], now, sizeof now);
 }
 
 static const char *label(const page *pg, uint32_t group)
@@ -212,23 +235,32 @@ static void write_curve(page *pg)
 {
     char size[32];
     uint64_t top = pg->h->peak ? pg->h->peak : 1;
-    koila__text_printf(pg->out, "<svg viewBox=\"0 0 %d %d\" preserveAspectRatio=\"none\" role=\"img\" class=\"curve\">\n", WIDTH, HEIGHT);
+    koila__text_printf(
+        pg->out,
+        "<svg viewBox=\"0 0 %d %d\" preserveAspectRatio=\"none\" role=\"img\" class=\"curve\">\n",
+        WIDTH, HEIGHT);
     for (int k = 0; k <= SHOWN; k++) {
         bool any = false;
-        for (int c = 0; c < WIDTH; c++) any |= pg->columns[c][k] != 0;
-        if (!any) continue;
+        for (int c = 0; c < WIDTH; c++)
+            any |= pg->columns[c][k] != 0;
+        if (!any)
+            continue;
         koila__text_printf(pg->out, "<path fill=\"%s\" d=\"M", colours[k]);
         for (int side = 0; side < 2; side++)
             for (int i = 0; i < WIDTH; i++) {
                 int c = side ? WIDTH - 1 - i : i;
                 uint64_t below = 0;
-                for (int j = 0; j < k + !side; j++) below += pg->columns[c][j];
-                koila__text_printf(pg->out, "%d %.1f ", c, HEIGHT - HEIGHT * (double)below / (double)top);
+                for (int j = 0; j < k + !side; j++)
+                    below += pg->columns[c][j];
+                koila__text_printf(pg->out, "%d %.1f ", c,
+                                   HEIGHT - HEIGHT * (double)below / (double)top);
             }
         uint32_t group = k < SHOWN ? pg->order[k] : 0;
         koila__text_puts(pg->out, "z\"><title>");
         koila__text_html(pg->out, k < SHOWN ? label(pg, group) : "all other lines");
-        if (k < SHOWN) koila__text_printf(pg->out, ": at most %s", koila__size_text((double)pg->groups[group].highest, size));
+        if (k < SHOWN)
+            koila__text_printf(pg->out, ": at most %s",
+                               koila__size_text((double)pg->groups[group].highest, size));
         koila__text_puts(pg->out, "</title></path>\n");
     }
     koila__text_puts(pg->out, "</svg>\n");
@@ -239,16 +271,22 @@ static size_t file_length(const char *s)
     const char *colon = strrchr(s, ':');
     return colon ? (size_t)(colon - s) : strlen(s);
 }
-static void write_box(page *pg, double x, double width, int row, const char *colour, const char *text, size_t n, uint64_t bytes)
+static void write_box(page *pg, double x, double width, int row, const char *colour,
+                      const char *text, size_t n, uint64_t bytes)
 {
     char size[32];
-    if (width < 0.5) return;
+    if (width < 0.5)
+        return;
     koila__text *whole = pg->out;
     koila__text one;
     koila__text_init(&one, NULL);
     koila__text_add(&one, text, n);
-    const char *shown = one.s ? one.s : "", *slash = strrchr(shown, '/');
-    koila__text_printf(whole, "<div class=\"box\" style=\"left:%.3f%%;width:%.3f%%;top:%dpx;background:%s\" title=\"", x / WIDTH * 100, width / WIDTH * 100, row * FLAME, colour);
+    const char *shown = one.s ? one.s : "";
+    const char *slash = strrchr(shown, '/');
+    koila__text_printf(
+        whole,
+        "<div class=\"box\" style=\"left:%.3f%%;width:%.3f%%;top:%dpx;background:%s\" title=\"",
+        x / WIDTH * 100, width / WIDTH * 100, row * FLAME, colour);
     koila__text_html(whole, shown);
     koila__text_printf(whole, ": %s\">", koila__size_text((double)bytes, size));
     koila__text_html(whole, slash ? slash + 1 : shown);
@@ -258,11 +296,13 @@ static void write_box(page *pg, double x, double width, int row, const char *col
 /* Three levels: everything, its files, their lines; widths are bytes at the peak. */
 static void write_flames(page *pg)
 {
-    double scale = pg->h->peak ? (double)WIDTH / (double)pg->h->peak : 0, x = 0;
+    double scale = pg->h->peak ? (double)WIDTH / (double)pg->h->peak : 0;
+    double x = 0;
     koila__text_printf(pg->out, "<div class=\"flames\" style=\"height:%dpx\">\n", 3 * FLAME);
     write_box(pg, 0, WIDTH, 0, "#bab0ac", "all", 3, pg->h->peak);
     for (uint32_t i = 0; i < pg->n_groups; i++) { /* a file begins with its largest line */
-        if (!pg->groups[pg->order[i]].at_peak) break;
+        if (!pg->groups[pg->order[i]].at_peak)
+            break;
         const char *first = label(pg, pg->order[i]);
         size_t n = file_length(first);
         bool known = false;
@@ -270,14 +310,17 @@ static void write_flames(page *pg)
             const char *s = label(pg, pg->order[j]);
             known = file_length(s) == n && memcmp(s, first, n) == 0;
         }
-        if (known) continue;
+        if (known)
+            continue;
         double begin = x;
         uint64_t bytes = 0;
         for (uint32_t j = i; j < pg->n_groups; j++) {
             const group_sums *g = &pg->groups[pg->order[j]];
             const char *s = label(pg, pg->order[j]);
-            if (!g->at_peak || file_length(s) != n || memcmp(s, first, n) != 0) continue;
-            write_box(pg, x, (double)g->at_peak * scale, 2, colours[g->shown], s, strlen(s), g->at_peak);
+            if (!g->at_peak || file_length(s) != n || memcmp(s, first, n) != 0)
+                continue;
+            write_box(pg, x, (double)g->at_peak * scale, 2, colours[g->shown], s, strlen(s),
+                      g->at_peak);
             x += (double)g->at_peak * scale;
             bytes += g->at_peak;
         }
@@ -288,22 +331,31 @@ static void write_flames(page *pg)
 static void write_legend(page *pg)
 {
     char size[32];
-    koila__text_puts(pg->out, "<table>\n<tr><th></th><th>at the peak</th><th>at most</th><th>in all</th><th>blocks</th><th class=\"l\">line</th></tr>\n");
+    koila__text_puts(pg->out, "<table>\n<tr><th></th><th>at the peak</th><th>at most</th><th>in "
+                              "all</th><th>blocks</th><th class=\"l\">line</th></tr>\n");
     for (uint32_t i = 0; i < pg->n_groups && i < 60; i++) {
         const group_sums *g = &pg->groups[pg->order[i]];
-        koila__text_printf(pg->out, "<tr><td style=\"background:%s\">&nbsp;</td>", colours[g->shown]);
+        koila__text_printf(pg->out, "<tr><td style=\"background:%s\">&nbsp;</td>",
+                           colours[g->shown]);
         const uint64_t values[] = { g->at_peak, g->highest, g->total };
-        for (size_t k = 0; k < KOILA_COUNT(values); k++) koila__text_printf(pg->out, "<td>%s</td>", koila__size_text((double)values[k], size));
-        koila__text_printf(pg->out, "<td>%llu</td><td class=\"l\">", (unsigned long long)g->n_blocks);
+        for (size_t k = 0; k < KOILA_COUNT(values); k++)
+            koila__text_printf(pg->out, "<td>%s</td>", koila__size_text((double)values[k], size));
+        koila__text_printf(pg->out, "<td>%llu</td><td class=\"l\">",
+                           (unsigned long long)g->n_blocks);
         koila__text_html(pg->out, label(pg, pg->order[i]));
         koila__text_puts(pg->out, "</td></tr>\n");
     }
-    if (pg->n_groups > 60) koila__text_printf(pg->out, "<tr><td></td><td colspan=\"5\" class=\"l\">and %u more lines</td></tr>\n", pg->n_groups - 60);
+    if (pg->n_groups > 60)
+        koila__text_printf(
+            pg->out, "<tr><td></td><td colspan=\"5\" class=\"l\">and %u more lines</td></tr>\n",
+            pg->n_groups - 60);
     koila__text_puts(pg->out, "</table>\n");
 }
 
-koila_status koila__history_page(const koila__history *h, const uint32_t *group_of, uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
-                                 void *user, const char *title, const char *sections, koila__text *out)
+koila_status koila__history_page(const koila__history *h, const uint32_t *group_of,
+                                 uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
+                                 void *user, const char *title, const char *sections,
+                                 koila__text *out)
 {
     koila_allocator mem = h->mem;
     page pg = { h, group_of, n_groups, name, user, NULL, NULL, NULL, out };
@@ -321,16 +373,26 @@ koila_status koila__history_page(const koila__history *h, const uint32_t *group_
         fill_columns(&pg);
         koila__text_puts(out, "<!doctype html>\n<html><head><meta charset=\"utf-8\"><title>");
         koila__text_html(out, title);
-        koila__text_puts(out, "</title><style>:root{color-scheme:light dark}body{font-family:sans-serif;margin:2em;max-width:1100px}"
-                              ".curve{width:100%;height:360px;border:1px solid #888}.flames{position:relative;margin:1em 0}"
-                              ".box{position:absolute;box-sizing:border-box;height:25px;overflow:hidden;white-space:nowrap;font:12px/24px monospace;color:#000;"
-                              "border:1px solid #fff;padding:0 3px}td,th{text-align:right;padding:1px .8em;font-family:monospace}.l{text-align:left}</style></head><body>\n<h1>");
+        koila__text_puts(
+            out, "</title><style>:root{color-scheme:light "
+                 "dark}body{font-family:sans-serif;margin:2em;max-width:1100px}"
+                 ".curve{width:100%;height:360px;border:1px solid "
+                 "#888}.flames{position:relative;margin:1em 0}"
+                 ".box{position:absolute;box-sizing:border-box;height:25px;overflow:hidden;white-"
+                 "space:nowrap;font:12px/24px monospace;color:#000;"
+                 "border:1px solid #fff;padding:0 3px}td,th{text-align:right;padding:1px "
+                 ".8em;font-family:monospace}.l{text-align:left}</style></head><body>\n<h1>");
         koila__text_html(out, title);
-        double seconds = h->n > h->n_first ? (double)(h->events[h->n - 1].ns - h->events[h->n_first].ns) / 1e9 : 0;
-        koila__text_printf(out, "</h1>\n<p>%zu events in %.3f s; highest %s, at the beginning %s", h->n - h->n_first, seconds, koila__size_text((double)h->peak, a),
+        double seconds = h->n > h->n_first
+                             ? (double)(h->events[h->n - 1].ns - h->events[h->n_first].ns) / 1e9
+                             : 0;
+        koila__text_printf(out, "</h1>\n<p>%zu events in %.3f s; highest %s, at the beginning %s",
+                           h->n - h->n_first, seconds, koila__size_text((double)h->peak, a),
                            koila__size_text((double)h->start, b));
         koila__text_printf(out, ", at the end %s.", koila__size_text((double)h->end, a));
-        if (h->n_lost) koila__text_printf(out, " <b>%llu later events are not in it.</b>", (unsigned long long)h->n_lost);
+        if (h->n_lost)
+            koila__text_printf(out, " <b>%llu later events are not in it.</b>",
+                               (unsigned long long)h->n_lost);
         koila__text_puts(out, "</p>\n<h2>Memory over time, by the line that asked</h2>\n");
         write_curve(&pg);
         write_legend(&pg);
@@ -338,7 +400,8 @@ koila_status koila__history_page(const koila__history *h, const uint32_t *group_
         write_flames(&pg);
         koila__text_puts(out, sections);
         koila__text_puts(out, "</body></html>\n");
-        if (!koila__text_ok(out)) status = KOILA_NO_MEMORY;
+        if (!koila__text_ok(out))
+            status = KOILA_NO_MEMORY;
     }
     koila__release(&mem, pg.groups, (n_groups + 1) * sizeof *pg.groups);
     koila__release(&mem, pg.order, (n_groups + 1) * sizeof *pg.order);

@@ -1,9 +1,12 @@
-/* history.h — every block handed out and taken back in a stretch of a program: what memory did over time, and who held what at its highest.
+/* history.h — every block handed out and taken back in a stretch of a program: what memory did over
+ * time, and who held what at its highest.
  *
- * One event a change, in order; the blocks that were live at the beginning come first. Afterwards each event knows its other one (the free of
- * an allocation, the allocation of a free), so that what is live at event k is
+ * One event a change, in order; the blocks that were live at the beginning come first. Afterwards
+ * each event knows its other one (the free of an allocation, the allocation of a free), so that
+ * what is live at event k is
  *   { allocations i <= k : other[i] > k }
- * The tag of an allocation says who asked (memlab: a source line); 0 is nobody known. Freed blocks keep the tag of their allocation.
+ * The tag of an allocation says who asked (memlab: a source line); 0 is nobody known. Freed blocks
+ * keep the tag of their allocation.
  */
 #ifndef KOILA_SRC_HISTORY_H
 #define KOILA_SRC_HISTORY_H
@@ -25,22 +28,26 @@ typedef struct koila__history {
     koila__event *events;
     size_t n, capacity, limit; /* limit: events after the beginning */
     bool begun;
-    size_t n_first;  /* of these were live at the beginning */
-    uint64_t n_lost; /* events beyond the limit, or without host memory for them: the story ends before them */
+    size_t n_first; /* of these were live at the beginning */
+    /* events beyond the limit, or without host memory for them: the story ends before them */
+    uint64_t n_lost;
     /* told by koila__history_solve(): */
-    size_t *other;       /* SIZE_MAX: none */
+    size_t *other; /* SIZE_MAX: none */
     size_t n_other;
-    size_t peak_at;      /* event after which most bytes were live, the first such; SIZE_MAX: no event */
+    /* event after which most bytes were live, the first such; SIZE_MAX: no event */
+    size_t peak_at;
     uint64_t start, peak, end; /* bytes */
 } koila__history;
 
 void koila__history_init(koila__history *h, size_t limit, const koila_allocator *mem);
 void koila__history_deinit(koila__history *h);
 /* Any thread. Order is the order of calls; times that run backwards are lifted. */
-void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes, uint32_t tag);
+void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes,
+                        uint32_t tag);
 /* All events so far are blocks of the beginning. */
 void koila__history_begin(koila__history *h);
-/* No more events will come: fill in the rest. Frees of blocks that are not known are dropped. Expected: NO_MEMORY. */
+/* No more events will come: fill in the rest. Frees of blocks that are not known are dropped.
+ * Expected: NO_MEMORY. */
 koila_status koila__history_solve(koila__history *h);
 /* Is allocation i live after event k? pre: solved */
 static inline bool koila__history_is_live(const koila__history *h, size_t i, size_t k)
@@ -48,10 +55,13 @@ static inline bool koila__history_is_live(const koila__history *h, size_t i, siz
     return h->events[i].n_bytes > 0 && i <= k && h->other[i] > k;
 }
 
-/* A page: the curve of memory over time, stacked by who asked, and the peak as a flame graph by file and line. No script, nothing loaded;
- * its size does not depend on the number of events. group_of[tag] < n_groups: tags that are shown as one; name(group) is "file:line" or "".
+/* A page: the curve of memory over time, stacked by who asked, and the peak as a flame graph by
+ * file and line. No script, nothing loaded; its size does not depend on the number of events.
+ * group_of[tag] < n_groups: tags that are shown as one; name(group) is "file:line" or "".
  * `sections`: HTML put below. pre: solved. Expected: NO_MEMORY. */
-koila_status koila__history_page(const koila__history *h, const uint32_t *group_of, uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
-                                 void *user, const char *title, const char *sections, koila__text *out);
+koila_status koila__history_page(const koila__history *h, const uint32_t *group_of,
+                                 uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
+                                 void *user, const char *title, const char *sections,
+                                 koila__text *out);
 
 #endif

@@ -1,5 +1,6 @@
-/* ledger.c — see ledger.h. All counters are relaxed atomics: each is exact by itself, and a reader that wants several of them together
- * (a report) reads while nobody allocates, or accepts that they are a few events apart. */
+/* ledger.c — see ledger.h. All counters are relaxed atomics: each is exact by itself, and a reader
+ * that wants several of them together (a report) reads while nobody allocates, or accepts that they
+ * are a few events apart. */
 #include "memory/ledger.h"
 
 #define LOAD(x) atomic_load_explicit(&(x), memory_order_relaxed)
@@ -38,13 +39,16 @@ void koila__ledger_fork_child(koila__ledger *l)
 KOILA__HOT static bool is_to_fail(koila__ledger *l)
 {
     uint64_t left = LOAD(l->fail_in);
-    while (left && !atomic_compare_exchange_weak_explicit(&l->fail_in, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) continue;
+    while (left && !atomic_compare_exchange_weak_explicit(
+                       &l->fail_in, &left, left - 1, memory_order_relaxed, memory_order_relaxed))
+        continue;
     return left == 1;
 }
 
 KOILA__HOT bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
 {
-    if (is_to_fail(l)) goto refuse;
+    if (is_to_fail(l))
+        goto refuse;
     uint64_t limit = LOAD(l->limit);
     if (limit == UINT64_MAX) {
         *now = ADD(l->current, n) + n;
@@ -52,8 +56,10 @@ KOILA__HOT bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *no
     }
     uint64_t seen = LOAD(l->current);
     do
-        if (n > limit || seen > limit - n) goto refuse;
-    while (!atomic_compare_exchange_weak_explicit(&l->current, &seen, seen + n, memory_order_relaxed, memory_order_relaxed));
+        if (n > limit || seen > limit - n)
+            goto refuse;
+    while (!atomic_compare_exchange_weak_explicit(&l->current, &seen, seen + n,
+                                                  memory_order_relaxed, memory_order_relaxed));
     *now = seen + n;
     return true;
 refuse:
@@ -67,7 +73,8 @@ void koila__ledger_cancel(koila__ledger *l, uint64_t n)
     ADD(l->n_refused, 1);
 }
 
-KOILA__HOT bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n, uint32_t tag, uint64_t now)
+KOILA__HOT bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n, uint32_t tag,
+                                     uint64_t now)
 {
     uint64_t replaced;
     if (!koila__ptrtab_put(&l->blocks, p, n, tag, &replaced)) {
@@ -93,4 +100,7 @@ KOILA__HOT bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t 
     return true;
 }
 
-void koila__ledger_fail_nth(koila__ledger *l, int64_t n) { STORE(l->fail_in, n > 0 ? (uint64_t)n : 0); }
+void koila__ledger_fail_nth(koila__ledger *l, int64_t n)
+{
+    STORE(l->fail_in, n > 0 ? (uint64_t)n : 0);
+}

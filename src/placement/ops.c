@@ -1,4 +1,5 @@
-/* ops.c — the operator table: the lines of ops.def as names and rules. An operator without a line gathers, and is right. */
+/* ops.c — the operator table: the lines of ops.def as names and rules. An operator without a line
+ * gathers, and is right. */
 #include "placement/rules.h"
 
 static const struct op_line {
@@ -14,13 +15,15 @@ static const struct op_line {
 koila__rule koila__rule_of(const char *op)
 { /* asked once per operator of a table, so a walk over a few hundred lines is enough */
     for (size_t i = 0; i < KOILA_COUNT(lines); i++)
-        if (strcmp(lines[i].name, op) == 0) return lines[i].rule;
+        if (strcmp(lines[i].name, op) == 0)
+            return lines[i].rule;
     return NULL;
 }
 
 bool koila__op_line(uint32_t i, const char **name, const char **family, const char **says)
 {
-    if (i >= KOILA_COUNT(lines)) return false;
+    if (i >= KOILA_COUNT(lines))
+        return false;
     *name = lines[i].name;
     *family = lines[i].family;
     *says = lines[i].says;

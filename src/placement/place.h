@@ -2,24 +2,31 @@
  *
  * The algebra, over one axis of `batch` rows run in slices:
  *   R                     the value is whole and the same in every slice
- *   S(dim, outer, inner)  size[dim] == outer * batch * inner; slice [s, e) owns, in each of the `outer` blocks, elements s*inner .. e*inner
- *   P(combine)            each slice has a value of the full shape; the whole value is their combination (sum, max, min, moments)
- *   FREE                  a factory (or pointwise operators of factories): nobody has asked yet; becomes the S of its first sharded use, else R
- * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Empty results of a call in a loop (the statistics of BatchNorm in
- * eval mode) are P.
- * Note [Opaque]. S(0, 0, 0), outer == inner == 0: every slice has its own, whatever its size, and it cannot be made whole (workspace of an RNN
- * layer). It is only ever needed as it is; its operator is KOILA_OP_OPAQUE and runs again in each loop that needs it.
- * A use that needs R of an S or P value is a *barrier*; a use that needs S of an R value is a free slice.
- * An `overwrites` write has no data edge to its base: need is then what costs nothing (the base's own placement, or the result's when the base is
- * R), and the executor may allocate the result (meta of the base, slice's size) instead of reading the base.
- * Note [Random]. A KOILA_OP_RANDOM call in a loop draws what the whole batch would and takes its rows; the executor can do that when the numbers do
- * not depend on a tensor: factories, in-place fills that overwrite a whole base, and native_dropout, which is only ever recorded on an empty tensor for
- * its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is gathered.
- * Each value belongs to at most one axis; a node that meets two axes keeps one and needs the other's values whole.
+ *   S(dim, outer, inner)  size[dim] == outer * batch * inner; slice [s, e) owns, in each of the
+ *                         `outer` blocks, elements s*inner .. e*inner
+ *   P(combine)            each slice has a value of the full shape; the whole value is their
+ *                         combination (sum, max, min, moments)
+ *   FREE                  a factory (or pointwise operators of factories): nobody has asked yet;
+ *                         becomes the S of its first sharded use, else R
+ * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Empty results of a call
+ * in a loop (the statistics of BatchNorm in eval mode) are P. Note [Opaque]. S(0, 0, 0), outer ==
+ * inner == 0: every slice has its own, whatever its size, and it cannot be made whole (workspace of
+ * an RNN layer). It is only ever needed as it is; its operator is KOILA_OP_OPAQUE and runs again in
+ * each loop that needs it. A use that needs R of an S or P value is a *barrier*; a use that needs S
+ * of an R value is a free slice. An `overwrites` write has no data edge to its base: need is then
+ * what costs nothing (the base's own placement, or the result's when the base is R), and the
+ * executor may allocate the result (meta of the base, slice's size) instead of reading the base.
+ * Note [Random]. A KOILA_OP_RANDOM call in a loop draws what the whole batch would and takes its
+ * rows; the executor can do that when the numbers do not depend on a tensor: factories, in-place
+ * fills that overwrite a whole base, and native_dropout, which is only ever recorded on an empty
+ * tensor for its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is
+ * gathered. Each value belongs to at most one axis; a node that meets two axes keeps one and needs
+ * the other's values whole.
  *
- * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it: most nodes are copied; a rule may
- * instead emit a few nodes that hide no reduction (nll_loss mean, BatchNorm in training mode), see Note [Rewrites] in place.c. An operator
- * without a rule, or whose rule says false, is *gathered*: every input needed R, results R, run once. That is always right.
+ * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it:
+ * most nodes are copied; a rule may instead emit a few nodes that hide no reduction (nll_loss mean,
+ * BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or whose
+ * rule says false, is *gathered*: every input needed R, results R, run once. That is always right.
  */
 #ifndef KOILA_SRC_PLACE_H
 #define KOILA_SRC_PLACE_H
@@ -32,7 +39,9 @@ typedef enum koila_combine {
     KOILA_SUM,
     KOILA_MAX,
     KOILA_MIN,
-    KOILA_MOMENTS, /* size[0] == 3: count, mean, sum of squared deviations; combined pairwise (Chan, Golub, LeVeque 1979) */
+    /* size[0] == 3: count, mean, sum of squared deviations; combined pairwise (Chan, Golub, LeVeque
+     * 1979) */
+    KOILA_MOMENTS,
 } koila_combine;
 
 typedef struct koila_placement {
@@ -41,16 +50,30 @@ typedef struct koila_placement {
     int64_t outer, inner;
 } koila_placement;
 
-/* How a recorded call is adapted when it runs on a slice of b of `batch` rows. At most KOILA__MAX_FIXES a node; positions are of positional values. */
+/* How a recorded call is adapted when it runs on a slice of b of `batch` rows. At most
+ * KOILA__MAX_FIXES a node; positions are of positional values. */
 typedef enum koila__fix_kind {
     KOILA__FIX_NONE,
-    KOILA__FIX_SIZES,   /* argument `arg` is a list of sizes of output `output`: entry output.dim := outer * b * inner (an entry of -1 stays) */
-    KOILA__FIX_STRIDES, /* argument `arg` is a list of strides of output `output`: those of a dense tensor with the slice's sizes, same dim order */
-    KOILA__FIX_EXTENT,  /* argument `arg` is an int: := outer * b * inner of output `output` (or of input `output` - 1000 when >= 1000) */
-    KOILA__FIX_ROWS,    /* argument `arg` is an int, or a list of ints: each := value / batch * b (they are multiples of batch; `output` is unused) */
-    KOILA__FIX_SCALE,   /* multiply output `output` by b / batch (a mean over the batch becomes a partial sum, or 1/N stays that of the whole) */
-    KOILA__FIX_ALIAS,   /* the call returns its first tensor input unchanged (a slice over the whole batch) */
-    KOILA__FIX_DIMS,    /* a squeeze: call "aten::squeeze.dims" with those of the call's dims (all, when it names none) of size 1 in the recorded input */
+    /* argument `arg` is a list of sizes of output `output`: entry output.dim := outer * b * inner
+     * (an entry of -1 stays) */
+    KOILA__FIX_SIZES,
+    /* argument `arg` is a list of strides of output `output`: those of a dense tensor with the
+     * slice's sizes, same dim order */
+    KOILA__FIX_STRIDES,
+    /* argument `arg` is an int: := outer * b * inner of output `output` (or of input `output` -
+     * 1000 when >= 1000) */
+    KOILA__FIX_EXTENT,
+    /* argument `arg` is an int, or a list of ints: each := value / batch * b (they are multiples of
+     * batch; `output` is unused) */
+    KOILA__FIX_ROWS,
+    /* multiply output `output` by b / batch (a mean over the batch becomes a partial sum, or 1/N
+     * stays that of the whole) */
+    KOILA__FIX_SCALE,
+    /* the call returns its first tensor input unchanged (a slice over the whole batch) */
+    KOILA__FIX_ALIAS,
+    /* a squeeze: call "aten::squeeze.dims" with those of the call's dims (all, when it names none)
+     * of size 1 in the recorded input */
+    KOILA__FIX_DIMS,
 } koila__fix_kind;
 #define KOILA__MAX_FIXES 4
 typedef struct koila__fix {
@@ -66,11 +89,15 @@ typedef struct koila__placed_link {
 
 typedef struct koila__placed_node {
     koila__fix fix[KOILA__MAX_FIXES]; /* up to the first KOILA__FIX_NONE */
-    const koila__placed_link *link;   /* links of all writes of the node, one after another; NULL when there are none or not in a loop */
-    uint16_t axis;                    /* of the loop it runs in, when sharded */
-    uint8_t in_loop;                  /* runs once per slice; else once, on whole values */
-    uint8_t gathered;                 /* some input is S and is needed R: activations are collected (a P input made whole is no gather) */
-    koila_node recorded;              /* the recorded node it comes from */
+    /* links of all writes of the node, one after another; NULL when there are none or not in a loop
+     */
+    const koila__placed_link *link;
+    uint16_t axis;   /* of the loop it runs in, when sharded */
+    uint8_t in_loop; /* runs once per slice; else once, on whole values */
+    /* some input is S and is needed R: activations are collected (a P input made whole is no
+     * gather) */
+    uint8_t gathered;
+    koila_node recorded; /* the recorded node it comes from */
 } koila__placed_node;
 
 /* Bytes of a value's storage: fixed + per_row * rows of the slice. */
@@ -79,26 +106,38 @@ typedef struct koila__size {
 } koila__size;
 
 typedef struct koila__placed {
-    koila_graph *graph;         /* the lowered graph; owned */
-    koila_placement *value;     /* [n_values of graph]; never FREE */
-    koila__size *size;          /* [n_values of graph]: whole when it is R or P, of a slice when it is S, 0 when it does not exist */
-    koila_placement *need;      /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need + first_input) */
-    koila__placed_node *node;   /* [n_nodes of graph] */
-    koila_value *lowered;       /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the targets */
-    size_t cap_values, cap_needs, cap_nodes; /* elements that were asked for `value`, `need`, `node` */
-    koila__arena arena;         /* of the rest */
+    koila_graph *graph;     /* the lowered graph; owned */
+    koila_placement *value; /* [n_values of graph]; never FREE */
+    /* [n_values of graph]: whole when it is R or P, of a slice when it is S, 0 when it does not
+     * exist */
+    koila__size *size;
+    /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need +
+     * first_input) */
+    koila_placement *need;
+    koila__placed_node *node; /* [n_nodes of graph] */
+    /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the
+     * targets */
+    koila_value *lowered;
+    /* elements that were asked for `value`, `need`, `node` */
+    size_t cap_values, cap_needs, cap_nodes;
+    koila__arena arena; /* of the rest */
 } koila__placed;
 
-/** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one with more rows is kept.
+/** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one
+ * with more rows is kept.
  *  On success *out is yours: koila__placed_free(). Expected: NO_MEMORY, UNSUPPORTED. */
-koila_status koila__place(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
-                          koila__placed **out, koila_error *err);
+koila_status koila__place(const koila_graph *recorded, const koila_value *targets,
+                          uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
+                          koila_error *err);
 /** The same, but what a gathered call gives is sliced again: Note [After a gather] in place.c. */
-koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
-                              koila__placed **out, koila_error *err);
-/** The same graph with everything R and every node outside loops: how one slice runs (bit-equal to eager). */
-koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets, uint32_t n_targets, const koila_allocator *mem,
-                                koila__placed **out, koila_error *err);
+koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
+                              uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
+                              koila_error *err);
+/** The same graph with everything R and every node outside loops: how one slice runs (bit-equal to
+ * eager). */
+koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets,
+                                uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
+                                koila_error *err);
 void koila__placed_free(koila__placed *p);
 /** Every equation of this header; false (and err) when one does not hold. */
 bool koila__placed_check(const koila__placed *p, koila_error *err);
@@ -108,9 +147,12 @@ static inline int64_t koila__extent(koila_placement p, int64_t b) { return p.out
 /** Equal as far as the kind's fields go. */
 static inline bool koila__placement_equal(koila_placement a, koila_placement b)
 {
-    if (a.kind != b.kind) return false;
-    if (a.kind == KOILA_S) return a.axis == b.axis && a.dim == b.dim && a.outer == b.outer && a.inner == b.inner;
-    if (a.kind == KOILA_P) return a.axis == b.axis && a.combine == b.combine;
+    if (a.kind != b.kind)
+        return false;
+    if (a.kind == KOILA_S)
+        return a.axis == b.axis && a.dim == b.dim && a.outer == b.outer && a.inner == b.inner;
+    if (a.kind == KOILA_P)
+        return a.axis == b.axis && a.combine == b.combine;
     return true;
 }
 

@@ -1,4 +1,5 @@
-/* placer.h — the state of one placement walk; shared by place.c (the walk) and rewrite.c (rewrites), nobody else. */
+/* placer.h — the state of one placement walk; shared by place.c (the walk) and rewrite.c
+ * (rewrites), nobody else. */
 #ifndef KOILA_SRC_PLACER_H
 #define KOILA_SRC_PLACER_H
 
@@ -18,24 +19,29 @@ struct koila__placer {
     koila_allocator mem;
     koila__arena *keep; /* of the result */
     koila__arena scratch;
-    VEC(koila_placement) value;    /* [values of to] */
-    VEC(uint8_t) zero;             /* [values of to] FREE and all zeros */
-    VEC(koila_value) whole_of;     /* [values of to] this S or P value whole, made for uses that slice it otherwise, or what it was cut from; KOILA_NONE: neither */
-    VEC(koila_placement) need;     /* [flat inputs of to] */
-    VEC(koila__placed_node) node;  /* [nodes of to] */
-    VEC(koila__op_rule) op;        /* [operators of table], grown on demand */
+    VEC(koila_placement) value; /* [values of to] */
+    VEC(uint8_t) zero;          /* [values of to] FREE and all zeros */
+    /* [values of to] this S or P value whole, made for uses that slice it otherwise, or what it was
+     * cut from; KOILA_NONE: neither */
+    VEC(koila_value) whole_of;
+    VEC(koila_placement) need;    /* [flat inputs of to] */
+    VEC(koila__placed_node) node; /* [nodes of to] */
+    VEC(koila__op_rule) op;       /* [operators of table], grown on demand */
     uint32_t main_axis;
-    uint32_t line;        /* of the recorded node being placed, as an id of `to` */
+    uint32_t line; /* of the recorded node being placed, as an id of `to` */
     koila_node recorded;
-    uint32_t depth;       /* of resolving FREE values */
-    bool whole;           /* koila__place_whole */
-    bool cut;             /* koila__place_cut */
-    koila_status status;  /* the first failure; the walk stops */
+    uint32_t depth;      /* of resolving FREE values */
+    bool whole;          /* koila__place_whole */
+    bool cut;            /* koila__place_cut */
+    koila_status status; /* the first failure; the walk stops */
 };
 
-/** Intern the call, place it, append it; results[desc->n_fresh + n_writes]. false on failure, with p->status set. */
-bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in, koila_value *results);
-/** S or P value v whole, as a value of its own that can be sliced along another dimension: an alias of v made outside loops. false as above. */
+/** Intern the call, place it, append it; results[desc->n_fresh + n_writes]. false on failure, with
+ * p->status set. */
+bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in,
+                        koila_value *results);
+/** S or P value v whole, as a value of its own that can be sliced along another dimension: an alias
+ * of v made outside loops. false as above. */
 bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);
 /** FREE v becomes `want` if it can; what is decided stays. */
 void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want);

@@ -1,4 +1,5 @@
-/* rewrite.h — how a rule rewrites: build a call token by token, and it is placed by its own rule at once.
+/* rewrite.h — how a rule rewrites: build a call token by token, and it is placed by its own rule at
+ * once.
  *
  *     koila__call k;
  *     koila__emit_begin(c, &k, "aten::div.Tensor", 0);
@@ -6,8 +7,9 @@
  *     koila__emit_value(&k, weight);
  *     koila_value mean = koila__emit_end(&k, c->sig->outputs[0]);
  *
- * A failure (no memory, a value that is KOILA_NONE) is remembered in the call and gives KOILA_NONE; the next call that gets KOILA_NONE as a value
- * fails too, so a rule checks only its last result. Calls with several results: koila__emit_end_n.
+ * A failure (no memory, a value that is KOILA_NONE) is remembered in the call and gives KOILA_NONE;
+ * the next call that gets KOILA_NONE as a value fails too, so a rule checks only its last result.
+ * Calls with several results: koila__emit_end_n.
  */
 #ifndef KOILA_SRC_EMIT_H
 #define KOILA_SRC_EMIT_H
@@ -38,30 +40,42 @@ void koila__emit_bool(koila__call *k, bool b);
 void koila__emit_ints(koila__call *k, const int64_t *at, uint32_t n);
 void koila__emit_bools(koila__call *k, const bool *at, uint32_t n);
 void koila__emit_dtype(koila__call *k, koila_dtype d);
-void koila__emit_copy(koila__call *k, uint32_t pos);       /* the recorded call's positional value, tensors included (as lowered values) */
-void koila__emit_kw(koila__call *k, const char *name);     /* the next value is this keyword; positional values are over */
+/* the recorded call's positional value, tensors included (as lowered values) */
+void koila__emit_copy(koila__call *k, uint32_t pos);
+/* the next value is this keyword; positional values are over */
+void koila__emit_kw(koila__call *k, const char *name);
 koila_value koila__emit_end(koila__call *k, koila_meta out);
 bool koila__emit_end_n(koila__call *k, uint32_t n_out, const koila_meta *out, koila_value *results);
 
-/** Metas. `like` gives the device; strides are contiguous. KOILA_NONE on failure (which emit_end forwards). */
-koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_dtype dtype, uint32_t n_dims, const int64_t *size);
-koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype); /* the same sizes and strides */
+/** Metas. `like` gives the device; strides are contiguous. KOILA_NONE on failure (which emit_end
+ * forwards). */
+koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_dtype dtype,
+                            uint32_t n_dims, const int64_t *size);
+/* the same sizes and strides */
+koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype);
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
-/** v as a value of its own that is whole, whatever it is placed: calls that must not follow its slices read that. v itself when it is whole already. */
+/** v as a value of its own that is whole, whatever it is placed: calls that must not follow its
+ * slices read that. v itself when it is whole already. */
 koila_value koila__emit_whole(koila__case *c, koila_value v);
-/** v, made S as `want` when it is still FREE and can be: before a sum over it would ask for all of it. */
+/** v, made S as `want` when it is still FREE and can be: before a sum over it would ask for all of
+ * it. */
 koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 
-/* The common little calls. Sizes of results follow broadcasting of the two metas, dtype is a's unless said. */
+/* The common little calls. Sizes of results follow broadcasting of the two metas, dtype is a's
+ * unless said. */
 koila_value koila__emit_unary(koila__case *c, const char *op, koila_value a, koila_meta out);
-koila_value koila__emit_binary(koila__case *c, const char *op, koila_value a, koila_value b, koila_meta out);
-koila_value koila__emit_scalar(koila__case *c, const char *op, koila_value a, double b, koila_meta out);
+koila_value koila__emit_binary(koila__case *c, const char *op, koila_value a, koila_value b,
+                               koila_meta out);
+koila_value koila__emit_scalar(koila__case *c, const char *op, koila_value a, double b,
+                               koila_meta out);
 koila_value koila__emit_expand(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
 koila_value koila__emit_view(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
-koila_value koila__emit_cast(koila__case *c, koila_value a, koila_dtype d); /* a itself when it is d already */
-koila_value koila__emit_cast_as(koila__case *c, koila_value a, koila_meta out);    /* to out's dtype; result meta is `out` */
+/* a itself when it is d already */
+koila_value koila__emit_cast(koila__case *c, koila_value a, koila_dtype d);
+/* to out's dtype; result meta is `out` */
+koila_value koila__emit_cast_as(koila__case *c, koila_value a, koila_meta out);
 
 #endif

@@ -1,21 +1,26 @@
 /* rules.h — what a placement rule sees and must say; the few words rules are written in.
  *
- * A rule looks at the placements of a call's inputs (all of one axis: others were made R first; FREE inputs look like R with .kind KOILA_FREE)
- * and answers true after writing
- *   need[i]  what each input must be (preset: in[i], and R for FREE). R for an S or P input is a barrier; S for an R or FREE input is a free
- *            slice, for an input placed otherwise a barrier and then a slice; P only for a P input or for a FREE one with zero[i]. A call
- *            that needs a P needs no S and gives only P: a partial sum may not meet a row, but in an operator that adds rows into it
- *            (index_add, scatter_add, index_put with accumulate), whose rule then sets c->accumulates.
- *   out[j]   placement of each result (preset: R). When a need or a result is not R the call runs in the loop: then *every* result that exists
- *            is S or P.
+ * A rule looks at the placements of a call's inputs (all of one axis: others were made R first;
+ * FREE inputs look like R with .kind KOILA_FREE) and answers true after writing
+ *   need[i]  what each input must be (preset: in[i], and R for FREE). R for an S or P input is a
+ *            barrier; S for an R or FREE input is a free slice, for an input placed otherwise a
+ *            barrier and then a slice; P only for a P input or for a FREE one with zero[i]. A call
+ *            that needs a P needs no S and gives only P: a partial sum may not meet a row, but in
+ *            an operator that adds rows into it (index_add, scatter_add, index_put with
+ *            accumulate), whose rule then sets c->accumulates.
+ *   out[j]   placement of each result (preset: R). When a need or a result is not R the call runs
+ *            in the loop: then *every* result that exists is S or P.
  *   fix[]    how the call's arguments follow the slice (koila__fix in place.h)
- * or false: gather. A rule may only say what is *algebraically exact* for all values of the arguments; the rule oracle runs every rule whole
- * and sliced and compares. A rule must read the placement of every tensor argument: a P input that a rule overlooks is silently wrong.
- * A rule may rewrite instead: emit other calls with koila__emit_* (rewrite.h) and set c->replaced[j] to the value that stands for result j;
- * allowed only when c->may_emit. The emitted calls are placed by their own rules.
+ * or false: gather. A rule may only say what is *algebraically exact* for all values of the
+ * arguments; the rule oracle runs every rule whole and sliced and compares. A rule must read the
+ * placement of every tensor argument: a P input that a rule overlooks is silently wrong. A rule may
+ * rewrite instead: emit other calls with koila__emit_* (rewrite.h) and set c->replaced[j] to the
+ * value that stands for result j; allowed only when c->may_emit. The emitted calls are placed by
+ * their own rules.
  *
- * `want` is set when a FREE result is being resolved: somebody needs result 0 (for writes: the written view) as *want. A rule that can make it so
- * with no sharded input (factories, expand, pointwise) does; the others ignore it and the walk tries placements of the FREE inputs.
+ * `want` is set when a FREE result is being resolved: somebody needs result 0 (for writes: the
+ * written view) as *want. A rule that can make it so with no sharded input (factories, expand,
+ * pointwise) does; the others ignore it and the walk tries placements of the FREE inputs.
  */
 #ifndef KOILA_SRC_RULES_H
 #define KOILA_SRC_RULES_H
@@ -28,59 +33,80 @@ typedef struct koila__case {
     koila__placer *placer;
     const koila_table *table;
     const koila_sig_info *sig;
-    const char *op;                        /* "aten::add.Tensor"; an in-place call is shown as its functional twin */
-    int64_t batch;                         /* rows of the axis */
+    /* "aten::add.Tensor"; an in-place call is shown as its functional twin */
+    const char *op;
+    int64_t batch; /* rows of the axis */
     uint16_t axis;
     uint32_t n_in, n_out;
     const koila_value *in_value;           /* values of the lowered graph, for rewrites */
     const koila_meta_info *const *in_meta; /* for a written slot: of the view the operator writes */
     const koila_placement *in;
-    const bool *zero;                      /* [n_in] FREE and known to be all zeros */
+    const bool *zero; /* [n_in] FREE and known to be all zeros */
     koila_placement *need;
     const koila_meta_info *const *out_meta; /* [n_out] NULL for a result that is None */
     koila_placement *out;
     koila__fix *fix;
     uint32_t n_fix;
-    const koila_placement *want;           /* see above; usually NULL */
+    const koila_placement *want; /* see above; usually NULL */
     bool may_emit;
-    bool accumulates;                      /* the result is the P input plus what this slice's rows add to it */
-    uint32_t unread;                       /* bit i: the call does not read input i for these arguments (a random state without dropout); need[i] is as it is placed */
-    koila_value *replaced;                 /* preset KOILA_NONE; set all results that exist to rewrite */
+    /* the result is the P input plus what this slice's rows add to it */
+    bool accumulates;
+    /* bit i: the call does not read input i for these arguments (a random state without dropout);
+     * need[i] is as it is placed */
+    uint32_t unread;
+    /* preset KOILA_NONE; set all results that exist to rewrite */
+    koila_value *replaced;
 } koila__case;
 
 typedef bool (*koila__rule)(koila__case *c);
 /** The rule of an operator by its ATen name, or NULL (gather). From ops.def. */
 koila__rule koila__rule_of(const char *op);
-/** The text of the rule a user gave for an operator (koila_table_rule), or NULL; and the rule that reads it. */
+/** The text of the rule a user gave for an operator (koila_table_rule), or NULL; and the rule that
+ * reads it. */
 const char *koila__user_rule_of(const koila_table *t, const char *op);
 bool koila__rule_user(koila__case *c);
-/** The lines of ops.def, in order; false past the end. `family` is the rule's name without "koila__rule_". */
+/** The lines of ops.def, in order; false past the end. `family` is the rule's name without
+ * "koila__rule_". */
 bool koila__op_line(uint32_t i, const char **name, const char **family, const char **says);
 
 /* ---- placements */
 
 static inline koila_placement koila__r(void) { return (koila_placement){ .kind = KOILA_R }; }
-static inline koila_placement koila__s(const koila__case *c, uint32_t dim, int64_t outer, int64_t inner)
+static inline koila_placement koila__s(const koila__case *c, uint32_t dim, int64_t outer,
+                                       int64_t inner)
 {
-    return (koila_placement){ .kind = KOILA_S, .dim = (uint8_t)dim, .axis = c->axis, .outer = outer, .inner = inner };
+    return (koila_placement){
+        .kind = KOILA_S, .dim = (uint8_t)dim, .axis = c->axis, .outer = outer, .inner = inner
+    };
 }
 static inline koila_placement koila__p(const koila__case *c, koila_combine combine)
 {
     return (koila_placement){ .kind = KOILA_P, .combine = (uint8_t)combine, .axis = c->axis };
 }
-static inline koila_placement koila__moved(koila_placement p, uint32_t dim) /* the same S on another dimension */
+/* the same S on another dimension */
+static inline koila_placement koila__moved(koila_placement p, uint32_t dim)
 {
     p.dim = (uint8_t)dim;
     return p;
 }
-static inline bool koila__is_r(koila_placement p) { return p.kind == KOILA_R || p.kind == KOILA_FREE; }
+static inline bool koila__is_r(koila_placement p)
+{
+    return p.kind == KOILA_R || p.kind == KOILA_FREE;
+}
 static inline bool koila__is_s(koila_placement p) { return p.kind == KOILA_S; }
 static inline bool koila__is_p(koila_placement p) { return p.kind == KOILA_P; }
-static inline bool koila__is_sum(koila_placement p) { return p.kind == KOILA_P && p.combine == KOILA_SUM; }
+static inline bool koila__is_sum(koila_placement p)
+{
+    return p.kind == KOILA_P && p.combine == KOILA_SUM;
+}
 
-/* A result that each slice has for itself and nobody can make whole: the workspace of a recurrent layer. Note [Opaque] in place.h. */
+/* A result that each slice has for itself and nobody can make whole: the workspace of a recurrent
+ * layer. Note [Opaque] in place.h. */
 static inline koila_placement koila__opaque(const koila__case *c) { return koila__s(c, 0, 0, 0); }
-static inline bool koila__is_opaque(koila_placement p) { return p.kind == KOILA_S && p.outer == 0 && p.inner == 0; }
+static inline bool koila__is_opaque(koila_placement p)
+{
+    return p.kind == KOILA_S && p.outer == 0 && p.inner == 0;
+}
 
 /* ---- inputs and results (rules.c) */
 
@@ -90,20 +116,24 @@ bool koila__any_p(const koila__case *c);
 uint32_t koila__lead(const koila__case *c);
 /** The same among the first n inputs. */
 uint32_t koila__lead_among(const koila__case *c, uint32_t n);
-/** p is S, its dimension exists in m and has size outer * batch * inner; or p is opaque (outer == inner == 0), which
+/** p is S, its dimension exists in m and has size outer * batch * inner; or p is opaque (outer ==
+ * inner == 0), which
  *  fits every tensor with a dimension. */
 bool koila__fits(const koila__case *c, koila_placement p, const koila_meta_info *m);
-/** Make input i exactly p (S), at the price of a barrier when it is placed otherwise; false when p does not fit it. */
+/** Make input i exactly p (S), at the price of a barrier when it is placed otherwise; false when p
+ * does not fit it. */
 bool koila__need(koila__case *c, uint32_t i, koila_placement p);
 /** Input i whole: a barrier when it is S or P. */
 void koila__need_r(koila__case *c, uint32_t i);
-/** Input i is broadcast to a tensor of n dims that is placed p (S): needs the aligned S where it has that dimension at full size, else R.
+/** Input i is broadcast to a tensor of n dims that is placed p (S): needs the aligned S where it
+ * has that dimension at full size, else R.
  *  (An S input placed otherwise costs a barrier.) */
 void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t n_dims);
 /** Every result that exists is p, empty ones P; false when p does not fit one of the others. */
 bool koila__out_all(koila__case *c, koila_placement p);
 
-/** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along the others (an arange, seen through views and
+/** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along
+ * the others (an arange, seen through views and
  *  integer casts; place.c looks up who made it). n is its size there. */
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim);
 /** Input i holds 0, step, 2 * step, ... and was made by the arange that says so; step > 0. */
@@ -111,36 +141,45 @@ bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step);
 
 /* ---- arguments (rules.c). Positions count positional values; defaults may have been left out. */
 
-const koila_arg *koila__arg(const koila__case *c, uint32_t pos); /* first token, or NULL when left out */
+/* first token, or NULL when left out */
+const koila_arg *koila__arg(const koila__case *c, uint32_t pos);
 const koila_arg *koila__kw(const koila__case *c, const char *name);
-uint32_t koila__input_at(const koila__case *c, uint32_t pos);    /* index among the inputs of a tensor argument, or KOILA_NONE */
-bool koila__is_absent(const koila__case *c, uint32_t pos);       /* left out or None */
+/* index among the inputs of a tensor argument, or KOILA_NONE */
+uint32_t koila__input_at(const koila__case *c, uint32_t pos);
+bool koila__is_absent(const koila__case *c, uint32_t pos); /* left out or None */
 bool koila__arg_int(const koila__case *c, uint32_t pos, int64_t otherwise, int64_t *out);
 bool koila__arg_bool(const koila__case *c, uint32_t pos, bool otherwise, bool *out);
 bool koila__arg_number(const koila__case *c, uint32_t pos, double otherwise, double *out);
 /** A dimension, negative ones wrapped; false when out of range. */
-bool koila__arg_dim(const koila__case *c, uint32_t pos, int64_t otherwise, uint32_t n_dims, uint32_t *out);
-/** A list of dimensions (or one int) as a bit set, and in order in list[KOILA_MAX_DIMS] when not NULL. Left out or None: *n = 0, true. */
-bool koila__arg_dims(const koila__case *c, uint32_t pos, uint32_t n_dims, uint32_t *set, uint32_t *list, uint32_t *n);
+bool koila__arg_dim(const koila__case *c, uint32_t pos, int64_t otherwise, uint32_t n_dims,
+                    uint32_t *out);
+/** A list of dimensions (or one int) as a bit set, and in order in list[KOILA_MAX_DIMS] when not
+ * NULL. Left out or None: *n = 0, true. */
+bool koila__arg_dims(const koila__case *c, uint32_t pos, uint32_t n_dims, uint32_t *set,
+                     uint32_t *list, uint32_t *n);
 /** A fix; false when there are too many. */
 bool koila__fix_add(koila__case *c, koila__fix_kind kind, uint32_t arg, uint32_t output);
-/** The tensors of a list argument: first input index and count. false when it is no list of tensors. */
+/** The tensors of a list argument: first input index and count. false when it is no list of
+ * tensors. */
 bool koila__arg_tensors(const koila__case *c, uint32_t pos, uint32_t *first, uint32_t *n);
 
-/** A keyword, or `otherwise` when it was left out; false when it is something else. None is left out. */
+/** A keyword, or `otherwise` when it was left out; false when it is something else. None is left
+ * out. */
 bool koila__kw_int(const koila__case *c, const char *name, int64_t otherwise, int64_t *out);
 bool koila__kw_number(const koila__case *c, const char *name, double otherwise, double *out);
 
 bool koila__dtype_is_float(koila_dtype d);
 /** What sums over the batch are kept in: float32 for half precision, else the type itself. */
 koila_dtype koila__accumulate_type(koila_dtype d);
-/** What koila::moments gives: float32 for half precision, float64 for float32 (as PyTorch's own CPU statistics), else the type itself. */
+/** What koila::moments gives: float32 for half precision, float64 for float32 (as PyTorch's own CPU
+ * statistics), else the type itself. */
 koila_dtype koila__moments_type(koila_dtype d);
 bool koila__dtype_is_complex(koila_dtype d);
 
 /* ---- the families: every rule named in ops.def */
 
-/* generated by the compiler from the table; a family used by several lines is declared as often, which C allows */
+/* generated by the compiler from the table; a family used by several lines is declared as often,
+ * which C allows */
 #define KOILA_OP(name, rule, says) bool koila__rule_##rule(koila__case *c);
 #include "placement/ops.def"
 #undef KOILA_OP

@@ -1,17 +1,22 @@
 /* rules_conv.c — convolution, pooling, resampling, padding: images of the batch are independent. */
 #include "placement/rules.h"
 
-/* convolution(x[N, ...], weight, bias?, stride, padding, dilation, transposed, output_padding, groups): linear in x, and in weight, without a bias */
+/* convolution(x[N, ...], weight, bias?, stride, padding, dilation, transposed, output_padding,
+ * groups): linear in x, and in weight, without a bias */
 bool koila__rule_convolution(koila__case *c)
 {
     const uint32_t bias = koila__input_at(c, 2);
-    if (c->n_in < 2 || c->in_meta[0]->n_dims != c->in_meta[1]->n_dims) return false;
+    if (c->n_in < 2 || c->in_meta[0]->n_dims != c->in_meta[1]->n_dims)
+        return false;
     if (koila__any_p(c)) {
-        const bool one = (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) || (koila__is_sum(c->in[1]) && koila__is_r(c->in[0]));
+        const bool one = (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) ||
+                         (koila__is_sum(c->in[1]) && koila__is_r(c->in[0]));
         return one && bias == KOILA_NONE && koila__out_all(c, koila__p(c, KOILA_SUM));
     }
-    if (!koila__is_s(c->in[0]) || c->in[0].dim != 0) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (!koila__is_s(c->in[0]) || c->in[0].dim != 0)
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     c->out[0] = c->in[0];
     return true;
 }
@@ -20,36 +25,47 @@ bool koila__rule_convolution(koila__case *c)
 bool koila__rule_convolution_backward(koila__case *c)
 {
     const uint32_t lead = koila__lead_among(c, 2);
-    if (c->n_in != 3 || c->in_meta[0]->n_dims != c->in_meta[2]->n_dims) return false;
+    if (c->n_in != 3 || c->in_meta[0]->n_dims != c->in_meta[2]->n_dims)
+        return false;
     if (koila__any_p(c)) /* linear in grad */
-        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && koila__is_r(c->in[2]) && koila__out_all(c, koila__p(c, KOILA_SUM));
-    if (lead == KOILA_NONE || c->in[lead].dim != 0) return false;
-    if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
+        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && koila__is_r(c->in[2]) &&
+               koila__out_all(c, koila__p(c, KOILA_SUM));
+    if (lead == KOILA_NONE || c->in[lead].dim != 0)
+        return false;
+    if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead]))
+        return false;
     koila__need_r(c, 2);
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j]) c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
     return true;
 }
 
-/* Pooling and the like over the last `n_spatial` dims: all dims before them are independent, for every tensor and result alike. */
+/* Pooling and the like over the last `n_spatial` dims: all dims before them are independent, for
+ * every tensor and result alike. */
 static bool images(koila__case *c, uint32_t n_spatial)
 {
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE)
+        return false;
     const koila_placement p = c->in[lead];
     const uint32_t n_dims = c->in_meta[lead]->n_dims;
-    if (p.dim + n_spatial >= n_dims) return false;
+    if (p.dim + n_spatial >= n_dims)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++)
-        if (c->in_meta[i]->n_dims != n_dims || !koila__need(c, i, p)) return false;
+        if (c->in_meta[i]->n_dims != n_dims || !koila__need(c, i, p))
+            return false;
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_dims != n_dims) return false;
+        if (c->out_meta[j] && c->out_meta[j]->n_dims != n_dims)
+            return false;
     return koila__out_all(c, p);
 }
 bool koila__rule_images1(koila__case *c) { return images(c, 1); }
 bool koila__rule_images2(koila__case *c) { return images(c, 2); }
 bool koila__rule_images3(koila__case *c) { return images(c, 3); }
 
-/* upsample*_backward(grad, output_size, input_size, ...): the list of input sizes follows the slice */
+/* upsample*_backward(grad, output_size, input_size, ...): the list of input sizes follows the slice
+ */
 static bool upsample_backward(koila__case *c, uint32_t n_spatial)
 {
     return c->n_in == 1 && images(c, n_spatial) && koila__fix_add(c, KOILA__FIX_SIZES, 2, 0);
@@ -62,14 +78,19 @@ bool koila__rule_upsample3_backward(koila__case *c) { return upsample_backward(c
 bool koila__rule_pad(koila__case *c)
 {
     const koila_arg *pad = koila__arg(c, 1);
-    if (!pad || pad->kind != KOILA_ARG_LIST || c->n_in != 1) return false;
+    if (!pad || pad->kind != KOILA_ARG_LIST || c->n_in != 1)
+        return false;
     if (koila__any_p(c)) {
         double value;
-        return koila__is_sum(c->in[0]) && koila__arg_number(c, 2, 0, &value) && value == 0 && (c->out[0] = c->in[0], true);
+        return koila__is_sum(c->in[0]) && koila__arg_number(c, 2, 0, &value) && value == 0 &&
+               (c->out[0] = c->in[0], true);
     }
-    if (!koila__is_s(c->in[0])) return false;
+    if (!koila__is_s(c->in[0]))
+        return false;
     const uint32_t from_last = c->in_meta[0]->n_dims - 1u - c->in[0].dim;
-    if (2 * from_last + 1 < pad->n && (pad[1 + 2 * from_last].u.i != 0 || pad[2 + 2 * from_last].u.i != 0)) return false;
+    if (2 * from_last + 1 < pad->n &&
+        (pad[1 + 2 * from_last].u.i != 0 || pad[2 + 2 * from_last].u.i != 0))
+        return false;
     c->out[0] = c->in[0];
     return true;
 }
@@ -77,34 +98,45 @@ bool koila__rule_pad(koila__case *c)
 /* im2col(x[N, C, H, W]) -> [N, C * k, L] and back: only the batch */
 bool koila__rule_im2col(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || c->in[0].dim != 0 || c->in_meta[0]->n_dims < 3) return false;
-    if (c->out_meta[0]->n_dims < 3) return false;
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || c->in[0].dim != 0 ||
+        c->in_meta[0]->n_dims < 3)
+        return false;
+    if (c->out_meta[0]->n_dims < 3)
+        return false;
     c->out[0] = c->in[0];
     return koila__fits(c, c->out[0], c->out_meta[0]);
 }
 
-/* grid_sampler(x[N, ...], grid[N, ...], ...) and backward (grad, x, grid, ..., mask): images of the batch, each with its grid */
+/* grid_sampler(x[N, ...], grid[N, ...], ...) and backward (grad, x, grid, ..., mask): images of the
+ * batch, each with its grid */
 bool koila__rule_grid_sampler(koila__case *c)
 {
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++)
-        if (!koila__need(c, i, c->in[lead])) return false;
+        if (!koila__need(c, i, c->in[lead]))
+            return false;
     return koila__out_all(c, c->in[lead]);
 }
 
 /* _cdist_forward(a[..., P, D], b[..., Q, D], p, mode) -> [..., P, Q] */
 bool koila__rule_cdist(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in != 2) return false;
+    if (koila__any_p(c) || c->n_in != 2)
+        return false;
     const uint32_t n = c->out_meta[0]->n_dims;
-    if (c->in_meta[0]->n_dims != n || c->in_meta[1]->n_dims != n || n < 2) return false;
+    if (c->in_meta[0]->n_dims != n || c->in_meta[1]->n_dims != n || n < 2)
+        return false;
     const uint32_t lead = koila__lead(c);
-    if (lead == KOILA_NONE) return false;
+    if (lead == KOILA_NONE)
+        return false;
     const koila_placement p = c->in[lead];
-    if (p.dim == n - 1u) return false;
+    if (p.dim == n - 1u)
+        return false;
     if (p.dim < n - 2u) {
-        if (!koila__need(c, 0, p) || !koila__need(c, 1, p)) return false;
+        if (!koila__need(c, 0, p) || !koila__need(c, 1, p))
+            return false;
         c->out[0] = p;
         return true;
     }
@@ -116,23 +148,32 @@ bool koila__rule_cdist(koila__case *c)
 /* _cdist_backward(grad[..., P, Q], a, b, p, cdist) -> gradient of a */
 bool koila__rule_cdist_backward(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in != 4) return false;
+    if (koila__any_p(c) || c->n_in != 4)
+        return false;
     const uint32_t n = c->out_meta[0]->n_dims;
     for (uint32_t i = 0; i < 4; i++)
-        if (c->in_meta[i]->n_dims != n) return false;
+        if (c->in_meta[i]->n_dims != n)
+            return false;
     const uint32_t lead = koila__lead(c);
-    if (lead == KOILA_NONE) return false;
+    if (lead == KOILA_NONE)
+        return false;
     koila_placement p = c->in[lead];
-    if (lead == 2 && p.dim == n - 2u) p.dim = (uint8_t)(n - 1u); /* b's points are the columns of grad */
-    else if ((lead == 1 || lead == 2) && p.dim == n - 1u) return false;
+    /* b's points are the columns of grad */
+    if (lead == 2 && p.dim == n - 2u)
+        p.dim = (uint8_t)(n - 1u);
+    else if ((lead == 1 || lead == 2) && p.dim == n - 1u)
+        return false;
     if (p.dim < n - 2u) {
         for (uint32_t i = 0; i < 4; i++)
-            if (!koila__need(c, i, p)) return false;
+            if (!koila__need(c, i, p))
+                return false;
         c->out[0] = p;
         return true;
     }
     const bool columns = p.dim == n - 1u;
-    if (!koila__need(c, 0, p) || !koila__need(c, 3, p) || !koila__need(c, columns ? 2 : 1, koila__moved(p, n - 2u))) return false;
+    if (!koila__need(c, 0, p) || !koila__need(c, 3, p) ||
+        !koila__need(c, columns ? 2 : 1, koila__moved(p, n - 2u)))
+        return false;
     koila__need_r(c, columns ? 1 : 2);
     c->out[0] = columns ? koila__p(c, KOILA_SUM) : p;
     return true;

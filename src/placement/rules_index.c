@@ -1,66 +1,101 @@
-/* rules_index.c — reading and writing by index. The index rows follow the slice; the table must be whole, and its gradient is a partial sum. */
+/* rules_index.c — reading and writing by index. The index rows follow the slice; the table must be
+ * whole, and its gradient is a partial sum. */
 #include "placement/rewrite.h"
 
 /* embedding(table, index[...]): rows of the index are rows of the result */
 bool koila__rule_embedding(koila__case *c)
 {
-    if (c->n_in != 2) return false;
-    if (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) return c->out[0] = c->in[0], true; /* linear in the table */
-    if (koila__any_p(c) || !koila__is_s(c->in[1])) return false;
+    if (c->n_in != 2)
+        return false;
+    if (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) {
+        c->out[0] = c->in[0];
+        return true; /* linear in the table */
+    }
+    if (koila__any_p(c) || !koila__is_s(c->in[1]))
+        return false;
     koila__need_r(c, 0);
     c->out[0] = c->in[1];
     return true;
 }
 
-/* embedding_dense_backward(grad[..., E], index[...], n, padding_idx, scale_grad_by_freq) -> [n, E] */
+/* embedding_dense_backward(grad[..., E], index[...], n, padding_idx, scale_grad_by_freq) -> [n, E]
+ */
 bool koila__rule_embedding_backward(koila__case *c)
 {
     bool by_freq;
     const uint32_t lead = koila__lead(c);
-    if (c->n_in != 2 || !koila__arg_bool(c, 4, false, &by_freq) || by_freq) return false;
-    if (koila__any_p(c)) return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
-    if (lead == KOILA_NONE) return false;
+    if (c->n_in != 2 || !koila__arg_bool(c, 4, false, &by_freq) || by_freq)
+        return false;
+    if (koila__any_p(c))
+        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
+    if (lead == KOILA_NONE)
+        return false;
     const koila_placement p = c->in[lead];
-    if (p.dim >= c->in_meta[1]->n_dims || !koila__need(c, 0, p) || !koila__need(c, 1, p)) return false;
+    if (p.dim >= c->in_meta[1]->n_dims || !koila__need(c, 0, p) || !koila__need(c, 1, p))
+        return false;
     c->out[0] = koila__p(c, KOILA_SUM);
     return true;
 }
 
-/* ---- bags of `step` entries each, entry by entry in one list: embedding_bag of an index [B, step]. A slice's own bags begin at 0, step, ...: the offsets
- * are not those of the whole. So the calls are rewritten: koila::embedding_bag in pseudo.def. Bags of differing lengths are gathered. */
+/* ---- bags of `step` entries each, entry by entry in one list: embedding_bag of an index [B,
+ * step]. A slice's own bags begin at 0, step, ...: the offsets are not those of the whole. So the
+ * calls are rewritten: koila::embedding_bag in pseudo.def. Bags of differing lengths are gathered.
+ */
 
 /* The S of the bags, from an input that has a row for each of them or for each entry. */
-static bool bags_of(const koila__case *c, uint32_t of_bags, uint32_t of_entries, uint32_t weights, int64_t step, koila_placement *p)
+static bool bags_of(const koila__case *c, uint32_t of_bags, uint32_t of_entries, uint32_t weights,
+                    int64_t step, koila_placement *p)
 {
-    if (of_bags != KOILA_NONE && koila__is_s(c->in[of_bags])) return *p = c->in[of_bags], p->dim == 0;
+    if (of_bags != KOILA_NONE && koila__is_s(c->in[of_bags])) {
+        *p = c->in[of_bags];
+        return p->dim == 0;
+    }
     const uint32_t i = koila__is_s(c->in[of_entries]) ? of_entries : weights;
-    if (i == KOILA_NONE || !koila__is_s(c->in[i]) || c->in[i].dim != 0 || c->in[i].inner % step) return false;
+    if (i == KOILA_NONE || !koila__is_s(c->in[i]) || c->in[i].dim != 0 || c->in[i].inner % step)
+        return false;
     *p = c->in[i];
     p->inner /= step;
     return true;
 }
-static koila_placement entries(koila_placement bags, int64_t step) { return bags.inner *= step, bags; }
-
-/* Are there such bags, one for each row of `rows`, and no sums among what is read? `at`: the position of the entries, the offsets follow. */
-static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights, const koila_meta_info *rows, int64_t *step)
+static koila_placement entries(koila_placement bags, int64_t step)
 {
-    const uint32_t index = koila__input_at(c, at), offsets = koila__input_at(c, at + 1);
-    if (!c->may_emit || index == KOILA_NONE || offsets == KOILA_NONE || !koila__is_steps(c, offsets, step) || koila__is_p(c->in[0]) || koila__is_p(c->in[index])) return false;
-    if (weights != KOILA_NONE && koila__is_p(c->in[weights])) return false;
-    const koila_meta_info *i = c->in_meta[index], *o = c->in_meta[offsets];
-    return i->n_dims == 1 && i->dtype == o->dtype && i->size[0] == o->size[0] * *step && rows && rows->n_dims && rows->size[0] == o->size[0];
+    bags.inner *= step;
+    return bags;
 }
 
-/* _embedding_bag(weight, indices, offsets, by_freq, mode, sparse, per_sample_weights?, include_last_offset, padding_idx) -> out, offset2bag, bag_size, max_indices */
+/* Are there such bags, one for each row of `rows`, and no sums among what is read? `at`: the
+ * position of the entries, the offsets follow. */
+static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights,
+                      const koila_meta_info *rows, int64_t *step)
+{
+    const uint32_t index = koila__input_at(c, at);
+    const uint32_t offsets = koila__input_at(c, at + 1);
+    if (!c->may_emit || index == KOILA_NONE || offsets == KOILA_NONE ||
+        !koila__is_steps(c, offsets, step) || koila__is_p(c->in[0]) || koila__is_p(c->in[index]))
+        return false;
+    if (weights != KOILA_NONE && koila__is_p(c->in[weights]))
+        return false;
+    const koila_meta_info *i = c->in_meta[index];
+    const koila_meta_info *o = c->in_meta[offsets];
+    return i->n_dims == 1 && i->dtype == o->dtype && i->size[0] == o->size[0] * *step && rows &&
+           rows->n_dims && rows->size[0] == o->size[0];
+}
+
+/* _embedding_bag(weight, indices, offsets, by_freq, mode, sparse, per_sample_weights?,
+ * include_last_offset, padding_idx) -> out, offset2bag, bag_size, max_indices */
 bool koila__rule_embedding_bag(koila__case *c)
 {
     int64_t step, mode, padding;
     bool last;
     koila_placement p;
     const uint32_t weights = koila__input_at(c, 6);
-    if (!koila__arg_int(c, 4, 0, &mode) || !koila__arg_int(c, 8, -1, &padding)) return false;
-    if (!even_bags(c, 1, weights, c->out_meta[0], &step) || !koila__arg_bool(c, 7, false, &last) || last || c->n_out != 4) return false;
-    if (!koila__is_r(c->in[0]) || !bags_of(c, KOILA_NONE, 1, weights, step, &p)) return false;
+    if (!koila__arg_int(c, 4, 0, &mode) || !koila__arg_int(c, 8, -1, &padding))
+        return false;
+    if (!even_bags(c, 1, weights, c->out_meta[0], &step) || !koila__arg_bool(c, 7, false, &last) ||
+        last || c->n_out != 4)
+        return false;
+    if (!koila__is_r(c->in[0]) || !bags_of(c, KOILA_NONE, 1, weights, step, &p))
+        return false;
     koila_meta out[4];
     koila__call k;
     koila__emit_begin(c, &k, "koila::embedding_bag", 0);
@@ -68,14 +103,20 @@ bool koila__rule_embedding_bag(koila__case *c)
     koila__emit_value(&k, c->in_value[1]);
     koila__emit_int(&k, step);
     koila__emit_int(&k, mode);
-    if (weights == KOILA_NONE) koila__emit_none(&k);
-    else koila__emit_value(&k, c->in_value[weights]);
+    if (weights == KOILA_NONE)
+        koila__emit_none(&k);
+    else
+        koila__emit_value(&k, c->in_value[weights]);
     koila__emit_int(&k, padding);
     koila__emit_bool(&k, strcmp(c->op, "aten::_embedding_bag") == 0);
-    for (uint32_t j = 0; j < 4; j++) out[j] = c->sig->outputs[j];
-    if (!koila__emit_end_n(&k, 4, out, c->replaced)) return false;
-    if (!c->out_meta[1] || !c->out_meta[1]->n_elements) return true;
-    koila__emit_begin(c, &k, "aten::repeat_interleave.self_int", 0); /* for whoever reads offset2bag (no rule does): whole, the numbers of the whole */
+    for (uint32_t j = 0; j < 4; j++)
+        out[j] = c->sig->outputs[j];
+    if (!koila__emit_end_n(&k, 4, out, c->replaced))
+        return false;
+    if (!c->out_meta[1] || !c->out_meta[1]->n_elements)
+        return true;
+    /* for whoever reads offset2bag (no rule does): whole, the numbers of the whole */
+    koila__emit_begin(c, &k, "aten::repeat_interleave.self_int", 0);
     koila__emit_value(&k, c->in_value[2]);
     koila__emit_int(&k, step);
     const koila_value begins = koila__emit_end(&k, out[1]);
@@ -86,43 +127,59 @@ bool koila__rule_embedding_bag(koila__case *c)
     return c->replaced[1] != KOILA_NONE;
 }
 
-/* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq, mode, sparse, per_sample_weights?, padding_idx) -> [n, E].
- * offset2bag numbers the bags of the whole: a slice makes its own. What a mode does not read it is not given: the rest may be a sum (when it is empty). */
+/* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq,
+ * mode, sparse, per_sample_weights?, padding_idx) -> [n, E]. offset2bag numbers the bags of the
+ * whole: a slice makes its own. What a mode does not read it is not given: the rest may be a sum
+ * (when it is empty). */
 bool koila__rule_embedding_bag_backward(koila__case *c)
 {
     int64_t step, mode, padding;
     bool by_freq, sparse;
     koila_placement p;
     const uint32_t weights = koila__input_at(c, 10);
-    if (!even_bags(c, 1, weights, c->in_meta[0], &step) || !koila__arg_bool(c, 7, false, &by_freq) || by_freq || !koila__arg_bool(c, 9, false, &sparse) || sparse) return false;
-    if (!koila__arg_int(c, 8, 0, &mode) || !koila__arg_int(c, 11, -1, &padding) || !bags_of(c, 0, 1, weights, step, &p)) return false;
+    if (!even_bags(c, 1, weights, c->in_meta[0], &step) ||
+        !koila__arg_bool(c, 7, false, &by_freq) || by_freq ||
+        !koila__arg_bool(c, 9, false, &sparse) || sparse)
+        return false;
+    if (!koila__arg_int(c, 8, 0, &mode) || !koila__arg_int(c, 11, -1, &padding) ||
+        !bags_of(c, 0, 1, weights, step, &p))
+        return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::embedding_bag_backward", 0);
     koila__emit_value(&k, c->in_value[0]);
     koila__emit_value(&k, c->in_value[1]);
     koila__emit_int(&k, step);
     for (uint32_t i = 4; i < 6; i++) {
-        if (mode >= (int64_t)i - 3) koila__emit_value(&k, c->in_value[i]); /* mean reads the sizes, max both */
-        else koila__emit_none(&k);
+        /* mean reads the sizes, max both */
+        if (mode >= (int64_t)i - 3)
+            koila__emit_value(&k, c->in_value[i]);
+        else
+            koila__emit_none(&k);
     }
     koila__emit_copy(&k, 6);
     koila__emit_int(&k, mode);
-    if (weights == KOILA_NONE) koila__emit_none(&k);
-    else koila__emit_value(&k, c->in_value[weights]);
+    if (weights == KOILA_NONE)
+        koila__emit_none(&k);
+    else
+        koila__emit_value(&k, c->in_value[weights]);
     koila__emit_int(&k, padding);
     c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
     return c->replaced[0] != KOILA_NONE;
 }
 
-/* _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx) -> [entries] */
+/* _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode,
+ * padding_idx) -> [entries] */
 bool koila__rule_embedding_bag_weights_backward(koila__case *c)
 {
     int64_t step, padding;
     koila_placement p;
-    if (!koila__arg_int(c, 6, -1, &padding) || !even_bags(c, 2, KOILA_NONE, c->in_meta[0], &step) || !koila__is_r(c->in[1]) || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
+    if (!koila__arg_int(c, 6, -1, &padding) || !even_bags(c, 2, KOILA_NONE, c->in_meta[0], &step) ||
+        !koila__is_r(c->in[1]) || !bags_of(c, 0, 2, KOILA_NONE, step, &p))
+        return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::embedding_bag_weights_backward", 0);
-    for (uint32_t i = 0; i < 3; i++) koila__emit_value(&k, c->in_value[i]);
+    for (uint32_t i = 0; i < 3; i++)
+        koila__emit_value(&k, c->in_value[i]);
     koila__emit_int(&k, step);
     koila__emit_copy(&k, 5);
     koila__emit_int(&k, padding);
@@ -136,26 +193,44 @@ bool koila__rule_bags(koila__case *c)
     int64_t step;
     koila_placement p;
     const uint32_t weights = koila__input_at(c, 4);
-    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 || !bags_of(c, KOILA_NONE, 1, weights, step, &p)) return false;
+    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 ||
+        !bags_of(c, KOILA_NONE, 1, weights, step, &p))
+        return false;
     koila__need_r(c, 0);
-    if (!koila__need(c, 1, entries(p, step)) || (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step)))) return false;
-    for (uint32_t j = 0; j < c->n_out; j++) { /* what a kernel leaves empty is empty in every slice */
-        if (!c->out_meta[j]) continue;
-        c->out[j] = !c->out_meta[j]->n_elements ? koila__p(c, KOILA_SUM) : j == 1 ? entries(p, step) : p;
-        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j])) return false;
+    if (!koila__need(c, 1, entries(p, step)) ||
+        (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step))))
+        return false;
+    /* what a kernel leaves empty is empty in every slice */
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        if (!c->out_meta[j])
+            continue;
+        c->out[j] = !c->out_meta[j]->n_elements ? koila__p(c, KOILA_SUM)
+                    : j == 1                    ? entries(p, step)
+                                                : p;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j]))
+            return false;
     }
     return true;
 }
 
-/* koila::embedding_bag_backward(grad, indices, step, bag_size?, max_indices?, n, mode, per_sample_weights?, padding_idx) */
+/* koila::embedding_bag_backward(grad, indices, step, bag_size?, max_indices?, n, mode,
+ * per_sample_weights?, padding_idx) */
 bool koila__rule_bags_backward(koila__case *c)
 {
     int64_t step;
     koila_placement p;
-    const uint32_t size = koila__input_at(c, 3), most = koila__input_at(c, 4), weights = koila__input_at(c, 7);
-    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 || !bags_of(c, 0, 1, weights, step, &p)) return false;
-    if (!koila__need(c, 0, p) || !koila__need(c, 1, entries(p, step)) || (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step)))) return false;
-    if ((size != KOILA_NONE && !koila__need(c, size, p)) || (most != KOILA_NONE && !koila__need(c, most, p))) return false;
+    const uint32_t size = koila__input_at(c, 3);
+    const uint32_t most = koila__input_at(c, 4);
+    const uint32_t weights = koila__input_at(c, 7);
+    if (koila__any_p(c) || !koila__arg_int(c, 2, 0, &step) || step <= 0 ||
+        !bags_of(c, 0, 1, weights, step, &p))
+        return false;
+    if (!koila__need(c, 0, p) || !koila__need(c, 1, entries(p, step)) ||
+        (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step))))
+        return false;
+    if ((size != KOILA_NONE && !koila__need(c, size, p)) ||
+        (most != KOILA_NONE && !koila__need(c, most, p)))
+        return false;
     c->out[0] = koila__p(c, KOILA_SUM);
     return true;
 }
@@ -165,9 +240,12 @@ bool koila__rule_bags_weights_backward(koila__case *c)
 {
     int64_t step;
     koila_placement p;
-    if (koila__any_p(c) || !koila__arg_int(c, 3, 0, &step) || step <= 0 || !bags_of(c, 0, 2, KOILA_NONE, step, &p)) return false;
+    if (koila__any_p(c) || !koila__arg_int(c, 3, 0, &step) || step <= 0 ||
+        !bags_of(c, 0, 2, KOILA_NONE, step, &p))
+        return false;
     koila__need_r(c, 1);
-    if (!koila__need(c, 0, p) || !koila__need(c, 2, entries(p, step))) return false;
+    if (!koila__need(c, 0, p) || !koila__need(c, 2, entries(p, step)))
+        return false;
     c->out[0] = entries(p, step);
     return koila__fits(c, c->out[0], c->out_meta[0]);
 }
@@ -175,34 +253,45 @@ bool koila__rule_bags_weights_backward(koila__case *c)
 /* take(x, index): the result has the index's shape; x whole */
 bool koila__rule_take(koila__case *c)
 {
-    if (c->n_in != 2 || koila__any_p(c) || !koila__is_s(c->in[1])) return false;
+    if (c->n_in != 2 || koila__any_p(c) || !koila__is_s(c->in[1]))
+        return false;
     koila__need_r(c, 0);
     c->out[0] = c->in[1];
     return true;
 }
 
-/* ---- gather(x, dim, index), scatter(x, dim, index, src): index and x have the same number of dims; along `dim` the table is looked into */
+/* ---- gather(x, dim, index), scatter(x, dim, index, src): index and x have the same number of
+ * dims; along `dim` the table is looked into */
 
 bool koila__rule_gather(koila__case *c)
 {
     uint32_t d;
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || c->n_in != 2 || lead == KOILA_NONE || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
-    if (c->in_meta[0]->n_dims != c->in_meta[1]->n_dims) return false;
+    if (koila__any_p(c) || c->n_in != 2 || lead == KOILA_NONE ||
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+        return false;
+    if (c->in_meta[0]->n_dims != c->in_meta[1]->n_dims)
+        return false;
     const koila_placement p = koila__is_s(c->in[1]) ? c->in[1] : c->in[0];
     if (p.dim == d) { /* rows of the index, the table whole */
-        if (!koila__is_s(c->in[1])) return false;
+        if (!koila__is_s(c->in[1]))
+            return false;
         koila__need_r(c, 0);
-    } else if (!koila__need(c, 0, p) || !koila__need(c, 1, p)) return false; /* sizes may differ in PyTorch: then no */
+    } else if (!koila__need(c, 0, p) || !koila__need(c, 1, p))
+        return false; /* sizes may differ in PyTorch: then no */
     c->out[0] = p;
     return true;
 }
 
-/* Input 0 is zeros or a partial sum; the rows of index (input i) and source (the last) are added into it. */
-static bool adds_rows(koila__case *c, uint32_t index, koila_placement p_index, koila_placement p_source)
+/* Input 0 is zeros or a partial sum; the rows of index (input i) and source (the last) are added
+ * into it. */
+static bool adds_rows(koila__case *c, uint32_t index, koila_placement p_index,
+                      koila_placement p_source)
 {
-    if (!koila__is_sum(c->in[0]) && !c->zero[0]) return false;
-    if (!koila__need(c, index, p_index) || !koila__need(c, c->n_in - 1, p_source)) return false;
+    if (!koila__is_sum(c->in[0]) && !c->zero[0])
+        return false;
+    if (!koila__need(c, index, p_index) || !koila__need(c, c->n_in - 1, p_source))
+        return false;
     c->need[0] = c->out[0] = koila__p(c, KOILA_SUM);
     return c->accumulates = true;
 }
@@ -213,17 +302,24 @@ bool koila__rule_scatter(koila__case *c)
     uint32_t d;
     const uint32_t lead = koila__lead(c);
     const bool adds = strcmp(c->op, "aten::scatter_add") == 0;
-    if (c->n_in < 2 || c->n_in > 3 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
+    if (c->n_in < 2 || c->n_in > 3 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+        return false;
     for (uint32_t i = 1; i < c->n_in; i++)
-        if (c->in_meta[i]->n_dims != c->in_meta[0]->n_dims) return false;
+        if (c->in_meta[i]->n_dims != c->in_meta[0]->n_dims)
+            return false;
     for (uint32_t i = 1; i < c->n_in; i++)
-        if (koila__is_p(c->in[i])) return false;
-    if (lead == KOILA_NONE) return false;
+        if (koila__is_p(c->in[i]))
+            return false;
+    if (lead == KOILA_NONE)
+        return false;
     const koila_placement p = c->in[lead];
-    if (p.dim == d) return adds && adds_rows(c, 1, p, p);
-    if (koila__any_p(c)) return false;
+    if (p.dim == d)
+        return adds && adds_rows(c, 1, p, p);
+    if (koila__any_p(c))
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++)
-        if (!koila__need(c, i, p)) return false;
+        if (!koila__need(c, i, p))
+            return false;
     c->out[0] = p;
     return true;
 }
@@ -232,33 +328,45 @@ bool koila__rule_scatter(koila__case *c)
 bool koila__rule_index_select(koila__case *c)
 {
     uint32_t d;
-    if (c->n_in != 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
-    if (koila__any_p(c)) return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
+    if (c->n_in != 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+        return false;
+    if (koila__any_p(c))
+        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
     if (koila__is_s(c->in[0]) && c->in[0].dim != d) {
         koila__need_r(c, 1);
         c->out[0] = c->in[0];
         return true;
     }
-    if (!koila__is_s(c->in[1]) || c->in_meta[1]->n_dims != 1) return false;
+    if (!koila__is_s(c->in[1]) || c->in_meta[1]->n_dims != 1)
+        return false;
     koila__need_r(c, 0);
     c->out[0] = koila__moved(c->in[1], d);
     return true;
 }
 
-/* index_add(x, dim, index[n], source), index_copy likewise: along the batch only adding, into zeros or a partial sum */
+/* index_add(x, dim, index[n], source), index_copy likewise: along the batch only adding, into zeros
+ * or a partial sum */
 bool koila__rule_index_add(koila__case *c)
 {
     uint32_t d;
     const bool adds = strcmp(c->op, "aten::index_add") == 0;
-    if (c->n_in != 3 || koila__input_at(c, 2) != 1 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
-    if (koila__is_p(c->in[1]) || koila__is_p(c->in[2]) || c->in_meta[2]->n_dims != c->in_meta[0]->n_dims) return false;
-    if ((koila__is_s(c->in[2]) && c->in[2].dim == d) || (koila__is_s(c->in[1]) && koila__is_r(c->in[2]))) {
+    if (c->n_in != 3 || koila__input_at(c, 2) != 1 ||
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+        return false;
+    if (koila__is_p(c->in[1]) || koila__is_p(c->in[2]) ||
+        c->in_meta[2]->n_dims != c->in_meta[0]->n_dims)
+        return false;
+    if ((koila__is_s(c->in[2]) && c->in[2].dim == d) ||
+        (koila__is_s(c->in[1]) && koila__is_r(c->in[2]))) {
         const koila_placement p = koila__is_s(c->in[2]) ? c->in[2] : koila__moved(c->in[1], d);
-        return adds && !koila__is_s(c->in[0]) && c->in_meta[1]->n_dims == 1 && adds_rows(c, 1, koila__moved(p, 0), p);
+        return adds && !koila__is_s(c->in[0]) && c->in_meta[1]->n_dims == 1 &&
+               adds_rows(c, 1, koila__moved(p, 0), p);
     }
-    if (koila__any_p(c)) return false;
+    if (koila__any_p(c))
+        return false;
     const koila_placement p = koila__is_s(c->in[0]) ? c->in[0] : c->in[2];
-    if (!koila__is_s(p) || p.dim == d || !koila__need(c, 0, p) || !koila__need(c, 2, p)) return false;
+    if (!koila__is_s(p) || p.dim == d || !koila__need(c, 0, p) || !koila__need(c, 2, p))
+        return false;
     koila__need_r(c, 1);
     c->out[0] = p;
     return true;
@@ -268,18 +376,24 @@ bool koila__rule_index_add(koila__case *c)
 bool koila__rule_index_fill(koila__case *c)
 {
     uint32_t d;
-    if (koila__any_p(c) || c->n_in < 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || !koila__is_s(c->in[0]) || c->in[0].dim == d) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (koila__any_p(c) || c->n_in < 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) ||
+        !koila__is_s(c->in[0]) || c->in[0].dim == d)
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     c->out[0] = c->in[0];
     return true;
 }
 
-/* ---- x[i, :, j, ...]: tensors are broadcast to one index shape I; the result has I in the place of the indexed dims when they are neighbours,
- * else in front; dims with a hole (None, or beyond the list) follow x. */
+/* ---- x[i, :, j, ...]: tensors are broadcast to one index shape I; the result has I in the place
+ * of the indexed dims when they are neighbours, else in front; dims with a hole (None, or beyond
+ * the list) follow x. */
 typedef struct indexing {
-    uint32_t n, first, last;              /* tensors in the list; dims of x the first and last stand at */
-    uint32_t input[KOILA_MAX_DIMS];       /* by dim of x: its index tensor's input, or KOILA_NONE */
-    uint32_t n_index, place, n_result;    /* dims of I; where they start in the result; dims of the result */
+    /* tensors in the list; dims of x the first and last stand at */
+    uint32_t n, first, last;
+    uint32_t input[KOILA_MAX_DIMS]; /* by dim of x: its index tensor's input, or KOILA_NONE */
+    /* dims of I; where they start in the result; dims of the result */
+    uint32_t n_index, place, n_result;
     bool neighbours;
 } indexing;
 
@@ -288,30 +402,39 @@ static bool read_indexing(const koila__case *c, indexing *x)
     const koila_arg *list = koila__arg(c, 1);
     const uint32_t n_dims = c->in_meta[0]->n_dims;
     memset(x, 0, sizeof *x);
-    if (!list || list->kind != KOILA_ARG_LIST || list->n > n_dims || n_dims > KOILA_MAX_DIMS) return false;
+    if (!list || list->kind != KOILA_ARG_LIST || list->n > n_dims || n_dims > KOILA_MAX_DIMS)
+        return false;
     uint32_t input = 1;
     for (uint32_t d = 0; d < n_dims; d++) {
         x->input[d] = KOILA_NONE;
-        if (d >= list->n || list[1 + d].kind != KOILA_ARG_TENSOR) continue;
+        if (d >= list->n || list[1 + d].kind != KOILA_ARG_TENSOR)
+            continue;
         const koila_dtype t = c->in_meta[input]->dtype;
-        if (t != KOILA_DTYPE_I64 && t != KOILA_DTYPE_I32) return false; /* a mask: the result's size is data */
-        if (!x->n) x->first = d;
+        /* a mask: the result's size is data */
+        if (t != KOILA_DTYPE_I64 && t != KOILA_DTYPE_I32)
+            return false;
+        if (!x->n)
+            x->first = d;
         x->last = d;
         x->n++;
-        if (c->in_meta[input]->n_dims > x->n_index) x->n_index = c->in_meta[input]->n_dims;
+        if (c->in_meta[input]->n_dims > x->n_index)
+            x->n_index = c->in_meta[input]->n_dims;
         x->input[d] = input++;
     }
-    if (!x->n) return false;
+    if (!x->n)
+        return false;
     x->neighbours = x->last - x->first + 1 == x->n;
     x->place = x->neighbours ? x->first : 0;
     x->n_result = n_dims - x->n + x->n_index;
     return true;
 }
 
-static uint32_t hole_in_result(const indexing *x, uint32_t d) /* where the unindexed dim d of x is in the result */
+/* where the unindexed dim d of x is in the result */
+static uint32_t hole_in_result(const indexing *x, uint32_t d)
 {
     uint32_t before = 0;
-    for (uint32_t k = 0; k < d; k++) before += x->input[k] == KOILA_NONE;
+    for (uint32_t k = 0; k < d; k++)
+        before += x->input[k] == KOILA_NONE;
     return x->neighbours && d < x->first ? before : before + x->n_index;
 }
 
@@ -320,36 +443,52 @@ static bool index_rows_of(koila__case *c, const indexing *x, koila_placement *p)
 {
     uint32_t lead = KOILA_NONE;
     for (uint32_t i = 1; i <= x->n; i++)
-        if (koila__is_s(c->in[i]) && (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements)) lead = i;
-    if (lead == KOILA_NONE) return false;
+        if (koila__is_s(c->in[i]) &&
+            (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements))
+            lead = i;
+    if (lead == KOILA_NONE)
+        return false;
     *p = koila__moved(c->in[lead], c->in[lead].dim + x->n_index - c->in_meta[lead]->n_dims);
-    for (uint32_t i = 1; i <= x->n; i++) { /* a batch of one row broadcast to more is nobody's rows */
+    /* a batch of one row broadcast to more is nobody's rows */
+    for (uint32_t i = 1; i <= x->n; i++) {
         const koila_meta_info *m = c->in_meta[i];
         const uint32_t missing = x->n_index - m->n_dims;
-        if (p->dim >= missing && m->size[p->dim - missing] != 1 && m->size[p->dim - missing] != p->outer * c->batch * p->inner) return false;
+        if (p->dim >= missing && m->size[p->dim - missing] != 1 &&
+            m->size[p->dim - missing] != p->outer * c->batch * p->inner)
+            return false;
     }
     return true;
 }
 
-/* x[rows, i, j, ...] with rows = 0 .. B-1: each sample looks into itself. Rewritten so that the row numbers are the slice's own. */
+/* x[rows, i, j, ...] with rows = 0 .. B-1: each sample looks into itself. Rewritten so that the row
+ * numbers are the slice's own. */
 static bool rows_of_self(koila__case *c, const indexing *x, uint32_t *dim)
 {
-    if (!c->may_emit || !koila__is_s(c->in[0]) || c->in[0].dim != 0 || x->input[0] == KOILA_NONE || !x->neighbours || x->n < 2) return false;
-    if (!koila__is_row_numbers(c, 1, dim) || c->in_meta[1]->size[*dim] != c->in_meta[0]->size[0]) return false;
+    if (!c->may_emit || !koila__is_s(c->in[0]) || c->in[0].dim != 0 || x->input[0] == KOILA_NONE ||
+        !x->neighbours || x->n < 2)
+        return false;
+    if (!koila__is_row_numbers(c, 1, dim) || c->in_meta[1]->size[*dim] != c->in_meta[0]->size[0])
+        return false;
     *dim += x->n_index - c->in_meta[1]->n_dims;
     return true;
 }
 
-/* The same for whole or FREE x, when the values are sharded along the rows (the gradient of x[rows, i]: values added into zeros). */
+/* The same for whole or FREE x, when the values are sharded along the rows (the gradient of x[rows,
+ * i]: values added into zeros). */
 static bool own_rows(koila__case *c, const indexing *x, uint32_t values, uint32_t *dim)
 {
-    if (!c->may_emit || x->input[0] == KOILA_NONE || !x->neighbours || x->n < 2 || !koila__is_s(c->in[values])) return false;
-    if (!koila__is_row_numbers(c, 1, dim) || c->in_meta[1]->size[*dim] != c->in_meta[0]->size[0]) return false;
+    if (!c->may_emit || x->input[0] == KOILA_NONE || !x->neighbours || x->n < 2 ||
+        !koila__is_s(c->in[values]))
+        return false;
+    if (!koila__is_row_numbers(c, 1, dim) || c->in_meta[1]->size[*dim] != c->in_meta[0]->size[0])
+        return false;
     *dim += x->n_index - c->in_meta[1]->n_dims;
-    return c->in[values].dim + x->n_result - c->in_meta[values]->n_dims == *dim && koila__fits(c, koila__moved(c->in[values], 0), c->in_meta[0]);
+    return c->in[values].dim + x->n_result - c->in_meta[values]->n_dims == *dim &&
+           koila__fits(c, koila__moved(c->in[values], 0), c->in_meta[0]);
 }
 
-static void emit_rows(koila__case *c, koila__call *k, const indexing *x, uint32_t dim, const char *op)
+static void emit_rows(koila__case *c, koila__call *k, const indexing *x, uint32_t dim,
+                      const char *op)
 {
     koila__emit_begin(c, k, op, 0);
     koila__emit_value(k, c->in_value[0]);
@@ -364,16 +503,20 @@ bool koila__rule_index(koila__case *c)
     indexing x;
     uint32_t dim;
     koila_placement p;
-    if (!read_indexing(c, &x) || x.n + 1 != c->n_in) return false;
+    if (!read_indexing(c, &x) || x.n + 1 != c->n_in)
+        return false;
     if (koila__any_p(c)) {
-        if (!koila__is_sum(c->in[0])) return false;
+        if (!koila__is_sum(c->in[0]))
+            return false;
         for (uint32_t i = 1; i < c->n_in; i++)
-            if (!koila__is_r(c->in[i])) return false;
+            if (!koila__is_r(c->in[i]))
+                return false;
         c->out[0] = c->in[0];
         return true;
     }
     if (koila__is_s(c->in[0]) && x.input[c->in[0].dim] == KOILA_NONE) {
-        for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+        for (uint32_t i = 1; i < c->n_in; i++)
+            koila__need_r(c, i);
         c->out[0] = koila__moved(c->in[0], hole_in_result(&x, c->in[0].dim));
         return true;
     }
@@ -383,9 +526,11 @@ bool koila__rule_index(koila__case *c)
         c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
         return c->replaced[0] != KOILA_NONE;
     }
-    if (!index_rows_of(c, &x, &p)) return false;
+    if (!index_rows_of(c, &x, &p))
+        return false;
     koila__need_r(c, 0);
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_aligned(c, i, p, x.n_index);
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_aligned(c, i, p, x.n_index);
     c->out[0] = koila__moved(p, p.dim + x.place);
     return true;
 }
@@ -397,43 +542,65 @@ bool koila__rule_index_put(koila__case *c)
     uint32_t dim;
     bool accumulate;
     koila_placement p;
-    if (!read_indexing(c, &x) || x.n + 2 != c->n_in || !koila__arg_bool(c, 3, false, &accumulate)) return false;
+    if (!read_indexing(c, &x) || x.n + 2 != c->n_in || !koila__arg_bool(c, 3, false, &accumulate))
+        return false;
     const uint32_t values = c->n_in - 1;
-    if (c->in_meta[values]->n_dims > x.n_result) return false;
+    if (c->in_meta[values]->n_dims > x.n_result)
+        return false;
     for (uint32_t i = 1; i < c->n_in; i++)
-        if (koila__is_p(c->in[i])) return false;
+        if (koila__is_p(c->in[i]))
+            return false;
     /* the batch is a dim of x that is not indexed */
     uint32_t hole = KOILA_NONE;
-    if (koila__is_s(c->in[0]) && x.input[c->in[0].dim] == KOILA_NONE) hole = c->in[0].dim, p = c->in[0];
-    else if (koila__is_r(c->in[0]) && koila__is_s(c->in[values]))
+    if (koila__is_s(c->in[0]) && x.input[c->in[0].dim] == KOILA_NONE) {
+        hole = c->in[0].dim;
+        p = c->in[0];
+    } else if (koila__is_r(c->in[0]) && koila__is_s(c->in[values]))
         for (uint32_t d = 0; d < c->in_meta[0]->n_dims; d++)
-            if (x.input[d] == KOILA_NONE && hole_in_result(&x, d) == c->in[values].dim + x.n_result - c->in_meta[values]->n_dims)
-                hole = d, p = koila__moved(c->in[values], d);
+            if (x.input[d] == KOILA_NONE &&
+                hole_in_result(&x, d) ==
+                    c->in[values].dim + x.n_result - c->in_meta[values]->n_dims) {
+                hole = d;
+                p = koila__moved(c->in[values], d);
+            }
     if (hole != KOILA_NONE) {
-        if (!koila__need(c, 0, p)) return false;
-        for (uint32_t i = 1; i <= x.n; i++) koila__need_r(c, i);
+        if (!koila__need(c, 0, p))
+            return false;
+        for (uint32_t i = 1; i <= x.n; i++)
+            koila__need_r(c, i);
         koila__need_aligned(c, values, koila__moved(p, hole_in_result(&x, hole)), x.n_result);
         c->out[0] = p;
         return true;
     }
-    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0])) { /* rows added into zeros, or into a partial sum */
-        if (koila__is_r(c->in[0]) && own_rows(c, &x, values, &dim)) goto rewrite;
-        if (!accumulate || !(koila__is_sum(c->in[0]) || c->zero[0])) return false;
+    /* rows added into zeros, or into a partial sum */
+    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0])) {
+        if (koila__is_r(c->in[0]) && own_rows(c, &x, values, &dim))
+            goto rewrite;
+        if (!accumulate || !(koila__is_sum(c->in[0]) || c->zero[0]))
+            return false;
         if (!index_rows_of(c, &x, &p)) {
-            if (!koila__is_s(c->in[values])) return false;
+            if (!koila__is_s(c->in[values]))
+                return false;
             const uint32_t d = c->in[values].dim + x.n_result - c->in_meta[values]->n_dims;
-            if (d < x.place || d >= x.place + x.n_index) return false;
+            if (d < x.place || d >= x.place + x.n_index)
+                return false;
             p = koila__moved(c->in[values], d - x.place);
         }
-        /* values that are broadcast along the rows are added once for every row: each slice adds them for its own */
+        /* values that are broadcast along the rows are added once for every row: each slice adds
+         * them for its own */
         bool rows = false;
-        for (uint32_t i = 1; i <= x.n; i++) koila__need_aligned(c, i, p, x.n_index), rows |= c->need[i].kind == KOILA_S;
-        if (!rows) return false;
+        for (uint32_t i = 1; i <= x.n; i++) {
+            koila__need_aligned(c, i, p, x.n_index);
+            rows |= c->need[i].kind == KOILA_S;
+        }
+        if (!rows)
+            return false;
         koila__need_aligned(c, values, koila__moved(p, p.dim + x.place), x.n_result);
         c->need[0] = c->out[0] = koila__p(c, KOILA_SUM);
         return c->accumulates = true;
     }
-    if (koila__any_p(c) || !rows_of_self(c, &x, &dim)) return false;
+    if (koila__any_p(c) || !rows_of_self(c, &x, &dim))
+        return false;
 rewrite:;
     koila__call k;
     emit_rows(c, &k, &x, dim, "koila::index_put_rows");
@@ -443,23 +610,33 @@ rewrite:;
     return c->replaced[0] != KOILA_NONE;
 }
 
-/* koila::index_rows(x, dim, n_dims, indices) and koila::index_put_rows(x, dim, n_dims, indices, values, accumulate): see pseudo.def */
+/* koila::index_rows(x, dim, n_dims, indices) and koila::index_put_rows(x, dim, n_dims, indices,
+ * values, accumulate): see pseudo.def */
 static bool self_rows(koila__case *c, uint32_t n_after)
 {
     int64_t dim, n_dims;
     uint32_t first, n;
-    if (koila__any_p(c) || !koila__arg_int(c, 1, 0, &dim) || !koila__arg_int(c, 2, 0, &n_dims) || !koila__arg_tensors(c, 3, &first, &n)) return false;
+    if (koila__any_p(c) || !koila__arg_int(c, 1, 0, &dim) || !koila__arg_int(c, 2, 0, &n_dims) ||
+        !koila__arg_tensors(c, 3, &first, &n))
+        return false;
     koila_placement p; /* of x, on dimension 0 */
     const uint32_t values = 1 + n;
-    if (koila__is_s(c->in[0])) p = c->in[0];
+    if (koila__is_s(c->in[0]))
+        p = c->in[0];
     else if (n_after && koila__is_s(c->in[values])) {
         const uint32_t n_result = (uint32_t)n_dims + c->in_meta[0]->n_dims - 1u - n;
-        if (c->in[values].dim + n_result - c->in_meta[values]->n_dims != (uint32_t)dim) return false;
+        if (c->in[values].dim + n_result - c->in_meta[values]->n_dims != (uint32_t)dim)
+            return false;
         p = koila__moved(c->in[values], 0);
-    } else return false;
-    if (p.dim != 0 || !koila__need(c, 0, p)) return false;
-    for (uint32_t i = 1; i <= n; i++) koila__need_aligned(c, i, koila__moved(p, (uint32_t)dim), (uint32_t)n_dims);
-    if (n_after) koila__need_aligned(c, values, koila__moved(p, (uint32_t)dim), (uint32_t)n_dims + c->in_meta[0]->n_dims - 1u - n);
+    } else
+        return false;
+    if (p.dim != 0 || !koila__need(c, 0, p))
+        return false;
+    for (uint32_t i = 1; i <= n; i++)
+        koila__need_aligned(c, i, koila__moved(p, (uint32_t)dim), (uint32_t)n_dims);
+    if (n_after)
+        koila__need_aligned(c, values, koila__moved(p, (uint32_t)dim),
+                            (uint32_t)n_dims + c->in_meta[0]->n_dims - 1u - n);
     c->out[0] = n_after ? p : koila__moved(p, (uint32_t)dim);
     return true;
 }

@@ -1,32 +1,43 @@
-/* rules_loss.c — losses that reduce inside. The graph is recorded at full size, so 1/N is the whole N; a slice must not put its own there.
+/* rules_loss.c — losses that reduce inside. The graph is recorded at full size, so 1/N is the whole
+ * N; a slice must not put its own there.
  *
  *   reduction none   row by row
  *   reduction sum    a partial sum
- *   reduction mean   the call on the slice, times b / batch: a partial sum (plain means), or, where the denominator depends on the data (nll_loss:
- *                    weights and ignore_index), rewritten as sum / total weight, and the total weight from targets and class weights only, so that
- *                    a first cheap loop can make it whole before the real one. */
+ *   reduction mean   the call on the slice, times b / batch: a partial sum (plain means), or, where
+ *                    the denominator depends on the data (nll_loss: weights and ignore_index),
+ *                    rewritten as sum / total weight, and the total weight from targets and class
+ *                    weights only, so that a first cheap loop can make it whole before the real
+ *                    one. */
 #include "placement/rewrite.h"
 
 enum { NONE = 0, MEAN = 1, SUM = 2 };
 
-/* loss(input, target, ..., reduction at pos): input, target and what follows up to the reduction are broadcast against each other */
+/* loss(input, target, ..., reduction at pos): input, target and what follows up to the reduction
+ * are broadcast against each other */
 static bool pointwise_loss(koila__case *c, uint32_t pos)
 {
     int64_t reduction;
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || !koila__arg_int(c, pos, MEAN, &reduction)) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || !koila__arg_int(c, pos, MEAN, &reduction))
+        return false;
     uint32_t n_dims = 0;
     for (uint32_t i = 0; i < c->n_in; i++)
-        if (c->in_meta[i]->n_dims > n_dims) n_dims = c->in_meta[i]->n_dims;
-    const koila_placement p = koila__moved(c->in[lead], c->in[lead].dim + n_dims - c->in_meta[lead]->n_dims);
+        if (c->in_meta[i]->n_dims > n_dims)
+            n_dims = c->in_meta[i]->n_dims;
+    const koila_placement p =
+        koila__moved(c->in[lead], c->in[lead].dim + n_dims - c->in_meta[lead]->n_dims);
     bool grows = false; /* a size-1 batch broadcast to more: the result does not follow it */
     for (uint32_t i = 0; i < c->n_in; i++) {
         const koila_meta_info *m = c->in_meta[i];
         const uint32_t missing = n_dims - m->n_dims;
-        if (p.dim >= missing && m->size[p.dim - missing] != c->in_meta[lead]->size[c->in[lead].dim] && m->size[p.dim - missing] != 1) grows = true;
+        if (p.dim >= missing &&
+            m->size[p.dim - missing] != c->in_meta[lead]->size[c->in[lead].dim] &&
+            m->size[p.dim - missing] != 1)
+            grows = true;
         koila__need_aligned(c, i, p, n_dims);
     }
-    if (grows) return false;
+    if (grows)
+        return false;
     if (reduction == NONE) {
         c->out[0] = p;
         return koila__fits(c, p, c->out_meta[0]);
@@ -34,32 +45,45 @@ static bool pointwise_loss(koila__case *c, uint32_t pos)
     c->out[0] = koila__p(c, KOILA_SUM);
     return reduction == SUM || (reduction == MEAN && koila__fix_add(c, KOILA__FIX_SCALE, 0, 0));
 }
-bool koila__rule_loss2(koila__case *c) { return pointwise_loss(c, 2); } /* mse_loss, smooth_l1_loss, huber_loss, soft_margin_loss (x, y, reduction, ...) */
-bool koila__rule_loss3(koila__case *c) { return pointwise_loss(c, 3); } /* binary_cross_entropy (x, y, weight, reduction) */
-bool koila__rule_loss4(koila__case *c) { return pointwise_loss(c, 4); } /* binary_cross_entropy_with_logits (x, y, weight, pos_weight, reduction) */
+/* mse_loss, smooth_l1_loss, huber_loss, soft_margin_loss (x, y, reduction, ...) */
+bool koila__rule_loss2(koila__case *c) { return pointwise_loss(c, 2); }
+/* binary_cross_entropy (x, y, weight, reduction) */
+bool koila__rule_loss3(koila__case *c) { return pointwise_loss(c, 3); }
+/* binary_cross_entropy_with_logits (x, y, weight, pos_weight, reduction) */
+bool koila__rule_loss4(koila__case *c) { return pointwise_loss(c, 4); }
 
-/* loss_backward(grad, input, target, ..., reduction at pos): with mean the operator divides by the slice's own N; times b / batch it is the whole's */
+/* loss_backward(grad, input, target, ..., reduction at pos): with mean the operator divides by the
+ * slice's own N; times b / batch it is the whole's */
 static bool pointwise_loss_backward(koila__case *c, uint32_t pos)
 {
     int64_t reduction;
     koila_placement p;
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || !koila__arg_int(c, pos, MEAN, &reduction) || !c->out_meta[0]) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || !koila__arg_int(c, pos, MEAN, &reduction) ||
+        !c->out_meta[0])
+        return false;
     const uint32_t n_dims = c->out_meta[0]->n_dims;
-    if (c->in_meta[lead]->n_dims > n_dims) return false;
+    if (c->in_meta[lead]->n_dims > n_dims)
+        return false;
     p = koila__moved(c->in[lead], c->in[lead].dim + n_dims - c->in_meta[lead]->n_dims);
-    if (!koila__fits(c, p, c->out_meta[0]) || n_dims != c->in_meta[1]->n_dims) return false;
-    for (uint32_t i = 0; i < c->n_in; i++) koila__need_aligned(c, i, p, n_dims);
+    if (!koila__fits(c, p, c->out_meta[0]) || n_dims != c->in_meta[1]->n_dims)
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        koila__need_aligned(c, i, p, n_dims);
     c->out[0] = p;
     return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);
 }
-bool koila__rule_loss3_backward(koila__case *c) { return pointwise_loss_backward(c, 3); } /* (grad, x, y, reduction, ...) */
-bool koila__rule_loss4_backward(koila__case *c) { return pointwise_loss_backward(c, 4); } /* (grad, x, y, weight, reduction) */
+/* (grad, x, y, reduction, ...) */
+bool koila__rule_loss3_backward(koila__case *c) { return pointwise_loss_backward(c, 3); }
+/* (grad, x, y, weight, reduction) */
+bool koila__rule_loss4_backward(koila__case *c) { return pointwise_loss_backward(c, 4); }
 
-/* ---- nll_loss_forward(x[N, C, ...], target[N, ...], weight?, reduction, ignore_index) -> loss, total_weight */
+/* ---- nll_loss_forward(x[N, C, ...], target[N, ...], weight?, reduction, ignore_index) -> loss,
+ * total_weight */
 
 /* sum over the targets of weight[target], ignored ones 0: from targets and class weights alone */
-static koila_value total_weight(koila__case *c, koila_value target, uint32_t weight, int64_t ignore, koila_dtype dtype)
+static koila_value total_weight(koila__case *c, koila_value target, uint32_t weight, int64_t ignore,
+                                koila_dtype dtype)
 {
     const koila_meta_info *t = c->in_meta[1];
     const koila_meta seen_meta = koila__emit_meta(c, t, KOILA_DTYPE_BOOL, t->n_dims, t->size);
@@ -69,9 +93,12 @@ static koila_value total_weight(koila__case *c, koila_value target, uint32_t wei
     koila__emit_int(&k, ignore);
     koila_value w = koila__emit_end(&k, seen_meta);
     if (weight != KOILA_NONE) {
-        const koila_value index = koila__emit_binary(c, "aten::mul.Tensor", target, w, koila__emit_meta(c, t, t->dtype, t->n_dims, t->size));
-        const koila_meta taken_meta = koila__emit_meta(c, t, c->in_meta[weight]->dtype, t->n_dims, t->size);
-        const koila_value taken = koila__emit_binary(c, "aten::take", c->in_value[weight], index, taken_meta);
+        const koila_value index = koila__emit_binary(
+            c, "aten::mul.Tensor", target, w, koila__emit_meta(c, t, t->dtype, t->n_dims, t->size));
+        const koila_meta taken_meta =
+            koila__emit_meta(c, t, c->in_meta[weight]->dtype, t->n_dims, t->size);
+        const koila_value taken =
+            koila__emit_binary(c, "aten::take", c->in_value[weight], index, taken_meta);
         w = koila__emit_binary(c, "aten::mul.Tensor", taken, w, taken_meta);
     }
     koila__emit_begin(c, &k, "aten::sum", 0);
@@ -81,15 +108,24 @@ static koila_value total_weight(koila__case *c, koila_value target, uint32_t wei
     return koila__emit_end(&k, koila__emit_meta(c, t, dtype, 0, NULL));
 }
 
-/* The classes are sliced: x[N, C] is S along C, as the logits of a contrastive loss are that is read along both dimensions. Each slice has some classes of
- * every row, so the targets are needed whole, and a row's loss is found in the slice that has its class: a partial sum.
- * True where x's class is not its row's target, or the row is ignored: FREE, so that nobody makes it whole. */
+/* The classes are sliced: x[N, C] is S along C, as the logits of a contrastive loss are that is
+ * read along both dimensions. Each slice has some classes of every row, so the targets are needed
+ * whole, and a row's loss is found in the slice that has its class: a partial sum. True where x's
+ * class is not its row's target, or the row is ignored: FREE, so that nobody makes it whole. */
 static koila_value not_target(koila__case *c, uint32_t x, koila_value target, int64_t ignore)
 {
-    const koila_meta_info *m = c->in_meta[x], *t = koila__emit_meta_of(c, target);
-    const int64_t n = m->size[0], n_classes = m->size[1], column[2] = { n, 1 }, row[2] = { 1, n_classes }, full[2] = { n, n_classes }, list[2] = { n_classes, 1 };
-    if (!t) return KOILA_NONE;
-    const koila_meta ints = koila__emit_meta(c, t, t->dtype, 1, &n), classes = koila__emit_meta(c, t, t->dtype, 1, &n_classes);
+    const koila_meta_info *m = c->in_meta[x];
+    const koila_meta_info *t = koila__emit_meta_of(c, target);
+    const int64_t n = m->size[0];
+    const int64_t n_classes = m->size[1];
+    const int64_t column[2] = { n, 1 };
+    const int64_t row[2] = { 1, n_classes };
+    const int64_t full[2] = { n, n_classes };
+    const int64_t list[2] = { n_classes, 1 };
+    if (!t)
+        return KOILA_NONE;
+    const koila_meta ints = koila__emit_meta(c, t, t->dtype, 1, &n);
+    const koila_meta classes = koila__emit_meta(c, t, t->dtype, 1, &n_classes);
     koila__call k;
     koila__emit_begin(c, &k, "aten::ne.Scalar", 0);
     koila__emit_value(&k, target);
@@ -102,17 +138,24 @@ static koila_value not_target(koila__case *c, uint32_t x, koila_value target, in
     koila__emit_begin(c, &k, "aten::cumsum", 0);
     koila__emit_value(&k, ones);
     koila__emit_int(&k, 0);
-    const koila_value number = koila__emit_end(&k, classes); /* 1 .. C, so that an ignored row's 0 is no class */
-    koila__emit_begin(c, &k, "aten::embedding", 0);          /* looked up, so that a target that is no class is an error, as it is in the operator */
+    /* 1 .. C, so that an ignored row's 0 is no class */
+    const koila_value number = koila__emit_end(&k, classes);
+    /* looked up, so that a target that is no class is an error, as it is in the operator */
+    koila__emit_begin(c, &k, "aten::embedding", 0);
     koila__emit_value(&k, koila__emit_view(c, number, 2, list));
     koila__emit_value(&k, koila__emit_binary(c, "aten::mul.Tensor", target, seen, ints));
     const koila_meta column_meta = koila__emit_meta(c, t, t->dtype, 2, column);
-    const koila_value found = koila__emit_end(&k, column_meta), mine = koila__emit_binary(c, "aten::mul.Tensor", found, koila__emit_view(c, seen, 2, column), column_meta);
+    const koila_value found = koila__emit_end(&k, column_meta);
+    const koila_value mine = koila__emit_binary(c, "aten::mul.Tensor", found,
+                                                koila__emit_view(c, seen, 2, column), column_meta);
     const koila_value across = koila__emit_expand(c, koila__emit_view(c, number, 2, row), 2, full);
-    return koila__emit_binary(c, "aten::ne.Tensor", across, mine, koila__emit_meta(c, t, KOILA_DTYPE_BOOL, 2, full));
+    return koila__emit_binary(c, "aten::ne.Tensor", across, mine,
+                              koila__emit_meta(c, t, KOILA_DTYPE_BOOL, 2, full));
 }
 
-static koila_value where_target(koila__case *c, koila_value v, koila_value elsewhere, koila_meta out) /* v, and 0 elsewhere */
+/* v, and 0 elsewhere */
+static koila_value where_target(koila__case *c, koila_value v, koila_value elsewhere,
+                                koila_meta out)
 {
     koila__call k;
     koila__emit_begin(c, &k, "aten::masked_fill.Scalar", 0);
@@ -122,34 +165,52 @@ static koila_value where_target(koila__case *c, koila_value v, koila_value elsew
     return koila__emit_end(&k, out);
 }
 
-static koila_value by_class(koila__case *c, koila_value v, uint32_t weight, koila_dtype type, koila_meta out) /* times the weights of the classes */
+/* times the weights of the classes */
+static koila_value by_class(koila__case *c, koila_value v, uint32_t weight, koila_dtype type,
+                            koila_meta out)
 {
-    if (weight == KOILA_NONE) return v;
+    if (weight == KOILA_NONE)
+        return v;
     const int64_t row[2] = { 1, c->in_meta[weight]->size[0] };
-    return koila__emit_binary(c, "aten::mul.Tensor", v, koila__emit_view(c, koila__emit_cast(c, c->in_value[weight], type), 2, row), out);
+    return koila__emit_binary(
+        c, "aten::mul.Tensor", v,
+        koila__emit_view(c, koila__emit_cast(c, c->in_value[weight], type), 2, row), out);
 }
 
 static bool by_rows_of_classes(const koila__case *c, uint32_t x, uint32_t target, uint32_t weight)
 {
-    return c->may_emit && koila__is_s(c->in[x]) && c->in[x].dim == 1 && c->in_meta[x]->n_dims == 2 && c->in_meta[target]->n_dims == 1 &&
-           c->in_meta[target]->dtype == KOILA_DTYPE_I64 && koila__dtype_is_float(c->in_meta[x]->dtype) && (weight == KOILA_NONE || koila__is_r(c->in[weight]));
+    return c->may_emit && koila__is_s(c->in[x]) && c->in[x].dim == 1 &&
+           c->in_meta[x]->n_dims == 2 && c->in_meta[target]->n_dims == 1 &&
+           c->in_meta[target]->dtype == KOILA_DTYPE_I64 &&
+           koila__dtype_is_float(c->in_meta[x]->dtype) &&
+           (weight == KOILA_NONE || koila__is_r(c->in[weight]));
 }
 
 static bool nll_loss_of_classes(koila__case *c, uint32_t weight, int64_t reduction, int64_t ignore)
 {
     const koila_meta_info *x = c->in_meta[0];
-    const koila_dtype type = c->out_meta[0]->dtype, acc = koila__accumulate_type(type);
-    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size), scalar = koila__emit_meta(c, x, acc, 0, NULL);
-    const koila_value target = koila__emit_whole(c, c->in_value[1]), tw = total_weight(c, target, weight, ignore, acc);
-    const koila_value picked = where_target(c, koila__emit_cast(c, c->in_value[0], acc), not_target(c, 0, target, ignore), full);
+    const koila_dtype type = c->out_meta[0]->dtype;
+    const koila_dtype acc = koila__accumulate_type(type);
+    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size);
+    const koila_meta scalar = koila__emit_meta(c, x, acc, 0, NULL);
+    const koila_value target = koila__emit_whole(c, c->in_value[1]);
+    const koila_value tw = total_weight(c, target, weight, ignore, acc);
+    const koila_value picked = where_target(c, koila__emit_cast(c, c->in_value[0], acc),
+                                            not_target(c, 0, target, ignore), full);
     koila__call k;
     koila__emit_begin(c, &k, reduction == NONE ? "aten::sum.dim_IntList" : "aten::sum", 0);
-    koila__emit_value(&k, koila__emit_unary(c, "aten::neg", by_class(c, picked, weight, acc, full), full));
-    if (reduction == NONE) koila__emit_ints(&k, &(int64_t){ 1 }, 1);
-    koila_value loss = koila__emit_end(&k, reduction == NONE ? koila__emit_meta(c, x, acc, 1, x->size) : scalar);
-    if (reduction == MEAN) loss = koila__emit_binary(c, "aten::div.Tensor", loss, tw, scalar);
+    koila__emit_value(
+        &k, koila__emit_unary(c, "aten::neg", by_class(c, picked, weight, acc, full), full));
+    if (reduction == NONE)
+        koila__emit_ints(&k, &(int64_t){ 1 }, 1);
+    koila_value loss =
+        koila__emit_end(&k, reduction == NONE ? koila__emit_meta(c, x, acc, 1, x->size) : scalar);
+    if (reduction == MEAN)
+        loss = koila__emit_binary(c, "aten::div.Tensor", loss, tw, scalar);
     c->replaced[0] = koila__emit_cast(c, loss, type);
-    c->replaced[1] = koila__emit_cast(c, reduction == NONE ? koila__emit_scalar(c, "aten::mul.Scalar", tw, 0, scalar) : tw, c->out_meta[1]->dtype);
+    c->replaced[1] = koila__emit_cast(
+        c, reduction == NONE ? koila__emit_scalar(c, "aten::mul.Scalar", tw, 0, scalar) : tw,
+        c->out_meta[1]->dtype);
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
@@ -157,18 +218,29 @@ bool koila__rule_nll_loss(koila__case *c)
 {
     int64_t reduction, ignore;
     const uint32_t weight = koila__input_at(c, 2);
-    if (koila__any_p(c) || c->n_out != 2 || c->n_in < 2 || !c->out_meta[0] || !c->out_meta[1]) return false;
-    if (!koila__arg_int(c, 3, MEAN, &reduction) || !koila__arg_int(c, 4, -100, &ignore)) return false;
-    const koila_meta_info *x = c->in_meta[0], *t = c->in_meta[1];
-    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0) return false;
+    if (koila__any_p(c) || c->n_out != 2 || c->n_in < 2 || !c->out_meta[0] || !c->out_meta[1])
+        return false;
+    if (!koila__arg_int(c, 3, MEAN, &reduction) || !koila__arg_int(c, 4, -100, &ignore))
+        return false;
+    const koila_meta_info *x = c->in_meta[0];
+    const koila_meta_info *t = c->in_meta[1];
+    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0)
+        return false;
     const uint32_t lead = koila__lead(c);
-    if (lead == KOILA_NONE || lead > 1) return false;
-    const uint32_t x_dim = lead == 0 ? c->in[0].dim : c->in[1].dim + (c->in[1].dim >= 1); /* classes are dimension 1 of x */
-    if (lead == 0 && x_dim == 1) return by_rows_of_classes(c, 0, 1, weight) && nll_loss_of_classes(c, weight, reduction, ignore);
-    const koila_placement px = koila__moved(c->in[lead], x_dim), pt = koila__moved(px, x_dim - (x_dim > 1));
-    if (!koila__need(c, 0, px) || !koila__need(c, 1, pt)) return false;
+    if (lead == KOILA_NONE || lead > 1)
+        return false;
+    /* classes are dimension 1 of x */
+    const uint32_t x_dim = lead == 0 ? c->in[0].dim : c->in[1].dim + (c->in[1].dim >= 1);
+    if (lead == 0 && x_dim == 1)
+        return by_rows_of_classes(c, 0, 1, weight) &&
+               nll_loss_of_classes(c, weight, reduction, ignore);
+    const koila_placement px = koila__moved(c->in[lead], x_dim);
+    const koila_placement pt = koila__moved(px, x_dim - (x_dim > 1));
+    if (!koila__need(c, 0, px) || !koila__need(c, 1, pt))
+        return false;
     if (weight != KOILA_NONE) {
-        if (koila__is_s(c->in[weight])) return false;
+        if (koila__is_s(c->in[weight]))
+            return false;
         koila__need_r(c, weight);
     }
     if (reduction == NONE) { /* total_weight is a 0 that nobody adds up: every slice gives 0 */
@@ -180,9 +252,11 @@ bool koila__rule_nll_loss(koila__case *c)
         c->out[0] = c->out[1] = koila__p(c, KOILA_SUM);
         return true;
     }
-    if (reduction != MEAN || !c->may_emit) return false;
+    if (reduction != MEAN || !c->may_emit)
+        return false;
     const koila_dtype type = c->out_meta[0]->dtype;
-    const koila_dtype acc = koila__accumulate_type(type); /* a sum of halves overflows where their mean does not */
+    /* a sum of halves overflows where their mean does not */
+    const koila_dtype acc = koila__accumulate_type(type);
     const koila_meta scalar = koila__emit_meta(c, x, acc, 0, NULL);
     const koila_value tw = total_weight(c, c->in_value[1], weight, ignore, acc);
     const koila_meta out[2] = { scalar, scalar };
@@ -191,56 +265,88 @@ bool koila__rule_nll_loss(koila__case *c)
     koila__emit_begin(c, &k, c->op, 0);
     koila__emit_value(&k, koila__emit_cast(c, c->in_value[0], acc));
     koila__emit_value(&k, c->in_value[1]);
-    if (weight == KOILA_NONE) koila__emit_none(&k);
-    else koila__emit_value(&k, koila__emit_cast(c, c->in_value[weight], acc));
+    if (weight == KOILA_NONE)
+        koila__emit_none(&k);
+    else
+        koila__emit_value(&k, koila__emit_cast(c, c->in_value[weight], acc));
     koila__emit_int(&k, SUM);
     koila__emit_int(&k, ignore);
-    if (!koila__emit_end_n(&k, 2, out, sum)) return false;
+    if (!koila__emit_end_n(&k, 2, out, sum))
+        return false;
     const koila_value loss = koila__emit_binary(c, "aten::div.Tensor", sum[0], tw, scalar);
     c->replaced[0] = koila__emit_cast(c, loss, type);
     c->replaced[1] = koila__emit_cast(c, tw, c->out_meta[1]->dtype);
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
-/* At its target's class -grad * weight / total weight, elsewhere 0. Nothing of x is read, so it is FREE, and sliced as x is. */
+/* At its target's class -grad * weight / total weight, elsewhere 0. Nothing of x is read, so it is
+ * FREE, and sliced as x is. */
 static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_t reduction)
 {
     int64_t ignore;
     const koila_meta_info *x = c->in_meta[1];
-    const koila_dtype type = c->out_meta[0]->dtype, acc = koila__accumulate_type(type);
+    const koila_dtype type = c->out_meta[0]->dtype;
+    const koila_dtype acc = koila__accumulate_type(type);
     const int64_t column[2] = { reduction == NONE ? x->size[0] : 1, 1 };
-    if (!koila__arg_int(c, 5, -100, &ignore) || koila__is_s(c->in[0])) return false;
-    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size), one = koila__emit_meta(c, x, acc, c->in_meta[0]->n_dims, c->in_meta[0]->size);
-    koila_value scale = koila__emit_unary(c, "aten::neg", koila__emit_cast(c, c->in_value[0], acc), one);
-    if (reduction == MEAN) scale = koila__emit_binary(c, "aten::div.Tensor", scale, koila__emit_cast(c, c->in_value[koila__input_at(c, 6)], acc), one);
+    if (!koila__arg_int(c, 5, -100, &ignore) || koila__is_s(c->in[0]))
+        return false;
+    const koila_meta full = koila__emit_meta(c, x, acc, 2, x->size);
+    const koila_meta one = koila__emit_meta(c, x, acc, c->in_meta[0]->n_dims, c->in_meta[0]->size);
+    koila_value scale =
+        koila__emit_unary(c, "aten::neg", koila__emit_cast(c, c->in_value[0], acc), one);
+    if (reduction == MEAN)
+        scale =
+            koila__emit_binary(c, "aten::div.Tensor", scale,
+                               koila__emit_cast(c, c->in_value[koila__input_at(c, 6)], acc), one);
     scale = koila__emit_expand(c, koila__emit_view(c, scale, 2, column), 2, x->size);
-    const koila_value at = where_target(c, scale, not_target(c, 1, koila__emit_whole(c, c->in_value[2]), ignore), full);
-    c->replaced[0] = koila__emit_sliced(c, koila__emit_cast(c, by_class(c, at, weight, acc, full), type), c->in[1]);
-    return c->replaced[0] != KOILA_NONE && koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
+    const koila_value at = where_target(
+        c, scale, not_target(c, 1, koila__emit_whole(c, c->in_value[2]), ignore), full);
+    c->replaced[0] = koila__emit_sliced(
+        c, koila__emit_cast(c, by_class(c, at, weight, acc, full), type), c->in[1]);
+    return c->replaced[0] != KOILA_NONE &&
+           koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
 }
 
-/* nll_loss_backward(grad, x, target, weight?, reduction, ignore_index, total_weight) -> gx: with the whole total weight it works on a slice */
+/* nll_loss_backward(grad, x, target, weight?, reduction, ignore_index, total_weight) -> gx: with
+ * the whole total weight it works on a slice */
 bool koila__rule_nll_loss_backward(koila__case *c)
 {
     int64_t reduction;
-    const uint32_t weight = koila__input_at(c, 3), total = koila__input_at(c, 6), lead = koila__lead(c);
-    if (total == KOILA_NONE || !koila__arg_int(c, 4, MEAN, &reduction)) return false;
-    const koila_meta_info *x = c->in_meta[1], *t = c->in_meta[2];
-    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0) return false;
+    const uint32_t weight = koila__input_at(c, 3);
+    const uint32_t total = koila__input_at(c, 6);
+    const uint32_t lead = koila__lead(c);
+    if (total == KOILA_NONE || !koila__arg_int(c, 4, MEAN, &reduction))
+        return false;
+    const koila_meta_info *x = c->in_meta[1];
+    const koila_meta_info *t = c->in_meta[2];
+    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0)
+        return false;
     if (koila__any_p(c)) {
         for (uint32_t i = 0; i < c->n_in; i++)
-            if (koila__is_p(c->in[i]) && (i != total || reduction == MEAN)) return false; /* unread when not a mean */
+            /* unread when not a mean */
+            if (koila__is_p(c->in[i]) && (i != total || reduction == MEAN))
+                return false;
     }
-    if (lead == 1 && c->in[1].dim == 1) return by_rows_of_classes(c, 1, 2, weight) && nll_loss_backward_of_classes(c, weight, reduction);
-    if (lead == KOILA_NONE) return false;
-    if (lead != 1 && lead != 2 && !(lead == 0 && reduction == NONE)) return false;
-    const uint32_t d = c->in[lead].dim, x_dim = lead == 1 ? d : d + (d >= 1);
-    const koila_placement px = koila__moved(c->in[lead], x_dim), pt = koila__moved(px, x_dim - (x_dim > 1));
-    if (!koila__need(c, 1, px) || !koila__need(c, 2, pt)) return false;
+    if (lead == 1 && c->in[1].dim == 1)
+        return by_rows_of_classes(c, 1, 2, weight) &&
+               nll_loss_backward_of_classes(c, weight, reduction);
+    if (lead == KOILA_NONE)
+        return false;
+    if (lead != 1 && lead != 2 && !(lead == 0 && reduction == NONE))
+        return false;
+    const uint32_t d = c->in[lead].dim;
+    const uint32_t x_dim = lead == 1 ? d : d + (d >= 1);
+    const koila_placement px = koila__moved(c->in[lead], x_dim);
+    const koila_placement pt = koila__moved(px, x_dim - (x_dim > 1));
+    if (!koila__need(c, 1, px) || !koila__need(c, 2, pt))
+        return false;
     if (reduction == NONE) {
-        if (!koila__need(c, 0, pt)) return false;
-    } else koila__need_r(c, 0);
-    if (weight != KOILA_NONE) koila__need_r(c, weight);
+        if (!koila__need(c, 0, pt))
+            return false;
+    } else
+        koila__need_r(c, 0);
+    if (weight != KOILA_NONE)
+        koila__need_r(c, weight);
     koila__need_r(c, total);
     c->out[0] = px;
     return koila__fits(c, px, c->out_meta[0]);
@@ -252,36 +358,52 @@ static bool row_loss(koila__case *c, uint32_t n_rows, uint32_t pos)
 {
     int64_t reduction;
     const uint32_t lead = koila__lead_among(c, n_rows);
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 || c->in_meta[0]->n_dims != 2 || !koila__arg_int(c, pos, MEAN, &reduction)) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 ||
+        c->in_meta[0]->n_dims != 2 || !koila__arg_int(c, pos, MEAN, &reduction))
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= n_rows) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead])) return false;
+        if (i >= n_rows)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead]))
+            return false;
     }
-    for (uint32_t j = 0; j < c->n_out; j++) { /* further results (is_target) have a row per sample */
-        if (!c->out_meta[j]) continue;
+    /* further results (is_target) have a row per sample */
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        if (!c->out_meta[j])
+            continue;
         c->out[j] = j == 0 && reduction != NONE ? koila__p(c, KOILA_SUM) : c->in[lead];
     }
     return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);
 }
-bool koila__rule_multi_margin(koila__case *c) { return row_loss(c, 2, 5); }      /* (x, target, p, margin, weight?, reduction) */
-bool koila__rule_multilabel_margin(koila__case *c) { return row_loss(c, 2, 2); } /* (x, target, reduction) -> loss, is_target */
+/* (x, target, p, margin, weight?, reduction) */
+bool koila__rule_multi_margin(koila__case *c) { return row_loss(c, 2, 5); }
+/* (x, target, reduction) -> loss, is_target */
+bool koila__rule_multilabel_margin(koila__case *c) { return row_loss(c, 2, 2); }
 
 /* (grad, x, target, ..., reduction, is_target?): grad is one number unless there is no reduction */
 static bool row_loss_backward(koila__case *c, uint32_t pos, uint32_t is_target)
 {
     int64_t reduction;
     uint32_t lead = KOILA_NONE;
-    if (koila__any_p(c) || !koila__arg_int(c, pos, MEAN, &reduction) || c->in_meta[1]->n_dims != 2) return false;
+    if (koila__any_p(c) || !koila__arg_int(c, pos, MEAN, &reduction) || c->in_meta[1]->n_dims != 2)
+        return false;
     for (uint32_t i = 0; i < 3; i++)
-        if (koila__is_s(c->in[i]) && (i > 0 || reduction == NONE)) lead = i;
-    if (lead == KOILA_NONE || c->in[lead].dim != 0) return false;
+        if (koila__is_s(c->in[i]) && (i > 0 || reduction == NONE))
+            lead = i;
+    if (lead == KOILA_NONE || c->in[lead].dim != 0)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         const bool is_row = i == 1 || i == 2 || i == is_target || (i == 0 && reduction == NONE);
-        if (!is_row) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead])) return false;
+        if (!is_row)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead]))
+            return false;
     }
     c->out[0] = c->in[lead];
     return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);
 }
-bool koila__rule_multi_margin_backward(koila__case *c) { return row_loss_backward(c, 6, KOILA_NONE); }
+bool koila__rule_multi_margin_backward(koila__case *c)
+{
+    return row_loss_backward(c, 6, KOILA_NONE);
+}
 bool koila__rule_multilabel_margin_backward(koila__case *c) { return row_loss_backward(c, 3, 3); }

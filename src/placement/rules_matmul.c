@@ -1,36 +1,47 @@
-/* rules_matmul.c — products: rows of the result are independent, a contracted batch is a partial sum (a weight gradient), and each product is
- * linear in each factor. */
+/* rules_matmul.c — products: rows of the result are independent, a contracted batch is a partial
+ * sum (a weight gradient), and each product is linear in each factor. */
 #include "placement/rules.h"
 
-/* product of input a (contracts dim ka, keeps dim ra as the result's dim oa) and b (contracts kb, keeps rb as ob); both have n dims, dimensions
- * below n - 2 are batches of matrices, shared by a, b and the result. true with *out set. */
+/* product of input a (contracts dim ka, keeps dim ra as the result's dim oa) and b (contracts kb,
+ * keeps rb as ob); both have n dims, dimensions below n - 2 are batches of matrices, shared by a, b
+ * and the result. true with *out set. */
 typedef struct operand {
-    uint32_t i;                 /* input */
-    uint32_t contracted, kept;  /* its dimensions */
-    uint32_t result;            /* where `kept` goes; KOILA_NONE when there is none (a vector) */
+    uint32_t i;                /* input */
+    uint32_t contracted, kept; /* its dimensions */
+    uint32_t result;           /* where `kept` goes; KOILA_NONE when there is none (a vector) */
 } operand;
 
 static bool product(koila__case *c, operand a, operand b, uint32_t n_shared, koila_placement *out)
 {
-    const koila_placement pa = c->in[a.i], pb = c->in[b.i];
+    const koila_placement pa = c->in[a.i];
+    const koila_placement pb = c->in[b.i];
     if (koila__is_p(pa) || koila__is_p(pb)) {
-        if (!(koila__is_sum(pa) && koila__is_r(pb)) && !(koila__is_sum(pb) && koila__is_r(pa))) return false;
+        if (!(koila__is_sum(pa) && koila__is_r(pb)) && !(koila__is_sum(pb) && koila__is_r(pa)))
+            return false;
         *out = koila__p(c, KOILA_SUM);
         return true;
     }
-    if (!koila__is_s(pa) && !koila__is_s(pb)) return false;
-    const bool a_leads = koila__is_s(pa) && (!koila__is_s(pb) || c->in_meta[a.i]->n_elements >= c->in_meta[b.i]->n_elements);
-    const operand x = a_leads ? a : b, y = a_leads ? b : a;
+    if (!koila__is_s(pa) && !koila__is_s(pb))
+        return false;
+    const bool a_leads = koila__is_s(pa) && (!koila__is_s(pb) || c->in_meta[a.i]->n_elements >=
+                                                                     c->in_meta[b.i]->n_elements);
+    const operand x = a_leads ? a : b;
+    const operand y = a_leads ? b : a;
     const koila_placement p = c->in[x.i];
-    if (p.dim < n_shared && p.dim != x.contracted && (x.kept == KOILA_NONE || p.dim != x.kept)) { /* a batch of products */
+    /* a batch of products */
+    if (p.dim < n_shared && p.dim != x.contracted && (x.kept == KOILA_NONE || p.dim != x.kept)) {
         return koila__need(c, y.i, p) && (*out = p, true);
     }
     if (p.dim == x.contracted) {
         const koila_placement q = koila__moved(p, y.contracted);
-        if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_SUM), true;
+        if (koila__need(c, y.i, q)) {
+            *out = koila__p(c, KOILA_SUM);
+            return true;
+        }
         return false;
     }
-    if (x.result == KOILA_NONE) return false;
+    if (x.result == KOILA_NONE)
+        return false;
     koila__need_r(c, y.i); /* the other factor whole: a barrier if it is sharded some other way */
     *out = koila__moved(p, x.result);
     return true;
@@ -38,79 +49,112 @@ static bool product(koila__case *c, operand a, operand b, uint32_t n_shared, koi
 
 bool koila__rule_mm(koila__case *c)
 {
-    return c->n_in == 2 && product(c, (operand){ 0, 1, 0, 0 }, (operand){ 1, 0, 1, 1 }, 0, &c->out[0]);
+    return c->n_in == 2 &&
+           product(c, (operand){ 0, 1, 0, 0 }, (operand){ 1, 0, 1, 1 }, 0, &c->out[0]);
 }
 
 bool koila__rule_bmm(koila__case *c)
 {
-    return c->n_in == 2 && product(c, (operand){ 0, 2, 1, 1 }, (operand){ 1, 1, 2, 2 }, 1, &c->out[0]);
+    return c->n_in == 2 &&
+           product(c, (operand){ 0, 2, 1, 1 }, (operand){ 1, 1, 2, 2 }, 1, &c->out[0]);
 }
 
 bool koila__rule_mv(koila__case *c)
 {
-    return c->n_in == 2 && product(c, (operand){ 0, 1, 0, 0 }, (operand){ 1, 0, KOILA_NONE, KOILA_NONE }, 0, &c->out[0]);
+    return c->n_in == 2 && product(c, (operand){ 0, 1, 0, 0 },
+                                   (operand){ 1, 0, KOILA_NONE, KOILA_NONE }, 0, &c->out[0]);
 }
 
 bool koila__rule_dot(koila__case *c)
 {
-    return c->n_in == 2 && product(c, (operand){ 0, 0, KOILA_NONE, KOILA_NONE }, (operand){ 1, 0, KOILA_NONE, KOILA_NONE }, 0, &c->out[0]);
+    return c->n_in == 2 && product(c, (operand){ 0, 0, KOILA_NONE, KOILA_NONE },
+                                   (operand){ 1, 0, KOILA_NONE, KOILA_NONE }, 0, &c->out[0]);
 }
 
-/* beta * self + alpha * (a @ b): self is broadcast to the result. Added once, so into a partial sum only when it is one, or zeros. */
+/* beta * self + alpha * (a @ b): self is broadcast to the result. Added once, so into a partial sum
+ * only when it is one, or zeros. */
 static bool with_bias(koila__case *c, operand a, operand b, uint32_t n_shared)
 {
-    if (c->n_in != 3 || !product(c, a, b, n_shared, &c->out[0])) return false;
+    if (c->n_in != 3 || !product(c, a, b, n_shared, &c->out[0]))
+        return false;
     if (c->out[0].kind == KOILA_P) {
         c->need[0] = c->out[0];
         c->accumulates = true;
         return koila__is_sum(c->in[0]) || c->zero[0];
     }
-    if (koila__is_p(c->in[0])) return false;
+    if (koila__is_p(c->in[0]))
+        return false;
     koila__need_aligned(c, 0, c->out[0], c->out_meta[0]->n_dims);
     return true;
 }
 
-bool koila__rule_addmm(koila__case *c) { return with_bias(c, (operand){ 1, 1, 0, 0 }, (operand){ 2, 0, 1, 1 }, 0); }
-bool koila__rule_baddbmm(koila__case *c) { return with_bias(c, (operand){ 1, 2, 1, 1 }, (operand){ 2, 1, 2, 2 }, 1); }
-bool koila__rule_addmv(koila__case *c) { return with_bias(c, (operand){ 1, 1, 0, 0 }, (operand){ 2, 0, KOILA_NONE, KOILA_NONE }, 0); }
+bool koila__rule_addmm(koila__case *c)
+{
+    return with_bias(c, (operand){ 1, 1, 0, 0 }, (operand){ 2, 0, 1, 1 }, 0);
+}
+bool koila__rule_baddbmm(koila__case *c)
+{
+    return with_bias(c, (operand){ 1, 2, 1, 1 }, (operand){ 2, 1, 2, 2 }, 1);
+}
+bool koila__rule_addmv(koila__case *c)
+{
+    return with_bias(c, (operand){ 1, 1, 0, 0 }, (operand){ 2, 0, KOILA_NONE, KOILA_NONE }, 0);
+}
 
 /* linear(x[..., k], w[m, k], b[m]?): whole in inference mode. Leading dimensions are rows. */
 bool koila__rule_linear_layer(koila__case *c)
 {
     const koila_placement x = c->in[0];
-    if (koila__any_p(c) || !koila__is_s(x) || x.dim + 1 >= c->in_meta[0]->n_dims) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (koila__any_p(c) || !koila__is_s(x) || x.dim + 1 >= c->in_meta[0]->n_dims)
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     c->out[0] = x;
     return true;
 }
 
-/* _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim): all three unsqueezed at their expand dims to common ones, multiplied, summed over sumdim */
+/* _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim): all three unsqueezed at their expand
+ * dims to common ones, multiplied, summed over sumdim */
 bool koila__rule_trilinear(koila__case *c)
 {
     uint32_t expand[3], sum, n, dim_of[3][KOILA_MAX_DIMS], common = KOILA_NONE, n_common = 0;
-    if (c->n_in != 3 || koila__any_p(c)) return false;
+    if (c->n_in != 3 || koila__any_p(c))
+        return false;
     const uint32_t lead = koila__lead(c);
     for (uint32_t i = 0; i < 3; i++) {
         const koila_arg *e = koila__arg(c, 3 + i);
-        if (!e || e->kind != KOILA_ARG_LIST) return false;
+        if (!e || e->kind != KOILA_ARG_LIST)
+            return false;
         const uint32_t total = c->in_meta[i]->n_dims + e->n;
-        if (total > KOILA_MAX_DIMS || (i && total != n_common)) return false;
+        if (total > KOILA_MAX_DIMS || (i && total != n_common))
+            return false;
         n_common = total;
-        if (!koila__arg_dims(c, 3 + i, total, &expand[i], NULL, &n)) return false;
+        if (!koila__arg_dims(c, 3 + i, total, &expand[i], NULL, &n))
+            return false;
         uint32_t d = 0;
-        for (uint32_t k = 0; k < total; k++) dim_of[i][k] = (expand[i] >> k) & 1 ? KOILA_NONE : d++;
-        if (d != c->in_meta[i]->n_dims) return false;
+        for (uint32_t k = 0; k < total; k++)
+            dim_of[i][k] = (expand[i] >> k) & 1 ? KOILA_NONE : d++;
+        if (d != c->in_meta[i]->n_dims)
+            return false;
     }
-    if (lead == KOILA_NONE || !koila__arg_dims(c, 6, n_common, &sum, NULL, &n)) return false;
+    if (lead == KOILA_NONE || !koila__arg_dims(c, 6, n_common, &sum, NULL, &n))
+        return false;
     for (uint32_t k = 0; k < n_common; k++)
-        if (dim_of[lead][k] == c->in[lead].dim) common = k;
+        if (dim_of[lead][k] == c->in[lead].dim)
+            common = k;
     for (uint32_t i = 0; i < 3; i++) {
-        if (dim_of[i][common] == KOILA_NONE) koila__need_r(c, i);
-        else if (!koila__need(c, i, koila__moved(c->in[lead], dim_of[i][common]))) return false;
+        if (dim_of[i][common] == KOILA_NONE)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, koila__moved(c->in[lead], dim_of[i][common])))
+            return false;
     }
-    if ((sum >> common) & 1) return c->out[0] = koila__p(c, KOILA_SUM), true;
+    if ((sum >> common) & 1) {
+        c->out[0] = koila__p(c, KOILA_SUM);
+        return true;
+    }
     uint32_t d = common;
-    for (uint32_t k = 0; k < common; k++) d -= (sum >> k) & 1;
+    for (uint32_t k = 0; k < common; k++)
+        d -= (sum >> k) & 1;
     c->out[0] = koila__moved(c->in[lead], d);
     return true;
 }

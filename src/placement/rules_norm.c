@@ -1,13 +1,18 @@
-/* rules_norm.c — normalisations and softmax. Over other dimensions they are row by row; training BatchNorm couples the rows, and is rewritten:
+/* rules_norm.c — normalisations and softmax. Over other dimensions they are row by row; training
+ * BatchNorm couples the rows, and is rewritten:
  *
- *   m = koila::moments(x, all dims but 1)            f[3, C]: count, mean, M2; partial, the only barrier of the forward pass
+ *   m = koila::moments(x, all dims but 1)
+ *         f[3, C]: count, mean, M2; partial, the only barrier of the forward pass
  *   out = _native_batch_norm_legit_no_training(x, weight, bias, mean, M2 / count, momentum, eps)
- *   save_invstd = (M2 / count + eps) ** -0.5; new running statistics = (1 - momentum) * old + momentum * (mean, M2 / (count - 1))
+ *   save_invstd = (M2 / count + eps) ** -0.5; new running statistics = (1 - momentum) * old +
+ *       momentum * (mean, M2 / (count - 1))
  *
- * and its gradient, with sums over all dims but 1 as the only barrier, both from one call of the operator in eval mode (mean in the place of the
- * running mean, invstd ** -2 in that of the variance, eps 0), which gives gw = sum dy * (x - mean) * invstd and gb = sum dy:
+ * and its gradient, with sums over all dims but 1 as the only barrier, both from one call of the
+ * operator in eval mode (mean in the place of the running mean, invstd ** -2 in that of the
+ * variance, eps 0), which gives gw = sum dy * (x - mean) * invstd and gb = sum dy:
  *   gx = (dy - gb / n) * invstd * weight  -  (x - mean) * (gw * invstd / n) * invstd * weight
- * Statistics are kept in the accumulate type and merged pairwise (koila::moments in pseudo.def), so no digit is lost to splitting. */
+ * Statistics are kept in the accumulate type and merged pairwise (koila::moments in pseudo.def), so
+ * no digit is lost to splitting. */
 #include "placement/rewrite.h"
 
 /* ---- layer norm: the last dims named by `shape` are one row */
@@ -16,14 +21,18 @@ static bool rows_only(const koila__case *c, koila_placement p, uint32_t pos_shap
 {
     const koila_arg *shape = koila__arg(c, pos_shape);
     const uint32_t n_dims = c->in_meta[0]->n_dims;
-    return shape && shape->kind == KOILA_ARG_LIST && koila__is_s(p) && shape->n <= n_dims && p.dim < n_dims - shape->n;
+    return shape && shape->kind == KOILA_ARG_LIST && koila__is_s(p) && shape->n <= n_dims &&
+           p.dim < n_dims - shape->n;
 }
 
-/* native_layer_norm(x, shape, weight?, bias?, eps) -> out, mean, rstd; _fused_rms_norm(x, shape, weight?, eps) -> out, rstd */
+/* native_layer_norm(x, shape, weight?, bias?, eps) -> out, mean, rstd; _fused_rms_norm(x, shape,
+ * weight?, eps) -> out, rstd */
 bool koila__rule_layer_norm(koila__case *c)
 {
-    if (koila__any_p(c) || !rows_only(c, c->in[0], 1)) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (koila__any_p(c) || !rows_only(c, c->in[0], 1))
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     return koila__out_all(c, c->in[0]);
 }
 
@@ -31,24 +40,37 @@ bool koila__rule_layer_norm(koila__case *c)
 static bool norm_backward(koila__case *c, uint32_t n_rows, uint32_t pos_shape)
 {
     const uint32_t lead = koila__lead_among(c, n_rows);
-    if (koila__any_p(c) || lead == KOILA_NONE || !rows_only(c, c->in[lead], pos_shape)) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || !rows_only(c, c->in[lead], pos_shape))
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= n_rows) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead])) return false;
+        if (i >= n_rows)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead]))
+            return false;
     }
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j]) c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
     return true;
 }
-bool koila__rule_layer_norm_backward(koila__case *c) { return koila__input_at(c, 3) == 2 && koila__input_at(c, 4) == 3 && norm_backward(c, 4, 2); }
-bool koila__rule_rms_norm_backward(koila__case *c) { return koila__input_at(c, 3) == 2 && norm_backward(c, 3, 2); }
+bool koila__rule_layer_norm_backward(koila__case *c)
+{
+    return koila__input_at(c, 3) == 2 && koila__input_at(c, 4) == 3 && norm_backward(c, 4, 2);
+}
+bool koila__rule_rms_norm_backward(koila__case *c)
+{
+    return koila__input_at(c, 3) == 2 && norm_backward(c, 3, 2);
+}
 
-/* ---- group norm: (x[N, C, ...], weight?, bias?, N, C, HxW, groups, eps) -> out, mean[N, groups], rstd[N, groups] */
+/* ---- group norm: (x[N, C, ...], weight?, bias?, N, C, HxW, groups, eps) -> out, mean[N, groups],
+ * rstd[N, groups] */
 
 bool koila__rule_group_norm(koila__case *c)
 {
-    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim != 0) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim != 0)
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     return koila__fix_add(c, KOILA__FIX_EXTENT, 3, 0) && koila__out_all(c, c->in[0]);
 }
 
@@ -56,13 +78,17 @@ bool koila__rule_group_norm(koila__case *c)
 bool koila__rule_group_norm_backward(koila__case *c)
 {
     const uint32_t lead = koila__lead_among(c, 4);
-    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim != 0) return false;
+    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim != 0)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= 4) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead])) return false;
+        if (i >= 4)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead]))
+            return false;
     }
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j]) c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
     return koila__fix_add(c, KOILA__FIX_EXTENT, 5, 1000 + lead);
 }
 
@@ -75,7 +101,8 @@ static koila_value moments(koila__case *c, koila_value x, koila_dtype dtype)
     int64_t dims[KOILA_MAX_DIMS], n = 0;
     const int64_t size[2] = { 3, m->size[1] };
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (d != 1) dims[n++] = d;
+        if (d != 1)
+            dims[n++] = d;
     koila__call k;
     koila__emit_begin(c, &k, "koila::moments", 0);
     koila__emit_value(&k, x);
@@ -86,16 +113,19 @@ static koila_value moments(koila__case *c, koila_value x, koila_dtype dtype)
 static koila_value row(koila__case *c, koila_value m, int64_t i) /* m[i] */
 {
     const koila_meta_info *info = koila__emit_meta_of(c, m);
-    if (!info) return KOILA_NONE;
+    if (!info)
+        return KOILA_NONE;
     koila__call k;
     koila__emit_begin(c, &k, "aten::select.int", KOILA_OP_VIEW);
     koila__emit_value(&k, m);
     koila__emit_int(&k, 0);
     koila__emit_int(&k, i);
-    return koila__emit_end(&k, koila__emit_meta(c, info, info->dtype, info->n_dims - 1u, info->size + 1));
+    return koila__emit_end(
+        &k, koila__emit_meta(c, info, info->dtype, info->n_dims - 1u, info->size + 1));
 }
 
-static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh, double momentum, koila_meta out)
+static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh, double momentum,
+                             koila_meta out)
 {
     const koila_meta_info *m = koila_meta_get(c->table, out);
     koila_value kept = koila__emit_scalar(c, "aten::mul.Tensor", old, 1.0 - momentum, out);
@@ -109,51 +139,72 @@ static koila_value lerp_stat(koila__case *c, koila_value old, koila_value fresh,
     return koila__emit_end(&k, out);
 }
 
-/* The first n_full inputs are like x, sharded on dimension 1; all others are vectors of channels, as are all results but the first. */
+/* The first n_full inputs are like x, sharded on dimension 1; all others are vectors of channels,
+ * as are all results but the first. */
 static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
 {
     const koila_placement v = koila__moved(x, 0);
     for (uint32_t i = 0; i < c->n_in; i++)
-        if (!koila__need(c, i, i < n_full ? x : v)) return false;
+        if (!koila__need(c, i, i < n_full ? x : v))
+            return false;
     for (uint32_t j = 0; j < c->n_out; j++) {
-        if (!c->out_meta[j]) continue;
+        if (!c->out_meta[j])
+            continue;
         c->out[j] = j == 0 ? x : c->out_meta[j]->n_elements == 0 ? koila__p(c, KOILA_SUM) : v;
-        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j])) return false;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j]))
+            return false;
     }
     return true;
 }
 
-/* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var pos_mean + 1, then training, momentum, eps. */
+/* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var
+ * pos_mean + 1, then training, momentum, eps. */
 static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
 {
     bool training;
     double momentum, eps;
     const koila_placement x = c->in[0];
-    if (!koila__arg_bool(c, pos_training, false, &training)) return false;
-    if (koila__any_p(c)) return false;
-    if (koila__is_s(x) && x.dim == 1) return per_channel_rows(c, x, 1); /* InstanceNorm: the samples are channels, each by itself */
-    if (!koila__is_s(x)) return false;
+    if (!koila__arg_bool(c, pos_training, false, &training))
+        return false;
+    if (koila__any_p(c))
+        return false;
+    /* InstanceNorm: the samples are channels, each by itself */
+    if (koila__is_s(x) && x.dim == 1)
+        return per_channel_rows(c, x, 1);
+    if (!koila__is_s(x))
+        return false;
     for (uint32_t i = 1; i < c->n_in; i++)
-        if (!koila__is_r(c->in[i])) return false;
+        if (!koila__is_r(c->in[i]))
+            return false;
     if (!training) {
         for (uint32_t j = 0; j < c->n_out; j++) {
-            if (!c->out_meta[j]) continue;
-            if (j == 0) c->out[0] = x;
-            else if (c->out_meta[j]->n_elements == 0) c->out[j] = koila__p(c, KOILA_SUM); /* empty on CPU */
-            else return false;
+            if (!c->out_meta[j])
+                continue;
+            if (j == 0)
+                c->out[0] = x;
+            else if (c->out_meta[j]->n_elements == 0)
+                c->out[j] = koila__p(c, KOILA_SUM); /* empty on CPU */
+            else
+                return false;
         }
         return true;
     }
-    if (!c->may_emit || c->n_out < 3 || !c->out_meta[0] || !c->out_meta[1] || !c->out_meta[2]) return false;
-    if (!koila__arg_number(c, pos_training + 1, 0.1, &momentum) || !koila__arg_number(c, pos_training + 2, 1e-5, &eps)) return false;
+    if (!c->may_emit || c->n_out < 3 || !c->out_meta[0] || !c->out_meta[1] || !c->out_meta[2])
+        return false;
+    if (!koila__arg_number(c, pos_training + 1, 0.1, &momentum) ||
+        !koila__arg_number(c, pos_training + 2, 1e-5, &eps))
+        return false;
     const koila_meta_info *m = c->in_meta[0];
     const koila_meta stat = c->sig->outputs[1];
     const koila_dtype acc = koila__moments_type(m->dtype);
     const koila_value whole = moments(c, c->in_value[0], acc);
     const koila_meta_info *w = koila__emit_meta_of(c, whole);
-    if (!w) return false;
+    if (!w)
+        return false;
     const koila_meta acc_stat = koila__emit_meta(c, w, acc, 1, w->size + 1);
-    const koila_value count = row(c, whole, 0), mean = row(c, whole, 1), m2 = row(c, whole, 2);
+    const koila_value count = row(c, whole, 0);
+    const koila_value mean = row(c, whole, 1);
+    const koila_value m2 = row(c, whole, 2);
     const koila_value var = koila__emit_binary(c, "aten::div.Tensor", m2, count, acc_stat);
     const koila_value var_eps = koila__emit_scalar(c, "aten::add.Tensor", var, eps, acc_stat);
     const koila_value invstd = koila__emit_unary(c, "aten::rsqrt", var_eps, acc_stat);
@@ -162,9 +213,11 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     c->replaced[2] = koila__emit_cast(c, invstd, stat_type);
     koila_dtype norm_type = stat_type;
     const uint32_t weight = koila__input_at(c, 1);
-    if (weight != KOILA_NONE) norm_type = c->in_meta[weight]->dtype;
+    if (weight != KOILA_NONE)
+        norm_type = c->in_meta[weight]->dtype;
     const int64_t none[1] = { 0 };
-    const koila_meta out[3] = { c->sig->outputs[0], koila__emit_meta(c, m, norm_type, 1, none), koila__emit_meta(c, m, norm_type, 1, none) };
+    const koila_meta out[3] = { c->sig->outputs[0], koila__emit_meta(c, m, norm_type, 1, none),
+                                koila__emit_meta(c, m, norm_type, 1, none) };
     koila_value result[3];
     koila__call k;
     koila__emit_begin(c, &k, "aten::_native_batch_norm_legit_no_training", 0);
@@ -175,32 +228,46 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     koila__emit_value(&k, koila__emit_cast(c, var, norm_type));
     koila__emit_float(&k, momentum);
     koila__emit_float(&k, eps);
-    if (!koila__emit_end_n(&k, 3, out, result)) return false;
+    if (!koila__emit_end_n(&k, 3, out, result))
+        return false;
     c->replaced[0] = result[0];
     if (c->n_out == 5 && c->out_meta[3] && c->out_meta[4]) { /* running statistics, as new values */
-        const uint32_t rm = koila__input_at(c, pos_mean), rv = koila__input_at(c, pos_mean + 1);
-        if (rm == KOILA_NONE || rv == KOILA_NONE) return false;
-        const koila_value less_one = koila__emit_scalar(c, "aten::sub.Tensor", count, 1.0, acc_stat);
-        const koila_value unbiased = koila__emit_binary(c, "aten::div.Tensor", m2, less_one, acc_stat);
+        const uint32_t rm = koila__input_at(c, pos_mean);
+        const uint32_t rv = koila__input_at(c, pos_mean + 1);
+        if (rm == KOILA_NONE || rv == KOILA_NONE)
+            return false;
+        const koila_value less_one =
+            koila__emit_scalar(c, "aten::sub.Tensor", count, 1.0, acc_stat);
+        const koila_value unbiased =
+            koila__emit_binary(c, "aten::div.Tensor", m2, less_one, acc_stat);
         c->replaced[3] = lerp_stat(c, c->in_value[rm], mean, momentum, c->sig->outputs[3]);
         c->replaced[4] = lerp_stat(c, c->in_value[rv], unbiased, momentum, c->sig->outputs[4]);
-    } else if (c->n_out > 3) return false;
+    } else if (c->n_out > 3)
+        return false;
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE) return false;
+        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE)
+            return false;
     return true;
 }
 
-bool koila__rule_batch_norm(koila__case *c) { return batch_norm(c, 3, 5); }          /* x, w, b, rm, rv, training, momentum, eps */
-bool koila__rule_batch_norm_no_stats(koila__case *c) { return batch_norm(c, KOILA_NONE, 3); } /* x, w, b, training, momentum, eps */
+/* x, w, b, rm, rv, training, momentum, eps */
+bool koila__rule_batch_norm(koila__case *c) { return batch_norm(c, 3, 5); }
+/* x, w, b, training, momentum, eps */
+bool koila__rule_batch_norm_no_stats(koila__case *c) { return batch_norm(c, KOILA_NONE, 3); }
 
-bool koila__rule_batch_norm_eval(koila__case *c) /* _native_batch_norm_legit_no_training: x, w, b, rm, rv, momentum, eps */
+/* _native_batch_norm_legit_no_training: x, w, b, rm, rv, momentum, eps */
+bool koila__rule_batch_norm_eval(koila__case *c)
 {
-    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim == 1) return false;
-    for (uint32_t i = 1; i < c->n_in; i++) koila__need_r(c, i);
+    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim == 1)
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
     for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j]) c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[0];
+        if (c->out_meta[j])
+            c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[0];
     for (uint32_t j = 1; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_elements) return false;
+        if (c->out_meta[j] && c->out_meta[j]->n_elements)
+            return false;
     return true;
 }
 
@@ -209,33 +276,50 @@ static koila_value per_channel(koila__case *c, koila_value v, uint32_t n_dims)
 {
     const koila_meta_info *m = koila__emit_meta_of(c, v);
     int64_t size[KOILA_MAX_DIMS];
-    if (!m) return KOILA_NONE;
-    for (uint32_t d = 0; d < n_dims; d++) size[d] = d == 1 ? m->size[0] : 1;
+    if (!m)
+        return KOILA_NONE;
+    for (uint32_t d = 0; d < n_dims; d++)
+        size[d] = d == 1 ? m->size[0] : 1;
     return koila__emit_view(c, v, n_dims, size);
 }
 
-/* native_batch_norm_backward(grad, x, weight?, rm?, rv?, save_mean?, save_invstd?, train, eps, mask) -> gx, gw, gb */
+/* native_batch_norm_backward(grad, x, weight?, rm?, rv?, save_mean?, save_invstd?, train, eps,
+ * mask) -> gx, gw, gb */
 bool koila__rule_batch_norm_backward(koila__case *c)
 {
     bool train;
-    const uint32_t lead = koila__lead_among(c, 2), weight = koila__input_at(c, 2), save_mean = koila__input_at(c, 5), save_invstd = koila__input_at(c, 6);
-    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE || !koila__arg_bool(c, 7, false, &train)) return false;
-    if (c->in[lead].dim == 1) return per_channel_rows(c, c->in[lead], 2);
+    const uint32_t lead = koila__lead_among(c, 2);
+    const uint32_t weight = koila__input_at(c, 2);
+    const uint32_t save_mean = koila__input_at(c, 5);
+    const uint32_t save_invstd = koila__input_at(c, 6);
+    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE ||
+        !koila__arg_bool(c, 7, false, &train))
+        return false;
+    if (c->in[lead].dim == 1)
+        return per_channel_rows(c, c->in[lead], 2);
     if (!train) {
         for (uint32_t i = 0; i < c->n_in; i++) {
-            if (i >= 2) koila__need_r(c, i);
-            else if (!koila__need(c, i, c->in[lead])) return false;
+            if (i >= 2)
+                koila__need_r(c, i);
+            else if (!koila__need(c, i, c->in[lead]))
+                return false;
         }
         for (uint32_t j = 0; j < 3; j++)
-            if (c->out_meta[j]) c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[lead];
+            if (c->out_meta[j])
+                c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[lead];
         return true;
     }
-    if (!c->may_emit || save_mean == KOILA_NONE || save_invstd == KOILA_NONE) return false;
+    if (!c->may_emit || save_mean == KOILA_NONE || save_invstd == KOILA_NONE)
+        return false;
     for (uint32_t i = 2; i < c->n_in; i++)
-        if (!koila__is_r(c->in[i])) return false;
+        if (!koila__is_r(c->in[i]))
+            return false;
     const koila_meta_info *m = c->in_meta[1];
     const uint32_t n_dims = m->n_dims;
-    const koila_value dy = c->in_value[0], x = c->in_value[1], mean = c->in_value[save_mean], invstd = c->in_value[save_invstd];
+    const koila_value dy = c->in_value[0];
+    const koila_value x = c->in_value[1];
+    const koila_value mean = c->in_value[save_mean];
+    const koila_value invstd = c->in_value[save_invstd];
     const koila_meta stat = c->sig->inputs[save_mean];
     const koila_dtype acc = koila_meta_get(c->table, stat)->dtype;
     const koila_meta sum = weight == KOILA_NONE ? stat : c->sig->inputs[weight];
@@ -250,8 +334,10 @@ bool koila__rule_batch_norm_backward(koila__case *c)
     koila__emit_begin(c, &k, "aten::native_batch_norm_backward", 0);
     koila__emit_value(&k, dy);
     koila__emit_value(&k, x);
-    if (weight == KOILA_NONE) koila__emit_none(&k);
-    else koila__emit_value(&k, c->in_value[weight]);
+    if (weight == KOILA_NONE)
+        koila__emit_none(&k);
+    else
+        koila__emit_value(&k, c->in_value[weight]);
     koila__emit_value(&k, koila__emit_cast(c, mean, sum_type));
     koila__emit_value(&k, koila__emit_cast(c, var, sum_type));
     koila__emit_none(&k);
@@ -259,39 +345,55 @@ bool koila__rule_batch_norm_backward(koila__case *c)
     koila__emit_bool(&k, false);
     koila__emit_float(&k, 0.0);
     koila__emit_bools(&k, mask, 3);
-    if (!koila__emit_end_n(&k, 3, out, sums)) return false;
-    if (c->out_meta[1]) c->replaced[1] = sums[1];
-    if (c->out_meta[2]) c->replaced[2] = sums[2];
-    if ((c->out_meta[1] && c->sig->outputs[1] != sum) || (c->out_meta[2] && c->sig->outputs[2] != sum)) return false;
+    if (!koila__emit_end_n(&k, 3, out, sums))
+        return false;
+    if (c->out_meta[1])
+        c->replaced[1] = sums[1];
+    if (c->out_meta[2])
+        c->replaced[2] = sums[2];
+    if ((c->out_meta[1] && c->sig->outputs[1] != sum) ||
+        (c->out_meta[2] && c->sig->outputs[2] != sum))
+        return false;
     if (c->out_meta[0]) {
         const double n = (double)(m->n_elements / (uint64_t)(m->size[1] ? m->size[1] : 1));
-        const koila_value gb = koila__emit_cast(c, sums[2], acc), gw = koila__emit_cast(c, sums[1], acc);
+        const koila_value gb = koila__emit_cast(c, sums[2], acc);
+        const koila_value gw = koila__emit_cast(c, sums[1], acc);
         const koila_value shift = koila__emit_scalar(c, "aten::div.Tensor", gb, n, stat);
         koila_value slope = koila__emit_scalar(c, "aten::div.Tensor", gw, n, stat);
         slope = koila__emit_binary(c, "aten::mul.Tensor", slope, invstd, stat);
         koila_value scale = invstd;
-        if (weight != KOILA_NONE) scale = koila__emit_binary(c, "aten::mul.Tensor", invstd, koila__emit_cast(c, c->in_value[weight], acc), stat);
+        if (weight != KOILA_NONE)
+            scale = koila__emit_binary(c, "aten::mul.Tensor", invstd,
+                                       koila__emit_cast(c, c->in_value[weight], acc), stat);
         slope = koila__emit_binary(c, "aten::mul.Tensor", slope, scale, stat);
         koila_meta wide; /* x's layout in the accumulate type */
-        if ((wide = koila__emit_meta_like(c, m, acc)) == KOILA_NONE) return false;
-        const koila_value centred = koila__emit_binary(c, "aten::sub.Tensor", x, per_channel(c, mean, n_dims), wide);
-        const koila_value shifted = koila__emit_binary(c, "aten::sub.Tensor", dy, per_channel(c, shift, n_dims), wide);
-        const koila_value scaled = koila__emit_binary(c, "aten::mul.Tensor", shifted, per_channel(c, scale, n_dims), wide);
+        if ((wide = koila__emit_meta_like(c, m, acc)) == KOILA_NONE)
+            return false;
+        const koila_value centred =
+            koila__emit_binary(c, "aten::sub.Tensor", x, per_channel(c, mean, n_dims), wide);
+        const koila_value shifted =
+            koila__emit_binary(c, "aten::sub.Tensor", dy, per_channel(c, shift, n_dims), wide);
+        const koila_value scaled =
+            koila__emit_binary(c, "aten::mul.Tensor", shifted, per_channel(c, scale, n_dims), wide);
         koila__emit_begin(c, &k, "aten::addcmul", 0);
         koila__emit_value(&k, scaled);
         koila__emit_value(&k, centred);
         koila__emit_value(&k, per_channel(c, slope, n_dims));
         koila__emit_kw(&k, "value");
         koila__emit_float(&k, -1.0);
-        const koila_value gx = koila__emit_end(&k, acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : wide);
-        c->replaced[0] = acc == c->out_meta[0]->dtype ? gx : koila__emit_cast_as(c, gx, c->sig->outputs[0]);
+        const koila_value gx =
+            koila__emit_end(&k, acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : wide);
+        c->replaced[0] =
+            acc == c->out_meta[0]->dtype ? gx : koila__emit_cast_as(c, gx, c->sig->outputs[0]);
     }
     for (uint32_t j = 0; j < 3; j++)
-        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE) return false;
+        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE)
+            return false;
     return true;
 }
 
-/* ---- softmax: rows are along `dim`. Along the batch: maximum and sum are partial, the rest is pointwise. */
+/* ---- softmax: rows are along `dim`. Along the batch: maximum and sum are partial, the rest is
+ * pointwise. */
 
 typedef struct along { /* the calls of a rewrite along dimension d, in the accumulate type */
     koila__case *c;
@@ -304,9 +406,11 @@ static bool along_init(along *a, koila__case *c, uint32_t x, uint32_t d)
 {
     const koila_meta_info *m = c->in_meta[x];
     int64_t size[KOILA_MAX_DIMS];
-    if (!c->may_emit || !koila__dtype_is_float(m->dtype)) return false;
+    if (!c->may_emit || !koila__dtype_is_float(m->dtype))
+        return false;
     *a = (along){ .c = c, .d = d, .acc = koila__accumulate_type(c->out_meta[0]->dtype) };
-    for (uint32_t k = 0; k < m->n_dims; k++) size[k] = k == d ? 1 : m->size[k];
+    for (uint32_t k = 0; k < m->n_dims; k++)
+        size[k] = k == d ? 1 : m->size[k];
     a->full = koila__emit_meta_like(c, m, a->acc);
     a->one = koila__emit_meta(c, m, a->acc, m->n_dims, size);
     return a->full != KOILA_NONE && a->one != KOILA_NONE;
@@ -325,9 +429,12 @@ static koila_value reduce_along(const along *a, const char *op, koila_value x)
 static bool replace(koila__case *c, koila_value v) /* result 0, in its recorded dtype and layout */
 {
     const koila_meta_info *m = koila__emit_meta_of(c, v);
-    if (!m) return false;
-    c->replaced[0] = m->dtype == c->out_meta[0]->dtype ? v : koila__emit_cast_as(c, v, c->sig->outputs[0]);
-    if (c->replaced[0] == KOILA_NONE) return false;
+    if (!m)
+        return false;
+    c->replaced[0] =
+        m->dtype == c->out_meta[0]->dtype ? v : koila__emit_cast_as(c, v, c->sig->outputs[0]);
+    if (c->replaced[0] == KOILA_NONE)
+        return false;
     return koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
 }
 
@@ -336,43 +443,66 @@ bool koila__rule_softmax(koila__case *c)
 {
     uint32_t d;
     along a;
-    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d)) return false;
-    if (d != c->in[0].dim) return c->out[0] = c->in[0], true;
-    if (strcmp(c->op, "aten::_safe_softmax") == 0 || !along_init(&a, c, 0, d)) return false;
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) ||
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+        return false;
+    if (d != c->in[0].dim) {
+        c->out[0] = c->in[0];
+        return true;
+    }
+    if (strcmp(c->op, "aten::_safe_softmax") == 0 || !along_init(&a, c, 0, d))
+        return false;
     const koila_value x = koila__emit_cast(c, c->in_value[0], a.acc);
-    const koila_value shifted = koila__emit_binary(c, "aten::sub.Tensor", x, reduce_along(&a, "aten::amax", x), a.full);
-    const koila_value e = koila__emit_unary(c, "aten::exp", shifted, a.full), sum = reduce_along(&a, "aten::sum.dim_IntList", e);
+    const koila_value shifted =
+        koila__emit_binary(c, "aten::sub.Tensor", x, reduce_along(&a, "aten::amax", x), a.full);
+    const koila_value e = koila__emit_unary(c, "aten::exp", shifted, a.full);
+    const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", e);
     const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
     return replace(c, strcmp(c->op, "aten::_softmax") == 0
                           ? koila__emit_binary(c, "aten::div.Tensor", e, sum, out)
-                          : koila__emit_binary(c, "aten::sub.Tensor", shifted, koila__emit_unary(c, "aten::log", sum, a.one), out));
+                          : koila__emit_binary(c, "aten::sub.Tensor", shifted,
+                                               koila__emit_unary(c, "aten::log", sum, a.one), out));
 }
 
-/* _softmax_backward_data(grad, output, dim, dtype) = output * (grad - sum(grad * output)); _log_softmax: grad - exp(output) * sum(grad) */
+/* _softmax_backward_data(grad, output, dim, dtype) = output * (grad - sum(grad * output));
+ * _log_softmax: grad - exp(output) * sum(grad) */
 bool koila__rule_softmax_backward(koila__case *c)
 {
     uint32_t d;
     along a;
     const uint32_t lead = koila__lead(c);
-    if (c->n_in != 2 || !koila__arg_dim(c, 2, 0, c->in_meta[0]->n_dims, &d)) return false;
+    if (c->n_in != 2 || !koila__arg_dim(c, 2, 0, c->in_meta[0]->n_dims, &d))
+        return false;
     if (koila__any_p(c)) { /* linear in grad */
-        if (!koila__is_sum(c->in[0]) || !koila__is_r(c->in[1])) return false;
+        if (!koila__is_sum(c->in[0]) || !koila__is_r(c->in[1]))
+            return false;
         c->out[0] = c->in[0];
         return true;
     }
-    if (lead == KOILA_NONE) return false;
+    if (lead == KOILA_NONE)
+        return false;
     if (c->in[lead].dim != d) {
-        if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead])) return false;
+        if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead]))
+            return false;
         c->out[0] = c->in[lead];
         return true;
     }
-    if (!along_init(&a, c, 1, d)) return false;
-    const koila_value grad = koila__emit_cast(c, c->in_value[0], a.acc), y = koila__emit_cast(c, c->in_value[1], a.acc);
+    if (!along_init(&a, c, 1, d))
+        return false;
+    const koila_value grad = koila__emit_cast(c, c->in_value[0], a.acc);
+    const koila_value y = koila__emit_cast(c, c->in_value[1], a.acc);
     const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
     if (strcmp(c->op, "aten::_softmax_backward_data") == 0) {
-        const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", koila__emit_binary(c, "aten::mul.Tensor", grad, y, a.full));
-        return replace(c, koila__emit_binary(c, "aten::mul.Tensor", y, koila__emit_binary(c, "aten::sub.Tensor", grad, sum, a.full), out));
+        const koila_value sum =
+            reduce_along(&a, "aten::sum.dim_IntList",
+                         koila__emit_binary(c, "aten::mul.Tensor", grad, y, a.full));
+        return replace(c, koila__emit_binary(
+                              c, "aten::mul.Tensor", y,
+                              koila__emit_binary(c, "aten::sub.Tensor", grad, sum, a.full), out));
     }
-    const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", grad), p = koila__emit_unary(c, "aten::exp", y, a.full);
-    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", grad, koila__emit_binary(c, "aten::mul.Tensor", p, sum, a.full), out));
+    const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", grad);
+    const koila_value p = koila__emit_unary(c, "aten::exp", y, a.full);
+    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", grad,
+                                         koila__emit_binary(c, "aten::mul.Tensor", p, sum, a.full),
+                                         out));
 }

@@ -1,17 +1,22 @@
 /* rules_seq.c — attention and recurrent layers: batch and heads are independent. */
 #include "placement/rules.h"
 
-/* All q, k, v (and in backward grad, out, logsumexp) share dims 0 (batch) and 1 (heads); attn_mask is broadcast to [B, H, L, S]. */
+/* All q, k, v (and in backward grad, out, logsumexp) share dims 0 (batch) and 1 (heads); attn_mask
+ * is broadcast to [B, H, L, S]. */
 static bool heads(koila__case *c, uint32_t n_same, uint32_t mask)
 {
     const uint32_t lead = koila__lead_among(c, n_same);
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4) return false;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4)
+        return false;
     const koila_placement p = c->in[lead];
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i == mask) koila__need_aligned(c, i, p, 4);
+        if (i == mask)
+            koila__need_aligned(c, i, p, 4);
         else if (i < n_same) {
-            if (!koila__need(c, i, p)) return false;
-        } else return false;
+            if (!koila__need(c, i, p))
+                return false;
+        } else
+            return false;
     }
     return true;
 }
@@ -22,53 +27,67 @@ static uint32_t mask_input(const koila__case *c, uint32_t n_before)
     return m && m->kind == KOILA_ARG_TENSOR ? n_before : KOILA_NONE;
 }
 
-/* _scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, *, attn_mask, scale) -> out[B, H, L, E], logsumexp */
+/* _scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, *, attn_mask, scale)
+ * -> out[B, H, L, E], logsumexp */
 bool koila__rule_flash_cpu(koila__case *c)
 {
     double dropout;
-    if (c->n_in < 3 || c->n_out != 2 || !koila__arg_number(c, 3, 0, &dropout) || dropout != 0) return false;
+    if (c->n_in < 3 || c->n_out != 2 || !koila__arg_number(c, 3, 0, &dropout) || dropout != 0)
+        return false;
     return heads(c, 3, mask_input(c, 3)) && koila__out_all(c, c->in[koila__lead_among(c, 3)]);
 }
 
-/* ..._backward(grad, q, k, v, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale) -> gq, gk, gv */
+/* ..._backward(grad, q, k, v, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale) -> gq, gk,
+ * gv */
 bool koila__rule_flash_cpu_backward(koila__case *c)
 {
     double dropout;
-    if (c->n_in < 6 || c->n_out != 3 || !koila__arg_number(c, 6, 0, &dropout) || dropout != 0) return false;
+    if (c->n_in < 6 || c->n_out != 3 || !koila__arg_number(c, 6, 0, &dropout) || dropout != 0)
+        return false;
     return heads(c, 6, mask_input(c, 6)) && koila__out_all(c, c->in[koila__lead_among(c, 6)]);
 }
 
-/* Attention kernels of CUDA. Without dropout the random state they return is never read: it is a P that nobody adds up, and stays in its loop. */
+/* Attention kernels of CUDA. Without dropout the random state they return is never read: it is a P
+ * that nobody adds up, and stays in its loop. */
 static void rest_unread(koila__case *c, uint32_t first)
 {
     for (uint32_t j = first; j < c->n_out; j++)
-        if (c->out_meta[j]) c->out[j] = koila__p(c, KOILA_SUM);
+        if (c->out_meta[j])
+            c->out[j] = koila__p(c, KOILA_SUM);
 }
 
 static bool unread(koila__case *c, uint32_t pos)
 {
     const uint32_t i = koila__input_at(c, pos);
-    if (i == KOILA_NONE) return koila__is_absent(c, pos);
-    if (i >= 32) return false;
+    if (i == KOILA_NONE)
+        return koila__is_absent(c, pos);
+    if (i >= 32)
+        return false;
     c->need[i] = koila__is_r(c->in[i]) ? koila__r() : c->in[i];
     c->unread |= 1u << i;
     return true;
 }
 
-/* _scaled_dot_product_efficient_attention(q, k, v, attn_bias?, compute_lse, dropout_p, is_causal) -> out, lse[B, H, L], seed, offset
- * _scaled_dot_product_cudnn_attention(the same, return_debug_mask), _scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, ...) */
+/* _scaled_dot_product_efficient_attention(q, k, v, attn_bias?, compute_lse, dropout_p, is_causal)
+ * -> out, lse[B, H, L], seed, offset _scaled_dot_product_cudnn_attention(the same,
+ * return_debug_mask), _scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, ...) */
 static bool attention(koila__case *c, uint32_t n_full, uint32_t pos_bias, uint32_t pos_dropout)
 {
     double dropout;
     const uint32_t bias = pos_bias ? koila__input_at(c, pos_bias) : KOILA_NONE;
-    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0 || c->n_out < 2 || c->n_in != n_full + (bias != KOILA_NONE)) return false;
-    if (!heads(c, n_full, bias)) return false;
+    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0 || c->n_out < 2 ||
+        c->n_in != n_full + (bias != KOILA_NONE))
+        return false;
+    if (!heads(c, n_full, bias))
+        return false;
     const koila_placement p = c->in[koila__lead_among(c, n_full)];
     for (uint32_t j = 0; j < 2; j++) {
-        if (!c->out_meta[j]) continue;
+        if (!c->out_meta[j])
+            continue;
         c->out[j] = p;
         if (!koila__fits(c, p, c->out_meta[j])) {
-            if (c->out_meta[j]->n_elements) return false;
+            if (c->out_meta[j]->n_elements)
+                return false;
             c->out[j] = koila__p(c, KOILA_SUM);
         }
     }
@@ -78,31 +97,46 @@ static bool attention(koila__case *c, uint32_t n_full, uint32_t pos_bias, uint32
 bool koila__rule_efficient_attention(koila__case *c) { return attention(c, 3, 3, 5); }
 bool koila__rule_flash_attention(koila__case *c) { return attention(c, 3, 0, 3); }
 
-/* Inputs that share batch and heads are those of 4 dims and the logsumexp; the bias is broadcast; the state is not read. */
-static bool attention_backward(koila__case *c, uint32_t pos_bias, const uint32_t *state, uint32_t n_state, uint32_t pos_dropout)
+/* Inputs that share batch and heads are those of 4 dims and the logsumexp; the bias is broadcast;
+ * the state is not read. */
+static bool attention_backward(koila__case *c, uint32_t pos_bias, const uint32_t *state,
+                               uint32_t n_state, uint32_t pos_dropout)
 {
     double dropout;
     const uint32_t bias = pos_bias ? koila__input_at(c, pos_bias) : KOILA_NONE;
-    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0) return false;
+    if (!koila__arg_number(c, pos_dropout, 0, &dropout) || dropout != 0)
+        return false;
     for (uint32_t k = 0; k < n_state; k++)
-        if (!unread(c, state[k])) return false;
+        if (!unread(c, state[k]))
+            return false;
     uint32_t lead = KOILA_NONE;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if ((c->unread >> i) & 1) continue;
-        if (koila__is_p(c->in[i])) return false;
-        if (i != bias && koila__is_s(c->in[i]) && (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements)) lead = i;
+        if ((c->unread >> i) & 1)
+            continue;
+        if (koila__is_p(c->in[i]))
+            return false;
+        if (i != bias && koila__is_s(c->in[i]) &&
+            (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements))
+            lead = i;
     }
-    if (lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4) return false;
+    if (lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4)
+        return false;
     const koila_placement p = c->in[lead];
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if ((c->unread >> i) & 1) continue;
-        if (i == bias) koila__need_aligned(c, i, p, 4);
-        else if (!koila__need(c, i, p)) return false;
+        if ((c->unread >> i) & 1)
+            continue;
+        if (i == bias)
+            koila__need_aligned(c, i, p, 4);
+        else if (!koila__need(c, i, p))
+            return false;
     }
     for (uint32_t j = 0; j < c->n_out; j++) {
-        if (!c->out_meta[j]) continue;
+        if (!c->out_meta[j])
+            continue;
         c->out[j] = p;
-        if (j >= 3 && c->need[bias == KOILA_NONE ? 0 : bias].kind != KOILA_S) c->out[j] = koila__p(c, KOILA_SUM); /* gradient of a whole bias */
+        /* gradient of a whole bias */
+        if (j >= 3 && c->need[bias == KOILA_NONE ? 0 : bias].kind != KOILA_S)
+            c->out[j] = koila__p(c, KOILA_SUM);
     }
     return true;
 }
@@ -112,13 +146,16 @@ bool koila__rule_efficient_attention_backward(koila__case *c)
     return attention_backward(c, 4, state, 2, 9);
 }
 bool koila__rule_flash_attention_backward(koila__case *c)
-{ /* (grad, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset) */
+/* (grad, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset)
+ */
+{
     static const uint32_t state[] = { 6, 7, 12, 13 };
     return attention_backward(c, 0, state, 4, 10);
 }
 
-/* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H], cy[N, H], workspace. Time comes first here whatever
- * batch_first says: the caller has transposed. `batch_sizes` (packed sequences) must be empty. */
+/* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H],
+ * cy[N, H], workspace. Time comes first here whatever batch_first says: the caller has transposed.
+ * `batch_sizes` (packed sequences) must be empty. */
 static bool is_empty_list(const koila__case *c, uint32_t pos)
 {
     const koila_arg *a = koila__arg(c, pos);
@@ -127,47 +164,71 @@ static bool is_empty_list(const koila__case *c, uint32_t pos)
 
 bool koila__rule_rnn_layer(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in != 7 || c->n_out != 4 || !is_empty_list(c, 8) || c->in_meta[0]->n_dims != 3) return false;
+    if (koila__any_p(c) || c->n_in != 7 || c->n_out != 4 || !is_empty_list(c, 8) ||
+        c->in_meta[0]->n_dims != 3)
+        return false;
     koila_placement p;
-    if (koila__is_s(c->in[0])) p = c->in[0];
-    else if (koila__is_s(c->in[5])) p = koila__moved(c->in[5], 1);
-    else if (koila__is_s(c->in[6])) p = koila__moved(c->in[6], 1);
-    else return false;
+    if (koila__is_s(c->in[0]))
+        p = c->in[0];
+    else if (koila__is_s(c->in[5]))
+        p = koila__moved(c->in[5], 1);
+    else if (koila__is_s(c->in[6]))
+        p = koila__moved(c->in[6], 1);
+    else
+        return false;
     const koila_placement h = koila__moved(p, 0);
-    if (p.dim != 1 || !koila__need(c, 0, p) || !koila__need(c, 5, h) || !koila__need(c, 6, h)) return false;
-    for (uint32_t i = 1; i < 5; i++) koila__need_r(c, i);
+    if (p.dim != 1 || !koila__need(c, 0, p) || !koila__need(c, 5, h) || !koila__need(c, 6, h))
+        return false;
+    for (uint32_t i = 1; i < 5; i++)
+        koila__need_r(c, i);
     c->out[0] = p;
     c->out[1] = c->out[2] = h;
-    if (c->out_meta[3]) c->out[3] = c->out_meta[3]->n_dims ? koila__opaque(c) : koila__r();
+    if (c->out_meta[3])
+        c->out[3] = c->out_meta[3]->n_dims ? koila__opaque(c) : koila__r();
     return true;
 }
 
-/* ..._backward(x, w1..w4, hx, cx, out, hy, cy, grad_out?, grad_hy?, grad_cy?, ..., batch_sizes at 20, batch_first, workspace) -> gx, gw1..gw4, ghx, gcx */
+/* ..._backward(x, w1..w4, hx, cx, out, hy, cy, grad_out?, grad_hy?, grad_cy?, ..., batch_sizes at
+ * 20, batch_first, workspace) -> gx, gw1..gw4, ghx, gcx */
 bool koila__rule_rnn_layer_backward(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in < 11 || c->n_out != 7 || !is_empty_list(c, 20) || c->in_meta[0]->n_dims != 3) return false;
+    if (koila__any_p(c) || c->n_in < 11 || c->n_out != 7 || !is_empty_list(c, 20) ||
+        c->in_meta[0]->n_dims != 3)
+        return false;
     const uint32_t work = koila__input_at(c, 22);
-    if (work == KOILA_NONE || !koila__is_opaque(c->in[work]) || !koila__is_s(c->in[0]) || c->in[0].dim != 1) return false;
-    const koila_placement p = c->in[0], h = koila__moved(p, 0);
+    if (work == KOILA_NONE || !koila__is_opaque(c->in[work]) || !koila__is_s(c->in[0]) ||
+        c->in[0].dim != 1)
+        return false;
+    const koila_placement p = c->in[0];
+    const koila_placement h = koila__moved(p, 0);
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i == work) continue;
-        if (i >= 1 && i <= 4) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in_meta[i]->n_dims == 3 ? p : h)) return false;
+        if (i == work)
+            continue;
+        if (i >= 1 && i <= 4)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in_meta[i]->n_dims == 3 ? p : h))
+            return false;
     }
     for (uint32_t j = 0; j < 7; j++)
-        if (c->out_meta[j]) c->out[j] = j == 0 ? p : j < 5 ? koila__p(c, KOILA_SUM) : h;
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? p : j < 5 ? koila__p(c, KOILA_SUM) : h;
     return true;
 }
 
-/* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases whole. The workspace has a row per sample. */
+/* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases
+ * whole. The workspace has a row per sample. */
 bool koila__rule_fused_cell(koila__case *c)
 {
     const bool lstm = strstr(c->op, "lstm") != NULL;
     const uint32_t lead = koila__lead_among(c, 3);
-    if (koila__any_p(c) || c->n_in < 3 || lead == KOILA_NONE || c->in[lead].dim != 0 || koila__input_at(c, 0) != 0 || koila__input_at(c, 2) != 2) return false;
+    if (koila__any_p(c) || c->n_in < 3 || lead == KOILA_NONE || c->in[lead].dim != 0 ||
+        koila__input_at(c, 0) != 0 || koila__input_at(c, 2) != 2)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= 3) koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead])) return false;
+        if (i >= 3)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, c->in[lead]))
+            return false;
     }
     return c->n_out == (lstm ? 3u : 2u) && koila__out_all(c, c->in[lead]);
 }

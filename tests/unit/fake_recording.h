@@ -1,5 +1,6 @@
-/* fake_recording.h — for tests: runs a random program on a cache and writes what torch would have recorded, as JSON or as a pickle (in
- * torch's own style: everything under one MARK, keys from the memo). */
+/* fake_recording.h — for tests: runs a random program on a cache and writes what torch would have
+ * recorded, as JSON or as a pickle (in torch's own style: everything under one MARK, keys from the
+ * memo). */
 #ifndef KOILA_TEST_FAKE_RECORDING_H
 #define KOILA_TEST_FAKE_RECORDING_H
 
@@ -29,7 +30,16 @@ __attribute__((format(printf, 2, 3))) static void addf(bytes *b, const char *fmt
     add(b, s, (size_t)n);
 }
 
-static const char *const fake_actions[] = { "", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom", "snapshot" };
+static const char *const fake_actions[] = { "",
+                                            "alloc",
+                                            "free_requested",
+                                            "free_completed",
+                                            "segment_alloc",
+                                            "segment_free",
+                                            "segment_map",
+                                            "segment_unmap",
+                                            "oom",
+                                            "snapshot" };
 
 typedef struct recording {
     koila_event e[200000];
@@ -38,8 +48,11 @@ typedef struct recording {
     size_t n_blocks;
     const char *conf; /* PYTORCH_CUDA_ALLOC_CONF */
     bool no_pool_ids;
-    const koila_cache *watched; /* not NULL: after[i] is what its statistics say when event i is told */
-    struct { uint64_t allocated, active, reserved; } after[2000];
+    /* not NULL: after[i] is what its statistics say when event i is told */
+    const koila_cache *watched;
+    struct {
+        uint64_t allocated, active, reserved;
+    } after[2000];
 } recording;
 
 static void record_event(void *user, const koila_event *e)
@@ -52,12 +65,14 @@ static void record_event(void *user, const koila_event *e)
         r->after[r->n].active = s.of[KOILA_STAT_ACTIVE_BYTES][0].current;
         r->after[r->n].reserved = s.of[KOILA_STAT_RESERVED_BYTES][0].current;
     }
-    if (r->n < KOILA_COUNT(r->e)) r->e[r->n++] = *e;
+    if (r->n < KOILA_COUNT(r->e))
+        r->e[r->n++] = *e;
 }
 static bool record_block(void *user, const koila_block *b)
 {
     recording *r = user;
-    if (b->state != KOILA_BLOCK_UNMAPPED && r->n_blocks < KOILA_COUNT(r->blocks)) r->blocks[r->n_blocks++] = *b;
+    if (b->state != KOILA_BLOCK_UNMAPPED && r->n_blocks < KOILA_COUNT(r->blocks))
+        r->blocks[r->n_blocks++] = *b;
     return true;
 }
 static void record_end(recording *r, const koila_cache *c)
@@ -99,8 +114,10 @@ static void w_str(writer *w, const char *s)
 }
 static void w_int(writer *w, uint64_t v)
 {
-    if (!w->pickle) addf(&w->b, "%llu", (unsigned long long)v);
-    else if (v < 256) add(&w->b, (uint8_t[]){ 'K', (uint8_t)v }, 2);
+    if (!w->pickle)
+        addf(&w->b, "%llu", (unsigned long long)v);
+    else if (v < 256)
+        add(&w->b, (uint8_t[]){ 'K', (uint8_t)v }, 2);
     else if (v < 1u << 31) {
         add(&w->b, "J", 1);
         add(&w->b, &v, 4);
@@ -122,18 +139,21 @@ static void w_close(writer *w, bool dict)
 }
 static void w_item(writer *w)
 {
-    if (!w->pickle && !w->first) add(&w->b, ",", 1);
+    if (!w->pickle && !w->first)
+        add(&w->b, ",", 1);
     w->first = false;
 }
 static void w_key(writer *w, const char *key)
 {
     w_item(w);
     w_str(w, key);
-    if (!w->pickle) add(&w->b, ":", 1);
+    if (!w->pickle)
+        add(&w->b, ":", 1);
 }
 static void w_pool(writer *w, koila_pool p)
 {
-    if (!w->pickle) addf(&w->b, "[%llu,%llu]", (unsigned long long)p.owner, (unsigned long long)p.id);
+    if (!w->pickle)
+        addf(&w->b, "[%llu,%llu]", (unsigned long long)p.owner, (unsigned long long)p.id);
     else {
         w_int(w, p.owner);
         w_int(w, p.id);
@@ -162,7 +182,8 @@ static void w_frames(writer *w, int which)
 static bytes write_recording(const recording *r, size_t from, bool pickle)
 {
     writer w = { .pickle = pickle };
-    if (pickle) add(&w.b, "\x80\x02", 2);
+    if (pickle)
+        add(&w.b, "\x80\x02", 2);
     w_open(&w, true);
     w_key(&w, "segments");
     w_open(&w, false);
@@ -170,33 +191,51 @@ static bytes write_recording(const recording *r, size_t from, bool pickle)
         const koila_block *b = &r->blocks[i];
         size_t end = i;
         uint64_t size = 0, allocated = 0, active = 0;
-        for (; end < r->n_blocks && r->blocks[end].segment == b->segment && r->blocks[end].addr == b->addr + size; end++) {
+        for (; end < r->n_blocks && r->blocks[end].segment == b->segment &&
+               r->blocks[end].addr == b->addr + size;
+             end++) {
             size += r->blocks[end].size;
             allocated += r->blocks[end].state == KOILA_BLOCK_USED ? r->blocks[end].size : 0;
             active += r->blocks[end].state != KOILA_BLOCK_FREE ? r->blocks[end].size : 0;
         }
         w_item(&w);
         w_open(&w, true);
-        w_key(&w, "device"), w_int(&w, 0);
-        w_key(&w, "address"), w_int(&w, b->addr);
-        w_key(&w, "total_size"), w_int(&w, size);
-        w_key(&w, "allocated_size"), w_int(&w, allocated);
-        w_key(&w, "active_size"), w_int(&w, active);
-        w_key(&w, "stream"), w_int(&w, b->stream);
-        w_key(&w, "segment_type"), w_str(&w, b->is_small ? "small" : "large");
-        w_key(&w, "segment_pool_id"), w_pool(&w, b->pool);
+        w_key(&w, "device");
+        w_int(&w, 0);
+        w_key(&w, "address");
+        w_int(&w, b->addr);
+        w_key(&w, "total_size");
+        w_int(&w, size);
+        w_key(&w, "allocated_size");
+        w_int(&w, allocated);
+        w_key(&w, "active_size");
+        w_int(&w, active);
+        w_key(&w, "stream");
+        w_int(&w, b->stream);
+        w_key(&w, "segment_type");
+        w_str(&w, b->is_small ? "small" : "large");
+        w_key(&w, "segment_pool_id");
+        w_pool(&w, b->pool);
         w_key(&w, "is_expandable");
-        if (pickle) add(&w.b, b->is_expandable ? "\x88" : "\x89", 1);
-        else addf(&w.b, b->is_expandable ? "true" : "false");
+        if (pickle)
+            add(&w.b, b->is_expandable ? "\x88" : "\x89", 1);
+        else
+            addf(&w.b, b->is_expandable ? "true" : "false");
         w_key(&w, "blocks");
         w_open(&w, false);
         for (; i < end; i++) {
             w_item(&w);
             w_open(&w, true);
-            w_key(&w, "address"), w_int(&w, r->blocks[i].addr);
-            w_key(&w, "size"), w_int(&w, r->blocks[i].size);
-            w_key(&w, "requested_size"), w_int(&w, r->blocks[i].requested);
-            w_key(&w, "state"), w_str(&w, r->blocks[i].state == KOILA_BLOCK_FREE ? "inactive" : r->blocks[i].state == KOILA_BLOCK_USED ? "active_allocated" : "active_pending_free");
+            w_key(&w, "address");
+            w_int(&w, r->blocks[i].addr);
+            w_key(&w, "size");
+            w_int(&w, r->blocks[i].size);
+            w_key(&w, "requested_size");
+            w_int(&w, r->blocks[i].requested);
+            w_key(&w, "state");
+            w_str(&w, r->blocks[i].state == KOILA_BLOCK_FREE   ? "inactive"
+                      : r->blocks[i].state == KOILA_BLOCK_USED ? "active_allocated"
+                                                               : "active_pending_free");
             w_frames(&w, (int)i);
             w_close(&w, true);
         }
@@ -212,12 +251,20 @@ static bytes write_recording(const recording *r, size_t from, bool pickle)
         const koila_event *e = &r->e[i];
         w_item(&w);
         w_open(&w, true);
-        w_key(&w, "action"), w_str(&w, fake_actions[e->kind]);
-        w_key(&w, e->kind == KOILA_EVENT_OOM ? "device_free" : "addr"), w_int(&w, e->addr);
-        w_key(&w, "size"), w_int(&w, e->size);
-        w_key(&w, "stream"), w_int(&w, e->stream);
-        w_key(&w, "time_us"), w_int(&w, 1000000 + i);
-        if (!r->no_pool_ids) w_key(&w, "pool_id"), w_pool(&w, e->pool);
+        w_key(&w, "action");
+        w_str(&w, fake_actions[e->kind]);
+        w_key(&w, e->kind == KOILA_EVENT_OOM ? "device_free" : "addr");
+        w_int(&w, e->addr);
+        w_key(&w, "size");
+        w_int(&w, e->size);
+        w_key(&w, "stream");
+        w_int(&w, e->stream);
+        w_key(&w, "time_us");
+        w_int(&w, 1000000 + i);
+        if (!r->no_pool_ids) {
+            w_key(&w, "pool_id");
+            w_pool(&w, e->pool);
+        }
         w_frames(&w, (int)i);
         w_close(&w, true);
     }
@@ -225,21 +272,27 @@ static bytes write_recording(const recording *r, size_t from, bool pickle)
     w_close(&w, false);
     w_key(&w, "allocator_settings");
     w_open(&w, true);
-    w_key(&w, "PYTORCH_CUDA_ALLOC_CONF"), w_str(&w, r->conf ? r->conf : "");
-    w_key(&w, "expandable_segments"), w_int(&w, r->conf && strstr(r->conf, "expandable_segments:True") != NULL);
+    w_key(&w, "PYTORCH_CUDA_ALLOC_CONF");
+    w_str(&w, r->conf ? r->conf : "");
+    w_key(&w, "expandable_segments");
+    w_int(&w, r->conf && strstr(r->conf, "expandable_segments:True") != NULL);
     w_key(&w, "roundup_power2_divisions");
     w_open(&w, true);
-    w_key(&w, "1"), w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
-    w_key(&w, "2"), w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
+    w_key(&w, "1");
+    w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
+    w_key(&w, "2");
+    w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
     for (int i = 4; i <= 32768; i *= 2) {
         char key[16];
         snprintf(key, sizeof key, "%d", i);
-        w_key(&w, key), w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
+        w_key(&w, key);
+        w_int(&w, r->conf && strstr(r->conf, "divisions:4") ? 4 : 0);
     }
     w_close(&w, true);
     w_close(&w, true);
     w_close(&w, true);
-    if (pickle) add(&w.b, ".", 1);
+    if (pickle)
+        add(&w.b, ".", 1);
     return w.b;
 }
 
@@ -252,21 +305,30 @@ static uint64_t fake_random(uint64_t *s)
 }
 
 /* A program on `c`, recorded. */
-static void fake_program(recording *r, koila_cache *c, uint64_t seed, int n_ops, unsigned percent_streams)
+static void fake_program(recording *r, koila_cache *c, uint64_t seed, int n_ops,
+                         unsigned percent_streams)
 {
     static uint64_t live[20000];
     size_t n_live = 0;
     koila_cache_observe(c, record_event, r);
     for (int i = 0; i < n_ops; i++) {
-        uint64_t u = fake_random(&seed), x = fake_random(&seed), addr;
+        uint64_t u = fake_random(&seed);
+        uint64_t x = fake_random(&seed);
+        uint64_t addr;
         if (u % 100 < 54 || !n_live) {
-            uint64_t k = x % 10, n = k < 4 ? 1 + (x >> 8) % 4096 : k < 6 ? 1 + (x >> 8) % 2097152 : k < 9 ? 1048576 + (x >> 8) % 11534336 : 10485760 + (x >> 8) % 60000000;
-            if (!koila_cache_malloc(c, n, u >> 40 & 7 ? 0 : 7, KOILA_POOL_DEFAULT, &addr)) live[n_live++] = addr;
+            uint64_t k = x % 10;
+            uint64_t n = k < 4   ? 1 + (x >> 8) % 4096
+                         : k < 6 ? 1 + (x >> 8) % 2097152
+                         : k < 9 ? 1048576 + (x >> 8) % 11534336
+                                 : 10485760 + (x >> 8) % 60000000;
+            if (!koila_cache_malloc(c, n, u >> 40 & 7 ? 0 : 7, KOILA_POOL_DEFAULT, &addr))
+                live[n_live++] = addr;
         } else if (u % 100 < 96) {
             size_t at = (size_t)(x % n_live);
             addr = live[at];
             live[at] = live[--n_live];
-            if ((u >> 32) % 100 < percent_streams) koila_cache_record_stream(c, addr, 9);
+            if ((u >> 32) % 100 < percent_streams)
+                koila_cache_record_stream(c, addr, 9);
             koila_cache_release(c, addr);
         } else if (u % 100 < 98) {
             koila_cache_sync(c);
@@ -275,7 +337,9 @@ static void fake_program(recording *r, koila_cache *c, uint64_t seed, int n_ops,
         } else {
             koila_cache_stat s = { 0 };
             koila_cache_stats(c, &s);
-            koila_event e = { sizeof e, KOILA_EVENT_SNAPSHOT, 0, s.of[KOILA_STAT_ACTIVE_BYTES][0].current, 0, { 0, 0 } };
+            koila_event e = { sizeof e, KOILA_EVENT_SNAPSHOT,
+                              0,        s.of[KOILA_STAT_ACTIVE_BYTES][0].current,
+                              0,        { 0, 0 } };
             record_event(r, &e);
         }
     }

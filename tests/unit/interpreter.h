@@ -1,8 +1,9 @@
-/* interpreter.h — runs recorded graphs and plans on small tensors, for the schedule oracle. Slow and simple on purpose, and it shares nothing with the
- * planner but the list of instructions.
+/* interpreter.h — runs recorded graphs and plans on small tensors, for the schedule oracle. Slow
+ * and simple on purpose, and it shares nothing with the planner but the list of instructions.
  *
- * Elements are integers modulo a prime, so every linear operator is exact whatever the order of a sum, and mean() is a multiplication by an inverse.
- * A tensor is a view of a store with a count of its users, so a write in place that should not have happened is seen by the others. Bytes are
+ * Elements are integers modulo a prime, so every linear operator is exact whatever the order of a
+ * sum, and mean() is a multiplication by an inverse. A tensor is a view of a store with a count of
+ * its users, so a write in place that should not have happened is seen by the others. Bytes are
  * counted by the dtype recorded; stores of leaves are not counted: they were there before. */
 #ifndef KOILA_TEST_INTERPRETER_H
 #define KOILA_TEST_INTERPRETER_H
@@ -34,11 +35,13 @@ typedef struct tensor {
 static int64_t n_elements(const tensor *t)
 {
     int64_t n = 1;
-    for (uint32_t d = 0; d < t->n_dims; d++) n *= t->size[d];
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        n *= t->size[d];
     return n;
 }
 /* A fresh contiguous tensor of zeros. */
-static tensor *make(heap *h, bool counted, uint32_t n_element_bytes, uint32_t n_dims, const int64_t *size)
+static tensor *make(heap *h, bool counted, uint32_t n_element_bytes, uint32_t n_dims,
+                    const int64_t *size)
 {
     tensor *t = calloc(1, sizeof *t);
     t->n_dims = n_dims;
@@ -56,7 +59,8 @@ static tensor *make(heap *h, bool counted, uint32_t n_element_bytes, uint32_t n_
     t->s->n_bytes = counted ? n * n_element_bytes : 0;
     h->live += t->s->n_bytes;
     h->n_stores++;
-    if (h->live > h->peak) h->peak = h->live;
+    if (h->live > h->peak)
+        h->peak = h->live;
     return t;
 }
 static tensor *view_of(const tensor *t)
@@ -70,7 +74,8 @@ static void drop(tensor **slot)
 {
     tensor *t = *slot;
     *slot = NULL;
-    if (!t) return;
+    if (!t)
+        return;
     if (--t->s->n_users == 0) {
         t->s->h->live -= t->s->n_bytes;
         t->s->h->n_stores--;
@@ -96,13 +101,15 @@ static uint64_t spread(const tensor *t, const tensor *of, int64_t k)
         const int64_t i = k % of->size[d];
         k /= of->size[d];
         const int64_t x = (int64_t)d - (int64_t)(of->n_dims - t->n_dims);
-        if (x >= 0 && t->size[x] != 1) at += i * t->stride[x];
+        if (x >= 0 && t->size[x] != 1)
+            at += i * t->stride[x];
     }
     return t->s->at[at];
 }
 static void copy_elements(const tensor *to, const tensor *from)
 {
-    for (int64_t k = 0; k < n_elements(to); k++) *element(to, k) = *element(from, k);
+    for (int64_t k = 0; k < n_elements(to); k++)
+        *element(to, k) = *element(from, k);
 }
 static tensor *narrow(const tensor *t, uint32_t dim, int64_t at, int64_t n)
 {
@@ -115,10 +122,14 @@ static uint64_t mod_power(uint64_t x, uint64_t n)
 {
     uint64_t y = 1;
     for (x %= PRIME; n; n >>= 1, x = x * x % PRIME)
-        if (n & 1) y = y * x % PRIME;
+        if (n & 1)
+            y = y * x % PRIME;
     return y;
 }
-static uint64_t mod_ratio(int64_t a, int64_t b) { return b ? (uint64_t)a % PRIME * mod_power((uint64_t)b, PRIME - 2) % PRIME : 0; }
+static uint64_t mod_ratio(int64_t a, int64_t b)
+{
+    return b ? (uint64_t)a % PRIME * mod_power((uint64_t)b, PRIME - 2) % PRIME : 0;
+}
 static uint64_t relu(uint64_t x) { return x < PRIME / 2 ? x : 0; }
 
 /* ---- operators */
@@ -132,31 +143,42 @@ static bool reduced(const koila_sig_info *s, uint32_t d)
 {
     const koila_arg *a = &s->tokens[s->start[1]];
     for (uint32_t i = 1; i <= a->n; i++)
-        if (a[i].u.i == (int64_t)d || a[i].u.i == (int64_t)d - 2) return true;
+        if (a[i].u.i == (int64_t)d || a[i].u.i == (int64_t)d - 2)
+            return true;
     return false;
 }
 
 /* A view call; NULL when the operator is none. `size`: of the result. */
-static tensor *run_view(const char *name, const koila_sig_info *s, const tensor *in, const int64_t *size)
+static tensor *run_view(const char *name, const koila_sig_info *s, const tensor *in,
+                        const int64_t *size)
 {
     tensor *v;
     if (!strcmp(name, "aten::t")) {
         v = view_of(in);
-        v->size[0] = in->size[1], v->size[1] = in->size[0];
-        v->stride[0] = in->stride[1], v->stride[1] = in->stride[0];
+        v->size[0] = in->size[1];
+        v->size[1] = in->size[0];
+        v->stride[0] = in->stride[1];
+        v->stride[1] = in->stride[0];
         return v;
     }
-    if (!strcmp(name, "aten::alias")) return view_of(in);
+    if (!strcmp(name, "aten::alias"))
+        return view_of(in);
     if (!strcmp(name, "aten::expand")) {
         v = view_of(in);
         for (uint32_t d = 0; d < 2; d++)
-            if (v->size[d] != size[d]) v->size[d] = size[d], v->stride[d] = 0;
+            if (v->size[d] != size[d]) {
+                v->size[d] = size[d];
+                v->stride[d] = 0;
+            }
         return v;
     }
     if (!strcmp(name, "aten::view")) {
         v = view_of(in);
         int64_t step = 1;
-        for (uint32_t d = 2; d-- > 0; step *= size[d]) v->size[d] = size[d], v->stride[d] = step;
+        for (uint32_t d = 2; d-- > 0; step *= size[d]) {
+            v->size[d] = size[d];
+            v->stride[d] = step;
+        }
         return v;
     }
     if (!strcmp(name, "aten::select.int")) {
@@ -164,55 +186,76 @@ static tensor *run_view(const char *name, const koila_sig_info *s, const tensor 
         v->n_dims = 1; /* of dimension 1 of 2 */
         return v;
     }
-    if (!strcmp(name, "aten::slice.Tensor")) return narrow(in, (uint32_t)int_arg(s, 1), int_arg(s, 2), int_arg(s, 3) - int_arg(s, 2));
+    if (!strcmp(name, "aten::slice.Tensor"))
+        return narrow(in, (uint32_t)int_arg(s, 1), int_arg(s, 2), int_arg(s, 3) - int_arg(s, 2));
     return NULL;
 }
 
 static bool broadcasts(const tensor *t, uint32_t n_dims, const int64_t *size)
 {
-    if (t->n_dims > n_dims) return false;
+    if (t->n_dims > n_dims)
+        return false;
     for (uint32_t d = 0; d < t->n_dims; d++)
-        if (t->size[d] != 1 && t->size[d] != size[n_dims - t->n_dims + d]) return false;
+        if (t->size[d] != 1 && t->size[d] != size[n_dims - t->n_dims + d])
+            return false;
     return true;
 }
 /* Would torch take these inputs and give a result of this size? */
-static bool shapes_agree(const char *name, const koila_sig_info *s, tensor *const *in, uint32_t n_dims, const int64_t *size)
+static bool shapes_agree(const char *name, const koila_sig_info *s, tensor *const *in,
+                         uint32_t n_dims, const int64_t *size)
 {
-    if (!strcmp(name, "aten::mm")) return in[0]->size[0] == size[0] && in[0]->size[1] == in[1]->size[0] && in[1]->size[1] == size[1];
-    if (!strcmp(name, "aten::sum.dim_IntList") || !strcmp(name, "aten::mean.dim") || !strcmp(name, "aten::amax")) {
+    if (!strcmp(name, "aten::mm"))
+        return in[0]->size[0] == size[0] && in[0]->size[1] == in[1]->size[0] &&
+               in[1]->size[1] == size[1];
+    if (!strcmp(name, "aten::sum.dim_IntList") || !strcmp(name, "aten::mean.dim") ||
+        !strcmp(name, "aten::amax")) {
         for (uint32_t d = 0; d < 2; d++)
-            if (size[d] != (reduced(s, d) ? 1 : in[0]->size[d])) return false;
+            if (size[d] != (reduced(s, d) ? 1 : in[0]->size[d]))
+                return false;
         return true;
     }
-    if (!strcmp(name, "aten::flip") || !strcmp(name, "aten::cumsum")) return memcmp(in[0]->size, size, 2 * sizeof *size) == 0;
+    if (!strcmp(name, "aten::flip") || !strcmp(name, "aten::cumsum"))
+        return memcmp(in[0]->size, size, 2 * sizeof *size) == 0;
     bool full[3] = { 0 };
     for (uint32_t i = 0; i < s->n_inputs; i++) {
-        if (!broadcasts(in[i], n_dims, size)) return false;
-        for (uint32_t d = 0; d < in[i]->n_dims; d++) full[n_dims - in[i]->n_dims + d] |= in[i]->size[d] == size[n_dims - in[i]->n_dims + d];
+        if (!broadcasts(in[i], n_dims, size))
+            return false;
+        for (uint32_t d = 0; d < in[i]->n_dims; d++)
+            full[n_dims - in[i]->n_dims + d] |= in[i]->size[d] == size[n_dims - in[i]->n_dims + d];
     }
     for (uint32_t d = 0; d < n_dims && s->n_inputs; d++)
-        if (!full[d]) return false;
+        if (!full[d])
+            return false;
     return true;
 }
 
 /* What a written view becomes. False when the operator is unknown. */
 static bool run_write(const char *name, const tensor *to, tensor *const *in)
 {
-    const bool add = !strcmp(name, "aten::add_.Tensor"), mul = !strcmp(name, "aten::mul_.Tensor");
-    if (in[1] && !broadcasts(in[1], to->n_dims, to->size)) return false;
+    const bool add = !strcmp(name, "aten::add_.Tensor");
+    const bool mul = !strcmp(name, "aten::mul_.Tensor");
+    if (in[1] && !broadcasts(in[1], to->n_dims, to->size))
+        return false;
     for (int64_t k = 0; k < n_elements(to); k++) {
         uint64_t *x = element(to, k);
-        if (add) *x = (*x + spread(in[1], to, k)) % PRIME;
-        else if (mul) *x = *x * spread(in[1], to, k) % PRIME;
-        else if (!strcmp(name, "aten::relu_")) *x = relu(*x);
-        else if (!strcmp(name, "aten::copy_")) *x = spread(in[1], to, k);
-        else return false;
+        if (add)
+            *x = (*x + spread(in[1], to, k)) % PRIME;
+        else if (mul)
+            *x = *x * spread(in[1], to, k) % PRIME;
+        else if (!strcmp(name, "aten::relu_"))
+            *x = relu(*x);
+        else if (!strcmp(name, "aten::copy_"))
+            *x = spread(in[1], to, k);
+        else
+            return false;
     }
     return true;
 }
 
-/* A fresh result; NULL when the operator is unknown. `scale`: what a mean over a slice is multiplied with. */
-static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, tensor *const *in, uint32_t n_bytes, uint32_t n_dims, const int64_t *size, uint64_t scale)
+/* A fresh result; NULL when the operator is unknown. `scale`: what a mean over a slice is
+ * multiplied with. */
+static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, tensor *const *in,
+                         uint32_t n_bytes, uint32_t n_dims, const int64_t *size, uint64_t scale)
 {
     tensor *out = make(h, true, n_bytes, n_dims, size);
     const int64_t n = n_elements(out);
@@ -220,37 +263,53 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
         for (int64_t i = 0; i < size[0]; i++)
             for (int64_t j = 0; j < size[1]; j++) {
                 uint64_t sum = 0;
-                for (int64_t k = 0; k < in[0]->size[1]; k++) sum += *element(in[0], i * in[0]->size[1] + k) * *element(in[1], k * in[1]->size[1] + j) % PRIME;
+                for (int64_t k = 0; k < in[0]->size[1]; k++)
+                    sum += *element(in[0], i * in[0]->size[1] + k) *
+                           *element(in[1], k * in[1]->size[1] + j) % PRIME;
                 *element(out, i * size[1] + j) = sum % PRIME;
             }
         return out;
     }
-    if (!strcmp(name, "aten::zeros") || !strcmp(name, "aten::zeros_like")) return out;
+    if (!strcmp(name, "aten::zeros") || !strcmp(name, "aten::zeros_like"))
+        return out;
     for (int64_t k = 0; k < n; k++) {
         uint64_t *x = element(out, k);
-        if (!strcmp(name, "aten::add.Tensor")) *x = (spread(in[0], out, k) + spread(in[1], out, k)) % PRIME;
-        else if (!strcmp(name, "aten::sub.Tensor")) *x = (spread(in[0], out, k) + PRIME - spread(in[1], out, k)) % PRIME;
-        else if (!strcmp(name, "aten::mul.Tensor")) *x = spread(in[0], out, k) * spread(in[1], out, k) % PRIME;
-        else if (!strcmp(name, "aten::relu")) *x = relu(spread(in[0], out, k));
-        else if (!strcmp(name, "aten::neg")) *x = (PRIME - spread(in[0], out, k)) % PRIME;
-        else if (!strcmp(name, "aten::clone")) *x = spread(in[0], out, k);
+        if (!strcmp(name, "aten::add.Tensor"))
+            *x = (spread(in[0], out, k) + spread(in[1], out, k)) % PRIME;
+        else if (!strcmp(name, "aten::sub.Tensor"))
+            *x = (spread(in[0], out, k) + PRIME - spread(in[1], out, k)) % PRIME;
+        else if (!strcmp(name, "aten::mul.Tensor"))
+            *x = spread(in[0], out, k) * spread(in[1], out, k) % PRIME;
+        else if (!strcmp(name, "aten::relu"))
+            *x = relu(spread(in[0], out, k));
+        else if (!strcmp(name, "aten::neg"))
+            *x = (PRIME - spread(in[0], out, k)) % PRIME;
+        else if (!strcmp(name, "aten::clone"))
+            *x = spread(in[0], out, k);
         else if (!strcmp(name, "aten::flip")) {
-            const int64_t i = k / size[1], j = k % size[1];
-            *x = *element(in[0], int_arg(s, 1) == 0 ? (size[0] - 1 - i) * size[1] + j : i * size[1] + size[1] - 1 - j);
+            const int64_t i = k / size[1];
+            const int64_t j = k % size[1];
+            *x = *element(in[0], int_arg(s, 1) == 0 ? (size[0] - 1 - i) * size[1] + j
+                                                    : i * size[1] + size[1] - 1 - j);
         } else if (!strcmp(name, "aten::cumsum")) {
-            const int64_t d = int_arg(s, 1), step = d == 0 ? size[1] : 1, i = d == 0 ? k / size[1] : k % size[1];
+            const int64_t d = int_arg(s, 1);
+            const int64_t step = d == 0 ? size[1] : 1;
+            const int64_t i = d == 0 ? k / size[1] : k % size[1];
             *x = (*element(in[0], k) + (i ? *element(out, k - step) : 0)) % PRIME;
         } else {
-            const bool max = !strcmp(name, "aten::amax"), mean = !strcmp(name, "aten::mean.dim");
+            const bool max = !strcmp(name, "aten::amax");
+            const bool mean = !strcmp(name, "aten::mean.dim");
             if (!max && !mean && strcmp(name, "aten::sum.dim_IntList") != 0) {
                 drop(&out);
                 return NULL;
             }
-            const int64_t rows = reduced(s, 0) ? in[0]->size[0] : 1, cols = reduced(s, 1) ? in[0]->size[1] : 1;
+            const int64_t rows = reduced(s, 0) ? in[0]->size[0] : 1;
+            const int64_t cols = reduced(s, 1) ? in[0]->size[1] : 1;
             uint64_t y = 0;
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < cols; j++) {
-                    const uint64_t e = *element(in[0], (k / size[1] + i) * in[0]->size[1] + k % size[1] + j);
+                    const uint64_t e =
+                        *element(in[0], (k / size[1] + i) * in[0]->size[1] + k % size[1] + j);
                     y = max ? (e > y ? e : y) : (y + e) % PRIME;
                 }
             *x = mean ? y * mod_ratio(1, rows * cols) % PRIME * scale % PRIME : y;
@@ -261,9 +320,12 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
 
 __attribute__((unused)) static bool same_elements(const tensor *a, const tensor *b)
 {
-    if (!a || !b || a->n_dims != b->n_dims || memcmp(a->size, b->size, a->n_dims * sizeof *a->size) != 0) return false;
+    if (!a || !b || a->n_dims != b->n_dims ||
+        memcmp(a->size, b->size, a->n_dims * sizeof *a->size) != 0)
+        return false;
     for (int64_t k = 0; k < n_elements(a); k++)
-        if (*element(a, k) != *element(b, k)) return false;
+        if (*element(a, k) != *element(b, k))
+            return false;
     return true;
 }
 
@@ -272,21 +334,25 @@ static tensor *leaf_tensor(heap *h, const koila_graph *g, koila_value v, uint64_
 {
     const koila_meta_info *m = koila__value_meta(g, v);
     tensor *t = make(h, false, koila_dtype_bytes(m->dtype), m->n_dims, m->size);
-    for (int64_t k = 0; k < n_elements(t); k++) *element(t, k) = koila__mix(seed, (uint64_t)k) % PRIME;
+    for (int64_t k = 0; k < n_elements(t); k++)
+        *element(t, k) = koila__mix(seed, (uint64_t)k) % PRIME;
     return t;
 }
 
-/* ---- a recorded graph, whole, every value its own store: the truth. Leaves that value[] has already stay. */
+/* ---- a recorded graph, whole, every value its own store: the truth. Leaves that value[] has
+ * already stay. */
 
 __attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, tensor **value)
 {
     for (uint32_t v = 0; v < g->values.n; v++)
-        if (g->values.at[v].node == KOILA_NONE && !value[v]) value[v] = leaf_tensor(h, g, v, v);
+        if (g->values.at[v].node == KOILA_NONE && !value[v])
+            value[v] = leaf_tensor(h, g, v, v);
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const char *name = koila_op_name(g->table, s->op);
         tensor *in[4] = { 0 }, *out;
-        for (uint32_t i = 0; i < s->n_inputs; i++) in[i] = value[g->inputs.at[g->nodes.at[n].first_input + i]];
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            in[i] = value[g->inputs.at[g->nodes.at[n].first_input + i]];
         const koila_meta_info *m = koila__meta(g->table, s->outputs[0]);
         if (s->n_writes) {
             out = make(h, false, koila_dtype_bytes(m->dtype), m->n_dims, m->size);
@@ -294,20 +360,26 @@ __attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, 
             tensor *to = view_of(out);
             for (uint32_t l = 0; l < s->writes[0].n_links; l++) {
                 const koila_sig_info *view = koila__sig(g->table, s->writes[0].links[l].sig);
-                tensor *next = run_view(koila_op_name(g->table, view->op), view, to, koila__meta(g->table, view->outputs[0])->size);
+                tensor *next = run_view(koila_op_name(g->table, view->op), view, to,
+                                        koila__meta(g->table, view->outputs[0])->size);
                 drop(&to);
                 to = next;
             }
             const bool known = run_write(name, to, in);
             drop(&to);
-            if (!known) return false;
+            if (!known)
+                return false;
         } else {
             tensor *view = s->n_inputs ? run_view(name, s, in[0], m->size) : NULL;
-            out = view ? make(h, false, koila_dtype_bytes(m->dtype), m->n_dims, m->size) : run_fresh(h, name, s, in, koila_dtype_bytes(m->dtype), m->n_dims, m->size, 1);
-            if (view) copy_elements(out, view);
+            out = view ? make(h, false, koila_dtype_bytes(m->dtype), m->n_dims, m->size)
+                       : run_fresh(h, name, s, in, koila_dtype_bytes(m->dtype), m->n_dims, m->size,
+                                   1);
+            if (view)
+                copy_elements(out, view);
             drop(&view);
         }
-        if (!out) return false;
+        if (!out)
+            return false;
         value[g->nodes.at[n].first_output] = out;
     }
     return true;
@@ -326,21 +398,29 @@ typedef struct interpreter {
     char why[160]; /* what went wrong, "" */
 } interpreter;
 
-#define WRONG(x, ...)                                          \
-    do {                                                       \
-        snprintf((x)->why, sizeof (x)->why, __VA_ARGS__);      \
-        return false;                                          \
+#define WRONG(x, ...)                                                                              \
+    do {                                                                                           \
+        snprintf((x)->why, sizeof(x)->why, __VA_ARGS__);                                           \
+        return false;                                                                              \
     } while (0)
 
-static const koila_meta_info *meta_in(const interpreter *x, koila_value v) { return koila__value_meta(x->p->graph, v); }
+static const koila_meta_info *meta_in(const interpreter *x, koila_value v)
+{
+    return koila__value_meta(x->p->graph, v);
+}
 static bool dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
 
 /* Rows [begin, end) of whole t: a view; with outer > 1 of one dimension more. */
-static tensor *rows_of(const tensor *t, koila_placement s, int64_t batch, int64_t begin, int64_t end)
+static tensor *rows_of(const tensor *t, koila_placement s, int64_t batch, int64_t begin,
+                       int64_t end)
 {
-    if (s.outer == 1) return narrow(t, s.dim, begin * s.inner, (end - begin) * s.inner);
+    if (s.outer == 1)
+        return narrow(t, s.dim, begin * s.inner, (end - begin) * s.inner);
     tensor *v = view_of(t);
-    for (uint32_t d = v->n_dims++; d > s.dim; d--) v->size[d] = v->size[d - 1], v->stride[d] = v->stride[d - 1];
+    for (uint32_t d = v->n_dims++; d > s.dim; d--) {
+        v->size[d] = v->size[d - 1];
+        v->stride[d] = v->stride[d - 1];
+    }
     v->size[s.dim] = s.outer;
     v->stride[s.dim] = t->stride[s.dim] * batch * s.inner;
     v->size[s.dim + 1] = (end - begin) * s.inner;
@@ -349,18 +429,23 @@ static tensor *rows_of(const tensor *t, koila_placement s, int64_t batch, int64_
     return v;
 }
 
-/* A slice of a whole value: a view where the rows lie together or the value is not dense anyway, else a dense copy. */
+/* A slice of a whole value: a view where the rows lie together or the value is not dense anyway,
+ * else a dense copy. */
 static tensor *slice_of_whole(interpreter *x, koila_value v, koila_placement s)
 {
     const koila_meta_info *m = meta_in(x, v);
     tensor *rows = rows_of(x->whole[v], s, x->batch, x->begin, x->end), *copy;
-    if (x->begin == 0 && x->end == x->batch && s.outer == 1) return rows;
+    if (x->begin == 0 && x->end == x->batch && s.outer == 1)
+        return rows;
     bool outermost = s.outer == 1 && dense(m);
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (d != s.dim && m->size[d] > 1 && m->stride[d] > m->stride[s.dim]) outermost = false;
-    if (outermost || (s.outer == 1 && !dense(m))) return rows;
+        if (d != s.dim && m->size[d] > 1 && m->stride[d] > m->stride[s.dim])
+            outermost = false;
+    if (outermost || (s.outer == 1 && !dense(m)))
+        return rows;
     int64_t size[3];
-    for (uint32_t d = 0; d < m->n_dims; d++) size[d] = m->size[d];
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        size[d] = m->size[d];
     size[s.dim] = s.outer * s.inner * (x->end - x->begin);
     copy = make(&x->h, true, koila_dtype_bytes(m->dtype), m->n_dims, size);
     copy_elements(copy, rows); /* the same order of indices, split or not */
@@ -369,10 +454,12 @@ static tensor *slice_of_whole(interpreter *x, koila_value v, koila_placement s)
         (void)old;
         tensor *from = view_of(copy);
         uint64_t *at = malloc((size_t)n_elements(copy) * sizeof *at);
-        for (int64_t k = 0; k < n_elements(copy); k++) at[k] = *element(from, k);
+        for (int64_t k = 0; k < n_elements(copy); k++)
+            at[k] = *element(from, k);
         copy->stride[0] = 1;
         copy->stride[1] = size[0];
-        for (int64_t k = 0; k < n_elements(copy); k++) *element(copy, k) = at[k];
+        for (int64_t k = 0; k < n_elements(copy); k++)
+            *element(copy, k) = at[k];
         free(at);
         drop(&from);
     }
@@ -384,7 +471,8 @@ static uint32_t accumulator_element(const interpreter *x, koila_value v)
 {
     const koila_dtype t = meta_in(x, v)->dtype;
     const koila_placement s = x->p->value[v];
-    const bool wide = (t == KOILA_DTYPE_F16 || t == KOILA_DTYPE_BF16) && s.kind == KOILA_P && s.combine == KOILA_SUM && x->end - x->begin != x->batch;
+    const bool wide = (t == KOILA_DTYPE_F16 || t == KOILA_DTYPE_BF16) && s.kind == KOILA_P &&
+                      s.combine == KOILA_SUM && x->end - x->begin != x->batch;
     return wide ? 4 : koila_dtype_bytes(t);
 }
 static tensor *clone_of(interpreter *x, const tensor *t, uint32_t n_element_bytes)
@@ -399,19 +487,26 @@ static bool do_add(interpreter *x, const koila_instr *in)
     const koila_value v = in->id;
     const koila_placement s = x->p->value[v];
     tensor *mine = x->local[v];
-    if (!mine) WRONG(x, "ADD of %%%u, which is not there", v);
+    if (!mine)
+        WRONG(x, "ADD of %%%u, which is not there", v);
     if (!x->acc[v]) {
-        if (accumulator_element(x, v) != mine->n_element_bytes || !(in->flags & KOILA_INSTR_OWNED)) x->acc[v] = clone_of(x, mine, accumulator_element(x, v));
-        else x->acc[v] = view_of(mine);
+        if (accumulator_element(x, v) != mine->n_element_bytes || !(in->flags & KOILA_INSTR_OWNED))
+            x->acc[v] = clone_of(x, mine, accumulator_element(x, v));
+        else
+            x->acc[v] = view_of(mine);
         return true;
     }
-    if (s.kind != KOILA_P) WRONG(x, "ADD of %%%u, which is not partial", v);
-    tensor *next = s.combine == KOILA_SUM ? NULL : clone_of(x, x->acc[v], x->acc[v]->n_element_bytes);
+    if (s.kind != KOILA_P)
+        WRONG(x, "ADD of %%%u, which is not partial", v);
+    tensor *next =
+        s.combine == KOILA_SUM ? NULL : clone_of(x, x->acc[v], x->acc[v]->n_element_bytes);
     tensor *to = next ? next : x->acc[v];
     for (int64_t k = 0; k < n_elements(to); k++) {
         uint64_t *y = element(to, k);
         const uint64_t e = *element(mine, k);
-        *y = s.combine == KOILA_SUM ? (*y + e) % PRIME : (e > *y) == (s.combine == KOILA_MAX) ? e : *y;
+        *y = s.combine == KOILA_SUM                 ? (*y + e) % PRIME
+             : (e > *y) == (s.combine == KOILA_MAX) ? e
+                                                    : *y;
     }
     if (next) {
         drop(&x->acc[v]);
@@ -424,14 +519,18 @@ static bool do_put(interpreter *x, const koila_instr *in)
 {
     const koila_value v = in->id;
     const koila_meta_info *m = meta_in(x, v);
-    if (!x->local[v]) WRONG(x, "PUT of %%%u, which is not there", v);
+    if (!x->local[v])
+        WRONG(x, "PUT of %%%u, which is not there", v);
     if (!x->acc[v]) {
         if (in->flags & KOILA_INSTR_OWNED && x->begin == 0 && x->end == x->batch) {
             x->acc[v] = view_of(x->local[v]);
             return true;
         }
         x->acc[v] = make(&x->h, true, koila_dtype_bytes(m->dtype), m->n_dims, m->size);
-        if (dense(m) && m->n_dims == 2 && m->stride[0] < m->stride[1]) x->acc[v]->stride[0] = 1, x->acc[v]->stride[1] = m->size[0];
+        if (dense(m) && m->n_dims == 2 && m->stride[0] < m->stride[1]) {
+            x->acc[v]->stride[0] = 1;
+            x->acc[v]->stride[1] = m->size[0];
+        }
     }
     tensor *rows = rows_of(x->acc[v], x->p->value[v], x->batch, x->begin, x->end);
     if (n_elements(rows) != n_elements(x->local[v])) {
@@ -453,30 +552,38 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
     const koila_value out_v = g->nodes.at[n].first_output;
     tensor **into = in_loop ? x->local : x->whole;
     tensor *in[4] = { 0 }, *out = NULL;
-    if (into[out_v]) WRONG(x, "%%%u is made again before it was freed", out_v);
+    if (into[out_v])
+        WRONG(x, "%%%u is made again before it was freed", out_v);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
         const bool whole = !in_loop || x->p->need[g->nodes.at[n].first_input + i].kind == KOILA_R;
         in[i] = whole ? x->whole[v] ? x->whole[v] : x->local[v] : x->local[v];
-        const bool unread = s->n_writes && s->writes[0].overwrites && s->writes[0].input == i && !(instr->steal & 1);
-        if (!in[i] && !unread) WRONG(x, "input %u (%%%u) of %s is not there", i, v, name);
+        const bool unread = s->n_writes && s->writes[0].overwrites && s->writes[0].input == i &&
+                            !(instr->steal & 1);
+        if (!in[i] && !unread)
+            WRONG(x, "input %u (%%%u) of %s is not there", i, v, name);
     }
     const koila_meta_info *m = koila__meta(g->table, s->outputs[0]);
     int64_t size[3] = { 1, 1, 1 };
-    for (uint32_t d = 0; d < m->n_dims; d++) size[d] = m->size[d];
-    if (in_loop && x->p->value[out_v].kind == KOILA_S) size[x->p->value[out_v].dim] = koila__extent(x->p->value[out_v], x->end - x->begin);
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        size[d] = m->size[d];
+    if (in_loop && x->p->value[out_v].kind == KOILA_S)
+        size[x->p->value[out_v].dim] = koila__extent(x->p->value[out_v], x->end - x->begin);
     uint64_t scale = 1;
     bool alias = false;
     for (const koila__fix *f = pn->fix; in_loop && f < pn->fix + KOILA__MAX_FIXES && f->kind; f++) {
-        if (f->kind == KOILA__FIX_SCALE) scale = mod_ratio(x->end - x->begin, x->batch);
+        if (f->kind == KOILA__FIX_SCALE)
+            scale = mod_ratio(x->end - x->begin, x->batch);
         alias |= f->kind == KOILA__FIX_ALIAS;
     }
     if (s->n_writes) {
         const koila_write *w = &s->writes[0];
-        if (instr->steal & 1) out = view_of(in[0]);
+        if (instr->steal & 1)
+            out = view_of(in[0]);
         else {
             out = make(&x->h, true, koila_dtype_bytes(m->dtype), m->n_dims, size);
-            if (!w->overwrites) copy_elements(out, in[0]);
+            if (!w->overwrites)
+                copy_elements(out, in[0]);
         }
         tensor *to = view_of(out);
         for (uint32_t l = 0; l < w->n_links; l++) {
@@ -493,12 +600,16 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
         }
     } else if (alias)
         out = view_of(in[0]);
-    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) && shapes_agree(name, s, in, m->n_dims, size))
+    else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) &&
+             shapes_agree(name, s, in, m->n_dims, size))
         out = run_fresh(&x->h, name, s, in, koila_dtype_bytes(m->dtype), m->n_dims, size, scale);
-    if (!out) WRONG(x, "%s is not known, or its shapes do not agree", name);
+    if (!out)
+        WRONG(x, "%s is not known, or its shapes do not agree", name);
     into[out_v] = out;
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (out->size[d] != size[d]) WRONG(x, "%s: size[%u] is %lld, placed %lld", name, d, (long long)out->size[d], (long long)size[d]);
+        if (out->size[d] != size[d])
+            WRONG(x, "%s: size[%u] is %lld, placed %lld", name, d, (long long)out->size[d],
+                  (long long)size[d]);
     return true;
 }
 
@@ -509,29 +620,37 @@ static bool do_instrs(interpreter *x, const koila_stage *st)
         const koila_value v = in->id;
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN:
-            if (!do_run(x, in, st->is_loop)) return false;
+            if (!do_run(x, in, st->is_loop))
+                return false;
             break;
         case KOILA_DO_SLICE:
-            if (!x->whole[v] || x->local[v]) WRONG(x, "SLICE of %%%u: %s", v, x->local[v] ? "it is there" : "it is not whole");
-            x->local[v] = slice_of_whole(x, v, x->p->need[x->p->graph->nodes.at[in->user].first_input + in->steal]);
+            if (!x->whole[v] || x->local[v])
+                WRONG(x, "SLICE of %%%u: %s", v, x->local[v] ? "it is there" : "it is not whole");
+            x->local[v] = slice_of_whole(
+                x, v, x->p->need[x->p->graph->nodes.at[in->user].first_input + in->steal]);
             break;
         case KOILA_DO_FETCH:
-            if (!x->kept[v][x->slice] || x->local[v]) WRONG(x, "FETCH of %%%u: %s", v, x->local[v] ? "it is there" : "it is not kept");
+            if (!x->kept[v][x->slice] || x->local[v])
+                WRONG(x, "FETCH of %%%u: %s", v, x->local[v] ? "it is there" : "it is not kept");
             x->local[v] = view_of(x->kept[v][x->slice]);
             break;
         case KOILA_DO_KEEP:
-            if (!x->local[v] || x->kept[v][x->slice]) WRONG(x, "KEEP of %%%u: %s", v, x->local[v] ? "it is kept" : "it is not there");
+            if (!x->local[v] || x->kept[v][x->slice])
+                WRONG(x, "KEEP of %%%u: %s", v, x->local[v] ? "it is kept" : "it is not there");
             x->kept[v][x->slice] = view_of(x->local[v]);
             break;
         case KOILA_DO_PUT:
-            if (!do_put(x, in)) return false;
+            if (!do_put(x, in))
+                return false;
             break;
         case KOILA_DO_ADD:
-            if (!do_add(x, in)) return false;
+            if (!do_add(x, in))
+                return false;
             break;
         case KOILA_DO_FREE: {
             tensor **slot = st->is_loop ? &x->local[v] : &x->whole[v];
-            if (!*slot) WRONG(x, "FREE of %%%u, which is not there", v);
+            if (!*slot)
+                WRONG(x, "FREE of %%%u, which is not there", v);
             drop(slot);
             break;
         }
@@ -543,27 +662,33 @@ static bool do_instrs(interpreter *x, const koila_stage *st)
 static bool do_stage(interpreter *x, const koila_stage *st)
 {
     x->begin = x->end = x->batch = x->slice = 0;
-    if (!st->is_loop) return do_instrs(x, st);
+    if (!st->is_loop)
+        return do_instrs(x, st);
     x->batch = x->p->graph->axes.at[st->axis];
     for (int64_t at = 0; at < x->batch; at += x->rows[st->axis], x->slice++) {
         x->begin = at;
         x->end = at + x->rows[st->axis] < x->batch ? at + x->rows[st->axis] : x->batch;
-        if (!do_instrs(x, st)) return false;
+        if (!do_instrs(x, st))
+            return false;
         for (uint32_t v = 0; v < x->p->graph->values.n; v++)
-            if (x->local[v]) WRONG(x, "%%%u outlives its slice", v);
+            if (x->local[v])
+                WRONG(x, "%%%u outlives its slice", v);
         for (uint32_t i = 0; i < st->n_instrs; i++)
-            if (st->instrs[i].kind == KOILA_DO_FETCH && st->instrs[i].flags & KOILA_INSTR_LAST) drop(&x->kept[st->instrs[i].id][x->slice]);
+            if (st->instrs[i].kind == KOILA_DO_FETCH && st->instrs[i].flags & KOILA_INSTR_LAST)
+                drop(&x->kept[st->instrs[i].id][x->slice]);
     }
     for (uint32_t i = 0; i < st->n_instrs; i++) {
         const koila_value v = st->instrs[i].id;
-        if ((st->instrs[i].kind != KOILA_DO_ADD && st->instrs[i].kind != KOILA_DO_PUT) || !x->acc[v]) continue;
-        if (x->whole[v]) WRONG(x, "%%%u is made whole twice", v);
+        if ((st->instrs[i].kind != KOILA_DO_ADD && st->instrs[i].kind != KOILA_DO_PUT) ||
+            !x->acc[v])
+            continue;
+        if (x->whole[v])
+            WRONG(x, "%%%u is made whole twice", v);
         const uint32_t narrow_bytes = koila_dtype_bytes(meta_in(x, v)->dtype);
         if (x->acc[v]->n_element_bytes != narrow_bytes) {
             x->whole[v] = clone_of(x, x->acc[v], narrow_bytes);
             drop(&x->acc[v]);
-        }
-        else {
+        } else {
             x->whole[v] = x->acc[v];
             x->acc[v] = NULL;
         }
@@ -571,24 +696,28 @@ static bool do_stage(interpreter *x, const koila_stage *st)
     return true;
 }
 
-/* Runs all stages. x->p, x->s and x->rows are set, the rest is zero; leaf[v] of the lowered graph: its seed. */
+/* Runs all stages. x->p, x->s and x->rows are set, the rest is zero; leaf[v] of the lowered graph:
+ * its seed. */
 __attribute__((unused)) static bool interpret(interpreter *x, const uint64_t *leaf)
 {
     const koila_graph *g = x->p->graph;
     const uint32_t V = g->values.n;
     int64_t n_slices = 1;
     for (uint32_t a = 0; a < g->axes.n; a++)
-        if (koila__n_slices(g->axes.at[a], x->rows[a]) > n_slices) n_slices = koila__n_slices(g->axes.at[a], x->rows[a]);
+        if (koila__n_slices(g->axes.at[a], x->rows[a]) > n_slices)
+            n_slices = koila__n_slices(g->axes.at[a], x->rows[a]);
     x->whole = calloc(V + 1, sizeof *x->whole);
     x->local = calloc(V + 1, sizeof *x->local);
     x->acc = calloc(V + 1, sizeof *x->acc);
     x->kept = calloc(V + 1, sizeof *x->kept);
     for (uint32_t v = 0; v < V; v++) {
         x->kept[v] = calloc((size_t)n_slices, sizeof **x->kept);
-        if (g->values.at[v].node == KOILA_NONE) x->whole[v] = leaf_tensor(&x->h, g, v, leaf[v]);
+        if (g->values.at[v].node == KOILA_NONE)
+            x->whole[v] = leaf_tensor(&x->h, g, v, leaf[v]);
     }
     for (uint32_t k = 0; k < x->s->n_stages; k++)
-        if (!do_stage(x, &x->s->stages[k].stage)) return false;
+        if (!do_stage(x, &x->s->stages[k].stage))
+            return false;
     return true;
 }
 __attribute__((unused)) static void interpreter_deinit(interpreter *x)
@@ -596,12 +725,14 @@ __attribute__((unused)) static void interpreter_deinit(interpreter *x)
     const uint32_t V = x->p->graph->values.n;
     int64_t n_slices = 1;
     for (uint32_t a = 0; a < x->p->graph->axes.n; a++)
-        if (koila__n_slices(x->p->graph->axes.at[a], x->rows[a]) > n_slices) n_slices = koila__n_slices(x->p->graph->axes.at[a], x->rows[a]);
+        if (koila__n_slices(x->p->graph->axes.at[a], x->rows[a]) > n_slices)
+            n_slices = koila__n_slices(x->p->graph->axes.at[a], x->rows[a]);
     for (uint32_t v = 0; v < V; v++) {
         drop(&x->whole[v]);
         drop(&x->local[v]);
         drop(&x->acc[v]);
-        for (int64_t i = 0; i < n_slices; i++) drop(&x->kept[v][i]);
+        for (int64_t i = 0; i < n_slices; i++)
+            drop(&x->kept[v][i]);
         free(x->kept[v]);
     }
     free(x->whole);

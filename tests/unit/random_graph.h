@@ -1,7 +1,9 @@
-/* random_graph.h — random recorded steps for the schedule oracle and the fuzzers: a few real operators (so that the real rules place them) over
- * tensors of one or two dimensions, some batched over one of two axes, with views, writes in place, through views and over the old contents, values
- * used after they were written over, factories, reductions, and operators that gather. Every choice takes a byte of `data`, or of a generator
- * when data is NULL. Sizes are unkind: all different but one that equals the batch. */
+/* random_graph.h — random recorded steps for the schedule oracle and the fuzzers: a few real
+ * operators (so that the real rules place them) over tensors of one or two dimensions, some batched
+ * over one of two axes, with views, writes in place, through views and over the old contents,
+ * values used after they were written over, factories, reductions, and operators that gather. Every
+ * choice takes a byte of `data`, or of a generator when data is NULL. Sizes are unkind: all
+ * different but one that equals the batch. */
 #ifndef KOILA_TEST_RANDOM_GRAPH_H
 #define KOILA_TEST_RANDOM_GRAPH_H
 
@@ -32,23 +34,31 @@ typedef struct random_graph {
 
 static uint32_t rg_pick(random_graph *r, uint32_t n)
 {
-    if (r->data) return (r->at < r->n_data ? r->data[r->at++] : 0) % n;
+    if (r->data)
+        return (r->at < r->n_data ? r->data[r->at++] : 0) % n;
     r->seed ^= r->seed << 13;
     r->seed ^= r->seed >> 7;
     r->seed ^= r->seed << 17;
     return (uint32_t)(r->seed >> 33) % n;
 }
 
-static const koila_meta_info *rg_meta(const random_graph *r, koila_value v) { return koila_meta_get(r->t, koila_value_get(r->g, v).meta); }
-static koila_meta rg_shape(random_graph *r, koila_dtype dtype, uint32_t n, const int64_t *size, const int64_t *stride)
+static const koila_meta_info *rg_meta(const random_graph *r, koila_value v)
+{
+    return koila_meta_get(r->t, koila_value_get(r->g, v).meta);
+}
+static koila_meta rg_shape(random_graph *r, koila_dtype dtype, uint32_t n, const int64_t *size,
+                           const int64_t *stride)
 {
     koila_meta m = 0;
-    if (r->status == KOILA_OK) r->status = koila_table_meta(r->t, dtype, 0, n, size, stride, &m);
+    if (r->status == KOILA_OK)
+        r->status = koila_table_meta(r->t, dtype, 0, n, size, stride, &m);
     return m;
 }
 
-/* One call: t tensor, i int, b bool, l list of ints (count, then values). A name that ends in '_' before the dot writes its first tensor. */
-static koila_value rg_call(random_graph *r, const char *name, uint32_t flags, koila_meta out, bool overwrites, const char *fmt, ...)
+/* One call: t tensor, i int, b bool, l list of ints (count, then values). A name that ends in '_'
+ * before the dot writes its first tensor. */
+static koila_value rg_call(random_graph *r, const char *name, uint32_t flags, koila_meta out,
+                           bool overwrites, const char *fmt, ...)
 {
     koila_arg tok[16];
     koila_value in[4], first = 0;
@@ -64,24 +74,47 @@ static koila_value rg_call(random_graph *r, const char *name, uint32_t flags, ko
             a.kind = KOILA_ARG_TENSOR;
             a.u.id = koila_value_get(r->g, in[n_in++]).meta;
             break;
-        case 'i': a.kind = KOILA_ARG_INT; a.u.i = va_arg(ap, int64_t); break;
-        case 'b': a.kind = KOILA_ARG_BOOL; a.u.i = va_arg(ap, int); break;
-        case 'l': a.kind = KOILA_ARG_LIST; a.n = (uint32_t)(n_list = va_arg(ap, int)); break;
-        default: abort();
+        case 'i':
+            a.kind = KOILA_ARG_INT;
+            a.u.i = va_arg(ap, int64_t);
+            break;
+        case 'b':
+            a.kind = KOILA_ARG_BOOL;
+            a.u.i = va_arg(ap, int);
+            break;
+        case 'l':
+            a.kind = KOILA_ARG_LIST;
+            a.n = (uint32_t)(n_list = va_arg(ap, int));
+            break;
+        default:
+            abort();
         }
         tok[n_tok++] = a;
-        for (int i = 0; i < n_list; i++) tok[n_tok++] = (koila_arg){ .kind = KOILA_ARG_INT, .u.i = va_arg(ap, int64_t) };
+        for (int i = 0; i < n_list; i++)
+            tok[n_tok++] = (koila_arg){ .kind = KOILA_ARG_INT, .u.i = va_arg(ap, int64_t) };
     }
     va_end(ap);
     const size_t dot = strcspn(name, ".");
     const bool writes = name[dot - 1] == '_';
-    const koila_write w = { .input = 0, .overwrites = overwrites, .n_links = r->n_links, .links = r->link };
-    koila_sig_info d = { .n_tokens = n_tok, .n_pos = n_pos, .tokens = tok, .n_fresh = !writes, .outputs = &out, .result_kind = writes ? 3 : 0, .n_writes = writes,
-                         .writes = &w, .grad_mode = 1 };
+    const koila_write w = {
+        .input = 0, .overwrites = overwrites, .n_links = r->n_links, .links = r->link
+    };
+    koila_sig_info d = { .n_tokens = n_tok,
+                         .n_pos = n_pos,
+                         .tokens = tok,
+                         .n_fresh = !writes,
+                         .outputs = &out,
+                         .result_kind = writes ? 3 : 0,
+                         .n_writes = writes,
+                         .writes = &w,
+                         .grad_mode = 1 };
     koila_sig sig = 0;
-    if (r->status == KOILA_OK) r->status = koila_table_op(r->t, name, flags | (writes ? KOILA_OP_INPLACE : 0), &d.op);
-    if (r->status == KOILA_OK) r->status = koila_table_sig(r->t, &d, &sig);
-    if (r->status == KOILA_OK) r->status = koila_graph_node(r->g, sig, in, KOILA_NONE, &first);
+    if (r->status == KOILA_OK)
+        r->status = koila_table_op(r->t, name, flags | (writes ? KOILA_OP_INPLACE : 0), &d.op);
+    if (r->status == KOILA_OK)
+        r->status = koila_table_sig(r->t, &d, &sig);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_node(r->g, sig, in, KOILA_NONE, &first);
     r->n_links = 0;
     if (r->status == KOILA_OK && r->n_values < RG_MAX_VALUES) {
         r->is_view[r->n_values] = (flags & KOILA_OP_VIEW) != 0;
@@ -90,12 +123,15 @@ static koila_value rg_call(random_graph *r, const char *name, uint32_t flags, ko
     return first;
 }
 
-static void rg_leaf(random_graph *r, koila_leaf_kind kind, uint16_t axis, uint32_t dim, koila_dtype dtype, uint32_t n, const int64_t *size)
+static void rg_leaf(random_graph *r, koila_leaf_kind kind, uint16_t axis, uint32_t dim,
+                    koila_dtype dtype, uint32_t n, const int64_t *size)
 {
     koila_value v = 0;
     const koila_meta m = rg_shape(r, dtype, n, size, NULL);
-    if (r->status == KOILA_OK) r->status = koila_graph_leaf(r->g, m, kind, axis, dim, NULL, &v);
-    if (r->status != KOILA_OK || r->n_values >= RG_MAX_VALUES) return;
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_leaf(r->g, m, kind, axis, dim, NULL, &v);
+    if (r->status != KOILA_OK || r->n_values >= RG_MAX_VALUES)
+        return;
     r->is_view[r->n_values] = 1; /* a leaf is never written: it is not ours */
     r->values[r->n_values++] = v;
 }
@@ -105,11 +141,16 @@ static koila_value rg_value(random_graph *r, uint32_t n_dims, bool writable, boo
 {
     for (int i = 0; i < 6; i++) {
         uint32_t k = rg_pick(r, r->n_values);
-        if (rg_pick(r, 2)) k = r->n_values - 1 - k / 3;
+        if (rg_pick(r, 2))
+            k = r->n_values - 1 - k / 3;
         const koila_meta_info *m = rg_meta(r, r->values[k]);
-        if (n_dims && m->n_dims != n_dims) continue;
-        if (writable && r->is_view[k]) continue;
-        if (contiguous && m->n_dims == 2 && (m->stride[1] != 1 || m->stride[0] != (m->size[1] > 1 ? m->size[1] : 1))) continue;
+        if (n_dims && m->n_dims != n_dims)
+            continue;
+        if (writable && r->is_view[k])
+            continue;
+        if (contiguous && m->n_dims == 2 &&
+            (m->stride[1] != 1 || m->stride[0] != (m->size[1] > 1 ? m->size[1] : 1)))
+            continue;
         return r->values[k];
     }
     return KOILA_NONE;
@@ -120,7 +161,9 @@ static koila_value rg_alike(random_graph *r, const koila_meta_info *m, bool writ
     for (int i = 0; i < 12; i++) {
         const uint32_t k = rg_pick(r, r->n_values);
         const koila_meta_info *x = rg_meta(r, r->values[k]);
-        if (x->n_dims == m->n_dims && memcmp(x->size, m->size, m->n_dims * sizeof *m->size) == 0 && !(writable && r->is_view[k])) return r->values[k];
+        if (x->n_dims == m->n_dims && memcmp(x->size, m->size, m->n_dims * sizeof *m->size) == 0 &&
+            !(writable && r->is_view[k]))
+            return r->values[k];
     }
     return KOILA_NONE;
 }
@@ -145,8 +188,11 @@ static koila_meta rg_chain(random_graph *r, koila_value base, bool select)
         out = rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[0], 1 }, m->stride);
     }
     d.outputs = &out;
-    if (r->status == KOILA_OK) r->status = koila_table_op(r->t, select ? "aten::select.int" : "aten::slice.Tensor", KOILA_OP_VIEW, &d.op);
-    if (r->status == KOILA_OK) r->status = koila_table_sig(r->t, &d, &r->link[0].sig);
+    if (r->status == KOILA_OK)
+        r->status = koila_table_op(r->t, select ? "aten::select.int" : "aten::slice.Tensor",
+                                   KOILA_OP_VIEW, &d.op);
+    if (r->status == KOILA_OK)
+        r->status = koila_table_sig(r->t, &d, &r->link[0].sig);
     r->link[0].output = 0;
     r->n_links = 1;
     return out;
@@ -157,7 +203,8 @@ __attribute__((unused)) static void rg_step(random_graph *r)
 {
     const uint32_t what = rg_pick(r, 24);
     const koila_value a = rg_value(r, what == 10 || what == 11 ? 0 : 2, false, false);
-    if (a == KOILA_NONE) return;
+    if (a == KOILA_NONE)
+        return;
     const koila_meta_info *m = rg_meta(r, a);
     const int64_t dim = rg_pick(r, 2);
     int64_t size[2] = { m->size[0], m->n_dims > 1 ? m->size[1] : 1 };
@@ -165,11 +212,18 @@ __attribute__((unused)) static void rg_step(random_graph *r)
     switch (what) {
     case 0:
     case 1:
-    case 2: /* a product: with anything whose first size fits, or with a new weight, or with the transpose of something */
+    /* a product: with anything whose first size fits, or with a new weight, or with the transpose
+     * of something */
+    case 2:
         for (int i = 0; i < 8; i++) {
             b = rg_value(r, 2, false, false);
-            if (b == KOILA_NONE || rg_meta(r, b)->size[0] != m->size[1] || rg_meta(r, b)->dtype != m->dtype) continue;
-            rg_call(r, "aten::mm", 0, rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[0], rg_meta(r, b)->size[1] }, NULL), false, "tt", a, b);
+            if (b == KOILA_NONE || rg_meta(r, b)->size[0] != m->size[1] ||
+                rg_meta(r, b)->dtype != m->dtype)
+                continue;
+            rg_call(
+                r, "aten::mm", 0,
+                rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[0], rg_meta(r, b)->size[1] }, NULL),
+                false, "tt", a, b);
             return;
         }
         size[0] = m->size[1];
@@ -177,51 +231,80 @@ __attribute__((unused)) static void rg_step(random_graph *r)
         const koila_dtype dtype = m->dtype;
         const int64_t rows = m->size[0];
         rg_leaf(r, KOILA_LEAF_REAL, 0, 0, dtype, 2, size);
-        if (r->status == KOILA_OK) rg_call(r, "aten::mm", 0, rg_shape(r, dtype, 2, (int64_t[]){ rows, size[1] }, NULL), false, "tt", a, r->values[r->n_values - 1]);
+        if (r->status == KOILA_OK)
+            rg_call(r, "aten::mm", 0, rg_shape(r, dtype, 2, (int64_t[]){ rows, size[1] }, NULL),
+                    false, "tt", a, r->values[r->n_values - 1]);
         return;
-    case 3: rg_call(r, "aten::t", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[1], m->size[0] }, (int64_t[]){ m->stride[1], m->stride[0] }), false, "t", a); return;
+    case 3:
+        rg_call(r, "aten::t", KOILA_OP_VIEW,
+                rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[1], m->size[0] },
+                         (int64_t[]){ m->stride[1], m->stride[0] }),
+                false, "t", a);
+        return;
     case 4:
         size[dim] = 1;
-        rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb", a, 1, dim, 1);
+        rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb",
+                a, 1, dim, 1);
         return;
     case 5:
         size[dim] = 1;
-        rg_call(r, "aten::mean.dim", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb", a, 1, dim, 1);
+        rg_call(r, "aten::mean.dim", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb", a, 1,
+                dim, 1);
         return;
     case 6:
         size[dim] = 1;
-        rg_call(r, "aten::amax", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb", a, 1, dim, 1);
+        rg_call(r, "aten::amax", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tlb", a, 1, dim,
+                1);
         return;
-    case 7: rg_call(r, dim ? "aten::flip" : "aten::cumsum", 0, rg_shape(r, m->dtype, 2, size, NULL), false, dim ? "tl" : "ti", a, dim ? 1 : 0, (int64_t)0); return;
-    case 8: rg_call(r, "aten::zeros_like", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "t", a); return;
-    case 9: rg_call(r, "aten::zeros", KOILA_OP_FACTORY, rg_shape(r, m->dtype, 2, size, NULL), false, "l", 2, size[0], size[1]); return;
-    case 10: rg_call(r, "aten::relu", 0, rg_shape(r, m->dtype, m->n_dims, size, NULL), false, "t", a); return;
-    case 11: rg_call(r, "aten::neg", 0, rg_shape(r, m->dtype, m->n_dims, size, NULL), false, "t", a); return;
+    case 7:
+        rg_call(r, dim ? "aten::flip" : "aten::cumsum", 0, rg_shape(r, m->dtype, 2, size, NULL),
+                false, dim ? "tl" : "ti", a, dim ? 1 : 0, (int64_t)0);
+        return;
+    case 8:
+        rg_call(r, "aten::zeros_like", 0, rg_shape(r, m->dtype, 2, size, NULL), false, "t", a);
+        return;
+    case 9:
+        rg_call(r, "aten::zeros", KOILA_OP_FACTORY, rg_shape(r, m->dtype, 2, size, NULL), false,
+                "l", 2, size[0], size[1]);
+        return;
+    case 10:
+        rg_call(r, "aten::relu", 0, rg_shape(r, m->dtype, m->n_dims, size, NULL), false, "t", a);
+        return;
+    case 11:
+        rg_call(r, "aten::neg", 0, rg_shape(r, m->dtype, m->n_dims, size, NULL), false, "t", a);
+        return;
     case 12: { /* a row or column is spread out again */
-        if (m->size[dim] != 1) return;
+        if (m->size[dim] != 1)
+            return;
         int64_t stride[2] = { m->stride[0], m->stride[1] };
         size[dim] = r->extent[rg_pick(r, 6)];
         stride[dim] = 0;
-        rg_call(r, "aten::expand", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, size, stride), false, "tl", a, 2, size[0], size[1]);
+        rg_call(r, "aten::expand", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, size, stride), false,
+                "tl", a, 2, size[0], size[1]);
         return;
     }
     case 13: { /* flattened: the batch becomes the outer or the inner part of a size */
         const koila_value c = rg_value(r, 2, false, true);
-        if (c == KOILA_NONE) return;
+        if (c == KOILA_NONE)
+            return;
         m = rg_meta(r, c);
         const int64_t n = m->size[0] * m->size[1];
         size[0] = dim ? n : 1;
         size[1] = dim ? 1 : n;
-        rg_call(r, "aten::view", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, size, NULL), false, "tl", c, 2, size[0], size[1]);
+        rg_call(r, "aten::view", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, size, NULL), false, "tl",
+                c, 2, size[0], size[1]);
         return;
     }
     case 14:
     case 15: { /* written in place, sometimes through a view */
         static const char *const inplace[] = { "aten::add_.Tensor", "aten::mul_.Tensor" };
         const koila_value base = rg_value(r, 2, true, false);
-        if (base == KOILA_NONE) return;
-        const bool chained = rg_pick(r, 3) == 0, select = rg_pick(r, 2);
-        const koila_meta view = chained ? rg_chain(r, base, select) : koila_value_get(r->g, base).meta;
+        if (base == KOILA_NONE)
+            return;
+        const bool chained = rg_pick(r, 3) == 0;
+        const bool select = rg_pick(r, 2);
+        const koila_meta view =
+            chained ? rg_chain(r, base, select) : koila_value_get(r->g, base).meta;
         b = rg_alike(r, koila_meta_get(r->t, view), false);
         if (b == KOILA_NONE || r->status != KOILA_OK) {
             r->n_links = 0;
@@ -232,31 +315,43 @@ __attribute__((unused)) static void rg_step(random_graph *r)
     }
     case 16: {
         const koila_value base = rg_value(r, 2, true, false);
-        if (base != KOILA_NONE) rg_call(r, "aten::relu_", 0, KOILA_NONE, false, "t", base);
+        if (base != KOILA_NONE)
+            rg_call(r, "aten::relu_", 0, KOILA_NONE, false, "t", base);
         return;
     }
     case 17: { /* written over */
         const koila_value base = rg_alike(r, m, true);
-        if (base != KOILA_NONE && base != a) rg_call(r, "aten::copy_", 0, KOILA_NONE, true, "tt", base, a);
+        if (base != KOILA_NONE && base != a)
+            rg_call(r, "aten::copy_", 0, KOILA_NONE, true, "tt", base, a);
         return;
     }
     case 22:
-    case 23: { /* normalised: a sum over the batch is a barrier, and what follows is sharded again */
+    /* normalised: a sum over the batch is a barrier, and what follows is sharded again */
+    case 23: {
         const int64_t full[2] = { size[0], size[1] };
         const koila_dtype type = m->dtype;
         size[dim] = 1;
-        const koila_value sum = rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, type, 2, size, NULL), false, "tlb", a, 1, dim, 1);
-        if (r->status == KOILA_OK) rg_call(r, "aten::sub.Tensor", 0, rg_shape(r, type, 2, full, NULL), false, "tt", a, sum);
+        const koila_value sum =
+            rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, type, 2, size, NULL), false, "tlb",
+                    a, 1, dim, 1);
+        if (r->status == KOILA_OK)
+            rg_call(r, "aten::sub.Tensor", 0, rg_shape(r, type, 2, full, NULL), false, "tt", a,
+                    sum);
         return;
     }
     default: { /* two of a size, or one broadcast over the other */
-        static const char *const names[] = { "aten::add.Tensor", "aten::mul.Tensor", "aten::sub.Tensor", "aten::add.Tensor" };
+        static const char *const names[] = { "aten::add.Tensor", "aten::mul.Tensor",
+                                             "aten::sub.Tensor", "aten::add.Tensor" };
         for (int i = 0; i < 8; i++) {
             b = rg_value(r, 2, false, false);
-            if (b == KOILA_NONE) continue;
+            if (b == KOILA_NONE)
+                continue;
             const koila_meta_info *x = rg_meta(r, b);
-            if (x->dtype != m->dtype || (x->size[0] != m->size[0] && x->size[0] != 1) || (x->size[1] != m->size[1] && x->size[1] != 1)) continue;
-            rg_call(r, names[(what - 18) & 3], 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tt", a, b);
+            if (x->dtype != m->dtype || (x->size[0] != m->size[0] && x->size[0] != 1) ||
+                (x->size[1] != m->size[1] && x->size[1] != 1))
+                continue;
+            rg_call(r, names[(what - 18) & 3], 0, rg_shape(r, m->dtype, 2, size, NULL), false, "tt",
+                    a, b);
             return;
         }
     }
@@ -264,14 +359,17 @@ __attribute__((unused)) static void rg_step(random_graph *r)
 }
 
 /* A graph of about n_steps operators. `two_axes`: leaves of a second axis too. */
-__attribute__((unused)) static koila_status rg_init(random_graph *r, const koila_allocator *mem, uint64_t seed, const uint8_t *data, size_t n_data, uint32_t n_steps)
+__attribute__((unused)) static koila_status rg_init(random_graph *r, const koila_allocator *mem,
+                                                    uint64_t seed, const uint8_t *data,
+                                                    size_t n_data, uint32_t n_steps)
 {
     memset(r, 0, sizeof *r);
     r->seed = seed * 0x9e3779b97f4a7c15u + 1;
     r->data = data;
     r->n_data = n_data;
     r->status = koila_table_new(mem, &r->t);
-    if (r->status == KOILA_OK) r->status = koila_graph_new(r->t, mem, &r->g);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, mem, &r->g);
     const bool two_axes = rg_pick(r, 3) == 0;
     const int64_t rows = 1 + rg_pick(r, 9);
     const int64_t extent[] = { rows, two_axes ? rows + 2 : 2, 3, rows, 1, 4 };
@@ -283,12 +381,17 @@ __attribute__((unused)) static koila_status rg_init(random_graph *r, const koila
         for (int i = 0; i < 2; i++) {
             const uint32_t dim = rg_pick(r, 4) == 0;
             const int64_t other = extent[2 + rg_pick(r, 4)];
-            rg_leaf(r, KOILA_LEAF_BATCH, (uint16_t)k, dim, dtype, 2, dim ? (int64_t[]){ other, extent[k] } : (int64_t[]){ extent[k], other });
+            rg_leaf(r, KOILA_LEAF_BATCH, (uint16_t)k, dim, dtype, 2,
+                    dim ? (int64_t[]){ other, extent[k] } : (int64_t[]){ extent[k], other });
         }
     }
     rg_leaf(r, KOILA_LEAF_REAL, 0, 0, dtype, 2, (int64_t[]){ 3, 4 });
-    for (uint32_t i = 0; i < n_steps * 2 && r->status == KOILA_OK && koila_graph_n_nodes(r->g) < n_steps && r->n_values < RG_MAX_VALUES - 2; i++) rg_step(r);
-    if (r->status != KOILA_OK) return r->status;
+    for (uint32_t i = 0; i < n_steps * 2 && r->status == KOILA_OK &&
+                         koila_graph_n_nodes(r->g) < n_steps && r->n_values < RG_MAX_VALUES - 2;
+         i++)
+        rg_step(r);
+    if (r->status != KOILA_OK)
+        return r->status;
     const uint32_t n_wanted = 1 + rg_pick(r, 3);
     for (uint32_t i = 0; i < n_wanted; i++) {
         const uint32_t k = r->n_values - 1 - rg_pick(r, r->n_values) / 3;

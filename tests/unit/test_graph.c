@@ -10,26 +10,33 @@ TEST(graph__refuses_what_does_not_fit_together)
     koila_value v = 77;
     uint16_t axis = 7;
     const uint64_t hash = koila_graph_hash(g);
-    const uint32_t n = koila_graph_n_nodes(g), n_values = koila_graph_n_values(g);
+    const uint32_t n = koila_graph_n_nodes(g);
+    const uint32_t n_values = koila_graph_n_values(g);
     CHECK_EQ(koila_graph_node(g, koila_table_n_sigs(r.t), &v, KOILA_NONE, &v), KOILA_BAD_ARGUMENT);
     const koila_node_info last = koila_node_get(g, n - 1);
     const koila_value later[4] = { n_values, n_values, n_values, n_values };
-    CHECK_EQ(koila_graph_node(g, last.sig, later, KOILA_NONE, &v), KOILA_BAD_ARGUMENT); /* values of the future */
+    /* values of the future */
+    CHECK_EQ(koila_graph_node(g, last.sig, later, KOILA_NONE, &v), KOILA_BAD_ARGUMENT);
     for (koila_value x = 0; x < n_values; x++) { /* another meta */
-        if (koila_value_get(g, x).meta == koila_sig_get(r.t, last.sig)->inputs[0]) continue;
+        if (koila_value_get(g, x).meta == koila_sig_get(r.t, last.sig)->inputs[0])
+            continue;
         const koila_value wrong[4] = { x, x, x, x };
         CHECK_EQ(koila_graph_node(g, last.sig, wrong, KOILA_NONE, &v), KOILA_BAD_ARGUMENT);
     }
     CHECK_EQ(koila_graph_axis(g, -1, &axis), KOILA_BAD_ARGUMENT);
     CHECK_EQ(koila_graph_leaf(g, 9999, KOILA_LEAF_REAL, 0, 0, NULL, &v), KOILA_BAD_ARGUMENT);
-    CHECK_EQ(koila_graph_leaf(g, koila_value_get(g, 0).meta, KOILA_LEAF_BATCH, 9, 0, NULL, &v), KOILA_BAD_ARGUMENT);
-    CHECK_EQ(koila_graph_leaf(g, koila_value_get(g, 0).meta, KOILA_LEAF_BATCH, 0, 2, NULL, &v), KOILA_BAD_ARGUMENT);
-    CHECK(v == 77 && axis == 7 && koila_graph_hash(g) == hash && koila_graph_n_values(g) == n_values && koila_graph_n_nodes(g) == n);
+    CHECK_EQ(koila_graph_leaf(g, koila_value_get(g, 0).meta, KOILA_LEAF_BATCH, 9, 0, NULL, &v),
+             KOILA_BAD_ARGUMENT);
+    CHECK_EQ(koila_graph_leaf(g, koila_value_get(g, 0).meta, KOILA_LEAF_BATCH, 0, 2, NULL, &v),
+             KOILA_BAD_ARGUMENT);
+    CHECK(v == 77 && axis == 7 && koila_graph_hash(g) == hash &&
+          koila_graph_n_values(g) == n_values && koila_graph_n_nodes(g) == n);
     CHECK(koila_graph_check(g, NULL));
     rg_deinit(&r);
 }
 
-/* Records the same twice with something different: 0 nothing, 1 a name, 2 a line, 3 the axis, 4 the other input, 5 a leaf's kind, 6 order of values. */
+/* Records the same twice with something different: 0 nothing, 1 a name, 2 a line, 3 the axis, 4 the
+ * other input, 5 a leaf's kind, 6 order of values. */
 static uint64_t hash_of(koila_table *t, int what)
 {
     koila_graph *g = NULL;
@@ -39,15 +46,26 @@ static uint64_t hash_of(koila_table *t, int what)
     koila_sig sig;
     uint16_t axis;
     uint32_t line;
-    CHECK(koila_graph_new(t, NULL, &g) == KOILA_OK && koila_table_meta(t, KOILA_DTYPE_F32, 0, 2, (int64_t[]){ 4, 4 }, NULL, &m) == KOILA_OK);
+    CHECK(koila_graph_new(t, NULL, &g) == KOILA_OK &&
+          koila_table_meta(t, KOILA_DTYPE_F32, 0, 2, (int64_t[]){ 4, 4 }, NULL, &m) == KOILA_OK);
     CHECK(koila_graph_axis(g, 4, &axis) == KOILA_OK);
-    if (what == 3) CHECK(koila_graph_axis(g, 5, &axis) == KOILA_OK);
-    CHECK(koila_graph_leaf(g, m, KOILA_LEAF_BATCH, 0, what == 6, what == 1 ? "name" : NULL, &a) == KOILA_OK);
-    CHECK(koila_graph_leaf(g, m, what == 5 ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, 0, 0, NULL, &b) == KOILA_OK);
-    CHECK(koila_graph_line(g, "x.py", what == 2 ? 2 : 1, &line) == KOILA_OK && koila_table_op(t, "aten::mm", 0, &op) == KOILA_OK);
-    const koila_arg tok[] = { { .kind = KOILA_ARG_TENSOR, .u.id = m }, { .kind = KOILA_ARG_TENSOR, .u.id = m } };
-    CHECK(koila_table_sig(t, &(koila_sig_info){ .op = op, .n_tokens = 2, .n_pos = 2, .tokens = tok, .n_fresh = 1, .outputs = &m }, &sig) == KOILA_OK);
-    CHECK(koila_graph_node(g, sig, (koila_value[]){ a, what == 4 ? a : b }, line, &first) == KOILA_OK);
+    if (what == 3)
+        CHECK(koila_graph_axis(g, 5, &axis) == KOILA_OK);
+    CHECK(koila_graph_leaf(g, m, KOILA_LEAF_BATCH, 0, what == 6, what == 1 ? "name" : NULL, &a) ==
+          KOILA_OK);
+    CHECK(koila_graph_leaf(g, m, what == 5 ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, 0, 0, NULL, &b) ==
+          KOILA_OK);
+    CHECK(koila_graph_line(g, "x.py", what == 2 ? 2 : 1, &line) == KOILA_OK &&
+          koila_table_op(t, "aten::mm", 0, &op) == KOILA_OK);
+    const koila_arg tok[] = { { .kind = KOILA_ARG_TENSOR, .u.id = m },
+                              { .kind = KOILA_ARG_TENSOR, .u.id = m } };
+    CHECK(koila_table_sig(
+              t,
+              &(koila_sig_info){
+                  .op = op, .n_tokens = 2, .n_pos = 2, .tokens = tok, .n_fresh = 1, .outputs = &m },
+              &sig) == KOILA_OK);
+    CHECK(koila_graph_node(g, sig, (koila_value[]){ a, what == 4 ? a : b }, line, &first) ==
+          KOILA_OK);
     const uint64_t hash = koila_graph_hash(g);
     koila_graph_free(g);
     return hash;
@@ -58,8 +76,10 @@ TEST(graph__the_hash_is_of_what_decides_a_plan)
     koila_table *t = NULL;
     CHECK(koila_table_new(NULL, &t) == KOILA_OK);
     const uint64_t plain = hash_of(t, 0);
-    CHECK(plain == hash_of(t, 0) && plain == hash_of(t, 1) && plain == hash_of(t, 2)); /* not of names and lines */
-    for (int what = 3; what <= 6; what++) CHECK(plain != hash_of(t, what));
+    /* not of names and lines */
+    CHECK(plain == hash_of(t, 0) && plain == hash_of(t, 1) && plain == hash_of(t, 2));
+    for (int what = 3; what <= 6; what++)
+        CHECK(plain != hash_of(t, what));
     koila_table_free(t);
 }
 
@@ -69,14 +89,14 @@ TEST(graph__check_sees_planted_faults)
     CHECK(rg_init(&r, NULL, 8, NULL, 0, 12) == KOILA_OK && koila_graph_check(r.g, NULL));
     koila_graph *g = r.g;
     koila_error err = KOILA_ERROR_INIT;
-#define FAULT(place, value)                          \
-    do {                                             \
-        const __typeof__(place) was = place;         \
-        place = (__typeof__(place))(value);          \
-        CHECK(!koila_graph_check(g, &err));          \
-        CHECK(err.text[0]);                          \
-        place = was;                                 \
-        CHECK(koila_graph_check(g, NULL));           \
+#define FAULT(place, value)                                                                        \
+    do {                                                                                           \
+        const __typeof__(place) was = place;                                                       \
+        place = (__typeof__(place))(value);                                                        \
+        CHECK(!koila_graph_check(g, &err));                                                        \
+        CHECK(err.text[0]);                                                                        \
+        place = was;                                                                               \
+        CHECK(koila_graph_check(g, NULL));                                                         \
     } while (0)
     FAULT(g->inputs.at[0], g->nodes.at[0].first_output);
     FAULT(g->inputs.at[0], UINT32_MAX);
@@ -95,7 +115,8 @@ TEST(graph__an_extracted_part_computes_the_same)
 {
     for (uint64_t seed = 1; seed <= 400; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 30) != KOILA_OK) abort();
+        if (rg_init(&r, NULL, seed, NULL, 0, 30) != KOILA_OK)
+            abort();
         const uint32_t V = r.g->values.n;
         heap h = { 0 };
         tensor **truth = calloc(V + 1, sizeof *truth);
@@ -103,13 +124,16 @@ TEST(graph__an_extracted_part_computes_the_same)
         koila_value *value_of = malloc((V + 1) * sizeof *value_of);
         koila_node *node_from = malloc((r.g->nodes.n + 1) * sizeof *node_from);
         CHECK(run_recorded(&h, r.g, truth));
-        for (uint32_t v = 0; v < V; v++) known[v] = seed % 3 == 0 && rg_pick(&r, 5) == 0;
+        for (uint32_t v = 0; v < V; v++)
+            known[v] = seed % 3 == 0 && rg_pick(&r, 5) == 0;
         koila_graph *part = NULL;
-        CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, known, NULL, &part, value_of, node_from) == KOILA_OK);
+        CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, known, NULL, &part, value_of,
+                                  node_from) == KOILA_OK);
         CHECK(koila_graph_check(part, NULL) && part->nodes.n <= r.g->nodes.n);
         tensor **mine = calloc(part->values.n + 1, sizeof *mine);
         for (uint32_t v = 0; v < V; v++) { /* what was a leaf, or known, is given */
-            if (value_of[v] == KOILA_NONE || part->values.at[value_of[v]].node != KOILA_NONE) continue;
+            if (value_of[v] == KOILA_NONE || part->values.at[value_of[v]].node != KOILA_NONE)
+                continue;
             CHECK(known[v] || r.g->values.at[v].node == KOILA_NONE);
             mine[value_of[v]] = view_of(truth[v]);
         }
@@ -118,12 +142,19 @@ TEST(graph__an_extracted_part_computes_the_same)
             CHECK(n == 0 || node_from[n] > node_from[n - 1]);
         }
         CHECK(run_recorded(&h, part, mine));
-        for (uint32_t i = 0; i < r.n_targets; i++) CHECK(same_elements(mine[value_of[r.targets[i]]], truth[r.targets[i]]));
-        for (uint32_t v = 0; v < part->values.n; v++) drop(&mine[v]);
-        for (uint32_t v = 0; v < V; v++) drop(&truth[v]);
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            CHECK(same_elements(mine[value_of[r.targets[i]]], truth[r.targets[i]]));
+        for (uint32_t v = 0; v < part->values.n; v++)
+            drop(&mine[v]);
+        for (uint32_t v = 0; v < V; v++)
+            drop(&truth[v]);
         CHECK_EQ(h.n_stores, 0);
         koila_graph_free(part);
-        free(mine), free(truth), free(known), free(value_of), free(node_from);
+        free(mine);
+        free(truth);
+        free(known);
+        free(value_of);
+        free(node_from);
         rg_deinit(&r);
     }
 }
@@ -135,16 +166,21 @@ TEST(graph__a_part_does_not_know_what_was_recorded_around_it)
     koila_value *value_of = malloc((r.g->values.n + 200) * sizeof *value_of);
     koila_node *node_from = malloc((r.g->nodes.n + 200) * sizeof *node_from);
     koila_graph *a = NULL, *b = NULL;
-    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &a, value_of, node_from) == KOILA_OK);
-    for (int i = 0; i < 40; i++) rg_step(&r);
-    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &b, value_of, node_from) == KOILA_OK);
+    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &a, value_of, node_from) ==
+          KOILA_OK);
+    for (int i = 0; i < 40; i++)
+        rg_step(&r);
+    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &b, value_of, node_from) ==
+          KOILA_OK);
     CHECK(koila_graph_hash(a) == koila_graph_hash(b) && a->values.n == b->values.n);
     koila_graph *c = NULL;
     const koila_value none = r.g->values.n;
-    CHECK_EQ(koila_graph_extract(r.g, &none, 1, NULL, NULL, &c, value_of, node_from), KOILA_BAD_ARGUMENT);
+    CHECK_EQ(koila_graph_extract(r.g, &none, 1, NULL, NULL, &c, value_of, node_from),
+             KOILA_BAD_ARGUMENT);
     koila_graph_free(a);
     koila_graph_free(b);
-    free(value_of), free(node_from);
+    free(value_of);
+    free(node_from);
     rg_deinit(&r);
 }
 
@@ -161,14 +197,19 @@ TEST(graph__the_nth_allocation_may_fail)
         koila_node node_from[RG_MAX_VALUES];
         uint32_t line;
         koila_status status = rg_init(&r, &mem, 3, NULL, 0, 20);
-        if (status == KOILA_OK) status = koila_graph_line(r.g, "a.py", 3, &line);
-        if (status == KOILA_OK) status = koila_graph_extract(r.g, r.targets, r.n_targets, NULL, &mem, &part, value_of, node_from);
+        if (status == KOILA_OK)
+            status = koila_graph_line(r.g, "a.py", 3, &line);
+        if (status == KOILA_OK)
+            status = koila_graph_extract(r.g, r.targets, r.n_targets, NULL, &mem, &part, value_of,
+                                         node_from);
         CHECK(status == (fail.n_calls < at ? KOILA_OK : KOILA_NO_MEMORY));
-        if (r.g) CHECK(koila_graph_check(r.g, NULL));
+        if (r.g)
+            CHECK(koila_graph_check(r.g, NULL));
         koila_graph_free(part);
         rg_deinit(&r);
         CHECK_EQ(fail.n_live_bytes, 0);
-        if (fail.n_calls < at) break;
+        if (fail.n_calls < at)
+            break;
     }
     CHECK(at > 20);
 }

@@ -1,4 +1,5 @@
-/* A history against the plainest model: the set of live blocks, kept as an array and summed up after every event. */
+/* A history against the plainest model: the set of live blocks, kept as an array and summed up
+ * after every event. */
 #include "memory/history.h"
 
 #include "harness.h"
@@ -52,7 +53,8 @@ TEST(history__equals_a_model_that_keeps_the_set_of_live_blocks)
                 n = -now.live[k];
             }
             if (!n) {
-                if (!known) n_first++;
+                if (!known)
+                    n_first++;
                 continue;
             }
             koila__history_add(&h, (uint64_t)i * 10, p, n, n > 0 ? now.tag[k] : 99);
@@ -62,7 +64,10 @@ TEST(history__equals_a_model_that_keeps_the_set_of_live_blocks)
                 peak = now.total;
                 at_peak = now;
             }
-            if (rng() % 50 == 0 && known) koila__history_add(&h, (uint64_t)i * 10, (const void *)(uintptr_t)(1 << 20), -77, 0); /* a free of nobody's block */
+            /* a free of nobody's block */
+            if (rng() % 50 == 0 && known)
+                koila__history_add(&h, (uint64_t)i * 10, (const void *)(uintptr_t)(1 << 20), -77,
+                                   0);
         }
         CHECK(koila__history_solve(&h) == KOILA_OK);
         CHECK_EQ(h.start, start);
@@ -70,16 +75,20 @@ TEST(history__equals_a_model_that_keeps_the_set_of_live_blocks)
         CHECK_EQ(h.end, now.total);
         int64_t seen[PLACES] = { 0 };
         for (size_t i = 0; h.peak_at != SIZE_MAX && i <= h.peak_at; i++) {
-            if (!koila__history_is_live(&h, i, h.peak_at)) continue;
+            if (!koila__history_is_live(&h, i, h.peak_at))
+                continue;
             size_t k = ((uintptr_t)h.events[i].p - 4096) / 64;
             seen[k] += h.events[i].n_bytes;
             CHECK_EQ(h.events[i].tag, at_peak.tag[k]);
         }
-        for (int k = 0; k < PLACES; k++) CHECK_EQ(seen[k], at_peak.live[k]);
+        for (int k = 0; k < PLACES; k++)
+            CHECK_EQ(seen[k], at_peak.live[k]);
         koila__text out;
         koila__text_init(&out, NULL);
-        CHECK(koila__history_page(&h, identity, 5, name_of, NULL, "a < b", "<p>more</p>", &out) == KOILA_OK);
-        CHECK(strstr(out.s, "a &lt; b") && strstr(out.s, "&lt;b&gt;.py:3") && !strstr(out.s, "<b>.py") && strstr(out.s, "<p>more</p>"));
+        CHECK(koila__history_page(&h, identity, 5, name_of, NULL, "a < b", "<p>more</p>", &out) ==
+              KOILA_OK);
+        CHECK(strstr(out.s, "a &lt; b") && strstr(out.s, "&lt;b&gt;.py:3") &&
+              !strstr(out.s, "<b>.py") && strstr(out.s, "<p>more</p>"));
         CHECK(out.n < 400000);
         koila__text_deinit(&out);
         koila__history_deinit(&h);
@@ -90,9 +99,11 @@ TEST(history__ends_at_its_limit_and_says_how_much_is_missing)
 {
     koila__history h;
     koila__history_init(&h, 10, NULL);
-    for (int i = 0; i < 5; i++) koila__history_add(&h, 0, (const void *)(uintptr_t)(64 + i * 64), 100, 0);
+    for (int i = 0; i < 5; i++)
+        koila__history_add(&h, 0, (const void *)(uintptr_t)(64 + i * 64), 100, 0);
     koila__history_begin(&h);
-    for (int i = 5; i < 30; i++) koila__history_add(&h, 5, (const void *)(uintptr_t)(64 + i * 64), 1, 0);
+    for (int i = 5; i < 30; i++)
+        koila__history_add(&h, 5, (const void *)(uintptr_t)(64 + i * 64), 1, 0);
     CHECK_EQ(h.n, 15);
     CHECK_EQ(h.n_lost, 15);
     CHECK(koila__history_solve(&h) == KOILA_OK);
@@ -122,7 +133,8 @@ TEST(history__every_host_allocation_may_fail)
         koila__history h;
         refuse_at = k;
         koila__history_init(&h, 100000, &mem);
-        for (int i = 0; i < 5000; i++) koila__history_add(&h, (uint64_t)i, (const void *)(uintptr_t)(64 + i * 64), 1, 0);
+        for (int i = 0; i < 5000; i++)
+            koila__history_add(&h, (uint64_t)i, (const void *)(uintptr_t)(64 + i * 64), 1, 0);
         CHECK(h.n + h.n_lost == 5000);
         if (koila__history_solve(&h) == KOILA_OK) {
             koila__text out;

@@ -34,17 +34,20 @@ TEST(ptrtab__equals_a_plain_array_over_random_puts_and_dels)
         } else {
             bool known = koila__ptrtab_del(&t, p, &n, &tag);
             CHECK(known == (model[k] != 0));
-            if (known) CHECK(n == model[k] - 1 && tag == k);
+            if (known)
+                CHECK(n == model[k] - 1 && tag == k);
             n_live -= known;
             model[k] = 0;
         }
-        if (step % 20000 == 0) CHECK(koila__ptrtab_check(&t));
+        if (step % 20000 == 0)
+            CHECK(koila__ptrtab_check(&t));
     }
     CHECK_EQ(koila__ptrtab_count(&t), n_live);
     for (size_t k = 0; k < N; k++) {
         uint64_t n = 0;
         CHECK(koila__ptrtab_get(&t, (void *)((k + 1) * 64), &n, NULL) == (model[k] != 0));
-        if (model[k]) CHECK(n == model[k] - 1);
+        if (model[k])
+            CHECK(n == model[k] - 1);
     }
     CHECK(koila__ptrtab_check(&t));
     koila__ptrtab_deinit(&t);
@@ -80,14 +83,16 @@ TEST(ledger__every_host_allocation_may_fail_and_nothing_is_lost)
         for (uintptr_t i = 1; i <= 500; i++) {
             uint64_t now;
             CHECK(koila__ledger_reserve(&l, i, &now));
-            if (koila__ledger_commit(&l, (void *)(i * 16), i, 0, now)) held += i;
+            if (koila__ledger_commit(&l, (void *)(i * 16), i, 0, now))
+                held += i;
         }
         CHECK_EQ(l.current, held);
         CHECK(koila__ptrtab_check(&l.blocks));
         uint64_t n_calls = f.n_calls;
         koila__ledger_deinit(&l);
         CHECK_EQ(f.n_live_bytes, 0);
-        if (n_calls < f.at) break;
+        if (n_calls < f.at)
+            break;
     }
 }
 
@@ -145,12 +150,14 @@ static void *work(void *arg)
         if (held[k]) {
             held[k] = !koila__ledger_release(&shared, p, &n, &now);
         } else if (koila__ledger_reserve(&shared, 100 + k, &now)) {
-            if (now > 3500) over_limit++;
+            if (now > 3500)
+                over_limit++;
             held[k] = koila__ledger_commit(&shared, p, 100 + k, 0, now);
         }
     }
     for (size_t k = 0; k < 64; k++)
-        if (held[k]) koila__ledger_release(&shared, (void *)(base + (k + 1) * 64), &n, &now);
+        if (held[k])
+            koila__ledger_release(&shared, (void *)(base + (k + 1) * 64), &n, &now);
     return NULL;
 }
 
@@ -159,8 +166,10 @@ TEST(ledger__threads_never_exceed_the_limit_and_end_balanced)
     pthread_t t[6];
     koila__ledger_init(&shared, NULL);
     atomic_store(&shared.limit, 3500);
-    for (uintptr_t i = 0; i < 6; i++) pthread_create(&t[i], NULL, work, (void *)(i + 1));
-    for (int i = 0; i < 6; i++) pthread_join(t[i], NULL);
+    for (uintptr_t i = 0; i < 6; i++)
+        pthread_create(&t[i], NULL, work, (void *)(i + 1));
+    for (int i = 0; i < 6; i++)
+        pthread_join(t[i], NULL);
     CHECK_EQ(over_limit, 0);
     CHECK_EQ(shared.current, 0);
     CHECK(shared.peak <= 3500 && shared.peak > 3300);

@@ -1,5 +1,6 @@
-/* The line table against a brute-force model: random events on three threads (simulated: a stack each, one real thread), two profilers,
- * two devices, recursion. The model keeps the whole history of the current bytes and recomputes every window from it. */
+/* The line table against a brute-force model: random events on three threads (simulated: a stack
+ * each, one real thread), two profilers, two devices, recursion. The model keeps the whole history
+ * of the current bytes and recomputes every window from it. */
 #include "memory/columns.h"
 #include "memory/linetab.h"
 
@@ -21,32 +22,49 @@ static int64_t event_delta[N_STEPS + 1];
 static uint64_t given_to[N_STEPS + 1]; /* bit per thread */
 static size_t now_t;
 
-typedef struct model_window { int code, row; size_t start; } model_window;
-typedef struct model_row { uint64_t hits, peak[N_DEVICES], current[N_DEVICES], allocated[N_DEVICES], freed[N_DEVICES], rise[N_DEVICES], alloc[N_DEVICES], freed_sum[N_DEVICES]; int64_t delta[N_DEVICES]; bool recorded; } model_row;
+typedef struct model_window {
+    int code, row;
+    size_t start;
+} model_window;
+typedef struct model_row {
+    uint64_t hits, peak[N_DEVICES], current[N_DEVICES], allocated[N_DEVICES], freed[N_DEVICES],
+        rise[N_DEVICES], alloc[N_DEVICES], freed_sum[N_DEVICES];
+    int64_t delta[N_DEVICES];
+    bool recorded;
+} model_row;
 static model_row model[N_CODES][N_ROWS];
 static model_window windows[N_THREADS][DEPTH];
 static size_t depth[N_THREADS];
 
 static void max_to(uint64_t *slot, uint64_t v)
 {
-    if (*slot < v) *slot = v;
+    if (*slot < v)
+        *slot = v;
 }
 
 static void model_close(int thread, size_t level)
 {
     model_window *w = &windows[thread][level];
-    if (w->row < 0) return;
+    if (w->row < 0)
+        return;
     model_row *r = &model[w->code][w->row];
     bool outermost = true;
-    for (size_t i = 0; i < level; i++) outermost &= !(windows[thread][i].code == w->code && windows[thread][i].row == w->row);
+    for (size_t i = 0; i < level; i++)
+        outermost &= !(windows[thread][i].code == w->code && windows[thread][i].row == w->row);
     r->recorded = true;
     for (int d = 0; d < N_DEVICES; d++) {
-        uint64_t start = history[d][w->start], peak = start, in = 0, out = 0;
+        uint64_t start = history[d][w->start];
+        uint64_t peak = start;
+        uint64_t in = 0;
+        uint64_t out = 0;
         for (size_t t = w->start + 1; t <= now_t; t++) {
             max_to(&peak, history[d][t]);
-            if (event_device[t] != d || !(given_to[t] >> thread & 1)) continue;
-            if (event_delta[t] > 0) in += (uint64_t)event_delta[t];
-            else out += (uint64_t)-event_delta[t];
+            if (event_device[t] != d || !(given_to[t] >> thread & 1))
+                continue;
+            if (event_delta[t] > 0)
+                in += (uint64_t)event_delta[t];
+            else
+                out += (uint64_t)-event_delta[t];
         }
         max_to(&r->peak[d], peak);
         max_to(&r->current[d], history[d][now_t]);
@@ -66,11 +84,13 @@ static koila__lines lines;
 static koila__stack *stacks[N_THREADS];
 static int keys[N_CODES];
 
-/* Run N random steps; lose or double the event number `plant` of them to see whether the comparison notices. */
+/* Run N random steps; lose or double the event number `plant` of them to see whether the comparison
+ * notices. */
 static bool equals_brute_force(size_t n_steps, size_t plant, int how)
 {
     static const koila_allocator none;
-    koila__wish on = { .enabled = true, .target = 1, .stats_mode = KOILA__STATS_HOOK }, off = on;
+    koila__wish on = { .enabled = true, .target = 1, .stats_mode = KOILA__STATS_HOOK };
+    koila__wish off = on;
     koila__func *funcs[N_CODES], *second[N_CODES];
     off.target = 0;
     koila__meter_init(&meter, N_DEVICES);
@@ -84,36 +104,49 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
         koila__func_new(&lines, &keys[c], 10 * c, N_ROWS, &off, &second[c]);
     }
     koila__flow *flows[N_THREADS - 1], *worker_flow = koila__meter_take_flow(&meter);
-    for (int t = 0; t < N_THREADS; t++) stacks[t] = koila__stack_new(&lines);
-    for (int t = 0; t < N_THREADS - 1; t++) stacks[t]->thread.flow = flows[t] = koila__meter_take_flow(&meter);
+    for (int t = 0; t < N_THREADS; t++)
+        stacks[t] = koila__stack_new(&lines);
+    for (int t = 0; t < N_THREADS - 1; t++)
+        stacks[t]->thread.flow = flows[t] = koila__meter_take_flow(&meter);
     bool ok = true;
     size_t n_events = 0;
     for (size_t step = 0; step < n_steps; step++) {
-        int t = (int)(rng() % N_THREADS), what = (int)(rng() % 10);
+        int t = (int)(rng() % N_THREADS);
+        int what = (int)(rng() % 10);
         if (what < 4) {
-            int d = (int)(rng() % N_DEVICES), worker = rng() % 4 == 0;
+            int d = (int)(rng() % N_DEVICES);
+            int worker = rng() % 4 == 0;
             uint64_t held = history[d][now_t];
-            int64_t delta = rng() % 2 && held ? -(int64_t)(rng() % held + 1) : (int64_t)(rng() % 3000000 + 1);
+            int64_t delta =
+                rng() % 2 && held ? -(int64_t)(rng() % held + 1) : (int64_t)(rng() % 3000000 + 1);
             now_t++;
-            for (int k = 0; k < N_DEVICES; k++) history[k][now_t] = history[k][now_t - 1];
+            for (int k = 0; k < N_DEVICES; k++)
+                history[k][now_t] = history[k][now_t - 1];
             history[d][now_t] += (uint64_t)delta;
             event_device[now_t] = d;
             event_delta[now_t] = delta;
             bool own = !worker && depth[t] > 0;
             given_to[now_t] = 0;
             for (int k = 0; k < N_THREADS; k++)
-                if (own ? k == t : depth[k] > 0) given_to[now_t] |= 1u << k;
-            koila__thread *self = worker ? NULL : &stacks[t]->thread; /* the last thread has no flow of its own */
-            koila__flow *flow = worker ? (rng() % 2 ? worker_flow : NULL) : t < N_THREADS - 1 ? flows[t] : NULL;
-            if (++n_events != plant || how == 2) koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
-            if (n_events == plant && how == 2) koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
+                if (own ? k == t : depth[k] > 0)
+                    given_to[now_t] |= 1u << k;
+            /* the last thread has no flow of its own */
+            koila__thread *self = worker ? NULL : &stacks[t]->thread;
+            koila__flow *flow = worker              ? (rng() % 2 ? worker_flow : NULL)
+                                : t < N_THREADS - 1 ? flows[t]
+                                                    : NULL;
+            if (++n_events != plant || how == 2)
+                koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
+            if (n_events == plant && how == 2)
+                koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
         } else if (what < 7 && depth[t]) {
             model_window *w = &windows[t][depth[t] - 1];
             int row = (int)(rng() % (N_ROWS + 1)); /* one beyond: a line that opens no window */
             model_close(t, depth[t] - 1);
             w->row = row < N_ROWS ? row : -1;
             w->start = now_t;
-            if (row && row < N_ROWS) model[w->code][row].hits++;
+            if (row && row < N_ROWS)
+                model[w->code][row].hits++;
             koila__code *c = koila__stack_top(stacks[t]);
             ok = ok && c && c->key == &keys[w->code];
             koila__lines_line(&lines, stacks[t], c, 10 * w->code + row);
@@ -128,7 +161,8 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
             koila__lines_leave(&lines, stacks[t]);
         }
         if (step % 1000 == 0)
-            for (int k = 0; k < N_THREADS; k++) ok = ok && koila__stack_check(&lines, stacks[k]);
+            for (int k = 0; k < N_THREADS; k++)
+                ok = ok && koila__stack_check(&lines, stacks[k]);
     }
     for (int t = 0; t < N_THREADS; t++)
         while (depth[t]) {
@@ -140,12 +174,15 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
         for (int r = 0; r < N_ROWS; r++) {
             const koila__row *row = &funcs[c]->rows[r];
             const model_row *m = &model[c][r];
-            ok = ok && row->recorded == m->recorded && row->n_hits == m->hits && second[c]->rows[r].n_hits == m->hits;
+            ok = ok && row->recorded == m->recorded && row->n_hits == m->hits &&
+                 second[c]->rows[r].n_hits == m->hits;
             for (int d = 0; m->recorded && d < N_DEVICES; d++) {
                 const koila__rec *rec = koila__row_rec(&lines, row, d);
-                ok = ok && rec->peak[0] == m->peak[d] && rec->current[0] == m->current[d] && rec->rise == m->rise[d];
+                ok = ok && rec->peak[0] == m->peak[d] && rec->current[0] == m->current[d] &&
+                     rec->rise == m->rise[d];
                 ok = ok && rec->allocated[0] == m->allocated[d] && rec->freed[0] == m->freed[d];
-                ok = ok && rec->sum_alloc == m->alloc[d] && rec->sum_freed == m->freed_sum[d] && rec->sum_delta == m->delta[d];
+                ok = ok && rec->sum_alloc == m->alloc[d] && rec->sum_freed == m->freed_sum[d] &&
+                     rec->sum_delta == m->delta[d];
             }
             if (m->recorded) { /* the targets' views */
                 ok = ok && koila__row_rec(&lines, row, -1)->peak[0] == m->peak[1];
@@ -154,7 +191,8 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
         }
     koila__lines_deinit(&lines);
     for (int t = 0; t < N_THREADS; t++) {
-        for (size_t i = 0; i < stacks[t]->n_made; i++) free(stacks[t]->activations[i]);
+        for (size_t i = 0; i < stacks[t]->n_made; i++)
+            free(stacks[t]->activations[i]);
         free(stacks[t]->activations);
         free(stacks[t]);
     }
@@ -163,14 +201,16 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
 
 TEST(linetab__rows_equal_a_brute_force_model_over_random_events)
 {
-    for (int round = 0; round < 3; round++) CHECK(equals_brute_force(3000, 0, 0));
+    for (int round = 0; round < 3; round++)
+        CHECK(equals_brute_force(3000, 0, 0));
     CHECK(equals_brute_force(12000, 0, 0));
 }
 
 TEST(linetab__a_lost_or_doubled_event_is_noticed)
 {
     int n_noticed = 0;
-    for (size_t plant = 20; plant < 40; plant++) n_noticed += !equals_brute_force(800, plant, plant % 2 ? 1 : 2);
+    for (size_t plant = 20; plant < 40; plant++)
+        n_noticed += !equals_brute_force(800, plant, plant % 2 ? 1 : 2);
     CHECK(n_noticed >= 18); /* an event outside every window changes no row */
 }
 
@@ -186,25 +226,31 @@ TEST(linetab__every_host_allocation_may_fail)
         koila__stack *s = koila__stack_new(&lines);
         for (int k = 0; k < 8; k++) {
             koila__func *func, *copy;
-            if (koila__func_new(&lines, &key[k], 1, 4, &on, &func) != KOILA_OK) continue;
+            if (koila__func_new(&lines, &key[k], 1, 4, &on, &func) != KOILA_OK)
+                continue;
             for (int i = 0; s && i < 3; i++) {
                 koila__lines_enter(&lines, s, func->code, 1, true);
                 koila__meter_event(&meter, NULL, &s->thread, 0, 100, 100, UINT64_MAX);
                 koila__lines_line(&lines, s, koila__lines_find(&lines, &key[k]), 2);
             }
-            for (int i = 0; s && i < 3; i++) koila__lines_leave(&lines, s);
-            if (s) CHECK(koila__stack_check(&lines, s) && s->n == 0 && s->n_lost == 0);
+            for (int i = 0; s && i < 3; i++)
+                koila__lines_leave(&lines, s);
+            if (s)
+                CHECK(koila__stack_check(&lines, s) && s->n == 0 && s->n_lost == 0);
             (void)koila__func_copy(&lines, func, &on, &copy);
         }
         uint64_t n_calls = f.n_calls;
-        koila__lines_deinit(&lines); /* while the meter knows the stack, which nobody frees but this test */
+        /* while the meter knows the stack, which nobody frees but this test */
+        koila__lines_deinit(&lines);
         if (s) {
-            for (size_t i = 0; i < s->n_made; i++) koila__release(&mem, s->activations[i], sizeof *s->activations[i]);
+            for (size_t i = 0; i < s->n_made; i++)
+                koila__release(&mem, s->activations[i], sizeof *s->activations[i]);
             koila__release(&mem, s->activations, s->capacity * sizeof *s->activations);
             koila__release(&mem, s, sizeof *s);
         }
         CHECK_EQ(f.n_live_bytes, 0);
-        if (n_calls < f.at) break;
+        if (n_calls < f.at)
+            break;
     }
 }
 
@@ -213,7 +259,8 @@ TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_wa
     static koila__meter m;
     static koila__lines l;
     static int outer_key, inner_key;
-    koila__wish wish = { .enabled = true }, late = { .enabled = true };
+    koila__wish wish = { .enabled = true };
+    koila__wish late = { .enabled = true };
     koila__func *outer, *inner, *other;
     koila__meter_init(&m, 1);
     koila__lines_init(&l, &m, NULL);
@@ -231,17 +278,23 @@ TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_wa
         koila__lines_line(&l, s, inner->code, 102);
     }
     koila__lines_made(&l, s, 1, 9);
-    for (int i = 0; i < 3; i++) koila__lines_leave(&l, s);
+    for (int i = 0; i < 3; i++)
+        koila__lines_leave(&l, s);
     koila__lines_line(&l, s, outer->code, 12);
     koila__lines_made(&l, s, 1, 10);
     koila__lines_leave(&l, s);
     koila__lines_made(&l, s, 1, 11);
-    static const struct { uint64_t thread, number, bytes; } runs[] = { { 1, 6, 1 }, { 1, 7, 2 }, { 1, 8, 4 }, { 1, 9, 8 }, { 1, 10, 16 }, { 1, 11, 32 }, { 2, 9, 64 } };
-    for (size_t i = 0; i < KOILA_COUNT(runs); i++) koila__lines_credit_node(&l, runs[i].thread, runs[i].number, 0, runs[i].bytes);
+    static const struct {
+        uint64_t thread, number, bytes;
+    } runs[] = { { 1, 6, 1 },   { 1, 7, 2 },   { 1, 8, 4 }, { 1, 9, 8 },
+                 { 1, 10, 16 }, { 1, 11, 32 }, { 2, 9, 64 } };
+    for (size_t i = 0; i < KOILA_COUNT(runs); i++)
+        koila__lines_credit_node(&l, runs[i].thread, runs[i].number, 0, runs[i].bytes);
     CHECK_EQ(koila__row_credit(&l, &outer->rows[1], 0).backward, 2 + 4 + 8);
     CHECK_EQ(koila__row_credit(&l, &outer->rows[2], 0).backward, 16);
     CHECK_EQ(koila__row_credit(&l, &inner->rows[2], 0).backward, 8);
-    CHECK(koila__func_new(&l, &inner_key, 100, 5, &late, &other) == KOILA_OK); /* who came later sees only what comes later */
+    /* who came later sees only what comes later */
+    CHECK(koila__func_new(&l, &inner_key, 100, 5, &late, &other) == KOILA_OK);
     koila__lines_credit_node(&l, 1, 9, 0, 100);
     CHECK_EQ(koila__row_credit(&l, &other->rows[2], 0).backward, 100);
     CHECK_EQ(koila__row_credit(&l, &inner->rows[2], 0).backward, 108);
@@ -252,7 +305,8 @@ TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_wa
     koila__func_free(&l, inner);
     koila__lines_credit_node(&l, 1, 9, 0, 5); /* its innermost row is gone, the outer one is not */
     CHECK_EQ(koila__row_credit(&l, &outer->rows[1], 0).backward, 14 + 100 + 5);
-    for (uint64_t n = 0; n < 3 * KOILA__ORIGINS_MAX; n++) { /* bounded: old ones are forgotten, new ones are right */
+    /* bounded: old ones are forgotten, new ones are right */
+    for (uint64_t n = 0; n < 3 * KOILA__ORIGINS_MAX; n++) {
         koila__lines_enter(&l, s, outer->code, 10, true);
         koila__lines_line(&l, s, outer->code, 13);
         koila__lines_made(&l, s, 1, 1000 + n);
@@ -285,7 +339,8 @@ TEST(linetab__captured_work_is_credited_once_and_never_twice)
     koila__lines_credit_line(&l, &key, 99, 0, 50, 600);
     koila__lines_credit_line(&l, &m, 11, 0, 50, 600);
     koila__lines_leave(&l, s);
-    koila__credit a = koila__row_credit(&l, &f->rows[1], 0), b = koila__row_credit(&l, &f->rows[2], 0);
+    koila__credit a = koila__row_credit(&l, &f->rows[1], 0);
+    koila__credit b = koila__row_credit(&l, &f->rows[2], 0);
     CHECK_EQ(a.alloc, 100);
     CHECK_EQ(a.freed, 30);
     CHECK_EQ(a.peak, 500);
@@ -318,7 +373,8 @@ TEST(meter__spans_nest_and_see_every_thread)
     CHECK_EQ(b.end.n_frees[0] - b.start.n_frees[0], 1);
     static koila__span many[KOILA__SPANS_MAX];
     int n = 0;
-    while (n < KOILA__SPANS_MAX && koila__span_open(&meter, &many[n], 0)) n++;
+    while (n < KOILA__SPANS_MAX && koila__span_open(&meter, &many[n], 0))
+        n++;
     CHECK_EQ(n, KOILA__SPANS_MAX);
     CHECK(!koila__span_open(&meter, &a, 0));
 }
@@ -328,7 +384,9 @@ TEST(meter__active_is_what_waits_too)
     enum { D = 1 };
     const int A = KOILA__Q_ACTIVE;
     static koila__thread t;
-    static uint64_t outer[KOILA__DEVICES_MAX][KOILA__SAVED], inner[KOILA__DEVICES_MAX][KOILA__SAVED], now[KOILA__DEVICES_MAX][KOILA__Q_COUNT], peak[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
+    static uint64_t outer[KOILA__DEVICES_MAX][KOILA__SAVED],
+        inner[KOILA__DEVICES_MAX][KOILA__SAVED], now[KOILA__DEVICES_MAX][KOILA__Q_COUNT],
+        peak[KOILA__DEVICES_MAX][KOILA__Q_COUNT];
     koila__meter_init(&meter, 2);
     CHECK(koila__meter_add_thread(&meter, &t));
     koila__meter_event(&meter, NULL, &t, D, 100, 100, 200);
@@ -349,10 +407,12 @@ TEST(meter__active_is_what_waits_too)
     CHECK_EQ(peak[D][KOILA__Q_RESERVED], 300);
     koila__window_close(&meter, &t, inner);
     koila__window_next(&meter, &t, outer, now, peak);
-    CHECK_EQ(peak[D][A], 180); /* not 170 + 30: what waited in the first half may have been gone in the second */
+    /* not 170 + 30: what waited in the first half may have been gone in the second */
+    CHECK_EQ(peak[D][A], 180);
     CHECK_EQ(peak[D][A + KOILA__Q_N_ALL], 3);
     koila__window_close(&meter, &t, outer);
-    koila__meter_set_silent(&meter, D, 200, 0, (uint64_t[KOILA__WAITS]){ 0 }); /* read before an event that has told 280 since */
+    /* read before an event that has told 280 since */
+    koila__meter_set_silent(&meter, D, 200, 0, (uint64_t[KOILA__WAITS]){ 0 });
     CHECK_EQ(koila__meter_now(&meter, D, KOILA__Q_RESERVED), 280);
     uint64_t n_events = koila__meter_events(&meter);
     koila__meter_set_silent(&meter, D, 280, 280, (uint64_t[KOILA__WAITS]){ 0 });
@@ -362,8 +422,18 @@ TEST(meter__active_is_what_waits_too)
 
 TEST(columns__names_read_back_and_garbage_is_refused)
 {
-    static const char *const good[] = { "hits", "rss", "active.all.current", "inactive_split_bytes.large_pool.freed", "segment.small_pool.peak" };
-    static const char *const bad[] = { "", ".", "..", "a.b.c", "active.all", "active.all.peak.", "active_bytes..peak", "hits ", "active.all.peaks" };
+    static const char *const good[] = { "hits", "rss", "active.all.current",
+                                        "inactive_split_bytes.large_pool.freed",
+                                        "segment.small_pool.peak" };
+    static const char *const bad[] = { "",
+                                       ".",
+                                       "..",
+                                       "a.b.c",
+                                       "active.all",
+                                       "active.all.peak.",
+                                       "active_bytes..peak",
+                                       "hits ",
+                                       "active.all.peaks" };
     char buffer[64];
     koila__column c;
     for (size_t i = 0; i < KOILA_COUNT(good); i++) {
@@ -390,16 +460,19 @@ TEST(text__sizes_times_and_escapes)
     koila__text_html(&t, "<a href='x'>&\"");
     koila__text_json(&t, "q\"\\\n<");
     koila__text_csv(&t, "a,\"b\"");
-    CHECK_STR(t.s, "&lt;a href=&#39;x&#39;&gt;&amp;&quot;\"q\\\"\\\\\\u000a\\u003c\"\"a,\"\"b\"\"\"");
+    CHECK_STR(t.s,
+              "&lt;a href=&#39;x&#39;&gt;&amp;&quot;\"q\\\"\\\\\\u000a\\u003c\"\"a,\"\"b\"\"\"");
     koila__text_deinit(&t);
     for (failing_allocator f = { .at = 1 };; f.at++) {
         koila_allocator mem = { failing_realloc, &f };
         f.n_calls = 0;
         koila__text_init(&t, &mem);
-        for (int i = 0; i < 200; i++) koila__text_printf(&t, "%d ", i);
+        for (int i = 0; i < 200; i++)
+            koila__text_printf(&t, "%d ", i);
         CHECK(koila__text_ok(&t) == (f.n_calls < f.at));
         koila__text_deinit(&t);
         CHECK_EQ(f.n_live_bytes, 0);
-        if (f.n_calls < f.at) break;
+        if (f.n_calls < f.at)
+            break;
     }
 }

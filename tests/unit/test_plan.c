@@ -1,10 +1,13 @@
-/* Plans: the fewest slices that fit, errors that say what is missing, the same plan twice, and the invariants that plant-and-see proves. */
+/* Plans: the fewest slices that fit, errors that say what is missing, the same plan twice, and the
+ * invariants that plant-and-see proves. */
 #include "interpreter.h"
 #include "random_graph.h"
 
 static koila_plan_options options(uint64_t budget, int64_t rows)
 {
-    return (koila_plan_options){ .struct_size = sizeof(koila_plan_options), .budget_bytes = budget, .rows = rows };
+    return (koila_plan_options){ .struct_size = sizeof(koila_plan_options),
+                                 .budget_bytes = budget,
+                                 .rows = rows };
 }
 
 /* relu(x w) summed over the batch, and its gradient: x [rows, 64], w [64, 32] */
@@ -14,25 +17,40 @@ static koila_status chain(random_graph *r, const koila_allocator *mem, int64_t r
     memset(r, 0, sizeof *r);
     r->seed = 1;
     r->status = koila_table_new(mem, &r->t);
-    if (r->status == KOILA_OK) r->status = koila_graph_new(r->t, mem, &r->g);
-    if (r->status == KOILA_OK) r->status = koila_graph_axis(r->g, rows, &axis);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, mem, &r->g);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_axis(r->g, rows, &axis);
     rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, 64 });
     rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, 32 });
-    if (r->status != KOILA_OK) return r->status;
-    const koila_value x = r->values[0], w = r->values[1];
-    const koila_meta y = rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, 32 }, NULL), xt = rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, rows }, (int64_t[]){ 1, 64 });
-    const koila_value h = rg_call(r, "aten::mm", 0, y, false, "tt", x, w), a = rg_call(r, "aten::relu", 0, y, false, "t", h);
-    if (r->status != KOILA_OK) return r->status;
-    const koila_value sum = rg_call(r, "aten::sum.dim_IntList", 0, rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 1, 32 }, NULL), false, "tlb", a, 1, (int64_t)0, 1);
-    if (r->status != KOILA_OK) return r->status;
+    if (r->status != KOILA_OK)
+        return r->status;
+    const koila_value x = r->values[0];
+    const koila_value w = r->values[1];
+    const koila_meta y = rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, 32 }, NULL);
+    const koila_meta xt =
+        rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, rows }, (int64_t[]){ 1, 64 });
+    const koila_value h = rg_call(r, "aten::mm", 0, y, false, "tt", x, w);
+    const koila_value a = rg_call(r, "aten::relu", 0, y, false, "t", h);
+    if (r->status != KOILA_OK)
+        return r->status;
+    const koila_value sum = rg_call(r, "aten::sum.dim_IntList", 0,
+                                    rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 1, 32 }, NULL),
+                                    false, "tlb", a, 1, (int64_t)0, 1);
+    if (r->status != KOILA_OK)
+        return r->status;
     const koila_value t = rg_call(r, "aten::t", KOILA_OP_VIEW, xt, false, "t", x);
-    if (r->status != KOILA_OK) return r->status;
-    const koila_value g = rg_call(r, "aten::mm", 0, rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, 32 }, NULL), false, "tt", t, a);
+    if (r->status != KOILA_OK)
+        return r->status;
+    const koila_value g =
+        rg_call(r, "aten::mm", 0, rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, 32 }, NULL),
+                false, "tt", t, a);
     r->targets[r->n_targets++] = sum;
     r->targets[r->n_targets++] = g;
     return r->status;
 }
-static koila_status plan_of(const random_graph *r, koila_plan_options o, koila_plan **p, koila_error *err)
+static koila_status plan_of(const random_graph *r, koila_plan_options o, koila_plan **p,
+                            koila_error *err)
 {
     return koila_plan_new(r->g, r->targets, r->n_targets, &o, NULL, p, err);
 }
@@ -53,15 +71,20 @@ TEST(plan__what_fits_whole_runs_whole_and_a_byte_less_does_not)
     random_graph r;
     CHECK(chain(&r, NULL, 100) == KOILA_OK);
     const koila_plan_info whole = info_of(&r, options(UINT64_MAX, 0));
-    CHECK(whole.n_slices == 1 && whole.rows == 100 && whole.batch == 100 && whole.n_loops == 0 && whole.replay_ratio == 1);
-    CHECK_EQ(whole.peak_bytes, 100 * 32 * 4 * 2 > 100 * 32 * 4 + 128 + 64 * 32 * 4 ? 100 * 32 * 4 * 2 : 100 * 32 * 4 + 128 + 64 * 32 * 4);
+    CHECK(whole.n_slices == 1 && whole.rows == 100 && whole.batch == 100 && whole.n_loops == 0 &&
+          whole.replay_ratio == 1);
+    CHECK_EQ(whole.peak_bytes, 100 * 32 * 4 * 2 > 100 * 32 * 4 + 128 + 64 * 32 * 4
+                                   ? 100 * 32 * 4 * 2
+                                   : 100 * 32 * 4 + 128 + 64 * 32 * 4);
     CHECK_EQ(info_of(&r, options(whole.peak_bytes, 0)).n_slices, 1);
     uint64_t budget = whole.peak_bytes - 1;
     uint32_t n_slices = 1;
     for (;;) { /* ever less: ever more slices, and each peak fits */
         const koila_plan_info i = info_of(&r, options(budget, 0));
-        if (!i.struct_size) break;
-        CHECK(i.peak_bytes <= budget && i.n_slices > n_slices && i.n_recorded == whole.n_recorded && i.replay_ratio == 1);
+        if (!i.struct_size)
+            break;
+        CHECK(i.peak_bytes <= budget && i.n_slices > n_slices && i.n_recorded == whole.n_recorded &&
+              i.replay_ratio == 1);
         n_slices = i.n_slices;
         budget = i.peak_bytes - 1;
     }
@@ -77,18 +100,22 @@ TEST(plan__what_never_fits_is_said_with_its_numbers)
     CHECK(chain(&r, NULL, 100) == KOILA_OK);
     CHECK_EQ(plan_of(&r, options(100, 0), &p, &err), KOILA_OOM);
     CHECK(p == (koila_plan *)&r && err.code == KOILA_OOM); /* untouched */
-    CHECK(strstr(err.text, "a slice of 1 row(s) needs ") && strstr(err.text, " 100 B are free, ") && strstr(err.text, " bytes short; largest: ") && strstr(err.text, "aten::mm"));
+    CHECK(strstr(err.text, "a slice of 1 row(s) needs ") && strstr(err.text, " 100 B are free, ") &&
+          strstr(err.text, " bytes short; largest: ") && strstr(err.text, "aten::mm"));
     rg_deinit(&r);
 }
 
 /* What operators use inside, any way but in order of the rows. */
 static uint64_t uneven(void *user, koila_sig sig, int64_t rows, int64_t batch)
 {
-    return *(uint64_t *)user ? ((uint64_t)sig * 7919 + (uint64_t)(rows * 31) % 17 * 64) % 2048 : 0 * (uint64_t)batch;
+    return *(uint64_t *)user ? ((uint64_t)sig * 7919 + (uint64_t)(rows * 31) % 17 * 64) % 2048
+                             : 0 * (uint64_t)batch;
 }
 
 TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
-{ /* one after another with forced rows, which looks at no other number, and a budget: the same plan, or the same words about what is short */
+/* one after another with forced rows, which looks at no other number, and a budget: the same plan,
+ * or the same words about what is short */
+{
     uint32_t n_sliced = 0, n_short = 0, n_even = 0;
     for (uint64_t seed = 1; seed <= 1500; seed++) {
         random_graph r;
@@ -102,23 +129,28 @@ TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
             even &= n > 0 && (n & (n - 1)) == 0;
         }
         const uint64_t whole = info_of(&r, options(UINT64_MAX, 0)).peak_bytes;
-        for (uint64_t part = 1; part <= 4 && r.g->axes.n == 1 && largest > 1; part++) { /* with two axes forced rows are other rows */
+        /* with two axes forced rows are other rows */
+        for (uint64_t part = 1; part <= 4 && r.g->axes.n == 1 && largest > 1; part++) {
             koila_plan_options o = options(whole * part / 5, 0);
             koila_plan *p = NULL, *q = NULL;
             koila_error err = KOILA_ERROR_INIT, other = KOILA_ERROR_INIT;
-            o.workspace = uneven, o.user = &inside;
+            o.workspace = uneven;
+            o.user = &inside;
             const koila_status status = plan_of(&r, o, &p, &err);
             koila_status expected = KOILA_OOM;
             koila_plan_options forced = o;
             forced.rows = largest; /* whole first */
             expected = plan_of(&r, forced, &q, &other);
-            for (int64_t n = 2; expected == KOILA_OOM && n <= largest; n = n < largest / 2 ? n * 2 : n < largest ? largest : n + 1) {
+            for (int64_t n = 2; expected == KOILA_OOM && n <= largest; n = n < largest / 2 ? n * 2
+                                                                           : n < largest ? largest
+                                                                                         : n + 1) {
                 forced.rows = (largest + n - 1) / n;
                 expected = plan_of(&r, forced, &q, &other);
             }
             CHECK_EQ(status, expected);
             if (status == KOILA_OK && expected == KOILA_OK) {
-                const koila_plan_info a = koila_plan_get(p), b = koila_plan_get(q);
+                const koila_plan_info a = koila_plan_get(p);
+                const koila_plan_info b = koila_plan_get(q);
                 CHECK(a.n_slices == b.n_slices && a.rows == b.rows);
                 CHECK(a.peak_bytes <= o.budget_bytes && b.peak_bytes <= o.budget_bytes);
                 n_sliced += a.n_slices > 1;
@@ -135,7 +167,8 @@ TEST(plan__the_choice_is_the_first_of_all_numbers_of_slices_that_fits)
     CHECK(n_sliced > 100 && n_short > 100 && n_even > 100);
 }
 
-/* Accepts slices of at most `most` rows of the smaller loop's axis; remembers what it said yes to. */
+/* Accepts slices of at most `most` rows of the smaller loop's axis; remembers what it said yes to.
+ */
 typedef struct judge {
     int64_t most, rows[2];
     uint64_t peak;
@@ -144,27 +177,36 @@ static bool judges(void *user, const koila_plan *p)
 {
     judge *j = user;
     const int64_t rows[2] = { koila_plan_axis_rows(p, 0), koila_plan_axis_rows(p, 1) };
-    if (rows[1] > j->most) return false;
+    if (rows[1] > j->most)
+        return false;
     memcpy(j->rows, rows, sizeof rows);
     j->peak = koila_plan_get(p).peak_bytes;
     return true;
 }
 
 TEST(plan__with_two_axes_what_was_accepted_is_what_is_planned)
-{ /* the main axis has as many rows a slice in 9 slices as in 16; the other, which is larger, 12 and 7 */
-    static const char text[] = "koila graph 1\naxis 17\naxis 100\n%0 = batch axis 0 dim 0 f32[17, 8] \"x\"\n%1 = batch axis 1 dim 0 f32[100, 64] \"y\"\n"
-                               "%2 = aten::relu(%0) -> f32[17, 8]\n%3 = aten::neg(%2) -> f32[17, 8]\n%4 = aten::exp(%3) -> f32[17, 8]\n%5 = aten::sum(%4) -> f32[]\n"
-                               "%6 = aten::relu(%1) -> f32[100, 64]\n%7 = aten::sum(%6) -> f32[]\n%8 = aten::add.Tensor(%5, %7) -> f32[]\n";
+/* the main axis has as many rows a slice in 9 slices as in 16; the other, which is larger, 12 and 7
+ */
+{
+    static const char text[] = "koila graph 1\naxis 17\naxis 100\n%0 = batch axis 0 dim 0 f32[17, "
+                               "8] \"x\"\n%1 = batch axis 1 dim 0 f32[100, 64] \"y\"\n"
+                               "%2 = aten::relu(%0) -> f32[17, 8]\n%3 = aten::neg(%2) -> f32[17, "
+                               "8]\n%4 = aten::exp(%3) -> f32[17, 8]\n%5 = aten::sum(%4) -> f32[]\n"
+                               "%6 = aten::relu(%1) -> f32[100, 64]\n%7 = aten::sum(%6) -> "
+                               "f32[]\n%8 = aten::add.Tensor(%5, %7) -> f32[]\n";
     koila_table *t = NULL;
     koila_graph *g = NULL;
-    CHECK(koila_table_new(NULL, &t) == KOILA_OK && koila_graph_parse(t, text, strlen(text), &g, NULL) == KOILA_OK);
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK &&
+          koila_graph_parse(t, text, strlen(text), &g, NULL) == KOILA_OK);
     const koila_value target = koila_graph_n_values(g) - 1;
     uint32_t n_apart = 0;
     for (int64_t most = 1; most <= 60; most++)
-        for (int tight = 0; tight < 2; tight++) { /* with all memory there is, and with just as much as the first answer takes */
+        /* with all memory there is, and with just as much as the first answer takes */
+        for (int tight = 0; tight < 2; tight++) {
             judge j = { .most = most };
             koila_plan_options o = options(UINT64_MAX, 0);
-            o.accepts = judges, o.accepts_user = &j;
+            o.accepts = judges;
+            o.accepts_user = &j;
             koila_plan *p = NULL;
             CHECK_EQ(koila_plan_new(g, &target, 1, &o, NULL, &p, NULL), KOILA_OK);
             if (tight) {
@@ -192,7 +234,8 @@ TEST(plan__forced_rows_are_used_and_the_last_slice_is_ragged)
     koila_plan *p = NULL;
     CHECK(chain(&r, NULL, 100) == KOILA_OK);
     CHECK_EQ(plan_of(&r, options(UINT64_MAX, 7), &p, NULL), KOILA_OK);
-    CHECK(koila_plan_get(p).rows == 7 && koila_plan_get(p).n_slices == 15 && koila_plan_axis_rows(p, 0) == 7 && koila_plan_slices(p, 0) == 15);
+    CHECK(koila_plan_get(p).rows == 7 && koila_plan_get(p).n_slices == 15 &&
+          koila_plan_axis_rows(p, 0) == 7 && koila_plan_slices(p, 0) == 15);
     koila_plan_free(p);
     CHECK_EQ(info_of(&r, options(UINT64_MAX, 1000)).n_slices, 1);
     rg_deinit(&r);
@@ -218,11 +261,13 @@ TEST(plan__sizes_whose_sum_is_no_number_are_refused)
     koila_plan *p = NULL;
     koila_error err = KOILA_ERROR_INIT;
     memset(&r, 0, sizeof r);
-    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK && koila_graph_axis(r.g, 4, &axis) == KOILA_OK);
+    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
+          koila_graph_axis(r.g, 4, &axis) == KOILA_OK);
     const int64_t huge[] = { 4, (int64_t)1 << 57 };
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, huge);
     koila_value v = r.values[0];
-    for (int i = 0; i < 9; i++) v = rg_call(&r, "aten::neg", 0, koila_value_get(r.g, v).meta, false, "t", v);
+    for (int i = 0; i < 9; i++)
+        v = rg_call(&r, "aten::neg", 0, koila_value_get(r.g, v).meta, false, "t", v);
     r.targets[r.n_targets++] = v;
     CHECK(r.status == KOILA_OK);
     CHECK_EQ(plan_of(&r, options(UINT64_MAX, 0), &p, &err), KOILA_UNSUPPORTED);
@@ -244,7 +289,8 @@ TEST(plan__targets_must_exist)
     r.n_targets = 3;
     for (int64_t rows = 0; rows < 4; rows += 3) {
         CHECK_EQ(plan_of(&r, options(UINT64_MAX, rows), &p, NULL), KOILA_OK);
-        CHECK(koila_plan_target(p, 0) == koila_plan_leaf(p, 0) && koila_plan_target(p, 1) == koila_plan_target(p, 2));
+        CHECK(koila_plan_target(p, 0) == koila_plan_leaf(p, 0) &&
+              koila_plan_target(p, 1) == koila_plan_target(p, 2));
         koila_plan_free(p);
     }
     r.n_targets = 0;
@@ -255,13 +301,22 @@ TEST(plan__targets_must_exist)
 
 static bool same_plan(const koila_plan *a, const koila_plan *b)
 {
-    const koila_plan_info x = koila_plan_get(a), y = koila_plan_get(b);
-    if (x.n_stages != y.n_stages || x.peak_bytes != y.peak_bytes || x.rows != y.rows || x.n_gathers != y.n_gathers || x.peak_node != y.peak_node) return false;
+    const koila_plan_info x = koila_plan_get(a);
+    const koila_plan_info y = koila_plan_get(b);
+    if (x.n_stages != y.n_stages || x.peak_bytes != y.peak_bytes || x.rows != y.rows ||
+        x.n_gathers != y.n_gathers || x.peak_node != y.peak_node)
+        return false;
     for (uint32_t k = 0; k < x.n_stages; k++) {
-        const koila_stage *s = koila_plan_stage(a, k), *t = koila_plan_stage(b, k);
-        if (s->is_loop != t->is_loop || s->axis != t->axis || s->n_instrs != t->n_instrs || s->peak_bytes != t->peak_bytes) return false;
+        const koila_stage *s = koila_plan_stage(a, k);
+        const koila_stage *t = koila_plan_stage(b, k);
+        if (s->is_loop != t->is_loop || s->axis != t->axis || s->n_instrs != t->n_instrs ||
+            s->peak_bytes != t->peak_bytes)
+            return false;
         for (uint32_t i = 0; i < s->n_instrs; i++)
-            if (s->instrs[i].kind != t->instrs[i].kind || s->instrs[i].flags != t->instrs[i].flags || s->instrs[i].steal != t->instrs[i].steal || s->instrs[i].id != t->instrs[i].id) return false;
+            if (s->instrs[i].kind != t->instrs[i].kind ||
+                s->instrs[i].flags != t->instrs[i].flags ||
+                s->instrs[i].steal != t->instrs[i].steal || s->instrs[i].id != t->instrs[i].id)
+                return false;
     }
     return true;
 }
@@ -275,7 +330,8 @@ TEST(plan__random_steps_plan_the_same_twice_and_hold_their_invariants)
 {
     for (uint64_t seed = 1; seed <= 600; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 30) != KOILA_OK) abort();
+        if (rg_init(&r, NULL, seed, NULL, 0, 30) != KOILA_OK)
+            abort();
         const uint64_t whole = info_of(&r, options(UINT64_MAX, 0)).peak_bytes;
         for (int k = 0; k < 4; k++) {
             koila_plan *a = NULL, *b = NULL;
@@ -288,16 +344,24 @@ TEST(plan__random_steps_plan_the_same_twice_and_hold_their_invariants)
             if (a && b) {
                 size_t n_text = 0;
                 CHECK(same_plan(a, b) && koila_plan_check(a, &err));
-                CHECK(koila_plan_print(a, count, &n_text) == KOILA_OK && koila_plan_dot(a, count, &n_text) == KOILA_OK && koila_graph_dot(r.g, count, &n_text) == KOILA_OK && n_text > 100);
+                CHECK(koila_plan_print(a, count, &n_text) == KOILA_OK &&
+                      koila_plan_dot(a, count, &n_text) == KOILA_OK &&
+                      koila_graph_dot(r.g, count, &n_text) == KOILA_OK && n_text > 100);
                 koila_curve_point points[5], all[4096];
-                const uint32_t n = koila_plan_curve(a, all, 4096), few = koila_plan_curve(a, points, 5);
+                const uint32_t n = koila_plan_curve(a, all, 4096);
+                const uint32_t few = koila_plan_curve(a, points, 5);
                 uint64_t high = 0, high_few = 0;
-                for (uint32_t i = 0; i < n; i++) high = all[i].bytes > high ? all[i].bytes : high;
-                for (uint32_t i = 0; i < few; i++) high_few = points[i].bytes > high_few ? points[i].bytes : high_few;
-                CHECK(high == high_few && high <= koila_plan_get(a).peak_bytes && few == (n < 5 ? n : 5)); /* thinned, the highest stays */
+                for (uint32_t i = 0; i < n; i++)
+                    high = all[i].bytes > high ? all[i].bytes : high;
+                for (uint32_t i = 0; i < few; i++)
+                    high_few = points[i].bytes > high_few ? points[i].bytes : high_few;
+                /* thinned, the highest stays */
+                CHECK(high == high_few && high <= koila_plan_get(a).peak_bytes &&
+                      few == (n < 5 ? n : 5));
                 koila_adapt adapt[KOILA_MAX_ADAPTS];
                 for (uint32_t m = 0; m < koila_graph_n_nodes(koila_plan_graph(a)); m++)
-                    if (koila_plan_in_loop(a, m)) CHECK(koila_plan_adapt(a, m, -1, 1, adapt) <= KOILA_MAX_ADAPTS);
+                    if (koila_plan_in_loop(a, m))
+                        CHECK(koila_plan_adapt(a, m, -1, 1, adapt) <= KOILA_MAX_ADAPTS);
             }
             koila_plan_free(a);
             koila_plan_free(b);
@@ -314,7 +378,9 @@ TEST(plan__check_sees_planted_faults)
         for (int fault = 0; fault < 6; fault++) {
             random_graph r;
             koila_plan *p = NULL;
-            if (rg_init(&r, NULL, seed, NULL, 0, 24) != KOILA_OK || plan_of(&r, options(UINT64_MAX, 2), &p, NULL) != KOILA_OK) abort();
+            if (rg_init(&r, NULL, seed, NULL, 0, 24) != KOILA_OK ||
+                plan_of(&r, options(UINT64_MAX, 2), &p, NULL) != KOILA_OK)
+                abort();
             CHECK(koila_plan_check(p, NULL));
             bool planted = false;
             for (uint32_t k = 0; k < koila_plan_get(p).n_stages && !planted; k++) {
@@ -322,18 +388,30 @@ TEST(plan__check_sees_planted_faults)
                 koila_instr *in = (koila_instr *)(uintptr_t)st->instrs;
                 for (uint32_t i = 0; i < st->n_instrs && st->is_loop && !planted; i++) {
                     const bool next_runs = i + 1 < st->n_instrs && in[i + 1].kind == KOILA_DO_RUN;
-                    if (fault == 0 && in[i].kind == KOILA_DO_FREE) in[i] = in[--st->n_instrs], planted = i != st->n_instrs || true; /* lost */
-                    else if (fault == 1 && in[i].kind == KOILA_DO_SLICE && next_runs) in[i].kind = KOILA_DO_FREE, planted = true;      /* not there */
-                    else if (fault == 2 && in[i].kind == KOILA_DO_SLICE) in[i].kind = KOILA_DO_FETCH, planted = true;                 /* not kept */
-                    else if (fault == 3 && in[i].kind == KOILA_DO_RUN && next_runs) in[i + 1] = in[i], planted = true;               /* twice */
-                    else if (fault == 4 && (in[i].kind == KOILA_DO_PUT || in[i].kind == KOILA_DO_ADD) && i > 0) {                     /* before it is made */
+                    if (fault == 0 && in[i].kind == KOILA_DO_FREE) {
+                        in[i] = in[--st->n_instrs];
+                        planted = i != st->n_instrs || true; /* lost */
+                    } else if (fault == 1 && in[i].kind == KOILA_DO_SLICE && next_runs) {
+                        in[i].kind = KOILA_DO_FREE;
+                        planted = true; /* not there */
+                    } else if (fault == 2 && in[i].kind == KOILA_DO_SLICE) {
+                        in[i].kind = KOILA_DO_FETCH;
+                        planted = true; /* not kept */
+                    } else if (fault == 3 && in[i].kind == KOILA_DO_RUN && next_runs) {
+                        in[i + 1] = in[i];
+                        planted = true; /* twice */
+                    } else if (fault == 4 &&
+                               (in[i].kind == KOILA_DO_PUT || in[i].kind == KOILA_DO_ADD) &&
+                               i > 0) { /* before it is made */
                         const koila_instr was = in[0];
                         in[0] = in[i];
                         in[i] = was;
                         planted = true;
-                    } else if (fault == 5 && in[i].kind == KOILA_DO_ADD) { /* nobody adds: not whole */
+                    } else if (fault == 5 &&
+                               in[i].kind == KOILA_DO_ADD) { /* nobody adds: not whole */
                         const koila_value v = in[i].id;
-                        for (uint32_t t = 0; t < r.n_targets; t++) planted |= koila_plan_target(p, t) == v;
+                        for (uint32_t t = 0; t < r.n_targets; t++)
+                            planted |= koila_plan_target(p, t) == v;
                         if (planted) {
                             memmove(&in[i], &in[i + 1], (st->n_instrs - i - 1) * sizeof *in);
                             st->n_instrs--;
@@ -346,12 +424,14 @@ TEST(plan__check_sees_planted_faults)
                 n_planted[fault]++;
                 const bool seen = !koila_plan_check(p, &err);
                 CHECK(seen && err.text[0]);
-                if (!seen) printf("fault %d, seed %llu\n", fault, (unsigned long long)seed);
+                if (!seen)
+                    printf("fault %d, seed %llu\n", fault, (unsigned long long)seed);
             }
             koila_plan_free(p);
             rg_deinit(&r);
         }
-    for (int fault = 0; fault < 6; fault++) CHECK(n_planted[fault] > 5);
+    for (int fault = 0; fault < 6; fault++)
+        CHECK(n_planted[fault] > 5);
 }
 
 TEST(plan__the_nth_allocation_may_fail)
@@ -359,7 +439,8 @@ TEST(plan__the_nth_allocation_may_fail)
     failing_allocator fail = { 0 };
     const koila_allocator mem = { failing_realloc, &fail };
     random_graph r;
-    if (rg_init(&r, NULL, 34, NULL, 0, 20) != KOILA_OK) abort();
+    if (rg_init(&r, NULL, 34, NULL, 0, 20) != KOILA_OK)
+        abort();
     const uint64_t whole = info_of(&r, options(UINT64_MAX, 0)).peak_bytes;
     for (int k = 0; k < 2; k++)
         for (uint64_t at = 1;; at++) {
@@ -367,9 +448,11 @@ TEST(plan__the_nth_allocation_may_fail)
             koila_plan *p = NULL;
             koila_error err = KOILA_ERROR_INIT;
             const koila_plan_options o = options(k ? UINT64_MAX : whole * 9 / 10, k);
-            const koila_status status = koila_plan_new(r.g, r.targets, r.n_targets, &o, &mem, &p, &err);
+            const koila_status status =
+                koila_plan_new(r.g, r.targets, r.n_targets, &o, &mem, &p, &err);
             const bool failed = fail.n_calls >= at;
-            CHECK(status == KOILA_OK || status == KOILA_OOM || (failed && status == KOILA_NO_MEMORY && err.text[0]));
+            CHECK(status == KOILA_OK || status == KOILA_OOM ||
+                  (failed && status == KOILA_NO_MEMORY && err.text[0]));
             if (p) {
                 size_t n = 0;
                 const koila_status shown = koila_plan_dot(p, count, &n);
@@ -377,7 +460,8 @@ TEST(plan__the_nth_allocation_may_fail)
             }
             koila_plan_free(p);
             CHECK_EQ(fail.n_live_bytes, 0);
-            if (!failed && fail.n_calls < at) break;
+            if (!failed && fail.n_calls < at)
+                break;
         }
     rg_deinit(&r);
 }
@@ -387,10 +471,12 @@ TEST(plan__half_precision_is_added_in_float32)
     random_graph r;
     uint16_t axis;
     memset(&r, 0, sizeof r);
-    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK && koila_graph_axis(r.g, 8, &axis) == KOILA_OK);
+    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
+          koila_graph_axis(r.g, 8, &axis) == KOILA_OK);
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_BF16, 2, (int64_t[]){ 8, 1000 });
     const koila_meta out = rg_shape(&r, KOILA_DTYPE_BF16, 2, (int64_t[]){ 1, 1000 }, NULL);
-    r.targets[r.n_targets++] = rg_call(&r, "aten::sum.dim_IntList", 0, out, false, "tlb", r.values[0], 1, (int64_t)0, 1);
+    r.targets[r.n_targets++] =
+        rg_call(&r, "aten::sum.dim_IntList", 0, out, false, "tlb", r.values[0], 1, (int64_t)0, 1);
     CHECK(r.status == KOILA_OK);
     /* the accumulator, and at most one partial (or the cast result) beside it */
     CHECK_EQ(info_of(&r, options(UINT64_MAX, 1)).peak_bytes, 4000 + 2000);

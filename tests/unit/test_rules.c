@@ -1,4 +1,5 @@
-/* test_rules.c — claims about the other families that the whole-program oracle could pass by luck: what must *not* be said. */
+/* test_rules.c — claims about the other families that the whole-program oracle could pass by luck:
+ * what must *not* be said. */
 #include "graph_maker.h"
 
 TEST(rules__every_line_has_a_rule_and_is_there_once)
@@ -22,10 +23,14 @@ TEST(rules__a_partial_sum_met_by_a_row_becomes_whole)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 0, f32(7, 5)), s = call(&m, "aten::sum", scalar, "t", x);
-    const koila_value ops[] = { call(&m, "aten::mul.Tensor", f32(7, 5), "tt", x, s), call(&m, "aten::add.Tensor", f32(7, 5), "tt", x, s),
-                                call(&m, "aten::where.self", f32(7, 5), "ttt", x, s, x), call(&m, "aten::maximum", f32(7, 5), "tt", x, s) };
-    const koila_value all = call(&m, "aten::cat", f32(28, 5), "T", 4, ops[0], ops[1], ops[2], ops[3]);
+    const koila_value x = batch(&m, 0, f32(7, 5));
+    const koila_value s = call(&m, "aten::sum", scalar, "t", x);
+    const koila_value ops[] = { call(&m, "aten::mul.Tensor", f32(7, 5), "tt", x, s),
+                                call(&m, "aten::add.Tensor", f32(7, 5), "tt", x, s),
+                                call(&m, "aten::where.self", f32(7, 5), "ttt", x, s, x),
+                                call(&m, "aten::maximum", f32(7, 5), "tt", x, s) };
+    const koila_value all =
+        call(&m, "aten::cat", f32(28, 5), "T", 4, ops[0], ops[1], ops[2], ops[3]);
     place(&m, all);
     for (size_t i = 0; i < 4; i++) {
         CHECK_AT(&m, ops[i], S(0, 1, 1));
@@ -33,7 +38,8 @@ TEST(rules__a_partial_sum_met_by_a_row_becomes_whole)
         const koila_node_info info = koila_node_get(m.placed->graph, n);
         const koila_value *in = koila_node_inputs(m.placed->graph, n);
         for (uint32_t k = 0; k < 2; k++)
-            if (m.placed->value[in[k]].kind == KOILA_P) CHECK_EQ(m.placed->need[info.first_input + k].kind, KOILA_R);
+            if (m.placed->value[in[k]].kind == KOILA_P)
+                CHECK_EQ(m.placed->need[info.first_input + k].kind, KOILA_R);
     }
     CHECK_EQ(n_gathered(&m), 0);
     maker_deinit(&m);
@@ -43,10 +49,15 @@ TEST(rules__what_is_not_linear_makes_a_partial_sum_whole)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 0, f32(7, 5)), s = call(&m, "aten::sum.dim_IntList", f32(5), "tl", x, 1, 0);
-    const koila_value e = call(&m, "aten::exp", f32(5), "t", s), one = call(&m, "aten::add.Tensor", f32(5), "ti", s, 1), n = call(&m, "aten::neg", f32(5), "t", s);
-    const koila_value narrow = call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_BF16, 5), "tky", s, "dtype", KOILA_DTYPE_BF16);
-    const koila_value wide = call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_F64, 5), "tky", s, "dtype", KOILA_DTYPE_F64);
+    const koila_value x = batch(&m, 0, f32(7, 5));
+    const koila_value s = call(&m, "aten::sum.dim_IntList", f32(5), "tl", x, 1, 0);
+    const koila_value e = call(&m, "aten::exp", f32(5), "t", s);
+    const koila_value one = call(&m, "aten::add.Tensor", f32(5), "ti", s, 1);
+    const koila_value n = call(&m, "aten::neg", f32(5), "t", s);
+    const koila_value narrow =
+        call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_BF16, 5), "tky", s, "dtype", KOILA_DTYPE_BF16);
+    const koila_value wide =
+        call(&m, "aten::_to_copy", SHAPE(KOILA_DTYPE_F64, 5), "tky", s, "dtype", KOILA_DTYPE_F64);
     const koila_value all = call(&m, "aten::cat", f32(25), "T", 5, e, one, n, narrow, wide);
     place(&m, all);
     CHECK_AT(&m, s, P_);
@@ -62,8 +73,11 @@ TEST(rules__a_mean_is_scaled_and_a_sum_is_not)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 1, f32(3, 7)), a = call(&m, "aten::mean.dim", f32(3), "tl", x, 1, 1), b = call(&m, "aten::mean.dim", f32(7), "tl", x, 1, 0);
-    const koila_value s = call(&m, "aten::sum", scalar, "t", x), all = call(&m, "aten::cat", f32(11), "T", 3, a, b, s);
+    const koila_value x = batch(&m, 1, f32(3, 7));
+    const koila_value a = call(&m, "aten::mean.dim", f32(3), "tl", x, 1, 1);
+    const koila_value b = call(&m, "aten::mean.dim", f32(7), "tl", x, 1, 0);
+    const koila_value s = call(&m, "aten::sum", scalar, "t", x);
+    const koila_value all = call(&m, "aten::cat", f32(11), "T", 3, a, b, s);
     place(&m, all);
     CHECK_AT(&m, a, P_);
     CHECK_AT(&m, b, S(0, 1, 1));
@@ -78,8 +92,12 @@ TEST(rules__rows_added_into_zeros_are_partial_and_into_a_table_are_not)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value i = batch(&m, 0, i64(7)), v = batch(&m, 0, f32(7, 5)), table = real(&m, f32(4, 5)), zeros = call(&m, "aten::zeros", f32(4, 5), "l", 2, 4, 5);
-    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", zeros, 0, i, v), b = call(&m, "aten::index_add", f32(4, 5), "titt", table, 0, i, v);
+    const koila_value i = batch(&m, 0, i64(7));
+    const koila_value v = batch(&m, 0, f32(7, 5));
+    const koila_value table = real(&m, f32(4, 5));
+    const koila_value zeros = call(&m, "aten::zeros", f32(4, 5), "l", 2, 4, 5);
+    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", zeros, 0, i, v);
+    const koila_value b = call(&m, "aten::index_add", f32(4, 5), "titt", table, 0, i, v);
     const koila_value all = call(&m, "aten::add.Tensor", f32(4, 5), "tt", a, b);
     place(&m, all);
     CHECK_AT(&m, a, P_);
@@ -92,8 +110,12 @@ TEST(rules__own_row_by_index_stays_sliced_and_a_permutation_does_not)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 0, f32(7, 5)), y = batch(&m, 0, i64(7)), rows = call(&m, "aten::arange", i64(7), "i", 7), perm = real(&m, i64(7));
-    const koila_value own = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, rows, y), mixed = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, perm, y);
+    const koila_value x = batch(&m, 0, f32(7, 5));
+    const koila_value y = batch(&m, 0, i64(7));
+    const koila_value rows = call(&m, "aten::arange", i64(7), "i", 7);
+    const koila_value perm = real(&m, i64(7));
+    const koila_value own = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, rows, y);
+    const koila_value mixed = call(&m, "aten::index.Tensor", f32(7), "tT", x, 2, perm, y);
     const koila_value all = call(&m, "aten::add.Tensor", f32(7), "tt", own, mixed);
     place(&m, all);
     CHECK_AT(&m, own, S(0, 1, 1));
@@ -105,16 +127,26 @@ TEST(rules__own_row_by_index_stays_sliced_and_a_permutation_does_not)
 
 TEST(rules__bags_of_one_length_are_sliced_and_others_gathered)
 {
-    for (int others = 0; others < 2; others++) { /* 7 bags of 7: which of the two is the batch is known by position */
+    /* 7 bags of 7: which of the two is the batch is known by position */
+    for (int others = 0; others < 2; others++) {
         maker m;
         maker_init(&m, NULL);
         const shape bags[4] = { f32(7, 5), i64(49), i64(7), i64(7) };
-        const koila_value ids = call(&m, "aten::view", i64(49), "tl", batch(&m, 0, i64(7, 7)), 1, -1), table = real(&m, f32(11, 5));
-        const koila_value begins = others ? real(&m, i64(7)) : call(&m, "aten::arange.start_step", i64(7), "iii", 0, 49, 7);
-        const koila_value out = calls(&m, "aten::_embedding_bag", 4, bags, "tttbibnbi", table, ids, begins, 0, 1, 0, 0, -1);
-        const koila_value grad = call(&m, "aten::_embedding_bag_backward", f32(11, 5), "ttttttibibni", out, ids, begins, out + 1, out + 2, out + 3, 11, 0, 1, 0, -1);
-        const koila_value whose = call(&m, "aten::add.Scalar", i64(49), "ti", out + 1, 1); /* whoever reads the numbers of bags gets those of the whole */
-        const koila_value all = call(&m, "aten::cat", f32(104), "T", 2, call(&m, "aten::view", f32(55), "tl", grad, 1, 55), whose);
+        const koila_value ids =
+            call(&m, "aten::view", i64(49), "tl", batch(&m, 0, i64(7, 7)), 1, -1);
+        const koila_value table = real(&m, f32(11, 5));
+        const koila_value begins =
+            others ? real(&m, i64(7))
+                   : call(&m, "aten::arange.start_step", i64(7), "iii", 0, 49, 7);
+        const koila_value out = calls(&m, "aten::_embedding_bag", 4, bags, "tttbibnbi", table, ids,
+                                      begins, 0, 1, 0, 0, -1);
+        const koila_value grad =
+            call(&m, "aten::_embedding_bag_backward", f32(11, 5), "ttttttibibni", out, ids, begins,
+                 out + 1, out + 2, out + 3, 11, 0, 1, 0, -1);
+        /* whoever reads the numbers of bags gets those of the whole */
+        const koila_value whose = call(&m, "aten::add.Scalar", i64(49), "ti", out + 1, 1);
+        const koila_value all = call(&m, "aten::cat", f32(104), "T", 2,
+                                     call(&m, "aten::view", f32(55), "tl", grad, 1, 55), whose);
         place(&m, all);
         if (others) {
             CHECK_AT(&m, out, R_);
@@ -136,11 +168,19 @@ TEST(rules__an_opaque_workspace_stays_in_its_loop)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 1, f32(9, 7, 5)), w = real(&m, f32(24, 5)), u = real(&m, f32(24, 6)), b = real(&m, f32(24)), h = call(&m, "aten::zeros", f32(7, 6), "l", 2, 7, 6);
+    const koila_value x = batch(&m, 1, f32(9, 7, 5));
+    const koila_value w = real(&m, f32(24, 5));
+    const koila_value u = real(&m, f32(24, 6));
+    const koila_value b = real(&m, f32(24));
+    const koila_value h = call(&m, "aten::zeros", f32(7, 6), "l", 2, 7, 6);
     const shape out[4] = { f32(9, 7, 6), f32(7, 6), f32(7, 6), f32(0) };
-    const koila_value y = calls(&m, "aten::mkldnn_rnn_layer", 4, out, "tttttttbliiibbbb", x, w, u, b, b, h, h, 0, 0, 2, 6, 1, 1, 0, 0, 1);
-    const shape back[7] = { f32(9, 7, 5), f32(24, 5), f32(24, 6), f32(24), f32(24), f32(7, 6), f32(7, 6) };
-    const koila_value g = calls(&m, "aten::mkldnn_rnn_layer_backward", 7, back, "tttttttttttnnbiiibbblbt", x, w, u, b, b, h, h, y, y + 1, y + 2, y, 0, 2, 6, 1, 1, 1, 0, 0, 0, y + 3);
+    const koila_value y = calls(&m, "aten::mkldnn_rnn_layer", 4, out, "tttttttbliiibbbb", x, w, u,
+                                b, b, h, h, 0, 0, 2, 6, 1, 1, 0, 0, 1);
+    const shape back[7] = { f32(9, 7, 5), f32(24, 5), f32(24, 6), f32(24),
+                            f32(24),      f32(7, 6),  f32(7, 6) };
+    const koila_value g =
+        calls(&m, "aten::mkldnn_rnn_layer_backward", 7, back, "tttttttttttnnbiiibbblbt", x, w, u, b,
+              b, h, h, y, y + 1, y + 2, y, 0, 2, 6, 1, 1, 1, 0, 0, 0, y + 3);
     const koila_value all = call(&m, "aten::cat", f32(1), "T", 2, g, g + 1);
     place(&m, all);
     CHECK_EQ(m.status, KOILA_OK);
@@ -156,7 +196,9 @@ TEST(rules__transposed_rows_are_gathered_once_and_sliced_again)
 { /* a + a.t(): the second use needs the other dimension, so a is made whole by a node of its own */
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 0, f32(7, 7)), t = call(&m, "aten::t", f32(7, 7), "t", x), y = call(&m, "aten::add.Tensor", f32(7, 7), "tt", x, t);
+    const koila_value x = batch(&m, 0, f32(7, 7));
+    const koila_value t = call(&m, "aten::t", f32(7, 7), "t", x);
+    const koila_value y = call(&m, "aten::add.Tensor", f32(7, 7), "tt", x, t);
     place(&m, y);
     CHECK_EQ(m.status, KOILA_OK);
     CHECK_AT(&m, y, S(0, 1, 1));

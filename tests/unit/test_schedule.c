@@ -1,5 +1,5 @@
-/* Schedules: what runs where, what is kept, what is written in place. The oracle (tests/oracle/test_schedule_oracle.c) says they are right; this says
- * they are what was meant. */
+/* Schedules: what runs where, what is kept, what is written in place. The oracle
+ * (tests/oracle/test_schedule_oracle.c) says they are right; this says they are what was meant. */
 #include "interpreter.h"
 #include "random_graph.h"
 
@@ -10,11 +10,16 @@ static void begin(random_graph *r, int64_t rows)
     memset(r, 0, sizeof *r);
     r->seed = 1;
     r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK) r->status = koila_graph_new(r->t, NULL, &r->g);
-    if (r->status == KOILA_OK) r->status = koila_graph_axis(r->g, rows, &axis);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, NULL, &r->g);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_axis(r->g, rows, &axis);
     CHECK(r->status == KOILA_OK);
 }
-static koila_meta f32(random_graph *r, int64_t a, int64_t b) { return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL); }
+static koila_meta f32(random_graph *r, int64_t a, int64_t b)
+{
+    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL);
+}
 static koila_value leaf(random_graph *r, koila_leaf_kind kind, int64_t a, int64_t b)
 {
     rg_leaf(r, kind, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b });
@@ -22,20 +27,34 @@ static koila_value leaf(random_graph *r, koila_leaf_kind kind, int64_t a, int64_
 }
 static koila_value mm(random_graph *r, koila_value a, koila_value b)
 {
-    return rg_call(r, "aten::mm", 0, f32(r, rg_meta(r, a)->size[0], rg_meta(r, b)->size[1]), false, "tt", a, b);
+    return rg_call(r, "aten::mm", 0, f32(r, rg_meta(r, a)->size[0], rg_meta(r, b)->size[1]), false,
+                   "tt", a, b);
 }
-static koila_value same(random_graph *r, const char *name, koila_value a) { return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "t", a); }
-static koila_value pair(random_graph *r, const char *name, koila_value a, koila_value b) { return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "tt", a, b); }
-static koila_value write_to(random_graph *r, const char *name, koila_value a, koila_value b) { return rg_call(r, name, 0, KOILA_NONE, false, "tt", a, b); }
+static koila_value same(random_graph *r, const char *name, koila_value a)
+{
+    return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "t", a);
+}
+static koila_value pair(random_graph *r, const char *name, koila_value a, koila_value b)
+{
+    return rg_call(r, name, 0, koila_value_get(r->g, a).meta, false, "tt", a, b);
+}
+static koila_value write_to(random_graph *r, const char *name, koila_value a, koila_value b)
+{
+    return rg_call(r, name, 0, KOILA_NONE, false, "tt", a, b);
+}
 static koila_value t_of(random_graph *r, koila_value a)
 {
     const koila_meta_info *m = rg_meta(r, a);
-    return rg_call(r, "aten::t", KOILA_OP_VIEW, rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[1], m->size[0] }, (int64_t[]){ m->stride[1], m->stride[0] }), false, "t", a);
+    return rg_call(r, "aten::t", KOILA_OP_VIEW,
+                   rg_shape(r, m->dtype, 2, (int64_t[]){ m->size[1], m->size[0] },
+                            (int64_t[]){ m->stride[1], m->stride[0] }),
+                   false, "t", a);
 }
 static koila_value sum_to(random_graph *r, koila_value a, int64_t dim)
 {
     const koila_meta_info *m = rg_meta(r, a);
-    return rg_call(r, "aten::sum.dim_IntList", 0, f32(r, dim ? m->size[0] : 1, dim ? 1 : m->size[1]), false, "tlb", a, 1, dim, 1);
+    return rg_call(r, "aten::sum.dim_IntList", 0,
+                   f32(r, dim ? m->size[0] : 1, dim ? 1 : m->size[1]), false, "tlb", a, 1, dim, 1);
 }
 
 typedef struct made {
@@ -47,8 +66,10 @@ static made schedule(random_graph *r, koila__keep keep)
     made m = { 0 };
     koila_error err = KOILA_ERROR_INIT;
     koila_value targets[RG_MAX_VALUES];
-    CHECK(r->status == KOILA_OK && koila__place(r->g, r->targets, r->n_targets, NULL, &m.p, &err) == KOILA_OK);
-    for (uint32_t i = 0; i < r->n_targets; i++) targets[i] = m.p->lowered[r->targets[i]];
+    CHECK(r->status == KOILA_OK &&
+          koila__place(r->g, r->targets, r->n_targets, NULL, &m.p, &err) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++)
+        targets[i] = m.p->lowered[r->targets[i]];
     CHECK(koila__schedule_init(&m.s, m.p, targets, r->n_targets, keep, NULL, &err) == KOILA_OK);
     CHECK_STR(err.text, "");
     return m;
@@ -65,8 +86,13 @@ static uint32_t n_of(const made *m, koila_instr_kind kind, const char *name, koi
     for (uint32_t k = 0; k < m->s.n_stages; k++)
         for (uint32_t i = 0; i < m->s.stages[k].stage.n_instrs; i++) {
             const koila_instr in = m->s.stages[k].stage.instrs[i];
-            if (in.kind != kind || (name && strcmp(koila_op_name(m->p->graph->table, koila__node_sig(m->p->graph, in.id)->op), name) != 0)) continue;
-            if (last) *last = in;
+            if (in.kind != kind ||
+                (name &&
+                 strcmp(koila_op_name(m->p->graph->table, koila__node_sig(m->p->graph, in.id)->op),
+                        name) != 0))
+                continue;
+            if (last)
+                *last = in;
             n++;
         }
     return n;
@@ -79,10 +105,16 @@ TEST(schedule__an_ordinary_step_is_one_loop_that_runs_everything_once)
 {
     random_graph r;
     begin(&r, 7);
-    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 7, 5), w1 = leaf(&r, KOILA_LEAF_REAL, 5, 3), w2 = leaf(&r, KOILA_LEAF_REAL, 3, 4);
-    const koila_value h = mm(&r, x, w1), a = same(&r, "aten::relu", h), y = mm(&r, a, w2);
+    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 7, 5);
+    const koila_value w1 = leaf(&r, KOILA_LEAF_REAL, 5, 3);
+    const koila_value w2 = leaf(&r, KOILA_LEAF_REAL, 3, 4);
+    const koila_value h = mm(&r, x, w1);
+    const koila_value a = same(&r, "aten::relu", h);
+    const koila_value y = mm(&r, a, w2);
     want(&r, sum_to(&r, y, 0));
-    const koila_value gw2 = mm(&r, t_of(&r, a), y), ga = mm(&r, y, t_of(&r, w2)), gw1 = mm(&r, t_of(&r, x), ga);
+    const koila_value gw2 = mm(&r, t_of(&r, a), y);
+    const koila_value ga = mm(&r, y, t_of(&r, w2));
+    const koila_value gw1 = mm(&r, t_of(&r, x), ga);
     want(&r, t_of(&r, t_of(&r, gw2)));
     want(&r, gw1);
     made m = schedule(&r, keep_all);
@@ -90,16 +122,22 @@ TEST(schedule__an_ordinary_step_is_one_loop_that_runs_everything_once)
     CHECK_EQ(n_of(&m, KOILA_DO_RUN, NULL, NULL), m.s.n_needed);
     CHECK(m.s.work == m.s.work_recorded);
     CHECK_EQ(n_of(&m, KOILA_DO_ADD, NULL, NULL), 3);
-    CHECK_EQ(n_of(&m, KOILA_DO_KEEP, NULL, NULL) + n_of(&m, KOILA_DO_FETCH, NULL, NULL) + n_of(&m, KOILA_DO_PUT, NULL, NULL), 0);
-    /* the gradient's views run right behind it, and it is added and gone before the next product starts */
+    CHECK_EQ(n_of(&m, KOILA_DO_KEEP, NULL, NULL) + n_of(&m, KOILA_DO_FETCH, NULL, NULL) +
+                 n_of(&m, KOILA_DO_PUT, NULL, NULL),
+             0);
+    /* the gradient's views run right behind it, and it is added and gone before the next product
+     * starts */
     const koila__stage *loop = NULL;
     for (uint32_t k = 0; k < m.s.n_stages; k++)
-        if (m.s.stages[k].stage.is_loop) loop = &m.s.stages[k];
+        if (m.s.stages[k].stage.is_loop)
+            loop = &m.s.stages[k];
     bool adding = false;
     for (uint32_t i = 0; loop && i < loop->stage.n_instrs; i++) {
-        if (loop->stage.instrs[i].kind != KOILA_DO_ADD) continue;
+        if (loop->stage.instrs[i].kind != KOILA_DO_ADD)
+            continue;
         adding = true;
-        CHECK(loop->stage.instrs[i].flags & KOILA_INSTR_OWNED); /* a copy of nothing: each accumulator is the first slice's own result */
+        /* a copy of nothing: each accumulator is the first slice's own result */
+        CHECK(loop->stage.instrs[i].flags & KOILA_INSTR_OWNED);
         CHECK_EQ(loop->stage.instrs[i + 1].kind, KOILA_DO_FREE);
     }
     CHECK(adding);
@@ -112,13 +150,16 @@ TEST(schedule__a_dead_base_is_written_in_place_and_a_live_one_in_a_copy)
     for (int alive = 0; alive < 4; alive++) {
         random_graph r;
         begin(&r, 6);
-        const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 6), h = same(&r, "aten::neg", x);
+        const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 6);
+        const koila_value h = same(&r, "aten::neg", x);
         const koila_value view = alive == 2 ? t_of(&r, h) : KOILA_NONE;
         const koila_value base = alive == 3 ? x : h; /* 3: a leaf is not ours */
         const koila_value y = write_to(&r, "aten::add_.Tensor", base, x);
         want(&r, sum_to(&r, y, 0));
-        if (alive == 1) want(&r, sum_to(&r, same(&r, "aten::relu", h), 0));
-        if (alive == 2) want(&r, sum_to(&r, same(&r, "aten::relu", view), 1));
+        if (alive == 1)
+            want(&r, sum_to(&r, same(&r, "aten::relu", h), 0));
+        if (alive == 2)
+            want(&r, sum_to(&r, same(&r, "aten::relu", view), 1));
         made m = schedule(&r, keep_all);
         koila_instr run = { 0 };
         CHECK_EQ(n_of(&m, KOILA_DO_RUN, "aten::add_.Tensor", &run), 1);
@@ -132,7 +173,8 @@ TEST(schedule__what_is_written_over_is_not_made)
 {
     random_graph r;
     begin(&r, 6);
-    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 5), h = same(&r, "aten::neg", x);
+    const koila_value x = leaf(&r, KOILA_LEAF_BATCH, 6, 5);
+    const koila_value h = same(&r, "aten::neg", x);
     want(&r, sum_to(&r, rg_call(&r, "aten::copy_", 0, KOILA_NONE, true, "tt", h, x), 0));
     made m = schedule(&r, keep_all);
     CHECK_EQ(n_of(&m, KOILA_DO_RUN, "aten::neg", NULL), 0);
@@ -145,7 +187,8 @@ TEST(schedule__what_is_written_over_is_not_made)
 static void contrastive(random_graph *r)
 {
     begin(r, 8);
-    const koila_value x = leaf(r, KOILA_LEAF_BATCH, 8, 64), w = leaf(r, KOILA_LEAF_REAL, 64, 64);
+    const koila_value x = leaf(r, KOILA_LEAF_BATCH, 8, 64);
+    const koila_value w = leaf(r, KOILA_LEAF_REAL, 64, 64);
     const koila_value z = same(r, "aten::relu", mm(r, x, w));
     const koila_value logits = mm(r, z, t_of(r, z)); /* every row meets every row: z whole */
     want(r, mm(r, t_of(r, x), mm(r, logits, z)));
@@ -155,9 +198,11 @@ TEST(schedule__a_contrastive_loss_is_grad_cache_when_nothing_is_kept)
 {
     random_graph r;
     contrastive(&r);
-    made none = schedule(&r, keep_none), all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true });
+    made none = schedule(&r, keep_none);
+    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true });
     CHECK_EQ(n_of(&none, KOILA_DO_KEEP, NULL, NULL), 0);
-    CHECK(n_of(&none, KOILA_DO_RUN, "aten::relu", NULL) > 1); /* the encoder runs for the logits, and again for the gradient */
+    /* the encoder runs for the logits, and again for the gradient */
+    CHECK(n_of(&none, KOILA_DO_RUN, "aten::relu", NULL) > 1);
     CHECK_EQ(n_of(&all, KOILA_DO_RUN, "aten::relu", NULL), 1);
     CHECK(all.s.work <= none.s.work);
     unmake(&none);
@@ -165,11 +210,14 @@ TEST(schedule__a_contrastive_loss_is_grad_cache_when_nothing_is_kept)
     rg_deinit(&r);
 }
 
-/* n layers that need a sum over the batch each, then a walk back that reads every layer's product again */
+/* n layers that need a sum over the batch each, then a walk back that reads every layer's product
+ * again */
 static void deep(random_graph *r, int n, koila_value *last)
 {
     begin(r, 64);
-    koila_value x = leaf(r, KOILA_LEAF_BATCH, 64, 8), w = leaf(r, KOILA_LEAF_REAL, 8, 8), h[64];
+    koila_value x = leaf(r, KOILA_LEAF_BATCH, 64, 8);
+    koila_value w = leaf(r, KOILA_LEAF_REAL, 8, 8);
+    koila_value h[64];
     for (int i = 0; i < n; i++) {
         h[i] = mm(r, x, w);
         x = pair(r, "aten::sub.Tensor", h[i], sum_to(r, h[i], 0));
@@ -188,7 +236,8 @@ TEST(schedule__keeping_everything_expensive_runs_every_product_once)
     random_graph r;
     koila_value g;
     deep(&r, 12, &g);
-    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true }), none = schedule(&r, keep_none);
+    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true });
+    made none = schedule(&r, keep_none);
     CHECK_EQ(all.s.n_loops, 24);
     CHECK_EQ(n_of(&all, KOILA_DO_RUN, "aten::mm", NULL), 24);
     CHECK(n_of(&none, KOILA_DO_RUN, "aten::mm", NULL) > 12 * 12);
@@ -203,13 +252,17 @@ TEST(schedule__checkpoints_hold_less_than_everything_and_run_less_than_all_again
     koila_value g;
     deep(&r, 32, &g);
     const koila__keep some = { .horizon = 10, .spacing = 8, .cheap = true };
-    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true }), middle = schedule(&r, some), none = schedule(&r, keep_none);
+    made all = schedule(&r, (koila__keep){ .horizon = UINT32_MAX, .cheap = true });
+    made middle = schedule(&r, some);
+    made none = schedule(&r, keep_none);
     const int64_t rows = 1;
     const koila__live_options o = { .rows = &rows };
-    const uint64_t a = koila__live_simulate(all.p, &all.s, &o, NULL, NULL, NULL).peak_bytes, b = koila__live_simulate(middle.p, &middle.s, &o, NULL, NULL, NULL).peak_bytes;
+    const uint64_t a = koila__live_simulate(all.p, &all.s, &o, NULL, NULL, NULL).peak_bytes;
+    const uint64_t b = koila__live_simulate(middle.p, &middle.s, &o, NULL, NULL, NULL).peak_bytes;
     const uint64_t c = koila__live_simulate(none.p, &none.s, &o, NULL, NULL, NULL).peak_bytes;
     CHECK(c < b && b < a);
-    CHECK(all.s.work < middle.s.work && middle.s.work < 3 * all.s.work && middle.s.work < none.s.work / 3);
+    CHECK(all.s.work < middle.s.work && middle.s.work < 3 * all.s.work &&
+          middle.s.work < none.s.work / 3);
     unmake(&all);
     unmake(&middle);
     unmake(&none);
@@ -218,7 +271,9 @@ TEST(schedule__checkpoints_hold_less_than_everything_and_run_less_than_all_again
 
 TEST(schedule__what_a_policy_holds_between_loops_is_known_before_it_is_scheduled)
 {
-    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 10, .spacing = 8, .cheap = true }, { .horizon = 0, .cheap = true } };
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true },
+                                         { .horizon = 10, .spacing = 8, .cheap = true },
+                                         { .horizon = 0, .cheap = true } };
     random_graph r;
     koila_value g;
     koila__scheduler *w = NULL;
@@ -226,14 +281,19 @@ TEST(schedule__what_a_policy_holds_between_loops_is_known_before_it_is_scheduled
     for (size_t k = 0; k < KOILA_COUNT(keeps); k++) {
         made m = schedule(&r, keeps[k]);
         koila_value targets[RG_MAX_VALUES];
-        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = m.p->lowered[r.targets[i]];
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            targets[i] = m.p->lowered[r.targets[i]];
         CHECK_EQ(koila__scheduler_new(&w, m.p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
         CHECK(koila__schedule_work(w, keeps[k]) == m.s.work);
         const koila__kept kept = koila__scheduler_kept(w);
         CHECK(kept.is_sure && kept.any == (keeps[k].horizon > 0));
         for (int64_t rows = 1; rows <= 32; rows *= 32) {
-            const uint64_t peak = koila__live_simulate(m.p, &m.s, &(koila__live_options){ .rows = &rows }, NULL, NULL, NULL).peak_bytes;
-            CHECK(kept.n_bytes <= peak && (rows > 1 || kept.n_bytes > peak / 3 * 2)); /* with one row a slice that is most of it */
+            const uint64_t peak =
+                koila__live_simulate(m.p, &m.s, &(koila__live_options){ .rows = &rows }, NULL, NULL,
+                                     NULL)
+                    .peak_bytes;
+            /* with one row a slice that is most of it */
+            CHECK(kept.n_bytes <= peak && (rows > 1 || kept.n_bytes > peak / 3 * 2));
         }
         koila__scheduler_free(w);
         unmake(&m);
@@ -243,11 +303,15 @@ TEST(schedule__what_a_policy_holds_between_loops_is_known_before_it_is_scheduled
 
 TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
 {
-    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 1, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true },
+                                         { .horizon = 1, .cheap = true },
+                                         { .horizon = 3, .spacing = 1, .cheap = true },
+                                         { .horizon = 4, .spacing = 2, .cheap = true } };
     uint32_t n_kept = 0;
     for (uint64_t seed = 1; seed <= 1500; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK) abort();
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK)
+            abort();
         made m = schedule(&r, keeps[seed % KOILA_COUNT(keeps)]);
         uint8_t *kept = calloc(m.p->graph->values.n + 1, 1);
         for (uint32_t k = 0; k < m.s.n_stages; k++)
@@ -258,10 +322,13 @@ TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
                     kept[in.id] = 1;
                     n_kept++;
                 }
-                if (in.kind == KOILA_DO_FETCH) CHECK(kept[in.id]);
-                if (in.kind == KOILA_DO_FETCH && in.flags & KOILA_INSTR_LAST) kept[in.id] = 0;
+                if (in.kind == KOILA_DO_FETCH)
+                    CHECK(kept[in.id]);
+                if (in.kind == KOILA_DO_FETCH && in.flags & KOILA_INSTR_LAST)
+                    kept[in.id] = 0;
             }
-        for (uint32_t v = 0; v < m.p->graph->values.n; v++) CHECK(!kept[v]);
+        for (uint32_t v = 0; v < m.p->graph->values.n; v++)
+            CHECK(!kept[v]);
         free(kept);
         unmake(&m);
         rg_deinit(&r);
@@ -279,9 +346,11 @@ TEST(schedule__a_policy_that_runs_everything_again_and_again_is_refused)
     koila_value targets[RG_MAX_VALUES];
     koila_error err = KOILA_ERROR_INIT;
     CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
-    for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+    for (uint32_t i = 0; i < r.n_targets; i++)
+        targets[i] = p->lowered[r.targets[i]];
     const koila__keep keep = { .horizon = 0, .max_instrs = 1 };
-    CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets, keep, NULL, &err), KOILA_UNSUPPORTED);
+    CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets, keep, NULL, &err),
+             KOILA_UNSUPPORTED);
     CHECK(s.n_stages == 77 && err.code == KOILA_UNSUPPORTED);
     koila__placed_free(p);
     rg_deinit(&r);
@@ -293,19 +362,25 @@ TEST(schedule__the_nth_allocation_may_fail)
     const koila_allocator mem = { failing_realloc, &fail };
     for (uint64_t seed = 40; seed < 44; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK) abort();
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK)
+            abort();
         koila__placed *p = NULL;
         koila_value targets[RG_MAX_VALUES];
         CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
-        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            targets[i] = p->lowered[r.targets[i]];
         for (uint64_t at = 1;; at++) {
             fail = (failing_allocator){ .at = at };
             koila__schedule s = { 0 };
-            const koila_status status = koila__schedule_init(&s, p, targets, r.n_targets, (koila__keep){ .horizon = 2, .spacing = 1, .cheap = true }, &mem, NULL);
+            const koila_status status = koila__schedule_init(
+                &s, p, targets, r.n_targets,
+                (koila__keep){ .horizon = 2, .spacing = 1, .cheap = true }, &mem, NULL);
             CHECK(status == (fail.n_calls < at ? KOILA_OK : KOILA_NO_MEMORY));
-            if (status == KOILA_OK) koila__schedule_deinit(&s);
+            if (status == KOILA_OK)
+                koila__schedule_deinit(&s);
             CHECK_EQ(fail.n_live_bytes, 0);
-            if (fail.n_calls < at) break;
+            if (fail.n_calls < at)
+                break;
         }
         koila__placed_free(p);
         rg_deinit(&r);
@@ -314,31 +389,43 @@ TEST(schedule__the_nth_allocation_may_fail)
 
 TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the_work_before)
 {
-    static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true }, { .horizon = UINT32_MAX, .cheap = true }, { .horizon = 3, .spacing = 1, .cheap = true },
-                                         { .horizon = 0, .cheap = true }, { .horizon = 4, .spacing = 2, .cheap = true } };
+    static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true },
+                                         { .horizon = UINT32_MAX, .cheap = true },
+                                         { .horizon = 3, .spacing = 1, .cheap = true },
+                                         { .horizon = 0, .cheap = true },
+                                         { .horizon = 4, .spacing = 2, .cheap = true } };
     uint32_t n_exact = 0, n_many = 0, n_kept = 0, n_tight = 0;
     for (uint64_t seed = 1; seed <= 150; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK) abort();
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
         koila__placed *p = NULL;
         koila__scheduler *w = NULL;
         koila_value targets[RG_MAX_VALUES];
         CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
-        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            targets[i] = p->lowered[r.targets[i]];
         CHECK_EQ(koila__scheduler_new(&w, p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
         double least = -1;
         for (size_t k = 0; k < KOILA_COUNT(keeps); k++) {
             koila__schedule again = { 0 }, fresh = { 0 };
             const koila_status status = koila__schedule_make(w, keeps[k], &again, NULL);
-            CHECK_EQ(koila__schedule_init(&fresh, p, targets, r.n_targets, keeps[k], NULL, NULL), status);
-            if (status != KOILA_OK) continue;
-            CHECK(again.n_stages == fresh.n_stages && again.work == fresh.work && again.n_keeps == fresh.n_keeps);
+            CHECK_EQ(koila__schedule_init(&fresh, p, targets, r.n_targets, keeps[k], NULL, NULL),
+                     status);
+            if (status != KOILA_OK)
+                continue;
+            CHECK(again.n_stages == fresh.n_stages && again.work == fresh.work &&
+                  again.n_keeps == fresh.n_keeps);
             for (uint32_t i = 0; i < again.n_stages && i < fresh.n_stages; i++) {
-                const koila__stage *a = &again.stages[i], *b = &fresh.stages[i];
-                CHECK(a->stage.n_instrs == b->stage.n_instrs && a->n_events == b->n_events && a->any_wide == b->any_wide);
+                const koila__stage *a = &again.stages[i];
+                const koila__stage *b = &fresh.stages[i];
+                CHECK(a->stage.n_instrs == b->stage.n_instrs && a->n_events == b->n_events &&
+                      a->any_wide == b->any_wide);
                 for (uint32_t x = 0; x < a->stage.n_instrs && x < b->stage.n_instrs; x++) {
-                    const koila_instr y = a->stage.instrs[x], z = b->stage.instrs[x];
-                    CHECK(y.kind == z.kind && y.flags == z.flags && y.id == z.id && y.user == z.user && y.steal == z.steal);
+                    const koila_instr y = a->stage.instrs[x];
+                    const koila_instr z = b->stage.instrs[x];
+                    CHECK(y.kind == z.kind && y.flags == z.flags && y.id == z.id &&
+                          y.user == z.user && y.steal == z.steal);
                 }
             }
             const double before = koila__schedule_work(w, keeps[k]);
@@ -348,19 +435,28 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
             CHECK(!kept.is_sure || before == again.work);
             CHECK(kept.any == (again.n_keeps > 0) || !kept.is_sure);
             n_kept += kept.n_bytes > 0;
-            if (keeps[k].horizon == UINT32_MAX) least = again.work;
+            if (keeps[k].horizon == UINT32_MAX)
+                least = again.work;
             CHECK(again.work >= least * (1 - 1e-12)); /* keeping all is the least work */
             n_many += again.work > least * 1.2;
-            for (int64_t rows = 1; rows < 5; rows += 3) { /* what is known before holds whatever the number of slices, and often it is all there is */
-                const int64_t of_axis[2] = { rows < r.extent[0] ? rows : r.extent[0], rows < r.extent[1] ? rows : r.extent[1] };
-                const uint64_t peak = koila__live_simulate(p, &again, &(koila__live_options){ .rows = of_axis }, NULL, NULL, NULL).peak_bytes;
+            /* what is known before holds whatever the number of slices, and often it is all there
+             * is */
+            for (int64_t rows = 1; rows < 5; rows += 3) {
+                const int64_t of_axis[2] = { rows < r.extent[0] ? rows : r.extent[0],
+                                             rows < r.extent[1] ? rows : r.extent[1] };
+                const uint64_t peak =
+                    koila__live_simulate(p, &again, &(koila__live_options){ .rows = of_axis }, NULL,
+                                         NULL, NULL)
+                        .peak_bytes;
                 CHECK(kept.n_bytes <= peak && koila__scheduler_results_bytes(w) <= peak);
                 n_tight += peak > 0 && koila__scheduler_results_bytes(w) == peak;
             }
             koila__keep less = keeps[k];
             less.max_work = again.work / 2;
             koila__schedule none = { .n_stages = 77 };
-            CHECK(again.work == 0 || (koila__schedule_make(w, less, &none, NULL) == KOILA_UNSUPPORTED && none.n_stages == 77));
+            CHECK(again.work == 0 ||
+                  (koila__schedule_make(w, less, &none, NULL) == KOILA_UNSUPPORTED &&
+                   none.n_stages == 77));
             koila__schedule_deinit(&again);
             koila__schedule_deinit(&fresh);
         }
@@ -383,13 +479,23 @@ TEST(schedule__what_whole_needs_is_known_before_it_is_placed)
         uint64_t at_least = 0;
         int64_t rows[2];
         bool writes = false;
-        if (rg_init(&r, NULL, seed, NULL, 0, seed % 2 ? 10 : 40) != KOILA_OK || koila__place_whole(r.g, r.targets, r.n_targets, NULL, &p, NULL) != KOILA_OK) abort();
-        for (uint32_t i = 0; i < r.n_targets; i++) targets[i] = p->lowered[r.targets[i]];
-        for (uint32_t a = 0; a < r.g->axes.n; a++) rows[a] = r.g->axes.at[a];
-        for (uint32_t n = 0; n < r.g->nodes.n; n++) writes |= koila__node_sig(r.g, n)->n_writes > 0;
-        CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets, (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL), KOILA_OK);
-        CHECK_EQ(koila__schedule_whole_bytes(r.g, r.targets, r.n_targets, NULL, &at_least), KOILA_OK);
-        const uint64_t peak = koila__live_simulate(p, &s, &(koila__live_options){ .rows = rows }, NULL, NULL, NULL).peak_bytes;
+        if (rg_init(&r, NULL, seed, NULL, 0, seed % 2 ? 10 : 40) != KOILA_OK ||
+            koila__place_whole(r.g, r.targets, r.n_targets, NULL, &p, NULL) != KOILA_OK)
+            abort();
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            targets[i] = p->lowered[r.targets[i]];
+        for (uint32_t a = 0; a < r.g->axes.n; a++)
+            rows[a] = r.g->axes.at[a];
+        for (uint32_t n = 0; n < r.g->nodes.n; n++)
+            writes |= koila__node_sig(r.g, n)->n_writes > 0;
+        CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets,
+                                      (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL),
+                 KOILA_OK);
+        CHECK_EQ(koila__schedule_whole_bytes(r.g, r.targets, r.n_targets, NULL, &at_least),
+                 KOILA_OK);
+        const uint64_t peak =
+            koila__live_simulate(p, &s, &(koila__live_options){ .rows = rows }, NULL, NULL, NULL)
+                .peak_bytes;
         CHECK(at_least <= peak);
         CHECK(writes || at_least == peak);
         n_exact += peak > 0 && !writes;

@@ -16,7 +16,8 @@ static void refuse(const void *p, size_t n, const char *text)
     koila_status status = open_n(p, n, &s, &e);
     CHECK_EQ(status, KOILA_BAD_INPUT);
     CHECK(!s);
-    if (!strstr(e.text, text)) printf("  got \"%s\", wanted \"%s\"\n", e.text, text);
+    if (!strstr(e.text, text))
+        printf("  got \"%s\", wanted \"%s\"\n", e.text, text);
     CHECK(strstr(e.text, text) != NULL);
     koila_snapshot_free(s);
 }
@@ -29,7 +30,9 @@ TEST(snapshot__messages_name_what_is_wrong)
     REFUSE("\x1f\x8b\x08", "found gzip");
     REFUSE("hello", "found text");
     REFUSE("\x80\x04", "ends early: before STOP");
-    REFUSE("\x80\x04X\x2c\x03\x00\x00" "abc", "ends early: inside a string of 812 bytes, 3 are there");
+    REFUSE("\x80\x04X\x2c\x03\x00\x00"
+           "abc",
+           "ends early: inside a string of 812 bytes, 3 are there");
     REFUSE("\x80\x09.", "pickle protocol 9 is not known");
     REFUSE("\x80\x02\x07.", "0x07 is no pickle opcode");
     REFUSE("\x80\x02}.", "no \"segments\": found keys (none)");
@@ -37,24 +40,41 @@ TEST(snapshot__messages_name_what_is_wrong)
     REFUSE("\x80\x02u.", "broken pickle: no MARK");
     REFUSE("\x80\x02s.", "broken pickle: stack underflow");
     REFUSE("\x80\x02h\x05.", "broken pickle: memo slot 5 is empty");
-    REFUSE("\x80\x02]q\x00h\x00" "a.", "broken pickle: a reference to an unfinished container");
+    REFUSE("\x80\x02]q\x00h\x00"
+           "a.",
+           "broken pickle: a reference to an unfinished container");
     REFUSE("\x80\x02\x8a\x28.", "integer of 40 bytes");
     REFUSE("\x80\x02\x8a\x09\xff\xff\xff\xff\xff\xff\xff\xff\x7f.", "integer out of range");
     REFUSE("\x80\x04\x8d\x00\x00\x00\x40\x01\x00\x00\x00.", "string of 5 GiB, limit 16 MiB");
     REFUSE("{\"model\": 1, \"optimizer\": []}", "no \"segments\": found keys model, optimizer");
-    REFUSE("\x80\x02}(X\x05\x00\x00\x00modelK\x01X\x09\x00\x00\x00optimizerK\x02u.", "no \"segments\": found keys model, optimizer");
+    REFUSE("\x80\x02}(X\x05\x00\x00\x00modelK\x01X\x09\x00\x00\x00optimizerK\x02u.",
+           "no \"segments\": found keys model, optimizer");
     REFUSE("{\"segments\": [] \"x\"}", "JSON: expected ',' or '}'");
     REFUSE("{\"segments\": NaN}", "JSON: expected a value");
     REFUSE("{\"segments\": []} x", "JSON: text after the end");
     REFUSE("{\"segments\": 3}", "\"segments\" is an integer");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"size\":1}]]}", "entry 0: \"addr\" missing");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":\"x\"}]]}", "entry 0: \"size\" is a string");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":-1}]]}", "entry 0: size -1");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":9223372036854775808}]]}", "entry 0: size 2^63");
-    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"resize\",\"addr\":1,\"size\":1}]]}", "entry 0: unknown action \"resize\"");
-    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":2097152,\"blocks\":[{\"size\":2096640,\"state\":\"inactive\"}]}]}", "blocks sum to 2,096,640, segment is 2,097,152");
-    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"odd\"}]}]}", "unknown state \"odd\"");
-    REFUSE("[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]},{\"address\":4200,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]}]", "overlaps");
+    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"size\":1}]]}",
+           "entry 0: \"addr\" missing");
+    REFUSE(
+        "{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":\"x\"}]]}",
+        "entry 0: \"size\" is a string");
+    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":-1}]]}",
+           "entry 0: size -1");
+    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"alloc\",\"addr\":1,\"size\":"
+           "9223372036854775808}]]}",
+           "entry 0: size 2^63");
+    REFUSE("{\"segments\":[],\"device_traces\":[[{\"action\":\"resize\",\"addr\":1,\"size\":1}]]}",
+           "entry 0: unknown action \"resize\"");
+    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":2097152,\"blocks\":[{\"size\":2096640,"
+           "\"state\":\"inactive\"}]}]}",
+           "blocks sum to 2,096,640, segment is 2,097,152");
+    REFUSE("{\"segments\":[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,"
+           "\"state\":\"odd\"}]}]}",
+           "unknown state \"odd\"");
+    REFUSE(
+        "[{\"address\":4096,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]},"
+        "{\"address\":4200,\"total_size\":512,\"blocks\":[{\"size\":512,\"state\":\"inactive\"}]}]",
+        "overlaps");
     REFUSE("{\"segments\":[],\"x\":1e}", "JSON: bad number");
     REFUSE("{\"segments\":[],\"x\":01}", "JSON: bad number");
     REFUSE("{\"segments\":[],\"x\":\"\\q\"}", "JSON: bad escape");
@@ -63,13 +83,39 @@ TEST(snapshot__messages_name_what_is_wrong)
 
 TEST(snapshot__opcodes_that_could_run_code_are_refused_by_name)
 {
-    static const struct { const char *bytes; size_t n; const char *name; } v[] = {
+    static const struct {
+        const char *bytes;
+        size_t n;
+        const char *name;
+    } v[] = {
 #define P(s, name) { s, sizeof(s) - 1, name }
-        P("\x80\x02" "cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "GLOBAL"), P("\x80\x04\x8c\x02os\x8c\x06system\x93.", "STACK_GLOBAL"), P("\x80\x02]R.", "REDUCE"), P("\x80\x02]b.", "BUILD"),
-        P("(ios\nsystem\n.", "INST"), P("(o.", "OBJ"), P("\x80\x02]\x81.", "NEWOBJ"), P("\x80\x02\x82\x01.", "EXT1"), P("\x80\x02\x83\x01\x01.", "EXT2"), P("\x80\x02\x84\x01\x01\x01\x01.", "EXT4"),
-        P("\x80\x02]Q.", "BINPERSID"), P("\x80\x02Pabc\n.", "PERSID"), P("\x80\x05\x97.", "NEXT_BUFFER"), P("\x80\x05]\x98.", "READONLY_BUFFER"), P("\x80\x04\x8f.", "EMPTY_SET"),
-        P("\x80\x04(\x91.", "FROZENSET"), P("\x80\x04\x43\x01x.", "SHORT_BINBYTES"), P("\x80\x04\x42\x01\x00\x00\x00x.", "BINBYTES"), P("\x80\x05\x96\x01\x00\x00\x00\x00\x00\x00\x00x.", "BYTEARRAY8"),
-        P("\x80\x02]2.", "DUP"), P("\x80\x02]0.", "POP"), P("(1.", "POP_MARK"), P("(S'abc'\n.", "STRING"), P("\x80\x02U\x01x.", "SHORT_BINSTRING"), P("\x80\x04]\x92.", "NEWOBJ_EX"),
+        P("\x80\x02"
+          "cos\nsystem\nX\x02\x00\x00\x00ls\x85R.",
+          "GLOBAL"),
+        P("\x80\x04\x8c\x02os\x8c\x06system\x93.", "STACK_GLOBAL"),
+        P("\x80\x02]R.", "REDUCE"),
+        P("\x80\x02]b.", "BUILD"),
+        P("(ios\nsystem\n.", "INST"),
+        P("(o.", "OBJ"),
+        P("\x80\x02]\x81.", "NEWOBJ"),
+        P("\x80\x02\x82\x01.", "EXT1"),
+        P("\x80\x02\x83\x01\x01.", "EXT2"),
+        P("\x80\x02\x84\x01\x01\x01\x01.", "EXT4"),
+        P("\x80\x02]Q.", "BINPERSID"),
+        P("\x80\x02Pabc\n.", "PERSID"),
+        P("\x80\x05\x97.", "NEXT_BUFFER"),
+        P("\x80\x05]\x98.", "READONLY_BUFFER"),
+        P("\x80\x04\x8f.", "EMPTY_SET"),
+        P("\x80\x04(\x91.", "FROZENSET"),
+        P("\x80\x04\x43\x01x.", "SHORT_BINBYTES"),
+        P("\x80\x04\x42\x01\x00\x00\x00x.", "BINBYTES"),
+        P("\x80\x05\x96\x01\x00\x00\x00\x00\x00\x00\x00x.", "BYTEARRAY8"),
+        P("\x80\x02]2.", "DUP"),
+        P("\x80\x02]0.", "POP"),
+        P("(1.", "POP_MARK"),
+        P("(S'abc'\n.", "STRING"),
+        P("\x80\x02U\x01x.", "SHORT_BINSTRING"),
+        P("\x80\x04]\x92.", "NEWOBJ_EX"),
 #undef P
     };
     for (size_t i = 0; i < KOILA_COUNT(v); i++) {
@@ -90,7 +136,9 @@ TEST(snapshot__nesting_and_memory_have_limits)
     /* a memo slot far away reserves nothing */
     REFUSE("\x80\x02]r\xff\xff\xff\xff.", "memo slot 4294967295");
     /* a length is checked against the bytes that are there */
-    REFUSE("\x80\x02X\xff\xff\xff\x00" "abc.", "are there");
+    REFUSE("\x80\x02X\xff\xff\xff\x00"
+           "abc.",
+           "are there");
     /* the caller's limit */
     koila_limits lim = { .struct_size = sizeof lim, .max_memory_bytes = 20000 };
     static recording rec;
@@ -112,19 +160,30 @@ TEST(snapshot__nesting_and_memory_have_limits)
 TEST(snapshot__the_same_record_twice_is_refused)
 {
     /* an entry from the memo, a second time in the trace */
-    REFUSE("\x80\x02}(X\x08\x00\x00\x00segments]X\x0d\x00\x00\x00" "device_traces](](}q\x01(X\x06\x00\x00\x00" "actionX\x05\x00\x00\x00" "allocX\x04\x00\x00\x00" "addrK\x01X\x04\x00\x00\x00sizeK\x01uh\x01" "eeu.",
+    REFUSE("\x80\x02}(X\x08\x00\x00\x00segments]X\x0d\x00\x00\x00"
+           "device_traces](](}q\x01(X\x06\x00\x00\x00"
+           "actionX\x05\x00\x00\x00"
+           "allocX\x04\x00\x00\x00"
+           "addrK\x01X\x04\x00\x00\x00sizeK\x01uh\x01"
+           "eeu.",
            "broken pickle: ");
 }
 
 TEST(snapshot__a_small_file_is_read)
 {
     static const char json[] =
-        "{\"segments\":[{\"device\":0,\"address\":4096,\"total_size\":2097152,\"stream\":0,\"segment_type\":\"small\",\"blocks\":["
-        "{\"size\":512,\"state\":\"active_allocated\",\"history\":[{\"addr\":4096,\"real_size\":100,\"frames\":[]}],\"frames\":[{\"name\":\"f\",\"filename\":\"a\\u00e9.py\",\"line\":3}]},"
+        "{\"segments\":[{\"device\":0,\"address\":4096,\"total_size\":2097152,\"stream\":0,"
+        "\"segment_type\":\"small\",\"blocks\":["
+        "{\"size\":512,\"state\":\"active_allocated\",\"history\":[{\"addr\":4096,\"real_size\":"
+        "100,\"frames\":[]}],\"frames\":[{\"name\":\"f\",\"filename\":\"a\\u00e9.py\",\"line\":3}]}"
+        ","
         "{\"size\":2096640,\"state\":\"inactive\"}],\"new_key\":{\"a\":[1,2.5,null]}}],"
-        "\"device_traces\":[[{\"action\":\"alloc\",\"addr\":4096,\"size\":100,\"stream\":-1,\"time_us\":5,\"frames\":[]},{\"action\":\"user_defined\"}],[]],"
-        "\"external_annotations\":[{\"stage\":\"START\",\"name\":\"step\",\"device\":0,\"time_us\":3}],"
-        "\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"max_split_size_mb:64\",\"max_split_size\":67108864,\"garbage_collection_threshold\":0.5,\"expandable_segments\":false}}";
+        "\"device_traces\":[[{\"action\":\"alloc\",\"addr\":4096,\"size\":100,\"stream\":-1,\"time_"
+        "us\":5,\"frames\":[]},{\"action\":\"user_defined\"}],[]],"
+        "\"external_annotations\":[{\"stage\":\"START\",\"name\":\"step\",\"device\":0,\"time_us\":"
+        "3}],"
+        "\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"max_split_size_mb:64\",\"max_split_"
+        "size\":67108864,\"garbage_collection_threshold\":0.5,\"expandable_segments\":false}}";
     koila_snapshot *s;
     koila_error e = KOILA_ERROR_INIT;
     CHECK_EQ(open_n(json, sizeof json - 1, &s, &e), KOILA_OK);
@@ -150,9 +209,11 @@ TEST(snapshot__a_small_file_is_read)
     koila_entry x = { .struct_size = sizeof x };
     CHECK(koila_snapshot_entry(s, 0, 0, &x));
     CHECK(x.stream == UINT64_MAX && x.struct_size == sizeof x);
-    koila_entry old = { .struct_size = offsetof(koila_entry, stream), .stream = 77 }; /* a caller whose header ends there */
+    /* a caller whose header ends there */
+    koila_entry old = { .struct_size = offsetof(koila_entry, stream), .stream = 77 };
     CHECK(koila_snapshot_entry(s, 0, 0, &old));
-    CHECK(old.size == x.size && old.stream == 77 && old.struct_size == offsetof(koila_entry, stream));
+    CHECK(old.size == x.size && old.stream == 77 &&
+          old.struct_size == offsetof(koila_entry, stream));
     CHECK(!koila_snapshot_entry(s, 0, 2, &x));
     CHECK(!koila_snapshot_entry(s, 1, 0, &x));
     koila_cache_config conf;
@@ -179,15 +240,18 @@ static bytes small_recording(bool pickle)
 
 TEST(snapshot__pickle_and_json_say_the_same)
 {
-    bytes a = small_recording(true), b = small_recording(false);
+    bytes a = small_recording(true);
+    bytes b = small_recording(false);
     koila_snapshot *s, *t;
     CHECK_EQ(open_n(a.p, a.n, &s, NULL), KOILA_OK);
     CHECK_EQ(open_n(b.p, b.n, &t, NULL), KOILA_OK);
-    koila_entry x = { .struct_size = sizeof x }, y = { .struct_size = sizeof y };
+    koila_entry x = { .struct_size = sizeof x };
+    koila_entry y = { .struct_size = sizeof y };
     CHECK_EQ(koila_snapshot_n_entries(s, 0), rec2.n);
     for (uint64_t i = 0; koila_snapshot_entry(s, 0, i, &x); i++) {
         CHECK(koila_snapshot_entry(t, 0, i, &y));
-        CHECK(x.kind == y.kind && x.addr == y.addr && x.size == y.size && x.stream == y.stream && x.time_us == y.time_us && x.stack == y.stack);
+        CHECK(x.kind == y.kind && x.addr == y.addr && x.size == y.size && x.stream == y.stream &&
+              x.time_us == y.time_us && x.stack == y.stack);
         CHECK(x.kind == rec2.e[i].kind && x.addr == rec2.e[i].addr && x.size == rec2.e[i].size);
     }
     koila_snapshot_free(s);
@@ -205,8 +269,10 @@ static int64_t read_some(void *user, void *p, size_t n)
 {
     dribble *d = user;
     size_t k = d->piece++ % 7 + 1;
-    if (k > n) k = n;
-    if (k > d->b->n - d->at) k = d->b->n - d->at;
+    if (k > n)
+        k = n;
+    if (k > d->b->n - d->at)
+        k = d->b->n - d->at;
     memcpy(p, d->b->p + d->at, k);
     d->at += k;
     return (int64_t)k;
@@ -221,8 +287,10 @@ TEST(snapshot__a_stream_is_read_like_memory)
         koila_snapshot *s = NULL;
         koila_error e = KOILA_ERROR_INIT;
         CHECK_EQ(koila_snapshot_open(&src, NULL, &s, &e), KOILA_OK);
-        if (!s) printf("  %s\n", e.text);
-        else CHECK_EQ(koila_snapshot_n_entries(s, 0), rec2.n);
+        if (!s)
+            printf("  %s\n", e.text);
+        else
+            CHECK_EQ(koila_snapshot_n_entries(s, 0), rec2.n);
         koila_snapshot_free(s);
         free(b.p);
     }
@@ -238,9 +306,11 @@ static void try_bytes(const uint8_t *p, size_t n)
     koila_status status = open_n(copy, n, &s, &e);
     free(copy);
     CHECK(status == KOILA_OK || (status == KOILA_BAD_INPUT && e.text[0] && !s));
-    if (status) return;
+    if (status)
+        return;
     koila_status replayed = koila_replay(s, 0, NULL, &out, &e);
-    CHECK(replayed == KOILA_OK || replayed == KOILA_BAD_INPUT || replayed == KOILA_UNSUPPORTED || replayed == KOILA_BAD_ARGUMENT);
+    CHECK(replayed == KOILA_OK || replayed == KOILA_BAD_INPUT || replayed == KOILA_UNSUPPORTED ||
+          replayed == KOILA_BAD_ARGUMENT);
     koila_snapshot_free(s);
 }
 
@@ -248,10 +318,13 @@ TEST(snapshot__no_prefix_and_no_changed_byte_does_harm)
 {
     for (int pickle = 0; pickle < 2; pickle++) {
         bytes b = small_recording(pickle);
-        for (size_t n = 0; n < b.n; n++) try_bytes(b.p, n);
+        for (size_t n = 0; n < b.n; n++)
+            try_bytes(b.p, n);
         for (size_t i = 0; i < b.n; i++) {
             const uint8_t old = b.p[i];
-            static const uint8_t changes[] = { 0, 1, '(', '.', '}', ']', 'e', 'u', 'a', 's', 'h', 'q', 0x80, 0xff, '"', '\\', '0', '9', '-', ',', '[', '{' };
+            static const uint8_t changes[] = { 0,   1,   '(', '.', '}',  ']',  'e', 'u',
+                                               'a', 's', 'h', 'q', 0x80, 0xff, '"', '\\',
+                                               '0', '9', '-', ',', '[',  '{' };
             for (size_t k = 0; k < KOILA_COUNT(changes); k++) {
                 b.p[i] = changes[k];
                 try_bytes(b.p, b.n);
@@ -268,8 +341,11 @@ TEST(snapshot__no_prefix_and_no_changed_byte_does_harm)
 
 TEST(snapshot__what_is_passed_over_is_counted)
 {
-    static const char text[] = "{\"segments\":[],\"device_traces\":[[{\"action\":\"user_defined\",\"odd\":1},{\"action\":\"alloc\",\"addr\":1,\"size\":1,\"stream\":0,\"new\":[1]}]],"
-                               "\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"\",\"throw_on_cudamalloc_oom\":true,\"roundup_power2_divisions\":{\"1\":0,\"2\":0}},\"more\":{\"a\":1}}";
+    static const char text[] =
+        "{\"segments\":[],\"device_traces\":[[{\"action\":\"user_defined\",\"odd\":1},{\"action\":"
+        "\"alloc\",\"addr\":1,\"size\":1,\"stream\":0,\"new\":[1]}]],"
+        "\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"\",\"throw_on_cudamalloc_oom\":true,"
+        "\"roundup_power2_divisions\":{\"1\":0,\"2\":0}},\"more\":{\"a\":1}}";
     koila_snapshot *s;
     koila_snapshot_info info;
     koila_cache_config c;

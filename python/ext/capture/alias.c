@@ -1,12 +1,14 @@
 /* alias.c — what views and in-place writes mean when values never change.
  *
- * Note [Groups]. A group is one storage. Its base has a newest value `cur`; every wrapper of the group is (chain of view calls) applied to it. A write makes a
- * new value of the whole base and counts `gen` up; wrappers that are older find out when they are next read, and replay their chain on `cur` as new nodes.
- * Replays are remembered in the links (memo at memo_gen), so siblings share them. So a wrapper can never show contents older than the last write, and
- * the executor sees pure values.
+ * Note [Groups]. A group is one storage. Its base has a newest value `cur`; every wrapper of the
+ * group is (chain of view calls) applied to it. A write makes a new value of the whole base and
+ * counts `gen` up; wrappers that are older find out when they are next read, and replay their chain
+ * on `cur` as new nodes. Replays are remembered in the links (memo at memo_gen), so siblings share
+ * them. So a wrapper can never show contents older than the last write, and the executor sees pure
+ * values.
  *
- * A group belongs to one tape. When it is needed in another, its base becomes a leaf there: sharded still, if it was a batch leaf; else
- * whole, after it was made concrete.
+ * A group belongs to one tape. When it is needed in another, its base becomes a leaf there: sharded
+ * still, if it was a batch leaf; else whole, after it was made concrete.
  */
 #include "capture/capture.h"
 
@@ -14,22 +16,32 @@ void koila__group_written(koila__group *g, koila_value v)
 {
     g->cur = v;
     g->gen++;
-    for (koila__handle *h = g->handles; h; h = h->next_in_group) koila__handle_set_value(h, h->chain ? KOILA_NONE : v);
     for (koila__handle *h = g->handles; h; h = h->next_in_group)
-        if (!h->chain) h->gen = g->gen;
+        koila__handle_set_value(h, h->chain ? KOILA_NONE : v);
+    for (koila__handle *h = g->handles; h; h = h->next_in_group)
+        if (!h->chain)
+            h->gen = g->gen;
 }
 
 static koila_value replay(koila__group *g, koila__chain *c)
 {
-    if (!c) return g->cur;
-    if (c->memo_gen == g->gen) return c->memo;
+    if (!c)
+        return g->cur;
+    if (c->memo_gen == g->gen)
+        return c->memo;
     const koila_value input = replay(g, c->parent);
-    if (input == KOILA_NONE) return KOILA_NONE;
+    if (input == KOILA_NONE)
+        return KOILA_NONE;
     koila__tape *t = g->tape;
     koila_value first;
-    const koila_status s = koila_graph_node(t->graph, c->link.sig, &input, koila__line_now(t), &first);
-    if (s) return koila__raise(s), KOILA_NONE;
-    if (koila__tape_reserve(t) < 0) return KOILA_NONE;
+    const koila_status s =
+        koila_graph_node(t->graph, c->link.sig, &input, koila__line_now(t), &first);
+    if (s) {
+        koila__raise(s);
+        return KOILA_NONE;
+    }
+    if (koila__tape_reserve(t) < 0)
+        return KOILA_NONE;
     c->memo = first + c->link.output;
     c->memo_gen = g->gen;
     return c->memo;
@@ -38,9 +50,11 @@ static koila_value replay(koila__group *g, koila__chain *c)
 koila_value koila__value_of(koila__handle *h)
 {
     koila__group *g = h->group;
-    if (h->gen == g->gen && h->value != KOILA_NONE) return h->value;
+    if (h->gen == g->gen && h->value != KOILA_NONE)
+        return h->value;
     const koila_value v = replay(g, h->chain);
-    if (v == KOILA_NONE) return KOILA_NONE;
+    if (v == KOILA_NONE)
+        return KOILA_NONE;
     koila__handle_set_value(h, v);
     h->gen = g->gen;
     return v;
@@ -51,7 +65,10 @@ koila_value koila__value_of(koila__handle *h)
 int koila__concrete_many(koila__handle *const *h, uint32_t n)
 {
     koila_value fixed[64], *want = n <= 64 ? fixed : PyMem_Malloc(n * sizeof *want);
-    if (!want) return PyErr_NoMemory(), -1;
+    if (!want) {
+        PyErr_NoMemory();
+        return -1;
+    }
     int rc = 0;
     bool *done = PyMem_Calloc(n ? n : 1, sizeof *done);
     if (!done) {
@@ -59,60 +76,75 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
         PyErr_NoMemory();
     }
     for (uint32_t i = 0; i < n && rc == 0; i++) { /* one run for each tape among them */
-        if (done[i]) continue;
+        if (done[i])
+            continue;
         koila__tape *t = h[i]->group->tape;
         uint32_t m = 0;
         for (uint32_t j = i; j < n; j++) {
-            if (h[j]->group->tape != t) continue;
+            if (h[j]->group->tape != t)
+                continue;
             done[j] = true;
             const koila_value v = koila__value_of(h[j]);
             if (v == KOILA_NONE) {
                 rc = -1;
                 break;
             }
-            if (!t->values[v].real) want[m++] = v;
+            if (!t->values[v].real)
+                want[m++] = v;
         }
         if (rc == 0 && m) {
             Py_INCREF(t);
             rc = koila__run(t, want, m, false);
             t->ran = true;
-            t->compacted = false; /* of a closed one: a running total of past losses must not keep them all */
+            /* of a closed one: a running total of past losses must not keep them all */
+            t->compacted = false;
             Py_DECREF(t);
         }
     }
     PyMem_Free(done);
-    if (want != fixed) PyMem_Free(want);
+    if (want != fixed)
+        PyMem_Free(want);
     return rc;
 }
 
 PyObject *koila__concrete(koila__handle *h)
 {
-    if (koila__concrete_many(&h, 1) < 0) return NULL;
+    if (koila__concrete_many(&h, 1) < 0)
+        return NULL;
     const koila_value v = koila__value_of(h);
-    if (v == KOILA_NONE) return NULL;
+    if (v == KOILA_NONE)
+        return NULL;
     PyObject *r = h->group->tape->values[v].real;
-    if (!r) PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
+    if (!r)
+        PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
     return r;
 }
 
 /* ---- moving to another tape */
 
-static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim)
+static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_meta meta,
+                      koila_leaf_kind kind, uint16_t axis, uint32_t dim)
 {
     Py_INCREF(real);
     const koila_value v = koila__tape_leaf_new(to, real, meta, kind, axis, dim);
     Py_DECREF(real);
-    if (v == KOILA_NONE) return -1;
+    if (v == KOILA_NONE)
+        return -1;
     koila__tape *from = g->tape;
     /* relink every wrapper: out of the old tape's lists, into the new one's */
     koila__handle *all = g->handles;
     koila__group *fresh = koila__group_new(to, v, meta);
-    if (!fresh) return -1;
-    if (g->factory) koila__group_is_factory(fresh, g->no_lazy_data);
+    if (!fresh)
+        return -1;
+    if (g->factory)
+        koila__group_is_factory(fresh, g->no_lazy_data);
     fresh->gen = g->gen + 1; /* so that no memo of a link holds */
     g->refs++;
-    while ((all = g->handles)) koila__handle_move(all, fresh, all->chain, all->chain ? KOILA_NONE : v, all->meta, all->offset);
-    for (koila__handle *h = fresh->handles; h; h = h->next_in_group) h->gen = h->chain ? fresh->gen - 1 : fresh->gen;
+    while ((all = g->handles))
+        koila__handle_move(all, fresh, all->chain, all->chain ? KOILA_NONE : v, all->meta,
+                           all->offset);
+    for (koila__handle *h = fresh->handles; h; h = h->next_in_group)
+        h->gen = h->chain ? fresh->gen - 1 : fresh->gen;
     g->refs--;
     koila__group_free(g);
     (void)from;
@@ -128,18 +160,25 @@ static int move_concrete(koila__handle *h, koila__tape *to)
     const koila_value_info info = koila_value_get(from->graph, g->cur);
     if (real && info.node == KOILA_NONE && info.leaf_kind == KOILA_LEAF_BATCH) {
         uint16_t axis;
-        if (koila__tape_axis(to, from->axis_ids[info.axis], koila_graph_axis_size(from->graph, info.axis), &axis) < 0) return -1;
+        if (koila__tape_axis(to, from->axis_ids[info.axis],
+                             koila_graph_axis_size(from->graph, info.axis), &axis) < 0)
+            return -1;
         return move_group(g, to, real, info.meta, KOILA_LEAF_BATCH, axis, info.dim) < 0 ? -1 : 1;
     }
-    if (real) return move_group(g, to, real, g->meta, KOILA_LEAF_REAL, 0, 0) < 0 ? -1 : 1;
-    if (!h->chain || h->next_in_group || h->prev_in_group || h->gen != g->gen || h->value == KOILA_NONE || !(real = from->values[h->value].real)) return 0;
+    if (real)
+        return move_group(g, to, real, g->meta, KOILA_LEAF_REAL, 0, 0) < 0 ? -1 : 1;
+    if (!h->chain || h->next_in_group || h->prev_in_group || h->gen != g->gen ||
+        h->value == KOILA_NONE || !(real = from->values[h->value].real))
+        return 0;
     /* the only wrapper left shows a view: its own contents are all that anyone can see */
     Py_INCREF(real);
     const koila_value v = koila__tape_leaf_new(to, real, h->meta, KOILA_LEAF_REAL, 0, 0);
     koila__group *fresh = v == KOILA_NONE ? NULL : koila__group_new(to, v, h->meta);
     Py_DECREF(real);
-    if (!fresh) return -1;
-    if (g->factory) koila__group_is_factory(fresh, g->no_lazy_data);
+    if (!fresh)
+        return -1;
+    if (g->factory)
+        koila__group_is_factory(fresh, g->no_lazy_data);
     koila__handle_move(h, fresh, NULL, v, h->meta, h->offset);
     return 1;
 }
@@ -147,20 +186,26 @@ static int move_concrete(koila__handle *h, koila__tape *to)
 int koila__move_to(koila__handle *h, koila__tape *to)
 {
     koila__tape *from = h->group->tape;
-    if (from == to) return 0;
+    if (from == to)
+        return 0;
     int rc = move_concrete(h, to);
-    if (rc) return rc < 0 ? -1 : 0;
+    if (rc)
+        return rc < 0 ? -1 : 0;
     const bool alone = h->chain && !h->next_in_group && !h->prev_in_group;
     const koila_value want = alone ? koila__value_of(h) : h->group->cur;
-    if (want == KOILA_NONE) return -1;
+    if (want == KOILA_NONE)
+        return -1;
     Py_INCREF(from);
     rc = from->values[want].real ? 0 : koila__run(from, &want, 1, false);
     from->ran = true;
     Py_DECREF(from);
-    if (rc < 0) return -1;
-    if (h->group->tape == to) return 0; /* somebody else moved it meanwhile */
+    if (rc < 0)
+        return -1;
+    if (h->group->tape == to)
+        return 0; /* somebody else moved it meanwhile */
     rc = move_concrete(h, to);
-    if (rc == 0) PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
+    if (rc == 0)
+        PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
     return rc > 0 ? 0 : -1;
 }
 
@@ -168,21 +213,28 @@ static koila__handle *next_movable(koila__tape *t)
 {
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
         const koila__group *g = h->group;
-        if (t->values[g->cur].real && !(t->is_island && koila_value_get(t->graph, g->cur).node == KOILA_NONE)) return h;
-        if (h->chain && !h->next_in_group && !h->prev_in_group && h->gen == g->gen && h->value != KOILA_NONE && t->values[h->value].real) return h;
+        if (t->values[g->cur].real &&
+            !(t->is_island && koila_value_get(t->graph, g->cur).node == KOILA_NONE))
+            return h;
+        if (h->chain && !h->next_in_group && !h->prev_in_group && h->gen == g->gen &&
+            h->value != KOILA_NONE && t->values[h->value].real)
+            return h;
     }
     return NULL;
 }
 
 int koila__compact(koila__tape *t)
 {
-    for (koila__handle *h; (h = next_movable(t));) { /* each moves its whole group out of t, so this ends */
+    /* each moves its whole group out of t, so this ends */
+    for (koila__handle *h; (h = next_movable(t));) {
         koila__tape *island = koila__tape_new();
-        if (!island) return -1;
+        if (!island)
+            return -1;
         island->closed = island->is_island = island->compacted = true;
         const int rc = move_concrete(h, island);
         Py_DECREF(island); /* the handles keep it */
-        if (rc <= 0) return rc;
+        if (rc <= 0)
+            return rc;
     }
     return 0;
 }

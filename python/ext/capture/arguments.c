@@ -1,4 +1,5 @@
-/* arguments.c — a call's arguments, walked once: tokens, which with tensors replaced by their metas are the call's signature, and the tensors. */
+/* arguments.c — a call's arguments, walked once: tokens, which with tensors replaced by their metas
+ * are the call's signature, and the tensors. */
 #include "capture/record.h"
 
 /* ---- opaque arguments: devices, layouts, memory formats, complex numbers, generators */
@@ -9,7 +10,8 @@ static PyObject *opaque_objects; /* list by id */
 uint32_t koila__opaque_id(PyObject *o)
 {
     PyObject *key = PyTuple_Pack(2, Py_TYPE(o), o);
-    if (!key) return KOILA_NONE;
+    if (!key)
+        return KOILA_NONE;
     PyObject *found = PyDict_GetItemWithError(opaque_ids, key);
     uint32_t id = KOILA_NONE;
     if (found) {
@@ -20,7 +22,9 @@ uint32_t koila__opaque_id(PyObject *o)
         if (text) {
             const koila_status s = koila_table_opaque(koila__table, text, &id);
             PyObject *n = s ? koila__raise(s) : PyLong_FromUnsignedLong(id);
-            if (!n || PyDict_SetItem(opaque_ids, key, n) < 0 || PyList_Append(opaque_objects, o) < 0) id = KOILA_NONE;
+            if (!n || PyDict_SetItem(opaque_ids, key, n) < 0 ||
+                PyList_Append(opaque_objects, o) < 0)
+                id = KOILA_NONE;
             Py_XDECREF(n);
         }
         Py_XDECREF(label);
@@ -44,8 +48,10 @@ void koila__walk_init(call_walk *w)
 
 void koila__walk_deinit(call_walk *w)
 {
-    if (w->tok != w->tok_inline) PyMem_Free(w->tok);
-    if (w->in != w->in_inline) PyMem_Free(w->in);
+    if (w->tok != w->tok_inline)
+        PyMem_Free(w->tok);
+    if (w->in != w->in_inline)
+        PyMem_Free(w->in);
     Py_XDECREF(w->instead);
 }
 
@@ -53,9 +59,13 @@ koila_arg *koila__walk_push(call_walk *w, uint8_t kind)
 { /* NULL + error. The token is all zero but its kind, padding too: tokens are hashed as bytes. */
     if (w->n_tok == w->cap_tok) {
         koila_arg *p = PyMem_Malloc(w->cap_tok * 4 * sizeof *p);
-        if (!p) return PyErr_NoMemory(), NULL;
+        if (!p) {
+            PyErr_NoMemory();
+            return NULL;
+        }
         memcpy(p, w->tok, w->n_tok * sizeof *p);
-        if (w->tok != w->tok_inline) PyMem_Free(w->tok);
+        if (w->tok != w->tok_inline)
+            PyMem_Free(w->tok);
         w->tok = p;
         w->cap_tok *= 4;
     }
@@ -69,14 +79,19 @@ static int push_input(call_walk *w, PyObject *o, koila__handle *h)
 {
     if (w->n_in == w->cap_in) {
         call_input *p = PyMem_Malloc(w->cap_in * 4 * sizeof *p);
-        if (!p) return PyErr_NoMemory(), -1;
+        if (!p) {
+            PyErr_NoMemory();
+            return -1;
+        }
         memcpy(p, w->in, w->n_in * sizeof *p);
-        if (w->in != w->in_inline) PyMem_Free(w->in);
+        if (w->in != w->in_inline)
+            PyMem_Free(w->in);
         w->in = p;
         w->cap_in *= 4;
     }
     koila_arg *t = koila__walk_push(w, KOILA_ARG_TENSOR);
-    if (!t) return -1;
+    if (!t)
+        return -1;
     w->in[w->n_in++] = (call_input){ o, h, KOILA_NONE, w->n_tok - 1, w->writing };
     if (h) {
         w->n_lazy++;
@@ -84,7 +99,8 @@ static int push_input(call_walk *w, PyObject *o, koila__handle *h)
     }
     if (w->writing) {
         w->n_written++;
-        if (!h) w->n_written_real++;
+        if (!h)
+            w->n_written_real++;
     }
     return 0;
 }
@@ -94,34 +110,44 @@ static int walk_rare(call_walk *w, PyObject *o)
     koila_arg *t;
     const int d = koila__dtype_of(o);
     if (d >= 0) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_DTYPE))) return -1;
+        if (!(t = koila__walk_push(w, KOILA_ARG_DTYPE)))
+            return -1;
         t->u.id = (uint32_t)d;
         return 0;
     }
     if (PyUnicode_Check(o)) {
         const char *s = PyUnicode_AsUTF8(o);
         uint32_t id;
-        if (!s || !(t = koila__walk_push(w, KOILA_ARG_STR))) return -1;
+        if (!s || !(t = koila__walk_push(w, KOILA_ARG_STR)))
+            return -1;
         const koila_status status = koila_table_text(koila__table, s, &id);
-        if (status) return koila__raise(status), -1;
+        if (status) {
+            koila__raise(status);
+            return -1;
+        }
         t->u.id = id;
         return 0;
     }
     if (PyLong_Check(o) || PyFloat_Check(o)) { /* subclasses */
         if (PyFloat_Check(o)) {
-            if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT))) return -1;
+            if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT)))
+                return -1;
             t->u.f = PyFloat_AS_DOUBLE(o);
             return 0;
         }
         const long long i = PyLong_AsLongLong(o);
-        if (i == -1 && PyErr_Occurred()) return -1;
-        if (!(t = koila__walk_push(w, KOILA_ARG_INT))) return -1;
+        if (i == -1 && PyErr_Occurred())
+            return -1;
+        if (!(t = koila__walk_push(w, KOILA_ARG_INT)))
+            return -1;
         t->u.i = i;
         return 0;
     }
     const uint32_t id = koila__opaque_id(o);
-    if (id == KOILA_NONE) return -1;
-    if (!(t = koila__walk_push(w, KOILA_ARG_OPAQUE))) return -1;
+    if (id == KOILA_NONE)
+        return -1;
+    if (!(t = koila__walk_push(w, KOILA_ARG_OPAQUE)))
+        return -1;
     t->u.id = id;
     return 0;
 }
@@ -132,35 +158,50 @@ static int walk_value(call_walk *w, PyObject *o, bool in_list)
     PyTypeObject *type = Py_TYPE(o);
     if (type == koila__lazy_class) {
         koila__handle *h = koila__handle_of(o);
-        if (!h || !h->group) return PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled"), -1;
+        if (!h || !h->group) {
+            PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+            return -1;
+        }
         h->wrapper = o;
         return push_input(w, o, h);
     }
     if (type == &PyLong_Type) {
         int overflow;
         const long long i = PyLong_AsLongLongAndOverflow(o, &overflow);
-        if (overflow) return PyLong_AsLongLong(o), -1;
-        if (!(t = koila__walk_push(w, KOILA_ARG_INT))) return -1;
+        if (overflow) {
+            PyLong_AsLongLong(o);
+            return -1;
+        }
+        if (!(t = koila__walk_push(w, KOILA_ARG_INT)))
+            return -1;
         t->u.i = i;
         return 0;
     }
     if (type == &PyList_Type || type == &PyTuple_Type) {
-        if (in_list) return koila__unsupported("an operator with nested lists of arguments"), -1;
+        if (in_list) {
+            koila__unsupported("an operator with nested lists of arguments");
+            return -1;
+        }
         const Py_ssize_t n = PySequence_Fast_GET_SIZE(o);
-        if (!(t = koila__walk_push(w, KOILA_ARG_LIST))) return -1;
+        if (!(t = koila__walk_push(w, KOILA_ARG_LIST)))
+            return -1;
         t->n = (uint32_t)n;
         for (Py_ssize_t i = 0; i < n; i++)
-            if (walk_value(w, PySequence_Fast_GET_ITEM(o, i), true) < 0) return -1;
+            if (walk_value(w, PySequence_Fast_GET_ITEM(o, i), true) < 0)
+                return -1;
         return 0;
     }
-    if (o == Py_None) return koila__walk_push(w, KOILA_ARG_ABSENT) ? 0 : -1;
+    if (o == Py_None)
+        return koila__walk_push(w, KOILA_ARG_ABSENT) ? 0 : -1;
     if (type == &PyBool_Type) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_BOOL))) return -1;
+        if (!(t = koila__walk_push(w, KOILA_ARG_BOOL)))
+            return -1;
         t->u.i = o == Py_True;
         return 0;
     }
     if (type == &PyFloat_Type) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT))) return -1;
+        if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT)))
+            return -1;
         t->u.f = PyFloat_AS_DOUBLE(o);
         return 0;
     }
@@ -168,7 +209,10 @@ static int walk_value(call_walk *w, PyObject *o, bool in_list)
         koila__handle *h = NULL;
         if (koila__is_lazy(o)) {
             h = koila__handle_of(o);
-            if (!h) return PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled"), -1;
+            if (!h) {
+                PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+                return -1;
+            }
         }
         return push_input(w, o, h);
     }
@@ -180,22 +224,32 @@ int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *
     w->n_pos = (uint32_t)PyTuple_GET_SIZE(args);
     for (uint32_t i = 0; i < w->n_pos; i++) {
         w->writing = op->written >> i & 1;
-        if (walk_value(w, PyTuple_GET_ITEM(args, i), false) < 0) return -1;
+        if (walk_value(w, PyTuple_GET_ITEM(args, i), false) < 0)
+            return -1;
     }
     w->writing = false;
     if (kwargs && PyDict_GET_SIZE(kwargs)) {
         Py_ssize_t at = 0;
         PyObject *name, *value;
         while (PyDict_Next(kwargs, &at, &name, &value)) {
-            if (w->n_kw == 32) return koila__unsupported("an operator with more than 32 keyword arguments"), -1;
+            if (w->n_kw == 32) {
+                koila__unsupported("an operator with more than 32 keyword arguments");
+                return -1;
+            }
             const char *text = PyUnicode_AsUTF8(name);
-            if (!text) return -1;
+            if (!text)
+                return -1;
             const koila_status s = koila_table_text(koila__table, text, &w->kw[w->n_kw++]);
-            if (s) return koila__raise(s), -1;
+            if (s) {
+                koila__raise(s);
+                return -1;
+            }
             w->writing = false;
             for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(op->written_kw); k++)
-                if (PyUnicode_Compare(PyTuple_GET_ITEM(op->written_kw, k), name) == 0) w->writing = true;
-            if (walk_value(w, value, false) < 0) return -1;
+                if (PyUnicode_Compare(PyTuple_GET_ITEM(op->written_kw, k), name) == 0)
+                    w->writing = true;
+            if (walk_value(w, value, false) < 0)
+                return -1;
         }
         w->writing = false;
     }

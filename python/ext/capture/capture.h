@@ -1,10 +1,14 @@
-/* capture.h — what wrapper.c, handle.c, tape.c, alias.c and those who record (record.h) share. The executor sees tape.h only.
+/* capture.h — what wrapper.c, handle.c, tape.c, alias.c and those who record (record.h) share. The
+ * executor sees tape.h only.
  *
- *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)      # _v: a Value (koila__handle), made here, never seen by the user
+ *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)
+ *         # _v: a Value (koila__handle), made here, never seen by the user
  *
- *   group    one storage: `cur` is the newest value of the whole base, `gen` counts writes         see Note [Groups] in alias.c
+ *   group    one storage: `cur` is the newest value of the whole base, `gen` counts writes
+ *            see Note [Groups] in alias.c
  *   chain    the view calls from the base to a view; links share their prefix
- *   handle   what one wrapper stands for: (group, chain), and the value it had at `gen`; without a group: nothing, the wrapper is a plain tensor, see factories.c
+ *   handle   what one wrapper stands for: (group, chain), and the value it had at `gen`; without a
+ *            group: nothing, the wrapper is a plain tensor, see factories.c
  */
 #ifndef KOILA_EXT_CAPTURE_H
 #define KOILA_EXT_CAPTURE_H
@@ -17,105 +21,152 @@ typedef struct koila__chain {
     uint32_t n_links;
     struct koila__chain *parent; /* owned; NULL: the base */
     koila_link link;
-    koila_meta meta;             /* of the result */
-    int64_t offset;              /* of the result in the base's storage, elements */
-    uint32_t memo_gen;           /* group's gen when `memo` was recorded */
+    koila_meta meta;   /* of the result */
+    int64_t offset;    /* of the result in the base's storage, elements */
+    uint32_t memo_gen; /* group's gen when `memo` was recorded */
     koila_value memo;
 } koila__chain;
 
 typedef struct koila__group {
-    uint32_t refs;               /* handles */
-    uint32_t gen;                /* number of writes (and moves to another tape) */
-    koila__tape *tape;           /* owned */
+    uint32_t refs;     /* handles */
+    uint32_t gen;      /* number of writes (and moves to another tape) */
+    koila__tape *tape; /* owned */
     koila_value cur;
-    koila_meta meta;             /* of the base */
-    bool factory;                /* made by torch.zeros and its like, or from such only; may settle, see factories.c */
-    bool no_lazy_data;           /* such a factory itself, into which nothing lazy was written yet */
+    koila_meta meta; /* of the base */
+    /* made by torch.zeros and its like, or from such only; may settle, see factories.c */
+    bool factory;
+    /* such a factory itself, into which nothing lazy was written yet */
+    bool no_lazy_data;
     struct koila__handle *handles; /* list, linked by next_in_group */
 } koila__group;
 
 typedef struct koila__handle {
     PyObject_HEAD
-    koila__group *group;         /* owned */
-    koila__chain *chain;         /* owned; NULL: the base itself */
-    koila_value value;           /* at `gen`; KOILA_NONE when never asked since a write */
+    koila__group *group; /* owned */
+    koila__chain *chain; /* owned; NULL: the base itself */
+    koila_value value;   /* at `gen`; KOILA_NONE when never asked since a write */
     uint32_t gen;
     koila_meta meta;
     int64_t offset;
-    PyObject *wrapper;           /* borrowed: the LazyTensor whose slot holds us. Without a group: owned, the plain tensor that it is */
+    /* borrowed: the LazyTensor whose slot holds us. Without a group: owned, the plain tensor that
+     * it is */
+    PyObject *wrapper;
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
     struct koila__handle *next_of_value, *prev_of_value;
 } koila__handle;
 
 extern PyTypeObject koila__tape_type, koila__handle_type;
-extern koila__tape *koila__open; /* owned: the tape lazy() joins; NULL or closed: the next lazy() opens one */
+/* owned: the tape lazy() joins; NULL or closed: the next lazy() opens one */
+extern koila__tape *koila__open;
 
 /* ---- wrapper.c */
-int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class); /* learn the slot's place and how wrappers are made */
+/* learn the slot's place and how wrappers are made */
+int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class);
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset); /* new; its slot is empty */
-PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset); /* (by arguments, by parts | None), of nothing: are they the same? */
-bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys); /* of such a pair: what torch says their dispatch keys are */
-extern bool koila__by_parts;                         /* wrappers are made by parts, where torch has what that needs */
+/* (by arguments, by parts | None), of nothing: are they the same? */
+PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset);
+/* of such a pair: what torch says their dispatch keys are */
+bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys);
+/* wrappers are made by parts, where torch has what that needs */
+extern bool koila__by_parts;
 
 /* ---- handle.c */
-extern uint64_t koila__n_handles;                    /* live handles of all tapes: is anything lazy now? */
-extern uint32_t koila__n_settled;                    /* wrappers that are plain tensors */
-static inline bool koila__has_slot(PyObject *o) { return Py_TYPE(o) == koila__lazy_class || (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class)); }
-static inline koila__handle *koila__handle_of(PyObject *lazy) { return *(koila__handle **)((char *)lazy + koila__slot); } /* borrowed; NULL: half made */
-static inline bool koila__is_settled(PyObject *o) { return koila__n_settled && koila__has_slot(o) && koila__handle_of(o) && !koila__handle_of(o)->group; }
-static inline bool koila__is_lazy(PyObject *o) { return koila__has_slot(o) && !koila__is_settled(o); }
+/* live handles of all tapes: is anything lazy now? */
+extern uint64_t koila__n_handles;
+extern uint32_t koila__n_settled; /* wrappers that are plain tensors */
+static inline bool koila__has_slot(PyObject *o)
+{
+    return Py_TYPE(o) == koila__lazy_class ||
+           (koila__lazy_class && PyType_IsSubtype(Py_TYPE(o), koila__lazy_class));
+}
+/* borrowed; NULL: half made */
+static inline koila__handle *koila__handle_of(PyObject *lazy)
+{
+    return *(koila__handle **)((char *)lazy + koila__slot);
+}
+static inline bool koila__is_settled(PyObject *o)
+{
+    return koila__n_settled && koila__has_slot(o) && koila__handle_of(o) &&
+           !koila__handle_of(o)->group;
+}
+static inline bool koila__is_lazy(PyObject *o)
+{
+    return koila__has_slot(o) && !koila__is_settled(o);
+}
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
-PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
-koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta); /* refs 0: the first wrapper owns it */
+PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
+                             int64_t offset);
+/* refs 0: the first wrapper owns it */
+koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
 void koila__group_free(koila__group *g);
-koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v); /* refs 0 */
+/* refs 0 */
+koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
+                               int64_t offset, uint32_t gen, koila_value v);
 void koila__chain_release(koila__chain *c);
-bool koila__chain_conjugated(const koila__chain *c); /* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views inherit */
+/* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views
+ * inherit */
+bool koila__chain_conjugated(const koila__chain *c);
 void koila__handle_set_value(koila__handle *h, koila_value v);
 /* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
-void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset);
-void koila__handle_settle(koila__handle *h, PyObject *plain); /* its wrapper is a plain tensor from now on: this one, in memory and version */
+void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                        koila_meta meta, int64_t offset);
+/* its wrapper is a plain tensor from now on: this one, in memory and version */
+void koila__handle_settle(koila__handle *h, PyObject *plain);
 
 /* ---- factories.c */
-extern uint32_t koila__n_factories;                  /* live groups with `factory` */
+extern uint32_t koila__n_factories; /* live groups with `factory` */
 void koila__group_is_factory(koila__group *g, bool no_lazy_data);
-void koila__factories_watch(void);                   /* a step may have opened or ended, or the executor started or stopped: look again */
-void koila__factories_step(koila_meta batch);        /* a batch went lazy here, in this thread */
-extern int koila__factories_held;                    /* > 0: not now */
-int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs); /* 1: some argument is a plain tensor in a wrapper; -1 + error */
+/* a step may have opened or ended, or the executor started or stopped: look again */
+void koila__factories_watch(void);
+void koila__factories_step(koila_meta batch); /* a batch went lazy here, in this thread */
+extern int koila__factories_held;             /* > 0: not now */
+/* 1: some argument is a plain tensor in a wrapper; -1 + error */
+int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs);
 void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result);
 int koila__factories_add(PyObject *m);
 
 /* ---- tape.c */
 extern bool koila__owners_show;
 koila__tape *koila__tape_new(void);
-int koila__tape_reserve(koila__tape *t);             /* values[] covers every value of the graph */
-koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta); /* KOILA_NONE + error */
-koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim);
+int koila__tape_reserve(koila__tape *t); /* values[] covers every value of the graph */
+/* KOILA_NONE + error */
+koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
+koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
+                                 koila_leaf_kind kind, uint16_t axis, uint32_t dim);
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
-int koila__tape_drop_overwritten(koila__tape *t); /* before effects of an abandoned step; warns; -1 with an exception */
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state, uint32_t words);
-koila__tape *koila__tape_current(void);              /* borrowed: the open tape, opened when there is none; NULL + error */
+/* before effects of an abandoned step; warns; -1 with an exception */
+int koila__tape_drop_overwritten(koila__tape *t);
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state,
+                           uint32_t words);
+/* borrowed: the open tape, opened when there is none; NULL + error */
+koila__tape *koila__tape_current(void);
 
-koila__tape *koila__tape_for_lazy(void);             /* the same, for a new lazy() call: may finish and close the one before */
+/* the same, for a new lazy() call: may finish and close the one before */
+koila__tape *koila__tape_for_lazy(void);
 
 /* ---- alias.c */
-int koila__compact(koila__tape *t);                  /* groups of a closed tape whose base is concrete move to a tape of their own */
-koila_value koila__value_of(koila__handle *h);       /* its value now, replaying its chain after a write; KOILA_NONE + error */
-int koila__move_to(koila__handle *h, koila__tape *to); /* h's group becomes a leaf of another tape */
-PyObject *koila__concrete(koila__handle *h);         /* borrowed real tensor; NULL + error */
+/* groups of a closed tape whose base is concrete move to a tape of their own */
+int koila__compact(koila__tape *t);
+/* its value now, replaying its chain after a write; KOILA_NONE + error */
+koila_value koila__value_of(koila__handle *h);
+/* h's group becomes a leaf of another tape */
+int koila__move_to(koila__handle *h, koila__tape *to);
+PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
 
 /* ---- operators.c, arguments.c, source_line.c, capture.c, capture_module.c */
-int koila__op_sources(koila_op id, const int8_t **source); /* how many results the schema has; source[j]: -1 fresh, else a written argument */
-uint32_t koila__opaque_id(PyObject *o);              /* KOILA_NONE + error */
-uint32_t koila__line_now(koila__tape *t);            /* id of the user's line in t's graph, or KOILA_NONE */
-PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs); /* the default path of a call that met nothing special */
+/* how many results the schema has; source[j]: -1 fresh, else a written argument */
+int koila__op_sources(koila_op id, const int8_t **source);
+uint32_t koila__opaque_id(PyObject *o); /* KOILA_NONE + error */
+/* id of the user's line in t's graph, or KOILA_NONE */
+uint32_t koila__line_now(koila__tape *t);
+/* the default path of a call that met nothing special */
+PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs);
 int koila__module_add(PyObject *m);
 
 #endif

@@ -1,12 +1,17 @@
-/* capture_module.c — what Python sees of capture: functions of koila._core on lazy tensors, tapes and the memo. */
+/* capture_module.c — what Python sees of capture: functions of koila._core on lazy tensors, tapes
+ * and the memo. */
 #include "ground/random.h"
 #include "capture/record.h"
 
 static koila__handle *handle_arg(PyObject *o)
 {
-    if (!koila__lazy_class || !koila__is_lazy(o)) return PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %s", Py_TYPE(o)->tp_name), NULL;
+    if (!koila__lazy_class || !koila__is_lazy(o)) {
+        PyErr_Format(PyExc_TypeError, "expected a LazyTensor, got %s", Py_TYPE(o)->tp_name);
+        return NULL;
+    }
     koila__handle *h = koila__handle_of(o);
-    if (!h) PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+    if (!h)
+        PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
     return h;
 }
 
@@ -14,11 +19,14 @@ static PyObject *py_setup(PyObject *module, PyObject *args)
 {
     PyObject *lazy_class;
     int owners_show;
-    if (!PyArg_ParseTuple(args, "Op", &lazy_class, &owners_show)) return NULL;
+    if (!PyArg_ParseTuple(args, "Op", &lazy_class, &owners_show))
+        return NULL;
     PyObject *torch = PyImport_ImportModule("torch");
-    const bool ok = torch && koila__real_setup(torch) == 0 && koila__wrapper_setup(torch, lazy_class) == 0;
+    const bool ok =
+        torch && koila__real_setup(torch) == 0 && koila__wrapper_setup(torch, lazy_class) == 0;
     Py_XDECREF(torch);
-    if (!ok) return NULL;
+    if (!ok)
+        return NULL;
     koila__owners_show = owners_show;
     Py_RETURN_NONE;
 }
@@ -28,7 +36,10 @@ static PyObject *py_wrapper_pair(PyObject *module, PyObject *tuple)
 {
     koila_meta meta;
     int64_t offset;
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) return PyErr_SetString(PyExc_TypeError, "wrapper_pair((dtype, device, sizes, strides, offset))"), NULL;
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) {
+        PyErr_SetString(PyExc_TypeError, "wrapper_pair((dtype, device, sizes, strides, offset))");
+        return NULL;
+    }
     return koila__meta_from(tuple, &meta, &offset) < 0 ? NULL : koila__wrapper_pair(meta, offset);
 }
 
@@ -36,20 +47,26 @@ static PyObject *py_learn_keys(PyObject *module, PyObject *args)
 {
     PyObject *lazy, *made;
     unsigned long long lazy_keys, made_keys;
-    if (!PyArg_ParseTuple(args, "O!KO!K", koila__lazy_class, &lazy, &lazy_keys, koila__lazy_class, &made, &made_keys)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!KO!K", koila__lazy_class, &lazy, &lazy_keys, koila__lazy_class,
+                          &made, &made_keys))
+        return NULL;
     return PyBool_FromLong(koila__learn_keys(lazy, lazy_keys, made, made_keys));
 }
 
 static PyObject *py_wrap_by_parts(PyObject *module, PyObject *on)
 {
     const int v = PyObject_IsTrue(on);
-    if (v < 0) return NULL;
+    if (v < 0)
+        return NULL;
     const bool old = koila__by_parts;
     koila__by_parts = v;
     return PyBool_FromLong(old);
 }
 
-static PyObject *py_tape_open(PyObject *module, PyObject *unused) { return Py_XNewRef((PyObject *)koila__tape_current()); }
+static PyObject *py_tape_open(PyObject *module, PyObject *unused)
+{
+    return Py_XNewRef((PyObject *)koila__tape_current());
+}
 static PyObject *py_current_tape(PyObject *module, PyObject *unused)
 {
     return Py_NewRef(koila__open && !koila__open->closed ? (PyObject *)koila__open : Py_None);
@@ -58,11 +75,16 @@ static PyObject *py_current_tape(PyObject *module, PyObject *unused)
 static PyObject *py_axis(PyObject *module, PyObject *arg)
 {
     const long long size = PyLong_AsLongLong(arg);
-    if (size == -1 && PyErr_Occurred()) return NULL;
-    if (size < 0) return PyErr_SetString(PyExc_ValueError, "an axis has a size of at least 0"), NULL;
+    if (size == -1 && PyErr_Occurred())
+        return NULL;
+    if (size < 0) {
+        PyErr_SetString(PyExc_ValueError, "an axis has a size of at least 0");
+        return NULL;
+    }
     koila__tape *t = koila__tape_for_lazy();
     uint16_t axis;
-    if (!t || koila__tape_axis(t, 0, size, &axis) < 0) return NULL;
+    if (!t || koila__tape_axis(t, 0, size, &axis) < 0)
+        return NULL;
     t->waiting = true;
     return PyLong_FromUnsignedLong(axis);
 }
@@ -72,39 +94,57 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
 {
     PyObject *real, *axis_arg, *shared = NULL;
     unsigned dim = 0;
-    if (!PyArg_ParseTuple(args, "OO|IO", &real, &axis_arg, &dim, &shared)) return NULL;
-    if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) return PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor"), NULL;
+    if (!PyArg_ParseTuple(args, "OO|IO", &real, &axis_arg, &dim, &shared))
+        return NULL;
+    if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) {
+        PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor");
+        return NULL;
+    }
     static bool guarded; /* the doors of plain tensors */
     if (!guarded) {
         PyObject *done = koila__ask("install", NULL, NULL, NULL);
-        if (!done) return NULL;
+        if (!done)
+            return NULL;
         Py_DECREF(done);
         guarded = true;
     }
     PyObject *ok = koila__ask("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
-    if (!ok) return NULL;
+    if (!ok)
+        return NULL;
     Py_DECREF(ok);
     koila__tape *t = koila__tape_current();
     koila_meta meta;
-    if (!t || koila__meta_of(real, &meta) < 0) return NULL;
+    if (!t || koila__meta_of(real, &meta) < 0)
+        return NULL;
     unsigned long axis = 0;
     const bool batched = axis_arg != Py_None;
     if (batched) {
         axis = PyLong_AsUnsignedLong(axis_arg);
-        if (PyErr_Occurred()) return NULL;
+        if (PyErr_Occurred())
+            return NULL;
         const koila_meta_info *m = koila_meta_get(koila__table, meta);
-        if (axis >= koila_graph_n_axes(t->graph) || dim >= m->n_dims || m->size[dim] != koila_graph_axis_size(t->graph, (uint16_t)axis))
-            return PyErr_SetString(PyExc_ValueError, "lazy_leaf(): the tensor has no such axis"), NULL;
+        if (axis >= koila_graph_n_axes(t->graph) || dim >= m->n_dims ||
+            m->size[dim] != koila_graph_axis_size(t->graph, (uint16_t)axis)) {
+            PyErr_SetString(PyExc_ValueError, "lazy_leaf(): the tensor has no such axis");
+            return NULL;
+        }
     }
-    const koila_value v = koila__tape_leaf_new(t, real, meta, batched ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, (uint16_t)axis, dim);
+    const koila_value v = koila__tape_leaf_new(
+        t, real, meta, batched ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, (uint16_t)axis, dim);
     koila__group *g = v == KOILA_NONE ? NULL : koila__group_new(t, v, meta);
-    if (!g) return NULL;
+    if (!g)
+        return NULL;
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
-    if (!w) return koila__group_free(g), NULL;
+    if (!w) {
+        koila__group_free(g);
+        return NULL;
+    }
     t->waiting = false;
-    if (batched) koila__factories_step(meta);
+    if (batched)
+        koila__factories_step(meta);
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
-    if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0)) Py_CLEAR(w);
+    if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0))
+        Py_CLEAR(w);
     Py_XDECREF(grad);
     return w;
 }
@@ -115,7 +155,10 @@ static PyObject *py_is_conjugated(PyObject *module, PyObject *o)
     return PyBool_FromLong(h && koila__chain_conjugated(h->chain));
 }
 
-static PyObject *py_is_lazy(PyObject *module, PyObject *o) { return PyBool_FromLong(koila__lazy_class && koila__is_lazy(o)); }
+static PyObject *py_is_lazy(PyObject *module, PyObject *o)
+{
+    return PyBool_FromLong(koila__lazy_class && koila__is_lazy(o));
+}
 
 static PyObject *py_concrete(PyObject *module, PyObject *o)
 {
@@ -126,7 +169,8 @@ static PyObject *py_concrete(PyObject *module, PyObject *o)
 static PyObject *py_concrete_all(PyObject *module, PyObject *seq)
 {
     PyObject *fast = PySequence_Fast(seq, "concrete_all() takes a sequence");
-    if (!fast) return NULL;
+    if (!fast)
+        return NULL;
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
     koila__handle **h = PyMem_Malloc((n + 1) * sizeof *h);
     PyObject *r = NULL;
@@ -135,8 +179,10 @@ static PyObject *py_concrete_all(PyObject *module, PyObject *seq)
         goto done;
     }
     for (Py_ssize_t i = 0; i < n; i++)
-        if (!(h[i] = handle_arg(PySequence_Fast_GET_ITEM(fast, i)))) goto done;
-    if (koila__concrete_many(h, (uint32_t)n) < 0) goto done;
+        if (!(h[i] = handle_arg(PySequence_Fast_GET_ITEM(fast, i))))
+            goto done;
+    if (koila__concrete_many(h, (uint32_t)n) < 0)
+        goto done;
     r = PyList_New(n);
     for (Py_ssize_t i = 0; r && i < n; i++) {
         PyObject *real = koila__concrete(h[i]);
@@ -155,9 +201,11 @@ done:
 static PyObject *py_handle_info(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
-    if (!h) return NULL;
+    if (!h)
+        return NULL;
     const koila_value v = koila__value_of(h);
-    if (v == KOILA_NONE) return NULL;
+    if (v == KOILA_NONE)
+        return NULL;
     return Py_BuildValue("Ok", h->group->tape, (unsigned long)v);
 }
 
@@ -170,7 +218,8 @@ static PyObject *py_tape_of(PyObject *module, PyObject *o)
 static PyObject *py_is_concrete(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
-    if (!h) return NULL;
+    if (!h)
+        return NULL;
     const koila_value v = koila__value_of(h);
     return v == KOILA_NONE ? NULL : PyBool_FromLong(h->group->tape->values[v].real != NULL);
 }
@@ -181,9 +230,11 @@ static PyObject *py_run(PyObject *module, PyObject *args)
     koila__tape *t;
     PyObject *seq;
     int commit = 0;
-    if (!PyArg_ParseTuple(args, "O!O|p", &koila__tape_type, &t, &seq, &commit)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!O|p", &koila__tape_type, &t, &seq, &commit))
+        return NULL;
     PyObject *fast = PySequence_Fast(seq, "run() takes a sequence of lazy tensors");
-    if (!fast) return NULL;
+    if (!fast)
+        return NULL;
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
     koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
     uint32_t m = 0;
@@ -195,8 +246,10 @@ static PyObject *py_run(PyObject *module, PyObject *args)
             h = NULL;
         }
         const koila_value value = h ? koila__value_of(h) : KOILA_NONE;
-        if (value == KOILA_NONE) rc = -1;
-        else if (!t->values[value].real) v[m++] = value;
+        if (value == KOILA_NONE)
+            rc = -1;
+        else if (!t->values[value].real)
+            v[m++] = value;
     }
     if (rc == 0 && (m || commit)) {
         rc = koila__run(t, v, m, commit);
@@ -204,23 +257,29 @@ static PyObject *py_run(PyObject *module, PyObject *args)
     }
     PyMem_Free(v);
     Py_DECREF(fast);
-    if (rc < 0) return NULL;
+    if (rc < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
-/* run_whole([lazy, ...]): by the simple executor, which checks that each call returns what was recorded; for tests */
+/* run_whole([lazy, ...]): by the simple executor, which checks that each call returns what was
+ * recorded; for tests */
 static PyObject *py_run_whole(PyObject *module, PyObject *seq)
 {
     PyObject *fast = PySequence_Fast(seq, "run_whole() takes a sequence of lazy tensors");
-    if (!fast) return NULL;
+    if (!fast)
+        return NULL;
     int rc = 0;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast) && rc == 0; i++) {
         koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
         const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
-        rc = v == KOILA_NONE ? -1 : h->group->tape->values[v].real ? 0 : koila__run_whole(h->group->tape, &v, 1);
+        rc = v == KOILA_NONE                  ? -1
+             : h->group->tape->values[v].real ? 0
+                                              : koila__run_whole(h->group->tape, &v, 1);
     }
     Py_DECREF(fast);
-    if (rc < 0) return NULL;
+    if (rc < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -228,28 +287,37 @@ static PyObject *py_run_whole(PyObject *module, PyObject *seq)
 static PyObject *py_effect(PyObject *module, PyObject *args)
 {
     PyObject *lazy, *real;
-    if (!PyArg_ParseTuple(args, "OO", &lazy, &real)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO", &lazy, &real))
+        return NULL;
     koila__handle *h = handle_arg(lazy);
     const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
-    if (v == KOILA_NONE || koila__tape_effect(h->group->tape, real, v) < 0) return NULL;
+    if (v == KOILA_NONE || koila__tape_effect(h->group->tape, real, v) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
-/* random(lazy, generator, state, words): the newest node of lazy's tape draws from the generator in this state, so many words an element (0: not known) */
+/* random(lazy, generator, state, words): the newest node of lazy's tape draws from the generator in
+ * this state, so many words an element (0: not known) */
 static PyObject *py_random(PyObject *module, PyObject *args)
 {
     PyObject *lazy, *generator, *state;
     unsigned words;
-    if (!PyArg_ParseTuple(args, "OOOI", &lazy, &generator, &state, &words)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOI", &lazy, &generator, &state, &words))
+        return NULL;
     koila__handle *h = handle_arg(lazy);
-    if (!h) return NULL;
+    if (!h)
+        return NULL;
     koila__tape *t = h->group->tape;
     const koila_value_info v = koila_value_get(t->graph, h->group->cur);
-    if (v.node == KOILA_NONE) return PyErr_SetString(PyExc_SystemError, "koila: no random node"), NULL;
+    if (v.node == KOILA_NONE) {
+        PyErr_SetString(PyExc_SystemError, "koila: no random node");
+        return NULL;
+    }
     PyObject *bytes = koila__state_bytes(state);
     const int status = bytes ? koila__tape_add_random(t, v.node, generator, bytes, words) : -1;
     Py_XDECREF(bytes);
-    if (status < 0) return NULL;
+    if (status < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -257,9 +325,12 @@ static PyObject *py_random(PyObject *module, PyObject *args)
 static PyObject *py_become(PyObject *module, PyObject *args)
 {
     PyObject *a, *b;
-    if (!PyArg_ParseTuple(args, "OO", &a, &b)) return NULL;
-    koila__handle *x = handle_arg(a), *y = x ? handle_arg(b) : NULL;
-    if (!y) return NULL;
+    if (!PyArg_ParseTuple(args, "OO", &a, &b))
+        return NULL;
+    koila__handle *x = handle_arg(a);
+    koila__handle *y = x ? handle_arg(b) : NULL;
+    if (!y)
+        return NULL;
     koila__tape *kept = x->group->tape;
     Py_INCREF(kept);
     koila__handle_move(x, y->group, y->chain, koila__value_of(y), y->meta, y->offset);
@@ -270,50 +341,66 @@ static PyObject *py_become(PyObject *module, PyObject *args)
 /* rewrap(lazy): after torch.utils.swap_tensors a handle lives in another wrapper */
 static PyObject *py_rewrap(PyObject *module, PyObject *o)
 {
-    if (koila__lazy_class && koila__is_lazy(o) && koila__handle_of(o)) koila__handle_of(o)->wrapper = o;
+    if (koila__lazy_class && koila__is_lazy(o) && koila__handle_of(o))
+        koila__handle_of(o)->wrapper = o;
     Py_RETURN_NONE;
 }
 
-/* stand_beside(lazy, other): in the order of age, that of group_wrappers, lazy is next to other from now on, older than it */
+/* stand_beside(lazy, other): in the order of age, that of group_wrappers, lazy is next to other
+ * from now on, older than it */
 static PyObject *py_stand_beside(PyObject *module, PyObject *args)
 {
     PyObject *a, *b;
-    if (!PyArg_ParseTuple(args, "OO:stand_beside", &a, &b)) return NULL;
-    koila__handle *x = handle_arg(a), *y = x ? handle_arg(b) : NULL;
-    if (!y) return NULL;
+    if (!PyArg_ParseTuple(args, "OO:stand_beside", &a, &b))
+        return NULL;
+    koila__handle *x = handle_arg(a);
+    koila__handle *y = x ? handle_arg(b) : NULL;
+    if (!y)
+        return NULL;
     koila__group *g = x->group;
-    if (g != y->group || x == y) Py_RETURN_NONE;
-    if (x->prev_in_group) x->prev_in_group->next_in_group = x->next_in_group;
-    else g->handles = x->next_in_group;
-    if (x->next_in_group) x->next_in_group->prev_in_group = x->prev_in_group;
+    if (g != y->group || x == y)
+        Py_RETURN_NONE;
+    if (x->prev_in_group)
+        x->prev_in_group->next_in_group = x->next_in_group;
+    else
+        g->handles = x->next_in_group;
+    if (x->next_in_group)
+        x->next_in_group->prev_in_group = x->prev_in_group;
     x->prev_in_group = y;
     x->next_in_group = y->next_in_group;
-    if (y->next_in_group) y->next_in_group->prev_in_group = x;
+    if (y->next_in_group)
+        y->next_in_group->prev_in_group = x;
     y->next_in_group = x;
     Py_RETURN_NONE;
 }
 
-/* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one of them lives) */
+/* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one
+ * of them lives) */
 static PyObject *py_group_info(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
-    if (!h) return NULL;
-    return Py_BuildValue("OIK", h->chain ? Py_True : Py_False, h->group->refs, (unsigned long long)(uintptr_t)h->group);
+    if (!h)
+        return NULL;
+    return Py_BuildValue("OIK", h->chain ? Py_True : Py_False, h->group->refs,
+                         (unsigned long long)(uintptr_t)h->group);
 }
 
-/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included], newest first */
+/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included], newest first
+ */
 static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
     PyObject *r = h ? PyList_New(0) : NULL;
     for (h = h ? h->group->handles : NULL; r && h; h = h->next_in_group)
-        if (h->wrapper && PyList_Append(r, h->wrapper) < 0) Py_CLEAR(r);
+        if (h->wrapper && PyList_Append(r, h->wrapper) < 0)
+            Py_CLEAR(r);
     return r;
 }
 
 static PyObject *py_memo_info(PyObject *module, PyObject *unused)
 {
-    return Py_BuildValue("{sIsI}", "calls", koila__memo_n(), "signatures", koila__table ? koila_table_n_sigs(koila__table) : 0);
+    return Py_BuildValue("{sIsI}", "calls", koila__memo_n(), "signatures",
+                         koila__table ? koila_table_n_sigs(koila__table) : 0);
 }
 
 static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
@@ -325,7 +412,8 @@ static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
 static PyObject *py_lines(PyObject *module, PyObject *on)
 {
     const int v = PyObject_IsTrue(on);
-    if (v < 0) return NULL;
+    if (v < 0)
+        return NULL;
     koila__lines_on = v;
     Py_RETURN_NONE;
 }
@@ -334,13 +422,16 @@ static PyObject *py_lines(PyObject *module, PyObject *on)
 static PyObject *py_leaves_on(PyObject *module, PyObject *args)
 { /* leaves_on(tape) → [(value id, real)], batch leaves too */
     koila__tape *t;
-    if (!PyArg_ParseTuple(args, "O!", &koila__tape_type, &t)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!", &koila__tape_type, &t))
+        return NULL;
     PyObject *r = PyList_New(0);
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; r && v < n; v++) {
-        if (!t->values[v].real || koila_value_get(t->graph, v).node != KOILA_NONE) continue;
+        if (!t->values[v].real || koila_value_get(t->graph, v).node != KOILA_NONE)
+            continue;
         PyObject *pair = Py_BuildValue("IO", v, t->values[v].real);
-        if (!pair || PyList_Append(r, pair) < 0) Py_CLEAR(r);
+        if (!pair || PyList_Append(r, pair) < 0)
+            Py_CLEAR(r);
         Py_XDECREF(pair);
     }
     return r;
@@ -351,44 +442,66 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
     koila__tape *t;
     unsigned v;
     PyObject *real;
-    if (!PyArg_ParseTuple(args, "O!IO", &koila__tape_type, &t, &v, &real)) return NULL;
-    if (v >= koila_graph_n_values(t->graph)) return PyErr_SetString(PyExc_IndexError, "no such value"), NULL;
-    for (uint32_t i = 0; i < t->n_leaf_slots; i++) /* never found again by the old object: its slot becomes one that no version matches */
-        if (t->leaves[i].real && t->leaves[i].value == v) t->leaves[i].version = UINT32_MAX;
+    if (!PyArg_ParseTuple(args, "O!IO", &koila__tape_type, &t, &v, &real))
+        return NULL;
+    if (v >= koila_graph_n_values(t->graph)) {
+        PyErr_SetString(PyExc_IndexError, "no such value");
+        return NULL;
+    }
+    /* never found again by the old object: its slot becomes one that no version matches */
+    for (uint32_t i = 0; i < t->n_leaf_slots; i++)
+        if (t->leaves[i].real && t->leaves[i].value == v)
+            t->leaves[i].version = UINT32_MAX;
     Py_INCREF(real);
     koila__tape_set_real(t, v, real);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    { "dispatch", (PyCFunction)(void (*)(void))koila__dispatch, METH_FASTCALL, "dispatch(func, types, args, kwargs): LazyTensor.__torch_dispatch__" },
-    { "find_rule", (PyCFunction)(void (*)(void))koila__find_rule, METH_FASTCALL, "find_rule(func, class): torch's find_torch_dispatch_rule, quick for LazyTensor" },
-    { "find_rules", koila__find_rules, METH_O, "find_rules(f): what find_rule asks for other classes" },
-    { "record", (PyCFunction)(void (*)(void))koila__py_record, METH_FASTCALL, "record(func, args, kwargs): the default path" },
-    { "setup", py_setup, METH_VARARGS, "setup(LazyTensor, whether C++ owners show as a Python reference)" },
-    { "wrapper_pair", py_wrapper_pair, METH_O, "wrapper_pair((dtype, device, sizes, strides, offset)) -> (by arguments, by parts or None)" },
-    { "learn_keys", py_learn_keys, METH_VARARGS, "learn_keys(lazy, keys, made, keys): of such a pair; whether they lie where they can be set" },
+    { "dispatch", (PyCFunction)(void (*)(void))koila__dispatch, METH_FASTCALL,
+      "dispatch(func, types, args, kwargs): LazyTensor.__torch_dispatch__" },
+    { "find_rule", (PyCFunction)(void (*)(void))koila__find_rule, METH_FASTCALL,
+      "find_rule(func, class): torch's find_torch_dispatch_rule, quick for LazyTensor" },
+    { "find_rules", koila__find_rules, METH_O,
+      "find_rules(f): what find_rule asks for other classes" },
+    { "record", (PyCFunction)(void (*)(void))koila__py_record, METH_FASTCALL,
+      "record(func, args, kwargs): the default path" },
+    { "setup", py_setup, METH_VARARGS,
+      "setup(LazyTensor, whether C++ owners show as a Python reference)" },
+    { "wrapper_pair", py_wrapper_pair, METH_O,
+      "wrapper_pair((dtype, device, sizes, strides, offset)) -> (by arguments, by parts or None)" },
+    { "learn_keys", py_learn_keys, METH_VARARGS,
+      "learn_keys(lazy, keys, made, keys): of such a pair; whether they lie where they can be "
+      "set" },
     { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> what it was" },
     { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one." },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },
     { "is_lazy", py_is_lazy, METH_O, "is_lazy(x)" },
-    { "is_conjugated", py_is_conjugated, METH_O, "is_conjugated(lazy): is it a conjugate view of its base?" },
+    { "is_conjugated", py_is_conjugated, METH_O,
+      "is_conjugated(lazy): is it a conjugate view of its base?" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },
-    { "concrete_all", py_concrete_all, METH_O, "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },
+    { "concrete_all", py_concrete_all, METH_O,
+      "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },
     { "is_concrete", py_is_concrete, METH_O, "is_concrete(lazy)" },
     { "handle_info", py_handle_info, METH_O, "handle_info(lazy) -> (tape, value id)" },
     { "tape_of", py_tape_of, METH_O, "tape_of(lazy)" },
     { "run", py_run, METH_VARARGS, "run(tape, [lazy, ...], commit_effects=False)" },
     { "run_whole", py_run_whole, METH_O, "run_whole([lazy, ...]): the reference executor" },
-    { "effect", py_effect, METH_VARARGS, "effect(lazy, real): after the step real's contents are lazy's" },
-    { "random", py_random, METH_VARARGS, "random(lazy, generator, state, words): the node that made lazy draws from a generator in this state" },
+    { "effect", py_effect, METH_VARARGS,
+      "effect(lazy, real): after the step real's contents are lazy's" },
+    { "random", py_random, METH_VARARGS,
+      "random(lazy, generator, state, words): the node that made lazy draws from a generator in "
+      "this state" },
     { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
-    { "stand_beside", py_stand_beside, METH_VARARGS, "stand_beside(lazy, other): as old as the other, of the same memory" },
+    { "stand_beside", py_stand_beside, METH_VARARGS,
+      "stand_beside(lazy, other): as old as the other, of the same memory" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
-    { "group_info", py_group_info, METH_O, "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
-    { "group_wrappers", py_group_wrappers, METH_O, "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
+    { "group_info", py_group_info, METH_O,
+      "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
+    { "group_wrappers", py_group_wrappers, METH_O,
+      "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
     { "leaves_on", py_leaves_on, METH_VARARGS, "leaves_on(tape) -> [(value id, tensor), ...]" },
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
@@ -399,8 +512,11 @@ static PyMethodDef methods[] = {
 
 int koila__module_add(PyObject *m)
 {
-    if (koila__arguments_init() < 0 || koila__source_line_init() < 0) return -1;
-    if (PyType_Ready(&koila__tape_type) < 0 || PyType_Ready(&koila__handle_type) < 0) return -1;
-    if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0) return -1;
+    if (koila__arguments_init() < 0 || koila__source_line_init() < 0)
+        return -1;
+    if (PyType_Ready(&koila__tape_type) < 0 || PyType_Ready(&koila__handle_type) < 0)
+        return -1;
+    if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0)
+        return -1;
     return PyModule_AddFunctions(m, methods) < 0 ? -1 : koila__factories_add(m);
 }

@@ -4,23 +4,34 @@
  *   for t in range(T):
  *       outputs[t] = step(...)               # lazy data
  *
- * A plain `outputs` would make what is written into it concrete at once, and all that follows would be whole. So while a step is open these four give a lazy factory,
- * as x.new_zeros() does: no data edge, made at the size of a slice when the step runs. Only for a call that could matter and that nobody else has a hand in; see open_here()
- * and make(). When in doubt the answer is the plain tensor.
+ * A plain `outputs` would make what is written into it concrete at once, and all that follows would
+ * be whole. So while a step is open these four give a lazy factory, as x.new_zeros() does: no data
+ * edge, made at the size of a slice when the step runs. Only for a call that could matter and that
+ * nobody else has a hand in; see open_here() and make(). When in doubt the answer is the plain
+ * tensor.
  *
- * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call and is seen by the modes of others. Another object at torch.zeros would
- * be unknown to all who keep tables of functions: Dynamo, TorchScript, torch.overrides, the constructors that torch.device() as a context changes; and whoever
- * wrote `from torch import zeros` would keep the old one. To turn the plain tensor into a lazy one when lazy data is written is too late: the dispatcher holds it. So
- * the function *object* stays, and so does its method definition, from which CPython computes its hash. What changes is its vectorcall pointer, by which CPython calls a function
- * if it has one, as torch's have not: it is ours while a step is open, see koila__factories_watch(). With a mode of functions active ours only passes the call on; the mode then
- * calls again, with the mode off and its device filled in.
+ * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call and is
+ * seen by the modes of others. Another object at torch.zeros would be unknown to all who keep
+ * tables of functions: Dynamo, TorchScript, torch.overrides, the constructors that torch.device()
+ * as a context changes; and whoever wrote `from torch import zeros` would keep the old one. To turn
+ * the plain tensor into a lazy one when lazy data is written is too late: the dispatcher holds it.
+ * So the function *object* stays, and so does its method definition, from which CPython computes
+ * its hash. What changes is its vectorcall pointer, by which CPython calls a function if it has
+ * one, as torch's have not: it is ours while a step is open, see koila__factories_watch(). With a
+ * mode of functions active ours only passes the call on; the mode then calls again, with the mode
+ * off and its device filled in.
  *
- * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot: take its pointer, share it with numpy, resize it. Then the tensor *settles*:
- * it gets real memory, in the same Python object, by torch's own `x.data = memory`, which leaves version counter, autograd and views as they are; views of it get the same
- * memory. What remains of the lazy tensor is its class. Torch still asks dispatch() first, which runs the operator on that memory (on_settled() in _settled.py). From then on
- * it is what it would have been without us: exact, and whole when lazy data is written into it. It also settles when something that is not lazy is written into it: a plain
- * tensor, or a number into a part without a batch dimension. `total += weights` and `mask[i, :n] = 1` in a loop over samples are known data, and nobody wants a node for each
- * sample. A number into a part with the batch, or a parameter (`outputs[0] = start`), is recorded.
+ * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot:
+ * take its pointer, share it with numpy, resize it. Then the tensor *settles*: it gets real memory,
+ * in the same Python object, by torch's own `x.data = memory`, which leaves version counter,
+ * autograd and views as they are; views of it get the same memory. What remains of the lazy tensor
+ * is its class. Torch still asks dispatch() first, which runs the operator on that memory
+ * (on_settled() in _settled.py). From then on it is what it would have been without us: exact, and
+ * whole when lazy data is written into it. It also settles when something that is not lazy is
+ * written into it: a plain tensor, or a number into a part without a batch dimension. `total +=
+ * weights` and `mask[i, :n] = 1` in a loop over samples are known data, and nobody wants a node for
+ * each sample. A number into a part with the batch, or a parameter (`outputs[0] = start`), is
+ * recorded.
  */
 #include "capture/capture.h"
 
@@ -33,12 +44,13 @@ enum { ZEROS, ONES, FULL, EMPTY, N_FACTORIES };
 uint32_t koila__n_factories;
 int koila__factories_held;
 
-static PyCFunctionObject *function[N_FACTORIES]; /* owned: torch.zeros, ...; NULL: not the kind we know, and left alone */
+/* owned: torch.zeros, ...; NULL: not the kind we know, and left alone */
+static PyCFunctionObject *function[N_FACTORIES];
 static vectorcallfunc ours[N_FACTORIES];
 static bool watching;
 
 static struct step { /* whose step is open */
-    uint64_t tape; /* uid */
+    uint64_t tape;   /* uid */
     unsigned long thread;
     pid_t process;
     uint32_t n_devices;
@@ -46,7 +58,8 @@ static struct step { /* whose step is open */
 } step;
 
 static struct torch_facts { /* owned */
-    PyObject *n_function_modes, *n_dispatch_modes, *is_excluded, *autograd_key, *tracing_state, *functorch_level, *default_dtype, *default_device, *strided, *device;
+    PyObject *n_function_modes, *n_dispatch_modes, *is_excluded, *autograd_key, *tracing_state,
+        *functorch_level, *default_dtype, *default_device, *strided, *device;
     PyObject *full, *empty_strided; /* operators */
     PyObject *current_cuda_device;
     char *libraries[2]; /* directories, with the last slash */
@@ -63,33 +76,43 @@ void koila__group_is_factory(koila__group *g, bool no_lazy_data)
 
 void koila__factories_watch(void)
 {
-    const bool on = koila__open && !koila__open->closed && koila__open->uid == step.tape && !koila__factories_held;
-    if (on == watching) return;
+    const bool on = koila__open && !koila__open->closed && koila__open->uid == step.tape &&
+                    !koila__factories_held;
+    if (on == watching)
+        return;
     watching = on;
     for (int k = 0; k < N_FACTORIES; k++)
-        if (function[k]) function[k]->vectorcall = on ? ours[k] : NULL;
+        if (function[k])
+            function[k]->vectorcall = on ? ours[k] : NULL;
 }
 
 void koila__factories_step(koila_meta batch)
 {
-    if (step.tape != koila__open->uid) step = (struct step){ .tape = koila__open->uid };
+    if (step.tape != koila__open->uid)
+        step = (struct step){ .tape = koila__open->uid };
     step.thread = PyThread_get_thread_ident();
     step.process = getpid();
     const uint16_t device = koila_meta_get(koila__table, batch)->device;
     uint32_t i = 0;
-    while (i < step.n_devices && step.devices[i] != device) i++;
-    if (i == step.n_devices && i < 8) step.devices[step.n_devices++] = device;
+    while (i < step.n_devices && step.devices[i] != device)
+        i++;
+    if (i == step.n_devices && i < 8)
+        step.devices[step.n_devices++] = device;
     koila__factories_watch();
 }
 
-/* Is there still something of the step that lazy data could come from? What is only a factory, or concrete, is not. */
+/* Is there still something of the step that lazy data could come from? What is only a factory, or
+ * concrete, is not. */
 static bool has_lazy_data(const koila__tape *t)
 {
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        if (h->group->no_lazy_data) continue;
-        if (h->value == KOILA_NONE || !t->values[h->value].real) return true;
+        if (h->group->no_lazy_data)
+            continue;
+        if (h->value == KOILA_NONE || !t->values[h->value].real)
+            return true;
         const koila_value_info v = koila_value_get(t->graph, h->group->cur);
-        if (v.node == KOILA_NONE && v.leaf_kind == KOILA_LEAF_BATCH) return true;
+        if (v.node == KOILA_NONE && v.leaf_kind == KOILA_LEAF_BATCH)
+            return true;
     }
     return false;
 }
@@ -110,33 +133,44 @@ static bool is_none(PyObject *f)
     return yes;
 }
 
-/* Does the program itself call? Torch's own code (parameters, optimizers, compilers, samplers) keeps its plain tensors, and so does ours. A mode only passes a call on. */
+/* Does the program itself call? Torch's own code (parameters, optimizers, compilers, samplers)
+ * keeps its plain tensors, and so does ours. A mode only passes a call on. */
 static bool program_calls(void)
 {
     PyFrameObject *f = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
     while (f) {
         PyCodeObject *code = PyFrame_GetCode(f);
-        const char *file = PyUnicode_AsUTF8(code->co_filename), *name = PyUnicode_AsUTF8(code->co_name);
+        const char *file = PyUnicode_AsUTF8(code->co_filename);
+        const char *name = PyUnicode_AsUTF8(code->co_name);
         const bool mode = name && !strcmp(name, "__torch_function__");
         bool yes = file && strncmp(file, "<eval_with_key>", 15); /* a graph that torch traced */
-        for (int i = 0; i < 2 && yes; i++) yes = strncmp(file, facts.libraries[i], strlen(facts.libraries[i])) != 0;
+        for (int i = 0; i < 2 && yes; i++)
+            yes = strncmp(file, facts.libraries[i], strlen(facts.libraries[i])) != 0;
         PyFrameObject *back = mode ? PyFrame_GetBack(f) : NULL;
         Py_DECREF(code);
         Py_DECREF(f);
-        if (!mode) return yes;
+        if (!mode)
+            return yes;
         f = back;
     }
     return false;
 }
 
-/* A step is open in this thread and process, and nobody else has a say in what the call gives: no mode, no vmap, no tracer; and we are not below autograd, inside an operator
- * that is written in Python. In inference mode a tensor is of another kind; evaluation keeps what it has. */
+/* A step is open in this thread and process, and nobody else has a say in what the call gives: no
+ * mode, no vmap, no tracer; and we are not below autograd, inside an operator that is written in
+ * Python. In inference mode a tensor is of another kind; evaluation keeps what it has. */
 static bool open_here(void)
 {
-    if (!koila__open || koila__open->closed || koila__open->uid != step.tape || koila__factories_held) return false;
-    if (step.thread != PyThread_get_thread_ident() || step.process != getpid() || koila__maybe_inference()) return false;
+    if (!koila__open || koila__open->closed || koila__open->uid != step.tape ||
+        koila__factories_held)
+        return false;
+    if (step.thread != PyThread_get_thread_ident() || step.process != getpid() ||
+        koila__maybe_inference())
+        return false;
     const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
-    if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) || !is_none(facts.tracing_state) || !is_none(facts.functorch_level)) return false;
+    if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) ||
+        !is_none(facts.tracing_state) || !is_none(facts.functorch_level))
+        return false;
     PyObject *excluded = PyObject_CallOneArg(facts.is_excluded, facts.autograd_key);
     const bool above = excluded == Py_False;
     Py_XDECREF(excluded);
@@ -153,11 +187,16 @@ typedef struct call {
 
 static bool read_size(PyObject *o, call *c)
 {
-    PyObject *i = PyLong_CheckExact(o) ? Py_NewRef(o) : koila__is_tensor(o) ? NULL : PyNumber_Index(o); /* a tensor would have to be computed */
-    if (!i) return false;
+    /* a tensor would have to be computed */
+    PyObject *i = PyLong_CheckExact(o)  ? Py_NewRef(o)
+                  : koila__is_tensor(o) ? NULL
+                                        : PyNumber_Index(o);
+    if (!i)
+        return false;
     const long long n = c->n_dims < KOILA_MAX_DIMS ? PyLong_AsLongLong(i) : 0;
     Py_DECREF(i);
-    if (n > 0) c->size[c->n_dims++] = n;
+    if (n > 0)
+        c->size[c->n_dims++] = n;
     return n > 0; /* nothing to slice, or an error for torch to raise */
 }
 
@@ -171,27 +210,43 @@ static bool read_call(int k, PyObject *args, PyObject *kwargs, call *c)
     PyObject *name, *value;
     while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
         const char *key = PyUnicode_AsUTF8(name);
-        if (!key) return false;
+        if (!key)
+            return false;
         const bool none = value == Py_None, off = none || value == Py_False;
-        if (!strcmp(key, "dtype")) c->dtype = none ? NULL : value;
-        else if (!strcmp(key, "device")) c->device = none ? NULL : value;
-        else if (!strcmp(key, "size")) size = value;
-        else if (!strcmp(key, "fill_value") && k == FULL) c->fill = value;
-        else if ((!strcmp(key, "requires_grad") || !strcmp(key, "pin_memory")) && off) continue;
-        else if ((!strcmp(key, "out") || !strcmp(key, "names") || !strcmp(key, "memory_format")) && none) continue;
-        else if (!strcmp(key, "layout") && (none || value == facts.strided)) continue;
-        else return false;
+        if (!strcmp(key, "dtype"))
+            c->dtype = none ? NULL : value;
+        else if (!strcmp(key, "device"))
+            c->device = none ? NULL : value;
+        else if (!strcmp(key, "size"))
+            size = value;
+        else if (!strcmp(key, "fill_value") && k == FULL)
+            c->fill = value;
+        else if ((!strcmp(key, "requires_grad") || !strcmp(key, "pin_memory")) && off)
+            continue;
+        else if ((!strcmp(key, "out") || !strcmp(key, "names") || !strcmp(key, "memory_format")) &&
+                 none)
+            continue;
+        else if (!strcmp(key, "layout") && (none || value == facts.strided))
+            continue;
+        else
+            return false;
     }
-    if (n && size) return false;
-    if (n) size = PyTuple_GET_ITEM(args, 0);
+    if (n && size)
+        return false;
+    if (n)
+        size = PyTuple_GET_ITEM(args, 0);
     if (k == FULL) {
-        if (n > 2 || (n == 2 && c->fill)) return false;
-        if (n == 2) c->fill = PyTuple_GET_ITEM(args, 1);
+        if (n > 2 || (n == 2 && c->fill))
+            return false;
+        if (n == 2)
+            c->fill = PyTuple_GET_ITEM(args, 1);
     }
     const bool listed = size && (PyTuple_Check(size) || PyList_Check(size));
-    if (!size || (!listed && k == FULL) || (listed && k != FULL && n > 1)) return false;
+    if (!size || (!listed && k == FULL) || (listed && k != FULL && n > 1))
+        return false;
     for (Py_ssize_t i = 0; i < (listed ? PySequence_Fast_GET_SIZE(size) : n); i++)
-        if (!read_size(listed ? PySequence_Fast_GET_ITEM(size, i) : PyTuple_GET_ITEM(args, i), c)) return false;
+        if (!read_size(listed ? PySequence_Fast_GET_ITEM(size, i) : PyTuple_GET_ITEM(args, i), c))
+            return false;
     return true;
 }
 
@@ -200,19 +255,26 @@ static bool has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims
 {
     for (uint16_t a = 0; a < koila_graph_n_axes(t->graph); a++)
         for (uint32_t d = 0; d < n_dims; d++)
-            if (size[d] > 1 && size[d] == koila_graph_axis_size(t->graph, a)) return true;
+            if (size[d] > 1 && size[d] == koila_graph_axis_size(t->graph, a))
+                return true;
     return false;
 }
 
-/* The dtype that torch would choose, and whether it can surely hold the value, for out of range is torch's error to raise. -1: not one of ours. */
+/* The dtype that torch would choose, and whether it can surely hold the value, for out of range is
+ * torch's error to raise. -1: not one of ours. */
 static int dtype_of(const call *c)
 {
     int d;
     double x = 0.0;
-    const bool is_bool = c->fill && PyBool_Check(c->fill), is_int = c->fill && PyLong_CheckExact(c->fill), is_float = c->fill && PyFloat_CheckExact(c->fill);
-    if (c->fill && !is_bool && !is_int && !is_float) return -1; /* complex, or a tensor */
-    if (is_int || is_float) x = PyFloat_AsDouble(c->fill);
-    if (PyErr_Occurred()) return -1;
+    const bool is_bool = c->fill && PyBool_Check(c->fill);
+    const bool is_int = c->fill && PyLong_CheckExact(c->fill);
+    const bool is_float = c->fill && PyFloat_CheckExact(c->fill);
+    if (c->fill && !is_bool && !is_int && !is_float)
+        return -1; /* complex, or a tensor */
+    if (is_int || is_float)
+        x = PyFloat_AsDouble(c->fill);
+    if (PyErr_Occurred())
+        return -1;
     if (c->dtype) {
         d = koila__dtype_of(c->dtype);
     } else if (is_bool) {
@@ -225,34 +287,53 @@ static int dtype_of(const call *c)
         Py_XDECREF(o);
     }
     switch (d) {
-    case KOILA_DTYPE_F64: case KOILA_DTYPE_C128: return d;
-    case KOILA_DTYPE_F32: case KOILA_DTYPE_BF16: case KOILA_DTYPE_C64: return isfinite(x) && fabs(x) > 3.3e38 ? -1 : d;
-    case KOILA_DTYPE_F16: return isfinite(x) && fabs(x) > 65504.0 ? -1 : d;
-    case KOILA_DTYPE_I64: return is_float || fabs(x) > 9e15 ? -1 : d;
-    case KOILA_DTYPE_I32: return is_float || fabs(x) > 2147483647.0 ? -1 : d;
-    case KOILA_DTYPE_I16: case KOILA_DTYPE_I8: return is_float || fabs(x) > 127.0 ? -1 : d;
-    case KOILA_DTYPE_U8: return is_float || x < 0.0 || x > 255.0 ? -1 : d;
-    case KOILA_DTYPE_BOOL: return is_float || is_int ? -1 : d;
-    default: return -1;
+    case KOILA_DTYPE_F64:
+    case KOILA_DTYPE_C128:
+        return d;
+    case KOILA_DTYPE_F32:
+    case KOILA_DTYPE_BF16:
+    case KOILA_DTYPE_C64:
+        return isfinite(x) && fabs(x) > 3.3e38 ? -1 : d;
+    case KOILA_DTYPE_F16:
+        return isfinite(x) && fabs(x) > 65504.0 ? -1 : d;
+    case KOILA_DTYPE_I64:
+        return is_float || fabs(x) > 9e15 ? -1 : d;
+    case KOILA_DTYPE_I32:
+        return is_float || fabs(x) > 2147483647.0 ? -1 : d;
+    case KOILA_DTYPE_I16:
+    case KOILA_DTYPE_I8:
+        return is_float || fabs(x) > 127.0 ? -1 : d;
+    case KOILA_DTYPE_U8:
+        return is_float || x < 0.0 || x > 255.0 ? -1 : d;
+    case KOILA_DTYPE_BOOL:
+        return is_float || is_int ? -1 : d;
+    default:
+        return -1;
     }
 }
 
 /* Where torch would put it, if the batch is there too; a new reference, or NULL. */
 static PyObject *device_of(const call *c)
 {
-    PyObject *given = c->device ? Py_NewRef(c->device) : facts.default_device == Py_None ? PyUnicode_FromString("cpu") : PyObject_CallNoArgs(facts.default_device);
-    PyObject *o = given ? PyObject_CallOneArg(facts.device, given) : NULL, *index = o ? PyObject_GetAttrString(o, "index") : NULL;
+    PyObject *given = c->device                         ? Py_NewRef(c->device)
+                      : facts.default_device == Py_None ? PyUnicode_FromString("cpu")
+                                                        : PyObject_CallNoArgs(facts.default_device);
+    PyObject *o = given ? PyObject_CallOneArg(facts.device, given) : NULL;
+    PyObject *index = o ? PyObject_GetAttrString(o, "index") : NULL;
     uint16_t device = UINT16_MAX;
     bool here = false;
     Py_XDECREF(given);
     if (index && koila__device_of(o, &device) == 0) {
         if (index == Py_None && device >> 8 == 1) { /* "cuda" is the current one */
-            PyObject *i = facts.current_cuda_device == Py_None ? NULL : PyObject_CallNoArgs(facts.current_cuda_device);
+            PyObject *i = facts.current_cuda_device == Py_None
+                              ? NULL
+                              : PyObject_CallNoArgs(facts.current_cuda_device);
             const long n = i ? PyLong_AsLong(i) : -1;
             device = n >= 0 && n < 255 ? (uint16_t)(0x100 + n) : UINT16_MAX;
             Py_XDECREF(i);
         }
-        for (uint32_t i = 0; i < step.n_devices; i++) here |= step.devices[i] == device;
+        for (uint32_t i = 0; i < step.n_devices; i++)
+            here |= step.devices[i] == device;
     }
     Py_XDECREF(o);
     Py_XDECREF(index);
@@ -263,22 +344,34 @@ static PyObject *device_of(const call *c)
 static PyObject *make(int k, PyObject *args, PyObject *kwargs)
 {
     call c;
-    if (!koila__open || !read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) || !has_batch(koila__open, c.size, c.n_dims) || !open_here()) return NULL;
+    if (!koila__open || !read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) ||
+        !has_batch(koila__open, c.size, c.n_dims) || !open_here())
+        return NULL;
     const int dtype = dtype_of(&c);
-    PyObject *device = dtype < 0 ? NULL : device_of(&c), *r = NULL;
-    if (!device) return NULL;
-    PyObject *size = PyList_New(c.n_dims), *stride = PyList_New(c.n_dims), *a = NULL;
-    PyObject *kw = Py_BuildValue("{sOsO}", "dtype", koila__dtype_object((koila_dtype)dtype), "device", device);
+    PyObject *device = dtype < 0 ? NULL : device_of(&c);
+    PyObject *r = NULL;
+    if (!device)
+        return NULL;
+    PyObject *size = PyList_New(c.n_dims);
+    PyObject *stride = PyList_New(c.n_dims);
+    PyObject *a = NULL;
+    PyObject *kw =
+        Py_BuildValue("{sOsO}", "dtype", koila__dtype_object((koila_dtype)dtype), "device", device);
     int64_t step_of = 1;
     for (uint32_t d = c.n_dims; d-- && size && stride;) {
         PyList_SET_ITEM(size, d, PyLong_FromLongLong(c.size[d]));
         PyList_SET_ITEM(stride, d, PyLong_FromLongLong(step_of));
-        if (__builtin_mul_overflow(step_of, c.size[d], &step_of)) goto done;
+        if (__builtin_mul_overflow(step_of, c.size[d], &step_of))
+            goto done;
     }
-    if (PyErr_Occurred() || !size || !stride || !kw) goto done;
-    a = k == EMPTY ? PyTuple_Pack(2, size, stride) : k == FULL ? PyTuple_Pack(2, size, c.fill) : Py_BuildValue("(Oi)", size, k == ONES);
+    if (PyErr_Occurred() || !size || !stride || !kw)
+        goto done;
+    a = k == EMPTY  ? PyTuple_Pack(2, size, stride)
+        : k == FULL ? PyTuple_Pack(2, size, c.fill)
+                    : Py_BuildValue("(Oi)", size, k == ONES);
     r = a ? koila__record(k == EMPTY ? facts.empty_strided : facts.full, a, kw) : NULL;
-    if (r && koila__is_lazy(r)) koila__group_is_factory(koila__handle_of(r)->group, true);
+    if (r && koila__is_lazy(r))
+        koila__group_is_factory(koila__handle_of(r)->group, true);
 done:
     Py_XDECREF(size);
     Py_XDECREF(stride);
@@ -290,29 +383,49 @@ done:
 
 static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObject *names)
 {
-    const Py_ssize_t n = PyVectorcall_NARGS(n_values), n_names = names ? PyTuple_GET_SIZE(names) : 0;
-    PyObject *args = PyTuple_New(n), *kwargs = n_names ? PyDict_New() : NULL, *r = NULL;
-    if (!args || (n_names && !kwargs)) goto done;
-    for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(values[i]));
+    const Py_ssize_t n = PyVectorcall_NARGS(n_values);
+    const Py_ssize_t n_names = names ? PyTuple_GET_SIZE(names) : 0;
+    PyObject *args = PyTuple_New(n);
+    PyObject *kwargs = n_names ? PyDict_New() : NULL;
+    PyObject *r = NULL;
+    if (!args || (n_names && !kwargs))
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++)
+        PyTuple_SET_ITEM(args, i, Py_NewRef(values[i]));
     for (Py_ssize_t i = 0; i < n_names; i++)
-        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0) goto done;
+        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0)
+            goto done;
     if (watching) {
         r = make(k, args, kwargs);
-        if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))) goto done;
+        if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
+            goto done;
         PyErr_Clear(); /* whatever it is, torch says it better */
     }
     PyObject *f = (PyObject *)function[k];
-    r = ((PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f))(PyCFunction_GET_SELF(f), args, kwargs);
+    r = ((PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f))(
+        PyCFunction_GET_SELF(f), args, kwargs);
 done:
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     return r;
 }
 
-static PyObject *zeros(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(ZEROS, values, n, names); }
-static PyObject *ones(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(ONES, values, n, names); }
-static PyObject *full(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(FULL, values, n, names); }
-static PyObject *empty(PyObject *f, PyObject *const *values, size_t n, PyObject *names) { return called(EMPTY, values, n, names); }
+static PyObject *zeros(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
+{
+    return called(ZEROS, values, n, names);
+}
+static PyObject *ones(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
+{
+    return called(ONES, values, n, names);
+}
+static PyObject *full(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
+{
+    return called(FULL, values, n, names);
+}
+static PyObject *empty(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
+{
+    return called(EMPTY, values, n, names);
+}
 
 /* ---- settling: see the Note */
 
@@ -324,7 +437,9 @@ static PyObject *contents(koila__group *g, bool *fresh)
     if (!t->values[v].real && info.node != KOILA_NONE) {
         const koila_sig sig = koila_node_get(t->graph, info.node).sig;
         if (koila_sig_get(koila__table, sig)->n_inputs == 0) { /* as it was made */
-            PyObject *f = koila__helper("enter_modes"), *modes = f ? PyObject_CallNoArgs(f) : NULL, *out = NULL;
+            PyObject *f = koila__helper("enter_modes");
+            PyObject *modes = f ? PyObject_CallNoArgs(f) : NULL;
+            PyObject *out = NULL;
             const int rc = modes ? koila__call(sig, NULL, NULL, NULL, &out) : -1;
             Py_XDECREF(f);
             Py_XDECREF(modes);
@@ -336,7 +451,8 @@ static PyObject *contents(koila__group *g, bool *fresh)
     if (!t->values[v].real) {
         const int rc = koila__run(t, &v, 1, false);
         t->ran = true;
-        if (rc < 0) return NULL;
+        if (rc < 0)
+            return NULL;
     }
     return Py_XNewRef(t->values[v].real);
 }
@@ -344,40 +460,58 @@ static PyObject *contents(koila__group *g, bool *fresh)
 /* 1: `o` is a plain tensor now, 0: it cannot be, -1 with an exception. */
 static int settle(PyObject *o)
 {
-    if (koila__is_settled(o)) return 1;
+    if (koila__is_settled(o))
+        return 1;
     koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-    if (!h || !h->group->factory) return 0;
+    if (!h || !h->group->factory)
+        return 0;
     koila__group *g = h->group;
     koila__tape *t = g->tape;
     Py_INCREF(t);
     g->refs++; /* it stays while its wrappers leave */
     bool fresh = false;
-    PyObject *base = contents(g, &fresh), *meta = base ? koila__meta_object(g->meta) : NULL, *wrappers = meta ? PyList_New(0) : NULL, *places = wrappers ? PyList_New(0) : NULL;
-    PyObject *f = NULL, *views = NULL, *alias = koila__helper("alias_of");
+    PyObject *base = contents(g, &fresh);
+    PyObject *meta = base ? koila__meta_object(g->meta) : NULL;
+    PyObject *wrappers = meta ? PyList_New(0) : NULL;
+    PyObject *places = wrappers ? PyList_New(0) : NULL;
+    PyObject *f = NULL;
+    PyObject *views = NULL;
+    PyObject *alias = koila__helper("alias_of");
     int rc = -1;
     const int collecting = PyGC_Disable();
     for (h = places && alias ? g->handles : NULL; h; h = h->next_in_group) {
         PyObject *m = koila__meta_object(h->meta);
-        PyObject *place = m ? Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3), (long long)h->offset) : NULL;
-        const int bad = !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
+        PyObject *place = m ? Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
+                                            (long long)h->offset)
+                            : NULL;
+        const int bad =
+            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
         Py_XDECREF(m);
         Py_XDECREF(place);
-        if (bad) goto done;
+        if (bad)
+            goto done;
     }
     f = places && alias ? koila__helper("settled_views") : NULL;
-    views = f ? PyObject_CallFunctionObjArgs(f, base, meta, fresh ? Py_True : Py_False, places, NULL) : NULL;
-    if (!views) goto done;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) { /* the last thing that can fail is the first assignment */
-        PyObject *w = PyList_GET_ITEM(wrappers, i), *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
+    views =
+        f ? PyObject_CallFunctionObjArgs(f, base, meta, fresh ? Py_True : Py_False, places, NULL)
+          : NULL;
+    if (!views)
+        goto done;
+    /* the last thing that can fail is the first assignment */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
+        PyObject *w = PyList_GET_ITEM(wrappers, i);
+        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
         PyObject *plain = ok ? PyObject_CallOneArg(alias, w) : NULL;
         Py_XDECREF(ok);
-        if (!plain) goto done;
+        if (!plain)
+            goto done;
         koila__handle_settle(koila__handle_of(w), plain);
         Py_DECREF(plain);
     }
     rc = 1;
 done:
-    if (collecting) PyGC_Enable();
+    if (collecting)
+        PyGC_Enable();
     Py_XDECREF(base);
     Py_XDECREF(meta);
     Py_XDECREF(wrappers);
@@ -385,7 +519,8 @@ done:
     Py_XDECREF(f);
     Py_XDECREF(views);
     Py_XDECREF(alias);
-    if (--g->refs == 0) koila__group_free(g);
+    if (--g->refs == 0)
+        koila__group_free(g);
     Py_DECREF(t);
     return rc;
 }
@@ -409,44 +544,61 @@ typedef struct met {
 static void look(met *m, PyObject *o, bool written)
 {
     if (PyList_Check(o) || PyTuple_Check(o)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++) look(m, PySequence_Fast_GET_ITEM(o, i), written);
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++)
+            look(m, PySequence_Fast_GET_ITEM(o, i), written);
         return;
     }
-    if (!koila__has_slot(o)) return;
+    if (!koila__has_slot(o))
+        return;
     const koila__handle *h = koila__handle_of(o);
-    if (!h) return;
-    if (!h->group) m->settled = true;
-    else if (!h->group->no_lazy_data) m->lazy_data |= !written;
-    else if (written && m->n_written < 16) m->written[m->n_written++] = o;
-    else m->n_factories++;
+    if (!h)
+        return;
+    if (!h->group)
+        m->settled = true;
+    else if (!h->group->no_lazy_data)
+        m->lazy_data |= !written;
+    else if (written && m->n_written < 16)
+        m->written[m->n_written++] = o;
+    else
+        m->n_factories++;
 }
 
-static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
+static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObject *args,
+                         PyObject *kwargs)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) look(m, PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        look(m, PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
     Py_ssize_t at = 0;
     PyObject *name, *value;
-    while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
 }
 
-/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known data may write that data next, and a recorded read would be out of date. */
+/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known
+ * data may write that data next, and a recorded read would be out of date. */
 static bool reads_known_data(PyObject *o, bool written)
 {
     if (PyList_Check(o) || PyTuple_Check(o)) {
         bool yes = false;
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o) && !yes; i++) yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o) && !yes; i++)
+            yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
         return yes;
     }
-    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o)) return false;
+    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o))
+        return false;
     koila_meta m;
-    if (koila__meta_of(o, &m) < 0) return PyErr_Clear(), true;
+    if (koila__meta_of(o, &m) < 0) {
+        PyErr_Clear();
+        return true;
+    }
     return koila_meta_get(koila__table, m)->n_dims > 0;
 }
 
 static bool call_reads_known_data(uint64_t written, PyObject *args)
 {
     bool yes = false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !yes; i++) yes = reads_known_data(PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !yes; i++)
+        yes = reads_known_data(PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
     return yes;
 }
 
@@ -456,13 +608,17 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
     look_at_call(&m, written, written_kw, args, kwargs);
     for (uint32_t i = 0; i < m.n_written; i++) {
         const koila__handle *h = koila__handle_of(m.written[i]);
-        if (!h->group) continue; /* settled with the one before */
+        if (!h->group)
+            continue; /* settled with the one before */
         const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
         if (m.lazy_data) {
             h->group->no_lazy_data = false;
         } else if (!requires_grad(m.written[i]) &&
-                   (h->group->tape->closed || !has_batch(h->group->tape, view->size, view->n_dims) || call_reads_known_data(written, args))) {
-            if (settle(m.written[i]) < 0) return -1;
+                   (h->group->tape->closed ||
+                    !has_batch(h->group->tape, view->size, view->n_dims) ||
+                    call_reads_known_data(written, args))) {
+            if (settle(m.written[i]) < 0)
+                return -1;
             m.settled = true;
         }
     }
@@ -475,12 +631,15 @@ void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
     const bool many = PyTuple_Check(result) || PyList_Check(result);
     met m = { 0 };
     look_at_call(&m, 0, NULL, args, kwargs);
-    if (m.lazy_data || !m.n_factories) return;
+    if (m.lazy_data || !m.n_factories)
+        return;
     for (Py_ssize_t i = 0; i < (many ? PySequence_Fast_GET_SIZE(result) : 1); i++) {
         PyObject *o = many ? PySequence_Fast_GET_ITEM(result, i) : result;
-        if (!koila__has_slot(o) || !koila__is_lazy(o)) continue;
+        if (!koila__has_slot(o) || !koila__is_lazy(o))
+            continue;
         koila__group *g = koila__handle_of(o)->group;
-        if (!g->factory) koila__group_is_factory(g, true);
+        if (!g->factory)
+            koila__group_is_factory(g, true);
     }
 }
 
@@ -493,24 +652,35 @@ static PyObject *py_settle(PyObject *module, PyObject *o)
 }
 
 /* settled(x): the plain tensor that a settled one is, or None */
-static PyObject *py_settled(PyObject *module, PyObject *o) { return Py_NewRef(koila__is_settled(o) ? koila__handle_of(o)->wrapper : Py_None); }
+static PyObject *py_settled(PyObject *module, PyObject *o)
+{
+    return Py_NewRef(koila__is_settled(o) ? koila__handle_of(o)->wrapper : Py_None);
+}
 
 /* resettle(x, plain): its memory or its layout is another one now */
 static PyObject *py_resettle(PyObject *module, PyObject *args)
 {
     PyObject *o, *plain;
-    if (!PyArg_ParseTuple(args, "OO", &o, &plain)) return NULL;
-    if (!koila__is_settled(o)) return PyErr_SetString(PyExc_TypeError, "expected a settled tensor"), NULL;
+    if (!PyArg_ParseTuple(args, "OO", &o, &plain))
+        return NULL;
+    if (!koila__is_settled(o)) {
+        PyErr_SetString(PyExc_TypeError, "expected a settled tensor");
+        return NULL;
+    }
     koila__handle_settle(koila__handle_of(o), plain);
     Py_RETURN_NONE;
 }
 
-static PyObject *py_is_factory(PyObject *module, PyObject *o) { return PyBool_FromLong(koila__is_lazy(o) && koila__handle_of(o)->group->factory); }
+static PyObject *py_is_factory(PyObject *module, PyObject *o)
+{
+    return PyBool_FromLong(koila__is_lazy(o) && koila__handle_of(o)->group->factory);
+}
 
 static PyObject *py_hold_factories(PyObject *module, PyObject *on)
 {
     const int more = PyObject_IsTrue(on);
-    if (more < 0) return NULL;
+    if (more < 0)
+        return NULL;
     koila__factories_held += more ? 1 : -1;
     koila__factories_watch();
     Py_RETURN_NONE;
@@ -519,14 +689,16 @@ static PyObject *py_hold_factories(PyObject *module, PyObject *on)
 static PyObject *py_watching(PyObject *module, PyObject *unused)
 {
     bool there = false;
-    for (int k = 0; k < N_FACTORIES; k++) there |= function[k] && function[k]->vectorcall;
+    for (int k = 0; k < N_FACTORIES; k++)
+        there |= function[k] && function[k]->vectorcall;
     return PyBool_FromLong(there);
 }
 
 static char *directory_of(PyObject *module)
 { /* "/a/torch/" of a package, as its code objects name it; PyMem */
     PyObject *file = PyObject_GetAttrString(module, "__file__");
-    const char *text = file ? PyUnicode_AsUTF8(file) : NULL, *last = text ? strrchr(text, '/') : NULL;
+    const char *text = file ? PyUnicode_AsUTF8(file) : NULL;
+    const char *last = text ? strrchr(text, '/') : NULL;
     char *r = last ? PyMem_Malloc((size_t)(last - text) + 2) : NULL;
     if (r) {
         memcpy(r, text, (size_t)(last - text) + 1);
@@ -560,15 +732,28 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 {
     static const char *const names[N_FACTORIES] = { "zeros", "ones", "full", "empty" };
     static const vectorcallfunc functions[N_FACTORIES] = { zeros, ones, full, empty };
-    PyObject *torch = PyImport_ImportModule("torch"), *koila = torch ? PyImport_ImportModule("koila") : NULL;
-    if (!koila || facts.device) goto done;
-    const struct { PyObject **to; const char *path; bool optional; } wanted[] = {
-        { &facts.n_function_modes, "_C._len_torch_function_stack", false }, { &facts.n_dispatch_modes, "_C._len_torch_dispatch_stack", false },
-        { &facts.is_excluded, "_C._dispatch_tls_is_dispatch_key_excluded", false }, { &facts.autograd_key, "_C.DispatchKey.AutogradFunctionality", false },
-        { &facts.tracing_state, "_C._get_tracing_state", false }, { &facts.functorch_level, "_C._functorch.maybe_current_level", false },
-        { &facts.default_dtype, "get_default_dtype", false }, { &facts.default_device, "_C._get_default_device", true }, { &facts.strided, "strided", false },
-        { &facts.full, "ops.aten.full.default", false }, { &facts.empty_strided, "ops.aten.empty_strided.default", false },
-        { &facts.current_cuda_device, "cuda.current_device", true }, { &facts.device, "device", false },
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *koila = torch ? PyImport_ImportModule("koila") : NULL;
+    if (!koila || facts.device)
+        goto done;
+    const struct {
+        PyObject **to;
+        const char *path;
+        bool optional;
+    } wanted[] = {
+        { &facts.n_function_modes, "_C._len_torch_function_stack", false },
+        { &facts.n_dispatch_modes, "_C._len_torch_dispatch_stack", false },
+        { &facts.is_excluded, "_C._dispatch_tls_is_dispatch_key_excluded", false },
+        { &facts.autograd_key, "_C.DispatchKey.AutogradFunctionality", false },
+        { &facts.tracing_state, "_C._get_tracing_state", false },
+        { &facts.functorch_level, "_C._functorch.maybe_current_level", false },
+        { &facts.default_dtype, "get_default_dtype", false },
+        { &facts.default_device, "_C._get_default_device", true },
+        { &facts.strided, "strided", false },
+        { &facts.full, "ops.aten.full.default", false },
+        { &facts.empty_strided, "ops.aten.empty_strided.default", false },
+        { &facts.current_cuda_device, "cuda.current_device", true },
+        { &facts.device, "device", false },
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         if (!(*wanted[i].to = path_of(torch, wanted[i].path, wanted[i].optional))) {
@@ -583,8 +768,11 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
     }
     for (int k = 0; k < N_FACTORIES; k++) {
         PyObject *f = PyObject_GetAttrString(torch, names[k]);
-        if (!f) PyErr_Clear();
-        else if (PyCFunction_CheckExact(f) && (PyCFunction_GET_FLAGS(f) & ~METH_STATIC) == (METH_VARARGS | METH_KEYWORDS) && !((PyCFunctionObject *)f)->vectorcall) {
+        if (!f)
+            PyErr_Clear();
+        else if (PyCFunction_CheckExact(f) &&
+                 (PyCFunction_GET_FLAGS(f) & ~METH_STATIC) == (METH_VARARGS | METH_KEYWORDS) &&
+                 !((PyCFunctionObject *)f)->vectorcall) {
             function[k] = (PyCFunctionObject *)Py_NewRef(f);
             ours[k] = functions[k];
         }
@@ -593,16 +781,21 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 done:
     Py_XDECREF(torch);
     Py_XDECREF(koila);
-    if (PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred())
+        return NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    { "settle", py_settle, METH_O, "settle(x): a factory and its views become plain tensors, in place; is x one now?" },
-    { "settled", py_settled, METH_O, "settled(x): the plain tensor that a settled one is, or None" },
-    { "resettle", py_resettle, METH_VARARGS, "resettle(x, plain): after its memory or layout changed" },
+    { "settle", py_settle, METH_O,
+      "settle(x): a factory and its views become plain tensors, in place; is x one now?" },
+    { "settled", py_settled, METH_O,
+      "settled(x): the plain tensor that a settled one is, or None" },
+    { "resettle", py_resettle, METH_VARARGS,
+      "resettle(x, plain): after its memory or layout changed" },
     { "is_factory", py_is_factory, METH_O, "is_factory(x): may it settle?" },
-    { "hold_factories", py_hold_factories, METH_O, "hold_factories(on): while on, torch.zeros and its like make plain tensors" },
+    { "hold_factories", py_hold_factories, METH_O,
+      "hold_factories(on): while on, torch.zeros and its like make plain tensors" },
     { "watching_factories", py_watching, METH_NOARGS, "Are torch.zeros and its like ours now?" },
     { "factories_setup", py_factories_setup, METH_NOARGS, "Learn torch's functions; once." },
     { 0 },

@@ -1,8 +1,8 @@
 /* handle.c — the Value in a LazyTensor's slot, and what it stands for.
  *
- *   class Value:                   # one per wrapper, owned by the wrapper's slot `_v`, dies with it
- *       group, chain               # which storage, and which view of it
- *       value                      # what it was at group.gen
+ *   class Value:                   # one per wrapper, owned by the wrapper's slot `_v`, dies with
+ *                                  it group, chain               # which storage, and which view of
+ *                                  it value                      # what it was at group.gen
  */
 #include "capture/capture.h"
 
@@ -18,19 +18,25 @@ static void link_value(koila__handle *h, koila_value v)
     h->value = v;
     h->prev_of_value = NULL;
     h->next_of_value = NULL;
-    if (v == KOILA_NONE) return;
+    if (v == KOILA_NONE)
+        return;
     tape_value *tv = &h->group->tape->values[v];
     h->next_of_value = tv->handle;
-    if (tv->handle) tv->handle->prev_of_value = h;
+    if (tv->handle)
+        tv->handle->prev_of_value = h;
     tv->handle = h;
 }
 
 static void unlink_value(koila__handle *h)
 {
-    if (h->value == KOILA_NONE) return;
-    if (h->prev_of_value) h->prev_of_value->next_of_value = h->next_of_value;
-    else h->group->tape->values[h->value].handle = h->next_of_value;
-    if (h->next_of_value) h->next_of_value->prev_of_value = h->prev_of_value;
+    if (h->value == KOILA_NONE)
+        return;
+    if (h->prev_of_value)
+        h->prev_of_value->next_of_value = h->next_of_value;
+    else
+        h->group->tape->values[h->value].handle = h->next_of_value;
+    if (h->next_of_value)
+        h->next_of_value->prev_of_value = h->prev_of_value;
     h->value = KOILA_NONE;
     h->next_of_value = h->prev_of_value = NULL;
 }
@@ -41,10 +47,12 @@ void koila__handle_set_value(koila__handle *h, koila_value v)
     link_value(h, v);
 }
 
-static void attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset)
+static void attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                   koila_meta meta, int64_t offset)
 {
     g->refs++;
-    if (c) c->refs++;
+    if (c)
+        c->refs++;
     h->group = g;
     h->chain = c;
     h->gen = g->gen;
@@ -52,30 +60,39 @@ static void attach(koila__handle *h, koila__group *g, koila__chain *c, koila_val
     h->offset = offset;
     h->prev_in_group = NULL;
     h->next_in_group = g->handles;
-    if (g->handles) g->handles->prev_in_group = h;
+    if (g->handles)
+        g->handles->prev_in_group = h;
     g->handles = h;
     koila__tape *t = g->tape;
     h->prev_in_tape = NULL;
     h->next_in_tape = t->handles;
-    if (t->handles) t->handles->prev_in_tape = h;
+    if (t->handles)
+        t->handles->prev_in_tape = h;
     t->handles = h;
     t->n_handles++;
     koila__n_handles++;
     link_value(h, v);
 }
 
-/* Leave group, tape and value. Returns the group to free, if it was the last. Runs no Python code. */
+/* Leave group, tape and value. Returns the group to free, if it was the last. Runs no Python code.
+ */
 static koila__group *detach(koila__handle *h)
 {
     koila__group *g = h->group;
     koila__tape *t = g->tape;
     unlink_value(h);
-    if (h->prev_in_group) h->prev_in_group->next_in_group = h->next_in_group;
-    else g->handles = h->next_in_group;
-    if (h->next_in_group) h->next_in_group->prev_in_group = h->prev_in_group;
-    if (h->prev_in_tape) h->prev_in_tape->next_in_tape = h->next_in_tape;
-    else t->handles = h->next_in_tape;
-    if (h->next_in_tape) h->next_in_tape->prev_in_tape = h->prev_in_tape;
+    if (h->prev_in_group)
+        h->prev_in_group->next_in_group = h->next_in_group;
+    else
+        g->handles = h->next_in_group;
+    if (h->next_in_group)
+        h->next_in_group->prev_in_group = h->prev_in_group;
+    if (h->prev_in_tape)
+        h->prev_in_tape->next_in_tape = h->next_in_tape;
+    else
+        t->handles = h->next_in_tape;
+    if (h->next_in_tape)
+        h->next_in_tape->prev_in_tape = h->prev_in_tape;
     t->n_handles--;
     koila__n_handles--;
     koila__chain_release(h->chain);
@@ -85,9 +102,13 @@ static koila__group *detach(koila__handle *h)
 }
 
 static void settle(koila__tape *t)
-{ /* nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note [Effects] in tape.c */
-    if (t->n_handles || !t->n_effects) return;
-    if (t->failed || t->planned) { /* a step that failed, or was only planned, changes nothing outside */
+/* nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note
+ * [Effects] in tape.c */
+{
+    if (t->n_handles || !t->n_effects)
+        return;
+    /* a step that failed, or was only planned, changes nothing outside */
+    if (t->failed || t->planned) {
         Py_INCREF(t);
         koila__tape_give_up(t);
         Py_DECREF(t);
@@ -104,15 +125,19 @@ static void settle(koila__tape *t)
             Py_CLEAR(error);
             Py_CLEAR(said);
             Py_CLEAR(where);
-            if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
-                                 "koila: a training-mode forward pass was left without backward, and what it was computed from has been written since: its running statistics (%u) "
-                                 "stay as they were",
-                                 t->n_effects) == 0)
+            if (PyErr_WarnFormat(
+                    PyExc_RuntimeWarning, 1,
+                    "koila: a training-mode forward pass was left without backward, and what it "
+                    "was computed from has been written since: its running statistics (%u) "
+                    "stay as they were",
+                    t->n_effects) == 0)
                 koila__tape_give_up(t);
         }
         Py_XDECREF(stale);
-        if (error) PyErr_Restore(error, said, where);
-        if (PyErr_Occurred()) PyErr_WriteUnraisable((PyObject *)t);
+        if (error)
+            PyErr_Restore(error, said, where);
+        if (PyErr_Occurred())
+            PyErr_WriteUnraisable((PyObject *)t);
     }
     Py_DECREF(t);
     PyErr_Restore(type, value, trace);
@@ -123,10 +148,14 @@ static void leave(koila__handle *h)
     koila__tape *t = h->group->tape;
     Py_INCREF(t);
     koila__group *last = detach(h);
-    if (last) koila__group_free(last);
-    if (t->n_effects) settle(t);
-    if (t->closed && t->n_handles < 16) koila__tape_let_go(t);
-    if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t) { /* nothing of it can be asked for: the next lazy() opens a new one */
+    if (last)
+        koila__group_free(last);
+    if (t->n_effects)
+        settle(t);
+    if (t->closed && t->n_handles < 16)
+        koila__tape_let_go(t);
+    /* nothing of it can be asked for: the next lazy() opens a new one */
+    if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t) {
         koila__open = NULL;
         Py_DECREF(t);
         koila__factories_watch();
@@ -142,8 +171,10 @@ static void handle_dealloc(koila__handle *h)
         koila__n_settled--;
         Py_CLEAR(h->wrapper);
     }
-    if (n_free < FREELIST) freelist[n_free++] = h;
-    else PyObject_Free(h);
+    if (n_free < FREELIST)
+        freelist[n_free++] = h;
+    else
+        PyObject_Free(h);
 }
 
 void koila__handle_settle(koila__handle *h, PyObject *plain)
@@ -156,15 +187,19 @@ void koila__handle_settle(koila__handle *h, PyObject *plain)
     Py_XSETREF(h->wrapper, Py_NewRef(plain));
 }
 
-void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset)
+void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                        koila_meta meta, int64_t offset)
 {
-    if (c) c->refs++; /* both may be what we leave */
+    if (c)
+        c->refs++; /* both may be what we leave */
     g->refs++;
     koila__group *last = detach(h);
     g->refs--;
     attach(h, g, c, v, meta, offset);
-    if (c) c->refs--;
-    if (last) koila__group_free(last);
+    if (c)
+        c->refs--;
+    if (last)
+        koila__group_free(last);
 }
 
 PyTypeObject koila__handle_type = {
@@ -175,12 +210,17 @@ PyTypeObject koila__handle_type = {
     .tp_doc = "What a LazyTensor stands for: a value of a tape.",
 };
 
-PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta, int64_t offset)
+PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
+                             int64_t offset)
 {
     PyObject *w = koila__wrapper_alone(meta, offset);
-    if (!w) return NULL;
+    if (!w)
+        return NULL;
     koila__handle *h = n_free ? freelist[--n_free] : PyObject_Malloc(sizeof *h);
-    if (!h) return Py_DECREF(w), PyErr_NoMemory();
+    if (!h) {
+        Py_DECREF(w);
+        return PyErr_NoMemory();
+    }
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
     attach(h, g, c, v, meta, offset);
@@ -193,7 +233,10 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta)
 {
     koila__group *g = PyObject_Malloc(sizeof *g);
-    if (!g) return PyErr_NoMemory(), NULL;
+    if (!g) {
+        PyErr_NoMemory();
+        return NULL;
+    }
     Py_INCREF(t);
     *g = (koila__group){ .tape = t, .cur = base, .meta = meta, .gen = 1 };
     return g;
@@ -207,12 +250,23 @@ void koila__group_free(koila__group *g)
     Py_DECREF(t);
 }
 
-koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta, int64_t offset, uint32_t gen, koila_value v)
+koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
+                               int64_t offset, uint32_t gen, koila_value v)
 {
     koila__chain *c = PyObject_Malloc(sizeof *c);
-    if (!c) return PyErr_NoMemory(), NULL;
-    if (parent) parent->refs++;
-    *c = (koila__chain){ .n_links = parent ? parent->n_links + 1 : 1, .parent = parent, .link = link, .meta = meta, .offset = offset, .memo_gen = gen, .memo = v };
+    if (!c) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (parent)
+        parent->refs++;
+    *c = (koila__chain){ .n_links = parent ? parent->n_links + 1 : 1,
+                         .parent = parent,
+                         .link = link,
+                         .meta = meta,
+                         .offset = offset,
+                         .memo_gen = gen,
+                         .memo = v };
     return c;
 }
 
@@ -220,8 +274,10 @@ bool koila__chain_conjugated(const koila__chain *c)
 {
     bool odd = false;
     for (; c; c = c->parent) {
-        const char *name = koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op);
-        if (strcmp(name, "aten::view_as_complex") == 0 || strcmp(name, "aten::view_as_real") == 0) break;
+        const char *name =
+            koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op);
+        if (strcmp(name, "aten::view_as_complex") == 0 || strcmp(name, "aten::view_as_real") == 0)
+            break;
         odd ^= strcmp(name, "aten::_conj") == 0;
     }
     return odd;

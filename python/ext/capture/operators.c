@@ -1,4 +1,5 @@
-/* operators.c — what is known of each operator: found by the address of its OpOverload, described once by Python (_capture.describe). */
+/* operators.c — what is known of each operator: found by the address of its OpOverload, described
+ * once by Python (_capture.describe). */
 #include "capture/record.h"
 
 op_info *koila__op_slots[KOILA__OP_SLOTS];
@@ -10,21 +11,28 @@ static int remember_object(koila_op id, PyObject *func)
     if (id >= n_op_objects) {
         const uint32_t n = (id + 1) * 2;
         PyObject **p = PyMem_Realloc(op_objects, n * sizeof *p);
-        if (!p) return PyErr_NoMemory(), -1;
+        if (!p) {
+            PyErr_NoMemory();
+            return -1;
+        }
         memset(p + n_op_objects, 0, (n - n_op_objects) * sizeof *p);
         op_objects = p;
         n_op_objects = n;
     }
-    if (!op_objects[id]) op_objects[id] = Py_NewRef(func);
+    if (!op_objects[id])
+        op_objects[id] = Py_NewRef(func);
     return 0;
 }
 
 PyObject *koila__op_object(koila_op op)
 {
-    if (op < n_op_objects && op_objects[op]) return op_objects[op];
-    PyObject *name = PyUnicode_FromString(koila_op_name(koila__table, op)), *func = name ? koila__ask("op_by_name", name, NULL, NULL) : NULL;
+    if (op < n_op_objects && op_objects[op])
+        return op_objects[op];
+    PyObject *name = PyUnicode_FromString(koila_op_name(koila__table, op));
+    PyObject *func = name ? koila__ask("op_by_name", name, NULL, NULL) : NULL;
     Py_XDECREF(name);
-    if (!func) return NULL;
+    if (!func)
+        return NULL;
     const int rc = remember_object(op, func);
     Py_DECREF(func);
     return rc < 0 ? NULL : op_objects[op];
@@ -33,7 +41,8 @@ PyObject *koila__op_object(koila_op op)
 op_info *koila__op_describe(PyObject *func)
 {
     PyObject *d = koila__ask("describe", func, NULL, NULL);
-    if (!d) return NULL;
+    if (!d)
+        return NULL;
     op_info *op = PyMem_Calloc(1, sizeof *op);
     const char *name;
     unsigned flags, kind, result_kind;
@@ -44,14 +53,17 @@ op_info *koila__op_describe(PyObject *func)
         PyErr_NoMemory();
         goto fail;
     }
-    if (!PyArg_ParseTuple(d, "sIIKO!O!IppOO", &name, &flags, &kind, &written, &PyTuple_Type, &kw, &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise,
-                          &handler, &rules)) goto fail;
+    if (!PyArg_ParseTuple(d, "sIIKO!O!IppOO", &name, &flags, &kind, &written, &PyTuple_Type, &kw,
+                          &PyTuple_Type, &source, &result_kind, &overwrites, &elementwise, &handler,
+                          &rules))
+        goto fail;
     const koila_status s = koila_table_op(koila__table, name, flags, &op->id);
     if (s) {
         koila__raise(s);
         goto fail;
     }
-    if (remember_object(op->id, func) < 0) goto fail;
+    if (remember_object(op->id, func) < 0)
+        goto fail;
     op->kind = (uint8_t)kind;
     op->result_kind = (uint8_t)result_kind;
     op->is_view = (flags & KOILA_OP_VIEW) && kind != STRIDED;
@@ -59,7 +71,8 @@ op_info *koila__op_describe(PyObject *func)
     op->elementwise = elementwise;
     op->written = written;
     op->n_results = (uint8_t)PyTuple_GET_SIZE(source);
-    for (int i = 0; i < op->n_results && i < 8; i++) op->source[i] = (int8_t)PyLong_AsLong(PyTuple_GET_ITEM(source, i));
+    for (int i = 0; i < op->n_results && i < 8; i++)
+        op->source[i] = (int8_t)PyLong_AsLong(PyTuple_GET_ITEM(source, i));
     op->written_kw = Py_NewRef(kw);
     op->handler = handler == Py_None ? NULL : Py_NewRef(handler);
     op->rules = Py_NewRef(rules);
@@ -75,15 +88,21 @@ fail:
     return NULL;
 }
 
-/* For each call torch asks a registry, in Python, whether somebody has registered a function for (operator, class) that is to be called in place of the class' dispatch.
- * For our class the answer is looked up here, in the registry's own dict. */
-static PyObject *find_in_registry; /* owned: torch._library.simple_registry.find_torch_dispatch_rule */
+/* For each call torch asks a registry, in Python, whether somebody has registered a function for
+ * (operator, class) that is to be called in place of the class' dispatch. For our class the answer
+ * is looked up here, in the registry's own dict. */
+/* owned: torch._library.simple_registry.find_torch_dispatch_rule */
+static PyObject *find_in_registry;
 
 PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n)
 {
-    if (n != 2 || !find_in_registry) return PyErr_SetString(PyExc_TypeError, "find_rule(operator, class)"), NULL;
+    if (n != 2 || !find_in_registry) {
+        PyErr_SetString(PyExc_TypeError, "find_rule(operator, class)");
+        return NULL;
+    }
     op_info *op = a[1] == (PyObject *)koila__lazy_class ? koila__op_find(a[0]) : NULL;
-    if (!op || !PyDict_Check(op->rules)) return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
+    if (!op || !PyDict_Check(op->rules))
+        return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
     PyObject *rule = PyDict_GetItemWithError(op->rules, a[1]);
     return rule || !PyErr_Occurred() ? Py_NewRef(rule ? rule : Py_None) : NULL;
 }
@@ -98,7 +117,8 @@ int koila__op_sources(koila_op id, const int8_t **source)
 {
     PyObject *func = koila__op_object(id);
     const op_info *op = func ? koila__op_of(func) : NULL;
-    if (!op) return -1;
+    if (!op)
+        return -1;
     *source = op->source;
     return op->n_results;
 }

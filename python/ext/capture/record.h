@@ -1,14 +1,19 @@
-/* record.h — one call on its way to a node: what operators.c, arguments.c, memo.c and capture.c share.
+/* record.h — one call on its way to a node: what operators.c, arguments.c, memo.c and capture.c
+ * share.
  *
  *   op_info      what is known of an operator                      operators.c
  *   call_walk    the call's arguments: tokens and tensors          arguments.c
  *   memo_entry   its signature and what its results look like      memo.c
  *
  * Note [Kinds]. What an operator is, is decided once, in Python (_capture.describe):
- *   PLAIN    fresh results                          SAME     detach, alias: the same value, another wrapper
- *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the base
- *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into a call without tensors
- *   INDEX    plain, unless a mask or row numbers    SPECIAL  a Python function decides (data-dependent, composite, random, ...)
+ *   PLAIN    fresh results                          SAME     detach, alias: the same value, another
+ *            wrapper
+ *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the
+ *            base
+ *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into
+ *            a call without tensors
+ *   INDEX    plain, unless a mask or row numbers    SPECIAL  a Python function decides
+ *            (data-dependent, composite, random, ...)
  */
 #ifndef KOILA_EXT_RECORD_H
 #define KOILA_EXT_RECORD_H
@@ -22,15 +27,17 @@ typedef struct op_info {
     PyObject *func; /* owned OpOverload; the key */
     koila_op id;
     uint8_t kind, result_kind, overwrites;
-    bool is_view;            /* also of a SPECIAL one, when its handler records it */
-    bool elementwise;        /* each element written depends on the same element of each argument only */
-    uint64_t written;        /* bit i: positional argument i is written */
-    PyObject *written_kw;    /* owned tuple of names */
-    int8_t source[8];        /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
-    uint8_t n_results;       /* of the schema; a list counts as one */
-    PyObject *handler;       /* owned; SPECIAL and INDEX */
-    PyObject *rules;         /* owned dict class → function, or None: see koila__find_rule() */
-    struct op_info *next;    /* with the same hash */
+    bool is_view; /* also of a SPECIAL one, when its handler records it */
+    /* each element written depends on the same element of each argument only */
+    bool elementwise;
+    uint64_t written;     /* bit i: positional argument i is written */
+    PyObject *written_kw; /* owned tuple of names */
+    /* result j is argument source[j]; -1: fresh; -2 - k: keyword written_kw[k] */
+    int8_t source[8];
+    uint8_t n_results;    /* of the schema; a list counts as one */
+    PyObject *handler;    /* owned; SPECIAL and INDEX */
+    PyObject *rules;      /* owned dict class → function, or None: see koila__find_rule() */
+    struct op_info *next; /* with the same hash */
 } op_info;
 
 #define KOILA__OP_SLOTS 4096
@@ -39,7 +46,8 @@ op_info *koila__op_describe(PyObject *func); /* asks Python, once; NULL + error 
 static inline op_info *koila__op_find(const PyObject *func)
 {
     op_info *op = koila__op_slots[(uint32_t)((uintptr_t)func >> 4) & (KOILA__OP_SLOTS - 1)];
-    while (op && op->func != func) op = op->next;
+    while (op && op->func != func)
+        op = op->next;
     return op;
 }
 
@@ -49,7 +57,8 @@ static inline op_info *koila__op_of(PyObject *func)
     return op ? op : koila__op_describe(func);
 }
 
-PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n); /* of the module, as koila__find_rules */
+/* of the module, as koila__find_rules */
+PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n);
 PyObject *koila__find_rules(PyObject *module, PyObject *f);
 
 /* ---- arguments.c */
@@ -57,8 +66,8 @@ PyObject *koila__find_rules(PyObject *module, PyObject *f);
 #define KOILA__N_INPUTS 64
 
 typedef struct call_input {
-    PyObject *object;  /* borrowed from the arguments */
-    koila__handle *h;  /* of a lazy one, else NULL */
+    PyObject *object; /* borrowed from the arguments */
+    koila__handle *h; /* of a lazy one, else NULL */
     koila_value value;
     uint32_t token;
     bool written;
@@ -70,8 +79,10 @@ typedef struct call_walk {
     uint32_t n_tok, cap_tok, n_in, cap_in, n_lazy, n_pos, n_kw, n_written, n_written_real;
     bool writing; /* the argument being walked is written */
     koila__tape *tape;
-    PyObject *instead; /* owned: set by koila__memo_miss() without an exception: call this in place of recording */
-    /* from here on not set until used: cleared for every call, this would cost more than the rest of the walk */
+    /* owned: set by koila__memo_miss() without an exception: call this in place of recording */
+    PyObject *instead;
+    /* from here on not set until used: cleared for every call, this would cost more than the rest
+     * of the walk */
     uint32_t kw[32];
     koila_arg tok_inline[KOILA__N_TOKENS];
     call_input in_inline[KOILA__N_INPUTS];
@@ -79,7 +90,8 @@ typedef struct call_walk {
 
 void koila__walk_init(call_walk *w);
 void koila__walk_deinit(call_walk *w);
-koila_arg *koila__walk_push(call_walk *w, uint8_t kind); /* one more token, all zero but its kind; NULL + error */
+/* one more token, all zero but its kind; NULL + error */
+koila_arg *koila__walk_push(call_walk *w, uint8_t kind);
 int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs);
 int koila__arguments_init(void);
 
@@ -95,19 +107,24 @@ typedef struct memo_entry {
     uint32_t n_key, n_results;
     koila_sig sig;
     uint8_t result_kind;
-    bool no_inputs;    /* a factory: the node reads nothing */
-    bool no_node;      /* every result is a constant */
-    PyObject *fill;    /* owned (func, args after self, kwargs) to write a fresh factory with, or NULL */
+    bool no_inputs; /* a factory: the node reads nothing */
+    bool no_node;   /* every result is a constant */
+    /* owned (func, args after self, kwargs) to write a fresh factory with, or NULL */
+    PyObject *fill;
     memo_result *results; /* fresh ones only */
     koila_arg key[];
 } memo_entry;
 
-/* The key: tokens, keyword names, chains of written arguments, operator and grad mode. When all inputs have their values. Appends to w->tok; w->n_tok stays. */
+/* The key: tokens, keyword names, chains of written arguments, operator and grad mode. When all
+ * inputs have their values. Appends to w->tok; w->n_tok stays. */
 int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key);
 uint64_t koila__memo_hash(const koila_arg *key, uint32_t n);
-memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash); /* borrowed, until Python runs: that may clear the memo */
-/* A call never seen: ask Python what it gives. Owned by the memo. NULL + error, or without one: w->instead. */
-memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs, bool grad, uint32_t n_key, uint64_t hash);
+/* borrowed, until Python runs: that may clear the memo */
+memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash);
+/* A call never seen: ask Python what it gives. Owned by the memo. NULL + error, or without one:
+ * w->instead. */
+memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
+                             bool grad, uint32_t n_key, uint64_t hash);
 uint32_t koila__memo_n(void);
 void koila__memo_clear(void);
 
@@ -116,7 +133,8 @@ extern int koila__lines_on;
 int koila__source_line_init(void);
 
 /* ---- capture.c */
-PyObject *koila__dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n); /* of the module, as koila__py_record */
+/* of the module, as koila__py_record */
+PyObject *koila__dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n);
 PyObject *koila__py_record(PyObject *module, PyObject *const *a, Py_ssize_t n);
 
 #endif

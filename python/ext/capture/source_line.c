@@ -1,15 +1,17 @@
-/* source_line.c — which line of the user's records now: the nearest frame that is not torch's, koila's or without a file. */
+/* source_line.c — which line of the user's records now: the nearest frame that is not torch's,
+ * koila's or without a file. */
 #include "memlab/credit.h"
 #include "capture/record.h"
 
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 
 int koila__lines_on = 1;
-static PyObject *line_files; /* dict code object → None (library) or file name; keeps the code objects alive */
+/* dict code object → None (library) or file name; keeps the code objects alive */
+static PyObject *line_files;
 #define LINE_SLOTS 8192
 static struct line_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
-    uint64_t tape; /* uid, for addresses are reused: whose graph gave `id` */
+    uint64_t tape;      /* uid, for addresses are reused: whose graph gave `id` */
     int lasti;
     uint32_t line, id;
 } line_slots[LINE_SLOTS];
@@ -21,7 +23,8 @@ static struct code_slot {
 static const char *file_of(PyCodeObject *code, bool *failed)
 {
     struct code_slot *s = &code_slots[((uintptr_t)code >> 5) & (LINE_SLOTS - 1)];
-    if (s->code == code) return s->file;
+    if (s->code == code)
+        return s->file;
     PyObject *file = PyDict_GetItemWithError(line_files, (PyObject *)code);
     if (!file) {
         PyObject *f = PyErr_Occurred() ? NULL : koila__helper("user_file");
@@ -35,7 +38,10 @@ static const char *file_of(PyCodeObject *code, bool *failed)
         }
         Py_DECREF(answer);
         file = PyDict_GetItem(line_files, (PyObject *)code);
-        if (!file) return *failed = true, NULL;
+        if (!file) {
+            *failed = true;
+            return NULL;
+        }
     }
     s->code = code;
     s->file = file == Py_None ? NULL : PyUnicode_AsUTF8(file);
@@ -45,10 +51,14 @@ static const char *file_of(PyCodeObject *code, bool *failed)
 uint32_t koila__line_now(koila__tape *t)
 {
     koila_graph *g = t->graph;
-    if (koila__lines_enabled) koila__nodes_captured(t->uid, koila_graph_n_nodes(g)); /* for koila.memlab; the node comes next */
-    if (!koila__lines_on) return KOILA_NONE;
+    /* for koila.memlab; the node comes next */
+    if (koila__lines_enabled)
+        koila__nodes_captured(t->uid, koila_graph_n_nodes(g));
+    if (!koila__lines_on)
+        return KOILA_NONE;
     PyFrameObject *f = PyEval_GetFrame();
-    if (!f) return KOILA_NONE;
+    if (!f)
+        return KOILA_NONE;
     Py_INCREF(f);
     uint32_t id = KOILA_NONE;
     for (int depth = 0; f && depth < 64; depth++) {
@@ -56,22 +66,27 @@ uint32_t koila__line_now(koila__tape *t)
         Py_DECREF(code); /* the frame keeps it */
         bool failed = false;
         const char *file = file_of(code, &failed);
-        if (failed) break;
+        if (failed)
+            break;
         if (file) {
 #if PY_VERSION_HEX >= 0x030b0000
             const int lasti = PyFrame_GetLasti(f);
 #else
             const int lasti = -PyFrame_GetLineNumber(f) - 1;
 #endif
-            struct line_slot *s = &line_slots[(((uintptr_t)code >> 5) * 31 + (unsigned)lasti) & (LINE_SLOTS - 1)];
+            struct line_slot *s =
+                &line_slots[(((uintptr_t)code >> 5) * 31 + (unsigned)lasti) & (LINE_SLOTS - 1)];
             const bool known = s->code == code && s->lasti == lasti;
             if (known && s->tape == t->uid) {
                 id = s->id;
                 break;
             }
-            const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f); /* which walks the table of lines from its start */
-            if (koila_graph_line(g, file, line, &id) == KOILA_OK) *s = (struct line_slot){ code, t->uid, lasti, line, id };
-            else id = KOILA_NONE;
+            /* which walks the table of lines from its start */
+            const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f);
+            if (koila_graph_line(g, file, line, &id) == KOILA_OK)
+                *s = (struct line_slot){ code, t->uid, lasti, line, id };
+            else
+                id = KOILA_NONE;
             break;
         }
         PyFrameObject *back = PyFrame_GetBack(f);

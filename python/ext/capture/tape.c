@@ -1,11 +1,14 @@
-/* tape.c — one recorded step: the graph, the real tensors behind its leaves, and what must still happen to tensors outside.
+/* tape.c — one recorded step: the graph, the real tensors behind its leaves, and what must still
+ * happen to tensors outside.
  *
- * Note [Leaves]. A real tensor met on the way is a leaf, found again by (object, `_version`): after an in-place write it is a new leaf, and the
- * old one is stale, which the executor finds by comparing versions. A write that goes through us (lazy data into a real tensor, `t.data = ...`)
+ * Note [Leaves]. A real tensor met on the way is a leaf, found again by (object, `_version`): after
+ * an in-place write it is a new leaf, and the old one is stale, which the executor finds by
+ * comparing versions. A write that goes through us (lazy data into a real tensor, `t.data = ...`)
  * first gives the recorded leaf its own copy, so that earlier reads keep the old contents.
  *
- * Note [Effects]. BatchNorm's running statistics are outputs of the step that must land in real buffers, exactly once. They are kept as (real, value);
- * a later read of the buffer inside the tape reads the value. The run that ends the step writes them. If nobody asks for anything any more,
+ * Note [Effects]. BatchNorm's running statistics are outputs of the step that must land in real
+ * buffers, exactly once. They are kept as (real, value); a later read of the buffer inside the tape
+ * reads the value. The run that ends the step writes them. If nobody asks for anything any more,
  * the last dying handle settles them.
  */
 #include "capture/capture.h"
@@ -19,12 +22,14 @@ koila__tape *koila__tapes;
 koila__tape *koila__tape_new(void)
 {
     koila__tape *t = PyObject_New(koila__tape, &koila__tape_type);
-    if (!t) return NULL;
+    if (!t)
+        return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
     t->planned = koila__is_planning();
     t->next_tape = koila__tapes;
-    if (koila__tapes) koila__tapes->prev_tape = t;
+    if (koila__tapes)
+        koila__tapes->prev_tape = t;
     koila__tapes = t;
     const koila_status s = koila_graph_new(koila__table, NULL, &t->graph);
     if (s) {
@@ -38,17 +43,22 @@ koila__tape *koila__tape_new(void)
 int koila__tape_reserve(koila__tape *t)
 {
     const uint32_t n = koila_graph_n_values(t->graph);
-    if (n <= t->n_values_alloc) return 0;
+    if (n <= t->n_values_alloc)
+        return 0;
     const uint32_t want = n < 8 ? 8 : n < 64 ? 256 : n * 2; /* small for islands */
     tape_value *v = PyMem_Realloc(t->values, want * sizeof *v);
-    if (!v) return PyErr_NoMemory(), -1;
+    if (!v) {
+        PyErr_NoMemory();
+        return -1;
+    }
     memset(v + t->n_values_alloc, 0, (want - t->n_values_alloc) * sizeof *v);
     t->values = v;
     t->n_values_alloc = want;
     return 0;
 }
 
-/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die: losses kept in a list must not keep their batches. */
+/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die:
+ * losses kept in a list must not keep their batches. */
 static int compact_closed(void)
 {
     for (koila__tape *t = koila__tapes; t;) {
@@ -61,25 +71,32 @@ static int compact_closed(void)
         const int rc = koila__compact(t);
         koila__tape *next = t->next_tape;
         Py_DECREF(t);
-        if (rc < 0) return -1;
-        t = next ? koila__tapes : NULL; /* others may have died with it: from the start; compacted ones are passed over */
+        if (rc < 0)
+            return -1;
+        /* others may have died with it: from the start; compacted ones are passed over */
+        t = next ? koila__tapes : NULL;
     }
     return 0;
 }
 
 koila__tape *koila__tape_current(void)
 {
-    if (koila__open && !koila__open->closed) return koila__open;
+    if (koila__open && !koila__open->closed)
+        return koila__open;
     koila__tape *t = koila__tape_new();
-    if (!t) return NULL;
+    if (!t)
+        return NULL;
     koila__tape *old = koila__open;
     koila__open = t;
     Py_XDECREF(old);
-    if (compact_closed() < 0) return NULL;
+    if (compact_closed() < 0)
+        return NULL;
     return koila__open;
 }
 
-#define MAX_LAZY_CALLS 16 /* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to its end */
+/* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to
+ * its end */
+#define MAX_LAZY_CALLS 16
 
 static bool graph_waits(koila__tape *t)
 { /* may a backward come that needs what is recorded here? */
@@ -89,19 +106,25 @@ static bool graph_waits(koila__tape *t)
         PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
         waits = r == Py_True;
         Py_XDECREF(r);
-        if (!r) PyErr_Clear();
+        if (!r)
+            PyErr_Clear();
     }
-    if (collecting) PyGC_Enable();
+    if (collecting)
+        PyGC_Enable();
     return waits;
 }
 
-/* The tape for a new lazy(). Several calls join one step; but when no backward can come, what the user still holds of the work before is made now, in one run. */
+/* The tape for a new lazy(). Several calls join one step; but when no backward can come, what the
+ * user still holds of the work before is made now, in one run. */
 koila__tape *koila__tape_for_lazy(void)
 {
     koila__tape *t = koila__open;
-    if (!t || t->closed) return koila__tape_current();
+    if (!t || t->closed)
+        return koila__tape_current();
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__is_planning() && (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS))) return t;
+    if (t->n_handles && t->planned == koila__is_planning() &&
+        (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
+        return t;
     Py_INCREF(t);
     int rc = 0;
     if (t->n_handles && !t->planned && !koila__is_planning()) {
@@ -113,55 +136,76 @@ koila__tape *koila__tape_for_lazy(void)
         } else {
             const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
             n = m < n ? m : n;
-            if (t->failed) koila__tape_give_up(t);
+            if (t->failed)
+                koila__tape_give_up(t);
             rc = koila__tape_drop_overwritten(t);
-            if (rc == 0 && (n || t->n_effects)) rc = koila__run_held(t, v, n);
+            if (rc == 0 && (n || t->n_effects))
+                rc = koila__run_held(t, v, n);
         }
         PyMem_Free(v);
     }
-    if (rc == 0) t->closed = true;
+    if (rc == 0)
+        t->closed = true;
     Py_DECREF(t);
     return rc < 0 ? NULL : koila__tape_current();
 }
 
 /* ---- leaves */
 
-static inline uint32_t slot_of(const koila__tape *t, const PyObject *real) { return (uint32_t)(((uintptr_t)real >> 4) * 0x9e3779b97f4a7c15u >> 32) & (t->n_leaf_slots - 1); }
+static inline uint32_t slot_of(const koila__tape *t, const PyObject *real)
+{
+    return (uint32_t)(((uintptr_t)real >> 4) * 0x9e3779b97f4a7c15u >> 32) & (t->n_leaf_slots - 1);
+}
 
 static tape_leaf *find_leaf(const koila__tape *t, const PyObject *real)
 { /* its slot, or the empty one where it belongs; NULL: no table yet */
-    if (!t->n_leaf_slots) return NULL;
+    if (!t->n_leaf_slots)
+        return NULL;
     uint32_t i = slot_of(t, real);
-    while (t->leaves[i].real && t->leaves[i].real != real) i = (i + 1) & (t->n_leaf_slots - 1);
+    while (t->leaves[i].real && t->leaves[i].real != real)
+        i = (i + 1) & (t->n_leaf_slots - 1);
     return &t->leaves[i];
 }
 
 static tape_leaf *add_leaf(koila__tape *t, PyObject *real)
 {
     if ((t->n_leaves + 1) * 2 > t->n_leaf_slots) {
-        const uint32_t n = t->n_leaf_slots ? t->n_leaf_slots * 2 : 128, n_old = t->n_leaf_slots;
-        tape_leaf *old = t->leaves, *fresh = PyMem_Calloc(n, sizeof *fresh);
-        if (!fresh) return PyErr_NoMemory(), NULL;
+        const uint32_t n = t->n_leaf_slots ? t->n_leaf_slots * 2 : 128;
+        const uint32_t n_old = t->n_leaf_slots;
+        tape_leaf *old = t->leaves;
+        tape_leaf *fresh = PyMem_Calloc(n, sizeof *fresh);
+        if (!fresh) {
+            PyErr_NoMemory();
+            return NULL;
+        }
         t->leaves = fresh;
         t->n_leaf_slots = n;
         for (uint32_t i = 0; i < n_old; i++)
-            if (old[i].real) *find_leaf(t, old[i].real) = old[i];
+            if (old[i].real)
+                *find_leaf(t, old[i].real) = old[i];
         PyMem_Free(old);
     }
     tape_leaf *leaf = find_leaf(t, real);
-    if (!leaf->real) t->n_leaves++;
+    if (!leaf->real)
+        t->n_leaves++;
     leaf->real = real;
     return leaf;
 }
 
-koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta, koila_leaf_kind kind, uint16_t axis, uint32_t dim)
+koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
+                                 koila_leaf_kind kind, uint16_t axis, uint32_t dim)
 {
     koila_value v;
     uint32_t version;
-    if (koila__version_of(real, &version) < 0) return KOILA_NONE;
+    if (koila__version_of(real, &version) < 0)
+        return KOILA_NONE;
     const koila_status s = koila_graph_leaf(t->graph, meta, kind, axis, dim, NULL, &v);
-    if (s) return koila__raise(s), KOILA_NONE;
-    if (koila__tape_reserve(t) < 0) return KOILA_NONE;
+    if (s) {
+        koila__raise(s);
+        return KOILA_NONE;
+    }
+    if (koila__tape_reserve(t) < 0)
+        return KOILA_NONE;
     t->values[v].real = Py_NewRef(real);
     t->values[v].version = version;
     return v;
@@ -170,18 +214,22 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta)
 {
     uint32_t version;
-    if (koila__version_of(real, &version) < 0) return KOILA_NONE;
+    if (koila__version_of(real, &version) < 0)
+        return KOILA_NONE;
     tape_leaf *leaf = find_leaf(t, real);
     if (leaf && leaf->real && leaf->version == version) {
         *meta = leaf->meta;
         return leaf->value;
     }
     koila_meta m;
-    if (koila__meta_of(real, &m) < 0) return KOILA_NONE;
+    if (koila__meta_of(real, &m) < 0)
+        return KOILA_NONE;
     const koila_value v = koila__tape_leaf_new(t, real, m, KOILA_LEAF_REAL, 0, 0);
-    if (v == KOILA_NONE) return KOILA_NONE;
+    if (v == KOILA_NONE)
+        return KOILA_NONE;
     leaf = add_leaf(t, real);
-    if (!leaf) return KOILA_NONE;
+    if (!leaf)
+        return KOILA_NONE;
     leaf->meta = m;
     leaf->value = v;
     leaf->version = version;
@@ -191,14 +239,24 @@ koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *me
 
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
 {
-    if (!id) id = next_axis_id++;
+    if (!id)
+        id = next_axis_id++;
     for (uint32_t i = 0; i < t->n_axis_ids; i++)
-        if (t->axis_ids[i] == id && koila_graph_axis_size(t->graph, (uint16_t)i) == size) return *out = (uint16_t)i, 0;
+        if (t->axis_ids[i] == id && koila_graph_axis_size(t->graph, (uint16_t)i) == size) {
+            *out = (uint16_t)i;
+            return 0;
+        }
     uint64_t *ids = PyMem_Realloc(t->axis_ids, (t->n_axis_ids + 1) * sizeof *ids);
-    if (!ids) return PyErr_NoMemory(), -1;
+    if (!ids) {
+        PyErr_NoMemory();
+        return -1;
+    }
     t->axis_ids = ids;
     const koila_status s = koila_graph_axis(t->graph, size, out);
-    if (s) return koila__raise(s), -1;
+    if (s) {
+        koila__raise(s);
+        return -1;
+    }
     t->axis_ids[t->n_axis_ids++] = id;
     return 0;
 }
@@ -214,22 +272,28 @@ bool koila__tape_reads(const koila__tape *t, const PyObject *real)
 void koila__tape_drop_effects(koila__tape *t)
 {
     const uint32_t n = t->n_effects;
-    for (uint32_t i = 0; i < n; i++) { /* the tensor has new contents and a new version: a later read is a new leaf */
+    /* the tensor has new contents and a new version: a later read is a new leaf */
+    for (uint32_t i = 0; i < n; i++) {
         tape_leaf *leaf = find_leaf(t, t->effects[i].real);
-        if (leaf && leaf->real) leaf->version = UINT32_MAX;
+        if (leaf && leaf->real)
+            leaf->version = UINT32_MAX;
     }
     t->n_effects = 0;
-    for (uint32_t i = 0; i < n; i++) Py_CLEAR(t->effects[i].real);
+    for (uint32_t i = 0; i < n; i++)
+        Py_CLEAR(t->effects[i].real);
 }
 
-/* The step of `t` failed: what it would have done outside does not happen, and what torch's own modules counted for it (batches) is taken back. */
+/* The step of `t` failed: what it would have done outside does not happen, and what torch's own
+ * modules counted for it (batches) is taken back. */
 void koila__tape_give_up(koila__tape *t)
 {
     if (t->n_effects && !t->planned) { /* of a planned one koila.plan() takes it back */
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
-        PyObject *uncount = koila__helper("uncount"), *done = uncount ? PyObject_CallOneArg(uncount, (PyObject *)t) : NULL;
-        if (!done) PyErr_WriteUnraisable((PyObject *)t);
+        PyObject *uncount = koila__helper("uncount");
+        PyObject *done = uncount ? PyObject_CallOneArg(uncount, (PyObject *)t) : NULL;
+        if (!done)
+            PyErr_WriteUnraisable((PyObject *)t);
         Py_XDECREF(done);
         Py_XDECREF(uncount);
         PyErr_Restore(type, value, trace);
@@ -237,25 +301,30 @@ void koila__tape_give_up(koila__tape *t)
     koila__tape_drop_effects(t);
 }
 
-/* Statistics of a step that nobody finished, whose tensors were written since (load_state_dict): what was written comes after them, and stays. */
+/* Statistics of a step that nobody finished, whose tensors were written since (load_state_dict):
+ * what was written comes after them, and stays. */
 int koila__tape_drop_overwritten(koila__tape *t)
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < t->n_effects; i++) {
         tape_effect e = t->effects[i];
         uint32_t now;
-        if (koila__version_of(e.real, &now) < 0) return -1;
+        if (koila__version_of(e.real, &now) < 0)
+            return -1;
         if (now == e.version) {
             t->effects[i] = t->effects[n];
             t->effects[n++] = e;
         }
     }
     const uint32_t n_dropped = t->n_effects - n;
-    for (uint32_t i = n; i < t->n_effects; i++) Py_CLEAR(t->effects[i].real);
+    for (uint32_t i = n; i < t->n_effects; i++)
+        Py_CLEAR(t->effects[i].real);
     t->n_effects = n;
-    if (!n_dropped) return 0;
+    if (!n_dropped)
+        return 0;
     return PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
-                            "koila: a training-mode forward pass was left without backward, and %u of its running statistics have been written since "
+                            "koila: a training-mode forward pass was left without backward, and %u "
+                            "of its running statistics have been written since "
                             "(load_state_dict, reset_running_stats): they stay as written",
                             n_dropped);
 }
@@ -264,14 +333,19 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
 {
     uint32_t version;
     koila_meta meta;
-    if (koila__version_of(real, &version) < 0 || koila__meta_of(real, &meta) < 0) return -1;
+    if (koila__version_of(real, &version) < 0 || koila__meta_of(real, &meta) < 0)
+        return -1;
     uint32_t i = 0;
-    while (i < t->n_effects && t->effects[i].real != real) i++;
+    while (i < t->n_effects && t->effects[i].real != real)
+        i++;
     if (i == t->n_effects) {
         if (t->n_effects == t->n_effects_alloc) {
             const uint32_t n = t->n_effects_alloc ? t->n_effects_alloc * 2 : 16;
             tape_effect *e = PyMem_Realloc(t->effects, n * sizeof *e);
-            if (!e) return PyErr_NoMemory(), -1;
+            if (!e) {
+                PyErr_NoMemory();
+                return -1;
+            }
             t->effects = e;
             t->n_effects_alloc = n;
         }
@@ -280,19 +354,24 @@ int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v)
     t->effects[i].value = v;
     t->effects[i].version = version;
     tape_leaf *leaf = add_leaf(t, real);
-    if (!leaf) return -1;
+    if (!leaf)
+        return -1;
     leaf->meta = meta;
     leaf->value = v;
     leaf->version = version;
     return 0;
 }
 
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state, uint32_t words)
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state,
+                           uint32_t words)
 {
     if (t->n_random == t->n_random_alloc) {
         const uint32_t m = t->n_random_alloc ? t->n_random_alloc * 2 : 16;
         tape_random *r = PyMem_Realloc(t->random, m * sizeof *r);
-        if (!r) return PyErr_NoMemory(), -1;
+        if (!r) {
+            PyErr_NoMemory();
+            return -1;
+        }
         t->random = r;
         t->n_random_alloc = m;
     }
@@ -302,11 +381,14 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, Py
 
 const tape_random *koila__tape_random(koila__tape *t, koila_node n)
 {
-    uint32_t lo = 0, hi = t->n_random;
+    uint32_t lo = 0;
+    uint32_t hi = t->n_random;
     while (lo < hi) {
         const uint32_t mid = (lo + hi) / 2;
-        if (t->random[mid].node < n) lo = mid + 1;
-        else hi = mid;
+        if (t->random[mid].node < n)
+            lo = mid + 1;
+        else
+            hi = mid;
     }
     return lo < t->n_random && t->random[lo].node == n ? &t->random[lo] : NULL;
 }
@@ -316,23 +398,28 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
     PyObject *old = t->values[v].real;
     t->values[v].real = real;
     uint32_t version = 0;
-    if (real) koila__version_of(real, &version);
+    if (real)
+        koila__version_of(real, &version);
     t->values[v].version = version;
     Py_XDECREF(old);
 }
 
 /* ---- what the user can still ask for */
 
-/* Torch counts all C++ owners of a tensor as one Python reference. Learnt at import (_torch.second_owner_adds_reference), for it changed between versions;
- * where it does not hold nobody can tell, and everything counts as held. */
+/* Torch counts all C++ owners of a tensor as one Python reference. Learnt at import
+ * (_torch.second_owner_adds_reference), for it changed between versions; where it does not hold
+ * nobody can tell, and everything counts as held. */
 bool koila__owners_show;
 
-/* Torch keeps a tensor's Python object alive while C++ owns the tensor. In the versions where it does so with one plain reference, a wrapper that
- * has exactly that one reference is kept by C++ alone: saved by autograd, and no variable of the user reaches it. */
+/* Torch keeps a tensor's Python object alive while C++ owns the tensor. In the versions where it
+ * does so with one plain reference, a wrapper that has exactly that one reference is kept by C++
+ * alone: saved by autograd, and no variable of the user reaches it. */
 static bool user_holds(PyObject *wrapper, PyObject *use_count)
 {
-    if (!koila__owners_show) return true;
-    if (Py_REFCNT(wrapper) > 1) return true;
+    if (!koila__owners_show)
+        return true;
+    if (Py_REFCNT(wrapper) > 1)
+        return true;
     PyObject *n = PyObject_CallOneArg(use_count, wrapper);
     const long uses = n ? PyLong_AsLong(n) : 1;
     Py_XDECREF(n);
@@ -341,20 +428,26 @@ static bool user_holds(PyObject *wrapper, PyObject *use_count)
 }
 
 /* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
-static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap, uint32_t *n)
+static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap,
+                     uint32_t *n)
 {
-    if (t->values[v].real) return;
+    if (t->values[v].real)
+        return;
     const uint32_t there = *n < cap ? *n : cap;
     for (uint32_t i = 0; i < there; i++)
-        if (out[i] == v) return;
-    if (*n < cap) out[*n] = v;
+        if (out[i] == v)
+            return;
+    if (*n < cap)
+        out[*n] = v;
     ++*n;
 }
 
-/* A view that can be used in a later step takes its whole storage along, unless it is the only one who sees it. */
+/* A view that can be used in a later step takes its whole storage along, unless it is the only one
+ * who sees it. */
 static bool needs_base(const koila__handle *h)
 {
-    if (!h->chain || (!h->next_in_group && !h->prev_in_group)) return false;
+    if (!h->chain || (!h->next_in_group && !h->prev_in_group))
+        return false;
     PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
     const bool constant = grad == Py_False;
     Py_XDECREF(grad);
@@ -362,15 +455,19 @@ static bool needs_base(const koila__handle *h)
     return constant;
 }
 
-uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, koila_value *out, uint32_t cap)
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
+                          koila_value *out, uint32_t cap)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyObject *use_count = koila__helper("use_count");
     uint32_t n = 0;
-    const int collecting = PyGC_Disable(); /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps */
+    /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps
+     */
+    const int collecting = PyGC_Disable();
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        if (h->wrapper && use_count && !user_holds(h->wrapper, use_count)) continue;
+        if (h->wrapper && use_count && !user_holds(h->wrapper, use_count))
+            continue;
         const koila_value v = koila__value_of(h); /* may record the replay of its chain */
         if (v == KOILA_NONE) {
             PyErr_Clear(); /* asked for later, it will say so itself */
@@ -378,39 +475,52 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
         }
         add_held(t, v, out, cap, &n);
         bool for_itself = false;
-        for (uint32_t i = 0; i < n_wanted && !for_itself; i++) for_itself = wanted[i] == v;
-        if (!for_itself && needs_base(h)) add_held(t, h->group->cur, out, cap, &n);
+        for (uint32_t i = 0; i < n_wanted && !for_itself; i++)
+            for_itself = wanted[i] == v;
+        if (!for_itself && needs_base(h))
+            add_held(t, h->group->cur, out, cap, &n);
     }
-    if (collecting) PyGC_Enable();
+    if (collecting)
+        PyGC_Enable();
     Py_XDECREF(use_count);
     PyErr_Restore(type, value, trace);
     return n;
 }
 
-/* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for anything else: let go of the batch, of gradients
- * that were taken, and of what they were made from. Called when the step ends and again while handles die, until it succeeds. */
+/* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for
+ * anything else: let go of the batch, of gradients that were taken, and of what they were made
+ * from. Called when the step ends and again while handles die, until it succeeds. */
 void koila__tape_let_go(koila__tape *t)
 {
-    if (!t->closed || t->let_go || t->n_effects) return;
+    if (!t->closed || t->let_go || t->n_effects)
+        return;
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
-        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real) return;
+        if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real)
+            return;
     t->let_go = true;
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
-        if (!t->values[v].handle) Py_CLEAR(t->values[v].real);
+        if (!t->values[v].handle)
+            Py_CLEAR(t->values[v].real);
 }
 
 /* ---- the type */
 
 static void tape_dealloc(koila__tape *t)
 {
-    if (t->prev_tape) t->prev_tape->next_tape = t->next_tape;
-    else koila__tapes = t->next_tape;
-    if (t->next_tape) t->next_tape->prev_tape = t->prev_tape;
-    if (t->weakrefs) PyObject_ClearWeakRefs((PyObject *)t);
+    if (t->prev_tape)
+        t->prev_tape->next_tape = t->next_tape;
+    else
+        koila__tapes = t->next_tape;
+    if (t->next_tape)
+        t->next_tape->prev_tape = t->prev_tape;
+    if (t->weakrefs)
+        PyObject_ClearWeakRefs((PyObject *)t);
     const uint32_t n = t->graph ? koila_graph_n_values(t->graph) : 0;
-    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++) Py_XDECREF(t->values[v].real);
-    for (uint32_t i = 0; i < t->n_effects; i++) Py_XDECREF(t->effects[i].real);
+    for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
+        Py_XDECREF(t->values[v].real);
+    for (uint32_t i = 0; i < t->n_effects; i++)
+        Py_XDECREF(t->effects[i].real);
     for (uint32_t i = 0; i < t->n_random; i++) {
         Py_DECREF(t->random[i].generator);
         Py_DECREF(t->random[i].state);
@@ -436,7 +546,8 @@ static int put(void *user, const char *s, size_t n)
     if (t->n + n > t->cap) {
         const size_t cap = (t->n + n) * 2;
         char *p = PyMem_Realloc(t->at, cap);
-        if (!p) return 1;
+        if (!p)
+            return 1;
         t->at = p;
         t->cap = cap;
     }
@@ -468,7 +579,10 @@ static PyObject *tape_close(koila__tape *t, PyObject *unused)
 static PyObject *tape_check(koila__tape *t, PyObject *unused)
 {
     koila_error err = KOILA_ERROR_INIT;
-    if (!koila_graph_check(t->graph, &err)) return PyErr_SetString(PyExc_AssertionError, err.text), NULL;
+    if (!koila_graph_check(t->graph, &err)) {
+        PyErr_SetString(PyExc_AssertionError, err.text);
+        return NULL;
+    }
     Py_RETURN_TRUE;
 }
 
@@ -476,18 +590,38 @@ static PyObject *tape_held(koila__tape *t, PyObject *unused)
 {
     koila_value v[256];
     uint32_t n = koila__tape_held(t, NULL, 0, v, 256);
-    if (n > 256) n = 256;
+    if (n > 256)
+        n = 256;
     PyObject *r = PyList_New(n);
-    for (uint32_t i = 0; r && i < n; i++) PyList_SET_ITEM(r, i, PyLong_FromUnsignedLong(v[i]));
+    for (uint32_t i = 0; r && i < n; i++)
+        PyList_SET_ITEM(r, i, PyLong_FromUnsignedLong(v[i]));
     return r;
 }
 
-static PyObject *get_n_nodes(koila__tape *t, void *c) { return PyLong_FromUnsignedLong(koila_graph_n_nodes(t->graph)); }
-static PyObject *get_n_values(koila__tape *t, void *c) { return PyLong_FromUnsignedLong(koila_graph_n_values(t->graph)); }
-static PyObject *get_n_handles(koila__tape *t, void *c) { return PyLong_FromUnsignedLong(t->n_handles); }
-static PyObject *get_n_effects(koila__tape *t, void *c) { return PyLong_FromUnsignedLong(t->n_effects); }
-static PyObject *get_n_random(koila__tape *t, void *c) { return PyLong_FromUnsignedLong(t->n_random); }
-static PyObject *get_hash(koila__tape *t, void *c) { return PyLong_FromUnsignedLongLong(koila_graph_hash(t->graph)); }
+static PyObject *get_n_nodes(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(koila_graph_n_nodes(t->graph));
+}
+static PyObject *get_n_values(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(koila_graph_n_values(t->graph));
+}
+static PyObject *get_n_handles(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_handles);
+}
+static PyObject *get_n_effects(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_effects);
+}
+static PyObject *get_n_random(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_random);
+}
+static PyObject *get_hash(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLongLong(koila_graph_hash(t->graph));
+}
 static PyObject *get_closed(koila__tape *t, void *c) { return PyBool_FromLong(t->closed); }
 static PyObject *get_ran(koila__tape *t, void *c) { return PyBool_FromLong(t->ran); }
 
@@ -504,9 +638,11 @@ static PyGetSetDef tape_getset[] = {
 };
 static PyMethodDef tape_methods[] = {
     { "text", (PyCFunction)tape_text, METH_NOARGS, "The graph in its text form." },
-    { "close", (PyCFunction)tape_close, METH_NOARGS, "The step is over: the next lazy() opens a new tape." },
+    { "close", (PyCFunction)tape_close, METH_NOARGS,
+      "The step is over: the next lazy() opens a new tape." },
     { "check", (PyCFunction)tape_check, METH_NOARGS, "Assert every invariant of the graph." },
-    { "held", (PyCFunction)tape_held, METH_NOARGS, "Ids of the values that the user can still ask for and that are not concrete." },
+    { "held", (PyCFunction)tape_held, METH_NOARGS,
+      "Ids of the values that the user can still ask for and that are not concrete." },
     { 0 },
 };
 

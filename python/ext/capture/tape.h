@@ -1,11 +1,15 @@
-/* tape.h — what capture.c, call.c and run.c share: the tape (one recorded step) and the handle in a lazy tensor's slot.
+/* tape.h — what capture.c, call.c and run.c share: the tape (one recorded step) and the handle in a
+ * lazy tensor's slot.
  *
  *   class Tape:                      # one open tape at a time; lazy() joins it or opens a new one
- *       graph: koila_graph           # nodes in recorded order
- *       values[v].real               # the concrete tensor of value v: leaves always, others once made concrete
- *       effects                      # real tensors whose new contents are lazy (BatchNorm's running statistics), committed once by run
+ *                                    graph: koila_graph           # nodes in recorded order
+ *                                    values[v].real               # the concrete tensor of value v:
+ *                                    leaves always, others once made concrete effects
+ *                                    # real tensors whose new contents are lazy (BatchNorm's
+ *                                    running statistics), committed once by run
  *
- * The tape keeps no wrapper alive: values[v].handle is borrowed and NULLed when the Value dies, which means that nobody can ask for v any more.
+ * The tape keeps no wrapper alive: values[v].handle is borrowed and NULLed when the Value dies,
+ * which means that nobody can ask for v any more.
  */
 #ifndef KOILA_EXT_TAPE_H
 #define KOILA_EXT_TAPE_H
@@ -15,67 +19,85 @@
 struct koila__handle; /* the Value object in LazyTensor's slot; capture.c */
 
 typedef struct tape_value {
-    PyObject *real;               /* owned torch.Tensor or NULL: see above */
-    struct koila__handle *handle; /* borrowed: newest handle that can still ask for this value, or NULL */
-    uint32_t version;             /* leaves: `_version` of `real` when it was recorded */
+    PyObject *real; /* owned torch.Tensor or NULL: see above */
+    /* borrowed: newest handle that can still ask for this value, or NULL */
+    struct koila__handle *handle;
+    uint32_t version; /* leaves: `_version` of `real` when it was recorded */
 } tape_value;
 
 typedef struct tape_effect {
-    PyObject *real;    /* owned: the tensor outside whose contents become those of `value` */
+    PyObject *real; /* owned: the tensor outside whose contents become those of `value` */
     koila_value value;
-    uint32_t version;  /* of `real` when the effect was recorded */
+    uint32_t version; /* of `real` when the effect was recorded */
 } tape_effect;
 
 typedef struct koila__tape {
     PyObject_HEAD
     koila_graph *graph;
-    tape_value *values;      /* [koila_graph_n_values(graph)] */
+    tape_value *values; /* [koila_graph_n_values(graph)] */
     uint32_t n_values_alloc;
     tape_effect *effects;
     uint32_t n_effects, n_effects_alloc;
-    uint32_t n_handles;      /* live handles of this tape */
-    bool closed;             /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
-    bool planned;            /* recorded by koila.plan(): nothing of it ever happens */
-    bool failed;             /* the last step failed: its effects do not happen unless a later one succeeds */
-    bool waiting;            /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and is needed */
-    bool let_go;             /* closed, and what nobody can ask for any more has been given up */
-    bool ran;                /* something was made concrete since it was opened */
+    uint32_t n_handles; /* live handles of this tape */
+    /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    bool closed;
+    bool planned; /* recorded by koila.plan(): nothing of it ever happens */
+    /* the last step failed: its effects do not happen unless a later one succeeds */
+    bool failed;
+    /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and
+     * is needed */
+    bool waiting;
+    bool let_go; /* closed, and what nobody can ask for any more has been given up */
+    bool ran;    /* something was made concrete since it was opened */
     struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
-    struct tape_leaf *leaves;      /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
+    /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
+    struct tape_leaf *leaves;
     uint32_t n_leaves, n_leaf_slots;
-    struct tape_random *random;    /* sorted by node, for they are recorded in order */
+    struct tape_random *random; /* sorted by node, for they are recorded in order */
     uint32_t n_random, n_random_alloc;
-    uint64_t *axis_ids;            /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape */
+    /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape
+     */
+    uint64_t *axis_ids;
     uint32_t n_axis_ids;
-    bool compacted;                /* closed, and what was concrete has left it */
-    bool is_island;                /* made for one concrete value that outlives its step */
+    bool compacted; /* closed, and what was concrete has left it */
+    bool is_island; /* made for one concrete value that outlives its step */
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
-    uint64_t uid;                  /* never reused in this process */
-    PyObject *early;               /* owned list or NULL: what was gathered while recording, as gathers_list() of plan_report.c has it */
+    uint64_t uid;                              /* never reused in this process */
+    /* owned list or NULL: what was gathered while recording, as gathers_list() of plan_report.c has
+     * it */
+    PyObject *early;
     PyObject *weakrefs;
 } koila__tape;
 
 typedef struct tape_leaf {
-    PyObject *real;      /* borrowed from values[].real or effects[].real; NULL: empty slot */
+    PyObject *real; /* borrowed from values[].real or effects[].real; NULL: empty slot */
     koila_meta meta;
-    koila_value value;   /* what a read of `real` is now: its leaf, or the value of its effect */
+    koila_value value; /* what a read of `real` is now: its leaf, or the value of its effect */
     uint32_t version;
 } tape_leaf;
 
 typedef struct tape_random {
     koila_node node;
-    PyObject *generator; /* owned: torch's default generator of the device, which draws when the node runs */
-    PyObject *state; /* owned bytes: the user's generator's state just before eager would have drawn */
-    uint32_t words;  /* of the generator that each element takes, in the order of memory; 0: not known, only the whole can be drawn */
+    /* owned: torch's default generator of the device, which draws when the node runs */
+    PyObject *generator;
+    /* owned bytes: the user's generator's state just before eager would have drawn */
+    PyObject *state;
+    /* of the generator that each element takes, in the order of memory; 0: not known, only the
+     * whole can be drawn */
+    uint32_t words;
 } tape_random;
 
 /* ---- operators.c, arguments.c, tape.c */
-PyObject *koila__op_object(koila_op op);                 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
-PyObject *koila__opaque_object(uint32_t id);             /* borrowed */
-/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are not concrete. Fills out[cap], returns how many there are.
- * A view brings the base that it shares with others along, but not when it is `wanted` for itself (a gradient). */
-uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted, koila_value *out, uint32_t cap);
-/* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random node. */
+/* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
+PyObject *koila__op_object(koila_op op);
+PyObject *koila__opaque_object(uint32_t id); /* borrowed */
+/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are
+ * not concrete. Fills out[cap], returns how many there are. A view brings the base that it shares
+ * with others along, but not when it is `wanted` for itself (a gradient). */
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
+                          koila_value *out, uint32_t cap);
+/* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random
+ * node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
 extern koila__tape *koila__tapes; /* all that are alive, linked by next_tape */
 bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is it a leaf? */
@@ -89,7 +111,7 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 /* ---- call.c: one recorded call on real tensors */
 typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
     uint32_t arg;
-    uint32_t n;             /* number of ints; is_list tells a list from one int */
+    uint32_t n; /* number of ints; is_list tells a list from one int */
     bool is_list;
     const int64_t *ints;
 } koila__arg_fix;
@@ -97,19 +119,24 @@ typedef struct koila__call_fix {
     uint32_t n_fix;
     const koila__arg_fix *fix;
 } koila__call_fix;
-/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base tensor, written in place, the caller has cloned
- * it where needed). `fix` adapts the call itself, link_fix[k] the k-th link of all writes' chains (either may be NULL). On success outputs[n_outputs] are new
- * references (NULL for a None result; for a write the base tensor itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned;
- * on failure -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller holds the mode guards (koila__mode_enter in run.c). */
-int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix, const koila__call_fix *link_fix, PyObject **outputs);
+/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base
+ * tensor, written in place, the caller has cloned it where needed). `fix` adapts the call itself,
+ * link_fix[k] the k-th link of all writes' chains (either may be NULL). On success
+ * outputs[n_outputs] are new references (NULL for a None result; for a write the base tensor
+ * itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned; on failure
+ * -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller
+ * holds the mode guards (koila__mode_enter in run.c). */
+int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
+                const koila__call_fix *link_fix, PyObject **outputs);
 
-/* The simple executor, the reference in tests: everything whole, in recorded order, each value freed at its last use and each result compared with what was recorded.
- * 0, or -1 with an exception and nothing changed. Effects stay recorded. */
+/* The simple executor, the reference in tests: everything whole, in recorded order, each value
+ * freed at its last use and each result compared with what was recorded. 0, or -1 with an exception
+ * and nothing changed. Effects stay recorded. */
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
 
 /* ---- run.c */
-/* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception and nothing changed. `commit_effects`: also run and
- * commit the tape's effects. */
+/* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception
+ * and nothing changed. `commit_effects`: also run and commit the tape's effects. */
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 /* The effects happen, and of `held` what fits and is not stale is made. */
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);

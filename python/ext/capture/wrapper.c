@@ -1,10 +1,14 @@
-/* wrapper.c — makes the torch.Tensor without storage that goes round a Value: most of what capture itself costs.
+/* wrapper.c — makes the torch.Tensor without storage that goes round a Value: most of what capture
+ * itself costs.
  *
- * torch.Tensor._make_wrapper_subclass parses 15 arguments, and that data pointers throw is asked for in a second call: together several times what the tensor itself costs.
- * So both happen once for each dtype and device, for a prototype. Torch's C shim makes tensors of any sizes that share its storage (nothing at all, but it throws,
- * and says to be larger than any tensor), and the function that wraps every tensor for Python puts them into our class. What only C++ can do is to set the two
- * dispatch keys that lead to Python; so we do it where the keys lie, which is learnt from two tensors whose keys torch tells. Where anything of this is missing, or
- * what comes out differs in the least (learn_wrappers() in _tensor.py), each wrapper is made by arguments.
+ * torch.Tensor._make_wrapper_subclass parses 15 arguments, and that data pointers throw is asked
+ * for in a second call: together several times what the tensor itself costs. So both happen once
+ * for each dtype and device, for a prototype. Torch's C shim makes tensors of any sizes that share
+ * its storage (nothing at all, but it throws, and says to be larger than any tensor), and the
+ * function that wraps every tensor for Python puts them into our class. What only C++ can do is to
+ * set the two dispatch keys that lead to Python; so we do it where the keys lie, which is learnt
+ * from two tensors whose keys torch tells. Where anything of this is missing, or what comes out
+ * differs in the least (learn_wrappers() in _tensor.py), each wrapper is made by arguments.
  */
 #include "capture/capture.h"
 
@@ -17,14 +21,14 @@ bool koila__by_parts;
 static PyCFunctionWithKeywords make_wrapper;
 static PyObject *set_throw; /* torch._C._set_throw_on_mutable_data_ptr */
 
-
 static struct wrap { /* [n_wraps], by meta id */
-    PyObject *args;      /* owned, of make_wrapper: all by position, for torch looks a keyword up once per parameter */
-    tensor_handle like;  /* borrowed from a prototype; NULL: by arguments */
+    /* owned, of make_wrapper: all by position, for torch looks a keyword up once per parameter */
+    PyObject *args;
+    tensor_handle like; /* borrowed from a prototype; NULL: by arguments */
 } *wraps;
 static uint32_t n_wraps;
 
-static uint32_t keys_at;     /* where in a TensorImpl its dispatch keys lie; 0: not known */
+static uint32_t keys_at; /* where in a TensorImpl its dispatch keys lie; 0: not known */
 static uint64_t python_keys;
 
 static struct prototype {
@@ -35,13 +39,22 @@ static struct prototype {
 static uint32_t n_prototypes;
 
 /* Arguments for sizes and strides (NULL: contiguous) that start at `offset`. */
-static PyObject *wrap_args(PyObject *size, PyObject *stride, int64_t offset, koila_dtype dtype, uint16_t device)
+static PyObject *wrap_args(PyObject *size, PyObject *stride, int64_t offset, koila_dtype dtype,
+                           uint16_t device)
 {
-    PyObject *d = koila__device_object(device), *at = d ? PyLong_FromLongLong(offset) : NULL, *r = NULL;
-    if (!at) return NULL;
-    if (!stride) stride = Py_None;
-    if (device) r = PyTuple_Pack(8, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None, koila__dtype_object(dtype), koila__strided, d);
-    else r = PyTuple_Pack(6, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None, koila__dtype_object(dtype));
+    PyObject *d = koila__device_object(device);
+    PyObject *at = d ? PyLong_FromLongLong(offset) : NULL;
+    PyObject *r = NULL;
+    if (!at)
+        return NULL;
+    if (!stride)
+        stride = Py_None;
+    if (device)
+        r = PyTuple_Pack(8, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None,
+                         koila__dtype_object(dtype), koila__strided, d);
+    else
+        r = PyTuple_Pack(6, koila__lazy_class, size, stride, offset ? at : Py_None, Py_None,
+                         koila__dtype_object(dtype));
     Py_DECREF(at);
     return r;
 }
@@ -49,30 +62,43 @@ static PyObject *wrap_args(PyObject *size, PyObject *stride, int64_t offset, koi
 static PyObject *wrap_by_arguments(PyObject *args)
 {
     PyObject *w = args ? make_wrapper(NULL, args, NULL) : NULL;
-    PyObject *ok = w ? PyObject_CallOneArg(set_throw, w) : NULL; /* whoever asks for the data pointer of nothing gets an error, not a crash */
-    if (!ok) return Py_XDECREF(w), NULL;
+    /* whoever asks for the data pointer of nothing gets an error, not a crash */
+    PyObject *ok = w ? PyObject_CallOneArg(set_throw, w) : NULL;
+    if (!ok) {
+        Py_XDECREF(w);
+        return NULL;
+    }
     Py_DECREF(ok);
     return w;
 }
 
 static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
 { /* NULL: none, without an error */
-    if (!koila__shim.wrap || !koila__shim.reinterpret || !koila__shim.drop) return NULL;
+    if (!koila__shim.wrap || !koila__shim.reinterpret || !koila__shim.drop)
+        return NULL;
     for (uint32_t i = 0; i < n_prototypes; i++)
-        if (prototypes[i].dtype == dtype && prototypes[i].device == device) return koila__tensor_handle(prototypes[i].wrapper);
+        if (prototypes[i].dtype == dtype && prototypes[i].device == device)
+            return koila__tensor_handle(prototypes[i].wrapper);
     struct prototype *p = PyMem_Realloc(prototypes, (n_prototypes + 1) * sizeof *p);
-    if (!p) return NULL;
+    if (!p)
+        return NULL;
     prototypes = p;
-    PyObject *size = Py_BuildValue("(L)", 1LL << 58), *args = size ? wrap_args(size, NULL, 0, dtype, device) : NULL, *w = wrap_by_arguments(args);
+    PyObject *size = Py_BuildValue("(L)", 1LL << 58);
+    PyObject *args = size ? wrap_args(size, NULL, 0, dtype, device) : NULL;
+    PyObject *w = wrap_by_arguments(args);
     Py_XDECREF(args);
     Py_XDECREF(size);
-    if (!w) return PyErr_Clear(), NULL;
+    if (!w) {
+        PyErr_Clear();
+        return NULL;
+    }
     PyObject_GC_UnTrack(w); /* it holds nothing, and is no tensor of the user's to be found */
     prototypes[n_prototypes++] = (struct prototype){ w, dtype, device };
     return koila__tensor_handle(w);
 }
 
-/* The function that wraps throws when it cannot have an object, and nothing here could catch that: it finds one made before. */
+/* The function that wraps throws when it cannot have an object, and nothing here could catch that:
+ * it finds one made before. */
 static PyObject *spare;
 
 static PyObject *lazy_alloc(PyTypeObject *type, Py_ssize_t n)
@@ -85,8 +111,10 @@ static PyObject *lazy_alloc(PyTypeObject *type, Py_ssize_t n)
 static PyObject *wrap_by_parts(tensor_handle like, const koila_meta_info *m, int64_t offset)
 { /* NULL with or without an exception */
     tensor_handle h;
-    if (koila__shim.reinterpret(like, m->n_dims, m->size, m->stride, offset, &h)) return NULL;
-    if (keys_at) *(uint64_t *)(*(char **)h + keys_at) |= python_keys;
+    if (koila__shim.reinterpret(like, m->n_dims, m->size, m->stride, offset, &h))
+        return NULL;
+    if (keys_at)
+        *(uint64_t *)(*(char **)h + keys_at) |= python_keys;
     PyObject *w = PyType_GenericAlloc(koila__lazy_class, 0);
     if (w) {
         spare = w;
@@ -101,11 +129,15 @@ static PyObject *args_of(const koila_meta_info *m, int64_t offset)
     bool contiguous = offset == 0; /* an offset is only taken with strides */
     int64_t expect = 1;
     for (int i = m->n_dims - 1; i >= 0; i--) {
-        if (m->stride[i] != expect) contiguous = false;
+        if (m->stride[i] != expect)
+            contiguous = false;
         expect *= m->size[i] > 1 ? m->size[i] : 1;
     }
-    PyObject *size = koila__ints_object(m->size, m->n_dims), *stride = !size || contiguous ? NULL : koila__ints_object(m->stride, m->n_dims);
-    PyObject *r = size && (stride || contiguous) ? wrap_args(size, stride, offset, m->dtype, m->device) : NULL;
+    PyObject *size = koila__ints_object(m->size, m->n_dims);
+    PyObject *stride = !size || contiguous ? NULL : koila__ints_object(m->stride, m->n_dims);
+    PyObject *r = size && (stride || contiguous)
+                      ? wrap_args(size, stride, offset, m->dtype, m->device)
+                      : NULL;
     Py_XDECREF(size);
     Py_XDECREF(stride);
     return r;
@@ -117,25 +149,34 @@ static int wrap_fill(koila_meta meta)
     if (meta >= n_wraps) {
         const uint32_t n = (meta + 1) * 2 < 64 ? 64 : (meta + 1) * 2;
         struct wrap *w = PyMem_Realloc(wraps, n * sizeof *w);
-        if (!w) return PyErr_NoMemory(), -1;
+        if (!w) {
+            PyErr_NoMemory();
+            return -1;
+        }
         memset(w + n_wraps, 0, (n - n_wraps) * sizeof *w);
-        wraps = w, n_wraps = n;
+        wraps = w;
+        n_wraps = n;
     }
     wraps[meta].args = args_of(m, 0);
-    if (!wraps[meta].args) return -1;
+    if (!wraps[meta].args)
+        return -1;
     wraps[meta].like = prototype_of(m->dtype, m->device);
     return 0;
 }
 
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset)
 {
-    if ((meta >= n_wraps || !wraps[meta].args) && wrap_fill(meta) < 0) return NULL;
+    if ((meta >= n_wraps || !wraps[meta].args) && wrap_fill(meta) < 0)
+        return NULL;
     if (koila__by_parts && wraps[meta].like) {
         PyObject *w = wrap_by_parts(wraps[meta].like, koila_meta_get(koila__table, meta), offset);
-        if (w || PyErr_Occurred()) return w;
+        if (w || PyErr_Occurred())
+            return w;
     }
-    if (offset == 0) return wrap_by_arguments(wraps[meta].args);
-    PyObject *args = args_of(koila_meta_get(koila__table, meta), offset), *w = wrap_by_arguments(args);
+    if (offset == 0)
+        return wrap_by_arguments(wraps[meta].args);
+    PyObject *args = args_of(koila_meta_get(koila__table, meta), offset);
+    PyObject *w = wrap_by_arguments(args);
     Py_XDECREF(args);
     return w;
 }
@@ -143,20 +184,30 @@ PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset)
 PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset)
 { /* the same tensor made both ways; the second None: torch has not what that needs */
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    PyObject *args = args_of(m, offset), *a = wrap_by_arguments(args), *b = NULL;
+    PyObject *args = args_of(m, offset);
+    PyObject *a = wrap_by_arguments(args);
+    PyObject *b = NULL;
     Py_XDECREF(args);
-    if (!a) return NULL;
+    if (!a)
+        return NULL;
     const tensor_handle like = prototype_of(m->dtype, m->device);
-    if (like) b = wrap_by_parts(like, m, offset);
-    if (!b && PyErr_Occurred()) return Py_DECREF(a), NULL;
+    if (like)
+        b = wrap_by_parts(like, m, offset);
+    if (!b && PyErr_Occurred()) {
+        Py_DECREF(a);
+        return NULL;
+    }
     return Py_BuildValue("NN", a, b ? b : Py_NewRef(Py_None));
 }
 
 bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys)
 { /* The keys are the last member of a TensorImpl of 22 words. */
-    const uint64_t *a = *(uint64_t **)(koila__tensor_handle(lazy)), *b = *(uint64_t **)(koila__tensor_handle(made));
-    if (keys_at) return true; /* once: from then on both have the same */
-    if (!koila__cdata || lazy_keys == made_keys || (made_keys & ~lazy_keys)) return false;
+    const uint64_t *a = *(uint64_t **)(koila__tensor_handle(lazy));
+    const uint64_t *b = *(uint64_t **)(koila__tensor_handle(made));
+    if (keys_at)
+        return true; /* once: from then on both have the same */
+    if (!koila__cdata || lazy_keys == made_keys || (made_keys & ~lazy_keys))
+        return false;
     for (uint32_t i = 2; i < 22; i++)
         if (a[i] == lazy_keys && b[i] == made_keys) {
             keys_at = i * 8;
@@ -170,19 +221,25 @@ bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint6
 
 int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class)
 {
-    PyObject *c = PyObject_GetAttrString(torch, "_C"), *f = NULL, *slot = NULL;
+    PyObject *c = PyObject_GetAttrString(torch, "_C");
+    PyObject *f = NULL;
+    PyObject *slot = NULL;
     int rc = -1;
     set_throw = c ? PyObject_GetAttrString(c, "_set_throw_on_mutable_data_ptr") : NULL;
-    if (!set_throw) goto done;
+    if (!set_throw)
+        goto done;
     f = PyObject_GetAttrString(lazy_class, "_make_wrapper_subclass");
     if (!f || !PyCFunction_Check(f) || !(PyCFunction_GET_FLAGS(f) & METH_KEYWORDS)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch.Tensor._make_wrapper_subclass is not the function koila knows");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError,
+                            "torch.Tensor._make_wrapper_subclass is not the function koila knows");
         goto done;
     }
     make_wrapper = (PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f);
     slot = PyObject_GetAttrString(lazy_class, "_v");
     if (!slot || !Py_IS_TYPE(slot, &PyMemberDescr_Type)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "LazyTensor has no slot _v");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "LazyTensor has no slot _v");
         goto done;
     }
     koila__slot = ((PyMemberDescrObject *)slot)->d_member->offset;

@@ -1,21 +1,30 @@
 /* cpu_bytes.c — see cpu_bytes.h. The exact memory of PyTorch on the CPU.
  *
- * PyTorch has no count of its CPU memory, but every CPU tensor it allocates itself comes from one function, c10::alloc_cpu.
- *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is free(): we put our own two functions into
- *           libc10's slots for these (got.h). A limit refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
- *           success with a NULL block would make a tensor at address 0; any other error changes torch's text.)
- *   Plan B  where libc10 has its allocator linked in and imports no posix_memalign (aarch64 wheels): our functions go into the slots for
- *           c10::alloc_cpu and c10::free_cpu in every loaded object, and a refusal throws through c10's exported ThrowEnforceNotMet. This
- *           file is compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the reservation back.
- * Neither is trusted: a storage of 4099 bytes must show up in the table and leave it again, else the plan is taken off and the answer is
- * "unsupported". koila__truth_ok() compares the slots later, for memory profilers of other makers write the same ones.
+ * PyTorch has no count of its CPU memory, but every CPU tensor it allocates itself comes from one
+ * function, c10::alloc_cpu.
+ *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is
+ *           free(): we put our own two functions into libc10's slots for these (got.h). A limit
+ *           refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
+ *           success with a NULL block would make a tensor at address 0; any other error changes
+ *           torch's text.)
+ *   Plan B  where libc10 has its allocator linked in and imports no posix_memalign (aarch64
+ *           wheels): our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every
+ *           loaded object, and a refusal throws through c10's exported ThrowEnforceNotMet. This
+ *           file is compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the
+ *           reservation back.
+ * Neither is trusted: a storage of 4099 bytes must show up in the table and leave it again, else
+ * the plan is taken off and the answer is "unsupported". koila__truth_ok() compares the slots
+ * later, for memory profilers of other makers write the same ones.
  *
- * free() in libc10 also frees what is not a tensor, and blocks older than we are: what is not in the table is passed on, uncounted. An
- * entry leaves the table before the real free, for afterwards another thread may be given the same address. Our free stays in place even
- * when the allocating side is taken off, or the entries would go stale. The extension is linked with -z nodelete for the same reason.
+ * free() in libc10 also frees what is not a tensor, and blocks older than we are: what is not in
+ * the table is passed on, uncounted. An entry leaves the table before the real free, for afterwards
+ * another thread may be given the same address. Our free stays in place even when the allocating
+ * side is taken off, or the entries would go stale. The extension is linked with -z nodelete for
+ * the same reason.
  *
  * Corresponds to this Python, were it fast and able to see the calls:
- *     def alloc(n):  if current + n > limit: raise; p = real_alloc(n); sizes[p] = n; current += n; peak = max(peak, current)
+ *     def alloc(n):  if current + n > limit: raise; p = real_alloc(n); sizes[p] = n; current += n;
+ *                    peak = max(peak, current)
  *     def free(p):   current -= sizes.pop(p, 0); real_free(p)
  */
 #include "ground/cpu_bytes.h"
@@ -44,7 +53,8 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
     for (int i = 0; i < N_LISTENERS; i++) {
         koila__truth_event fn = atomic_load_explicit(&listeners[i], memory_order_acquire);
-        if (fn) fn(p, delta, now);
+        if (fn)
+            fn(p, delta, now);
     }
 }
 
@@ -52,14 +62,16 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now)
 {
     uint32_t (*ask)(void) = atomic_load_explicit(&tagger, memory_order_acquire);
-    if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now)) return false;
+    if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now))
+        return false;
     tell(p, (int64_t)n, now);
     return true;
 }
 KOILA__HOT static void forget(void *p)
 {
     uint64_t n, now;
-    if (!koila__ledger_release(&ledger, p, &n, &now)) return;
+    if (!koila__ledger_release(&ledger, p, &n, &now))
+        return;
     tell(p, -(int64_t)n, now);
 }
 
@@ -68,7 +80,8 @@ KOILA__HOT static void forget(void *p)
 KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n)
 {
     uint64_t now;
-    if (!koila__ledger_reserve(&ledger, n, &now)) return ENOMEM;
+    if (!koila__ledger_reserve(&ledger, n, &now))
+        return ENOMEM;
     void *p = NULL;
     int r = posix_memalign(&p, alignment, n);
     if (r != 0) {
@@ -85,7 +98,8 @@ KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n
 
 KOILA__HOT static void hook_free(void *p)
 {
-    if (p) forget(p);
+    if (p)
+        forget(p);
     free(p);
 }
 
@@ -93,13 +107,15 @@ KOILA__HOT static void hook_free(void *p)
 
 static void *(*real_alloc_cpu)(size_t n);
 static void (*real_free_cpu)(void *p);
-static void (*throw_enforce)(const char *file, int line, const char *condition, const char *text, const void *caller);
+static void (*throw_enforce)(const char *file, int line, const char *condition, const char *text,
+                             const void *caller);
 
 static void refuse(uint64_t n)
 {
     char text[160];
     snprintf(text, sizeof text,
-             "DefaultCPUAllocator: can't allocate memory: you tried to allocate %llu bytes. Error code 12 (Cannot allocate memory)",
+             "DefaultCPUAllocator: can't allocate memory: you tried to allocate %llu bytes. Error "
+             "code 12 (Cannot allocate memory)",
              (unsigned long long)n);
     throw_enforce("alloc_cpu.cpp", 0, "budget", text, NULL);
 }
@@ -110,17 +126,21 @@ typedef struct reservation {
 } reservation;
 static void take_back(reservation *r)
 {
-    if (r->pending) koila__ledger_cancel(&ledger, r->n);
+    if (r->pending)
+        koila__ledger_cancel(&ledger, r->n);
 }
 
 static void *hook_alloc_cpu(size_t n)
 {
     uint64_t now;
-    if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES) return real_alloc_cpu(n);
-    if (!koila__ledger_reserve(&ledger, n, &now)) refuse(n);
+    if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES)
+        return real_alloc_cpu(n);
+    if (!koila__ledger_reserve(&ledger, n, &now))
+        refuse(n);
     __attribute__((cleanup(take_back))) reservation r = { n, true };
     void *p = real_alloc_cpu(n);
-    if (!p) return NULL;
+    if (!p)
+        return NULL;
     r.pending = false;
     if (!remember(p, n, now)) {
         real_free_cpu(p);
@@ -131,7 +151,8 @@ static void *hook_alloc_cpu(size_t n)
 
 static void hook_free_cpu(void *p)
 {
-    if (p) forget(p);
+    if (p)
+        forget(p);
     real_free_cpu(p);
 }
 
@@ -143,16 +164,22 @@ static void hook_free_cpu(void *p)
 
 static bool patch_alloc_side(void)
 {
-    if (plan == 'A') return koila__got_patch(&slots, "libc10.so", "posix_memalign", (void *)hook_posix_memalign) > 0;
+    if (plan == 'A')
+        return koila__got_patch(&slots, "libc10.so", "posix_memalign",
+                                (void *)hook_posix_memalign) > 0;
     n_loads_seen = koila__got_n_loads();
     return koila__got_patch(&slots, NULL, ALLOC_CPU, (void *)hook_alloc_cpu) > 0;
 }
 static bool patch_free_side(void)
 {
-    if (plan == 'A') return koila__got_patch(&slots, "libc10.so", "free", (void *)hook_free) > 0;
+    if (plan == 'A')
+        return koila__got_patch(&slots, "libc10.so", "free", (void *)hook_free) > 0;
     return koila__got_patch(&slots, NULL, FREE_CPU, (void *)hook_free_cpu) > 0;
 }
-static void unpatch_alloc_side(void) { koila__got_restore(&slots, plan == 'A' ? (void *)hook_posix_memalign : (void *)hook_alloc_cpu); }
+static void unpatch_alloc_side(void)
+{
+    koila__got_restore(&slots, plan == 'A' ? (void *)hook_posix_memalign : (void *)hook_alloc_cpu);
+}
 
 /* Make a storage and let it die: is it counted, with its size, and then no more? */
 static bool self_test(PyObject *torch)
@@ -160,12 +187,15 @@ static bool self_test(PyObject *torch)
     const uint64_t n_probe = 4099;
     bool seen = false, gone = false;
     uint64_t n = 0;
-    PyObject *storage = PyObject_CallMethod(torch, "UntypedStorage", "K", (unsigned long long)n_probe);
+    PyObject *storage =
+        PyObject_CallMethod(torch, "UntypedStorage", "K", (unsigned long long)n_probe);
     PyObject *address = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
     const void *p = address ? PyLong_AsVoidPtr(address) : NULL;
-    if (p) seen = koila__truth_find(p, &n, NULL) && n == n_probe;
+    if (p)
+        seen = koila__truth_find(p, &n, NULL) && n == n_probe;
     Py_XDECREF(storage);
-    if (p) gone = !koila__truth_find(p, &n, NULL);
+    if (p)
+        gone = !koila__truth_find(p, &n, NULL);
     Py_XDECREF(address);
     PyErr_Clear();
     return seen && gone;
@@ -176,15 +206,21 @@ static const char *try_plan(char which, PyObject *torch)
 {
     char path[4096];
     plan = which;
-    if (!koila__got_path("libc10.so", path, sizeof path)) return "unsupported: no libc10.so is loaded (torch linked statically?)";
+    if (!koila__got_path("libc10.so", path, sizeof path))
+        return "unsupported: no libc10.so is loaded (torch linked statically?)";
     real_alloc_cpu = (void *(*)(size_t))koila__got_symbol(path, ALLOC_CPU);
     real_free_cpu = (void (*)(void *))koila__got_symbol(path, FREE_CPU);
-    throw_enforce = (void (*)(const char *, int, const char *, const char *, const void *))koila__got_symbol(path, THROW_ENFORCE);
-    if (!real_alloc_cpu || !real_free_cpu) return "unsupported: libc10.so does not export alloc_cpu and free_cpu";
-    if (which == 'B' && !throw_enforce) return "unsupported: libc10.so does not export ThrowEnforceNotMet";
-    /* once through the real functions, so that lazy binding has happened and will not overwrite our pointers */
+    throw_enforce = (void (*)(const char *, int, const char *, const char *,
+                              const void *))koila__got_symbol(path, THROW_ENFORCE);
+    if (!real_alloc_cpu || !real_free_cpu)
+        return "unsupported: libc10.so does not export alloc_cpu and free_cpu";
+    if (which == 'B' && !throw_enforce)
+        return "unsupported: libc10.so does not export ThrowEnforceNotMet";
+    /* once through the real functions, so that lazy binding has happened and will not overwrite our
+     * pointers */
     real_free_cpu(real_alloc_cpu(64));
-    if (which == 'A' && koila__got_patch(&slots, "libc10.so", "posix_memalign", (void *)hook_posix_memalign) <= 0)
+    if (which == 'A' &&
+        koila__got_patch(&slots, "libc10.so", "posix_memalign", (void *)hook_posix_memalign) <= 0)
         return "unsupported: libc10.so does not call posix_memalign";
     if (!patch_free_side() || !patch_alloc_side()) {
         unpatch_alloc_side();
@@ -199,35 +235,48 @@ static const char *try_plan(char which, PyObject *torch)
 
 static int install(char wanted)
 {
-    PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *name = PyUnicode_FromString("torch");
+    PyObject *torch = name ? PyImport_GetModule(name) : NULL;
     Py_XDECREF(name);
-    if (torch && !PyObject_HasAttrString(torch, "UntypedStorage")) Py_CLEAR(torch); /* half imported */
+    /* half imported */
+    if (torch && !PyObject_HasAttrString(torch, "UntypedStorage"))
+        Py_CLEAR(torch);
     if (!torch) {
         PyErr_Clear();
-        if (state == NOT_YET) why = "unsupported: torch is not imported";
+        if (state == NOT_YET)
+            why = "unsupported: torch is not imported";
         return -1;
     }
     int r = -1;
     switch (state) {
     case NOT_YET:
         why = try_plan(wanted == 'B' ? 'B' : 'A', torch);
-        if (why && !wanted) why = try_plan('B', torch);
+        if (why && !wanted)
+            why = try_plan('B', torch);
         state = why ? CANNOT : ON;
         r = why ? -1 : 0;
         break;
     case OFF:
-        if (patch_alloc_side()) state = ON, r = 0;
+        if (patch_alloc_side()) {
+            state = ON;
+            r = 0;
+        }
         break;
     case ON:
         if (koila__got_holds(&slots, NULL)) {
-            r = plan == 'B' && koila__got_n_loads() != n_loads_seen && !(patch_alloc_side() && patch_free_side()) ? -1 : 0;
+            r = plan == 'B' && koila__got_n_loads() != n_loads_seen &&
+                        !(patch_alloc_side() && patch_free_side())
+                    ? -1
+                    : 0;
             break;
         }
         generation++;
-        if (patch_free_side() && patch_alloc_side()) r = 0;
+        if (patch_free_side() && patch_alloc_side())
+            r = 0;
         koila__ledger_clear(&ledger);
         break;
-    case CANNOT: break;
+    case CANNOT:
+        break;
     }
     Py_DECREF(torch);
     return r;
@@ -243,7 +292,8 @@ bool koila__truth_is_kept(void) { return kept; }
 
 void koila__truth_uninstall(void)
 {
-    if (state != ON) return;
+    if (state != ON)
+        return;
     unpatch_alloc_side();
     state = OFF;
 }
@@ -253,26 +303,50 @@ uint64_t koila__truth_generation(void) { return generation; }
 const char *koila__truth_plan(void)
 {
     switch (state) {
-    case ON: return plan == 'A' ? "A" : "B";
-    case OFF: return "unsupported: stopped";
-    default: return why;
+    case ON:
+        return plan == 'A' ? "A" : "B";
+    case OFF:
+        return "unsupported: stopped";
+    default:
+        return why;
     }
 }
 
 /* ---- counters */
 
-uint64_t koila__truth_current(void) { return atomic_load_explicit(&ledger.current, memory_order_relaxed); }
+uint64_t koila__truth_current(void)
+{
+    return atomic_load_explicit(&ledger.current, memory_order_relaxed);
+}
 const _Atomic uint64_t *koila__truth_current_slot(void) { return &ledger.current; }
-uint64_t koila__truth_peak(void) { return atomic_load_explicit(&ledger.peak, memory_order_relaxed); }
-void koila__truth_reset_peak(void) { atomic_store_explicit(&ledger.peak, koila__truth_current(), memory_order_relaxed); }
-uint64_t koila__truth_swap_peak(uint64_t v) { return atomic_exchange_explicit(&ledger.peak, v, memory_order_relaxed); }
-void koila__truth_set_limit(uint64_t bytes) { atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed); }
-uint64_t koila__truth_get_limit(void) { return atomic_load_explicit(&ledger.limit, memory_order_relaxed); }
+uint64_t koila__truth_peak(void)
+{
+    return atomic_load_explicit(&ledger.peak, memory_order_relaxed);
+}
+void koila__truth_reset_peak(void)
+{
+    atomic_store_explicit(&ledger.peak, koila__truth_current(), memory_order_relaxed);
+}
+uint64_t koila__truth_swap_peak(uint64_t v)
+{
+    return atomic_exchange_explicit(&ledger.peak, v, memory_order_relaxed);
+}
+void koila__truth_set_limit(uint64_t bytes)
+{
+    atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed);
+}
+uint64_t koila__truth_get_limit(void)
+{
+    return atomic_load_explicit(&ledger.limit, memory_order_relaxed);
+}
 void koila__truth_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__truth_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
 int64_t koila__truth_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
 
-bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag) { return koila__ptrtab_get(&ledger.blocks, p, n_bytes, tag); }
+bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag)
+{
+    return koila__ptrtab_get(&ledger.blocks, p, n_bytes, tag);
+}
 
 typedef struct each_request {
     bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag);
@@ -283,7 +357,8 @@ static bool each_entry(void *user, const koila__ptrtab_entry *e)
     each_request *r = user;
     return r->fn(r->user, (const void *)e->p, e->n_bytes, (uint32_t)e->tag);
 }
-void koila__truth_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag), void *user)
+void koila__truth_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),
+                       void *user)
 {
     each_request r = { fn, user };
     koila__ptrtab_each(&ledger.blocks, each_entry, &r);
@@ -292,10 +367,12 @@ void koila__truth_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, u
 int koila__truth_add_event(koila__truth_event fn)
 {
     for (int i = 0; i < N_LISTENERS; i++)
-        if (atomic_load(&listeners[i]) == fn) return 0;
+        if (atomic_load(&listeners[i]) == fn)
+            return 0;
     for (int i = 0; i < N_LISTENERS; i++) {
         koila__truth_event none = NULL;
-        if (atomic_compare_exchange_strong(&listeners[i], &none, fn)) return 0;
+        if (atomic_compare_exchange_strong(&listeners[i], &none, fn))
+            return 0;
     }
     return -1;
 }
@@ -306,8 +383,14 @@ void koila__truth_del_event(koila__truth_event fn)
         atomic_compare_exchange_strong(&listeners[i], &old, NULL);
     }
 }
-void koila__truth_set_tagger(uint32_t (*fn)(void)) { atomic_store_explicit(&tagger, fn, memory_order_release); }
-uint32_t (*koila__truth_get_tagger(void))(void) { return atomic_load_explicit(&tagger, memory_order_acquire); }
+void koila__truth_set_tagger(uint32_t (*fn)(void))
+{
+    atomic_store_explicit(&tagger, fn, memory_order_release);
+}
+uint32_t (*koila__truth_get_tagger(void))(void)
+{
+    return atomic_load_explicit(&tagger, memory_order_acquire);
+}
 
 /* ---- fork: the child counts for itself, without a limit; what it inherited is its parent's */
 
@@ -318,14 +401,18 @@ static void after_fork_child(void) { koila__ledger_fork_child(&ledger); }
 /* ---- Python */
 
 PyDoc_STRVAR(truth_install_doc, "truth_install(plan=None) -> str\n\n"
-                                "Count PyTorch's CPU memory from now on. Returns 'A' or 'B' (see cpu_bytes.c) or 'unsupported: why'.\n"
+                                "Count PyTorch's CPU memory from now on. Returns 'A' or 'B' (see "
+                                "cpu_bytes.c) or 'unsupported: why'.\n"
                                 "plan='A' or 'B' insists on one, at the first call only.");
 static PyObject *truth_install(PyObject *self, PyObject *args)
 {
     const char *wanted = NULL;
-    if (!PyArg_ParseTuple(args, "|z:truth_install", &wanted)) return NULL;
-    if (wanted) install(wanted[0]);
-    else koila__truth_listen();
+    if (!PyArg_ParseTuple(args, "|z:truth_install", &wanted))
+        return NULL;
+    if (wanted)
+        install(wanted[0]);
+    else
+        koila__truth_listen();
     return PyUnicode_FromString(koila__truth_plan());
 }
 static PyObject *truth_uninstall(PyObject *self, PyObject *none)
@@ -333,9 +420,18 @@ static PyObject *truth_uninstall(PyObject *self, PyObject *none)
     koila__truth_uninstall();
     Py_RETURN_NONE;
 }
-static PyObject *truth_ok(PyObject *self, PyObject *none) { return PyBool_FromLong(koila__truth_ok()); }
-static PyObject *truth_current(PyObject *self, PyObject *none) { return PyLong_FromUnsignedLongLong(koila__truth_current()); }
-static PyObject *truth_peak(PyObject *self, PyObject *none) { return PyLong_FromUnsignedLongLong(koila__truth_peak()); }
+static PyObject *truth_ok(PyObject *self, PyObject *none)
+{
+    return PyBool_FromLong(koila__truth_ok());
+}
+static PyObject *truth_current(PyObject *self, PyObject *none)
+{
+    return PyLong_FromUnsignedLongLong(koila__truth_current());
+}
+static PyObject *truth_peak(PyObject *self, PyObject *none)
+{
+    return PyLong_FromUnsignedLongLong(koila__truth_peak());
+}
 static PyObject *truth_reset_peak(PyObject *self, PyObject *none)
 {
     koila__truth_reset_peak();
@@ -346,7 +442,8 @@ static PyObject *truth_set_limit(PyObject *self, PyObject *bytes)
     uint64_t limit = UINT64_MAX;
     if (bytes != Py_None) {
         limit = PyLong_AsUnsignedLongLong(bytes);
-        if (PyErr_Occurred()) return NULL;
+        if (PyErr_Occurred())
+            return NULL;
     }
     koila__truth_set_limit(limit);
     Py_RETURN_NONE;
@@ -354,40 +451,61 @@ static PyObject *truth_set_limit(PyObject *self, PyObject *bytes)
 static PyObject *truth_get_limit(PyObject *self, PyObject *none)
 {
     uint64_t limit = koila__truth_get_limit();
-    if (limit == UINT64_MAX) Py_RETURN_NONE;
+    if (limit == UINT64_MAX)
+        Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(limit);
 }
 static PyObject *truth_fail_nth(PyObject *self, PyObject *arg)
 {
     long long n = PyLong_AsLongLong(arg);
-    if (n == -1 && PyErr_Occurred()) return NULL;
+    if (n == -1 && PyErr_Occurred())
+        return NULL;
     koila__truth_fail_nth(n);
     Py_RETURN_NONE;
 }
-static PyObject *truth_n_allocs(PyObject *self, PyObject *none) { return PyLong_FromLongLong(koila__truth_n_allocs()); }
-static PyObject *truth_n_frees(PyObject *self, PyObject *none) { return PyLong_FromLongLong(koila__truth_n_frees()); }
-static PyObject *truth_generation(PyObject *self, PyObject *none) { return PyLong_FromUnsignedLongLong(generation); }
+static PyObject *truth_n_allocs(PyObject *self, PyObject *none)
+{
+    return PyLong_FromLongLong(koila__truth_n_allocs());
+}
+static PyObject *truth_n_frees(PyObject *self, PyObject *none)
+{
+    return PyLong_FromLongLong(koila__truth_n_frees());
+}
+static PyObject *truth_generation(PyObject *self, PyObject *none)
+{
+    return PyLong_FromUnsignedLongLong(generation);
+}
 
 PyDoc_STRVAR(free_memory_doc, "free_memory(root='') -> dict\n\n"
-                              "How many bytes this process can still take: the smallest of cgroup, rlimits and MemAvailable, each None if\n"
-                              "there is no such limit. Keys: free, bound (the name of the smallest), cgroup, rlimit_data, rlimit_as,\n"
+                              "How many bytes this process can still take: the smallest of cgroup, "
+                              "rlimits and MemAvailable, each None if\n"
+                              "there is no such limit. Keys: free, bound (the name of the "
+                              "smallest), cgroup, rlimit_data, rlimit_as,\n"
                               "available. root: where proc and sys are looked for, for tests.");
 static PyObject *free_memory(PyObject *self, PyObject *args)
 {
     const char *root = "";
-    if (!PyArg_ParseTuple(args, "|s:free_memory", &root)) return NULL;
+    if (!PyArg_ParseTuple(args, "|s:free_memory", &root))
+        return NULL;
     koila__freemem f;
     koila__freemem_read(root, &f);
     PyObject *d = PyDict_New();
     for (int i = 0; d && i < KOILA__FREEMEM_N; i++) {
-        PyObject *v = f.bytes[i] == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[i]);
-        if (!v || PyDict_SetItemString(d, koila__freemem_name(i), v) < 0) Py_CLEAR(d);
+        PyObject *v =
+            f.bytes[i] == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[i]);
+        if (!v || PyDict_SetItemString(d, koila__freemem_name(i), v) < 0)
+            Py_CLEAR(d);
         Py_XDECREF(v);
     }
-    if (!d) return NULL;
-    PyObject *least = f.bound < 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[f.bound]);
-    PyObject *bound = f.bound < 0 ? Py_NewRef(Py_None) : PyUnicode_FromString(koila__freemem_name(f.bound));
-    if (!least || !bound || PyDict_SetItemString(d, "free", least) < 0 || PyDict_SetItemString(d, "bound", bound) < 0) Py_CLEAR(d);
+    if (!d)
+        return NULL;
+    PyObject *least =
+        f.bound < 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[f.bound]);
+    PyObject *bound =
+        f.bound < 0 ? Py_NewRef(Py_None) : PyUnicode_FromString(koila__freemem_name(f.bound));
+    if (!least || !bound || PyDict_SetItemString(d, "free", least) < 0 ||
+        PyDict_SetItemString(d, "bound", bound) < 0)
+        Py_CLEAR(d);
     Py_XDECREF(least);
     Py_XDECREF(bound);
     return d;
@@ -395,17 +513,23 @@ static PyObject *free_memory(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     { "truth_install", truth_install, METH_VARARGS, truth_install_doc },
-    { "truth_uninstall", truth_uninstall, METH_NOARGS, "Stop counting new blocks; known blocks are still taken off when freed." },
+    { "truth_uninstall", truth_uninstall, METH_NOARGS,
+      "Stop counting new blocks; known blocks are still taken off when freed." },
     { "truth_ok", truth_ok, METH_NOARGS, "Is the count installed, and nobody has overwritten it?" },
-    { "truth_current", truth_current, METH_NOARGS, "Bytes handed out and not got back, since the installation." },
+    { "truth_current", truth_current, METH_NOARGS,
+      "Bytes handed out and not got back, since the installation." },
     { "truth_peak", truth_peak, METH_NOARGS, "Highest truth_current() since the last reset." },
     { "truth_reset_peak", truth_reset_peak, METH_NOARGS, "Let the peak be the current bytes." },
-    { "truth_set_limit", truth_set_limit, METH_O, "Refuse allocations that would bring truth_current() above this; None: no limit." },
+    { "truth_set_limit", truth_set_limit, METH_O,
+      "Refuse allocations that would bring truth_current() above this; None: no limit." },
     { "truth_get_limit", truth_get_limit, METH_NOARGS, "The limit in bytes, or None." },
-    { "truth_fail_nth", truth_fail_nth, METH_O, "Refuse the nth allocation from now, for tests; 0: none." },
-    { "truth_n_allocs", truth_n_allocs, METH_NOARGS, "Allocations granted since the installation." },
+    { "truth_fail_nth", truth_fail_nth, METH_O,
+      "Refuse the nth allocation from now, for tests; 0: none." },
+    { "truth_n_allocs", truth_n_allocs, METH_NOARGS,
+      "Allocations granted since the installation." },
     { "truth_n_frees", truth_n_frees, METH_NOARGS, "Counted blocks freed since the installation." },
-    { "truth_generation", truth_generation, METH_NOARGS, "How often the count was overwritten by others and started again." },
+    { "truth_generation", truth_generation, METH_NOARGS,
+      "How often the count was overwritten by others and started again." },
     { "free_memory", free_memory, METH_VARARGS, free_memory_doc },
     { NULL, NULL, 0, NULL },
 };

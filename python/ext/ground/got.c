@@ -1,7 +1,8 @@
 /* got.c — see got.h.
  *
- * The slot may lie in a page that RELRO made read-only: the page's protection is read from /proc/self/maps, opened for the one aligned,
- * atomic store, and put back. What runs through the slot meanwhile sees the old pointer or the new one, both valid.
+ * The slot may lie in a page that RELRO made read-only: the page's protection is read from
+ * /proc/self/maps, opened for the one aligned, atomic store, and put back. What runs through the
+ * slot meanwhile sees the old pointer or the new one, both valid.
  */
 #include "ground/got.h"
 
@@ -16,9 +17,15 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
-static bool is_slot_type(uint64_t type) { return type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT || type == R_X86_64_64; }
+static bool is_slot_type(uint64_t type)
+{
+    return type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT || type == R_X86_64_64;
+}
 #elif defined(__aarch64__)
-static bool is_slot_type(uint64_t type) { return type == R_AARCH64_JUMP_SLOT || type == R_AARCH64_GLOB_DAT || type == R_AARCH64_ABS64; }
+static bool is_slot_type(uint64_t type)
+{
+    return type == R_AARCH64_JUMP_SLOT || type == R_AARCH64_GLOB_DAT || type == R_AARCH64_ABS64;
+}
 #else
 static bool is_slot_type(uint64_t type) { return false; }
 #endif
@@ -27,15 +34,18 @@ static bool is_slot_type(uint64_t type) { return false; }
 static int protection_of(const void *at)
 {
     FILE *f = fopen("/proc/self/maps", "re");
-    if (!f) return -1;
+    if (!f)
+        return -1;
     char line[512];
     int prot = -1;
     while (prot < 0 && fgets(line, sizeof line, f)) {
         unsigned long lo, hi;
         char rwx[5];
-        if (sscanf(line, "%lx-%lx %4s", &lo, &hi, rwx) != 3) continue;
+        if (sscanf(line, "%lx-%lx %4s", &lo, &hi, rwx) != 3)
+            continue;
         if ((uintptr_t)at >= lo && (uintptr_t)at < hi)
-            prot = (rwx[0] == 'r' ? PROT_READ : 0) | (rwx[1] == 'w' ? PROT_WRITE : 0) | (rwx[2] == 'x' ? PROT_EXEC : 0);
+            prot = (rwx[0] == 'r' ? PROT_READ : 0) | (rwx[1] == 'w' ? PROT_WRITE : 0) |
+                   (rwx[2] == 'x' ? PROT_EXEC : 0);
     }
     fclose(f);
     return prot;
@@ -44,12 +54,15 @@ static int protection_of(const void *at)
 static bool store(void **at, void *value)
 {
     int prot = protection_of(at);
-    if (prot < 0) return false;
+    if (prot < 0)
+        return false;
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     void *start = (void *)((uintptr_t)at & ~(uintptr_t)(page - 1));
-    if (!(prot & PROT_WRITE) && mprotect(start, page, prot | PROT_WRITE) != 0) return false;
+    if (!(prot & PROT_WRITE) && mprotect(start, page, prot | PROT_WRITE) != 0)
+        return false;
     __atomic_store_n(at, value, __ATOMIC_SEQ_CST);
-    if (!(prot & PROT_WRITE)) mprotect(start, page, prot);
+    if (!(prot & PROT_WRITE))
+        mprotect(start, page, prot);
     return true;
 }
 
@@ -67,27 +80,33 @@ typedef struct patch_request {
     bool failed;
 } patch_request;
 
-static void patch_table(patch_request *r, uintptr_t base, const ElfW(Rela) *rela, size_t n, const ElfW(Sym) *symtab, const char *strtab)
+static void patch_table(patch_request *r, uintptr_t base, const ElfW(Rela) * rela, size_t n,
+                        const ElfW(Sym) * symtab, const char *strtab)
 {
     for (size_t i = 0; i < n; i++) {
-        if (!is_slot_type(ELF64_R_TYPE(rela[i].r_info))) continue;
+        if (!is_slot_type(ELF64_R_TYPE(rela[i].r_info)))
+            continue;
         uint64_t sym = ELF64_R_SYM(rela[i].r_info);
-        if (!sym || strcmp(strtab + symtab[sym].st_name, r->symbol) != 0) continue;
+        if (!sym || strcmp(strtab + symtab[sym].st_name, r->symbol) != 0)
+            continue;
         void **at = (void **)(base + rela[i].r_offset);
         koila__got_set *set = r->set;
         size_t k = 0;
-        while (k < set->n && set->slots[k].at != at) k++;
+        while (k < set->n && set->slots[k].at != at)
+            k++;
         if (k == set->n && set->n == KOILA__GOT_MAX) {
             r->failed = true;
             return;
         }
         void *before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-        if (k == set->n) set->slots[k] = (koila__got_slot){ at, before, r->ours };
+        if (k == set->n)
+            set->slots[k] = (koila__got_slot){ at, before, r->ours };
         if (before != r->ours && !store(at, r->ours)) {
             r->failed = true;
             return;
         }
-        if (k == set->n) set->n++;
+        if (k == set->n)
+            set->n++;
         r->n_found++;
     }
 }
@@ -95,29 +114,54 @@ static void patch_table(patch_request *r, uintptr_t base, const ElfW(Rela) *rela
 static int patch_object(struct dl_phdr_info *info, size_t size, void *user)
 {
     patch_request *r = user;
-    uintptr_t base = info->dlpi_addr, self = (uintptr_t)&patch_object;
-    if (r->library && !named(info->dlpi_name, r->library)) return 0;
+    uintptr_t base = info->dlpi_addr;
+    uintptr_t self = (uintptr_t)&patch_object;
+    if (r->library && !named(info->dlpi_name, r->library))
+        return 0;
     const ElfW(Dyn) *dyn = NULL;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *ph = &info->dlpi_phdr[i];
-        if (ph->p_type == PT_DYNAMIC) dyn = (const ElfW(Dyn) *)(base + ph->p_vaddr);
-        if (ph->p_type == PT_LOAD && self >= base + ph->p_vaddr && self < base + ph->p_vaddr + ph->p_memsz) return 0;
+        if (ph->p_type == PT_DYNAMIC)
+            dyn = (const ElfW(Dyn) *)(base + ph->p_vaddr);
+        if (ph->p_type == PT_LOAD && self >= base + ph->p_vaddr &&
+            self < base + ph->p_vaddr + ph->p_memsz)
+            return 0;
     }
-    if (!dyn) return 0;
+    if (!dyn)
+        return 0;
     uintptr_t symtab = 0, strtab = 0, rela = 0, jmprel = 0;
     size_t n_rela = 0, n_jmprel = 0;
-    for (; dyn->d_tag != DT_NULL; dyn++) switch (dyn->d_tag) {
-        case DT_SYMTAB: symtab = dyn->d_un.d_ptr; break;
-        case DT_STRTAB: strtab = dyn->d_un.d_ptr; break;
-        case DT_RELA: rela = dyn->d_un.d_ptr; break;
-        case DT_RELASZ: n_rela = dyn->d_un.d_val / sizeof(ElfW(Rela)); break;
-        case DT_JMPREL: jmprel = dyn->d_un.d_ptr; break;
-        case DT_PLTRELSZ: n_jmprel = dyn->d_un.d_val / sizeof(ElfW(Rela)); break;
+    for (; dyn->d_tag != DT_NULL; dyn++)
+        switch (dyn->d_tag) {
+        case DT_SYMTAB:
+            symtab = dyn->d_un.d_ptr;
+            break;
+        case DT_STRTAB:
+            strtab = dyn->d_un.d_ptr;
+            break;
+        case DT_RELA:
+            rela = dyn->d_un.d_ptr;
+            break;
+        case DT_RELASZ:
+            n_rela = dyn->d_un.d_val / sizeof(ElfW(Rela));
+            break;
+        case DT_JMPREL:
+            jmprel = dyn->d_un.d_ptr;
+            break;
+        case DT_PLTRELSZ:
+            n_jmprel = dyn->d_un.d_val / sizeof(ElfW(Rela));
+            break;
         }
-    /* ld.so has relocated these in place, but the vdso's are plain offsets: it imports nothing, so skip it */
-    if (!symtab || !strtab || symtab < base) return 0;
-    if (rela) patch_table(r, base, (const ElfW(Rela) *)rela, n_rela, (const ElfW(Sym) *)symtab, (const char *)strtab);
-    if (jmprel && !r->failed) patch_table(r, base, (const ElfW(Rela) *)jmprel, n_jmprel, (const ElfW(Sym) *)symtab, (const char *)strtab);
+    /* ld.so has relocated these in place, but the vdso's are plain offsets: it imports nothing, so
+     * skip it */
+    if (!symtab || !strtab || symtab < base)
+        return 0;
+    if (rela)
+        patch_table(r, base, (const ElfW(Rela) *)rela, n_rela, (const ElfW(Sym) *)symtab,
+                    (const char *)strtab);
+    if (jmprel && !r->failed)
+        patch_table(r, base, (const ElfW(Rela) *)jmprel, n_jmprel, (const ElfW(Sym) *)symtab,
+                    (const char *)strtab);
     return r->failed;
 }
 
@@ -132,9 +176,11 @@ bool koila__got_holds(const koila__got_set *set, const void *ours)
 {
     bool any = false;
     for (size_t i = 0; i < set->n; i++) {
-        if (ours && set->slots[i].ours != ours) continue;
+        if (ours && set->slots[i].ours != ours)
+            continue;
         any = true;
-        if (__atomic_load_n(set->slots[i].at, __ATOMIC_RELAXED) != set->slots[i].ours) return false;
+        if (__atomic_load_n(set->slots[i].at, __ATOMIC_RELAXED) != set->slots[i].ours)
+            return false;
     }
     return any;
 }
@@ -145,7 +191,8 @@ void koila__got_restore(koila__got_set *set, const void *ours)
     for (size_t i = 0; i < set->n; i++) {
         koila__got_slot s = set->slots[i];
         if (s.ours == ours) {
-            if (__atomic_load_n(s.at, __ATOMIC_SEQ_CST) == ours) store(s.at, s.original);
+            if (__atomic_load_n(s.at, __ATOMIC_SEQ_CST) == ours)
+                store(s.at, s.original);
         } else {
             set->slots[n_kept++] = s;
         }
@@ -161,7 +208,8 @@ typedef struct path_request {
 static int path_of_object(struct dl_phdr_info *info, size_t size, void *user)
 {
     path_request *r = user;
-    return named(info->dlpi_name, r->library) && snprintf(r->path, r->n_path, "%s", info->dlpi_name) < (int)r->n_path;
+    return named(info->dlpi_name, r->library) &&
+           snprintf(r->path, r->n_path, "%s", info->dlpi_name) < (int)r->n_path;
 }
 bool koila__got_path(const char *library, char *path, size_t n_path)
 {
@@ -185,6 +233,7 @@ void *koila__got_symbol(const char *path, const char *symbol)
 {
     void *library = dlopen(path, RTLD_NOLOAD | RTLD_NOW);
     void *at = library ? dlsym(library, symbol) : NULL;
-    if (library) dlclose(library);
+    if (library)
+        dlclose(library);
     return at;
 }

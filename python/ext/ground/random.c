@@ -1,11 +1,13 @@
 /* random.c — the CPU generator, moved without drawing.
  *
- * PyTorch's CPU generator is MT19937. An operator that takes the same number of its 32-bit words for every element, in the order of memory (bernoulli_ of
- * dropout where it does not go through MKL, uniform_), can draw any rows of a tensor: the state is moved past the rows before them. Whether an operator
- * does so is tried on this build, never assumed: _words in koila._random.
+ * PyTorch's CPU generator is MT19937. An operator that takes the same number of its 32-bit words
+ * for every element, in the order of memory (bernoulli_ of dropout where it does not go through
+ * MKL, uniform_), can draw any rows of a tensor: the state is moved past the rows before them.
+ * Whether an operator does so is tried on this build, never assumed: _words in koila._random.
  *
- * A state is what torch.Generator.get_state() gives, bytes: seed u64, left i32, seeded i32, next u64, state u64[624] (32 bits used), then what normal_ keeps.
- * `left` counts down to the next twist, `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).
+ * A state is what torch.Generator.get_state() gives, bytes: seed u64, left i32, seeded i32, next
+ * u64, state u64[624] (32 bits used), then what normal_ keeps. `left` counts down to the next
+ * twist, `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).
  */
 #include "ground/random.h"
 
@@ -21,8 +23,10 @@ static uint32_t mixed(uint32_t a, uint32_t b, uint32_t far)
 
 static void twist(uint32_t w[N])
 {
-    for (int i = 0; i < N - M; i++) w[i] = mixed(w[i], w[i + 1], w[i + M]);
-    for (int i = N - M; i < N - 1; i++) w[i] = mixed(w[i], w[i + 1], w[i + M - N]);
+    for (int i = 0; i < N - M; i++)
+        w[i] = mixed(w[i], w[i + 1], w[i + M]);
+    for (int i = N - M; i < N - 1; i++)
+        w[i] = mixed(w[i], w[i + 1], w[i + M - N]);
     w[N - 1] = mixed(w[N - 1], w[0], w[M - 1]);
 }
 
@@ -31,7 +35,8 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
     int32_t left;
     uint64_t next, wide[N];
     uint32_t w[N];
-    if (!n) return;
+    if (!n)
+        return;
     memcpy(&left, state + AT_LEFT, sizeof left);
     memcpy(&next, state + AT_NEXT, sizeof next);
     if (n < (uint64_t)left) { /* a draw counts `left` down first, and twists at 0 */
@@ -40,13 +45,16 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
     } else {
         n -= (uint64_t)left - 1;
         memcpy(wide, state + AT_WORDS, sizeof wide);
-        for (int i = 0; i < N; i++) w[i] = (uint32_t)wide[i];
+        for (int i = 0; i < N; i++)
+            w[i] = (uint32_t)wide[i];
         for (;;) {
             twist(w);
-            if (n <= N) break;
+            if (n <= N)
+                break;
             n -= N;
         }
-        for (int i = 0; i < N; i++) wide[i] = w[i];
+        for (int i = 0; i < N; i++)
+            wide[i] = w[i];
         memcpy(state + AT_WORDS, wide, sizeof wide);
         left = N - (int32_t)n + 1;
         next = n;
@@ -60,7 +68,8 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
 /* The memory of a contiguous uint8 CPU tensor. NULL with an exception. */
 static uint8_t *memory_of(PyObject *state, Py_ssize_t *n)
 {
-    PyObject *size = PyObject_CallMethod(state, "numel", NULL), *at = size ? PyObject_CallMethod(state, "data_ptr", NULL) : NULL;
+    PyObject *size = PyObject_CallMethod(state, "numel", NULL);
+    PyObject *at = size ? PyObject_CallMethod(state, "data_ptr", NULL) : NULL;
     uint8_t *p = at ? PyLong_AsVoidPtr(at) : NULL;
     *n = size ? PyLong_AsSsize_t(size) : -1;
     Py_XDECREF(size);
@@ -77,7 +86,8 @@ PyObject *koila__state_bytes(PyObject *tensor)
 
 PyObject *koila__generator_get(PyObject *generator)
 {
-    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *bytes = state ? koila__state_bytes(state) : NULL;
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL);
+    PyObject *bytes = state ? koila__state_bytes(state) : NULL;
     Py_XDECREF(state);
     return bytes;
 }
@@ -85,9 +95,11 @@ PyObject *koila__generator_get(PyObject *generator)
 int koila__generator_set(PyObject *generator, PyObject *bytes)
 {
     Py_ssize_t n;
-    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL), *r = NULL; /* a tensor of the right size */
+    PyObject *state = PyObject_CallMethod(generator, "get_state", NULL);
+    PyObject *r = NULL; /* a tensor of the right size */
     uint8_t *p = state ? memory_of(state, &n) : NULL;
-    if (p && n != PyBytes_GET_SIZE(bytes)) PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+    if (p && n != PyBytes_GET_SIZE(bytes))
+        PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
     else if (p) {
         memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
         r = PyObject_CallMethod(generator, "set_state", "O", state);
@@ -99,10 +111,15 @@ int koila__generator_set(PyObject *generator, PyObject *bytes)
 
 PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words)
 {
-    if (!n_words) return Py_NewRef(bytes);
-    if (PyBytes_GET_SIZE(bytes) != STATE_BYTES) return PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator"), NULL;
+    if (!n_words)
+        return Py_NewRef(bytes);
+    if (PyBytes_GET_SIZE(bytes) != STATE_BYTES) {
+        PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+        return NULL;
+    }
     PyObject *out = PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes), STATE_BYTES);
-    if (out) mt19937_skip((uint8_t *)PyBytes_AS_STRING(out), n_words);
+    if (out)
+        mt19937_skip((uint8_t *)PyBytes_AS_STRING(out), n_words);
     return out;
 }
 
@@ -112,16 +129,23 @@ static PyObject *py_skip(PyObject *self, PyObject *args)
     unsigned long long words;
     Py_ssize_t n;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OK:generator_skip", &state, &words)) return NULL;
+    if (!PyArg_ParseTuple(args, "OK:generator_skip", &state, &words))
+        return NULL;
     uint8_t *p = memory_of(state, &n);
-    if (!p) return NULL;
-    if (n != STATE_BYTES) return PyErr_Format(PyExc_ValueError, "koila: a CPU generator's state of %d bytes was expected, got %zd", STATE_BYTES, n);
+    if (!p)
+        return NULL;
+    if (n != STATE_BYTES)
+        return PyErr_Format(PyExc_ValueError,
+                            "koila: a CPU generator's state of %d bytes was expected, got %zd",
+                            STATE_BYTES, n);
     mt19937_skip(p, words);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    { "generator_skip", py_skip, METH_VARARGS, "generator_skip(state, n): the uint8 tensor becomes the state after n more 32-bit words were drawn" },
+    { "generator_skip", py_skip, METH_VARARGS,
+      "generator_skip(state, n): the uint8 tensor becomes the state after n more 32-bit words were "
+      "drawn" },
     { 0 },
 };
 

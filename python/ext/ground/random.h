@@ -7,10 +7,11 @@
 #include <stdint.h>
 
 /* NULL or -1 comes with an exception; what is returned is a new reference. */
-PyObject *koila__state_bytes(PyObject *tensor); /* of what torch.Generator.get_state() gives */
+PyObject *koila__state_bytes(PyObject *tensor);      /* of what torch.Generator.get_state() gives */
 PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
 int koila__generator_set(PyObject *generator, PyObject *bytes);
-PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words); /* the state n_words 32-bit words later */
+/* the state n_words 32-bit words later */
+PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words);
 int koila__random_add_module(PyObject *m);
 
 #endif

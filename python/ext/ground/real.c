@@ -6,16 +6,16 @@
 
 #include "ground/helpers.h"
 
-static PyObject *torch_tensor_base;     /* torch._C.TensorBase */
-static PyObject *torch_device;          /* torch.device */
+static PyObject *torch_tensor_base; /* torch._C.TensorBase */
+static PyObject *torch_device;      /* torch.device */
 static PyObject *dtypes[KOILA_N_DTYPES];
-static int8_t dtype_of_code[256];       /* torch's ScalarType → koila_dtype, -1: unknown */
-static PyObject *devices_other;         /* list: device 0xff00 + i */
-static PyObject *devices_cuda;          /* list: cuda:i */
+static int8_t dtype_of_code[256]; /* torch's ScalarType → koila_dtype, -1: unknown */
+static PyObject *devices_other;   /* list: device 0xff00 + i */
+static PyObject *devices_cuda;    /* list: cuda:i */
 static PyObject *device_cpu;
 static getter version_getter, layout_getter;
 static void *version_closure, *layout_closure;
-static PyObject *data_descriptor;       /* torch._C.TensorBase.data */
+static PyObject *data_descriptor; /* torch._C.TensorBase.data */
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 koila_table *koila__table;
@@ -35,11 +35,15 @@ static struct shim {
     bool works;
 } shim;
 
-bool koila__is_tensor(PyObject *o) { return PyType_IsSubtype(Py_TYPE(o), (PyTypeObject *)torch_tensor_base); }
+bool koila__is_tensor(PyObject *o)
+{
+    return PyType_IsSubtype(Py_TYPE(o), (PyTypeObject *)torch_tensor_base);
+}
 
 bool koila__grad_mode(void)
 {
-    if (shim.grad_mode) return shim.grad_mode();
+    if (shim.grad_mode)
+        return shim.grad_mode();
     PyObject *r = PyObject_CallNoArgs(is_grad_enabled);
     const bool on = r == Py_True;
     Py_XDECREF(r);
@@ -49,7 +53,10 @@ bool koila__grad_mode(void)
 
 int koila__set_grad_mode(bool on)
 {
-    if (shim.set_grad_mode) return shim.set_grad_mode(on), 0;
+    if (shim.set_grad_mode) {
+        shim.set_grad_mode(on);
+        return 0;
+    }
     PyObject *r = PyObject_CallOneArg(set_grad_enabled, on ? Py_True : Py_False);
     Py_XDECREF(r);
     return r ? 0 : -1;
@@ -62,17 +69,24 @@ PyObject *koila__dtype_object(koila_dtype d) { return dtypes[d]; }
 int koila__dtype_of(PyObject *o)
 {
     for (int i = 0; i < KOILA_N_DTYPES; i++)
-        if (dtypes[i] == o) return i;
+        if (dtypes[i] == o)
+            return i;
     return -1;
 }
 
 PyObject *koila__device_object(uint16_t device)
 {
-    if (device == 0) return device_cpu;
-    if (device >> 8 == 0xff) return PyList_GetItem(devices_other, device & 0xff);
+    if (device == 0)
+        return device_cpu;
+    if (device >> 8 == 0xff)
+        return PyList_GetItem(devices_other, device & 0xff);
     while (PyList_GET_SIZE(devices_cuda) <= (device & 0xff)) {
-        PyObject *d = PyObject_CallFunction(torch_device, "sn", "cuda", PyList_GET_SIZE(devices_cuda));
-        if (!d || PyList_Append(devices_cuda, d) < 0) return Py_XDECREF(d), NULL;
+        PyObject *d =
+            PyObject_CallFunction(torch_device, "sn", "cuda", PyList_GET_SIZE(devices_cuda));
+        if (!d || PyList_Append(devices_cuda, d) < 0) {
+            Py_XDECREF(d);
+            return NULL;
+        }
         Py_DECREF(d);
     }
     return PyList_GET_ITEM(devices_cuda, device & 0xff);
@@ -80,25 +94,37 @@ PyObject *koila__device_object(uint16_t device)
 
 int koila__device_of(PyObject *o, uint16_t *out)
 {
-    PyObject *type = PyObject_GetAttrString(o, "type"), *index = type ? PyObject_GetAttrString(o, "index") : NULL;
+    PyObject *type = PyObject_GetAttrString(o, "type");
+    PyObject *index = type ? PyObject_GetAttrString(o, "index") : NULL;
     int rc = -1;
-    if (!index) goto done;
+    if (!index)
+        goto done;
     const char *name = PyUnicode_AsUTF8(type);
-    if (!name) goto done;
+    if (!name)
+        goto done;
     if (!strcmp(name, "cpu")) {
-        *out = 0, rc = 0;
+        *out = 0;
+        rc = 0;
     } else if (!strcmp(name, "cuda")) {
         const long i = index == Py_None ? 0 : PyLong_AsLong(index);
-        if (i >= 0 && i < 255) *out = (uint16_t)(0x100 + i), rc = 0;
+        if (i >= 0 && i < 255) {
+            *out = (uint16_t)(0x100 + i);
+            rc = 0;
+        }
     } else {
-        Py_ssize_t n = PyList_GET_SIZE(devices_other), i = 0;
+        Py_ssize_t n = PyList_GET_SIZE(devices_other);
+        Py_ssize_t i = 0;
         for (; i < n; i++) {
             const int same = PyObject_RichCompareBool(PyList_GET_ITEM(devices_other, i), o, Py_EQ);
-            if (same < 0) goto done;
-            if (same) break;
+            if (same < 0)
+                goto done;
+            if (same)
+                break;
         }
-        if (i == n && PyList_Append(devices_other, o) < 0) goto done;
-        *out = (uint16_t)(0xff00 + i), rc = 0;
+        if (i == n && PyList_Append(devices_other, o) < 0)
+            goto done;
+        *out = (uint16_t)(0xff00 + i);
+        rc = 0;
     }
 done:
     Py_XDECREF(type);
@@ -111,8 +137,10 @@ PyObject *koila__ints_object(const int64_t *v, uint8_t n)
     PyObject *r = PyTuple_New(n);
     for (uint8_t i = 0; r && i < n; i++) {
         PyObject *x = PyLong_FromLongLong(v[i]);
-        if (x) PyTuple_SET_ITEM(r, i, x);
-        else Py_CLEAR(r);
+        if (x)
+            PyTuple_SET_ITEM(r, i, x);
+        else
+            Py_CLEAR(r);
     }
     return r;
 }
@@ -120,7 +148,9 @@ PyObject *koila__ints_object(const int64_t *v, uint8_t n)
 PyObject *koila__meta_object(koila_meta meta)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    PyObject *size = koila__ints_object(m->size, m->n_dims), *stride = size ? koila__ints_object(m->stride, m->n_dims) : NULL, *device = koila__device_object(m->device);
+    PyObject *size = koila__ints_object(m->size, m->n_dims);
+    PyObject *stride = size ? koila__ints_object(m->stride, m->n_dims) : NULL;
+    PyObject *device = koila__device_object(m->device);
     PyObject *r = stride && device ? PyTuple_Pack(4, dtypes[m->dtype], device, size, stride) : NULL;
     Py_XDECREF(size);
     Py_XDECREF(stride);
@@ -131,35 +161,49 @@ PyObject *koila__meta_object(koila_meta meta)
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset)
 {
     int64_t size[64], stride[64];
-    PyObject *sizes = PyTuple_GetItem(tuple, 2), *strides = PyTuple_GetItem(tuple, 3);
-    if (!sizes || !strides) return -1;
+    PyObject *sizes = PyTuple_GetItem(tuple, 2);
+    PyObject *strides = PyTuple_GetItem(tuple, 3);
+    if (!sizes || !strides)
+        return -1;
     const int d = koila__dtype_of(PyTuple_GET_ITEM(tuple, 0));
     const Py_ssize_t n = PySequence_Size(sizes);
-    if (n < 0) return -1;
+    if (n < 0)
+        return -1;
     if (d < 0 || n > KOILA_MAX_DIMS) {
         PyObject *e = koila__helper("UnsupportedError");
         if (e) {
-            if (d < 0) PyErr_Format(e, "a tensor of %R cannot be lazy", PyTuple_GET_ITEM(tuple, 0));
-            else PyErr_Format(e, "a tensor of %zd dimensions cannot be lazy; at most %d", n, KOILA_MAX_DIMS);
+            if (d < 0)
+                PyErr_Format(e, "a tensor of %R cannot be lazy", PyTuple_GET_ITEM(tuple, 0));
+            else
+                PyErr_Format(e, "a tensor of %zd dimensions cannot be lazy; at most %d", n,
+                             KOILA_MAX_DIMS);
             Py_DECREF(e);
         }
         return -1;
     }
     uint16_t device;
-    if (koila__device_of(PyTuple_GET_ITEM(tuple, 1), &device) < 0) return -1;
+    if (koila__device_of(PyTuple_GET_ITEM(tuple, 1), &device) < 0)
+        return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *a = PySequence_GetItem(sizes, i), *b = PySequence_GetItem(strides, i);
+        PyObject *a = PySequence_GetItem(sizes, i);
+        PyObject *b = PySequence_GetItem(strides, i);
         size[i] = a ? PyLong_AsLongLong(a) : -1;
         stride[i] = b ? PyLong_AsLongLong(b) : -1;
         Py_XDECREF(a);
         Py_XDECREF(b);
-        if (PyErr_Occurred()) return -1;
+        if (PyErr_Occurred())
+            return -1;
     }
-    const koila_status s = koila_table_meta(koila__table, (koila_dtype)d, device, (uint32_t)n, size, stride, out);
-    if (s) return koila__raise(s), -1;
+    const koila_status s =
+        koila_table_meta(koila__table, (koila_dtype)d, device, (uint32_t)n, size, stride, out);
+    if (s) {
+        koila__raise(s);
+        return -1;
+    }
     if (offset) {
         *offset = PyTuple_GET_SIZE(tuple) > 4 ? PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, 4)) : 0;
-        if (*offset == -1 && PyErr_Occurred()) return -1;
+        if (*offset == -1 && PyErr_Occurred())
+            return -1;
     }
     return 0;
 }
@@ -169,26 +213,38 @@ static int shim_meta(PyObject *real, koila_meta *out)
     tensor_handle h = koila__tensor_handle(real);
     int64_t n, *size, *stride;
     int32_t dtype, type;
-    if (shim.get_dim(h, &n) || shim.get_sizes(h, &size) || shim.get_dtype(h, &dtype) || shim.get_device_type(h, &type)) return -1;
-    if (dtype < 0 || dtype > 255 || dtype_of_code[dtype] < 0 || n > KOILA_MAX_DIMS || type > 1) return -1;
-    if (shim.get_strides(h, &stride)) return -1;
+    if (shim.get_dim(h, &n) || shim.get_sizes(h, &size) || shim.get_dtype(h, &dtype) ||
+        shim.get_device_type(h, &type))
+        return -1;
+    if (dtype < 0 || dtype > 255 || dtype_of_code[dtype] < 0 || n > KOILA_MAX_DIMS || type > 1)
+        return -1;
+    if (shim.get_strides(h, &stride))
+        return -1;
     uint16_t device = 0;
     if (type == 1) {
         int32_t i;
-        if (shim.get_device_index(h, &i) || i > 254) return -1;
+        if (shim.get_device_index(h, &i) || i > 254)
+            return -1;
         device = (uint16_t)(0x100 + i);
     }
-    return koila_table_meta(koila__table, (koila_dtype)dtype_of_code[dtype], device, (uint32_t)n, size, stride, out) == KOILA_OK ? 0 : -1;
+    return koila_table_meta(koila__table, (koila_dtype)dtype_of_code[dtype], device, (uint32_t)n,
+                            size, stride, out) == KOILA_OK
+               ? 0
+               : -1;
 }
 
 int koila__meta_of(PyObject *real, koila_meta *out)
 {
-    PyObject *layout = layout_getter(real, layout_closure); /* the shim gives sizes and strides of sparse tensors too */
+    /* the shim gives sizes and strides of sparse tensors too */
+    PyObject *layout = layout_getter(real, layout_closure);
     const bool dense = layout == koila__strided;
-    if (!layout) PyErr_Clear();
+    if (!layout)
+        PyErr_Clear();
     Py_XDECREF(layout);
-    if (dense && shim.works && shim_meta(real, out) == 0) return 0;
-    PyObject *f = koila__helper("real_meta"), *t = f ? PyObject_CallOneArg(f, real) : NULL;
+    if (dense && shim.works && shim_meta(real, out) == 0)
+        return 0;
+    PyObject *f = koila__helper("real_meta");
+    PyObject *t = f ? PyObject_CallOneArg(f, real) : NULL;
     const int rc = t ? koila__meta_from(t, out, NULL) : -1;
     Py_XDECREF(t);
     Py_XDECREF(f);
@@ -198,7 +254,8 @@ int koila__meta_of(PyObject *real, koila_meta *out)
 int koila__version_of(PyObject *real, uint32_t *out)
 {
     PyObject *v = version_getter(real, version_closure);
-    if (!v) { /* inference tensors have no version counter: they cannot be written outside inference mode */
+    /* inference tensors have no version counter: they cannot be written outside inference mode */
+    if (!v) {
         PyErr_Clear();
         *out = 0;
         return 0;
@@ -208,18 +265,27 @@ int koila__version_of(PyObject *real, uint32_t *out)
     return 0;
 }
 
-PyObject *koila__tensor_data_set(PyObject *self, PyObject *data) { return PyObject_CallMethod(data_descriptor, "__set__", "OO", self, data); }
+PyObject *koila__tensor_data_set(PyObject *self, PyObject *data)
+{
+    return PyObject_CallMethod(data_descriptor, "__set__", "OO", self, data);
+}
 
 /* ---- start-up */
 
 static int learn_shim(PyObject *torch)
 {
-    PyObject *probe = PyObject_CallMethod(torch, "empty_strided", "((iii)(iii))", 2, 3, 4, 12, 1, 3), *cdata = NULL;
-    if (!probe) return -1;
+    PyObject *probe =
+        PyObject_CallMethod(torch, "empty_strided", "((iii)(iii))", 2, 3, 4, 12, 1, 3);
+    PyObject *cdata = NULL;
+    if (!probe)
+        return -1;
     cdata = PyObject_GetAttrString(probe, "_cdata");
     void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
     Py_XDECREF(cdata);
-    if (!impl) return Py_DECREF(probe), -1;
+    if (!impl) {
+        Py_DECREF(probe);
+        return -1;
+    }
     koila__cdata = 0;
     for (Py_ssize_t at = sizeof(PyObject); at <= (Py_ssize_t)sizeof(PyObject) + 16; at += 8)
         if (*(void **)((char *)probe + at) == impl) {
@@ -227,13 +293,19 @@ static int learn_shim(PyObject *torch)
             break;
         }
     PyObject *file = PyObject_GetAttrString(torch, "__file__");
-    const char *name = file ? PyUnicode_AsUTF8(file) : NULL, *cut = name ? strrchr(name, '/') : NULL;
+    const char *name = file ? PyUnicode_AsUTF8(file) : NULL;
+    const char *cut = name ? strrchr(name, '/') : NULL;
     char path[4096];
     void *lib = NULL;
-    if (cut && snprintf(path, sizeof path, "%.*s/lib/libtorch_cpu.so", (int)(cut - name), name) < (int)sizeof path) lib = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (cut && snprintf(path, sizeof path, "%.*s/lib/libtorch_cpu.so", (int)(cut - name), name) <
+                   (int)sizeof path)
+        lib = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     Py_XDECREF(file);
     PyErr_Clear();
-    if (!lib || !koila__cdata) return Py_DECREF(probe), 0;
+    if (!lib || !koila__cdata) {
+        Py_DECREF(probe);
+        return 0;
+    }
 #define FIND(function, name) *(void **)&function = dlsym(lib, name)
     FIND(shim.get_dim, "aoti_torch_get_dim");
     FIND(shim.get_sizes, "aoti_torch_get_sizes");
@@ -245,23 +317,35 @@ static int learn_shim(PyObject *torch)
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
-    FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv"); /* C++ names, two; without this one Python is asked */
+    /* C++ names, two; without this one Python is asked */
+    FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
     Dl_info python; /* the other library: what reads an attribute of a tensor is in it */
-    if (dladdr((void *)version_getter, &python) && (lib = dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)))
-        FIND(koila__shim.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject"); /* without it wrappers are made by arguments */
+    if (dladdr((void *)version_getter, &python) &&
+        (lib = dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)))
+        /* without it wrappers are made by arguments */
+        FIND(koila__shim.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject");
 #undef FIND
-    if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype || !shim.get_device_type || !shim.get_device_index) return Py_DECREF(probe), 0;
+    if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype ||
+        !shim.get_device_type || !shim.get_device_index) {
+        Py_DECREF(probe);
+        return 0;
+    }
     memset(dtype_of_code, -1, sizeof dtype_of_code);
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
-        if (dtypes[d] == Py_None) continue;
+        if (dtypes[d] == Py_None)
+            continue;
         if (d == KOILA_DTYPE_C32) { /* making one prints a warning */
             dtype_of_code[8] = (int8_t)d;
             continue;
         }
-        PyObject *empty = PyObject_CallMethod(torch, "empty", "i", 0), *typed = NULL;
-        if (empty) typed = PyObject_CallMethod(empty, "to", "O", dtypes[d]);
+        PyObject *empty = PyObject_CallMethod(torch, "empty", "i", 0);
+        PyObject *typed = NULL;
+        if (empty)
+            typed = PyObject_CallMethod(empty, "to", "O", dtypes[d]);
         int32_t code;
-        if (typed && shim.get_dtype(koila__tensor_handle(typed), &code) == 0 && code >= 0 && code < 256) dtype_of_code[code] = (int8_t)d;
+        if (typed && shim.get_dtype(koila__tensor_handle(typed), &code) == 0 && code >= 0 &&
+            code < 256)
+            dtype_of_code[code] = (int8_t)d;
         PyErr_Clear();
         Py_XDECREF(empty);
         Py_XDECREF(typed);
@@ -269,7 +353,8 @@ static int learn_shim(PyObject *torch)
     /* does it tell the truth? */
     int64_t n = 0, *size = NULL, *stride = NULL;
     tensor_handle h = koila__tensor_handle(probe);
-    shim.works = shim.get_dim(h, &n) == 0 && n == 3 && shim.get_sizes(h, &size) == 0 && shim.get_strides(h, &stride) == 0 && size[0] == 2 && size[1] == 3 &&
+    shim.works = shim.get_dim(h, &n) == 0 && n == 3 && shim.get_sizes(h, &size) == 0 &&
+                 shim.get_strides(h, &stride) == 0 && size[0] == 2 && size[1] == 3 &&
                  size[2] == 4 && stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
     Py_DECREF(probe);
     return 0;
@@ -279,7 +364,10 @@ static int learn_shim(PyObject *torch)
 static int getset_of(const char *name, getter *get, void **closure)
 {
     PyObject *d = PyDict_GetItemString(((PyTypeObject *)torch_tensor_base)->tp_dict, name);
-    if (!d || !Py_IS_TYPE(d, &PyGetSetDescr_Type)) return PyErr_Format(PyExc_RuntimeError, "torch.Tensor.%s is not the attribute koila knows", name), -1;
+    if (!d || !Py_IS_TYPE(d, &PyGetSetDescr_Type)) {
+        PyErr_Format(PyExc_RuntimeError, "torch.Tensor.%s is not the attribute koila knows", name);
+        return -1;
+    }
     *get = ((PyGetSetDescrObject *)d)->d_getset->get;
     *closure = ((PyGetSetDescrObject *)d)->d_getset->closure;
     return 0;
@@ -288,9 +376,13 @@ static int getset_of(const char *name, getter *get, void **closure)
 int koila__real_setup(PyObject *torch)
 {
     const koila_status status = koila__table ? KOILA_OK : koila_table_new(NULL, &koila__table);
-    if (status) return koila__raise(status), -1;
+    if (status) {
+        koila__raise(status);
+        return -1;
+    }
     PyObject *c = PyObject_GetAttrString(torch, "_C");
-    if (!c) return -1;
+    if (!c)
+        return -1;
     torch_tensor_base = PyObject_GetAttrString(c, "TensorBase");
     set_grad_enabled = PyObject_GetAttrString(c, "_set_grad_enabled");
     Py_DECREF(c);
@@ -299,16 +391,22 @@ int koila__real_setup(PyObject *torch)
     koila__strided = PyObject_GetAttrString(torch, "strided");
     devices_other = PyList_New(0);
     devices_cuda = PyList_New(0);
-    if (!torch_tensor_base || !set_grad_enabled || !torch_device || !is_grad_enabled || !koila__strided || !devices_other || !devices_cuda) return -1;
+    if (!torch_tensor_base || !set_grad_enabled || !torch_device || !is_grad_enabled ||
+        !koila__strided || !devices_other || !devices_cuda)
+        return -1;
     device_cpu = PyObject_CallFunction(torch_device, "s", "cpu");
     data_descriptor = PyObject_GetAttrString(torch_tensor_base, "data");
-    if (!device_cpu || !data_descriptor) return -1;
+    if (!device_cpu || !data_descriptor)
+        return -1;
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
         dtypes[d] = PyObject_GetAttrString(torch, koila_dtype_torch((koila_dtype)d));
-        if (dtypes[d]) continue;
+        if (dtypes[d])
+            continue;
         PyErr_Clear();
         dtypes[d] = Py_NewRef(Py_None);
     }
-    if (getset_of("_version", &version_getter, &version_closure) < 0 || getset_of("layout", &layout_getter, &layout_closure) < 0) return -1;
+    if (getset_of("_version", &version_getter, &version_closure) < 0 ||
+        getset_of("layout", &layout_getter, &layout_closure) < 0)
+        return -1;
     return learn_shim(torch);
 }

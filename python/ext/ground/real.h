@@ -1,6 +1,8 @@
-/* real.h — torch's tensors, dtypes, devices and modes as C sees them, below everything that is lazy.
+/* real.h — torch's tensors, dtypes, devices and modes as C sees them, below everything that is
+ * lazy.
  *
- * Torch's C shim (aoti_torch_*, found with dlsym and checked at start-up) tells what a tensor is; where it is missing, torch's Python functions and attributes serve.
+ * Torch's C shim (aoti_torch_*, found with dlsym and checked at start-up) tells what a tensor is;
+ * where it is missing, torch's Python functions and attributes serve.
  */
 #ifndef KOILA_EXT_REAL_H
 #define KOILA_EXT_REAL_H
@@ -10,36 +12,46 @@
 
 #include "koila/koila.h"
 
-extern koila_table *koila__table;                    /* the process' table, from the set-up on */
-int koila__real_setup(PyObject *torch);              /* the table, and torch's entry points; -1 + error */
+extern koila_table *koila__table; /* the process' table, from the set-up on */
+/* the table, and torch's entry points; -1 + error */
+int koila__real_setup(PyObject *torch);
 
 bool koila__is_tensor(PyObject *o);
-int koila__meta_of(PyObject *real, koila_meta *out); /* -1 with an exception (sparse, unknown dtype) */
+/* -1 with an exception (sparse, unknown dtype) */
+int koila__meta_of(PyObject *real, koila_meta *out);
 int koila__version_of(PyObject *real, uint32_t *out);
-PyObject *koila__tensor_data_set(PyObject *self, PyObject *data); /* self.data = data, torch's own; None or NULL + error */
+/* self.data = data, torch's own; None or NULL + error */
+PyObject *koila__tensor_data_set(PyObject *self, PyObject *data);
 
-PyObject *koila__dtype_object(koila_dtype d);        /* borrowed */
-int koila__dtype_of(PyObject *o);                    /* -1: not a dtype we know, no exception */
-PyObject *koila__device_object(uint16_t device);     /* borrowed; NULL + error */
+PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
+int koila__dtype_of(PyObject *o);                /* -1: not a dtype we know, no exception */
+PyObject *koila__device_object(uint16_t device); /* borrowed; NULL + error */
 int koila__device_of(PyObject *o, uint16_t *out);
-PyObject *koila__meta_object(koila_meta meta);       /* new (dtype, device, sizes, strides) */
-int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset); /* (dtype, device, sizes, strides, offset) */
+PyObject *koila__meta_object(koila_meta meta); /* new (dtype, device, sizes, strides) */
+/* (dtype, device, sizes, strides, offset) */
+int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset);
 PyObject *koila__ints_object(const int64_t *v, uint8_t n); /* new tuple */
 
 bool koila__grad_mode(void);
 int koila__set_grad_mode(bool on);
-bool koila__maybe_inference(void);                   /* false: surely not in inference mode */
+bool koila__maybe_inference(void); /* false: surely not in inference mode */
 
 /* ---- for wrapper.c, which makes tensors */
-typedef void *tensor_handle;                         /* a TensorImpl ** */
-typedef struct koila__shim_tensors {                 /* a function is NULL where this torch has it not */
-    int32_t (*reinterpret)(tensor_handle, int64_t, const int64_t *, const int64_t *, int64_t, tensor_handle *);
+typedef void *tensor_handle; /* a TensorImpl ** */
+/* a function is NULL where this torch has it not */
+typedef struct koila__shim_tensors {
+    int32_t (*reinterpret)(tensor_handle, int64_t, const int64_t *, const int64_t *, int64_t,
+                           tensor_handle *);
     int32_t (*drop)(tensor_handle);
     PyObject *(*wrap)(tensor_handle, PyTypeObject *);
 } koila__shim_tensors;
 extern koila__shim_tensors koila__shim;
-extern Py_ssize_t koila__cdata;                      /* where in a tensor object its TensorImpl * lies; 0: not known */
-extern PyObject *koila__strided;                     /* torch.strided */
-static inline tensor_handle koila__tensor_handle(PyObject *tensor) { return (char *)tensor + koila__cdata; }
+/* where in a tensor object its TensorImpl * lies; 0: not known */
+extern Py_ssize_t koila__cdata;
+extern PyObject *koila__strided; /* torch.strided */
+static inline tensor_handle koila__tensor_handle(PyObject *tensor)
+{
+    return (char *)tensor + koila__cdata;
+}
 
 #endif

@@ -1,12 +1,15 @@
 /* shield.c — a section that Ctrl-C does not cut.
  *
- *   with _core.shield:                    # or koila__shield_enter ... koila__shield_leave
- *       ...                               # a signal that comes here waits: Python's handler runs after the section
+ *   with _core.shield:                    # or koila__shield_enter ... koila__shield_leave ...
+ *                                         # a signal that comes here waits: Python's handler runs
+ *                                         after the section
  *
- * Python runs its signal handlers between any two bytecodes, also in a __del__ (where the exception is lost) and between the two lines that belong
- * together. Inside a shield the handlers of the signals that programs interrupt themselves with are held back below Python, so that a step either
- * has not changed anything or is done. Long work inside asks koila__check_signals, which lets what came through at a point where the step can still
- * be undone. The same signal a second time goes through at once: somebody insists.
+ * Python runs its signal handlers between any two bytecodes, also in a __del__ (where the exception
+ * is lost) and between the two lines that belong together. Inside a shield the handlers of the
+ * signals that programs interrupt themselves with are held back below Python, so that a step either
+ * has not changed anything or is done. Long work inside asks koila__check_signals, which lets what
+ * came through at a point where the step can still be undone. The same signal a second time goes
+ * through at once: somebody insists.
  *
  * Only the main thread is shielded: Python runs handlers nowhere else.
  */
@@ -23,7 +26,8 @@ enum { N_SIGNALS = sizeof held_back / sizeof *held_back };
 static struct sigaction before[N_SIGNALS]; /* of those that `installed` marks */
 static bool installed[N_SIGNALS];
 static volatile sig_atomic_t arrived[N_SIGNALS], any_arrived;
-static pid_t owner; /* a child that was forked inside a section has handlers that hold nothing back */
+/* a child that was forked inside a section has handlers that hold nothing back */
+static pid_t owner;
 static uint32_t depth;
 
 bool koila__interrupted;
@@ -42,11 +46,14 @@ static void pass_on(int k)
 static void hold_back(int signal)
 {
     for (int k = 0; k < N_SIGNALS; k++) {
-        if (held_back[k] != signal) continue;
+        if (held_back[k] != signal)
+            continue;
         const bool again = arrived[k];
         arrived[k] = !again;
-        if (again || owner != getpid()) pass_on(k);
-        else any_arrived = 1;
+        if (again || owner != getpid())
+            pass_on(k);
+        else
+            any_arrived = 1;
     }
 }
 
@@ -56,44 +63,57 @@ static void let_through(void)
 {
     any_arrived = 0;
     for (int k = 0; k < N_SIGNALS; k++) {
-        if (!arrived[k]) continue;
+        if (!arrived[k])
+            continue;
         arrived[k] = 0;
-        if (installed[k]) pass_on(k);
+        if (installed[k])
+            pass_on(k);
     }
 }
 
 int koila__shield_enter(void)
 {
-    if (!in_main_thread()) return 0;
-    if (depth++) return 0;
+    if (!in_main_thread())
+        return 0;
+    if (depth++)
+        return 0;
     owner = getpid();
     for (int k = 0; k < N_SIGNALS; k++) {
         installed[k] = false;
-        if (sigaction(held_back[k], NULL, &before[k]) < 0) continue;
-        if (!(before[k].sa_flags & SA_SIGINFO) && (before[k].sa_handler == SIG_DFL || before[k].sa_handler == SIG_IGN)) continue;
-        struct sigaction ours = { .sa_handler = hold_back, .sa_flags = before[k].sa_flags & (SA_RESTART | SA_ONSTACK) };
+        if (sigaction(held_back[k], NULL, &before[k]) < 0)
+            continue;
+        if (!(before[k].sa_flags & SA_SIGINFO) &&
+            (before[k].sa_handler == SIG_DFL || before[k].sa_handler == SIG_IGN))
+            continue;
+        struct sigaction ours = { .sa_handler = hold_back,
+                                  .sa_flags = before[k].sa_flags & (SA_RESTART | SA_ONSTACK) };
         sigemptyset(&ours.sa_mask);
         arrived[k] = 0;
         installed[k] = sigaction(held_back[k], &ours, NULL) == 0;
     }
-    if (PyErr_CheckSignals() == 0) return 0; /* what came just before */
+    if (PyErr_CheckSignals() == 0)
+        return 0; /* what came just before */
     koila__shield_leave();
     return -1;
 }
 
 void koila__shield_leave(void)
 {
-    if (!in_main_thread() || --depth) return;
+    if (!in_main_thread() || --depth)
+        return;
     for (int k = 0; k < N_SIGNALS; k++)
-        if (installed[k]) sigaction(held_back[k], &before[k], NULL);
+        if (installed[k])
+            sigaction(held_back[k], &before[k], NULL);
     let_through();
     memset(installed, 0, sizeof installed);
 }
 
 int koila__check_signals(void)
 {
-    if (any_arrived && in_main_thread()) let_through();
-    if (PyErr_CheckSignals() == 0) return 0;
+    if (any_arrived && in_main_thread())
+        let_through();
+    if (PyErr_CheckSignals() == 0)
+        return 0;
     koila__interrupted = true;
     return -1;
 }
@@ -108,7 +128,8 @@ static PyObject *py_enter(PyObject *self, PyObject *ignored)
 
 static PyObject *py_exit(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
+    (void)self;
+    (void)ignored;
     koila__shield_leave();
     Py_RETURN_NONE;
 }
@@ -120,8 +141,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyTypeObject shield_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "koila._core.Shield",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.Shield",
     .tp_basicsize = sizeof(PyObject),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = methods,
@@ -130,7 +150,8 @@ static PyTypeObject shield_type = {
 
 int koila__shield_init(PyObject *module)
 {
-    if (PyType_Ready(&shield_type) < 0) return -1;
+    if (PyType_Ready(&shield_type) < 0)
+        return -1;
     PyObject *shield = PyObject_New(PyObject, &shield_type);
     const int status = shield ? PyModule_AddObjectRef(module, "shield", shield) : -1;
     Py_XDECREF(shield);

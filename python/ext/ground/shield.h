@@ -6,7 +6,8 @@
 #include <Python.h>
 #include <stdbool.h>
 
-/* From here on signals wait, until as many leaves as enters. -1 with the exception of a handler that was due before; nothing is entered then. */
+/* From here on signals wait, until as many leaves as enters. -1 with the exception of a handler
+ * that was due before; nothing is entered then. */
 int koila__shield_enter(void);
 /* Handlers of what came run at Python's next look. Keeps a set exception. */
 void koila__shield_leave(void);

@@ -1,21 +1,27 @@
-/* lines.c — the line profiler's eyes: which line of which function runs now, told to src/memory/linetab.c.
+/* lines.c — the line profiler's eyes: which line of which function runs now, told to
+ * src/memory/linetab.c.
  *
  * Unprofiled code must run at full speed, so nothing global is switched on:
- *   3.12+       sys.monitoring, local events on the profiled code objects only: LINE, PY_START, PY_RESUME, PY_YIELD, PY_RETURN; the two that
- *               CPython offers globally only, PY_UNWIND and PY_THROW, cost nothing until an exception unwinds.
- *   3.10, 3.11  a frame-evaluation function (PEP 523) sees every entry, generator resumes too, and compares one pointer. For a profiled code
- *               it pushes an activation, lets the frame run with a C tracer on, and pops. While an unprofiled frame runs below a profiled one
- *               the tracer is off (cframe.use_tracing), unless a debugger or cProfile was there first: then all events are passed on.
+ *   3.12+       sys.monitoring, local events on the profiled code objects only: LINE, PY_START,
+ *               PY_RESUME, PY_YIELD, PY_RETURN; the two that CPython offers globally only,
+ *               PY_UNWIND and PY_THROW, cost nothing until an exception unwinds.
+ *   3.10, 3.11  a frame-evaluation function (PEP 523) sees every entry, generator resumes too, and
+ *               compares one pointer. For a profiled code it pushes an activation, lets the frame
+ *               run with a C tracer on, and pops. While an unprofiled frame runs below a profiled
+ *               one the tracer is off (cframe.use_tracing), unless a debugger or cProfile was there
+ *               first: then all events are passed on.
  *   otherwise   (all tool ids taken) the plain C tracer on all threads.
- * Every way ends in three calls: koila__lines_enter(), _line(), _leave(). Everything here runs with the GIL.
+ * Every way ends in three calls: koila__lines_enter(), _line(), _leave(). Everything here runs with
+ * the GIL.
  *
  * LineTable is equivalent to:
- *     class LineTable:                    # what one profiler has recorded
- *         def add(self, code, name, file, first_line, source): ...    # -> False if it was there
- *         def enable(self) / disable(self) / clear(self)
- *         def render(self, format, columns, device=-1, which=None, all=False) -> str
- *         def records(self, device=-1, which=None) -> list[dict]
- *         names: list[str]; enabled: bool; target, stats_mode: int
+ *     class LineTable:                    # what one profiler has recorded def add(self, code,
+ *                                         name, file, first_line, source): ...    # -> False if it
+ *                                         was there def enable(self) / disable(self) / clear(self)
+ *                                         def render(self, format, columns, device=-1, which=None,
+ *                                         all=False) -> str def records(self, device=-1,
+ *                                         which=None) -> list[dict] names: list[str]; enabled:
+ *                                         bool; target, stats_mode: int
  */
 #include "memlab/memlab.h"
 
@@ -27,8 +33,9 @@
 
 #define LINES (&koila__memlab_lines)
 
-/* When the last profiler is disabled inside profiled code, the end of that code is not seen any more (but by frame evaluation). A stack of
- * an older epoch is therefore emptied before it is used again. */
+/* When the last profiler is disabled inside profiled code, the end of that code is not seen any
+ * more (but by frame evaluation). A stack of an older epoch is therefore emptied before it is used
+ * again. */
 static uint64_t epoch;
 static __thread uint64_t my_epoch;
 static koila__stack *my_stack(void)
@@ -59,7 +66,7 @@ static bool on_top(koila__stack *s, const void *code)
 typedef struct tracer {
     Py_tracefunc before; /* whose events we pass on; NULL: nobody's */
     PyObject *before_obj;
-    int depth;           /* profiled frames on this thread that need it */
+    int depth; /* profiled frames on this thread that need it */
 } tracer;
 static __thread tracer my_tracer;
 
@@ -74,7 +81,8 @@ static int pass_on(PyFrameObject *frame, int what, PyObject *arg)
 #if PY_VERSION_HEX >= 0x030B0000
 #include <opcode.h>
 typedef struct _PyInterpreterFrame frame_type;
-/* The first fields of CPython 3.11's struct _PyInterpreterFrame; its layout is fixed for the life of 3.11. */
+/* The first fields of CPython 3.11's struct _PyInterpreterFrame; its layout is fixed for the life
+ * of 3.11. */
 typedef struct frame_head {
     PyFunctionObject *f_func;
     PyObject *f_globals, *f_builtins, *f_locals;
@@ -92,27 +100,37 @@ typedef struct frame_object_head {
     PyObject *f_trace;
     int f_lineno;
 } frame_object_head;
-static const void *traced_code(PyFrameObject *frame) { return ((frame_object_head *)frame)->f_frame->f_code; }
+static const void *traced_code(PyFrameObject *frame)
+{
+    return ((frame_object_head *)frame)->f_frame->f_code;
+}
 static int traced_line(PyFrameObject *frame)
 {
     int line = ((frame_object_head *)frame)->f_lineno; /* set while a line is traced */
     return line ? line : PyFrame_GetLineNumber(frame);
 }
-/* The line a generator resumes at; -1: it is a call; 0: only a generator object is made, no line runs. */
+/* The line a generator resumes at; -1: it is a call; 0: only a generator object is made, no line
+ * runs. */
 static int resume_line(frame_type *frame)
 {
     const frame_head *f = (const frame_head *)frame;
     const _Py_CODEUNIT *first = (const _Py_CODEUNIT *)f->f_code->co_code_adaptive;
     bool makes_generator = f->f_code->co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR);
-    if (f->prev_instr < first) return makes_generator ? 0 : -1;
-    if (!makes_generator) return -1; /* prev_instr may stand after cell and free variable set-up */
-    if (_Py_OPCODE(*f->prev_instr) == RETURN_GENERATOR) return -1;
+    if (f->prev_instr < first)
+        return makes_generator ? 0 : -1;
+    if (!makes_generator)
+        return -1; /* prev_instr may stand after cell and free variable set-up */
+    if (_Py_OPCODE(*f->prev_instr) == RETURN_GENERATOR)
+        return -1;
     return PyCode_Addr2Line(f->f_code, (int)((const char *)f->prev_instr - (const char *)first));
 }
 #else
 typedef PyFrameObject frame_type;
 static PyCodeObject *code_of(frame_type *frame) { return frame->f_code; }
-static int resume_line(frame_type *frame) { return frame->f_lasti < 0 ? -1 : PyFrame_GetLineNumber(frame); }
+static int resume_line(frame_type *frame)
+{
+    return frame->f_lasti < 0 ? -1 : PyFrame_GetLineNumber(frame);
+}
 static const void *traced_code(PyFrameObject *frame) { return frame->f_code; }
 static int traced_line(PyFrameObject *frame) { return PyFrame_GetLineNumber(frame); }
 #endif
@@ -120,7 +138,8 @@ static int traced_line(PyFrameObject *frame) { return PyFrame_GetLineNumber(fram
 static int trace_lines(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg)
 {
     koila__stack *s = koila__memlab_stack;
-    if (what == PyTrace_LINE && on_top(s, traced_code(frame))) koila__lines_line(LINES, s, koila__stack_top(s), traced_line(frame));
+    if (what == PyTrace_LINE && on_top(s, traced_code(frame)))
+        koila__lines_line(LINES, s, koila__stack_top(s), traced_line(frame));
     return pass_on(frame, what, arg);
 }
 
@@ -128,29 +147,35 @@ static _PyFrameEvalFunction next_eval; /* whom we hand frames to; set while the 
 
 static void tracer_on(PyThreadState *ts)
 {
-    if (my_tracer.depth++ && ts->c_tracefunc == trace_lines) return;
+    if (my_tracer.depth++ && ts->c_tracefunc == trace_lines)
+        return;
     if (ts->c_tracefunc != trace_lines) {
         my_tracer.before = ts->c_tracefunc;
         my_tracer.before_obj = ts->c_traceobj;
         Py_XINCREF(my_tracer.before_obj);
-        PyEval_SetTrace(trace_lines, ts->c_traceobj); /* the same object, so that sys.gettrace() answers as before */
+        /* the same object, so that sys.gettrace() answers as before */
+        PyEval_SetTrace(trace_lines, ts->c_traceobj);
     }
 }
 static void tracer_off(PyThreadState *ts)
 {
-    if (--my_tracer.depth) return;
+    if (--my_tracer.depth)
+        return;
     PyObject *type, *value, *where;
     PyErr_Fetch(&type, &value, &where);
-    if (ts->c_tracefunc == trace_lines) PyEval_SetTrace(my_tracer.before, my_tracer.before_obj);
+    if (ts->c_tracefunc == trace_lines)
+        PyEval_SetTrace(my_tracer.before, my_tracer.before_obj);
     my_tracer.before = NULL;
     Py_CLEAR(my_tracer.before_obj);
     PyErr_Restore(type, value, where);
 }
 
-static PyObject *eval_profiled(PyThreadState *ts, frame_type *frame, int throwing, koila__code *c, int line)
+static PyObject *eval_profiled(PyThreadState *ts, frame_type *frame, int throwing, koila__code *c,
+                               int line)
 {
     koila__stack *s = my_stack();
-    if (!s) return next_eval(ts, frame, throwing);
+    if (!s)
+        return next_eval(ts, frame, throwing);
     PyCodeObject *code = code_of(frame);
     Py_INCREF(code); /* generators give up their code when they end */
     tracer_on(ts);
@@ -172,7 +197,8 @@ static PyObject *eval_frame(PyThreadState *ts, frame_type *frame, int throwing)
         int line = resume_line(frame);
         return line ? eval_profiled(ts, frame, throwing, c, line) : next_eval(ts, frame, throwing);
     }
-    if (!ts->cframe->use_tracing || ts->c_tracefunc != trace_lines || ts->c_profilefunc || !my_tracer.depth || my_tracer.before)
+    if (!ts->cframe->use_tracing || ts->c_tracefunc != trace_lines || ts->c_profilefunc ||
+        !my_tracer.depth || my_tracer.before)
         return next_eval(ts, frame, throwing);
     ts->cframe->use_tracing = 0;
     PyObject *r = next_eval(ts, frame, throwing);
@@ -208,10 +234,15 @@ static koila__stack *stack_for(PyObject *const *args, Py_ssize_t n, koila__code 
 }
 static int as_int(PyObject *number)
 {
-    PyLongObject *n = (PyLongObject *)number; /* monitoring passes lines and offsets as ints, and nobody else calls */
-    return PyUnstable_Long_IsCompact(n) ? (int)PyUnstable_Long_CompactValue(n) : (int)PyLong_AsLong(number);
+    /* monitoring passes lines and offsets as ints, and nobody else calls */
+    PyLongObject *n = (PyLongObject *)number;
+    return PyUnstable_Long_IsCompact(n) ? (int)PyUnstable_Long_CompactValue(n)
+                                        : (int)PyLong_AsLong(number);
 }
-static int line_at(PyObject *code, PyObject *offset) { return PyCode_Addr2Line((PyCodeObject *)code, as_int(offset)); }
+static int line_at(PyObject *code, PyObject *offset)
+{
+    return PyCode_Addr2Line((PyCodeObject *)code, as_int(offset));
+}
 
 static PyObject *on_line(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -221,7 +252,8 @@ static PyObject *on_line(PyObject *self, PyObject *const *args, Py_ssize_t n)
     } else {
         koila__code *c;
         s = stack_for(args, n, &c);
-        if (s) koila__lines_line(LINES, s, c, as_int(args[1]));
+        if (s)
+            koila__lines_line(LINES, s, c, as_int(args[1]));
     }
     Py_RETURN_NONE;
 }
@@ -229,19 +261,22 @@ static PyObject *on_start(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     koila__code *c;
     koila__stack *s = stack_for(args, n, &c);
-    if (s) koila__lines_enter(LINES, s, c, c->first_line, true);
+    if (s)
+        koila__lines_enter(LINES, s, c, c->first_line, true);
     Py_RETURN_NONE;
 }
 static PyObject *on_resume(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     koila__code *c;
     koila__stack *s = stack_for(args, n, &c);
-    if (s) koila__lines_enter(LINES, s, c, line_at(args[0], args[1]), false);
+    if (s)
+        koila__lines_enter(LINES, s, c, line_at(args[0], args[1]), false);
     Py_RETURN_NONE;
 }
 static PyObject *on_end(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    if (n && on_top(koila__memlab_stack, args[0])) koila__lines_leave(LINES, koila__memlab_stack);
+    if (n && on_top(koila__memlab_stack, args[0]))
+        koila__lines_leave(LINES, koila__memlab_stack);
     Py_RETURN_NONE;
 }
 
@@ -257,8 +292,9 @@ static const struct {
     int callback;
     bool global;
 } events[] = {
-    { "LINE", 0, false },     { "PY_START", 1, false },  { "PY_RESUME", 2, false }, { "PY_YIELD", 3, false },
-    { "PY_RETURN", 3, false }, { "PY_UNWIND", 3, true }, { "PY_THROW", 2, true },
+    { "LINE", 0, false },     { "PY_START", 1, false },  { "PY_RESUME", 2, false },
+    { "PY_YIELD", 3, false }, { "PY_RETURN", 3, false }, { "PY_UNWIND", 3, true },
+    { "PY_THROW", 2, true },
 };
 
 static PyObject *monitoring(void) { return PySys_GetObject("monitoring"); } // borrowed
@@ -267,12 +303,16 @@ static int take_tool(void)
 {
     static const int ids[] = { 4, 3, 2 }; /* 2 last: cProfile insists on it */
     PyObject *mon = monitoring();
-    if (!mon) return -1;
+    if (!mon)
+        return -1;
     for (size_t i = 0; tool_id == -1 && i < KOILA_COUNT(ids); i++) {
         PyObject *r = PyObject_CallMethod(mon, "use_tool_id", "is", ids[i], "koila.memlab");
-        if (r) tool_id = ids[i];
-        else if (PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_Clear();
-        else return -1;
+        if (r)
+            tool_id = ids[i];
+        else if (PyErr_ExceptionMatches(PyExc_ValueError))
+            PyErr_Clear();
+        else
+            return -1;
         Py_XDECREF(r);
     }
     if (tool_id == -1) {
@@ -280,13 +320,16 @@ static int take_tool(void)
         return 0;
     }
     PyObject *numbers = PyObject_GetAttrString(mon, "events");
-    if (!numbers) return -1;
+    if (!numbers)
+        return -1;
     local_events = global_events = 0;
     for (size_t i = 0; i < KOILA_COUNT(events); i++) {
         PyObject *number = PyObject_GetAttrString(numbers, events[i].event);
         PyObject *callback = PyCFunction_New(&callbacks[events[i].callback], NULL);
         int bit = number ? (int)PyLong_AsLong(number) : 0;
-        PyObject *r = number && callback ? PyObject_CallMethod(mon, "register_callback", "iiO", tool_id, bit, callback) : NULL;
+        PyObject *r = number && callback ? PyObject_CallMethod(mon, "register_callback", "iiO",
+                                                               tool_id, bit, callback)
+                                         : NULL;
         Py_XDECREF(number);
         Py_XDECREF(callback);
         Py_XDECREF(r);
@@ -308,7 +351,8 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     koila__stack *s = c ? my_stack() : koila__memlab_stack;
     if (s && c && what == PyTrace_CALL) {
         int lasti = PyFrame_GetLasti(frame);
-        bool resumed = (code->co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR)) && lasti > 8;
+        bool resumed =
+            (code->co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR)) && lasti > 8;
         koila__lines_enter(LINES, s, c, PyFrame_GetLineNumber(frame), !resumed);
     } else if (s && what == PyTrace_LINE && on_top(s, code)) {
         koila__lines_line(LINES, s, koila__stack_top(s), PyFrame_GetLineNumber(frame));
@@ -319,30 +363,37 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     return pass_on(frame, what, arg);
 }
 
-/* Threads that start later: threading calls this for their first Python call, as the tracer it was given. */
+/* Threads that start later: threading calls this for their first Python call, as the tracer it was
+ * given. */
 static PyObject *begin_thread(PyObject *self, PyObject *args)
 {
-    if (tool_id == -2) PyEval_SetTrace(trace_all, NULL);
+    if (tool_id == -2)
+        PyEval_SetTrace(trace_all, NULL);
     Py_RETURN_NONE;
 }
 static PyMethodDef begin_thread_def = { "begin_thread", begin_thread, METH_VARARGS, NULL };
 static PyObject *threads_before; /* threading.gettrace() before us; NULL: we are not in */
 
-/* The tracer on this thread's and everybody's calls, in place of what was there; off: as it was on this thread. */
+/* The tracer on this thread's and everybody's calls, in place of what was there; off: as it was on
+ * this thread. */
 static int trace_everywhere(bool on)
 {
     PyThreadState *ts = PyThreadState_Get();
-    PyObject *threading = PyImport_ImportModule("threading"), *r = NULL;
-    if (!threading) return -1;
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *r = NULL;
+    if (!threading)
+        return -1;
     if (on && !threads_before) {
         PyObject *ours = PyCFunction_New(&begin_thread_def, NULL);
         threads_before = PyObject_CallMethod(threading, "gettrace", NULL);
-        if (ours && threads_before) r = PyObject_CallMethod(threading, "settrace", "O", ours);
+        if (ours && threads_before)
+            r = PyObject_CallMethod(threading, "settrace", "O", ours);
         Py_XDECREF(ours);
         my_tracer.before = ts->c_tracefunc;
         my_tracer.before_obj = Py_XNewRef(ts->c_traceobj);
         PyEval_SetTraceAllThreads(trace_all, NULL);
-        PyEval_SetTrace(trace_all, my_tracer.before_obj); /* the same object, so that sys.gettrace() answers as before */
+        /* the same object, so that sys.gettrace() answers as before */
+        PyEval_SetTrace(trace_all, my_tracer.before_obj);
     } else if (!on && threads_before) {
         r = PyObject_CallMethod(threading, "settrace", "O", threads_before);
         Py_CLEAR(threads_before);
@@ -360,22 +411,29 @@ static int trace_everywhere(bool on)
 
 static int watch(PyObject *code, bool on)
 {
-    if (tool_id == -1 && on && take_tool() < 0) return -1;
-    if (tool_id < 0) return 0;
-    PyObject *r = PyObject_CallMethod(monitoring(), "set_local_events", "iOi", tool_id, code, on ? local_events : 0);
+    if (tool_id == -1 && on && take_tool() < 0)
+        return -1;
+    if (tool_id < 0)
+        return 0;
+    PyObject *r = PyObject_CallMethod(monitoring(), "set_local_events", "iOi", tool_id, code,
+                                      on ? local_events : 0);
     Py_XDECREF(r);
     return r ? 0 : -1;
 }
 static int watch_any(bool on)
 {
-    if (!on) epoch++;
-    if (tool_id == -1) return 0;
+    if (!on)
+        epoch++;
+    if (tool_id == -1)
+        return 0;
     if (tool_id == -2) {
         int r = trace_everywhere(on);
-        if (!on) tool_id = -1;
+        if (!on)
+            tool_id = -1;
         return r;
     }
-    PyObject *r = PyObject_CallMethod(monitoring(), "set_events", "ii", tool_id, on ? global_events : 0);
+    PyObject *r =
+        PyObject_CallMethod(monitoring(), "set_events", "ii", tool_id, on ? global_events : 0);
     if (r && !on) { /* others may want the id */
         Py_DECREF(r);
         r = PyObject_CallMethod(monitoring(), "free_tool_id", "i", tool_id);
@@ -397,9 +455,13 @@ void koila__lines_work_for(const char *file, int line)
     work->key = NULL;
     work->path = (koila__origin_path){ 0 };
     int first = 0;
-    for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) { /* the innermost function around that line */
-        if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first || !koila__code_wanted(c)) continue;
-        if (PyUnicode_CompareWithASCIIString(((PyCodeObject *)c->key)->co_filename, file) != 0) continue;
+    /* the innermost function around that line */
+    for (koila__code *c = koila__lines_enabled && file ? LINES->codes : NULL; c; c = c->next) {
+        if (line < c->first_line || line >= c->first_line + c->n_rows || c->first_line < first ||
+            !koila__code_wanted(c))
+            continue;
+        if (PyUnicode_CompareWithASCIIString(((PyCodeObject *)c->key)->co_filename, file) != 0)
+            continue;
         work->key = c->key;
         first = c->first_line;
     }
@@ -421,7 +483,8 @@ typedef struct line_table {
     Py_ssize_t n, capacity;
 } line_table;
 
-/* Switch the events of one code on or off, as the profilers want it now. While it runs they stay on, to see it end. */
+/* Switch the events of one code on or off, as the profilers want it now. While it runs they stay
+ * on, to see it end. */
 static int refresh(entry *e)
 {
     koila__code *c = e->func->code;
@@ -430,7 +493,8 @@ static int refresh(entry *e)
 
 static void reap(void)
 {
-    for (const void *key; (key = koila__lines_reap(LINES));) Py_DECREF((PyObject *)key);
+    for (const void *key; (key = koila__lines_reap(LINES));)
+        Py_DECREF((PyObject *)key);
 }
 
 static void drop_entries(line_table *t)
@@ -439,9 +503,12 @@ static void drop_entries(line_table *t)
         entry *e = &t->entries[i];
         koila__code *c = e->func->code;
         bool still = c->n_activations && koila__lines_enabled;
-        for (koila__func *f = c->funcs; f; f = f->next) still |= f != e->func && f->wish->enabled;
-        if (t->wish.enabled && !still && watch(e->code, false) < 0) PyErr_Clear();
-        if (koila__func_free(LINES, e->func)) Py_DECREF(e->code);
+        for (koila__func *f = c->funcs; f; f = f->next)
+            still |= f != e->func && f->wish->enabled;
+        if (t->wish.enabled && !still && watch(e->code, false) < 0)
+            PyErr_Clear();
+        if (koila__func_free(LINES, e->func))
+            Py_DECREF(e->code);
         Py_DECREF(e->code);
         Py_DECREF(e->name);
         Py_DECREF(e->file);
@@ -457,48 +524,63 @@ static PyObject *table_add(line_table *t, PyObject *args)
 {
     PyObject *code, *name, *file, *source;
     int first_line, n_lines;
-    if (!PyArg_ParseTuple(args, "O!UUiiO:add", &PyCode_Type, &code, &name, &file, &first_line, &n_lines, &source)) return NULL;
-    if (source != Py_None && !PyList_Check(source)) return PyErr_Format(PyExc_TypeError, "add: source must be a list or None");
+    if (!PyArg_ParseTuple(args, "O!UUiiO:add", &PyCode_Type, &code, &name, &file, &first_line,
+                          &n_lines, &source))
+        return NULL;
+    if (source != Py_None && !PyList_Check(source))
+        return PyErr_Format(PyExc_TypeError, "add: source must be a list or None");
     for (Py_ssize_t i = 0; i < t->n; i++)
-        if (t->entries[i].code == code) Py_RETURN_FALSE;
+        if (t->entries[i].code == code)
+            Py_RETURN_FALSE;
     if (t->n == t->capacity) {
         Py_ssize_t wider = t->capacity ? t->capacity * 2 : 4;
         entry *grown = PyMem_Realloc(t->entries, (size_t)wider * sizeof *grown);
-        if (!grown) return PyErr_NoMemory();
+        if (!grown)
+            return PyErr_NoMemory();
         t->entries = grown;
         t->capacity = wider;
     }
     reap();
     bool known = koila__lines_find(LINES, code) != NULL;
     koila__func *func;
-    if (koila__func_new(LINES, code, first_line, n_lines, &t->wish, &func) != KOILA_OK) return PyErr_NoMemory();
-    if (!known) Py_INCREF(code);
+    if (koila__func_new(LINES, code, first_line, n_lines, &t->wish, &func) != KOILA_OK)
+        return PyErr_NoMemory();
+    if (!known)
+        Py_INCREF(code);
     entry *e = &t->entries[t->n++];
-    *e = (entry){ Py_NewRef(code), Py_NewRef(name), Py_NewRef(file), Py_NewRef(source), first_line, func };
-    if (t->wish.enabled && (refresh(e) < 0 || watch_any(true) < 0)) return NULL;
+    *e = (entry){ Py_NewRef(code),   Py_NewRef(name), Py_NewRef(file),
+                  Py_NewRef(source), first_line,      func };
+    if (t->wish.enabled && (refresh(e) < 0 || watch_any(true) < 0))
+        return NULL;
     Py_RETURN_TRUE;
 }
 
 static int set_enabled(line_table *t, bool on)
 {
-    if (t->wish.enabled == on) return 0;
-    if (on) koila__memlab_listen();
+    if (t->wish.enabled == on)
+        return 0;
+    if (on)
+        koila__memlab_listen();
     t->wish.enabled = on;
     koila__lines_enabled += on ? 1 : -1;
     for (Py_ssize_t i = 0; i < t->n; i++)
-        if (refresh(&t->entries[i]) < 0) return -1;
+        if (refresh(&t->entries[i]) < 0)
+            return -1;
     koila__nodes_listen(koila__lines_enabled > 0);
-    if (on || koila__lines_enabled == 0) return watch_any(on);
+    if (on || koila__lines_enabled == 0)
+        return watch_any(on);
     return 0;
 }
 static PyObject *table_enable(line_table *t, PyObject *none)
 {
-    if (set_enabled(t, true) < 0) return NULL;
+    if (set_enabled(t, true) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 static PyObject *table_disable(line_table *t, PyObject *none)
 {
-    if (set_enabled(t, false) < 0) return NULL;
+    if (set_enabled(t, false) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 static PyObject *table_clear(line_table *t, PyObject *none)
@@ -509,31 +591,37 @@ static PyObject *table_clear(line_table *t, PyObject *none)
 
 /* ---- what is shown */
 
-/* Entries chosen by a sequence of indices, or all. A malloc'd array of pointers; NULL with an exception set. */
+/* Entries chosen by a sequence of indices, or all. A malloc'd array of pointers; NULL with an
+ * exception set. */
 static entry **chosen(line_table *t, PyObject *which, Py_ssize_t *n)
 {
-    PyObject *list = which == Py_None ? NULL : PySequence_Fast(which, "which: expected a sequence of indices");
-    if (which != Py_None && !list) return NULL;
+    PyObject *list =
+        which == Py_None ? NULL : PySequence_Fast(which, "which: expected a sequence of indices");
+    if (which != Py_None && !list)
+        return NULL;
     *n = list ? PySequence_Fast_GET_SIZE(list) : t->n;
     entry **out = PyMem_Malloc((size_t)(*n + 1) * sizeof *out);
     for (Py_ssize_t i = 0; out && i < *n; i++) {
         Py_ssize_t k = list ? PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(list, i)) : i;
         if (k < 0 || k >= t->n) {
-            if (!PyErr_Occurred()) PyErr_Format(PyExc_IndexError, "which: %zd is not in range(%zd)", k, t->n);
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "which: %zd is not in range(%zd)", k, t->n);
             PyMem_Free(out);
             out = NULL;
             break;
         }
         out[i] = &t->entries[k];
     }
-    if (!out && !PyErr_Occurred()) PyErr_NoMemory();
+    if (!out && !PyErr_Occurred())
+        PyErr_NoMemory();
     Py_XDECREF(list);
     return out;
 }
 
 static bool check_device(int device)
 {
-    if (device < LINES->meter->n_devices) return true;
+    if (device < LINES->meter->n_devices)
+        return true;
     PyErr_Format(PyExc_ValueError, "device %d: there are %d", device, LINES->meter->n_devices);
     return false;
 }
@@ -542,10 +630,12 @@ static bool check_device(int device)
 static koila__column *parse_columns(PyObject *names, Py_ssize_t *n)
 {
     PyObject *list = PySequence_Fast(names, "columns: expected a sequence of names");
-    if (!list) return NULL;
+    if (!list)
+        return NULL;
     *n = PySequence_Fast_GET_SIZE(list);
     koila__column *out = PyMem_Malloc((size_t)(*n + 1) * sizeof *out);
-    if (!out) PyErr_NoMemory();
+    if (!out)
+        PyErr_NoMemory();
     for (Py_ssize_t i = 0; out && i < *n; i++) {
         koila_error err = KOILA_ERROR_INIT;
         PyObject *item = PySequence_Fast_GET_ITEM(list, i); // borrowed
@@ -553,8 +643,10 @@ static koila__column *parse_columns(PyObject *names, Py_ssize_t *n)
         bool ok = name && koila__column_parse(name, &out[i], &err) == KOILA_OK;
         if (!ok) {
             if (!PyErr_Occurred()) {
-                if (name) PyErr_SetString(PyExc_ValueError, err.text);
-                else PyErr_Format(PyExc_TypeError, "columns: expected names, got %R", item);
+                if (name)
+                    PyErr_SetString(PyExc_ValueError, err.text);
+                else
+                    PyErr_Format(PyExc_TypeError, "columns: expected names, got %R", item);
             }
             PyMem_Free(out);
             out = NULL;
@@ -568,9 +660,11 @@ static PyObject *check_columns(PyObject *self, PyObject *names)
 {
     Py_ssize_t n;
     koila__column *columns = parse_columns(names, &n);
-    if (!columns) return NULL;
+    if (!columns)
+        return NULL;
     bool needs = false;
-    for (Py_ssize_t i = 0; i < n; i++) needs |= koila__column_needs_stats(&columns[i]);
+    for (Py_ssize_t i = 0; i < n; i++)
+        needs |= koila__column_needs_stats(&columns[i]);
     PyMem_Free(columns);
     return PyBool_FromLong(needs);
 }
@@ -597,8 +691,11 @@ static PyObject *table_render(line_table *t, PyObject *args, PyObject *kwargs)
     const char *format;
     PyObject *column_names, *which = Py_None, *result = NULL;
     int device = -1, all = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO|iOp:render", names, &format, &column_names, &device, &which, &all)) return NULL;
-    if (!check_device(device)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO|iOp:render", names, &format, &column_names,
+                                     &device, &which, &all))
+        return NULL;
+    if (!check_device(device))
+        return NULL;
     koila__format f = strcmp(format, "html") == 0   ? KOILA__FORMAT_HTML
                       : strcmp(format, "json") == 0 ? KOILA__FORMAT_JSON
                       : strcmp(format, "csv") == 0  ? KOILA__FORMAT_CSV
@@ -612,17 +709,23 @@ static PyObject *table_render(line_table *t, PyObject *args, PyObject *kwargs)
     bool ok = views != NULL;
     for (Py_ssize_t i = 0; ok && i < n; i++) {
         entry *e = entries[i];
-        const char *name = PyUnicode_AsUTF8(e->name), *file = name ? PyUnicode_AsUTF8(e->file) : NULL;
+        const char *name = PyUnicode_AsUTF8(e->name);
+        const char *file = name ? PyUnicode_AsUTF8(e->file) : NULL;
         views[i] = (koila__view){ name, file, e->first_line, e->func, 0, NULL };
-        if (name && file) views[i].code = source_of(e, &views[i].n_code);
+        if (name && file)
+            views[i].code = source_of(e, &views[i].n_code);
         ok = views[i].code != NULL;
     }
     if (ok) {
-        koila__lines_write(LINES, f, views, (size_t)n, columns, (size_t)n_columns, device, all, &out);
-        if (koila__text_ok(&out)) result = PyUnicode_DecodeUTF8(out.s ? out.s : "", (Py_ssize_t)out.n, "replace");
+        koila__lines_write(LINES, f, views, (size_t)n, columns, (size_t)n_columns, device, all,
+                           &out);
+        if (koila__text_ok(&out))
+            result = PyUnicode_DecodeUTF8(out.s ? out.s : "", (Py_ssize_t)out.n, "replace");
     }
-    if (!result && !PyErr_Occurred()) PyErr_NoMemory();
-    for (Py_ssize_t i = 0; views && i < n; i++) PyMem_Free((void *)views[i].code);
+    if (!result && !PyErr_Occurred())
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; views && i < n; i++)
+        PyMem_Free((void *)views[i].code);
     koila__text_deinit(&out);
     PyMem_Free(views);
     PyMem_Free(entries);
@@ -635,7 +738,8 @@ static PyTypeObject *table_type;
 static PyObject *table_frozen(line_table *t, PyObject *args)
 {
     PyObject *which = Py_None;
-    if (!PyArg_ParseTuple(args, "|O:frozen", &which)) return NULL;
+    if (!PyArg_ParseTuple(args, "|O:frozen", &which))
+        return NULL;
     Py_ssize_t n;
     entry **entries = chosen(t, which, &n);
     line_table *copy = entries ? (line_table *)table_type->tp_alloc(table_type, 0) : NULL;
@@ -650,13 +754,16 @@ static PyObject *table_frozen(line_table *t, PyObject *args)
         entry *e = entries[i];
         koila__func *func;
         ok = koila__func_copy(LINES, e->func, &copy->wish, &func) == KOILA_OK;
-        if (!ok) break;
+        if (!ok)
+            break;
         copy->entries[copy->n++] =
-            (entry){ Py_NewRef(e->code), Py_NewRef(e->name), Py_NewRef(e->file), Py_NewRef(e->source), e->first_line, func };
+            (entry){ Py_NewRef(e->code),   Py_NewRef(e->name), Py_NewRef(e->file),
+                     Py_NewRef(e->source), e->first_line,      func };
     }
     PyMem_Free(entries);
     if (!ok) {
-        if (!PyErr_Occurred()) PyErr_NoMemory();
+        if (!PyErr_Occurred())
+            PyErr_NoMemory();
         Py_CLEAR(copy);
     }
     return (PyObject *)copy;
@@ -678,14 +785,18 @@ static bool put_columns(PyObject *dict, const koila__row *row, int device)
     for (int w = 0; w < KOILA__WORD_METRIC; w++) {
         c.word = (enum koila__word)w;
         bool known = row && koila__column_value(LINES, &c, row, device, &v);
-        if (!put(dict, koila__column_name(&c, name), known ? PyLong_FromDouble(v) : Py_NewRef(Py_None))) return false;
+        if (!put(dict, koila__column_name(&c, name),
+                 known ? PyLong_FromDouble(v) : Py_NewRef(Py_None)))
+            return false;
     }
     c.word = KOILA__WORD_METRIC;
     for (int i = 0; i < KOILA__METRIC_N * KOILA__POOL_N * KOILA__STAT_N; i++) {
         c.metric = (enum koila__metric)(i / (KOILA__POOL_N * KOILA__STAT_N));
         c.pool = (enum koila__pool)(i / KOILA__STAT_N % KOILA__POOL_N);
         c.stat = (enum koila__stat)(i % KOILA__STAT_N);
-        if (row && koila__column_value(LINES, &c, row, device, &v) && !put(dict, koila__column_name(&c, name), PyLong_FromDouble(v))) return false;
+        if (row && koila__column_value(LINES, &c, row, device, &v) &&
+            !put(dict, koila__column_name(&c, name), PyLong_FromDouble(v)))
+            return false;
     }
     return true;
 }
@@ -694,8 +805,10 @@ static PyObject *table_records(line_table *t, PyObject *args)
 {
     int device = -1;
     PyObject *which = Py_None;
-    if (!PyArg_ParseTuple(args, "|iO:records", &device, &which)) return NULL;
-    if (!check_device(device)) return NULL;
+    if (!PyArg_ParseTuple(args, "|iO:records", &device, &which))
+        return NULL;
+    if (!check_device(device))
+        return NULL;
     Py_ssize_t n;
     entry **entries = chosen(t, which, &n);
     PyObject *out = entries ? PyList_New(0) : NULL;
@@ -706,12 +819,16 @@ static PyObject *table_records(line_table *t, PyObject *args)
         for (Py_ssize_t r = 0; out && r < n_rows; r++) {
             const koila__row *row = r < e->func->code->n_rows ? &e->func->rows[r] : NULL;
             PyObject *d = PyDict_New();
-            bool ok = d && put(d, "function", Py_NewRef(e->name)) && put(d, "file", Py_NewRef(e->file)) &&
+            bool ok = d && put(d, "function", Py_NewRef(e->name)) &&
+                      put(d, "file", Py_NewRef(e->file)) &&
                       put(d, "line", PyLong_FromSsize_t(e->first_line + r)) &&
-                      put(d, "code", r < n_code ? Py_NewRef(PyList_GET_ITEM(e->source, r)) : PyUnicode_FromString("")) &&
+                      put(d, "code",
+                          r < n_code ? Py_NewRef(PyList_GET_ITEM(e->source, r))
+                                     : PyUnicode_FromString("")) &&
                       put_columns(d, row, device) && PyList_Append(out, d) == 0;
             Py_XDECREF(d);
-            if (!ok) Py_CLEAR(out);
+            if (!ok)
+                Py_CLEAR(out);
         }
     }
     PyMem_Free(entries);
@@ -721,20 +838,23 @@ static PyObject *table_records(line_table *t, PyObject *args)
 static PyObject *table_names(line_table *t, void *closure)
 {
     PyObject *list = PyList_New(t->n);
-    for (Py_ssize_t i = 0; list && i < t->n; i++) PyList_SET_ITEM(list, i, Py_NewRef(t->entries[i].name));
+    for (Py_ssize_t i = 0; list && i < t->n; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(t->entries[i].name));
     return list;
 }
 static PyObject *table_codes(line_table *t, void *closure)
 {
     PyObject *list = PyList_New(t->n);
-    for (Py_ssize_t i = 0; list && i < t->n; i++) PyList_SET_ITEM(list, i, Py_NewRef(t->entries[i].code));
+    for (Py_ssize_t i = 0; list && i < t->n; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(t->entries[i].code));
     return list;
 }
 
 static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     line_table *t = (line_table *)type->tp_alloc(type, 0);
-    if (t) t->wish.stats_mode = KOILA__STATS_AUTO;
+    if (t)
+        t->wish.stats_mode = KOILA__STATS_AUTO;
     return (PyObject *)t;
 }
 static void table_dealloc(line_table *t)
@@ -742,7 +862,8 @@ static void table_dealloc(line_table *t)
     PyTypeObject *type = Py_TYPE(t);
     PyObject *error_type, *value, *where;
     PyErr_Fetch(&error_type, &value, &where);
-    if (set_enabled(t, false) < 0) PyErr_Clear();
+    if (set_enabled(t, false) < 0)
+        PyErr_Clear();
     drop_entries(t);
     PyErr_Restore(error_type, value, where);
     type->tp_free(t);
@@ -750,19 +871,25 @@ static void table_dealloc(line_table *t)
 }
 
 static PyMethodDef table_methods[] = {
-    { "add", (PyCFunction)table_add, METH_VARARGS, "add(code, name, file, first_line, n_lines, source) -> bool: record this code too." },
+    { "add", (PyCFunction)table_add, METH_VARARGS,
+      "add(code, name, file, first_line, n_lines, source) -> bool: record this code too." },
     { "enable", (PyCFunction)table_enable, METH_NOARGS, "Record from now on." },
-    { "disable", (PyCFunction)table_disable, METH_NOARGS, "Stop recording; what was recorded stays." },
+    { "disable", (PyCFunction)table_disable, METH_NOARGS,
+      "Stop recording; what was recorded stays." },
     { "clear", (PyCFunction)table_clear, METH_NOARGS, "Drop functions and records." },
     { "render", (PyCFunction)(void (*)(void))table_render, METH_VARARGS | METH_KEYWORDS,
-      "render(format, columns, device=-1, which=None, all=False) -> str; format: text, html, json or csv." },
-    { "frozen", (PyCFunction)table_frozen, METH_VARARGS, "frozen(which=None) -> LineTable that stays as this one is now." },
-    { "table_records", (PyCFunction)table_records, METH_VARARGS, "table_records(device=-1, which=None) -> list of dicts, one per source line." },
+      "render(format, columns, device=-1, which=None, all=False) -> str; format: text, html, json "
+      "or csv." },
+    { "frozen", (PyCFunction)table_frozen, METH_VARARGS,
+      "frozen(which=None) -> LineTable that stays as this one is now." },
+    { "table_records", (PyCFunction)table_records, METH_VARARGS,
+      "table_records(device=-1, which=None) -> list of dicts, one per source line." },
     { NULL, NULL, 0, NULL },
 };
 static PyMemberDef table_members[] = {
     { "enabled", T_BOOL, offsetof(line_table, wish.enabled), READONLY, "Recording now?" },
-    { "target_device", T_INT, offsetof(line_table, wish.target), 0, "Device whose numbers a row shows: 0 the CPU, 1 + i accelerator i." },
+    { "target_device", T_INT, offsetof(line_table, wish.target), 0,
+      "Device whose numbers a row shows: 0 the CPU, 1 + i accelerator i." },
     { "stats_mode", T_INT, offsetof(line_table, wish.stats_mode), 0, "0 hook, 1 auto, 2 full." },
     { NULL, 0, 0, 0, NULL },
 };
@@ -780,7 +907,8 @@ static PyType_Slot table_slots[] = {
     { Py_tp_getset, table_getset },
     { 0, NULL },
 };
-static PyType_Spec table_spec = { "koila._core.LineTable", sizeof(line_table), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, table_slots };
+static PyType_Spec table_spec = { "koila._core.LineTable", sizeof(line_table), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, table_slots };
 
 static PyObject *lines_way(PyObject *self, PyObject *none) { return PyUnicode_FromString(way()); }
 static PyObject *lines_check(PyObject *self, PyObject *none)
@@ -788,8 +916,10 @@ static PyObject *lines_check(PyObject *self, PyObject *none)
     return PyBool_FromLong(!koila__memlab_stack || koila__stack_check(LINES, koila__memlab_stack));
 }
 static PyMethodDef methods[] = {
-    { "check_columns", check_columns, METH_O, "check_columns(names) -> bool: must one be read from the allocator? ValueError if unknown." },
-    { "lines_way", lines_way, METH_NOARGS, "How lines are seen: monitoring, frame evaluation or tracer." },
+    { "check_columns", check_columns, METH_O,
+      "check_columns(names) -> bool: must one be read from the allocator? ValueError if unknown." },
+    { "lines_way", lines_way, METH_NOARGS,
+      "How lines are seen: monitoring, frame evaluation or tracer." },
     { "lines_check", lines_check, METH_NOARGS, "Are this thread's activations consistent?" },
     { NULL, NULL, 0, NULL },
 };

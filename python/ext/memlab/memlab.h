@@ -1,4 +1,5 @@
-/* memlab.h — what the parts of koila.memlab in the extension share: one meter, one line table, and who listens to the allocators. */
+/* memlab.h — what the parts of koila.memlab in the extension share: one meter, one line table, and
+ * who listens to the allocators. */
 #ifndef KOILA_EXT_MEMLAB_H
 #define KOILA_EXT_MEMLAB_H
 
@@ -10,26 +11,32 @@
 extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
 /* This thread's stack of activations; NULL until it runs profiled code. */
-extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden"))); /* hidden: found without a search */
-/* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the hooks of loaded accelerator libraries.
- * pre: the GIL is held. */
+/* hidden: found without a search */
+extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden")));
+/* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the
+ * hooks of loaded accelerator libraries. pre: the GIL is held. */
 void koila__memlab_listen(void);
 /* Does device (0: the CPU) tell us of every event? */
 bool koila__memlab_is_hooked(int device);
 /* This thread's stack, made at the first call; NULL: no memory or too many threads. */
 koila__stack *koila__memlab_my_stack(void);
 
-/* Note which lines make autograd nodes, while somebody wants it; see nodes.c. pre: the GIL is held. */
+/* Note which lines make autograd nodes, while somebody wants it; see nodes.c. pre: the GIL is held.
+ */
 void koila__nodes_listen(bool want);
-/* An allocator event: if a node runs backward on this thread, its line is credited. Any thread, without the GIL. */
+/* An allocator event: if a node runs backward on this thread, its line is credited. Any thread,
+ * without the GIL. */
 void koila__nodes_credit(int device, int64_t delta);
 
-/* Who asks for memory on this thread now: the tag of a site, 0 when nobody of Python's does. Needs no GIL. */
+/* Who asks for memory on this thread now: the tag of a site, 0 when nobody of Python's does. Needs
+ * no GIL. */
 uint32_t koila__memlab_who_asks(void);
 typedef struct koila__site {
-    char *file;         /* NULL: unknown; kept for ever */
+    char *file; /* NULL: unknown; kept for ever */
     int line;
-    const void *module; /* the innermost torch.nn.Module whose method was running, an address only; NULL: none, or nobody wanted to know */
+    /* the innermost torch.nn.Module whose method was running, an address only; NULL: none, or
+     * nobody wanted to know */
+    const void *module;
     uint64_t hash;
 } koila__site;
 koila__site koila__memlab_site(uint32_t tag);

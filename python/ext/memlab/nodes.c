@@ -1,17 +1,23 @@
-/* nodes.c — which source line made an autograd node, and for which one memory is allocated while backward runs.
+/* nodes.c — which source line made an autograd node, and for which one memory is allocated while
+ * backward runs.
  *
- * Autograd numbers its nodes, per thread, in the order in which they are made, through one function, at::sequence_number::get_and_increment():
- * we put ourselves into its slots in libtorch_cpu.so and libtorch_python.so, as cpu_bytes.c does for memory, and note under which open lines of
- * profiled code a number was given out (linetab.h). During backward, torch::autograd::get_current_node() is the node that runs.
+ * Autograd numbers its nodes, per thread, in the order in which they are made, through one
+ * function, at::sequence_number::get_and_increment(): we put ourselves into its slots in
+ * libtorch_cpu.so and libtorch_python.so, as cpu_bytes.c does for memory, and note under which open
+ * lines of profiled code a number was given out (linetab.h). During backward,
+ * torch::autograd::get_current_node() is the node that runs.
  *
- * A node's number, and the thread it was made on, stand inside it, at offsets found by experiment on nodes we know: the numbers through
- * Python's _sequence_nr(), the thread's through RecordFunction::currentThreadId(). If anything is not as expected, no node is noted, and the
+ * A node's number, and the thread it was made on, stand inside it, at offsets found by experiment
+ * on nodes we know: the numbers through Python's _sequence_nr(), the thread's through
+ * RecordFunction::currentThreadId(). If anything is not as expected, no node is noted, and the
  * column `backward` is blank.
  *
- * get_current_node() gives an owning pointer by value, and our share must be given back. Either the node counts its owners itself, in the low
- * half of its second word (c10::intrusive_ptr; then the number follows as its third), or it is a std::shared_ptr, whose second word is a block
- * that counts them in the 32 bits after its vtable. The engine owns the node while it runs, so ours is never the last share. Three words are
- * declared, so that the result comes through a hidden pointer, as that of a C++ class that is not trivial does.
+ * get_current_node() gives an owning pointer by value, and our share must be given back. Either the
+ * node counts its owners itself, in the low half of its second word (c10::intrusive_ptr; then the
+ * number follows as its third), or it is a std::shared_ptr, whose second word is a block that
+ * counts them in the 32 bits after its vtable. The engine owns the node while it runs, so ours is
+ * never the last share. Three words are declared, so that the result comes through a hidden
+ * pointer, as that of a C++ class that is not trivial does.
  */
 #include "memlab/memlab.h"
 
@@ -25,7 +31,10 @@
 
 typedef struct owned_node {
     uint64_t *node;
-    struct { void *vtable; _Atomic int32_t n_owners; } *owners; /* of a shared_ptr */
+    struct {
+        void *vtable;
+        _Atomic int32_t n_owners;
+    } *owners; /* of a shared_ptr */
     void *never_written;
 } owned_node;
 
@@ -44,7 +53,8 @@ KOILA__HOT static uint64_t hook_next_number(void)
     uint64_t number = next_number();
     koila__stack *s = koila__memlab_stack;
     if (s && (s->n || s->n_origins) && on) {
-        if (!my_id) my_id = thread_id();
+        if (!my_id)
+            my_id = thread_id();
         koila__lines_made(&koila__memlab_lines, s, my_id, number);
     }
     return number;
@@ -53,36 +63,47 @@ KOILA__HOT static uint64_t hook_next_number(void)
 /* The node that runs backward on this thread; false: none, or nobody wants to know. */
 KOILA__HOT static bool running_node(uint64_t *number, uint64_t *thread)
 {
-    if (!on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed)) return false;
+    if (!on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed))
+        return false;
     owned_node now = current_node();
-    if (!now.node) return false;
+    if (!now.node)
+        return false;
     *number = now.node[at_number];
     *thread = now.node[at_thread];
-    if (at_number == INTRUSIVE) __atomic_fetch_sub(&now.node[1], 1, __ATOMIC_ACQ_REL);
-    else atomic_fetch_sub_explicit(&now.owners->n_owners, 1, memory_order_acq_rel);
+    if (at_number == INTRUSIVE)
+        __atomic_fetch_sub(&now.node[1], 1, __ATOMIC_ACQ_REL);
+    else
+        atomic_fetch_sub_explicit(&now.owners->n_owners, 1, memory_order_acq_rel);
     return *number != UINT64_MAX; /* a leaf's AccumulateGrad has none: no line made it */
 }
 KOILA__HOT void koila__nodes_credit(int device, int64_t delta)
 {
     uint64_t number, thread;
-    if (delta > 0 && running_node(&number, &thread)) koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);
+    if (delta > 0 && running_node(&number, &thread))
+        koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);
 }
 
 /* What a lazy backward captured: nodes of one tape, in order. */
-static struct { uint32_t node; koila__origin_path path; } *captured;
+static struct {
+    uint32_t node;
+    koila__origin_path path;
+} *captured;
 static size_t n_captured, captured_capacity;
 static uint64_t captured_tape;
 
 void koila__nodes_captured(uint64_t tape, uint32_t node)
 {
     uint64_t number, thread;
-    if (!running_node(&number, &thread)) return;
-    if (tape != captured_tape || (n_captured && captured[n_captured - 1].node >= node)) n_captured = 0;
+    if (!running_node(&number, &thread))
+        return;
+    if (tape != captured_tape || (n_captured && captured[n_captured - 1].node >= node))
+        n_captured = 0;
     captured_tape = tape;
     if (n_captured == captured_capacity) {
         size_t wider = captured_capacity ? captured_capacity * 2 : 256;
         void *more = realloc(captured, wider * sizeof *captured);
-        if (!more) return; /* its memory is then nobody's */
+        if (!more)
+            return; /* its memory is then nobody's */
         captured = more;
         captured_capacity = wider;
     }
@@ -91,11 +112,14 @@ void koila__nodes_captured(uint64_t tape, uint32_t node)
 }
 koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node)
 {
-    size_t lo = 0, hi = tape == captured_tape ? n_captured : 0;
+    size_t lo = 0;
+    size_t hi = tape == captured_tape ? n_captured : 0;
     while (lo < hi) {
         size_t mid = (lo + hi) / 2;
-        if (captured[mid].node < node) lo = mid + 1;
-        else hi = mid;
+        if (captured[mid].node < node)
+            lo = mid + 1;
+        else
+            hi = mid;
     }
     bool found = tape == captured_tape && lo < n_captured && captured[lo].node == node;
     return found ? captured[lo].path : (koila__origin_path){ 0 };
@@ -105,18 +129,24 @@ koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node)
 static bool find_offsets(PyObject *torch)
 {
     uint64_t numbers = ~0ull, threads = ~0ull, before = ~0ull;
-    PyObject *x = PyObject_CallMethod(torch, "zeros", "i", 1), *r = x ? PyObject_CallMethod(x, "requires_grad_", NULL) : NULL;
+    PyObject *x = PyObject_CallMethod(torch, "zeros", "i", 1);
+    PyObject *r = x ? PyObject_CallMethod(x, "requires_grad_", NULL) : NULL;
     bool ok = r != NULL;
     for (int i = 0; ok && i < 3; i++) {
-        PyObject *y = PyObject_CallMethod(x, "mul", "i", 2), *node = y ? PyObject_GetAttrString(y, "grad_fn") : NULL;
+        PyObject *y = PyObject_CallMethod(x, "mul", "i", 2);
+        PyObject *node = y ? PyObject_GetAttrString(y, "grad_fn") : NULL;
         PyObject *number = node ? PyObject_CallMethod(node, "_sequence_nr", NULL) : NULL;
         uint64_t expected = number ? PyLong_AsUnsignedLongLong(number) : 0;
         ok = number && !PyErr_Occurred() && expected != before;
-        const uint64_t *words = ok ? ((const uint64_t **)(node + 1))[0] : NULL; /* the wrapper's shared_ptr */
+        /* the wrapper's shared_ptr */
+        const uint64_t *words = ok ? ((const uint64_t **)(node + 1))[0] : NULL;
         for (int w = 0; words && w < 64; w++) {
-            bool inside = w >= INTRUSIVE && w < 12; /* a Node is larger in every version since 2.0 */
-            if (!inside || words[w] != expected) numbers &= ~(1ull << w);
-            if (!inside || words[w] != thread_id()) threads &= ~(1ull << w);
+            /* a Node is larger in every version since 2.0 */
+            bool inside = w >= INTRUSIVE && w < 12;
+            if (!inside || words[w] != expected)
+                numbers &= ~(1ull << w);
+            if (!inside || words[w] != thread_id())
+                threads &= ~(1ull << w);
         }
         before = expected;
         Py_XDECREF(number);
@@ -128,16 +158,21 @@ static bool find_offsets(PyObject *torch)
     PyErr_Clear();
     at_number = numbers ? __builtin_ctzll(numbers) : 0;
     threads &= ~(1ull << at_number);
-    at_thread = threads ? 63 - __builtin_clzll(threads) : 0; /* the last: a small number may stand before it too */
+    /* the last: a small number may stand before it too */
+    at_thread = threads ? 63 - __builtin_clzll(threads) : 0;
     return ok && at_thread && (at_number == INTRUSIVE || at_number == 3);
 }
 
 static bool install(PyObject *torch)
 {
     char path[4096];
-    if (!koila__got_path("libtorch_cpu.so", path, sizeof path)) return false;
-    void *made = koila__got_symbol(path, GET_AND_INCREMENT), *running = koila__got_symbol(path, GET_CURRENT_NODE), *id = koila__got_symbol(path, CURRENT_THREAD_ID);
-    if (!made || !running || !id) return false;
+    if (!koila__got_path("libtorch_cpu.so", path, sizeof path))
+        return false;
+    void *made = koila__got_symbol(path, GET_AND_INCREMENT);
+    void *running = koila__got_symbol(path, GET_CURRENT_NODE);
+    void *id = koila__got_symbol(path, CURRENT_THREAD_ID);
+    if (!made || !running || !id)
+        return false;
     memcpy(&next_number, &made, sizeof made);
     memcpy(&current_node, &running, sizeof running);
     memcpy(&thread_id, &id, sizeof id);
@@ -147,16 +182,21 @@ static bool install(PyObject *torch)
 void koila__nodes_listen(bool want)
 {
     if (state == NOT_YET && want) {
-        PyObject *name = PyUnicode_FromString("torch"), *torch = name ? PyImport_GetModule(name) : NULL;
-        if (torch) state = install(torch) ? READY : CANNOT;
+        PyObject *name = PyUnicode_FromString("torch");
+        PyObject *torch = name ? PyImport_GetModule(name) : NULL;
+        if (torch)
+            state = install(torch) ? READY : CANNOT;
         Py_XDECREF(torch);
         Py_XDECREF(name);
         PyErr_Clear();
     }
-    if (state != READY || on == want) return;
+    if (state != READY || on == want)
+        return;
     if (want) {
-        int a = koila__got_patch(&slots, "libtorch_cpu.so", GET_AND_INCREMENT, (void *)hook_next_number);
-        int b = koila__got_patch(&slots, "libtorch_python.so", GET_AND_INCREMENT, (void *)hook_next_number);
+        int a = koila__got_patch(&slots, "libtorch_cpu.so", GET_AND_INCREMENT,
+                                 (void *)hook_next_number);
+        int b = koila__got_patch(&slots, "libtorch_python.so", GET_AND_INCREMENT,
+                                 (void *)hook_next_number);
         on = koila__memlab_lines.sees_nodes = a > 0 && b >= 0;
     }
     if (!want || !on) {

@@ -1,13 +1,15 @@
-/* timeline.c — koila.memlab.timeline: every allocator event of one device between two moments, kept in src/memory/history.c.
+/* timeline.c — koila.memlab.timeline: every allocator event of one device between two moments, kept
+ * in src/memory/history.c.
  *
  * Timeline is equivalent to:
- *     class Timeline:                                     # one records at a time
- *         def __init__(self, device, limit): ...          # device: 0 the CPU, 1 + i accelerator i; limit: events
- *         def begin(self, module_class, held) / end(self) # held: [(address, bytes)] of an accelerator's live blocks. end() solves; after it:
- *         start, peak, end, n_events, n_lost: int
- *         def at_peak(self) -> [(address, bytes, (file, line) or None, module address, ns since the beginning, still there)]
- *         def events(self) -> [(address, +-bytes, (file, line) or None, ns since the beginning)]
- *         def page(self, title, sections) -> str
+ *     class Timeline:
+ *           # one records at a time def __init__(self, device, limit): ...          # device: 0 the
+ *           CPU, 1 + i accelerator i; limit: events def begin(self, module_class, held) / end(self)
+ *           # held: [(address, bytes)] of an accelerator's live blocks. end() solves; after it:
+ *           start, peak, end, n_events, n_lost: int def at_peak(self) -> [(address, bytes, (file,
+ *           line) or None, module address, ns since the beginning, still there)] def events(self)
+ *           -> [(address, +-bytes, (file, line) or None, ns since the beginning)] def page(self,
+ *           title, sections) -> str
  */
 #include "memlab/memlab.h"
 
@@ -19,7 +21,8 @@
 #include "ground/cpu_bytes.h"
 
 _Atomic int koila__timeline_device = -1;
-static koila__history *recording; /* an event may be in flight when it ends: given up under the lock only */
+/* an event may be in flight when it ends: given up under the lock only */
+static koila__history *recording;
 static pthread_rwlock_t in_use = PTHREAD_RWLOCK_INITIALIZER;
 
 static uint64_t now_ns(void)
@@ -33,9 +36,11 @@ void koila__timeline_event(int device, const void *p, int64_t delta)
 {
     uint32_t tag = 0;
     uint64_t n;
-    if (delta > 0 && (device != 0 || !koila__truth_find(p, &n, &tag))) tag = koila__memlab_who_asks();
+    if (delta > 0 && (device != 0 || !koila__truth_find(p, &n, &tag)))
+        tag = koila__memlab_who_asks();
     pthread_rwlock_rdlock(&in_use);
-    if (recording && koila__timeline_device == device) koila__history_add(recording, now_ns(), p, delta, tag);
+    if (recording && koila__timeline_device == device)
+        koila__history_add(recording, now_ns(), p, delta, tag);
     pthread_rwlock_unlock(&in_use);
 }
 
@@ -50,8 +55,10 @@ static PyObject *timeline_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 {
     int device;
     Py_ssize_t limit;
-    if (!PyArg_ParseTuple(args, "in:Timeline", &device, &limit)) return NULL;
-    if (limit < 1) return PyErr_Format(PyExc_ValueError, "timeline(limit=%zd): expected 1 or more", limit);
+    if (!PyArg_ParseTuple(args, "in:Timeline", &device, &limit))
+        return NULL;
+    if (limit < 1)
+        return PyErr_Format(PyExc_ValueError, "timeline(limit=%zd): expected 1 or more", limit);
     timeline *t = (timeline *)type->tp_alloc(type, 0);
     if (t) {
         t->device = device;
@@ -68,7 +75,8 @@ static bool add_first(void *user, const void *p, uint64_t n, uint32_t tag)
 }
 static void stop_recording(timeline *t)
 {
-    if (!t->running) return;
+    if (!t->running)
+        return;
     koila__timeline_device = -1;
     pthread_rwlock_wrlock(&in_use);
     recording = NULL;
@@ -79,12 +87,17 @@ static void stop_recording(timeline *t)
 static PyObject *timeline_begin(timeline *t, PyObject *args)
 {
     PyObject *module_class, *held;
-    if (!PyArg_ParseTuple(args, "OO!:begin", &module_class, &PyList_Type, &held)) return NULL;
-    if (recording || t->solved || t->running) return PyErr_Format(PyExc_RuntimeError, "timeline: %s", recording ? "another one is recording" : "this one is over");
-    if (t->device == 0) koila__truth_each(add_first, t);
+    if (!PyArg_ParseTuple(args, "OO!:begin", &module_class, &PyList_Type, &held))
+        return NULL;
+    if (recording || t->solved || t->running)
+        return PyErr_Format(PyExc_RuntimeError, "timeline: %s",
+                            recording ? "another one is recording" : "this one is over");
+    if (t->device == 0)
+        koila__truth_each(add_first, t);
     for (Py_ssize_t i = 0; t->device && i < PyList_GET_SIZE(held); i++) {
         unsigned long long p, n;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(held, i), "KK", &p, &n)) return NULL;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(held, i), "KK", &p, &n))
+            return NULL;
         koila__history_add(&t->history, 0, (const void *)(uintptr_t)p, (int64_t)n, 0);
     }
     koila__memlab_note_modules(module_class == Py_None ? NULL : module_class);
@@ -98,9 +111,11 @@ static PyObject *timeline_begin(timeline *t, PyObject *args)
 }
 static PyObject *timeline_end(timeline *t, PyObject *none)
 {
-    if (!t->running) return PyErr_Format(PyExc_RuntimeError, "timeline: nothing is recorded");
+    if (!t->running)
+        return PyErr_Format(PyExc_RuntimeError, "timeline: nothing is recorded");
     stop_recording(t);
-    if (koila__history_solve(&t->history) != KOILA_OK) return PyErr_NoMemory();
+    if (koila__history_solve(&t->history) != KOILA_OK)
+        return PyErr_NoMemory();
     t->solved = true;
     Py_RETURN_NONE;
 }
@@ -114,7 +129,8 @@ static void timeline_dealloc(timeline *t)
 }
 static bool is_over(const timeline *t)
 {
-    if (!t->solved) PyErr_SetString(PyExc_RuntimeError, "timeline: it is not over yet");
+    if (!t->solved)
+        PyErr_SetString(PyExc_RuntimeError, "timeline: it is not over yet");
     return t->solved;
 }
 
@@ -122,17 +138,20 @@ static bool is_over(const timeline *t)
 static PyObject *site_tuple(PyObject *cache, uint32_t tag)
 {
     PyObject *known = PyList_GET_ITEM(cache, tag); // borrowed
-    if (known != Py_None || !tag) return known;
+    if (known != Py_None || !tag)
+        return known;
     koila__site s = koila__memlab_site(tag);
     PyObject *pair = s.file ? Py_BuildValue("(si)", s.file, s.line) : Py_NewRef(Py_None);
-    if (pair) PyList_SetItem(cache, tag, pair);
+    if (pair)
+        PyList_SetItem(cache, tag, pair);
     return pair;
 }
 static PyObject *new_cache(void)
 {
     Py_ssize_t n = (Py_ssize_t)koila__memlab_n_sites() + 1;
     PyObject *cache = PyList_New(n);
-    for (Py_ssize_t i = 0; cache && i < n; i++) PyList_SET_ITEM(cache, i, Py_NewRef(Py_None));
+    for (Py_ssize_t i = 0; cache && i < n; i++)
+        PyList_SET_ITEM(cache, i, Py_NewRef(Py_None));
     return cache;
 }
 static unsigned long long since(const koila__history *h, size_t i)
@@ -143,15 +162,21 @@ static unsigned long long since(const koila__history *h, size_t i)
 static PyObject *timeline_at_peak(timeline *t, PyObject *none)
 {
     const koila__history *h = &t->history;
-    PyObject *cache = is_over(t) ? new_cache() : NULL, *out = cache ? PyList_New(0) : NULL;
+    PyObject *cache = is_over(t) ? new_cache() : NULL;
+    PyObject *out = cache ? PyList_New(0) : NULL;
     for (size_t i = 0; out && h->peak_at != SIZE_MAX && i <= h->peak_at; i++) {
-        if (!koila__history_is_live(h, i, h->peak_at)) continue;
+        if (!koila__history_is_live(h, i, h->peak_at))
+            continue;
         const koila__event *e = &h->events[i];
         PyObject *site = site_tuple(cache, e->tag);
-        PyObject *row = site ? Py_BuildValue("(KKOKKO)", (unsigned long long)(uintptr_t)e->p, (unsigned long long)e->n_bytes, site,
-                                             (unsigned long long)(uintptr_t)koila__memlab_site(e->tag).module, since(h, i), h->other[i] == SIZE_MAX ? Py_True : Py_False)
-                             : NULL;
-        if (!row || PyList_Append(out, row) < 0) Py_CLEAR(out);
+        PyObject *row =
+            site ? Py_BuildValue("(KKOKKO)", (unsigned long long)(uintptr_t)e->p,
+                                 (unsigned long long)e->n_bytes, site,
+                                 (unsigned long long)(uintptr_t)koila__memlab_site(e->tag).module,
+                                 since(h, i), h->other[i] == SIZE_MAX ? Py_True : Py_False)
+                 : NULL;
+        if (!row || PyList_Append(out, row) < 0)
+            Py_CLEAR(out);
         Py_XDECREF(row);
     }
     Py_XDECREF(cache);
@@ -160,13 +185,18 @@ static PyObject *timeline_at_peak(timeline *t, PyObject *none)
 static PyObject *timeline_events(timeline *t, PyObject *none)
 {
     const koila__history *h = &t->history;
-    PyObject *cache = is_over(t) ? new_cache() : NULL, *out = cache ? PyList_New((Py_ssize_t)h->n) : NULL;
+    PyObject *cache = is_over(t) ? new_cache() : NULL;
+    PyObject *out = cache ? PyList_New((Py_ssize_t)h->n) : NULL;
     for (size_t i = 0; out && i < h->n; i++) {
         const koila__event *e = &h->events[i];
         PyObject *site = site_tuple(cache, e->tag);
-        PyObject *row = site ? Py_BuildValue("(KLOK)", (unsigned long long)(uintptr_t)e->p, (long long)e->n_bytes, site, since(h, i)) : NULL;
-        if (!row) Py_CLEAR(out);
-        else PyList_SET_ITEM(out, (Py_ssize_t)i, row);
+        PyObject *row = site ? Py_BuildValue("(KLOK)", (unsigned long long)(uintptr_t)e->p,
+                                             (long long)e->n_bytes, site, since(h, i))
+                             : NULL;
+        if (!row)
+            Py_CLEAR(out);
+        else
+            PyList_SET_ITEM(out, (Py_ssize_t)i, row);
     }
     Py_XDECREF(cache);
     return out;
@@ -174,14 +204,15 @@ static PyObject *timeline_events(timeline *t, PyObject *none)
 
 /* Tags of one line, whatever module ran, are one group. */
 typedef struct groups {
-    uint32_t *of, n;   /* by tag */
-    char **names;      /* by group; the first is "" */
+    uint32_t *of, n; /* by tag */
+    char **names;    /* by group; the first is "" */
     uint32_t n_tags;
 } groups;
 static const char *group_name(void *user, uint32_t group) { return ((groups *)user)->names[group]; }
 static void groups_free(groups *g)
 {
-    for (uint32_t i = 0; g->names && i < g->n; i++) free(g->names[i]);
+    for (uint32_t i = 0; g->names && i < g->n; i++)
+        free(g->names[i]);
     free(g->names);
     free(g->of);
 }
@@ -194,12 +225,14 @@ static bool groups_make(groups *g)
     bool ok = g->of && g->names && known && (g->names[0] = strdup(""));
     for (uint32_t tag = 1; ok && tag < g->n_tags; tag++) {
         koila__site s = koila__memlab_site(tag);
-        PyObject *name = PyUnicode_FromFormat("%s:%d", s.file, s.line), *seen = name ? PyDict_GetItemWithError(known, name) : NULL; // seen borrowed
+        PyObject *name = PyUnicode_FromFormat("%s:%d", s.file, s.line);
+        PyObject *seen = name ? PyDict_GetItemWithError(known, name) : NULL; // seen borrowed
         if (seen) {
             g->of[tag] = (uint32_t)PyLong_AsUnsignedLong(seen);
         } else {
             PyObject *number = name ? PyLong_FromUnsignedLong(g->n) : NULL;
-            ok = number && PyDict_SetItem(known, name, number) == 0 && (g->names[g->n] = strdup(PyUnicode_AsUTF8(name)));
+            ok = number && PyDict_SetItem(known, name, number) == 0 &&
+                 (g->names[g->n] = strdup(PyUnicode_AsUTF8(name)));
             g->of[tag] = g->n;
             g->n += ok;
             Py_XDECREF(number);
@@ -207,21 +240,25 @@ static bool groups_make(groups *g)
         Py_XDECREF(name);
     }
     Py_XDECREF(known);
-    if (!ok && !PyErr_Occurred()) PyErr_NoMemory();
+    if (!ok && !PyErr_Occurred())
+        PyErr_NoMemory();
     return ok;
 }
 static PyObject *timeline_page(timeline *t, PyObject *args)
 {
     const char *title, *sections;
-    if (!PyArg_ParseTuple(args, "ss:page", &title, &sections) || !is_over(t)) return NULL;
+    if (!PyArg_ParseTuple(args, "ss:page", &title, &sections) || !is_over(t))
+        return NULL;
     groups g;
     PyObject *result = NULL;
     koila__text out;
     koila__text_init(&out, NULL);
     if (groups_make(&g)) {
-        if (koila__history_page(&t->history, g.of, g.n, group_name, &g, title, sections, &out) == KOILA_OK)
+        if (koila__history_page(&t->history, g.of, g.n, group_name, &g, title, sections, &out) ==
+            KOILA_OK)
             result = PyUnicode_DecodeUTF8(out.s, (Py_ssize_t)out.n, "replace");
-        else PyErr_NoMemory();
+        else
+            PyErr_NoMemory();
     }
     groups_free(&g);
     koila__text_deinit(&out);
@@ -232,20 +269,31 @@ enum { START, PEAK, END, N_EVENTS, N_LOST };
 static PyObject *timeline_get(timeline *t, void *what)
 {
     const koila__history *h = &t->history;
-    if (!is_over(t)) return NULL;
+    if (!is_over(t))
+        return NULL;
     switch ((int)(intptr_t)what) {
-    case START: return PyLong_FromUnsignedLongLong(h->start);
-    case PEAK: return PyLong_FromUnsignedLongLong(h->peak);
-    case END: return PyLong_FromUnsignedLongLong(h->end);
-    case N_EVENTS: return PyLong_FromSize_t(h->n - h->n_first);
-    default: return PyLong_FromUnsignedLongLong(h->n_lost);
+    case START:
+        return PyLong_FromUnsignedLongLong(h->start);
+    case PEAK:
+        return PyLong_FromUnsignedLongLong(h->peak);
+    case END:
+        return PyLong_FromUnsignedLongLong(h->end);
+    case N_EVENTS:
+        return PyLong_FromSize_t(h->n - h->n_first);
+    default:
+        return PyLong_FromUnsignedLongLong(h->n_lost);
     }
 }
 static PyMethodDef timeline_methods[] = {
-    { "begin", (PyCFunction)timeline_begin, METH_VARARGS, "begin(module_class or None, [(address, bytes)] of an accelerator's live blocks): record from now on." },
+    { "begin", (PyCFunction)timeline_begin, METH_VARARGS,
+      "begin(module_class or None, [(address, bytes)] of an accelerator's live blocks): record "
+      "from now on." },
     { "end", (PyCFunction)timeline_end, METH_NOARGS, "Record no more." },
-    { "at_peak", (PyCFunction)timeline_at_peak, METH_NOARGS, "[(address, bytes, (file, line) or None, module, ns, still there)] of what was live at the peak." },
-    { "events", (PyCFunction)timeline_events, METH_NOARGS, "[(address, +-bytes, (file, line) or None, ns)], blocks of the beginning first." },
+    { "at_peak", (PyCFunction)timeline_at_peak, METH_NOARGS,
+      "[(address, bytes, (file, line) or None, module, ns, still there)] of what was live at the "
+      "peak." },
+    { "events", (PyCFunction)timeline_events, METH_NOARGS,
+      "[(address, +-bytes, (file, line) or None, ns)], blocks of the beginning first." },
     { "page", (PyCFunction)timeline_page, METH_VARARGS, "page(title, sections) -> HTML." },
     { NULL, NULL, 0, NULL },
 };
@@ -265,7 +313,8 @@ static PyType_Slot timeline_slots[] = {
     { Py_tp_getset, timeline_getset },
     { 0, NULL },
 };
-static PyType_Spec timeline_spec = { "koila._core.Timeline", sizeof(timeline), 0, Py_TPFLAGS_DEFAULT, timeline_slots };
+static PyType_Spec timeline_spec = { "koila._core.Timeline", sizeof(timeline), 0,
+                                     Py_TPFLAGS_DEFAULT, timeline_slots };
 
 int koila__timeline_add_module(PyObject *m)
 {

@@ -1,11 +1,16 @@
-/* cuda_state.c — the planner on a GPU: torch's caching allocator as a simulated cache in the state it is in, and what was learned when that was wrong.
+/* cuda_state.c — the planner on a GPU: torch's caching allocator as a simulated cache in the state
+ * it is in, and what was learned when that was wrong.
  *
- *   look      bytes handed out, reserved, free on the device, and a number for the state (koila._cuda.now; a few microseconds)
- *   live      the cache, made from torch.cuda.memory_snapshot()'s segments when that number has changed since; limit: reserved + free, less the budget's rest
+ *   look      bytes handed out, reserved, free on the device, and a number for the state
+ *             (koila._cuda.now; a few microseconds)
+ *   live      the cache, made from torch.cuda.memory_snapshot()'s segments when that number has
+ *             changed since; limit: reserved + free, less the budget's rest
  *   plan      koila_plan_live on it;  again: does a plan made before still fit?
- *   ran out   the least margin that would have refused the plan is kept for its graph, and doubled if that was not enough
+ *   ran out   the least margin that would have refused the plan is kept for its graph, and doubled
+ *             if that was not enough
  *
- * Whatever goes wrong here (another allocator, an odd snapshot) leaves planning by the sum of live bytes, which is what a CPU has; nothing is raised.
+ * Whatever goes wrong here (another allocator, an odd snapshot) leaves planning by the sum of live
+ * bytes, which is what a CPU has; nothing is raised.
  */
 #include "run/exec.h"
 
@@ -33,7 +38,8 @@ static uint64_t mix(uint64_t h, uint64_t x)
 
 static PyObject *ask(const char *what, int index)
 {
-    PyObject *mine = PyImport_ImportModule("koila._cuda"), *r = mine ? PyObject_CallMethod(mine, what, "i", index) : NULL;
+    PyObject *mine = PyImport_ImportModule("koila._cuda");
+    PyObject *r = mine ? PyObject_CallMethod(mine, what, "i", index) : NULL;
     Py_XDECREF(mine);
     return r;
 }
@@ -44,7 +50,8 @@ int koila__gpu_of(const koila_graph *g)
     for (koila_value v = 0; v < koila_graph_n_values(g); v++) {
         const koila_value_info x = koila_value_get(g, v);
         const uint16_t d = x.meta == KOILA_NONE ? 0 : koila_meta_get(koila__table, x.meta)->device;
-        if (x.node == KOILA_NONE && d > code && d >> 8 == 1) code = d;
+        if (x.node == KOILA_NONE && d > code && d >> 8 == 1)
+            code = d;
     }
     PyObject *r = ask("index_of", code);
     const long index = r ? PyLong_AsLong(r) : -1;
@@ -55,7 +62,8 @@ int koila__gpu_of(const koila_graph *g)
 
 bool koila__gpu_look(int index, koila__room *room)
 {
-    PyObject *r = ask("now", index), *numbers = NULL;
+    PyObject *r = ask("now", index);
+    PyObject *numbers = NULL;
     unsigned long long held = 0, reserved = 0, free = 0;
     uint64_t state = 1469598103934665603u;
     bool ok = r && PyArg_ParseTuple(r, "KKKO!", &held, &reserved, &free, &PyTuple_Type, &numbers);
@@ -65,11 +73,13 @@ bool koila__gpu_look(int index, koila__room *room)
     }
     Py_XDECREF(r);
     PyErr_Clear();
-    if (!ok) return false;
+    if (!ok)
+        return false;
     room->gpu = index;
     room->held = held;
     room->limit = reserved + free;
-    if (koila__settings.has_budget && koila__settings.budget < room->limit) room->limit = koila__settings.budget;
+    if (koila__settings.has_budget && koila__settings.budget < room->limit)
+        room->limit = koila__settings.budget;
     room->bytes = room->limit > held ? room->limit - held : 0;
     room->state = mix(state, room->limit) | 1;
     return true;
@@ -81,7 +91,8 @@ static bool number_at(PyObject *d, const char *key, uint64_t otherwise, uint64_t
 {
     PyObject *x = PyDict_GetItemString(d, key); /* borrowed */
     *out = otherwise;
-    if (!x || x == Py_None) return true;
+    if (!x || x == Py_None)
+        return true;
     *out = PyLong_AsUnsignedLongLongMask(x); /* addresses and streams are bit patterns */
     return !PyErr_Occurred();
 }
@@ -95,21 +106,33 @@ static bool text_at(PyObject *d, const char *key, const char **out)
 static bool read_block(PyObject *d, uint64_t at, koila_block *out)
 {
     const char *state;
-    if (!PyDict_Check(d) || !number_at(d, "address", at, &out->addr) || !number_at(d, "size", 0, &out->size) || !number_at(d, "requested_size", 0, &out->requested) || !text_at(d, "state", &state)) return false;
-    if (strcmp(state, "inactive") == 0) out->state = KOILA_BLOCK_FREE;
-    else if (strcmp(state, "active_allocated") == 0) out->state = KOILA_BLOCK_USED;
-    else if (strncmp(state, "active_", 7) == 0) out->state = KOILA_BLOCK_PENDING;
-    else return false;
-    if (out->state == KOILA_BLOCK_FREE) out->requested = 0;
+    if (!PyDict_Check(d) || !number_at(d, "address", at, &out->addr) ||
+        !number_at(d, "size", 0, &out->size) ||
+        !number_at(d, "requested_size", 0, &out->requested) || !text_at(d, "state", &state))
+        return false;
+    if (strcmp(state, "inactive") == 0)
+        out->state = KOILA_BLOCK_FREE;
+    else if (strcmp(state, "active_allocated") == 0)
+        out->state = KOILA_BLOCK_USED;
+    else if (strncmp(state, "active_", 7) == 0)
+        out->state = KOILA_BLOCK_PENDING;
+    else
+        return false;
+    if (out->state == KOILA_BLOCK_FREE)
+        out->requested = 0;
     return true;
 }
 
 static bool read_segment(PyObject *d, koila_segment *out, koila_block *blocks, Py_ssize_t room)
 {
     const char *type;
-    PyObject *list = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL, *pool = list ? PyDict_GetItemString(d, "segment_pool_id") : NULL, *grows = list ? PyDict_GetItemString(d, "is_expandable") : NULL;
-    if (!list || !PyList_Check(list) || PyList_GET_SIZE(list) > room || !number_at(d, "address", 0, &out->addr) || !number_at(d, "total_size", 0, &out->size) || !number_at(d, "stream", 0, &out->stream) ||
-        !text_at(d, "segment_type", &type)) return false;
+    PyObject *list = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL;
+    PyObject *pool = list ? PyDict_GetItemString(d, "segment_pool_id") : NULL;
+    PyObject *grows = list ? PyDict_GetItemString(d, "is_expandable") : NULL;
+    if (!list || !PyList_Check(list) || PyList_GET_SIZE(list) > room ||
+        !number_at(d, "address", 0, &out->addr) || !number_at(d, "total_size", 0, &out->size) ||
+        !number_at(d, "stream", 0, &out->stream) || !text_at(d, "segment_type", &type))
+        return false;
     out->is_small = strcmp(type, "small") == 0;
     out->is_expandable = grows && PyObject_IsTrue(grows) == 1;
     if (pool && PyTuple_Check(pool) && PyTuple_GET_SIZE(pool) == 2) {
@@ -123,7 +146,8 @@ static bool read_segment(PyObject *d, koila_segment *out, koila_block *blocks, P
     uint64_t at = out->addr;
     for (size_t i = 0; i < out->n_blocks; i++) {
         blocks[i] = (koila_block){ 0 };
-        if (!read_block(PyList_GET_ITEM(list, (Py_ssize_t)i), at, &blocks[i])) return false;
+        if (!read_block(PyList_GET_ITEM(list, (Py_ssize_t)i), at, &blocks[i]))
+            return false;
         at = blocks[i].addr + blocks[i].size;
     }
     return !PyErr_Occurred();
@@ -136,11 +160,14 @@ static koila_cache *cache_of(PyObject *list, koila_cache_config *conf)
     Py_ssize_t n_blocks = 0, used = 0;
     koila_cache *live = NULL;
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *d = PyList_GET_ITEM(list, i), *blocks = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL;
-        if (!blocks || !PyList_Check(blocks)) return NULL;
+        PyObject *d = PyList_GET_ITEM(list, i);
+        PyObject *blocks = PyDict_Check(d) ? PyDict_GetItemString(d, "blocks") : NULL;
+        if (!blocks || !PyList_Check(blocks))
+            return NULL;
         n_blocks += PyList_GET_SIZE(blocks);
     }
-    if (n < 0) return NULL;
+    if (n < 0)
+        return NULL;
     koila_segment *s = PyMem_Calloc((size_t)n + 1, sizeof *s);
     koila_block *b = PyMem_Calloc((size_t)n_blocks + 1, sizeof *b);
     bool ok = s && b;
@@ -149,7 +176,8 @@ static koila_cache *cache_of(PyObject *list, koila_cache_config *conf)
         used += ok ? (Py_ssize_t)s[i].n_blocks : 0;
         conf->expandable |= s[i].is_expandable;
     }
-    if (ok && koila_cache_from_segments(conf, NULL, s, (size_t)n, &live, NULL) != KOILA_OK) live = NULL;
+    if (ok && koila_cache_from_segments(conf, NULL, s, (size_t)n, &live, NULL) != KOILA_OK)
+        live = NULL;
     PyMem_Free(s);
     PyMem_Free(b);
     return live;
@@ -167,18 +195,25 @@ static void forget_live(void)
 /* The live cache in the state that `room` was looked at in. false: there is none. */
 static bool bring_live(const koila__room *room)
 {
-    if (gpu.state == room->state) return gpu.live != NULL;
+    if (gpu.state == room->state)
+        return gpu.live != NULL;
     forget_live();
-    PyObject *with = ask("settings", room->gpu), *list = with ? ask("segments", room->gpu) : NULL;
+    PyObject *with = ask("settings", room->gpu);
+    PyObject *list = with ? ask("segments", room->gpu) : NULL;
     const char *profile, *version, *text, *cublas;
     double fraction;
     unsigned long long total, stream;
     koila_cache_config conf;
-    if (list && PyArg_ParseTuple(with, "sssdKKs", &profile, &version, &text, &fraction, &total, &stream, &cublas) && koila_cache_config_init(&conf, version) == KOILA_OK &&
-        koila_cache_config_parse(&conf, text, 0, NULL) == KOILA_OK && koila_device_open(profile, strlen(profile), NULL, &gpu.device, NULL) == KOILA_OK) {
+    if (list &&
+        PyArg_ParseTuple(with, "sssdKKs", &profile, &version, &text, &fraction, &total, &stream,
+                         &cublas) &&
+        koila_cache_config_init(&conf, version) == KOILA_OK &&
+        koila_cache_config_parse(&conf, text, 0, NULL) == KOILA_OK &&
+        koila_device_open(profile, strlen(profile), NULL, &gpu.device, NULL) == KOILA_OK) {
         conf.total_bytes = room->limit;
         conf.device_bytes = total;
-        if (fraction > 0 && fraction < 1) koila_cache_config_fraction(&conf, fraction, total, total);
+        if (fraction > 0 && fraction < 1)
+            koila_cache_config_fraction(&conf, fraction, total, total);
         gpu.live = cache_of(list, &conf);
         gpu.stream = stream;
         snprintf(gpu.cublas, sizeof gpu.cublas, "%s", cublas);
@@ -200,38 +235,55 @@ static struct margin *margin_of(uint64_t key, bool make)
             margins[i].used = ++n_used;
             return &margins[i];
         }
-        if (margins[i].used < oldest->used) oldest = &margins[i];
+        if (margins[i].used < oldest->used)
+            oldest = &margins[i];
     }
-    if (make) *oldest = (struct margin){ .key = key, .used = ++n_used };
+    if (make)
+        *oldest = (struct margin){ .key = key, .used = ++n_used };
     return make ? oldest : NULL;
 }
 
 static koila_fit_opts options_for(uint64_t key)
 {
     const struct margin *m = margin_of(key, false);
-    return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts), .stream = gpu.stream, .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL, .margin_bytes = m ? m->bytes : 0 };
+    return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts),
+                             .stream = gpu.stream,
+                             .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL,
+                             .margin_bytes = m ? m->bytes : 0 };
 }
 
-koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part, const koila_value *targets, uint32_t n_targets, const koila_plan_options *o, koila_plan **out, koila_fit *fit,
+koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
+                             const koila_value *targets, uint32_t n_targets,
+                             const koila_plan_options *o, koila_plan **out, koila_fit *fit,
                              koila_error *err)
 {
-    if (room->gpu < 0 || !bring_live(room)) return koila_plan_new(part, targets, n_targets, o, NULL, out, err);
+    if (room->gpu < 0 || !bring_live(room))
+        return koila_plan_new(part, targets, n_targets, o, NULL, out, err);
     const koila_fit_opts with = options_for(koila_graph_hash(part));
-    koila_status status = koila_plan_live(part, targets, n_targets, o, gpu.device, gpu.live, &with, NULL, out, fit, err);
-    if (status == KOILA_OK && !fit->struct_size) fit->struct_size = sizeof *fit;
-    if (status != KOILA_OOM || o->rows > 0) return status;
-    koila_error ignored = KOILA_ERROR_INIT; /* by its sum one row is too much; but what a margin forbids is tried rather than refused */
-    return with.margin_bytes ? koila_plan_new(part, targets, n_targets, o, NULL, out, &ignored) : status;
+    koila_status status = koila_plan_live(part, targets, n_targets, o, gpu.device, gpu.live, &with,
+                                          NULL, out, fit, err);
+    if (status == KOILA_OK && !fit->struct_size)
+        fit->struct_size = sizeof *fit;
+    if (status != KOILA_OOM || o->rows > 0)
+        return status;
+    /* by its sum one row is too much; but what a margin forbids is tried rather than refused */
+    koila_error ignored = KOILA_ERROR_INIT;
+    return with.margin_bytes ? koila_plan_new(part, targets, n_targets, o, NULL, out, &ignored)
+                             : status;
 }
 
 bool koila__gpu_still_fits(const koila__room *room, cached *c)
 {
-    if (room->gpu < 0 || c->state == room->state || !c->fit.struct_size) return true;
-    if (!bring_live(room)) return true;
+    if (room->gpu < 0 || c->state == room->state || !c->fit.struct_size)
+        return true;
+    if (!bring_live(room))
+        return true;
     const koila_fit_opts with = options_for(koila_graph_hash(c->part));
     koila_fit fit;
-    if (koila_fits_plan(c->plan, gpu.device, gpu.live, &with, &fit, NULL) != KOILA_OK) return true;
-    if (!fit.fits && c->fit.fits) return false;
+    if (koila_fits_plan(c->plan, gpu.device, gpu.live, &with, &fit, NULL) != KOILA_OK)
+        return true;
+    if (!fit.fits && c->fit.fits)
+        return false;
     c->fit = fit;
     c->state = room->state;
     return true;
@@ -241,7 +293,8 @@ void koila__gpu_ran_out(cached *c)
 {
     koila__room room = { .gpu = c->gpu };
     uint64_t bytes = 0;
-    if (c->gpu < 0 || !c->fit.fits) return;
+    if (c->gpu < 0 || !c->fit.fits)
+        return;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     const uint64_t key = koila_graph_hash(c->part);
@@ -249,8 +302,10 @@ void koila__gpu_ran_out(cached *c)
         const koila_fit_opts with = options_for(key);
         if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
             struct margin *m = margin_of(key, true);
-            m->bytes = bytes > 2 * m->bytes ? bytes : 2 * m->bytes; /* twice: every out of memory costs the user time */
-            if (!m->bytes) m->bytes = 2 * MIB;
+            /* twice: every out of memory costs the user time */
+            m->bytes = bytes > 2 * m->bytes ? bytes : 2 * m->bytes;
+            if (!m->bytes)
+                m->bytes = 2 * MIB;
         }
     }
     c->state = 0; /* to be asked again, with the margin */
@@ -259,10 +314,14 @@ void koila__gpu_ran_out(cached *c)
 
 PyObject *koila__fit_dict(const cached *c)
 {
-    if (!c->fit.struct_size) Py_RETURN_NONE;
+    if (!c->fit.struct_size)
+        Py_RETURN_NONE;
     const struct margin *m = margin_of(koila_graph_hash(c->part), false);
-    return Py_BuildValue("{s:O,s:K,s:K,s:K,s:I,s:K}", "fits", c->fit.fits ? Py_True : Py_False, "peak_allocated", (unsigned long long)c->fit.peak_allocated, "peak_reserved",
-                         (unsigned long long)c->fit.peak_reserved, "n_retries", (unsigned long long)c->fit.n_retries, "n_simulations", (unsigned)c->fit.n_simulations, "margin_bytes",
+    return Py_BuildValue("{s:O,s:K,s:K,s:K,s:I,s:K}", "fits", c->fit.fits ? Py_True : Py_False,
+                         "peak_allocated", (unsigned long long)c->fit.peak_allocated,
+                         "peak_reserved", (unsigned long long)c->fit.peak_reserved, "n_retries",
+                         (unsigned long long)c->fit.n_retries, "n_simulations",
+                         (unsigned)c->fit.n_simulations, "margin_bytes",
                          (unsigned long long)(m ? m->bytes : 0));
 }
 

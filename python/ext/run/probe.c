@@ -1,16 +1,28 @@
 /* probe.c — what a convolution or a fused recurrent layer uses inside, known before its first step.
  *
- * On a CPU these copy their operands into the layouts that their kernels like, or unfold them: often as many bytes again as their result, by rules that
- * differ with shapes, threads and the processor. The executor learns it as operators run (koila__learn), but the first step's plan would be blind. So each
- * such call that was never seen is made on a few rows of zeros: on two numbers of rows, which give a line, and where the plan's slices are no larger
- * than those, on the slice itself (one row often takes another kernel). That is a small part of the step's work, once for each shape.
+ * On a CPU these copy their operands into the layouts that their kernels like, or unfold them:
+ * often as many bytes again as their result, by rules that differ with shapes, threads and the
+ * processor. The executor learns it as operators run (koila__learn), but the first step's plan
+ * would be blind. So each such call that was never seen is made on a few rows of zeros: on two
+ * numbers of rows, which give a line, and where the plan's slices are no larger than those, on the
+ * slice itself (one row often takes another kernel). That is a small part of the step's work, once
+ * for each shape.
  *
- * A probe that fails (no memory, an odd call) teaches nothing, and the step goes on as it would without it. */
+ * A probe that fails (no memory, an odd call) teaches nothing, and the step goes on as it would
+ * without it. */
 #include "run/exec.h"
 
-enum { MAX_INPUTS = 16, MAX_OUTPUTS = 8, WORKSPACE = 3 /* which result of mkldnn_rnn_layer: its backward takes it last, and only a forward can make it */ };
+enum {
+    MAX_INPUTS = 16,
+    MAX_OUTPUTS = 8,
+    WORKSPACE =
+        /* which result of mkldnn_rnn_layer: its backward takes it last, and only a forward can make
+         * it */
+    3
+};
 
-/* A call that can be probed: aten::convolution*(input, ...), or aten::mkldnn_rnn_layer(x[T, N, C], w1..w4, hx[N, H], cx[N, H], ...), or their backwards. */
+/* A call that can be probed: aten::convolution*(input, ...), or aten::mkldnn_rnn_layer(x[T, N, C],
+ * w1..w4, hx[N, H], cx[N, H], ...), or their backwards. */
 typedef struct call {
     koila_sig sig;
     koila_sig maker; /* rnn backward: the call that made its workspace; else KOILA_NONE */
@@ -23,19 +35,25 @@ static bool is_probed(const koila_graph *g, koila_node n, call *out)
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     const char *op = koila_op_name(koila__table, s->op);
     *out = (call){ sig, KOILA_NONE, !strncmp(op, "aten::mkldnn_rnn_layer", 22) };
-    if ((!out->is_rnn && strncmp(op, "aten::convolution", 17)) || s->n_writes || s->n_inputs < 2 || s->n_inputs > MAX_INPUTS || s->n_outputs > MAX_OUTPUTS) return false;
-    if (!out->is_rnn || !strstr(op, "backward")) return true;
+    if ((!out->is_rnn && strncmp(op, "aten::convolution", 17)) || s->n_writes || s->n_inputs < 2 ||
+        s->n_inputs > MAX_INPUTS || s->n_outputs > MAX_OUTPUTS)
+        return false;
+    if (!out->is_rnn || !strstr(op, "backward"))
+        return true;
     const koila_value_info workspace = koila_value_get(g, koila_node_inputs(g, n)[s->n_inputs - 1]);
-    if (workspace.node == KOILA_NONE) return false;
+    if (workspace.node == KOILA_NONE)
+        return false;
     out->maker = koila_node_get(g, workspace.node).sig;
-    return koila_sig_get(koila__table, out->maker)->n_outputs == WORKSPACE + 1 && koila_sig_get(koila__table, out->maker)->n_inputs == 7;
+    return koila_sig_get(koila__table, out->maker)->n_outputs == WORKSPACE + 1 &&
+           koila_sig_get(koila__table, out->maker)->n_inputs == 7;
 }
 
 /* The dimension of input i that is the batch, or -1: it is whole. */
 static int batch_dim(const call *c, koila_sig sig, uint32_t i)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    if (!c->is_rnn) return i < (strstr(koila_op_name(koila__table, s->op), "backward") ? 2u : 1u) ? 0 : -1;
+    if (!c->is_rnn)
+        return i < (strstr(koila_op_name(koila__table, s->op), "backward") ? 2u : 1u) ? 0 : -1;
     return i >= 1 && i <= 4 ? -1 : koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
 }
 
@@ -43,18 +61,24 @@ static bool can_probe(const call *c, int64_t batch)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, c->sig);
     const uint32_t n_inputs = s->n_inputs - (c->maker != KOILA_NONE);
-    if (batch <= 1 || (c->is_rnn && koila_meta_get(koila__table, s->inputs[0])->n_dims != 3)) return false;
+    if (batch <= 1 || (c->is_rnn && koila_meta_get(koila__table, s->inputs[0])->n_dims != 3))
+        return false;
     for (uint32_t i = 0; i < n_inputs; i++) {
         const koila_meta_info *m = koila_meta_get(koila__table, s->inputs[i]);
         const int b = batch_dim(c, c->sig, i);
-        PyObject *device = koila__device_object(m->device), *type = device ? PyObject_GetAttrString(device, "type") : NULL;
-        const bool here = type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
+        PyObject *device = koila__device_object(m->device);
+        PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
+        const bool here =
+            type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
         Py_XDECREF(type);
         PyErr_Clear();
-        if (!here || !m->n_elements || (int)m->n_dims <= b || !m->n_dims) return false;
-        if (b >= 0 && m->size[b] % batch) return false;
+        if (!here || !m->n_elements || (int)m->n_dims <= b || !m->n_dims)
+            return false;
+        if (b >= 0 && m->size[b] % batch)
+            return false;
         for (uint32_t d = 1; b == 0 && d < m->n_dims; d++)
-            if (m->stride[d] > m->stride[0]) return false; /* rows do not lie together */
+            if (m->stride[d] > m->stride[0])
+                return false; /* rows do not lie together */
     }
     return true;
 }
@@ -63,14 +87,24 @@ static bool can_probe(const call *c, int64_t batch)
 static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    PyObject *size = PyTuple_New(m->n_dims), *stride = PyTuple_New(m->n_dims), *kw = PyDict_New(), *args = NULL, *made = NULL, *r = NULL;
-    if (!size || !stride || !kw) goto done;
+    PyObject *size = PyTuple_New(m->n_dims);
+    PyObject *stride = PyTuple_New(m->n_dims);
+    PyObject *kw = PyDict_New();
+    PyObject *args = NULL;
+    PyObject *made = NULL;
+    PyObject *r = NULL;
+    if (!size || !stride || !kw)
+        goto done;
     for (uint32_t d = 0; d < m->n_dims; d++) {
-        const bool outer = dim >= 0 && m->stride[d] > m->stride[dim]; /* a slice is as dense as the whole */
-        PyTuple_SET_ITEM(size, d, PyLong_FromLongLong((int)d == dim ? m->size[d] / of * n : m->size[d]));
-        PyTuple_SET_ITEM(stride, d, PyLong_FromLongLong(outer ? m->stride[d] / of * n : m->stride[d]));
+        /* a slice is as dense as the whole */
+        const bool outer = dim >= 0 && m->stride[d] > m->stride[dim];
+        PyTuple_SET_ITEM(size, d,
+                         PyLong_FromLongLong((int)d == dim ? m->size[d] / of * n : m->size[d]));
+        PyTuple_SET_ITEM(stride, d,
+                         PyLong_FromLongLong(outer ? m->stride[d] / of * n : m->stride[d]));
     }
-    if (PyErr_Occurred() || PyDict_SetItemString(kw, "dtype", koila__dtype_object(m->dtype)) < 0) goto done;
+    if (PyErr_Occurred() || PyDict_SetItemString(kw, "dtype", koila__dtype_object(m->dtype)) < 0)
+        goto done;
     args = PyTuple_Pack(2, size, stride);
     made = args ? PyObject_Call(koila__torch.empty_strided, args, kw) : NULL;
     r = made ? PyObject_CallMethod(made, "zero_", NULL) : NULL;
@@ -83,26 +117,33 @@ done:
     return r;
 }
 
-/* One call of `sig` (c's own, or its maker) on `rows` of `batch` rows; outputs[MAX_OUTPUTS] are new references or NULL. *inside: bytes it used beyond them. */
-static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace, PyObject **outputs, uint64_t *inside)
+/* One call of `sig` (c's own, or its maker) on `rows` of `batch` rows; outputs[MAX_OUTPUTS] are new
+ * references or NULL. *inside: bytes it used beyond them. */
+static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace,
+                     PyObject **outputs, uint64_t *inside)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     PyObject *inputs[MAX_INPUTS] = { 0 };
     bool ok = true;
     for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
-        if (workspace && i + 1 == s->n_inputs) inputs[i] = Py_NewRef(workspace);
-        else inputs[i] = zeros(s->inputs[i], batch_dim(c, sig, i), rows, batch);
+        if (workspace && i + 1 == s->n_inputs)
+            inputs[i] = Py_NewRef(workspace);
+        else
+            inputs[i] = zeros(s->inputs[i], batch_dim(c, sig, i), rows, batch);
         ok = inputs[i] != NULL;
     }
     if (ok) {
         const uint64_t old = koila__truth_swap_peak(koila__truth_current());
         ok = koila__call(sig, inputs, NULL, NULL, outputs) == 0;
-        const uint64_t peak = koila__truth_peak(), now = koila__truth_current();
+        const uint64_t peak = koila__truth_peak();
+        const uint64_t now = koila__truth_current();
         *inside = peak - now;
-        if (old > peak) koila__truth_swap_peak(old);
+        if (old > peak)
+            koila__truth_swap_peak(old);
     }
     PyErr_Clear();
-    for (uint32_t i = 0; i < MAX_INPUTS; i++) Py_XDECREF(inputs[i]);
+    for (uint32_t i = 0; i < MAX_INPUTS; i++)
+        Py_XDECREF(inputs[i]);
     return ok;
 }
 
@@ -110,9 +151,13 @@ static void probe(const call *c, int64_t rows, int64_t batch)
 {
     PyObject *forward[MAX_OUTPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
     uint64_t inside;
-    if (koila__learned(c->sig, rows, batch)) return;
-    if (c->maker != KOILA_NONE && (!try_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE])) goto done;
-    if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside)) koila__learn(c->sig, rows, batch, inside);
+    if (koila__learned(c->sig, rows, batch))
+        return;
+    if (c->maker != KOILA_NONE &&
+        (!try_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE]))
+        goto done;
+    if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside))
+        koila__learn(c->sig, rows, batch, inside);
 done:
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++) {
         Py_XDECREF(forward[i]);
@@ -123,7 +168,8 @@ done:
 /* The fewest rows that are ordinary: kernels take another way when threads get no row each. */
 static int64_t few_rows(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch"), *n = torch ? PyObject_CallMethod(torch, "get_num_threads", NULL) : NULL;
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *n = torch ? PyObject_CallMethod(torch, "get_num_threads", NULL) : NULL;
     const int64_t threads = n ? PyLong_AsLongLong(n) : 1;
     Py_XDECREF(torch);
     Py_XDECREF(n);
@@ -131,17 +177,22 @@ static int64_t few_rows(void)
     return threads > 2 ? threads : 2;
 }
 
-static bool can_measure(void) { return !koila__settings.dry && koila__torch.ready && koila__truth_ok(); }
+static bool can_measure(void)
+{
+    return !koila__settings.dry && koila__torch.ready && koila__truth_ok();
+}
 
 /* The axis that the call's rows come from: its size, or 0. */
 static int64_t batch_of(const koila_graph *g, const call *c)
 {
-    const koila_meta_info *m = koila_meta_get(koila__table, koila_sig_get(koila__table, c->sig)->inputs[0]);
+    const koila_meta_info *m =
+        koila_meta_get(koila__table, koila_sig_get(koila__table, c->sig)->inputs[0]);
     const uint32_t d = (uint32_t)batch_dim(c, c->sig, 0);
     int64_t best = 0;
     for (uint32_t a = 0; a < koila_graph_n_axes(g); a++) {
         const int64_t n = koila_graph_axis_size(g, (uint16_t)a);
-        if (n > best && m->n_dims > d && m->size[d] % n == 0) best = n;
+        if (n > best && m->n_dims > d && m->size[d] % n == 0)
+            best = n;
     }
     return best;
 }
@@ -150,17 +201,26 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
 {
     PyObject *guard = NULL;
     int64_t few = 0;
-    if (!can_measure()) return;
+    if (!can_measure())
+        return;
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
-        if (!is_probed(g, n, &c)) continue;
-        const int64_t batch = batch_of(g, &c), most = rows > 0 && rows < batch ? rows : batch;
-        if (!can_probe(&c, batch)) continue;
-        if (!few) few = few_rows();
-        const int64_t high = 2 * few < most ? 2 * few : most, low = high / 2;
-        if (koila__learned(c.sig, high, batch) || (low && koila__learned(c.sig, low, batch))) continue;
-        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards))) break;
-        if (low) probe(&c, low, batch);
+        if (!is_probed(g, n, &c))
+            continue;
+        const int64_t batch = batch_of(g, &c);
+        const int64_t most = rows > 0 && rows < batch ? rows : batch;
+        if (!can_probe(&c, batch))
+            continue;
+        if (!few)
+            few = few_rows();
+        const int64_t high = 2 * few < most ? 2 * few : most;
+        const int64_t low = high / 2;
+        if (koila__learned(c.sig, high, batch) || (low && koila__learned(c.sig, low, batch)))
+            continue;
+        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
+            break;
+        if (low)
+            probe(&c, low, batch);
         probe(&c, high, batch);
     }
     PyErr_Clear();
@@ -172,16 +232,23 @@ void koila__probe_plan(const koila_plan *plan)
     const koila_graph *g = koila_plan_graph(plan);
     PyObject *guard = NULL;
     int64_t few = 0;
-    if (!can_measure()) return;
+    if (!can_measure())
+        return;
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
-        if (!is_probed(g, n, &c) || !koila_plan_in_loop(plan, n)) continue;
+        if (!is_probed(g, n, &c) || !koila_plan_in_loop(plan, n))
+            continue;
         const koila_share cut = koila_plan_need(plan, n, 0);
-        if (cut.kind != KOILA_SHARE_SLICE || cut.dim != batch_dim(&c, c.sig, 0)) continue;
-        const int64_t batch = koila_graph_axis_size(g, cut.axis), rows = koila_plan_axis_rows(plan, cut.axis);
-        if (!few) few = few_rows();
-        if (rows > 2 * few || koila__learned(c.sig, rows, batch) || !can_probe(&c, batch)) continue;
-        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards))) break;
+        if (cut.kind != KOILA_SHARE_SLICE || cut.dim != batch_dim(&c, c.sig, 0))
+            continue;
+        const int64_t batch = koila_graph_axis_size(g, cut.axis);
+        const int64_t rows = koila_plan_axis_rows(plan, cut.axis);
+        if (!few)
+            few = few_rows();
+        if (rows > 2 * few || koila__learned(c.sig, rows, batch) || !can_probe(&c, batch))
+            continue;
+        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
+            break;
         probe(&c, rows, batch);
     }
     PyErr_Clear();

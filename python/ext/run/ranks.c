@@ -1,28 +1,39 @@
-/* ranks.c — processes that share a sharded module must call it equally often, or they wait for each other for ever.
+/* ranks.c — processes that share a sharded module must call it equally often, or they wait for each
+ * other for ever.
  *
- * Each call of such a module (koila.opaque() of an FSDP2 module) talks to the other ranks. How often it is called follows from the plan, and each rank makes its own: of
- * its own memory, of its own rows; and one rank may fail where the others do not. So the ranks talk at three points (koila._sharded.Ranks: one small all-reduce each):
+ * Each call of such a module (koila.opaque() of an FSDP2 module) talks to the other ranks. How
+ * often it is called follows from the plan, and each rank makes its own: of its own memory, of its
+ * own rows; and one rank may fail where the others do not. So the ranks talk at three points
+ * (koila._sharded.Ranks: one small all-reduce each):
  *
- *   exchange   before a plan with such calls runs: what each is about to call. Where they differ, all plan again with the most slices that any wants; where they still
- *              differ, or where one cannot go on (no memory, a gather that strict() refuses, a stale value), all raise.
- *   meet       before each such call: is everybody still there? Whoever fails between two calls comes to the next meeting, says so, and all raise.
+ *   exchange   before a plan with such calls runs: what each is about to call. Where they differ,
+ *              all plan again with the most slices that any wants; where they still differ, or
+ *              where one cannot go on (no memory, a gather that strict() refuses, a stale value),
+ *              all raise.
+ *   meet       before each such call: is everybody still there? Whoever fails between two calls
+ *              comes to the next meeting, says so, and all raise.
  *   meet       after the last of the plan.
  *
- * Invariant: a rank that came through the exchange comes to every meeting until one of them says that a rank failed. A budget is no limit inside such a call, where the
- * others would wait in the middle of it: what it took too much is found after it (exec.c). What cannot be told is a failure inside the module on one rank only: that rank
- * raises, and the others wait as they do in plain PyTorch, until its process ends or their group's timeout. */
+ * Invariant: a rank that came through the exchange comes to every meeting until one of them says
+ * that a rank failed. A budget is no limit inside such a call, where the others would wait in the
+ * middle of it: what it took too much is found after it (exec.c). What cannot be told is a failure
+ * inside the module on one rank only: that rank raises, and the others wait as they do in plain
+ * PyTorch, until its process ends or their group's timeout. */
 #include "run/exec.h"
 
-static PyObject *ranks_of; /* koila._sharded.ranks_of, or NULL: nothing is sharded in this process */
+/* koila._sharded.ranks_of, or NULL: nothing is sharded in this process */
+static PyObject *ranks_of;
 
 void koila__ranks_ask(PyObject *ask) { Py_XSETREF(ranks_of, Py_NewRef(ask)); }
 
-/* The call's key when node n is one of koila::opaque or koila::opaque_backward, else -1; *backward: which. */
+/* The call's key when node n is one of koila::opaque or koila::opaque_backward, else -1; *backward:
+ * which. */
 static int64_t key_of(const koila_graph *g, koila_node n, bool *backward)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
     const char *op = koila_op_name(koila__table, s->op);
-    if (strncmp(op, "koila::opaque", 13) || !s->n_pos) return -1;
+    if (strncmp(op, "koila::opaque", 13) || !s->n_pos)
+        return -1;
     *backward = op[13] == '_';
     const koila_arg *id = &s->tokens[s->start[s->n_pos - 1]];
     return id->kind == KOILA_ARG_INT ? id->u.i : -1;
@@ -38,13 +49,17 @@ static bool add(PyObject *list, PyObject *item) /* takes item */
 PyObject *koila__ranks_of(const koila_graph *part)
 {
     bool backward, ok = true;
-    if (!ranks_of) return Py_NewRef(Py_None);
-    PyObject *keys = PyList_New(0), *ranks = NULL;
+    if (!ranks_of)
+        return Py_NewRef(Py_None);
+    PyObject *keys = PyList_New(0);
+    PyObject *ranks = NULL;
     for (koila_node n = 0; keys && ok && n < koila_graph_n_nodes(part); n++) {
         const int64_t key = key_of(part, n, &backward);
-        if (key >= 0) ok = add(keys, PyLong_FromLongLong(key));
+        if (key >= 0)
+            ok = add(keys, PyLong_FromLongLong(key));
     }
-    if (keys && ok) ranks = PyList_GET_SIZE(keys) ? PyObject_CallOneArg(ranks_of, keys) : Py_NewRef(Py_None);
+    if (keys && ok)
+        ranks = PyList_GET_SIZE(keys) ? PyObject_CallOneArg(ranks_of, keys) : Py_NewRef(Py_None);
     Py_XDECREF(keys);
     return ranks;
 }
@@ -62,25 +77,33 @@ bool koila__ranks_share(PyObject *ranks, const koila_graph *g, koila_node n)
 int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t *n_slices)
 {
     bool backward, ok = true;
-    PyObject *calls = PyList_New(0), *answer = NULL;
+    PyObject *calls = PyList_New(0);
+    PyObject *answer = NULL;
     for (uint32_t k = 0; calls && ok && k < c->info.n_stages; k++) {
         const koila_stage *st = koila_plan_stage(c->plan, k);
         const unsigned n = st->is_loop ? koila_plan_slices(c->plan, st->axis) : 1;
         for (uint32_t i = 0; ok && i < st->n_instrs; i++) {
-            const int64_t key = st->instrs[i].kind == KOILA_DO_RUN ? key_of(koila_plan_graph(c->plan), st->instrs[i].id, &backward) : -1;
-            if (key >= 0) ok = add(calls, Py_BuildValue("ILi", n, (long long)key, (int)backward));
+            const int64_t key = st->instrs[i].kind == KOILA_DO_RUN
+                                    ? key_of(koila_plan_graph(c->plan), st->instrs[i].id, &backward)
+                                    : -1;
+            if (key >= 0)
+                ok = add(calls, Py_BuildValue("ILi", n, (long long)key, (int)backward));
         }
     }
-    if (calls && ok) answer = PyObject_CallMethod(ranks, "agree", "OIO", calls, c->info.n_slices, settled ? Py_True : Py_False);
+    if (calls && ok)
+        answer = PyObject_CallMethod(ranks, "agree", "OIO", calls, c->info.n_slices,
+                                     settled ? Py_True : Py_False);
     Py_XDECREF(calls);
     const long n = answer ? PyLong_AsLong(answer) : -1;
     Py_XDECREF(answer);
-    if (n < 0) return -1;
+    if (n < 0)
+        return -1;
     *n_slices = (uint32_t)n;
     return 0;
 }
 
-/* Tell the others, with the exception that stays set, that this rank failed. They may be gone: that is no second error. What the method answers. */
+/* Tell the others, with the exception that stays set, that this rank failed. They may be gone: that
+ * is no second error. What the method answers. */
 static bool tell(PyObject *ranks, const char *method)
 {
     PyObject *type, *value, *trace;

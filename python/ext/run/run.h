@@ -4,25 +4,35 @@
 
 #include "capture/tape.h"
 
-bool koila__is_out_of_memory(void);                  /* the exception that is set; leaves it set */
-int koila__held_fits(const char *call);              /* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
-PyObject *koila__pseudo_object(const char *name);    /* borrowed callable that implements "koila::name" */
-/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference.
- * `op` at `line`: who needs it; NULL: node g.node. */
-PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g, int64_t rows, const char *op, const char *line);
-/* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`. early: see koila__tape, or NULL. */
+bool koila__is_out_of_memory(void); /* the exception that is set; leaves it set */
+/* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
+int koila__held_fits(const char *call);
+/* borrowed callable that implements "koila::name" */
+PyObject *koila__pseudo_object(const char *name);
+/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000]
+ * whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. `op` at `line`: who needs it; NULL:
+ * node g.node. */
+PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g,
+                             int64_t rows, const char *op, const char *line);
+/* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`.
+ * early: see koila__tape, or NULL. */
 struct cached;
 PyObject *koila__shape_of(const koila_meta_info *m);
-PyObject *koila__plan_dict(const struct cached *c, PyObject *early, uint64_t base, const uint64_t *measured, uint64_t limit, uint32_t retries, uint64_t n_run);
+PyObject *koila__plan_dict(const struct cached *c, PyObject *early, uint64_t base,
+                           const uint64_t *measured, uint64_t limit, uint32_t retries,
+                           uint64_t n_run);
 int koila__save_graph(const koila_graph *g, const char *path);
 /* predict.c */
 /* What a recorded step does not show: koila_predict_opts in words. */
 typedef struct koila__training {
     const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
-    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last, strict_conf; /* strict_conf: conf was typed by the user */
+    /* strict_conf: conf was typed by the user */
+    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last,
+        strict_conf;
 } koila__training;
 /* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the one that was predicted, the caller's. */
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory, long long rows, const koila__training *with, koila_plan **plan);
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory,
+                               long long rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);
 int koila__run_module_add(PyObject *m);
 

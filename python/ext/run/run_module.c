@@ -1,37 +1,63 @@
-/* run_module.c — the executor as functions of koila._core: settings, running, explaining, saving, predicting. */
+/* run_module.c — the executor as functions of koila._core: settings, running, explaining, saving,
+ * predicting. */
 #include "run/exec.h"
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL };
+    static char *names[] = {
+        "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL
+    };
     static PyObject unset;
-    PyObject *rows = &unset, *budget = &unset, *cpu_budget = &unset, *strict = &unset, *fastest = &unset, *dry = &unset;
+    PyObject *rows = &unset, *budget = &unset, *cpu_budget = &unset, *strict = &unset,
+             *fastest = &unset, *dry = &unset;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget, &cpu_budget, &strict, &fastest, &dry)) return NULL;
-    PyObject *before = Py_BuildValue("{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch", koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None), "budget",
-                                     koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget) : Py_NewRef(Py_None), "cpu_budget",
-                                     koila__settings.cpu_budget != UINT64_MAX ? PyLong_FromUnsignedLongLong(koila__settings.cpu_budget) : Py_NewRef(Py_None), "strict", koila__settings.strict ? Py_True : Py_False,
-                                     "fastest", koila__settings.fastest ? Py_True : Py_False, "dry", koila__settings.dry ? Py_True : Py_False);
-    if (!before) return NULL;
-    const int64_t new_rows = rows == &unset ? koila__settings.rows : rows == Py_None ? 0 : PyLong_AsLongLong(rows);
-    const uint64_t new_budget = budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
-    const uint64_t new_cpu_budget = cpu_budget == &unset ? new_budget : cpu_budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(cpu_budget);
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget,
+                                     &cpu_budget, &strict, &fastest, &dry))
+        return NULL;
+    PyObject *before = Py_BuildValue(
+        "{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch",
+        koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None),
+        "budget",
+        koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget)
+                                   : Py_NewRef(Py_None),
+        "cpu_budget",
+        koila__settings.cpu_budget != UINT64_MAX
+            ? PyLong_FromUnsignedLongLong(koila__settings.cpu_budget)
+            : Py_NewRef(Py_None),
+        "strict", koila__settings.strict ? Py_True : Py_False, "fastest",
+        koila__settings.fastest ? Py_True : Py_False, "dry",
+        koila__settings.dry ? Py_True : Py_False);
+    if (!before)
+        return NULL;
+    const int64_t new_rows = rows == &unset    ? koila__settings.rows
+                             : rows == Py_None ? 0
+                                               : PyLong_AsLongLong(rows);
+    const uint64_t new_budget =
+        budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
+    const uint64_t new_cpu_budget = cpu_budget == &unset    ? new_budget
+                                    : cpu_budget == Py_None ? UINT64_MAX
+                                                            : PyLong_AsUnsignedLongLong(cpu_budget);
     if (PyErr_Occurred() || new_rows < 0) {
         Py_DECREF(before);
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
         return NULL;
     }
     koila__settings.rows = new_rows;
-    if (dry != &unset) koila__settings.dry = PyObject_IsTrue(dry) == 1;
+    if (dry != &unset)
+        koila__settings.dry = PyObject_IsTrue(dry) == 1;
     if (budget != &unset) {
         koila__truth_install();
         koila__settings.has_budget = budget != Py_None;
         koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
         koila__settings.cpu_budget = new_cpu_budget;
-        if (!koila__settings.dry) koila__truth_set_limit(new_cpu_budget);
+        if (!koila__settings.dry)
+            koila__truth_set_limit(new_cpu_budget);
     }
-    if (strict != &unset) koila__settings.strict = PyObject_IsTrue(strict) == 1;
-    if (fastest != &unset) koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
+    if (strict != &unset)
+        koila__settings.strict = PyObject_IsTrue(strict) == 1;
+    if (fastest != &unset)
+        koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
     return before;
 }
 
@@ -39,28 +65,36 @@ static PyObject *py_held_fits(PyObject *self, PyObject *call)
 {
     (void)self;
     const char *text = PyUnicode_AsUTF8(call);
-    if (!text || koila__held_fits(text) < 0) return NULL;
+    if (!text || koila__held_fits(text) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
 static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
+    (void)self;
+    (void)ignored;
     return PyLong_FromUnsignedLongLong(koila__last.n_made);
 }
 
 static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
-    if (!koila__last.c) Py_RETURN_NONE;
-    return koila__plan_dict(koila__last.c, koila__last.early, koila__last.base_bytes, koila__last.measured ? &koila__last.measured_peak_bytes : NULL, koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
+    (void)self;
+    (void)ignored;
+    if (!koila__last.c)
+        Py_RETURN_NONE;
+    return koila__plan_dict(koila__last.c, koila__last.early, koila__last.base_bytes,
+                            koila__last.measured ? &koila__last.measured_peak_bytes : NULL,
+                            koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
 }
 
-/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out. */
+/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out.
+ */
 static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_t *n)
 {
     PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
-    if (!fast) return NULL;
+    if (!fast)
+        return NULL;
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
     koila__tape *t = NULL;
     *n = 0;
@@ -68,18 +102,23 @@ static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_
     for (Py_ssize_t i = 0; *values && i < size; i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(fast, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h) continue;
+        if (!h)
+            continue;
         if (t && h->group->tape != t) { /* of another step: on its own */
-            if (!koila__concrete(h)) goto fail;
+            if (!koila__concrete(h))
+                goto fail;
             continue;
         }
         const koila_value v = koila__value_of(h);
-        if (v == KOILA_NONE) goto fail;
+        if (v == KOILA_NONE)
+            goto fail;
         t = h->group->tape;
-        if (!t->values[v].real) (*values)[(*n)++] = v;
+        if (!t->values[v].real)
+            (*values)[(*n)++] = v;
     }
     Py_DECREF(fast);
-    if (!t) PyErr_SetString(PyExc_ValueError, "no lazy tensor among the values");
+    if (!t)
+        PyErr_SetString(PyExc_ValueError, "no lazy tensor among the values");
     return t;
 fail:
     Py_DECREF(fast);
@@ -88,7 +127,8 @@ fail:
     return NULL;
 }
 
-/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds; commit also writes effects and closes the tape. */
+/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds;
+ * commit also writes effects and closes the tape. */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -96,8 +136,10 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     koila_value *values = NULL, *held = NULL;
     uint32_t n, n_held;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit)) return NULL;
-    if (koila__run_init() < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit))
+        return NULL;
+    if (koila__run_init() < 0)
+        return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
     if (!t) {
         PyMem_Free(values);
@@ -109,7 +151,8 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     int status = held ? 0 : (PyErr_NoMemory(), -1);
     if (held) {
         const uint32_t there = koila__tape_held(t, values, n, held, n_held);
-        status = koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit, true);
+        status =
+            koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit, true);
     }
     PyMem_Free(values);
     PyMem_Free(held);
@@ -120,17 +163,21 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     return (PyObject *)t;
 }
 
-/* finish_step(tape, done): what run_all(..., commit) made is handed over (done), so the effects happen and the tape closes; or it was not: they do not happen. */
+/* finish_step(tape, done): what run_all(..., commit) made is handed over (done), so the effects
+ * happen and the tape closes; or it was not: they do not happen. */
 static PyObject *py_finish_step(PyObject *self, PyObject *args)
 {
     koila__tape *t;
     int done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!p:finish_step", &koila__tape_type, &t, &done)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!p:finish_step", &koila__tape_type, &t, &done))
+        return NULL;
     t->failed = !done;
-    if (koila__settings.dry) done = 0;
+    if (koila__settings.dry)
+        done = 0;
     if (done) {
-        if (koila__commit_effects(t) < 0) return NULL;
+        if (koila__commit_effects(t) < 0)
+            return NULL;
         Py_INCREF(t);
         t->closed = true;
         if (koila__open == t) {
@@ -144,49 +191,61 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* take_all(lazies) -> list of plain tensors; empties `lazies`. Each concrete value is then let go by the tape when nobody else can ask for it, so that whoever
- * gets it may own its storage alone (AccumulateGrad takes a gradient without a copy only then). Whether somebody can is known when the wrappers are gone: a view's
- * keeps that of its base alive. */
+/* take_all(lazies) -> list of plain tensors; empties `lazies`. Each concrete value is then let go
+ * by the tape when nobody else can ask for it, so that whoever gets it may own its storage alone
+ * (AccumulateGrad takes a gradient without a copy only then). Whether somebody can is known when
+ * the wrappers are gone: a view's keeps that of its base alive. */
 static PyObject *py_take_all(PyObject *self, PyObject *lazies)
 {
     (void)self;
-    if (!PyList_CheckExact(lazies)) return PyErr_SetString(PyExc_TypeError, "expected a list of lazy tensors"), NULL;
+    if (!PyList_CheckExact(lazies)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of lazy tensors");
+        return NULL;
+    }
     const Py_ssize_t n = PyList_GET_SIZE(lazies);
     struct taken {
-        koila__tape *tape; /* owned */
+        koila__tape *tape;   /* owned */
         koila__group *group; /* counted; NULL: not lazy */
         koila_value value;
     } *taken = PyMem_Calloc((size_t)n + 1, sizeof *taken);
     PyObject *out = PyList_New(n);
-    if (!taken || !out) goto failed;
+    if (!taken || !out)
+        goto failed;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *o = PyList_GET_ITEM(lazies, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
         PyObject *real = h ? koila__concrete(h) : o;
-        if (!real) goto failed;
+        if (!real)
+            goto failed;
         PyList_SET_ITEM(out, i, Py_NewRef(real));
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *o = PyList_GET_ITEM(lazies, i);
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->value == KOILA_NONE) continue;
+        if (!h || h->value == KOILA_NONE)
+            continue;
         taken[i] = (struct taken){ h->group->tape, h->group, h->value };
         Py_INCREF(h->group->tape);
         h->group->refs++;
     }
-    if (PyList_SetSlice(lazies, 0, n, NULL) < 0) PyErr_Clear();
+    if (PyList_SetSlice(lazies, 0, n, NULL) < 0)
+        PyErr_Clear();
     for (Py_ssize_t i = 0; i < n; i++) {
         koila__tape *t = taken[i].tape;
         koila__group *g = taken[i].group;
-        if (!g) continue;
+        if (!g)
+            continue;
         uint32_t ours = 0;
-        for (Py_ssize_t j = i; j < n; j++) ours += taken[j].group == g;
+        for (Py_ssize_t j = i; j < n; j++)
+            ours += taken[j].group == g;
         if (g->refs == ours) {
             const koila_value shown[] = { taken[i].value, g->cur };
             for (size_t k = 0; k < 2; k++)
-                if (koila_value_get(t->graph, shown[k]).node != KOILA_NONE) Py_CLEAR(t->values[shown[k]].real);
+                if (koila_value_get(t->graph, shown[k]).node != KOILA_NONE)
+                    Py_CLEAR(t->values[shown[k]].real);
         }
-        if (--g->refs == 0) koila__group_free(g);
+        if (--g->refs == 0)
+            koila__group_free(g);
         Py_DECREF(t);
     }
     PyMem_Free(taken);
@@ -199,26 +258,36 @@ failed:
 
 void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n)
 {
-    if (line != KOILA_NONE) snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
+    if (line != KOILA_NONE)
+        snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
 }
 
-/* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice": they are cut along `dim`; "whole": it is made of the batch, and is one
- * value for all slices (a sum, what a gather makes); "plain": nothing of the batch is in it, or it is concrete and its step is over; "": cannot be known. `made`:
- * the line that made it, "" for what was handed to lazy(); `here`: the user's line now. */
+/* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice":
+ * they are cut along `dim`; "whole": it is made of the batch, and is one value for all slices (a
+ * sum, what a gather makes); "plain": nothing of the batch is in it, or it is concrete and its step
+ * is over; "": cannot be known. `made`: the line that made it, "" for what was handed to lazy();
+ * `here`: the user's line now. */
 static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
 {
     (void)self;
-    if (!koila__is_lazy(lazy) || !koila__handle_of(lazy)) return PyErr_SetString(PyExc_TypeError, "cut_of() takes a lazy tensor"), NULL;
+    if (!koila__is_lazy(lazy) || !koila__handle_of(lazy)) {
+        PyErr_SetString(PyExc_TypeError, "cut_of() takes a lazy tensor");
+        return NULL;
+    }
     koila__handle *h = koila__handle_of(lazy);
     const koila_value v = koila__value_of(h);
-    if (v == KOILA_NONE) return NULL;
+    if (v == KOILA_NONE)
+        return NULL;
     koila__tape *t = h->group->tape;
     const koila_value_info info = koila_value_get(t->graph, v);
     char made[300] = "", here[300] = "";
     koila__line_text(t->graph, koila__line_now(t), here, sizeof here);
-    if (info.node == KOILA_NONE) return Py_BuildValue("sIss", info.leaf_kind == KOILA_LEAF_BATCH ? "slice" : "plain", (unsigned)info.dim, made, here);
+    if (info.node == KOILA_NONE)
+        return Py_BuildValue("sIss", info.leaf_kind == KOILA_LEAF_BATCH ? "slice" : "plain",
+                             (unsigned)info.dim, made, here);
     koila__line_text(t->graph, koila_node_get(t->graph, info.node).line, made, sizeof made);
-    if (t->values[v].real && t->closed) return Py_BuildValue("sIss", "plain", 0u, made, here);
+    if (t->values[v].real && t->closed)
+        return Py_BuildValue("sIss", "plain", 0u, made, here);
 
     koila_graph *part = NULL; /* as recorded, whatever is concrete by now */
     koila_value *value_of = PyMem_Malloc((koila_graph_n_values(t->graph) + 1) * sizeof *value_of);
@@ -228,15 +297,18 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     koila_error err = KOILA_ERROR_INIT;
     const char *kind = "";
     unsigned dim = 0;
-    if (value_of && node_from && koila_graph_extract(t->graph, &v, 1, NULL, NULL, &part, value_of, node_from) == KOILA_OK) {
+    if (value_of && node_from &&
+        koila_graph_extract(t->graph, &v, 1, NULL, NULL, &part, value_of, node_from) == KOILA_OK) {
         bool batched = false, many = false;
         for (koila_value i = 0; i < koila_graph_n_values(part); i++) {
             const koila_value_info leaf = koila_value_get(part, i);
-            if (leaf.node != KOILA_NONE || leaf.leaf_kind != KOILA_LEAF_BATCH) continue;
+            if (leaf.node != KOILA_NONE || leaf.leaf_kind != KOILA_LEAF_BATCH)
+                continue;
             batched = true;
             many |= koila_graph_axis_size(part, leaf.axis) > 1;
         }
-        if (!batched) kind = "plain";
+        if (!batched)
+            kind = "plain";
         else if (many && koila_plan_new(part, &value_of[v], 1, &o, NULL, &plan, &err) == KOILA_OK) {
             const koila_share share = koila_plan_share(plan, koila_plan_target(plan, 0));
             kind = share.kind == KOILA_SHARE_SLICE ? "slice" : "whole";
@@ -250,21 +322,27 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
-/* If the lazy tensor is sliced, the plan of its step says that `op`, which runs on values, gathers it. 1, 0, or -1 with an exception. */
+/* If the lazy tensor is sliced, the plan of its step says that `op`, which runs on values, gathers
+ * it. 1, 0, or -1 with an exception. */
 static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 {
     const char *kind, *made, *here;
     unsigned dim;
     koila__tape *t = h->group->tape;
     const koila_value v = koila__value_of(h);
-    if (v == KOILA_NONE) return -1;
+    if (v == KOILA_NONE)
+        return -1;
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
-    if (m->n_elements <= 1) return 0; /* item() of a loss, which every program does */
-    PyObject *cut = py_cut_of(NULL, lazy), *entry = NULL;
+    if (m->n_elements <= 1)
+        return 0; /* item() of a loss, which every program does */
+    PyObject *cut = py_cut_of(NULL, lazy);
+    PyObject *entry = NULL;
     int status = cut && PyArg_ParseTuple(cut, "sIss", &kind, &dim, &made, &here) ? 0 : -1;
     if (status == 0 && !strcmp(kind, "slice")) {
-        entry = Py_BuildValue("(ssNKs)", op, koila_dtype_text(m->dtype), koila__shape_of(m), (unsigned long long)m->n_bytes, here);
-        if (!t->early) t->early = PyList_New(0);
+        entry = Py_BuildValue("(ssNKs)", op, koila_dtype_text(m->dtype), koila__shape_of(m),
+                              (unsigned long long)m->n_bytes, here);
+        if (!t->early)
+            t->early = PyList_New(0);
         status = entry && t->early && PyList_Append(t->early, entry) == 0 ? 1 : -1;
     }
     Py_XDECREF(entry);
@@ -272,24 +350,30 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
     return status;
 }
 
-/* gather([lazy, ...], operator): while its step is recorded the operator is about to run on values. They become concrete, in one run. Those that are sliced are gathered for
- * it: the step's plan says so, and under strict() nothing runs. */
+/* gather([lazy, ...], operator): while its step is recorded the operator is about to run on values.
+ * They become concrete, in one run. Those that are sliced are gathered for it: the step's plan says
+ * so, and under strict() nothing runs. */
 const char *koila__gathers_for;
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     PyObject *list;
     const char *op, *before = koila__gathers_for;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!s:gather", &PyList_Type, &list, &op)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!s:gather", &PyList_Type, &list, &op))
+        return NULL;
     const Py_ssize_t n = PyList_GET_SIZE(list);
     koila__handle **h = PyMem_Calloc((size_t)n + 1, sizeof *h);
     bool *noted = PyMem_Calloc((size_t)n + 1, sizeof *noted);
     int status = h && noted ? 0 : -1;
-    if (status < 0) PyErr_NoMemory();
+    if (status < 0)
+        PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n && status >= 0; i++) {
         PyObject *lazy = PyList_GET_ITEM(list, i);
-        if (!koila__is_lazy(lazy) || !(h[i] = koila__handle_of(lazy))) PyErr_SetString(PyExc_TypeError, "gather() takes lazy tensors"), status = -1;
-        else if ((status = note_gather(lazy, h[i], op)) > 0) noted[i] = true;
+        if (!koila__is_lazy(lazy) || !(h[i] = koila__handle_of(lazy))) {
+            PyErr_SetString(PyExc_TypeError, "gather() takes lazy tensors");
+            status = -1;
+        } else if ((status = note_gather(lazy, h[i], op)) > 0)
+            noted[i] = true;
     }
     if (status >= 0) {
         koila__gathers_for = op;
@@ -302,7 +386,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
         for (Py_ssize_t i = n; i-- > 0;) {
             PyObject *early = noted[i] ? h[i]->group->tape->early : NULL;
             const Py_ssize_t end = early ? PyList_GET_SIZE(early) : 0;
-            if (end && PyList_SetSlice(early, end - 1, end, NULL) < 0) PyErr_Clear();
+            if (end && PyList_SetSlice(early, end - 1, end, NULL) < 0)
+                PyErr_Clear();
         }
         PyErr_Restore(type, value, trace);
     }
@@ -311,12 +396,17 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records beside a step that is open, not into it. */
+/* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records
+ * beside a step that is open, not into it. */
 static PyObject *py_swap_open(PyObject *self, PyObject *tape)
 {
     (void)self;
-    if (tape != Py_None && !Py_IS_TYPE(tape, &koila__tape_type)) return PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None"), NULL;
-    PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None); /* ours goes to the caller */
+    if (tape != Py_None && !Py_IS_TYPE(tape, &koila__tape_type)) {
+        PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None");
+        return NULL;
+    }
+    /* ours goes to the caller */
+    PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None);
     koila__open = tape == Py_None ? NULL : (koila__tape *)Py_NewRef(tape);
     koila__factories_watch();
     return before;
@@ -327,11 +417,13 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     koila_value *values = NULL;
     uint32_t n;
     (void)self;
-    if (koila__run_init() < 0) return NULL;
+    if (koila__run_init() < 0)
+        return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
     request r = { 0 };
     PyObject *d = NULL;
-    if (!t || koila__request_make(t, values, n, &r) < 0) goto done;
+    if (!t || koila__request_make(t, values, n, &r) < 0)
+        goto done;
     koila_error err = KOILA_ERROR_INIT;
     koila_status status = KOILA_OK;
     const koila__room room = koila__room_for(r.part);
@@ -342,7 +434,8 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         koila__raise_no_fit(status, &err, "explain");
         goto done;
     }
-    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__truth_current(), NULL, room.limit, 0, 0);
+    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__truth_current(), NULL,
+                         room.limit, 0, 0);
     koila__cached_release(c);
 done:
     koila__request_free(&r);
@@ -355,10 +448,15 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
     PyObject *list;
     const char *path;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path)) return NULL;
+    if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path))
+        return NULL;
     if (list == Py_None) {
-        if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step has run yet"), NULL;
-        if (koila__save_graph(koila__last.c->part, path) < 0) return NULL;
+        if (!koila__last.c) {
+            PyErr_SetString(PyExc_ValueError, "no step has run yet");
+            return NULL;
+        }
+        if (koila__save_graph(koila__last.c->part, path) < 0)
+            return NULL;
         Py_RETURN_NONE;
     }
     koila_value *values = NULL;
@@ -366,21 +464,25 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
     koila__tape *t = values_of_list(list, &values, &n);
     request r = { 0 };
     int status = t ? koila__request_make(t, values, n, &r) : -1;
-    if (status == 0) status = koila__save_graph(r.part, path);
+    if (status == 0)
+        status = koila__save_graph(r.part, path);
     koila__request_free(&r);
     PyMem_Free(values);
-    if (status < 0) return NULL;
+    if (status < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
 static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
+    (void)self;
+    (void)ignored;
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace,
- * cudnn_sdpa_last, conf, strict_conf, torch_version): the last planned step on a device profile (a name, or JSON text). */
+/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp,
+ * autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, torch_version): the
+ * last planned step on a device profile (a name, or JSON text). */
 static PyObject *py_predict(PyObject *self, PyObject *args)
 {
     const char *device;
@@ -388,20 +490,29 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
     unsigned long long memory;
     long long rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "sKLsssppppppzpzps:predict", &device, &memory, &rows, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad, &with.clip_grad_norm, &with.ddp,
-                          &with.autocast, &with.grad_scaler, &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf, &with.strict_conf,
-                          &with.torch_version)) return NULL;
-    if (!koila__last.c) return PyErr_SetString(PyExc_ValueError, "no step was planned"), NULL;
+    if (!PyArg_ParseTuple(args, "sKLsssppppppzpzps:predict", &device, &memory, &rows,
+                          &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad,
+                          &with.clip_grad_norm, &with.ddp, &with.autocast, &with.grad_scaler,
+                          &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf,
+                          &with.strict_conf, &with.torch_version))
+        return NULL;
+    if (!koila__last.c) {
+        PyErr_SetString(PyExc_ValueError, "no step was planned");
+        return NULL;
+    }
     koila_plan *plan = NULL;
     PyObject *d = koila__predict_graph(koila__last.c->part, device, memory, rows, &with, &plan);
-    if (d && koila__adopt_plan(plan) < 0) Py_CLEAR(d);
-    if (!d) koila_plan_free(plan);
+    if (d && koila__adopt_plan(plan) < 0)
+        Py_CLEAR(d);
+    if (!d)
+        koila_plan_free(plan);
     return d;
 }
 
 static PyObject *py_device_names(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
+    (void)self;
+    (void)ignored;
     return koila__device_names();
 }
 
@@ -410,10 +521,15 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     const char *op, *rule;
     koila_error err = KOILA_ERROR_INIT;
     (void)self;
-    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule)) return NULL;
+    if (!PyArg_ParseTuple(args, "ss:register_rule", &op, &rule))
+        return NULL;
     const koila_status status = koila_table_rule(koila__table, op, rule, &err);
-    if (status == KOILA_BAD_INPUT) return PyErr_SetString(PyExc_ValueError, err.text), NULL;
-    if (status != KOILA_OK) return koila__raise(status);
+    if (status == KOILA_BAD_INPUT) {
+        PyErr_SetString(PyExc_ValueError, err.text);
+        return NULL;
+    }
+    if (status != KOILA_OK)
+        return koila__raise(status);
     koila__plan_cache_clear(); /* they were made without this rule */
     Py_RETURN_NONE;
 }
@@ -432,8 +548,10 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
     request r;
     (void)self;
     koila__tape *t = values_of_list(lazies, &values, &n);
-    PyObject *ranks = t && koila__request_make(t, values, n, &r) == 0 ? koila__ranks_of(r.part) : NULL;
-    if (ranks) koila__request_free(&r);
+    PyObject *ranks =
+        t && koila__request_make(t, values, n, &r) == 0 ? koila__ranks_of(r.part) : NULL;
+    if (ranks)
+        koila__request_free(&r);
     PyMem_Free(values);
     return ranks;
 }
@@ -441,30 +559,50 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
 /* Forget plans and what was learned: for tests. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
-    (void)self, (void)ignored;
+    (void)self;
+    (void)ignored;
     koila__plan_cache_clear();
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS, "Change settings; returns those before as a dict." },
-    { "held_fits", py_held_fits, METH_O, "held_fits(call): OutOfMemory when torch holds more than the budget already." },
+    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS,
+      "Change settings; returns those before as a dict." },
+    { "held_fits", py_held_fits, METH_O,
+      "held_fits(call): OutOfMemory when torch holds more than the budget already." },
     { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
-    { "run_all", py_run_all, METH_VARARGS, "run_all(lazies, commit): make them concrete in one run." },
-    { "finish_step", py_finish_step, METH_VARARGS, "finish_step(tape, done): after run_all(..., True)." },
-    { "take_all", py_take_all, METH_O, "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is emptied." },
+    { "run_all", py_run_all, METH_VARARGS,
+      "run_all(lazies, commit): make them concrete in one run." },
+    { "finish_step", py_finish_step, METH_VARARGS,
+      "finish_step(tape, done): after run_all(..., True)." },
+    { "take_all", py_take_all, METH_O,
+      "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is "
+      "emptied." },
     { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
-    { "cut_of", py_cut_of, METH_O, "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
-    { "gather", py_gather, METH_VARARGS, "gather([lazy, ...], operator): it is about to run on values; they become concrete, in one run. The plan tells what that gathers, strict() refuses it." },
-    { "explain", py_explain, METH_O, "explain(lazies): the plan that would make them, as a dict; runs nothing." },
-    { "save_graph", py_save_graph, METH_VARARGS, "save_graph(lazies or None, path): the recorded graph as text." },
+    { "cut_of", py_cut_of, METH_O,
+      "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
+    { "gather", py_gather, METH_VARARGS,
+      "gather([lazy, ...], operator): it is about to run on values; they become concrete, in one "
+      "run. The plan tells what that gathers, strict() refuses it." },
+    { "explain", py_explain, METH_O,
+      "explain(lazies): the plan that would make them, as a dict; runs nothing." },
+    { "save_graph", py_save_graph, METH_VARARGS,
+      "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
-    { "predict", py_predict, METH_VARARGS, "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, torch_version) -> dict" },
+    { "predict", py_predict, METH_VARARGS,
+      "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, "
+      "ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, "
+      "torch_version) -> dict" },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
-    { "register_rule", py_register_rule, METH_VARARGS, "register_rule(operator, rule): what koila.register_rule says." },
-    { "ranks_of", py_ranks_of, METH_O, "ranks_of(lazies) -> koila._sharded.Ranks or None: who makes the sharded calls that they need too." },
-    { "ranks_ask", py_ranks_ask, METH_O, "ranks_ask(ranks_of): from now on steps with opaque calls ask it which ranks they share them with." },
+    { "register_rule", py_register_rule, METH_VARARGS,
+      "register_rule(operator, rule): what koila.register_rule says." },
+    { "ranks_of", py_ranks_of, METH_O,
+      "ranks_of(lazies) -> koila._sharded.Ranks or None: who makes the sharded calls that they "
+      "need too." },
+    { "ranks_ask", py_ranks_ask, METH_O,
+      "ranks_ask(ranks_of): from now on steps with opaque calls ask it which ranks they share them "
+      "with." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };
