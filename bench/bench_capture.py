@@ -1,12 +1,14 @@
-"""Cost of capture: microseconds per recorded operator, forward and backward, warm; and one operator alone.
+"""Cost of capture: microseconds per recorded operator, forward and backward, warm; and one operator
+alone.
 
     python bench/bench_capture.py [--model tiny,gpt2,mlp,ops] [--repeat 40]
 
-Compute is kept tiny, so that what is measured is dispatch, autograd, the model's own Python and koila's handler. Three ways of running one step take
-turns, and the best of each counts:
+Compute is kept tiny, so that what is measured is dispatch, autograd, the model's own Python and
+koila's handler. Three ways of running one step take turns, and the best of each counts:
 
 - plain: PyTorch as it is, with what little it computes;
-- floor: a tensor subclass whose handler does nothing at all, it hands out tensors that were made beforehand. What is left is the model's own Python, torch's
+- floor: a tensor subclass whose handler does nothing at all, it hands out tensors that were made
+beforehand. What is left is the model's own Python, torch's
   way to a Python handler and autograd: no tracer that sees operators below autograd can be faster;
 - capture: koila.
 """
@@ -31,8 +33,19 @@ def gpt2(width: int = 64, heads: int = 4, rows: int = 4) -> Model:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 12, "n_head": heads, "n_embd": width, "vocab_size": 100, "n_positions": 32}
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
-    return GPT2LMHeadModel(config).train(), lambda m, x: m(input_ids=x, labels=x).loss, torch.randint(0, 100, (rows, 16))
+    config = GPT2Config(
+        **sizes,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return (
+        GPT2LMHeadModel(config).train(),
+        lambda m, x: m(input_ids=x, labels=x).loss,
+        torch.randint(0, 100, (rows, 16)),
+    )
 
 
 def mlp() -> Model:
@@ -42,7 +55,11 @@ def mlp() -> Model:
     return torch.nn.Sequential(*layers), lambda m, x: m(x).square().mean(), torch.randn(32, 64)
 
 
-MODELS: dict[str, Callable[[], Model]] = {"tiny": lambda: gpt2(width=16, heads=2, rows=2), "gpt2": gpt2, "mlp": mlp}
+MODELS: dict[str, Callable[[], Model]] = {
+    "tiny": lambda: gpt2(width=16, heads=2, rows=2),
+    "gpt2": gpt2,
+    "mlp": mlp,
+}
 
 
 class Ready(torch.Tensor):
@@ -53,12 +70,17 @@ class Ready(torch.Tensor):
 
     @staticmethod
     def of(like: torch.Tensor) -> torch.Tensor:
-        return torch.Tensor._make_wrapper_subclass(Ready, like.shape, strides=like.stride(), dtype=like.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            Ready, like.shape, strides=like.stride(), dtype=like.dtype
+        )
 
 
 def floor_of(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> Callable[[], float]:
-    """Seconds of `step` where the handler only hands out results. The first pass computes, and remembers what every operator gave."""
-    given: list[Any] = []  # what each dispatch returned, in order; None: its own first argument (an in-place operator)
+    """Seconds of `step` where the handler only hands out results. The first pass computes, and
+    remembers what every operator gave."""
+    given: list[
+        Any
+    ] = []  # what each dispatch returned, in order; None: its own first argument (an in-place operator)
 
     def wrapped(t: torch.Tensor) -> torch.Tensor:
         w = Ready.of(t)
@@ -78,7 +100,13 @@ def floor_of(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> Callab
         ready = [tree_map_only(torch.Tensor, Ready.of, g) for g in reversed(given)]
         x = Ready.of(batch)
 
-        def hand_out(func: Any, types: Any, args: Any = (), kwargs: Any = None, pop: Callable[[], Any] = ready.pop) -> Any:
+        def hand_out(
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
+            pop: Callable[[], Any] = ready.pop,
+        ) -> Any:
             result = pop()
             return args[0] if result is None else result
 
@@ -102,7 +130,15 @@ def model_cost(name: str, repeat: int) -> None:
         x = koila.lazy(batch)
         t = time.perf_counter()
         loss = loss_of(model, x)
-        grads = _backward._original((loss,), (torch.ones_like(loss),), False, False, tuple(params), allow_unreachable=True, accumulate_grad=False)
+        grads = _backward._original(
+            (loss,),
+            (torch.ones_like(loss),),
+            False,
+            False,
+            tuple(params),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
         t = time.perf_counter() - t
         n_nodes = _core.tape_of(x).n_nodes
         _core.tape_of(x).close()
@@ -136,17 +172,28 @@ def op_cost(n: int = 2000, rounds: int = 20) -> None:
 
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     w = torch.randn(4, 4, requires_grad=True)
-    for name, f in {"mul": lambda x, y: x * y, "mm": lambda x, y: x @ y, "view": lambda x, y: x.view(16), "x+1.5": lambda x, y: x + 1.5, "detach": lambda x, y: x.detach()}.items():
+    for name, f in {
+        "mul": lambda x, y: x * y,
+        "mm": lambda x, y: x @ y,
+        "view": lambda x, y: x.view(16),
+        "x+1.5": lambda x, y: x + 1.5,
+        "detach": lambda x, y: x.detach(),
+    }.items():
         row = []
         for grad in (False, True):
             plain, lazy = (a, koila.lazy(a)) if not grad else (a * w, koila.lazy(a) * w)
             row += [per_call(lambda x=x, y=w if grad else b: f(x, y)) for x in (plain, lazy)]
             _core.tape_of(lazy).close()
-        print(f"{name:8s} no grad: plain {row[0]:.2f} lazy {row[1]:.2f}   grad: plain {row[2]:.2f} lazy {row[3]:.2f} us")
+        print(
+            f"{name:8s} no grad: plain {row[0]:.2f} lazy {row[1]:.2f}   grad: plain {row[2]:.2f} "
+            f"lazy {row[3]:.2f} us"
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny,gpt2,mlp,ops", help="which, separated by commas")
     parser.add_argument("--repeat", type=int, default=40, help="turns of a model's step")
     arguments = parser.parse_args()

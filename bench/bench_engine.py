@@ -2,8 +2,9 @@
 
     python bench/bench_engine.py [--repeat 7] [--only NAME]
 
-For each model: time and peak of a step (forward and backward) done plainly, by hand at m rows, by koila at m, by koila on the whole batch. The four
-take turns, and a time is the best of its turns: neighbours on the machine hit all alike. Then what an operator costs to capture and to plan, and a
+For each model: time and peak of a step (forward and backward) done plainly, by hand at m rows, by
+koila at m, by koila on the whole batch. The four take turns, and a time is the best of its turns:
+neighbours on the machine hit all alike. Then what an operator costs to capture and to plan, and a
 step shaped like GPT-3 (96 layers), captured and planned on meta tensors.
 """
 
@@ -43,24 +44,54 @@ def conv():
     def unit(a, b):
         return [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(8, b), nn.ReLU(inplace=True)]
 
-    return nn.Sequential(*unit(3, 32), *unit(32, 32), nn.MaxPool2d(2), *unit(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return nn.Sequential(
+        *unit(3, 32),
+        *unit(32, 32),
+        nn.MaxPool2d(2),
+        *unit(32, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
 
 
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=512,
+            n_positions=64,
+            n_embd=128,
+            n_layer=4,
+            n_head=4,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            use_cache=False,
+        )
+    )
 
 
 def encoder():
-    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True) for _ in range(4)]
+    layers = [
+        nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True) for _ in range(4)
+    ]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 64, 10))
 
 
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
-    c = ViTConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, image_size=32, patch_size=4, num_labels=10)
+    c = ViTConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=256,
+        image_size=32,
+        patch_size=4,
+        num_labels=10,
+    )
     return ViTForImageClassification(c)
 
 
@@ -68,9 +99,17 @@ class Block(nn.Module):
     def __init__(self, a, b, stride):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True), nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b)
+            nn.Conv2d(a, b, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(b),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(b, b, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(b),
         )
-        self.down = nn.Sequential(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b)) if a != b else nn.Identity()
+        self.down = (
+            nn.Sequential(nn.Conv2d(a, b, 1, stride, bias=False), nn.BatchNorm2d(b))
+            if a != b
+            else nn.Identity()
+        )
 
     def forward(self, x):
         return F.relu(self.body(x) + self.down(x), inplace=True)
@@ -87,11 +126,35 @@ def resnet18():
 
 MODELS = {  # model, batch, loss, rows a slice; by_hand: is it right to cut by hand?
     "mlp": (mlp, lambda: (torch.randn(2048, 256), torch.randint(0, 10, (2048,))), ce, 512, True),
-    "convnet": (conv, lambda: (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))), ce, 16, True),
+    "convnet": (
+        conv,
+        lambda: (torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))),
+        ce,
+        16,
+        True,
+    ),
     "gpt2": (gpt2, lambda: (torch.randint(0, 512, (32, 64)),), lm, 8, True),
-    "vit": (vit, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y), 8, True),
-    "encoder-dropout": (encoder, lambda: (torch.randn(32, 64, 128), torch.randint(0, 10, (32,))), ce, 8, True),
-    "resnet18-batchnorm": (resnet18, lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), ce, 8, False),
+    "vit": (
+        vit,
+        lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))),
+        lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y),
+        8,
+        True,
+    ),
+    "encoder-dropout": (
+        encoder,
+        lambda: (torch.randn(32, 64, 128), torch.randint(0, 10, (32,))),
+        ce,
+        8,
+        True,
+    ),
+    "resnet18-batchnorm": (
+        resnet18,
+        lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))),
+        ce,
+        8,
+        False,
+    ),
 }
 
 
@@ -141,7 +204,9 @@ def compare(name, repeat):
     peak_of = {s: r[-1][1] for s, r in best.items()}
     row = [f"{name:20} {m:5}"]
     for s in (plain, by_hand, cut, whole):
-        row.append(f"{time_of[s] * 1e3:8.1f} {peak_of[s] / MIB:7.1f}" if s in time_of else f"{'':8} {'':7}")
+        row.append(
+            f"{time_of[s] * 1e3:8.1f} {peak_of[s] / MIB:7.1f}" if s in time_of else f"{'':8} {'':7}"
+        )
     against = by_hand if hand else plain
     row.append(f"{time_of[cut] / time_of[against]:6.2f} {peak_of[cut] / peak_of[against]:6.2f}")
     row.append(f"{time_of[whole] / time_of[plain]:6.2f} {peak_of[whole] / peak_of[plain]:6.2f}")
@@ -157,7 +222,12 @@ def cost_of_an_operator(name, repeat):
         lazies = lazy(*batch)
         lazies = lazies if isinstance(lazies, tuple) else (lazies,)
         value = loss(model, *lazies)
-        return torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad], create_graph=True, allow_unused=True), value
+        return torch.autograd.grad(
+            value,
+            [p for p in model.parameters() if p.requires_grad],
+            create_graph=True,
+            allow_unused=True,
+        ), value
 
     record()
     capture, plan_time, n = [], [], 1
@@ -169,14 +239,21 @@ def cost_of_an_operator(name, repeat):
         with koila.micro_batch(m):
             _core.forget()
             start = time.perf_counter()
-            n = Plan(_core.explain([*wanted, value])).n_recorded  # koila.explain() would record the backward of these again
+            n = Plan(
+                _core.explain([*wanted, value])
+            ).n_recorded  # koila.explain() would record the backward of these again
             plan_time.append(time.perf_counter() - start)
         del grads, value, wanted
-    print(f"{name:20} {n:6} operators | capture {min(capture) / n * 1e6:6.2f} µs an operator | plan {min(plan_time) / n * 1e6:6.2f} µs an operator", flush=True)
+    print(
+        f"{name:20} {n:6} operators | capture {min(capture) / n * 1e6:6.2f} µs an operator | "
+        f"plan {min(plan_time) / n * 1e6:6.2f} µs an operator",
+        flush=True,
+    )
 
 
 class Attention(nn.Module):
-    """One block of GPT-3's shape; written out, for ready-made ones look at values, and a meta tensor has none."""
+    """One block of GPT-3's shape; written out, for ready-made ones look at values, and a meta
+    tensor has none."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -187,17 +264,26 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, t, c = x.shape
-        q, k, v = (u.view(b, t, self.heads, c // self.heads).transpose(1, 2) for u in self.qkv(self.norm1(x)).split(c, dim=2))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        q, k, v = (
+            u.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+            for u in self.qkv(self.norm1(x)).split(c, dim=2)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def gpt3_shaped(layers):
-    """Forward and backward of GPT-3's shape on meta tensors: nothing is computed, everything is captured and planned."""
+    """Forward and backward of GPT-3's shape on meta tensors: nothing is computed, everything is
+    captured and planned."""
     width, t, words, batch = 12288, 2048, 50257, 32
     with torch.device("meta"):
         embed, position = nn.Embedding(words, width), nn.Parameter(torch.empty(t, width))
-        blocks, norm = nn.Sequential(*(Attention(width, 96) for _ in range(layers))), nn.LayerNorm(width)
+        blocks, norm = (
+            nn.Sequential(*(Attention(width, 96) for _ in range(layers))),
+            nn.LayerNorm(width),
+        )
         ids = torch.zeros(batch, t, dtype=torch.long)
     parameters = [*embed.parameters(), position, *blocks.parameters(), *norm.parameters()]
     start = time.perf_counter()
@@ -211,7 +297,8 @@ def gpt3_shaped(layers):
     planned = time.perf_counter()
     peak = (p.predicted_peak_bytes - p.base_bytes) / 2**30
     print(
-        f"GPT-3 shape, {layers:3} layers: {p.n_recorded:6} operators, captured in {captured - start:5.2f} s, planned in {planned - captured:5.2f} s;"
+        f"GPT-3 shape, {layers:3} layers: {p.n_recorded:6} operators, captured in "
+        f"{captured - start:5.2f} s, planned in {planned - captured:5.2f} s;"
         f" 4 rows at a time need {peak:.0f} GiB beside the parameters",
         flush=True,
     )
@@ -223,9 +310,23 @@ def main():
     parser.add_argument("--only")
     args = parser.parse_args()
     _core.truth_install()
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    print(f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python {platform.python_version()}; ms and MiB, best of {args.repeat}")
-    head = [f"{'model':20} {'m':>5}"] + [f"{n:>16}" for n in ("plain", "by hand", "koila at m", "koila whole")] + [f"{'m/hand':>13}", f"{'whole/plain':>13}", "replay"]
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in open("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    print(
+        f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; ms and MiB, best of {args.repeat}"
+    )
+    head = (
+        [f"{'model':20} {'m':>5}"]
+        + [f"{n:>16}" for n in ("plain", "by hand", "koila at m", "koila whole")]
+        + [f"{'m/hand':>13}", f"{'whole/plain':>13}", "replay"]
+    )
     print(" | ".join(head))
     names = [n for n in MODELS if not args.only or args.only in n]
     for name in names:

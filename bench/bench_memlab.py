@@ -1,12 +1,15 @@
-"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are installed. One run, interleaved; minima, for steps percentiles.
+"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are
+installed. One run, interleaved; minima, for steps percentiles.
 
     python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
 
-The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a hundred in a turn (`--only alone`: without
-the peers). Peers: pytorch_memlab, line_profiler, memory_profiler, memray,
-torch.profiler. Ratios compare; microseconds are this machine's. Nothing here asserts: bounds that CI can hold are instruction counts.
-`--only gpu`: a step of GPT-2 small's size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
+The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a
+hundred in a turn (`--only alone`: without the peers). Peers: pytorch_memlab, line_profiler,
+memory_profiler, memray, torch.profiler. Ratios compare; microseconds are this machine's. Nothing
+here asserts: bounds that CI can hold are instruction counts. `--only gpu`: a step of GPT-2 small's
+size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
 """
+
 import argparse
 import contextlib
 import gc
@@ -26,7 +29,8 @@ torch.set_num_threads(1)
 
 
 def clock(f, n):
-    """Seconds of processor time a call: on a shared machine it is what the wall clock is on an idle one."""
+    """Seconds of processor time a call: on a shared machine it is what the wall clock is on an idle
+    one."""
     t = time.process_time()
     for _ in range(n):
         f()
@@ -46,7 +50,11 @@ def single(f, n):
 class Tiny(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), 2, enable_nested_tensor=False)
+        self.layers = torch.nn.TransformerEncoder(
+            torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0),
+            2,
+            enable_nested_tensor=False,
+        )
         self.head = torch.nn.Linear(64, 10)
 
     def forward(self, x):
@@ -159,15 +167,26 @@ def step_costs(rounds, alone=False):
             memlab.stop()
     ordered = {name: sorted(t) for name, t in times.items() if t}
     at = lambda name, share: ordered[name][int(share * len(ordered[name]))]  # noqa: E731
-    row("step without a profiler", f"{at('nothing', 0.05) * 1e6:.0f} us", "5th percentile; ratios of these, of the 1st and the 25th")
+    row(
+        "step without a profiler",
+        f"{at('nothing', 0.05) * 1e6:.0f} us",
+        "5th percentile; ratios of these, of the 1st and the 25th",
+    )
     for name in [name for name in ordered if name != "nothing"]:
         ratios = [at(name, share) / at("nothing", share) for share in (0.05, 0.01, 0.25)]
-        row(f"  {name}", f"{ratios[0]:.3f}x", f"{ratios[1]:.3f}x {ratios[2]:.3f}x   +{(at(name, 0.05) - at('nothing', 0.05)) * 1e6:.0f} us")
+        row(
+            f"  {name}",
+            f"{ratios[0]:.3f}x",
+            f"{ratios[1]:.3f}x {ratios[2]:.3f}x   "
+            f"+{(at(name, 0.05) - at('nothing', 0.05)) * 1e6:.0f} us",
+        )
     memlab.backend()
 
 
 def line_costs(rounds):
-    source = "def loop(n):\n    i = 0\n    while i < n:\n        i += 1\n" + "    i = i\n" * {0}.pop()
+    source = (
+        "def loop(n):\n    i = 0\n    while i < n:\n        i += 1\n" + "    i = i\n" * {0}.pop()
+    )
     for n_lines in (5, 5000):
         space = {}
         exec(compile(source + "    i = i\n" * (n_lines - 4), f"<{n_lines} lines>", "exec"), space)
@@ -177,7 +196,10 @@ def line_costs(rounds):
             plain.append(clock(lambda: loop(n), 1))
             with p:
                 seen.append(clock(lambda: loop(n), 1))
-        row(f"one profiled line event, function of {n_lines} lines", f"{(min(seen) - min(plain)) / (2 * n) * 1e9:.1f} ns")
+        row(
+            f"one profiled line event, function of {n_lines} lines",
+            f"{(min(seen) - min(plain)) / (2 * n) * 1e9:.1f} ns",
+        )
 
     def callee():
         pass
@@ -191,10 +213,17 @@ def line_costs(rounds):
         plain.append(clock(lambda: calls(200_000), 1))
         with p:
             seen.append(clock(lambda: calls(200_000), 1))
-    row("one Python call, profiler enabled for something else", f"{(min(seen) - min(plain)) / 200_000 * 1e9:.1f} ns")
+    row(
+        "one Python call, profiler enabled for something else",
+        f"{(min(seen) - min(plain)) / 200_000 * 1e9:.1f} ns",
+    )
     with p:
         loop(500_000)
-    row("display after 1e6 line events", f"{min(clock(lambda: str(p.display()), 1) for _ in range(5)) * 1e3:.2f} ms", "5000 lines")
+    row(
+        "display after 1e6 line events",
+        f"{min(clock(lambda: str(p.display()), 1) for _ in range(5)) * 1e3:.2f} ms",
+        "5000 lines",
+    )
 
 
 def hook_costs(rounds):
@@ -209,7 +238,11 @@ def hook_costs(rounds):
         off.append(clock(make, 50_000))
         memlab.start()
     row("torch.empty(16), count off", f"{min(off) * 1e9:.0f} ns")
-    row("torch.empty(16), count on", f"{min(on) * 1e9:.0f} ns", f"+{(min(on) - min(off)) * 1e9:.0f} ns an allocate-and-free pair")
+    row(
+        "torch.empty(16), count on",
+        f"{min(on) * 1e9:.0f} ns",
+        f"+{(min(on) - min(off)) * 1e9:.0f} ns an allocate-and-free pair",
+    )
     live = [torch.empty(16) for _ in range(100_000)]
     row("  with 100 000 live blocks", f"{min(clock(make, 50_000) for _ in range(3)) * 1e9:.0f} ns")
     del live
@@ -237,13 +270,20 @@ def report_costs(rounds):
     with_graph = min(clock(names.collect, 1) for _ in range(rounds))
     del y
     without = min(clock(names.collect, 1) for _ in range(rounds))
-    row("saved-tensor walk", f"{(with_graph - without) / 20_000 * 1e6:.2f} us", "a node, with its row: each saved a tensor of its own")
+    row(
+        "saved-tensor walk",
+        f"{(with_graph - without) / 20_000 * 1e6:.2f} us",
+        "a node, with its row: each saved a tensor of its own",
+    )
     import koila._core as core
 
     heap = [[i] for i in range(2_000_000)]
     t = min(clock(lambda: core.find_tensors(torch), 1) for _ in range(3))
     row("scan of a heap with 2 M more objects for tensors", f"{t * 1e3:.0f} ms")
-    row("  gc.get_objects() alone", f"{min(clock(gc.get_objects, 1) for _ in range(3)) * 1e3:.0f} ms")
+    row(
+        "  gc.get_objects() alone",
+        f"{min(clock(gc.get_objects, 1) for _ in range(3)) * 1e3:.0f} ms",
+    )
     del heap
 
 
@@ -252,9 +292,20 @@ class Gpt(torch.nn.Module):
 
     def __init__(self, width, heads, layers, words, context):
         super().__init__()
-        self.words, self.places = torch.nn.Embedding(words, width), torch.nn.Embedding(context, width)
-        block = dict(dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
-        self.blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(width, heads, **block) for _ in range(layers))
+        self.words, self.places = (
+            torch.nn.Embedding(words, width),
+            torch.nn.Embedding(context, width),
+        )
+        block = dict(
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(width, heads, **block) for _ in range(layers)
+        )
         self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
@@ -290,9 +341,14 @@ def gpu_costs(rounds):
     def profiler():
         from torch.profiler import ProfilerActivity, profile
 
-        return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True)
+        return profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True
+        )
 
-    for title, sizes, batch, n in (("GPT-2 small", (768, 12, 12, 50257, 512), 8, 5), ("tiny", (64, 4, 2, 100, 16), 8, 50)):
+    for title, sizes, batch, n in (
+        ("GPT-2 small", (768, 12, 12, 50257, 512), 8, 5),
+        ("tiny", (64, 4, 2, 100, 16), 8, 50),
+    ):
         torch.manual_seed(0)
         model = Gpt(*sizes).cuda()
         ids = torch.randint(0, sizes[3], (batch, sizes[4] + 1), device="cuda")
@@ -318,7 +374,11 @@ def gpu_costs(rounds):
             with contextlib.suppress(Exception):
                 from pytorch_memlab import LineProfiler as Old
 
-                arms["pytorch_memlab, the step and every forward"] = lambda Old=Old, model=model, step=step: Old(step, *{type(m).forward for m in model.modules()})
+                arms["pytorch_memlab, the step and every forward"] = (
+                    lambda Old=Old, model=model, step=step: Old(
+                        step, *{type(m).forward for m in model.modules()}
+                    )
+                )
         wall(step, n)
         base, best = {k: [] for k in arms}, {k: [] for k in arms}
         for _ in range(rounds):
@@ -333,10 +393,18 @@ def gpu_costs(rounds):
                     row(name, "failed", f"{type(error).__name__}: {error}"[:90])
                     best[name] = None
                     del arms[name]
-        row(f"{title} on {torch.cuda.get_device_name()}", f"{min(map(min, base.values())) * 1e3:.3f} ms", "a step without a profiler")
+        row(
+            f"{title} on {torch.cuda.get_device_name()}",
+            f"{min(map(min, base.values())) * 1e3:.3f} ms",
+            "a step without a profiler",
+        )
         for name, times in best.items():
             if times:
-                row(f"  {name}", f"{min(times) / min(base[name]):.4f}x", f"+{(min(times) - min(base[name])) * 1e6:.0f} us")
+                row(
+                    f"  {name}",
+                    f"{min(times) / min(base[name]):.4f}x",
+                    f"+{(min(times) - min(base[name])) * 1e6:.0f} us",
+                )
         del model, opt, step, every, arms
         gc.collect()
         torch.cuda.empty_cache()
@@ -347,7 +415,10 @@ def import_cost(rounds):
     import subprocess
 
     code = "import sys, time, torch, inspect; t = time.perf_counter(); import koila.memlab as m; [getattr(m, n) for n in m.__all__]; print(time.perf_counter() - t)"
-    t = min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in range(3))
+    t = min(
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+        for _ in range(3)
+    )
     row("import of everything, beyond torch", f"{t * 1e3:.1f} ms")
 
 
@@ -356,8 +427,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="step,line,hook,report,import")
     args = parser.parse_args()
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, lines by {memlab_way()}")
-    for name, f in dict(step=step_costs, alone=lambda rounds: step_costs(rounds, alone=True), line=line_costs, hook=hook_costs, report=report_costs, gpu=gpu_costs).items():
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, "
+        f"lines by {memlab_way()}"
+    )
+    for name, f in dict(
+        step=step_costs,
+        alone=lambda rounds: step_costs(rounds, alone=True),
+        line=line_costs,
+        hook=hook_costs,
+        report=report_costs,
+        gpu=gpu_costs,
+    ).items():
         if name in args.only.split(","):
             f(args.rounds)
     if "import" in args.only:

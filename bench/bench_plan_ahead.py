@@ -1,8 +1,10 @@
-"""Time to know a step's plan without running it: a GPT-3 shaped step on the meta device, at 24, 48 and 96 layers, recorded and planned.
+"""Time to know a step's plan without running it: a GPT-3 shaped step on the meta device, at 24, 48
+and 96 layers, recorded and planned.
 
     python bench/bench_plan_ahead.py
 
-Processor seconds of one thread, minimum of three; the first one also fills the memory of shapes. On a 2-core x86-64 machine that others use too:
+Processor seconds of one thread, minimum of three; the first one also fills the memory of shapes. On
+a 2-core x86-64 machine that others use too:
 
     layers  operators     first     again  us/operator
         24       2840    0.198s    0.063s  22.3
@@ -39,7 +41,10 @@ def main() -> None:
         step, ids = next_token(on_meta(GPT, layers)), meta(32, 2048, dtype=torch.long)
         first, plan = seconds(lambda: koila.plan(step, ids, budget="4TiB"))
         again = min(seconds(lambda: koila.plan(step, ids, budget="4TiB"))[0] for _ in range(3))
-        print(f"{layers:>6}  {plan.n_recorded:>9}  {first:7.3f}s  {again:7.3f}s  {again / plan.n_recorded * 1e6:.1f}")
+        print(
+            f"{layers:>6}  {plan.n_recorded:>9}  {first:7.3f}s  {again:7.3f}s  "
+            f"{again / plan.n_recorded * 1e6:.1f}"
+        )
 
 
 if __name__ == "__main__":

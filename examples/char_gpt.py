@@ -1,6 +1,7 @@
-"""A character-level GPT, on real text: the descriptions of the data sets that scikit-learn ships. One line is added, and the step fits in 16 MiB.
+"""A character-level GPT, on real text: the descriptions of the data sets that scikit-learn ships.
+One line is added, and the step fits in 16 MiB.
 
-    python examples/char_gpt.py [--steps 120]
+python examples/char_gpt.py [--steps 120]
 """
 
 import argparse
@@ -22,11 +23,16 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         b, t, c = x.shape
-        q, k, v = (u.view(b, t, HEADS, c // HEADS).transpose(1, 2) for u in self.qkv(self.norm1(x)).split(c, dim=2))
+        q, k, v = (
+            u.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+            for u in self.qkv(self.norm1(x)).split(c, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, c))
         return x + self.mlp(self.norm2(x))
@@ -35,7 +41,10 @@ class Block(nn.Module):
 class CharGPT(nn.Module):
     def __init__(self, n_characters):
         super().__init__()
-        self.embed, self.position = nn.Embedding(n_characters, WIDTH), nn.Parameter(0.02 * torch.randn(T, WIDTH))
+        self.embed, self.position = (
+            nn.Embedding(n_characters, WIDTH),
+            nn.Parameter(0.02 * torch.randn(T, WIDTH)),
+        )
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, n_characters, bias=False)
         self.head.weight = self.embed.weight

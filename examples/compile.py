@@ -1,5 +1,5 @@
-"""A model that went through `torch.compile`. On a lazy batch its original Python runs, is recorded, and is cut like any other; on a plain
-tensor the compiled code runs as before.
+"""A model that went through `torch.compile`. On a lazy batch its original Python runs, is recorded,
+and is cut like any other; on a plain tensor the compiled code runs as before.
 
     python examples/compile.py
 """
@@ -18,7 +18,9 @@ def main():
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    compiled = torch.compile(model, backend="aot_eager")  # any backend; this one needs no C++ compiler
+    compiled = torch.compile(
+        model, backend="aot_eager"
+    )  # any backend; this one needs no C++ compiler
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with koila.micro_batch(400):
         for _ in range(30):
@@ -29,7 +31,10 @@ def main():
             optimizer.step()
     with torch.no_grad():
         accuracy = (compiled(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
-    print(f"{koila.last_plan().n_micro_batches} slices, loss {loss.item():.3f}, accuracy {100 * accuracy:.0f} %")
+    print(
+        f"{koila.last_plan().n_micro_batches} slices, loss {loss.item():.3f}, accuracy "
+        f"{100 * accuracy:.0f} %"
+    )
     assert koila.last_plan().n_micro_batches == 4 and accuracy > 0.85
 
 

@@ -1,6 +1,7 @@
-"""Two processes with DistributedDataParallel, each cutting its batch as it must: gradients are exchanged once a step, whatever the slices.
+"""Two processes with DistributedDataParallel, each cutting its batch as it must: gradients are
+exchanged once a step, whatever the slices.
 
-    python examples/ddp.py
+python examples/ddp.py
 """
 
 import os
@@ -24,7 +25,9 @@ def work(rank, port):
     x = torch.tensor(digits.data, dtype=torch.float32)[rank::2] / 16
     y = torch.tensor(digits.target)[rank::2]
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with koila.micro_batch([200, 77][rank]):  # the two need not agree
         for step in range(30):
@@ -35,7 +38,11 @@ def work(rank, port):
             optimizer.step()
     plan = koila.last_plan()
     accuracy = (model(x[800:]).argmax(1) == y[800:]).float().mean().item()
-    print(f"rank {rank}: {plan.n_micro_batches} slices of {plan.micro_batch}, loss {loss.item():.3f}, accuracy {100 * accuracy:.0f} %", flush=True)
+    print(
+        f"rank {rank}: {plan.n_micro_batches} slices of {plan.micro_batch}, loss "
+        f"{loss.item():.3f}, accuracy {100 * accuracy:.0f} %",
+        flush=True,
+    )
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     both = [torch.zeros_like(mine) for _ in range(2)]
     dist.all_gather(both, mine)

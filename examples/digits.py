@@ -1,8 +1,10 @@
-"""Train a convolutional net on scikit-learn's digits in a third of the memory that plain PyTorch needs: one line is added.
+"""Train a convolutional net on scikit-learn's digits in a third of the memory that plain PyTorch
+needs: one line is added.
 
     python examples/digits.py [--steps 40] [--report report.html]
 
-The budget is real: torch's allocator refuses what goes above it, for plain PyTorch and for koila alike.
+The budget is real: torch's allocator refuses what goes above it, for plain PyTorch and for koila
+alike.
 """
 
 import argparse
@@ -15,7 +17,11 @@ from torch.nn import functional as F
 
 import koila
 from koila import lazy
-from koila._core import truth_install, truth_peak, truth_reset_peak  # what torch's CPU allocator holds, to the byte
+from koila._core import (
+    truth_install,
+    truth_peak,
+    truth_reset_peak,
+)  # what torch's CPU allocator holds, to the byte
 
 MIB = 2**20
 
@@ -54,7 +60,10 @@ def main():
     needed = truth_peak()
     budget = needed // 3
     model.zero_grad()
-    print(f"plain PyTorch needs     {needed / MIB:7.1f} MiB for a step of {len(x)} images, {seconds:.2f} s")
+    print(
+        f"plain PyTorch needs     {needed / MIB:7.1f} MiB for a step of {len(x)} images, "
+        f"{seconds:.2f} s"
+    )
     print(f"the budget is           {budget / MIB:7.1f} MiB")
     with koila.budget(budget):
         try:
@@ -80,7 +89,10 @@ def main():
             highest = max(highest, plan.measured_peak_bytes or 0)
         with torch.no_grad():
             accuracy = (model(lazy(x_test)).argmax(1) == y_test).float().mean().item()
-    print(f"koila under it          finishes: {plan.n_micro_batches} slices of {plan.micro_batch} rows")
+    print(
+        f"koila under it          finishes: {plan.n_micro_batches} slices of {plan.micro_batch} "
+        "rows"
+    )
     print(f"  predicted peak        {plan.predicted_peak_bytes / MIB:7.1f} MiB")
     print(f"  measured peak         {highest / MIB:7.1f} MiB")
     print(f"  time                  {seconds / args.steps:7.2f} s a step ({args.steps} steps)")

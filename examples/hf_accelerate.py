@@ -1,6 +1,7 @@
-"""Accelerate: gradients accumulated over two batches, clipped; predictions gathered. The prepared loader yields lazy batches.
+"""Accelerate: gradients accumulated over two batches, clipped; predictions gathered. The prepared
+loader yields lazy batches.
 
-    python examples/hf_accelerate.py        (needs accelerate)
+python examples/hf_accelerate.py        (needs accelerate)
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""Hugging Face's Trainer: a vision transformer on digits. The batch becomes lazy where the loss is computed; all else is the Trainer's.
+"""Hugging Face's Trainer: a vision transformer on digits. The batch becomes lazy where the loss is
+computed; all else is the Trainer's.
 
-    python examples/hf_trainer.py        (needs transformers and accelerate)
+python examples/hf_trainer.py        (needs transformers and accelerate)
 """
 
 import tempfile
@@ -22,8 +23,20 @@ def train(cls, folder):
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    data = [{"pixel_values": image, "labels": label} for image, label in zip(images, torch.tensor(digits.target))]
-    config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=10)
+    data = [
+        {"pixel_values": image, "labels": label}
+        for image, label in zip(images, torch.tensor(digits.target))
+    ]
+    config = ViTConfig(
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=10,
+    )
     settings = TrainingArguments(
         folder,
         per_device_train_batch_size=256,
@@ -35,7 +48,12 @@ def train(cls, folder):
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = cls(model=ViTForImageClassification(config), args=settings, train_dataset=data[:1500], eval_dataset=data[1500:])
+    trainer = cls(
+        model=ViTForImageClassification(config),
+        args=settings,
+        train_dataset=data[:1500],
+        eval_dataset=data[1500:],
+    )
     return trainer.train().training_loss, trainer.evaluate()["eval_loss"]
 
 
@@ -44,7 +62,10 @@ def main():
         expected = train(Trainer, folder)
         with koila.micro_batch(100):
             got = train(LazyTrainer, folder)
-    print(f"{koila.last_plan().n_micro_batches} slices; training loss {got[0]:.4f}, plain {expected[0]:.4f}; on new digits {got[1]:.4f}, plain {expected[1]:.4f}")
+    print(
+        f"{koila.last_plan().n_micro_batches} slices; training loss {got[0]:.4f}, plain "
+        f"{expected[0]:.4f}; on new digits {got[1]:.4f}, plain {expected[1]:.4f}"
+    )
     assert abs(got[0] - expected[0]) < 1e-3 and abs(got[1] - expected[1]) < 1e-3
 
 

@@ -1,6 +1,8 @@
-"""Reinforcement learning that looks at its numbers in the middle of a step: the KL divergence decides whether to go on, the entropy is logged.
+"""Reinforcement learning that looks at its numbers in the middle of a step: the KL divergence
+decides whether to go on, the entropy is logged.
 
-A cart on a line must be brought to the middle and stopped; 256 of them at once. The update is PPO's, on all their steps as one batch.
+A cart on a line must be brought to the middle and stopped; 256 of them at once. The update is
+PPO's, on all their steps as one batch.
 
     python examples/reinforce.py [--rounds 30]
 """
@@ -35,7 +37,9 @@ def rollout(policy, generator):
     for r in reversed(rewards):
         after = r + 0.9 * after
         returns.insert(0, after)
-    return [torch.cat(v) for v in (observations, actions, logps, returns)], torch.stack(rewards).mean().item()
+    return [torch.cat(v) for v in (observations, actions, logps, returns)], torch.stack(
+        rewards
+    ).mean().item()
 
 
 def main():
@@ -44,7 +48,9 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    policy = nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+    )
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     history, stopped = [], 0
     with koila.micro_batch(1024):
@@ -70,7 +76,10 @@ def main():
                 loss.backward()
                 optimizer.step()
             if k % 10 == 0 or k == args.rounds - 1:
-                print(f"round {k:3}  reward {reward:.3f}  entropy {entropy.item():.3f}  kl {kl.item():.4f}")
+                print(
+                    f"round {k:3}  reward {reward:.3f}  entropy {entropy.item():.3f}  kl "
+                    f"{kl.item():.4f}"
+                )
     print(koila.last_plan())
     print(f"stopped early {stopped} times")
     assert args.rounds < 30 or history[-1] > history[0] + 0.3, "it did not learn"

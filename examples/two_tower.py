@@ -1,8 +1,10 @@
-"""A contrastive model: one tower reads the upper half of a digit, the other the lower half, and each must find its other half in the batch.
+"""A contrastive model: one tower reads the upper half of a digit, the other the lower half, and
+each must find its other half in the batch.
 
-Every row sees every other row, so cutting the batch by hand changes the loss; koila computes one tower slice by slice and collects its embeddings, then
-the other tower with its rows of the matrix of scores, loss and backward, then the first tower again, backward: the numbers are the full batch's, and the
-matrix is never whole.
+Every row sees every other row, so cutting the batch by hand changes the loss; koila computes one
+tower slice by slice and collects its embeddings, then the other tower with its rows of the matrix
+of scores, loss and backward, then the first tower again, backward: the numbers are the full
+batch's, and the matrix is never whole.
 
     python examples/two_tower.py [--epochs 30]
 """
@@ -19,7 +21,15 @@ from koila import lazy
 
 
 def tower():
-    return nn.Sequential(nn.Flatten(), nn.Linear(32, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 32))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(32, 256),
+        nn.GELU(),
+        nn.LayerNorm(256),
+        nn.Linear(256, 256),
+        nn.GELU(),
+        nn.Linear(256, 32),
+    )
 
 
 def contrastive(a, b, scale):
@@ -55,8 +65,13 @@ def main():
     plan = koila.last_plan()
     with torch.no_grad():
         a, b = F.normalize(upper(test[:, :4])), F.normalize(lower(test[:, 4:]))
-        found = (a @ b.T).topk(10, 1).indices.eq(torch.arange(len(a))[:, None]).any(1).float().mean()
-    print(f"the other half among the first 10 of {len(test)}: {100 * found:.0f} % (by chance {1000 / len(test):.0f} %)")
+        found = (
+            (a @ b.T).topk(10, 1).indices.eq(torch.arange(len(a))[:, None]).any(1).float().mean()
+        )
+    print(
+        f"the other half among the first 10 of {len(test)}: {100 * found:.0f} % (by chance "
+        f"{1000 / len(test):.0f} %)"
+    )
     assert plan.n_micro_batches == 8 and all(g.shape != (512, 512) for g in plan.gathers)
     assert args.epochs < 30 or found > 0.3, "it did not learn"
 

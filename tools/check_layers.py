@@ -153,7 +153,9 @@ def object_room(path: pathlib.Path) -> str | None:
 
 def symbols(path: pathlib.Path) -> tuple[set[str], set[str]]:
     """(defined, undefined) external symbols of an object."""
-    text = subprocess.run(["nm", "-P", str(path)], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["nm", "-P", str(path)], check=True, capture_output=True, text=True
+    ).stdout
     defined, undefined = set(), set()
     for line in text.splitlines():
         name, kind = line.split()[:2]

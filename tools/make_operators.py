@@ -1,4 +1,5 @@
-"""docs/operators.md from src/placement/ops.def and src/placement/pseudo.def: `python tools/make_operators.py` writes it, `--check` fails when it is stale."""
+"""docs/operators.md from src/placement/ops.def and src/placement/pseudo.def: `python
+tools/make_operators.py` writes it, `--check` fails when it is stale."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name. Nothing of it is kept here.
+"""Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name.
+Nothing of it is kept here.
 
     pip download --no-deps pytorch_memlab==0.3.2 && python -m zipfile -e pytorch_memlab-0.3.2-py3-none-any.whl old     (or a checkout of its repository)
     python tools/published_suite.py old/test
 
-Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they are, so that every test runs.
+Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they
+are, so that every test runs.
 """
+
 import argparse
 import importlib
 import os
@@ -13,8 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-SUBMODULES = ("line_profiler", "line_profiler.line_profiler", "line_profiler.extension", "mem_reporter", "courtesy", "utils")
-INTERRUPTS = "test_line_report_profile_interrupt"  # raises KeyboardInterrupt on purpose, which would end pytest
+SUBMODULES = (
+    "line_profiler",
+    "line_profiler.line_profiler",
+    "line_profiler.extension",
+    "mem_reporter",
+    "courtesy",
+    "utils",
+)
+# raises KeyboardInterrupt on purpose, which would end pytest
+INTERRUPTS = "test_line_report_profile_interrupt"
 
 
 def pytest_configure(config):
@@ -29,22 +40,57 @@ def pytest_configure(config):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", type=Path, help="the suite's folder, with test_line_profiler.py in it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tests", type=Path, help="the suite's folder, with test_line_profiler.py in it"
+    )
     folder = parser.parse_args().tests.resolve()
     if not (folder / "test_line_profiler.py").exists():
         parser.error(f"{folder}: no test_line_profiler.py there")
     here = str(Path(__file__).resolve().parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-    options = ["-p", "published_suite", "-p", "no:cacheprovider", "-v", "--no-header", "--import-mode=importlib"]
-    with tempfile.TemporaryDirectory() as cwd:  # away from the suite's own package, so that the alias is what is imported
-        passed = subprocess.run([sys.executable, "-m", "pytest", *options, "-k", f"not {INTERRUPTS}", str(folder)], env=env, cwd=cwd)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    options = [
+        "-p",
+        "published_suite",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--no-header",
+        "--import-mode=importlib",
+    ]
+    with (
+        tempfile.TemporaryDirectory() as cwd
+    ):  # away from the suite's own package, so that the alias is what is imported
+        passed = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "-k", f"not {INTERRUPTS}", str(folder)],
+            env=env,
+            cwd=cwd,
+        )
         interrupted = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, f"{folder}/test_line_profiler.py", "-k", INTERRUPTS], env=env, cwd=cwd, capture_output=True, text=True
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                *options,
+                f"{folder}/test_line_profiler.py",
+                "-k",
+                INTERRUPTS,
+            ],
+            env=env,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
         )
     shown = interrupted.stdout.count("def work():") == 1 and "Traceback" not in interrupted.stderr
     right = interrupted.returncode == 2 and "KeyboardInterrupt" in interrupted.stdout and shown
-    print(f"{INTERRUPTS}: {'PASSED (interrupted, its table printed at exit)' if right else 'FAILED'}")
+    print(
+        f"{INTERRUPTS}: {'PASSED (interrupted, its table printed at exit)' if right else 'FAILED'}"
+    )
     if not right:
         print(interrupted.stdout[-3000:], interrupted.stderr[-1000:])
     return int(passed.returncode != 0 or not right)

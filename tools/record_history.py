@@ -1,15 +1,19 @@
-"""Records what PyTorch's CUDA allocator really does, and checks each recording against the model: a machine with a GPU only.
+"""Records what PyTorch's CUDA allocator really does, and checks each recording against the model: a
+machine with a GPU only.
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
     python tools/record_history.py OUT --check            the check alone, of recordings made elsewhere
 
-Every case runs in a fresh process, with the history on before anything is allocated. It writes OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and
-OUT/NAME.json (torch.cuda.memory_stats() at the end, versions, settings). Three checks of each, against `koila simulate`: the replay is exact; the replay's
-statistics are torch's, key by key; and, where a program did nothing but allocate and free, its requests alone under its settings give the same statistics
-(so the model itself decided when memory runs out, when to collect, what to give back). Ends with a table, in OUT/table.md too.
+Every case runs in a fresh process, with the history on before anything is allocated. It writes
+OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and OUT/NAME.json (torch.cuda.memory_stats() at
+the end, versions, settings). Three checks of each, against `koila simulate`: the replay is exact;
+the replay's statistics are torch's, key by key; and, where a program did nothing but allocate and
+free, its requests alone under its settings give the same statistics (so the model itself decided
+when memory runs out, when to collect, what to give back). Ends with a table, in OUT/table.md too.
 
-Programs: `random` is a stream of sizes, frees, record_stream, synchronize and empty_cache drawn by splitmix64; `pure` only allocates and frees; the others
-are training steps, CUDA graphs, memory pools, and what their names say."""
+Programs: `random` is a stream of sizes, frees, record_stream, synchronize and empty_cache drawn by
+splitmix64; `pure` only allocates and frees; the others are training steps, CUDA graphs, memory
+pools, and what their names say."""
 
 from __future__ import annotations
 
@@ -55,7 +59,15 @@ def take(n: int) -> torch.Tensor:
 
 
 def size_of(k: int, x: int) -> int:
-    return 1 + x % 4096 if k < 3 else 1 + x % 2097152 if k < 5 else 1048576 + x % 11534336 if k < 8 else 10485760 + x % 83886080
+    return (
+        1 + x % 4096
+        if k < 3
+        else 1 + x % 2097152
+        if k < 5
+        else 1048576 + x % 11534336
+        if k < 8
+        else 10485760 + x % 83886080
+    )
 
 
 def pure(n: int, start: int) -> None:
@@ -74,14 +86,18 @@ def pure(n: int, start: int) -> None:
 
 
 def random(n: int, start: int, empties: bool = True) -> None:
-    """The long sequences of the model's own tests, with real streams; half of what a stream uses is still in use when it is freed."""
+    """The long sequences of the model's own tests, with real streams; half of what a stream uses is
+    still in use when it is freed."""
     draw, live = splitmix64(start), []
     side, user = torch.cuda.Stream(), torch.cuda.Stream()
     for _ in range(n):
         u = next(draw)
         if u % 100 < 52 or not live:
             w, x = next(draw), next(draw)
-            with contextlib.suppress(OutOfMemory), torch.cuda.stream(side) if (w >> 32) % 4 == 3 else contextlib.nullcontext():
+            with (
+                contextlib.suppress(OutOfMemory),
+                torch.cuda.stream(side) if (w >> 32) % 4 == 3 else contextlib.nullcontext(),
+            ):
                 live.append(take(size_of(w % 10, x)))
         elif u % 100 < 95:
             i = next(draw) % len(live)
@@ -99,7 +115,14 @@ def random(n: int, start: int, empties: bool = True) -> None:
             torch.cuda.empty_cache()
 
 
-def train(model: nn.Module, make: Callable[[], tuple[torch.Tensor, torch.Tensor]], half: bool = False, steps: int = 3, between: Callable[[int], None] = lambda _: None, **how: Any) -> None:
+def train(
+    model: nn.Module,
+    make: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    half: bool = False,
+    steps: int = 3,
+    between: Callable[[int], None] = lambda _: None,
+    **how: Any,
+) -> None:
     model = model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
     for i in range(steps):
@@ -114,7 +137,9 @@ def train(model: nn.Module, make: Callable[[], tuple[torch.Tensor, torch.Tensor]
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
+    return nn.Sequential(
+        nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10)
+    )
 
 
 def rows(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,21 +150,38 @@ def resnet(**how: Any) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "python"))
     import zoo
 
-    train(zoo.ResNet(width=32, classes=100), lambda: (torch.randn(32, 3, 64, 64, device=DEVICE), torch.zeros(32, dtype=torch.long, device=DEVICE)), **how)
+    train(
+        zoo.ResNet(width=32, classes=100),
+        lambda: (
+            torch.randn(32, 3, 64, 64, device=DEVICE),
+            torch.zeros(32, dtype=torch.long, device=DEVICE),
+        ),
+        **how,
+    )
 
 
 class Decoder(nn.Module):
     """Shaped like a small GPT-2: learned positions, causal layers, a head over the vocabulary."""
 
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 5000, length: int = 256) -> None:
+    def __init__(
+        self, width: int = 256, layers: int = 4, vocabulary: int = 5000, length: int = 256
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True)
-        self.layers, self.norm, self.head = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).layers, nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers, self.norm, self.head = (
+            nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).layers,
+            nn.LayerNorm(width),
+            nn.Linear(width, vocabulary, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=h.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            x.shape[1], device=x.device, dtype=h.dtype
+        )
         for layer in self.layers:
             h = layer(h, mask, is_causal=True)
         return self.head(self.norm(h))
@@ -154,7 +196,8 @@ def decoder(**how: Any) -> None:
 
 
 def graphs(expire: bool) -> None:
-    """A training step captured and replayed, and a second graph in the first one's pool; then perhaps both are dropped and the cache emptied."""
+    """A training step captured and replayed, and a second graph in the first one's pool; then
+    perhaps both are dropped and the cache emptied."""
     model = perceptron().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=True)
     x, y = rows()
@@ -192,7 +235,9 @@ def graphs(expire: bool) -> None:
         del keep
 
 
-def pools(kinds: tuple[dict[str, bool], ...] = ({}, {}), capped: bool = False, expire: bool = True) -> None:
+def pools(
+    kinds: tuple[dict[str, bool], ...] = ({}, {}), capped: bool = False, expire: bool = True
+) -> None:
     """Requests routed by turns to memory pools and past them."""
     draw = splitmix64(5)
     made = [torch.cuda.MemPool(**k) for k in kinds]
@@ -224,7 +269,8 @@ def pools(kinds: tuple[dict[str, bool], ...] = ({}, {}), capped: bool = False, e
 
 
 def out_of_memory() -> None:
-    """Asks in the middle for more than the card has, which is caught; and for more than there are numbers."""
+    """Asks in the middle for more than the card has, which is caught; and for more than there are
+    numbers."""
     model = perceptron().to(DEVICE)
     pure(150, 8)
     for n in (200 << 30, 1 << 61):
@@ -235,12 +281,16 @@ def out_of_memory() -> None:
 
 
 def two_streams() -> None:
-    """A step whose batch was copied in on another stream, a step ahead, and handed over by record_stream."""
+    """A step whose batch was copied in on another stream, a step ahead, and handed over by
+    record_stream."""
     model, side = perceptron().to(DEVICE), torch.cuda.Stream()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         with torch.cuda.stream(side):
-            x, y = (t.pin_memory().to(DEVICE, non_blocking=True) for t in (torch.randn(2048, 512), torch.zeros(2048, dtype=torch.long)))
+            x, y = (
+                t.pin_memory().to(DEVICE, non_blocking=True)
+                for t in (torch.randn(2048, 512), torch.zeros(2048, dtype=torch.long))
+            )
         torch.cuda.current_stream().wait_stream(side)
         for t in (x, y):
             t.record_stream(torch.cuda.current_stream())
@@ -260,7 +310,9 @@ def switched() -> None:
 
 def capped_in_the_middle() -> None:
     pure(300, 30)
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    )
     pure(300, 31)
 
 
@@ -306,7 +358,14 @@ def cases() -> dict[str, Case]:
     out |= {
         "mlp": Case(lambda: train(perceptron(), rows)),
         "mlp-frames": Case(lambda: train(perceptron(), rows, steps=2), frames=True),
-        "mlp-empty-cache": Case(lambda: train(perceptron(), rows, steps=4, between=lambda i: torch.cuda.empty_cache() if i == 1 else None)),
+        "mlp-empty-cache": Case(
+            lambda: train(
+                perceptron(),
+                rows,
+                steps=4,
+                between=lambda i: torch.cuda.empty_cache() if i == 1 else None,
+            )
+        ),
         "resnet": Case(resnet),
         "resnet-expandable": Case(resnet, "expandable_segments:True"),
         "decoder": Case(decoder),
@@ -342,7 +401,9 @@ def record(name: str, out: Path) -> dict[str, Any]:
     fraction = (case.cap * MIB + 0.5) / total if case.cap else 0.0
     if case.before:
         case.before()
-    torch.cuda.memory._record_memory_history("all", context="all" if case.frames else None, stacks="python", max_entries=case.max_entries)
+    torch.cuda.memory._record_memory_history(
+        "all", context="all" if case.frames else None, stacks="python", max_entries=case.max_entries
+    )
     if fraction:
         torch.cuda.set_per_process_memory_fraction(fraction)
     started = time.perf_counter()
@@ -367,7 +428,9 @@ def koila_command() -> str:
 
 
 def simulate(koila: str, file: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    r = subprocess.run([koila, "simulate", str(file), "--json", *options], capture_output=True, text=True)
+    r = subprocess.run(
+        [koila, "simulate", str(file), "--json", *options], capture_output=True, text=True
+    )
     try:
         return r.returncode, json.loads(r.stdout), r.stderr.strip()
     except ValueError:
@@ -382,7 +445,10 @@ def check(koila: str, name: str, out: Path) -> dict[str, Any]:
     case, file = cases()[name], out / f"{name}.pickle"
     said = json.loads((out / f"{name}.json").read_text())
     if "error" in said or not file.exists():
-        return {"verdict": "not recorded: " + (said.get("error", "no file").strip().splitlines() or ["?"])[-1][:200]}
+        return {
+            "verdict": "not recorded: "
+            + (said.get("error", "no file").strip().splitlines() or ["?"])[-1][:200]
+        }
     version = ".".join(said["torch"].split(".")[:2])
     code, inferred, _ = simulate(koila, file, "--check")
     code, told, words = simulate(koila, file, "--check", "--torch", version)
@@ -397,8 +463,26 @@ def check(koila: str, name: str, out: Path) -> dict[str, Any]:
         "not_in_torch": sorted(k for k in told["stats"] if k not in said["stats"]),
     }  # fmt: skip
     if case.only_requests:
-        conf = ",".join(filter(None, [case.conf, f"per_process_memory_fraction:{said['fraction']:.15f}" if said["fraction"] else ""]))
-        _, w, words = simulate(koila, file, "--torch", version, "--memory", f"{said['total_memory']}B", *(["--conf", conf] if conf else []))
+        conf = ",".join(
+            filter(
+                None,
+                [
+                    case.conf,
+                    f"per_process_memory_fraction:{said['fraction']:.15f}"
+                    if said["fraction"]
+                    else "",
+                ],
+            )
+        )
+        _, w, words = simulate(
+            koila,
+            file,
+            "--torch",
+            version,
+            "--memory",
+            f"{said['total_memory']}B",
+            *(["--conf", conf] if conf else []),
+        )
         row["requests"] = differences(w["what_if"]["stats"], said["stats"]) if w else words
     return row
 
@@ -420,7 +504,10 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    lines = ["| recording | KB | events | ooms | replay | decisions | statistics | requests alone |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| recording | KB | events | ooms | replay | decisions | statistics | requests alone |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name, r in found.items():
         word = r["verdict"] + (f": {r['reason']}" if r.get("reason") else "")
         if r.get("inferred_verdict", r["verdict"]) != r["verdict"]:
@@ -429,19 +516,31 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
         def same(d: Any) -> str:
             if not isinstance(d, dict):
                 return str(d or "")[:80]
-            return "same" if not d else f"{len(d)} differ: " + ", ".join(f"{k} {a} not {b}" for k, (a, b) in list(d.items())[:3])
+            return (
+                "same"
+                if not d
+                else f"{len(d)} differ: "
+                + ", ".join(f"{k} {a} not {b}" for k, (a, b) in list(d.items())[:3])
+            )
 
         decisions = ", ".join(f"{v} {k}" for k, v in r.get("decisions", {}).items())
-        lines.append(f"| {name} | {r.get('bytes', 0) >> 10} | {r.get('events', '')} | {r.get('ooms', '')} | {word} | {decisions} | {same(r.get('stats'))} | {same(r.get('requests'))} |")
+        lines.append(
+            f"| {name} | {r.get('bytes', 0) >> 10} | {r.get('events', '')} | {r.get('ooms', '')} "
+            f"| {word} | {decisions} | {same(r.get('stats'))} | {same(r.get('requests'))} |"
+        )
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=600.0, help="no recording is started after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="no recording is started after so many"
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--child", action="store_true")
     args = parser.parse_args()
@@ -458,9 +557,19 @@ def main() -> int:
     def one(name: str) -> None:
         error = f"not started within {args.seconds:.0f} s"
         if time.monotonic() - started < args.seconds:
-            env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": cases()[name].conf, "PYTHONWARNINGS": "ignore"}
+            env = {
+                **os.environ,
+                "PYTORCH_CUDA_ALLOC_CONF": cases()[name].conf,
+                "PYTHONWARNINGS": "ignore",
+            }
             try:
-                r = subprocess.run([sys.executable, __file__, str(args.out), "--child", "--only", name], capture_output=True, text=True, env=env, timeout=50)
+                r = subprocess.run(
+                    [sys.executable, __file__, str(args.out), "--child", "--only", name],
+                    capture_output=True,
+                    text=True,
+                    env=env,
+                    timeout=50,
+                )
                 error = "" if r.returncode == 0 else r.stderr[-1500:] or f"exit {r.returncode}"
             except subprocess.TimeoutExpired:
                 error = "took longer than 50 s"
@@ -479,7 +588,9 @@ def main() -> int:
             except Exception as e:  # noqa: BLE001  one odd recording must not hide the others
                 found[name] = {"verdict": f"check failed: {type(e).__name__}: {e}"}
     lines = table(found)
-    first = next((args.out / f"{n}.pickle" for n in names if (args.out / f"{n}.pickle").exists()), None)
+    first = next(
+        (args.out / f"{n}.pickle" for n in names if (args.out / f"{n}.pickle").exists()), None
+    )
     with (args.out / "checks.json").open("w") as f:
         json.dump({"found": found, "fields": describe(first) if first else None}, f, indent=1)
     (args.out / "table.md").write_text("\n".join(lines) + "\n")

@@ -1,6 +1,8 @@
-"""koila: a training step that fits in memory, with exactly the gradients of the full batch; and `koila.memlab`: where the memory went.
+"""koila: a training step that fits in memory, with exactly the gradients of the full batch; and
+`koila.memlab`: where the memory went.
 
-The engine is started when one of its names is first used, so that `import koila.memlab` stays cheap and changes nothing.
+The engine is started when one of its names is first used, so that `import koila.memlab` stays cheap
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 from . import _torch  # noqa: F401  refuses a torch that is missing or too old
 
 if TYPE_CHECKING:
-    from ._budget import budget as budget, micro_batch as micro_batch, set_budget as set_budget, strict as strict
-    from ._errors import GatherError as GatherError, KoilaError as KoilaError, OutOfMemory as OutOfMemory
+    from ._budget import (
+        budget as budget,
+        micro_batch as micro_batch,
+        set_budget as set_budget,
+        strict as strict,
+    )
+    from ._errors import (
+        GatherError as GatherError,
+        KoilaError as KoilaError,
+        OutOfMemory as OutOfMemory,
+    )
     from ._errors import StaleValueError as StaleValueError, UnsupportedError as UnsupportedError
     from ._lazy import lazy as lazy, run as run
     from ._plan import Plan as Plan, explain as explain, last_plan as last_plan

@@ -1,15 +1,19 @@
 """Backward through lazy values.
 
-`torch.autograd.backward` and `torch.autograd.grad` end in one function, `_engine_run_backward`, which is replaced at import:
+`torch.autograd.backward` and `torch.autograd.grad` end in one function, `_engine_run_backward`,
+which is replaced at import:
 
-1. The gradients of the *leaves* of the graph are taken with autograd itself. Nothing is computed: operators on lazy values are recorded.
+1. The gradients of the *leaves* of the graph are taken with autograd itself. Nothing is computed:
+operators on lazy values are recorded.
    Tensor hooks of real leaves wait for pass 2.
-2. All gradients are made concrete in one run (sliced as planned), together with the values the user still holds.
-3. Autograd's engine accumulates them: one backward from a node whose gradients are handed over without a copy, so AccumulateGrad, its
-   hooks, DistributedDataParallel and fused optimizers see one ordinary backward. Until here nothing outside has changed.
+2. All gradients are made concrete in one run (sliced as planned), together with the values the user
+still holds. 3. Autograd's engine accumulates them: one backward from a node whose gradients are
+handed over without a copy, so AccumulateGrad, its
+   hooks, DistributedDataParallel and fused optimizers see one ordinary backward. Until here nothing
+   outside has changed.
 
-`torch.autograd.grad` without `create_graph` makes the gradients of real tensors concrete at once (the next line may change the
-parameters); gradients of lazy tensors stay lazy.
+`torch.autograd.grad` without `create_graph` makes the gradients of real tensors concrete at once
+(the next line may change the parameters); gradients of lazy tensors stay lazy.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ _original = _graph._engine_run_backward
 
 
 class _HandOver(torch.autograd.Function):
-    """A node whose backward returns the gradients given, and keeps no reference to them: AccumulateGrad can take them as they are."""
+    """A node whose backward returns the gradients given, and keeps no reference to them:
+    AccumulateGrad can take them as they are."""
 
     @staticmethod
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
@@ -46,15 +51,21 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Depth:
-    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its real leaves' gradients are collected here, for the outer step. Whoever runs a
-    nested backward may read `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends it is there to be seen, lazy
-    (GRAD: torch.Tensor's own is guarded, `.grad` of a plain tensor is plain)."""
+    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its real leaves'
+    gradients are collected here, for the outer step. Whoever runs a nested backward may read
+    `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends
+    it is there to be seen, lazy (GRAD: torch.Tensor's own is guarded, `.grad` of a plain tensor is
+    plain)."""
 
     def __init__(self) -> None:
         self.level = 0
         self.nested: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self.shown: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []  # with their `.grad` of before
-        self.accumulating: list[torch.Tensor] = []  # leaves whose `.grad` is autograd's own at the moment
+        self.shown: list[
+            tuple[weakref.ref[torch.Tensor], torch.Tensor | None]
+        ] = []  # with their `.grad` of before
+        self.accumulating: list[
+            torch.Tensor
+        ] = []  # leaves whose `.grad` is autograd's own at the moment
         self.callbacks: list[Any] = []
 
     def show(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -73,7 +84,8 @@ class _Depth:
 
 
 class _Engine:
-    """torch's engine. What is queued for the end of backward during pass 1 (DistributedDataParallel's static graph: its all-reduce) waits for the end of pass 2."""
+    """torch's engine. What is queued for the end of backward during pass 1
+    (DistributedDataParallel's static graph: its all-reduce) waits for the end of pass 2."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -92,8 +104,9 @@ _depth = _Depth()
 
 
 def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
-    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad nodes; and whether some node runs a
-    backward of its own (a reentrant checkpoint), which autograd allows only when no `inputs` are named."""
+    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad
+    nodes; and whether some node runs a backward of its own (a reentrant checkpoint), which autograd
+    allows only when no `inputs` are named."""
     found: list[torch.Tensor] = []
     reentrant = False
     seen: set[Any] = set()
@@ -154,8 +167,13 @@ def _has_hooks(leaf: torch.Tensor) -> bool:
 
 
 def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not have to copy it when it can no longer fail safely."""
-    if leaf.grad is not None or gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not
+    have to copy it when it can no longer fail safely."""
+    if (
+        leaf.grad is not None
+        or gradient.layout is not torch.strided
+        or gradient.stride() == leaf.stride()
+    ):
         return gradient
     if leaf.is_contiguous():
         return gradient if gradient.is_contiguous() else gradient.contiguous()
@@ -163,13 +181,16 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool) -> None:
-    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before. `create`: the gradients have a graph behind them, which goes on."""
+    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before.
+    `create`: the gradients have a graph behind them, which goes on."""
     ends = [_sharded.ends_in(leaf) for leaf in leaves]
     hooked = any(_has_hooks(t) for t in ends)
     with torch.no_grad():
         for i, leaf in enumerate(leaves if not create else ()):
             gradients[i] = _own_layout(leaf, gradients[i])
-        contents = [t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends]
+        contents = [
+            t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends
+        ]
         before = [t.grad for t in ends]
         one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
@@ -189,7 +210,9 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
         _core.hold_factories(False)
 
 
-def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def _by_accumulation(
+    outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
     """The gradients of leaves, let into empty `.grad`s and taken out again."""
     before = [leaf.grad for leaf in leaves]
     after_hooks = quiet_hooks(leaves, AFTER)
@@ -209,8 +232,16 @@ def _by_accumulation(outputs: Sequence[Any], grads: Any, retain: bool, create: b
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor], reentrant: bool) -> _Pairs | None:
-    """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer step."""
+def _record(
+    outputs: Sequence[Any],
+    grads: Any,
+    retain: bool,
+    create: bool,
+    leaves: list[torch.Tensor],
+    reentrant: bool,
+) -> _Pairs | None:
+    """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer
+    step."""
     saved = quiet_hooks(leaves, BEFORE)
     if not _depth.level:
         _depth.callbacks = []
@@ -218,9 +249,19 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
     outer_nested, _depth.nested = _depth.nested, []
     try:
         if reentrant:
-            given: Sequence[torch.Tensor | None] = _by_accumulation(outputs, grads, retain, create, leaves)
+            given: Sequence[torch.Tensor | None] = _by_accumulation(
+                outputs, grads, retain, create, leaves
+            )
         else:
-            given = _original(outputs, grads, retain, create, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+            given = _original(
+                outputs,
+                grads,
+                retain,
+                create,
+                tuple(leaves),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
         nested = _depth.nested
     except BaseException as e:
         if _depth.level == 1:
@@ -234,12 +275,18 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
             _depth.hide()
     own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for leaf, gradient in [*own, *((leaf, g) for ref, g in nested if (leaf := ref()) is not None)]:  # who is gone was a detached copy, read and done with
+    for leaf, gradient in [
+        *own,
+        *((leaf, g) for ref, g in nested if (leaf := ref()) is not None),
+    ]:  # who is gone was a detached copy, read and done with
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
     if not _depth.level:
         return list(pairs.values())
-    for leaf, gradient in own:  # a backward inside a recorded one: its gradients belong to the outer step
+    for (
+        leaf,
+        gradient,
+    ) in own:  # a backward inside a recorded one: its gradients belong to the outer step
         if not _core.is_lazy(leaf):
             _depth.show(leaf, gradient)
     for leaf, gradient in pairs.values():
@@ -251,7 +298,8 @@ def _record(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leav
 
 
 def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
-    """Gradients of lazy leaves are left in them, lazy; a tensor that was handed to lazy() gets its gradient too: those pairs."""
+    """Gradients of lazy leaves are left in them, lazy; a tensor that was handed to lazy() gets its
+    gradient too: those pairs."""
     given = []
     for leaf, gradient in pairs:
         _accumulate_lazy(leaf, gradient, create)
@@ -261,9 +309,19 @@ def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
     return given
 
 
-def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """No local may hold a gradient when it is handed over: autograd copies what it does not own alone."""
-    leaves, reentrant = ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
+def _backward(
+    outputs: Sequence[Any],
+    grads: Any,
+    retain: bool,
+    create: bool,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    """No local may hold a gradient when it is handed over: autograd copies what it does not own
+    alone."""
+    leaves, reentrant = (
+        ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
+    )
     if not leaves:
         _original(outputs, grads, retain, create, inputs, **kwargs)
         return
@@ -278,7 +336,9 @@ def _backward(outputs: Sequence[Any], grads: Any, retain: bool, create: bool, in
     step = _core.run_all(lazies, not retain) if lazies else None
     if _core.configure()["dry"]:  # koila.plan(): nothing was computed
         return
-    try:  # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they were
+    # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
+    # were
+    try:
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
         if create:  # plain, and what is computed from them goes on into the lazy graph
@@ -303,14 +363,21 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     result = _original(t_outputs, *args, **kwargs)
     if create or _depth.level or not _any_lazy(result):
         return result
-    wanted = [g for g, i in zip(result, inputs) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)]
+    wanted = [
+        g
+        for g, i in zip(result, inputs)
+        if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)
+    ]
     if not wanted:
         return result
     step = _core.run_all(wanted, not retain)
     if _core.configure()["dry"]:
         return result
     found = tuple(
-        _core.concrete(g) if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i) else g for g, i in zip(result, inputs)
+        _core.concrete(g)
+        if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)
+        else g
+        for g, i in zip(result, inputs)
     )
     if not retain:
         _core.finish_step(step, True)
@@ -320,16 +387,17 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not _core.is_recording():
         return _original(t_outputs, *args, **kwargs)
-    with _core.shield:  # Ctrl-C stops the run inside, or waits until gradients and buffers are both done
+    with (
+        _core.shield
+    ):  # Ctrl-C stops the run inside, or waits until gradients and buffers are both done
         return _run_lazily(t_outputs, *args, **kwargs)
 
 
 def install() -> None:
-    """Route every backward through here. Idempotent; without lazy values torch's own function is called at once."""
+    """Route every backward through here. Idempotent; without lazy values torch's own function is
+    called at once."""
     torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine
     if not isinstance(engine, _Engine):
         torch.autograd.Variable._execution_engine = _Engine(engine)  # type: ignore[assignment]
-
-

@@ -1,4 +1,5 @@
-"""How much memory a step may use, and how it is cut: words and numbers in, `_core.configure` out."""
+"""How much memory a step may use, and how it is cut: words and numbers in, `_core.configure`
+out."""
 
 from __future__ import annotations
 
@@ -61,11 +62,16 @@ def _total(device: torch.device) -> int:
 
 
 def _held(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else int(_core.truth_current())
+    return (
+        int(torch.cuda.memory_allocated(device))
+        if device.type == "cuda"
+        else int(_core.truth_current())
+    )
 
 
 def _device_in_use() -> torch.device:
-    """Where steps run: the current GPU if there is one. CUDA is not started for the answer: the first GPU is the current one until somebody says otherwise."""
+    """Where steps run: the current GPU if there is one. CUDA is not started for the answer: the
+    first GPU is the current one until somebody says otherwise."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
@@ -76,17 +82,22 @@ def _refuse(asked: object, expected: str, call: str) -> ValueError:
 
 
 def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
-    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch holds already. here: refuse more than the device has."""
+    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch
+    holds already. here: refuse more than the device has."""
     amount: float
     fraction = isinstance(asked, float) and asked <= 1
     if isinstance(asked, bool) or not isinstance(asked, (int, float, str)):
-        raise _refuse(asked, 'bytes, "512MB", "2GiB", a fraction like 0.8, or a dict by device', call)
+        raise _refuse(
+            asked, 'bytes, "512MB", "2GiB", a fraction like 0.8, or a dict by device', call
+        )
     if isinstance(asked, str):
         m = _TEXT.fullmatch(asked.strip())
         unit = m[2] if m else "?"
         if m is None or (unit != "%" and unit not in _UNITS):
             bits = " (Gb and Mb are bits)" if re.fullmatch(r"[KMGT]b", unit) else ""
-            raise _refuse(asked, f'a size like "512MB", "2GiB", "80%" or a number of bytes{bits}', call)
+            raise _refuse(
+                asked, f'a size like "512MB", "2GiB", "80%" or a number of bytes{bits}', call
+            )
         amount = float(m[1])
         fraction = unit == "%" or (unit == "" and "." in m[1] and amount <= 1)
         amount *= 0.01 if unit == "%" else 1 if fraction else _UNITS[unit]
@@ -108,8 +119,9 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
 
 
 def _resolve(asked: Budget, call: str) -> _Amounts:
-    """What `_core.configure` wants: bytes for the device in use, and for the CPU beside a GPU; None: what is free when the step is planned. One amount on a machine
-    with a GPU is the GPU's: the CPU, where data sets lie, is not limited by it."""
+    """What `_core.configure` wants: bytes for the device in use, and for the CPU beside a GPU;
+    None: what is free when the step is planned. One amount on a machine with a GPU is the GPU's:
+    the CPU, where data sets lie, is not limited by it."""
     if asked is None:
         return {"budget": None, "cpu_budget": None}
     here = _device_in_use()
@@ -123,7 +135,11 @@ def _resolve(asked: Budget, call: str) -> _Amounts:
         except (RuntimeError, TypeError):
             raise _refuse(name, 'a device like "cpu" or "cuda:0"', call) from None
         present = device.type == "cpu" or device.type == here.type
-        limit = _bytes(amount, device if present else torch.device("cpu"), call) if amount is not None else None
+        limit = (
+            _bytes(amount, device if present else torch.device("cpu"), call)
+            if amount is not None
+            else None
+        )
         if device.type == here.type and device.index in (None, here.index):
             chosen["budget"] = limit
         if device.type == "cpu":
@@ -149,9 +165,12 @@ class _Setting(contextlib.ContextDecorator):
         _core.configure(**self._before.pop())
 
     def __call__(self, func: _F) -> _F:
-        """As a decorator: the body runs under the setting, of generators and coroutines too (where calling runs nothing of it yet)."""
+        """As a decorator: the body runs under the setting, of generators and coroutines too (where
+        calling runs nothing of it yet)."""
         if inspect.isgeneratorfunction(func):
-            return cast(_F, _wrap_generator(lambda: self, func))  # around each resumption, as torch.no_grad() does
+            return cast(
+                _F, _wrap_generator(lambda: self, func)
+            )  # around each resumption, as torch.no_grad() does
         if not inspect.iscoroutinefunction(func):
             return super().__call__(func)
 
@@ -164,11 +183,13 @@ class _Setting(contextlib.ContextDecorator):
 
 
 class budget(_Setting):
-    """Torch may hold at most this much memory, model and data included. Steps are cut so that they stay within it; on the CPU torch itself
-    refuses to go beyond. Where there is a GPU one amount is the GPU's, and the CPU's is said with a dict.
+    """Torch may hold at most this much memory, model and data included. Steps are cut so that they
+    stay within it; on the CPU torch itself refuses to go beyond. Where there is a GPU one amount is
+    the GPU's, and the CPU's is said with a dict.
 
     Args:
-        amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry, a dict by device, or `None`: what is free
+        amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry,
+        a dict by device, or `None`: what is free
             when a step is planned.
 
     Raises:
@@ -189,7 +210,8 @@ class budget(_Setting):
 
 
 def set_budget(amount: Budget) -> None:
-    """`budget(amount)` from here on. The environment variable `KOILA_BUDGET` does the same at import."""
+    """`budget(amount)` from here on. The environment variable `KOILA_BUDGET` does the same at
+    import."""
     _core.configure(**_resolve(amount, f"set_budget({amount!r})"))
 
 
@@ -197,7 +219,8 @@ class micro_batch(_Setting):
     """Cut the batch into slices of `size` rows (the last may be smaller).
 
     Args:
-        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: of the sizes that fit, the fastest, found in the first steps.
+        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: of the sizes that
+        fit, the fastest, found in the first steps.
 
     Raises:
         ValueError: anything else.
@@ -207,7 +230,9 @@ class micro_batch(_Setting):
         super().__init__()
         whole = isinstance(size, int) and not isinstance(size, bool)
         if not (size is None or size == "fastest" or (whole and size >= 1)):
-            raise ValueError(f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}')
+            raise ValueError(
+                f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}'
+            )
         self._size = size
 
     def _settings(self) -> dict[str, Any]:
@@ -216,10 +241,12 @@ class micro_batch(_Setting):
 
 
 class strict(_Setting):
-    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of using the memory, and before anything has run.
+    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of
+    using the memory, and before anything has run.
 
-    That is so too for an operator that runs while the step is recorded (`nonzero`, `unique`, masks), if what it needs would be made in slices. What is whole already
-    (the batch as it was given, a value that you asked for before) is nothing more to hold, and is not refused.
+    That is so too for an operator that runs while the step is recorded (`nonzero`, `unique`,
+    masks), if what it needs would be made in slices. What is whole already (the batch as it was
+    given, a value that you asked for before) is nothing more to hold, and is not refused.
     """
 
     def _settings(self) -> dict[str, Any]:

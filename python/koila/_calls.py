@@ -23,10 +23,15 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
 
 
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
-    """`t`, whatever its sizes, dense in memory with its dimensions in the order of `meta`'s strides: itself when it is, else a copy."""
+    """`t`, whatever its sizes, dense in memory with its dimensions in the order of `meta`'s
+    strides: itself when it is, else a copy."""
     dims = sorted(range(t.dim()), key=lambda d: (-meta[3][d], d))
     dense = torch.empty_permuted(t.size(), dims, dtype=t.dtype, device=t.device)
-    return t if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride())) else dense.copy_(t)
+    return (
+        t
+        if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride()))
+        else dense.copy_(t)
+    )
 
 
 def clone_exactly(t: torch.Tensor) -> torch.Tensor:
@@ -40,7 +45,8 @@ def empty_like_exactly(t: torch.Tensor) -> torch.Tensor:
 
 
 def enter_modes() -> Any:
-    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python, conjugate views resolved. They end when the result dies."""
+    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python,
+    conjugate views resolved. They end when the result dies."""
     return _Guards()
 
 
@@ -65,11 +71,17 @@ def map_tensors(f: Callable[[torch.Tensor], Any], x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return f(x)
     if isinstance(x, (list, tuple)):
-        return type(x)(map_tensors(f, i) for i in x) if type(x) in (list, tuple) else [map_tensors(f, i) for i in x]
+        return (
+            type(x)(map_tensors(f, i) for i in x)
+            if type(x) in (list, tuple)
+            else [map_tensors(f, i) for i in x]
+        )
     return x
 
 
-def map_call(f: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+def map_call(
+    f: Callable[[torch.Tensor], Any], args: Any, kwargs: Any
+) -> tuple[list[Any], dict[str, Any]]:
     return [map_tensors(f, a) for a in args], {k: map_tensors(f, a) for k, a in kwargs.items()}
 
 
@@ -86,8 +98,14 @@ def lazies_of(args: Any, kwargs: Any) -> list[LazyTensor]:
 def which_written(func: Any, args: Any, kwargs: Any) -> list[bool]:
     """For every tensor of the call in order: is it written?"""
     flags: list[bool] = []
-    by_name = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
-    positional = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments if not a.kwarg_only]
+    by_name = {
+        a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    }
+    positional = [
+        a.alias_info is not None and a.alias_info.is_write
+        for a in func._schema.arguments
+        if not a.kwarg_only
+    ]
     for write, a in zip(positional, args):
         flags += [write] * len(tensors_of((a,), {}))
     for name, a in kwargs.items():
@@ -106,18 +124,21 @@ def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> None:
-    """The operator is about to run on values: every lazy argument becomes concrete, in one run. `last_plan().gathers` tells of those that are sliced, and `strict()` refuses them."""
+    """The operator is about to run on values: every lazy argument becomes concrete, in one run.
+    `last_plan().gathers` tells of those that are sliced, and `strict()` refuses them."""
     _core.gather(lazies_of(args, kwargs), func.name().removesuffix(".default"))
 
 
 def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make every lazy argument concrete, in one run, and call the operator now. The result is plain."""
+    """Make every lazy argument concrete, in one run, and call the operator now. The result is
+    plain."""
     gather(func, args, kwargs)
     return _call_plain(func, args, kwargs)
 
 
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator whose result cannot be described before it runs. Lazy tensors that it writes get the written contents."""
+    """An operator whose result cannot be described before it runs. Lazy tensors that it writes get
+    the written contents."""
     flags = which_written(func, args, kwargs)
     if not any(flags):
         return run_on_reals(func, args, kwargs)
@@ -126,7 +147,8 @@ def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:
-    """Call the operator now. `flags`: of every tensor of the call in order, is it written? A lazy one gets what was written into a copy of it."""
+    """Call the operator now. `flags`: of every tensor of the call in order, is it written? A lazy
+    one gets what was written into a copy of it."""
     _core.concrete_all(lazies_of(args, kwargs))
     at = iter(flags)
     copies: list[tuple[Any, torch.Tensor]] = []
@@ -154,7 +176,8 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
 
 
 def _waited(work: Any) -> Any:
-    """Wait for a collective; returns work that is done, for the caller to wait for: some kinds write once more, or hang, when waited for twice."""
+    """Wait for a collective; returns work that is done, for the caller to wait for: some kinds
+    write once more, or hang, when waited for twice."""
     from torch._C import _distributed_c10d as c10d
 
     work.wait()
@@ -164,7 +187,8 @@ def _waited(work: Any) -> Any:
 
 
 def write_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lazy data is written into a plain tensor: it becomes concrete now, and what was recorded from that memory keeps its contents."""
+    """Lazy data is written into a plain tensor: it becomes concrete now, and what was recorded from
+    that memory keeps its contents."""
     flags = which_written(func, args, kwargs)
     tensors = tensors_of(args, kwargs)
     written = [t for t, w in zip(tensors, flags) if w]
@@ -177,7 +201,8 @@ def write_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def unshare(real: torch.Tensor) -> None:
-    """Leaves recorded from the memory of `real` keep their contents: each gets a copy of its own."""
+    """Leaves recorded from the memory of `real` keep their contents: each gets a copy of its
+    own."""
     tape = _core.current_tape()
     if tape is None:
         return

@@ -1,4 +1,5 @@
-"""What C asks of Python (``koila__ask`` in helpers.c finds its functions here by name): the facts about an operator, once (:func:`describe`), and small things now and then."""
+"""What C asks of Python (``koila__ask`` in helpers.c finds its functions here by name): the facts
+about an operator, once (:func:`describe`), and small things now and then."""
 
 from __future__ import annotations
 
@@ -9,19 +10,38 @@ from typing import Any
 from ._torch import torch
 from ._torch import use_count  # noqa: F401  for C
 from ._calls import is_dense, run_on_reals, value_dependent
-from ._calls import clone_exactly, empty_like_exactly, enter_modes, in_order, redispatch, with_strides, write_real  # noqa: F401  for C
+from ._calls import (
+    clone_exactly,
+    empty_like_exactly,
+    enter_modes,
+    in_order,
+    redispatch,
+    with_strides,
+    write_real,
+)  # noqa: F401  for C
 from ._doors import install  # noqa: F401  for C
 from ._errors import StaleValueError, UnsupportedError
 from ._random import random_write
 from ._settled import alias_of, on_settled, settled_views  # noqa: F401  for C
 from ._shapes import check_overlap, check_shared, check_strided, factory, shape  # noqa: F401  for C
-from ._special import as_strided, collective, decompose, foreach, handlers, metadata_write, special_index
+from ._special import (
+    as_strided,
+    collective,
+    decompose,
+    foreach,
+    handlers,
+    metadata_write,
+    special_index,
+)
 from ._special import uncount  # noqa: F401  for C
 from ._tensor import LazyTensor
 
 aten = torch.ops.aten
 
-_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_LIBRARY = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)
 
 
 def user_file(filename: str) -> str | None:
@@ -46,21 +66,30 @@ def real_meta(t: torch.Tensor) -> tuple[Any, ...]:
     """(dtype, device, sizes, strides) of a plain tensor."""
     if not is_dense(t):
         kind = "nested" if t.is_nested else str(t.layout)
-        raise UnsupportedError(f"a {kind} tensor cannot be part of a recorded step. Use t.to_dense() or t.to_padded_tensor(0)")
+        raise UnsupportedError(
+            f"a {kind} tensor cannot be part of a recorded step. Use t.to_dense() or "
+            "t.to_padded_tensor(0)"
+        )
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride())
 
 
 def check_type(func: Any, cls: type[torch.Tensor]) -> None:
     """Another class of tensor is among the arguments."""
-    if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (torch._C._disabled_torch_dispatch_impl,):
+    if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (
+        torch._C._disabled_torch_dispatch_impl,
+    ):
         return
     if func is None:
         raise UnsupportedError(f"a {cls.__name__} cannot be lazy: it has a dispatch of its own")
-    raise UnsupportedError(f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. Make the lazy one plain with x.torch()")
+    raise UnsupportedError(
+        f"{func} mixes a lazy tensor with a {cls.__name__}, which has a dispatch of its own. "
+        "Make the lazy one plain with x.torch()"
+    )
 
 
 def leave_inference(like: torch.Tensor) -> Any:
-    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under which its wrapper is made; None when there is nothing to leave."""
+    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under
+    which its wrapper is made; None when there is nothing to leave."""
     if like.is_inference() or not torch.is_inference_mode_enabled():
         return None
     context = torch._C._InferenceMode(False)
@@ -70,8 +99,10 @@ def leave_inference(like: torch.Tensor) -> Any:
 
 def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:
     raise StaleValueError(
-        f"a lazy value is asked for, but a tensor {_text(meta)} that it is computed from has been changed since (version {then}, now {now}). "
-        "Ask for the value (print, item, .torch()) before the change, for example before optimizer.step()"
+        f"a lazy value is asked for, but a tensor {_text(meta)} that it is computed from has "
+        f"been changed since (version {then}, now {now}). "
+        "Ask for the value (print, item, .torch()) before the change, for example before "
+        "optimizer.step()"
     )
 
 
@@ -81,15 +112,50 @@ def _text(meta: tuple[Any, ...]) -> str:
 
 PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX = range(8)
 _F_VIEW, _F_INPLACE, _F_RANDOM, _F_FACTORY, _F_OPAQUE = 1, 2, 4, 8, 16
-_overwriting = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
-_elementwise = {"copy_", "where", "masked_fill_", "floor_divide_", "eq_", "ne_", "lt_", "le_", "gt_", "ge_"}  # some that lack the tag
-_factories = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones"}
+_overwriting = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+}
+_elementwise = {
+    "copy_",
+    "where",
+    "masked_fill_",
+    "floor_divide_",
+    "eq_",
+    "ne_",
+    "lt_",
+    "le_",
+    "gt_",
+    "ge_",
+}  # some that lack the tag
+_factories = {
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+}
 _factories |= {"new_full", "new_empty_strided"}
 _not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
 
 
 def _rules_of(func: Any) -> dict[type, Any] | None:
-    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones appear."""
+    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones
+    appear."""
     from torch._library.simple_registry import singleton
 
     rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
@@ -116,7 +182,9 @@ def describe(func: Any) -> tuple[Any, ...]:
     source = []
     for result in schema.returns:
         info = result.alias_info
-        source.append(next((s for labels, s in sets if info is not None and info.before_set & labels), -1))
+        source.append(
+            next((s for labels, s in sets if info is not None and info.before_set & labels), -1)
+        )
     writes = bool(written or names)
     random = torch.Tag.nondeterministic_seeded in func.tags and base not in _not_really_random
     flags = _F_VIEW * func.is_view | _F_INPLACE * writes | _F_RANDOM * random
@@ -138,7 +206,14 @@ def describe(func: Any) -> tuple[Any, ...]:
         kind, handler = SPECIAL, foreach
     elif func.namespace == "c10d":
         kind, handler = SPECIAL, collective
-    elif base in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+    elif base in (
+        "index",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+    ):
         kind, handler = INDEX, special_index
     elif base in ("detach", "alias", "lift_fresh", "lift"):
         kind = SAME
@@ -146,8 +221,11 @@ def describe(func: Any) -> tuple[Any, ...]:
         kind, handler = STRIDED, as_strided
     elif base in _factories and not writes and "aten::" in schema.name:
         kind = FACTORY
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd") and not any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("CPU", "CUDA")  # silu_backward has both: its own kernel is what eager runs
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, "CompositeImplicitAutograd"
+    ) and not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in ("CPU", "CUDA")  # silu_backward has both: its own kernel is what eager runs
     ):
         kind, handler = SPECIAL, decompose
     elif torch.Tag.inplace_view in func.tags:
@@ -161,4 +239,16 @@ def describe(func: Any) -> tuple[Any, ...]:
     elif writes:
         kind = WRITE
     elementwise = torch.Tag.pointwise in func.tags or base in _elementwise
-    return name, flags, kind, written, tuple(names), tuple(source), result_kind, overwrites, elementwise, handler, _rules_of(func)
+    return (
+        name,
+        flags,
+        kind,
+        written,
+        tuple(names),
+        tuple(source),
+        result_kind,
+        overwrites,
+        elementwise,
+        handler,
+        _rules_of(func),
+    )

@@ -1,4 +1,5 @@
-"""A GPU's memory as the planner sees it (cuda_state.c asks): what torch's caching allocator holds, what the device has left. Only `torch.cuda`'s public face."""
+"""A GPU's memory as the planner sees it (cuda_state.c asks): what torch's caching allocator holds,
+what the device has left. Only `torch.cuda`'s public face."""
 
 from __future__ import annotations
 
@@ -12,46 +13,85 @@ import torch
 
 _CURRENT = [
     f"{what}.{pool}.current"
-    for what in ("allocation", "allocated_bytes", "active_bytes", "segment", "reserved_bytes", "inactive_split", "inactive_split_bytes")
+    for what in (
+        "allocation",
+        "allocated_bytes",
+        "active_bytes",
+        "segment",
+        "reserved_bytes",
+        "inactive_split",
+        "inactive_split_bytes",
+    )
     for pool in ("small_pool", "large_pool")
 ]
 
 
 def index_of(code: int) -> int:
-    """The GPU that a step's tensors are on; -1: none. `code`: a device as koila/graph.h writes it."""
+    """The GPU that a step's tensors are on; -1: none. `code`: a device as koila/graph.h writes
+    it."""
     return code & 0xFF if code >> 8 == 1 and torch.cuda.is_initialized() else -1
 
 
 def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """Bytes handed out, bytes of segments, free bytes of the device; and numbers that tell this state of the allocator from others."""
+    """Bytes handed out, bytes of segments, free bytes of the device; and numbers that tell this
+    state of the allocator from others."""
     stats = torch.cuda.memory_stats(index)
     free, _ = torch.cuda.mem_get_info(index)
     stream = int(torch.cuda.current_stream(index).cuda_stream)
     state = (index, stream, int(free), *(int(stats.get(name, 0)) for name in _CURRENT))
-    return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("reserved_bytes.all.current", 0)), int(free), state
+    return (
+        int(stats.get("allocated_bytes.all.current", 0)),
+        int(stats.get("reserved_bytes.all.current", 0)),
+        int(free),
+        state,
+    )
 
 
 def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
-    """The device's profile as JSON, torch's version, the allocator's settings, the fraction of the device that torch may take, the device's bytes, the stream, and cuBLAS's setting.
+    """The device's profile as JSON, torch's version, the allocator's settings, the fraction of the
+    device that torch may take, the device's bytes, the stream, and cuBLAS's setting.
 
     Raises:
         RuntimeError: torch's memory comes from another allocator than the one that is modelled.
     """
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") or torch.cuda.get_allocator_backend() != "native":
+    if (
+        os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
+        or torch.cuda.get_allocator_backend() != "native"
+    ):
         raise RuntimeError("not the caching allocator")
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     stream = int(torch.cuda.current_stream(index).cuda_stream)
     total = int(torch.cuda.get_device_properties(index).total_memory)
-    return profile(index, 0), torch.__version__, conf, float(fraction), total, stream, os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")  # what the context takes is not free already
+    return (
+        profile(index, 0),
+        torch.__version__,
+        conf,
+        float(fraction),
+        total,
+        stream,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+    )  # what the context takes is not free already
 
 
 def profile(index: int, context_bytes: int) -> str:
-    """The profile of a GPU that is here, as JSON. context_bytes: what is taken on it by others than torch's allocator."""
+    """The profile of a GPU that is here, as JSON. context_bytes: what is taken on it by others than
+    torch's allocator."""
     p = torch.cuda.get_device_properties(index)
-    values = {"sm_count": p.multi_processor_count, "compute_capability": 10 * p.major + p.minor, "total_bytes": p.total_memory, "context_bytes": context_bytes}
+    values = {
+        "sm_count": p.multi_processor_count,
+        "compute_capability": 10 * p.major + p.minor,
+        "total_bytes": p.total_memory,
+        "context_bytes": context_bytes,
+    }
     fields = {k: {"value": int(v), "how": "measured"} for k, v in values.items()}
-    return json.dumps({"koila_device": 1, "name": "".join(c for c in p.name if c.isalnum() or c in " -")[:60], "fields": fields})
+    return json.dumps(
+        {
+            "koila_device": 1,
+            "name": "".join(c for c in p.name if c.isalnum() or c in " -")[:60],
+            "fields": fields,
+        }
+    )
 
 
 def profile_now(index: int) -> str:
@@ -61,7 +101,12 @@ def profile_now(index: int) -> str:
 
 
 def segments(index: int) -> list[dict[str, Any]]:
-    """What `torch.cuda.memory_snapshot()` says of one device; without its traces where this torch can leave them out."""
+    """What `torch.cuda.memory_snapshot()` says of one device; without its traces where this torch
+    can leave them out."""
     snapshot: Callable[..., list[dict[str, Any]]] = torch.cuda.memory_snapshot
     short = "include_traces" in inspect.signature(snapshot).parameters
-    return [s for s in (snapshot(include_traces=False) if short else snapshot()) if s.get("device", 0) == index]
+    return [
+        s
+        for s in (snapshot(include_traces=False) if short else snapshot())
+        if s.get("device", 0) == index
+    ]

@@ -1,4 +1,5 @@
-"""Doors of plain tensors through which a lazy tensor would pass unseen. They are guarded from the first lazy() on."""
+"""Doors of plain tensors through which a lazy tensor would pass unseen. They are guarded from the
+first lazy() on."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _installed = False
 
 
 def install() -> None:
-    """Guard the attributes of plain tensors through which a lazy tensor would pass unseen. Once, at the first lazy()."""
+    """Guard the attributes of plain tensors through which a lazy tensor would pass unseen. Once, at
+    the first lazy()."""
     global _installed
     if _installed:
         return
@@ -37,14 +39,25 @@ def install() -> None:
             value = plain(value)
         GRAD.__set__(self, value)
 
-    torch.Tensor.data = property(DATA.__get__, set_data, DATA.__delete__ if hasattr(DATA, "__delete__") else None, DATA.__doc__)  # type: ignore[assignment]
+    torch.Tensor.data = property(
+        DATA.__get__,
+        set_data,
+        DATA.__delete__ if hasattr(DATA, "__delete__") else None,
+        DATA.__doc__,
+    )  # type: ignore[assignment]
     torch.Tensor.grad = property(GRAD.__get__, set_grad, GRAD.__delete__, GRAD.__doc__)  # type: ignore[assignment]
 
     _core.factories_setup()
     new = torch.nn.Parameter.__new__
 
-    def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # it takes the class of what it is given
-        return new(cls, plain(data) if isinstance(data, LazyTensor) and _core.settle(data) else data, requires_grad)
+    def new_parameter(
+        cls: Any, data: Any = None, requires_grad: bool = True
+    ) -> Any:  # it takes the class of what it is given
+        return new(
+            cls,
+            plain(data) if isinstance(data, LazyTensor) and _core.settle(data) else data,
+            requires_grad,
+        )
 
     torch.nn.Parameter.__new__ = new_parameter  # type: ignore[method-assign]
 
@@ -64,7 +77,10 @@ def install() -> None:
 
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         if _core.is_lazy(t1) != _core.is_lazy(t2):
-            raise UnsupportedError("swap_tensors() of a lazy and a plain tensor. Make the lazy one plain with x.torch()")
+            raise UnsupportedError(
+                "swap_tensors() of a lazy and a plain tensor. Make the lazy one plain with "
+                "x.torch()"
+            )
         swap(t1, t2)
         _core.rewrap(t1)
         _core.rewrap(t2)
@@ -72,7 +88,10 @@ def install() -> None:
     utils.swap_tensors = swap_tensors
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError("a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make them plain with x.torch()")
+        raise UnsupportedError(
+            "a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make "
+            "them plain with x.torch()"
+        )
 
     _quick_rules()
     _lazy_states()
@@ -84,8 +103,9 @@ def install() -> None:
 
 
 def _quick_rules() -> None:
-    """Torch's question before every dispatch to Python (see koila__find_rule in operators.c), asked of us. It fetches the function once in a process: nothing is gained, nor lost, where
-    another class was dispatched to before."""
+    """Torch's question before every dispatch to Python (see koila__find_rule in operators.c), asked
+    of us. It fetches the function once in a process: nothing is gained, nor lost, where another
+    class was dispatched to before."""
     from torch._library import simple_registry
 
     find = getattr(simple_registry, "find_torch_dispatch_rule", None)
@@ -95,15 +115,26 @@ def _quick_rules() -> None:
 
 
 def _lazy_states() -> None:
-    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it: everything after would be whole. Given a lazy input and no state, we
-    pass the zeros as a lazy factory, which is sliced like the input."""
+    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it:
+    everything after would be whole. Given a lazy input and no state, we pass the zeros as a lazy
+    factory, which is sliced like the input."""
     import types
 
     def states(self: Any, x: Any) -> Any:
-        data, sizes = (x.data, x.batch_sizes) if isinstance(x, torch.nn.utils.rnn.PackedSequence) else (x, None)
+        data, sizes = (
+            (x.data, x.batch_sizes)
+            if isinstance(x, torch.nn.utils.rnn.PackedSequence)
+            else (x, None)
+        )
         if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
             return None
-        rows = int(sizes[0]) if sizes is not None else None if data.dim() == 2 else data.size(0 if self.batch_first else 1)
+        rows = (
+            int(sizes[0])
+            if sizes is not None
+            else None
+            if data.dim() == 2
+            else data.size(0 if self.batch_first else 1)
+        )
         n = self.num_layers * (2 if self.bidirectional else 1)
         lead = (n,) if rows is None else (n, rows)
         h = data.new_zeros(*lead, self.proj_size or self.hidden_size)
@@ -116,10 +147,15 @@ def _lazy_states() -> None:
             def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
                 return original(self, input, states(self, input) if hx is None else hx)
 
-            # TorchScript compiles the source of what it unwraps, with the globals of what it is given: they must belong together
+            # TorchScript compiles the source of what it unwraps, with the globals of what it is
+            # given: they must belong together
             at = original.__code__
-            code = forward.__code__.replace(co_firstlineno=at.co_firstlineno, co_filename=at.co_filename)
-            same = types.FunctionType(code, original.__globals__, "forward", (None,), forward.__closure__)
+            code = forward.__code__.replace(
+                co_firstlineno=at.co_firstlineno, co_filename=at.co_filename
+            )
+            same = types.FunctionType(
+                code, original.__globals__, "forward", (None,), forward.__closure__
+            )
             for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
                 setattr(same, name, getattr(original, name))
             same.__wrapped__ = original  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Start the engine, once: refuse a torch that is too old, count torch's CPU bytes from now on, route backward through koila, read KOILA_BUDGET."""
+"""Start the engine, once: refuse a torch that is too old, count torch's CPU bytes from now on,
+route backward through koila, read KOILA_BUDGET."""
 
 from . import _torch  # noqa: F401  first: says which torch is needed
 from . import _backward, _capture, _core  # noqa: F401  _capture: what C asks, and with it the class that the dispatcher knows

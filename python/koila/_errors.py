@@ -1,6 +1,7 @@
 """The exceptions of koila. Each says what, where and what to do.
 
-Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first asked for.
+Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first
+asked for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def __getattr__(name: str) -> Any:
     import torch
 
     class OutOfMemory(KoilaError, torch.OutOfMemoryError):
-        """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when unknown."""
+        """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when
+        unknown."""
 
         missing_bytes = 0
 

@@ -1,4 +1,5 @@
-"""`lazy()`: find the tensors in what the user gave, check their batch sizes, and wrap them. Two passes: look and check, then wrap; a call that fails wraps nothing.
+"""`lazy()`: find the tensors in what the user gave, check their batch sizes, and wrap them. Two
+passes: look and check, then wrap; a call that fails wraps nothing.
 
 Everything here runs once per `lazy()` call, never once per operator.
 """
@@ -32,7 +33,7 @@ def describe(t: torch.Tensor) -> str:
     """`f32[256, 3, 32, 32]`."""
     name = str(t.dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
-    return f"{_SHORT.get(stem, stem)}{name[len(stem):]}[{', '.join(map(str, t.shape))}]"
+    return f"{_SHORT.get(stem, stem)}{name[len(stem) :]}[{', '.join(map(str, t.shape))}]"
 
 
 # ---- containers: one walk, used by the look, the wrapping and run()
@@ -41,12 +42,14 @@ def describe(t: torch.Tensor) -> str:
 def _is_mapping(value: Any) -> bool:
     """Mappings, and classes that behave like one without saying so (tensor dicts)."""
     return isinstance(value, Mapping) or (
-        not isinstance(value, type) and all(hasattr(type(value), name) for name in ("keys", "__getitem__", "__setitem__"))
+        not isinstance(value, type)
+        and all(hasattr(type(value), name) for name in ("keys", "__getitem__", "__setitem__"))
     )
 
 
 def _rebuild_mapping(value: Any, new: dict[Any, Any]) -> Any:
-    """The same kind of mapping with other values. A copy keeps what a constructor would lose: attributes, default factories, encodings."""
+    """The same kind of mapping with other values. A copy keeps what a constructor would lose:
+    attributes, default factories, encodings."""
     try:
         out = copy.copy(value)
         for key, item in new.items():
@@ -57,39 +60,57 @@ def _rebuild_mapping(value: Any, new: dict[Any, Any]) -> Any:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or _is_mapping(value) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    return (
+        isinstance(value, (list, tuple))
+        or _is_mapping(value)
+        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    )
 
 
 def _below(dims: Batch, key: Any, keys: list[Any], where: str) -> Batch:
-    """The part of `dims` that belongs to `value[key]`. An int or None reaches everything below it."""
+    """The part of `dims` that belongs to `value[key]`. An int or None reaches everything below
+    it."""
     if dims is None or isinstance(dims, int):
         return dims
     if dataclasses.is_dataclass(dims) and not isinstance(dims, type):
         dims = {f.name: getattr(dims, f.name) for f in dataclasses.fields(dims)}
     if isinstance(dims, Mapping):
         if set(dims) != set(keys):
-            raise ValueError(f"batch{where}: expected the keys {sorted(map(repr, keys))}, got {sorted(map(repr, dims))}")
+            raise ValueError(
+                f"batch{where}: expected the keys {sorted(map(repr, keys))}, got "
+                f"{sorted(map(repr, dims))}"
+            )
         return dims[key]
     if isinstance(dims, (list, tuple)):
         if len(dims) != len(keys):
             raise ValueError(f"batch{where}: expected {len(keys)} entries, got {len(dims)}")
         return dims[keys.index(key)]
-    raise ValueError(f"batch{where}: expected an int, None or a structure like the values, got {type(dims).__name__}")
+    raise ValueError(
+        f"batch{where}: expected an int, None or a structure like the values, got "
+        f"{type(dims).__name__}"
+    )
 
 
 def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> Any:
-    """`value` with `leaf(tensor, dim, where)` in place of every tensor. A container in which nothing changed is returned as it is."""
+    """`value` with `leaf(tensor, dim, where)` in place of every tensor. A container in which
+    nothing changed is returned as it is."""
     if isinstance(value, torch.Tensor):
         return leaf(value, dims, where)
     if _is_mapping(value):
         keys = list(value.keys())
-        new = {k: tree_map(leaf, value[k], _below(dims, k, keys, where), f"{where}[{k!r}]") for k in keys}
+        new = {
+            k: tree_map(leaf, value[k], _below(dims, k, keys, where), f"{where}[{k!r}]")
+            for k in keys
+        }
         return value if all(new[k] is value[k] for k in keys) else _rebuild_mapping(value, new)
     if isinstance(value, (list, tuple)):
         index = list(range(len(value)))
         names = getattr(value, "_fields", None)  # a named tuple's dims may be given by name
         keys = list(names) if names and isinstance(dims, Mapping) else index
-        out = [tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]") for i, item in enumerate(value)]
+        out = [
+            tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]")
+            for i, item in enumerate(value)
+        ]
         if all(a is b for a, b in zip(out, value, strict=True)):
             return value
         if isinstance(value, list):
@@ -101,7 +122,10 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
         return type(value)(*out) if names else type(value)(out)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         keys = [f.name for f in dataclasses.fields(value)]
-        fields = {k: tree_map(leaf, getattr(value, k), _below(dims, k, keys, where), f"{where}.{k}") for k in keys}
+        fields = {
+            k: tree_map(leaf, getattr(value, k), _below(dims, k, keys, where), f"{where}.{k}")
+            for k in keys
+        }
         if all(fields[k] is getattr(value, k) for k in keys):
             return value
         changed = copy.copy(value)
@@ -147,20 +171,24 @@ def lazy(first: _T, second: _U, third: _V, /, *, batch: Batch = 0) -> tuple[_T, 
 @overload
 def lazy(*values: Any, batch: Batch = 0) -> Any: ...
 def lazy(*values: Any, batch: Batch = 0) -> Any:
-    """Give back the same values, lazily: what is computed from them runs one slice of the batch at a time, within the memory there is.
+    """Give back the same values, lazily: what is computed from them runs one slice of the batch at
+    a time, within the memory there is.
 
     Args:
-        values: tensors, or dicts, lists, (named) tuples, dataclasses and mappings that hold them, at any depth; what is no tensor
+        values: tensors, or dicts, lists, (named) tuples, dataclasses and mappings that hold them,
+        at any depth; what is no tensor
             passes through. Or one loader: an iterable of such batches.
-        batch: the dimension that is the batch, for all; or a structure like `values` (as `torch.func.vmap`'s `in_dims`) of ints and
+        batch: the dimension that is the batch, for all; or a structure like `values` (as
+        `torch.func.vmap`'s `in_dims`) of ints and
             `None` (not batched). A 0-dim tensor is not batched by `batch=0`.
 
     Returns:
-        One value for one, a tuple for several, of the same kinds. A lazy tensor is a `torch.Tensor` with the full batch's shape; the tensor
-        that was given is never written.
+        One value for one, a tuple for several, of the same kinds. A lazy tensor is a `torch.Tensor`
+        with the full batch's shape; the tensor that was given is never written.
 
     Raises:
-        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a value that is lazy along another dimension already
+        ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a
+        value that is lazy along another dimension already
             (along the same one it is given back as it is).
         UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
         OutOfMemory: torch holds more than the budget already.
@@ -171,7 +199,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         >>> float(((x.sum(1) - y) ** 2).mean()) >= 0
         True
 
-    What it does not do: make anything smaller that has no batch dimension (parameters, their gradients, the optimizer's state).
+    What it does not do: make anything smaller that has no batch dimension (parameters, their
+    gradients, the optimizer's state).
     """
     call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
     if not values:
@@ -180,7 +209,11 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         value = values[0]
         if not isinstance(value, torch.Tensor) and not _is_container(value) and _is_loader(value):
             return LazyLoader(value, batch)
-        if isinstance(batch, (list, tuple)) and len(batch) == 1 and not (isinstance(value, (list, tuple)) and len(value) == 1):
+        if (
+            isinstance(batch, (list, tuple))
+            and len(batch) == 1
+            and not (isinstance(value, (list, tuple)) and len(value) == 1)
+        ):
             batch = batch[0]  # in_dims=(0,) for one argument
     else:
         value = values
@@ -215,8 +248,13 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     for t, d, where in found:
         if t.shape[d] != size:
             along = f"axis {d0}" if d == d0 else f"axes {d0} and {d}"
-            at0, at = ("" if re.fullmatch(r"(\[\d+\])?", w) else f" at {w}" for w in (where0, where))
-            raise ValueError(f"{call}: expected one size along {along}, got {size} ({describe(first)}{at0}) and {t.shape[d]} ({describe(t)}{at})")
+            at0, at = (
+                "" if re.fullmatch(r"(\[\d+\])?", w) else f" at {w}" for w in (where0, where)
+            )
+            raise ValueError(
+                f"{call}: expected one size along {along}, got {size} ({describe(first)}{at0}) "
+                f"and {t.shape[d]} ({describe(t)}{at})"
+            )
     again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
     if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
         return value
@@ -240,8 +278,10 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
 
 
 def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
-    """Does `lazy(t)` of a lazy tensor give it back as it is? Not when it is a plain tensor by now (a state kept from an earlier step): that is made lazy anew.
-    A value that is cut along another axis, or is one value for the whole batch, is refused: nobody gets uncut rows for cut ones unasked."""
+    """Does `lazy(t)` of a lazy tensor give it back as it is? Not when it is a plain tensor by now
+    (a state kept from an earlier step): that is made lazy anew. A value that is cut along another
+    axis, or is one value for the whole batch, is refused: nobody gets uncut rows for cut ones
+    unasked."""
     kind, at, made, here = _core.cut_of(t)
     if kind == "slice" and at != dim:
         matter = f"{describe(t)} is lazy along axis {at} already, and cannot also be cut along axis {dim}. Leave it as it is (batch={at} or None)"
@@ -249,10 +289,15 @@ def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
         matter = f"{describe(t)} is one value made of the whole batch, and cannot be cut along axis {dim}. Leave it as it is (batch=None)"
     else:
         return kind != "plain" or t.requires_grad or not _core.is_concrete(t)
-    raise ValueError(f"{call}{here and f' at {here}'}: {matter}, or compute it first: lazy(x.torch(), batch={dim}){made and f'. It was made at {made}'}")
+    raise ValueError(
+        f"{call}{here and f' at {here}'}: {matter}, or compute it first: lazy(x.torch(), "
+        f"batch={dim}){made and f'. It was made at {made}'}"
+    )
 
 
-_given: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
+_given: MutableMapping[torch.Tensor, torch.Tensor] = (
+    WeakIdKeyDictionary()
+)  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
 
 
 def given_for(leaf: torch.Tensor) -> torch.Tensor | None:
@@ -286,28 +331,58 @@ def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
 
 def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
     """The batch dimension of `t`, not negative, or None."""
-    if dim is None or (isinstance(dim, int) and dim == 0 and t.ndim == 0 and not isinstance(dim, bool)):
+    if dim is None or (
+        isinstance(dim, int) and dim == 0 and t.ndim == 0 and not isinstance(dim, bool)
+    ):
         return None
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ValueError(f"expected an int or None for {describe(t)}{where and f' at {where}'}, got {type(dim).__name__}")
+        raise ValueError(
+            f"expected an int or None for {describe(t)}{where and f' at {where}'}, got "
+            f"{type(dim).__name__}"
+        )
     if t.layout is not torch.strided or t.is_nested or t.is_quantized:
-        kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
-        raise UnsupportedError(f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make it dense first")
-    if type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _core.is_lazy(t) and _core.settled(t) is None:
-        raise UnsupportedError(f"a {type(t).__name__} computes in its own way; koila slices plain tensors")
+        kind = (
+            "nested"
+            if t.is_nested
+            else "quantized"
+            if t.is_quantized
+            else str(t.layout).removeprefix("torch.")
+        )
+        raise UnsupportedError(
+            f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make "
+            "it dense first"
+        )
+    if (
+        type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not _core.is_lazy(t)
+        and _core.settled(t) is None
+    ):
+        raise UnsupportedError(
+            f"a {type(t).__name__} computes in its own way; koila slices plain tensors"
+        )
     if t.device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
     if not -t.ndim <= dim < t.ndim:
-        raise ValueError(f"expected a batch dimension that every tensor has, got {dim} for {describe(t)}{where and f' at {where}'}")
+        raise ValueError(
+            f"expected a batch dimension that every tensor has, got {dim} for "
+            f"{describe(t)}{where and f' at {where}'}"
+        )
     return dim % t.ndim
 
 
 def _is_loader(value: Any) -> bool:
-    return hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes, bytearray, set, frozenset, torch.nn.Module)) and not hasattr(value, "__array__")
+    return (
+        hasattr(type(value), "__iter__")
+        and not isinstance(value, (str, bytes, bytearray, set, frozenset, torch.nn.Module))
+        and not hasattr(value, "__array__")
+    )
 
 
 _INSTEAD: list[tuple[Callable[[Any], bool], str]] = [
-    (lambda v: isinstance(v, torch.nn.Module), ". The model stays as it is: make its input and labels lazy"),
+    (
+        lambda v: isinstance(v, torch.nn.Module),
+        ". The model stays as it is: make its input and labels lazy",
+    ),
     (lambda v: hasattr(v, "__array__"), ". Make it a tensor first: torch.as_tensor(x)"),
 ]
 
@@ -321,6 +396,12 @@ def _has_int(dims: Batch) -> bool:
 
 
 def run(value: _T) -> _T:
-    """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked, anything else is returned as it is."""
-    plain: _T = tree_map(lambda t, _dim, _where: _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s, value)
+    """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked,
+    anything else is returned as it is."""
+    plain: _T = tree_map(
+        lambda t, _dim, _where: (
+            _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s
+        ),
+        value,
+    )
     return plain

@@ -1,4 +1,5 @@
-"""What a step did, or would do, in words: `last_plan()`, `explain()`, and a page that needs nothing but a browser."""
+"""What a step did, or would do, in words: `last_plan()`, `explain()`, and a page that needs nothing
+but a browser."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ._lazy import tree_map
 
 
 class Loop(NamedTuple):
-    """One pass over the slices. `n_nodes`: operators a slice runs; `n_targets`: values that must be whole at its end."""
+    """One pass over the slices. `n_nodes`: operators a slice runs; `n_targets`: values that must be
+    whole at its end."""
 
     axis: int
     n_slices: int
@@ -33,12 +35,15 @@ class _Gather(NamedTuple):
 
 
 class Gather(_Gather):
-    """An operator without a rule for the batch: its input was made whole, which is exact and takes memory. (operator, shape, bytes, "file.py:line")."""
+    """An operator without a rule for the batch: its input was made whole, which is exact and takes
+    memory. (operator, shape, bytes, "file.py:line")."""
 
     dtype: str
 
     @classmethod
-    def of(cls, operator: str, dtype: str, shape: tuple[int, ...], n_bytes: int, line: str) -> Gather:
+    def of(
+        cls, operator: str, dtype: str, shape: tuple[int, ...], n_bytes: int, line: str
+    ) -> Gather:
         gather = cls(operator, shape, n_bytes, line)
         gather.dtype = dtype
         return gather
@@ -72,15 +77,20 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
-        predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is `None` where nobody counted.
-        base_bytes: what it held before the step (model, data, optimizer); of `koila.plan()`: what the step reads.
+        predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is
+        `None` where nobody counted.
+        base_bytes: what it held before the step (model, data, optimizer); of `koila.plan()`: what
+        the step reads.
         budget_bytes: what it may hold; `None`: what was free.
         loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
         curve: (label, bytes) along the step.
         retries: times a slice did not fit and was cut again.
-        n_recorded, n_run, replay_ratio: operators recorded; run, over all slices; `n_run` by recorded operator and slice.
-        fit: on a GPU, what the model of torch's caching allocator said of this plan: `fits`, `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and
-            `margin_bytes`, kept free since a step like this ran out of memory. `None`: the sum of live bytes decided.
+        n_recorded, n_run, replay_ratio: operators recorded; run, over all slices; `n_run` by
+        recorded operator and slice.
+        fit: on a GPU, what the model of torch's caching allocator said of this plan: `fits`,
+        `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and
+            `margin_bytes`, kept free since a step like this ran out of memory. `None`: the sum of
+            live bytes decided.
     """
 
     batch: int
@@ -98,7 +108,9 @@ class Plan:
 
     def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
         self._raw = raw
-        self._values = None if values is None else [weakref.ref(v) for v in values]  # weak: a plan keeps no step in memory
+        self._values = (
+            None if values is None else [weakref.ref(v) for v in values]
+        )  # weak: a plan keeps no step in memory
         for name in Plan.__annotations__:
             setattr(self, name, raw.get(name))
         self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
@@ -113,20 +125,43 @@ class Plan:
             return otherwise if n is None else readable(n)
 
         ragged = self.batch % self.micro_batch if self.micro_batch else 0
-        cut = f"{self.n_micro_batches} × {self.micro_batch} rows of {self.batch}" + (f", the last {ragged}" if ragged else "")
+        cut = f"{self.n_micro_batches} × {self.micro_batch} rows of {self.batch}" + (
+            f", the last {ragged}" if ragged else ""
+        )
         if self.n_micro_batches == 1:
             cut = f"whole, {self.batch} rows"
         rows = [
             ("batch", cut),
             ("predicted peak", size(self.predicted_peak_bytes, "unknown")),
-            ("measured peak", size(self.measured_peak_bytes, "not run" if self._values is not None else "not measured")),
+            (
+                "measured peak",
+                size(
+                    self.measured_peak_bytes,
+                    "not run" if self._values is not None else "not measured",
+                ),
+            ),
             ("held before", size(self.base_bytes, "unknown")),
             ("budget", size(self.budget_bytes, "what is free")),
-            ("operators", f"{self.n_recorded} recorded, {self.n_run} run" + (f", {self.replay_ratio:.2f} per slice" if self.n_run else "")),
+            (
+                "operators",
+                f"{self.n_recorded} recorded, {self.n_run} run"
+                + (f", {self.replay_ratio:.2f} per slice" if self.n_run else ""),
+            ),
         ]
         if self.fit is not None:
-            margin = f", {readable(self.fit['margin_bytes'])} kept free" if self.fit["margin_bytes"] else ""
-            rows.append(("reserved", f"{readable(self.fit['peak_reserved'])}{margin}" if self.fit["fits"] else f"does not fit by the allocator's model{margin}; tried all the same"))
+            margin = (
+                f", {readable(self.fit['margin_bytes'])} kept free"
+                if self.fit["margin_bytes"]
+                else ""
+            )
+            rows.append(
+                (
+                    "reserved",
+                    f"{readable(self.fit['peak_reserved'])}{margin}"
+                    if self.fit["fits"]
+                    else f"does not fit by the allocator's model{margin}; tried all the same",
+                )
+            )
         return rows + ([("retries", str(self.retries))] if self.retries else [])
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -134,17 +169,32 @@ class Plan:
             (
                 "loops",
                 ("", "slices", "operators", "made whole", "peak"),
-                [(str(i), str(p.n_slices), str(p.n_nodes), str(p.n_targets), readable(p.peak_bytes)) for i, p in enumerate(self.loops)],
+                [
+                    (
+                        str(i),
+                        str(p.n_slices),
+                        str(p.n_nodes),
+                        str(p.n_targets),
+                        readable(p.peak_bytes),
+                    )
+                    for i, p in enumerate(self.loops)
+                ],
             ),
             (
                 "gathered (made whole, for want of a rule)",
                 ("bytes", "tensor", "operator", "line"),
-                [(readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, _short(g.line)) for g in self.gathers],
+                [
+                    (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, _short(g.line))
+                    for g in self.gathers
+                ],
             ),
             (
                 "largest at the peak",
                 ("bytes", "tensor", "operator", "line"),
-                [(readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, _short(t.line)) for t in self.largest[:10]],
+                [
+                    (readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, _short(t.line))
+                    for t in self.largest[:10]
+                ],
             ),
         ]
 
@@ -156,7 +206,10 @@ class Plan:
             if rows:
                 widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
                 lines += ["", title]
-                lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in (names, *rows)]
+                lines += [
+                    "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+                    for row in (names, *rows)
+                ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -165,7 +218,8 @@ class Plan:
     # ---- as files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan. `*.html`: one self-contained page; `*.kgraph`: the recorded step, for the `koila` command; `*.txt`: the table.
+        """Write the plan. `*.html`: one self-contained page; `*.kgraph`: the recorded step, for the
+        `koila` command; `*.txt`: the table.
 
         Raises:
             ValueError: another ending, or a `.kgraph` of a step that is no longer there.
@@ -173,14 +227,28 @@ class Plan:
         path = os.fspath(path)
         ending = os.path.splitext(path)[1]
         if ending == ".kgraph":
-            values = None if self._values is None else [v for ref in self._values if (v := ref()) is not None]
-            gone = (_core.last_plan() != self._raw) if values is None else len(values) != len(self._values or ())
+            values = (
+                None
+                if self._values is None
+                else [v for ref in self._values if (v := ref()) is not None]
+            )
+            gone = (
+                (_core.last_plan() != self._raw)
+                if values is None
+                else len(values) != len(self._values or ())
+            )
             if gone:
-                raise ValueError(f"Plan.save({path!r}): expected the last step's plan, got that of an older step, whose graph is gone")
+                raise ValueError(
+                    f"Plan.save({path!r}): expected the last step's plan, got that of an older "
+                    "step, whose graph is gone"
+                )
             _core.save_graph(None if values is None else _step_of(values), path)
             return
         if ending not in (".html", ".txt"):
-            raise ValueError(f"Plan.save({path!r}): expected a name that ends in .html, .kgraph or .txt, got {ending or 'no ending'!r}")
+            raise ValueError(
+                f"Plan.save({path!r}): expected a name that ends in .html, .kgraph or .txt, got "
+                f"{ending or 'no ending'!r}"
+            )
         with open(path, "w", encoding="utf-8") as f:
             f.write(_page(self) if ending == ".html" else f"{self}\n")
 
@@ -217,25 +285,49 @@ def _svg(plan: Plan) -> str:
     def y(n: float) -> float:
         return top + (h - top - bottom) * (1 - n / scale)
 
-    step = max(1, len(curve) // 2000)  # a page of a million points helps nobody; each group shows its highest
-    points = [max(range(i, min(i + step, len(curve))), key=lambda j: curve[j][1]) for i in range(0, len(curve), step)]
+    step = max(
+        1, len(curve) // 2000
+    )  # a page of a million points helps nobody; each group shows its highest
+    points = [
+        max(range(i, min(i + step, len(curve))), key=lambda j: curve[j][1])
+        for i in range(0, len(curve), step)
+    ]
     path = " ".join(f"{x(i):.1f},{y(curve[i][1]):.1f}" for i in points)
     out = [f'<svg viewBox="0 0 {w} {h}" role="img" aria-label="memory over the step">']
     for k in range(5):
         n = scale / 1.05 * k / 4
-        out.append(f'<line x1="{left}" x2="{w - 10}" y1="{y(n):.1f}" y2="{y(n):.1f}" stroke="var(--line)"/>')
-        out.append(f'<text x="{left - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>')
+        out.append(
+            f'<line x1="{left}" x2="{w - 10}" y1="{y(n):.1f}" y2="{y(n):.1f}" '
+            'stroke="var(--line)"/>'
+        )
+        out.append(
+            f'<text x="{left - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>'
+        )
     base = f"{y(0):.1f}"
-    out.append(f'<polygon points="{x(points[0]):.1f},{base} {path} {x(points[-1]):.1f},{base}" fill="var(--mark)" fill-opacity=".15"/>')
+    out.append(
+        f'<polygon points="{x(points[0]):.1f},{base} {path} {x(points[-1]):.1f},{base}" '
+        'fill="var(--mark)" fill-opacity=".15"/>'
+    )
     out.append(f'<polyline points="{path}" fill="none" stroke="var(--mark)" stroke-width="1.5"/>')
     if near and limit is not None:
-        out.append(f'<line x1="{left}" x2="{w - 10}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="var(--limit)" stroke-dasharray="6 4"/>')
-        out.append(f'<text x="{w - 14}" y="{y(limit) - 5:.1f}" text-anchor="end">budget {readable(limit)}</text>')
+        out.append(
+            f'<line x1="{left}" x2="{w - 10}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" '
+            'stroke="var(--limit)" stroke-dasharray="6 4"/>'
+        )
+        out.append(
+            f'<text x="{w - 14}" y="{y(limit) - 5:.1f}" text-anchor="end">budget '
+            f"{readable(limit)}</text>"
+        )
     for i in points[:: max(1, len(points) // 400)]:
         label, n = curve[i]
-        out.append(f'<circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="5" fill="transparent"><title>{html.escape(f"{label}: {readable(n)}")}</title></circle>')
+        out.append(
+            f'<circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="5" '
+            f'fill="transparent"><title>{html.escape(f"{label}: {readable(n)}")}</title></circle>'
+        )
     out.append(f'<text x="{left}" y="{h - 8}">{html.escape(curve[0][0])}</text>')
-    out.append(f'<text x="{w - 10}" y="{h - 8}" text-anchor="end">{html.escape(curve[-1][0])}</text></svg>')
+    out.append(
+        f'<text x="{w - 10}" y="{h - 8}" text-anchor="end">{html.escape(curve[-1][0])}</text></svg>'
+    )
     return "\n".join(out)
 
 
@@ -243,13 +335,23 @@ def _page(plan: Plan) -> str:
     def cells(tag: str, row: Iterable[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
 
-    parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">']
-    parts.append(f"<title>koila: a step's memory</title><style>{_STYLE}</style></head><body><h1>koila: a step's memory</h1><dl>")
-    parts += [f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in plan._head()]
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width">'
+    ]
+    parts.append(
+        f"<title>koila: a step's memory</title><style>{_STYLE}</style></head><body><h1>koila: a "
+        "step's memory</h1><dl>"
+    )
+    parts += [
+        f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in plan._head()
+    ]
     parts += ["</dl><h2>memory over the step</h2>", _svg(plan)]
     for title, names, rows in plan._tables():
         if rows:
-            parts.append(f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells("th", names)}')
+            parts.append(
+                f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells("th", names)}'
+            )
             parts += [cells("td", row) for row in rows]
             parts.append("</table></div>")
     return "\n".join([*parts, "</body></html>\n"])
@@ -265,20 +367,31 @@ def last_plan() -> Plan | None:
 
 
 def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`values`, and for a loss (a scalar with a graph behind it) the gradients that its backward would leave, recorded and not run."""
+    """`values`, and for a loss (a scalar with a graph behind it) the gradients that its backward
+    would leave, recorded and not run."""
     from ._predict import UndoWrites
 
     out = list(values)
     for loss in values:
         if loss.numel() == 1 and loss.requires_grad:
             leaves, reentrant = _backward._leaves([loss])
-            if reentrant:  # such a checkpoint runs inside backward() only: the forward is what can be told
+            if (
+                reentrant
+            ):  # such a checkpoint runs inside backward() only: the forward is what can be told
                 continue
             hooks = _backward.quiet_hooks(leaves, _backward.BEFORE)
             _special.effects_count = False
             try:
                 with UndoWrites():  # type: ignore[no-untyped-call]
-                    found = _backward._original((loss,), (torch.ones_like(loss),), True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False)
+                    found = _backward._original(
+                        (loss,),
+                        (torch.ones_like(loss),),
+                        True,
+                        False,
+                        tuple(leaves),
+                        allow_unreachable=True,
+                        accumulate_grad=False,
+                    )
             finally:
                 _special.effects_count = True
                 _backward.wake_hooks(hooks)
@@ -287,7 +400,8 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def explain(*values: Any) -> Plan:
-    """The plan of the step that would compute `values` (anything lazy) and, for a loss, its backward. Runs nothing.
+    """The plan of the step that would compute `values` (anything lazy) and, for a loss, its
+    backward. Runs nothing.
 
     Returns:
         A `Plan`; print it: it names the largest tensors by line.
@@ -305,5 +419,8 @@ def explain(*values: Any) -> Plan:
     tree_map(look, values)
     if not lazies:
         kinds = ", ".join(type(v).__name__ for v in values) or "nothing"
-        raise ValueError(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>): expected a lazy value, got {kinds}")
+        raise ValueError(
+            f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>): expected a lazy "
+            f"value, got {kinds}"
+        )
     return Plan(_core.explain(_step_of(lazies)), lazies)

@@ -1,4 +1,5 @@
-"""Random operators: the user's generator moves as eager would move it, and what a slice draws is a part of what the whole would have drawn."""
+"""Random operators: the user's generator moves as eager would move it, and what a slice draws is a
+part of what the whole would have drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def _generator(device: torch.device) -> Any:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if device.index is None else device.index
+        ]
     raise UnsupportedError(f"a random operator on {device} is not captured yet")
 
 
@@ -29,7 +32,9 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
-    if _core.configure()["dry"]:  # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
+    if _core.configure()[
+        "dry"
+    ]:  # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
     given, default = kwargs.pop("generator", None), _generator(self.device)
@@ -54,16 +59,22 @@ _known_words: dict[Any, int] = {}
 
 
 def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many 32-bit words of the CPU generator each element takes, one element after the other in memory; 0: not so here, or not known."""
+    """How many 32-bit words of the CPU generator each element takes, one element after the other in
+    memory; 0: not so here, or not known."""
     if func not in _in_order:
         return 0
     if (func, dtype) not in _known_words:
-        _known_words[func, dtype] = next((n for n in (1, 2) if _takes(n, func, dtype, rest, kwargs)), 0)
+        _known_words[func, dtype] = next(
+            (n for n in (1, 2) if _takes(n, func, dtype, rest, kwargs)), 0
+        )
     return _known_words[func, dtype]
 
 
-def _takes(n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tried on this build: a draw in parts is the draw of the whole, memory's order counts, and the state is where n_words an element bring it."""
+def _takes(
+    n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Tried on this build: a draw in parts is the draw of the whole, memory's order counts, and the
+    state is where n_words an element bring it."""
     sizes = (1, 2, 13, 16, 31, 100, 311, 625, 2000)
     state = torch.Generator().manual_seed(20).get_state()
 
@@ -74,7 +85,9 @@ def _takes(n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], k
         return like, generator.get_state()
 
     whole, end = draw(torch.empty(sum(sizes), dtype=dtype, device="cpu"), state)
-    turned, turned_end = draw(torch.empty(31, sum(sizes) // 31 + 1, dtype=dtype, device="cpu").t(), state)
+    turned, turned_end = draw(
+        torch.empty(31, sum(sizes) // 31 + 1, dtype=dtype, device="cpu").t(), state
+    )
     if not torch.equal(turned.t().flatten()[: len(whole)], whole):
         return False
     at = 0
@@ -102,12 +115,16 @@ def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: A
     if _draws_once(func, like.dtype) and like.numel() > 0:
         size, stride = (1,), (1,)
     dummy = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
-    rest = [torch.full(a.size(), 0.5, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args[1:]]
+    rest = [
+        torch.full(a.size(), 0.5, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
+        for a in args[1:]
+    ]
     func(dummy, *rest, **kwargs, generator=generator)
 
 
 def _draws_once(func: Any, dtype: torch.dtype) -> bool:
-    """bernoulli_(p) through MKL takes one number from the generator, whatever the size. Checked here, on this build, not assumed."""
+    """bernoulli_(p) through MKL takes one number from the generator, whatever the size. Checked
+    here, on this build, not assumed."""
     if func is not aten.bernoulli_.float:
         return False
     key = (func, dtype)
@@ -124,16 +141,23 @@ def _self_test(func: Any, dtype: torch.dtype) -> bool:
         return g.get_state().numpy().tobytes()
 
     makes: list[Callable[[], torch.Tensor]] = [
-        lambda n=n: torch.empty(n, dtype=dtype) for n in (1, 2, 3, 7, 15, 16, 17, 31, 100, 623, 624, 625, 1000, 4097, 70001)  # type: ignore[misc]
+        lambda n=n: torch.empty(n, dtype=dtype)
+        for n in (1, 2, 3, 7, 15, 16, 17, 31, 100, 623, 624, 625, 1000, 4097, 70001)  # type: ignore[misc]
     ]
-    makes += [lambda: torch.empty(6, 8, dtype=dtype).t(), lambda: torch.empty(9, 9, dtype=dtype)[:, ::2], lambda: torch.empty(4, 5, 6, dtype=dtype)[:, :3]]
+    makes += [
+        lambda: torch.empty(6, 8, dtype=dtype).t(),
+        lambda: torch.empty(9, 9, dtype=dtype)[:, ::2],
+        lambda: torch.empty(4, 5, 6, dtype=dtype)[:, :3],
+    ]
     first = after(makes[0])
     return all(after(m) == first for m in makes)
 
 
 @special("bernoulli")
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fresh = redispatch(aten.empty_like.default, args[:1], {"memory_format": torch.contiguous_format})
+    fresh = redispatch(
+        aten.empty_like.default, args[:1], {"memory_format": torch.contiguous_format}
+    )
     p = args[1] if len(args) > 1 else kwargs.get("p", args[0])
     rest = {k: v for k, v in kwargs.items() if k == "generator"}
     write = aten.bernoulli_.Tensor if isinstance(p, torch.Tensor) else aten.bernoulli_.float
@@ -150,14 +174,20 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if x.numel() == 0:
         return x, redispatch(aten.empty_like.default, (x,), {})
     if train is False:
-        return redispatch(aten.clone.default, (x,), {}), redispatch(aten.ones_like.default, (x,), {"dtype": torch.bool})
-    if _is_fused(x.device):  # one kernel that draws by position: its mask for anything of this shape is the mask for x
+        return redispatch(aten.clone.default, (x,), {}), redispatch(
+            aten.ones_like.default, (x,), {"dtype": torch.bool}
+        )
+    if _is_fused(
+        x.device
+    ):  # one kernel that draws by position: its mask for anything of this shape is the mask for x
         like = redispatch(aten.empty_like.default, (x,), {})
         generator = _generator(x.device)
         state = generator.get_state()
         _, mask = _core.record(func, (like, p, True), {})
         _core.random(mask, generator, state, 0)
-        aten.native_dropout(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device), p, True)  # the generator moves as eager's
+        aten.native_dropout(
+            torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device), p, True
+        )  # the generator moves as eager's
     else:
         mask = redispatch(aten.empty_like.default, (x,), {"dtype": torch.bool})
         mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})

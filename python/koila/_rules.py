@@ -1,4 +1,5 @@
-"""What users say of operators and modules that koila does not know: `register_rule` and `opaque`."""
+"""What users say of operators and modules that koila does not know: `register_rule` and
+`opaque`."""
 
 from __future__ import annotations
 
@@ -19,35 +20,70 @@ from ._errors import UnsupportedError
 def register_rule(op: Any, *alternatives: str) -> None:
     """Say how a custom operator behaves when the batch is sliced, so that it need not be gathered.
 
-    op: an `OpOverload` (`torch.ops.mylib.op.default`), a packet with one overload, what `torch.library.custom_op` returns, or a name such as
+    op: an `OpOverload` (`torch.ops.mylib.op.default`), a packet with one overload, what
+    `torch.library.custom_op` returns, or a name such as
         `"mylib::op"`.
-    alternatives: each names what every tensor argument is, `->`, and what every result is: `R` whole, `S<d>` sliced along dimension d,
-        `P` a partial sum over slices. The first that fits is taken: `register_rule("mylib::mm", "S0,R->S0", "R,S1->S1", "S1,S0->P")`.
+    alternatives: each names what every tensor argument is, `->`, and what every result is: `R`
+    whole, `S<d>` sliced along dimension d,
+        `P` a partial sum over slices. The first that fits is taken: `register_rule("mylib::mm",
+        "S0,R->S0", "R,S1->S1", "S1,S0->P")`.
 
-    The claim is yours: a wrong rule gives wrong numbers. Arguments that hold sizes are not adapted to the slice.
+    The claim is yours: a wrong rule gives wrong numbers. Arguments that hold sizes are not adapted
+    to the slice.
     Raises: ValueError when a rule cannot be read.
     """
     if not alternatives:
-        raise ValueError(f"register_rule({op!r}): expected at least one rule such as 'S0,R->S0', got none")
+        raise ValueError(
+            f"register_rule({op!r}): expected at least one rule such as 'S0,R->S0', got none"
+        )
     op = getattr(op, "_opoverload", op)
-    name = op if isinstance(op, str) else getattr(op, "_schema", None) and op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    name = (
+        op
+        if isinstance(op, str)
+        else getattr(op, "_schema", None)
+        and op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    )
     if not name:
         overloads = getattr(op, "overloads", None)
         if overloads is None or len(overloads()) != 1:
-            raise ValueError(f"register_rule({op!r}): expected an operator with one overload, or its name 'namespace::name.overload'")
+            raise ValueError(
+                f"register_rule({op!r}): expected an operator with one overload, or its name "
+                "'namespace::name.overload'"
+            )
         return register_rule(getattr(op, overloads()[0]), *alternatives)
     if "::" not in name:
-        raise ValueError(f"register_rule({op!r}): expected a name like 'namespace::name', got {name!r}")
+        raise ValueError(
+            f"register_rule({op!r}): expected a name like 'namespace::name', got {name!r}"
+        )
     _core.register_rule(name.removesuffix(".default"), "; ".join(alternatives))
 
 
 class _Call:
-    """A way of calling an opaque function: everything but the tensors. Recorded operators name it by `key`; it lives while the function does, and while a
-    step holds such an operator. `results`: how its results are nested, and where they have a tensor rather than None. `shapes`: of a sharded module, what it gave."""
+    """A way of calling an opaque function: everything but the tensors. Recorded operators name it
+    by `key`; it lives while the function does, and while a step holds such an operator. `results`:
+    how its results are nested, and where they have a tensor rather than None. `shapes`: of a
+    sharded module, what it gave."""
 
-    __slots__ = ("__weakref__", "function", "key", "module", "names", "rebuild", "results", "shapes", "shards")
+    __slots__ = (
+        "__weakref__",
+        "function",
+        "key",
+        "module",
+        "names",
+        "rebuild",
+        "results",
+        "shapes",
+        "shards",
+    )
 
-    def __init__(self, function: Any, rebuild: Any, module: torch.nn.Module | None, names: list[str], shards: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        function: Any,
+        rebuild: Any,
+        module: torch.nn.Module | None,
+        names: list[str],
+        shards: list[torch.Tensor],
+    ) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.shards = names, shards
         self.results: tuple[Any, list[bool]] | None = None
@@ -55,16 +91,22 @@ class _Call:
         self.key = next(_keys)
         _calls[self.key] = self
 
-    def __call__(self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """The tensors of the results; None among them is left out, and put back by `nested`."""
         args, kwargs = self.rebuild(inputs)
         if self.module is not None and self.names:
-            result = torch.func.functional_call(self.module, dict(zip(self.names, parameters)), args, kwargs)
+            result = torch.func.functional_call(
+                self.module, dict(zip(self.names, parameters)), args, kwargs
+            )
         else:
             result = self.function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(result)
         if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
-            raise UnsupportedError("opaque(): the function may return tensors, in any structure, and nothing else")
+            raise UnsupportedError(
+                "opaque(): the function may return tensors, in any structure, and nothing else"
+            )
         self.results = structure, [x is not None for x in leaves]
         return [x for x in leaves if x is not None]
 
@@ -81,7 +123,9 @@ _keys = itertools.count(1)
 _library: Any = None
 
 
-def _forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int) -> list[torch.Tensor]:
+def _forward(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+) -> list[torch.Tensor]:
     with torch.no_grad():
         results = _calls[key](inputs, parameters)
     return [r.clone() if any(r is i for i in inputs) or r._is_view() else r for r in results]
@@ -90,7 +134,13 @@ def _forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: in
 class _WithAutograd:
     """Calls of the executor run below autograd; this puts it back for the recomputation inside."""
 
-    _keys = ("AutogradFunctionality", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
+    _keys = (
+        "AutogradFunctionality",
+        "ADInplaceOrView",
+        "AutogradCPU",
+        "AutogradCUDA",
+        "AutogradOther",
+    )
 
     def __enter__(self) -> None:
         self._before = []
@@ -107,10 +157,15 @@ class _WithAutograd:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
-def _backward_of(grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int) -> list[torch.Tensor]:
+def _backward_of(
+    grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+) -> list[torch.Tensor]:
     call = _calls[key]
     with _WithAutograd():
-        fresh = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in [*inputs, *parameters]]
+        fresh = [
+            t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+            for t in [*inputs, *parameters]
+        ]
         results = call(fresh[: len(inputs)], fresh[len(inputs) :])
         pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
         wanted = [t for t in fresh if t.requires_grad]
@@ -118,9 +173,15 @@ def _backward_of(grads: list[torch.Tensor], inputs: list[torch.Tensor], paramete
         if not pairs:
             found = iter([None] * len(wanted))
         elif call.shards:  # a sharded module adds to the .grad of its own parameters
-            found = iter(_sharded.gradients(call.shards, pairs, wanted[: len(wanted) - len(parameters)]))
+            found = iter(
+                _sharded.gradients(call.shards, pairs, wanted[: len(wanted) - len(parameters)])
+            )
         else:
-            found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+            found = iter(
+                torch.autograd.grad(
+                    [r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+                )
+            )
     out = []
     for t in fresh:
         g = next(found) if t.requires_grad else None
@@ -134,39 +195,68 @@ def _define() -> Any:
     if _library is None:
         _library = torch.library.Library("koila", "FRAGMENT")
         _library.define("opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
-        _library.define("opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
+        _library.define(
+            "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> "
+            "Tensor[]"
+        )
         for key in ("CPU", "CUDA"):
             _library.impl("opaque", _forward, key)
             _library.impl("opaque_backward", _backward_of, key)
         torch.library.register_fake("koila::opaque", _fake_forward, lib=_library)
-        torch.library.register_fake("koila::opaque_backward", lambda grads, inputs, parameters, id: [torch.empty_like(t) for t in [*inputs, *parameters]], lib=_library)
+        torch.library.register_fake(
+            "koila::opaque_backward",
+            lambda grads, inputs, parameters, id: [
+                torch.empty_like(t) for t in [*inputs, *parameters]
+            ],
+            lib=_library,
+        )
     return torch.ops.koila
 
 
-def _fake_forward(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> list[torch.Tensor]:
+def _fake_forward(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+) -> list[torch.Tensor]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     shapes = _calls[id].shapes.get(_sharded.shapes_key(inputs))
     if shapes is None:
         with unset_fake_temporarily():
             shapes = _shapes_of_rows(inputs, parameters, id)
-    return [inputs[0].new_empty((inputs[0].shape[0], *shape[1:]), dtype=dtype) for shape, dtype in shapes]
+    return [
+        inputs[0].new_empty((inputs[0].shape[0], *shape[1:]), dtype=dtype)
+        for shape, dtype in shapes
+    ]
 
 
-def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the results, from a run on two real rows of zeros: a compiled module or a custom kernel has no shape function."""
+def _shapes_of_rows(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the results, from a run on two real rows of zeros: a compiled module or
+    a custom kernel has no shape function."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
     module = _calls[id].module
     modes = [(m, m.training) for m in module.modules()] if module is not None else []
     with torch.random.fork_rng(devices=[]):
-        real = [torch.zeros([rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)], dtype=t.dtype, device=t.device) for t in inputs]
+        real = [
+            torch.zeros(
+                [rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)],
+                dtype=t.dtype,
+                device=t.device,
+            )
+            for t in inputs
+        ]
         try:
             if module is not None:
                 module.eval()  # two rows of zeros must not touch running statistics
-            results = _forward(real, [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters], id)
+            results = _forward(
+                real, [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters], id
+            )
         finally:
-            for m, training in modes:  # each its own: a frozen batch norm inside a model that trains stays frozen
+            for (
+                m,
+                training,
+            ) in modes:  # each its own: a frozen batch norm inside a model that trains stays frozen
                 m.training = training
     return [(tuple(r.shape), r.dtype) for r in results]
 
@@ -181,8 +271,17 @@ class _Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         tensors = ctx.saved_tensors
-        found = _define().opaque_backward(list(grads), list(tensors[: ctx.n_inputs]), list(tensors[ctx.n_inputs :]), ctx.call.key)
-        return (None, None, *(g if t.is_floating_point() or t.is_complex() else None for g, t in zip(found, tensors)))
+        found = _define().opaque_backward(
+            list(grads), list(tensors[: ctx.n_inputs]), list(tensors[ctx.n_inputs :]), ctx.call.key
+        )
+        return (
+            None,
+            None,
+            *(
+                g if t.is_floating_point() or t.is_complex() else None
+                for g, t in zip(found, tensors)
+            ),
+        )
 
 
 class _Runner:
@@ -197,7 +296,9 @@ class _Runner:
         at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         if not any(_core.is_lazy(leaves[i]) for i in at):
             return self._function(*args, **kwargs)
-        at.sort(key=lambda i: not _core.is_lazy(leaves[i]))  # a batched one first: it tells the number of rows
+        at.sort(
+            key=lambda i: not _core.is_lazy(leaves[i])
+        )  # a batched one first: it tells the number of rows
         tensors = [leaves[i] for i in at]
         named: dict[str, torch.Tensor] = {}
         shards: list[torch.Tensor] = []
@@ -207,16 +308,34 @@ class _Runner:
         elif self._module is not None:
             named = dict(self._module.named_parameters())
             parameters = list(named.values())
-        call = self._call([None if isinstance(x, torch.Tensor) else x for x in leaves], structure, at, list(named), shards)
+        call = self._call(
+            [None if isinstance(x, torch.Tensor) else x for x in leaves],
+            structure,
+            at,
+            list(named),
+            shards,
+        )
         if shards:
-            _sharded.rows_shapes(call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key))
+            _sharded.rows_shapes(
+                call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key)
+            )
         results = _Opaque.apply(call, len(tensors), *tensors, *parameters)  # type: ignore[no-untyped-call]
         for r in results[:1]:
-            weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)  # no matter what it does: it keeps `call` until then
+            weakref.finalize(
+                _core.tape_of(r) if _core.is_lazy(r) else r, id, call
+            )  # no matter what it does: it keeps `call` until then
         return call.nested(results)
 
-    def _call(self, constants: list[Any], structure: Any, at: list[int], names: list[str], shards: list[torch.Tensor]) -> _Call:
-        """The same call again is the same operator to the recorder, which keeps its shapes and its plan."""
+    def _call(
+        self,
+        constants: list[Any],
+        structure: Any,
+        at: list[int],
+        names: list[str],
+        shards: list[torch.Tensor],
+    ) -> _Call:
+        """The same call again is the same operator to the recorder, which keeps its shapes and its
+        plan."""
 
         def rebuild(tensors: list[torch.Tensor]) -> Any:
             values = list(constants)
@@ -225,7 +344,14 @@ class _Runner:
             return pytree.tree_unflatten(values, structure)
 
         training = self._module is not None and self._module.training
-        alike = (repr(structure), tuple(at), training, tuple(names), tuple(map(id, shards)), tuple((type(c), c) for c in constants))
+        alike = (
+            repr(structure),
+            tuple(at),
+            training,
+            tuple(names),
+            tuple(map(id, shards)),
+            tuple((type(c), c) for c in constants),
+        )
         try:
             call = self._known.get(alike)
         except TypeError:  # an argument without a hash
@@ -238,7 +364,8 @@ class _Runner:
 
 
 class OpaqueModule(torch.nn.Module):
-    """What `opaque(module)` returns: a module with the one given inside, as `.module`; parameters, buffers and modes are that one's."""
+    """What `opaque(module)` returns: a module with the one given inside, as `.module`; parameters,
+    buffers and modes are that one's."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -261,21 +388,27 @@ def opaque(fn: torch.nn.Module) -> OpaqueModule: ...
 @overload
 def opaque(fn: _F) -> _F: ...
 def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a module or a function as it is, on real slices of the batch, forward and backward: compiled modules, fully sharded ones (FSDP), custom
-    kernels.
+    """Run a module or a function as it is, on real slices of the batch, forward and backward:
+    compiled modules, fully sharded ones (FSDP), custom kernels.
 
-    fn: takes tensors (in any structure) whose first dimension is the batch, or that are whole, and returns tensors whose first dimension is the
-        batch. Rows must be independent: what fn makes of a row may depend on that row, on whole arguments and on its parameters only.
+    fn: takes tensors (in any structure) whose first dimension is the batch, or that are whole, and
+    returns tensors whose first dimension is the
+        batch. Rows must be independent: what fn makes of a row may depend on that row, on whole
+        arguments and on its parameters only.
 
-    Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a function. Backward runs fn again on each slice.
-    Buffers that fn writes, and random numbers that it draws, are its own business: they happen once per slice and run. Without lazy arguments fn is
-    called directly. A sharded module runs its collectives once per slice: the ranks agree on the number of slices before a step runs, and raise together where
-    they cannot, or where one of them fails outside of the module.
+    Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a
+    function. Backward runs fn again on each slice. Buffers that fn writes, and random numbers that
+    it draws, are its own business: they happen once per slice and run. Without lazy arguments fn is
+    called directly. A sharded module runs its collectives once per slice: the ranks agree on the
+    number of slices before a step runs, and raise together where they cannot, or where one of them
+    fails outside of the module.
     """
     if isinstance(fn, torch.nn.Module):
         return OpaqueModule(fn)
     if not callable(fn):
-        raise ValueError(f"opaque({fn!r}): expected a module or a function, got {type(fn).__name__}")
+        raise ValueError(
+            f"opaque({fn!r}): expected a module or a function, got {type(fn).__name__}"
+        )
     run = _Runner(fn, None)
 
     @functools.wraps(fn)

@@ -1,4 +1,5 @@
-"""What the executor (run.c) needs of Python: mode guards, free memory of the device, and the operators that only rewrites use."""
+"""What the executor (run.c) needs of Python: mode guards, free memory of the device, and the
+operators that only rewrites use."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from ._torch import ViewFlags, torch
 
 
 class _Guards:
-    """Below autograd, no autocast, no torch functions, conjugate views resolved, while the object lives. Autograd keys are excluded from construction on."""
+    """Below autograd, no autocast, no torch functions, conjugate views resolved, while the object
+    lives. Autograd keys are excluded from construction on."""
 
     __slots__ = ("_autocast", "_below", "_flags", "_functions", "_grad")
 
@@ -38,13 +40,15 @@ def guards() -> _Guards:
 
 
 def free_bytes() -> int | None:
-    """Bytes of the CPU's memory that a step may use beyond what is live; None when nothing is known. (A GPU's: `_cuda.py`.)"""
+    """Bytes of the CPU's memory that a step may use beyond what is live; None when nothing is
+    known. (A GPU's: `_cuda.py`.)"""
     free = _core.free_memory()["free"]
     return None if free is None else int(free * 0.9)
 
 
 def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
-    """What is held while a step that reads these leaves (with: is it a batch?) runs: for a step that is only planned. A batch on meta stands for its shape alone."""
+    """What is held while a step that reads these leaves (with: is it a batch?) runs: for a step
+    that is only planned. A batch on meta stands for its shape alone."""
     storages = {}
     for t, is_batch in leaves:
         if t.layout is torch.strided and not (is_batch and t.device.type == "meta"):
@@ -54,19 +58,34 @@ def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
 
 
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """koila::moments of src/placement/pseudo.def: f[3, ...]: count, mean, sum of squared deviations over dims."""
+    """koila::moments of src/placement/pseudo.def: f[3, ...]: count, mean, sum of squared deviations
+    over dims."""
     n = 1
     for d in dims:
         n *= x.shape[d]
-    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}.get(x.dtype, x.dtype)
+    wide = {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.float32: torch.float64,
+    }.get(x.dtype, x.dtype)
     if n == 0:
-        return torch.zeros([3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=wide, device=x.device)
+        return torch.zeros(
+            [3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=wide, device=x.device
+        )
     x = x if x.dtype in (torch.float32, torch.float64) else x.to(wide)
     about = x.mean(dims, keepdim=True)
-    x = x - about  # what is left of the mean is small, so exact; two plain passes are faster than Welford's one
+    x = (
+        x - about
+    )  # what is left of the mean is small, so exact; two plain passes are faster than Welford's one
     rest = x.mean(dims).to(wide)
     squares = x.square_().sum(dims).to(wide)
-    return torch.stack([torch.full_like(rest, n), about.reshape(rest.shape).to(wide) + rest, squares - rest * rest * n])
+    return torch.stack(
+        [
+            torch.full_like(rest, n),
+            about.reshape(rest.shape).to(wide) + rest,
+            squares - rest * rest * n,
+        ]
+    )
 
 
 def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -77,7 +96,9 @@ def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([n, a[1] + d * share, a[2] + b[2] + d * d * a[0] * share])
 
 
-def _own_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]) -> list[torch.Tensor]:
+def _own_rows(
+    x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor]
+) -> list[torch.Tensor]:
     rows = torch.arange(x.shape[0], device=x.device)
     return [rows.view([-1 if k == dim else 1 for k in range(n_dims)]), *indices]
 
@@ -87,7 +108,14 @@ def _index_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tens
     return torch.ops.aten.index(x, _own_rows(x, dim, n_dims, indices))
 
 
-def _index_put_rows(x: torch.Tensor, dim: int, n_dims: int, indices: list[torch.Tensor], values: torch.Tensor, accumulate: bool) -> Any:
+def _index_put_rows(
+    x: torch.Tensor,
+    dim: int,
+    n_dims: int,
+    indices: list[torch.Tensor],
+    values: torch.Tensor,
+    accumulate: bool,
+) -> Any:
     """koila::index_put_rows of src/placement/pseudo.def."""
     return torch.ops.aten.index_put(x, _own_rows(x, dim, n_dims, indices), values, accumulate)
 
@@ -103,25 +131,47 @@ def _offsets(indices: torch.Tensor, step: int) -> torch.Tensor:
 
 def _bags(indices: torch.Tensor, step: int) -> torch.Tensor:
     """Whose every entry is."""
-    return torch.arange(indices.numel() // step, dtype=indices.dtype, device=indices.device).repeat_interleave(step)
+    return torch.arange(
+        indices.numel() // step, dtype=indices.dtype, device=indices.device
+    ).repeat_interleave(step)
 
 
-def _embedding_bag(weight: Any, indices: Any, step: int, mode: int, weights: Any, padding: int, trains: bool) -> Any:
+def _embedding_bag(
+    weight: Any, indices: Any, step: int, mode: int, weights: Any, padding: int, trains: bool
+) -> Any:
     """koila::embedding_bag of src/placement/pseudo.def."""
     call = torch.ops.aten._embedding_bag if trains else torch.ops.aten._embedding_bag_forward_only
-    return call(weight, indices, _offsets(indices, step), False, mode, False, weights, False, padding)
+    return call(
+        weight, indices, _offsets(indices, step), False, mode, False, weights, False, padding
+    )
 
 
-def _embedding_bag_backward(grad: Any, indices: Any, step: int, sizes: Any, most: Any, n: int, mode: int, weights: Any, padding: int) -> Any:
+def _embedding_bag_backward(
+    grad: Any,
+    indices: Any,
+    step: int,
+    sizes: Any,
+    most: Any,
+    n: int,
+    mode: int,
+    weights: Any,
+    padding: int,
+) -> Any:
     """koila::embedding_bag_backward of src/placement/pseudo.def."""
     sizes, most = (indices.new_empty(0) if t is None else t for t in (sizes, most))
     offsets, bags = _offsets(indices, step), _bags(indices, step)
-    return torch.ops.aten._embedding_bag_backward(grad, indices, offsets, bags, sizes, most, n, False, mode, False, weights, padding)
+    return torch.ops.aten._embedding_bag_backward(
+        grad, indices, offsets, bags, sizes, most, n, False, mode, False, weights, padding
+    )
 
 
-def _embedding_bag_weights_backward(grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int) -> Any:
+def _embedding_bag_weights_backward(
+    grad: Any, weight: Any, indices: Any, step: int, mode: int, padding: int
+) -> Any:
     """koila::embedding_bag_weights_backward of src/placement/pseudo.def."""
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(grad, weight, indices, _offsets(indices, step), _bags(indices, step), mode, padding)
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad, weight, indices, _offsets(indices, step), _bags(indices, step), mode, padding
+    )
 
 
 PSEUDO: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Factories of the user's (torch.zeros and its like in the middle of a step) that became plain tensors in a lazy wrapper: Note [Settling] in factories.c."""
+"""Factories of the user's (torch.zeros and its like in the middle of a step) that became plain
+tensors in a lazy wrapper: Note [Settling] in factories.c."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from . import _core
 from ._calls import lazies_of, map_call, map_tensors, redispatch, tensors_of, with_strides
 from ._tensor import plain
 
-def settled_views(base: torch.Tensor, meta: tuple[Any, ...], fresh: bool, places: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+
+def settled_views(
+    base: torch.Tensor, meta: tuple[Any, ...], fresh: bool, places: list[tuple[Any, ...]]
+) -> list[torch.Tensor]:
     """Memory for a factory that settles, with the contents of `base`, as its wrappers see it."""
     with torch.inference_mode(False), torch.no_grad():
         memory = base if fresh and tuple(base.stride()) == meta[3] else with_strides(base, meta)
@@ -18,7 +22,9 @@ def settled_views(base: torch.Tensor, meta: tuple[Any, ...], fresh: bool, places
 
 def alias_of(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor with the memory and the version counter of `x`, which has memory."""
-    key = torch._C.DispatchKey.ADInplaceOrView  # shares the counter; it is switched off while an operator is recorded
+    key = (
+        torch._C.DispatchKey.ADInplaceOrView
+    )  # shares the counter; it is switched off while an operator is recorded
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     guard = torch._C._DisableTorchDispatch()
     try:
@@ -31,7 +37,8 @@ def alias_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on a settled factory: it is a plain tensor, and only its class brought it here. See Note [Settling] in factories.c."""
+    """An operator on a settled factory: it is a plain tensor, and only its class brought it here.
+    See Note [Settling] in factories.c."""
     if lazies_of(args, kwargs):
         back = {id(s): t for t in tensors_of(args, kwargs) if (s := _core.settled(t)) is not None}
         a, k = map_call(lambda t: t if _core.is_lazy(t) else plain(t), args, kwargs)
@@ -45,12 +52,20 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
     finally:
         del guard
-    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_") or "out" in kwargs:
+    if (
+        torch.Tag.inplace_view in func.tags
+        or func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
+        or "out" in kwargs
+    ):
         for t in tensors_of(args, kwargs):
             if _core.settled(t) is not None:
                 _core.resettle(t, alias_of(t))
     for write, a in zip(func._schema.arguments, args):
-        if write.alias_info is not None and write.alias_info.is_write and isinstance(a, (list, tuple)):
+        if (
+            write.alias_info is not None
+            and write.alias_info.is_write
+            and isinstance(a, (list, tuple))
+        ):
             count_write(a)
     return result
 

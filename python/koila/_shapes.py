@@ -1,4 +1,5 @@
-"""What a call gives that was never seen before: FakeTensor is asked (:func:`shape`), and what it does not know is added; factories; and what a write may not overlap."""
+"""What a call gives that was never seen before: FakeTensor is asked (:func:`shape`), and what it
+does not know is added; factories; and what a write may not overlap."""
 
 from __future__ import annotations
 
@@ -31,12 +32,17 @@ def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     fakes: list[Any] = []
     mode = fake_mode()
     log = _fake_log()
-    quiet, log.disabled = log.disabled, True  # it prints every failure; ours are the user's shape errors, and they are raised
+    quiet, log.disabled = (
+        log.disabled,
+        True,
+    )  # it prints every failure; ours are the user's shape errors, and they are raised
     try:
         with mode:
 
             def fake(t: torch.Tensor) -> Any:
-                fakes.append(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device))
+                fakes.append(
+                    torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+                )
                 return fakes[-1]
 
             a, k = map_call(fake, args, kwargs)
@@ -53,18 +59,25 @@ def _fake_log() -> Any:
 
 def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
     if t.layout is not torch.strided:
-        raise UnsupportedError(f"a result of layout {t.layout} cannot be lazy. Make the argument plain with x.torch()")
+        raise UnsupportedError(
+            f"a result of layout {t.layout} cannot be lazy. Make the argument plain with x.torch()"
+        )
     if t.device.type == "cuda" and not torch.cuda.is_available():
         torch.empty(0, device=t.device)  # raises what eager raises
     return t.dtype, t.device, tuple(t.size()), tuple(t.stride()), t.storage_offset()
 
 
 def real_error(func: Any, args: Any, kwargs: Any) -> bool:
-    """Raise what eager would raise for these shapes, by trying on zeros of the same kind. True: that works; False: too big to try."""
+    """Raise what eager would raise for these shapes, by trying on zeros of the same kind. True:
+    that works; False: too big to try."""
     tensors = tensors_of(args, kwargs)
     if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28 or not _harmless(func):
         return False
-    a, k = map_call(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(), args, kwargs)
+    a, k = map_call(
+        lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(),
+        args,
+        kwargs,
+    )
     state = torch.default_generator.get_state()
     try:
         func(*a, **k)
@@ -74,26 +87,42 @@ def real_error(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call gives: (result kind, [(0, None) | (1, meta) | (2, constant)]) of the fresh results, or a callable to call instead."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+    """What a call gives: (result kind, [(0, None) | (1, meta) | (2, constant)]) of the fresh
+    results, or a callable to call instead."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
 
     try:
         result, fakes = _fake_call(func, args, kwargs)
-        if func in (aten.view.default, aten._unsafe_view.default):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
+        if (
+            func in (aten.view.default, aten._unsafe_view.default)
+        ):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
             func(torch.empty_strided(args[0].size(), args[0].stride(), device="meta"), *args[1:])
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ):
         return value_dependent
     except UnsupportedError:
         raise
     except (NotImplementedError, ZeroDivisionError):
-        return value_dependent  # no shape function; or one that divides by the number of elements, of which there are none (backward of a mean loss: no NaN in Python)
+        # no shape function; or one that divides by the number of elements, of which there are none
+        # (backward of a mean loss: no NaN in Python)
+        return value_dependent
     except Exception as e:
-        if func.namespace != "aten":  # a custom operator without one says so in its own way; and with one, a call that is wrong is wrong on values too
+        if (
+            func.namespace != "aten"
+        ):  # a custom operator without one says so in its own way; and with one, a call that is wrong is wrong on values too
             return value_dependent
         error: BaseException = e
         try:
             if real_error(func, args, kwargs):
-                return value_dependent  # the shape function's own fault, or what it cannot describe: a nested result
+                # the shape function's own fault, or what it cannot describe: a nested result
+                return value_dependent
         except Exception as real:
             error = real
         if "allocate memory" in str(error):
@@ -106,7 +135,11 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         except Exception as e:
             raise e.with_traceback(None) from None
     schema = func._schema
-    written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+    written = {
+        i
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    }
     if written:
         mutated = [i for i, a in enumerate(which_written(func, args, kwargs)) if a]
         tensors = tensors_of(args, kwargs)
@@ -114,15 +147,31 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if fakes[i].size() != tensors[i].size():
                 if _core.settle(tensors[i]):
                     return on_settled
-                raise UnsupportedError(f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the right size")
+                raise UnsupportedError(
+                    f"{func}: the tensor to write would be resized from "
+                    f"{tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the "
+                    "right size"
+                )
             if torch._debug_has_internal_overlap(fakes[i]) == 1:
-                if func is aten.copy_.default and _same_memory(args[0], args[1]):  # nothing happens, also where elements share memory
+                if func is aten.copy_.default and _same_memory(
+                    args[0], args[1]
+                ):  # nothing happens, also where elements share memory
                     return _itself
-                real_error(func, args, kwargs)  # most operators refuse to write such a tensor, and the shape functions do not look
+                real_error(
+                    func, args, kwargs
+                )  # most operators refuse to write such a tensor, and the shape functions do not look
     many = isinstance(result, (list, tuple))
-    if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in (result if many else (result,))):
+    if any(
+        isinstance(r, torch.Tensor) and not is_dense(r) for r in (result if many else (result,))
+    ):
         return value_dependent  # how many elements it stores is known only when it is there
-    kind = 3 if result is None or (many and len(schema.returns) == 0) else (2 if isinstance(result, list) else 1) if many else 0
+    kind = (
+        3
+        if result is None or (many and len(schema.returns) == 0)
+        else (2 if isinstance(result, list) else 1)
+        if many
+        else 0
+    )
     out: list[tuple[int, Any]] = []
     aliases = {id(f) for i, f in enumerate(fakes) if written and mutated.count(i)}
     for r in list(result) if many else [] if result is None else [result]:
@@ -136,22 +185,31 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out.append((2, r))
         else:
             raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
-    if func is aten._native_batch_norm_legit_functional.default:  # new running statistics are clones of the old; the shape function widens half precision
+    if (
+        func is aten._native_batch_norm_legit_functional.default
+    ):  # new running statistics are clones of the old; the shape function widens half precision
         out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (1, _rnn_workspace(args, out[3][1]))
     if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
         dtype, device, size, _, offset = out[0][1]
-        like = torch.empty(size, device="meta", memory_format=torch._prims_common.suggest_memory_format(fakes[_laid_out_as[func]]))
+        like = torch.empty(
+            size,
+            device="meta",
+            memory_format=torch._prims_common.suggest_memory_format(fakes[_laid_out_as[func]]),
+        )
         out[0] = 1, (dtype, device, size, tuple(like.stride()), offset)
     for argument, value in zip(schema.arguments, args):
-        if argument.name == "output_mask" and len(value) <= len(out):  # shape functions may describe what the kernel does not make
+        if argument.name == "output_mask" and len(value) <= len(
+            out
+        ):  # shape functions may describe what the kernel does not make
             out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
     return kind, out
 
 
-# The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where it suggests none. The shape functions follow any strides (batch norm), or
-# forget channels_last (torch 2.14's group norm).
+# The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
+# it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
+# (torch 2.14's group norm).
 _laid_out_as = {
     aten.native_group_norm.default: 0,
     aten.native_batch_norm.default: 0,
@@ -164,8 +222,9 @@ _laid_out_as = {
 
 
 def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:
-    """oneDNN's recurrent layers hand backward a workspace several times the size of their results; the shape function says it is empty. Its size is a line over
-    the rows (in whole pages), so two calls on a few rows of zeros tell it."""
+    """oneDNN's recurrent layers hand backward a workspace several times the size of their results;
+    the shape function says it is empty. Its size is a line over the rows (in whole pages), so two
+    calls on a few rows of zeros tell it."""
     x, weights, constants = args[0], args[1:5], args[7:]
     rows, batch_sizes, train = x.size(1), args[8], args[15]
     if not train or batch_sizes or rows == 0 or x.device.type != "cpu":
@@ -173,8 +232,16 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
 
     def n_bytes(n: int) -> int:
         with torch._C._AutoDispatchBelowAutograd():
-            sizes = [(x.size(0), n, x.size(2)), *(w.size() for w in weights), *((n, h.size(1)) for h in args[5:7])]
-            return int(aten.mkldnn_rnn_layer.default(*(torch.zeros(s, dtype=x.dtype) for s in sizes), *constants)[3].numel())
+            sizes = [
+                (x.size(0), n, x.size(2)),
+                *(w.size() for w in weights),
+                *((n, h.size(1)) for h in args[5:7]),
+            ]
+            return int(
+                aten.mkldnn_rnn_layer.default(
+                    *(torch.zeros(s, dtype=x.dtype) for s in sizes), *constants
+                )[3].numel()
+            )
 
     more = min(rows, 2 * max(4, torch.get_num_threads()))
     few = (more + 1) // 2
@@ -182,14 +249,21 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
         size = n_bytes(more)
         if more < rows:
             size += (size - n_bytes(few)) * (rows - more) // (more - few)
-    except RuntimeError:  # no memory for a few rows: the plan then knows less, and the step may still run
+    except (
+        RuntimeError
+    ):  # no memory for a few rows: the plan then knows less, and the step may still run
         return said
     return said[0], said[1], (size,), (1,), 0
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Of lazy tensors: the same elements, in the same order?"""
-    alike = a.size() == b.size() and a.stride() == b.stride() and a.storage_offset() == b.storage_offset() and a.dtype == b.dtype
+    alike = (
+        a.size() == b.size()
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and a.dtype == b.dtype
+    )
     return a is b or (alike and any(w is b for w in _core.group_wrappers(a)))
 
 
@@ -198,19 +272,43 @@ def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _harmless(func: Any) -> bool:
-    """May it run on zeros? Not what takes a workspace that another call must have filled: that crashes."""
+    """May it run on zeros? Not what takes a workspace that another call must have filled: that
+    crashes."""
     name = func._schema.name
-    return func.namespace == "aten" and not any(word in name for word in ("mkldnn", "rnn", "backward", "cudnn", "miopen", "mps", "quantized", "fbgemm", "embedding_bag"))
+    return func.namespace == "aten" and not any(
+        word in name
+        for word in (
+            "mkldnn",
+            "rnn",
+            "backward",
+            "cudnn",
+            "miopen",
+            "mps",
+            "quantized",
+            "fbgemm",
+            "embedding_bag",
+        )
+    )
 
 
 def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
-    """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for 'Long''): try a few elements. Only calls with one tensor, of
-    whole numbers: with several, a shrunken call may not fit together, and kernels trust their callers."""
+    """Shape functions know nothing of dtypes without a kernel ('"softmax" not implemented for
+    'Long''): try a few elements. Only calls with one tensor, of whole numbers: with several, a
+    shrunken call may not fit together, and kernels trust their callers."""
     tensors = tensors_of(args, kwargs)
-    if not _harmless(func) or len(tensors) != 1 or tensors[0].dtype.is_floating_point or torch.Tag.nondeterministic_seeded in func.tags:
+    if (
+        not _harmless(func)
+        or len(tensors) != 1
+        or tensors[0].dtype.is_floating_point
+        or torch.Tag.nondeterministic_seeded in func.tags
+    ):
         return
     try:
-        a, k = map_call(lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device), args, kwargs)
+        a, k = map_call(
+            lambda t: torch.zeros([min(s, 4) for s in t.size()], dtype=t.dtype, device=t.device),
+            args,
+            kwargs,
+        )
         func(*a, **k)
     except Exception as e:  # the shrunken call may be wrong in itself; only a missing kernel counts
         if "not implemented for" in str(e):
@@ -218,13 +316,16 @@ def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
 
 
 _ALIKE = frozenset(
-    "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
-    " native_layer_norm native_group_norm binary_cross_entropy nll_loss_forward nll_loss2d_forward nll_loss_nd index_add scatter_reduce prelu grid_sampler_2d".split()
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
+    " native_layer_norm native_group_norm binary_cross_entropy nll_loss_forward "
+    "nll_loss2d_forward nll_loss_nd index_add scatter_reduce prelu grid_sampler_2d".split()
 )
 
 
 def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
-    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few overlook a shape. There eager is asked: it nearly always objects."""
+    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few
+    overlook a shape. There eager is asked: it nearly always objects."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
     dtypes = {t.dtype for t in tensors_of(args, kwargs)}
     if name.startswith("bitwise"):
@@ -232,7 +333,10 @@ def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "bucketize":
         return isinstance(args[0], torch.Tensor) and args[1].dim() != 1
     if name == "index_add":
-        sizes = [[n for i, n in enumerate(t.size()) if i != args[1] % max(1, t.dim())] for t in (args[0], args[3])]
+        sizes = [
+            [n for i, n in enumerate(t.size()) if i != args[1] % max(1, t.dim())]
+            for t in (args[0], args[3])
+        ]
         if sizes[0] != sizes[1]:
             return True
     if name not in _ALIKE or len(dtypes) == 1:
@@ -245,8 +349,9 @@ def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A written tensor shares memory with another argument: let eager's own check speak, on memory of the same shape. With large ones it does not, for it would cost
-    as much: check_shared() then refuses what really overlaps."""
+    """A written tensor shares memory with another argument: let eager's own check speak, on memory
+    of the same shape. With large ones it does not, for it would cost as much: check_shared() then
+    refuses what really overlaps."""
     memory: dict[int, torch.Tensor] = {}
     sizes: dict[int, int] = {}
     for t in lazies_of(args, kwargs):
@@ -269,7 +374,11 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def _end(t: torch.Tensor) -> int:
     """One beyond the last place of t in its storage, in elements."""
-    return int(t.storage_offset()) + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride())) if t.numel() else 0
+    return (
+        int(t.storage_offset()) + 1 + sum((s - 1) * d for s, d in zip(t.size(), t.stride()))
+        if t.numel()
+        else 0
+    )
 
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
@@ -291,8 +400,9 @@ def _dims(layout: Layout) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=1024)
 def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
-    """Of two layouts in one storage: (do they share an element, does a hold every element of b without holding one twice). Where that would take long to find out, the
-    answers that get a refusal."""
+    """Of two layouts in one storage: (do they share an element, does a hold every element of b
+    without holding one twice). Where that would take long to find out, the answers that get a
+    refusal."""
     dims_a, dims_b = _dims(a), _dims(b)
     if any(s == 0 for _, s in dims_a + dims_b):
         return False, any(s == 0 for _, s in dims_b)
@@ -302,7 +412,9 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
     def last(at: int, dims: list[tuple[int, int]]) -> int:
         return at + sum((s - 1) * d for d, s in dims)
 
-    while dims_a and dims_b and dims_a[-1] == dims_b[-1]:  # the same outer dimension, whose steps jump over all the rest: one step tells it all
+    while (
+        dims_a and dims_b and dims_a[-1] == dims_b[-1]
+    ):  # the same outer dimension, whose steps jump over all the rest: one step tells it all
         if max(last(at_a, dims_a[:-1]), last(at_b, dims_b[:-1])) >= dims_a[-1][0]:
             break
         dims_a, dims_b = dims_a[:-1], dims_b[:-1]
@@ -324,27 +436,38 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
 
 
 def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
-    """`y.mul_(y[:, :1])`, `y.addmm_(y, y)`: eager lets some such writes pass and then reads what it has just written, in an order that is its own. Values cannot
-    follow that."""
-    if written.element_size() != other.element_size() or shared_places(layout_of(written), layout_of(other))[0]:
+    """`y.mul_(y[:, :1])`, `y.addmm_(y, y)`: eager lets some such writes pass and then reads what it
+    has just written, in an order that is its own. Values cannot follow that."""
+    if (
+        written.element_size() != other.element_size()
+        or shared_places(layout_of(written), layout_of(other))[0]
+    ):
         raise UnsupportedError(
-            f"{func} writes elements of a lazy tensor that another argument, which shares its memory, reads: the result depends on the order. "
+            f"{func} writes elements of a lazy tensor that another argument, which shares its "
+            "memory, reads: the result depends on the order. "
             "Use .clone() of that argument"
         )
 
 
 def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
-    """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's elements, but once the memory is written, when it looks again, to whatever is
-    addressed. We are asked again by the same call as the first time; so beyond the view's elements it can be had as long as nothing has been written."""
-    if view._version and not shared_places(layout_of(view), (offset, tuple(size), tuple(stride)))[1]:
+    """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's
+    elements, but once the memory is written, when it looks again, to whatever is addressed. We are
+    asked again by the same call as the first time; so beyond the view's elements it can be had as
+    long as nothing has been written."""
+    if (
+        view._version
+        and not shared_places(layout_of(view), (offset, tuple(size), tuple(stride)))[1]
+    ):
         raise UnsupportedError(
-            "as_strided beyond a lazy view that requires grad, in memory that was written: its gradient depends on what views share. Use select, narrow, unfold or diagonal, or "
+            "as_strided beyond a lazy view that requires grad, in memory that was written: its "
+            "gradient depends on what views share. Use select, narrow, unfold or diagonal, or "
             "as_strided of the tensor that it is a view of"
         )
 
 
 def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A factory that reads only metadata → (func, args, kwargs, meta, fill): a call without tensors, and how to fill what it makes, or None."""
+    """A factory that reads only metadata → (func, args, kwargs, meta, fill): a call without
+    tensors, and how to fill what it makes, or None."""
     result, _ = _fake_call(func, args, kwargs)
     meta = _meta_of_result(result)[:4]
     dtype, device, size, stride = meta
@@ -365,7 +488,11 @@ def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
         fill = (aten.normal_.default, (0.0, 1.0), {})
     elif base == "randint_like":
         bounds = [a for a in args[1:] if isinstance(a, int)]
-        fill = (getattr(aten.random_, "from"), (bounds[0] if len(bounds) > 1 else 0, bounds[-1]), {})
+        fill = (
+            getattr(aten.random_, "from"),
+            (bounds[0] if len(bounds) > 1 else 0, bounds[-1]),
+            {},
+        )
     made = {"dtype": dtype, "device": device}
     if value is not None:
         if result.is_contiguous():

@@ -1,9 +1,12 @@
-"""Fully sharded modules (FSDP): what they compute is not recorded, because their parameters are gathered for a moment and let go again.
+"""Fully sharded modules (FSDP): what they compute is not recorded, because their parameters are
+gathered for a moment and let go again.
 
-On a lazy batch such a module is refused, by name; `koila.opaque(module)` runs it as it is on real slices, and what is here then lets its gradients,
-one shard a rank, go the way of all others: summed over slices, handed over at the end of the step.
+On a lazy batch such a module is refused, by name; `koila.opaque(module)` runs it as it is on real
+slices, and what is here then lets its gradients, one shard a rank, go the way of all others: summed
+over slices, handed over at the end of the step.
 
-Invariant: whatever one rank alone decides or suffers (a plan, a failure, shapes it never saw) is told to the others before they could wait for it.
+Invariant: whatever one rank alone decides or suffers (a plan, a failure, shapes it never saw) is
+told to the others before they could wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ _guarded = False
 
 
 def refuse_recording() -> None:
-    """From now on a fully sharded module raises when it meets a lazy argument. Called by `lazy()`; does nothing in programs that do not shard."""
+    """From now on a fully sharded module raises when it meets a lazy argument. Called by `lazy()`;
+    does nothing in programs that do not shard."""
     global _guarded
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if _guarded or fsdp is None:
@@ -35,25 +39,42 @@ def refuse_recording() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     for owner, name, advice in (
-        (FSDPState, "_root_pre_forward", _WRAP),  # the first thing in a call: nothing is half done when it raises
-        (FSDPParamGroup, "pre_forward", _WRAP),  # and what comes after it, where an earlier call broke off
+        (
+            FSDPState,
+            "_root_pre_forward",
+            _WRAP,
+        ),  # the first thing in a call: nothing is half done when it raises
+        (
+            FSDPParamGroup,
+            "pre_forward",
+            _WRAP,
+        ),  # and what comes after it, where an earlier call broke off
         (fsdp.FullyShardedDataParallel, "forward", _USE_FSDP2),
     ):
         setattr(owner, name, _refusing(getattr(owner, name), advice))
 
 
 _WRAP = "Wrap it once, after sharding: model = koila.opaque(model)"
-_USE_FSDP2 = "Shard it with torch.distributed.fsdp.fully_shard(), then wrap it: model = koila.opaque(model)"
+_USE_FSDP2 = (
+    "Shard it with torch.distributed.fsdp.fully_shard(), then wrap it: model = koila.opaque(model)"
+)
 
 
 def _refusing(method: Any, what_to_do: str) -> Any:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(_core.is_lazy(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+        if any(
+            _core.is_lazy(x)
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        ):
             if hasattr(self, "_training_state"):
-                self._training_state = type(self._training_state).IDLE  # the next call is a first one again
+                self._training_state = type(
+                    self._training_state
+                ).IDLE  # the next call is a first one again
             raise UnsupportedError(
-                f"a fully sharded module (FSDP) on a lazy batch: its parameters are there only while it runs, so it cannot be recorded. {what_to_do}"
+                "a fully sharded module (FSDP) on a lazy batch: its parameters are there only "
+                f"while it runs, so it cannot be recorded. {what_to_do}"
             )
         return method(self, *args, **kwargs)
 
@@ -75,8 +96,9 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The module's sharded parameters that need gradients, and for each a plain leaf over this rank's part of it, whose gradient goes on into the
-    parameter's `.grad` when it is handed over."""
+    """The module's sharded parameters that need gradients, and for each a plain leaf over this
+    rank's part of it, whose gradient goes on into the parameter's `.grad` when it is handed
+    over."""
     _core.ranks_ask(ranks_of)
     for part in _parts(module):
         part.reshard()
@@ -117,8 +139,9 @@ def _largest(meshes: list[Any], mine: list[int]) -> list[int]:
 
 
 def rows_shapes(call: Any, inputs: list[torch.Tensor], find: Callable[[], Any]) -> None:
-    """Have `call.shapes` say what these inputs give, which a run of the module finds: `find()`. All ranks run it when one of them has to: it talks to the others, and
-    which shapes a rank has seen before is its own affair (a last batch of fewer rows, longer sentences)."""
+    """Have `call.shapes` say what these inputs give, which a run of the module finds: `find()`. All
+    ranks run it when one of them has to: it talks to the others, and which shapes a rank has seen
+    before is its own affair (a last batch of fewer rows, longer sentences)."""
     kind = shapes_key(inputs)
     if _largest(_meshes_of(call.shards), [kind not in call.shapes])[0]:
         guards = _run.guards()
@@ -135,12 +158,17 @@ def shapes_key(inputs: list[torch.Tensor]) -> Any:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
-_FINE, _NO_MEMORY, _FAILED = 0, 1, 2  # the largest is what the step came to: with less memory it can be tried again, if nothing worse happened anywhere
+_FINE, _NO_MEMORY, _FAILED = (
+    0,
+    1,
+    2,
+)  # the largest is what the step came to: with less memory it can be tried again, if nothing worse happened anywhere
 
 
 class Ranks:
-    """The ranks that share the sharded modules of one step, for the executor (ranks.c). Each method but `shares` is a collective, one small all-reduce: `withdraw` goes
-    with the others' `agree`, `failed` with their `meet`."""
+    """The ranks that share the sharded modules of one step, for the executor (ranks.c). Each method
+    but `shares` is a collective, one small all-reduce: `withdraw` goes with the others' `agree`,
+    `failed` with their `meet`."""
 
     def __init__(self, shards: dict[int, list[Any]]) -> None:
         self._number = {key: i for i, key in enumerate(shards)}
@@ -152,20 +180,33 @@ class Ranks:
     def agree(self, calls: list[tuple[int, int, bool]], n_slices: int, settled: bool) -> int:
         """Are all ranks about to make the same calls of their sharded modules?
 
-        calls: of the plan, in its order: how often, which, and whether it is its backward. settled: the rows were forced or agreed on.
+        calls: of the plan, in its order: how often, which, and whether it is its backward. settled:
+        the rows were forced or agreed on.
         Returns: 0, go on; or the number of slices that all take now.
-        Raises, on all ranks: UnsupportedError, they cannot be brought to make the same calls; what `_raise` says, one of them withdrew.
+        Raises, on all ranks: UnsupportedError, they cannot be brought to make the same calls; what
+        `_raise` says, one of them withdrew.
         """
-        code = zlib.crc32(repr([(n, self._number[k], backward) for n, k, backward in calls if k in self._number]).encode())
+        code = zlib.crc32(
+            repr(
+                [(n, self._number[k], backward) for n, k, backward in calls if k in self._number]
+            ).encode()
+        )
         largest, smallest = self._exchange(_FINE, n_slices, code, settled)
         if smallest[0] == largest[0] and smallest[1] == largest[1]:
             return 0
         if not largest[2]:
             return int(largest[0])
-        slices = f"{smallest[0]} and {largest[0]} slices" if smallest[0] != largest[0] else f"{largest[0]} slices each, and different values asked for"
+        slices = (
+            f"{smallest[0]} and {largest[0]} slices"
+            if smallest[0] != largest[0]
+            else f"{largest[0]} slices each, and different values asked for"
+        )
         raise UnsupportedError(
-            f"the ranks of a sharded module cannot run this step together: they would call it a different number of times ({slices}; {n_slices} on this rank), and wait for each other "
-            "for ever. Give every rank a batch of the same size (drop_last=True), the same koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
+            "the ranks of a sharded module cannot run this step together: they would call it a "
+            f"different number of times ({slices}; {n_slices} on this rank), and wait for each "
+            "other "
+            "for ever. Give every rank a batch of the same size (drop_last=True), the same "
+            "koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
         )
 
     def _exchange(self, state: int, *mine: int) -> tuple[list[int], list[int]]:
@@ -178,7 +219,9 @@ class Ranks:
         self._exchange(_NO_MEMORY if memory else _FAILED, 0, 0, 0)
 
     def meet(self) -> None:
-        self._raise(_largest(self._meshes, [_FINE])[0], "so all ranks stopped in the middle of the step")
+        self._raise(
+            _largest(self._meshes, [_FINE])[0], "so all ranks stopped in the middle of the step"
+        )
 
     def failed(self, memory: bool) -> bool:
         """Returns: is want of memory all that happened, on any rank?"""
@@ -188,9 +231,14 @@ class Ranks:
         if worst == _NO_MEMORY:
             from ._errors import OutOfMemory
 
-            raise OutOfMemory(f"another rank of this sharded module has no memory for its part of this step, {so}; that rank's error says what is missing")
+            raise OutOfMemory(
+                "another rank of this sharded module has no memory for its part of this step, "
+                f"{so}; that rank's error says what is missing"
+            )
         if worst == _FAILED:
-            raise KoilaError(f"another rank of this sharded module failed, {so}; that rank's error says why")
+            raise KoilaError(
+                f"another rank of this sharded module failed, {so}; that rank's error says why"
+            )
 
 
 def ranks_of(keys: list[int]) -> Ranks | None:
@@ -202,10 +250,13 @@ def ranks_of(keys: list[int]) -> Ranks | None:
 
 
 def withdraw(outputs: Sequence[Any], error: BaseException) -> None:
-    """A backward of `outputs` could not be recorded here; where the step calls sharded modules, the other ranks are about to run it and learn that this one does not."""
+    """A backward of `outputs` could not be recorded here; where the step calls sharded modules, the
+    other ranks are about to run it and learn that this one does not."""
     lazies = [t for t in outputs if isinstance(t, torch.Tensor) and _core.is_lazy(t)]
     if lazies:
-        with contextlib.suppress(Exception):  # the others may be gone: `error` is the one that counts
+        with contextlib.suppress(
+            Exception
+        ):  # the others may be gone: `error` is the one that counts
             ranks = _core.ranks_of(lazies)
             if ranks is not None:
                 ranks.withdraw(isinstance(error, (MemoryError, torch.OutOfMemoryError)))
@@ -219,7 +270,14 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
         assert leaf.grad is not None
         p = parameter
-        gradient = DTensor.from_local(leaf.grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        gradient = DTensor.from_local(
+            leaf.grad,
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
+        )
         leaf.grad = None
         p.grad = gradient if p.grad is None else p.grad + gradient
         for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -231,22 +289,39 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
 
 def ends_in(leaf: torch.Tensor) -> Any:
-    """The tensor in whose `.grad` a leaf's gradient ends: itself, or the sharded parameter that it is a part of."""
+    """The tensor in whose `.grad` a leaf's gradient ends: itself, or the sharded parameter that it
+    is a part of."""
     return getattr(leaf, "_koila_parameter", leaf)
 
 
-def gradients(parameters: Sequence[Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Backward of one slice through a sharded module: the gradients of `inputs`, then of this rank's part of every parameter, reduced over the ranks.
-    `.grad` of the parameters is as before, and their hooks, which FSDP would call, wait for the end of the step."""
+def gradients(
+    parameters: Sequence[Any],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Backward of one slice through a sharded module: the gradients of `inputs`, then of this
+    rank's part of every parameter, reduced over the ranks. `.grad` of the parameters is as before,
+    and their hooks, which FSDP would call, wait for the end of the step."""
     from ._backward import AFTER, _original, quiet_hooks, wake_hooks
 
     before, after_hooks = [p.grad for p in parameters], quiet_hooks(parameters, AFTER)
     try:
         for p in parameters:
             p.grad = None
-        _original(tuple(r for r, _ in pairs), tuple(g for _, g in pairs), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _original(
+            tuple(r for r, _ in pairs),
+            tuple(g for _, g in pairs),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
         with torch.no_grad():
-            return [*(t.grad for t in inputs), *(None if p.grad is None else p.grad.to_local() for p in parameters)]
+            return [
+                *(t.grad for t in inputs),
+                *(None if p.grad is None else p.grad.to_local() for p in parameters),
+            ]
     finally:
         wake_hooks(after_hooks)
         for p, grad in zip(parameters, before):

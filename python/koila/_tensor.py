@@ -1,4 +1,5 @@
-"""The lazy tensor: a class of torch.Tensor whose operators are recorded in C (``koila._core.dispatch``), and the doors of its own: methods that never reach the dispatcher."""
+"""The lazy tensor: a class of torch.Tensor whose operators are recorded in C
+(``koila._core.dispatch``), and the doors of its own: methods that never reach the dispatcher."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Tensor = torch.Tensor  # in the class below `torch` is its method
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of the full batch that is not computed yet. It becomes concrete by itself when a Python value is needed."""
+    """A tensor of the full batch that is not computed yet. It becomes concrete by itself when a
+    Python value is needed."""
 
     __slots__ = ("_v",)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -32,7 +34,8 @@ class LazyTensor(torch.Tensor):
 
     run = torch
 
-    # torch.tensor([x.sum(), ...]) asks its items with the dispatcher switched off, so these five do not go through it
+    # torch.tensor([x.sum(), ...]) asks its items with the dispatcher switched off, so these five do
+    # not go through it
     def __float__(self) -> float:
         return float(plain(self))
 
@@ -51,7 +54,10 @@ class LazyTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         _core.settle(self)
         if self.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
+            )
         return plain(self).numpy(force=force)
 
     def tolist(self) -> Any:
@@ -60,7 +66,10 @@ class LazyTensor(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         _core.settle(self)
         if self.requires_grad:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
+            )
         return plain(self).__array__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -80,7 +89,13 @@ class LazyTensor(torch.Tensor):
         return repr(self)
 
     def __format__(self, spec: str) -> str:
-        return plain(self).__format__(spec) if self.dim() == 0 else object.__format__(repr(self), spec) if spec else repr(self)
+        return (
+            plain(self).__format__(spec)
+            if self.dim() == 0
+            else object.__format__(repr(self), spec)
+            if spec
+            else repr(self)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _with_grad_flag(self).__reduce_ex__(protocol)
@@ -88,7 +103,8 @@ class LazyTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment. Use x.detach() first"
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment. Use x.detach() first"
             )
         return copy.deepcopy(_with_grad_flag(self), memo)
 
@@ -103,7 +119,8 @@ class LazyTensor(torch.Tensor):
         _core.settle(self)
         return self.torch().as_subclass(cls)
 
-    # -- what needs memory: only what was made by torch.zeros and its like can still get some, see Note [Settling] in factories.c
+    # -- what needs memory: only what was made by torch.zeros and its like can still get some, see
+    # Note [Settling] in factories.c
 
     def data_ptr(self) -> int:
         return _with_memory(self, "data_ptr()").data_ptr()
@@ -113,8 +130,14 @@ class LazyTensor(torch.Tensor):
         return self
 
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Any:
-        """Of a square matrix it writes one entry of each row, which slices can do; torch's own writes through a view that spans the rows."""
-        if self.dim() != 2 or self.size(0) != self.size(1) or not self.is_contiguous() or not isinstance(fill_value, (bool, int, float)):
+        """Of a square matrix it writes one entry of each row, which slices can do; torch's own
+        writes through a view that spans the rows."""
+        if (
+            self.dim() != 2
+            or self.size(0) != self.size(1)
+            or not self.is_contiguous()
+            or not isinstance(fill_value, (bool, int, float))
+        ):
             return super().fill_diagonal_(fill_value, wrap)
         i = torch.arange(self.size(0))
         self[i, i] = fill_value
@@ -145,7 +168,8 @@ class LazyTensor(torch.Tensor):
             _core.settle(self)
         return torch._C.TensorBase.requires_grad_(self, requires_grad)
 
-    # a conjugate view is a flag on a plain tensor, of which the wrapper has none: who resolves it and then writes must not write into its base
+    # a conjugate view is a flag on a plain tensor, of which the wrapper has none: who resolves it
+    # and then writes must not write into its base
 
     def is_conj(self) -> bool:
         return _core.is_conjugated(self) or super().is_conj()
@@ -165,7 +189,15 @@ class LazyTensor(torch.Tensor):
     def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def new_tensor(
+        self,
+        data: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:  # type: ignore[override]
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(
             data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs
         )
@@ -198,7 +230,9 @@ def _plain_tensor(x: Any) -> Any:
 def _with_memory(x: torch.Tensor, what: str, args: str = "") -> torch.Tensor:
     if _core.settle(x):
         return plain(x)
-    raise UnsupportedError(f"{what} of a lazy tensor: it has no memory yet. Use x.torch().{what[:-1]}{args})")
+    raise UnsupportedError(
+        f"{what} of a lazy tensor: it has no memory yet. Use x.torch().{what[:-1]}{args})"
+    )
 
 
 def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
@@ -211,13 +245,27 @@ _core.setup(LazyTensor, second_owner_adds_reference())
 
 
 def learn_wrappers() -> bool:
-    """Whether the quick way of making a LazyTensor (see wrappers in tensor.c) makes what `_make_wrapper_subclass` makes; before, where it is to set the dispatch keys."""
+    """Whether the quick way of making a LazyTensor (see wrappers in tensor.c) makes what
+    `_make_wrapper_subclass` makes; before, where it is to set the dispatch keys."""
 
     def keys(t: torch.Tensor) -> int:
         return int(torch._C._dispatch_keys(t).raw_repr())
 
     def facts(t: torch.Tensor) -> tuple[Any, ...]:
-        return type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), keys(t), t.requires_grad, t._version, use_count(t), sys.getrefcount(t)
+        return (
+            type(t),
+            t.dtype,
+            t.device,
+            t.layout,
+            t.size(),
+            t.stride(),
+            t.storage_offset(),
+            keys(t),
+            t.requires_grad,
+            t._version,
+            use_count(t),
+            sys.getrefcount(t),
+        )
 
     def throws(t: torch.Tensor) -> bool:
         try:
@@ -229,7 +277,11 @@ def learn_wrappers() -> bool:
     meta = torch.float32, torch.device("cpu"), (2, 3), (1, 2), 5
     with torch.inference_mode(False):
         known, made = _core.wrapper_pair(meta)
-        if made is None or not hasattr(torch._C._dispatch_keys(known), "raw_repr") or not _core.learn_keys(known, keys(known), made, keys(made)):
+        if (
+            made is None
+            or not hasattr(torch._C._dispatch_keys(known), "raw_repr")
+            or not _core.learn_keys(known, keys(known), made, keys(made))
+        ):
             return False
         known, made = _core.wrapper_pair(meta)
         return made is not None and facts(known) == facts(made) and throws(made)

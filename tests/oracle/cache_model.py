@@ -1,7 +1,8 @@
-"""The caching allocator once more: slow, small, and written from docs/allocator.md alone. The truth that src/allocator/cache.c is compared with.
+"""The caching allocator once more: slow, small, and written from docs/allocator.md alone. The truth
+that src/allocator/cache.c is compared with.
 
-Blocks are Python objects in sorted lists, every rule is a plain loop. `fault` plants one mistake by name (FAULTS), to prove that the
-comparison would see it.
+Blocks are Python objects in sorted lists, every rule is a plain loop. `fault` plants one mistake by
+name (FAULTS), to prove that the comparison would see it.
 """
 
 MIB = 1 << 20
@@ -47,16 +48,41 @@ class Segment:
     __slots__ = ("addr", "size", "stream", "small", "expandable", "blocks")
 
     def __init__(self, addr, size, stream, small, expandable):
-        self.addr, self.size, self.stream, self.small, self.expandable = addr, size, stream, small, expandable
+        self.addr, self.size, self.stream, self.small, self.expandable = (
+            addr,
+            size,
+            stream,
+            small,
+            expandable,
+        )
         self.blocks = []
 
 
 class Cache:
-    def __init__(self, *, total=0, cap=0, max_split=INF, rounding=None, large=20 * MIB, gc=0.0, divisions=(0,) * 16, expandable=False,
-                 device=24 << 30, best=False, fault=None):
+    def __init__(
+        self,
+        *,
+        total=0,
+        cap=0,
+        max_split=INF,
+        rounding=None,
+        large=20 * MIB,
+        gc=0.0,
+        divisions=(0,) * 16,
+        expandable=False,
+        device=24 << 30,
+        best=False,
+        fault=None,
+    ):
         self.total, self.cap, self.max_split, self.large, self.gc = total, cap, max_split, large, gc
         self.rounding = large if rounding is None else rounding
-        self.divisions, self.expandable, self.device, self.best, self.fault = divisions, expandable, device, best, fault
+        self.divisions, self.expandable, self.device, self.best, self.fault = (
+            divisions,
+            expandable,
+            device,
+            best,
+            fault,
+        )
         self.segs, self.pending, self.events, self.handed = [], [], [], {}
         self.searches = {True: 0, False: 0}
         self.next_addr = 0x700000000000
@@ -88,28 +114,57 @@ class Cache:
 
     # -- looking
     def free_blocks(self, small, stream=None):
-        found = [b for s in self.segs if s.small == small and stream in (None, s.stream) for b in s.blocks if b.state == "free"]
-        return sorted(found, key=lambda b: (b.seg.stream, b.size, -b.addr if self.fault == "tie_high" else b.addr))
+        found = [
+            b
+            for s in self.segs
+            if s.small == small and stream in (None, s.stream)
+            for b in s.blocks
+            if b.state == "free"
+        ]
+        return sorted(
+            found,
+            key=lambda b: (b.seg.stream, b.size, -b.addr if self.fault == "tie_high" else b.addr),
+        )
 
     def alone(self, b):
         return len(b.seg.blocks) == 1
 
     def device_bytes(self):
         g = 2 * MIB
-        return sum(-(-s.size // g) * g if not s.expandable else sum(b.size for b in s.blocks if b.state != "unmapped") for s in self.segs)
+        return sum(
+            -(-s.size // g) * g
+            if not s.expandable
+            else sum(b.size for b in s.blocks if b.state != "unmapped")
+            for s in self.segs
+        )
 
     def split_bytes(self):
-        return sum(b.size for s in self.segs if not s.expandable and len(s.blocks) > 1 for b in s.blocks if b.state == "free")
+        return sum(
+            b.size
+            for s in self.segs
+            if not s.expandable and len(s.blocks) > 1
+            for b in s.blocks
+            if b.state == "free"
+        )
 
     def note(self):
-        for name, value in (("reserved", self.reserved), ("allocated", self.allocated), ("active", self.active), ("split", self.split_bytes())):
+        for name, value in (
+            ("reserved", self.reserved),
+            ("allocated", self.allocated),
+            ("active", self.active),
+            ("split", self.split_bytes()),
+        ):
             self.peak[name] = max(self.peak[name], value)
 
     def fits(self, n):
         n = -(-n // (2 * MIB)) * 2 * MIB
         if not self.total:
             return True
-        return self.device_bytes() + n < self.total if self.fault == "total_ge" else self.device_bytes() + n <= self.total
+        return (
+            self.device_bytes() + n < self.total
+            if self.fault == "total_ge"
+            else self.device_bytes() + n <= self.total
+        )
 
     # -- changing
     def merge(self, b):
@@ -154,7 +209,10 @@ class Cache:
 
     def unmap(self, b):
         s, page = b.seg, 2 * MIB if b.seg.small else self.large
-        lo, hi = s.addr + -(-(b.addr - s.addr) // page) * page, s.addr + (b.addr + b.size - s.addr) // page * page
+        lo, hi = (
+            s.addr + -(-(b.addr - s.addr) // page) * page,
+            s.addr + (b.addr + b.size - s.addr) // page * page,
+        )
         if lo >= hi:
             return
         i = s.blocks.index(b)
@@ -192,7 +250,9 @@ class Cache:
         if self.max_split == INF:
             return False
         k = max(r, self.max_split)
-        blocks = [b for b in self.free_blocks(small, stream) if not b.seg.expandable and self.alone(b)]
+        blocks = [
+            b for b in self.free_blocks(small, stream) if not b.seg.expandable and self.alone(b)
+        ]
         for b in blocks:
             if b.size >= k:
                 self.release_segment(b)
@@ -215,7 +275,11 @@ class Cache:
         left = [b for b in self.free_blocks(False) if self.alone(b) and not b.seg.expandable]
         while won < target and left:
             mean = sum(now - b.born for b in left) / len(left)
-            old = [b for b in left if (now - b.born > mean if self.fault == "gc_strict_age" else now - b.born >= mean)]
+            old = [
+                b
+                for b in left
+                if (now - b.born > mean if self.fault == "gc_strict_age" else now - b.born >= mean)
+            ]
             for b in old:
                 if self.fault == "gc_stops_early" and won >= target:
                     break
@@ -239,8 +303,12 @@ class Cache:
         at = 0
         if blocks[0].seg.expandable:
             if self.expandable:
-                while (blocks[at].seg.expandable and at + 1 < len(blocks) and grown(blocks[at + 1]) < grown(blocks[at])
-                       and self.fault != "no_expandable_walk"):
+                while (
+                    blocks[at].seg.expandable
+                    and at + 1 < len(blocks)
+                    and grown(blocks[at + 1]) < grown(blocks[at])
+                    and self.fault != "no_expandable_walk"
+                ):
                     at += 1
             else:
                 while at < len(blocks) and blocks[at].seg.expandable:
@@ -251,7 +319,11 @@ class Cache:
         over = b.size > self.max_split if self.fault == "oversize_lt" else b.size >= self.max_split
         if r < self.max_split and over:
             return None
-        waste = b.size > r + self.rounding if self.fault == "rounding_gt" else b.size >= r + self.rounding
+        waste = (
+            b.size > r + self.rounding
+            if self.fault == "rounding_gt"
+            else b.size >= r + self.rounding
+        )
         if r >= self.max_split and waste:
             return None
         return b
@@ -275,7 +347,10 @@ class Cache:
     def expand(self, r, small, stream):
         page = 2 * MIB if small else self.large
         start = None
-        for s in sorted((s for s in self.segs if s.expandable and s.small == small and s.stream == stream), key=lambda s: s.addr):
+        for s in sorted(
+            (s for s in self.segs if s.expandable and s.small == small and s.stream == stream),
+            key=lambda s: s.addr,
+        ):
             for i, b in enumerate(s.blocks):
                 if b.state != "unmapped" or start is not None:
                     continue
@@ -302,7 +377,11 @@ class Cache:
         return start
 
     def over_cap(self, n):
-        return bool(self.cap) and (self.reserved + n >= self.cap if self.fault == "cap_ge" else self.reserved + n > self.cap)
+        return bool(self.cap) and (
+            self.reserved + n >= self.cap
+            if self.fault == "cap_ge"
+            else self.reserved + n > self.cap
+        )
 
     def new_segment(self, r, small, stream):
         n = self.segment_size(r)

@@ -1,11 +1,13 @@
-"""A slow, plain twin of capture and run, to judge placement alone: record a program with PyTorch's own dispatch mode, hand the graph to the C core
-(through ctypes), and run what koila__place() or koila__place_cut() says, slice by slice, with no schedule: every value's pieces are simply kept.
+"""A slow, plain twin of capture and run, to judge placement alone: record a program with PyTorch's
+own dispatch mode, hand the graph to the C core (through ctypes), and run what koila__place() or
+koila__place_cut() says, slice by slice, with no schedule: every value's pieces are simply kept.
 
     recording = record(fn, inputs, batch_dims)        # fn(*inputs) -> tensors; runs eagerly, once
     placed = recording.place()
     placed.check(slices=[3, 1, 4])                    # every target: sliced == eager
 
-Nothing here is fast, nothing is shared with the extension but the C core. That is the point: two ways, one claim.
+Nothing here is fast, nothing is shared with the extension but the C core. That is the point: two
+ways, one claim.
 """
 
 from __future__ import annotations
@@ -21,20 +23,49 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(os.environ.get("KOILA_ORACLE_ROOT", Path(__file__).resolve().parents[2]))  # another tree: one with planted faults
+ROOT = Path(
+    os.environ.get("KOILA_ORACLE_ROOT", Path(__file__).resolve().parents[2])
+)  # another tree: one with planted faults
 NONE = 2**32 - 1
 
 
 def build() -> C.CDLL:
     """The core as a shared library with every symbol visible, compiled when a source is newer."""
     sources = sorted((ROOT / "src").glob("*.c"))
-    inputs = [*sources, *(ROOT / "src").glob("*.h"), *(ROOT / "src").glob("*.def"), *(ROOT / "include/koila").glob("*.h")]
+    inputs = [
+        *sources,
+        *(ROOT / "src").glob("*.h"),
+        *(ROOT / "src").glob("*.def"),
+        *(ROOT / "include/koila").glob("*.h"),
+    ]
     key = os.getuid()
-    out = Path(tempfile.gettempdir()) / f"koila-oracle-{key}-{zlib.crc32(str(ROOT).encode()):08x}.so"
+    out = (
+        Path(tempfile.gettempdir()) / f"koila-oracle-{key}-{zlib.crc32(str(ROOT).encode()):08x}.so"
+    )
     if not out.exists() or out.stat().st_mtime < max(p.stat().st_mtime for p in inputs):
         tmp = out.with_suffix(f".{os.getpid()}.tmp")
-        flags = ["-std=gnu11", "-O0", "-g", "-shared", "-fPIC", "-D_GNU_SOURCE", "-DKOILA_DEBUG_LEVEL=2", f"-I{ROOT / 'include'}"]
-        subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", str(tmp), *map(str, sources), "-lm", "-lpthread"], check=True)
+        flags = [
+            "-std=gnu11",
+            "-O0",
+            "-g",
+            "-shared",
+            "-fPIC",
+            "-D_GNU_SOURCE",
+            "-DKOILA_DEBUG_LEVEL=2",
+            f"-I{ROOT / 'include'}",
+        ]
+        subprocess.run(
+            [
+                os.environ.get("CC", "cc"),
+                *flags,
+                "-o",
+                str(tmp),
+                *map(str, sources),
+                "-lm",
+                "-lpthread",
+            ],
+            check=True,
+        )
         tmp.replace(out)
     return C.CDLL(str(out))
 
@@ -61,15 +92,36 @@ class Write(C.Structure):
 
 class Sig(C.Structure):
     _fields_ = [
-        ("op", u32), ("n_tokens", u32), ("n_pos", u32), ("n_kw", u32), ("tokens", C.POINTER(Arg)), ("start", C.POINTER(u32)), ("kw_names", C.POINTER(u32)),
-        ("n_inputs", u32), ("inputs", C.POINTER(u32)), ("n_fresh", u32), ("n_outputs", u32), ("outputs", C.POINTER(u32)), ("result_kind", u8),
-        ("grad_mode", u8), ("n_writes", u32), ("writes", C.POINTER(Write)),
+        ("op", u32),
+        ("n_tokens", u32),
+        ("n_pos", u32),
+        ("n_kw", u32),
+        ("tokens", C.POINTER(Arg)),
+        ("start", C.POINTER(u32)),
+        ("kw_names", C.POINTER(u32)),
+        ("n_inputs", u32),
+        ("inputs", C.POINTER(u32)),
+        ("n_fresh", u32),
+        ("n_outputs", u32),
+        ("outputs", C.POINTER(u32)),
+        ("result_kind", u8),
+        ("grad_mode", u8),
+        ("n_writes", u32),
+        ("writes", C.POINTER(Write)),
     ]
 
 
 class Meta(C.Structure):
-    _fields_ = [("dtype", C.c_int), ("device", u16), ("n_dims", u8), ("size", C.POINTER(i64)), ("stride", C.POINTER(i64)), ("n_elements", u64),
-                ("n_bytes", u64), ("n_storage_bytes", u64)]
+    _fields_ = [
+        ("dtype", C.c_int),
+        ("device", u16),
+        ("n_dims", u8),
+        ("size", C.POINTER(i64)),
+        ("stride", C.POINTER(i64)),
+        ("n_elements", u64),
+        ("n_bytes", u64),
+        ("n_storage_bytes", u64),
+    ]
 
 
 class NodeInfo(C.Structure):
@@ -81,14 +133,28 @@ class ValueInfo(C.Structure):
 
 
 class Placement(C.Structure):
-    _fields_ = [("kind", u8), ("combine", u8), ("dim", u8), ("axis", u16), ("outer", i64), ("inner", i64)]
+    _fields_ = [
+        ("kind", u8),
+        ("combine", u8),
+        ("dim", u8),
+        ("axis", u16),
+        ("outer", i64),
+        ("inner", i64),
+    ]
 
     def key(self):
-        return (self.kind, self.combine if self.kind == 2 else 0) + ((self.dim, self.outer, self.inner) if self.kind == 1 else ())
+        return (self.kind, self.combine if self.kind == 2 else 0) + (
+            (self.dim, self.outer, self.inner) if self.kind == 1 else ()
+        )
 
     def __repr__(self):
         o = f",{self.outer},{self.inner}" if (self.outer, self.inner) != (1, 1) else ""
-        return ["R", f"S({self.dim}{o})", "P(" + ["sum", "max", "min", "moments"][self.combine] + ")", "FREE"][self.kind]
+        return [
+            "R",
+            f"S({self.dim}{o})",
+            "P(" + ["sum", "max", "min", "moments"][self.combine] + ")",
+            "FREE",
+        ][self.kind]
 
 
 class Fix(C.Structure):
@@ -103,25 +169,54 @@ class PlacedLink(C.Structure):
 
 
 class PlacedNode(C.Structure):
-    _fields_ = [("fix", Fix * 4), ("link", C.POINTER(PlacedLink)), ("axis", u16), ("in_loop", u8), ("gathered", u8), ("recorded", u32)]
+    _fields_ = [
+        ("fix", Fix * 4),
+        ("link", C.POINTER(PlacedLink)),
+        ("axis", u16),
+        ("in_loop", u8),
+        ("gathered", u8),
+        ("recorded", u32),
+    ]
 
 
 class Placed(C.Structure):
-    _fields_ = [("graph", ptr), ("value", C.POINTER(Placement)), ("size", ptr), ("need", C.POINTER(Placement)), ("node", C.POINTER(PlacedNode)),
-                ("lowered", C.POINTER(u32))]  # what comes behind is not looked at
+    _fields_ = [
+        ("graph", ptr),
+        ("value", C.POINTER(Placement)),
+        ("size", ptr),
+        ("need", C.POINTER(Placement)),
+        ("node", C.POINTER(PlacedNode)),
+        ("lowered", C.POINTER(u32)),
+    ]  # what comes behind is not looked at
 
 
 class Error(C.Structure):
     _fields_ = [("struct_size", u32), ("code", C.c_int), ("offset", u64), ("text", C.c_char * 240)]
 
 
-for name, res in {"koila_op_name": C.c_char_p, "koila_text": C.c_char_p, "koila_meta_get": C.POINTER(Meta), "koila_sig_get": C.POINTER(Sig),
-                  "koila_node_get": NodeInfo, "koila_value_get": ValueInfo, "koila_node_inputs": C.POINTER(u32), "koila_graph_n_nodes": u32,
-                  "koila_graph_n_values": u32, "koila_op_flags": u32, "koila__placed_check": C.c_bool, "koila_dtype_torch": C.c_char_p,
-                  "koila__op_line": C.c_bool, "koila__rule_of": ptr}.items():
+for name, res in {
+    "koila_op_name": C.c_char_p,
+    "koila_text": C.c_char_p,
+    "koila_meta_get": C.POINTER(Meta),
+    "koila_sig_get": C.POINTER(Sig),
+    "koila_node_get": NodeInfo,
+    "koila_value_get": ValueInfo,
+    "koila_node_inputs": C.POINTER(u32),
+    "koila_graph_n_nodes": u32,
+    "koila_graph_n_values": u32,
+    "koila_op_flags": u32,
+    "koila__placed_check": C.c_bool,
+    "koila_dtype_torch": C.c_char_p,
+    "koila__op_line": C.c_bool,
+    "koila__rule_of": ptr,
+}.items():
     getattr(lib, name).restype = res
 
-DTYPES = {getattr(torch, lib.koila_dtype_torch(i).decode()): i for i in range(18) if hasattr(torch, lib.koila_dtype_torch(i).decode())}
+DTYPES = {
+    getattr(torch, lib.koila_dtype_torch(i).decode()): i
+    for i in range(18)
+    if hasattr(torch, lib.koila_dtype_torch(i).decode())
+}
 DTYPE_OF = {v: k for k, v in DTYPES.items()}
 VIEW, INPLACE, RANDOM, FACTORY, OPAQUE = 1, 2, 4, 8, 16
 
@@ -141,6 +236,7 @@ def op_lines() -> dict[str, tuple[str, str]]:
 
 
 # ---- the table and the graph
+
 
 class Graph:
     def __init__(self):
@@ -162,7 +258,9 @@ class Graph:
         if t is None:
             return NONE
         size, stride = (i64 * max(t.dim(), 1))(*t.shape), (i64 * max(t.dim(), 1))(*t.stride())
-        return self.out(lib.koila_table_meta, self.table, DTYPES[t.dtype], u16(0), u32(t.dim()), size, stride)
+        return self.out(
+            lib.koila_table_meta, self.table, DTYPES[t.dtype], u16(0), u32(t.dim()), size, stride
+        )
 
     def token(self, v) -> list[Arg]:
         a = Arg()
@@ -192,7 +290,9 @@ class Graph:
             self.objects[a.u.id] = v
         return [a]
 
-    def sig(self, op: str, flags: int, args, kwargs, outs: list[int], result_kind: int, writes=()) -> int:
+    def sig(
+        self, op: str, flags: int, args, kwargs, outs: list[int], result_kind: int, writes=()
+    ) -> int:
         toks = [t for v in args for t in self.token(v)]
         kw = [self.text(k) for k in kwargs]
         toks += [t for v in kwargs.values() for t in self.token(v)]
@@ -200,16 +300,34 @@ class Graph:
         d.op = self.out(lib.koila_table_op, self.table, op.encode(), u32(flags))
         d.n_tokens, d.n_pos, d.n_kw = len(toks), len(args), len(kwargs)
         d.tokens, d.kw_names = (Arg * max(len(toks), 1))(*toks), (u32 * max(len(kw), 1))(*kw)
-        d.n_fresh, d.outputs, d.result_kind, d.grad_mode = len(outs), (u32 * max(len(outs), 1))(*outs), result_kind, 1
-        ws = [Write(i, o, len(ls), (Link * max(len(ls), 1))(*(Link(*l) for l in ls))) for i, o, ls in writes]
+        d.n_fresh, d.outputs, d.result_kind, d.grad_mode = (
+            len(outs),
+            (u32 * max(len(outs), 1))(*outs),
+            result_kind,
+            1,
+        )
+        ws = [
+            Write(i, o, len(ls), (Link * max(len(ls), 1))(*(Link(*l) for l in ls)))
+            for i, o, ls in writes
+        ]
         d.n_writes, d.writes = len(ws), (Write * max(len(ws), 1))(*ws)
         return self.out(lib.koila_table_sig, self.table, C.byref(d))
 
     def leaf(self, t, batch_dim=None, axis=0) -> int:
-        return self.out(lib.koila_graph_leaf, self.graph, self.meta(t), C.c_int(batch_dim is not None), u16(axis), u32(batch_dim or 0), None)
+        return self.out(
+            lib.koila_graph_leaf,
+            self.graph,
+            self.meta(t),
+            C.c_int(batch_dim is not None),
+            u16(axis),
+            u32(batch_dim or 0),
+            None,
+        )
 
     def node(self, sig: int, ins: list[int]) -> int:
-        return self.out(lib.koila_graph_node, self.graph, sig, (u32 * max(len(ins), 1))(*ins), u32(NONE))
+        return self.out(
+            lib.koila_graph_node, self.graph, sig, (u32 * max(len(ins), 1))(*ins), u32(NONE)
+        )
 
     def axis(self, n: int) -> int:
         x = u16()
@@ -225,7 +343,8 @@ class Slot:
 
 
 class Group:
-    """One storage: its base (a view that keeps the recorded sizes), newest version, and the views of this version replayed so far."""
+    """One storage: its base (a view that keeps the recorded sizes), newest version, and the views
+    of this version replayed so far."""
 
     def __init__(self, base, meta, value):
         self.base, self.meta, self.value, self.gen, self.memo = base, meta, value, 0, {}
@@ -236,9 +355,32 @@ class Ref:
         self.group, self.chain, self.value, self.gen = group, chain, value, group.gen
 
 
-OVERWRITES = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
-LIKE = {"zeros_like": "zeros", "ones_like": "full", "full_like": "full", "rand_like": "rand", "randn_like": "randn", "empty_like": "empty_strided",
-        "new_zeros": "zeros", "new_ones": "full", "new_full": "full", "new_empty": "empty.memory_format", "new_empty_strided": "empty_strided"}
+OVERWRITES = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
+}
+LIKE = {
+    "zeros_like": "zeros",
+    "ones_like": "full",
+    "full_like": "full",
+    "rand_like": "rand",
+    "randn_like": "randn",
+    "empty_like": "empty_strided",
+    "new_zeros": "zeros",
+    "new_ones": "full",
+    "new_full": "full",
+    "new_empty": "empty.memory_format",
+    "new_empty_strided": "empty_strided",
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -277,7 +419,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
+        name = func._schema.name + (
+            "." + func._schema.overload_name if func._schema.overload_name else ""
+        )
         base_name = func._schema.name.split("::")[1]
         kwargs.pop("pin_memory", None)
         if kwargs.get("layout", 0) in (None, torch.strided):
@@ -297,14 +441,37 @@ class Recorder(TorchDispatchMode):
             return self.write(func, name, base_name, args, kwargs)
         tensors, sargs, skw = self.slots(args, kwargs)
         out = func(*args, **kwargs)
-        flat = [out] if isinstance(out, torch.Tensor) else list(out) if isinstance(out, (tuple, list)) else None
+        flat = (
+            [out]
+            if isinstance(out, torch.Tensor)
+            else list(out)
+            if isinstance(out, (tuple, list))
+            else None
+        )
         if flat is None:
             return out
-        random = torch.Tag.nondeterministic_seeded in func.tags and not (base_name.startswith("_scaled_dot_product") and (args[3] if len(args) > 3 else 0) == 0)
-        flags = (VIEW if func.is_view else 0) | (RANDOM if random else 0) | (FACTORY if not tensors else 0)
-        if not tensors and "dtype" not in skw and any(a.name == "dtype" for a in func._schema.arguments):
+        random = torch.Tag.nondeterministic_seeded in func.tags and not (
+            base_name.startswith("_scaled_dot_product") and (args[3] if len(args) > 3 else 0) == 0
+        )
+        flags = (
+            (VIEW if func.is_view else 0)
+            | (RANDOM if random else 0)
+            | (FACTORY if not tensors else 0)
+        )
+        if (
+            not tensors
+            and "dtype" not in skw
+            and any(a.name == "dtype" for a in func._schema.arguments)
+        ):
             skw["dtype"] = flat[0].dtype  # not the default dtype of whoever replays
-        sig = self.g.sig(name, flags, sargs, skw, [self.g.meta(o) for o in flat], 0 if isinstance(out, torch.Tensor) else 1 if isinstance(out, tuple) else 2)
+        sig = self.g.sig(
+            name,
+            flags,
+            sargs,
+            skw,
+            [self.g.meta(o) for o in flat],
+            0 if isinstance(out, torch.Tensor) else 1 if isinstance(out, tuple) else 2,
+        )
         first = self.g.node(sig, [s.value for s in tensors])
         self.names.append(name)
         if random:
@@ -328,11 +495,24 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         new = LIKE[base_name]
         size = list(out.shape)
-        a = {"zeros": [size], "rand": [size], "randn": [size], "empty.memory_format": [size], "empty_strided": [size, list(out.stride())],
-             "full": [size, args[-1] if "full" in base_name else 1]}[new]
+        a = {
+            "zeros": [size],
+            "rand": [size],
+            "randn": [size],
+            "empty.memory_format": [size],
+            "empty_strided": [size, list(out.stride())],
+            "full": [size, args[-1] if "full" in base_name else 1],
+        }[new]
         if isinstance(a[-1], torch.Tensor):
             a[-1] = a[-1].item()
-        sig = self.g.sig("aten::" + new, FACTORY | (RANDOM if "rand" in new else 0), a, {"dtype": out.dtype}, [self.g.meta(out)], 0)
+        sig = self.g.sig(
+            "aten::" + new,
+            FACTORY | (RANDOM if "rand" in new else 0),
+            a,
+            {"dtype": out.dtype},
+            [self.g.meta(out)],
+            0,
+        )
         v = self.g.node(sig, [])
         if "rand" in new:
             self.node_out[v] = [out.clone()]
@@ -354,12 +534,24 @@ class Recorder(TorchDispatchMode):
 
         return tensors, [slot(a) for a in args], {k: slot(v) for k, v in kwargs.items()}
 
-    def turn(self, func, name, args, kwargs):  # aten::t_ -> aten::t, aten::transpose_ -> aten::transpose.int
+    def turn(
+        self, func, name, args, kwargs
+    ):  # aten::t_ -> aten::t, aten::transpose_ -> aten::transpose.int
         """t_, squeeze_, ...: the functional twin is one more view of the same storage."""
         x, r = args[0], self.ref(args[0])
         tensors, sargs, skw = self.slots(args, kwargs)
         func(*args, **kwargs)
-        sig = self.g.sig({"aten::transpose_": "aten::transpose.int", "aten::squeeze_.dim": "aten::squeeze.dim"}.get(name, name[:-1]), VIEW, sargs, skw, [self.g.meta(x)], 0)
+        sig = self.g.sig(
+            {
+                "aten::transpose_": "aten::transpose.int",
+                "aten::squeeze_.dim": "aten::squeeze.dim",
+            }.get(name, name[:-1]),
+            VIEW,
+            sargs,
+            skw,
+            [self.g.meta(x)],
+            0,
+        )
         v = self.g.node(sig, [tensors[0].value])
         ref = Ref(r.group, r.chain + ((sig, 0, None),), v)
         ref.gen = r.group.gen
@@ -380,15 +572,36 @@ class Recorder(TorchDispatchMode):
         tensors, sargs, skw = self.slots(args, kwargs, written)
         before = {id(w) for w in written}
         out = func(*args, **kwargs)
-        fresh = [] if out is None else [o for o in ([out] if isinstance(out, torch.Tensor) else out) if id(o) not in before]
+        fresh = (
+            []
+            if out is None
+            else [
+                o for o in ([out] if isinstance(out, torch.Tensor) else out) if id(o) not in before
+            ]
+        )
         ws = []
-        flat = [v for v in (*args, *kwargs.values()) for v in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(v, torch.Tensor)]
+        flat = [
+            v
+            for v in (*args, *kwargs.values())
+            for v in (v if isinstance(v, (list, tuple)) else [v])
+            if isinstance(v, torch.Tensor)
+        ]
         for w in written:
             r = self.ref(w)
             i = next(k for k, v in enumerate(flat) if v is w)
-            ws.append((i, int(base_name in OVERWRITES and not r.chain), [(s, o) for s, o, _ in r.chain]))
+            ws.append(
+                (i, int(base_name in OVERWRITES and not r.chain), [(s, o) for s, o, _ in r.chain])
+            )
         random = torch.Tag.nondeterministic_seeded in func.tags
-        sig = self.g.sig(name, INPLACE | (RANDOM if random else 0), sargs, skw, [self.g.meta(o) for o in fresh], 3 if not fresh else 1, ws)
+        sig = self.g.sig(
+            name,
+            INPLACE | (RANDOM if random else 0),
+            sargs,
+            skw,
+            [self.g.meta(o) for o in fresh],
+            3 if not fresh else 1,
+            ws,
+        )
         first = self.g.node(sig, [s.value for s in tensors])
         self.names.append(name)
         for j, o in enumerate(fresh):
@@ -403,11 +616,17 @@ class Recorder(TorchDispatchMode):
 
 class Recording:
     def __init__(self, fn, inputs, batch_dims, axes=None):
-        """batch_dims: one per input, None = not batched. axes: the axis of each input; all 0 when left out."""
+        """batch_dims: one per input, None = not batched. axes: the axis of each input; all 0 when
+        left out."""
         self.g = Graph()
         self.rec = Recorder(self.g)
         axes = axes or [0] * len(inputs)
-        self.batches = [next(x.shape[d] for x, d, a in zip(inputs, batch_dims, axes) if d is not None and a == k) for k in range(max(axes, default=0) + 1)]
+        self.batches = [
+            next(
+                x.shape[d] for x, d, a in zip(inputs, batch_dims, axes) if d is not None and a == k
+            )
+            for k in range(max(axes, default=0) + 1)
+        ]
         self.batch = self.batches[0]
         for n in self.batches:
             self.g.axis(n)
@@ -418,7 +637,11 @@ class Recording:
                 self.rec.track(x, Ref(Group(x, self.g.meta(x), v), (), v))
         with self.rec:
             outs = fn(*inputs)
-            self.outs = [o for o in ([outs] if isinstance(outs, torch.Tensor) else outs) if isinstance(o, torch.Tensor)]
+            self.outs = [
+                o
+                for o in ([outs] if isinstance(outs, torch.Tensor) else outs)
+                if isinstance(o, torch.Tensor)
+            ]
             self.targets = [self.rec.value(o) for o in self.outs]
         self.outs = [o.detach().clone() for o in self.outs]
 
@@ -432,12 +655,17 @@ def record(fn, inputs, batch_dims=None, axes=None) -> Recording:
 
 # ---- running
 
+
 def take(x: torch.Tensor, p: Placement, s: int, e: int, batch: int) -> torch.Tensor:
-    """Rows s..e of whole x placed p. A dense value stays dense: kernels that read strides wrongly (recurrent layers, statistics in backward) never see
-    others in a whole run."""
+    """Rows s..e of whole x placed p. A dense value stays dense: kernels that read strides wrongly
+    (recurrent layers, statistics in backward) never see others in a whole run."""
     if p.outer == 0 or p.inner == 0:
         return x
-    rows = x.unflatten(p.dim, (p.outer, batch, p.inner)).narrow(p.dim + 1, s, e - s).flatten(p.dim, p.dim + 2)
+    rows = (
+        x.unflatten(p.dim, (p.outer, batch, p.inner))
+        .narrow(p.dim + 1, s, e - s)
+        .flatten(p.dim, p.dim + 2)
+    )
     if not is_dense(x) or is_dense(rows):
         return rows
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
@@ -445,7 +673,9 @@ def take(x: torch.Tensor, p: Placement, s: int, e: int, batch: int) -> torch.Ten
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    return x.numel() == 0 or x.numel() == 1 + sum((n - 1) * st for n, st in zip(x.shape, x.stride()))
+    return x.numel() == 0 or x.numel() == 1 + sum(
+        (n - 1) * st for n, st in zip(x.shape, x.stride())
+    )
 
 
 def put_together(parts, p: Placement, sizes):
@@ -471,7 +701,13 @@ def combine(parts, p: Placement):
 
 
 def moments(x, dims):
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else torch.float64 if x.dtype is torch.float32 else x.dtype
+    wide = (
+        torch.float32
+        if x.dtype in (torch.float16, torch.bfloat16)
+        else torch.float64
+        if x.dtype is torch.float32
+        else x.dtype
+    )
     x = x.to(wide)
     n = 1
     for d in dims:
@@ -481,11 +717,18 @@ def moments(x, dims):
 
 
 def index_rows(x, dim, n_dims, indices):
-    return torch.ops.aten.index(x, [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices])
+    return torch.ops.aten.index(
+        x, [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices]
+    )
 
 
 def index_put_rows(x, dim, n_dims, indices, values, accumulate):
-    return torch.ops.aten.index_put(x, [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices], values, accumulate)
+    return torch.ops.aten.index_put(
+        x,
+        [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices],
+        values,
+        accumulate,
+    )
 
 
 def laid_out(x, dims):
@@ -494,14 +737,35 @@ def laid_out(x, dims):
 
 def embedding_bag(weight, indices, step, mode, weights, padding, trains):
     call = torch.ops.aten._embedding_bag if trains else torch.ops.aten._embedding_bag_forward_only
-    return call(weight, indices, torch.arange(len(indices) // step) * step, False, mode, False, weights, False, padding)
+    return call(
+        weight,
+        indices,
+        torch.arange(len(indices) // step) * step,
+        False,
+        mode,
+        False,
+        weights,
+        False,
+        padding,
+    )
 
 
 def embedding_bag_backward(grad, indices, step, sizes, most, n, mode, weights, padding):
     offsets = torch.arange(0, indices.numel(), step)
     none = torch.empty(0, dtype=torch.long)
     return torch.ops.aten._embedding_bag_backward(
-        grad, indices, offsets, none, none if sizes is None else sizes, none if most is None else most, n, False, mode, False, weights, padding
+        grad,
+        indices,
+        offsets,
+        none,
+        none if sizes is None else sizes,
+        none if most is None else most,
+        n,
+        False,
+        mode,
+        False,
+        weights,
+        padding,
     )
 
 
@@ -510,9 +774,15 @@ def embedding_bag_weights_backward(grad, weight, indices, step, mode, padding):
     return products.masked_fill(indices == padding, 0)
 
 
-PSEUDO = {"koila::moments": moments, "koila::index_rows": index_rows, "koila::index_put_rows": index_put_rows, "koila::laid_out": laid_out,
-          "koila::embedding_bag": embedding_bag, "koila::embedding_bag_backward": embedding_bag_backward,
-          "koila::embedding_bag_weights_backward": embedding_bag_weights_backward}
+PSEUDO = {
+    "koila::moments": moments,
+    "koila::index_rows": index_rows,
+    "koila::index_put_rows": index_put_rows,
+    "koila::laid_out": laid_out,
+    "koila::embedding_bag": embedding_bag,
+    "koila::embedding_bag_backward": embedding_bag_backward,
+    "koila::embedding_bag_weights_backward": embedding_bag_weights_backward,
+}
 
 
 class Run:
@@ -523,12 +793,17 @@ class Run:
         self.p = C.POINTER(Placed)()
         err = Error(C.sizeof(Error))
         t = (u32 * max(len(r.targets), 1))(*r.targets)
-        if getattr(lib, how)(r.g.graph, t, u32(len(r.targets)), None, C.byref(self.p), C.byref(err)):
+        if getattr(lib, how)(
+            r.g.graph, t, u32(len(r.targets)), None, C.byref(self.p), C.byref(err)
+        ):
             raise RuntimeError(err.text.decode())
         if not lib.koila__placed_check(self.p, C.byref(err)):
             raise AssertionError(err.text.decode())
         self.graph = ptr(self.p.contents.graph)
-        self.n_nodes, self.n_values = lib.koila_graph_n_nodes(self.graph), lib.koila_graph_n_values(self.graph)
+        self.n_nodes, self.n_values = (
+            lib.koila_graph_n_nodes(self.graph),
+            lib.koila_graph_n_values(self.graph),
+        )
         self.recorded_of = {}
         n_recorded = lib.koila_graph_n_values(r.g.graph)
         for v in range(n_recorded):
@@ -544,7 +819,12 @@ class Run:
         info = lib.koila_node_get(self.graph, u32(n))
         sig = lib.koila_sig_get(self.r.g.table, u32(info.sig)).contents
         ins = lib.koila_node_inputs(self.graph, u32(n))
-        return info, sig, [ins[i] for i in range(sig.n_inputs)], lib.koila_op_name(self.r.g.table, u32(sig.op)).decode()
+        return (
+            info,
+            sig,
+            [ins[i] for i in range(sig.n_inputs)],
+            lib.koila_op_name(self.r.g.table, u32(sig.op)).decode(),
+        )
 
     def size_of(self, v):
         m = lib.koila_value_get(self.graph, u32(v)).meta
@@ -560,7 +840,12 @@ class Run:
             if not self.p.contents.node[n].gathered:
                 continue
             info, sig, ins, name = self.node(n)
-            big = [self.size_of(v) for i, v in enumerate(ins) if self.p.contents.need[info.first_input + i].kind == 0 and self.p.contents.value[v].kind == 1]
+            big = [
+                self.size_of(v)
+                for i, v in enumerate(ins)
+                if self.p.contents.need[info.first_input + i].kind == 0
+                and self.p.contents.value[v].kind == 1
+            ]
             if any(torch.Size(s).numel() > least for s in big):
                 out.append((name, big))
         return out
@@ -569,9 +854,17 @@ class Run:
         rows = []
         for n in range(self.n_nodes):
             info, sig, ins, name = self.node(n)
-            needs = [f"{self.p.contents.value[v]!r}->{self.p.contents.need[info.first_input + i]!r}" for i, v in enumerate(ins)]
-            outs = [f"{self.p.contents.value[info.first_output + j]!r}{list(self.size_of(info.first_output + j) or [])}" for j in range(sig.n_outputs)]
-            rows.append(f"{n:4} {'G' if self.p.contents.node[n].gathered else ' '}{'L' if self.p.contents.node[n].in_loop else ' '} {name:50} {', '.join(needs)}  =>  {', '.join(outs)}")
+            needs = [
+                f"{self.p.contents.value[v]!r}->{self.p.contents.need[info.first_input + i]!r}"
+                for i, v in enumerate(ins)
+            ]
+            outs = [
+                f"{self.p.contents.value[info.first_output + j]!r}{list(self.size_of(info.first_output + j) or [])}"
+                for j in range(sig.n_outputs)
+            ]
+            rows.append(
+                f"{n:4} {'G' if self.p.contents.node[n].gathered else ' '}{'L' if self.p.contents.node[n].in_loop else ' '} {name:50} {', '.join(needs)}  =>  {', '.join(outs)}"
+            )
         return "\n".join(rows)
 
     def decode(self, sig, tensors):
@@ -585,11 +878,22 @@ class Run:
             at += 1
             if a.kind == 8:
                 return [one() for _ in range(a.n)]
-            return {0: lambda: None, 1: lambda: next(it), 2: lambda: a.u.i, 3: lambda: a.u.f, 4: lambda: bool(a.u.i),
-                    5: lambda: lib.koila_text(self.r.g.table, u32(a.u.id)).decode(), 6: lambda: DTYPE_OF[a.u.id], 7: lambda: self.r.g.objects[a.u.id]}[a.kind]()
+            return {
+                0: lambda: None,
+                1: lambda: next(it),
+                2: lambda: a.u.i,
+                3: lambda: a.u.f,
+                4: lambda: bool(a.u.i),
+                5: lambda: lib.koila_text(self.r.g.table, u32(a.u.id)).decode(),
+                6: lambda: DTYPE_OF[a.u.id],
+                7: lambda: self.r.g.objects[a.u.id],
+            }[a.kind]()
 
         pos = [one() for _ in range(sig.n_pos)]
-        kw = {lib.koila_text(self.r.g.table, u32(sig.kw_names[k])).decode(): one() for k in range(sig.n_kw)}
+        kw = {
+            lib.koila_text(self.r.g.table, u32(sig.kw_names[k])).decode(): one()
+            for k in range(sig.n_kw)
+        }
         return pos, kw
 
     @staticmethod
@@ -618,7 +922,10 @@ class Run:
                         if pos[f.arg][p.dim] != -1:
                             pos[f.arg][p.dim] = ext
                     elif kind == "STRIDES" and p.kind == 1:
-                        sizes, order = pos[f.arg - 1], sorted(range(len(pos[f.arg])), key=lambda d: (pos[f.arg][d], -d))
+                        sizes, order = (
+                            pos[f.arg - 1],
+                            sorted(range(len(pos[f.arg])), key=lambda d: (pos[f.arg][d], -d)),
+                        )
                         st, step = list(pos[f.arg]), 1
                         for d in order:
                             st[d], step = step, step * max(sizes[d], 1)
@@ -626,21 +933,36 @@ class Run:
                     elif kind == "EXTENT" and p.kind == 1:
                         pos[f.arg] = ext
                 elif kind == "ROWS":
-                    pos[f.arg] = [x // batch * b for x in pos[f.arg]] if isinstance(pos[f.arg], list) else pos[f.arg] // batch * b
+                    pos[f.arg] = (
+                        [x // batch * b for x in pos[f.arg]]
+                        if isinstance(pos[f.arg], list)
+                        else pos[f.arg] // batch * b
+                    )
                 elif kind == "SCALE":
                     scale.append(f.output)
                 elif kind == "DIMS":
                     m = metas_in[0]
-                    named = range(len(m)) if len(pos) == 1 else [d % max(len(m), 1) for d in (pos[1] if isinstance(pos[1], list) else [pos[1]])]
+                    named = (
+                        range(len(m))
+                        if len(pos) == 1
+                        else [
+                            d % max(len(m), 1)
+                            for d in (pos[1] if isinstance(pos[1], list) else [pos[1]])
+                        ]
+                    )
                     return [torch.ops.aten.squeeze.dims(pos[0], [d for d in named if m[d] == 1])]
         if name in ("aten::view", "aten::_unsafe_view"):
             out = pos[0].reshape(pos[1])
-        elif name == "aten::as_strided":  # of memory as it was recorded, counted from its first element: as the executor does
+        elif (
+            name == "aten::as_strided"
+        ):  # of memory as it was recorded, counted from its first element: as the executor does
             m = lib.koila_meta_get(self.r.g.table, u32(sig.inputs[0])).contents
             base, strides = pos[0], [m.stride[d] for d in range(m.n_dims)]
             if any(n > 1 and a != b for n, a, b in zip(base.shape, base.stride(), strides)):
                 base = torch.empty_strided(base.shape, strides, dtype=base.dtype).copy_(base)
-            out = base.as_strided(pos[1], pos[2], base.storage_offset() + (pos[3] if len(pos) > 3 and pos[3] else 0))
+            out = base.as_strided(
+                pos[1], pos[2], base.storage_offset() + (pos[3] if len(pos) > 3 and pos[3] else 0)
+            )
         else:
             out = self.func(name)(*pos, **kw)
         out = [out] if isinstance(out, torch.Tensor) or out is None else list(out)
@@ -662,7 +984,11 @@ class Run:
                 return store[v]
             key = ("whole", v)
             if key not in store:
-                store[key] = put_together(store[v], q, lengths[q.axis]) if q.kind == 1 else combine(store[v], q)
+                store[key] = (
+                    put_together(store[v], q, lengths[q.axis])
+                    if q.kind == 1
+                    else combine(store[v], q)
+                )
             return store[key]
 
         for v in range(self.n_values):
@@ -670,8 +996,15 @@ class Run:
             if info.node == NONE:
                 t = self.r.rec.leaf_tensor[self.recorded_of[v]]
                 q = p.value[v]
-                store[v] = t if q.kind == 0 else [take(t, q, s, e, self.r.batches[q.axis]) for s, e in cuts[q.axis]]
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():  # as the executor does: the grad mode of capture, below autograd
+                store[v] = (
+                    t
+                    if q.kind == 0
+                    else [take(t, q, s, e, self.r.batches[q.axis]) for s, e in cuts[q.axis]]
+                )
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.enable_grad(),
+        ):  # as the executor does: the grad mode of capture, below autograd
             for n in range(self.n_nodes):
                 info, sig, ins, name = self.node(n)
                 node = p.node[n]
@@ -679,12 +1012,20 @@ class Run:
                 needs = [p.need[info.first_input + i] for i in range(sig.n_inputs)]
                 sizes_in = [self.size_of(v) for v in ins]
                 flags = lib.koila_op_flags(self.r.g.table, u32(sig.op))
-                loop, batch = cuts[node.axis] if node.in_loop else [(0, None)], self.r.batches[node.axis]
+                loop, batch = (
+                    cuts[node.axis] if node.in_loop else [(0, None)],
+                    self.r.batches[node.axis],
+                )
                 results = []
                 if flags & RANDOM:
                     whole_out = self.r.rec.node_out[self.recorded_of[info.first_output]]
                     for s, e in loop:
-                        results.append([take(o, q, s, e, batch).clone() if node.in_loop else o for o, q in zip(whole_out, outs)])
+                        results.append(
+                            [
+                                take(o, q, s, e, batch).clone() if node.in_loop else o
+                                for o, q in zip(whole_out, outs)
+                            ]
+                        )
                 else:
                     for k, (s, e) in enumerate(loop):
                         tensors = []
@@ -697,7 +1038,19 @@ class Run:
                             else:
                                 t = store[v][k]
                             tensors.append(t)
-                        results.append(self.one(sig, name, tensors, node, outs, needs, e - s if node.in_loop else None, sizes_in, batch))
+                        results.append(
+                            self.one(
+                                sig,
+                                name,
+                                tensors,
+                                node,
+                                outs,
+                                needs,
+                                e - s if node.in_loop else None,
+                                sizes_in,
+                                batch,
+                            )
+                        )
                 for j in range(sig.n_outputs):
                     v = info.first_output + j
                     if sig.outputs[j] == NONE:
@@ -715,7 +1068,10 @@ class Run:
                 want[q.dim] = q.outer * (e - s) * q.inner
             if x is None or (q.outer * q.inner == 0 and q.kind == 1):
                 continue
-            assert list(x.shape) == want, f"node {n} {name}: a slice of {e - s} rows is {list(x.shape)}, placement {q!r} says {want}"
+            assert list(x.shape) == want, (
+                f"node {n} {name}: a slice of {e - s} rows is {list(x.shape)}, placement {q!r} "
+                f"says {want}"
+            )
 
     def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, batch):
         if not sig.n_writes:
@@ -734,14 +1090,24 @@ class Run:
             for k in range(wr.n_links):
                 ls = lib.koila_sig_get(self.r.g.table, u32(wr.links[k].sig)).contents
                 lname = lib.koila_op_name(self.r.g.table, u32(ls.op)).decode()
-                fix, lout = (node.link[l].fix, node.link[l].out) if b is not None and node.link else ((), Placement())
+                fix, lout = (
+                    (node.link[l].fix, node.link[l].out)
+                    if b is not None and node.link
+                    else ((), Placement())
+                )
                 louts = [lout] * ls.n_outputs
-                view = self.call(ls, lname, [view], fix, louts, [lout], b, [self.meta_size(ls.inputs[0])], batch)[wr.links[k].output]
+                view = self.call(
+                    ls, lname, [view], fix, louts, [lout], b, [self.meta_size(ls.inputs[0])], batch
+                )[wr.links[k].output]
                 l += 1
             tensors[wr.input] = view
         pos, kw = self.decode(sig, tensors)
         out = self.func(name)(*pos, **kw)
-        fresh = [] if not sig.n_fresh else [o for o in ([out] if isinstance(out, torch.Tensor) else out)][: sig.n_fresh]
+        fresh = (
+            []
+            if not sig.n_fresh
+            else [o for o in ([out] if isinstance(out, torch.Tensor) else out)][: sig.n_fresh]
+        )
         return fresh + bases
 
     def meta_size(self, meta):
@@ -749,7 +1115,8 @@ class Run:
         return tuple(m.size[d] for d in range(m.n_dims))
 
     def check(self, slices, atol=1e-11, rtol=1e-11, loose=True):
-        """Every target, sliced, equals the recorded one (`loose`: the tolerance is float64's, others are scaled). Returns the largest relative difference."""
+        """Every target, sliced, equals the recorded one (`loose`: the tolerance is float64's,
+        others are scaled). Returns the largest relative difference."""
         worst = 0.0
         for rows in slices:
             got = self.run(*(rows if isinstance(rows[0], list) else [rows]))
@@ -758,12 +1125,29 @@ class Run:
                 q = self.p.contents.value[self.p.contents.lowered[self.r.targets[k]]]
                 if q.kind == 1 and q.outer * q.inner == 0:
                     continue  # opaque: a workspace
-                assert a.shape == b.shape and a.dtype == b.dtype, f"target {k}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}"
+                assert a.shape == b.shape and a.dtype == b.dtype, (
+                    f"target {k}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}"
+                )
                 if not b.dtype.is_floating_point and not b.dtype.is_complex:
                     assert torch.equal(a, b), f"target {k} differs with slices {rows}"
                     continue
-                more = 1.0 if not loose or b.dtype in (torch.float64, torch.complex128) else 1e6 if b.dtype in (torch.float32, torch.complex64) else 1e9
-                torch.testing.assert_close(a, b, atol=atol * more, rtol=rtol * more, equal_nan=True, msg=lambda m: f"target {k}, slices {rows}: {m}")
+                more = (
+                    1.0
+                    if not loose or b.dtype in (torch.float64, torch.complex128)
+                    else 1e6
+                    if b.dtype in (torch.float32, torch.complex64)
+                    else 1e9
+                )
+                torch.testing.assert_close(
+                    a,
+                    b,
+                    atol=atol * more,
+                    rtol=rtol * more,
+                    equal_nan=True,
+                    msg=lambda m: f"target {k}, slices {rows}: {m}",
+                )
                 if b.numel() and b.isfinite().all():
-                    worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item())
+                    worst = max(
+                        worst, ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+                    )
         return worst

@@ -3,6 +3,7 @@
 Run alone for the long version:  python tests/oracle/test_cache_oracle.py LIBKOILA.so [histories per configuration]
 Under pytest a short version runs when KOILA_LIB names libkoila.so.
 """
+
 import ctypes as C
 import os
 import random
@@ -14,12 +15,28 @@ from cache_model import FAULTS, INF, MIB, Cache
 
 
 class Config(C.Structure):
-    _fields_ = [("struct_size", C.c_uint32), ("torch_version", C.c_uint32), ("rules", C.c_uint32), ("verified", C.c_char_p),
-                ("total_bytes", C.c_uint64), ("outside_bytes", C.c_uint64), ("cap_bytes", C.c_uint64), ("device_bytes", C.c_uint64),
-                ("first_address", C.c_uint64), ("max_split_bytes", C.c_uint64), ("max_non_split_rounding_bytes", C.c_uint64),
-                ("large_segment_bytes", C.c_uint64), ("gc_threshold", C.c_double), ("memory_fraction", C.c_double),
-                ("divisions", C.c_uint32 * 16), ("rounding_set", C.c_uint8), ("expandable", C.c_uint8), ("oom_reject", C.c_uint8),
-                ("release_lock", C.c_uint8), ("completion", C.c_uint8)]
+    _fields_ = [
+        ("struct_size", C.c_uint32),
+        ("torch_version", C.c_uint32),
+        ("rules", C.c_uint32),
+        ("verified", C.c_char_p),
+        ("total_bytes", C.c_uint64),
+        ("outside_bytes", C.c_uint64),
+        ("cap_bytes", C.c_uint64),
+        ("device_bytes", C.c_uint64),
+        ("first_address", C.c_uint64),
+        ("max_split_bytes", C.c_uint64),
+        ("max_non_split_rounding_bytes", C.c_uint64),
+        ("large_segment_bytes", C.c_uint64),
+        ("gc_threshold", C.c_double),
+        ("memory_fraction", C.c_double),
+        ("divisions", C.c_uint32 * 16),
+        ("rounding_set", C.c_uint8),
+        ("expandable", C.c_uint8),
+        ("oom_reject", C.c_uint8),
+        ("release_lock", C.c_uint8),
+        ("completion", C.c_uint8),
+    ]
 
 
 class Pool(C.Structure):
@@ -27,33 +44,75 @@ class Pool(C.Structure):
 
 
 class Event(C.Structure):
-    _fields_ = [("struct_size", C.c_uint32), ("kind", C.c_int), ("addr", C.c_uint64), ("size", C.c_uint64), ("stream", C.c_uint64), ("pool", Pool)]
+    _fields_ = [
+        ("struct_size", C.c_uint32),
+        ("kind", C.c_int),
+        ("addr", C.c_uint64),
+        ("size", C.c_uint64),
+        ("stream", C.c_uint64),
+        ("pool", Pool),
+    ]
 
 
 EVENT_FN = C.CFUNCTYPE(None, C.c_void_p, C.POINTER(Event))
 
 
 class Counter(C.Structure):
-    _fields_ = [("current", C.c_uint64), ("peak", C.c_uint64), ("allocated", C.c_uint64), ("freed", C.c_uint64)]
+    _fields_ = [
+        ("current", C.c_uint64),
+        ("peak", C.c_uint64),
+        ("allocated", C.c_uint64),
+        ("freed", C.c_uint64),
+    ]
 
 
 class Stat(C.Structure):
-    _fields_ = [("struct_size", C.c_uint32), ("of", (Counter * 3) * 9), ("oversize_allocations", Counter), ("oversize_segments", Counter),
-                ("num_alloc_retries", C.c_uint64), ("num_ooms", C.c_uint64), ("rest", C.c_uint64 * 7)]
+    _fields_ = [
+        ("struct_size", C.c_uint32),
+        ("of", (Counter * 3) * 9),
+        ("oversize_allocations", Counter),
+        ("oversize_segments", Counter),
+        ("num_alloc_retries", C.c_uint64),
+        ("num_ooms", C.c_uint64),
+        ("rest", C.c_uint64 * 7),
+    ]
 
 
 class Native:
     """koila_cache through ctypes, with the model's interface."""
 
-    def __init__(self, lib, *, total=0, cap=0, max_split=INF, rounding=None, large=20 * MIB, gc=0.0, divisions=(0,) * 16, expandable=False,
-                 device=24 << 30, best=False):
+    def __init__(
+        self,
+        lib,
+        *,
+        total=0,
+        cap=0,
+        max_split=INF,
+        rounding=None,
+        large=20 * MIB,
+        gc=0.0,
+        divisions=(0,) * 16,
+        expandable=False,
+        device=24 << 30,
+        best=False,
+    ):
         self.lib, self.events = lib, []
         conf = Config()
         assert lib.koila_cache_config_init(C.byref(conf), b"2.13") == 0
-        assert conf.struct_size == C.sizeof(Config), "the ctypes mirror of koila_cache_config is out of date"
-        conf.total_bytes, conf.cap_bytes, conf.device_bytes, conf.gc_threshold = total, cap, device, gc
+        assert conf.struct_size == C.sizeof(Config), (
+            "the ctypes mirror of koila_cache_config is out of date"
+        )
+        conf.total_bytes, conf.cap_bytes, conf.device_bytes, conf.gc_threshold = (
+            total,
+            cap,
+            device,
+            gc,
+        )
         conf.max_split_bytes = (1 << 64) - 1 if max_split == INF else max_split
-        conf.large_segment_bytes, conf.max_non_split_rounding_bytes = large, large if rounding is None else rounding
+        conf.large_segment_bytes, conf.max_non_split_rounding_bytes = (
+            large,
+            large if rounding is None else rounding,
+        )
         conf.divisions[:] = divisions
         conf.expandable, conf.completion = expandable, best
         self.c = C.c_void_p()
@@ -63,7 +122,11 @@ class Native:
 
     def malloc(self, n, stream):
         addr = C.c_uint64()
-        return addr.value if self.lib.koila_cache_malloc(self.c, n, stream, Pool(), C.byref(addr)) == 0 else None
+        return (
+            addr.value
+            if self.lib.koila_cache_malloc(self.c, n, stream, Pool(), C.byref(addr)) == 0
+            else None
+        )
 
     def record_stream(self, addr, stream):
         assert self.lib.koila_cache_record_stream(self.c, addr, stream) == 0
@@ -80,8 +143,18 @@ class Native:
     def numbers(self):
         s = Stat()
         self.lib.koila_cache_stats(self.c, C.byref(s))
-        return (s.num_alloc_retries, s.num_ooms, s.of[6][0].current, s.of[6][0].peak, s.of[1][0].current, s.of[1][0].peak,
-                s.of[3][0].current, s.of[3][0].peak, s.of[8][0].current, s.of[8][0].peak)
+        return (
+            s.num_alloc_retries,
+            s.num_ooms,
+            s.of[6][0].current,
+            s.of[6][0].peak,
+            s.of[1][0].current,
+            s.of[1][0].peak,
+            s.of[3][0].current,
+            s.of[3][0].peak,
+            s.of[8][0].current,
+            s.of[8][0].peak,
+        )
 
     def close(self):
         self.lib.koila_cache_free(self.c)
@@ -106,32 +179,83 @@ CONFIGS = {
     "total 300M": {"total": 300 * MIB},
     "total 100M": {"total": 100 * MIB},
     "total 300M, max_split 32M": {"total": 300 * MIB, "max_split": 32 * MIB},
-    "max_split 40M, rounding 24M": {"max_split": 40 * MIB, "rounding": 24 * MIB, "total": 400 * MIB},
+    "max_split 40M, rounding 24M": {
+        "max_split": 40 * MIB,
+        "rounding": 24 * MIB,
+        "total": 400 * MIB,
+    },
     "divisions 4": {"divisions": M4, "total": 600 * MIB},
     "expandable": {"expandable": True},
     "expandable, total 300M": {"expandable": True, "total": 300 * MIB},
     "cap 300M, gc 0.5": {"cap": 300 * MIB, "gc": 0.5},
-    "cap 200M, gc 0.8, total 300M, max_split 40M": {"cap": 200 * MIB, "gc": 0.8, "total": 300 * MIB, "max_split": 40 * MIB},
+    "cap 200M, gc 0.8, total 300M, max_split 40M": {
+        "cap": 200 * MIB,
+        "gc": 0.8,
+        "total": 300 * MIB,
+        "max_split": 40 * MIB,
+    },
     "expandable, cap 200M": {"expandable": True, "cap": 200 * MIB},
     "total 160M, max_split 32M": {"total": 160 * MIB, "max_split": 32 * MIB},
     "large segment 64M": {"large": 64 * MIB, "total": 1000 * MIB},
     "best, total 200M": {"best": True, "total": 200 * MIB},
 }
 
-EDGES = [1, 511, 512, 513, MIB - 512, MIB, MIB + 1, 2 * MIB, 9 * MIB, 10 * MIB - 512, 10 * MIB, 10 * MIB + 1, 19 * MIB, 20 * MIB - 512, 20 * MIB,
-         20 * MIB + 512, 12 * MIB, 32 * MIB, 32 * MIB - 512, 40 * MIB, 40 * MIB + 1, 44 * MIB, 44 * MIB + 1, 64 * MIB, 60 * MIB, 16 * MIB, 52 * MIB, 80 * MIB, 24 * MIB, 30 * MIB]
+EDGES = [
+    1,
+    511,
+    512,
+    513,
+    MIB - 512,
+    MIB,
+    MIB + 1,
+    2 * MIB,
+    9 * MIB,
+    10 * MIB - 512,
+    10 * MIB,
+    10 * MIB + 1,
+    19 * MIB,
+    20 * MIB - 512,
+    20 * MIB,
+    20 * MIB + 512,
+    12 * MIB,
+    32 * MIB,
+    32 * MIB - 512,
+    40 * MIB,
+    40 * MIB + 1,
+    44 * MIB,
+    44 * MIB + 1,
+    64 * MIB,
+    60 * MIB,
+    16 * MIB,
+    52 * MIB,
+    80 * MIB,
+    24 * MIB,
+    30 * MIB,
+]
 
 
 def history(rng, n_ops):
     """A program: malloc sizes on boundaries half the time; releases, streams, syncs."""
     ops, n_live = [], 0
-    edges = rng.sample(EDGES, 6) if rng.random() < 0.7 else [x * MIB for x in rng.sample([20, 32, 40, 64, 80, 100], 4)]
+    edges = (
+        rng.sample(EDGES, 6)
+        if rng.random() < 0.7
+        else [x * MIB for x in rng.sample([20, 32, 40, 64, 80, 100], 4)]
+    )
     grow, pure = rng.choice([45, 52, 60]), rng.choice([0.6, 0.95])
     for _ in range(n_ops):
         u = rng.random() * 100
         if u < grow or not n_live:
             k = rng.random()
-            n = rng.choice(edges) if k < pure else rng.randint(1, 4096) if rng.random() < 0.3 else rng.randint(1, 2 * MIB) if rng.random() < 0.3 else rng.randint(MIB, 80 * MIB)
+            n = (
+                rng.choice(edges)
+                if k < pure
+                else rng.randint(1, 4096)
+                if rng.random() < 0.3
+                else rng.randint(1, 2 * MIB)
+                if rng.random() < 0.3
+                else rng.randint(MIB, 80 * MIB)
+            )
             ops.append(("malloc", n, 7 if rng.random() < 0.15 else 0))
             n_live += 1
         elif u < 96:
@@ -147,7 +271,10 @@ def three_then(n):
     return [("malloc", 40 * MIB, 0)] * 3 + [("release", 0.0, False)] * 3 + [("malloc", n * MIB, 0)]
 
 
-VECTORS = [("total 160M, max_split 32M", three_then(80)), ("total 160M, max_split 32M", three_then(100))]
+VECTORS = [
+    ("total 160M, max_split 32M", three_then(80)),
+    ("total 160M, max_split 32M", three_then(100)),
+]
 
 
 def play(ops, cache):
@@ -189,7 +316,18 @@ def differs(lib, conf, ops, fault=None):
     except AssertionError:
         return "the native cache refused a call"
     p = slow.peak
-    numbers = (slow.retries, slow.ooms, slow.reserved, p["reserved"], slow.allocated, p["allocated"], slow.active, p["active"], slow.split_bytes(), p["split"])
+    numbers = (
+        slow.retries,
+        slow.ooms,
+        slow.reserved,
+        p["reserved"],
+        slow.allocated,
+        p["allocated"],
+        slow.active,
+        p["active"],
+        slow.split_bytes(),
+        p["split"],
+    )
     got = fast.numbers()
     fast.close()
     for i, (a, b) in enumerate(zip(slow.events, fast.events)):
@@ -216,12 +354,15 @@ def run(lib, n_histories, n_ops=60, seed=1):
 
 
 def find_faults(lib, limit=3000, seed=2):
-    """Each fault must be seen by some history of some configuration; returns how many histories it took."""
+    """Each fault must be seen by some history of some configuration; returns how many histories it
+    took."""
     took = {}
     for fault in FAULTS:
         rng = random.Random(f"{seed} {fault}")
         for i in range(limit):
-            name, ops = VECTORS[i] if i < len(VECTORS) else (rng.choice(list(CONFIGS)), history(rng, 60))
+            name, ops = (
+                VECTORS[i] if i < len(VECTORS) else (rng.choice(list(CONFIGS)), history(rng, 60))
+            )
             if differs(lib, CONFIGS[name], ops, fault):
                 took[fault] = i + 1
                 break

@@ -1,5 +1,6 @@
-"""Random programs: views, in-place writes, factories, reductions, products and indexing, on shapes where another size often equals the batch. Placed and
-sliced, every value that is alive at the end must equal eager's. Deterministic by seed.
+"""Random programs: views, in-place writes, factories, reductions, products and indexing, on shapes
+where another size often equals the batch. Placed and sliced, every value that is alive at the end
+must equal eager's. Deterministic by seed.
 
     python tests/oracle/test_fuzz.py FIRST LAST       # seeds; prints what fails
 """
@@ -28,12 +29,20 @@ class Program:
         for _ in range(rng.randint(1, 3)):
             s = rng.choice(shapes)
             self.inputs.append(torch.rand(s, generator=g, dtype=torch.float64) + 0.1)
-            self.dims.append(s.index(self.B) if rng.random() < 0.7 else len(s) - 1 - s[::-1].index(self.B))
+            self.dims.append(
+                s.index(self.B) if rng.random() < 0.7 else len(s) - 1 - s[::-1].index(self.B)
+            )
         # some programs have two axes; when both have as many rows, sizes tell nothing
-        self.axes = [rng.randrange(2) for _ in self.inputs] if seed % 3 == 0 and len(self.inputs) > 1 else [0] * len(self.inputs)
+        self.axes = (
+            [rng.randrange(2) for _ in self.inputs]
+            if seed % 3 == 0 and len(self.inputs) > 1
+            else [0] * len(self.inputs)
+        )
         if 0 not in self.axes:
             self.axes[0] = 0
-        self.reals = [torch.rand(rng.choice(shapes), generator=g, dtype=torch.float64) for _ in range(2)]
+        self.reals = [
+            torch.rand(rng.choice(shapes), generator=g, dtype=torch.float64) for _ in range(2)
+        ]
         self.steps = rng.randint(3, 12)
         self.seed = seed
         self.log = []
@@ -52,13 +61,17 @@ class Program:
                     continue
                 if y is None:
                     continue
-                ys = [t for t in (y if isinstance(y, (tuple, list)) else [y]) if isinstance(t, torch.Tensor) and t.numel() < 3000 and t.is_floating_point()]
+                ys = [
+                    t
+                    for t in (y if isinstance(y, (tuple, list)) else [y])
+                    if isinstance(t, torch.Tensor) and t.numel() < 3000 and t.is_floating_point()
+                ]
                 if any(not t.isfinite().all() or t.abs().max() > 1e6 for t in ys if t.numel()):
                     raise Unfit
                 self.log.append((name, tuple(x.shape), [tuple(t.shape) for t in ys]))
                 pool += ys
                 break
-        return pool[len(inputs):] + [p * 1 for p in pool[:len(inputs)]]
+        return pool[len(inputs) :] + [p * 1 for p in pool[: len(inputs)]]
 
     # -- each gets (rng, x, pool); raises when it does not fit
     def op_unary(self, rng, x, pool):
@@ -74,7 +87,9 @@ class Program:
         return x / (rng.choice(pool).abs() + 1)
 
     def op_reduce(self, rng, x, pool):
-        return getattr(torch, rng.choice(["sum", "mean", "amax", "logsumexp"]))(x, rng.randrange(x.dim()), rng.random() < 0.5)
+        return getattr(torch, rng.choice(["sum", "mean", "amax", "logsumexp"]))(
+            x, rng.randrange(x.dim()), rng.random() < 0.5
+        )
 
     def op_all(self, rng, x, pool):
         return getattr(x, rng.choice(["sum", "mean", "std", "norm", "max"]))()
@@ -83,7 +98,9 @@ class Program:
         return torch.var(x, rng.randrange(x.dim()), correction=0, keepdim=rng.random() < 0.5)
 
     def op_softmax(self, rng, x, pool):
-        return getattr(torch, rng.choice(["softmax", "log_softmax", "cumsum"]))(x, rng.randrange(x.dim()))
+        return getattr(torch, rng.choice(["softmax", "log_softmax", "cumsum"]))(
+            x, rng.randrange(x.dim())
+        )
 
     def op_transpose(self, rng, x, pool):
         return x.transpose(rng.randrange(x.dim()), rng.randrange(x.dim()))
@@ -126,7 +143,9 @@ class Program:
         return torch.cat([x, rng.choice(pool)], rng.randrange(x.dim()))
 
     def op_stack(self, rng, x, pool):
-        return torch.stack([x, rng.choice(pool)], rng.randrange(x.dim() + 1)) if x.dim() < 4 else None
+        return (
+            torch.stack([x, rng.choice(pool)], rng.randrange(x.dim() + 1)) if x.dim() < 4 else None
+        )
 
     def op_repeat(self, rng, x, pool):
         return x.repeat(*[rng.choice([1, 2]) for _ in x.shape])
@@ -135,7 +154,11 @@ class Program:
         return x.flip(rng.randrange(x.dim()))
 
     def op_matmul(self, rng, x, pool):
-        return x @ rng.choice([y for y in pool]).transpose(-1, -2) if rng.random() < 0.5 else x.transpose(-1, -2) @ rng.choice(pool)
+        return (
+            x @ rng.choice([y for y in pool]).transpose(-1, -2)
+            if rng.random() < 0.5
+            else x.transpose(-1, -2) @ rng.choice(pool)
+        )
 
     def op_addmm(self, rng, x, pool):
         y = rng.choice(pool)
@@ -159,9 +182,24 @@ class Program:
 
     def op_write(self, rng, x, pool):
         y = x * 1
-        view = rng.choice([lambda: y, lambda: y.transpose(0, -1), lambda: y.select(rng.randrange(y.dim()), 0), lambda: y.narrow(0, 0, max(1, y.shape[0] - 1)),
-                           lambda: y.reshape(-1)])()
-        rng.choice([lambda: view.mul_(0.5), lambda: view.add_(rng.choice(pool)), lambda: view.copy_(rng.choice(pool)), lambda: view.fill_(0.25), lambda: view.zero_()])()
+        view = rng.choice(
+            [
+                lambda: y,
+                lambda: y.transpose(0, -1),
+                lambda: y.select(rng.randrange(y.dim()), 0),
+                lambda: y.narrow(0, 0, max(1, y.shape[0] - 1)),
+                lambda: y.reshape(-1),
+            ]
+        )()
+        rng.choice(
+            [
+                lambda: view.mul_(0.5),
+                lambda: view.add_(rng.choice(pool)),
+                lambda: view.copy_(rng.choice(pool)),
+                lambda: view.fill_(0.25),
+                lambda: view.zero_(),
+            ]
+        )()
         return y
 
     def op_total(self, rng, x, pool):
@@ -176,11 +214,17 @@ class Program:
 
     def op_gather(self, rng, x, pool):
         d = rng.randrange(x.dim())
-        return x.gather(d, (rng.choice([p for p in pool if p.shape == x.shape]) * 10).long() % x.shape[d])
+        return x.gather(
+            d, (rng.choice([p for p in pool if p.shape == x.shape]) * 10).long() % x.shape[d]
+        )
 
     def op_embed(self, rng, x, pool):
         table = rng.choice([p for p in pool if p.dim() == 2])
-        return torch.nn.functional.embedding((x * 10).long().abs() % table.shape[0], table) if x.dim() < 3 else None
+        return (
+            torch.nn.functional.embedding((x * 10).long().abs() % table.shape[0], table)
+            if x.dim() < 3
+            else None
+        )
 
     def op_where(self, rng, x, pool):
         return torch.where(rng.choice(pool) > 0.5, x, rng.choice(pool))

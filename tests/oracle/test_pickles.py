@@ -1,7 +1,8 @@
 """Whatever Python's picklers write of a snapshot, in any protocol, koila reads the same.
 
-    python tests/oracle/test_pickles.py KOILA        the command
+python tests/oracle/test_pickles.py KOILA        the command
 """
+
 import io
 import json
 import os
@@ -13,7 +14,8 @@ DATA = os.path.join(os.path.dirname(__file__), "..", "data")
 
 
 def variants(d):
-    """The same data with everything shared that torch's or Python's writers may share, and with nothing shared."""
+    """The same data with everything shared that torch's or Python's writers may share, and with
+    nothing shared."""
     yield "plain", d
     frames, stacks = {}, {}
 
@@ -24,7 +26,11 @@ def variants(d):
             return {k: shared(v) for k, v in x.items()}
         if isinstance(x, list):
             y = [shared(v) for v in x]
-            return stacks.setdefault(json.dumps(y, sort_keys=True), y) if y and isinstance(y[0], dict) and "filename" in y[0] else y
+            return (
+                stacks.setdefault(json.dumps(y, sort_keys=True), y)
+                if y and isinstance(y[0], dict) and "filename" in y[0]
+                else y
+            )
         return x
 
     yield "shared", shared(d)
@@ -60,7 +66,9 @@ def run(koila):
         want = simulate(text)
         assert isinstance(want, dict), want
         d = tuples(json.loads(text))
-        d["external_annotations"] = [{"stage": "START", "name": "step", "device": 0, "time_us": 1000003}]
+        d["external_annotations"] = [
+            {"stage": "START", "name": "step", "device": 0, "time_us": 1000003}
+        ]
         for kind, v in variants(d):
             for writer, write in writers():
                 got = simulate(write(v))
@@ -68,7 +76,10 @@ def run(koila):
                     passed += 1
                 else:
                     failed += 1
-                    print(f"FAILED {name}, {kind}, {writer}: {got if isinstance(got, str) else 'reads differently'}")
+                    print(
+                        f"FAILED {name}, {kind}, {writer}: "
+                        f"{got if isinstance(got, str) else 'reads differently'}"
+                    )
     print(f"{passed} passed, {failed} failed")
     return failed
 

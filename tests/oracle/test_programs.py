@@ -1,7 +1,9 @@
-"""Whole programs, forward and backward: placed and run in slices == eager, and what is gathered is what must be.
+"""Whole programs, forward and backward: placed and run in slices == eager, and what is gathered is
+what must be.
 
-Models and losses of every kind at sizes that are all different; slices 4 + 3, 3 + 3 + 1, and the whole batch of 7. `gathers` names the operators
-that may collect activations: none, unless the samples couple. In float64 the difference is rounding.
+Models and losses of every kind at sizes that are all different; slices 4 + 3, 3 + 3 + 1, and the
+whole batch of 7. `gathers` names the operators that may collect activations: none, unless the
+samples couple. In float64 the difference is rounding.
 
     python tests/oracle/test_programs.py [part of a name] [-v]     # a report, with -v the placement of every node
 """
@@ -28,32 +30,62 @@ randn, randint = torch.randn, torch.randint
 
 def case(name, gathers=(), tolerance=1e-11, dtype=torch.float64):
     """fn() -> (model, loss(model, *inputs), inputs, batch_dims or None)"""
+
     def add(fn):
         CASES[name] = (fn, set(gathers), tolerance, dtype)
         return fn
+
     return add
 
 
 def classify(model, *shape, classes=4, dims=None):
-    return model, lambda m, x, y: F.cross_entropy(m(x), y), [randn(*shape), randint(classes, (B,))], dims
+    return (
+        model,
+        lambda m, x, y: F.cross_entropy(m(x), y),
+        [randn(*shape), randint(classes, (B,))],
+        dims,
+    )
 
 
 # ---- models
 
+
 @case("mlp")
 def _():
-    return classify(nn.Sequential(nn.Linear(5, 11), nn.ReLU(), nn.Linear(11, 6), nn.GELU(), nn.Linear(6, 4)), B, 5)
+    return classify(
+        nn.Sequential(nn.Linear(5, 11), nn.ReLU(), nn.Linear(11, 6), nn.GELU(), nn.Linear(6, 4)),
+        B,
+        5,
+    )
 
 
 @case("mlp, in place, dropout")
 def _():
-    return classify(nn.Sequential(nn.Linear(5, 11), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(11, 4)), B, 5)
+    return classify(
+        nn.Sequential(nn.Linear(5, 11), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(11, 4)),
+        B,
+        5,
+    )
 
 
 @case("conv, group norm, pooling")
 def _():
-    return classify(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 6, 3), nn.AdaptiveAvgPool2d(1),
-                                  nn.Flatten(), nn.Linear(6, 4)), B, 3, 12, 10)
+    return classify(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 6, 3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(6, 4),
+        ),
+        B,
+        3,
+        12,
+        10,
+    )
 
 
 class Block(nn.Module):
@@ -61,15 +93,27 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b = nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o)
         self.c, self.d = nn.Conv2d(o, o, 3, 1, 1, bias=False), nn.BatchNorm2d(o)
-        self.short = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)) if stride > 1 or i != o else nn.Identity()
+        self.short = (
+            nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
+            if stride > 1 or i != o
+            else nn.Identity()
+        )
 
     def forward(self, x):
         return F.relu(self.d(self.c(F.relu(self.b(self.a(x))))) + self.short(x))
 
 
 def resnet():
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(4, 4, 1), Block(4, 6, 2), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Linear(6, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        Block(4, 4, 1),
+        Block(4, 6, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
 
 
 @case("resnet, batch norm in training")
@@ -84,12 +128,30 @@ def _():
 
 @case("batch norm of vectors, no affine, no statistics")
 def _():
-    return classify(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False)), B, 5)
+    return classify(
+        nn.Sequential(
+            nn.Linear(5, 6),
+            nn.BatchNorm1d(6, affine=False),
+            nn.ReLU(),
+            nn.Linear(6, 4),
+            nn.BatchNorm1d(4, track_running_stats=False),
+        ),
+        B,
+        5,
+    )
 
 
 @case("instance norm")
 def _():
-    return classify(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(320, 4)), B, 3, 12, 10)
+    return classify(
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(320, 4)
+        ),
+        B,
+        3,
+        12,
+        10,
+    )
 
 
 class Recurrent(nn.Module):
@@ -131,27 +193,53 @@ def _():
 @case("nn.Transformer")
 def _():
     mask = nn.Transformer.generate_square_subsequent_mask(5)
-    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True), lambda m, x, z: F.mse_loss(m(x, z, tgt_mask=mask), z), [randn(B, 9, 8), randn(B, 5, 8)], None
+    return (
+        nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+        lambda m, x, z: F.mse_loss(m(x, z, tgt_mask=mask), z),
+        [randn(B, 9, 8), randn(B, 5, 8)],
+        None,
+    )
 
 
 @case("nn.Transformer, time first")
 def _():
-    return nn.Transformer(8, 2, 1, 1, 16), lambda m, x, z: F.mse_loss(m(x, z), z), [randn(9, B, 8), randn(5, B, 8)], [1, 1]
+    return (
+        nn.Transformer(8, 2, 1, 1, 16),
+        lambda m, x, z: F.mse_loss(m(x, z), z),
+        [randn(9, B, 8), randn(5, B, 8)],
+        [1, 1],
+    )
 
 
 @case("encoder with padding")
 def _():
     pad = torch.zeros(B, 9, dtype=torch.bool)
     pad[2, 5:] = pad[4, 7:] = True
-    m = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
-    return m, lambda m, x, p: (m(x, src_key_padding_mask=p) * (~p)[..., None]).sum() / (~p).sum(), [randn(B, 9, 8), pad], None
+    m = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )
+    return (
+        m,
+        lambda m, x, p: (m(x, src_key_padding_mask=p) * (~p)[..., None]).sum() / (~p).sum(),
+        [randn(B, 9, 8), pad],
+        None,
+    )
 
 
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.n = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, 2, 1), nn.GroupNorm(2, 8)
-        self.up, self.u, self.d, self.o = nn.ConvTranspose2d(8, 4, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 2, 1)
+        self.a, self.b, self.n = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4, 8, 3, 2, 1),
+            nn.GroupNorm(2, 8),
+        )
+        self.up, self.u, self.d, self.o = (
+            nn.ConvTranspose2d(8, 4, 2, 2),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.Conv2d(8, 4, 1),
+            nn.Conv2d(8, 2, 1),
+        )
 
     def forward(self, x):
         a = F.relu(self.a(x))
@@ -161,7 +249,12 @@ class UNet(nn.Module):
 
 @case("u-net, segmentation")
 def _():
-    return UNet(), lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=1, weight=torch.tensor([1.0, 2.0])), [randn(B, 3, 8, 12), randint(2, (B, 8, 12))], None
+    return (
+        UNet(),
+        lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=1, weight=torch.tensor([1.0, 2.0])),
+        [randn(B, 3, 8, 12), randint(2, (B, 8, 12))],
+        None,
+    )
 
 
 @case("gradient penalty")
@@ -170,12 +263,15 @@ def _():
         x = x.clone().requires_grad_()
         (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
         return ((g.norm(dim=1) - 1) ** 2).mean()
+
     return nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 1)), loss, [randn(B, 5)], None
 
 
 @case("bfloat16", tolerance=2e-2, dtype=torch.bfloat16)
 def _():
-    return classify(nn.Sequential(nn.Linear(5, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 4)), B, 5)
+    return classify(
+        nn.Sequential(nn.Linear(5, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 4)), B, 5
+    )
 
 
 def ids(v=50, t=9):
@@ -195,26 +291,41 @@ def attend():
 
 
 class Bags(nn.Module):
-    """Two tables of bags of 7 and 3, the batch being 7 too; one with weights of its own for the entries."""
+    """Two tables of bags of 7 and 3, the batch being 7 too; one with weights of its own for the
+    entries."""
 
     def __init__(self, mode, padding_idx=None, frozen=False):
         super().__init__()
-        self.a, self.b = (nn.EmbeddingBag(11, 5, mode=mode, padding_idx=padding_idx) for _ in range(2))
+        self.a, self.b = (
+            nn.EmbeddingBag(11, 5, mode=mode, padding_idx=padding_idx) for _ in range(2)
+        )
         self.head = nn.Linear(10, 4)
         self.a.weight.requires_grad_(not frozen)
         self.weighs = mode == "sum"
 
     def forward(self, i, j, w):
-        return self.head(torch.cat([self.a(i), self.b(j, per_sample_weights=w) if self.weighs else self.b(j)], 1))
+        return self.head(
+            torch.cat([self.a(i), self.b(j, per_sample_weights=w) if self.weighs else self.b(j)], 1)
+        )
 
 
 for mode in ("sum", "mean", "max"):
     for options in ({}, {"padding_idx": 2}, {"frozen": True}):
+
         @case(f"embedding bags, {mode} {options}")
         def _(mode=mode, options=options):
-            i, j, w = randint(11, (B, 7)), randint(11, (B, 3)), randn(B, 3, requires_grad=mode == "sum")
+            i, j, w = (
+                randint(11, (B, 7)),
+                randint(11, (B, 3)),
+                randn(B, 3, requires_grad=mode == "sum"),
+            )
             i[3] = 2
-            return Bags(mode, **options), lambda m, i, j, w, y: F.cross_entropy(m(i, j, w), y), [i, j, w, randint(4, (B,))], None
+            return (
+                Bags(mode, **options),
+                lambda m, i, j, w, y: F.cross_entropy(m(i, j, w), y),
+                [i, j, w, randint(4, (B,))],
+                None,
+            )
 
 
 def transformers_case(name, cls, config, settings, keys, make, gathers=(), tolerance=1e-6):
@@ -226,38 +337,154 @@ def transformers_case(name, cls, config, settings, keys, make, gathers=(), toler
         return model.train(), lambda m, *xs: m(**dict(zip(keys, xs))).loss, make(), None
 
 
-GPT = dict(n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=16, pad_token_id=0, num_labels=3)
-BERT = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=16, vocab_size=50, num_labels=3)
-LLAMA = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16, vocab_size=50)
-transformers_case("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT, ["input_ids", "labels"], lambda: [ids(), labels()])
-transformers_case("gpt2, padding", "GPT2LMHeadModel", "GPT2Config", GPT, ["input_ids", "attention_mask", "labels"], lambda: [ids(), attend(), labels()])
-transformers_case("gpt2, classify", "GPT2ForSequenceClassification", "GPT2Config", GPT, ["input_ids", "labels"], lambda: [ids(), randint(3, (B,))])
-transformers_case("bert", "BertForMaskedLM", "BertConfig", BERT, ["input_ids", "attention_mask", "labels"], lambda: [ids(), attend(), labels()])
-transformers_case("bert, classify", "BertForSequenceClassification", "BertConfig", BERT, ["input_ids", "attention_mask", "labels"],
-                  lambda: [ids(), attend(), randint(3, (B,))])
-transformers_case("llama", "LlamaForCausalLM", "LlamaConfig", LLAMA, ["input_ids", "attention_mask", "labels"], lambda: [ids(), attend(), labels()])
-transformers_case("mistral", "MistralForCausalLM", "MistralConfig", LLAMA, ["input_ids", "labels"], lambda: [ids(), labels()])
-transformers_case("vit", "ViTForImageClassification", "ViTConfig", {**BERT, "image_size": 12, "patch_size": 4, "num_labels": 5}, ["pixel_values", "labels"],
-                  lambda: [randn(B, 3, 12, 12), randint(5, (B,))])
-transformers_case("t5", "T5ForConditionalGeneration", "T5Config", dict(num_layers=2, d_model=8, num_heads=2, d_kv=4, d_ff=16, vocab_size=50, decoder_start_token_id=0),
-                  ["input_ids", "attention_mask", "labels"], lambda: [ids(), attend(), labels(6)])
-transformers_case("bart", "BartForConditionalGeneration", "BartConfig", dict(encoder_layers=1, decoder_layers=1, d_model=8, encoder_attention_heads=2,
-                  decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=50, max_position_embeddings=32), ["input_ids", "labels"],
-                  lambda: [ids(), labels(6)])
+GPT = dict(
+    n_layer=2, n_head=2, n_embd=8, vocab_size=50, n_positions=16, pad_token_id=0, num_labels=3
+)
+BERT = dict(
+    num_hidden_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    intermediate_size=16,
+    vocab_size=50,
+    num_labels=3,
+)
+LLAMA = dict(
+    num_hidden_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=16,
+    vocab_size=50,
+)
+transformers_case(
+    "gpt2", "GPT2LMHeadModel", "GPT2Config", GPT, ["input_ids", "labels"], lambda: [ids(), labels()]
+)
+transformers_case(
+    "gpt2, padding",
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    GPT,
+    ["input_ids", "attention_mask", "labels"],
+    lambda: [ids(), attend(), labels()],
+)
+transformers_case(
+    "gpt2, classify",
+    "GPT2ForSequenceClassification",
+    "GPT2Config",
+    GPT,
+    ["input_ids", "labels"],
+    lambda: [ids(), randint(3, (B,))],
+)
+transformers_case(
+    "bert",
+    "BertForMaskedLM",
+    "BertConfig",
+    BERT,
+    ["input_ids", "attention_mask", "labels"],
+    lambda: [ids(), attend(), labels()],
+)
+transformers_case(
+    "bert, classify",
+    "BertForSequenceClassification",
+    "BertConfig",
+    BERT,
+    ["input_ids", "attention_mask", "labels"],
+    lambda: [ids(), attend(), randint(3, (B,))],
+)
+transformers_case(
+    "llama",
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    LLAMA,
+    ["input_ids", "attention_mask", "labels"],
+    lambda: [ids(), attend(), labels()],
+)
+transformers_case(
+    "mistral",
+    "MistralForCausalLM",
+    "MistralConfig",
+    LLAMA,
+    ["input_ids", "labels"],
+    lambda: [ids(), labels()],
+)
+transformers_case(
+    "vit",
+    "ViTForImageClassification",
+    "ViTConfig",
+    {**BERT, "image_size": 12, "patch_size": 4, "num_labels": 5},
+    ["pixel_values", "labels"],
+    lambda: [randn(B, 3, 12, 12), randint(5, (B,))],
+)
+transformers_case(
+    "t5",
+    "T5ForConditionalGeneration",
+    "T5Config",
+    dict(
+        num_layers=2,
+        d_model=8,
+        num_heads=2,
+        d_kv=4,
+        d_ff=16,
+        vocab_size=50,
+        decoder_start_token_id=0,
+    ),
+    ["input_ids", "attention_mask", "labels"],
+    lambda: [ids(), attend(), labels(6)],
+)
+transformers_case(
+    "bart",
+    "BartForConditionalGeneration",
+    "BartConfig",
+    dict(
+        encoder_layers=1,
+        decoder_layers=1,
+        d_model=8,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        vocab_size=50,
+        max_position_embeddings=32,
+    ),
+    ["input_ids", "labels"],
+    lambda: [ids(), labels(6)],
+)
 
 
 @case("clip, contrastive", gathers={"aten::mm", "aten::alias"}, tolerance=1e-6)
 def _():
     t = pytest.importorskip("transformers")
-    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, projection_dim=8)
-    config = t.CLIPConfig(text_config=dict(small, vocab_size=50, eos_token_id=49, bos_token_id=48, max_position_embeddings=16),
-                          vision_config=dict(small, image_size=12, patch_size=4), projection_dim=8)
-    return t.CLIPModel(config).double(), lambda m, i, p: m(input_ids=i, pixel_values=p, return_loss=True).loss, [ids(48), randn(B, 3, 12, 12)], None
+    small = dict(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        projection_dim=8,
+    )
+    config = t.CLIPConfig(
+        text_config=dict(
+            small, vocab_size=50, eos_token_id=49, bos_token_id=48, max_position_embeddings=16
+        ),
+        vision_config=dict(small, image_size=12, patch_size=4),
+        projection_dim=8,
+    )
+    return (
+        t.CLIPModel(config).double(),
+        lambda m, i, p: m(input_ids=i, pixel_values=p, return_loss=True).loss,
+        [ids(48), randn(B, 3, 12, 12)],
+        None,
+    )
 
 
 # ---- losses, after one linear layer
 
-yi, yn, yf, yp, w = randint(4, (B,)), randint(4, (B,)), randn(B, 4, dtype=torch.float64), torch.rand(B, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+yi, yn, yf, yp, w = (
+    randint(4, (B,)),
+    randint(4, (B,)),
+    randn(B, 4, dtype=torch.float64),
+    torch.rand(B, 4, dtype=torch.float64),
+    torch.rand(4, dtype=torch.float64),
+)
 yn[3] = yn[6] = -100
 ce = F.cross_entropy
 
@@ -280,10 +507,26 @@ loss("ce none", lambda o, y: ce(o, y, reduction="none").mean(), yn)
 for red in ("mean", "sum", "none"):
     for n in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
         loss(f"{n} {red}", lambda o, y, n=n, red=red: getattr(F, n)(o, y, reduction=red).sum(), yf)
-    loss(f"bce {red}", lambda o, y, red=red: F.binary_cross_entropy(o.sigmoid(), y, weight=w, reduction=red).sum(), yp)
-    loss(f"bce with logits {red}", lambda o, y, red=red: F.binary_cross_entropy_with_logits(o, y, weight=w, pos_weight=w * 2, reduction=red).sum(), yp)
-    loss(f"kl {red}", lambda o, y, red=red: F.kl_div(o.log_softmax(1), y, reduction=red).sum(), yp.softmax(1))
-loss("kl batchmean", lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean"), yp.softmax(1))
+    loss(
+        f"bce {red}",
+        lambda o, y, red=red: F.binary_cross_entropy(o.sigmoid(), y, weight=w, reduction=red).sum(),
+        yp,
+    )
+    loss(
+        f"bce with logits {red}",
+        lambda o, y, red=red: F.binary_cross_entropy_with_logits(
+            o, y, weight=w, pos_weight=w * 2, reduction=red
+        ).sum(),
+        yp,
+    )
+    loss(
+        f"kl {red}",
+        lambda o, y, red=red: F.kl_div(o.log_softmax(1), y, reduction=red).sum(),
+        yp.softmax(1),
+    )
+loss(
+    "kl batchmean", lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean"), yp.softmax(1)
+)
 loss("masked mean", lambda o, y: ((o - y) ** 2 * (y > 0)).sum() / (y > 0).sum(), yf)
 loss("poisson", lambda o, y: F.poisson_nll_loss(o, y), yp)
 loss("gaussian", lambda o, y: F.gaussian_nll_loss(o, y, yp[:1].expand(B, 4)), yf)
@@ -295,24 +538,83 @@ loss("cosine", lambda o, y: (1 - F.cosine_similarity(o, y)).mean(), yf)
 loss("std over the batch", lambda o, y: o.std(0).sum() + o.var(), yf)
 loss("logsumexp over the batch", lambda o, y: o.logsumexp(0).sum(), yf)
 loss("norm over the batch", lambda o, y: o.norm() + o.norm(dim=0).sum() + o.norm(p=1), yf)
-loss("softmax over the batch", lambda o, y: (o.softmax(0) * y).sum() + (o.log_softmax(0) * y).sum(), yf)
+loss(
+    "softmax over the batch",
+    lambda o, y: (o.softmax(0) * y).sum() + (o.log_softmax(0) * y).sum(),
+    yf,
+)
 loss("max over the batch", lambda o, y: o.amax(0).sum() + o.max(), yf)
-loss("infonce", lambda o, y: ce(F.normalize(o) @ F.normalize(y).t() / 0.1, torch.arange(B)), yf, {"aten::mm"})
-loss("simclr", lambda o, y: (lambda z: ce((z @ z.t()).masked_fill(torch.eye(2 * B, dtype=torch.bool), -1e9),
-                                          torch.cat([torch.arange(B) + B, torch.arange(B)])))(torch.cat([o, y])), yf, {"aten::mm"})
-loss("barlow twins", lambda o, y: (((o - o.mean(0)) / o.std(0)).t() @ ((y - y.mean(0)) / y.std(0)) / B - torch.eye(4)).pow(2).sum(), yf)
+loss(
+    "infonce",
+    lambda o, y: ce(F.normalize(o) @ F.normalize(y).t() / 0.1, torch.arange(B)),
+    yf,
+    {"aten::mm"},
+)
+loss(
+    "simclr",
+    lambda o, y: (
+        lambda z: ce(
+            (z @ z.t()).masked_fill(torch.eye(2 * B, dtype=torch.bool), -1e9),
+            torch.cat([torch.arange(B) + B, torch.arange(B)]),
+        )
+    )(torch.cat([o, y])),
+    yf,
+    {"aten::mm"},
+)
+loss(
+    "barlow twins",
+    lambda o, y: (
+        (((o - o.mean(0)) / o.std(0)).t() @ ((y - y.mean(0)) / y.std(0)) / B - torch.eye(4))
+        .pow(2)
+        .sum()
+    ),
+    yf,
+)
 loss("gather", lambda o, y: -o.log_softmax(1).gather(1, y[:, None]).mean(), yi)
 loss("own row by index", lambda o, y: -o.log_softmax(1)[torch.arange(B), y].mean(), yi)
 loss("one hot", lambda o, y: (o * F.one_hot(y, 4)).sum(1).mean(), yi)
-loss("focal", lambda o, y: (lambda l: ((1 - torch.exp(-l)) ** 2 * l).mean())(ce(o, y, reduction="none")), yi)
+loss(
+    "focal",
+    lambda o, y: (lambda l: ((1 - torch.exp(-l)) ** 2 * l).mean())(ce(o, y, reduction="none")),
+    yi,
+)
 loss("dice", lambda o, y: 1 - 2 * (o.sigmoid() * y).sum() / (o.sigmoid().sum() + y.sum()), yp)
-loss("topk, sort, cumsum, prod", lambda o, y: o.topk(2, 1)[0].mean() + o.sort(1)[0][:, 1].mean() + (o.cumsum(1) * y).mean() + o.prod(1).mean(), yf)
+loss(
+    "topk, sort, cumsum, prod",
+    lambda o, y: (
+        o.topk(2, 1)[0].mean()
+        + o.sort(1)[0][:, 1].mean()
+        + (o.cumsum(1) * y).mean()
+        + o.prod(1).mean()
+    ),
+    yf,
+)
 loss("mix-up", lambda o, y: ce(o, y) * 0.3 + ce(o, y.flip(0)) * 0.7, yi, {"aten::flip"})
-loss("halves of a double batch", lambda o, y: (lambda z: (z[:B] - z[B:]).pow(2).mean() + (z.chunk(2)[0] * y).mean())(torch.cat([o, o * 2])), yf)
-loss("repeat", lambda o, y: (o.repeat(1, 2) * y.repeat(1, 2)).mean() + o.repeat_interleave(3, 0).mean() + o.repeat(2, 1).pow(2).mean(), yf)
+loss(
+    "halves of a double batch",
+    lambda o, y: (lambda z: (z[:B] - z[B:]).pow(2).mean() + (z.chunk(2)[0] * y).mean())(
+        torch.cat([o, o * 2])
+    ),
+    yf,
+)
+loss(
+    "repeat",
+    lambda o, y: (
+        (o.repeat(1, 2) * y.repeat(1, 2)).mean()
+        + o.repeat_interleave(3, 0).mean()
+        + o.repeat(2, 1).pow(2).mean()
+    ),
+    yf,
+)
 loss("running total", lambda o, y: torch.zeros(()).add_(F.mse_loss(o, y)).add_(o.mean()), yf)
 loss("einsum", lambda o, y: torch.einsum("bi,bj->ij", o, y).pow(2).sum(), yf)
-loss("written in place", lambda o, y: (lambda z: z.mul_(y).pow(2).mean() + z[:, 1:].clone().fill_(2).mul_(o[:, 1:]).mean())(o * 2), yf)
+loss(
+    "written in place",
+    lambda o, y: (
+        lambda z: z.mul_(y).pow(2).mean() + z[:, 1:].clone().fill_(2).mul_(o[:, 1:]).mean()
+    )(o * 2),
+    yf,
+)
 
 
 def record(name):
@@ -323,7 +625,10 @@ def record(name):
     try:
         model, loss_of, inputs, dims = fn()
         if dtype is torch.bfloat16:
-            model, inputs = model.bfloat16(), [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+            model, inputs = (
+                model.bfloat16(),
+                [x.bfloat16() if x.is_floating_point() else x for x in inputs],
+            )
         parameters = [p for p in model.parameters() if p.requires_grad]
 
         def step(*xs):
@@ -346,7 +651,9 @@ def test_sliced_equals_eager(name):
         run = recording.place(how)
         try:
             run.check(SLICES, atol=tolerance, rtol=tolerance, loose=False)
-            assert how == "koila__place_cut" or {op for op, _ in run.gathers()} <= gathers, run.gathers()
+            assert how == "koila__place_cut" or {op for op, _ in run.gathers()} <= gathers, (
+                run.gathers()
+            )
         finally:
             run.close()
 
@@ -376,9 +683,14 @@ def test_split_batch_norm_in_float32_is_as_accurate_as_eager(mean, std):
             return [value, *torch.autograd.grad(value, [x, *m.parameters()])]
 
         run = slow.record(step, [x]).place()
-        for got, eager, exact in zip(run.run([30, 20, 14]), run.r.outs, step(x.double(), torch.float64)):
+        for got, eager, exact in zip(
+            run.run([30, 20, 14]), run.r.outs, step(x.double(), torch.float64)
+        ):
             scale = exact.abs().max()
-            ours, eagers = max(ours, ((got - exact).abs().max() / scale).item()), max(eagers, ((eager - exact).abs().max() / scale).item())
+            ours, eagers = (
+                max(ours, ((got - exact).abs().max() / scale).item()),
+                max(eagers, ((eager - exact).abs().max() / scale).item()),
+            )
         run.close()
     assert ours <= 1.5 * eagers, (ours, eagers)
 
@@ -396,7 +708,10 @@ if __name__ == "__main__":
             worst = run.check(SLICES, atol=CASES[name][2], rtol=CASES[name][2], loose=False)
             extra = {op for op, _ in run.gathers()} - CASES[name][1]
             bad += bool(extra)
-            print(f"{'ok ' if not extra else 'BAD'} {name:50} {run.n_nodes:5} nodes, worst {worst:.1e}, gathers {sorted({op for op, _ in run.gathers()})}")
+            print(
+                f"{'ok ' if not extra else 'BAD'} {name:50} {run.n_nodes:5} nodes, worst "
+                f"{worst:.1e}, gathers {sorted({op for op, _ in run.gathers()})}"
+            )
         except pytest.skip.Exception as e:
             print(f"skip {name}: {e}")
         except Exception as e:

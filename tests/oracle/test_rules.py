@@ -1,9 +1,12 @@
-"""The rule oracle: for every operator in ops.def, calls of it (from PyTorch's own OpInfo samples, forward and backward, and from our own list) are run
-whole and run as the rule says, with some inputs sharded along some dimension and others whole, or one of them a partial sum. The two must be equal.
+"""The rule oracle: for every operator in ops.def, calls of it (from PyTorch's own OpInfo samples,
+forward and backward, and from our own list) are run whole and run as the rule says, with some
+inputs sharded along some dimension and others whole, or one of them a partial sum. The two must be
+equal.
 
-A claim is a case that runs in the loop: the rule said something. Slices are of unequal length, and single rows; partial sums are no halves.
-An operator with a line in ops.def and no claim at all is listed, and test_every_line_has_a_claim fails unless it stands in NO_CPU_SAMPLE.
-test_planted_faults runs the same oracle over trees with wrong rules: each must be caught.
+A claim is a case that runs in the loop: the rule said something. Slices are of unequal length, and
+single rows; partial sums are no halves. An operator with a line in ops.def and no claim at all is
+listed, and test_every_line_has_a_claim fails unless it stands in NO_CPU_SAMPLE. test_planted_faults
+runs the same oracle over trees with wrong rules: each must be caught.
 
     python tests/oracle/test_rules.py [part of an operator's name] [--all]     # a report by operator
 """
@@ -30,21 +33,34 @@ import slow
 LINES = slow.op_lines()
 HERE = Path(__file__).resolve()
 
-# rules that only speak on another device, or about factories (test_factories has these), or only inside rewrites (whole programs have these)
+# rules that only speak on another device, or about factories (test_factories has these), or only
+# inside rewrites (whole programs have these)
 NO_CPU_SAMPLE = {
-    "aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::bernoulli.float",
+    "aten::_thnn_fused_lstm_cell",
+    "aten::_thnn_fused_gru_cell",
+    "aten::_fused_rms_norm",
+    "aten::_fused_rms_norm_backward",
+    "aten::bernoulli.float",
     "aten::native_dropout",  # of an empty tensor, for its mask alone: tests/python/test_random.py
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward",
-    "aten::mkldnn_rnn_layer_backward",  # needs the opaque workspace of its forward: test_programs.py
-    "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::_embedding_bag_backward",
-    "aten::_embedding_bag_per_sample_weights_backward",  # with offsets that an arange of the program made: test_programs.py
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_backward",
+    # needs the opaque workspace of its forward: test_programs.py
+    "aten::mkldnn_rnn_layer_backward",
+    "aten::_embedding_bag",
+    "aten::_embedding_bag_forward_only",
+    "aten::_embedding_bag_backward",
+    # with offsets that an arange of the program made: test_programs.py
+    "aten::_embedding_bag_per_sample_weights_backward",
     "aten::_native_batch_norm_legit",  # writes its running statistics: capture renames it
 }
 
 
 def name_of(func) -> str:
-    return func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
+    return func._schema.name + (
+        "." + func._schema.overload_name if func._schema.overload_name else ""
+    )
 
 
 class Calls(TorchDispatchMode):
@@ -59,18 +75,49 @@ class Calls(TorchDispatchMode):
         name = name_of(func)
         if name in LINES and not func._schema.is_mutable:
             flat, spec = tree_flatten((args, kwargs))
-            key = (name, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat))
+            key = (
+                name,
+                tuple(
+                    (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x)
+                    for x in flat
+                ),
+            )
             many = self.by_op.setdefault(name, [])
-            if key not in self.seen and len(many) < self.limit and any(isinstance(x, torch.Tensor) and x.dim() for x in flat):
+            if (
+                key not in self.seen
+                and len(many) < self.limit
+                and any(isinstance(x, torch.Tensor) and x.dim() for x in flat)
+            ):
                 self.seen.add(key)
                 if all(x.numel() < 5000 for x in flat if isinstance(x, torch.Tensor)):
-                    many.append((func, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in flat], spec))
+                    many.append(
+                        (
+                            func,
+                            [
+                                x.detach().clone() if isinstance(x, torch.Tensor) else x
+                                for x in flat
+                            ],
+                            spec,
+                        )
+                    )
         return func(*args, **kwargs)
 
 
 def op_infos():
     from torch.testing._internal.common_methods_invocations import op_db
-    skip = ("jiterator", "masked.", "sparse", "svd_lowrank", "pca_lowrank", "ormqr", "to_sparse", "torch.ops.aten._efficient", "_segment", "signal.")
+
+    skip = (
+        "jiterator",
+        "masked.",
+        "sparse",
+        "svd_lowrank",
+        "pca_lowrank",
+        "ormqr",
+        "to_sparse",
+        "torch.ops.aten._efficient",
+        "_segment",
+        "signal.",
+    )
     return [o for o in op_db if not any(s in o.name for s in skip)]
 
 
@@ -87,13 +134,19 @@ def collect(limit, samples_each, only=""):
             if dtype not in op.dtypes:
                 continue
             try:
-                samples = op.sample_inputs("cpu", dtype, requires_grad=dtype == torch.float64 and op.supports_autograd)
+                samples = op.sample_inputs(
+                    "cpu", dtype, requires_grad=dtype == torch.float64 and op.supports_autograd
+                )
                 for k, s in enumerate(samples):
                     if k >= samples_each:
                         break
                     with calls:
                         out = op(s.input, *s.args, **s.kwargs)
-                        outs = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
+                        outs = [
+                            o
+                            for o in tree_flatten(out)[0]
+                            if isinstance(o, torch.Tensor) and o.requires_grad
+                        ]
                         if outs:
                             sum((o.abs() if o.is_complex() else o).sum() for o in outs).backward()
             except Exception:  # a sample this build cannot run is no sample
@@ -109,15 +162,24 @@ def collect(limit, samples_each, only=""):
     for name, c in own.by_op.items():
         spread[name] = c + spread.get(name, [])
     for name, (family, _) in LINES.items():
-        if family in ("pointwise", "linear", "mul", "div", "masked_fill", "where") and not spread.get(name):
+        if family in (
+            "pointwise",
+            "linear",
+            "mul",
+            "div",
+            "masked_fill",
+            "where",
+        ) and not spread.get(name):
             spread[name] = synthetic(name)
     return {n: c for n, c in spread.items() if only in n}
 
 
 def spread_out(calls, limit):
     """Those with most dimensions, and some of the others."""
-    by_dims = sorted(calls, key=lambda c: -max(x.dim() for x in c[1] if isinstance(x, torch.Tensor)))
-    rest = by_dims[limit // 2:]
+    by_dims = sorted(
+        calls, key=lambda c: -max(x.dim() for x in c[1] if isinstance(x, torch.Tensor))
+    )
+    rest = by_dims[limit // 2 :]
     return by_dims[: limit // 2] + random.Random(0).sample(rest, min(len(rest), limit - limit // 2))
 
 
@@ -130,7 +192,11 @@ def synthetic(name):
             kind = str(a.type)
             if a.has_default_value() and not kind.startswith("Tensor"):
                 continue
-            v = (torch.rand(5, 4) * 3).to(dtype) + (dtype is not torch.bool) if kind == "Tensor" else {"number": 2, "int": 1, "float": 0.5, "bool": True}.get(kind)
+            v = (
+                (torch.rand(5, 4) * 3).to(dtype) + (dtype is not torch.bool)
+                if kind == "Tensor"
+                else {"number": 2, "int": 1, "float": 0.5, "bool": True}.get(kind)
+            )
             if a.kwarg_only:
                 kwargs[a.name] = v
             else:
@@ -173,35 +239,95 @@ def own_samples():
     t5[1] = 1
     t53 = g(5, 3, 4)
     w = torch.rand(4, dtype=d)
-    yield from (loss(lambda x, k=k: F.cross_entropy(x, t5, **k), 5, 4)
-                for k in ({}, {"ignore_index": 1}, {"weight": w}, {"reduction": "sum"}, {"reduction": "none"}, {"weight": w, "ignore_index": 1}))
-    yield from (loss(lambda x, k=k: F.cross_entropy(x, t53, **k), 5, 4, 3, 4) for k in ({}, {"ignore_index": 1, "weight": w}, {"reduction": "none"}))
+    yield from (
+        loss(lambda x, k=k: F.cross_entropy(x, t5, **k), 5, 4)
+        for k in (
+            {},
+            {"ignore_index": 1},
+            {"weight": w},
+            {"reduction": "sum"},
+            {"reduction": "none"},
+            {"weight": w, "ignore_index": 1},
+        )
+    )
+    yield from (
+        loss(lambda x, k=k: F.cross_entropy(x, t53, **k), 5, 4, 3, 4)
+        for k in ({}, {"ignore_index": 1, "weight": w}, {"reduction": "none"})
+    )
     y = r(5, 4, dtype=d)
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"):
         for red in ("mean", "sum", "none"):
-            yield loss(lambda x, name=name, red=red: getattr(F, name)(x, y.sign() if "soft" in name else y, reduction=red), 5, 4)
+            yield loss(
+                lambda x, name=name, red=red: getattr(F, name)(
+                    x, y.sign() if "soft" in name else y, reduction=red
+                ),
+                5,
+                4,
+            )
     p = torch.rand(5, 4, dtype=d)
     for red in ("mean", "sum", "none"):
-        yield loss(lambda x, red=red: F.binary_cross_entropy(x.sigmoid(), p, reduction=red, weight=w), 5, 4)
-        yield loss(lambda x, red=red: F.binary_cross_entropy_with_logits(x, p, reduction=red, weight=w, pos_weight=w + 1), 5, 4)
+        yield loss(
+            lambda x, red=red: F.binary_cross_entropy(x.sigmoid(), p, reduction=red, weight=w), 5, 4
+        )
+        yield loss(
+            lambda x, red=red: F.binary_cross_entropy_with_logits(
+                x, p, reduction=red, weight=w, pos_weight=w + 1
+            ),
+            5,
+            4,
+        )
         yield loss(lambda x, red=red: F.multi_margin_loss(x, t5, reduction=red, weight=w), 5, 4)
-        yield loss(lambda x, red=red: F.multilabel_margin_loss(x, g(5, 4, low=-1), reduction=red), 5, 4)
+        yield loss(
+            lambda x, red=red: F.multilabel_margin_loss(x, g(5, 4, low=-1), reduction=red), 5, 4
+        )
     for training in (True, False):
-        yield loss(lambda x, t=training: F.batch_norm(x, torch.zeros(3, dtype=d), torch.ones(3, dtype=d), w[:3].requires_grad_(), w[:3], t), 5, 3, 4, 2)
-        yield loss(lambda x, t=training: F.batch_norm(x, torch.zeros(3, dtype=d), torch.ones(3, dtype=d), None, None, t), 5, 3)
+        yield loss(
+            lambda x, t=training: F.batch_norm(
+                x, torch.zeros(3, dtype=d), torch.ones(3, dtype=d), w[:3].requires_grad_(), w[:3], t
+            ),
+            5,
+            3,
+            4,
+            2,
+        )
+        yield loss(
+            lambda x, t=training: F.batch_norm(
+                x, torch.zeros(3, dtype=d), torch.ones(3, dtype=d), None, None, t
+            ),
+            5,
+            3,
+        )
     yield loss(lambda x: F.batch_norm(x, None, None, None, None, True), 5, 3, 4)
-    yield loss(lambda x: F.group_norm(x, 2, r(4, dtype=d, requires_grad=True), r(4, dtype=d)), 5, 4, 3, 2)
-    yield loss(lambda x: F.layer_norm(x, (4,), r(4, dtype=d, requires_grad=True), r(4, dtype=d)), 5, 3, 4)
+    yield loss(
+        lambda x: F.group_norm(x, 2, r(4, dtype=d, requires_grad=True), r(4, dtype=d)), 5, 4, 3, 2
+    )
+    yield loss(
+        lambda x: F.layer_norm(x, (4,), r(4, dtype=d, requires_grad=True), r(4, dtype=d)), 5, 3, 4
+    )
     yield loss(lambda x: F.layer_norm(x, (3, 4)), 5, 3, 4)
     yield loss(lambda x: F.rms_norm(x, (4,), r(4, dtype=d, requires_grad=True)), 5, 3, 4)
     q = [r(5, 2, 3, 4, dtype=d, requires_grad=True) for _ in range(3)]
     yield lambda: F.scaled_dot_product_attention(*q).sum().backward()
-    yield lambda: F.scaled_dot_product_attention(*q, attn_mask=r(5, 1, 3, 3, dtype=d)).sum().backward()
+    yield (
+        lambda: (
+            F.scaled_dot_product_attention(*q, attn_mask=r(5, 1, 3, 3, dtype=d)).sum().backward()
+        )
+    )
     yield lambda: F.scaled_dot_product_attention(*q, attn_mask=r(3, 3, dtype=d)).sum().backward()
     yield loss(lambda x: F.embedding(t53, x), 4, 3)
     yield loss(lambda x: F.embedding(t53, x, padding_idx=1), 4, 3)
-    yield loss(lambda x: F.conv2d(x, r(4, 3, 2, 2, dtype=d, requires_grad=True), r(4, dtype=d, requires_grad=True)), 5, 3, 4, 6)
-    yield loss(lambda x: F.conv_transpose2d(x, r(3, 4, 2, 2, dtype=d, requires_grad=True)), 5, 3, 4, 6)
+    yield loss(
+        lambda x: F.conv2d(
+            x, r(4, 3, 2, 2, dtype=d, requires_grad=True), r(4, dtype=d, requires_grad=True)
+        ),
+        5,
+        3,
+        4,
+        6,
+    )
+    yield loss(
+        lambda x: F.conv_transpose2d(x, r(3, 4, 2, 2, dtype=d, requires_grad=True)), 5, 3, 4, 6
+    )
     yield loss(lambda x: x[torch.arange(5), t5], 5, 4)
     yield loss(lambda x: x[torch.arange(5)[:, None], g(5, 3)], 5, 4, 2)
     yield loss(lambda x: x[:, t5], 5, 4, 3)
@@ -217,19 +343,29 @@ def own_samples():
     bn = [r(3, dtype=d), r(3, dtype=d), torch.zeros(3, dtype=d), torch.ones(3, dtype=d)]
     for x in (r(5, 3, dtype=d), r(5, 3, 4, dtype=d)):
         yield lambda x=x: A._native_batch_norm_legit_functional(x, *bn, True, 0.3, 1e-5)
-        yield lambda x=x: A._native_batch_norm_legit_functional(x, None, None, *bn[2:], True, 0.3, 1e-5)
+        yield lambda x=x: A._native_batch_norm_legit_functional(
+            x, None, None, *bn[2:], True, 0.3, 1e-5
+        )
         yield lambda x=x: A._native_batch_norm_legit_functional(x, *bn, False, 0.3, 1e-5)
         yield lambda x=x: A._native_batch_norm_legit.no_stats(x, *bn[:2], True, 0.3, 1e-5)
         yield lambda x=x: A._native_batch_norm_legit_no_training(x, *bn, 0.3, 1e-5)
     for lstm in (torch.nn.LSTM(3, 4), torch.nn.LSTM(3, 4, bidirectional=True)):
         yield lambda lstm=lstm: lstm(r(6, 5, 3))[0].sum().backward()
-    yield lambda: A.linalg_solve_triangular(r(5, 3, 3, dtype=d).triu() + 3 * torch.eye(3, dtype=d), r(5, 3, 2, dtype=d), upper=True)
+    yield lambda: A.linalg_solve_triangular(
+        r(5, 3, 3, dtype=d).triu() + 3 * torch.eye(3, dtype=d), r(5, 3, 2, dtype=d), upper=True
+    )
     yield lambda: A.linalg_qr(r(5, 3, 3, dtype=d))
     yield lambda: A._linalg_det(r(5, 3, 3, dtype=d))
     yield lambda: A._linalg_slogdet(r(5, 3, 3, dtype=d))
-    yield lambda: A.linalg_cholesky_ex(torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d))
-    yield lambda: A.cholesky_solve(r(5, 3, 2, dtype=d), torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d))
-    yield lambda: A.cholesky_inverse(torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d))
+    yield lambda: A.linalg_cholesky_ex(
+        torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d)
+    )
+    yield lambda: A.cholesky_solve(
+        r(5, 3, 2, dtype=d), torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d)
+    )
+    yield lambda: A.cholesky_inverse(
+        torch.eye(3, dtype=d).expand(5, 3, 3) * torch.rand(5, 1, 1, dtype=d)
+    )
     yield lambda: A.linalg_householder_product(r(5, 4, 3, dtype=d), r(5, 3, dtype=d))
     lu = torch.linalg.lu_factor(r(5, 3, 3, dtype=d))
     yield lambda: A.linalg_lu_solve(*lu, r(5, 3, 2, dtype=d))
@@ -265,7 +401,9 @@ def own_samples():
     for dim in (0, 1, (0, 1), (1, 2)):
         for name in ("var", "std", "var_mean", "std_mean"):
             for keep in (False, True):
-                yield lambda dim=dim, name=name, keep=keep: getattr(torch, name)(r(5, 3, 4, dtype=d), dim, keepdim=keep, correction=0)
+                yield lambda dim=dim, name=name, keep=keep: getattr(torch, name)(
+                    r(5, 3, 4, dtype=d), dim, keepdim=keep, correction=0
+                )
     for p_ in (1, 2, float("inf"), -float("inf"), 3):
         yield lambda p_=p_: torch.linalg.vector_norm(r(5, 3, 4, dtype=d), p_, 0)
         yield lambda p_=p_: torch.linalg.vector_norm(r(5, 3, 4, dtype=d), p_)
@@ -274,34 +412,65 @@ def own_samples():
     for dim in (0, 1, -1):
         for f in ("_softmax", "_log_softmax"):
             yield lambda dim=dim, f=f: getattr(torch.ops.aten, f)(r(5, 3, 4, dtype=d), dim, False)
-            yield lambda dim=dim, f=f: getattr(torch.ops.aten, f + "_backward_data")(r(5, 3, dtype=d), torch.rand(5, 3, dtype=d), dim % 2, d)
+            yield lambda dim=dim, f=f: getattr(torch.ops.aten, f + "_backward_data")(
+                r(5, 3, dtype=d), torch.rand(5, 3, dtype=d), dim % 2, d
+            )
         yield lambda dim=dim: torch.ops.aten._safe_softmax(r(5, 3, dtype=d), dim)
         yield lambda dim=dim: torch.logsumexp(r(5, 3, 4, dtype=d), dim)
         yield lambda dim=dim: torch.logsumexp(r(5, 3, 4, dtype=d), dim, True)
-    yield lambda: torch.logsumexp(r(5, 3, dtype=d).masked_fill(torch.ones(5, 3, dtype=torch.bool).tril(-2), -float("inf")), 0)
+    yield lambda: torch.logsumexp(
+        r(5, 3, dtype=d).masked_fill(torch.ones(5, 3, dtype=torch.bool).tril(-2), -float("inf")), 0
+    )
     for a, b in (((2, 5, 3), (2, 4, 3)), ((5, 3), (4, 3))):
         x1, x2 = r(*a, dtype=d, requires_grad=True), r(*b, dtype=d, requires_grad=True)
         yield lambda x1=x1, x2=x2: torch.cdist(x1, x2).sum().backward()
         yield lambda x1=x1, x2=x2: torch.cdist(x1, x2, p=1.0).sum().backward()
-        yield lambda x1=x1, x2=x2: torch.cdist(x1, x2, compute_mode="use_mm_for_euclid_dist").sum().backward()
+        yield (
+            lambda x1=x1, x2=x2: (
+                torch.cdist(x1, x2, compute_mode="use_mm_for_euclid_dist").sum().backward()
+            )
+        )
     for m in ("sum", "mean"):
         yield lambda m=m: getattr(torch.ops.aten, m).default(r(5, 3, dtype=d))
     x = r(5, 3, 8, 8, dtype=d, requires_grad=True)
     for mode in ("nearest", "bilinear", "bicubic", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x, scale_factor=2, mode=mode).sum().backward()
     for mode in ("bilinear", "bicubic"):
-        yield lambda mode=mode: F.interpolate(x, size=(5, 4), mode=mode, antialias=True).sum().backward()
+        yield (
+            lambda mode=mode: (
+                F.interpolate(x, size=(5, 4), mode=mode, antialias=True).sum().backward()
+            )
+        )
     x1 = r(5, 3, 8, dtype=d, requires_grad=True)
     x3 = r(5, 2, 4, 3, 3, dtype=d, requires_grad=True)
     for mode in ("nearest", "linear", "nearest-exact"):
         yield lambda mode=mode: F.interpolate(x1, scale_factor=2, mode=mode).sum().backward()
-    yield loss(lambda x: F.grid_sample(x, torch.rand(5, 2, 3, 4, 3, dtype=d, requires_grad=True)), 5, 2, 3, 3, 3)
+    yield loss(
+        lambda x: F.grid_sample(x, torch.rand(5, 2, 3, 4, 3, dtype=d, requires_grad=True)),
+        5,
+        2,
+        3,
+        3,
+        3,
+    )
     yield lambda: A.searchsorted.Tensor(r(9, dtype=d).sort()[0], r(5, 3, dtype=d))
     yield lambda: A.linalg_cross(r(5, 3, dtype=d), r(5, 3, dtype=d))
     yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
-    yield lambda: F.bilinear(r(5, 3, dtype=d, requires_grad=True), r(5, 2, dtype=d, requires_grad=True), r(4, 3, 2, dtype=d, requires_grad=True)).sum().backward()
+    yield (
+        lambda: (
+            F.bilinear(
+                r(5, 3, dtype=d, requires_grad=True),
+                r(5, 2, dtype=d, requires_grad=True),
+                r(4, 3, 2, dtype=d, requires_grad=True),
+            )
+            .sum()
+            .backward()
+        )
+    )
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
-    yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [5, 2, 4], [6, 2, 1])  # windows that overlap, each in its row
+    yield lambda: A.as_strided(
+        r(5, 3, 2, dtype=d), [5, 2, 4], [6, 2, 1]
+    )  # windows that overlap, each in its row
     yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [2, 5, 5], [1, 6, 0])
     yield lambda: A.as_strided(r(30, dtype=d), [5, 6, 1], [6, 1, 1])
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
@@ -333,6 +502,7 @@ def own_samples():
 
 # ---- one case
 
+
 def factorings(n):
     """(outer, batch, inner) of a size: the plain one, and for composite sizes others."""
     out = [(1, n, 1)]
@@ -363,11 +533,37 @@ def cases(flat):
                 yield from once({i: ("S", dim, o, n)}, b)
                 if (o, n) == (1, 1) or len(tensors) <= 3:
                     # everything of that size at the same place from the left, and from the right
-                    left = {j: ("S", dim, o, n) for j, y in tensors if y.dim() > dim and y.shape[dim] == x.shape[dim]}
+                    left = {
+                        j: ("S", dim, o, n)
+                        for j, y in tensors
+                        if y.dim() > dim and y.shape[dim] == x.shape[dim]
+                    }
                     back = x.dim() - dim
-                    right = {j: ("S", y.dim() - back, o, n) for j, y in tensors if y.dim() >= back and y.shape[-back] == x.shape[dim]}
-                    first = {j: ("S", next(k for k in range(y.dim()) if y.shape[k] == x.shape[dim]), o, n) for j, y in tensors if x.shape[dim] in y.shape}
-                    last = {j: ("S", next(k for k in reversed(range(y.dim())) if y.shape[k] == x.shape[dim]), o, n) for j, y in tensors if x.shape[dim] in y.shape}
+                    right = {
+                        j: ("S", y.dim() - back, o, n)
+                        for j, y in tensors
+                        if y.dim() >= back and y.shape[-back] == x.shape[dim]
+                    }
+                    first = {
+                        j: (
+                            "S",
+                            next(k for k in range(y.dim()) if y.shape[k] == x.shape[dim]),
+                            o,
+                            n,
+                        )
+                        for j, y in tensors
+                        if x.shape[dim] in y.shape
+                    }
+                    last = {
+                        j: (
+                            "S",
+                            next(k for k in reversed(range(y.dim())) if y.shape[k] == x.shape[dim]),
+                            o,
+                            n,
+                        )
+                        for j, y in tensors
+                        if x.shape[dim] in y.shape
+                    }
                     for d in (left, right, first, last):
                         yield from once(d, b)
         if x.is_floating_point():
@@ -377,7 +573,9 @@ def cases(flat):
         yield from once(floats, 5)
 
 
-WEIGHTS = torch.tensor([0.5, -0.25, 1.0, 0.25, -0.5], dtype=torch.float64)  # of partial sums: they add up to 1, for flags exactly
+WEIGHTS = torch.tensor(
+    [0.5, -0.25, 1.0, 0.25, -0.5], dtype=torch.float64
+)  # of partial sums: they add up to 1, for flags exactly
 
 
 def judge(func, flat, spec, how, batch, zeros=()):
@@ -387,7 +585,11 @@ def judge(func, flat, spec, how, batch, zeros=()):
         x = flat[i]
         if h[0] == "S":
             _, dim, o, n = h
-            leaf = x.reshape(*x.shape[:dim], o, batch, n, *x.shape[dim + 1:]).clone() if (o, n) != (1, 1) else x.clone()
+            leaf = (
+                x.reshape(*x.shape[:dim], o, batch, n, *x.shape[dim + 1 :]).clone()
+                if (o, n) != (1, 1)
+                else x.clone()
+            )
             dims.append(dim + 1 if (o, n) != (1, 1) else dim)
         else:
             leaf = (WEIGHTS.to(x.dtype).reshape(-1, *[1] * x.dim()) * x).clone()
@@ -407,7 +609,9 @@ def judge(func, flat, spec, how, batch, zeros=()):
         for i in zeros:
             args[i] = torch.ops.aten.zeros(list(flat[i].shape), dtype=flat[i].dtype)
         a, k = tree_unflatten(args, spec)
-        with torch.inference_mode(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)):
+        with torch.inference_mode(
+            func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        ):
             out = func(*a, **k)
         outs = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor)]
         return outs
@@ -423,7 +627,10 @@ def judge(func, flat, spec, how, batch, zeros=()):
         if not any(run.p.contents.node[n].in_loop for n in mine):
             return "none"
         ragged = [r for r in (batch // 2 + 1, batch - batch // 2 - 1) if r]
-        narrow = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64) for x in flat)
+        narrow = any(
+            isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.complex64)
+            for x in flat
+        )
         tolerance = 1e-4 if narrow else 1e-9  # a float32 input may give a float64 result
         run.check([ragged, [1] * batch], atol=tolerance, rtol=tolerance, loose=not narrow)
         return "claim"
@@ -445,8 +652,17 @@ def examine(calls, report=False):
         for func, flat, spec in many:
             for how, batch in cases(flat):
                 variants = [()]
-                if "accumulates" in name or name in ("aten::index_put", "aten::_unsafe_index_put", "aten::index_add", "aten::scatter_add", "aten::addmm", "aten::add.Tensor"):
-                    first = next((i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)), None)
+                if "accumulates" in name or name in (
+                    "aten::index_put",
+                    "aten::_unsafe_index_put",
+                    "aten::index_add",
+                    "aten::scatter_add",
+                    "aten::addmm",
+                    "aten::add.Tensor",
+                ):
+                    first = next(
+                        (i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)), None
+                    )
                     if first is not None and first not in how:
                         variants.append((first,))
                 for zeros in variants:
@@ -454,9 +670,20 @@ def examine(calls, report=False):
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore")
                             n += judge(func, flat, spec, how, batch, zeros) == "claim"
-                    except (AssertionError, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as e:
-                        shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in flat]
-                        failures.append((name, how, batch, zeros, shapes, f"{type(e).__name__}: {e}"))
+                    except (
+                        AssertionError,
+                        RuntimeError,
+                        IndexError,
+                        ValueError,
+                        TypeError,
+                        AttributeError,
+                    ) as e:
+                        shapes = [
+                            tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in flat
+                        ]
+                        failures.append(
+                            (name, how, batch, zeros, shapes, f"{type(e).__name__}: {e}")
+                        )
         claims[name] = n
         if report:
             print(f"{n:5} {name}", flush=True)
@@ -479,23 +706,68 @@ def test_every_rule_equals_the_whole(judged):
 def test_every_line_has_a_claim(judged):
     claims, _ = judged
     factories = {n for n, (family, _) in LINES.items() if family in ("factory", "fill")}
-    silent = sorted(n for n in LINES if not claims.get(n) and n not in NO_CPU_SAMPLE and n not in factories and not n.startswith("koila::"))
-    assert not silent, f"{len(silent)} operators of ops.def have no sample in which their rule speaks: {silent}"
+    silent = sorted(
+        n
+        for n in LINES
+        if not claims.get(n)
+        and n not in NO_CPU_SAMPLE
+        and n not in factories
+        and not n.startswith("koila::")
+    )
+    assert not silent, (
+        f"{len(silent)} operators of ops.def have no sample in which their rule speaks: {silent}"
+    )
 
 
 def test_the_page_of_operators_is_fresh():
-    done = subprocess.run([sys.executable, str(slow.ROOT / "tools/make_operators.py"), "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(slow.ROOT / "tools/make_operators.py"), "--check"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
 FAULTS = [  # file, text, replacement, operators to look at
-    ("ops.def", 'KOILA_OP("aten::cumsum",', 'KOILA_OP("aten::cumsum", pointwise, "") KOILA_OP("aten::cumsum_",', "aten::cumsum"),
-    ("rules_reduce.c", "if (!koila__fix_add(c, KOILA__FIX_SCALE, 0, j)) return false;", ";", "aten::mean"),
-    ("rules_matmul.c", "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_SUM), true;", "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_MAX), true;", "aten::mm"),
-    ("rules_loss.c", "return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);\n}\nbool koila__rule_loss3_b", "return true;\n}\nbool koila__rule_loss3_b", "aten::mse_loss_backward"),
-    ("rules_pointwise.c", "if (c->n_in != 2) return false;\n    for (uint32_t i = 0; i < 2; i++)\n        if (!koila__is_sum(c->in[i]) && !c->zero[i]) return false;\n    for (uint32_t i = 0; i < 2; i++) c->need[i] = koila__p(c, KOILA_SUM);",
-     "for (uint32_t i = 0; i < c->n_in; i++) if (koila__is_s(c->in[i])) return false;", "aten::add.Tensor"),
-    ("rules_view.c", "const koila_placement q = koila__s(c, d, before / pre, behind / post);", "const koila_placement q = koila__s(c, d, behind / post, before / pre);", "aten::view"),
+    (
+        "ops.def",
+        'KOILA_OP("aten::cumsum",',
+        'KOILA_OP("aten::cumsum", pointwise, "") KOILA_OP("aten::cumsum_",',
+        "aten::cumsum",
+    ),
+    (
+        "rules_reduce.c",
+        "if (!koila__fix_add(c, KOILA__FIX_SCALE, 0, j)) return false;",
+        ";",
+        "aten::mean",
+    ),
+    (
+        "rules_matmul.c",
+        "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_SUM), true;",
+        "if (koila__need(c, y.i, q)) return *out = koila__p(c, KOILA_MAX), true;",
+        "aten::mm",
+    ),
+    (
+        "rules_loss.c",
+        "return reduction != MEAN || koila__fix_add(c, KOILA__FIX_SCALE, 0, 0);\n}\nbool "
+        "koila__rule_loss3_b",
+        "return true;\n}\nbool koila__rule_loss3_b",
+        "aten::mse_loss_backward",
+    ),
+    (
+        "rules_pointwise.c",
+        "if (c->n_in != 2) return false;\n    for (uint32_t i = 0; i < 2; i++)\n        if "
+        "(!koila__is_sum(c->in[i]) && !c->zero[i]) return false;\n    for (uint32_t i = 0; i < "
+        "2; i++) c->need[i] = koila__p(c, KOILA_SUM);",
+        "for (uint32_t i = 0; i < c->n_in; i++) if (koila__is_s(c->in[i])) return false;",
+        "aten::add.Tensor",
+    ),
+    (
+        "rules_view.c",
+        "const koila_placement q = koila__s(c, d, before / pre, behind / post);",
+        "const koila_placement q = koila__s(c, d, behind / post, before / pre);",
+        "aten::view",
+    ),
 ]
 
 
@@ -510,15 +782,22 @@ def test_planted_faults_are_caught(fault, tmp_path):
     path.write_text(source.replace(text, replacement))
     env = dict(os.environ, KOILA_ORACLE_ROOT=str(tmp_path))
     done = subprocess.run([sys.executable, str(HERE), op], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "wrong:" in done.stdout, f"not caught: {done.stdout[-500:]} {done.stderr[-1500:]}"
+    assert done.returncode == 1 and "wrong:" in done.stdout, (
+        f"not caught: {done.stdout[-500:]} {done.stderr[-1500:]}"
+    )
 
 
 if __name__ == "__main__":
     only = next((a for a in sys.argv[1:] if not a.startswith("-")), "")
-    found, wrong = examine(collect(*((60, 60) if "--all" in sys.argv else LIMITS), only=only), report=True)
+    found, wrong = examine(
+        collect(*((60, 60) if "--all" in sys.argv else LIMITS), only=only), report=True
+    )
     for f in wrong[:60]:
         print("wrong:", *f)
-    print(f"{sum(found.values())} claims over {sum(1 for n in found.values() if n)} operators, {len(wrong)} wrong")
+    print(
+        f"{sum(found.values())} claims over {sum(1 for n in found.values() if n)} operators, "
+        f"{len(wrong)} wrong"
+    )
     if not only:
         print("no claim:", sorted(n for n in LINES if not found.get(n)))
     sys.exit(1 if wrong else 0)

@@ -1,6 +1,8 @@
-"""One thread a process (bit-equality is a claim about the same kernels), koila's settings put back after each test, long tests on demand.
+"""One thread a process (bit-equality is a claim about the same kernels), koila's settings put back
+after each test, long tests on demand.
 
-KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests of exactness run on a GPU, with the kernels that give the same bits twice."""
+KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests of exactness run on
+a GPU, with the kernels that give the same bits twice."""
 
 import os
 import signal
@@ -41,7 +43,8 @@ def _settings_are_put_back():
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT raises KeyboardInterrupt; a shell that starts us in the background has it ignored, and then Python installs no handler."""
+    """SIGINT raises KeyboardInterrupt; a shell that starts us in the background has it ignored, and
+    then Python installs no handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,11 +1,14 @@
-"""Eager PyTorch is the oracle: the same program is run plain and through `lazy()`, from identical copies and seeds, and everything it leaves is compared.
+"""Eager PyTorch is the oracle: the same program is run plain and through `lazy()`, from identical
+copies and seeds, and everything it leaves is compared.
 
-A program is a function of one argument, `wrap`: it gives its batch through `wrap(...)` (nothing, or `lazy`), and returns a dict of what it
-computed. `compare()` makes such a program from a model, a batch and a loss.
+A program is a function of one argument, `wrap`: it gives its batch through `wrap(...)` (nothing, or
+`lazy`), and returns a dict of what it computed. `compare()` makes such a program from a model, a
+batch and a loss.
 
-Tolerance: |a - b| ≤ tol × scale, where scale is the largest entry of the eager tensor. A tensor that is mathematically zero (the bias
-before a softmax over keys, before a batch norm) holds rounding noise only, which no two orders of summation share; the floor of the scale is
-1e-3 × the largest entry of all tensors of the same kind ("grad", "value").
+Tolerance: |a - b| ≤ tol × scale, where scale is the largest entry of the eager tensor. A tensor
+that is mathematically zero (the bias before a softmax over keys, before a batch norm) holds
+rounding noise only, which no two orders of summation share; the floor of the scale is 1e-3 × the
+largest entry of all tensors of the same kind ("grad", "value").
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ def model_state(model, grads=True):
     for name, p in model.named_parameters():
         if grads:
             out[f"grad:{name}"] = None if p.grad is None else plain(p.grad)
-            assert p.grad is None or type(p.grad) in (torch.Tensor, torch.nn.Parameter), f"{name}.grad is a {type(p.grad).__name__}"
+            assert p.grad is None or type(p.grad) in (torch.Tensor, torch.nn.Parameter), (
+                f"{name}.grad is a {type(p.grad).__name__}"
+            )
         out[f"value:param {name}"] = plain(p)
     for name, b in model.named_buffers():
         assert not isinstance(b, koila.LazyTensor), f"buffer {name} stayed lazy"
@@ -77,13 +82,23 @@ def assert_same(expected, got, tol, what=""):
         g = got[name]
         where = f"{what}: {name}"
         if e is None or g is None:
-            assert e is None and g is None, f"{where}: expected {'none' if e is None else 'a tensor'}, got {'none' if g is None else 'a tensor'}"
+            assert e is None and g is None, (
+                f"{where}: expected {'none' if e is None else 'a tensor'}, got "
+                f"{'none' if g is None else 'a tensor'}"
+            )
             continue
         assert e.shape == g.shape, f"{where}: shape {tuple(g.shape)} for {tuple(e.shape)}"
         assert e.dtype == g.dtype, f"{where}: dtype {g.dtype} for {e.dtype}"
         if tol == 0 or not (e.is_floating_point() or e.is_complex()):
-            same = torch.equal(e, g) or (e.is_floating_point() and torch.equal(e.isnan(), g.isnan()) and torch.equal(e.nan_to_num(), g.nan_to_num()))
-            assert same, f"{where}: not bit-equal, largest difference {float((e.to(torch.float64) - g.to(torch.float64)).abs().max()) if e.numel() else 0:.3g}"
+            same = torch.equal(e, g) or (
+                e.is_floating_point()
+                and torch.equal(e.isnan(), g.isnan())
+                and torch.equal(e.nan_to_num(), g.nan_to_num())
+            )
+            assert same, (
+                f"{where}: not bit-equal, largest difference "
+                f"{float((e.to(torch.float64) - g.to(torch.float64)).abs().max()) if e.numel() else 0:.3g}"
+            )
             continue
         assert torch.equal(e.isfinite(), g.isfinite()), f"{where}: other entries are finite"
         assert torch.equal(e.isnan(), g.isnan()), f"{where}: other entries are NaN"
@@ -108,8 +123,10 @@ def compare_programs(
 ):
     """Run `program` plain, then lazily for each kind of slice, and compare what it returns.
 
-    split: the last step really was cut. gather_bytes_per_row: no gather above so many bytes a row (None: not looked at).
-    rng: the generator's state afterwards is eager's. tamper: a planted fault, applied to the lazy result.
+    split: the last step really was cut. gather_bytes_per_row: no gather above so many bytes a row
+    (None: not looked at).
+    rng: the generator's state afterwards is eager's. tamper: a planted fault, applied to the lazy
+    result.
     """
     torch.manual_seed(1234)
     expected = program(lambda *v: v[0] if len(v) == 1 else v)
@@ -124,11 +141,15 @@ def compare_programs(
             got = tamper(got)
         assert_same(expected, got, tol_whole if kind == WHOLE else tol, what)
         if rng:
-            assert torch.equal(state, random_state()), f"{what}: the user's random state differs from eager's"
+            assert torch.equal(state, random_state()), (
+                f"{what}: the user's random state differs from eager's"
+            )
         plan = koila.last_plan()
         assert plan is not None, f"{what}: no step ran"
         if split:
-            assert plan.n_micro_batches == math.ceil(batch_size / n), f"{what}: ran as {plan.n_micro_batches} slices"
+            assert plan.n_micro_batches == math.ceil(batch_size / n), (
+                f"{what}: ran as {plan.n_micro_batches} slices"
+            )
         if gather_bytes_per_row is not None:
             big = [g for g in plan.gathers if g.n_bytes > gather_bytes_per_row * batch_size]
             assert not big, f"{what}: gathered {big}"
@@ -136,7 +157,8 @@ def compare_programs(
 
 
 def step_program(make_model, make_batch, loss_fn, optimizer=None):
-    """One forward and backward: loss, gradients, buffers, and the inputs, which must be untouched."""
+    """One forward and backward: loss, gradients, buffers, and the inputs, which must be
+    untouched."""
 
     def program(wrap):
         torch.manual_seed(7)
@@ -173,14 +195,17 @@ def batch_rows(values):
 def compare(make_model, make_batch, loss_fn, slices=SLICES, tol=1e-12, optimizer=None, **options):
     torch.manual_seed(0)
     n = batch_rows(make_batch())
-    return compare_programs(step_program(make_model, make_batch, loss_fn, optimizer), n, slices, tol, **options)
+    return compare_programs(
+        step_program(make_model, make_batch, loss_fn, optimizer), n, slices, tol, **options
+    )
 
 
 # ---- fresh processes
 
 
 def rendezvous():
-    """The environment in which processes of torch.distributed find each other: some builds of torch are without the default way, libuv."""
+    """The environment in which processes of torch.distributed find each other: some builds of torch
+    are without the default way, libuv."""
     try:
         torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False, use_libuv=True)
     except RuntimeError:
@@ -189,11 +214,20 @@ def rendezvous():
 
 
 def run_python(code, timeout=300, check=True, env=None, args=()):
-    """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the same each time."""
+    """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the
+    same each time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     here = os.path.dirname(os.path.abspath(__file__))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH", "")]))
-    p = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True, timeout=timeout, env=environment)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [here, environment.get("PYTHONPATH", "")])
+    )
+    p = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
     if check:
         assert p.returncode == 0, f"rc {p.returncode}\n{p.stdout}\n{p.stderr}"
     return p.stdout if check else p

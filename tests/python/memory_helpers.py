@@ -26,12 +26,17 @@ class Held:
 
 
 def only(n_bytes):
-    """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila cuts its steps."""
+    """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila
+    cuts its steps."""
     return koila.budget(_core.truth_current() + n_bytes)
 
 
 def out_of_memory(e):
-    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "memory" in str(e) or "could not create a primitive" in str(e)
+    return (
+        isinstance(e, (torch.OutOfMemoryError, MemoryError))
+        or "memory" in str(e)
+        or "could not create a primitive" in str(e)
+    )
 
 
 def eager_step(model, loss, batch):
@@ -39,7 +44,8 @@ def eager_step(model, loss, batch):
 
 
 def by_hand_step(model, loss, batch, m):
-    """Micro-batching as everybody writes it; right for a mean over rows only, whose weight is the slice's share of the rows."""
+    """Micro-batching as everybody writes it; right for a mean over rows only, whose weight is the
+    slice's share of the rows."""
     n = len(batch[0])
     for i in range(0, n, m):
         part = [t[i : i + m] for t in batch]

@@ -1,9 +1,11 @@
-"""PyTorch's operator database through `lazy()`: forward and backward, each slice kind, against eager. One JSON line an operator.
+"""PyTorch's operator database through `lazy()`: forward and backward, each slice kind, against
+eager. One JSON line an operator.
 
     opinfo_sweep.py <shard> <n_shards> <samples an operator> <slice kinds, comma-separated>
 
-Outcomes: same; refused (a KoilaError: what and why); wrong (numbers differ); raised (eager does not); random (only shapes are compared: two
-eager runs differ); skipped (eager itself raises, or there is no batch to cut).
+Outcomes: same; refused (a KoilaError: what and why); wrong (numbers differ); raised (eager does
+not); random (only shapes are compared: two eager runs differ); skipped (eager itself raises, or
+there is no batch to cut).
 """
 
 import json
@@ -19,12 +21,19 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import koila
 
-TOL = 1e-9  # of the largest number of a result, where everything that goes in and comes out is float64
-COARSE = 8  # machine epsilons, where something is coarser: of the largest number that goes in or comes out, for sums of such numbers may cancel
+# of the largest number of a result, where everything that goes in and comes out is float64
+TOL = 1e-9
+# machine epsilons, where something is coarser: of the largest number that goes in or comes out, for
+# sums of such numbers may cancel
+COARSE = 8
 
 
 def first_batched(sample):
-    t = sample.input if isinstance(sample.input, torch.Tensor) else next((v for v in tree_flatten(sample.input)[0] if isinstance(v, torch.Tensor)), None)
+    t = (
+        sample.input
+        if isinstance(sample.input, torch.Tensor)
+        else next((v for v in tree_flatten(sample.input)[0] if isinstance(v, torch.Tensor)), None)
+    )
     return t if t is not None and t.ndim and t.layout is torch.strided and t.shape[0] >= 2 else None
 
 
@@ -57,7 +66,9 @@ def run(op, sample, n, lazily):
     flat = outputs(out)
     differentiable = [t for t in flat if t.requires_grad]
     if differentiable and leaves:
-        total = sum(((t.abs() if t.is_complex() else t) * 0.5).square().sum() for t in differentiable)
+        total = sum(
+            ((t.abs() if t.is_complex() else t) * 0.5).square().sum() for t in differentiable
+        )
         total.backward()
     values = [koila.run(t).detach() for t in flat]
     grads = [leaf.grad for leaf in leaves]
@@ -65,13 +76,21 @@ def run(op, sample, n, lazily):
 
 
 def coarsest(sample, expected):
-    """What the numbers of this sample can be compared to: the machine epsilon of the coarsest dtype among what goes in and comes out, and the largest
-    number there; None where all is float64. (`cfloat` and a `cov` with float32 weights have float64 results that were float32 on the way.)"""
-    there = [t.detach() for t in outputs((sample.input, sample.args, sample.kwargs)) + outputs(expected) if t.is_floating_point() or t.is_complex()]
+    """What the numbers of this sample can be compared to: the machine epsilon of the coarsest dtype
+    among what goes in and comes out, and the largest number there; None where all is float64.
+    (`cfloat` and a `cov` with float32 weights have float64 results that were float32 on the
+    way.)"""
+    there = [
+        t.detach()
+        for t in outputs((sample.input, sample.args, sample.kwargs)) + outputs(expected)
+        if t.is_floating_point() or t.is_complex()
+    ]
     eps = max((torch.finfo(t.dtype).eps for t in there), default=0)
     if eps <= torch.finfo(torch.float64).eps:
         return None
-    sizes = [t.to_dense().abs() if t.layout is not torch.strided else t.abs() for t in there if t.numel()]
+    sizes = [
+        t.to_dense().abs() if t.layout is not torch.strided else t.abs() for t in there if t.numel()
+    ]
     return eps, max(float(s[s.isfinite()].max()) if s.isfinite().any() else 0.0 for s in sizes)
 
 
@@ -91,11 +110,18 @@ def differ(expected, got, coarse=None):
             if not torch.equal(e, g):
                 return f"result {i}: not equal"
             continue
-        e, g = (torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t for t in (e, g))
+        e, g = (
+            torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t
+            for t in (e, g)
+        )
         scale = float(e[e.isfinite()].abs().max()) if e.isfinite().any() else 1.0
-        tol = TOL * max(scale, 1e-3) if coarse is None else COARSE * coarse[0] * max(coarse[1], 1e-3)
+        tol = (
+            TOL * max(scale, 1e-3) if coarse is None else COARSE * coarse[0] * max(coarse[1], 1e-3)
+        )
         if not torch.allclose(e, g, rtol=0, atol=tol, equal_nan=True):
-            return f"result {i}: off by {float((e - g).abs().nan_to_num().max()):.3g} of {scale:.3g}"
+            return (
+                f"result {i}: off by {float((e - g).abs().nan_to_num().max()):.3g} of {scale:.3g}"
+            )
     return None
 
 
@@ -110,7 +136,9 @@ def one(op, sample, kinds):
         return "skipped", f"eager: {type(e).__name__}"
     torch.rand(3)
     coarse = coarsest(sample, expected)
-    random = differ(expected, again, coarse) is not None or "empty" in op.name  # what memory held before is nobody's number
+    random = (
+        differ(expected, again, coarse) is not None or "empty" in op.name
+    )  # what memory held before is nobody's number
     if not random:
         seed, torch.manual_seed = torch.manual_seed, lambda s: None
         try:
@@ -128,9 +156,14 @@ def one(op, sample, kinds):
         except koila.KoilaError as e:
             return "refused", f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
         except Exception as e:
-            return "raised", f"{kind}: {type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else ''}"
+            return (
+                "raised",
+                f"{kind}: {type(e).__name__}: {str(e).splitlines()[0][:160] if str(e) else ''}",
+            )
         if random:
-            if [getattr(e, "shape", None) for e in expected] != [getattr(g, "shape", None) for g in got]:
+            if [getattr(e, "shape", None) for e in expected] != [
+                getattr(g, "shape", None) for g in got
+            ]:
                 return "wrong", f"{kind}: shapes differ"
         elif (why := differ(expected, got, coarse)) is not None:
             return "wrong", f"{kind}: {why}"
@@ -151,7 +184,13 @@ def main(shard, n_shards, n_samples, kinds, start=0):
         if torch.float64 in op.supported_dtypes(DEVICE):
             grad = op.supports_autograd and torch.float64 in op.supported_backward_dtypes(DEVICE)
             try:
-                samples = list(s for _, s in zip(range(4 * n_samples), op.sample_inputs(DEVICE, torch.float64, requires_grad=grad)))
+                samples = list(
+                    s
+                    for _, s in zip(
+                        range(4 * n_samples),
+                        op.sample_inputs(DEVICE, torch.float64, requires_grad=grad),
+                    )
+                )
             except Exception as e:
                 samples, why = [], f"no samples: {type(e).__name__}"
             cut = [s for s in samples if first_batched(s) is not None]
@@ -163,4 +202,10 @@ def main(shard, n_shards, n_samples, kinds, start=0):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]) if len(sys.argv) > 5 else 0)
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4].split(","),
+        int(sys.argv[5]) if len(sys.argv) > 5 else 0,
+    )

@@ -1,8 +1,10 @@
-"""Random programs of views, in-place writes, `out=`, metadata changes, factories and random operators, with a loss and a backward.
+"""Random programs of views, in-place writes, `out=`, metadata changes, factories and random
+operators, with a loss and a backward.
 
-A program is a seed: the same seed makes the same choices on plain and on lazy tensors, because choices depend only on shapes and flags, which must agree. Everything that
-a user could notice is logged: exceptions by type, shapes, strides, version counters, flags, Python values read on the way, and at the end
-contents, loss, gradients and the generator's state.
+A program is a seed: the same seed makes the same choices on plain and on lazy tensors, because
+choices depend only on shapes and flags, which must agree. Everything that a user could notice is
+logged: exceptions by type, shapes, strides, version counters, flags, Python values read on the way,
+and at the end contents, loss, gradients and the generator's state.
 
     eager = run(seed, batch_dim, lazily=None)
     lazy = run(seed, batch_dim, lazily=koila.lazy)
@@ -76,7 +78,9 @@ def _views(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     if kind == 14:
         return t[..., :: r.randint(1, 2)]
     if kind == 15:
-        return t.detach() if r.random() < 0.5 else t.alias() if hasattr(t, "alias") else t.view_as(t)
+        return (
+            t.detach() if r.random() < 0.5 else t.alias() if hasattr(t, "alias") else t.view_as(t)
+        )
     return t.flatten()
 
 
@@ -129,7 +133,9 @@ def _write(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> torch
     return t.tanh_()
 
 
-def _fresh(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor], w: torch.Tensor) -> torch.Tensor:
+def _fresh(
+    r: random.Random, t: torch.Tensor, pool: list[torch.Tensor], w: torch.Tensor
+) -> torch.Tensor:
     kind = r.randrange(18)
     u = r.choice(pool)
     c = round(r.uniform(0.5, 1.5), 3)
@@ -226,7 +232,19 @@ def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> tor
 
 def _made(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     """A buffer as programs make them, with the batch on some axis or on none."""
-    shape = r.choice([tuple(t.shape), (BATCH, 5), (3, BATCH), (2, BATCH, 5), (BATCH, 4, 5), (4, BATCH, 5), (BATCH,), (BATCH, BATCH), (4, 5)])
+    shape = r.choice(
+        [
+            tuple(t.shape),
+            (BATCH, 5),
+            (3, BATCH),
+            (2, BATCH, 5),
+            (BATCH, 4, 5),
+            (4, BATCH, 5),
+            (BATCH,),
+            (BATCH, BATCH),
+            (4, 5),
+        ]
+    )
     kind = r.randrange(5)
     if kind == 0:
         return torch.zeros(shape, dtype=t.dtype)
@@ -250,7 +268,10 @@ def _exposed(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     elif kind == 1:
         torch.from_dlpack(t.detach())
     elif kind == 2:
-        assert t.data_ptr() == t.detach().untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
+        assert (
+            t.data_ptr()
+            == t.detach().untyped_storage().data_ptr() + t.storage_offset() * t.element_size()
+        )
     else:
         t.detach().apply_(lambda v: v * 0.5)
     return t
@@ -271,8 +292,9 @@ def run(
     kinds: str = "vvvwwwfffrmnps",
     refusals: tuple[type[BaseException], ...] = (),
 ) -> Outcome:
-    """Run program `seed`, on plain tensors or on what `lazily(x, batch=batch_dim)` makes of them. v views, w writes, f fresh, r random, m metadata,
-    n no_grad, p Python values, s as_strided, z torch.zeros and its like, e the memory of such a tensor."""
+    """Run program `seed`, on plain tensors or on what `lazily(x, batch=batch_dim)` makes of them. v
+    views, w writes, f fresh, r random, m metadata, n no_grad, p Python values, s as_strided, z
+    torch.zeros and its like, e the memory of such a tensor."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     shape = [4, 5]
@@ -312,7 +334,9 @@ def run(
             elif kind == "z":
                 new = _made(r, t)
                 buffers.append(new)
-            elif kind == "e":  # once: what was recorded from memory does not notice that numpy writes it, as autograd does not
+            elif (
+                kind == "e"
+            ):  # once: what was recorded from memory does not notice that numpy writes it, as autograd does not
                 new = _exposed(r, buffers.pop(r.randrange(len(buffers)))) if buffers else t
             else:
                 value = float(t.detach().sum()) if r.random() < 0.7 else bool((t > 0).any())
@@ -342,7 +366,8 @@ def run(
     except refusals as e:
         raise Refused(str(e)) from None
     except (RuntimeError, IndexError) as e:
-        # with a changed layout, a subclass' autograd may trip over a saved view (a select beyond the new size) before it finds it out of date
+        # with a changed layout, a subclass' autograd may trip over a saved view (a select beyond
+        # the new size) before it finds it out of date
         out.log.append("backward raises" + ("" if relaid else f" {type(e).__name__}: {_said(e)}"))
     out.values = [t.detach() for t in pool]
     out.gradients = [w.grad]
@@ -359,26 +384,33 @@ def run(
 
 
 def _describe(t: torch.Tensor, relaid: bool) -> str:
-    """What a user can see of `t`. Left out: the stride of a dimension of one element, which addresses nothing, and shape functions choose it as they like; and, of a tensor
-    whose layout was written in place (`relaid`), whether it is a view."""
+    """What a user can see of `t`. Left out: the stride of a dimension of one element, which
+    addresses nothing, and shape functions choose it as they like; and, of a tensor whose layout was
+    written in place (`relaid`), whether it is a view."""
     strides = tuple(d if n > 1 else None for n, d in zip(t.shape, t.stride()))
     text = f"{tuple(t.shape)} {strides} {t.storage_offset()} v{t._version} view={None if relaid else t._is_view()}"
     try:
         return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
-    except RuntimeError as e:  # a view of a split whose base was written: autograd refuses to look at it
+    except (
+        RuntimeError
+    ) as e:  # a view of a split whose base was written: autograd refuses to look at it
         return f"{text} {_said(e)}"
 
 
 def _said(e: Exception) -> str:
-    """The beginning of a message; the reshape of a subclass has another name in autograd's, and Python asks a subclass first when it compares: `a > b` is `b < a`."""
+    """The beginning of a message; the reshape of a subclass has another name in autograd's, and
+    Python asks a subclass first when it compares: `a > b` is `b < a`."""
     return str(e).replace("ReshapeAlias", "View").partition(" a (")[0][:60]
 
 
 @contextlib.contextmanager
 def views_replayed() -> Iterator[None]:
-    """Plain PyTorch, but autograd writes the gradient of a written view as it does for subclasses: it replays the view's function, where for a plain tensor it takes the
-    view by memory. The two are the same in mathematics, and now and then not in the last bit."""
-    writes = {name: getattr(torch.Tensor, name) for name in ("t_", "squeeze_", "unsqueeze_", "transpose_")}
+    """Plain PyTorch, but autograd writes the gradient of a written view as it does for subclasses:
+    it replays the view's function, where for a plain tensor it takes the view by memory. The two
+    are the same in mathematics, and now and then not in the last bit."""
+    writes = {
+        name: getattr(torch.Tensor, name) for name in ("t_", "squeeze_", "unsqueeze_", "transpose_")
+    }
 
     def in_place(name: str) -> Any:
         def method(self: torch.Tensor, *args: int) -> torch.Tensor:
@@ -387,10 +419,18 @@ def views_replayed() -> Iterator[None]:
                 writes[name](self, *args)
                 with torch.enable_grad():
                     for v in views:
-                        if torch._C._autograd._get_creation_meta(v) == torch._C._autograd.CreationMeta.DEFAULT:
-                            torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))
+                        if (
+                            torch._C._autograd._get_creation_meta(v)
+                            == torch._C._autograd.CreationMeta.DEFAULT
+                        ):
+                            torch._C._swap_tensor_impl(
+                                v, self.as_strided(v.size(), v.stride(), v.storage_offset())
+                            )
                 return self
-            if torch._C._autograd._get_creation_meta(self) != torch._C._autograd.CreationMeta.DEFAULT:
+            if (
+                torch._C._autograd._get_creation_meta(self)
+                != torch._C._autograd.CreationMeta.DEFAULT
+            ):
                 return writes[name](self, *args)  # raises
             writes[name](self.data, *args)  # raises, where the layout is impossible
             torch._C._autograd._unsafe_set_version_counter((self,), (self._version + 1,))
@@ -434,7 +474,9 @@ def compare(a: Outcome, b: Outcome, *, exact: bool, tolerance: float = 1e-11) ->
                 bad.append(f"{name}: {p.dtype}{tuple(p.shape)} against {q.dtype}{tuple(q.shape)}")
             elif exact and not torch.equal(p.nan_to_num(), q.nan_to_num()):
                 bad.append(f"{name}: differs by {(p - q).abs().max().item():.3g}")
-            elif not exact and not torch.allclose(p, q, rtol=tolerance, atol=tolerance, equal_nan=True):
+            elif not exact and not torch.allclose(
+                p, q, rtol=tolerance, atol=tolerance, equal_nan=True
+            ):
                 bad.append(f"{name}: differs by {(p - q).abs().max().item():.3g}")
 
     for i, (p, q) in enumerate(zip(a.values, b.values)):
@@ -448,18 +490,36 @@ def compare(a: Outcome, b: Outcome, *, exact: bool, tolerance: float = 1e-11) ->
 
 
 def _unseen_view(eager: Outcome, ours: Outcome) -> bool:
-    """Is the first difference that plain PyTorch takes a view for a leaf? A view whose base got a gradient function is one in the eyes of a write until somebody looks at it
-    (`is_leaf`, `grad_fn`, any read but that write); what the write then raises is "a leaf Variable", whatever else is wrong with it. A layout write of the base
-    (`squeeze_`) makes a subclass' views anew, which is such a look: the write goes on, to the result or to the next error. Neither order can be had in the other."""
-    first = next((i for i, (p, q) in enumerate(zip(eager.log, ours.log)) if p != q and not (" value " in p and " value " in q)), None)
-    if first is None or "w raises RuntimeError: a leaf Variable that requires grad" not in eager.log[first]:
+    """Is the first difference that plain PyTorch takes a view for a leaf? A view whose base got a
+    gradient function is one in the eyes of a write until somebody looks at it (`is_leaf`,
+    `grad_fn`, any read but that write); what the write then raises is "a leaf Variable", whatever
+    else is wrong with it. A layout write of the base (`squeeze_`) makes a subclass' views anew,
+    which is such a look: the write goes on, to the result or to the next error. Neither order can
+    be had in the other."""
+    first = next(
+        (
+            i
+            for i, (p, q) in enumerate(zip(eager.log, ours.log))
+            if p != q and not (" value " in p and " value " in q)
+        ),
+        None,
+    )
+    if (
+        first is None
+        or "w raises RuntimeError: a leaf Variable that requires grad" not in eager.log[first]
+    ):
         return False
-    return any(line.split(" ", 1)[1].startswith("m") and " raises " not in line for line in eager.log[:first])
+    return any(
+        line.split(" ", 1)[1].startswith("m") and " raises " not in line
+        for line in eager.log[:first]
+    )
 
 
 def against(eager: Outcome, ours: Outcome, seed: int, *, exact: bool) -> list[str]:
-    """Differences of program `seed` from plain PyTorch. Exact: bit-equal to it in one of the two ways in which its autograd writes the gradient of a view.
-    Where the two also differ in what a write is refused for (_unseen_view), the second way is the only one that can be compared with."""
+    """Differences of program `seed` from plain PyTorch. Exact: bit-equal to it in one of the two
+    ways in which its autograd writes the gradient of a view. Where the two also differ in what a
+    write is refused for (_unseen_view), the second way is the only one that can be compared
+    with."""
     bad = compare(eager, ours, exact=exact)
     if bad and (_unseen_view(eager, ours) or (exact and not compare(eager, ours, exact=False))):
         with views_replayed():

@@ -1,7 +1,8 @@
-"""One training step in a fresh process, under a limit; prints what happened as JSON. Used by test_survival.py.
+"""One training step in a fresh process, under a limit; prints what happened as JSON. Used by
+test_survival.py.
 
-    survival_worker.py peak                              -> bytes that plain PyTorch's step needs
-    survival_worker.py <eager|hand|koila> <budget|rlimit> <bytes>
+survival_worker.py peak                              -> bytes that plain PyTorch's step needs
+survival_worker.py <eager|hand|koila> <budget|rlimit> <bytes>
 """
 
 import contextlib
@@ -21,7 +22,15 @@ torch.set_num_threads(1)
 
 def make():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 16)).double()
+    model = nn.Sequential(
+        nn.Linear(128, 256),
+        nn.GELU(),
+        nn.LayerNorm(256),
+        nn.Linear(256, 256),
+        nn.GELU(),
+        nn.LayerNorm(256),
+        nn.Linear(256, 16),
+    ).double()
     return model, (torch.randn(256, 64, 128, dtype=torch.float64), torch.randint(0, 16, (256, 64)))
 
 
@@ -88,7 +97,14 @@ def main(mode, kind="", limit="0"):
         return {"ok": False, "error": f"{type(e).__name__}: {e}"[:300]}
     unlimit()
     grads = [p.grad for p in model.parameters()]
-    return {"ok": True, "m": m, "sums": [float((g * torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view_as(g)).sum()) for g in grads]}
+    return {
+        "ok": True,
+        "m": m,
+        "sums": [
+            float((g * torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view_as(g)).sum())
+            for g in grads
+        ],
+    }
 
 
 if __name__ == "__main__":

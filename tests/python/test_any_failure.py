@@ -1,4 +1,5 @@
-"""The Nth allocation of a step is refused, for every N: the step ends with eager's gradients, or raises with nothing changed."""
+"""The Nth allocation of a step is refused, for every N: the step ends with eager's gradients, or
+raises with nothing changed."""
 
 import traceback
 
@@ -24,7 +25,9 @@ STEPS = {
     "infonce": (
         lambda: MLP().double(),
         rows_of(5),
-        lambda m, x, y: F.cross_entropy(F.normalize(m(x)) @ F.normalize(m(-x)).T / 0.1, torch.arange(6)),
+        lambda m, x, y: F.cross_entropy(
+            F.normalize(m(x)) @ F.normalize(m(-x)).T / 0.1, torch.arange(6)
+        ),
     ),
 }
 
@@ -65,7 +68,9 @@ def test_every_refused_allocation_ends_well(name):
         except (RuntimeError, MemoryError, koila.KoilaError) as e:
             ok = False
             if "num_batches_tracked" in "".join(traceback.format_tb(e.__traceback__)[-1:]):
-                continue  # the model's own forward failed, in plain torch, between two layers: what the layers before did has happened, as in eager
+                # the model's own forward failed, in plain torch, between two layers: what the
+                # layers before did has happened, as in eager
+                continue
             assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
         finally:
             _core.truth_fail_nth(0)
@@ -74,21 +79,31 @@ def test_every_refused_allocation_ends_well(name):
             got = model_state(model)
             for k, e in expected.items():
                 scale = 1e-3 if k.startswith("grad") else 1e-12
-                assert torch.allclose(e.double(), got[k].double(), rtol=1e-10, atol=1e-10 * scale), f"allocation {n} of {n_allocs}: {k} is wrong"
+                assert torch.allclose(
+                    e.double(), got[k].double(), rtol=1e-10, atol=1e-10 * scale
+                ), f"allocation {n} of {n_allocs}: {k} is wrong"
         else:
             raised += 1
             for k, b in state.items():
                 a = world(model)[k]
-                assert (a is None) == (b is None) and (b is None or torch.equal(a, b)), f"allocation {n} of {n_allocs}: {k} changed"
+                assert (a is None) == (b is None) and (b is None or torch.equal(a, b)), (
+                    f"allocation {n} of {n_allocs}: {k} changed"
+                )
     assert finished > 0.5 * raised, f"{finished} finished, {raised} raised"
 
 
 def test_a_batch_of_a_step_that_failed_is_not_counted_and_the_next_try_is_as_the_first():
-    """BatchNorm counts its batches in plain torch, in the forward; with `momentum=None` the count weighs the statistics."""
+    """BatchNorm counts its batches in plain torch, in the forward; with `momentum=None` the count
+    weighs the statistics."""
 
     def train(failures):
         torch.manual_seed(0)
-        model, (x, y) = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)).double(), rows_of(5)()
+        model, (x, y) = (
+            nn.Sequential(
+                nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)
+            ).double(),
+            rows_of(5)(),
+        )
         for attempt in range(3 + failures):
             broken = attempt in (1, 2) and failures
 
@@ -98,7 +113,9 @@ def test_a_batch_of_a_step_that_failed_is_not_counted_and_the_next_try_is_as_the
 
             handle = model[0].weight.register_hook(hook)
             try:
-                koila_step(model, lambda m, a, b: ce(m, a, b) + m(a * 2).square().mean(), (x, y), 4)  # two forwards a step
+                koila_step(
+                    model, lambda m, a, b: ce(m, a, b) + m(a * 2).square().mean(), (x, y), 4
+                )  # two forwards a step
             except ValueError:
                 pass
             handle.remove()

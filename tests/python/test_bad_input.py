@@ -27,7 +27,11 @@ def xy(n=6):
 
 
 def world(model):
-    return {**model_state(model), "rng": torch.get_rng_state(), **{f"version {n}": torch.tensor(p._version) for n, p in model.named_parameters()}}
+    return {
+        **model_state(model),
+        "rng": torch.get_rng_state(),
+        **{f"version {n}": torch.tensor(p._version) for n, p in model.named_parameters()},
+    }
 
 
 def unchanged(before, model):
@@ -48,15 +52,31 @@ def unchanged(before, model):
         ((torch.ones(6, 3),), {"batch": 2}, ["batch=2", "got 2", "f32[6, 3]"]),
         ((torch.ones(6, 3),), {"batch": -3}, ["batch=-3", "f32[6, 3]"]),
         ((torch.ones(6, 3), torch.ones(6)), {"batch": 1}, ["batch=1", "f32[6]"]),
-        ((torch.ones(256, 3, 32, 32), torch.ones(255, dtype=torch.long)), {}, ["lazy(<2 values>, batch=0)", "256 (f32[256, 3, 32, 32]) and 255 (i64[255])"]),
-        (({"a": torch.ones(3), "b": [torch.ones(4)]},), {}, ["3 (f32[3] at ['a']) and 4 (f32[4] at ['b'][0])"]),
-        ((torch.ones(3, 4), torch.ones(5, 3)), {"batch": (0, 0)}, ["3 (f32[3, 4]) and 5 (f32[5, 3])"]),
+        (
+            (torch.ones(256, 3, 32, 32), torch.ones(255, dtype=torch.long)),
+            {},
+            ["lazy(<2 values>, batch=0)", "256 (f32[256, 3, 32, 32]) and 255 (i64[255])"],
+        ),
+        (
+            ({"a": torch.ones(3), "b": [torch.ones(4)]},),
+            {},
+            ["3 (f32[3] at ['a']) and 4 (f32[4] at ['b'][0])"],
+        ),
+        (
+            (torch.ones(3, 4), torch.ones(5, 3)),
+            {"batch": (0, 0)},
+            ["3 (f32[3, 4]) and 5 (f32[5, 3])"],
+        ),
         (("a string",), {}, ["at least one tensor", "str"]),
         ((3,), {}, ["at least one tensor", "int"]),
         ((None,), {}, ["at least one tensor", "NoneType"]),
         ((torch.ones(2).numpy(),), {}, ["at least one tensor", "ndarray", "torch.as_tensor(x)"]),
         ((nn.Linear(2, 2),), {}, ["at least one tensor", "Linear", "The model stays as it is"]),
-        ((nn.Sequential(nn.Linear(2, 2)),), {}, ["at least one tensor", "Sequential", "The model stays as it is"]),
+        (
+            (nn.Sequential(nn.Linear(2, 2)),),
+            {},
+            ["at least one tensor", "Sequential", "The model stays as it is"],
+        ),
         ((torch.ones(3),), {"batch": "0"}, ["batch='0'", "expected an int"]),
         ((torch.ones(3),), {"batch": True}, ["bool"]),
         ((torch.ones(3),), {"batch": 0.0}, ["float"]),
@@ -113,12 +133,29 @@ def test_a_lazy_tensor_beside_a_new_one():
 @pytest.mark.parametrize(
     "again, words",
     [
-        (lambda x: lazy(x, batch=1), ["lazy(<1 value>, batch=1) at ", "test_bad_input.py:", "f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
-        (lambda x: lazy({"a": [x]}, batch={"a": [-2]}), ["f32[6, 6, 4] is lazy along axis 0", "along axis 1"]),
+        (
+            lambda x: lazy(x, batch=1),
+            [
+                "lazy(<1 value>, batch=1) at ",
+                "test_bad_input.py:",
+                "f32[6, 6, 4] is lazy along axis 0",
+                "along axis 1",
+            ],
+        ),
+        (
+            lambda x: lazy({"a": [x]}, batch={"a": [-2]}),
+            ["f32[6, 6, 4] is lazy along axis 0", "along axis 1"],
+        ),
         (lambda x: lazy(torch.ones(6), x, batch=(0, 1)), ["<2 values>", "axis 0", "axis 1"]),
-        (lambda x: lazy(x.transpose(0, 1) * 2), ["axis 1 already", "along axis 0", "It was made at ", "test_bad_input.py:"]),
+        (
+            lambda x: lazy(x.transpose(0, 1) * 2),
+            ["axis 1 already", "along axis 0", "It was made at ", "test_bad_input.py:"],
+        ),
         (lambda x: lazy(x.sum(0)), ["f32[6, 4] is one value made of the whole batch", "axis 0"]),
-        (lambda x: lazy(x.sort(0)[0]), ["f32[6, 6, 4] is one value made of the whole batch", "axis 0"]),
+        (
+            lambda x: lazy(x.sort(0)[0]),
+            ["f32[6, 6, 4] is one value made of the whole batch", "axis 0"],
+        ),
     ],
 )
 def test_a_value_that_is_lazy_in_another_way_is_refused(again, words):
@@ -143,7 +180,8 @@ def test_a_value_that_is_lazy_in_the_same_way_stays():
 
 
 def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
-    """Truncated backpropagation through time: what the last step left is cut again, along any axis."""
+    """Truncated backpropagation through time: what the last step left is cut again, along any
+    axis."""
     w = torch.randn(4, 4, dtype=D, requires_grad=True)
     state = lazy(torch.randn(6, 4, dtype=D)) @ w
     state.sum().backward()
@@ -151,19 +189,29 @@ def test_a_state_kept_from_an_earlier_step_is_lazy_anew():
     with koila.micro_batch(2):
         for dim in (0, 1):
             fresh = lazy(state, batch=dim)
-            assert fresh is not state and torch.allclose(koila.run((fresh * 2).sum()), state.torch().mul(2).sum(), atol=1e-12)
+            assert fresh is not state and torch.allclose(
+                koila.run((fresh * 2).sum()), state.torch().mul(2).sum(), atol=1e-12
+            )
             assert koila.last_plan().n_micro_batches == state.shape[dim] // 2
 
 
 def test_an_empty_batch_is_right():
     x = lazy(torch.ones(0, 3))
-    assert type(x) is koila.LazyTensor and tuple((x * 2).torch().shape) == (0, 3) and torch.isnan(koila.run(x.mean()))
+    assert (
+        type(x) is koila.LazyTensor
+        and tuple((x * 2).torch().shape) == (0, 3)
+        and torch.isnan(koila.run(x.mean()))
+    )
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits],
+)
 @pytest.mark.parametrize("rows", [None, 2])
 def test_a_mean_loss_over_nothing_is_what_it_is_in_pytorch(loss, rows):
-    """No row of the batch, or none that the mask takes: NaN forward, zeros backward. torch's shape function of the backward divides by the number of elements."""
+    """No row of the batch, or none that the mask takes: NaN forward, zeros backward. torch's shape
+    function of the backward divides by the number of elements."""
     for n, mask in ((0, torch.zeros(0, dtype=torch.bool)), (6, torch.zeros(6, dtype=torch.bool))):
         found = []
         for wrap in (lambda *a: a, lazy):
@@ -180,7 +228,33 @@ def test_a_mean_loss_over_nothing_is_what_it_is_in_pytorch(loss, rows):
 # ---- budget and micro_batch
 
 
-@pytest.mark.parametrize("amount", [-1, 0, 0.0, -0.5, "2Gb?", "2Gb", "", "GiB", "-3MB", "0", "0GiB", "1.5.2MB", 1.5, "150%", float("nan"), float("inf"), True, [1], "9999TiB", 2**60, {"cpu": "x"}, {"gpu7": 1}])
+@pytest.mark.parametrize(
+    "amount",
+    [
+        -1,
+        0,
+        0.0,
+        -0.5,
+        "2Gb?",
+        "2Gb",
+        "",
+        "GiB",
+        "-3MB",
+        "0",
+        "0GiB",
+        "1.5.2MB",
+        1.5,
+        "150%",
+        float("nan"),
+        float("inf"),
+        True,
+        [1],
+        "9999TiB",
+        2**60,
+        {"cpu": "x"},
+        {"gpu7": 1},
+    ],
+)
 @pytest.mark.parametrize("where", [koila.budget, koila.set_budget])
 def test_a_bad_budget_is_refused_by_name(amount, where):
     before = koila._core.configure()
@@ -206,15 +280,36 @@ def test_settings_decorate_generators_and_coroutines():
 
     before = now()
     g = rows()
-    assert next(g) == 3 and now() == before and next(g) == 3 and g.send("x") == ("x", 3) and now() == before
+    assert (
+        next(g) == 3
+        and now() == before
+        and next(g) == 3
+        and g.send("x") == ("x", 3)
+        and now() == before
+    )
     g.close()
     assert list(koila.micro_batch(3)(lambda: [now()])()) == [3]
     with pytest.raises(StopIteration) as done:
         later().send(None)
-    assert done.value.value == 3 and now() == before and rows.__name__ == "rows" and later.__name__ == "later"
+    assert (
+        done.value.value == 3
+        and now() == before
+        and rows.__name__ == "rows"
+        and later.__name__ == "later"
+    )
 
 
-@pytest.mark.parametrize("amount, n_bytes", [(1000, 1000), ("512MB", 512_000_000), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("10MiB", 10 << 20), ({"cpu": "1MB", "cuda:0": 0.5}, 1_000_000)])
+@pytest.mark.parametrize(
+    "amount, n_bytes",
+    [
+        (1000, 1000),
+        ("512MB", 512_000_000),
+        ("2GiB", 2 << 30),
+        ("1.5 kib", 1536),
+        ("10MiB", 10 << 20),
+        ({"cpu": "1MB", "cuda:0": 0.5}, 1_000_000),
+    ],
+)
 def test_a_budget_in_words_is_the_right_number(amount, n_bytes):
     if torch.cuda.is_available() and isinstance(amount, dict):
         pytest.skip("the dict's CPU entry is for machines without CUDA")
@@ -260,9 +355,15 @@ def test_a_bad_micro_batch_is_refused_by_name(size):
         koila.micro_batch(size)
 
 
-@pytest.mark.parametrize("text, ok", [("2GiB", True), ("0.5", True), ("2Gb?", False), ("-1", False)])
+@pytest.mark.parametrize(
+    "text, ok", [("2GiB", True), ("0.5", True), ("2Gb?", False), ("-1", False)]
+)
 def test_the_environment_variable(text, ok):
-    p = run_python("import koila; print(koila._core.configure()['budget'])", check=False, env={"KOILA_BUDGET": text})
+    p = run_python(
+        "import koila; print(koila._core.configure()['budget'])",
+        check=False,
+        env={"KOILA_BUDGET": text},
+    )
     if ok:
         assert p.returncode == 0 and int(p.stdout) > 0
     else:
@@ -315,7 +416,11 @@ def test_a_value_read_after_the_parameters_changed_is_stale():
         out = model(x)
         with torch.no_grad():
             model[0].weight.add_(1)
-        with pytest.raises(koila.StaleValueError, match=r"tensor f64\[5, 8\], read at .*test_bad_input.py:\d+, which has been written since"):
+        with pytest.raises(
+            koila.StaleValueError,
+            match=r"tensor f64\[5, 8\], read at .*test_bad_input.py:\d+, which has been written "
+            r"since",
+        ):
             out.sum().item()
         assert isinstance(koila.StaleValueError("x"), koila.KoilaError)
 
@@ -341,7 +446,11 @@ def test_an_error_that_only_the_data_can_cause_names_the_line_and_the_rows():
         with pytest.raises(IndexError, match="Target 9 is out of bounds") as e:
             loss.backward()
     (note,) = e.value.__notes__
-    assert "aten::nll_loss_" in note and "test_bad_input.py:" in note and note.endswith("on rows 4 to 5 of 6")
+    assert (
+        "aten::nll_loss_" in note
+        and "test_bad_input.py:" in note
+        and note.endswith("on rows 4 to 5 of 6")
+    )
 
 
 def test_torch_too_old_is_refused_politely():
@@ -406,7 +515,12 @@ def test_a_mistake_of_the_user_is_torch_s_error_at_the_user_s_line(wrong):
         wrong(x)
     with pytest.raises(eager.type) as ours:
         wrong(lazy(x))
-    assert any(entry.path.name == "test_bad_input.py" if hasattr(entry.path, "name") else "test_bad_input.py" in str(entry.path) for entry in ours.traceback)
+    assert any(
+        entry.path.name == "test_bad_input.py"
+        if hasattr(entry.path, "name")
+        else "test_bad_input.py" in str(entry.path)
+        for entry in ours.traceback
+    )
 
 
 def test_an_operator_that_has_no_kernel_is_torch_s_error_and_does_not_poison_what_follows():
@@ -424,7 +538,11 @@ def test_an_operator_that_has_no_kernel_is_torch_s_error_and_does_not_poison_wha
 # ---- interruptions
 
 
-@pytest.mark.parametrize("error", [ValueError("from the hook"), KeyboardInterrupt(), koila.KoilaError("mine")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("from the hook"), KeyboardInterrupt(), koila.KoilaError("mine")],
+    ids=lambda e: type(e).__name__,
+)
 @pytest.mark.parametrize("which", ["tensor", "parameter", "module", "forward"])
 def test_a_hook_that_raises_changes_nothing_and_its_exception_comes_out(error, which):
     model = net()
@@ -448,7 +566,9 @@ def test_a_hook_that_raises_changes_nothing_and_its_exception_comes_out(error, w
     assert e.value is error
     after = world(model)
     for k, b in before.items():
-        assert (after[k] is None) == (b is None) and (b is None or torch.equal(after[k], b)), f"{k} changed"
+        assert (after[k] is None) == (b is None) and (b is None or torch.equal(after[k], b)), (
+            f"{k} changed"
+        )
     if handle is not None:
         handle.remove()
     # and the model still trains, exactly
@@ -465,7 +585,9 @@ def test_a_hook_that_raises_changes_nothing_and_its_exception_comes_out(error, w
 def test_control_c_in_the_middle_of_a_step_changes_nothing(ctrl_c):
     """A real signal, at several moments of a step that takes a while."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 256)).double()
+    model = nn.Sequential(
+        nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 256)
+    ).double()
     data = torch.randn(512, 256, dtype=D)
     interrupted = 0
     for k in range(6):
@@ -476,7 +598,8 @@ def test_control_c_in_the_middle_of_a_step_changes_nothing(ctrl_c):
             before = {n: v for n, v in world(model).items()}
             timer = threading.Timer(0.002 + 0.012 * k, lambda: os.kill(os.getpid(), signal.SIGINT))
             try:
-                timer.start()  # inside: on a busy machine the signal can come before start() returns
+                # inside: on a busy machine the signal can come before start() returns
+                timer.start()
                 loss.backward()
                 timer.join()
                 for _ in range(100000):
@@ -487,11 +610,15 @@ def test_control_c_in_the_middle_of_a_step_changes_nothing(ctrl_c):
                 done = after["grad:0.weight"] is not None
                 if not done:
                     for n, b in before.items():
-                        assert (after[n] is None) == (b is None) and (b is None or torch.equal(after[n], b)), f"{n} changed"
+                        assert (after[n] is None) == (b is None) and (
+                            b is None or torch.equal(after[n], b)
+                        ), f"{n} changed"
             timer.join()
     assert interrupted > 0
     # still exact
-    reference = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 256)).double()
+    reference = nn.Sequential(
+        nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 256)
+    ).double()
     reference.load_state_dict(model.state_dict())
     reference(data).square().mean().backward()
     model.zero_grad()

@@ -1,4 +1,5 @@
-"""What a lazy tensor does where torch never asks the dispatcher: each door one by one, against a plain tensor."""
+"""What a lazy tensor does where torch never asks the dispatcher: each door one by one, against a
+plain tensor."""
 
 import copy
 import io
@@ -119,15 +120,64 @@ def test_what_has_no_meaning_is_refused_and_nothing_changes(x, door):
     assert torch.equal(y.torch(), x * 2)
 
 
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-LAYOUTS_OF_NOTHING = [((), (), 0), ((0,), (1,), 0), ((3, 0, 2), (2, 2, 1), 4), ((2, 3), (3, 1), 0), ((2, 3), (1, 2), 5), ((4, 5, 6), (0, 6, 1), 0), ((2, 3, 4, 5), (60, 1, 15, 3), 7)]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+LAYOUTS_OF_NOTHING = [
+    ((), (), 0),
+    ((0,), (1,), 0),
+    ((3, 0, 2), (2, 2, 1), 4),
+    ((2, 3), (3, 1), 0),
+    ((2, 3), (1, 2), 5),
+    ((4, 5, 6), (0, 6, 1), 0),
+    ((2, 3, 4, 5), (60, 1, 15, 3), 7),
+]
 
 
 def facts_of(t):
     keys = torch._C._dispatch_keys(t).raw_repr()
-    contiguous = [t.is_contiguous(memory_format=f) for f in (torch.contiguous_format, torch.channels_last) if f is torch.contiguous_format or t.dim() == 4]
-    said = type(t), t.dtype, t.device, t.layout, t.size(), t.stride(), t.storage_offset(), t.numel(), contiguous, keys, t.requires_grad, t.is_leaf, t.grad_fn, t._base
-    return *said, t.is_inference() or t._version, t.is_inference(), t._use_count(), sys.getrefcount(t), t.is_conj(), t.is_neg(), t.__dict__
+    contiguous = [
+        t.is_contiguous(memory_format=f)
+        for f in (torch.contiguous_format, torch.channels_last)
+        if f is torch.contiguous_format or t.dim() == 4
+    ]
+    said = (
+        type(t),
+        t.dtype,
+        t.device,
+        t.layout,
+        t.size(),
+        t.stride(),
+        t.storage_offset(),
+        t.numel(),
+        contiguous,
+        keys,
+        t.requires_grad,
+        t.is_leaf,
+        t.grad_fn,
+        t._base,
+    )
+    return (
+        *said,
+        t.is_inference() or t._version,
+        t.is_inference(),
+        t._use_count(),
+        sys.getrefcount(t),
+        t.is_conj(),
+        t.is_neg(),
+        t.__dict__,
+    )
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -137,14 +187,18 @@ def test_a_wrapper_made_by_parts_is_the_one_torch_makes_from_arguments(inference
             with torch.inference_mode(inference):
                 pair = _core.wrapper_pair((dtype, torch.device("cpu"), size, stride, offset))
             assert pair[1] is not None
-            known, made = (facts_of(t) for t in pair)  # asked alike: CPython 3.14 counts references by how they are asked for
+            known, made = (
+                facts_of(t) for t in pair
+            )  # asked alike: CPython 3.14 counts references by how they are asked for
             assert made == known
             with pytest.raises(RuntimeError, match="data pointer"):
                 torch._C.TensorBase.data_ptr(pair[1])
 
 
 def test_each_wrapper_counts_its_own_writes():
-    a, b = (_core.wrapper_pair((torch.float32, torch.device("cpu"), (2,), (1,), 0))[1] for _ in range(2))
+    a, b = (
+        _core.wrapper_pair((torch.float32, torch.device("cpu"), (2,), (1,), 0))[1] for _ in range(2)
+    )
     torch._C._autograd._unsafe_set_version_counter((a,), (3,))
     assert (a._version, b._version) == (3, 0)
 
@@ -158,7 +212,16 @@ def test_a_torch_that_makes_other_wrappers_is_noticed(what, monkeypatch):
         if what == "nothing":
             return known, None
         if what == "keys":
-            return known, torch.Tensor._make_wrapper_subclass(LazyTensor, meta[2], meta[3], meta[4], None, meta[0], torch.strided, torch.device("meta"))
+            return known, torch.Tensor._make_wrapper_subclass(
+                LazyTensor,
+                meta[2],
+                meta[3],
+                meta[4],
+                None,
+                meta[0],
+                torch.strided,
+                torch.device("meta"),
+            )
         return known, pair((meta[0], meta[1], (3, 2), *meta[3:]))[1]
 
     assert _tensor.learn_wrappers()
@@ -191,7 +254,11 @@ def test_a_function_registered_with_torch_for_lazy_tensors_is_called(x):
         y = doubled(x)
         assert torch.equal(twice(y).torch(), x * 4)  # recorded: the operator is known from here on
         asked = []
-        library._register_torch_dispatch_rule("twice", LazyTensor, lambda cls, func, types, args, kwargs: asked.append(func) or args[0])
+        library._register_torch_dispatch_rule(
+            "twice",
+            LazyTensor,
+            lambda cls, func, types, args, kwargs: asked.append(func) or args[0],
+        )
         assert torch.equal(twice(y).torch(), x * 2) and asked == [twice.default]
         assert _core.find_rule(twice.default, torch.Tensor) is None
 
@@ -214,9 +281,27 @@ def test_new(x):
 
 def test_metadata_is_eagers(x):
     y, e = doubled(x), x * 2
-    for f in (lambda t: t.type(), lambda t: t.stride(), lambda t: t.is_contiguous(), lambda t: t.storage_offset(), lambda t: t[2:].storage_offset(), lambda t: t.device,
-              lambda t: t.dtype, lambda t: t.layout, lambda t: t.element_size(), lambda t: t.nbytes, lambda t: t.is_floating_point(), lambda t: t.is_shared(), lambda t: t.is_pinned(),
-              lambda t: t.t().is_contiguous(), lambda t: t.T.stride(), lambda t: t.dim(), lambda t: t.numel(), lambda t: t.is_leaf, lambda t: hash(t) == id(t)):
+    for f in (
+        lambda t: t.type(),
+        lambda t: t.stride(),
+        lambda t: t.is_contiguous(),
+        lambda t: t.storage_offset(),
+        lambda t: t[2:].storage_offset(),
+        lambda t: t.device,
+        lambda t: t.dtype,
+        lambda t: t.layout,
+        lambda t: t.element_size(),
+        lambda t: t.nbytes,
+        lambda t: t.is_floating_point(),
+        lambda t: t.is_shared(),
+        lambda t: t.is_pinned(),
+        lambda t: t.t().is_contiguous(),
+        lambda t: t.T.stride(),
+        lambda t: t.dim(),
+        lambda t: t.numel(),
+        lambda t: t.is_leaf,
+        lambda t: hash(t) == id(t),
+    ):
         assert f(y) == f(e)
 
 
@@ -265,7 +350,9 @@ def test_the_given_tensor_is_never_written(x):
     y.add_(1)
     y[0] = 5
     y.data.zero_()
-    assert torch.equal(y.torch(), torch.zeros_like(x)) and torch.equal(x, before) and x._version == 0
+    assert (
+        torch.equal(y.torch(), torch.zeros_like(x)) and torch.equal(x, before) and x._version == 0
+    )
 
 
 # -- lazy data written into plain tensors
@@ -347,7 +434,16 @@ def test_swap_tensors_of_two_lazies(x):
 # -- metadata in place
 
 
-@pytest.mark.parametrize("change", [lambda t: t.t_(), lambda t: t.unsqueeze_(1), lambda t: t.transpose_(0, 1), lambda t: t.unsqueeze_(0).squeeze_(0), lambda t: t.squeeze_()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t_(),
+        lambda t: t.unsqueeze_(1),
+        lambda t: t.transpose_(0, 1),
+        lambda t: t.unsqueeze_(0).squeeze_(0),
+        lambda t: t.squeeze_(),
+    ],
+)
 def test_metadata_in_place(x, change):
     y, e = lazy(x) * 2, x * 2
     assert change(y) is y
@@ -357,11 +453,17 @@ def test_metadata_in_place(x, change):
     assert torch.equal(y.torch(), e.mul_(2))
 
 
-LAYOUTS = [lambda t: t.t_(), lambda t: t.unsqueeze_(1), lambda t: t.transpose_(0, 1), lambda t: t.squeeze_()]
+LAYOUTS = [
+    lambda t: t.t_(),
+    lambda t: t.unsqueeze_(1),
+    lambda t: t.transpose_(0, 1),
+    lambda t: t.squeeze_(),
+]
 
 
 def layout_step(x, change, rows, take):
-    """Everything a user can see of a tensor whose layout is written while `take` of its memory is alive, and of what is computed from both."""
+    """Everything a user can see of a tensor whose layout is written while `take` of its memory is
+    alive, and of what is computed from both."""
     w = torch.linspace(-1, 1, 16, dtype=x.dtype).reshape(4, 4).requires_grad_()
     with koila.micro_batch(rows):
         base = x @ w
@@ -375,11 +477,28 @@ def layout_step(x, change, rows, take):
         y.add_(1)
         if take != "view":
             y.retain_grad()
-        loss = (old.sin() if take == "alias" else v.cos()).sum() + (u**3).sum() + (y * torch.arange(y.shape[-1])).sum() + base.tanh().sum()
+        loss = (
+            (old.sin() if take == "alias" else v.cos()).sum()
+            + (u**3).sum()
+            + (y * torch.arange(y.shape[-1])).sum()
+            + base.tanh().sum()
+        )
         (by_y,) = torch.autograd.grad(loss, y, retain_graph=True)
         loss.backward()
-        said = [y.shape, y.stride(), y._version, v._version, y._is_view(), v._base is y, u._base is y, y.is_leaf, y.grad_fn is not None]
-        return [koila.run(t) for t in (loss.detach(), by_y, w.grad, y.detach(), v.detach(), u.detach())] + ([koila.run(y.grad)] if take != "view" else []), said
+        said = [
+            y.shape,
+            y.stride(),
+            y._version,
+            v._version,
+            y._is_view(),
+            v._base is y,
+            u._base is y,
+            y.is_leaf,
+            y.grad_fn is not None,
+        ]
+        return [
+            koila.run(t) for t in (loss.detach(), by_y, w.grad, y.detach(), v.detach(), u.detach())
+        ] + ([koila.run(y.grad)] if take != "view" else []), said
 
 
 @pytest.mark.parametrize("take", ["base", "view", "alias"])
@@ -390,7 +509,11 @@ def test_metadata_in_place_with_views_alive(x, change, rows, take):
     expected, told = layout_step(x, change, None, take)
     assert said == told
     for p, q in zip(values, expected):
-        assert torch.equal(p, q) if rows is None and take != "view" else torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+        assert (
+            torch.equal(p, q)
+            if rows is None and take != "view"
+            else torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+        )
 
 
 def test_metadata_in_place_is_refused_where_autograd_could_not_follow(x):
@@ -410,9 +533,16 @@ def test_metadata_in_place_is_refused_where_autograd_could_not_follow(x):
 
 
 def test_metadata_in_place_raises_what_eager_raises(x):
-    wrong = [(lambda t: t[0].unbind(0)[1].unsqueeze_(0), "multiple views"), (lambda t: t.unsqueeze(0).t_(), "<= 2"), (lambda t: t.unsqueeze_(7), "out of range")]
+    wrong = [
+        (lambda t: t[0].unbind(0)[1].unsqueeze_(0), "multiple views"),
+        (lambda t: t.unsqueeze(0).t_(), "<= 2"),
+        (lambda t: t.unsqueeze_(7), "out of range"),
+    ]
     for f, text in wrong:
-        for make in (lambda: x @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True), lambda: lazy(x) @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True)):
+        for make in (
+            lambda: x @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True),
+            lambda: lazy(x) @ torch.ones(4, 4, dtype=x.dtype, requires_grad=True),
+        ):
             y = make()
             keep = y.view(-1)
             with pytest.raises((RuntimeError, IndexError), match=text):
@@ -445,7 +575,8 @@ def test_as_strided_of_a_view_is_differentiated_as_eager_does(x, within, written
 @pytest.mark.parametrize("stride", [(2, 1, 2, 6), (12, 6, 2, 1), (99, 1, 2, 8)])
 @pytest.mark.parametrize("rows", [None, 1])
 def test_a_write_through_as_strided_lands_whatever_the_strides(stride, rows):
-    """Also where what runs is laid out otherwise than what was recorded: a gap, or a free stride of a dimension of size 1."""
+    """Also where what runs is laid out otherwise than what was recorded: a gap, or a free stride of
+    a dimension of size 1."""
 
     def step(g):
         z = g.new_empty_strided((1, 2, 3, 2), stride)
@@ -485,24 +616,41 @@ def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory(x):
 
 def test_a_write_that_reads_what_it_writes_is_refused_unless_it_goes_element_by_element(x):
     i = torch.tensor([1, 2, 3, 0])
-    for f in (lambda y: y.mul_(y), lambda y: y.addcmul_(y, y), lambda y: y.copy_(y), lambda y: torch.where(y > 0, y, -y, out=y), lambda y: y.floor_divide_(y)):
+    for f in (
+        lambda y: y.mul_(y),
+        lambda y: y.addcmul_(y, y),
+        lambda y: y.copy_(y),
+        lambda y: torch.where(y > 0, y, -y, out=y),
+        lambda y: y.floor_divide_(y),
+    ):
         for rows in (None, 2):
             with koila.micro_batch(rows):
                 assert torch.equal(f(lazy(x[:4]) * 1).torch(), f(x[:4] * 1))
-    for f in (lambda y: y.addmm_(y, y), lambda y: torch.mm(y, y, out=y), lambda y: y.index_add_(0, i, y), lambda y: y.masked_scatter_(y > 0, y), lambda y: torch.gather(y, 0, i[None], out=y[:1])):
+    for f in (
+        lambda y: y.addmm_(y, y),
+        lambda y: torch.mm(y, y, out=y),
+        lambda y: y.index_add_(0, i, y),
+        lambda y: y.masked_scatter_(y > 0, y),
+        lambda y: torch.gather(y, 0, i[None], out=y[:1]),
+    ):
         with pytest.raises(RuntimeError, match="depends on the order|single memory location"):
             f(lazy(x[:4]) * 1)
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_overlapping_arguments_are_refused_whatever_their_size(large):
-    """Above a size eager's own check is not tried; ours must then find what overlaps, and nothing else."""
+    """Above a size eager's own check is not tried; ours must then find what overlaps, and nothing
+    else."""
     n = (1 << 23) if large else 6
     with torch.no_grad():
         y = lazy(torch.zeros(2, n, dtype=torch.float16)) * 1
         y[:, : n // 2].add_(y[:, n // 2 :])
         y[0].add_(y[1])
-        for bad in (lambda: y[:, 1:].add_(y[:, :-1]), lambda: y[:, 1:].copy_(y[:, :-1]), lambda: y[0, ::2].mul_(y[0, : n // 2])):
+        for bad in (
+            lambda: y[:, 1:].add_(y[:, :-1]),
+            lambda: y[:, 1:].copy_(y[:, :-1]),
+            lambda: y[0, ::2].mul_(y[0, : n // 2]),
+        ):
             with pytest.raises(RuntimeError, match="memory|overlap|depends on the order"):
                 bad()
 
@@ -519,8 +667,16 @@ def test_what_cannot_be_viewed_says_so_at_once(x):
 def test_foreach(x):
     with torch.no_grad():
         a, b = [lazy(x) * 1, lazy(x) * 2], [x * 1, x * 2]
-        for f in (lambda t: torch._foreach_add_(t, 1), lambda t: torch._foreach_mul_(t, [2.0, 3.0]), lambda t: torch._foreach_addcmul_(t, t, t, 0.5), lambda t: torch._foreach_sqrt_(torch._foreach_abs(t)),
-                  lambda t: torch._foreach_add_(t, [x, x], alpha=2), lambda t: torch._foreach_lerp_(t, [x, x], 0.3), lambda t: torch._foreach_clamp_min_(t, 0.1), lambda t: torch._foreach_maximum_(t, [x, x])):
+        for f in (
+            lambda t: torch._foreach_add_(t, 1),
+            lambda t: torch._foreach_mul_(t, [2.0, 3.0]),
+            lambda t: torch._foreach_addcmul_(t, t, t, 0.5),
+            lambda t: torch._foreach_sqrt_(torch._foreach_abs(t)),
+            lambda t: torch._foreach_add_(t, [x, x], alpha=2),
+            lambda t: torch._foreach_lerp_(t, [x, x], 0.3),
+            lambda t: torch._foreach_clamp_min_(t, 0.1),
+            lambda t: torch._foreach_maximum_(t, [x, x]),
+        ):
             f(a)
             f(b)
         for p, q in zip(a, b):
@@ -539,9 +695,13 @@ def test_foreach_counts_versions_so_that_autograd_notices(x):
         z.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+)
 def test_a_list_of_lazy_scalars_becomes_a_tensor(dtype):
-    """What loggers do: torch asks each item for its Python value with the dispatcher switched off."""
+    """What loggers do: torch asks each item for its Python value with the dispatcher switched
+    off."""
     given = torch.randn(6, 4)
 
     def scalars(x):
@@ -551,4 +711,6 @@ def test_a_list_of_lazy_scalars_becomes_a_tensor(dtype):
         for make in (torch.tensor, torch.as_tensor, lambda v: torch.tensor([v, v])):
             expected, got = make(scalars(given)), make(scalars(lazy(given)))
             assert type(got) is torch.Tensor and got.dtype == dtype and torch.equal(expected, got)
-        assert torch.equal(torch.tensor([[given.max(), 1.0]]), torch.tensor([[lazy(given).max(), 1.0]]))
+        assert torch.equal(
+            torch.tensor([[given.max(), 1.0]]), torch.tensor([[lazy(given).max(), 1.0]])
+        )

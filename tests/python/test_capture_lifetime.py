@@ -1,4 +1,5 @@
-"""Who keeps what: leaks in a fresh process, references, and which values the user can still ask for."""
+"""Who keeps what: leaks in a fresh process, references, and which values the user can still ask
+for."""
 
 import contextlib
 import subprocess
@@ -13,7 +14,9 @@ from koila import _core, lazy
 
 
 def run_fresh(code):
-    p = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200)
+    p = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
+    )
     assert p.returncode == 0, p.stderr[-3000:]
     return p.stdout
 
@@ -44,7 +47,9 @@ def alive():
 
 
 def test_steps_keep_neither_tapes_nor_memory():
-    run_fresh(STEP + """
+    run_fresh(
+        STEP
+        + """
 for _ in range(200):
     step()
     kept.clear()
@@ -54,11 +59,14 @@ for _ in range(300):
     kept.clear()
 assert alive() <= 1, alive()
 assert rss() - before < 3000, rss() - before
-""")
+"""
+    )
 
 
 def test_a_kept_loss_keeps_a_few_kilobytes_and_not_its_batch():
-    run_fresh(STEP + """
+    run_fresh(
+        STEP
+        + """
 for _ in range(200):
     step()
 before = rss()
@@ -67,11 +75,14 @@ for _ in range(300):
 assert alive() <= 1, alive()
 assert rss() - before < 300 * 16, rss() - before
 assert len({float(k) for k in kept}) > 400
-""")
+"""
+    )
 
 
 def test_an_evaluation_loop_is_not_recorded_to_its_end():
-    run_fresh(STEP + """
+    run_fresh(
+        STEP
+        + """
 model.eval()
 right, expected = 0, 0
 for grad in (False, True):
@@ -84,11 +95,14 @@ for grad in (False, True):
             expected += (model(a).argmax(1) == b).sum()
             assert alive() <= 2 and _core.tape_of(x).n_nodes < 400
 assert int(right) == int(expected)
-""")
+"""
+    )
 
 
 def test_a_program_that_only_records_leaks_nothing():
-    run_fresh(STEP + """
+    run_fresh(
+        STEP
+        + """
 def record():
     x = koila.lazy(torch.randn(256, 32))
     tapes.append(weakref.ref(_core.tape_of(x)))
@@ -109,7 +123,8 @@ for _ in range(300):
     record()
 gc.collect()
 assert alive() <= 1 and rss() - before < 8000, (alive(), rss() - before)
-""")
+"""
+    )
 
 
 def test_reference_counts_are_level():
@@ -232,20 +247,34 @@ def test_source_lines_are_the_users():
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forward_left_behind_does_not_stand_in_the_way(held):
-    """An exception between forward and backward, the state loaded again, and on: as in eager, and no error out of place."""
+    """An exception between forward and backward, the state loaded again, and on: as in eager, and
+    no error out of place."""
     torch.manual_seed(0)
-    model, data = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double(), torch.randn(6, 4, dtype=torch.float64)
+    model, data = (
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double(),
+        torch.randn(6, 4, dtype=torch.float64),
+    )
     start = {k: v.clone() for k, v in model.state_dict().items()}
     model(data).square().mean().backward()
-    expected, gradient = {k: v.clone() for k, v in model.state_dict().items()}, model[0].weight.grad.clone()
+    expected, gradient = (
+        {k: v.clone() for k, v in model.state_dict().items()},
+        model[0].weight.grad.clone(),
+    )
     model.load_state_dict(start)
     kept = [model(koila.lazy(data)).sum().detach() for _ in range(1)] if held else []
     if not held:
         model(koila.lazy(data)).sum()
-        assert torch.equal(model[1].running_mean, expected["1.running_mean"])  # its statistics happened, as in eager
+        assert torch.equal(
+            model[1].running_mean, expected["1.running_mean"]
+        )  # its statistics happened, as in eager
     model.load_state_dict(start)
     model.zero_grad()
-    with koila.micro_batch(2), pytest.warns(RuntimeWarning, match="2 of its running statistics have been written since") if held else contextlib.nullcontext():
+    with (
+        koila.micro_batch(2),
+        pytest.warns(RuntimeWarning, match="2 of its running statistics have been written since")
+        if held
+        else contextlib.nullcontext(),
+    ):
         model(koila.lazy(data)).square().mean().backward()
     for name, value in expected.items():
         assert torch.allclose(model.state_dict()[name].double(), value.double(), rtol=1e-12), name
@@ -256,7 +285,8 @@ def test_a_forward_left_behind_does_not_stand_in_the_way(held):
 
 
 def test_the_collector_may_come_while_held_values_are_looked_for():
-    """Dead cycles that hold views whose value must be recorded again: collected in the middle of that, they took the list that was being walked along."""
+    """Dead cycles that hold views whose value must be recorded again: collected in the middle of
+    that, they took the list that was being walked along."""
     run_fresh(
         """
         import gc, torch

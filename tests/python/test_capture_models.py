@@ -1,4 +1,5 @@
-"""Forward and backward of whole models: what is recorded, run by the simple executor, is eager's to the bit; and every call returns what was recorded."""
+"""Forward and backward of whole models: what is recorded, run by the simple executor, is eager's to
+the bit; and every call returns what was recorded."""
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from koila._backward import _original as engine
 
 
 def gradients(loss, params):
-    return engine((loss,), (torch.ones_like(loss),), False, False, tuple(params), allow_unreachable=True, accumulate_grad=False)
+    return engine(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        tuple(params),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def same(model, inputs, loss_of):
@@ -22,7 +31,9 @@ def same(model, inputs, loss_of):
     torch.manual_seed(7)
     loss = loss_of(model, *lazy(*inputs)) if len(inputs) > 1 else loss_of(model, lazy(*inputs))
     ours = gradients(loss, params)
-    assert torch.equal(torch.default_generator.get_state(), eager_state), "the generator is not where eager leaves it"
+    assert torch.equal(torch.default_generator.get_state(), eager_state), (
+        "the generator is not where eager leaves it"
+    )
     tape = _core.tape_of(loss)
     assert tape.check()
     _core.run_whole([loss, *[g for g in ours if g is not None]])
@@ -31,7 +42,9 @@ def same(model, inputs, loss_of):
     for p, g, e in zip(params, ours, eager):
         assert (g is None) == (e is None)
         if g is not None:
-            assert g.shape == e.shape and g.stride() == e.stride() and torch.equal(g.torch(), e), p.shape
+            assert g.shape == e.shape and g.stride() == e.stride() and torch.equal(g.torch(), e), (
+                p.shape
+            )
     tape.close()
 
 
@@ -40,11 +53,29 @@ def ce(model, x, y):
 
 
 def mlp(p=0.0):
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(p), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(p),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.Linear(16, 4),
+    )
 
 
 def conv(norm):
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.SiLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        norm(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3),
+        nn.SiLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
 
 
 X = torch.randn(6, 8)
@@ -57,10 +88,22 @@ def test_mlp(p):
     same(mlp(p), (X, Y), ce)
 
 
-@pytest.mark.parametrize("norm", [lambda c: nn.GroupNorm(2, c), lambda c: nn.BatchNorm2d(c).eval(), lambda c: nn.BatchNorm2d(c, track_running_stats=False), lambda c: nn.InstanceNorm2d(c, affine=True)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda c: nn.GroupNorm(2, c),
+        lambda c: nn.BatchNorm2d(c).eval(),
+        lambda c: nn.BatchNorm2d(c, track_running_stats=False),
+        lambda c: nn.InstanceNorm2d(c, affine=True),
+    ],
+)
 def test_convolutions(norm):
     same(conv(norm), (IMAGE, Y), ce)
-    same(conv(norm).to(memory_format=torch.channels_last), (IMAGE.contiguous(memory_format=torch.channels_last), Y), ce)
+    same(
+        conv(norm).to(memory_format=torch.channels_last),
+        (IMAGE.contiguous(memory_format=torch.channels_last), Y),
+        ce,
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
@@ -73,14 +116,27 @@ def test_recurrent(kind, dtype):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_transformer_encoder(dropout):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True)
-    same(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(6, 5, 8),), lambda m, x: m(x).square().mean())
+    same(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        (torch.randn(6, 5, 8),),
+        lambda m, x: m(x).square().mean(),
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_gpt2(dropout):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=3, n_head=2, n_embd=16, vocab_size=50, n_positions=16, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0
+        n_layer=3,
+        n_head=2,
+        n_embd=16,
+        vocab_size=50,
+        n_positions=16,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config).train()
     ids = torch.randint(0, 50, (6, 12))
@@ -97,12 +153,15 @@ def test_batchnorm_statistics_happen_once_and_at_the_end_of_the_step():
         loss = model(y).square().mean()
         float(loss)
         loss.backward()
-        assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(model.running_var, reference.running_var)
+        assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(
+            model.running_var, reference.running_var
+        )
         assert model.num_batches_tracked == reference.num_batches_tracked
 
 
 def test_batchnorm_statistics_are_written_as_its_kernel_writes_them():
-    """Autograd saved the buffers of two forwards before the first backward writes them; an evaluation recorded before reads what was there then."""
+    """Autograd saved the buffers of two forwards before the first backward writes them; an
+    evaluation recorded before reads what was there then."""
     torch.manual_seed(0)
     model, reference = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
     x, z = torch.randn(6, 8), torch.randn(4, 8)
@@ -128,7 +187,9 @@ def test_batchnorm_statistics_happen_without_a_backward_too():
             x = torch.randn(6, 8)
             reference(x)
             model(lazy(x))
-    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(model.running_var, reference.running_var)
+    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(
+        model.running_var, reference.running_var
+    )
 
 
 def test_the_two_uses_of_one_batchnorm_in_a_step_follow_one_another():
@@ -137,20 +198,34 @@ def test_the_two_uses_of_one_batchnorm_in_a_step_follow_one_another():
     (reference(x) + reference(x * 2)).square().mean().backward()
     y = lazy(x)
     (model(y) + model(y * 2)).square().mean().backward()
-    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(model.running_var, reference.running_var)
+    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(
+        model.running_var, reference.running_var
+    )
 
 
 def test_instance_norm_with_statistics():
-    model, reference = nn.InstanceNorm1d(4, track_running_stats=True), nn.InstanceNorm1d(4, track_running_stats=True)
+    model, reference = (
+        nn.InstanceNorm1d(4, track_running_stats=True),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    )
     x = torch.randn(6, 4, 5)
     reference(x)
     model(lazy(x)).sum().item()
-    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(model.running_var, reference.running_var)
+    assert torch.equal(model.running_mean, reference.running_mean) and torch.equal(
+        model.running_var, reference.running_var
+    )
 
 
 def test_a_factory_of_metadata_has_no_data_edge():
     y = lazy(X) * 2
-    for made in (torch.ones_like(y), torch.zeros_like(y), y.new_zeros(3), torch.full_like(y, 2.5), torch.empty_like(y), y.new_empty_strided((2, 3), (1, 2))):
+    for made in (
+        torch.ones_like(y),
+        torch.zeros_like(y),
+        y.new_zeros(3),
+        torch.full_like(y, 2.5),
+        torch.empty_like(y),
+        y.new_empty_strided((2, 3), (1, 2)),
+    ):
         text = _core.tape_of(made).text().strip().splitlines()[-2]  # the last is the end
         assert "aten::full(" in text or "aten::empty_strided(" in text, text
         assert made.shape == made.torch().shape and made.stride() == made.torch().stride()

@@ -1,4 +1,5 @@
-"""Random programs of views, writes, metadata changes, factories and random operators: lazy ≡ eager, in everything a user could notice."""
+"""Random programs of views, writes, metadata changes, factories and random operators: lazy ≡ eager,
+in everything a user could notice."""
 
 import pytest
 import torch
@@ -50,11 +51,16 @@ def test_two_errors_in_one_write_may_come_in_another_order_after_a_layout_write(
     eager = programs.run(seed, 0)
     with koila.micro_batch(rows):
         ours = programs.run(seed, 0, lazy)
-    assert len(programs.compare(eager, ours, exact=rows is None)) == 1 and "a leaf Variable" in programs.compare(eager, ours, exact=False)[0]
+    assert (
+        len(programs.compare(eager, ours, exact=rows is None)) == 1
+        and "a leaf Variable" in programs.compare(eager, ours, exact=False)[0]
+    )
     assert not programs.against(eager, ours, seed, exact=rows is None)
     before_it = programs.Outcome(log=[line for line in eager.log if not line.startswith("9 m")])
     other = programs.Outcome(log=[line for line in ours.log if not line.startswith("9 m")])
-    assert programs.against(before_it, other, seed, exact=False), "without the layout write it is a difference"
+    assert programs.against(before_it, other, seed, exact=False), (
+        "without the layout write it is a difference"
+    )
 
 
 def test_the_comparison_notices_a_lost_write():

@@ -1,5 +1,6 @@
-"""On a GPU slices are chosen by the model of torch's caching allocator, run on the state the allocator is in. There is no GPU here: `Gpu` stands in for `torch.cuda`
-with a list of segments, the tensors stay on the CPU, and an out of memory is the CPU's limit."""
+"""On a GPU slices are chosen by the model of torch's caching allocator, run on the state the
+allocator is in. There is no GPU here: `Gpu` stands in for `torch.cuda` with a list of segments, the
+tensors stay on the CPU, and an out of memory is the CPU's limit."""
 
 import copy
 import itertools
@@ -17,32 +18,93 @@ BATCH, WIDTH, WIDE = 256, 64, 8192  # a layer's result is 8 MiB, 32 KiB a row
 
 
 class Gpu:
-    """What koila._cuda asks of torch.cuda. `holes`: bytes of free blocks, each in a segment of its own behind one block that is handed out."""
+    """What koila._cuda asks of torch.cuda. `holes`: bytes of free blocks, each in a segment of its
+    own behind one block that is handed out."""
 
     def __init__(self, monkeypatch, free=1 << 30, holes=()):
         self.free, self.listed, self.segments, self.total = free, 0, [], 1 << 34
         at = 0x7F0000000000
-        for i, hole in enumerate([20 * MIB, *holes]):  # the first is cached whole; a small one comes last
+        for i, hole in enumerate(
+            [20 * MIB, *holes]
+        ):  # the first is cached whole; a small one comes last
             used = 0 if i == 0 else 2 * MIB
-            blocks = [{"address": at, "size": used, "requested_size": used, "state": "active_allocated", "frames": []}] * bool(used)
-            blocks.append({"address": at + used, "size": hole, "requested_size": 0, "state": "inactive", "frames": []})
+            blocks = [
+                {
+                    "address": at,
+                    "size": used,
+                    "requested_size": used,
+                    "state": "active_allocated",
+                    "frames": [],
+                }
+            ] * bool(used)
+            blocks.append(
+                {
+                    "address": at + used,
+                    "size": hole,
+                    "requested_size": 0,
+                    "state": "inactive",
+                    "frames": [],
+                }
+            )
             self.segments.append(self.segment(at, blocks, "large"))
             at += 1 << 30
-        self.segments.append(self.segment(at, [{"address": at, "size": 2 * MIB, "requested_size": 0, "state": "inactive", "frames": []}], "small"))
+        self.segments.append(
+            self.segment(
+                at,
+                [
+                    {
+                        "address": at,
+                        "size": 2 * MIB,
+                        "requested_size": 0,
+                        "state": "inactive",
+                        "frames": [],
+                    }
+                ],
+                "small",
+            )
+        )
         monkeypatch.setattr(_cuda, "index_of", lambda code: 0)
-        for name in ("memory_stats", "mem_get_info", "memory_snapshot", "current_stream", "get_device_properties", "get_allocator_backend", "get_per_process_memory_fraction"):
+        for name in (
+            "memory_stats",
+            "mem_get_info",
+            "memory_snapshot",
+            "current_stream",
+            "get_device_properties",
+            "get_allocator_backend",
+            "get_per_process_memory_fraction",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
         _core.forget()
 
     @staticmethod
     def segment(at, blocks, kind):
         size = sum(b["size"] for b in blocks)
-        return {"device": 0, "address": at, "total_size": size, "stream": 0, "segment_type": kind, "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks}
+        return {
+            "device": 0,
+            "address": at,
+            "total_size": size,
+            "stream": 0,
+            "segment_type": kind,
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": blocks,
+        }
 
     def memory_stats(self, device=None):
-        used = sum(b["size"] for s in self.segments for b in s["blocks"] if b["state"] == "active_allocated")
+        used = sum(
+            b["size"]
+            for s in self.segments
+            for b in s["blocks"]
+            if b["state"] == "active_allocated"
+        )
         reserved = sum(s["total_size"] for s in self.segments)
-        return {"allocated_bytes.all.current": used, "allocated_bytes.large_pool.current": used, "reserved_bytes.all.current": reserved, "reserved_bytes.large_pool.current": reserved}
+        return {
+            "allocated_bytes.all.current": used,
+            "allocated_bytes.large_pool.current": used,
+            "reserved_bytes.all.current": reserved,
+            "reserved_bytes.large_pool.current": reserved,
+        }
 
     def mem_get_info(self, device=None):
         return self.free, self.total
@@ -50,13 +112,17 @@ class Gpu:
     def memory_snapshot(self, mempool_id=None, include_traces=True):
         assert not include_traces
         self.listed += 1
-        return copy.deepcopy([*self.segments, {**self.segments[0], "device": 1, "blocks": "another device's"}])
+        return copy.deepcopy(
+            [*self.segments, {**self.segments[0], "device": 1, "blocks": "another device's"}]
+        )
 
     def current_stream(self, device=None):
         return types.SimpleNamespace(cuda_stream=0)
 
     def get_device_properties(self, device=None):
-        return types.SimpleNamespace(name='Fake "GPU"', multi_processor_count=108, major=8, minor=0, total_memory=self.total)
+        return types.SimpleNamespace(
+            name='Fake "GPU"', multi_processor_count=108, major=8, minor=0, total_memory=self.total
+        )
 
     def get_allocator_backend(self):
         return "native"
@@ -89,7 +155,12 @@ def test_what_fits_runs_whole_and_says_what_was_predicted(case, monkeypatch):
     wanted = eager_grads(model, x)
     Gpu(monkeypatch)
     plan = step(model, x)
-    assert plan.n_micro_batches == 1 and plan.fit["fits"] and plan.fit["n_simulations"] == 1 and plan.fit["margin_bytes"] == 0
+    assert (
+        plan.n_micro_batches == 1
+        and plan.fit["fits"]
+        and plan.fit["n_simulations"] == 1
+        and plan.fit["margin_bytes"] == 0
+    )
     assert plan.fit["peak_reserved"] > 3 * 8 * MIB and "reserved" in str(plan)
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
@@ -100,20 +171,28 @@ def test_the_gpu_that_is_here_can_be_planned_for_by_name(case, monkeypatch):
     gpu = Gpu(monkeypatch, free=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.memory_stats()["reserved_bytes.all.current"])
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_reserved",
+        lambda device: gpu.memory_stats()["reserved_bytes.all.current"],
+    )
     reserved = gpu.memory_stats()["reserved_bytes.all.current"]
 
     def planned(free, device):
         gpu.free = free
         return koila.plan(lambda x: model(x).square().mean(), x, device=device).prediction
 
-    roomy, tight = planned(gpu.total - reserved, "cuda"), planned(gpu.total - reserved - (15 << 30), torch.device("cuda:0"))
+    roomy, tight = (
+        planned(gpu.total - reserved, "cuda"),
+        planned(gpu.total - reserved - (15 << 30), torch.device("cuda:0")),
+    )
     assert roomy["device"] == "Fake GPU" and roomy["fits"]
     assert roomy["spare_bytes"] - tight["spare_bytes"] == 15 << 30
 
 
 def test_where_there_is_a_gpu_one_amount_is_the_gpu_s_and_the_cpu_has_its_own(monkeypatch):
-    """Data sets lie in the CPU's memory. And asking for a budget does not start CUDA, which could not be forked afterwards."""
+    """Data sets lie in the CPU's memory. And asking for a budget does not start CUDA, which could
+    not be forked afterwards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("current_device", "mem_get_info", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("CUDA would start"))
@@ -131,7 +210,8 @@ def test_where_there_is_a_gpu_one_amount_is_the_gpu_s_and_the_cpu_has_its_own(mo
 
 
 def test_free_bytes_in_pieces_are_cut_for_and_gradients_stay(case, monkeypatch):
-    """60 holes of 3 MiB: 180 MiB are free, which the sum of live bytes says is far more than enough."""
+    """60 holes of 3 MiB: 180 MiB are free, which the sum of live bytes says is far more than
+    enough."""
     model, x = case
     wanted = eager_grads(model, x)
     gpu = Gpu(monkeypatch, free=0, holes=[3 * MIB] * 60)
@@ -188,7 +268,10 @@ def test_a_budget_holds_for_all_that_torch_reserves(case, monkeypatch):
     reserved = sum(s["total_size"] for s in gpu.segments)
     with koila.budget(reserved + 36 * MIB):
         plan = step(model, x)
-    assert plan.n_micro_batches > 1 and plan.fit["peak_reserved"] <= plan.budget_bytes == reserved + 36 * MIB
+    assert (
+        plan.n_micro_batches > 1
+        and plan.fit["peak_reserved"] <= plan.budget_bytes == reserved + 36 * MIB
+    )
 
 
 def test_running_out_although_it_was_said_to_fit_lowers_the_next_choice(case, monkeypatch):
@@ -207,7 +290,11 @@ def test_running_out_although_it_was_said_to_fit_lowers_the_next_choice(case, mo
         later = [step(model, x) for _ in range(6)]
     finally:
         _core.truth_set_limit(None)
-    assert later[0].n_micro_batches > 1 and later[0].fit["margin_bytes"] > 0 and "kept free" in str(later[0])
+    assert (
+        later[0].n_micro_batches > 1
+        and later[0].fit["margin_bytes"] > 0
+        and "kept free" in str(later[0])
+    )
     assert later[-1].retries == 0, "it runs out in every step"
     rows = [p.micro_batch for p in later]
     assert rows == sorted(rows, reverse=True)
@@ -241,7 +328,16 @@ def odd(gpu, what):
 
 @pytest.mark.parametrize(
     "what",
-    ["no blocks", "no size", "another word for a state", "blocks that leave a gap", "a state that is no text", "an address that is no number", "segments on top of each other", "a segment that is no dict"],
+    [
+        "no blocks",
+        "no size",
+        "another word for a state",
+        "blocks that leave a gap",
+        "a state that is no text",
+        "an address that is no number",
+        "segments on top of each other",
+        "a segment that is no dict",
+    ],
 )
 def test_a_snapshot_that_makes_no_sense_leaves_the_sum_to_decide(case, monkeypatch, what):
     model, x = case
@@ -255,7 +351,17 @@ def test_a_snapshot_that_makes_no_sense_leaves_the_sum_to_decide(case, monkeypat
     assert plan.fit is None and plan.n_micro_batches == 1 and "reserved" not in str(plan)
 
 
-@pytest.mark.parametrize("name", ["memory_stats", "mem_get_info", "memory_snapshot", "current_stream", "get_device_properties", "get_allocator_backend"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory_stats",
+        "mem_get_info",
+        "memory_snapshot",
+        "current_stream",
+        "get_device_properties",
+        "get_allocator_backend",
+    ],
+)
 def test_what_cannot_be_asked_is_done_without(case, monkeypatch, name):
     def fails(*args, **kwargs):
         raise RuntimeError("CUDA error")
@@ -285,18 +391,25 @@ def test_snapshots_of_older_and_of_expandable_allocators_are_read(case, monkeypa
         for b in s["blocks"]:
             del b["address"], b["requested_size"]
         del s["segment_pool_id"], s["is_expandable"]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: gpu.segments)  # without the choice of traces
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: gpu.segments
+    )  # without the choice of traces
     assert step(model, x).fit["fits"]
     gpu = Gpu(monkeypatch, free=256 * MIB)
     at = 0x7E0000000000
-    grown = gpu.segment(at, [{"address": at, "size": 20 * MIB, "requested_size": 0, "state": "inactive", "frames": []}], "large")
+    grown = gpu.segment(
+        at,
+        [{"address": at, "size": 20 * MIB, "requested_size": 0, "state": "inactive", "frames": []}],
+        "large",
+    )
     gpu.segments.append({**grown, "is_expandable": True})
     plan = step(model, x)
     assert plan.fit["fits"] and plan.n_micro_batches == 1
 
 
 def test_settings_of_the_allocator_are_read_from_the_environment(case, monkeypatch):
-    """With max_split_size_mb the cached block of 200 MiB is not given to a small request: new segments are made, and more is reserved."""
+    """With max_split_size_mb the cached block of 200 MiB is not given to a small request: new
+    segments are made, and more is reserved."""
     model, x = case
     rows = []
     for conf in ("", "max_split_size_mb:64"):
@@ -313,17 +426,33 @@ def test_settings_of_the_allocator_are_read_from_the_environment(case, monkeypat
 def test_without_a_gpu_nothing_is_asked(case, monkeypatch):
     model, x = case
     for name in ("memory_stats", "memory_snapshot", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, lambda *a, **k: pytest.fail("asked of a GPU that is not there"))
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *a, **k: pytest.fail("asked of a GPU that is not there")
+        )
     _core.forget()
     assert step(model, x).fit is None
-    assert _cuda.index_of(0) == -1 and _cuda.index_of(0x103) == (-1 if not torch.cuda.is_initialized() else 3)
+    assert _cuda.index_of(0) == -1 and _cuda.index_of(0x103) == (
+        -1 if not torch.cuda.is_initialized() else 3
+    )
 
 
 def test_every_state_has_its_number(monkeypatch):
-    """What tells one state of the allocator from another changes with any number that is asked for."""
+    """What tells one state of the allocator from another changes with any number that is asked
+    for."""
     gpu = Gpu(monkeypatch)
     states = {_cuda.now(0)[3]}
-    for pool, what in itertools.product(("small_pool", "large_pool"), ("allocation", "allocated_bytes", "active_bytes", "segment", "reserved_bytes", "inactive_split", "inactive_split_bytes")):
+    for pool, what in itertools.product(
+        ("small_pool", "large_pool"),
+        (
+            "allocation",
+            "allocated_bytes",
+            "active_bytes",
+            "segment",
+            "reserved_bytes",
+            "inactive_split",
+            "inactive_split_bytes",
+        ),
+    ):
         stats = {**gpu.memory_stats(), f"{what}.{pool}.current": 12345}
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, stats=stats: stats)
         states.add(_cuda.now(0)[3])

@@ -1,4 +1,5 @@
-"""Every loss, every reduction: the denominator is the full batch's, whatever the slice and however unevenly the counted entries lie."""
+"""Every loss, every reduction: the denominator is the full batch's, whatever the slice and however
+unevenly the counted entries lie."""
 
 import koila
 import pytest
@@ -47,59 +48,136 @@ W = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=D)
 # name -> (batch, loss); the first entry of the batch is the input of a linear layer
 LOSSES = {
     "cross_entropy": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y)),
-    "cross_entropy-sum": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum")),
-    "cross_entropy-none": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="none").square().mean()),
-    "cross_entropy-ignore_index": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y)),
-    "cross_entropy-ignore_index-2": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, ignore_index=2)),
-    "cross_entropy-weight": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, weight=W)),
-    "cross_entropy-weight-ignore_index": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y, weight=W)),
-    "cross_entropy-smoothing": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, label_smoothing=0.1)),
-    "cross_entropy-smoothing-weight-ignore": (lambda: (x(), labels(True)), lambda m, v, y: F.cross_entropy(m(v), y, weight=W, label_smoothing=0.1)),
-    "cross_entropy-probabilities": (lambda: (x(), probabilities()), lambda m, v, y: F.cross_entropy(m(v), y)),
+    "cross_entropy-sum": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum"),
+    ),
+    "cross_entropy-none": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, reduction="none").square().mean(),
+    ),
+    "cross_entropy-ignore_index": (
+        lambda: (x(), labels(True)),
+        lambda m, v, y: F.cross_entropy(m(v), y),
+    ),
+    "cross_entropy-ignore_index-2": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, ignore_index=2),
+    ),
+    "cross_entropy-weight": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, weight=W),
+    ),
+    "cross_entropy-weight-ignore_index": (
+        lambda: (x(), labels(True)),
+        lambda m, v, y: F.cross_entropy(m(v), y, weight=W),
+    ),
+    "cross_entropy-smoothing": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, label_smoothing=0.1),
+    ),
+    "cross_entropy-smoothing-weight-ignore": (
+        lambda: (x(), labels(True)),
+        lambda m, v, y: F.cross_entropy(m(v), y, weight=W, label_smoothing=0.1),
+    ),
+    "cross_entropy-probabilities": (
+        lambda: (x(), probabilities()),
+        lambda m, v, y: F.cross_entropy(m(v), y),
+    ),
     "cross_entropy-probabilities-weight-smoothing": (
         lambda: (x(), probabilities()),
         lambda m, v, y: F.cross_entropy(m(v), y, weight=W, label_smoothing=0.2),
     ),
-    "cross_entropy-tokens": (lambda: (x(), token_labels()), lambda m, v, y: F.cross_entropy(seq(m, v).flatten(0, 1), y.flatten())),
-    "cross_entropy-tokens-transposed": (lambda: (x(), token_labels()), lambda m, v, y: F.cross_entropy(seq(m, v).transpose(1, 2), y)),
+    "cross_entropy-tokens": (
+        lambda: (x(), token_labels()),
+        lambda m, v, y: F.cross_entropy(seq(m, v).flatten(0, 1), y.flatten()),
+    ),
+    "cross_entropy-tokens-transposed": (
+        lambda: (x(), token_labels()),
+        lambda m, v, y: F.cross_entropy(seq(m, v).transpose(1, 2), y),
+    ),
     "nll": (lambda: (x(), labels()), lambda m, v, y: F.nll_loss(m(v).log_softmax(1), y)),
-    "nll-weight-ignore": (lambda: (x(), labels(True)), lambda m, v, y: F.nll_loss(m(v).log_softmax(1), y, weight=W)),
+    "nll-weight-ignore": (
+        lambda: (x(), labels(True)),
+        lambda m, v, y: F.nll_loss(m(v).log_softmax(1), y, weight=W),
+    ),
     "mse": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y)),
-    "mse-sum": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y, reduction="sum")),
-    "mse-none": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.mse_loss(m(v), y, reduction="none").mean(0).sum()),
+    "mse-sum": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.mse_loss(m(v), y, reduction="sum"),
+    ),
+    "mse-none": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.mse_loss(m(v), y, reduction="none").mean(0).sum(),
+    ),
     "l1": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.l1_loss(m(v), y)),
-    "smooth_l1": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.smooth_l1_loss(m(v), y, beta=0.7)),
-    "huber": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.huber_loss(m(v), y, delta=0.6)),
-    "bce": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y)),
-    "bce-weight-rows": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y, weight=W)),
-    "bce_with_logits": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.binary_cross_entropy_with_logits(m(v), y)),
+    "smooth_l1": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.smooth_l1_loss(m(v), y, beta=0.7),
+    ),
+    "huber": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.huber_loss(m(v), y, delta=0.6),
+    ),
+    "bce": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y),
+    ),
+    "bce-weight-rows": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.binary_cross_entropy(m(v).sigmoid(), y, weight=W),
+    ),
+    "bce_with_logits": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.binary_cross_entropy_with_logits(m(v), y),
+    ),
     "bce_with_logits-pos_weight": (
         lambda: (x(), torch.rand(B, C, dtype=D)),
         lambda m, v, y: F.binary_cross_entropy_with_logits(m(v), y, weight=W, pos_weight=2 * W),
     ),
-    "kl_div-batchmean": (lambda: (x(), probabilities()), lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="batchmean")),
-    "kl_div-mean": (lambda: (x(), probabilities()), lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="mean")),
+    "kl_div-batchmean": (
+        lambda: (x(), probabilities()),
+        lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="batchmean"),
+    ),
+    "kl_div-mean": (
+        lambda: (x(), probabilities()),
+        lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="mean"),
+    ),
     "kl_div-log_target": (
         lambda: (x(), probabilities().log()),
         lambda m, v, y: F.kl_div(m(v).log_softmax(1), y, reduction="sum", log_target=True),
     ),
     "masked-mean-by-hand": (
         lambda: (x(), token_labels()),
-        lambda m, v, y: (F.cross_entropy(seq(m, v).transpose(1, 2), y, reduction="none") * (y != -100)).sum() / (y != -100).sum(),
+        lambda m, v, y: (
+            (F.cross_entropy(seq(m, v).transpose(1, 2), y, reduction="none") * (y != -100)).sum()
+            / (y != -100).sum()
+        ),
     ),
     "masked-mean-clamped": (
         lambda: (x(), torch.tensor([1.0, 0, 0, 1, 1, 0], dtype=D)),
         lambda m, v, y: (m(v).square().sum(1) * y).sum() / y.sum().clamp(min=1),
     ),
-    "weighted-mean-rows": (lambda: (x(), torch.rand(B, dtype=D)), lambda m, v, w: (m(v).square().mean(1) * (w / w.sum())).sum()),
-    "sum-over-size": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum") / y.shape[0]),
+    "weighted-mean-rows": (
+        lambda: (x(), torch.rand(B, dtype=D)),
+        lambda m, v, w: (m(v).square().mean(1) * (w / w.sum())).sum(),
+    ),
+    "sum-over-size": (
+        lambda: (x(), labels()),
+        lambda m, v, y: F.cross_entropy(m(v), y, reduction="sum") / y.shape[0],
+    ),
     "focal": (
         lambda: (x(), labels()),
-        lambda m, v, y: ((1 - m(v).softmax(1).gather(1, y[:, None])).square() * -m(v).log_softmax(1).gather(1, y[:, None])).mean(),
+        lambda m, v, y: (
+            (1 - m(v).softmax(1).gather(1, y[:, None])).square()
+            * -m(v).log_softmax(1).gather(1, y[:, None])
+        ).mean(),
     ),
     "dice": (
         lambda: (x(), torch.rand(B, C, dtype=D)),
-        lambda m, v, y: 1 - (2 * (m(v).sigmoid() * y).sum() + 1) / (m(v).sigmoid().sum() + y.sum() + 1),
+        lambda m, v, y: (
+            1 - (2 * (m(v).sigmoid() * y).sum() + 1) / (m(v).sigmoid().sum() + y.sum() + 1)
+        ),
     ),
 }
 
@@ -112,28 +190,66 @@ COUPLED = {
     "median": (lambda: (x(),), lambda m, v: m(v).median(0).values.sum()),
     "infonce": (
         lambda: (x(), torch.randn(B, C, dtype=D)),
-        lambda m, v, y: F.cross_entropy(F.normalize(m(v), dim=1) @ F.normalize(y, dim=1).T / 0.1, torch.arange(B)),
+        lambda m, v, y: F.cross_entropy(
+            F.normalize(m(v), dim=1) @ F.normalize(y, dim=1).T / 0.1, torch.arange(B)
+        ),
     ),
     "clip": (
         lambda: (x(), x()),
-        lambda m, v, w: sum(F.cross_entropy(s, torch.arange(B)) for s in (F.normalize(m(v)) @ F.normalize(m(w)).T, F.normalize(m(w)) @ F.normalize(m(v)).T)),
+        lambda m, v, w: sum(
+            F.cross_entropy(s, torch.arange(B))
+            for s in (
+                F.normalize(m(v)) @ F.normalize(m(w)).T,
+                F.normalize(m(w)) @ F.normalize(m(v)).T,
+            )
+        ),
     ),
-    "triplet": (lambda: (x(), x(), x()), lambda m, a, p, n: F.triplet_margin_loss(m(a), m(p), m(n))),
-    "cosine": (lambda: (x(), x()), lambda m, a, b: F.cosine_embedding_loss(m(a), m(b), torch.ones(B))),
+    "triplet": (
+        lambda: (x(), x(), x()),
+        lambda m, a, p, n: F.triplet_margin_loss(m(a), m(p), m(n)),
+    ),
+    "cosine": (
+        lambda: (x(), x()),
+        lambda m, a, b: F.cosine_embedding_loss(m(a), m(b), torch.ones(B)),
+    ),
     "multi_margin": (lambda: (x(), labels()), lambda m, v, y: F.multi_margin_loss(m(v), y)),
-    "multilabel_soft_margin": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.multilabel_soft_margin_loss(m(v), y)),
-    "gaussian_nll": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: F.gaussian_nll_loss(m(v), y, m(v).square() + 0.1)),
-    "poisson_nll": (lambda: (x(), torch.rand(B, C, dtype=D)), lambda m, v, y: F.poisson_nll_loss(m(v), y)),
-    "soft_margin": (lambda: (x(), torch.rand(B, C, dtype=D).round() * 2 - 1), lambda m, v, y: F.soft_margin_loss(m(v), y)),
+    "multilabel_soft_margin": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.multilabel_soft_margin_loss(m(v), y),
+    ),
+    "gaussian_nll": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: F.gaussian_nll_loss(m(v), y, m(v).square() + 0.1),
+    ),
+    "poisson_nll": (
+        lambda: (x(), torch.rand(B, C, dtype=D)),
+        lambda m, v, y: F.poisson_nll_loss(m(v), y),
+    ),
+    "soft_margin": (
+        lambda: (x(), torch.rand(B, C, dtype=D).round() * 2 - 1),
+        lambda m, v, y: F.soft_margin_loss(m(v), y),
+    ),
     "barlow": (
         lambda: (x(), x()),
-        lambda m, a, b: ((m(a) - m(a).mean(0)) / m(a).std(0)).T.mm((m(b) - m(b).mean(0)) / m(b).std(0)).div(B).sub(torch.eye(C, dtype=D)).square().sum(),
+        lambda m, a, b: (
+            ((m(a) - m(a).mean(0)) / m(a).std(0))
+            .T.mm((m(b) - m(b).mean(0)) / m(b).std(0))
+            .div(B)
+            .sub(torch.eye(C, dtype=D))
+            .square()
+            .sum()
+        ),
     ),
     "mmd": (lambda: (x(), x()), lambda m, a, b: (-torch.cdist(m(a), m(b)).square()).exp().mean()),
-    "softmax-over-batch": (lambda: (x(), torch.randn(B, C, dtype=D)), lambda m, v, y: (m(v).softmax(0) * y).sum()),
+    "softmax-over-batch": (
+        lambda: (x(), torch.randn(B, C, dtype=D)),
+        lambda m, v, y: (m(v).softmax(0) * y).sum(),
+    ),
     "ctc": (
         lambda: (x(), torch.randint(1, C, (B, 2))),
-        lambda m, v, y: F.ctc_loss(seq(m, v).log_softmax(-1).transpose(0, 1), y, torch.full((B,), T), torch.full((B,), 2)),
+        lambda m, v, y: F.ctc_loss(
+            seq(m, v).log_softmax(-1).transpose(0, 1), y, torch.full((B,), T), torch.full((B,), 2)
+        ),
     ),
 }
 
@@ -150,9 +266,11 @@ def test_a_loss_that_couples_rows_equals_eager(name):
     compare(table, batch, loss)
 
 
-# ---- every row meets every other row: the matrix of pairs is computed a few rows at a time, against one side that is whole
+# ---- every row meets every other row: the matrix of pairs is computed a few rows at a time,
+# against one side that is whole
 
-PAIRS = 18  # rows: a row of the matrix of pairs (144 bytes) is more than all that may be collected of a row
+# rows: a row of the matrix of pairs (144 bytes) is more than all that may be collected of a row
+PAIRS = 18
 
 
 def pairs(n=2):
@@ -167,7 +285,9 @@ def clip(logits, **options):
     target = torch.arange(PAIRS)
     if options.pop("ignore", False):
         target[torch.tensor([0, 1, 7])] = -100
-    return F.cross_entropy(logits, target, **options) + 2 * F.cross_entropy(logits.t(), target, **options)
+    return F.cross_entropy(logits, target, **options) + 2 * F.cross_entropy(
+        logits.t(), target, **options
+    )
 
 
 def symmetric(**options):
@@ -207,25 +327,48 @@ def in_batches(m, v, w):  # as bmm: the embedding cut into two heads
 
 
 CONTRASTIVE = {
-    "infonce": (pairs, lambda m, v, w: F.cross_entropy(torch.matmul(*(t if i == 0 else t.t() for i, t in enumerate(both(m, v, w)))) / 0.1, torch.arange(PAIRS))),
+    "infonce": (
+        pairs,
+        lambda m, v, w: F.cross_entropy(
+            torch.matmul(*(t if i == 0 else t.t() for i, t in enumerate(both(m, v, w)))) / 0.1,
+            torch.arange(PAIRS),
+        ),
+    ),
     "clip": symmetric(),
     "clip-smoothing": symmetric(label_smoothing=0.1),
     "clip-ignored": symmetric(ignore=True),
     "clip-ignored-class": symmetric(ignore_index=3),
     "clip-sum": symmetric(reduction="sum"),
     "clip-weight": symmetric(weight=torch.linspace(0.1, 2, PAIRS, dtype=D)),
-    "clip-none": (pairs, lambda m, v, w: (lambda a, b: F.cross_entropy((a @ b.t()).t(), torch.arange(PAIRS), reduction="none").square().mean())(*both(m, v, w))),
+    "clip-none": (
+        pairs,
+        lambda m, v, w: (
+            lambda a, b: (
+                F.cross_entropy((a @ b.t()).t(), torch.arange(PAIRS), reduction="none")
+                .square()
+                .mean()
+            )
+        )(*both(m, v, w)),
+    ),
     "clip-targets-of-the-batch": (
         lambda: (*pairs(), torch.randperm(PAIRS)),
-        lambda m, v, w, t: (lambda a, b: F.cross_entropy(a @ b.t(), t) + F.cross_entropy((a @ b.t()).t(), t))(*both(m, v, w)),
+        lambda m, v, w, t: (
+            lambda a, b: F.cross_entropy(a @ b.t(), t) + F.cross_entropy((a @ b.t()).t(), t)
+        )(*both(m, v, w)),
     ),
-    "clip-temperature": (pairs, lambda m, v, w: (lambda a, b: clip(m.bias.exp().sum() * a @ b.t()))(*both(m, v, w))),
+    "clip-temperature": (
+        pairs,
+        lambda m, v, w: (lambda a, b: clip(m.bias.exp().sum() * a @ b.t()))(*both(m, v, w)),
+    ),
     "simclr": (pairs, simclr),
     "supervised": (lambda: (*pairs(1), torch.randint(0, 3, (PAIRS,))), supervised),
     "siglip": (pairs, siglip),
     "hinge": (lambda: pairs(1), hinge),
     "cdist": (pairs, lambda m, v, w: (-torch.cdist(m(v), m(w)).square()).exp().mean()),
-    "cdist-by-products": (pairs, lambda m, v, w: torch.cdist(m(v), m(w), compute_mode="use_mm_for_euclid_dist").mean()),
+    "cdist-by-products": (
+        pairs,
+        lambda m, v, w: torch.cdist(m(v), m(w), compute_mode="use_mm_for_euclid_dist").mean(),
+    ),
     "heads": (pairs, in_batches),
 }
 
@@ -235,8 +378,14 @@ CONTRASTIVE = {
 def test_pairs_of_rows_are_never_whole(name, kind):
     batch, loss = CONTRASTIVE[name]
     compare(table, batch, loss, slices=[kind], gather_bytes_per_row=None if kind == WHOLE else 100)
-    if kind == ONE:  # in larger slices the plan may keep those of the matrix rather than make them twice
-        whole = [t for t in koila.last_plan().largest if t.n_bytes >= PAIRS * PAIRS * 8 and t.shape.count(PAIRS) == 2]
+    if (
+        kind == ONE
+    ):  # in larger slices the plan may keep those of the matrix rather than make them twice
+        whole = [
+            t
+            for t in koila.last_plan().largest
+            if t.n_bytes >= PAIRS * PAIRS * 8 and t.shape.count(PAIRS) == 2
+        ]
         assert not whole, whole
 
 
@@ -255,8 +404,12 @@ def test_pairs_of_rows_fit_where_their_matrix_does_not():
 
     whole, expected = step(koila.micro_batch(n))
     sliced, got = step(koila.budget(whole.base_bytes + n * n * 2))
-    assert whole.predicted_peak_bytes > 4 * n * n * 4  # as recorded: scores, their softmax both ways, gradients
-    assert sliced.n_micro_batches > 1 and sliced.predicted_peak_bytes - sliced.base_bytes <= n * n * 2  # half the bytes of the scores alone
+    assert (
+        whole.predicted_peak_bytes > 4 * n * n * 4
+    )  # as recorded: scores, their softmax both ways, gradients
+    assert (
+        sliced.n_micro_batches > 1 and sliced.predicted_peak_bytes - sliced.base_bytes <= n * n * 2
+    )  # half the bytes of the scores alone
     assert torch.allclose(expected, got, rtol=1e-4, atol=1e-6)
 
 

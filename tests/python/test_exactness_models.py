@@ -1,11 +1,30 @@
-"""A training step through `lazy()` leaves the loss, gradients and buffers of plain PyTorch on the full batch, whatever the slice."""
+"""A training step through `lazy()` leaves the loss, gradients and buffers of plain PyTorch on the
+full batch, whatever the slice."""
 
 import pytest
 import torch
 from helpers import SLICES, compare, rows
 from torch import nn
 from torch.nn import functional as F
-from zoo import MLP, B, Block, ConvNet, Encoder, Recurrent, ResNet, Seq2Seq, UNet, bert, ce, gpt2, images, padded, rows_of, tokens, vit
+from zoo import (
+    MLP,
+    B,
+    Block,
+    ConvNet,
+    Encoder,
+    Recurrent,
+    ResNet,
+    Seq2Seq,
+    UNet,
+    bert,
+    ce,
+    gpt2,
+    images,
+    padded,
+    rows_of,
+    tokens,
+    vit,
+)
 
 import koila
 
@@ -18,7 +37,8 @@ def lm(model, ids):
 
 
 def lm64(model, ids):
-    """The model's own loss casts its logits to float32, where no two summation orders agree to 1e-12."""
+    """The model's own loss casts its logits to float32, where no two summation orders agree to
+    1e-12."""
     logits = model(ids).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -43,7 +63,12 @@ MODELS = {
     "convnet-groupnorm": (lambda: ConvNet(), images(), ce),
     "convnet-layernorm-channels-last": (
         lambda: ConvNet(lambda c: nn.GroupNorm(1, c)).to(memory_format=torch.channels_last),
-        lambda: (torch.randn(B, 3, 8, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last), torch.randint(0, 5, (B,))),
+        lambda: (
+            torch.randn(B, 3, 8, 8, dtype=torch.float64).contiguous(
+                memory_format=torch.channels_last
+            ),
+            torch.randint(0, 5, (B,)),
+        ),
         ce,
     ),
     "lstm": (lambda: Recurrent(), rows_of(4, 5), ce),
@@ -54,7 +79,10 @@ MODELS = {
     "encoder-prenorm": (lambda: Encoder(norm_first=True), rows_of(5, 8), ce),
     "transformer": (
         lambda: Seq2Seq(),
-        lambda: (torch.randn(B, 5, 8, dtype=torch.float64), torch.randn(B, 4, 8, dtype=torch.float64)),
+        lambda: (
+            torch.randn(B, 5, 8, dtype=torch.float64),
+            torch.randn(B, 4, 8, dtype=torch.float64),
+        ),
         translate,
     ),
     "gpt2": (lambda: gpt2(), tokens(), lm64),
@@ -64,8 +92,14 @@ MODELS = {
     "unet": (lambda: UNet(), images(), lambda model, x, y: F.mse_loss(model(x), x)),
 }
 
-# `nn.LSTM` makes its first state as a plain tensor of the full batch, and float64 runs it cell by cell.
-ALLOWED_BYTES_A_ROW = {"lstm": 8 * 7 * 2, "lstm-bidirectional": 8 * 7 * 2, "gru": 8 * 7 * 2, "rnn": 8 * 7 * 2}
+# `nn.LSTM` makes its first state as a plain tensor of the full batch, and float64 runs it cell by
+# cell.
+ALLOWED_BYTES_A_ROW = {
+    "lstm": 8 * 7 * 2,
+    "lstm-bidirectional": 8 * 7 * 2,
+    "gru": 8 * 7 * 2,
+    "rnn": 8 * 7 * 2,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -86,14 +120,18 @@ def test_gpt2_with_its_own_loss_equals_eager_to_float32():
 # ---- batch norm in training mode: statistics couple all rows
 
 
-
 class PatchTokens(nn.Module):
-    """A convolution and a batch norm in front of a transformer (LeViT and its like): the gradient comes back through a transposition, and in a slice of one row its
-    strides no longer tell torch's kernel the order it lies in."""
+    """A convolution and a batch norm in front of a transformer (LeViT and its like): the gradient
+    comes back through a transposition, and in a slice of one row its strides no longer tell torch's
+    kernel the order it lies in."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x):
         return self.head(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).amax(1)
@@ -102,11 +140,28 @@ class PatchTokens(nn.Module):
 NORMED = {
     "patch-tokens": (PatchTokens, images()),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d), images()),
-    "convnet-batchnorm-no-affine": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, affine=False)), images()),
-    "convnet-batchnorm-no-running-stats": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, track_running_stats=False)), images()),
-    "convnet-batchnorm-cumulative-average": (lambda: ConvNet(lambda c: nn.BatchNorm2d(c, momentum=None)), images()),
-    "mlp-batchnorm": (lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4)), rows_of(5)),
-    "block": (lambda: nn.Sequential(Block(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)), images()),
+    "convnet-batchnorm-no-affine": (
+        lambda: ConvNet(lambda c: nn.BatchNorm2d(c, affine=False)),
+        images(),
+    ),
+    "convnet-batchnorm-no-running-stats": (
+        lambda: ConvNet(lambda c: nn.BatchNorm2d(c, track_running_stats=False)),
+        images(),
+    ),
+    "convnet-batchnorm-cumulative-average": (
+        lambda: ConvNet(lambda c: nn.BatchNorm2d(c, momentum=None)),
+        images(),
+    ),
+    "mlp-batchnorm": (
+        lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4)),
+        rows_of(5),
+    ),
+    "block": (
+        lambda: nn.Sequential(
+            Block(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+        ),
+        images(),
+    ),
 }
 
 
@@ -122,18 +177,33 @@ def test_a_resnet_of_20_batchnorms_equals_eager():
 
 
 def test_batchnorm_in_eval_mode_does_not_touch_its_statistics():
-    compare(lambda: ResNet(stages=(1, 1)).double().eval(), images(), ce, gather_bytes_per_row=ACTIVATION)
+    compare(
+        lambda: ResNet(stages=(1, 1)).double().eval(), images(), ce, gather_bytes_per_row=ACTIVATION
+    )
 
 
 def test_pooling_of_channels_last_images_is_sliced():
-    """It ends in `as_strided_`, and its gradient is a copy through `as_strided` into zeros: each row of it is a slice's own."""
+    """It ends in `as_strided_`, and its gradient is a copy through `as_strided` into zeros: each
+    row of it is a slice's own."""
 
     def make():
-        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 6, 1), nn.Flatten(), nn.Linear(6, 5)).double()
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(8, 6, 1),
+            nn.Flatten(),
+            nn.Linear(6, 5),
+        ).double()
 
     def loss(model, x, y):
-        ce(model, x.contiguous(memory_format=torch.channels_last), y)  # a step whose loss nobody asks for
-        return ce(model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last), y)
+        ce(
+            model, x.contiguous(memory_format=torch.channels_last), y
+        )  # a step whose loss nobody asks for
+        return ce(
+            model.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+            y,
+        )
 
     compare(make, images(), loss, gather_bytes_per_row=0)
     assert koila.last_plan().replay_ratio <= 1.0
@@ -173,7 +243,9 @@ def test_the_batch_may_be_the_second_dimension():
 
 def test_the_optimizer_step_after_it_leaves_eager_s_parameters():
     compare(lambda: MLP().double(), rows_of(5), ce, optimizer=SGD)
-    compare(lambda: MLP().double(), rows_of(5), ce, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+    compare(
+        lambda: MLP().double(), rows_of(5), ce, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)
+    )
 
 
 def test_ten_steps_of_training_end_at_eager_s_parameters():
@@ -200,12 +272,21 @@ def test_ten_steps_of_training_end_at_eager_s_parameters():
 @pytest.mark.parametrize("kernel", ["cudnn_batch_norm", "miopen_batch_norm"])
 @pytest.mark.parametrize("tracked", [True, False])
 def test_batch_norm_of_a_vendor_is_recorded_as_the_native_one(kernel, tracked, kind):
-    """Lazy tensors never reach the kernel: what a GPU would call is recorded and cut as on the CPU."""
+    """Lazy tensors never reach the kernel: what a GPU would call is recorded and cut as on the
+    CPU."""
     torch.manual_seed(0)
-    data, weight, bias = torch.randn(6, 3, 4, dtype=torch.float64), torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    data, weight, bias = (
+        torch.randn(6, 3, 4, dtype=torch.float64),
+        torch.rand(3, dtype=torch.float64),
+        torch.rand(3, dtype=torch.float64),
+    )
 
     def step(x, call):
-        state = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)] if tracked else [None, None]
+        state = (
+            [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+            if tracked
+            else [None, None]
+        )
         w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
         call(x, w, b, *state, True, 0.1, 1e-5)[0].tanh().square().sum().backward()
         return [w.grad, b.grad, *(s for s in state if s is not None)]

@@ -6,7 +6,20 @@ import program_generator
 import pytest
 import torch
 from conftest import DEVICE, LONG
-from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, assert_same, compare, compare_programs, model_state, plain, random_state, rows
+from helpers import (
+    EVEN,
+    ONE,
+    RAGGED,
+    SLICES,
+    WHOLE,
+    assert_same,
+    compare,
+    compare_programs,
+    model_state,
+    plain,
+    random_state,
+    rows,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +46,9 @@ def value(program_body):
     def program(wrap):
         model = net()
         x, y = wrap(*xy())
-        return {"value:" + k: plain(v) for k, v in program_body(model, x, y).items()} | model_state(model)
+        return {"value:" + k: plain(v) for k, v in program_body(model, x, y).items()} | model_state(
+            model
+        )
 
     return program
 
@@ -149,7 +164,10 @@ def one_entry_of_each_row(m, x, y):
     return h.logsumexp(1).mean()
 
 
-@pytest.mark.parametrize("f, side", [(diagonal_by_row_numbers, 8 * 4), (fill_diagonal, 8 * 4), (one_entry_of_each_row, 0)])
+@pytest.mark.parametrize(
+    "f, side",
+    [(diagonal_by_row_numbers, 8 * 4), (fill_diagonal, 8 * 4), (one_entry_of_each_row, 0)],
+)
 def test_a_write_to_own_entries_of_rows_stays_sliced(f, side):
     """In place too; of a product of two sliced factors one side is collected, the matrix never."""
     compare_programs(loss_only(f), B, gather_bytes_per_row=side)
@@ -177,18 +195,31 @@ def test_a_write_reaches_every_lazy_alias_and_never_the_given_tensor():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("f", [lambda h, y, n: h[n, y], lambda h, y, n: h[n[:, None], torch.stack([y, (y + 1) % 4], 1)], lambda h, y, n: h.index_put((n, y), h.sum(1), accumulate=True)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda h, y, n: h[n, y],
+        lambda h, y, n: h[n[:, None], torch.stack([y, (y + 1) % 4], 1)],
+        lambda h, y, n: h.index_put((n, y), h.sum(1), accumulate=True),
+    ],
+)
 def test_a_plain_range_of_rows_is_each_slices_own(f, dtype):
     """`x[torch.arange(B), i]`: nothing is gathered, but from other numbers it is."""
 
     def program(wrap, numbers):
         m = net()
-        x, y = wrap(torch.randn(B, 5, dtype=D, generator=torch.Generator(DEVICE).manual_seed(1)), torch.arange(B) % 4)
+        x, y = wrap(
+            torch.randn(B, 5, dtype=D, generator=torch.Generator(DEVICE).manual_seed(1)),
+            torch.arange(B) % 4,
+        )
         loss = f(m(x), y, numbers).square().mean()
         loss.backward()
         return plain(loss), *(p.grad for p in m.parameters())
 
-    for numbers, own in ((torch.arange(B, dtype=dtype), True), (torch.arange(B, dtype=dtype).flip(0), False)):
+    for numbers, own in (
+        (torch.arange(B, dtype=dtype), True),
+        (torch.arange(B, dtype=dtype).flip(0), False),
+    ):
         expected = program(lambda *t: t, numbers)
         with koila.micro_batch(2):
             got = program(lazy, numbers)
@@ -243,7 +274,11 @@ def permutation(m, x, y):
 
 
 def repeats(m, x, y):
-    return F.cross_entropy(m(x.repeat(3, 1)), y.repeat(3)) + F.cross_entropy(m(x.repeat_interleave(2, 0)), y.repeat_interleave(2)) + m(torch.cat([x] * 2)).mean()
+    return (
+        F.cross_entropy(m(x.repeat(3, 1)), y.repeat(3))
+        + F.cross_entropy(m(x.repeat_interleave(2, 0)), y.repeat_interleave(2))
+        + m(torch.cat([x] * 2)).mean()
+    )
 
 
 def control_flow(m, x, y):
@@ -278,7 +313,9 @@ def test_tensor_hooks_see_and_change_full_gradients():
         h.register_hook(lambda g: seen.setdefault("hidden", g * 1) * 2)
         h.retain_grad()
         model[2].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-        model[0].weight.register_post_accumulate_grad_hook(lambda p: (seen.setdefault("post", p.grad * 1), None)[1])
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda p: (seen.setdefault("post", p.grad * 1), None)[1]
+        )
         loss = F.cross_entropy(model[2](h.tanh()), y)
         loss.backward()
         return {"loss": loss, "retained": h.grad, **seen}
@@ -324,16 +361,22 @@ cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
 @cycles
 def test_backward_with_create_graph():
-    """`.grad` is a plain tensor, and what is computed from it goes back through the step: sharpness, a penalty on what is there already, hooks."""
+    """`.grad` is a plain tensor, and what is computed from it goes back through the step:
+    sharpness, a penalty on what is there already, hooks."""
 
     def body(model, x, y):
         weights, seen = list(model.parameters()), []
-        F.mse_loss(model(x.detach() * 2), torch.ones(len(y), 4, dtype=D)).backward()  # a .grad to add to
+        F.mse_loss(
+            model(x.detach() * 2), torch.ones(len(y), 4, dtype=D)
+        ).backward()  # a .grad to add to
         hook = model[0].weight.register_hook(lambda g: seen.append(g.detach().clone()) or g * 2)
         x = x.detach().requires_grad_()
         F.cross_entropy(model(x), y).backward(create_graph=True)
         hook.remove()
-        assert all(type(p.grad) is torch.Tensor and p.grad.requires_grad for p in weights) and x.grad.requires_grad
+        assert (
+            all(type(p.grad) is torch.Tensor and p.grad.requires_grad for p in weights)
+            and x.grad.requires_grad
+        )
         sharpness = sum(p.grad.square().sum() for p in weights) + x.grad.square().sum()
         for p in weights:
             p.grad = None
@@ -346,14 +389,19 @@ def test_backward_with_create_graph():
 
 @cycles
 def test_create_graph_of_a_plain_loss_while_something_is_lazy():
-    """The gradients' graph was lost: second derivatives of a plain model raised as soon as any lazy value was alive."""
+    """The gradients' graph was lost: second derivatives of a plain model raised as soon as any lazy
+    value was alive."""
     found = []
     for keep in (None, lazy(torch.ones(4, 2)) * 2):
         model = net()
         torch.manual_seed(3)
         x, y = xy()
         F.cross_entropy(model(x), y).backward(create_graph=True)
-        found.append(torch.autograd.grad(sum(p.grad.square().sum() for p in model.parameters()), list(model.parameters())))
+        found.append(
+            torch.autograd.grad(
+                sum(p.grad.square().sum() for p in model.parameters()), list(model.parameters())
+            )
+        )
         model.zero_grad()  # a gradient with a graph holds its parameter
         del keep
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -399,7 +447,16 @@ def custom_function(m, x, y):
 
 def checkpointed(reentrant):
     def f(m, x, y):
-        return F.cross_entropy(m[2](checkpoint(lambda v: m[1](m[0](v)).sin(), x if not reentrant else x.requires_grad_(), use_reentrant=reentrant)), y)
+        return F.cross_entropy(
+            m[2](
+                checkpoint(
+                    lambda v: m[1](m[0](v)).sin(),
+                    x if not reentrant else x.requires_grad_(),
+                    use_reentrant=reentrant,
+                )
+            ),
+            y,
+        )
 
     return f
 
@@ -411,7 +468,16 @@ def stopped(m, x, y):
 
 
 @pytest.mark.parametrize(
-    "f", [gradient_penalty, hessian_vector, custom_function, checkpointed(False), checkpointed(True), stopped], ids=lambda f: f.__qualname__.split(".")[0]
+    "f",
+    [
+        gradient_penalty,
+        hessian_vector,
+        custom_function,
+        checkpointed(False),
+        checkpointed(True),
+        stopped,
+    ],
+    ids=lambda f: f.__qualname__.split(".")[0],
 )
 def test_autograd_program_equals_eager(f):
     compare_programs(loss_only(f), B)
@@ -570,7 +636,9 @@ def test_tied_embeddings_are_counted_once():
     assert gpt2().lm_head.weight is gpt2().transformer.wte.weight or True
 
 
-@pytest.mark.parametrize("options", [dict(padding_idx=0), dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(padding_idx=0), dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str
+)
 def test_embedding_options(options):
     def make():
         return nn.ModuleDict({"e": nn.Embedding(7, 4, **options), "l": nn.Linear(4, 3)}).double()
@@ -578,7 +646,12 @@ def test_embedding_options(options):
     def loss(m, ids, y):
         return F.cross_entropy(m["l"](m["e"](ids).mean(1)), y)
 
-    compare(make, lambda: (torch.randint(0, 7, (B, 5)), torch.randint(0, 3, (B,))), loss, split="max_norm" not in options)
+    compare(
+        make,
+        lambda: (torch.randint(0, 7, (B, 5)), torch.randint(0, 3, (B,))),
+        loss,
+        split="max_norm" not in options,
+    )
 
 
 # ---- bags: of one length (an index of two dimensions) they are sliced, of others gathered
@@ -598,13 +671,23 @@ class Bagged(nn.Module):
         return self.head(self.bags(ids, self.at, weights).tanh())
 
 
-@pytest.mark.parametrize("options", [{}, dict(padding_idx=4), dict(include_last_offset=True)], ids=str)
-@pytest.mark.parametrize("mode, weights", [("sum", False), ("sum", True), ("mean", False), ("max", False)])  # torch weighs sums only
-@pytest.mark.parametrize("dtype, tol", [(D, 1e-12), (torch.float32, 1e-5)], ids=str)  # float32 has kernels of its own
+@pytest.mark.parametrize(
+    "options", [{}, dict(padding_idx=4), dict(include_last_offset=True)], ids=str
+)
+@pytest.mark.parametrize(
+    "mode, weights", [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+)  # torch weighs sums only
+@pytest.mark.parametrize(
+    "dtype, tol", [(D, 1e-12), (torch.float32, 1e-5)], ids=str
+)  # float32 has kernels of its own
 def test_bags_of_one_length_are_sliced(dtype, tol, mode, options, weights):
     def program(wrap):
         model = Bagged(mode=mode, **options).to(dtype)
-        ids, w, y = torch.randint(0, 11, (BAGS, 5)), torch.randn(BAGS, 5, dtype=dtype).requires_grad_(), torch.randint(0, 3, (BAGS,))
+        ids, w, y = (
+            torch.randint(0, 11, (BAGS, 5)),
+            torch.randn(BAGS, 5, dtype=dtype).requires_grad_(),
+            torch.randint(0, 3, (BAGS,)),
+        )
         ids[3], ids[4, 1:] = 4, 4  # nothing but padding, and one beside it
         i, v, t = wrap(ids, w, y)
         loss = F.cross_entropy(model(i, v if weights else None), t)
@@ -630,7 +713,8 @@ def test_bags_without_their_gradient_are_sliced():
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("last", [False, True])
 def test_who_asks_for_the_bags_of_the_entries_gets_those_of_the_whole(mode, last):
-    """What the operator saves for backward: numbers of bags, which in a slice are the slice's own."""
+    """What the operator saves for backward: numbers of bags, which in a slice are the slice's
+    own."""
 
     def program(wrap):
         table, ids = torch.randn(11, 6, dtype=D), wrap(torch.randint(0, 11, (BAGS, 5)))
@@ -643,10 +727,14 @@ def test_who_asks_for_the_bags_of_the_entries_gets_those_of_the_whole(mode, last
 
 @pytest.mark.parametrize("options", [dict(scale_grad_by_freq=True), dict(max_norm=1.0)], ids=str)
 def test_bags_whose_rows_are_counted_or_renormed(options):
-    """How often a row occurs is known of the whole batch only: the gradient is gathered. Rows are renormed at once."""
+    """How often a row occurs is known of the whole batch only: the gradient is gathered. Rows are
+    renormed at once."""
 
     def program(wrap):
-        model, (ids, y) = Bagged(mode="sum", **options).double(), wrap(torch.randint(0, 11, (BAGS, 5)), torch.randint(0, 3, (BAGS,)))
+        model, (ids, y) = (
+            Bagged(mode="sum", **options).double(),
+            wrap(torch.randint(0, 11, (BAGS, 5)), torch.randint(0, 3, (BAGS,))),
+        )
         loss = F.cross_entropy(model(ids), y)
         loss.backward()
         return {"loss:l": plain(loss)} | model_state(model)
@@ -666,16 +754,22 @@ def test_bags_with_options_left_out(dtype):
         (out.square().sum() + mean.square().sum()).backward()
         return {"grad": table.grad}
 
-    compare_programs(program, BAGS, split=True, gather_bytes_per_row=0 if dtype is torch.int64 else None)
+    compare_programs(
+        program, BAGS, split=True, gather_bytes_per_row=0 if dtype is torch.int64 else None
+    )
 
 
 @pytest.mark.parametrize("at", [[0, 5], [0, 4, 11, 11, 30], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_other_lengths_are_gathered(mode, at):
-    """Of 85 entries; what follows has as many rows as there are bags, and is the batch's no more."""
+    """Of 85 entries; what follows has as many rows as there are bags, and is the batch's no
+    more."""
 
     def program(wrap):
-        model, ids = Bagged(torch.tensor(at), mode=mode).double(), wrap(torch.randint(0, 11, (BAGS, 5)))
+        model, ids = (
+            Bagged(torch.tensor(at), mode=mode).double(),
+            wrap(torch.randint(0, 11, (BAGS, 5))),
+        )
         loss = model(ids).square().sum() + ids.sum()
         loss.backward()
         return {"loss:l": plain(loss)} | model_state(model)
@@ -771,12 +865,20 @@ def test_sparse_and_nested_tensors_on_the_way(program):
 
 def test_bags_with_a_sparse_gradient_in_float32():
     """A kernel of its own, which saves no numbers of bags."""
-    compare_programs(lambda wrap: bags_with_a_sparse_gradient(wrap, dtype=torch.float32, padding=None), B, tol=1e-5)
+    compare_programs(
+        lambda wrap: bags_with_a_sparse_gradient(wrap, dtype=torch.float32, padding=None),
+        B,
+        tol=1e-5,
+    )
 
 
 def test_a_lost_row_of_a_sparse_gradient_is_caught():
     with pytest.raises(AssertionError):
-        compare_programs(sparse_gradients_add_up, B, tamper=lambda got: {k: v * (torch.arange(20) != 3)[:, None] for k, v in got.items()})
+        compare_programs(
+            sparse_gradients_add_up,
+            B,
+            tamper=lambda got: {k: v * (torch.arange(20) != 3)[:, None] for k, v in got.items()},
+        )
 
 
 # ---- random operators: each slice takes its rows of what PyTorch draws for the whole batch
@@ -787,7 +889,18 @@ def drop_net(p=0.5):
     return nn.Sequential(nn.Linear(5, 64), nn.Dropout(p), nn.Tanh(), nn.Linear(64, 4)).double()
 
 
-@pytest.mark.parametrize("make", [lambda: (drop_net(), rows_of(5), ce), lambda: (gpt2(resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3).double(), tokens(), gpt_loss)], ids=["mlp", "gpt2"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (drop_net(), rows_of(5), ce),
+        lambda: (
+            gpt2(resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3).double(),
+            tokens(),
+            gpt_loss,
+        ),
+    ],
+    ids=["mlp", "gpt2"],
+)
 def test_dropout_draws_what_eager_draws(make):
     def program(wrap):
         torch.manual_seed(7)
@@ -812,7 +925,10 @@ def test_random_numbers_for_time_major_rows_are_eager_s():
         torch.manual_seed(3)
         x = wrap(torch.randn(4, B, 5, dtype=D))
         flat = x.reshape(-1)
-        return {"value:l": plain((flat * torch.empty_like(flat).uniform_()).sum()), "value:d": plain(F.dropout(x.reshape(-1, 5), 0.5).sum(1))}
+        return {
+            "value:l": plain((flat * torch.empty_like(flat).uniform_()).sum()),
+            "value:d": plain(F.dropout(x.reshape(-1, 5), 0.5).sum(1)),
+        }
 
     compare_programs(program, B, batch=1)
 
@@ -849,7 +965,8 @@ def test_checkpoint_with_dropout_uses_the_same_mask(kind, reentrant):
 
 
 class ByHand(torch.autograd.Function):
-    """As reversible layers do: backward runs the layer again on detached copies, and reads what a backward of its own left in them."""
+    """As reversible layers do: backward runs the layer again on detached copies, and reads what a
+    backward of its own left in them."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -929,7 +1046,11 @@ def test_noise_added_by_hand_is_exact_in_expectation_and_consistent():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("make", [lambda: (MLP(), rows_of(5)), lambda: (ConvNet(nn.BatchNorm2d).eval(), images())], ids=["mlp", "convnet"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: (MLP(), rows_of(5)), lambda: (ConvNet(nn.BatchNorm2d).eval(), images())],
+    ids=["mlp", "convnet"],
+)
 def test_evaluation_is_sliced_and_full_size(mode, make):
     def program(wrap):
         torch.manual_seed(7)
@@ -945,7 +1066,14 @@ def test_evaluation_is_sliced_and_full_size(mode, make):
     compare_programs(program, B)
 
 
-@pytest.mark.parametrize("make", [lambda: (gpt2(), tokens(), lambda m, i: m(i).logits), lambda: (bert(), padded(), lambda m, i, a, y: m(i, attention_mask=a).logits)], ids=["gpt2", "bert"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (gpt2(), tokens(), lambda m, i: m(i).logits),
+        lambda: (bert(), padded(), lambda m, i, a, y: m(i, attention_mask=a).logits),
+    ],
+    ids=["gpt2", "bert"],
+)
 def test_a_transformer_under_inference_mode(make):
     def program(wrap):
         torch.manual_seed(7)
@@ -953,7 +1081,9 @@ def test_a_transformer_under_inference_mode(make):
         model.double().eval()
         values = wrap(*batch())
         with torch.inference_mode():
-            return {"value:out": plain(f(model, *(values if isinstance(values, tuple) else (values,))))}
+            return {
+                "value:out": plain(f(model, *(values if isinstance(values, tuple) else (values,))))
+            }
 
     compare_programs(program, B)
 
@@ -1046,13 +1176,16 @@ def test_sequence_of_steps_with_changing_batch_sizes():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block", range(8))
 def test_random_programs(block):
-    """Views, writes, metadata changes, factories, random operators, a loss, a backward: 100 programs a block, 400 with KOILA_LONG=1 (3,200 in all)."""
+    """Views, writes, metadata changes, factories, random operators, a loss, a backward: 100
+    programs a block, 400 with KOILA_LONG=1 (3,200 in all)."""
     outcomes = {"exact": 0, "refused": 0}
     for seed in range(10_000 + 1000 * block, 10_000 + 1000 * block + (400 if LONG else 100)):
         eager = program_generator.run(seed, seed % 2)
         try:
             with koila.micro_batch((3, 4, 1, 6)[seed % 4]):
-                ours = program_generator.run(seed, seed % 2, lazy, refusals=(koila.UnsupportedError,))
+                ours = program_generator.run(
+                    seed, seed % 2, lazy, refusals=(koila.UnsupportedError,)
+                )
         except program_generator.Refused:
             outcomes["refused"] += 1
             continue
@@ -1067,7 +1200,8 @@ def test_random_programs(block):
 
 
 def softmax_over_a_batch_that_lies_innermost(x, w):
-    """The softmax is contiguous; the quotient that stands for it in slices lies as its input does."""
+    """The softmax is contiguous; the quotient that stands for it in slices lies as its input
+    does."""
     return torch.softmax((x @ w).permute(1, 2, 0), -1).view(-1).square().sum()
 
 
@@ -1077,16 +1211,21 @@ def log_softmax_gradient_viewed(x, w):
 
 
 def batchnorm_after_a_reshape(x, w):
-    """The kernel's gradient is contiguous however the incoming one lies; that of the calls which stand for it is not, and torch's shape function says it is not."""
+    """The kernel's gradient is contiguous however the incoming one lies; that of the calls which
+    stand for it is not, and torch's shape function says it is not."""
     h = (x @ w).view(B, 5, 2, 3).permute(0, 2, 3, 1).reshape(B, 6, 5)
-    return (nn.BatchNorm1d(6).double()(h).transpose(1, 2) @ torch.ones(6, 4, dtype=D)).square().mean()
+    return (
+        (nn.BatchNorm1d(6).double()(h).transpose(1, 2) @ torch.ones(6, 4, dtype=D)).square().mean()
+    )
 
 
 def batchnorm_gradient_written_through_a_view(x, w):
     h = (x @ w).transpose(1, 2).contiguous()
     if h.requires_grad:
         h.register_hook(lambda g: (g := g.clone(), g.view(-1).mul_(2), g)[-1])
-    return (nn.BatchNorm1d(6).double()(h).transpose(1, 2) @ torch.ones(6, 4, dtype=D)).square().mean()
+    return (
+        (nn.BatchNorm1d(6).double()(h).transpose(1, 2) @ torch.ones(6, 4, dtype=D)).square().mean()
+    )
 
 
 @torch.library.custom_op("koila_tests::transposed_sin", mutates_args=())
@@ -1095,17 +1234,27 @@ def transposed_sin(x: torch.Tensor) -> torch.Tensor:
 
 
 transposed_sin.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
-transposed_sin.register_autograd(lambda c, g: transposed_sin(g + 1.0), setup_context=lambda ctx, inputs, output: None)
+transposed_sin.register_autograd(
+    lambda c, g: transposed_sin(g + 1.0), setup_context=lambda ctx, inputs, output: None
+)
 
 
 def custom_operator_that_lies_about_strides(x, w):
-    """The views that autograd makes of its gradient are recorded from what its shape function says."""
+    """The views that autograd makes of its gradient are recorded from what its shape function
+    says."""
     h = (x @ w).sin().flatten(1).cos().view(B, 6, 5)
     return transposed_sin(h).square().mean()
 
 
 @pytest.mark.parametrize(
-    "f", [softmax_over_a_batch_that_lies_innermost, log_softmax_gradient_viewed, batchnorm_after_a_reshape, batchnorm_gradient_written_through_a_view, custom_operator_that_lies_about_strides]
+    "f",
+    [
+        softmax_over_a_batch_that_lies_innermost,
+        log_softmax_gradient_viewed,
+        batchnorm_after_a_reshape,
+        batchnorm_gradient_written_through_a_view,
+        custom_operator_that_lies_about_strides,
+    ],
 )
 def test_a_view_of_what_lies_otherwise_equals_eager(f):
     def program(wrap):
@@ -1120,17 +1269,22 @@ def test_a_view_of_what_lies_otherwise_equals_eager(f):
 
 
 def test_views_of_a_tensor_laid_out_in_place_take_their_gradients_in_the_order_they_were_made_in():
-    """One of the views was laid out in place itself, and is no younger for that: three gradients added in another order are another sum."""
+    """One of the views was laid out in place itself, and is no younger for that: three gradients
+    added in another order are another sum."""
     eager = program_generator.run(400113, 1)
     with koila.micro_batch(6):
-        assert not program_generator.compare(eager, program_generator.run(400113, 1, lazy), exact=True)
+        assert not program_generator.compare(
+            eager, program_generator.run(400113, 1, lazy), exact=True
+        )
 
 
 def test_a_random_program_whose_softmax_was_laid_out_otherwise():
     eager = program_generator.run(400562, 0)
     for n in (1, 3, 4, 6):
         with koila.micro_batch(n):
-            assert not program_generator.against(eager, program_generator.run(400562, 0, lazy), 400562, exact=n == 6), n
+            assert not program_generator.against(
+                eager, program_generator.run(400562, 0, lazy), 400562, exact=n == 6
+            ), n
 
 
 def test_ce_is_the_oracle_s_loss():

@@ -11,23 +11,44 @@ import torch
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 OPTIONS = {"digits.py": ["--report", "{tmp}/report.html"]}
-NEEDS = {"hf_trainer.py": ["transformers", "accelerate"], "hf_accelerate.py": ["accelerate"], "lightning_fit.py": ["lightning"]}
+NEEDS = {
+    "hf_trainer.py": ["transformers", "accelerate"],
+    "hf_accelerate.py": ["accelerate"],
+    "lightning_fit.py": ["lightning"],
+}
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
 def test_an_example_runs(name, tmp_path):
     for package in ["sklearn", *NEEDS.get(name, [])]:
         pytest.importorskip(package)
-    if name in ("ddp.py", "fsdp.py") and not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+    if name in ("ddp.py", "fsdp.py") and not (
+        torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    ):
         pytest.skip("no gloo")
     options = [o.format(tmp=tmp_path) for o in OPTIONS.get(name, [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **rendezvous()}
     for _ in range(3 if name in ("ddp.py", "fsdp.py") else 1):
-        p = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=300, env=env)
-        if "SIGABRT" not in p.stderr:  # a process was seen to be aborted while it ended, after its result
+        p = subprocess.run(
+            [sys.executable, str(EXAMPLES / name), *options],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=env,
+        )
+        if (
+            "SIGABRT" not in p.stderr
+        ):  # a process was seen to be aborted while it ended, after its result
             break
     assert p.returncode == 0, p.stdout + p.stderr[-3000:]
     if options:
         assert "svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
-        for words in ("plain PyTorch needs", "the budget is", "fails:", "predicted peak", "measured peak", "test accuracy"):
+        for words in (
+            "plain PyTorch needs",
+            "the budget is",
+            "fails:",
+            "predicted peak",
+            "measured peak",
+            "test accuracy",
+        ):
             assert words in p.stdout

@@ -1,4 +1,5 @@
-"""torch.zeros, ones, full and empty between lazy() and backward: sliced where lazy data is written, and otherwise the plain tensors that were asked for.
+"""torch.zeros, ones, full and empty between lazy() and backward: sliced where lazy data is written,
+and otherwise the plain tensors that were asked for.
 
 Nothing else of torch notices: not its tables of functions, not modes, threads, forks or compilers.
 """
@@ -41,14 +42,17 @@ def is_lazy(t):
 
 
 def batch(n=B, seed=0):
-    return lazy(torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(seed)))
+    return lazy(
+        torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(seed))
+    )
 
 
 # ---- what it is for
 
 
 class Seq2Seq(nn.Module):
-    """The tutorials' loop: teacher forcing at every second step, the outputs in a buffer, the batch on axis `axis` of it."""
+    """The tutorials' loop: teacher forcing at every second step, the outputs in a buffer, the batch
+    on axis `axis` of it."""
 
     def __init__(self, axis, make=torch.zeros):
         super().__init__()
@@ -78,7 +82,9 @@ class Seq2Seq(nn.Module):
 def seq2seq_loss(model, source, target):
     outputs = model(source, target)
     if model.axis:
-        return F.cross_entropy(outputs[1:].reshape(-1, outputs.shape[-1]), target.t()[1:].reshape(-1))
+        return F.cross_entropy(
+            outputs[1:].reshape(-1, outputs.shape[-1]), target.t()[1:].reshape(-1)
+        )
     return F.cross_entropy(outputs[:, 1:].reshape(-1, outputs.shape[-1]), target[:, 1:].reshape(-1))
 
 
@@ -87,14 +93,22 @@ def tokens(n=B, v=V, t=T):
 
 
 @pytest.mark.parametrize("axis", (0, 1))
-@pytest.mark.parametrize("make", (torch.zeros, torch.empty, torch.ones), ids=("zeros", "empty", "ones"))
+@pytest.mark.parametrize(
+    "make", (torch.zeros, torch.empty, torch.ones), ids=("zeros", "empty", "ones")
+)
 def test_the_tutorial_loop_is_sliced(axis, make):
     compare(lambda: Seq2Seq(axis, make).double(), tokens(), seq2seq_loss, gather_bytes_per_row=16)
 
 
 @pytest.mark.parametrize("n", (T, 2, 3, 9))
 def test_the_tutorial_loop_where_other_sizes_are_the_batch_s(n):
-    slices = ("whole", "one") if n == 2 else ("whole", "even", "one") if n == 3 else ("whole", "even", "ragged", "one")
+    slices = (
+        ("whole", "one")
+        if n == 2
+        else ("whole", "even", "one")
+        if n == 3
+        else ("whole", "even", "ragged", "one")
+    )
     compare(lambda: Seq2Seq(1).double(), tokens(n), seq2seq_loss, slices=slices)
     compare(lambda: Seq2Seq(0).double(), tokens(n), seq2seq_loss, slices=slices)
 
@@ -120,7 +134,12 @@ def buffers_of(x, w):
     out = torch.zeros(n, H, dtype=x.dtype)
     out.copy_(h).mul_(2.0)
     added = torch.zeros(n, H, dtype=x.dtype).add_(h).index_add_(1, torch.tensor([0, 2]), h[:, :2])
-    return (states * torch.linspace(0.1, 1.0, T, dtype=x.dtype).view(T, 1, 1)).pow(2).sum() + (mixed * total.unsqueeze(1)).sum() + (out * added).mean() + (best * total).sum()
+    return (
+        (states * torch.linspace(0.1, 1.0, T, dtype=x.dtype).view(T, 1, 1)).pow(2).sum()
+        + (mixed * total.unsqueeze(1)).sum()
+        + (out * added).mean()
+        + (best * total).sum()
+    )
 
 
 class Weights(nn.Module):
@@ -130,10 +149,26 @@ class Weights(nn.Module):
 
 
 def test_buffers_written_in_many_ways_are_sliced():
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), lambda m, x: buffers_of(x, m.w), gather_bytes_per_row=0, tol=1e-11)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        lambda m, x: buffers_of(x, m.w),
+        gather_bytes_per_row=0,
+        tol=1e-11,
+    )
 
 
-@pytest.mark.parametrize("layer, options", [(nn.RNN, {}), (nn.GRU, {}), (nn.LSTM, {}), (nn.LSTM, {"proj_size": 4}), (nn.GRU, {"bidirectional": True})], ids=str)
+@pytest.mark.parametrize(
+    "layer, options",
+    [
+        (nn.RNN, {}),
+        (nn.GRU, {}),
+        (nn.LSTM, {}),
+        (nn.LSTM, {"proj_size": 4}),
+        (nn.GRU, {"bidirectional": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("batch_first", (True, False))
 def test_initial_states_made_by_hand(layer, options, batch_first):
     class Model(nn.Module):
@@ -145,10 +180,17 @@ def test_initial_states_made_by_hand(layer, options, batch_first):
             n, lead = x.size(0), 4 if options.get("bidirectional") else 2
             h = torch.zeros(lead, n, options.get("proj_size", H), dtype=x.dtype).to(x.device)
             c = torch.zeros(lead, n, H, dtype=x.dtype, device=x.device)
-            y, _ = self.layer(x if batch_first else x.transpose(0, 1), (h, c) if layer is nn.LSTM else h)
+            y, _ = self.layer(
+                x if batch_first else x.transpose(0, 1), (h, c) if layer is nn.LSTM else h
+            )
             return y
 
-    compare(lambda: Model().double(), lambda: (torch.randn(B, T, 3, dtype=torch.float64),), lambda m, x: m(x).pow(2).mean(), gather_bytes_per_row=0)
+    compare(
+        lambda: Model().double(),
+        lambda: (torch.randn(B, T, 3, dtype=torch.float64),),
+        lambda m, x: m(x).pow(2).mean(),
+        gather_bytes_per_row=0,
+    )
 
 
 def test_what_is_known_is_data_and_not_recorded():
@@ -163,7 +205,12 @@ def test_what_is_known_is_data_and_not_recorded():
         return (hidden.sum(1) / mask.sum(1)).pow(2).mean()
 
     nodes = []
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), loss, gather_bytes_per_row=0)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        loss,
+        gather_bytes_per_row=0,
+    )
     assert max(n for n in nodes if n) < 12
 
 
@@ -172,14 +219,22 @@ def test_known_data_that_is_written_afterwards():
 
     def loss(model, x):
         known = torch.arange(3.0 * x.shape[0], dtype=x.dtype).view(-1, 3)
-        total, chosen = torch.zeros(x.shape[0], 3, dtype=x.dtype), torch.ones(x.shape[0], 3, dtype=x.dtype)
+        total, chosen = (
+            torch.zeros(x.shape[0], 3, dtype=x.dtype),
+            torch.ones(x.shape[0], 3, dtype=x.dtype),
+        )
         for _ in range(3):
             total += known
             chosen.masked_fill_(known > 10, 2.0)
             known *= 0.5
         return ((x * total * chosen) @ model.w).pow(2).mean()
 
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), loss, gather_bytes_per_row=0)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        loss,
+        gather_bytes_per_row=0,
+    )
 
 
 def test_real_rows_before_lazy_ones():
@@ -193,7 +248,12 @@ def test_real_rows_before_lazy_ones():
             out[t] = torch.tanh(x @ model.w + out[t - 1])
         return out.pow(3).sum() / x.shape[0]
 
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), loss, gather_bytes_per_row=0)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        loss,
+        gather_bytes_per_row=0,
+    )
 
 
 def test_rows_written_one_by_one():
@@ -205,7 +265,12 @@ def test_rows_written_one_by_one():
             out[i] = torch.tanh(x[i] @ model.w)
         return out.pow(2).mean()
 
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), loss, split=False)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        loss,
+        split=False,
+    )
 
 
 @pytest.mark.parametrize("reentrant", (True, False))
@@ -239,7 +304,12 @@ def test_buffers_inside_autograd_functions():
             back += 2 * gradient
             return back
 
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), lambda m, x: Double.apply(torch.tanh(x @ m.w)[:, :3]).pow(2).mean(), gather_bytes_per_row=0)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        lambda m, x: Double.apply(torch.tanh(x @ m.w)[:, :3]).pow(2).mean(),
+        gather_bytes_per_row=0,
+    )
 
 
 @pytest.mark.parametrize("axis", (0, 1))
@@ -249,7 +319,11 @@ def test_the_loop_s_peak_is_not_above_hand_written_micro_batching(axis, m):
         pytest.skip("torch's allocator cannot be observed here")
     torch.manual_seed(0)
     model = Seq2Seq(axis)
-    model.embed, model.out, model.cell = nn.Embedding(300, 48), nn.Linear(48, 300), nn.GRUCell(48, 48)
+    model.embed, model.out, model.cell = (
+        nn.Embedding(300, 48),
+        nn.Linear(48, 300),
+        nn.GRUCell(48, 48),
+    )
     values = [t[0] for t in ((torch.randint(300, (64, 10)),), (torch.randint(300, (64, 10)),))]
     globals()["H"], before = 48, H
     try:
@@ -264,7 +338,9 @@ def test_the_loop_s_peak_is_not_above_hand_written_micro_batching(axis, m):
     finally:
         globals()["H"] = before
     hand, ours, eager = peaks
-    assert ours <= hand * 1.02, f"{ours / 2**20:.2f} MiB, by hand {hand / 2**20:.2f}, eager {eager / 2**20:.2f}"
+    assert ours <= hand * 1.02, (
+        f"{ours / 2**20:.2f} MiB, by hand {hand / 2**20:.2f}, eager {eager / 2**20:.2f}"
+    )
     assert eager > 2 * ours
 
 
@@ -303,7 +379,16 @@ def test_which_calls_are_lazy():
         torch.full((B,), 3),
         torch.full(fill_value=2.0, size=(B, 2)),
         torch.empty(B, device=x.device, dtype=torch.bool),
-        torch.zeros(B, 2, dtype=None, device=torch.device("cpu"), requires_grad=False, pin_memory=False, layout=torch.strided, out=None),
+        torch.zeros(
+            B,
+            2,
+            dtype=None,
+            device=torch.device("cpu"),
+            requires_grad=False,
+            pin_memory=False,
+            layout=torch.strided,
+            out=None,
+        ),
         imported_zeros(B, 2),
     ]
     assert all(map(is_lazy, ours))
@@ -325,12 +410,22 @@ def test_which_calls_are_lazy():
     ]
     assert not any(map(is_lazy, theirs))
     del x
-    for call, lazily in ((lambda: torch.full((B,), 3), True), (lambda: torch.full((B,), True), True), (lambda: torch.zeros(B), True), (lambda: torch.full((B, 2), 2.0, dtype=torch.int32), False)):
+    for call, lazily in (
+        (lambda: torch.full((B,), 3), True),
+        (lambda: torch.full((B,), True), True),
+        (lambda: torch.zeros(B), True),
+        (lambda: torch.full((B, 2), 2.0, dtype=torch.int32), False),
+    ):
         eager = call()
         x = batch()
         made = call()
         assert is_lazy(made) is lazily
-        assert made.dtype is eager.dtype and made.device == eager.device and made.stride() == eager.stride() and torch.equal(plain(made), eager)
+        assert (
+            made.dtype is eager.dtype
+            and made.device == eager.device
+            and made.stride() == eager.stride()
+            and torch.equal(plain(made), eager)
+        )
         del x, made
 
 
@@ -385,7 +480,11 @@ def test_another_thread_and_a_forked_process_get_plain_tensors():
 def test_torch_s_own_code_gets_plain_tensors():
     x = batch()
     layer = nn.Linear(B, B)
-    assert type(layer.weight) is nn.Parameter and not is_lazy(layer.weight) and _core.settled(layer.weight) is None
+    assert (
+        type(layer.weight) is nn.Parameter
+        and not is_lazy(layer.weight)
+        and _core.settled(layer.weight) is None
+    )
     bag = nn.utils.rnn.pad_sequence([torch.ones(2)] * B, batch_first=True)
     assert type(bag) is torch.Tensor
     optimizer = torch.optim.Adam(layer.parameters())
@@ -528,7 +627,8 @@ def test_modes_of_dispatch_transforms_and_tracers_get_plain_tensors():
 
 
 def test_tables_of_functions_know_them_before_during_and_after():
-    """In fresh processes, for such tables are made once: at any time of a step they have and find the same functions."""
+    """In fresh processes, for such tables are made once: at any time of a step they have and find
+    the same functions."""
     code = """
         import sys, torch, koila
         from torch.utils._device import _device_constructors
@@ -604,7 +704,12 @@ def test_its_memory_is_shared_with_whoever_asks_for_it():
     y = x.sum(1) + view  # read before
     a = t.numpy()
     a[2, 1] = 7.0
-    assert float(view[2]) == 7 and float(row[1]) == 7 and float(alias[2, 1]) == 7 and float(t[2, 1]) == 7
+    assert (
+        float(view[2]) == 7
+        and float(row[1]) == 7
+        and float(alias[2, 1]) == 7
+        and float(t[2, 1]) == 7
+    )
     assert torch.allclose(plain(y), plain(x).sum(1))
     assert a.ctypes.data == t.data_ptr() == alias.untyped_storage().data_ptr()
     t[0] = 3
@@ -626,7 +731,13 @@ def test_its_memory_is_shared_with_whoever_asks_for_it():
 
 def test_views_of_settled_memory_count_its_versions():
     """Or a value recorded from it could be computed from other contents."""
-    for change in (lambda t: t.add_(1), lambda t: t[0].add_(1), lambda t: torch._foreach_add_([t], 1), lambda t: t.detach().zero_(), lambda t: t.t_().add_(1)):
+    for change in (
+        lambda t: t.add_(1),
+        lambda t: t[0].add_(1),
+        lambda t: torch._foreach_add_([t], 1),
+        lambda t: t.detach().zero_(),
+        lambda t: t.t_().add_(1),
+    ):
         x = batch()
         t = torch.zeros(B, 3, dtype=torch.float64)
         t.data_ptr()
@@ -663,7 +774,12 @@ def test_a_buffer_that_was_exposed_still_gives_the_right_gradient(when):
             assert out.data_ptr() and out.detach().numpy().shape == (x.shape[0], H)
         return out.pow(2).mean()
 
-    compare(lambda: Weights().double(), lambda: (torch.randn(B, 3, dtype=torch.float64),), loss, split=False)
+    compare(
+        lambda: Weights().double(),
+        lambda: (torch.randn(B, 3, dtype=torch.float64),),
+        loss,
+        split=False,
+    )
 
 
 def test_pickle_and_copies_are_plain():
@@ -675,7 +791,12 @@ def test_pickle_and_copies_are_plain():
         file = io.BytesIO()
         torch.save(t, file)
         file.seek(0)
-        for twin in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t), torch.load(file), koila.run(t)):
+        for twin in (
+            pickle.loads(pickle.dumps(t)),
+            copy.deepcopy(t),
+            torch.load(file),
+            koila.run(t),
+        ):
             assert type(twin) is torch.Tensor and torch.equal(twin, plain(t))
     whole = torch.zeros(B, 3)
     a, b = copy.deepcopy((whole, whole[:, 1]))
@@ -699,7 +820,12 @@ def test_sizes_layout_and_storage_can_change():
     assert t.shape == (2, 2) and t.numpy().sum() == 4 and float((t + 1).sum()) == 8
     t = torch.zeros(B, 4)
     t.numpy()
-    assert t.t_().shape == (4, B) and t.unsqueeze_(0).shape == (1, 4, B) and t.numpy().shape == (1, 4, B) and t.squeeze_(0).transpose_(0, 1).shape == (B, 4)
+    assert (
+        t.t_().shape == (4, B)
+        and t.unsqueeze_(0).shape == (1, 4, B)
+        and t.numpy().shape == (1, 4, B)
+        and t.squeeze_(0).transpose_(0, 1).shape == (B, 4)
+    )
     t = torch.empty(B, 2)
     torch.mul(torch.ones(B, 4), 2, out=t)
     assert t.shape == (B, 4) and float(t.sum()) == 8 * B
@@ -712,7 +838,12 @@ def test_sizes_layout_and_storage_can_change():
 def test_random_numbers_are_eager_s():
     def draw():
         torch.manual_seed(3)
-        made = [torch.empty(B, 4).normal_(), torch.empty(B, 4).uniform_(), torch.zeros(B, 4).bernoulli_(0.3), torch.empty(4, 5, B)]
+        made = [
+            torch.empty(B, 4).normal_(),
+            torch.empty(B, 4).uniform_(),
+            torch.zeros(B, 4).bernoulli_(0.3),
+            torch.empty(4, 5, B),
+        ]
         for i in range(4):
             made[3][i, :, 2].normal_()
             made[3][i, :, 3:].uniform_()
@@ -750,7 +881,12 @@ def test_running_statistics():
             z = y * mean + var
         w = torch.ones(B, dtype=torch.float64, requires_grad=True)
         (z * w).pow(2).sum().backward()
-        return {"value:z": plain(z), "value:mean": plain(mean), "value:var": plain(var), "grad:w": w.grad}
+        return {
+            "value:z": plain(z),
+            "value:mean": plain(mean),
+            "value:var": plain(var),
+            "grad:w": w.grad,
+        }
 
     compare_programs(program, B, split=False, tol=1e-11)
 
@@ -769,7 +905,9 @@ def test_what_survives_the_step():
     written.sum().backward()
     assert not _core.watching_factories() and type(torch.zeros(B, 2)) is torch.Tensor
     optimizer.step()
-    assert float(never.sum()) == 0 and torch.equal(plain(never + 1), torch.ones(B, H, dtype=torch.float64))
+    assert float(never.sum()) == 0 and torch.equal(
+        plain(never + 1), torch.ones(B, H, dtype=torch.float64)
+    )
     assert torch.allclose(plain(written), expected) and torch.allclose(plain(totals), expected)
     a = never.numpy()
     never += 1
@@ -895,7 +1033,13 @@ def test_random_programs_with_buffers(block):
         eager = program_generator.run(seed, seed % 2, kinds=kinds)
         try:
             with koila.micro_batch((3, 4, 1, 6)[seed % 4]):
-                ours = program_generator.run(seed, seed % 2, lazy, kinds=kinds, refusals=(UnsupportedError, koila.StaleValueError))
+                ours = program_generator.run(
+                    seed,
+                    seed % 2,
+                    lazy,
+                    kinds=kinds,
+                    refusals=(UnsupportedError, koila.StaleValueError),
+                )
         except program_generator.Refused:
             outcomes["refused"] += 1
             continue
@@ -915,7 +1059,11 @@ def test_memory_that_is_not_shared_would_be_noticed(monkeypatch):
     for seed in range(60):
         eager = program_generator.run(seed, 0, kinds="vvwwzzze")
         try:
-            wrong += bool(program_generator.compare(eager, program_generator.run(seed, 0, lazy, kinds="vvwwzzze"), exact=False))
+            wrong += bool(
+                program_generator.compare(
+                    eager, program_generator.run(seed, 0, lazy, kinds="vvwwzzze"), exact=False
+                )
+            )
         except (UnsupportedError, koila.StaleValueError, AssertionError):
             wrong += 1
     assert wrong
@@ -925,8 +1073,18 @@ def test_a_settled_tensor_keeps_only_its_class():
     x = batch()
     t = torch.zeros(B, 3)
     t.data_ptr()
-    assert type(t) is LazyTensor and not is_lazy(t) and type(t + 1) is torch.Tensor and type(t[0]) is torch.Tensor and type(t.detach()) is torch.Tensor
-    assert repr(t) == repr(torch.rand(B, 3) * 0) and f"{t[0, 0]:.1f}" == "0.0" and t.tolist() == [[0.0] * 3] * B
+    assert (
+        type(t) is LazyTensor
+        and not is_lazy(t)
+        and type(t + 1) is torch.Tensor
+        and type(t[0]) is torch.Tensor
+        and type(t.detach()) is torch.Tensor
+    )
+    assert (
+        repr(t) == repr(torch.rand(B, 3) * 0)
+        and f"{t[0, 0]:.1f}" == "0.0"
+        and t.tolist() == [[0.0] * 3] * B
+    )
     assert is_lazy(lazy(t)) and lazy(t) is not t
     with pytest.raises(UnsupportedError):
         x.data_ptr()

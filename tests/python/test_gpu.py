@@ -1,4 +1,5 @@
-"""What only a GPU can show: moves to it, its generators and kernels, its memory and limits. The exactness suites run there too: KOILA_DEVICE=cuda."""
+"""What only a GPU can show: moves to it, its generators and kernels, its memory and limits. The
+exactness suites run there too: KOILA_DEVICE=cuda."""
 
 import contextlib
 import json
@@ -9,7 +10,18 @@ import threading
 
 import pytest
 import torch
-from helpers import EVEN, ONE, RAGGED, SLICES, WHOLE, assert_same, model_state, plain, random_state, rows
+from helpers import (
+    EVEN,
+    ONE,
+    RAGGED,
+    SLICES,
+    WHOLE,
+    assert_same,
+    model_state,
+    plain,
+    random_state,
+    rows,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -27,13 +39,23 @@ D = torch.float64
 @pytest.fixture(autouse=True)
 def same_bits():
     """Kernels that give the same numbers each time, products that are not rounded to TF32."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    ):
         yield
     torch.cuda.empty_cache()
 
 
 def mlp(width=64, out=4, d=16, p=0.0):
-    return nn.Sequential(nn.Linear(d, width), nn.GELU(), nn.Dropout(p), nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out))
+    return nn.Sequential(
+        nn.Linear(d, width),
+        nn.GELU(),
+        nn.Dropout(p),
+        nn.LayerNorm(width),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, out),
+    )
 
 
 def data(b=12, d=16, classes=4, dtype=D):
@@ -41,7 +63,8 @@ def data(b=12, d=16, classes=4, dtype=D):
 
 
 def both(step, make, m, seed=3):
-    """What a step leaves, plainly and through lazy() in slices of m rows. step(model, wrap) -> dict of results."""
+    """What a step leaves, plainly and through lazy() in slices of m rows. step(model, wrap) -> dict
+    of results."""
     out = []
     for wrap in (lambda *v: v, lambda *v: lazy(*v)):
         torch.manual_seed(seed)
@@ -95,7 +118,11 @@ def test_values_moved_back_to_the_cpu(m):
         h = model(x.cuda())
         loss = F.cross_entropy(h.cpu(), y) + h.double().mean().cpu()
         loss.backward()
-        return {"loss:loss": plain(loss), "value:item": torch.tensor(loss.item()), "value:h": plain(h)}
+        return {
+            "loss:loss": plain(loss),
+            "value:item": torch.tensor(loss.item()),
+            "value:h": plain(h),
+        }
 
     check(step, lambda: mlp().double().cuda(), m)
 
@@ -104,7 +131,23 @@ def test_values_moved_back_to_the_cpu(m):
 
 
 @pytest.mark.parametrize("m", KINDS)
-@pytest.mark.parametrize("draw", ["dropout", "dropout2d", "bernoulli", "rand_like", "randn_like", "normal_", "randint_like", "multinomial", "rrelu", "gumbel", "own generator", "twice"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        "dropout",
+        "dropout2d",
+        "bernoulli",
+        "rand_like",
+        "randn_like",
+        "normal_",
+        "randint_like",
+        "multinomial",
+        "rrelu",
+        "gumbel",
+        "own generator",
+        "twice",
+    ],
+)
 def test_slices_draw_the_numbers_of_the_whole(draw, m):
     def use(h):
         if draw == "dropout":
@@ -128,7 +171,9 @@ def test_slices_draw_the_numbers_of_the_whole(draw, m):
         if draw == "gumbel":
             return F.gumbel_softmax(h, hard=True)
         if draw == "own generator":
-            return h * torch.empty_like(h).uniform_(-1, 1, generator=torch.Generator("cuda").manual_seed(9))
+            return h * torch.empty_like(h).uniform_(
+                -1, 1, generator=torch.Generator("cuda").manual_seed(9)
+            )
         return F.dropout(F.dropout(h.t().tanh(), 0.5).t(), 0.2)
 
     def step(model, wrap):
@@ -136,7 +181,11 @@ def test_slices_draw_the_numbers_of_the_whole(draw, m):
         h = use(model[0](x))
         loss = F.cross_entropy(model[6](h), y)
         loss.backward()
-        return {"loss:loss": plain(loss), "value:h": plain(h), "value:next": torch.rand(3, device="cuda")}
+        return {
+            "loss:loss": plain(loss),
+            "value:h": plain(h),
+            "value:next": torch.rand(3, device="cuda"),
+        }
 
     check(step, lambda: mlp().double().cuda(), m)
 
@@ -146,7 +195,9 @@ def test_slices_draw_the_numbers_of_the_whole(draw, m):
 def test_a_checkpoint_draws_the_same_mask_again(way, m):
     def step(model, wrap):
         x, y = wrap(*(t.cuda() for t in data()))
-        loss = F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=way == "reentrant"), y)
+        loss = F.cross_entropy(
+            checkpoint(model, x.requires_grad_(), use_reentrant=way == "reentrant"), y
+        )
         loss.backward()
         return {"loss:loss": plain(loss)}
 
@@ -159,26 +210,56 @@ def test_a_checkpoint_draws_the_same_mask_again(way, m):
 class Attention(nn.Module):
     def __init__(self, width=64, heads=4, causal=True, p=0.0, masked=False):
         super().__init__()
-        self.qkv, self.out, self.heads, self.causal, self.p, self.masked = nn.Linear(width, 3 * width), nn.Linear(width, 5), heads, causal, p, masked
+        self.qkv, self.out, self.heads, self.causal, self.p, self.masked = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, 5),
+            heads,
+            causal,
+            p,
+            masked,
+        )
 
     def forward(self, x):
         b, t, c = x.shape
         q, k, v = (u.view(b, t, self.heads, -1).transpose(1, 2) for u in self.qkv(x).chunk(3, -1))
-        mask = torch.ones(b, 1, t, t, dtype=torch.bool, device=x.device).tril() if self.masked else None
+        mask = (
+            torch.ones(b, 1, t, t, dtype=torch.bool, device=x.device).tril()
+            if self.masked
+            else None
+        )
         y = F.scaled_dot_product_attention(q, k, v, mask, self.p, self.causal)
         return self.out(y.transpose(1, 2).reshape(b, t, c)).mean(1)
 
 
 @pytest.mark.parametrize("m", KINDS)
-@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH", "any", "masked", "flash with dropout", "efficient with dropout"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "FLASH_ATTENTION",
+        "EFFICIENT_ATTENTION",
+        "CUDNN_ATTENTION",
+        "MATH",
+        "any",
+        "masked",
+        "flash with dropout",
+        "efficient with dropout",
+    ],
+)
 def test_fused_attention(backend, m):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    name = {"masked": "EFFICIENT_ATTENTION", "flash with dropout": "FLASH_ATTENTION", "efficient with dropout": "EFFICIENT_ATTENTION"}.get(backend, backend)
+    name = {
+        "masked": "EFFICIENT_ATTENTION",
+        "flash with dropout": "FLASH_ATTENTION",
+        "efficient with dropout": "EFFICIENT_ATTENTION",
+    }.get(backend, backend)
     dtype = torch.float32 if name in ("MATH", "EFFICIENT_ATTENTION") else torch.bfloat16
 
     def step(model, wrap):
-        x, y = torch.randn(12, 32, 64, dtype=dtype, device="cuda"), torch.randint(0, 5, (12,), device="cuda")
+        x, y = (
+            torch.randn(12, 32, 64, dtype=dtype, device="cuda"),
+            torch.randint(0, 5, (12,), device="cuda"),
+        )
         x, y = wrap(x, y)
         with sdpa_kernel(getattr(SDPBackend, name)) if name != "any" else contextlib.nullcontext():
             h = model(x)
@@ -188,7 +269,13 @@ def test_fused_attention(backend, m):
 
     p = 0.3 if "dropout" in backend else 0.0
     tol = 2e-5 if dtype is torch.float32 else 4e-2
-    expected, got = both(step, lambda: Attention(p=p, masked=backend == "masked", causal=backend != "masked").to("cuda", dtype), m)
+    expected, got = both(
+        step,
+        lambda: Attention(p=p, masked=backend == "masked", causal=backend != "masked").to(
+            "cuda", dtype
+        ),
+        m,
+    )
     assert_same(expected, got, tol, f"{backend}, slices of {m}")
     assert koila.last_plan().n_micro_batches == -(-12 // m)
     big = [g for g in koila.last_plan().gathers if g.n_bytes > 12 * 64]
@@ -209,10 +296,17 @@ class Rnn(nn.Module):
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn", "two layers", "bidirectional", "dropout"])
 def test_cudnn_recurrent_layers(kind, m):
     make = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.get(kind, nn.LSTM)
-    options = {"two layers": {"num_layers": 2}, "bidirectional": {"bidirectional": True}, "dropout": {"num_layers": 2, "dropout": 0.3}}.get(kind, {})
+    options = {
+        "two layers": {"num_layers": 2},
+        "bidirectional": {"bidirectional": True},
+        "dropout": {"num_layers": 2, "dropout": 0.3},
+    }.get(kind, {})
 
     def step(model, wrap):
-        x, y = torch.randn(12, 7, 16, dtype=D, device="cuda"), torch.randint(0, 4, (12,), device="cuda")
+        x, y = (
+            torch.randn(12, 7, 16, dtype=D, device="cuda"),
+            torch.randint(0, 4, (12,), device="cuda"),
+        )
         x, y = wrap(x, y)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -222,17 +316,39 @@ def test_cudnn_recurrent_layers(kind, m):
 
 
 @pytest.mark.parametrize("m", KINDS)
-@pytest.mark.parametrize("kind", ["plain", "channels last", "groups", "transposed", "batch norm", "benchmark", "depthwise bf16"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "channels last", "groups", "transposed", "batch norm", "benchmark", "depthwise bf16"],
+)
 def test_cudnn_convolutions(kind, m):
     def make():
         norm = nn.BatchNorm2d(16) if kind == "batch norm" else nn.GroupNorm(4, 16)
-        middle = nn.ConvTranspose2d(16, 16, 2, 2) if kind == "transposed" else nn.Conv2d(16, 16, 3, padding=1, groups={"groups": 4, "depthwise bf16": 16}.get(kind, 1))
-        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, nn.ReLU(inplace=True), nn.MaxPool2d(2), middle, nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+        middle = (
+            nn.ConvTranspose2d(16, 16, 2, 2)
+            if kind == "transposed"
+            else nn.Conv2d(
+                16, 16, 3, padding=1, groups={"groups": 4, "depthwise bf16": 16}.get(kind, 1)
+            )
+        )
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            norm,
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            middle,
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 4),
+        )
         model = model.cuda().to(torch.bfloat16 if "bf16" in kind else D)
         return model.to(memory_format=torch.channels_last) if kind == "channels last" else model
 
     def step(model, wrap):
-        x, y = torch.randn(12, 3, 16, 16, dtype=next(model.parameters()).dtype, device="cuda"), torch.randint(0, 4, (12,), device="cuda")
+        x, y = (
+            torch.randn(12, 3, 16, 16, dtype=next(model.parameters()).dtype, device="cuda"),
+            torch.randint(0, 4, (12,), device="cuda"),
+        )
         if kind == "channels last":
             x = x.contiguous(memory_format=torch.channels_last)
         x, y = wrap(x, y)
@@ -240,8 +356,19 @@ def test_cudnn_convolutions(kind, m):
         loss.backward()
         return {"loss:loss": plain(loss)}
 
-    with torch.backends.cudnn.flags(enabled=True, benchmark=kind == "benchmark", deterministic=kind != "benchmark", allow_tf32=False):
-        check(step, make, m, tol=5e-2 if "bf16" in kind else 1e-11, bits=kind not in ("benchmark", "depthwise bf16"))
+    with torch.backends.cudnn.flags(
+        enabled=True,
+        benchmark=kind == "benchmark",
+        deterministic=kind != "benchmark",
+        allow_tf32=False,
+    ):
+        check(
+            step,
+            make,
+            m,
+            tol=5e-2 if "bf16" in kind else 1e-11,
+            bits=kind not in ("benchmark", "depthwise bf16"),
+        )
 
 
 @pytest.mark.parametrize("m", KINDS)
@@ -261,7 +388,8 @@ def test_autocast(dtype, m):
 @pytest.mark.parametrize("m", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 2.0**60])
 def test_a_gradient_scaler(scale, m):
-    """What koila says of GradScaler on the CPU holds here: a scaled step is exact, an overflow is skipped."""
+    """What koila says of GradScaler on the CPU holds here: a scaled step is exact, an overflow is
+    skipped."""
 
     def step(model, wrap):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -321,7 +449,11 @@ def test_a_step_inside_a_graph_capture_is_an_error_and_changes_nothing():
     x, model = torch.randn(8, 16, device="cuda"), mlp().cuda()
     model(x).sum().backward()
     before = model_state(model)
-    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()), koila.micro_batch(2):
+    with (
+        pytest.raises(RuntimeError),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        koila.micro_batch(2),
+    ):
         model(lazy(x)).sum().backward()
     torch.cuda.synchronize()
     assert_same(before, model_state(model), 0)
@@ -349,7 +481,9 @@ def test_optimizers_train_to_the_same_weights(kind):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.body = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         return x + self.body(x)
@@ -357,12 +491,16 @@ class Block(nn.Module):
 
 def big_model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), *(Block(512) for _ in range(4)), nn.Linear(512, 64)).to("cuda", dtype)
+    return nn.Sequential(
+        nn.Linear(256, 512), *(Block(512) for _ in range(4)), nn.Linear(512, 64)
+    ).to("cuda", dtype)
 
 
 def big_batch(b=4096, dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
-    return torch.randn(b, 8, 256, generator=g).to("cuda", dtype), torch.randint(0, 64, (b, 8), generator=g).cuda()
+    return torch.randn(b, 8, 256, generator=g).to("cuda", dtype), torch.randint(
+        0, 64, (b, 8), generator=g
+    ).cuda()
 
 
 def big_loss(model, x, y):
@@ -401,7 +539,10 @@ def test_the_peak_is_predicted_and_not_above_the_hand_written_loop_s(m):
         plan = koila.last_plan()
         model.zero_grad()
     predicted = plan.predicted_peak_bytes - plan.base_bytes
-    print(f"m {m}: by hand {hand / MIB:.2f}, koila {found / MIB:.2f}, predicted {predicted / MIB:.2f}, fit {plan.raw.get('fit') if hasattr(plan, 'raw') else None}")
+    print(
+        f"m {m}: by hand {hand / MIB:.2f}, koila {found / MIB:.2f}, predicted "
+        f"{predicted / MIB:.2f}, fit {plan.raw.get('fit') if hasattr(plan, 'raw') else None}"
+    )
     assert found <= hand * 1.01 + 64 * 512
     assert abs(predicted - found) <= 0.02 * found
 
@@ -456,7 +597,13 @@ print(json.dumps(out))
 
 
 def worker(mode, kind="none", n_bytes=0):
-    p = subprocess.run([sys.executable, "-c", WORKER.format(here=HERE), mode, kind, str(n_bytes)], capture_output=True, text=True, timeout=300, env={**os.environ, "KOILA_DEVICE": "cpu"})
+    p = subprocess.run(
+        [sys.executable, "-c", WORKER.format(here=HERE), mode, kind, str(n_bytes)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "KOILA_DEVICE": "cpu"},
+    )
     assert p.returncode == 0, p.stderr[-3000:]
     return json.loads(p.stdout.splitlines()[-1])
 
@@ -469,17 +616,29 @@ def whole():
 @pytest.mark.parametrize("kind", ["cap", "budget", "outside"])
 @pytest.mark.parametrize("fraction", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 def test_survival(kind, fraction, whole):
-    """Capped, budgeted, or beside somebody who has the rest: koila finishes wherever the hand-written loop can, with equal numbers."""
+    """Capped, budgeted, or beside somebody who has the rest: koila finishes wherever the
+    hand-written loop can, with equal numbers."""
     more = whole["reserved"] - whole["held"]
     limit = int(more * fraction) + (32 * MIB if fraction == 1.0 else 0)
     hand = worker("hand", "cap" if kind == "budget" else kind, limit)
     ours = worker("koila", kind, limit)
-    print(json.dumps({"kind": kind, "fraction": fraction, "hand": {k: v for k, v in hand.items() if k != "sums"}, "ours": {k: v for k, v in ours.items() if k != "sums"}}))
+    print(
+        json.dumps(
+            {
+                "kind": kind,
+                "fraction": fraction,
+                "hand": {k: v for k, v in hand.items() if k != "sums"},
+                "ours": {k: v for k, v in ours.items() if k != "sums"},
+            }
+        )
+    )
     if hand["ok"]:
         assert ours["ok"], ours
         assert ours["m"] >= hand["m"] / 2
     if ours["ok"]:
-        assert torch.allclose(torch.tensor(ours["sums"]), torch.tensor(whole["sums"]), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(
+            torch.tensor(ours["sums"]), torch.tensor(whole["sums"]), rtol=1e-9, atol=1e-12
+        )
     if fraction <= 0.8 and kind != "budget":
         assert not worker("eager", kind, limit)["ok"]
 
@@ -498,7 +657,9 @@ def test_memory_taken_between_planning_and_running_is_survived():
 
     def take(g):  # when the first gradient is handed over the plan is made, and runs
         if not taken:
-            taken.append(torch.cuda.caching_allocator_alloc(torch.cuda.mem_get_info()[0] - need // 2))
+            taken.append(
+                torch.cuda.caching_allocator_alloc(torch.cuda.mem_get_info()[0] - need // 2)
+            )
 
     handle = x.requires_grad_().register_hook(take)
     try:

@@ -1,4 +1,5 @@
-"""The oracle itself: planted faults must be caught, or every other test could pass on wrong numbers."""
+"""The oracle itself: planted faults must be caught, or every other test could pass on wrong
+numbers."""
 
 import pytest
 import torch
@@ -69,7 +70,9 @@ def test_a_changed_random_state_is_caught():
         if isinstance(x, koila.LazyTensor):
             torch.rand(1)
         y = x.sum()
-        return {"value:y": y.detach().clone() if not isinstance(y, koila.LazyTensor) else koila.run(y)}
+        return {
+            "value:y": y.detach().clone() if not isinstance(y, koila.LazyTensor) else koila.run(y)
+        }
 
     with pytest.raises(AssertionError, match="random state"):
         compare_programs(program, 6)

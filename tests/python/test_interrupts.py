@@ -1,4 +1,5 @@
-"""Ctrl-C at any bytecode of koila's own Python, and at any operator of a run: gradients and buffers are as before, or done; and every mode is as before."""
+"""Ctrl-C at any bytecode of koila's own Python, and at any operator of a run: gradients and buffers
+are as before, or done; and every mode is as before."""
 
 import contextlib
 import os
@@ -21,7 +22,9 @@ HERE = os.path.dirname(koila.__file__)
 
 def net():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 1)).double()
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 1)
+    ).double()
 
 
 class Interrupt:
@@ -77,7 +80,9 @@ def modes():
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "autograd excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU),
+        "autograd excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(
+            torch._C.DispatchKey.AutogradCPU
+        ),
         "functions": torch._C._is_torch_function_enabled(),
         "handler": signal.getsignal(signal.SIGINT),
         "depth": _backward._depth.level,
@@ -86,7 +91,8 @@ def modes():
 
 
 def sweep(model, data, every):
-    """Interrupt `loss.backward()` at every `every`-th opcode of koila. Returns how often that undid it, and the number of opcodes."""
+    """Interrupt `loss.backward()` at every `every`-th opcode of koila. Returns how often that undid
+    it, and the number of opcodes."""
     hook = model[0].weight.register_hook(lambda g: g * 2)
     start, modes_before = {k: v.clone() for k, v in model.state_dict().items()}, modes()
 
@@ -120,14 +126,18 @@ def sweep(model, data, every):
         done = not torch.equal(found["grad:0.weight"], before["grad:0.weight"])
         n_undone += not done
         for name, value in (after if done else before).items():
-            assert torch.equal(found[name], value), f"opcode {at}: {name} is not as {'after' if done else 'before'} the step"
+            assert torch.equal(found[name], value), (
+                f"opcode {at}: {name} is not as {'after' if done else 'before'} the step"
+            )
     hook.remove()
     return n_undone, count.seen
 
 
 def test_an_interrupt_at_any_bytecode():
     with koila.micro_batch(4):
-        n_undone, n_opcodes = sweep(net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9)
+        n_undone, n_opcodes = sweep(
+            net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9
+        )
     assert 10 < n_undone < n_opcodes / 9 or os.environ.get("KOILA_LONG")
 
 
@@ -168,7 +178,10 @@ def test_a_handler_that_raises_stops_a_run_between_operators():
     def handler(*_):
         raise TooLong
 
-    model, data = nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)]).double(), torch.randn(256, 64, dtype=D)
+    model, data = (
+        nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)]).double(),
+        torch.randn(256, 64, dtype=D),
+    )
     held = lazy(data)
     keep = [held * k for k in range(3)]  # merely held values are no reason to try again
     old = signal.signal(signal.SIGALRM, handler)

@@ -1,4 +1,5 @@
-"""The law of the layers, C first, and nothing of a machine in the tree. Needs the source tree beside the tests."""
+"""The law of the layers, C first, and nothing of a machine in the tree. Needs the source tree
+beside the tests."""
 
 import pathlib
 import re
@@ -14,7 +15,11 @@ check_layers = pytest.importorskip("check_layers")
 
 
 def tracked():
-    p = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True) if shutil.which("git") else None
+    p = (
+        subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+        if shutil.which("git")
+        else None
+    )
     if p is None or p.returncode:
         pytest.skip("not a git checkout")
     return [f for f in p.stdout.splitlines() if (ROOT / f).is_file()]
@@ -99,7 +104,16 @@ def test_c_lines_are_at_least_twice_the_python_lines():
 
 
 def test_nothing_of_a_machine_is_in_the_tree():
-    here = {str(ROOT), sys.prefix, sys.base_prefix, str(pathlib.Path.home())} - {"/", "/usr", "/usr/local"}
-    bad = re.compile("|".join(re.escape(p) + "/" for p in sorted(here)) + r"|/home/(?!user/)\w+/|index-ur[l]=http")
-    found = [f for f in tracked() if bad.search((ROOT / f).read_text(encoding="utf-8", errors="ignore"))]
+    here = {str(ROOT), sys.prefix, sys.base_prefix, str(pathlib.Path.home())} - {
+        "/",
+        "/usr",
+        "/usr/local",
+    }
+    bad = re.compile(
+        "|".join(re.escape(p) + "/" for p in sorted(here))
+        + r"|/home/(?!user/)\w+/|index-ur[l]=http"
+    )
+    found = [
+        f for f in tracked() if bad.search((ROOT / f).read_text(encoding="utf-8", errors="ignore"))
+    ]
     assert found == []

@@ -1,4 +1,5 @@
-"""Nothing stays: after many steps, good and bad, torch's bytes, the objects of the extension and the process are what they were."""
+"""Nothing stays: after many steps, good and bad, torch's bytes, the objects of the extension and
+the process are what they were."""
 
 from helpers import run_python
 
@@ -48,7 +49,10 @@ def test_steps_without_the_garbage_collector_leave_nothing():
 
 
 def test_graphs_that_never_run_leave_nothing():
-    run_python(PRELUDE + "\ndef f():\n    x, y = lazy(x0, y0)\n    F.cross_entropy(model(x), y)\nsteady(f)\n")
+    run_python(
+        PRELUDE
+        + "\ndef f():\n    x, y = lazy(x0, y0)\n    F.cross_entropy(model(x), y)\nsteady(f)\n"
+    )
 
 
 def test_values_in_the_middle_leave_nothing():

@@ -1,5 +1,6 @@
-"""In float32 and bfloat16 the error against a float64 run is no larger than 1.5 × plain PyTorch's own, at any slice: sums over slices are not
-where precision is lost. The error of a step is the relative L2 distance of all its gradients (and running statistics), the mean over seeds."""
+"""In float32 and bfloat16 the error against a float64 run is no larger than 1.5 × plain PyTorch's
+own, at any slice: sums over slices are not where precision is lost. The error of a step is the
+relative L2 distance of all its gradients (and running statistics), the mean over seeds."""
 
 import copy
 
@@ -14,7 +15,13 @@ from zoo import MLP, rows_of
 import koila
 
 SEEDS = range(6 if LONG else 3)
-ALL = {**{k: MODELS[k] for k in ("mlp", "convnet-groupnorm", "lstm", "transformer", "gpt2", "bert", "vit", "unet")}, "convnet-batchnorm": (*NORMED["convnet-batchnorm"], lambda m, x, y: F.cross_entropy(m(x), y))}
+ALL = {
+    **{
+        k: MODELS[k]
+        for k in ("mlp", "convnet-groupnorm", "lstm", "transformer", "gpt2", "bert", "vit", "unet")
+    },
+    "convnet-batchnorm": (*NORMED["convnet-batchnorm"], lambda m, x, y: F.cross_entropy(m(x), y)),
+}
 ALL["mlp-batch-64"] = (lambda: MLP(width=32), rows_of(5, b=64), MODELS["mlp"][2])
 assert MODELS["gpt2"][2] is lm64
 
@@ -59,7 +66,9 @@ def test_the_error_is_not_above_plain_pytorch_s(name, precision):
                 ours[kind].append(distance(run(model, lazies, loss, dtype, autocast), reference))
     mean = lambda v: sum(v) / len(v)  # noqa: E731
     for kind in slices:
-        assert mean(ours[kind]) <= 1.5 * mean(eager) + 1e-12, f"{kind}: {mean(ours[kind]):.3g}, plain PyTorch {mean(eager):.3g}"
+        assert mean(ours[kind]) <= 1.5 * mean(eager) + 1e-12, (
+            f"{kind}: {mean(ours[kind]):.3g}, plain PyTorch {mean(eager):.3g}"
+        )
     assert mean(ours[WHOLE]) == mean(eager)
 
 
@@ -73,7 +82,8 @@ def test_split_sums_of_bfloat16_do_not_lose_the_small_addends():
 
 
 def test_split_variance_keeps_its_digits_far_from_zero():
-    """A mean of 1e4 and a deviation of 1: in float32 a sum of squares has no digits left for the variance."""
+    """A mean of 1e4 and a deviation of 1: in float32 a sum of squares has no digits left for the
+    variance."""
     torch.manual_seed(0)
     x = torch.randn(64, 8) + 1e4
     bn = torch.nn.BatchNorm1d(8)

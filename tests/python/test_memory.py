@@ -1,4 +1,5 @@
-"""A step cut at m rows holds no more than the loop written by hand at m, and the plan says beforehand what that is."""
+"""A step cut at m rows holds no more than the loop written by hand at m, and the plan says
+beforehand what that is."""
 
 import gc
 
@@ -20,7 +21,16 @@ def ce(model, x, y):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.GELU(),
+        nn.LayerNorm(128),
+        nn.Linear(128, 128),
+        nn.Tanh(),
+        nn.Linear(128, 10),
+    )
 
 
 def lm(model, ids):
@@ -36,11 +46,20 @@ class Recurrent(nn.Module):
 
     def forward(self, ids):
         x = self.embed(ids)
-        return self.head(self.layer(x)[0][:, -1] if self.layer.batch_first else self.layer(x.transpose(0, 1))[0][-1])
+        return self.head(
+            self.layer(x)[0][:, -1]
+            if self.layer.batch_first
+            else self.layer(x.transpose(0, 1))[0][-1]
+        )
 
 
 def recurrent(layer, **options):
-    return lambda: Recurrent(layer, **options), lambda: (torch.randint(0, 50, (32, 20)), torch.randint(0, 5, (32,))), ce, (8, 5)
+    return (
+        lambda: Recurrent(layer, **options),
+        lambda: (torch.randint(0, 50, (32, 20)), torch.randint(0, 5, (32,))),
+        ce,
+        (8, 5),
+    )
 
 
 class Recommender(nn.Module):
@@ -57,7 +76,12 @@ class Recommender(nn.Module):
 
 
 def recommender(mode):
-    return lambda: Recommender(mode), lambda: (torch.randint(0, 50, (512, 3, 6)), torch.randint(0, 2, (512,))), ce, (128, 60)
+    return (
+        lambda: Recommender(mode),
+        lambda: (torch.randint(0, 50, (512, 3, 6)), torch.randint(0, 2, (512,))),
+        ce,
+        (128, 60),
+    )
 
 
 MODELS = {
@@ -72,20 +96,47 @@ MODELS = {
         (4, 2),
     ),
     "vit": (
-        lambda: vit(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=4, num_labels=10),
+        lambda: vit(
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=96,
+            image_size=32,
+            patch_size=4,
+            num_labels=10,
+        ),
         lambda: (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))),
         lambda m, x, y: F.cross_entropy(m(pixel_values=x).logits, y),
         (4, 2),
     ),
     "encoder-dropout": (
-        lambda: nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True), nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True), nn.Flatten(), nn.Linear(32 * 24, 5)),
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True),
+            nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(32 * 24, 5),
+        ),
         lambda: (torch.randn(32, 24, 32), torch.randint(0, 5, (32,))),
         ce,
         (8, 4),
     ),
-    "convnet": (lambda: ConvNet(), lambda: (torch.randn(64, 3, 8, 8), torch.randint(0, 5, (64,))), ce, (16, 8)),
+    "convnet": (
+        lambda: ConvNet(),
+        lambda: (torch.randn(64, 3, 8, 8), torch.randint(0, 5, (64,))),
+        ce,
+        (16, 8),
+    ),
     "convnet-larger": (
-        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 5),
+        ),
         lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 5, (32,))),
         ce,
         (8, 4),
@@ -99,7 +150,8 @@ CASES = [(name, m) for name, (_, _, _, sizes) in MODELS.items() for m in sizes]
 
 
 def peak(step, *args):
-    """The third of three runs: the first ones fill caches that are not the step's, and koila learns what operators use inside."""
+    """The third of three runs: the first ones fill caches that are not the step's, and koila learns
+    what operators use inside."""
     model = args[0]
     for _ in range(3):
         clear(model)
@@ -116,7 +168,9 @@ def test_the_peak_is_not_above_hand_written_micro_batching(name, m):
     hand = peak(by_hand_step, model, loss, batch, m).peak
     ours = peak(koila_step, model, loss, batch, m).peak
     assert koila.last_plan().n_micro_batches == -(-len(batch[0]) // m)
-    assert ours <= hand + 64, f"{name} at {m}: {ours / 2**20:.2f} MiB, by hand {hand / 2**20:.2f} MiB"
+    assert ours <= hand + 64, (
+        f"{name} at {m}: {ours / 2**20:.2f} MiB, by hand {hand / 2**20:.2f} MiB"
+    )
     assert ours < 0.9 * peak(eager_step, model, loss, batch).peak
 
 
@@ -149,12 +203,15 @@ def test_after_a_step_only_gradients_are_held(name):
     torch.manual_seed(0)
     model, batch = make(), data()
     kept = peak(koila_step, model, loss, batch, sizes[0]).kept
-    gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
+    gradients = sum(
+        p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None
+    )
     assert kept <= gradients + 4096
 
 
 def test_the_slices_are_the_fewest_that_fit():
-    """Of the powers of two; under a larger budget fewer, at once. Half as many would not have fitted."""
+    """Of the powers of two; under a larger budget fewer, at once. Half as many would not have
+    fitted."""
     torch.manual_seed(0)
     model, batch = mlp(), (torch.randn(512, 64), torch.randint(0, 10, (512,)))
     ends, found = [], []
@@ -192,7 +249,8 @@ def test_autograd_takes_the_gradients_without_a_copy(m, monkeypatch):
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "convnet-larger"])
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 0.8, 1.2])
 def test_a_budget_is_kept(name, fraction):
-    """The fewest slices that fit: the peak is below the budget, and with half the slices it would not be."""
+    """The fewest slices that fit: the peak is below the budget, and with half the slices it would
+    not be."""
     make, data, loss, _ = MODELS[name]
     torch.manual_seed(0)
     model, batch = make(), data()
@@ -220,7 +278,9 @@ class Bags(nn.Module):
         self.bags = nn.EmbeddingBag(100, 16)
         self.at = torch.arange(0, 2048 * 5, 5)
         self.at[1] += 1
-        self.net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.net = nn.Sequential(
+            nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+        )
 
     def forward(self, x):
         return self.net(self.bags(x.flatten(), self.at))
@@ -236,7 +296,10 @@ def test_what_follows_a_gathered_operator_is_sliced_again(fraction, most):
         koila_step(model, ce, batch)
     plan = koila.last_plan()
     assert held.peak <= needs * fraction and 1 < plan.n_micro_batches <= most
-    assert {g.operator for g in plan.gathers} <= {"aten::_embedding_bag", "aten::_embedding_bag_backward"}
+    assert {g.operator for g in plan.gathers} <= {
+        "aten::_embedding_bag",
+        "aten::_embedding_bag_backward",
+    }
     got = {n: p.grad.clone() for n, p in model.named_parameters()}
     clear(model)
     eager_step(model, ce, batch)
@@ -271,7 +334,9 @@ def test_a_budget_below_what_is_held_says_so(where):
         else:
             before.mm(model.weight).torch()
     assert "holds" in str(e.value) and "budget" in str(e.value) and "Try" in str(e.value)
-    assert 90_000 < e.value.missing_bytes <= 200_000 and all(p.grad is None for p in model.parameters())
+    assert 90_000 < e.value.missing_bytes <= 200_000 and all(
+        p.grad is None for p in model.parameters()
+    )
     model(lazy(x)).square().mean().backward()  # and nothing is spoilt
     assert all(p.grad is not None for p in model.parameters())
 
@@ -290,7 +355,13 @@ class Recomputed(nn.Module):
     def __init__(self, depth=6, width=8):
         super().__init__()
         sizes = [3] + [width] * depth
-        self.body = nn.Sequential(*[m for a, b in zip(sizes, sizes[1:]) for m in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())])
+        self.body = nn.Sequential(
+            *[
+                m
+                for a, b in zip(sizes, sizes[1:])
+                for m in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            ]
+        )
         self.head = nn.Linear(width, 5)
 
     def forward(self, x):
@@ -303,10 +374,17 @@ def off(model, batch, loss, m=None):
     gc.collect()  # what other tests left must not die in the middle of this step
     koila_step(model, loss, batch, m)
     plan = koila.last_plan()
-    return abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) / (plan.measured_peak_bytes - plan.base_bytes)
+    return abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) / (
+        plan.measured_peak_bytes - plan.base_bytes
+    )
 
 
-@pytest.mark.parametrize("name, m", CASES + [("convnet", 1), ("convnet-larger", 1), ("lstm", 1), ("gru", 1)] + [(name, None) for name in MODELS])
+@pytest.mark.parametrize(
+    "name, m",
+    CASES
+    + [("convnet", 1), ("convnet-larger", 1), ("lstm", 1), ("gru", 1)]
+    + [(name, None) for name in MODELS],
+)
 def test_the_first_step_is_predicted_as_well(name, m):
     """Before any operator of the step was seen to use memory inside."""
     make, data, loss, _ = MODELS[name]
@@ -318,7 +396,8 @@ def test_the_first_step_is_predicted_as_well(name, m):
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25, 0.1, 0.05])
 def test_steps_that_recompute_are_predicted_after_larger_slices_were_seen(fraction):
-    """What an operator uses inside has a fixed part: a tenth of the rows use more than a tenth of it."""
+    """What an operator uses inside has a fixed part: a tenth of the rows use more than a tenth of
+    it."""
     torch.manual_seed(0)
     model, batch = Recomputed(), (torch.randn(32, 3, 24, 24), torch.randint(0, 5, (32,)))
     _core.forget()

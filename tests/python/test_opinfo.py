@@ -1,7 +1,9 @@
-"""A sweep over PyTorch's own operator database: whatever has no rule is gathered, so nothing may be wrong, and what is refused is listed by name.
+"""A sweep over PyTorch's own operator database: whatever has no rule is gathered, so nothing may be
+wrong, and what is refused is listed by name.
 
-By default every operator with one sample and ragged slices; KOILA_LONG=1: four samples, slices even, ragged and of one row.
-`tests/python/opinfo_refused.txt` lists what is refused and why; `python test_opinfo.py --update` writes it.
+By default every operator with one sample and ragged slices; KOILA_LONG=1: four samples, slices
+even, ragged and of one row. `tests/python/opinfo_refused.txt` lists what is refused and why;
+`python test_opinfo.py --update` writes it.
 """
 
 import json
@@ -19,13 +21,28 @@ N_SHARDS = 8
 
 
 def sweep(shard, n_samples, kinds):
-    """Outcome and reason by operator. The sweep runs in another process; where it dies, the operator under test is the one that did it."""
+    """Outcome and reason by operator. The sweep runs in another process; where it dies, the
+    operator under test is the one that did it."""
     start, found = 0, {}
     deadline = time.monotonic() + (3000 if LONG else 300)
     while True:
-        command = [sys.executable, os.path.join(HERE, "opinfo_sweep.py"), str(shard), str(N_SHARDS), str(n_samples), kinds, str(start)]
+        command = [
+            sys.executable,
+            os.path.join(HERE, "opinfo_sweep.py"),
+            str(shard),
+            str(N_SHARDS),
+            str(n_samples),
+            kinds,
+            str(start),
+        ]
         try:
-            p = subprocess.run(command, capture_output=True, text=True, timeout=max(1, deadline - time.monotonic()), env={**os.environ, "OMP_NUM_THREADS": "1"})
+            p = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=max(1, deadline - time.monotonic()),
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
             out, rc, err = p.stdout, p.returncode, p.stderr
         except subprocess.TimeoutExpired as e:
             out, rc, err = (e.stdout or b"").decode(), "timeout", ""
@@ -62,12 +79,21 @@ def test_every_operator_is_right_or_refused_by_name(shard):
     assert not bad, "\n".join(f"{op}: {r[0]}: {r[1]}" for op, r in bad.items())
     refused = {op: r[1] for op, r in found.items() if r[0] == "refused"}
     unknown = set(refused) - listed()
-    assert not unknown, "refused and not in opinfo_refused.txt:\n" + "\n".join(f"{op}\t{refused[op]}" for op in sorted(unknown))
+    assert not unknown, "refused and not in opinfo_refused.txt:\n" + "\n".join(
+        f"{op}\t{refused[op]}" for op in sorted(unknown)
+    )
     assert sum(r[0] == "same" for r in found.values()) > 0.5 * len(found)
 
 
-IN_THE_DATA = {"gather", "scatter", "scatter_add"}  # an index out of range: known when the values are
-OTHER = {"aminmax", "as_strided_scatter"}  # out= of another dtype, found when it is written; memory outside of the tensor: refused
+IN_THE_DATA = {
+    "gather",
+    "scatter",
+    "scatter_add",
+}  # an index out of range: known when the values are
+OTHER = {
+    "aminmax",
+    "as_strided_scatter",
+}  # out= of another dtype, found when it is written; memory outside of the tensor: refused
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -97,10 +123,14 @@ def test_what_is_an_error_in_eager_is_the_same_error_at_the_same_line():
                 call(True)
                 found.setdefault(op.name, "nothing is raised at the call")
             except Exception as ours:
-                if (type(ours), str(ours)[:40]) == expected or (type(ours) is expected[0] and not isinstance(ours, koila.KoilaError)):
+                if (type(ours), str(ours)[:40]) == expected or (
+                    type(ours) is expected[0] and not isinstance(ours, koila.KoilaError)
+                ):
                     found["same"] += 1
                 else:
-                    found.setdefault(op.name, f"{type(ours).__name__}: {ours} instead of {expected}")
+                    found.setdefault(
+                        op.name, f"{type(ours).__name__}: {ours} instead of {expected}"
+                    )
     same = found.pop("same")
     assert found.keys() <= IN_THE_DATA | OTHER, found
     assert same > 200
@@ -109,15 +139,26 @@ def test_what_is_an_error_in_eager_is_the_same_error_at_the_same_line():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "op, dtype, relative",
-    [("sin", "float64", 1.2e-7), ("sin", "float64", 4e-9), ("cfloat", "float64", 4e-6), ("cov", "float64", 1.2e-7), ("sin", "float32", 2e-5)],
+    [
+        ("sin", "float64", 1.2e-7),
+        ("sin", "float64", 4e-9),
+        ("cfloat", "float64", 4e-6),
+        ("cov", "float64", 1.2e-7),
+        ("sin", "float32", 2e-5),
+    ],
 )
 def test_a_fault_of_the_size_of_the_dtype_s_rounding_is_caught(op, dtype, relative, monkeypatch):
-    """What is float64 from end to end is held to float64; what is single precision somewhere, to a few of its own roundings."""
+    """What is float64 from end to end is held to float64; what is single precision somewhere, to a
+    few of its own roundings."""
     import opinfo_sweep as one_op
     import torch
 
     info = next(o for o in one_op.op_db if o.name == op)
-    sample = next(s for s in info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=True) if one_op.first_batched(s) is not None)
+    sample = next(
+        s
+        for s in info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=True)
+        if one_op.first_batched(s) is not None
+    )
     assert one_op.one(info, sample, ["even"]) == ("same", "")
     plain = one_op.run
 
@@ -142,5 +183,12 @@ if __name__ == "__main__":
             print(f"{outcome}\t{op}\t{why}")
     if "--update" in sys.argv:
         with open(LIST, "w") as f:
-            f.write("# operators of torch.testing's op_db that koila refuses (exactly, with an error of its own), and why\n")
-            f.writelines(f"{op}\t{why}\n" for op, (outcome, why) in sorted(results.items()) if outcome == "refused")
+            f.write(
+                "# operators of torch.testing's op_db that koila refuses (exactly, with an error "
+                "of its own), and why\n"
+            )
+            f.writelines(
+                f"{op}\t{why}\n"
+                for op, (outcome, why) in sorted(results.items())
+                if outcome == "refused"
+            )

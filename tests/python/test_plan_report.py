@@ -27,7 +27,12 @@ def test_the_numbers_of_a_step():
     step()
     p = koila.last_plan()
     assert (p.batch, p.micro_batch, p.n_micro_batches, p.retries) == (10, 4, 3, 0)
-    assert p.predicted_peak_bytes > 0 and (p.budget_bytes is None or p.budget_bytes > p.predicted_peak_bytes) and p.n_recorded > 5 and p.n_run >= p.n_recorded
+    assert (
+        p.predicted_peak_bytes > 0
+        and (p.budget_bytes is None or p.budget_bytes > p.predicted_peak_bytes)
+        and p.n_recorded > 5
+        and p.n_run >= p.n_recorded
+    )
     assert p.loops and all(loop.n_nodes > 0 for loop in p.loops) and p.gathers == []
     assert p.curve and max(n for _, n in p.curve) <= p.predicted_peak_bytes
     assert p.largest and p.largest == sorted(p.largest, key=lambda t: -t.n_bytes)
@@ -37,7 +42,12 @@ def test_the_numbers_of_a_step():
 def test_the_table_is_one_a_person_reads():
     step()
     text = str(koila.last_plan())
-    assert "3 × 4 rows of 10, the last 2" in text and "predicted peak" in text and "loops" in text and "largest at the peak" in text
+    assert (
+        "3 × 4 rows of 10, the last 2" in text
+        and "predicted peak" in text
+        and "loops" in text
+        and "largest at the peak" in text
+    )
     assert max(map(len, text.splitlines())) < 160
     assert "koila.Plan" in repr(koila.last_plan())
 
@@ -61,13 +71,22 @@ def test_explain_runs_nothing_and_agrees_with_the_step():
 
 
 def test_explain_of_a_checkpointed_step_leaves_statistics_and_random_state_alone():
-    """Its backward runs the forward again: batch norm's statistics and counter, and dropout's numbers."""
+    """Its backward runs the forward again: batch norm's statistics and counter, and dropout's
+    numbers."""
 
     def step(explain):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)).double()
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)
+        ).double()
         with koila.micro_batch(5):
-            loss = checkpoint(model, lazy(torch.randn(12, 4, dtype=torch.float64)), use_reentrant=False).square().mean()
+            loss = (
+                checkpoint(
+                    model, lazy(torch.randn(12, 4, dtype=torch.float64)), use_reentrant=False
+                )
+                .square()
+                .mean()
+            )
             if explain:
                 assert koila.explain(loss).n_micro_batches == 3
             loss.backward()
@@ -97,10 +116,26 @@ def test_explain_of_a_loss_tells_the_whole_step_and_leaves_no_trace(rows, tmp_pa
         loss.backward()
     ran = koila.last_plan()
     ran.save(tmp_path / "ran.kgraph")
-    assert (told.micro_batch, told.n_recorded, len(told.loops)) == (ran.micro_batch, ran.n_recorded, len(ran.loops))
-    assert abs(told.predicted_peak_bytes - told.base_bytes - (ran.predicted_peak_bytes - ran.base_bytes)) <= 64
-    assert "backward" in (tmp_path / "told.kgraph").read_text() and "backward" in (tmp_path / "ran.kgraph").read_text()
-    assert len(fired) == 1 and all(torch.allclose(p.grad, e, rtol=1e-12) for p, e in zip(model.parameters(), expected))
+    assert (told.micro_batch, told.n_recorded, len(told.loops)) == (
+        ran.micro_batch,
+        ran.n_recorded,
+        len(ran.loops),
+    )
+    assert (
+        abs(
+            told.predicted_peak_bytes
+            - told.base_bytes
+            - (ran.predicted_peak_bytes - ran.base_bytes)
+        )
+        <= 64
+    )
+    assert (
+        "backward" in (tmp_path / "told.kgraph").read_text()
+        and "backward" in (tmp_path / "ran.kgraph").read_text()
+    )
+    assert len(fired) == 1 and all(
+        torch.allclose(p.grad, e, rtol=1e-12) for p, e in zip(model.parameters(), expected)
+    )
 
 
 def test_a_gather_is_told_with_its_line():
@@ -110,7 +145,12 @@ def test_a_gather_is_told_with_its_line():
     p = koila.last_plan()
     assert any("sort" in g.operator for g in p.gathers), p.gathers
     g = next(g for g in p.gathers if "sort" in g.operator)
-    assert g.shape == (12, 5) and g.n_bytes == 240 and "test_plan_report.py:" in g.line and g.dtype == "f32"
+    assert (
+        g.shape == (12, 5)
+        and g.n_bytes == 240
+        and "test_plan_report.py:" in g.line
+        and g.dtype == "f32"
+    )
     operator, shape, n_bytes, line = g
     assert (operator, shape, n_bytes, line) == (g.operator, g.shape, g.bytes, g.line)
     assert "aten::sort" in str(p) and "f32[12, 5]" in str(p)
@@ -127,9 +167,15 @@ def test_an_operator_that_ran_while_recording_is_told_of_too():
         loss.backward()
         p = koila.last_plan()
         told = {g.operator: (g.shape, g.dtype, g.n_bytes) for g in p.gathers}
-        assert told["aten::nonzero"] == ((12,), "bool", 12) and told["aten::_unique2"] == ((12, 5), "f32", 240)
+        assert told["aten::nonzero"] == ((12,), "bool", 12) and told["aten::_unique2"] == (
+            (12, 5),
+            "f32",
+            240,
+        )
         assert told["aten::index.Tensor"] in (((12,), "bool", 12), ((12, 5), "f32", 240))
-        assert all("test_plan_report.py:" in g.line for g in p.gathers) and "aten::nonzero" in str(p)
+        assert all("test_plan_report.py:" in g.line for g in p.gathers) and "aten::nonzero" in str(
+            p
+        )
         (lazy(torch.randn(12, 5)) @ w).square().sum().backward()  # the next step has its own
         assert koila.last_plan().gathers == []
 
@@ -140,7 +186,11 @@ def test_strict_refuses_a_gather_by_name_and_runs_the_rest():
         assert isinstance(float((x * 2).sum()), float)
         with pytest.raises(koila.GatherError) as e:
             float((x * 2).sort(0).values[:, 0].sum())
-    assert "sort" in str(e.value) and "[12, 5]" in str(e.value) and "test_plan_report.py:" in str(e.value)
+    assert (
+        "sort" in str(e.value)
+        and "[12, 5]" in str(e.value)
+        and "test_plan_report.py:" in str(e.value)
+    )
     assert isinstance(e.value, koila.KoilaError)
 
 
@@ -169,7 +219,8 @@ ON_VALUES = {  # what runs while the step is recorded, and what it needs
 
 @pytest.mark.parametrize("name", ON_VALUES)
 def test_strict_refuses_what_runs_while_the_step_is_recorded(name):
-    """Before anything has run: no statistics of a batch norm, no random numbers, nothing told of a gather that did not happen. What is not cut is not refused."""
+    """Before anything has run: no statistics of a batch norm, no random numbers, nothing told of a
+    gather that did not happen. What is not cut is not refused."""
     operator, needs = ON_VALUES[name]
     w, x, norm = torch.randn(5, 5, requires_grad=True), torch.randn(12, 5), torch.nn.BatchNorm1d(5)
     before, version = {k: v.clone() for k, v in norm.state_dict().items()}, w._version
@@ -181,12 +232,27 @@ def test_strict_refuses_what_runs_while_the_step_is_recorded(name):
             with pytest.raises(koila.GatherError, match=re.escape(name)) as e:
                 operator(h)
             line = operator.__code__.co_firstlineno
-            assert needs in str(e.value) and re.search(r"test_plan_report\.py:(\d+)", str(e.value)) and "one slice is" in str(e.value)
-            assert line <= int(re.search(r"test_plan_report\.py:(\d+)", str(e.value))[1]) <= line + 3
-            assert torch.equal(norm.running_mean, before["running_mean"]) and w.grad is None and w._version == version and torch.equal(torch.get_rng_state(), random)
+            assert (
+                needs in str(e.value)
+                and re.search(r"test_plan_report\.py:(\d+)", str(e.value))
+                and "one slice is" in str(e.value)
+            )
+            assert (
+                line <= int(re.search(r"test_plan_report\.py:(\d+)", str(e.value))[1]) <= line + 3
+            )
+            assert (
+                torch.equal(norm.running_mean, before["running_mean"])
+                and w.grad is None
+                and w._version == version
+                and torch.equal(torch.get_rng_state(), random)
+            )
         operator(h)  # the step goes on, and without strict() it runs
         h.square().sum().backward()
-    assert w.grad is not None and norm.num_batches_tracked == 1 and not torch.equal(norm.running_mean, before["running_mean"])
+    assert (
+        w.grad is not None
+        and norm.num_batches_tracked == 1
+        and not torch.equal(norm.running_mean, before["running_mean"])
+    )
     assert [g.operator for g in koila.last_plan().gathers].count(name) >= 1
     h = lazy(x)
     with koila.micro_batch(12), koila.strict():
@@ -275,7 +341,11 @@ def test_the_page_is_whole_and_needs_nothing(tmp_path):
     checker.feed(page)
     assert checker.open == [] and "svg" in checker.tags and "table" in checker.tags
     assert "http" not in page and "@import" not in page and "<script" not in page
-    assert "loops" in page and "largest at the peak" in page and re.search(r"test_plan_report\.py:\d+", page)
+    assert (
+        "loops" in page
+        and "largest at the peak" in page
+        and re.search(r"test_plan_report\.py:\d+", page)
+    )
     points = re.search(r'<polyline points="([^"]+)"', page)[1].split()
     assert len(points) == len(p.curve) or len(points) >= 1000
 
@@ -285,9 +355,18 @@ def test_text_in_the_page_is_escaped():
     if raw is None:
         step()
         raw = koila.last_plan()._raw
-    evil = dict(raw, gathers=[("<script>alert(1)</script>", "f32", (2, 3), 24, "a&b.py:1")], curve=[("<b>", 1), ("x", 2)])
+    evil = dict(
+        raw,
+        gathers=[("<script>alert(1)</script>", "f32", (2, 3), 24, "a&b.py:1")],
+        curve=[("<b>", 1), ("x", 2)],
+    )
     page = koila._plan._page(koila.Plan(evil))
-    assert "<script>" not in page and "&lt;script&gt;" in page and "a&amp;b.py:1" in page and "<b>" not in page
+    assert (
+        "<script>" not in page
+        and "&lt;script&gt;" in page
+        and "a&amp;b.py:1" in page
+        and "<b>" not in page
+    )
 
 
 def test_graph_and_text_files(tmp_path):

@@ -1,4 +1,5 @@
-"""Random operators in slices draw exactly eager's numbers, and only their own rows where the generator can be moved."""
+"""Random operators in slices draw exactly eager's numbers, and only their own rows where the
+generator can be moved."""
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ D = torch.float64
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**63), st.integers(0, 1300), st.lists(st.integers(0, 2000), min_size=1, max_size=4))
+@given(
+    st.integers(0, 2**63),
+    st.integers(0, 1300),
+    st.lists(st.integers(0, 2000), min_size=1, max_size=4),
+)
 def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
     real = torch.Generator(DEVICE).manual_seed(seed)
     if before:
@@ -63,7 +68,9 @@ def draw_twice(x, layout, draw):
     torch.manual_seed(5)
     torch.rand(3)
     y = draw(layout(x))
-    loss = (y * torch.arange(y.numel(), dtype=D).reshape(y.shape)).sum() + F.dropout(x, 0.5).square().sum()
+    loss = (y * torch.arange(y.numel(), dtype=D).reshape(y.shape)).sum() + F.dropout(
+        x, 0.5
+    ).square().sum()
     loss.backward()
     return plain(y), plain(loss), random_state()
 
@@ -81,7 +88,9 @@ def test_slices_draw_eager_s_numbers(layout, m):
             found = draw_twice(lazy(b), view, draw)
             assert koila.last_plan().n_micro_batches > 1
         assert torch.equal(expected[0], found[0]), name
-        assert torch.allclose(expected[1], found[1], rtol=1e-13) and torch.equal(expected[2], found[2]), name
+        assert torch.allclose(expected[1], found[1], rtol=1e-13) and torch.equal(
+            expected[2], found[2]
+        ), name
         assert torch.allclose(a.grad, b.grad, rtol=1e-13), name
 
 
@@ -102,7 +111,10 @@ def test_a_slice_draws_only_its_rows():
     """Not the whole batch's numbers: neither the time of it nor the memory."""
     if not _random._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):
         pytest.skip("bernoulli_ does not follow the generator on this build")
-    model, data = nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)), torch.randn(256, 8)
+    model, data = (
+        nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)),
+        torch.randn(256, 8),
+    )
     with koila.micro_batch(4):
         for _ in range(2):
             model(lazy(data)).square().mean().backward()
@@ -112,7 +124,8 @@ def test_a_slice_draws_only_its_rows():
 
 @pytest.mark.parametrize("m", [None, 4, 1])
 def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
-    """As on GPUs: native_dropout draws by position, so its mask is drawn for a tensor of the batch's shape and cut."""
+    """As on GPUs: native_dropout draws by position, so its mask is drawn for a tensor of the
+    batch's shape and cut."""
     monkeypatch.setattr(_random, "_is_fused", lambda device: True)
     data, w = torch.randn(6, 5, 4), torch.randn(4, 3)
 
@@ -128,8 +141,15 @@ def test_a_fused_dropout_s_mask_is_the_rows_of_the_whole(monkeypatch, m):
     expected = step(a)
     with koila.micro_batch(m) if m else koila.budget(None):
         found = step(lazy(b))
-    assert koila.last_plan().n_micro_batches == (1 if m is None else -(-6 // m)) and not koila.last_plan().gathers
-    assert torch.equal(expected[0], found[0]) and torch.allclose(expected[1], found[1]) and torch.equal(expected[2], found[2])
+    assert (
+        koila.last_plan().n_micro_batches == (1 if m is None else -(-6 // m))
+        and not koila.last_plan().gathers
+    )
+    assert (
+        torch.equal(expected[0], found[0])
+        and torch.allclose(expected[1], found[1])
+        and torch.equal(expected[2], found[2])
+    )
     assert torch.equal(a.grad, b.grad)
 
 

@@ -1,4 +1,5 @@
-"""What users say of operators and modules that koila does not know: `koila.opaque` runs them as they are, `koila.register_rule` says how they slice."""
+"""What users say of operators and modules that koila does not know: `koila.opaque` runs them as
+they are, `koila.register_rule` says how they slice."""
 
 import copy
 
@@ -23,7 +24,8 @@ def module():
 
 
 def opaque_step(make, call, loss=lambda out, y: F.cross_entropy(out, y)):
-    """A model whose whole forward goes through `call(model)`: plain where the input is plain, opaque where it is lazy."""
+    """A model whose whole forward goes through `call(model)`: plain where the input is plain,
+    opaque where it is lazy."""
 
     def f(m, x, y):
         return loss((koila.opaque(call(m)) if isinstance(x, koila.LazyTensor) else call(m))(x), y)
@@ -42,7 +44,11 @@ def test_a_module_in_the_middle():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.middle, self.last = nn.Linear(5, 5).double(), module(), nn.Linear(4, 4).double()
+            self.first, self.middle, self.last = (
+                nn.Linear(5, 5).double(),
+                module(),
+                nn.Linear(4, 4).double(),
+            )
 
         def forward(self, x):
             middle = koila.opaque(self.middle) if isinstance(x, koila.LazyTensor) else self.middle
@@ -106,7 +112,11 @@ def test_nested_outputs_keep_their_structure():
         w = torch.randn(5, dtype=torch.float64, requires_grad=True)
         h = wrap(batch()[0]) * w
         out = (koila.opaque(pieces) if isinstance(h, koila.LazyTensor) else pieces)(h)
-        assert list(out) == ["sums", "none", "same"] and out["none"] is None and isinstance(out["sums"][1], list)
+        assert (
+            list(out) == ["sums", "none", "same"]
+            and out["none"] is None
+            and isinstance(out["sums"][1], list)
+        )
         loss = out["sums"][0].square().mean() + out["sums"][1][0].mean() + out["same"].tanh().sum()
         loss.backward()
         return {"value:loss": plain(loss), "grad:w": plain(w.grad)}
@@ -131,7 +141,8 @@ def test_keyword_arguments_and_plain_values_pass_through():
 
 
 class Compiled:
-    """What torch.compile returns behaves so: a callable that wants real tensors of its own, and looks at their values and addresses."""
+    """What torch.compile returns behaves so: a callable that wants real tensors of its own, and
+    looks at their values and addresses."""
 
     def __init__(self, fn):
         self._fn, self.shapes = fn, []
@@ -165,7 +176,9 @@ def test_under_no_grad():
         expected = m(x)
         for n in (B, 4, 1):
             with koila.micro_batch(n):
-                assert torch.allclose(koila.run(koila.opaque(m)(lazy(x))), expected, rtol=1e-12, atol=0)
+                assert torch.allclose(
+                    koila.run(koila.opaque(m)(lazy(x))), expected, rtol=1e-12, atol=0
+                )
 
 
 def test_plain_values_call_it_as_it_is():
@@ -175,7 +188,13 @@ def test_plain_values_call_it_as_it_is():
 
 
 def test_twice_in_a_step_adds_up():
-    compare(module, batch, lambda m, x, y: F.cross_entropy((f := koila.opaque(m) if isinstance(x, koila.LazyTensor) else m)(x) + f(x * 2), y))
+    compare(
+        module,
+        batch,
+        lambda m, x, y: F.cross_entropy(
+            (f := koila.opaque(m) if isinstance(x, koila.LazyTensor) else m)(x) + f(x * 2), y
+        ),
+    )
 
 
 def test_buffers_are_not_touched_by_finding_shapes():
@@ -204,7 +223,11 @@ def test_a_structure_that_depends_on_the_arguments():
     x = torch.randn(B, 5)
     with torch.no_grad():
         one, two = f(lazy(x)), f(lazy(x), two=True)
-    assert torch.equal(koila.run(one), x * 2) and isinstance(two, tuple) and torch.equal(koila.run(two[1]), x + 1)
+    assert (
+        torch.equal(koila.run(one), x * 2)
+        and isinstance(two, tuple)
+        and torch.equal(koila.run(two[1]), x + 1)
+    )
 
 
 def test_calls_are_forgotten_with_their_step():
@@ -240,7 +263,9 @@ def test_the_same_call_in_every_step_is_the_same_operator():
 
 
 def test_arguments_that_are_equal_but_not_alike_are_told_apart():
-    f = koila.opaque(lambda t, k: t * 1 if isinstance(k, bool) else t * 2 if isinstance(k, int) else t * 3)
+    f = koila.opaque(
+        lambda t, k: t * 1 if isinstance(k, bool) else t * 2 if isinstance(k, int) else t * 3
+    )
     x = batch()[0]
     for k, by in ((1, 2), (True, 1), (1.0, 3), (1, 2), ([1], 3)):
         with koila.micro_batch(4):
@@ -251,9 +276,18 @@ def test_an_opaque_module_is_a_part_of_a_model():
     """Parameters, modes, buffers, copies and checkpoints are those of the module inside."""
 
     def make():
-        return nn.Sequential(nn.Linear(5, 7), koila.opaque(nn.Sequential(nn.Linear(7, 6), nn.Tanh())), nn.Linear(6, 4)).double()
+        return nn.Sequential(
+            nn.Linear(5, 7),
+            koila.opaque(nn.Sequential(nn.Linear(7, 6), nn.Tanh())),
+            nn.Linear(6, 4),
+        ).double()
 
-    compare(make, batch, lambda m, x, y: F.cross_entropy(m(x), y), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    compare(
+        make,
+        batch,
+        lambda m, x, y: F.cross_entropy(m(x), y),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     m = make()
     assert len(list(m.parameters())) == 6 and not m.eval()[1].module[1].training
     twin = copy.deepcopy(m)
@@ -270,7 +304,8 @@ def test_an_opaque_module_is_a_part_of_a_model():
 
 @pytest.fixture(scope="module")
 def ops():
-    """mytest::cube knows its backward, which is a custom operator as well; mytest::weigh contracts with a weight; mytest::plain has no rule."""
+    """mytest::cube knows its backward, which is a custom operator as well; mytest::weigh contracts
+    with a weight; mytest::plain has no rule."""
     lib = torch.library.Library("mytest", "FRAGMENT")
     for name in ("cube", "unruled"):
         lib.define(f"{name}(Tensor x) -> Tensor")
@@ -278,18 +313,30 @@ def ops():
         lib.impl(name, lambda x: x.pow(3), "CPU")
         lib.impl(name + "_backward", lambda g, x: 3 * g * x.square(), "CPU")
         torch.library.register_fake(f"mytest::{name}", torch.empty_like, lib=lib)
-        torch.library.register_fake(f"mytest::{name}_backward", lambda g, x: torch.empty_like(g), lib=lib)
+        torch.library.register_fake(
+            f"mytest::{name}_backward", lambda g, x: torch.empty_like(g), lib=lib
+        )
 
         def backward(ctx, g, name=name):
             return getattr(torch.ops.mytest, name + "_backward")(g, *ctx.saved_tensors)
 
-        torch.library.register_autograd(f"mytest::{name}", backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs), lib=lib)
+        torch.library.register_autograd(
+            f"mytest::{name}",
+            backward,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+            lib=lib,
+        )
     lib.define("weigh(Tensor x, Tensor w) -> Tensor")
     lib.impl("weigh", lambda x, w: x @ w, "CPU")
-    torch.library.register_fake("mytest::weigh", lambda x, w: x.new_empty(x.shape[0], w.shape[1]), lib=lib)
+    torch.library.register_fake(
+        "mytest::weigh", lambda x, w: x.new_empty(x.shape[0], w.shape[1]), lib=lib
+    )
     torch.library.register_autograd(
         "mytest::weigh",
-        lambda ctx, g: (torch.ops.mytest.weigh(g, ctx.saved_tensors[1].t()), torch.ops.mytest.weigh(ctx.saved_tensors[0].t(), g)),
+        lambda ctx, g: (
+            torch.ops.mytest.weigh(g, ctx.saved_tensors[1].t()),
+            torch.ops.mytest.weigh(ctx.saved_tensors[0].t(), g),
+        ),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
         lib=lib,
     )
@@ -388,7 +435,24 @@ def test_a_wrong_claim_gives_wrong_numbers_which_the_comparison_sees(ops):
         assert not torch.allclose(koila.run(torch.ops.mytest.centre(lazy(x))), x - x.mean(0))
 
 
-@pytest.mark.parametrize("rule", ["", "S0", "->", "S0->", "->S0", "Q->S0", "S0->S0->S0", "S->S0", "S99->S0", "S0,,S0->S0", "S0->S0;", "S-1->S0", "S0 S0->S0"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "",
+        "S0",
+        "->",
+        "S0->",
+        "->S0",
+        "Q->S0",
+        "S0->S0->S0",
+        "S->S0",
+        "S99->S0",
+        "S0,,S0->S0",
+        "S0->S0;",
+        "S-1->S0",
+        "S0 S0->S0",
+    ],
+)
 def test_a_rule_that_cannot_be_read_is_a_value_error(ops, rule):
     with pytest.raises(ValueError, match="rule"):
         koila.register_rule("mytest::bad", rule)

@@ -1,4 +1,5 @@
-"""In fresh processes, under limits: koila finishes wherever hand-tuned micro-batching can, with the same numbers; plain PyTorch does not."""
+"""In fresh processes, under limits: koila finishes wherever hand-tuned micro-batching can, with the
+same numbers; plain PyTorch does not."""
 
 import contextlib
 import json
@@ -24,7 +25,13 @@ FRACTIONS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0] if LONG else [0.3, 0.5, 0.8
 
 def worker(*args):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    p = subprocess.run([sys.executable, os.path.join(HERE, "survival_worker.py"), *map(str, args)], capture_output=True, text=True, timeout=200, env=env)
+    p = subprocess.run(
+        [sys.executable, os.path.join(HERE, "survival_worker.py"), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env,
+    )
     assert p.returncode == 0, f"{args}: rc {p.returncode}\n{p.stderr[-2000:]}"
     return json.loads(p.stdout.splitlines()[-1])
 
@@ -45,7 +52,9 @@ def test_koila_finishes_wherever_hand_tuned_micro_batching_can(kind, fraction, w
     if hand["ok"]:
         assert ours["ok"], ours
     if ours["ok"]:
-        assert torch.allclose(torch.tensor(ours["sums"]), torch.tensor(reference["sums"]), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(
+            torch.tensor(ours["sums"]), torch.tensor(reference["sums"]), rtol=1e-9, atol=1e-12
+        )
     if fraction <= 0.8:
         eager = worker("eager", kind, limit)
         assert not eager["ok"] and hand["ok"]
@@ -54,13 +63,18 @@ def test_koila_finishes_wherever_hand_tuned_micro_batching_can(kind, fraction, w
 def test_a_batch_8_times_longer_at_step_900_of_1000_loses_nothing():
     def train(steps, wrap, limit):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).double()
+        model = nn.Sequential(
+            nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+        ).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data = torch.Generator().manual_seed(1)
         cuts = []
         for step in range(steps):
             t = 8 * (8 if step == 900 else 1)
-            x, y = torch.randn(32, t, 8, generator=data, dtype=torch.float64), torch.randint(0, 4, (32, t), generator=data)
+            x, y = (
+                torch.randn(32, t, 8, generator=data, dtype=torch.float64),
+                torch.randint(0, 4, (32, t), generator=data),
+            )
             with only(limit) if limit else contextlib.nullcontext():
                 x, y = wrap(x, y)
                 loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())

@@ -1,4 +1,5 @@
-"""With DistributedDataParallel, gradient scaling, torch.compile, and the trainers that happen to be installed."""
+"""With DistributedDataParallel, gradient scaling, torch.compile, and the trainers that happen to be
+installed."""
 
 import pytest
 import torch
@@ -50,7 +51,10 @@ for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": Tr
 """
 
 
-gloo = pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+gloo = pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="no gloo",
+)
 
 
 BEGINNING = """
@@ -79,7 +83,14 @@ def two_processes(code):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda rank: run_python(BEGINNING + code + ENDING, args=(rank, port), timeout=300, env=rendezvous()), range(2)))
+        outs = list(
+            pool.map(
+                lambda rank: run_python(
+                    BEGINNING + code + ENDING, args=(rank, port), timeout=300, env=rendezvous()
+                ),
+                range(2),
+            )
+        )
     assert all("right" in o for o in outs)
 
 
@@ -464,7 +475,14 @@ def test_hf_trainer(tmp_path):
     def train(cls):
         torch.manual_seed(0)
         data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
-        args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=8, max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=2,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+        )
         model = gpt2()
         cls(model=model, args=args, train_dataset=data).train()
         return model_state(model, grads=False)
@@ -488,7 +506,8 @@ def test_accelerate():
 
 
 def test_lightning():
-    """Automatic and manual optimisation, metrics, logged values, clipping, accumulation, validation and prediction."""
+    """Automatic and manual optimisation, metrics, logged values, clipping, accumulation, validation
+    and prediction."""
     lightning = pytest.importorskip("lightning")
     data = torch.utils.data.TensorDataset(*rows_of(5, b=14)())
     loader = torch.utils.data.DataLoader(data, batch_size=6)
@@ -497,7 +516,12 @@ def test_lightning():
         def __init__(self, wrap, manual):
             super().__init__()
             torch.manual_seed(7)
-            self.model, self.wrap, self.automatic_optimization, self.seen = MLP().double(), wrap, not manual, []
+            self.model, self.wrap, self.automatic_optimization, self.seen = (
+                MLP().double(),
+                wrap,
+                not manual,
+                [],
+            )
 
         def training_step(self, batch, i):
             x, y = self.wrap(batch)
@@ -526,13 +550,20 @@ def test_lightning():
 
     def train(wrap, manual):
         module = Module(wrap, manual)
-        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        quiet = dict(
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         more = {} if manual else dict(gradient_clip_val=0.5, accumulate_grad_batches=2)
         trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet, **more)
         trainer.fit(module, loader, loader)
         out = {f"value:{k}": plain(v) for k, v in sorted(trainer.callback_metrics.items())}
         out |= {f"value:seen {i}": v for i, v in enumerate(module.seen)}
-        out |= {f"value:predicted {i}": plain(v) for i, v in enumerate(trainer.predict(module, loader))}
+        out |= {
+            f"value:predicted {i}": plain(v) for i, v in enumerate(trainer.predict(module, loader))
+        }
         return out | model_state(module.model, grads=False)
 
     for manual in (False, True):

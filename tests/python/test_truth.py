@@ -1,8 +1,10 @@
-"""The count of torch's CPU memory against what torch itself says, under both plans, threads, forks, limits and refusals.
+"""The count of torch's CPU memory against what torch itself says, under both plans, threads, forks,
+limits and refusals.
 
-Every claim runs in a fresh process, once under plan A and once under plan B: a plan is chosen once per process, and numbers are exact only
-from the installation on.
+Every claim runs in a fresh process, once under plan A and once under plan B: a plan is chosen once
+per process, and numbers are exact only from the installation on.
 """
+
 import os
 import subprocess
 import sys
@@ -39,7 +41,13 @@ def make_step(n=40):
 def run(request):
     def run_(body, **env):
         code = PRELUDE.format(plan=request.param) + textwrap.dedent(body)
-        p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+        p = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, **env},
+        )
         assert p.returncode == 0, p.stdout + p.stderr
         return p.stdout
 
@@ -269,7 +277,8 @@ def test_other_kinds_of_tensors_balance(run):
 
 
 def test_overwritten_slots_are_noticed_and_the_count_starts_again():
-    """What a memory profiler of another maker does: write libc10's slots. Planted by hand through a second copy of the patching code."""
+    """What a memory profiler of another maker does: write libc10's slots. Planted by hand through a
+    second copy of the patching code."""
     code = PRELUDE.format(plan="A") + textwrap.dedent("""
         import ctypes, struct
         libc = ctypes.CDLL(None)
@@ -306,12 +315,15 @@ def test_overwritten_slots_are_noticed_and_the_count_starts_again():
 
 @pytest.mark.parametrize("env", [{"LD_BIND_NOW": "1"}, {"THP_MEM_ALLOC_ENABLE": "1"}])
 def test_environment_that_changes_the_allocator_s_path(run, env):
-    run("""
+    run(
+        """
         a = torch.empty(3 << 20, dtype=torch.uint8)
         assert c.truth_current() == 3 << 20
         del a
         assert c.truth_current() == 0
-    """, **env)
+    """,
+        **env,
+    )
 
 
 def test_without_torch_it_says_so():
@@ -334,6 +346,8 @@ def test_free_memory_names_what_binds(tmp_path):
     assert f["free"] == f[f["bound"]] > 0
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemAvailable:  7 kB\n")
-    assert c.free_memory(str(tmp_path)) == dict(cgroup=None, rlimit_data=None, rlimit_as=None, available=7168, free=7168, bound="available")
+    assert c.free_memory(str(tmp_path)) == dict(
+        cgroup=None, rlimit_data=None, rlimit_as=None, available=7168, free=7168, bound="available"
+    )
     code = "import resource as r, koila._core as c; r.setrlimit(r.RLIMIT_DATA, (1 << 30, -1)); d = c.free_memory(); assert d['bound'] == 'rlimit_data' and 0 < d['free'] < 1 << 30, d"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

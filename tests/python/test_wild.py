@@ -1,4 +1,5 @@
-"""What real programs do to a lazy tensor: each is right or raises the contract's error; never a crash, never a wrong number."""
+"""What real programs do to a lazy tensor: each is right or raises the contract's error; never a
+crash, never a wrong number."""
 
 import collections
 import copy
@@ -41,17 +42,26 @@ def check(body, tol=1e-12, split=False, **kw):
     def program(wrap):
         model = net()
         x, y = wrap(*xy())
-        return {"value:" + k: plain(v) for k, v in (body(model, x, y, wrap) or {}).items()} | model_state(model)
+        return {
+            "value:" + k: plain(v) for k, v in (body(model, x, y, wrap) or {}).items()
+        } | model_state(model)
 
     compare_programs(program, B, tol=tol, split=split, **kw)
 
 
 def survives(code):
-    """In a fresh process, so that a crash is a failed test and not a dead session. Prints 'right' or the contract's error."""
-    p = run_python("import torch, koila\nfrom koila import lazy\nfrom torch import nn\nD = torch.float64\n" + code, check=False)
+    """In a fresh process, so that a crash is a failed test and not a dead session. Prints 'right'
+    or the contract's error."""
+    p = run_python(
+        "import torch, koila\nfrom koila import lazy\nfrom torch import nn\nD = torch.float64\n"
+        + code,
+        check=False,
+    )
     assert p.returncode in (0, 1), f"crashed with {p.returncode}\n{p.stderr}"
     if p.returncode == 1:
-        assert "koila" in p.stderr.splitlines()[-1] and "Error" in p.stderr.splitlines()[-1], p.stderr
+        assert "koila" in p.stderr.splitlines()[-1] and "Error" in p.stderr.splitlines()[-1], (
+            p.stderr
+        )
     return p.stdout
 
 
@@ -126,7 +136,8 @@ DOORS = [
 
 
 def test_1_no_door_crashes():
-    """Each in a forked child: a crash of one is seen as its exit status, and the others still run."""
+    """Each in a forked child: a crash of one is seen as its exit status, and the others still
+    run."""
     out = run_python(
         f"""
 import os, sys, torch, koila
@@ -221,12 +232,15 @@ def test_4_values_in_the_middle():
 
 
 def test_4_a_conjugate_read_in_the_middle():
-    """`.item()` and its like run inside `__torch_dispatch__`, where torch ignores the flag that makes a view a conjugate, or negative, one."""
+    """`.item()` and its like run inside `__torch_dispatch__`, where torch ignores the flag that
+    makes a view a conjugate, or negative, one."""
 
     def body(model, x, y, wrap):
         f = torch.fft.rfft(model(x), dim=1)
         power = f * f.conj()
-        lag = torch.topk(torch.fft.irfft(power * torch.fft.rfft(x[:, :4], dim=1).conj(), n=4, dim=1).mean(0), 2)[1]
+        lag = torch.topk(
+            torch.fft.irfft(power * torch.fft.rfft(x[:, :4], dim=1).conj(), n=4, dim=1).mean(0), 2
+        )[1]
         v = [f.conj()[0, 1].item(), power[1, 1].item(), f.conj().imag[2, 1].item()]
         at = torch.nonzero(f.conj().imag[:, 1] > -f.real[:, 0].abs())[:, 0]
         loss = (model(x)[:, lag[0]] * v[0].imag + v[1].real + v[2]).sum() + power.real.mean()
@@ -236,7 +250,16 @@ def test_4_a_conjugate_read_in_the_middle():
     check(body)
 
 
-@pytest.mark.parametrize("how", ["z.conj().resolve_conj()", "torch.resolve_conj(z.mT.conj()).mT", "z.conj().conj().resolve_conj()", "z.conj()", "z.resolve_conj()"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "z.conj().resolve_conj()",
+        "torch.resolve_conj(z.mT.conj()).mT",
+        "z.conj().conj().resolve_conj()",
+        "z.conj()",
+        "z.resolve_conj()",
+    ],
+)
 @pytest.mark.parametrize("write", ["c.mul_(2)", "z.mul_(2j)"])
 def test_4_a_resolved_conjugate_is_a_copy(how, write):
     """Torch copies what is flagged as a conjugate and returns everything else as it is."""
@@ -245,16 +268,28 @@ def test_4_a_resolved_conjugate_is_a_copy(how, write):
         h = model(x)
         z = torch.complex(h, h * 2)
         c = eval(how, {"z": z, "torch": torch})
-        flags = [z.is_conj(), z.conj().is_conj(), torch.is_conj(z.conj()[:, 0]), c.is_conj(), z.conj().real.is_conj(), z.conj().conj().is_conj()]
+        flags = [
+            z.is_conj(),
+            z.conj().is_conj(),
+            torch.is_conj(z.conj()[:, 0]),
+            c.is_conj(),
+            z.conj().real.is_conj(),
+            z.conj().conj().is_conj(),
+        ]
         eval(write, {"z": z, "c": c})
-        loss = (z.real + z.imag * 3 + c.real.sin()).square().mean() + torch.view_as_real(c.resolve_conj()).sum()
+        loss = (z.real + z.imag * 3 + c.real.sin()).square().mean() + torch.view_as_real(
+            c.resolve_conj()
+        ).sum()
         loss.backward()
         return {"loss": loss, "flags": torch.tensor(flags)}
 
     check(body)
 
 
-@pytest.mark.parametrize("write", ["z.conj().imag.mul_(2)", "z.conj()[:1].real.zero_()", "torch.view_as_real(z.mH).add_(1)"])
+@pytest.mark.parametrize(
+    "write",
+    ["z.conj().imag.mul_(2)", "z.conj()[:1].real.zero_()", "torch.view_as_real(z.mH).add_(1)"],
+)
 def test_4_writing_the_parts_of_a_conjugate_is_refused(write):
     h = lazy(torch.randn(6, 3), batch=0) * 2
     z = torch.complex(h, h)
@@ -273,9 +308,20 @@ def test_4_python_protocols():
     assert len(h) == 6 and h.shape == (6, 2) and [tuple(r.shape) for r in h] == [(2,)] * 6
     assert h[0, 1].item() == 2.0 and float(h[0, 1]) == 2.0 and int(h[2, 0]) == 8 and bool(h[0, 1])
     assert str(e)[7:-1] in str(h) and "2." in repr(h) and f"{h[0, 1]:.1f}" == "2.0"
-    assert np.array_equal(np.asarray(h), e.numpy()) and np.array_equal(h.numpy(), e.numpy()) and h.tolist() == e.tolist()
-    assert torch.equal(pickle.loads(pickle.dumps(h)), e) and torch.equal(koila.run(copy.deepcopy(h)), e)
-    assert isinstance(h, torch.Tensor) and torch.is_tensor(h) and h.dtype == torch.float32 and h.device.type == "cpu"
+    assert (
+        np.array_equal(np.asarray(h), e.numpy())
+        and np.array_equal(h.numpy(), e.numpy())
+        and h.tolist() == e.tolist()
+    )
+    assert torch.equal(pickle.loads(pickle.dumps(h)), e) and torch.equal(
+        koila.run(copy.deepcopy(h)), e
+    )
+    assert (
+        isinstance(h, torch.Tensor)
+        and torch.is_tensor(h)
+        and h.dtype == torch.float32
+        and h.device.type == "cpu"
+    )
     assert type(h.torch()) is torch.Tensor and torch.equal(h.torch(), e) and torch.equal(h.run(), e)
     assert h[0].max() in e and (h > 3)[1, 0]
     assert np.allclose(np.ones((6, 2)) + h.numpy(), e + 1)
@@ -313,7 +359,8 @@ def test_5_a_loss_added_up_in_a_real_zero():
 
 
 def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
-    """The first `+=` makes small values that are held concrete: the rows that the second reads are all known by then."""
+    """The first `+=` makes small values that are held concrete: the rows that the second reads are
+    all known by then."""
 
     def program(wrap):
         model = net()
@@ -329,7 +376,8 @@ def test_5_a_second_loss_added_to_a_real_zero_is_still_cut():
 
 
 def test_5_a_step_that_cannot_be_cut_says_that_it_runs_whole():
-    """All that the second loss reads are a few ids, known by then, and none of their dimensions is the batch: nothing is left to cut."""
+    """All that the second loss reads are a few ids, known by then, and none of their dimensions is
+    the batch: nothing is left to cut."""
 
     def program(wrap):
         table = torch.nn.Embedding(5, 3, dtype=D)
@@ -342,7 +390,12 @@ def test_5_a_step_that_cannot_be_cut_says_that_it_runs_whole():
 
     compare_programs(program, B, split=False, slices=("even", "one"))
     plan = koila.last_plan()
-    assert (plan.n_micro_batches, plan.micro_batch, plan.batch, plan.loops) == (1, B, B, []) and "whole" in str(plan)
+    assert (plan.n_micro_batches, plan.micro_batch, plan.batch, plan.loops) == (
+        1,
+        B,
+        B,
+        [],
+    ) and "whole" in str(plan)
 
 
 def test_5_a_batch_that_was_looked_at_is_still_cut():
@@ -357,7 +410,16 @@ def test_5_a_batch_that_was_looked_at_is_still_cut():
     assert koila.last_plan().loops and koila.last_plan().loops[-1].n_slices == B
 
 
-@pytest.mark.parametrize("start", ["torch.zeros(())", "torch.tensor(0.0)", "torch.zeros_like(w.sum())", "torch.empty(1).zero_()", "0"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        "torch.zeros(())",
+        "torch.tensor(0.0)",
+        "torch.zeros_like(w.sum())",
+        "torch.empty(1).zero_()",
+        "0",
+    ],
+)
 def test_5_other_real_starts(start):
     def body(model, x, y, wrap):
         w = model[0].weight.detach()
@@ -400,7 +462,8 @@ def test_6_reentrant_backward_in_a_hook():
 
 
 class Adjoint(torch.autograd.Function):
-    """Gradients of parameters packed in one vector, by autograd.grad inside backward: what adjoint solvers do."""
+    """Gradients of parameters packed in one vector, by autograd.grad inside backward: what adjoint
+    solvers do."""
 
     @staticmethod
     def forward(ctx, x, flat, f):
@@ -484,12 +547,18 @@ def test_8_fill_diagonal_and_as_strided():
 @pytest.mark.parametrize("part", ["gather", "select", "view", "chunk"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_9_a_view_of_what_is_gone_is_used_in_every_later_step(part, grad):
-    """PPO's old log-probabilities: a view, whose base no variable holds, compared with in step after step."""
+    """PPO's old log-probabilities: a view, whose base no variable holds, compared with in step
+    after step."""
 
     def body(model, x, y, wrap):
         def of(h):
             h = h.log_softmax(-1)
-            return {"gather": h.gather(1, y[:, None]).squeeze(1), "select": h[:, 0], "view": h.view(-1), "chunk": torch.stack(h.chunk(2, 1)).sum(0)}[part]
+            return {
+                "gather": h.gather(1, y[:, None]).squeeze(1),
+                "select": h[:, 0],
+                "view": h.view(-1),
+                "chunk": torch.stack(h.chunk(2, 1)).sum(0),
+            }[part]
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with torch.set_grad_enabled(grad):
@@ -497,7 +566,10 @@ def test_9_a_view_of_what_is_gone_is_used_in_every_later_step(part, grad):
             halves = model(x).detach().chunk(2, 1)
         for _ in range(3):
             ratio = (of(model(x)) - old).exp()
-            loss = -ratio.clamp(0.8, 1.2).mean() + (model(x)[:, :2] - halves[0] * halves[1]).square().mean()
+            loss = (
+                -ratio.clamp(0.8, 1.2).mean()
+                + (model(x)[:, :2] - halves[0] * halves[1]).square().mean()
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -585,7 +657,11 @@ def test_11_reading_values_before_backward():
     def body(model, x, y, wrap):
         h = model(x)
         loss = F.cross_entropy(h, y)
-        log = {"loss": loss.item(), "entropy": float(-(h.softmax(1) * h.log_softmax(1)).sum(1).mean()), "accuracy": (h.argmax(1) == y).double().mean().item()}
+        log = {
+            "loss": loss.item(),
+            "entropy": float(-(h.softmax(1) * h.log_softmax(1)).sum(1).mean()),
+            "accuracy": (h.argmax(1) == y).double().mean().item(),
+        }
         if log["entropy"] > 100:
             return {}
         loss.backward()
@@ -664,7 +740,11 @@ def test_13_rows_in_another_order(f):
     [
         lambda m, x, y: (m(x) - m(x).mean(0)).square().mean(),
         lambda m, x, y: F.cross_entropy(m(x) * m(x).sum(), y),
-        lambda m, x, y: (F.layer_norm(m(x).sum(0).expand(B, 4) * m(x), (4,)) * torch.linspace(1, 2, 4, dtype=D)).square().mean(),
+        lambda m, x, y: (
+            (F.layer_norm(m(x).sum(0).expand(B, 4) * m(x), (4,)) * torch.linspace(1, 2, 4, dtype=D))
+            .square()
+            .mean()
+        ),
         lambda m, x, y: (F.layer_norm(m(x), (4,), m(x).mean(0), m(x).sum(0)) * y[:, None]).mean(),
         lambda m, x, y: (m(x) / m(x).abs().amax()).sum().exp(),
         lambda m, x, y: (m(x).sum() * m(x).sum()).sqrt() if True else None,
@@ -688,7 +768,10 @@ def test_15_cast_logits_shifted_labels_counted_tokens():
         logits = torch.stack([model(x), model(-x), model(x * 2)], 1).float().double()
         labels = F.pad(t, (0, 1), value=-100)[..., 1:].contiguous()
         n = labels.ne(-100).sum()
-        loss = F.cross_entropy(logits.view(-1, 4), labels.view(-1), reduction="sum", ignore_index=-100) / n
+        loss = (
+            F.cross_entropy(logits.view(-1, 4), labels.view(-1), reduction="sum", ignore_index=-100)
+            / n
+        )
         loss.backward()
         return {"n": n, "loss": loss}
 
@@ -794,8 +877,19 @@ def test_one_tensor_given_twice_stays_one():
 
 def test_batch_encoding_and_model_output():
     transformers = pytest.importorskip("transformers")
-    e = lazy(transformers.BatchEncoding({"input_ids": torch.ones(6, 4, dtype=torch.long), "attention_mask": torch.ones(6, 4, dtype=torch.long)}))
-    assert type(e) is transformers.BatchEncoding and is_lazy(e["input_ids"]) and is_lazy(e.attention_mask)
+    e = lazy(
+        transformers.BatchEncoding(
+            {
+                "input_ids": torch.ones(6, 4, dtype=torch.long),
+                "attention_mask": torch.ones(6, 4, dtype=torch.long),
+            }
+        )
+    )
+    assert (
+        type(e) is transformers.BatchEncoding
+        and is_lazy(e["input_ids"])
+        and is_lazy(e.attention_mask)
+    )
     assert is_lazy({**e}["input_ids"]) and is_lazy(e.to("cpu")["input_ids"])
     m = lazy(transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(6, 4)))
     assert is_lazy(m.last_hidden_state) and is_lazy(m[0])
@@ -858,9 +952,21 @@ def test_loader_passes_length_and_attributes_through():
         assert is_lazy(x) and is_lazy(y)
         sizes.append(len(x))
     assert sizes == [4, 4, 2]
-    assert [len(x) for x, y in lazy((b for b in [(torch.ones(3, 1), torch.ones(3)), (torch.ones(1, 1), torch.ones(1))]))] == [3, 1]
-    assert list(lazy(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(0, 3)), batch_size=4))) == []
+    assert [
+        len(x)
+        for x, y in lazy(
+            (b for b in [(torch.ones(3, 1), torch.ones(3)), (torch.ones(1, 1), torch.ones(1))])
+        )
+    ] == [3, 1]
+    assert (
+        list(
+            lazy(
+                torch.utils.data.DataLoader(
+                    torch.utils.data.TensorDataset(torch.zeros(0, 3)), batch_size=4
+                )
+            )
+        )
+        == []
+    )
     with pytest.raises(AttributeError):
         wrapped.no_such_thing  # noqa: B018
-
-

@@ -1,6 +1,8 @@
-"""What a user's type checker says of ordinary uses of koila: checked by test_stubs.py with mypy --strict, never run.
+"""What a user's type checker says of ordinary uses of koila: checked by test_stubs.py with mypy
+--strict, never run.
 
-Each `assert_type` is a claim; each `type: ignore` is a wrong use that must be an error, for an ignore that ignores nothing is one itself.
+Each `assert_type` is a claim; each `type: ignore` is a wrong use that must be an error, for an
+ignore that ignores nothing is one itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ import koila
 from koila import memlab
 
 
-def a_step(model: torch.nn.Module, loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def a_step(
+    model: torch.nn.Module,
+    loader: DataLoader[tuple[torch.Tensor, torch.Tensor]],
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> torch.Tensor:
     assert_type(koila.lazy(x), torch.Tensor)
     assert_type(koila.lazy(x, y), tuple[torch.Tensor, torch.Tensor])
     assert_type(koila.lazy({"x": x}, batch={"x": 1}), dict[str, torch.Tensor])
@@ -55,7 +62,10 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     p = assert_type(koila.explain(loss), koila.Plan)
     assert_type(p.predicted_peak_bytes, int)
     assert_type(p.measured_peak_bytes, int | None)
-    assert_type([(g.operator, g.shape, g.n_bytes) for g in p.gathers], list[tuple[str, tuple[int, ...], int]])
+    assert_type(
+        [(g.operator, g.shape, g.n_bytes) for g in p.gathers],
+        list[tuple[str, tuple[int, ...], int]],
+    )
     assert_type(p.loops[0].n_slices, int)
     p.save("step.html")
     ahead = koila.plan(step, loss, device="h100-80gb", optimizer="adamw")
@@ -101,7 +111,12 @@ def laboratory(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     before = memlab.snapshot(model, [optimizer])
     assert_type(before.by_kind(), dict[str, int])
     assert_type(memlab.diff(before, reporter.snapshot()).total, int)
-    with memlab.measure("cpu") as m, memlab.on_oom(top=5), memlab.Courtesy(to="pinned") as courtesy, memlab.timeline(model, optimizer) as t:
+    with (
+        memlab.measure("cpu") as m,
+        memlab.on_oom(top=5),
+        memlab.Courtesy(to="pinned") as courtesy,
+        memlab.timeline(model, optimizer) as t,
+    ):
         profiled(1)
     assert_type((m.rise, m.peak, t.peak, courtesy.yielded), tuple[int, int, int, bool])
     m.height  # type: ignore[attr-defined]

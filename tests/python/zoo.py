@@ -1,4 +1,5 @@
-"""Small models of every kind the tests use, and their batches. Batch sizes differ from all other sizes, but for one that is meant to be equal."""
+"""Small models of every kind the tests use, and their batches. Batch sizes differ from all other
+sizes, but for one that is meant to be equal."""
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ B = 6
 class MLP(nn.Module):
     def __init__(self, width=10, classes=4):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, classes))
+        self.layers = nn.Sequential(
+            nn.Linear(5, width),
+            nn.ReLU(),
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, classes),
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -38,7 +46,11 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(cout, cout, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(cout)
         self.relu = nn.ReLU(inplace=True)
-        self.down = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout)) if stride != 1 or cin != cout else None
+        self.down = (
+            nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
+            if stride != 1 or cin != cout
+            else None
+        )
 
     def forward(self, x):
         out = self.relu(self.bn1(self.conv1(x)))
@@ -52,7 +64,9 @@ class ResNet(nn.Module):
 
     def __init__(self, width=4, stages=(2, 2, 2, 2), classes=5):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         blocks, cin = [], width
         for i, n in enumerate(stages):
             for j in range(n):
@@ -92,7 +106,9 @@ class Seq2Seq(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, dropout=0.0, norm_first=False):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout, batch_first=True, norm_first=norm_first
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(8, 4)
 
@@ -106,7 +122,12 @@ class UNet(nn.Module):
 
         def double(cin, cout):
             return nn.Sequential(
-                nn.Conv2d(cin, cout, 3, padding=1), nn.GroupNorm(2, cout), nn.SiLU(), nn.Conv2d(cout, cout, 3, padding=1), nn.GroupNorm(2, cout), nn.SiLU()
+                nn.Conv2d(cin, cout, 3, padding=1),
+                nn.GroupNorm(2, cout),
+                nn.SiLU(),
+                nn.Conv2d(cout, cout, 3, padding=1),
+                nn.GroupNorm(2, cout),
+                nn.SiLU(),
             )
 
         self.down1, self.down2, self.middle = double(3, 4), double(4, 8), double(8, 8)
@@ -125,7 +146,17 @@ class UNet(nn.Module):
 def gpt2(**kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    base = dict(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=12,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
     base |= dict(bos_token_id=0, eos_token_id=0)
     return hf.GPT2LMHeadModel(hf.GPT2Config(**(base | kw)))
 
@@ -133,7 +164,14 @@ def gpt2(**kw):
 def bert(**kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(vocab_size=29, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, max_position_embeddings=16)
+    base = dict(
+        vocab_size=29,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=20,
+        max_position_embeddings=16,
+    )
     base |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
     return hf.BertForSequenceClassification(hf.BertConfig(**(base | kw)))
 
@@ -141,7 +179,16 @@ def bert(**kw):
 def vit(**kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, image_size=8, patch_size=4, num_channels=3, num_labels=5)
+    base = dict(
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=20,
+        image_size=8,
+        patch_size=4,
+        num_channels=3,
+        num_labels=5,
+    )
     return hf.ViTForImageClassification(hf.ViTConfig(**(base | kw)))
 
 

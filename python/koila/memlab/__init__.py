@@ -1,8 +1,10 @@
-"""koila.memlab: where the memory of a PyTorch program goes, with exact numbers, on a GPU and without one.
+"""koila.memlab: where the memory of a PyTorch program goes, with exact numbers, on a GPU and
+without one.
 
-Which line needs it: `LineProfiler`, `@profile`, `%mlrun`. Which tensors fill it: `MemReporter`, `snapshot`, `diff`. What a block cost:
-`measure`. What filled it when it ran out: `on_oom`. Lending the device for a while: `Courtesy`. Replaces pytorch_memlab: change the import.
-Importing this installs nothing, prints nothing and starts nothing; all is set up at first use.
+Which line needs it: `LineProfiler`, `@profile`, `%mlrun`. Which tensors fill it: `MemReporter`,
+`snapshot`, `diff`. What a block cost: `measure`. What filled it when it ran out: `on_oom`. Lending
+the device for a while: `Courtesy`. Replaces pytorch_memlab: change the import. Importing this
+installs nothing, prints nothing and starts nothing; all is set up at first use.
 """
 
 from __future__ import annotations
@@ -13,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .control import backend as backend, measure as measure, start as start, stop as stop
     from .courtesy import Courtesy as Courtesy
-    from .line_profiler.extension import load_ipython_extension as load_ipython_extension, unload_ipython_extension as unload_ipython_extension
-    from .line_profiler.line_profiler import DEFAULT_COLUMNS as DEFAULT_COLUMNS, LineProfiler as LineProfiler
-    from .line_profiler.profile import clear_global_line_profiler as clear_global_line_profiler, profile as profile, profile_every as profile_every
+    from .line_profiler.extension import (
+        load_ipython_extension as load_ipython_extension,
+        unload_ipython_extension as unload_ipython_extension,
+    )
+    from .line_profiler.line_profiler import (
+        DEFAULT_COLUMNS as DEFAULT_COLUMNS,
+        LineProfiler as LineProfiler,
+    )
+    from .line_profiler.profile import (
+        clear_global_line_profiler as clear_global_line_profiler,
+        profile as profile,
+        profile_every as profile_every,
+    )
     from .line_profiler.profile import set_target_gpu as set_target_gpu
     from .mem_reporter import MemReporter as MemReporter
     from .oom import on_oom as on_oom

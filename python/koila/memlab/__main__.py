@@ -1,12 +1,13 @@
 """python -m koila.memlab: profile a script without changing it; look at and compare what was saved.
 
-  run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] [-t FILE] (script.py | -m module) args...
-       FUNC: a function of the script ("train", "Net.forward") or "module:function"; none: every function the script defines.
-       The script's exit code is kept; the report goes to stderr, or to FILE (.txt .html .json .csv).
-       -t: also record the memory over time, and who held what at the peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
-  top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
-  view FILE.json                                        a saved table or snapshot as text
-  diff A.json B.json                                    two saved snapshots, by name; or two saved tables, by the peak of each line
+run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] [-t FILE] (script.py | -m module) args...
+     FUNC: a function of the script ("train", "Net.forward") or "module:function"; none: every
+     function the script defines. The script's exit code is kept; the report goes to stderr, or to
+     FILE (.txt .html .json .csv). -t: also record the memory over time, and who held what at the
+     peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
+top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
+view FILE.json                                        a saved table or snapshot as text
+diff A.json B.json                                    two saved snapshots, by name; or two saved tables, by the peak of each line
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def codes_inside(code: types.CodeType, prefix: str = "") -> list[tuple[str, type
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             name = prefix + const.co_name
-            is_class = "__qualname__" in const.co_names and const.co_name.isidentifier() and not const.co_flags & 2
+            is_class = (
+                "__qualname__" in const.co_names
+                and const.co_name.isidentifier()
+                and not const.co_flags & 2
+            )
             if not is_class and not const.co_name.startswith("<"):
                 found.append((name, const))
             found += codes_inside(const, f"{name}." if is_class else f"{name}.<locals>.")
@@ -96,7 +101,9 @@ def _imported(module: str, path: str) -> Any:
         for part in path.split("."):
             target = getattr(target, part)
     except SystemExit as leaving:
-        raise ValueError(f"-f {module}:{path}: importing {module} ended the program (exit code {leaving.code})") from None
+        raise ValueError(
+            f"-f {module}:{path}: importing {module} ended the program (exit code {leaving.code})"
+        ) from None
     except (ImportError, AttributeError) as error:
         raise ValueError(f"-f {module}:{path}: {error}") from None
     return target
@@ -116,10 +123,15 @@ def run(args: argparse.Namespace) -> int:
         if colon and not (module in own and (not args.m or path in dict(inside))):
             profiler.add_function(_imported(module, path))
             continue
-        wanted = path if colon else wanted  # what will run is the script's own, not what importing it once more would make
+        wanted = (
+            path if colon else wanted
+        )  # what will run is the script's own, not what importing it once more would make
         chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
         if wanted and not chosen:
-            raise ValueError(f"-f {wanted}: not in the script; it has {', '.join(n for n, _ in inside) or 'no function'}")
+            raise ValueError(
+                f"-f {wanted}: not in the script; it has "
+                f"{', '.join(n for n, _ in inside) or 'no function'}"
+            )
         for name, c in chosen:
             profiler.add_code(c, name)
     devices.listen()
@@ -172,7 +184,9 @@ def _saved(path: str) -> Any:
             data = json.load(f)
         except ValueError:
             data = None
-    if (isinstance(data, dict) and "rows" in data) or (isinstance(data, list) and all(isinstance(d, dict) and "lines" in d for d in data)):
+    if (isinstance(data, dict) and "rows" in data) or (
+        isinstance(data, list) and all(isinstance(d, dict) and "lines" in d for d in data)
+    ):
         return data
     raise ValueError(f"{path}: expected a snapshot or a table of lines, saved as .json")
 
@@ -183,7 +197,10 @@ def view(args: argparse.Namespace) -> int:
         rows = sorted(data["rows"], key=lambda r: -r["bytes"])
         for r in rows:
             size = utils.readable_size(r["bytes"])
-            print(f"{r['name']:<40s}{r['kind']:>10s}{str(tuple(r['shape'])):>20s}{size:>10s}  {r['line'] or ''}".rstrip())
+            print(
+                f"{r['name']:<40s}{r['kind']:>10s}{str(tuple(r['shape'])):>20s}{size:>10s}  "
+                f"{r['line'] or ''}".rstrip()
+            )
         return 0
     for function in data:
         print(f"## {function['function']} ({function['file']}:{function['line']})\n")
@@ -191,10 +208,17 @@ def view(args: argparse.Namespace) -> int:
         print(" ".join(f"{c:>24s}" for c in columns), " line code")
         for line in function["lines"]:
             cells = (
-                "" if line[c] is None else utils.readable_size(line[c]) if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss", "backward"} else str(line[c])
+                ""
+                if line[c] is None
+                else utils.readable_size(line[c])
+                if "byte" in c or c in {"rise", "delta", "alloc", "freed", "rss", "backward"}
+                else str(line[c])
                 for c in columns
             )
-            print(" ".join(f"{cell:>24s}" for cell in cells), f"{line['line']:>5d} {line['code']}".rstrip())
+            print(
+                " ".join(f"{cell:>24s}" for cell in cells),
+                f"{line['line']:>5d} {line['code']}".rstrip(),
+            )
         print()
     return 0
 
@@ -204,30 +228,80 @@ def diff(args: argparse.Namespace) -> int:
 
     a, b = _saved(args.a), _saved(args.b)
     if type(a) is not type(b):
-        raise ValueError(f"{args.a} and {args.b}: expected two snapshots or two tables, got one of each")
+        raise ValueError(
+            f"{args.a} and {args.b}: expected two snapshots or two tables, got one of each"
+        )
     if isinstance(a, dict):
-        before, after = (snapshots.bytes_by_name((r["name"], r["kind"], r["bytes"], r["line"]) for r in data["rows"]) for data in (a, b))
+        before, after = (
+            snapshots.bytes_by_name(
+                (r["name"], r["kind"], r["bytes"], r["line"]) for r in data["rows"]
+            )
+            for data in (a, b)
+        )
         answer = snapshots.compare(before, after, by_name_only=True)
     else:
-        answer = snapshots.diff(*([{**f, **line} for f in data for line in f["lines"]] for data in (a, b)))
+        answer = snapshots.diff(
+            *([{**f, **line} for f in data for line in f["lines"]] for data in (a, b))
+        )
     sys.stdout.write(str(answer))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m koila.memlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m koila.memlab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="{run,top,view,diff}", required=True)
     for name, function in (("run", run), ("top", top)):
-        p = verbs.add_parser(name, help="profile a script" if name == "run" else "the memory of a script while it runs")
+        p = verbs.add_parser(
+            name,
+            help="profile a script" if name == "run" else "the memory of a script while it runs",
+        )
         p.set_defaults(do=function)
         if name == "run":
-            p.add_argument("-f", "--function", action="append", metavar="FUNC", help='"train", "Net.forward" or "module:function"; none: all of the script\'s')
-            p.add_argument("-c", "--column", action="append", help="as 'active_bytes.all.peak', 'rise', 'hits'; repeatable")
-            p.add_argument("-g", "--gpu", default="0", metavar="DEVICE", help="the device shown: an index, cpu, cuda:1")
-            p.add_argument("-o", "--output", metavar="FILE", help="the table goes there (.txt .html .json .csv) and not to stderr")
-            p.add_argument("-t", "--timeline", metavar="FILE", help="memory over time (.html .pickle .txt .json .csv)")
+            p.add_argument(
+                "-f",
+                "--function",
+                action="append",
+                metavar="FUNC",
+                help='"train", "Net.forward" or "module:function"; none: all of the script\'s',
+            )
+            p.add_argument(
+                "-c",
+                "--column",
+                action="append",
+                help="as 'active_bytes.all.peak', 'rise', 'hits'; repeatable",
+            )
+            p.add_argument(
+                "-g",
+                "--gpu",
+                default="0",
+                metavar="DEVICE",
+                help="the device shown: an index, cpu, cuda:1",
+            )
+            p.add_argument(
+                "-o",
+                "--output",
+                metavar="FILE",
+                help="the table goes there (.txt .html .json .csv) and not to stderr",
+            )
+            p.add_argument(
+                "-t",
+                "--timeline",
+                metavar="FILE",
+                help="memory over time (.html .pickle .txt .json .csv)",
+            )
         else:
-            p.add_argument("-i", "--interval", type=float, default=1.0, metavar="SECONDS", help="between two lines; default 1")
+            p.add_argument(
+                "-i",
+                "--interval",
+                type=float,
+                default=1.0,
+                metavar="SECONDS",
+                help="between two lines; default 1",
+            )
         p.add_argument("-m", metavar="module", help="run this module instead of a script")
         p.add_argument("script", nargs="?")
         p.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")

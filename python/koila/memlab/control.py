@@ -13,9 +13,9 @@ def measure(device: devices.Device | None = None) -> _core.Measure:
     """What the block inside does to a device's memory, exactly.
 
     device: as for `LineProfiler`; None: the current accelerator, else the CPU.
-    Returns a context manager with ints, live inside the block and final after it: `.start .end .peak` (bytes on the device),
-    `.rise` = peak - start, `.alloc .freed` (bytes handed out and taken back inside), `.allocs .frees` (how often). Nestable; counts all
-    threads.
+    Returns a context manager with ints, live inside the block and final after it: `.start .end
+    .peak` (bytes on the device), `.rise` = peak - start, `.alloc .freed` (bytes handed out and
+    taken back inside), `.allocs .frees` (how often). Nestable; counts all threads.
 
     Raises:
         UnsupportedError: this device does not tell of every event, see `backend()`.
@@ -34,13 +34,16 @@ def check_hooked(index: int, call: str) -> None:
     """Raises UnsupportedError where the device does not tell of every event."""
     devices.listen()
     if not _core.memlab_hooked(index):
-        raise UnsupportedError(f"{call}: {devices.name(index)} is not counted exactly: {_why(index)}")
+        raise UnsupportedError(
+            f"{call}: {devices.name(index)} is not counted exactly: {_why(index)}"
+        )
 
 
 def start(trace: bool = False) -> None:
     """Put the allocator hooks in now: for programs that want the truth from the first tensor.
 
-    trace: also keep file and line of every CPU block from now on; reports then say who asked for it.
+    trace: also keep file and line of every CPU block from now on; reports then say who asked for
+    it.
     """
     devices.listen()
     if trace and not _core.memlab_trace(True):
@@ -60,7 +63,8 @@ def _why(index: int) -> str:
 
 
 def backend() -> dict[str, Any]:
-    """Which truth is in use: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None}. "why" is there when one is not the hook."""
+    """Which truth is in use: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None}. "why" is
+    there when one is not the hook."""
     devices.listen()
     kind, count = _core.memlab_devices()
     answer: dict[str, Any] = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}

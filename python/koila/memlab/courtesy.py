@@ -1,4 +1,5 @@
-"""Courtesy: lend the device's memory for a while. Storages are copied out and emptied in place; tensors, views and graphs stay as they are."""
+"""Courtesy: lend the device's memory for a while. Storages are copied out and emptied in place;
+tensors, views and graphs stay as they are."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class _Away:
     def storage(self) -> Any:
         """The storage, or None if it died."""
         torch = sys.modules["torch"]
-        return None if self.ref.expired() else torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        return (
+            None if self.ref.expired() else torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:
@@ -42,22 +45,32 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
 class Courtesy:
     """Give the memory of all tensors back for a while, and go on afterwards as if nothing had been.
 
-    device: None all accelerators; "cpu" moves CPU storages out of PyTorch's memory. to: "cpu", "pinned" or a directory.
+    device: None all accelerators; "cpu" moves CPU storages out of PyTorch's memory. to: "cpu",
+    "pinned" or a directory.
     optimizers: for names in `.skipped` and in errors.
-    `.yield_memory()` -> bytes given back; `.restore()` -> bytes taken again; as a context manager it yields on entry and restores on exit.
-    `.yielded`: is anything away; `.skipped`: [(name, bytes, reason)] of what could not be moved (shared, borrowed, not resizable).
+    `.yield_memory()` -> bytes given back; `.restore()` -> bytes taken again; as a context manager
+    it yields on entry and restores on exit. `.yielded`: is anything away; `.skipped`: [(name,
+    bytes, reason)] of what could not be moved (shared, borrowed, not resizable).
 
-    Values come back bit-equal; aliases, versions, gradients and a graph in flight survive. All or nothing: on failure everything is as it
-    was. While yielded, an operator on a yielded tensor raises RuntimeError on the yielding thread; reading it past the dispatcher
-    (`tolist()`, `numpy()`, another thread) is not caught on every version of torch. The accelerator's context itself stays.
+    Values come back bit-equal; aliases, versions, gradients and a graph in flight survive. All or
+    nothing: on failure everything is as it was. While yielded, an operator on a yielded tensor
+    raises RuntimeError on the yielding thread; reading it past the dispatcher (`tolist()`,
+    `numpy()`, another thread) is not caught on every version of torch. The accelerator's context
+    itself stays.
 
     Raises:
         ValueError: no such device, or `to` is none of the three.
         UnsupportedError: CUDA graphs are being captured or alive. Nothing was moved.
-        MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says how many bytes are missing.
+        MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says
+        how many bytes are missing.
     """
 
-    def __init__(self, device: devices.Device | None = None, to: utils.Path = "cpu", optimizers: Iterable[tensors.Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        device: devices.Device | None = None,
+        to: utils.Path = "cpu",
+        optimizers: Iterable[tensors.Optimizer] = (),
+    ) -> None:
         self._to = to
         self._devices: set[str] | None = None
         if device is not None:
@@ -68,10 +81,14 @@ class Courtesy:
         if not isinstance(to, (str, os.PathLike)):
             raise TypeError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory')
         if to not in {"cpu", "pinned"} and not os.path.isdir(to):
-            raise ValueError(f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists')
+            raise ValueError(
+                f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists'
+            )
         from .mem_reporter import check_optimizer
 
-        self._names = tensors.Names(optimizers=[check_optimizer(o, "Courtesy(optimizers)") for o in optimizers])
+        self._names = tensors.Names(
+            optimizers=[check_optimizer(o, "Courtesy(optimizers)") for o in optimizers]
+        )
         self._away: list[_Away] = []
         self._guard: Any = None
         self.skipped: list[tuple[str, int, str]] = []
@@ -104,7 +121,10 @@ class Courtesy:
         except BaseException as error:
             self._bring_back(torch, moved)
             if is_no_memory(error):
-                raise MemoryError(f"Courtesy.yield_memory: no host memory for {getattr(error, 'n_missing', '?')} bytes; nothing was moved") from error
+                raise MemoryError(
+                    "Courtesy.yield_memory: no host memory for "
+                    f"{getattr(error, 'n_missing', '?')} bytes; nothing was moved"
+                ) from error
             raise
         self._away += moved
         _empty_caches(torch)
@@ -115,10 +135,18 @@ class Courtesy:
 
     def _yield_one(self, torch: Any, row: tensors.Row, moved: list[_Away]) -> None:
         device = row[tensors.DEVICE]
-        if row[tensors.BYTES] <= 0 or (device not in self._devices if self._devices is not None else device in {"cpu", "meta"}):
+        if row[tensors.BYTES] <= 0 or (
+            device not in self._devices if self._devices is not None else device in {"cpu", "meta"}
+        ):
             return
         storage = torch._C.TensorBase.untyped_storage(row[-1])
-        reason = "shared between processes" if storage.is_shared() and device == "cpu" else "not resizable" if not storage.resizable() else None
+        reason = (
+            "shared between processes"
+            if storage.is_shared() and device == "cpu"
+            else "not resizable"
+            if not storage.resizable()
+            else None
+        )
         if row[tensors.OWNER] == "borrowed":
             reason = reason or "borrowed memory"
         if reason:
@@ -170,7 +198,10 @@ class Courtesy:
                 _poison(storage, _PATIENCE.format(a.name))
             if is_no_memory(error):
                 missing = sum(a.n for a in away) - sum(a.n for a, _ in done[:-1])
-                raise _errors.OutOfMemory(f"Courtesy.restore: {missing} bytes are missing on the device; nothing was restored, try again") from error
+                raise _errors.OutOfMemory(
+                    f"Courtesy.restore: {missing} bytes are missing on the device; nothing was "
+                    "restored, try again"
+                ) from error
             raise
         for a in away:
             a.home.close()
@@ -204,7 +235,9 @@ class _Home:
     def read(self, torch: Any, storage: torch.UntypedStorage) -> None:
         buffer = self._buffer
         if self._file is not None:
-            buffer = torch.frombuffer(mmap.mmap(self._file.fileno(), storage.nbytes()), dtype=torch.uint8)
+            buffer = torch.frombuffer(
+                mmap.mmap(self._file.fileno(), storage.nbytes()), dtype=torch.uint8
+            )
         _bytes_of(storage).copy_(buffer)
 
     def close(self) -> None:
@@ -242,14 +275,20 @@ def _refuse_graphs(torch: Any) -> None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return
     if torch.cuda.is_current_stream_capturing():
-        raise _errors.UnsupportedError("Courtesy.yield_memory: a CUDA graph is being captured; nothing was moved")
+        raise _errors.UnsupportedError(
+            "Courtesy.yield_memory: a CUDA graph is being captured; nothing was moved"
+        )
     if any(tuple(s.get("segment_pool_id", (0, 0))) != (0, 0) for s in torch.cuda.memory_snapshot()):
-        raise _errors.UnsupportedError("Courtesy.yield_memory: CUDA graphs are alive and keep addresses; delete them first; nothing was moved")
+        raise _errors.UnsupportedError(
+            "Courtesy.yield_memory: CUDA graphs are alive and keep addresses; delete them first; "
+            "nothing was moved"
+        )
 
 
 @functools.cache
 def _poisons() -> tuple[Callable[[int, str], None], Callable[[int], None]] | None:
-    """torch's own two calls (set, clear) that make access to a storage raise, or None. Tried out, because versions differ in having them."""
+    """torch's own two calls (set, clear) that make access to a storage raise, or None. Tried out,
+    because versions differ in having them."""
     import torch
 
     refuse: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -265,7 +304,8 @@ def _poisons() -> tuple[Callable[[int, str], None], Callable[[int], None]] | Non
 
 
 def _poison(storage: torch.UntypedStorage, text: str | None) -> None:
-    """Let torch itself refuse access to an emptied storage, where it can. text: what it says then; None: access is allowed again."""
+    """Let torch itself refuse access to an emptied storage, where it can. text: what it says then;
+    None: access is allowed again."""
     poisons = _poisons()
     if poisons is None:
         return
@@ -285,7 +325,9 @@ def _guard(courtesy: Courtesy) -> Any:
     class Guard(TorchDispatchMode):
         on = True
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if self.on:
                 away = {a.address: a for a in courtesy._away}
                 for leaf in tree_leaves((args, kwargs)):
@@ -296,7 +338,8 @@ def _guard(courtesy: Courtesy) -> Any:
             return func(*args, **(kwargs or {}))
 
         def leave(self) -> None:
-            """Take it off; if other modes were put on top meanwhile, it stays below them and does nothing."""
+            """Take it off; if other modes were put on top meanwhile, it stays below them and does
+            nothing."""
             self.on = False
             from torch.utils._python_dispatch import _get_current_dispatch_mode
 

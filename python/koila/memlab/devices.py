@@ -26,7 +26,8 @@ def listen() -> None:
 
 
 def resolve(device: Device | None, call: str) -> int:
-    """The number of `device`; `call` is echoed in errors. Without an accelerator an index means the CPU.
+    """The number of `device`; `call` is echoed in errors. Without an accelerator an index means the
+    CPU.
 
     Raises:
         TypeError, ValueError: not a device, not parsable, or there are not so many.
@@ -53,7 +54,11 @@ def resolve(device: Device | None, call: str) -> int:
     if kind is None:
         if index > 0 and not _warned:
             _warned = True
-            warnings.warn(f"{call}: there is no accelerator here, showing the CPU", UserWarning, stacklevel=user_level())
+            warnings.warn(
+                f"{call}: there is no accelerator here, showing the CPU",
+                UserWarning,
+                stacklevel=user_level(),
+            )
         if index < 0:
             raise ValueError(f"{call}: expected {_ACCEPTED}, got {device!r}")
         return 0

@@ -30,7 +30,9 @@ def _unit(device: str) -> int:
     return 1 if device in {"cpu", "meta"} else 512
 
 
-def check_models(model: tensors.Models, call: str) -> list[tuple[str, weakref.ref[torch.nn.Module]]]:
+def check_models(
+    model: tensors.Models, call: str
+) -> list[tuple[str, weakref.ref[torch.nn.Module]]]:
     """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
     if model is None:
         return []
@@ -38,26 +40,33 @@ def check_models(model: tensors.Models, call: str) -> list[tuple[str, weakref.re
     named: dict[str, Any] = model if isinstance(model, dict) else {"": model}
     for one in named.values():
         if torch is None or not isinstance(one, torch.nn.Module):
-            raise TypeError(f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}")
+            raise TypeError(
+                f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}"
+            )
     return [(f"{name}." if name else "", weakref.ref(one)) for name, one in named.items()]
 
 
 def check_optimizer(optimizer: tensors.Optimizer, call: str) -> weakref.ref[tensors.Optimizer]:
     if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}"
+        )
     return weakref.ref(optimizer)
 
 
-def check_optimizers(optimizers: tensors.Optimizer | Sequence[tensors.Optimizer], call: str) -> list[weakref.ref[tensors.Optimizer]]:
+def check_optimizers(
+    optimizers: tensors.Optimizer | Sequence[tensors.Optimizer], call: str
+) -> list[weakref.ref[tensors.Optimizer]]:
     several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     return [check_optimizer(o, call) for o in several]
 
 
 class MemReporter:
-    """List every tensor there is, with its storage's bytes, and balance the books against the allocator.
+    """List every tensor there is, with its storage's bytes, and balance the books against the
+    allocator.
 
-    model: a Module, or a dict of them: names its parameters and buffers. pre_collect: gc.collect() before looking.
-    It holds weak references only, and never keeps memory alive.
+    model: a Module, or a dict of them: names its parameters and buffers. pre_collect: gc.collect()
+    before looking. It holds weak references only, and never keeps memory alive.
 
     >>> reporter = MemReporter(model)
     >>> reporter.report()
@@ -83,25 +92,39 @@ class MemReporter:
             gc.collect()
         self._rows = self._names.collect(shared_saved=True)
         counted = {devices.name(i) for i in range(1 + _core.memlab_devices()[1])}
-        self._books = {d: tensors.books(self._rows, d) for d in {r[DEVICE] for r in self._rows} & counted}
+        self._books = {
+            d: tensors.books(self._rows, d) for d in {r[DEVICE] for r in self._rows} & counted
+        }
 
     def get_stats(self) -> None:
-        """Group what was collected by device, into `device_tensor_stat`: {torch.device: [(name, size, numel, bytes)]}."""
+        """Group what was collected by device, into `device_tensor_stat`: {torch.device: [(name,
+        size, numel, bytes)]}."""
         torch = sys.modules.get("torch")
         self.device_tensor_stat = {}
         self._looked = True
         for row in self._listed():
             n = -(-max(row[BYTES], 0) // _unit(row[DEVICE])) * _unit(row[DEVICE])
-            self.device_tensor_stat.setdefault(row[DEVICE], []).append((row[NAME], row[SHAPE] or (1,), row[NUMEL], n))
+            self.device_tensor_stat.setdefault(row[DEVICE], []).append(
+                (row[NAME], row[SHAPE] or (1,), row[NUMEL], n)
+            )
         if torch is not None:
-            self.device_tensor_stat = {torch.device(d): rows for d, rows in self.device_tensor_stat.items()}
+            self.device_tensor_stat = {
+                torch.device(d): rows for d, rows in self.device_tensor_stat.items()
+            }
 
     def _listed(self, verbose: bool = False) -> list[tensors.Row]:
         """Rows shown: a saved tensor whose storage is listed already only when verbose."""
-        return self._rows if verbose else [r for r in self._rows if r[tensors.KIND] != "saved" or r[FIRST] is None]
+        return (
+            self._rows
+            if verbose
+            else [r for r in self._rows if r[tensors.KIND] != "saved" or r[FIRST] is None]
+        )
 
-    def print_stats(self, verbose: bool = False, target_device: devices.Device | None = None) -> None:
-        """Print what was collected. verbose: say which row a shared storage belongs to, and list saved tensors that share one."""
+    def print_stats(
+        self, verbose: bool = False, target_device: devices.Device | None = None
+    ) -> None:
+        """Print what was collected. verbose: say which row a shared storage belongs to, and list
+        saved tensors that share one."""
         sys.stdout.write(self.text(verbose, target_device))
 
     def text(self, verbose: bool = False, target_device: devices.Device | None = None) -> str:
@@ -110,7 +133,9 @@ class MemReporter:
         shown = self._listed(verbose)
         for device in sorted({r[DEVICE] for r in shown}) if self.device_tensor_stat else ():
             if wanted is None or wanted(device):
-                parts.append(self._device_text([r for r in shown if r[DEVICE] == device], device, verbose))
+                parts.append(
+                    self._device_text([r for r in shown if r[DEVICE] == device], device, verbose)
+                )
         if wanted is not None and len(parts) == 1 and self._looked:
             parts.append(f"No tensors on {target_device}\n")
         return "".join(parts)
@@ -128,14 +153,25 @@ class MemReporter:
 
     def _device_text(self, rows: list[tensors.Row], device: str, verbose: bool) -> str:
         body, elements, used = _core.report_rows(rows, verbose, _unit(device))
-        lines = [f"Storage on {device}\n", body, f"{_RULE}\nTotal Tensors: {elements} \tUsed Memory: {readable_size(used)}\n"]
+        lines = [
+            f"Storage on {device}\n",
+            body,
+            f"{_RULE}\nTotal Tensors: {elements} \tUsed Memory: {readable_size(used)}\n",
+        ]
         books = self._books.get(device)
         if books:
             lines.append(f"The allocated memory on {device}: {readable_size(books['truth'])}\n")
             loose_bytes, n = books["loose"]
             if loose_bytes:
-                lines.append(f"Not held by a tensor found: {readable_size(loose_bytes)} in {n} block{'s' * (n != 1)}\n")
-            for key, title in (("rounding", "Allocator rounding"), ("waiting", "Waiting for another stream"), ("unexplained", "Unexplained")):
+                lines.append(
+                    f"Not held by a tensor found: {readable_size(loose_bytes)} in {n} "
+                    f"block{'s' * (n != 1)}\n"
+                )
+            for key, title in (
+                ("rounding", "Allocator rounding"),
+                ("waiting", "Waiting for another stream"),
+                ("unexplained", "Unexplained"),
+            ):
                 if books[key]:
                     lines.append(f"{title}: {readable_size(books[key])}\n")
             if books["borrowed"]:

@@ -19,16 +19,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
-    return "DefaultCPUAllocator" in text and ("can't allocate memory" in text or "not enough memory" in text)
+    return "DefaultCPUAllocator" in text and (
+        "can't allocate memory" in text or "not enough memory" in text
+    )
 
 
 class on_oom(contextlib.ContextDecorator):
-    """When the memory runs out inside: print what was asked for and where, the largest storages with their names (of models seen by the
-    garbage collector's walk, and of local variables of the frames passed), totals by kind, and what no tensor explains. Then the same
-    exception goes on.
+    """When the memory runs out inside: print what was asked for and where, the largest storages
+    with their names (of models seen by the garbage collector's walk, and of local variables of the
+    frames passed), totals by kind, and what no tensor explains. Then the same exception goes on.
 
-    top: how many storages. stream: where to print; None: sys.stderr of that moment. Allocates nothing on the device and changes no state
-    of the allocator.
+    top: how many storages. stream: where to print; None: sys.stderr of that moment. Allocates
+    nothing on the device and changes no state of the allocator.
 
     >>> with on_oom():
     ...     train()
@@ -44,7 +46,12 @@ class on_oom(contextlib.ContextDecorator):
         tensors.ready()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> Literal[False]:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> Literal[False]:
         if error is None or not is_out_of_memory(error) or getattr(error, "_koila_autopsy", False):
             return False
         stream = sys.stderr if self.stream is None else self.stream
@@ -61,7 +68,11 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
     """The text of on_oom."""
     asked = re.search(r"(?:tried to allocate|Tried to allocate) ([0-9.]+ ?\w+)", str(error))
     out = [f"Out of memory: asked for {asked.group(1) if asked else '?'}\n"]
-    user = [f for f in traceback.extract_tb(where) if "/torch/" not in f.filename and "/koila/" not in f.filename]
+    user = [
+        f
+        for f in traceback.extract_tb(where)
+        if "/torch/" not in f.filename and "/koila/" not in f.filename
+    ]
     if user:
         out.append(f"at {user[-1].filename}:{user[-1].lineno}: {user[-1].line or ''}\n")
     rows = tensors.names_around().collect()
@@ -71,9 +82,14 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
     for r in largest[:top]:
         names = local_names.get(r[tensors.STORAGE])
         size = str(r[tensors.SHAPE] or (1,))
-        out.append(f"{r[tensors.NAME]:<40s}{size:>20s}{utils.readable_size(r[tensors.BYTES]):>10s}  {r[tensors.DEVICE]}")
+        out.append(
+            f"{r[tensors.NAME]:<40s}{size:>20s}{utils.readable_size(r[tensors.BYTES]):>10s}  "
+            f"{r[tensors.DEVICE]}"
+        )
         site = _core.memlab_site(r[tensors.DATA])
-        out.append(f"{'  ' + ', '.join(names) if names else ''}{f'  {site[0]}:{site[1]}' if site else ''}\n")
+        out.append(
+            f"{'  ' + ', '.join(names) if names else ''}{f'  {site[0]}:{site[1]}' if site else ''}\n"
+        )
     totals: dict[tuple[str, str], int] = {}
     for r in rows:
         if r[tensors.BYTES] > 0:
@@ -84,7 +100,10 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
         out.append(f"{device} {kind:<20s}{utils.readable_size(n):>10s}\n")
     for device in sorted({d for d, _ in totals} - {"meta"}):
         b = tensors.books(rows, device)
-        out.append(f"{device} allocated {utils.readable_size(b['truth'])}, not held by a tensor found {utils.readable_size(b['loose'][0])}, ")
+        out.append(
+            f"{device} allocated {utils.readable_size(b['truth'])}, not held by a tensor found "
+            f"{utils.readable_size(b['loose'][0])}, "
+        )
         out.append(f"unexplained {utils.readable_size(b['unexplained'])}\n")
     return "".join(out)
 
@@ -97,6 +116,8 @@ def _local_names(where: TracebackType | None) -> dict[int, list[str]]:
         frame = where.tb_frame
         for name, value in list(frame.f_locals.items()):
             if issubclass(type(value), torch.Tensor) and torch._C._has_storage(value):
-                found.setdefault(torch._C._storage_address(value), []).append(f"{frame.f_code.co_name}: {name}")
+                found.setdefault(torch._C._storage_address(value), []).append(
+                    f"{frame.f_code.co_name}: {name}"
+                )
         where = where.tb_next
     return found

@@ -1,4 +1,5 @@
-"""pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`. Imports torch only when one is used."""
+"""pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`. Imports
+torch only when one is used."""
 
 from __future__ import annotations
 
@@ -9,7 +10,19 @@ from typing import Any
 
 import pytest
 
-_UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1000,
+    "KB": 1000,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def size_of(limit: int | str) -> int:
@@ -21,7 +34,11 @@ def size_of(limit: int | str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "limit_tensor_memory(limit, device=None): fail if the test needs more tensor memory than this above its start")
+    config.addinivalue_line(
+        "markers",
+        "limit_tensor_memory(limit, device=None): fail if the test needs more tensor memory than "
+        "this above its start",
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -19,7 +19,8 @@ Key = TypeVar("Key")
 
 
 class Row(NamedTuple):
-    """One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it; line: 'file:line' under start(trace=True)."""
+    """One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it;
+    line: 'file:line' under start(trace=True)."""
 
     name: str
     aliases: tuple[str, ...]
@@ -39,55 +40,86 @@ _names = tensors.Names()  # the numbers of anonymous tensors, one series for the
 
 
 class Snapshot:
-    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`, `.total(device)`, `.save(path)`, `str()`;
-    `.annotate(recorded)` writes the names into a memory snapshot of PyTorch's."""
+    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`,
+    `.total(device)`, `.save(path)`, `str()`; `.annotate(recorded)` writes the names into a memory
+    snapshot of PyTorch's."""
 
     def __init__(self, names: tensors.Names) -> None:
         self.pid = os.getpid()
         self.rows: list[Row] = []
         names.numbers, names.counter = _names.numbers, _names.counter
         rows = names.collect(shared_saved=True)
-        self.books = {d: tensors.books(rows, d) for d in {r[tensors.DEVICE] for r in rows} | {"cpu"} if d == "cpu" or ":" in d}
+        self.books = {
+            d: tensors.books(rows, d)
+            for d in {r[tensors.DEVICE] for r in rows} | {"cpu"}
+            if d == "cpu" or ":" in d
+        }
         aliases = _aliases(names)
         for r in rows:
             name, kind = r[tensors.NAME], r[tensors.KIND]
-            site = _core.memlab_site(r[tensors.DATA]) if r[tensors.DEVICE] == "cpu" and r[tensors.DATA] else None
+            site = (
+                _core.memlab_site(r[tensors.DATA])
+                if r[tensors.DEVICE] == "cpu" and r[tensors.DATA]
+                else None
+            )
             node = name.partition(".")[0] if kind == "saved" else None
             line = f"{site[0]}:{site[1]}" if site else None
             self.rows.append(
                 Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE], r[tensors.DEVICE], max(r[tensors.BYTES], 0),
                     r[tensors.STORAGE_BYTES], r[tensors.OFFSET], r[tensors.FIRST], node, line)
             )  # fmt: skip
-        self._at = [(r[tensors.DEVICE], r[tensors.DATA], r[tensors.NAME], r[tensors.KIND]) for r in rows if r[tensors.BYTES] > 0]
+        self._at = [
+            (r[tensors.DEVICE], r[tensors.DATA], r[tensors.NAME], r[tensors.KIND])
+            for r in rows
+            if r[tensors.BYTES] > 0
+        ]
         found = {r[tensors.DATA] for r in rows}
-        for i, (address, n, site) in enumerate(b for b in _core.memlab_blocks() if b[0] not in found):
+        for i, (address, n, site) in enumerate(
+            b for b in _core.memlab_blocks() if b[0] not in found
+        ):
             line = f"{site[0]}:{site[1]}" if site else None
-            self.rows.append(Row(f"block{i}", (), "block", (), "", "cpu", n, n, 0, None, None, line))
+            self.rows.append(
+                Row(f"block{i}", (), "block", (), "", "cpu", n, n, 0, None, None, line)
+            )
 
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes}, largest first."""
         return summed((r.kind, r.bytes) for r in self.rows)
 
     def by_module(self) -> dict[str, int]:
-        """{module path: bytes of its parameters, gradients, buffers and optimizer states}; '' is the model itself."""
-        return summed((module_of(r.name, r.kind), r.bytes) for r in self.rows if r.kind in {"parameter", "buffer", "grad", "optimizer"})
+        """{module path: bytes of its parameters, gradients, buffers and optimizer states}; '' is
+        the model itself."""
+        return summed(
+            (module_of(r.name, r.kind), r.bytes)
+            for r in self.rows
+            if r.kind in {"parameter", "buffer", "grad", "optimizer"}
+        )
 
     def total(self, device: devices.Device | None = None) -> int:
         """Bytes of all storages listed, on one device or on all."""
-        wanted = None if device is None else devices.name(devices.resolve(device, "Snapshot.total(device)"))
+        wanted = (
+            None
+            if device is None
+            else devices.name(devices.resolve(device, "Snapshot.total(device)"))
+        )
         return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
 
     def annotate(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Write names into what `torch.cuda.memory._snapshot()` has given at the same moment; changes and returns it.
+        """Write names into what `torch.cuda.memory._snapshot()` has given at the same moment;
+        changes and returns it.
 
-        A block that holds one of our rows, and the allocation that made it, get a first frame with the row's name and kind: PyTorch's memory
-        viewer, and `koila report`, then show it where they show the line.
+        A block that holds one of our rows, and the allocation that made it, get a first frame with
+        the row's name and kind: PyTorch's memory viewer, and `koila report`, then show it where
+        they show the line.
 
         >>> recorded = snapshot(model, optimizer).annotate(torch.cuda.memory._snapshot())
         >>> pickle.dump(recorded, open("named.pickle", "wb"))
         """
         if not isinstance(recorded, dict) or "segments" not in recorded:
-            raise TypeError(f"Snapshot.annotate: expected the dict of torch.cuda.memory._snapshot(), got {type(recorded).__name__}")
+            raise TypeError(
+                "Snapshot.annotate: expected the dict of torch.cuda.memory._snapshot(), got "
+                f"{type(recorded).__name__}"
+            )
         places: dict[str, list[tuple[int, str]]] = {}
         for device, address, name, kind in self._at:
             places.setdefault(device, []).append((address, f"{name} ({kind})"))
@@ -99,13 +131,19 @@ class Snapshot:
             found = places.get(f"{_core.memlab_devices()[0] or 'cuda'}:{index}", [])
             for block in segment["blocks"]:
                 at = block.get("address", at)
-                here = found[bisect.bisect_left(found, (at, "")) : bisect.bisect_left(found, (at + block["size"], ""))]
+                here = found[
+                    bisect.bisect_left(found, (at, "")) : bisect.bisect_left(
+                        found, (at + block["size"], "")
+                    )
+                ]
                 if here and block.get("state", "active_allocated") == "active_allocated":
                     names[index, at] = ", ".join(name for _, name in here)
                     _name_first(block, names[index, at])
                 at += block["size"]
         for index, trace in enumerate(recorded.get("device_traces", [])):
-            for event in reversed(trace):  # the newest allocation of an address is the one that is alive
+            for event in reversed(
+                trace
+            ):  # the newest allocation of an address is the one that is alive
                 if event["action"] == "alloc" and (index, event["addr"]) in names:
                     _name_first(event, names.pop((index, event["addr"])))
         return recorded
@@ -127,7 +165,15 @@ class Snapshot:
         if format == "text":
             text = str(self)
         elif format == "json":
-            text = json.dumps({"pid": self.pid, "by_kind": self.by_kind(), "rows": [r._asdict() for r in self.rows]}, default=str, indent=1)
+            text = json.dumps(
+                {
+                    "pid": self.pid,
+                    "by_kind": self.by_kind(),
+                    "rows": [r._asdict() for r in self.rows],
+                },
+                default=str,
+                indent=1,
+            )
         elif format == "csv":
             buffer = io.StringIO()
             writer = csv.writer(buffer)
@@ -136,7 +182,9 @@ class Snapshot:
             text = buffer.getvalue()
         else:
             cells = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(str('' if v is None else v))}</td>" for v in row) + "</tr>\n"
+                "<tr>"
+                + "".join(f"<td>{html.escape(str('' if v is None else v))}</td>" for v in row)
+                + "</tr>\n"
                 for row in sorted(self.rows, key=lambda r: -r.bytes)
             )
             head = "".join(f"<th>{f}</th>" for f in Row._fields)
@@ -156,7 +204,8 @@ def summed(pairs: Iterable[tuple[Key, int]]) -> dict[Key, int]:
 
 
 def module_of(name: str, kind: str) -> str:
-    """The path of the module that a parameter, gradient, buffer or optimizer state belongs to, by its name; '' is the model itself."""
+    """The path of the module that a parameter, gradient, buffer or optimizer state belongs to, by
+    its name; '' is the model itself."""
     if kind == "optimizer":
         name = name.partition(".")[2].rpartition(".")[0]
     if kind == "grad":
@@ -172,34 +221,56 @@ def _aliases(names: tensors.Names) -> dict[str, tuple[str, ...]]:
         model = ref()
         if model is None:
             continue
-        for name, p in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        for name, p in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]:
             known = first.setdefault(id(p), prefix + name)
             if known != prefix + name:
                 others[known] = (*others.get(known, ()), prefix + name)
     return others
 
 
-def snapshot(model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = ()) -> Snapshot:
-    """What fills the memory now. model: a Module or a dict of them; optimizers: for the names of their states."""
+def snapshot(
+    model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = ()
+) -> Snapshot:
+    """What fills the memory now. model: a Module or a dict of them; optimizers: for the names of
+    their states."""
     call = "snapshot(model)"
-    return Snapshot(tensors.Names(check_models(model, call), check_optimizers(optimizers, "snapshot(optimizers)")))
+    return Snapshot(
+        tensors.Names(
+            check_models(model, call), check_optimizers(optimizers, "snapshot(optimizers)")
+        )
+    )
 
 
 _Changes = list[tuple[str, int]]
 
 
 class Diff:
-    """What changed: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`. `.by_name_only`: other processes."""
+    """What changed: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`.
+    `.by_name_only`: other processes."""
 
-    def __init__(self, new: _Changes, gone: _Changes, grown: _Changes, by_name_only: bool = False) -> None:
+    def __init__(
+        self, new: _Changes, gone: _Changes, grown: _Changes, by_name_only: bool = False
+    ) -> None:
         def order(pairs: _Changes) -> _Changes:
             return sorted(pairs, key=lambda pair: -abs(pair[1]))
 
-        self.new, self.gone, self.grown, self.by_name_only = order(new), order(gone), order(grown), by_name_only
+        self.new, self.gone, self.grown, self.by_name_only = (
+            order(new),
+            order(gone),
+            order(grown),
+            by_name_only,
+        )
         self.total = sum(n for pairs in (new, gone, grown) for _, n in pairs)
 
     def __str__(self) -> str:
-        out = ["snapshots of different processes: compared by name only\n"] if self.by_name_only else []
+        out = (
+            ["snapshots of different processes: compared by name only\n"]
+            if self.by_name_only
+            else []
+        )
         for title, pairs in (("new", self.new), ("gone", self.gone), ("grown", self.grown)):
             out += [f"{title:<6s}{name:<60s}{utils.readable_size(n):>12s}\n" for name, n in pairs]
         return "".join(out) + f"{'total':<66s}{utils.readable_size(self.total):>12s}\n"
@@ -208,14 +279,18 @@ class Diff:
 
 
 def diff(a: Snapshot | list[dict[str, Any]], b: Snapshot | list[dict[str, Any]]) -> Diff:
-    """From a to b: two Snapshots, or two `records()` of a line profiler (then a line's bytes are its peak)."""
+    """From a to b: two Snapshots, or two `records()` of a line profiler (then a line's bytes are
+    its peak)."""
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
         before, after = _bytes_by_name(a), _bytes_by_name(b)
         other = a.pid != b.pid
     elif isinstance(a, list) and isinstance(b, list):
         before, after, other = _bytes_by_line(a), _bytes_by_line(b), False
     else:
-        raise TypeError(f"diff: expected two Snapshots or two records(), got {type(a).__name__} and {type(b).__name__}")
+        raise TypeError(
+            f"diff: expected two Snapshots or two records(), got {type(a).__name__} and "
+            f"{type(b).__name__}"
+        )
     return compare(before, after, other)
 
 
@@ -234,11 +309,22 @@ def _bytes_by_name(s: Snapshot) -> dict[str, int]:
 
 
 def bytes_by_name(rows: Iterable[tuple[str, str, int, str | None]]) -> dict[str, int]:
-    """rows: (name, kind, bytes, line). Blocks without a tensor have no name that stays: they count together, by line."""
-    return summed((name if kind != "block" else f"blocks without a tensor{f' from {line}' if line else ''}", n) for name, kind, n, line in rows)
+    """rows: (name, kind, bytes, line). Blocks without a tensor have no name that stays: they count
+    together, by line."""
+    return summed(
+        (
+            name
+            if kind != "block"
+            else f"blocks without a tensor{f' from {line}' if line else ''}",
+            n,
+        )
+        for name, kind, n, line in rows
+    )
 
 
 def _bytes_by_line(records: list[dict[str, Any]]) -> dict[str, int]:
     return {
-        f"{r['function']} ({r['file']}:{r['line']})": r["active_bytes.all.peak"] for r in records if r.get("active_bytes.all.peak") is not None
+        f"{r['function']} ({r['file']}:{r['line']})": r["active_bytes.all.peak"]
+        for r in records
+        if r.get("active_bytes.all.peak") is not None
     }

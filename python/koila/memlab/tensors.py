@@ -1,4 +1,5 @@
-"""All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in C (report.c)."""
+"""All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in
+C (report.c)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,21 @@ if TYPE_CHECKING:
 
 Models = Union["torch.nn.Module", "Mapping[str, torch.nn.Module]", None]
 Row = tuple[Any, ...]
-NAME, KIND, SHAPE, NUMEL, DTYPE, DEVICE, BYTES, STORAGE_BYTES, STORAGE, DATA, OFFSET, FIRST, OWNER = range(13)
+(
+    NAME,
+    KIND,
+    SHAPE,
+    NUMEL,
+    DTYPE,
+    DEVICE,
+    BYTES,
+    STORAGE_BYTES,
+    STORAGE,
+    DATA,
+    OFFSET,
+    FIRST,
+    OWNER,
+) = range(13)
 _both_owners: bool | None = None
 
 
@@ -39,9 +54,14 @@ class Optimizer(Protocol):
 
 
 class Names:
-    """Which names tensors have: models, optimizers, and the numbers of the anonymous ones. Holds weak references only."""
+    """Which names tensors have: models, optimizers, and the numbers of the anonymous ones. Holds
+    weak references only."""
 
-    def __init__(self, models: Iterable[tuple[str, weakref.ref[torch.nn.Module]]] = (), optimizers: Iterable[weakref.ref[Optimizer]] = ()) -> None:
+    def __init__(
+        self,
+        models: Iterable[tuple[str, weakref.ref[torch.nn.Module]]] = (),
+        optimizers: Iterable[weakref.ref[Optimizer]] = (),
+    ) -> None:
         self.models = list(models)  # (prefix, the module)
         self.optimizers = list(optimizers)
         self.numbers: dict[Any, Any] = {}
@@ -78,25 +98,43 @@ class Names:
         return found
 
     def collect(self, shared_saved: bool = False, with_tensors: bool = False) -> list[Row]:
-        """Rows of every tensor there is now; see report.c. with_tensors: each ends with its tensor."""
+        """Rows of every tensor there is now; see report.c. with_tensors: each ends with its
+        tensor."""
         torch = sys.modules.get("torch")
         if torch is None:
             return []
         devices.listen()
         both = _counts_both_owners()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return _mark_borrowed(_core.collect(torch, self.roots(), self.numbers, self.counter, shared_saved, both, with_tensors))
+            return _mark_borrowed(
+                _core.collect(
+                    torch,
+                    self.roots(),
+                    self.numbers,
+                    self.counter,
+                    shared_saved,
+                    both,
+                    with_tensors,
+                )
+            )
 
 
 def _mark_borrowed(rows: list[Row]) -> list[Row]:
-    """On an accelerator too a storage is borrowed that stands in none of its allocator's blocks, or in one that another storage has (DLPack)."""
+    """On an accelerator too a storage is borrowed that stands in none of its allocator's blocks, or
+    in one that another storage has (DLPack)."""
     ours = {devices.name(1 + i) for i in range(_core.memlab_devices()[1])}
-    live: dict[str, set[int] | None] = {}  # by device: addresses of blocks that no row stands on yet
+    live: dict[
+        str, set[int] | None
+    ] = {}  # by device: addresses of blocks that no row stands on yet
     for i, r in enumerate(rows):
         if r[DEVICE] not in ours or r[BYTES] <= 0:
             continue
         if r[DEVICE] not in live:
-            live[r[DEVICE]] = {address for address, _, state in blocks_of(devices.index(r[DEVICE])) if state == "active_allocated"} or None
+            live[r[DEVICE]] = {
+                address
+                for address, _, state in blocks_of(devices.index(r[DEVICE]))
+                if state == "active_allocated"
+            } or None
         free = live[r[DEVICE]]
         if free is not None and r[DATA] not in free:
             rows[i] = (*r[:OWNER], "borrowed", *r[OWNER + 1 :])
@@ -106,7 +144,8 @@ def _mark_borrowed(rows: list[Row]) -> list[Row]:
 
 
 def books(rows: list[Row], device: str) -> dict[str, Any]:
-    """What the allocator of `device` holds, against what the rows show: truth == listed + the items, `Unexplained` is what is left.
+    """What the allocator of `device` holds, against what the rows show: truth == listed + the
+    items, `Unexplained` is what is left.
 
     Keys: listed, truth, loose (bytes, blocks), rounding, waiting, unexplained, borrowed.
     """
@@ -122,11 +161,20 @@ def books(rows: list[Row], device: str) -> dict[str, Any]:
         borrowed = sum(r[BYTES] for r in here if r[OWNER] == "borrowed")
         truth, loose, rounding, waiting = _accelerator(device, mine)
     left = truth - listed - loose[0] - rounding - waiting
-    return dict(listed=listed, truth=truth, loose=loose, rounding=rounding, waiting=waiting, unexplained=left, borrowed=borrowed)
+    return dict(
+        listed=listed,
+        truth=truth,
+        loose=loose,
+        rounding=rounding,
+        waiting=waiting,
+        unexplained=left,
+        borrowed=borrowed,
+    )
 
 
 def _accelerator(device: str, mine: list[Row]) -> tuple[int, tuple[int, int], int, int]:
-    """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its allocator lists."""
+    """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its
+    allocator lists."""
     number = devices.index(device)
     truth = _core.memlab_now(number)[0]
     found = {r[DATA]: -(-r[BYTES] // 512) * 512 for r in mine}
@@ -139,15 +187,25 @@ def _accelerator(device: str, mine: list[Row]) -> tuple[int, tuple[int, int], in
             loose_blocks += 1
         elif state == "active_awaiting_free":
             waiting += size
-    return truth, (loose_bytes, loose_blocks), rounding, waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0
+    return (
+        truth,
+        (loose_bytes, loose_blocks),
+        rounding,
+        waiting if truth >= sum(found.values()) + loose_bytes + rounding + waiting else 0,
+    )
 
 
 def blocks_of(device: int) -> list[tuple[int, int, str]]:
-    """[(address, bytes, state)] of the blocks an accelerator's allocator lists, states as it calls them; [] where it lists none."""
+    """[(address, bytes, state)] of the blocks an accelerator's allocator lists, states as it calls
+    them; [] where it lists none."""
     torch, (kind, _) = sys.modules["torch"], _core.memlab_devices()
     try:
         snapshot = getattr(torch, str(kind)).memory_snapshot
-        segments = snapshot(include_traces=False) if "include_traces" in inspect.signature(snapshot).parameters else snapshot()
+        segments = (
+            snapshot(include_traces=False)
+            if "include_traces" in inspect.signature(snapshot).parameters
+            else snapshot()
+        )
     except (RuntimeError, AttributeError):
         return []
     found = []
@@ -172,7 +230,8 @@ def ready() -> None:
 
 
 def names_around() -> Names:
-    """Names for a report that was given no model: of the modules that are nobody's child, and of all optimizers."""
+    """Names for a report that was given no model: of the modules that are nobody's child, and of
+    all optimizers."""
     import gc
 
     torch = sys.modules["torch"]
@@ -181,4 +240,10 @@ def names_around() -> Names:
     optimizers = [weakref.ref(o) for o in objects if issubclass(type(o), torch.optim.Optimizer)]
     children = {id(c) for m in modules for c in m.__dict__.get("_modules", {}).values()}
     tops = [m for m in modules if id(m) not in children and any(True for _ in m.parameters())]
-    return Names([("" if len(tops) == 1 else f"{type(m).__name__}{i or ''}.", weakref.ref(m)) for i, m in enumerate(tops)], optimizers)
+    return Names(
+        [
+            ("" if len(tops) == 1 else f"{type(m).__name__}{i or ''}.", weakref.ref(m))
+            for i, m in enumerate(tops)
+        ],
+        optimizers,
+    )

@@ -16,18 +16,29 @@ from .. import _core
 from . import control, devices, tensors, utils
 from .snapshots import module_of, summed
 
-FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv", ".pickle": "pickle", ".pkl": "pickle"}
+FORMATS = {
+    ".txt": "text",
+    ".html": "html",
+    ".json": "json",
+    ".csv": "csv",
+    ".pickle": "pickle",
+    ".pkl": "pickle",
+}
 
 
 class timeline:
-    """Record every allocator event of one device in the block inside, with the line and the module that asked. One at a time.
+    """Record every allocator event of one device in the block inside, with the line and the module
+    that asked. One at a time.
 
-    model: a Module or a dict of them, whose submodules and parameters give names; optimizers: likewise. device: as for `measure`.
-    limit: events that are kept at most, 32 bytes each; what comes later is counted in `.n_lost` and is in no number.
-    After the block: `.start .peak .end` (bytes), `.n_events`, and of the moment of the peak `.at_peak` [{name, kind, bytes, line, module}],
-    `.by_kind() .by_module() .by_line()`; `str()`; `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
+    model: a Module or a dict of them, whose submodules and parameters give names; optimizers:
+    likewise. device: as for `measure`.
+    limit: events that are kept at most, 32 bytes each; what comes later is counted in `.n_lost` and
+    is in no number. After the block: `.start .peak .end` (bytes), `.n_events`, and of the moment of
+    the peak `.at_peak` [{name, kind, bytes, line, module}], `.by_kind() .by_module() .by_line()`;
+    `str()`; `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
 
-    A block that is gone by the end has the kind "gone": nobody can tell any more what it was, but its line and its module are known.
+    A block that is gone by the end has the kind "gone": nobody can tell any more what it was, but
+    its line and its module are known.
 
     Raises:
         UnsupportedError: this device does not tell of every event, see `backend()`.
@@ -39,13 +50,24 @@ class timeline:
     """
 
     def __init__(
-        self, model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = (), device: devices.Device | None = None, limit: int = 4_000_000
+        self,
+        model: tensors.Models = None,
+        optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = (),
+        device: devices.Device | None = None,
+        limit: int = 4_000_000,
     ) -> None:
         from .mem_reporter import check_models, check_optimizers
 
-        self._names = tensors.Names(check_models(model, "timeline(model)"), check_optimizers(optimizers, "timeline(optimizers)"))
-        self._models: dict[str, Any] = model if isinstance(model, dict) else {} if model is None else {"": model}
-        self._device = devices.current() if device is None else devices.resolve(device, "timeline(device)")
+        self._names = tensors.Names(
+            check_models(model, "timeline(model)"),
+            check_optimizers(optimizers, "timeline(optimizers)"),
+        )
+        self._models: dict[str, Any] = (
+            model if isinstance(model, dict) else {} if model is None else {"": model}
+        )
+        self._device = (
+            devices.current() if device is None else devices.resolve(device, "timeline(device)")
+        )
         self._limit = limit
         self._record: _core.Timeline | None = None
         self.at_peak: list[dict[str, Any]] = []
@@ -58,7 +80,10 @@ class timeline:
             _core.memlab_trace(True)  # without lines where they cannot be known
         torch = sys.modules.get("torch")
         held = tensors.blocks_of(self._device) if self._device else []
-        record.begin(torch.nn.Module if torch is not None else None, [(address, n) for address, n, state in held if state == "active_allocated"])
+        record.begin(
+            torch.nn.Module if torch is not None else None,
+            [(address, n) for address, n, state in held if state == "active_allocated"],
+        )
         self._record = record
         return self
 
@@ -67,7 +92,11 @@ class timeline:
         record.end()
         if not self._was_tracing:
             _core.memlab_trace(False)
-        modules = {id(m): f"{prefix}.{name}".strip(".") or "the model" for prefix, model in self._models.items() for name, m in model.named_modules()}
+        modules = {
+            id(m): f"{prefix}.{name}".strip(".") or "the model"
+            for prefix, model in self._models.items()
+            for name, m in model.named_modules()
+        }
         self._models = {}
         rows: dict[int, tensors.Row] = {}
         for r in self._names.collect():
@@ -76,8 +105,16 @@ class timeline:
         for address, n, site, module, _, stays in record.at_peak():
             row = rows.get(address) if stays else None
             line = f"{site[0]}:{site[1]}" if site else None
-            name, kind = (str(row[tensors.NAME]), str(row[tensors.KIND])) if row else (None, "block" if stays else "gone")
-            owner = module_of(name, kind) if name is not None and kind in {"parameter", "buffer", "grad", "optimizer"} else None
+            name, kind = (
+                (str(row[tensors.NAME]), str(row[tensors.KIND]))
+                if row
+                else (None, "block" if stays else "gone")
+            )
+            owner = (
+                module_of(name, kind)
+                if name is not None and kind in {"parameter", "buffer", "grad", "optimizer"}
+                else None
+            )
             where = modules.get(module) if owner is None else owner or "the model"
             self.at_peak.append(dict(name=name, kind=kind, bytes=n, line=line, module=where))
         self.at_peak.sort(key=lambda row: -row["bytes"])
@@ -124,11 +161,20 @@ class timeline:
 
     def __str__(self) -> str:
         self._over()
-        out = [f"highest {utils.readable_size(self.peak)}, at the beginning {utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}"]
-        out.append(f", {self.n_events} events" + (f", {self.n_lost} later ones not recorded\n" if self.n_lost else "\n"))
+        out = [
+            f"highest {utils.readable_size(self.peak)}, at the beginning "
+            f"{utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}"
+        ]
+        out.append(
+            f", {self.n_events} events"
+            + (f", {self.n_lost} later ones not recorded\n" if self.n_lost else "\n")
+        )
         for title, table in self._tables():
             out.append(f"\nat the peak, by {title}\n")
-            out += [f"{utils.readable_size(n):>12s}  {'not known' if key is None else key}\n" for key, n in table.items()]
+            out += [
+                f"{utils.readable_size(n):>12s}  {'not known' if key is None else key}\n"
+                for key, n in table.items()
+            ]
         return "".join(out)
 
     def save(self, path: utils.Path) -> None:
@@ -144,8 +190,24 @@ class timeline:
         return str(self)
 
     def _as_json(self) -> str:
-        numbers = dict(start=self.start, peak=self.peak, end=self.end, n_events=self.n_events, n_lost=self.n_lost)
-        return json.dumps({**numbers, **{f"by_{title}": {str(k): n for k, n in table.items()} for title, table in self._tables()}, "at_peak": self.at_peak}, indent=1)
+        numbers = dict(
+            start=self.start,
+            peak=self.peak,
+            end=self.end,
+            n_events=self.n_events,
+            n_lost=self.n_lost,
+        )
+        return json.dumps(
+            {
+                **numbers,
+                **{
+                    f"by_{title}": {str(k): n for k, n in table.items()}
+                    for title, table in self._tables()
+                },
+                "at_peak": self.at_peak,
+            },
+            indent=1,
+        )
 
     def _as_csv(self) -> str:
         buffer = io.StringIO()
@@ -158,20 +220,34 @@ class timeline:
         parts = []
         for title, table in self._tables()[:2]:
             rows = "".join(
-                f'<tr><td>{utils.readable_size(n)}</td><td class="l">{html.escape("not known" if key is None else str(key))}</td></tr>\n'
+                f"<tr><td>{utils.readable_size(n)}</td><td "
+                f'class="l">{html.escape("not known" if key is None else str(key))}</td></tr>\n'
                 for key, n in table.items()
             )
-            parts.append(f'<h3>By {title}</h3>\n<table>\n<tr><th>bytes</th><th class="l">{title}</th></tr>\n{rows}</table>\n')
+            parts.append(
+                f"<h3>By {title}</h3>\n<table>\n<tr><th>bytes</th><th "
+                f'class="l">{title}</th></tr>\n{rows}</table>\n'
+            )
         return self._over().page("Memory over time", "".join(parts))
 
     def _viewer_data(self) -> dict[str, Any]:
-        """The dictionary that torch.cuda.memory._snapshot() gives: one trace of allocations and frees, with frames."""
+        """The dictionary that torch.cuda.memory._snapshot() gives: one trace of allocations and
+        frees, with frames."""
         frames: dict[Any, list[dict[str, Any]]] = {None: []}
         trace: list[dict[str, Any]] = []
         for address, n, site, ns in self._over().events():
             if site is not None and site not in frames:
-                frames[site] = [dict(filename=site[0], line=site[1], name=os.path.basename(site[0]))]
-            event = dict(addr=address, size=abs(n), stream=0, time_us=ns // 1000, frames=frames[site])
+                frames[site] = [
+                    dict(filename=site[0], line=site[1], name=os.path.basename(site[0]))
+                ]
+            event = dict(
+                addr=address, size=abs(n), stream=0, time_us=ns // 1000, frames=frames[site]
+            )
             for action in ("alloc",) if n > 0 else ("free_requested", "free_completed"):
                 trace.append({"action": action, **event})
-        return {"segments": [], "device_traces": [trace], "external_annotations": [], "allocator_settings": {}}
+        return {
+            "segments": [],
+            "device_traces": [trace],
+            "external_annotations": [],
+            "allocator_settings": {},
+        }

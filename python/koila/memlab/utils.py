@@ -14,7 +14,8 @@ FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv"}
 
 
 class ByteSize:
-    """A number of bytes that formats itself in the unit it is read in: `f"{ByteSize(40_400):.2f}"` is '39.45K', its str '39K'.
+    """A number of bytes that formats itself in the unit it is read in: `f"{ByteSize(40_400):.2f}"`
+    is '39.45K', its str '39K'.
 
     NaN and None: ''. What is not a number (a symbolic size): its str.
     """
@@ -26,7 +27,11 @@ class ByteSize:
         text = _core.size_text(self.num_bytes)
         power = "BKMGTP".find(text[-1:]) if text else -1
         try:
-            return text if power < 0 else format(self.num_bytes / 1024**power, spec or ".0f") + text[-1]
+            return (
+                text
+                if power < 0
+                else format(self.num_bytes / 1024**power, spec or ".0f") + text[-1]
+            )
         except TypeError:  # a str that ends like a size
             return text
 
@@ -37,11 +42,13 @@ class ByteSize:
         return f"ByteSize({self.num_bytes!r})"
 
 
-calmsize = ByteSize  # as the old package calls it, whose users put their own here: readable_size goes through it
+# as the old package calls it, whose users put their own here: readable_size goes through it
+calmsize = ByteSize
 
 
 def readable_size(num_bytes: object) -> str:
-    """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its str."""
+    """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its
+    str."""
     size = calmsize(num_bytes)
     try:
         return format(size, ".2f")
@@ -57,7 +64,9 @@ def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in formats:
-        raise ValueError(f"save({os.fspath(path)!r}): expected a suffix of {', '.join(formats)}, got {suffix!r}")
+        raise ValueError(
+            f"save({os.fspath(path)!r}): expected a suffix of {', '.join(formats)}, got {suffix!r}"
+        )
     return formats[suffix]
 
 
@@ -72,7 +81,8 @@ def write(path: Path, text: str) -> None:
 
 
 def user_level() -> int:
-    """The `stacklevel` with which a warning of the caller names the first line outside this package."""
+    """The `stacklevel` with which a warning of the caller names the first line outside this
+    package."""
     frame, level, package = sys._getframe(1), 1, __name__.rpartition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
         frame, level = frame.f_back, level + 1

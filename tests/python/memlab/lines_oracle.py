@@ -1,6 +1,8 @@
-"""Runs on every CPython that koila supports, without torch: allocator events are made by hand, the expected table is written by hand below.
+"""Runs on every CPython that koila supports, without torch: allocator events are made by hand, the
+expected table is written by hand below.
 Usage: python lines_oracle.py [all-taken]   (koila importable). Prints "1 passed, 0 failed". all-taken: on 3.12 and later, with no tool id of
 sys.monitoring left, and a tracer of somebody else's installed."""
+
 import sys
 import types
 from importlib.util import find_spec
@@ -10,7 +12,11 @@ if TAKEN:
     for tool in (2, 3, 4):
         sys.monitoring.use_tool_id(tool, "somebody")
 
-sys.modules["torch"] = None  # not needed, and not to be found; the package itself insists on it, so only its parts are loaded
+sys.modules["torch"] = (
+    # not needed, and not to be found; the package itself insists on it, so only its parts are
+    # loaded
+    None
+)
 package = types.ModuleType("koila")
 package.__path__ = find_spec("koila").submodule_search_locations
 sys.modules["koila"] = package
@@ -157,9 +163,13 @@ def table(profiler):
     """The text without its line numbers and with single blanks."""
     numbers = {str(r["line"]) for r in profiler.records()}
     rows = []
-    for line in str(profiler.display(columns=["active_bytes.all.peak", "hits", "alloc", "freed", "delta"])).splitlines():
+    for line in str(
+        profiler.display(columns=["active_bytes.all.peak", "hits", "alloc", "freed", "delta"])
+    ).splitlines():
         words = line.split()
-        drop = "line" if "code" in words else next((w for w in words[:6][::-1] if w in numbers), None)
+        drop = (
+            "line" if "code" in words else next((w for w in words[:6][::-1] if w in numbers), None)
+        )
         if drop in words and not line.startswith("##"):
             words.remove(drop)
         rows.append(" ".join(words))
@@ -192,7 +202,11 @@ with LineProfiler(rec, gen, boom, main, work) as p:
         p.disable()
         p.clear()
 if TAKEN:
-    same &= sys.gettrace() is somebody and {"rec", "gen", "boom"} <= set(seen) and threading.gettrace() is None
+    same &= (
+        sys.gettrace() is somebody
+        and {"rec", "gen", "boom"} <= set(seen)
+        and threading.gettrace() is None
+    )
     sys.settrace(None)
     if not same:
         sys.exit("with all tool ids taken: wrong")
@@ -200,7 +214,9 @@ if TAKEN:
         run()
 once = table(p)
 if TAKEN:  # a tracer sees every turn of a comprehension that is part of its function's code
-    once = [row.replace("0.00B 4 0.00B", "0.00B 1 0.00B") if "range(3)" in row else row for row in once]
+    once = [
+        row.replace("0.00B 4 0.00B", "0.00B 1 0.00B") if "range(3)" in row else row for row in once
+    ]
 same = once == [" ".join(row.split()) for row in EXPECTED.splitlines()]
 with LineProfiler(rec, gen, boom, main, work) as q, LineProfiler(gen):
     run()

@@ -8,7 +8,14 @@ import textwrap
 
 def python(*args, code=0, timeout=240, cwd=None, **environment):
     """Run in a process of its own, which must exit with `code`: its CompletedProcess."""
-    p = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**os.environ, **environment})
+    p = subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, **environment},
+    )
     assert p.returncode == code, p.stdout[-6000:] + p.stderr[-6000:]
     return p
 
@@ -16,7 +23,9 @@ def python(*args, code=0, timeout=240, cwd=None, **environment):
 def fresh(body, code=0, **environment):
     """Run in a process that has no other tensors and has not started to count: its output."""
     head = "import gc, json, sys, torch\nimport koila._core as core\nfrom koila import memlab\nfrom koila.memlab import *\n"
-    return python("-W", "ignore", "-c", head + textwrap.dedent(body), code=code, **environment).stdout
+    return python(
+        "-W", "ignore", "-c", head + textwrap.dedent(body), code=code, **environment
+    ).stdout
 
 
 def cli(*args, code=0, cwd=None):
@@ -34,7 +43,8 @@ def rows(p, func, *columns):
     return {r["line"] - first: tuple(r[c] for c in columns) for r in ran(p, func)}
 
 
-# The report of a layer of 1024 x 1024, its input of 512 rows and the mean of its output, after backward.
+# The report of a layer of 1024 x 1024, its input of 512 rows and the mean of its output, after
+# backward.
 LAYER_REPORT = textwrap.dedent("""\
     Element type                                            Size  Used MEM
     -------------------------------------------------------------------------------

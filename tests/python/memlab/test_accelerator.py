@@ -1,5 +1,7 @@
-"""The accelerator back ends without an accelerator: a small libc10_cuda.so of our own calls the function that the real one calls for
-every block, and torch is told that there are two devices. What only hardware can show is not claimed here."""
+"""The accelerator back ends without an accelerator: a small libc10_cuda.so of our own calls the
+function that the real one calls for every block, and torch is told that there are two devices. What
+only hardware can show is not claimed here."""
+
 import os
 import shutil
 import subprocess
@@ -73,20 +75,37 @@ def library(tmp_path_factory):
     lib = os.path.join(os.path.dirname(torch.__file__), "lib")
     out = folder / "libc10_cuda.so"
     shared = [cc, "-shared", "-fPIC", "-O1", f"-L{lib}", f"-L{folder}"]
-    subprocess.run([*shared, str(folder / "runtime.c"), "-o", str(folder / "libcudart.so")], check=True)
-    subprocess.run([*shared, str(folder / "fake.c"), "-o", str(out), "-lc10", "-lcudart", f"-Wl,-rpath,{lib}:{folder}"], check=True)
+    subprocess.run(
+        [*shared, str(folder / "runtime.c"), "-o", str(folder / "libcudart.so")], check=True
+    )
+    subprocess.run(
+        [
+            *shared,
+            str(folder / "fake.c"),
+            "-o",
+            str(out),
+            "-lc10",
+            "-lcudart",
+            f"-Wl,-rpath,{lib}:{folder}",
+        ],
+        check=True,
+    )
     return str(out)
 
 
 def run(library, body, backend="native"):
     code = HEAD.replace("BACKEND", repr(backend)) + textwrap.dedent(body)
-    p = subprocess.run([sys.executable, "-c", code, library], capture_output=True, text=True, timeout=120)
+    p = subprocess.run(
+        [sys.executable, "-c", code, library], capture_output=True, text=True, timeout=120
+    )
     assert p.returncode == 0, p.stdout + p.stderr
     return p.stdout
 
 
 def test_lines_show_allocated_and_reserved_peaks_of_their_device(library):
-    run(library, """
+    run(
+        library,
+        """
         block(1, 5000, 1 << 21)                     # before we listen
         def work():
             block(0, 4096, 2 << 20)
@@ -105,7 +124,8 @@ def test_lines_show_allocated_and_reserved_peaks_of_their_device(library):
         assert "larger end of the line" in str(p.display(columns=["requested_bytes.all.peak"]))
         with memlab.measure("cuda:1") as m: block(1, 1000); block(1, -1000)
         assert (m.start, m.rise, m.alloc, m.freed) == (5512, 1000, 1000, 1000)
-    """)
+    """,
+    )
 
 
 WAITING = """
@@ -125,7 +145,10 @@ WAITING = """
 
 
 def test_what_waits_for_another_stream_is_active_and_not_allocated(library):
-    run(library, WAITING.replace("MODE", "'auto'") + """
+    run(
+        library,
+        WAITING.replace("MODE", "'auto'")
+        + """
     assert got == {0: (9, 9, 9), 1: (9, 9, 9), 2: (11, 9, 7), 3: (9, 8, 5), 4: (8, 8, 5), 5: (11, 11, 8), 6: (11, 8 + 1 / M, 8 + 1 / M), 7: (8 + 1 / M, 8, 8 + 1 / M)}, got
     found = p.records(work, device="cuda:0")
     assert found[2]["active.all.peak"] == found[2]["allocation.all.peak"] + 1
@@ -140,11 +163,15 @@ def test_what_waits_for_another_stream_is_active_and_not_allocated(library):
     with memlab.LineProfiler(outer, later) as p: outer()
     assert rows(p, outer, "active_bytes.all.peak", "active_bytes.all.current") == {0: (8 * M, 8 * M), 1: (8 * M, 8 * M), 2: (13 * M, 8 * M)}, rows(p, outer, "active_bytes.all.peak", "active_bytes.all.current", "allocated_bytes.all.peak")
     fake.let_go(0, 2 * M)
-    """)
+    """,
+    )
 
 
 def test_what_waits_is_read_once_a_call_and_at_every_line_only_while_it_waits(library):
-    run(library, WAITING.replace("MODE", "'hook'") + """
+    run(
+        library,
+        WAITING.replace("MODE", "'hook'")
+        + """
     assert all(active == current for active, current in ((r[0], r[2]) for r in got.values())), got    # it began to wait inside the only call
     fake.free_later(0, M)
     n = n_reads
@@ -160,11 +187,14 @@ def test_what_waits_is_read_once_a_call_and_at_every_line_only_while_it_waits(li
         n = n_reads
         with memlab.LineProfiler(quiet, stats="hook") as p: quiet()
         assert n_reads - n == reads and rows(p, quiet, "active_bytes.all.peak")[1] == (6 * M,), n_reads - n
-    """)
+    """,
+    )
 
 
 def test_reserved_bytes_after_the_cache_was_emptied(library):
-    run(library, """
+    run(
+        library,
+        """
         M = 1 << 20
         block(0, 30 * M, 30 * M); block(0, -30 * M)
         def work():
@@ -188,11 +218,14 @@ def test_reserved_bytes_after_the_cache_was_emptied(library):
             core.memlab_stop()
             fake.empty_cache(0, 1)
             assert fake.n_freed() == 3
-    """)
+    """,
+    )
 
 
 def test_a_switch_of_the_target_inside_a_function(library):
-    run(library, """
+    run(
+        library,
+        """
         def work():
             block(0, 1000)
             block(1, 70)
@@ -202,11 +235,14 @@ def test_a_switch_of_the_target_inside_a_function(library):
         p = memlab.LineProfiler(work)
         with p: work()
         assert rows(p, work, "active_bytes.all.peak") == {0: (0,), 1: (1000,), 2: (1000,), 3: (70,), 4: (70,), 5: (570,)}
-    """)
+    """,
+    )
 
 
 def test_statistics_are_read_as_asked(library):
-    run(library, """
+    run(
+        library,
+        """
         def work():
             for _ in range(1500):
                 block(0, 512); block(0, -512)
@@ -222,12 +258,15 @@ def test_statistics_are_read_as_asked(library):
         except UnsupportedError as e:
             assert "stats" in str(e)
         else: raise AssertionError
-    """)
+    """,
+    )
 
 
 def test_keys_of_five_parts_are_ignored_and_a_wrong_column_is_still_refused(library):
     """Private pools of CUDA graphs have statistics of their own, deeper than the others."""
-    run(library, """
+    run(
+        library,
+        """
         three = stats
         def five(device):
             pool = {"(0, 7)": {p: dict(current=1 << 40, peak=1 << 40, allocated=1 << 40, freed=1 << 40) for p in ("all", "large_pool", "small_pool")}}
@@ -261,11 +300,14 @@ def test_keys_of_five_parts_are_ignored_and_a_wrong_column_is_still_refused(libr
                 try: use()
                 except ValueError as e: assert why in str(e) and wrong[:60] in str(e), e
                 else: raise AssertionError(wrong)
-    """)
+    """,
+    )
 
 
 def test_other_allocators_fall_back_to_statistics(library):
-    run(library, """
+    run(
+        library,
+        """
         def work():
             block(0, 4096, 1 << 20)
             block(0, 100); block(0, -100)
@@ -276,21 +318,28 @@ def test_other_allocators_fall_back_to_statistics(library):
         try: memlab.measure("cuda:0")
         except UnsupportedError as e: assert "cudaMallocAsync" in str(e)
         else: raise AssertionError
-    """, backend="cudaMallocAsync")
+    """,
+        backend="cudaMallocAsync",
+    )
 
 
 def test_indices_and_current_device(library):
-    run(library, """
+    run(
+        library,
+        """
         from koila.memlab import devices
         try: memlab.LineProfiler(target_gpu=2)
         except ValueError as e: assert "there are 2 devices" in str(e), e
         else: raise AssertionError
         assert devices.resolve("cuda", "x") == 2 and devices.resolve(torch.device("cuda", 0), "x") == 1 and devices.current() == 2
-    """)
+    """,
+    )
 
 
 def test_books_of_an_accelerator_itemise_the_rest(library):
-    run(library, """
+    run(
+        library,
+        """
         from koila.memlab import tensors
         block(0, 512 + 1024 + 2048 + 4096, 1 << 21)
         memlab.start()
@@ -301,4 +350,5 @@ def test_books_of_an_accelerator_itemise_the_rest(library):
         def row(name, n, data): return (name, "tensor", (n,), n, "u8", "cuda:0", n, n, data, data, 0, None, "allocator")
         b = tensors.books([row("a", 10, 1000), row("b", 512, 2000)], "cuda:0")
         assert b == dict(listed=1024, truth=7680, loose=(2048, 1), rounding=512, waiting=4096, unexplained=0, borrowed=0), b
-    """)
+    """,
+    )

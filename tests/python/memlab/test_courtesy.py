@@ -1,4 +1,5 @@
 """Courtesy on CPU storages: every clause, failures injected at each copy and each refill."""
+
 import gc
 import weakref
 
@@ -26,7 +27,9 @@ def clean():
 
 def training(seed=0):
     torch.manual_seed(seed)
-    m = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2), torch.nn.BatchNorm1d(2))
+    m = torch.nn.Sequential(
+        torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2), torch.nn.BatchNorm1d(2)
+    )
     o = torch.optim.Adam(m.parameters(), lr=0.01)
     x = torch.randn(16, 20)
 
@@ -58,7 +61,9 @@ def test_everything_is_away_and_comes_back_bit_equal(to, tmp_path):
     assert n > 0 and c.yielded and base - core.truth_current() == n
     assert core.truth_current() <= skipped + 64
     assert c.restore() == n and not c.yielded and core.truth_current() == base
-    assert all(torch.equal(p, seen[id(p)][0]) and p._version == seen[id(p)][1] for p in m.parameters())
+    assert all(
+        torch.equal(p, seen[id(p)][0]) and p._version == seen[id(p)][1] for p in m.parameters()
+    )
     assert all(torch.equal(a, b) for a, b in zip(finger, (x, view, sparse.to_dense())))
     assert view._base is x and tied.data_ptr() == m[0].weight.data_ptr()
     finish(loss)
@@ -184,13 +189,22 @@ def test_without_an_accelerator():
         Courtesy(device="cuda")
 
 
-@pytest.mark.parametrize("capturing, pools, says", [(True, [], "being captured"), (False, [(0, 1)], "CUDA graphs are alive"), (False, [(0, 0)], None)])
+@pytest.mark.parametrize(
+    "capturing, pools, says",
+    [
+        (True, [], "being captured"),
+        (False, [(0, 1)], "CUDA graphs are alive"),
+        (False, [(0, 0)], None),
+    ],
+)
 def test_cuda_graphs_are_refused_and_nothing_is_moved(monkeypatch, capturing, pools, says):
     t = torch.ones(1000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": p} for p in pools])
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": p} for p in pools]
+    )
     if says is None:
         module._refuse_graphs(torch)
         return
@@ -216,7 +230,16 @@ def test_wrappers_and_lstm_weights_come_back_aliased():
     assert torch.equal(lstm(x)[0], before)
 
 
-@pytest.mark.parametrize("device, to, error", [(1.5, "cpu", TypeError), ([], "cpu", TypeError), ("gpu", "cpu", ValueError), ("cuda:", "cpu", ValueError), ("cpu", 3, TypeError)])
+@pytest.mark.parametrize(
+    "device, to, error",
+    [
+        (1.5, "cpu", TypeError),
+        ([], "cpu", TypeError),
+        ("gpu", "cpu", ValueError),
+        ("cuda:", "cpu", ValueError),
+        ("cpu", 3, TypeError),
+    ],
+)
 def test_what_is_no_device_and_no_destination(device, to, error):
     with pytest.raises(error, match="expected"):
         Courtesy(device=device, to=to)

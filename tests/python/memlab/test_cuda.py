@@ -1,4 +1,6 @@
-"""What only a GPU can show: every number against the allocator's own statistics and history, read by a tracer of our own."""
+"""What only a GPU can show: every number against the allocator's own statistics and history, read
+by a tracer of our own."""
+
 import collections
 import gc
 import io
@@ -23,15 +25,26 @@ if torch.cuda.is_available():
     torch.backends.cudnn.deterministic = True
     memlab.start()
 
-HOOKED = [f"{metric}.{pool}.{stat}" for metric in ("active", "active_bytes", "allocation", "allocated_bytes") for pool in ("all", "large_pool", "small_pool")
-          for stat in ("peak", "current", "allocated", "freed")] + ["reserved_bytes.all.peak", "reserved_bytes.all.current"]  # fmt: skip
-READ = [f"{metric}.{pool}.{stat}" for metric in ("requested_bytes", "segment", "inactive_split", "inactive_split_bytes") for pool in ("all", "large_pool", "small_pool")
-        for stat in ("current", "allocated", "freed")] + ["reserved_bytes.all.allocated", "reserved_bytes.all.freed"]  # fmt: skip
+HOOKED = [
+    f"{metric}.{pool}.{stat}"
+    for metric in ("active", "active_bytes", "allocation", "allocated_bytes")
+    for pool in ("all", "large_pool", "small_pool")
+    # fmt: skip
+    for stat in ("peak", "current", "allocated", "freed")
+] + ["reserved_bytes.all.peak", "reserved_bytes.all.current"]
+READ = [
+    f"{metric}.{pool}.{stat}"
+    for metric in ("requested_bytes", "segment", "inactive_split", "inactive_split_bytes")
+    for pool in ("all", "large_pool", "small_pool")
+    # fmt: skip
+    for stat in ("current", "allocated", "freed")
+] + ["reserved_bytes.all.allocated", "reserved_bytes.all.freed"]
 WORDS = ["hits", "rise", "delta", "alloc", "freed"]
 
 
 def settle():
-    """Nothing cached, no workspace: what runs next finds the allocator as the run before found it."""
+    """Nothing cached, no workspace: what runs next finds the allocator as the run before found
+    it."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -42,7 +55,8 @@ def settle():
 
 
 class Windows:
-    """A tracer that reads something at every line of one function, by sys.settrace: [(row, reading before, reading after)]."""
+    """A tracer that reads something at every line of one function, by sys.settrace: [(row, reading
+    before, reading after)]."""
 
     def __init__(self, function, read):
         self.code, self.read, self.found = function.__code__, read, []
@@ -111,7 +125,10 @@ def by_history(function):
     now, peaks = [start], {}
     for e in events:
         n = -(-e["size"] // 512) * 512
-        now.append(now[-1] + (n if e["action"] == "alloc" else -n if e["action"] == "free_requested" else 0))
+        now.append(
+            now[-1]
+            + (n if e["action"] == "alloc" else -n if e["action"] == "free_requested" else 0)
+        )
     for row, a, b in w.found:
         peaks[row] = max(peaks.get(row, 0), max(now[a : b + 1]))
     return peaks
@@ -124,7 +141,8 @@ def by_koila(function):
 
 
 def alone(make, how, *args):
-    """how(a new function), with the allocator as every other run finds it; kernels are loaded and handles made before."""
+    """how(a new function), with the allocator as every other run finds it; kernels are loaded and
+    handles made before."""
     make()()
     settle()
     return how(make(), *args)
@@ -140,12 +158,19 @@ def differences(ours, theirs, columns):
     """Where two tables differ: ["row 3 alloc: ours 512, theirs 1024"]."""
     if set(ours) != set(theirs):
         return [f"rows: ours {sorted(ours)}, theirs {sorted(theirs)}"]
-    return [f"row {row} {c}: ours {ours[row].get(c)}, theirs {theirs[row][c]}" for row in sorted(ours) for c in columns if ours[row].get(c) != theirs[row][c]]
+    return [
+        f"row {row} {c}: ours {ours[row].get(c)}, theirs {theirs[row][c]}"
+        for row in sorted(ours)
+        for c in columns
+        if ours[row].get(c) != theirs[row][c]
+    ]
 
 
 def small_step():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
 
@@ -255,7 +280,9 @@ def test_every_line_shows_what_the_statistics_show(make):
     ours, theirs = alone(make, by_koila), alone(make, by_tracer)
     wrong = differences(ours, theirs, WORDS + HOOKED)
     assert not wrong, f"{memlab.backend()}\n" + "\n".join(wrong[:60])
-    busy = {row: r for row, r in ours.items() if r["alloc"] or r["freed"]}  # the others are not asked about
+    busy = {
+        row: r for row, r in ours.items() if r["alloc"] or r["freed"]
+    }  # the others are not asked about
     wrong = differences(busy, {row: theirs[row] for row in busy}, READ)
     assert not wrong, "read at the ends of lines:\n" + "\n".join(wrong[:60])
 
@@ -263,9 +290,17 @@ def test_every_line_shows_what_the_statistics_show(make):
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda f: f.__name__)
 def test_peaks_of_lines_are_those_of_the_allocators_history(make):
     ours, theirs = alone(make, by_koila), alone(make, by_history)
-    wrong = {row: (ours[row]["allocated_bytes.all.peak"], theirs.get(row)) for row in ours if ours[row]["allocated_bytes.all.peak"] != theirs.get(row)}
-    if make is large_tensors:  # the history has what was asked for, the allocator may hand out up to 1 MiB more
-        wrong = {row: (a, b) for row, (a, b) in wrong.items() if b is None or not b < a <= b + (4 << 20)}
+    wrong = {
+        row: (ours[row]["allocated_bytes.all.peak"], theirs.get(row))
+        for row in ours
+        if ours[row]["allocated_bytes.all.peak"] != theirs.get(row)
+    }
+    if (
+        make is large_tensors
+    ):  # the history has what was asked for, the allocator may hand out up to 1 MiB more
+        wrong = {
+            row: (a, b) for row, (a, b) in wrong.items() if b is None or not b < a <= b + (4 << 20)
+        }
     assert not wrong, wrong
 
 
@@ -284,11 +319,21 @@ def test_profiling_changes_no_statistic_of_the_users(make):
         else:
             function()
         torch.cuda.synchronize()
-        seen.append((torch.cuda.memory_stats(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        seen.append(
+            (
+                torch.cuda.memory_stats(),
+                torch.cuda.max_memory_allocated(),
+                torch.cuda.max_memory_reserved(),
+            )
+        )
         del function
     a, b = seen
     assert a[1:] == b[1:]
-    assert a[0] == b[0], {k: (a[0].get(k), b[0].get(k)) for k in a[0].keys() | b[0].keys() if a[0].get(k) != b[0].get(k)}
+    assert a[0] == b[0], {
+        k: (a[0].get(k), b[0].get(k))
+        for k in a[0].keys() | b[0].keys()
+        if a[0].get(k) != b[0].get(k)
+    }
 
 
 def test_the_users_own_resets_inside_a_profiled_function_are_his():
@@ -366,8 +411,15 @@ def test_a_block_that_waits_for_another_stream_is_active_and_not_allocated():
 
     run(lambda function: function())
     ours, theirs = run(by_koila), run(by_tracer, read)
-    print({row: (r["allocated_bytes.all.current"], r["active_bytes.all.current"]) for row, r in theirs.items()})
-    assert any(r["active_bytes.all.current"] > r["allocated_bytes.all.current"] for r in theirs.values()), "the other stream was not busy"
+    print(
+        {
+            row: (r["allocated_bytes.all.current"], r["active_bytes.all.current"])
+            for row, r in theirs.items()
+        }
+    )
+    assert any(
+        r["active_bytes.all.current"] > r["allocated_bytes.all.current"] for r in theirs.values()
+    ), "the other stream was not busy"
     allocated = [c for c in HOOKED if c.startswith("alloc")]
     assert not differences(ours, theirs, allocated + ["rise", "delta", "alloc", "freed"])
     wrong = differences(ours, theirs, ["active_bytes.all.peak", "active_bytes.all.current"])
@@ -483,8 +535,14 @@ def test_measure_is_what_the_statistics_say():
         b = (a + 1) * 2
         del a
     s = torch.cuda.memory_stats()
-    assert (m.start, m.end, m.peak) == (start, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
-    assert (m.alloc, m.freed, m.allocs, m.frees) == tuple(s[f"{k}.all.{w}"] for k in ("allocated_bytes", "allocation") for w in ("allocated", "freed"))
+    assert (m.start, m.end, m.peak) == (
+        start,
+        torch.cuda.memory_allocated(),
+        torch.cuda.max_memory_allocated(),
+    )
+    assert (m.alloc, m.freed, m.allocs, m.frees) == tuple(
+        s[f"{k}.all.{w}"] for k in ("allocated_bytes", "allocation") for w in ("allocated", "freed")
+    )
     assert (current.rise, current.alloc) == (m.rise, m.alloc) and cpu.alloc == 0
     del b
 
@@ -497,8 +555,14 @@ def test_lines_show_the_device_that_is_the_target():
 
     with LineProfiler(work, target_gpu="cuda") as p:
         work()
-    of = {d: [r["alloc"] for r in ran(p, work, device=d)] for d in ("cpu", 0, torch.device("cuda:0"))}
-    assert of == {"cpu": [0, 4000, 0, 0], 0: [0, 0, 4096, 0], torch.device("cuda:0"): [0, 0, 4096, 0]}
+    of = {
+        d: [r["alloc"] for r in ran(p, work, device=d)] for d in ("cpu", 0, torch.device("cuda:0"))
+    }
+    assert of == {
+        "cpu": [0, 4000, 0, 0],
+        0: [0, 0, 4096, 0],
+        torch.device("cuda:0"): [0, 0, 4096, 0],
+    }
     assert [r["alloc"] for r in ran(p, work)] == of[0]
     with pytest.raises(ValueError, match="there are"):
         memlab.set_target_gpu(torch.cuda.device_count())
@@ -506,7 +570,10 @@ def test_lines_show_the_device_that_is_the_target():
     assert "4.00K" in text or "active_bytes" in text
 
 
-@pytest.mark.parametrize("environment", ["PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"])
+@pytest.mark.parametrize(
+    "environment",
+    ["PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"],
+)
 def test_allocators_that_tell_nothing_fall_back_to_statistics(environment):
     name, _, value = environment.partition("=")
     out = fresh("""
@@ -570,12 +637,19 @@ def test_nothing_of_cuda_is_started_by_looking():
 
 
 def mlp():
-    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.GELU(), torch.nn.LayerNorm(400), torch.nn.Linear(400, 10)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 400),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(400),
+        torch.nn.Linear(400, 10),
+    ).cuda()
     return model, lambda: model(torch.randn(16, 300, device="cuda")).logsumexp(1).mean()
 
 
 def tied():
-    model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100, bias=False)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100, bias=False)
+    ).cuda()
     model[1].weight = model[0].weight
     return model, lambda: model(torch.randint(0, 100, (8, 9), device="cuda")).square().mean()
 
@@ -601,7 +675,10 @@ def gpt2():
 def checkpointed():
     from torch.utils.checkpoint import checkpoint
 
-    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 128)) for _ in range(3)).cuda()
+    blocks = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 128))
+        for _ in range(3)
+    ).cuda()
 
     def forward():
         x = torch.randn(32, 128, device="cuda", requires_grad=True)
@@ -618,7 +695,9 @@ def attention():
 
 
 def half():
-    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.ReLU(), torch.nn.Linear(300, 20)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(200, 300), torch.nn.ReLU(), torch.nn.Linear(300, 20)
+    ).cuda()
 
     def forward():
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -637,7 +716,8 @@ OPTIMIZERS = {
 
 
 def balanced(model, optimizer, when):
-    """The report's rows and its rest are what the allocator holds; by another walk, the storages are those that Python's collector finds."""
+    """The report's rows and its rest are what the allocator holds; by another walk, the storages
+    are those that Python's collector finds."""
     gc.collect()
     torch.cuda.synchronize()
     r = MemReporter(model)
@@ -657,9 +737,15 @@ def balanced(model, optimizer, when):
     note = f"{when}: {b}, truth {truth}, not in a block {strange[:5]}, blocks without a row {[(hex(a), v) for a, v in blocks.items() if a not in held][:12]}"
     assert b["truth"] == truth and b["unexplained"] == 0 and not strange, note
     assert b["listed"] + b["loose"][0] + b["rounding"] == truth, note
-    assert all(blocks[a][1] == n for a, n in held.items()), note + f" sizes: {[(n, blocks[a]) for a, n in held.items() if blocks[a][1] != n][:10]}"
+    assert all(blocks[a][1] == n for a, n in held.items()), (
+        note + f" sizes: {[(n, blocks[a]) for a, n in held.items() if blocks[a][1] != n][:10]}"
+    )
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cuda"}
+        seen = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if issubclass(type(t), torch.Tensor) and t.device.type == "cuda"
+        }
     missing = {hex(a): n for a, n in seen.items() if n and a not in held}
     assert not missing, f"{when}: storages not listed {missing}"
     return r, b, rows
@@ -687,8 +773,17 @@ def test_the_books_balance(make, optimizer, capsys):
         chosen.zero_grad()
     names = {row[tensors.NAME] for row in rows}
     assert {name for name, _ in model.named_parameters()} <= names
-    on_device = {k: v for k, v in ((row[tensors.NAME], row) for row in rows) if k.startswith(type(chosen).__name__)}
-    state = [v for s in chosen.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.is_cuda]
+    on_device = {
+        k: v
+        for k, v in ((row[tensors.NAME], row) for row in rows)
+        if k.startswith(type(chosen).__name__)
+    }
+    state = [
+        v
+        for s in chosen.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor) and v.is_cuda
+    ]
     assert len(on_device) == len(state)
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
@@ -696,7 +791,9 @@ def test_the_books_balance(make, optimizer, capsys):
     _, after, _ = balanced(model, chosen, "workspaces given back")
     r.report()
     text = capsys.readouterr().out
-    print(f"{make.__name__}, {optimizer}: {b}, workspaces {workspaces}, then {after}\n{text[-700:]}")
+    print(
+        f"{make.__name__}, {optimizer}: {b}, workspaces {workspaces}, then {after}\n{text[-700:]}"
+    )
     gone = after["loose"][0]
     assert gone == 0 or make in {lstm}, (after, workspaces)  # cuDNN keeps the state of its dropout
 
@@ -721,7 +818,9 @@ def test_activations_that_only_autograd_holds():
     y = (x * (x + 2)).exp().tanh().sum()
     r = MemReporter()
     r.collect_tensor()
-    rows = [row for row in r._rows if row[tensors.DEVICE] == "cuda:0" and row[tensors.BYTES] == 2 << 20]
+    rows = [
+        row for row in r._rows if row[tensors.DEVICE] == "cuda:0" and row[tensors.BYTES] == 2 << 20
+    ]
     assert len(rows) == 4 and torch.cuda.memory_allocated() - base == (8 << 20) + 512, rows
     assert r._books["cuda:0"]["unexplained"] == 0
     del y
@@ -753,7 +852,12 @@ def test_what_filled_a_full_device():
         assert torch.cuda.memory_stats()["allocated_bytes.all.allocated"] == before
         print(text.getvalue())
     """)
-    assert out.startswith("OutOfMemoryError\nOut of memory: asked for 40.00 GiB") and "300.00M" in out and "hog" in out and "weight" in out, out
+    assert (
+        out.startswith("OutOfMemoryError\nOut of memory: asked for 40.00 GiB")
+        and "300.00M" in out
+        and "hog" in out
+        and "weight" in out
+    ), out
     assert "unexplained 0.00B" in out.replace("unexplained 0\n", "unexplained 0.00B\n"), out
 
 
@@ -783,18 +887,32 @@ def test_a_snapshot_of_pytorchs_gets_our_names_and_opens_in_its_viewer(tmp_path)
     expected |= {p.grad.data_ptr(): f"{name}.grad (grad)" for name, p in model.named_parameters()}
     for p, s in optimizer.state.items():
         name = next(n for n, q in model.named_parameters() if q is p)
-        expected |= {s[k].data_ptr(): f"AdamW.{name}.{k} (optimizer)" for k in ("exp_avg", "exp_avg_sq")}
+        expected |= {
+            s[k].data_ptr(): f"AdamW.{name}.{k} (optimizer)" for k in ("exp_avg", "exp_avg_sq")
+        }
     assert {a: first.get(a) for a in expected} == expected
-    events = [e for e in named["device_traces"][0] if e["frames"] and e["frames"][0]["filename"] == "koila.memlab"]
+    events = [
+        e
+        for e in named["device_traces"][0]
+        if e["frames"] and e["frames"][0]["filename"] == "koila.memlab"
+    ]
     assert {e["addr"] for e in events} >= set(expected)
-    assert [len(s["blocks"]) for s in plain["segments"]] == [len(s["blocks"]) for s in named["segments"]]
+    assert [len(s["blocks"]) for s in plain["segments"]] == [
+        len(s["blocks"]) for s in named["segments"]
+    ]
     from torch.cuda import _memory_viz as viewer
 
     with open(tmp_path / "named.pickle", "wb") as f:
         pickle.dump(named, f)
     data = pickle.loads((tmp_path / "named.pickle").read_bytes())
     assert "0.weight.grad (grad)" in json.dumps(data["segments"])
-    for text in (viewer.trace_plot(data), viewer.segment_plot(data), viewer.segsum(data), viewer.trace(data), viewer.memory(data, format_flamegraph=str)):
+    for text in (
+        viewer.trace_plot(data),
+        viewer.segment_plot(data),
+        viewer.segsum(data),
+        viewer.trace(data),
+        viewer.memory(data, format_flamegraph=str),
+    ):
         assert text
     assert "0.weight.grad (grad)" in viewer.memory(data, format_flamegraph=str)
 
@@ -816,12 +934,30 @@ def test_a_timeline_of_the_gpu(tmp_path):
         optimizer.step()
         torch.cuda.synchronize()
     s = torch.cuda.memory_stats()
-    note = (t.start, t.peak, t.end, t.n_events, start, {k: v for k, v in s.items() if k.startswith(("allocat", "num"))})
-    assert (t.start, t.peak, t.end) == (start, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()), note
-    assert t.n_events == s["allocation.all.allocated"] + s["allocation.all.freed"] and t.n_lost == 0, note
-    assert sum(t.by_kind().values()) == t.peak == sum(t.by_line().values()), (t.by_kind(), t.by_line())
+    note = (
+        t.start,
+        t.peak,
+        t.end,
+        t.n_events,
+        start,
+        {k: v for k, v in s.items() if k.startswith(("allocat", "num"))},
+    )
+    assert (t.start, t.peak, t.end) == (
+        start,
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.memory_allocated(),
+    ), note
+    assert (
+        t.n_events == s["allocation.all.allocated"] + s["allocation.all.freed"] and t.n_lost == 0
+    ), note
+    assert sum(t.by_kind().values()) == t.peak == sum(t.by_line().values()), (
+        t.by_kind(),
+        t.by_line(),
+    )
     assert any(line and "test_cuda.py" in line for line in t.by_line()), t.by_line()
-    assert {"0.weight", "0.weight.grad"} & {r["name"] for r in t.at_peak} and "0" in t.by_module(), (t.at_peak, t.by_module())
+    assert {"0.weight", "0.weight.grad"} & {
+        r["name"] for r in t.at_peak
+    } and "0" in t.by_module(), (t.at_peak, t.by_module())
     for suffix in ("html", "txt", "json", "csv", "pickle"):
         t.save(tmp_path / f"t.{suffix}")
     data = pickle.loads((tmp_path / "t.pickle").read_bytes())
@@ -835,7 +971,9 @@ def test_a_timeline_of_the_gpu(tmp_path):
 
 def training():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(500, 600), torch.nn.Tanh(), torch.nn.Linear(600, 5), torch.nn.BatchNorm1d(5)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(500, 600), torch.nn.Tanh(), torch.nn.Linear(600, 5), torch.nn.BatchNorm1d(5)
+    ).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     x = torch.randn(64, 500, device="cuda")
     return model, optimizer, lambda: model(x).exp().sum()
@@ -864,10 +1002,18 @@ def test_yielding_gives_the_memory_back_and_a_run_goes_on_bit_equal(to, tmp_path
                     model[0].weight + 1
                 with pytest.raises(RuntimeError, match="was yielded"):
                     loss.detach() + 1
-                assert c.yield_memory() == 0 and c.restore() == n and c.restore() == 0 and not c.yielded
+                assert (
+                    c.yield_memory() == 0
+                    and c.restore() == n
+                    and c.restore() == 0
+                    and not c.yielded
+                )
                 assert versions == [p._version for p in model.parameters()]
                 view.add_(1)
-                assert view.data_ptr() == other[1].data_ptr() and float(other[1, 0]) == 100 + step // 2 + 1
+                assert (
+                    view.data_ptr() == other[1].data_ptr()
+                    and float(other[1, 0]) == 100 + step // 2 + 1
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -875,7 +1021,9 @@ def test_yielding_gives_the_memory_back_and_a_run_goes_on_bit_equal(to, tmp_path
         return out, [p.detach().cpu() for p in model.parameters()]
 
     plain, interrupted = losses(False), losses(True)
-    assert plain[0] == interrupted[0] and all(torch.equal(a, b) for a, b in zip(plain[1], interrupted[1]))
+    assert plain[0] == interrupted[0] and all(
+        torch.equal(a, b) for a, b in zip(plain[1], interrupted[1])
+    )
 
 
 def test_backward_of_a_yielded_graph_raises_and_goes_on_after_restore():
@@ -968,9 +1116,24 @@ def test_the_command_line_on_a_gpu(tmp_path):
     def run(*args):
         return cli(*args, cwd=tmp_path)
 
-    p = run("run", "-g", "0", "-f", "train", "-c", "active_bytes.all.peak", "-c", "alloc", "-t", "t.html", "s.py")
+    p = run(
+        "run",
+        "-g",
+        "0",
+        "-f",
+        "train",
+        "-c",
+        "active_bytes.all.peak",
+        "-c",
+        "alloc",
+        "-t",
+        "t.html",
+        "s.py",
+    )
     line = next(row for row in p.stderr.splitlines() if "b = a * 2" in row)
-    assert line.split()[:2] == ["8.00M", "8.00M"] and "s.py" in (tmp_path / "t.html").read_text(), p.stderr
+    assert line.split()[:2] == ["8.00M", "8.00M"] and "s.py" in (tmp_path / "t.html").read_text(), (
+        p.stderr
+    )
     assert "4.00M" not in run("run", "-g", "cpu", "-f", "train", "-c", "alloc", "s.py").stderr
     for name in ("o.html", "o.json", "o.csv", "o.txt"):
         run("run", "-g", "cuda:0", "-o", name, "s.py")

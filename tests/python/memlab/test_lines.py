@@ -1,4 +1,6 @@
-"""The line profiler on the CPU, where every number is exact: expected tables are written by hand."""
+"""The line profiler on the CPU, where every number is exact: expected tables are written by
+hand."""
+
 import asyncio
 import gc
 import json
@@ -90,11 +92,22 @@ def test_every_column_of_a_line():
     with LineProfiler(work) as p:
         work()
     r = {x["line"] - p.records()[0]["line"]: x for x in p.records()}
-    assert (r[2]["alloc"], r[2]["freed"], r[2]["delta"], r[2]["rise"], r[2]["hits"]) == (big, 0, big, big, 1)
+    assert (r[2]["alloc"], r[2]["freed"], r[2]["delta"], r[2]["rise"], r[2]["hits"]) == (
+        big,
+        0,
+        big,
+        big,
+        1,
+    )
     assert (r[3]["alloc"], r[3]["freed"], r[3]["delta"], r[3]["rise"]) == (0, KIB, -KIB, 0)
-    assert r[2]["active_bytes.large_pool.allocated"] == big and r[2]["active_bytes.small_pool.allocated"] == 0
+    assert (
+        r[2]["active_bytes.large_pool.allocated"] == big
+        and r[2]["active_bytes.small_pool.allocated"] == 0
+    )
     assert r[1]["allocation.small_pool.allocated"] == r[3]["segment.small_pool.freed"] == 1
-    assert r[2]["requested_bytes.all.current"] == r[2]["reserved_bytes.all.peak"] == base + KIB + big
+    assert (
+        r[2]["requested_bytes.all.current"] == r[2]["reserved_bytes.all.peak"] == base + KIB + big
+    )
     assert r[2]["inactive_split_bytes.all.peak"] == 0 and r[2]["rss"] > 0 and r[2]["time"] > 0
     assert r[2]["active.large_pool.peak"] >= 1
 
@@ -110,7 +123,13 @@ def test_recursion_sees_the_sum_and_counts_an_event_once():
     with LineProfiler(rec) as p:
         rec(2)
     assert peaks_above(p, rec, base) == {0: 2, 1: 3, 2: 3, 3: 3, 4: 3}
-    assert rows(p, rec, "hits", "alloc", "freed") == {0: (3, 0, 0), 1: (3, 3 * KIB, 0), 2: (3, 0, 0), 3: (2, 2 * KIB, 2 * KIB), 4: (3, 0, 0)}
+    assert rows(p, rec, "hits", "alloc", "freed") == {
+        0: (3, 0, 0),
+        1: (3, 3 * KIB, 0),
+        2: (3, 0, 0),
+        3: (2, 2 * KIB, 2 * KIB),
+        4: (3, 0, 0),
+    }
 
 
 def test_a_caller_sees_the_peaks_of_every_line_it_calls():
@@ -140,7 +159,12 @@ def test_maximum_over_hits_and_hits_of_a_loop():
     with LineProfiler(loop) as p:
         loop()
     assert peaks_above(p, loop, base) == {0: 0, 1: 0, 2: 5, 3: 5}
-    assert rows(p, loop, "hits", "alloc", "rise") == {0: (1, 0, 0), 1: (4, 0, 0), 2: (3, 8 * KIB, 5 * KIB), 3: (3, 0, 0)}
+    assert rows(p, loop, "hits", "alloc", "rise") == {
+        0: (1, 0, 0),
+        1: (4, 0, 0),
+        2: (3, 8 * KIB, 5 * KIB),
+        3: (3, 0, 0),
+    }
 
 
 def test_first_row_is_what_was_live_on_entry():
@@ -285,7 +309,9 @@ def test_several_profilers_record_the_same_function():
     with LineProfiler(work) as p, LineProfiler(work) as q:
         work()
     work()
-    assert rows(p, work, "hits", "alloc") == rows(q, work, "hits", "alloc") == {0: (1, 0), 1: (1, KIB)}
+    assert (
+        rows(p, work, "hits", "alloc") == rows(q, work, "hits", "alloc") == {0: (1, 0), 1: (1, KIB)}
+    )
 
 
 def test_enabled_inside_and_disabled_inside_leaves_a_clean_state():
@@ -364,7 +390,13 @@ def test_cpu_truth_equals_storages_at_line_ends():
     base = core.truth_current()
     with LineProfiler(work) as p:
         work()
-    assert [v[0] - base for v in rows(p, work, "active_bytes.all.current").values()] == [0, 3072, 3072, 6139, 6139]
+    assert [v[0] - base for v in rows(p, work, "active_bytes.all.current").values()] == [
+        0,
+        3072,
+        3072,
+        6139,
+        6139,
+    ]
 
 
 # ---- what may be given
@@ -396,10 +428,24 @@ def test_everything_with_code_is_accepted():
         return plain()
 
     things = Things()
-    p = LineProfiler(things, Things.static, Things.klass, vars(Things)["prop"], vars(Things)["static"], partial(plain), wrapped)
+    p = LineProfiler(
+        things,
+        Things.static,
+        Things.klass,
+        vars(Things)["prop"],
+        vars(Things)["static"],
+        partial(plain),
+        wrapped,
+    )
     with p:
         things(), Things.static(), Things.klass(), things.prop, plain()
-    assert p.names == ["Things.forward", "Things.static", "Things.klass", "Things.prop", plain.__qualname__]
+    assert p.names == [
+        "Things.forward",
+        "Things.static",
+        "Things.klass",
+        "Things.prop",
+        plain.__qualname__,
+    ]
     assert all(sum(r["hits"] or 0 for r in p.records(n)) >= 2 for n in p.names)
 
 
@@ -425,7 +471,14 @@ def test_column_that_is_no_column(column):
         LineProfiler(kib).display(columns=[column])
 
 
-@pytest.mark.parametrize("column, lists", [("nope.all.peak", "reserved_bytes"), ("active.nope.peak", "large_pool"), ("active.all.nope", "freed")])
+@pytest.mark.parametrize(
+    "column, lists",
+    [
+        ("nope.all.peak", "reserved_bytes"),
+        ("active.nope.peak", "large_pool"),
+        ("active.all.nope", "freed"),
+    ],
+)
 def test_unknown_parts_list_what_exists(column, lists):
     with pytest.raises(ValueError, match=lists):
         profile_every(1, columns=(column,))
@@ -460,7 +513,10 @@ def test_func_of_display():
     assert p.names == [] and str(p.display()) == "No data collected\n"
 
 
-@pytest.mark.parametrize("interval, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    "interval, error",
+    [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)],
+)
 def test_output_interval(interval, error):
     with pytest.raises(error, match="profile_every"):
         profile_every(interval)
@@ -500,7 +556,10 @@ def test_source_unreadable_or_changed(tmp_path):
     exec(compile("def work():\n    return kib(1)\n", "<nowhere>", "exec"), space)
     with LineProfiler(space["work"]) as p:
         space["work"]()
-    assert [len(line.split()) for line in str(p.display(columns=["hits"])).splitlines()[5:]] == [2, 2]
+    assert [len(line.split()) for line in str(p.display(columns=["hits"])).splitlines()[5:]] == [
+        2,
+        2,
+    ]
     file = tmp_path / "mod.py"
     file.write_text("def work():\n    return 1\n")
     space = {}
@@ -529,7 +588,12 @@ def test_html_is_escaped_self_contained_and_has_bars():
     with LineProfiler(work) as p:
         work()
     page = p.display()._repr_html_()
-    assert "&lt;script&gt;&amp;" in page and "<script" not in page and "src=" not in page and "http" not in page
+    assert (
+        "&lt;script&gt;&amp;" in page
+        and "<script" not in page
+        and "src=" not in page
+        and "http" not in page
+    )
     assert page.startswith('<h3><span style="font-family: monospace">') and "&lt;locals&gt;" in page
     assert "linear-gradient" in page and "white-space: pre" in page
     from html.parser import HTMLParser
@@ -561,11 +625,17 @@ def test_save_by_suffix(tmp_path):
         d.save(tmp_path / f"t.{suffix}")
     assert (tmp_path / "t.txt").read_text() == str(d)
     data = json.loads((tmp_path / "t.json").read_text())
-    assert data[0]["lines"][1]["alloc"] == KIB and data[0]["lines"][1]["code"].strip() == "return kib(1)"
+    assert (
+        data[0]["lines"][1]["alloc"] == KIB
+        and data[0]["lines"][1]["code"].strip() == "return kib(1)"
+    )
     import csv
 
     table = list(csv.reader(open(tmp_path / "t.csv")))
-    assert table[0] == ["function", "file", "line", "alloc", "active_bytes.all.peak", "code"] and table[2][3] == "1024"
+    assert (
+        table[0] == ["function", "file", "line", "alloc", "active_bytes.all.peak", "code"]
+        and table[2][3] == "1024"
+    )
     with pytest.raises(ValueError, match=".txt, .html, .json, .csv"):
         d.save(tmp_path / "t.foo")
 
@@ -590,7 +660,16 @@ def test_readable_size():
         "0.00B", "1023.00B", "1.00K", "39.45K", "-39.45K", "4.00M", "3.00G", "1.00T", "5.00P", "", ""
     ]  # fmt: skip
     assert [readable_size(s) for s in ("s0", "4M", "")] == ["s0", "4M", ""]
-    for n in [*(3**k for k in range(40)), *(-(7**k) / 3 for k in range(20)), 1023.995, 1023.9949, (1 << 20) - 1, float("inf"), Fraction(10001, 2), True]:
+    for n in [
+        *(3**k for k in range(40)),
+        *(-(7**k) / 3 for k in range(20)),
+        1023.995,
+        1023.9949,
+        (1 << 20) - 1,
+        float("inf"),
+        Fraction(10001, 2),
+        True,
+    ]:
         assert readable_size(n) == core.size_text(n), n
 
 
@@ -598,8 +677,17 @@ def test_readable_size_goes_through_calmsize_as_in_the_old_package(monkeypatch):
     from koila.memlab import utils
 
     size = utils.calmsize(40_400)
-    assert (f"{size:.1f}", f"{size}", str(size), f"{size:>8.3f}") == ("39.5K", "39K", "39K", "  39.453K")
-    assert (str(utils.calmsize("s0")), str(utils.calmsize(float("nan"))), str(utils.calmsize(1 << 30))) == ("s0", "", "1G")
+    assert (f"{size:.1f}", f"{size}", str(size), f"{size:>8.3f}") == (
+        "39.5K",
+        "39K",
+        "39K",
+        "  39.453K",
+    )
+    assert (
+        str(utils.calmsize("s0")),
+        str(utils.calmsize(float("nan"))),
+        str(utils.calmsize(1 << 30)),
+    ) == ("s0", "", "1G")
 
     class Symbolic:
         def __format__(self, spec):
@@ -618,7 +706,8 @@ def test_readable_size_goes_through_calmsize_as_in_the_old_package(monkeypatch):
 
 
 def test_profile_returns_the_same_object_and_prints_once_at_exit():
-    out = run_script("""
+    out = run_script(
+        """
         import torch
         from koila.memlab import profile
         def f(): return torch.empty(100)
@@ -629,15 +718,28 @@ def test_profile_returns_the_same_object_and_prints_once_at_exit():
         def never(): pass
         g(); f()
         raise SystemExit(3)
-    """, code=3).stdout
+    """,
+        code=3,
+    ).stdout
     assert out.count("## f") == out.count("## g") == 1 and out.index("## f") < out.index("## g")
     assert out.endswith("## never\n\nNo data collected\n")
 
 
-@pytest.mark.parametrize("end", ["raise ValueError", "raise KeyboardInterrupt", "import sys; sys.stdout.close()", "import sys; sys.stdout = None",
-                                 "clear_global_line_profiler()", "del sys.modules['torch']"])  # fmt: skip
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise ValueError",
+        "raise KeyboardInterrupt",
+        "import sys; sys.stdout.close()",
+        "import sys; sys.stdout = None",
+        # fmt: skip
+        "clear_global_line_profiler()",
+        "del sys.modules['torch']",
+    ],
+)
 def test_exit_is_never_an_exception(end):
-    p = subprocess.run([sys.executable, "-c", f"import sys, torch\nfrom koila.memlab import *\n@profile\ndef f(): torch.empty(9)\nf()\n{end}"],
+    p = subprocess.run([sys.executable, "-c", "import sys, torch\nfrom koila.memlab import "
+                                              f"*\n@profile\ndef f(): torch.empty(9)\nf()\n{end}"],
                        capture_output=True, text=True, timeout=60)  # fmt: skip
     assert "Error" not in p.stderr.replace("ValueError\n", "") or "ValueError: I/O" not in p.stderr
     assert "Exception ignored" not in p.stderr and "atexit" not in p.stderr, p.stderr
@@ -655,7 +757,10 @@ def test_what_was_cleared_says_so_at_exit_once():
         def g(): return torch.empty(9)
         g()
     """).stdout
-    assert out.startswith("## f\n\nNo data collected\n\n\n## g\n\nactive_bytes") and out.count("##") == 2
+    assert (
+        out.startswith("## f\n\nNo data collected\n\n\n## g\n\nactive_bytes")
+        and out.count("##") == 2
+    )
 
 
 def test_a_forked_child_prints_what_it_decorated_itself():
@@ -672,7 +777,9 @@ def test_a_forked_child_prints_what_it_decorated_itself():
             raise SystemExit
         os.wait()
     """).stdout
-    assert out.count("## f") == out.count("## child") == 1 and out.index("## child") < out.index("## f")
+    assert out.count("## f") == out.count("## child") == 1 and out.index("## child") < out.index(
+        "## f"
+    )
 
 
 def test_warnings_name_the_line_of_the_user():
@@ -791,15 +898,20 @@ def test_clear_in_between(capsys):
 
 
 def test_environment_switches():
-    out = run_script("""
+    out = run_script(
+        """
         import torch
         from koila.memlab import profile, profile_every
         def f(): return torch.empty(3)
         assert profile(f) is f and profile_every(1)(f) is f
         f()
-    """, env={"KOILA_MEMLAB": "0"})
+    """,
+        env={"KOILA_MEMLAB": "0"},
+    )
     assert out.stdout == ""
-    run_script("import koila.memlab, koila._core as c; assert c.truth_ok()", env={"KOILA_MEMLAB": "1"})
+    run_script(
+        "import koila.memlab, koila._core as c; assert c.truth_ok()", env={"KOILA_MEMLAB": "1"}
+    )
 
 
 def test_names_and_the_old_package_s_paths():
@@ -807,10 +919,13 @@ def test_names_and_the_old_package_s_paths():
 
     old = "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler MemReporter Courtesy load_ipython_extension".split()
     new = "DEFAULT_COLUMNS measure snapshot diff on_oom start stop backend unload_ipython_extension".split()
-    assert {*old, *new} <= {*memlab.__all__} <= {*dir(memlab)} and all(getattr(memlab, name) is not None for name in memlab.__all__)
+    assert {*old, *new} <= {*memlab.__all__} <= {*dir(memlab)} and all(
+        getattr(memlab, name) is not None for name in memlab.__all__
+    )
     assert memlab.DEFAULT_COLUMNS == ("active_bytes.all.peak", "reserved_bytes.all.peak")
     paths = {
-        "line_profiler": "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler",
+        "line_profiler": "LineProfiler profile profile_every set_target_gpu "
+        "clear_global_line_profiler",
         "line_profiler.line_profiler": "LineProfiler DEFAULT_COLUMNS",
         "line_profiler.extension": "load_ipython_extension",
         "mem_reporter": "MemReporter",
@@ -819,7 +934,10 @@ def test_names_and_the_old_package_s_paths():
     }
     for path, names in paths.items():
         module = import_module(f"koila.memlab.{path}")
-        assert all(getattr(module, name) is getattr(memlab, name, getattr(module, name)) for name in names.split())
+        assert all(
+            getattr(module, name) is getattr(memlab, name, getattr(module, name))
+            for name in names.split()
+        )
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         memlab.nothing_of_that_name
     from koila.memlab.utils import readable_size
@@ -848,7 +966,9 @@ def test_import_does_nothing_but_import():
 # ---- coexistence
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="settrace tracers and ours meet only below 3.12")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="settrace tracers and ours meet only below 3.12"
+)
 def test_a_debugger_keeps_its_tracer_and_sees_its_lines():
     seen = []
 
@@ -957,10 +1077,18 @@ def test_memray_is_noticed_and_the_numbers_are_void():
         print(len(w), p.records(f)[0]["hits"])
         print(memlab.backend()["cpu"])
     """).stdout
-    assert out.splitlines() == ["UnsupportedError", "UnsupportedError", "2", "1", "hook"] or out.splitlines() == ["UnsupportedError"] * 2 + ["2 1", "hook"]
+    assert out.splitlines() == [
+        "UnsupportedError",
+        "UnsupportedError",
+        "2",
+        "1",
+        "hook",
+    ] or out.splitlines() == ["UnsupportedError"] * 2 + ["2 1", "hook"]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the frame-evaluation hook is for 3.10 and 3.11")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="the frame-evaluation hook is for 3.10 and 3.11"
+)
 def test_torch_compile_and_the_profiler_work_together():
     out = run_script("""
         import torch
@@ -982,7 +1110,8 @@ def test_torch_compile_and_the_profiler_work_together():
 
 def test_coverage_is_undisturbed(tmp_path):
     pytest.importorskip("coverage")
-    (tmp_path / "s.py").write_text(textwrap.dedent("""
+    (tmp_path / "s.py").write_text(
+        textwrap.dedent("""
         import coverage, sys, torch
         c = coverage.Coverage(data_file=None); c.start()
         from koila.memlab import LineProfiler
@@ -995,15 +1124,23 @@ def test_coverage_is_undisturbed(tmp_path):
         c.stop()
         _, lines, missing, _ = c.analysis(__file__)
         print({6, 7, 8} & set(missing), 9 in missing, [r["hits"] for r in p.records(work)])
-    """))
-    p = subprocess.run([sys.executable, "s.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    """)
+    )
+    p = subprocess.run(
+        [sys.executable, "s.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert p.stdout == "set() True [1, 1, 1, 1, None]\n", p.stdout + p.stderr
 
 
 @pytest.mark.parametrize("how", ["", "all-taken"])
 def test_oracle_without_torch_prints_the_table_written_by_hand(how):
     here = os.path.dirname(__file__)
-    p = subprocess.run([sys.executable, os.path.join(here, "lines_oracle.py"), how], capture_output=True, text=True, timeout=60)
+    p = subprocess.run(
+        [sys.executable, os.path.join(here, "lines_oracle.py"), how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert p.returncode == 0 and "1 passed, 0 failed" in p.stdout, p.stdout + p.stderr
 
 
@@ -1030,7 +1167,9 @@ def test_backward_s_memory_is_credited_to_the_forward_line_that_made_the_node():
     column = rows(p, work, "backward", "alloc")
     assert [column[i][0] for i in range(1, 6)] == [4000, 4000, 0, 0, 0]
     assert rows(p, inner, "backward")[1] == (4000,)
-    assert column[5][1] >= sum(column[i][0] for i in range(1, 5)) and rows(q, work, "backward")[2] == (4000,)
+    assert column[5][1] >= sum(column[i][0] for i in range(1, 5)) and rows(q, work, "backward")[
+        2
+    ] == (4000,)
     assert "backward" in str(p.display(columns="backward"))
 
 
@@ -1044,7 +1183,11 @@ def test_backward_of_leaves_made_outside_profiled_code_is_nobody_s():
 
     with LineProfiler(work) as p:
         work()
-    assert rows(p, work, "backward") == {0: (0,), 1: (4000,), 2: (0,)}  # ExpBackward's 4000 are nobody's
+    assert rows(p, work, "backward") == {
+        0: (0,),
+        1: (4000,),
+        2: (0,),
+    }  # ExpBackward's 4000 are nobody's
 
 
 def test_node_numbers_of_threads_do_not_mix():
@@ -1066,7 +1209,9 @@ def test_node_numbers_of_threads_do_not_mix():
 def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     from koila import last_plan, lazy, micro_batch
 
-    net = torch.nn.Sequential(torch.nn.Linear(100, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(100, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10)
+    )
     data, labels = torch.randn(64, 100), torch.randint(0, 10, (64,))
 
     def step(x, y):
@@ -1081,10 +1226,18 @@ def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     assert last_plan().n_micro_batches == 4
     del hidden
     alloc, peak = rows(p, step, "alloc"), rows(p, step, "active_bytes.all.peak")
-    assert alloc[1][0] >= 64 * 1000 * 4  # all slices of hidden, though no line of the forward ran an operator
+    assert (
+        alloc[1][0] >= 64 * 1000 * 4
+    )  # all slices of hidden, though no line of the forward ran an operator
     assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
     assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
     assert last_plan().measured_peak_bytes == peak[4][0]
-    backward = rows(p, step, "backward")  # what the nodes of a line captured is that line's, though it ran in one piece at the end
-    assert backward[1][0] >= 1000 * 100 * 4 + 1000 * 4 and backward[2][0] >= 1000 * 10 * 4 and backward[3][0] > 0
+    backward = rows(
+        p, step, "backward"
+    )  # what the nodes of a line captured is that line's, though it ran in one piece at the end
+    assert (
+        backward[1][0] >= 1000 * 100 * 4 + 1000 * 4
+        and backward[2][0] >= 1000 * 10 * 4
+        and backward[3][0] > 0
+    )
     assert backward[4][0] == 0 and sum(v for (v,) in backward.values()) <= alloc[4][0]

@@ -1,4 +1,6 @@
-"""MemReporter, snapshot, diff, on_oom, measure: names, sizes, and books that balance to the byte."""
+"""MemReporter, snapshot, diff, on_oom, measure: names, sizes, and books that balance to the
+byte."""
+
 import gc
 import io
 import json
@@ -28,12 +30,18 @@ def collected(reporter):
 
 
 def fresh(body, code=0):
-    return memlab_helpers.fresh("import numpy as np\nmemlab.start()\n" + textwrap.dedent(body), code)
+    return memlab_helpers.fresh(
+        "import numpy as np\nmemlab.start()\n" + textwrap.dedent(body), code
+    )
 
 
 def table(text):
     """{name: used} of a report"""
-    return {line[:40].strip(): line[60:].strip() for line in text.splitlines() if re.match(r".{60} *[-\d.]+[BKMG]?$", line) and line[40] == " " and len(line) == 70}
+    return {
+        line[:40].strip(): line[60:].strip()
+        for line in text.splitlines()
+        if re.match(r".{60} *[-\d.]+[BKMG]?$", line) and line[40] == " " and len(line) == 70
+    }
 
 
 def test_report_of_a_layer_prints_exactly():
@@ -47,7 +55,9 @@ def test_report_of_a_layer_prints_exactly():
     assert out == memlab_helpers.LAYER_REPORT.format(device="cpu", mean="4.00B")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
 def test_bytes_are_right_for_every_dtype(dtype):
     t = torch.zeros(100, 7, dtype=dtype)
     r = MemReporter()
@@ -72,7 +82,10 @@ def test_two_reports_in_a_row_print_the_same():
     """)
     names = table(out)
     assert {"Adam.weight.exp_avg", "Adam.bias.step"} <= names.keys()
-    assert len([n for n in names if n.endswith(".indices")]) == 1 and len([n for n in names if "crow_indices" in n]) == 1
+    assert (
+        len([n for n in names if n.endswith(".indices")]) == 1
+        and len([n for n in names if "crow_indices" in n]) == 1
+    )
 
 
 def test_what_only_the_graph_holds_is_listed():
@@ -86,7 +99,9 @@ def test_what_only_the_graph_holds_is_listed():
         MemReporter().report()
     """)
     first, second, third = (part for part in out.split("Element type") if part)
-    assert {"TanhBackward0.result", "ExpBackward0.result", "MulBackward0.other"} <= table(first).keys()
+    assert {"TanhBackward0.result", "ExpBackward0.result", "MulBackward0.other"} <= table(
+        first
+    ).keys()
     assert "Used Memory: 8.00M" in first and "allocated memory on cpu: 8.00M" in first
     assert table(first).keys() == table(second).keys()
     assert "Backward0" not in third and "Used Memory: 4.00M" in third
@@ -160,7 +175,9 @@ def test_what_was_frozen_before_torch_came_hides_no_tensor_and_costs_nothing():
             return n, sum(r[2] == (55,) for r in tensors.Names().collect())
         print(gc.get_freeze_count() > 0, len(gc.get_objects()) > 40_000, inner())
     """
-    p = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    p = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
     assert p.stdout == "True True (1, 0)\n", p.stdout + p.stderr
 
 
@@ -230,7 +247,9 @@ def test_checkpoint_does_not_run_again_and_save_on_cpu_is_left_alone():
 def test_numbers_stay_and_are_never_used_again():
     r = MemReporter()
     a, b = torch.zeros(11), torch.zeros(12)
-    names = lambda: {row[1]: row[0] for row in (collected(r), r.device_tensor_stat)[1][torch.device("cpu")]}  # noqa: E731
+    names = lambda: {
+        row[1]: row[0] for row in (collected(r), r.device_tensor_stat)[1][torch.device("cpu")]
+    }  # noqa: E731
     first = names()
     del a
     c = torch.zeros(13)
@@ -256,10 +275,22 @@ def test_names_of_buffers_tied_weights_and_optimizers():
     opt.step()
     text = collected(r)
     rows = table(text)
-    assert {"a.weight", "a.weight.grad", "bn.running_mean", "bn.num_batches_tracked", "SGD.a.weight.momentum_buffer", "SGD.group1.param0.momentum_buffer"} <= rows.keys()
+    assert {
+        "a.weight",
+        "a.weight.grad",
+        "bn.running_mean",
+        "bn.num_batches_tracked",
+        "SGD.a.weight.momentum_buffer",
+        "SGD.group1.param0.momentum_buffer",
+    } <= rows.keys()
     assert "b.weight" not in rows
     order = list(rows)
-    assert order.index("a.weight.grad") == order.index("a.weight") + 1 < order.index("bn.running_mean") < order.index("SGD.a.weight.momentum_buffer")
+    assert (
+        order.index("a.weight.grad")
+        == order.index("a.weight") + 1
+        < order.index("bn.running_mean")
+        < order.index("SGD.a.weight.momentum_buffer")
+    )
     second = torch.nn.Linear(2, 2)
     two = MemReporter({"one": net, "two": second})
     assert {"one.a.weight", "two.bias"} <= table(collected(two)).keys()
@@ -280,7 +311,9 @@ def test_subclass_inner_tensors():
 
     w = Wrapper(torch.zeros(333))
     rows = table(collected(MemReporter()))
-    assert any(re.fullmatch(r"Wrapper\d+\.inner", n) and used == "1.30K" for n, used in rows.items()), rows
+    assert any(
+        re.fullmatch(r"Wrapper\d+\.inner", n) and used == "1.30K" for n, used in rows.items()
+    ), rows
     del w
 
 
@@ -299,7 +332,9 @@ def test_borrowed_memory_is_summed_apart_and_counted_once():
 def test_devices_that_have_nothing():
     r = MemReporter()
     assert collected(r) and "No tensors on cuda" in r.text(target_device="cuda")
-    assert "Storage on cpu" in r.text(target_device="cpu") and "Storage on cpu" in r.text(target_device=torch.device("cpu"))
+    assert "Storage on cpu" in r.text(target_device="cpu") and "Storage on cpu" in r.text(
+        target_device=torch.device("cpu")
+    )
     for bad in (1.5, []):
         with pytest.raises((TypeError, ValueError)):
             r.text(target_device=bad)
@@ -307,7 +342,10 @@ def test_devices_that_have_nothing():
 
 def test_before_anything_was_collected_is_the_header_only(capsys):
     MemReporter().print_stats()
-    assert capsys.readouterr().out.splitlines() == [f"{'Element type':<40s}{'Size':>20s}{'Used MEM':>10s}", "-" * 79]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{'Element type':<40s}{'Size':>20s}{'Used MEM':>10s}",
+        "-" * 79,
+    ]
 
 
 @pytest.mark.parametrize("bad", [3, "model", torch.zeros(1), {"a": 3}])
@@ -358,14 +396,22 @@ def test_books_balance_over_random_programs():
         b = tensors.books(rows, "cpu")
         assert b["unexplained"] == 0, (step, b)
         assert b["truth"] == b["listed"] + b["loose"][0]
-        wrong = [(*r[: tensors.BYTES], r[tensors.BYTES] + 1, *r[tensors.BYTES + 1 :]) if i == 0 else r for i, r in enumerate(rows)]
+        wrong = [
+            (*r[: tensors.BYTES], r[tensors.BYTES] + 1, *r[tensors.BYTES + 1 :]) if i == 0 else r
+            for i, r in enumerate(rows)
+        ]
         assert tensors.books(wrong, "cpu")["unexplained"] != 0 or rows[0][tensors.BYTES] < 0
 
 
 def test_storages_older_than_the_hook_count():
-    p = subprocess.run([sys.executable, "-c", "import torch\nx=torch.zeros(1000)\nfrom koila.memlab import MemReporter\nMemReporter().report()"],
+    p = subprocess.run([sys.executable, "-c", "import torch\nx=torch.zeros(1000)\nfrom "
+                                              "koila.memlab import MemReporter\nMemReporter().report()"],
                        capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert "allocated memory on cpu: 3.91K" in p.stdout and "Unexplained" not in p.stdout and "Borrowed" not in p.stdout, p.stdout + p.stderr
+    assert (
+        "allocated memory on cpu: 3.91K" in p.stdout
+        and "Unexplained" not in p.stdout
+        and "Borrowed" not in p.stdout
+    ), p.stdout + p.stderr
 
 
 def test_hundred_thousand_tensors_in_a_second_or_so():
@@ -394,8 +440,16 @@ def test_snapshot_kinds_modules_and_files(tmp_path):
     o.step()
     s = memlab.snapshot(m, o)
     row = {r.name: r for r in s.rows}
-    assert row["0.weight"].aliases == ("0.tied",) and row["0.weight"].kind == "parameter" and row["0.weight"].bytes == 400
-    assert row["1.running_mean"].kind == "buffer" and row["0.weight.grad"].kind == "grad" and row["Adam.0.weight.exp_avg"].kind == "optimizer"
+    assert (
+        row["0.weight"].aliases == ("0.tied",)
+        and row["0.weight"].kind == "parameter"
+        and row["0.weight"].bytes == 400
+    )
+    assert (
+        row["1.running_mean"].kind == "buffer"
+        and row["0.weight.grad"].kind == "grad"
+        and row["Adam.0.weight.exp_avg"].kind == "optimizer"
+    )
     assert {"parameter", "buffer", "grad", "optimizer", "tensor"} <= s.by_kind().keys()
     assert s.by_module()["0"] == 4 * (400 + 40) + 8
     assert s.total() == sum(s.by_kind().values()) and s.total("cpu") == s.total()
@@ -412,24 +466,57 @@ def test_names_are_written_into_a_snapshot_of_the_caching_allocator():
     m = torch.nn.Linear(100, 100)
     m(torch.ones(2, 100)).sum().backward()
     s = memlab.snapshot(m)
-    s._at = [("cuda:1" if device == "cpu" else device, *rest) for device, *rest in s._at]  # as if they were there
+    s._at = [
+        ("cuda:1" if device == "cpu" else device, *rest) for device, *rest in s._at
+    ]  # as if they were there
     w, g, stray = m.weight.data_ptr(), m.weight.grad.data_ptr(), 1 << 50
     frames = [dict(filename="train.py", line=3, name="step")]
     first = min(w, g)
 
     def block(address, state="active_allocated"):
-        return dict(address=address, size=40_000, requested_size=40_000, state=state, frames=frames)  # on the CPU two may stand side by side
+        return dict(
+            address=address, size=40_000, requested_size=40_000, state=state, frames=frames
+        )  # on the CPU two may stand side by side
 
     def event(action, address):
         return dict(action=action, addr=address, size=40_448, stream=0, time_us=1, frames=frames)
 
     blocks = [block(first), block(max(w, g)), block(stray), block(stray + 50_000, "inactive")]
-    traces = [[event("alloc", w)], [event("alloc", w), event("free_completed", w), event("alloc", w), event("alloc", g), event("alloc", stray)]]
-    recorded = dict(segments=[dict(device=1, address=first, total_size=1 << 60, stream=0, segment_type="large", blocks=blocks)], device_traces=traces)
+    traces = [
+        [event("alloc", w)],
+        [
+            event("alloc", w),
+            event("free_completed", w),
+            event("alloc", w),
+            event("alloc", g),
+            event("alloc", stray),
+        ],
+    ]
+    recorded = dict(
+        segments=[
+            dict(
+                device=1,
+                address=first,
+                total_size=1 << 60,
+                stream=0,
+                segment_type="large",
+                blocks=blocks,
+            )
+        ],
+        device_traces=traces,
+    )
     assert s.annotate(recorded) is recorded
     named = {b["address"]: [f["name"] for f in b["frames"]] for b in blocks}
-    assert named[w] == ["weight (parameter)", "step"] and named[g] == ["weight.grad (grad)", "step"] and named[stray] == ["step"]
-    assert [len(e["frames"]) for e in traces[1]] == [1, 1, 2, 2, 1] and len(traces[0][0]["frames"]) == 1 and len(frames) == 1
+    assert (
+        named[w] == ["weight (parameter)", "step"]
+        and named[g] == ["weight.grad (grad)", "step"]
+        and named[stray] == ["step"]
+    )
+    assert (
+        [len(e["frames"]) for e in traces[1]] == [1, 1, 2, 2, 1]
+        and len(traces[0][0]["frames"]) == 1
+        and len(frames) == 1
+    )
     for bad in (None, [], {}):
         with pytest.raises(TypeError, match="_snapshot"):
             s.annotate(bad)
@@ -444,7 +531,11 @@ def test_diff_of_snapshots_and_of_records():
     new = torch.zeros(1000)
     b = memlab.snapshot(m)
     d = b - a
-    assert any(n == 4000 for _, n in d.new) and any(n == -308 for _, n in d.gone) and ("bias", 40) in d.grown
+    assert (
+        any(n == 4000 for _, n in d.new)
+        and any(n == -308 for _, n in d.gone)
+        and ("bias", 40) in d.grown
+    )
     assert d.total == b.total() - a.total() and "bias" in str(d)
     a.pid = 1
     assert "compared by name only" in str(memlab.diff(a, b))
@@ -489,7 +580,14 @@ def test_measure_is_exact_and_nests():
             del b
         del a
         torch.empty(3, dtype=torch.uint8)
-    assert (m.rise, m.alloc, m.freed, m.allocs, m.frees, m.end - m.start) == (1500, 1503, 1503, 3, 3, 0)
+    assert (m.rise, m.alloc, m.freed, m.allocs, m.frees, m.end - m.start) == (
+        1500,
+        1503,
+        1503,
+        3,
+        3,
+        0,
+    )
     assert (inner.rise, inner.alloc, inner.freed, inner.peak - inner.start) == (500, 500, 500, 500)
     with m:
         pass
@@ -542,7 +640,12 @@ def test_oom_says_what_where_and_who_and_the_same_error_goes_on(little_room):
     except RuntimeError as error:
         assert type(error) is RuntimeError and "can't allocate memory" in str(error)
     text = stream.getvalue()
-    assert "1000000 bytes" in text and "test_tensors.py" in text and "train: activations" in text and "unexplained 0.00B" in text
+    assert (
+        "1000000 bytes" in text
+        and "test_tensors.py" in text
+        and "train: activations" in text
+        and "unexplained 0.00B" in text
+    )
     gc.collect()
     assert core.truth_current() == base
 

@@ -1,4 +1,6 @@
-"""The timeline: every event of a block, by line; its numbers against measure(), snapshots and the allocations written down here."""
+"""The timeline: every event of a block, by line; its numbers against measure(), snapshots and the
+allocations written down here."""
+
 import json
 import os
 import pickle
@@ -33,7 +35,9 @@ class Block(torch.nn.Module):
         return torch.relu(h)  # the block's own
 
 
-needs_lines = pytest.mark.skipif(sys.version_info >= (3, 15), reason="lines of allocations cannot be known on this version")
+needs_lines = pytest.mark.skipif(
+    sys.version_info >= (3, 15), reason="lines of allocations cannot be known on this version"
+)
 
 
 @needs_lines
@@ -48,13 +52,30 @@ def test_who_held_what_at_the_peak_by_line_kind_and_module():
         del y
         kept.append(torch.empty(1000, dtype=torch.uint8))  # after the peak
     large, own = line_of("# the large one"), line_of("# the block's own")
-    assert (t.start, t.peak, t.end) == (m.start, m.peak, m.end) and t.n_lost == 0 and t.n_events == m.allocs + m.frees
-    assert sum(r["bytes"] for r in t.at_peak) == sum(t.by_kind().values()) == sum(t.by_module().values()) == sum(t.by_line().values()) == t.peak
+    assert (
+        (t.start, t.peak, t.end) == (m.start, m.peak, m.end)
+        and t.n_lost == 0
+        and t.n_events == m.allocs + m.frees
+    )
+    assert (
+        sum(r["bytes"] for r in t.at_peak)
+        == sum(t.by_kind().values())
+        == sum(t.by_module().values())
+        == sum(t.by_line().values())
+        == t.peak
+    )
     assert t.by_line()[large] == 5_000_000 and line_of("# after the peak") not in t.by_line()
     assert t.by_line()[own] == 50 * 1000 * 4  # relu's result; the linear's own is the line before
-    assert t.by_kind()["parameter"] == sum(p.nbytes for p in net.parameters()) and t.by_kind()["gone"] >= 50 * 1000 * 4
+    assert (
+        t.by_kind()["parameter"] == sum(p.nbytes for p in net.parameters())
+        and t.by_kind()["gone"] >= 50 * 1000 * 4
+    )
     modules = t.by_module()
-    assert modules["0"] == 200_000 and modules["0.a"] == 100 * 1000 * 4 + 4000 and modules["1"] == 1000 * 40 + 40 + 2000
+    assert (
+        modules["0"] == 200_000
+        and modules["0.a"] == 100 * 1000 * 4 + 4000
+        and modules["1"] == 1000 * 40 + 40 + 2000
+    )
     assert modules[None] >= 5_000_000
     assert [r["kind"] for r in t.at_peak if r["line"] == large] == ["tensor"]
 
@@ -105,7 +126,11 @@ def test_files(tmp_path):
     highest = min(float(y) for d in page.paths for y in re.findall(r"\d+ (-?[\d.]+) ", d))
     assert highest == 0.0  # the curve touches the top of the picture: the peak
     data = json.loads((tmp_path / "t.json").read_text())
-    assert data["peak"] == t.peak and sum(data["by_line"].values()) == t.peak and (tmp_path / "t.txt").read_text() == str(t)
+    assert (
+        data["peak"] == t.peak
+        and sum(data["by_line"].values()) == t.peak
+        and (tmp_path / "t.txt").read_text() == str(t)
+    )
     assert (tmp_path / "t.csv").read_text().count("\n") == 1 + len(t.at_peak)
     trace = pickle.loads((tmp_path / "t.pickle").read_bytes())["device_traces"][0]
     now = peak = 0
@@ -171,6 +196,8 @@ def test_trace_stays_on_when_it_was_on():
 
 
 def test_command_writes_a_timeline(tmp_path):
-    (tmp_path / "s.py").write_text("import torch\ndef f():\n    x = torch.empty(1_000_000)\n    return x\nf()\n")
+    (tmp_path / "s.py").write_text(
+        "import torch\ndef f():\n    x = torch.empty(1_000_000)\n    return x\nf()\n"
+    )
     cli("run", "-t", "t.json", "s.py", cwd=tmp_path)
     assert json.loads((tmp_path / "t.json").read_text())["peak"] == 4_000_000

@@ -1,4 +1,5 @@
-"""IPython: `%load_ext koila.memlab` gives %mlrun and %%mlrun. IPython itself is imported only then."""
+"""IPython: `%load_ext koila.memlab` gives %mlrun and %%mlrun. IPython itself is imported only
+then."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ Options come first; the rest of the line, verbatim, is the statement.
   -r, --return-profiler      return the LineProfiler instead of the display
   -q, --quiet                show and return nothing (with -r: return only)
 """
-_FLAGS = {"-D": "D", "--no_default_columns": "D", "--no-default-columns": "D", "-r": "r", "--return-profiler": "r", "-q": "q", "--quiet": "q"}
+_FLAGS = {
+    "-D": "D",
+    "--no_default_columns": "D",
+    "--no-default-columns": "D",
+    "-r": "r",
+    "--return-profiler": "r",
+    "-q": "q",
+    "--quiet": "q",
+}
 _VALUED = {
     "-f": "f", "--function": "f", "-c": "c", "--column": "c", "-g": "g", "--gpu": "g", "-T": "T", "--dump-profile": "T",
 }  # fmt: skip
@@ -38,7 +47,15 @@ def _usage(text: str) -> Exception:
 
 def parse_options(line: str) -> tuple[dict[str, Any], str]:
     """({option: value}, the rest of the line, untouched)."""
-    options: dict[str, Any] = {"f": [], "c": [], "g": 0, "T": None, "D": False, "r": False, "q": False}
+    options: dict[str, Any] = {
+        "f": [],
+        "c": [],
+        "g": 0,
+        "T": None,
+        "D": False,
+        "r": False,
+        "q": False,
+    }
     rest = line
     while True:
         rest = rest.lstrip()
@@ -81,7 +98,9 @@ def _first_word(rest: str) -> str:
     return rest.split(None, 1)[0] if rest else ""
 
 
-def _functions(expressions: Iterable[str], namespace: dict[str, Any], profiler: LineProfiler) -> list[str]:
+def _functions(
+    expressions: Iterable[str], namespace: dict[str, Any], profiler: LineProfiler
+) -> list[str]:
     """Add those that are there by now; the rest stays."""
     left = []
     for text in expressions:
@@ -99,7 +118,8 @@ def _functions(expressions: Iterable[str], namespace: dict[str, Any], profiler: 
 
 
 class _Cell:
-    """The code of a cell, run statement by statement, so that functions it defines can be found in between."""
+    """The code of a cell, run statement by statement, so that functions it defines can be found in
+    between."""
 
     def __init__(self, source: str, file: str) -> None:
         self.file = file
@@ -144,9 +164,13 @@ def run(shell: Any, line: str, cell: str | None = None) -> Any:
             else:
                 whole = code.whole()
                 whole = whole.replace(co_name="<cell>")
-                profiler.add(whole, "<cell>", file, 1, len(source.splitlines()), source.splitlines())
+                profiler.add(
+                    whole, "<cell>", file, 1, len(source.splitlines()), source.splitlines()
+                )
                 exec(whole, namespace)
-    except BaseException as error:  # shown as IPython shows errors of cells; what was recorded is still written
+    except (
+        BaseException
+    ) as error:  # shown as IPython shows errors of cells; what was recorded is still written
         failed = error
     profiler.disable()
     if left and failed is None:
@@ -187,5 +211,3 @@ def unload_ipython_extension(ipython: Any) -> None:
     """%unload_ext koila.memlab"""
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("mlrun", None)
-
-

@@ -44,10 +44,18 @@ def codes_of(obj: Any) -> list[tuple[types.CodeType, str]]:
         elif isinstance(obj, (staticmethod, classmethod, types.MethodType)):
             obj = obj.__func__
         elif isinstance(obj, property):
-            return [pair for f in (obj.fget, obj.fset, obj.fdel) if f is not None for pair in codes_of(f)]
+            return [
+                pair
+                for f in (obj.fget, obj.fset, obj.fdel)
+                if f is not None
+                for pair in codes_of(f)
+            ]
         elif _is_module(obj):
             obj = obj.forward
-        elif isinstance(getattr(obj, "__wrapped__", None), (types.FunctionType, types.MethodType, functools.partial)):
+        elif isinstance(
+            getattr(obj, "__wrapped__", None),
+            (types.FunctionType, types.MethodType, functools.partial),
+        ):
             obj = obj.__wrapped__
     if isinstance(obj, types.CodeType):
         return [(obj, obj.co_name)]
@@ -71,28 +79,37 @@ def _source(code: types.CodeType) -> tuple[int, list[str] | None]:
 
 
 def _last_line(code: types.CodeType) -> int:
-    return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return max(
+        (line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno
+    )
 
 
 class LineProfiler(_core.LineTable):
     """Record, for each line of some functions, what it does to the memory of every device.
 
-    functions: anything with code behind it: functions, methods, properties, partials, modules (their forward), async and generator ones.
-    target_gpu: the device a row shows: an index (without a GPU: the CPU), a torch.device, "cuda", "cuda:1", "cpu"; may be set at any time.
-    stats: "auto" reads what only the GPU's allocator knows at most 1000 times a line, "full" always, "hook" never.
-    As a context manager it enables and returns itself; leaving disables.
+    functions: anything with code behind it: functions, methods, properties, partials, modules
+    (their forward), async and generator ones.
+    target_gpu: the device a row shows: an index (without a GPU: the CPU), a torch.device, "cuda",
+    "cuda:1", "cpu"; may be set at any time.
+    stats: "auto" reads what only the GPU's allocator knows at most 1000 times a line, "full"
+    always, "hook" never. As a context manager it enables and returns itself; leaving disables.
 
     >>> with LineProfiler(work) as p:
     ...     work()
     >>> p.print_stats()
 
-    It resets and empties nothing of yours, and does not see lines of functions that were not given to it.
+    It resets and empties nothing of yours, and does not see lines of functions that were not given
+    to it.
     """
 
-    def __new__(cls, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto") -> Self:
+    def __new__(
+        cls, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto"
+    ) -> Self:
         return super().__new__(cls)
 
-    def __init__(self, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto") -> None:
+    def __init__(
+        self, *functions: Any, target_gpu: devices.Device = 0, stats: _Stats = "auto"
+    ) -> None:
         if stats not in _STATS:
             raise ValueError(f"LineProfiler(stats={stats!r}): expected one of {', '.join(_STATS)}")
         self.stats_mode = _STATS[stats]
@@ -116,10 +133,15 @@ class LineProfiler(_core.LineTable):
         self._target = device
 
     def add_function(self, func: Any) -> None:
-        """Record this function too, also while enabled. An object without code is a UserWarning and ignored."""
+        """Record this function too, also while enabled. An object without code is a UserWarning and
+        ignored."""
         found = codes_of(func)
         if not found:
-            warnings.warn(f"LineProfiler.add_function: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=utils.user_level())
+            warnings.warn(
+                f"LineProfiler.add_function: no code behind {_shown(func)}, ignored",
+                UserWarning,
+                stacklevel=utils.user_level(),
+            )
         for code, name in found:
             self.add_code(code, name)
 
@@ -143,11 +165,18 @@ class LineProfiler(_core.LineTable):
     def __exit__(self, *exc: object) -> None:
         self.disable()
 
-    def display(self, func: Any = None, columns: _Columns = DEFAULT_COLUMNS, device: devices.Device | None = None) -> RecordsDisplay:
+    def display(
+        self,
+        func: Any = None,
+        columns: _Columns = DEFAULT_COLUMNS,
+        device: devices.Device | None = None,
+    ) -> RecordsDisplay:
         """The table as it is now.
 
-        func: None (all, in order of registration), a callable, a qualified name, or a list of these.
-        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss, backward.
+        func: None (all, in order of registration), a callable, a qualified name, or a list of
+        these.
+        columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss,
+        backward.
         device: show this device for every line, instead of the target at the time.
 
         Raises:
@@ -161,12 +190,21 @@ class LineProfiler(_core.LineTable):
         self._check_truth(columns, index)
         return RecordsDisplay(self.frozen(which), columns, index)
 
-    def print_stats(self, func: Any = None, columns: _Columns = DEFAULT_COLUMNS, stream: TextIO | None = None, device: devices.Device | None = None) -> None:
+    def print_stats(
+        self,
+        func: Any = None,
+        columns: _Columns = DEFAULT_COLUMNS,
+        stream: TextIO | None = None,
+        device: devices.Device | None = None,
+    ) -> None:
         """`display(...)` written to `stream` (None: sys.stdout of this moment)."""
         self.display(func, columns, device).print(stream)
 
-    def records(self, func: Any = None, device: devices.Device | None = None) -> list[dict[str, Any]]:
-        """A list of dicts, one per source line: function, file, line, code, and every recorded column (bytes, counts; time in ns)."""
+    def records(
+        self, func: Any = None, device: devices.Device | None = None
+    ) -> list[dict[str, Any]]:
+        """A list of dicts, one per source line: function, file, line, code, and every recorded
+        column (bytes, counts; time in ns)."""
         index = -1 if device is None else devices.resolve(device, "records(device)")
         return self.table_records(index, self._which(func))
 
@@ -182,15 +220,22 @@ class LineProfiler(_core.LineTable):
                 wanted = [code for code, _ in codes_of(one)]
                 hits = [i for i, code in enumerate(codes) if any(code is w for w in wanted)]
             if not hits:
-                raise KeyError(f"display: {one if isinstance(one, str) else _shown(one)} is not registered; registered: {', '.join(names) or 'nothing'}")
+                raise KeyError(
+                    f"display: {one if isinstance(one, str) else _shown(one)} is not registered; "
+                    f"registered: {', '.join(names) or 'nothing'}"
+                )
             found += hits
         return found
 
     def _check_truth(self, columns: tuple[str, ...], index: int) -> None:
-        """Declare numbers void when another tool took the hook away in between; refuse columns that then cannot be had."""
+        """Declare numbers void when another tool took the hook away in between; refuse columns that
+        then cannot be had."""
         device = self.target_device if index < 0 else index
         if device and self.stats_mode == 0 and _core.check_columns(columns):
-            raise UnsupportedError('display: a column must be read from the allocator, which stats="hook" never does; use stats="auto"')
+            raise UnsupportedError(
+                'display: a column must be read from the allocator, which stats="hook" never '
+                'does; use stats="auto"'
+            )
         if self._generation is None or device or not set(columns) - {"hits", "time", "rss"}:
             return
         lost = _core.truth_generation() != self._generation
@@ -200,8 +245,16 @@ class LineProfiler(_core.LineTable):
 
         if (lost or "overwritten" in _why(0)) and not self._warned:
             self._warned = True
-            warnings.warn("koila.memlab: another tool overwrote the CPU allocator hook; numbers since then are void", UserWarning, stacklevel=utils.user_level())
-        raise UnsupportedError(f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss can be shown")
+            warnings.warn(
+                "koila.memlab: another tool overwrote the CPU allocator hook; numbers since then "
+                "are void",
+                UserWarning,
+                stacklevel=utils.user_level(),
+            )
+        raise UnsupportedError(
+            f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss "
+            "can be shown"
+        )
 
 
 def _shown(obj: object) -> str:
@@ -212,7 +265,8 @@ def _shown(obj: object) -> str:
 
 
 class RecordsDisplay:
-    """A line table of one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as .txt .html .json .csv."""
+    """A line table of one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as
+    .txt .html .json .csv."""
 
     def __init__(self, table: _core.LineTable, columns: tuple[str, ...], device: int = -1) -> None:
         self._table, self._columns, self._device = table, columns, device

@@ -17,7 +17,9 @@ from .line_profiler import DEFAULT_COLUMNS, LineProfiler, _Columns, _shown, chec
 
 _T = TypeVar("_T")
 _profiler: LineProfiler | None = None
-_at_exit: list[tuple[Any, tuple[str, ...], int]] = []  # (function, columns, process), in order of decoration
+_at_exit: list[
+    tuple[Any, tuple[str, ...], int]
+] = []  # (function, columns, process), in order of decoration
 _target: Device = 0
 
 
@@ -33,14 +35,16 @@ def _global() -> LineProfiler:
 
 
 def set_target_gpu(gpu_id: Device) -> None:
-    """From the line that is running on, rows of `@profile` show this device: an index, a torch.device, "cuda", "cuda:1", "cpu"."""
+    """From the line that is running on, rows of `@profile` show this device: an index, a
+    torch.device, "cuda", "cuda:1", "cpu"."""
     global _target
     _global().target_gpu = gpu_id
     _target = gpu_id
 
 
 def clear_global_line_profiler() -> None:
-    """Drop what `@profile` and `@profile_every` registered and recorded: at exit a function cleared says that no data was collected."""
+    """Drop what `@profile` and `@profile_every` registered and recorded: at exit a function cleared
+    says that no data was collected."""
     if _profiler is not None:
         _profiler.disable()
         _profiler.clear()
@@ -48,7 +52,9 @@ def clear_global_line_profiler() -> None:
 
 def _register(func: Any, columns: tuple[str, ...], at_exit: bool) -> bool:
     if not codes_of(func):
-        warnings.warn(f"profile: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=user_level())
+        warnings.warn(
+            f"profile: no code behind {_shown(func)}, ignored", UserWarning, stacklevel=user_level()
+        )
         return False
     profiler = _global()
     profiler.add_function(func)
@@ -94,9 +100,11 @@ def profile(func: None = None, columns: _Columns = DEFAULT_COLUMNS) -> Callable[
 @overload
 def profile(func: _T, columns: _Columns = DEFAULT_COLUMNS) -> _T: ...
 def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
-    """Profile a function line by line and print its table once at exit: `@profile`, `@profile(columns=...)`, `profile(f)`.
+    """Profile a function line by line and print its table once at exit: `@profile`,
+    `@profile(columns=...)`, `profile(f)`.
 
-    Returns the same object. An object without code is a UserWarning and returned unchanged. `KOILA_MEMLAB=0` makes this do nothing.
+    Returns the same object. An object without code is a UserWarning and returned unchanged.
+    `KOILA_MEMLAB=0` makes this do nothing.
     """
     names = check_columns(columns)
     if func is None:
@@ -106,10 +114,14 @@ def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
     return func
 
 
-def profile_every(output_interval: int = 1, enable: bool = True, columns: _Columns = DEFAULT_COLUMNS) -> Callable[[_T], _T]:
-    """A decorator that prints the function's table after every `output_interval`-th call that returned; numbers are cumulative.
+def profile_every(
+    output_interval: int = 1, enable: bool = True, columns: _Columns = DEFAULT_COLUMNS
+) -> Callable[[_T], _T]:
+    """A decorator that prints the function's table after every `output_interval`-th call that
+    returned; numbers are cumulative.
 
-    Returns a wrapper of the same kind (plain, async, generator, async generator); with `enable=False` the function itself.
+    Returns a wrapper of the same kind (plain, async, generator, async generator); with
+    `enable=False` the function itself.
 
     Raises:
         TypeError, ValueError: `output_interval` is not an int, or below 1.
