@@ -1,6 +1,6 @@
 /* alloc.c — the default allocator and the arena (see alloc.h). Chunks double from 4 KiB to 1 MiB; a
  * large request gets its own. */
-#include "base/vec.h"
+#include "base/alloc.h"
 
 #include <stdlib.h>
 
@@ -15,11 +15,11 @@ static void *libc_realloc(void *user, void *p, size_t old_n, size_t n)
     return realloc(p, n);
 }
 
+const koila_allocator koila__libc = { libc_realloc, NULL };
+
 koila_allocator koila__allocator(const koila_allocator *mem)
 {
-    if (mem && mem->fn)
-        return *mem;
-    return (koila_allocator){ libc_realloc, NULL };
+    return mem && mem->fn ? *mem : koila__libc;
 }
 
 struct koila__chunk {
@@ -141,20 +141,4 @@ void koila__arena_deinit(koila__arena *a)
         koila__release(&a->mem, c, CHUNK_HEADER + c->n_bytes);
     }
     a->free = NULL;
-}
-
-bool koila__vec_grow(const koila_allocator *mem, void **at, uint32_t *cap, uint32_t need,
-                     size_t size)
-{
-    uint64_t grown = *cap ? (uint64_t)*cap * 2 : (KOILA_DEBUG_LEVEL >= 3 ? 1 : 16);
-    if (grown < need)
-        grown = need;
-    if (grown >= UINT32_MAX || grown > SIZE_MAX / size)
-        return false;
-    void *p = koila__realloc(mem, *at, (size_t)*cap * size, (size_t)grown * size);
-    if (!p)
-        return false;
-    *at = p;
-    *cap = (uint32_t)grown;
-    return true;
 }

@@ -9,6 +9,8 @@
 
 #include "base/base.h"
 
+/* The C library's. */
+extern const koila_allocator koila__libc;
 /* The caller's allocator, or the C library's when `mem` is NULL or empty. */
 koila_allocator koila__allocator(const koila_allocator *mem);
 

@@ -27,7 +27,7 @@ void koila_graph_free(koila_graph *g)
     koila__vec_free(&mem, &g->leaf_names);
     koila__vec_free(&mem, &g->axes);
     koila__vec_free(&mem, &g->lines);
-    koila__release(&mem, g->line_set.slot, g->line_set.n_slots * sizeof *g->line_set.slot);
+    koila__idset_free(&mem, &g->line_set);
     koila__release(&mem, g, sizeof *g);
 }
 

@@ -1251,7 +1251,7 @@ koila_status koila_graph_parse(koila_table *table, const char *text, size_t n, k
     koila__vec_free(&mem, &p.links);
     koila__vec_free(&mem, &p.opaques);
     koila__vec_free(&mem, &p.declared);
-    koila__release(&mem, p.by_label.slot, p.by_label.n_slots * sizeof *p.by_label.slot);
+    koila__idset_free(&mem, &p.by_label);
     koila__arena_deinit(&p.tmp);
     if (status != KOILA_OK) {
         koila_graph_free(p.g);

@@ -5,46 +5,7 @@
  * set learns of them. */
 #include "graph/table.h"
 
-/* ---- id sets */
-
-uint32_t koila__idset_find(const koila__idset *s, uint64_t hash, koila__same_fn same,
-                           const void *owner, const void *key)
-{
-    if (!s->n_slots)
-        return KOILA_NONE;
-    for (uint32_t i = (uint32_t)hash & (s->n_slots - 1);; i = (i + 1) & (s->n_slots - 1)) {
-        const uint32_t id = s->slot[i];
-        if (id == KOILA_NONE || same(owner, id, key))
-            return id;
-    }
-}
-
-void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id)
-{
-    uint32_t i = (uint32_t)hash & (s->n_slots - 1);
-    while (s->slot[i] != KOILA_NONE)
-        i = (i + 1) & (s->n_slots - 1);
-    s->slot[i] = id;
-    s->n++;
-}
-
-bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__hash_fn hash_of,
-                          const void *owner)
-{
-    if ((s->n + 1) * 2 <= s->n_slots)
-        return true;
-    koila__idset grown = { NULL, 0, s->n_slots ? s->n_slots * 2 : 64 };
-    grown.slot = koila__realloc(mem, NULL, 0, grown.n_slots * sizeof *grown.slot);
-    if (!grown.slot)
-        return false;
-    memset(grown.slot, 0xff, grown.n_slots * sizeof *grown.slot);
-    for (uint32_t i = 0; i < s->n_slots; i++)
-        if (s->slot[i] != KOILA_NONE)
-            koila__idset_insert(&grown, hash_of(owner, s->slot[i]), s->slot[i]);
-    koila__release(mem, s->slot, s->n_slots * sizeof *s->slot);
-    *s = grown;
-    return true;
-}
+_Static_assert(KOILA__NO_ID == KOILA_NONE, "ids of sets are ids of the graph");
 
 /* ---- dtypes */
 
@@ -480,7 +441,7 @@ void koila_table_free(koila_table *t)
     const koila_allocator mem = t->mem;
     koila__idset *sets[] = { &t->op_set, &t->text_set, &t->meta_set, &t->sig_set };
     for (size_t i = 0; i < KOILA_COUNT(sets); i++)
-        koila__release(&mem, sets[i]->slot, sets[i]->n_slots * sizeof *sets[i]->slot);
+        koila__idset_free(&mem, sets[i]);
     koila__vec_free(&mem, &t->ops);
     koila__vec_free(&mem, &t->texts);
     koila__vec_free(&mem, &t->opaques);

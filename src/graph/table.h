@@ -4,14 +4,8 @@
 #define KOILA_SRC_TABLE_H
 
 #include "koila/graph.h"
+#include "base/idset.h"
 #include "base/vec.h"
-
-/* An open-addressing hash set of ids; the owner compares. Power-of-two slots, at most half full;
- * KOILA_NONE = empty. */
-typedef struct koila__idset {
-    uint32_t *slot;
-    uint32_t n, n_slots;
-} koila__idset;
 
 typedef struct koila__op {
     const char *name;
@@ -72,26 +66,5 @@ static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koi
 
 /* Room for so many more; false when the host is out of memory. */
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
-
-static inline uint64_t koila__mix(uint64_t h, uint64_t x)
-/* splitmix64's finaliser over a running sum: good enough for tables and plan keys, not against an
- * adversary */
-{
-    h += x * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u;
-    h = (h ^ (h >> 30)) * 0xbf58476d1ce4e5b9u;
-    h = (h ^ (h >> 27)) * 0x94d049bb133111ebu;
-    return h ^ (h >> 31);
-}
-
-/* Find the id for which same(owner, id, key); KOILA_NONE when absent. */
-typedef bool (*koila__same_fn)(const void *owner, uint32_t id, const void *key);
-uint32_t koila__idset_find(const koila__idset *s, uint64_t hash, koila__same_fn same,
-                           const void *owner, const void *key);
-typedef uint64_t (*koila__hash_fn)(const void *owner, uint32_t id);
-/* Room for one more id, rehashing when needed. */
-bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__hash_fn hash_of,
-                          const void *owner);
-/* after reserve; cannot fail */
-void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id);
 
 #endif
