@@ -1,5 +1,5 @@
 # make demo   a virtual environment, an installation, and the digits example
-# make test   all tests: C units, oracles and the command line (unit), Python and the placement oracles (python); ends in pytest's summary line
+# make test   all tests: C units, oracles, the command line and the law of the rooms (unit), Python and the placement oracles (python); ends in pytest's summary line
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 test: unit python
 
 unit: $(VENV)/requirements
-	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Ddebug_level=1 -Db_ndebug=false
+	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Dpython=true -Ddebug_level=2 -Db_ndebug=false
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson compile -C build -j $(JOBS)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson test -C build --num-processes $(JOBS) --print-errorlogs
 

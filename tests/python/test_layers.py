@@ -90,6 +90,40 @@ def test_allowed_includes_are_not_found(tmp_path):
     assert check_layers.broken_includes(tmp_path) == []
 
 
+def compiled(folder, sources):
+    """Objects of these sources, {"src/base/x.c": text}, named as Meson names them."""
+    compiler = shutil.which("cc")
+    if not compiler or not shutil.which("nm"):
+        pytest.skip("no C compiler or no nm")
+    for path, text in sources.items():
+        source = folder / pathlib.Path(path).name
+        source.write_text(text)
+        made = folder / (path.replace("/", "_") + ".o")
+        subprocess.run([compiler, "-c", str(source), "-o", str(made)], check=True)
+    return list(folder.glob("*.c.o"))
+
+
+THING = {"src/engine/thing.c": "int koila__engine_thing(void) { return 1; }\n"}
+
+
+def test_a_planted_call_is_found(tmp_path):
+    calls = "int koila__engine_thing(void);\nint koila__x(void) { return koila__engine_thing(); }\n"
+    found = check_layers.broken_calls(compiled(tmp_path, {**THING, "src/base/x.c": calls}))
+    assert len(found) == 1
+    assert "koila__engine_thing of src/engine" in found[0]
+
+
+def test_the_same_objects_without_the_call_keep_the_law(tmp_path):
+    quiet = "int koila__x(void) { return 1; }\n"
+    uses = "int koila__x(void);\nint koila__y(void) { return koila__x(); }\n"
+    sources = {**THING, "src/base/x.c": quiet, "src/engine/y.c": uses}
+    assert check_layers.broken_calls(compiled(tmp_path, sources)) == []
+
+
+def test_no_objects_is_not_a_clean_bill(tmp_path):
+    assert check_layers.broken_calls([]) == ["no object of any room was found: build first"]
+
+
 def test_c_lines_are_at_least_twice_the_python_lines():
     def lines(suffixes, folders):
         return sum(

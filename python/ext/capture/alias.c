@@ -11,6 +11,7 @@
  * still, if it was a batch leaf; else whole, after it was made concrete.
  */
 #include "capture/capture.h"
+#include "capture/executor.h"
 
 void koila__group_written(koila__group *g, koila_value v)
 {
@@ -94,7 +95,7 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
         }
         if (rc == 0 && m) {
             Py_INCREF(t);
-            rc = koila__run(t, want, m, false);
+            rc = koila__executor->run(t, want, m, false);
             t->ran = true;
             /* of a closed one: a running total of past losses must not keep them all */
             t->compacted = false;
@@ -196,7 +197,7 @@ int koila__move_to(koila__handle *h, koila__tape *to)
     if (want == KOILA_NONE)
         return -1;
     Py_INCREF(from);
-    rc = from->values[want].real ? 0 : koila__run(from, &want, 1, false);
+    rc = from->values[want].real ? 0 : koila__executor->run(from, &want, 1, false);
     from->ran = true;
     Py_DECREF(from);
     if (rc < 0)

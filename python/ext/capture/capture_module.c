@@ -1,6 +1,7 @@
 /* capture_module.c — what Python sees of capture: functions of koila._core on lazy tensors, tapes
  * and the memo. */
 #include "ground/random.h"
+#include "capture/executor.h"
 #include "capture/record.h"
 
 static koila__handle *handle_arg(PyObject *o)
@@ -252,7 +253,7 @@ static PyObject *py_run(PyObject *module, PyObject *args)
             v[m++] = value;
     }
     if (rc == 0 && (m || commit)) {
-        rc = koila__run(t, v, m, commit);
+        rc = koila__executor->run(t, v, m, commit);
         t->ran = true;
     }
     PyMem_Free(v);
@@ -275,7 +276,7 @@ static PyObject *py_run_whole(PyObject *module, PyObject *seq)
         const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
         rc = v == KOILA_NONE                  ? -1
              : h->group->tape->values[v].real ? 0
-                                              : koila__run_whole(h->group->tape, &v, 1);
+                                              : koila__executor->run_whole(h->group->tape, &v, 1);
     }
     Py_DECREF(fast);
     if (rc < 0)

@@ -34,6 +34,7 @@
  * recorded.
  */
 #include "capture/capture.h"
+#include "capture/executor.h"
 
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 #include <math.h>
@@ -167,7 +168,8 @@ static bool open_here(void)
     if (step.thread != PyThread_get_thread_ident() || step.process != getpid() ||
         koila__maybe_inference())
         return false;
-    const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
+    const long own_modes =
+        koila__executor->is_planning(); /* koila.plan() watches what the step writes */
     if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) ||
         !is_none(facts.tracing_state) || !is_none(facts.functorch_level))
         return false;
@@ -440,7 +442,7 @@ static PyObject *contents(koila__group *g, bool *fresh)
             PyObject *f = koila__helper("enter_modes");
             PyObject *modes = f ? PyObject_CallNoArgs(f) : NULL;
             PyObject *out = NULL;
-            const int rc = modes ? koila__call(sig, NULL, NULL, NULL, &out) : -1;
+            const int rc = modes ? koila__executor->call(sig, &out) : -1;
             Py_XDECREF(f);
             Py_XDECREF(modes);
             *fresh = !koila__maybe_inference();
@@ -449,7 +451,7 @@ static PyObject *contents(koila__group *g, bool *fresh)
     }
     *fresh = false;
     if (!t->values[v].real) {
-        const int rc = koila__run(t, &v, 1, false);
+        const int rc = koila__executor->run(t, &v, 1, false);
         t->ran = true;
         if (rc < 0)
             return NULL;

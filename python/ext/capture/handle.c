@@ -5,6 +5,7 @@
  *                                  it value                      # what it was at group.gen
  */
 #include "capture/capture.h"
+#include "capture/executor.h"
 
 uint64_t koila__n_handles;
 uint32_t koila__n_settled;
@@ -117,7 +118,8 @@ static void settle(koila__tape *t)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_INCREF(t);
-    if (koila__tape_drop_overwritten(t) < 0 || (t->n_effects && koila__run(t, NULL, 0, true) < 0)) {
+    if (koila__tape_drop_overwritten(t) < 0 ||
+        (t->n_effects && koila__executor->run(t, NULL, 0, true) < 0)) {
         PyObject *error, *said, *where;
         PyErr_Fetch(&error, &said, &where);
         PyObject *stale = koila__helper("StaleValueError");

@@ -12,9 +12,11 @@
  * the last dying handle settles them.
  */
 #include "capture/capture.h"
+#include "capture/executor.h"
 
 #include <structmember.h>
 
+const koila__executor_calls *koila__executor;
 koila__tape *koila__open;
 static uint64_t next_axis_id = 1, next_uid;
 koila__tape *koila__tapes;
@@ -26,7 +28,7 @@ koila__tape *koila__tape_new(void)
         return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
-    t->planned = koila__is_planning();
+    t->planned = koila__executor->is_planning();
     t->next_tape = koila__tapes;
     if (koila__tapes)
         koila__tapes->prev_tape = t;
@@ -122,12 +124,12 @@ koila__tape *koila__tape_for_lazy(void)
     if (!t || t->closed)
         return koila__tape_current();
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__is_planning() &&
+    if (t->n_handles && t->planned == koila__executor->is_planning() &&
         (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
         return t;
     Py_INCREF(t);
     int rc = 0;
-    if (t->n_handles && !t->planned && !koila__is_planning()) {
+    if (t->n_handles && !t->planned && !koila__executor->is_planning()) {
         uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
         koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
         if (!v) {
@@ -140,7 +142,7 @@ koila__tape *koila__tape_for_lazy(void)
                 koila__tape_give_up(t);
             rc = koila__tape_drop_overwritten(t);
             if (rc == 0 && (n || t->n_effects))
-                rc = koila__run_held(t, v, n);
+                rc = koila__executor->run_held(t, v, n);
         }
         PyMem_Free(v);
     }

@@ -108,38 +108,4 @@ void koila__tape_let_go(koila__tape *t);
 /* Value v of the tape is now `real` (reference taken over from the caller). */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 
-/* ---- call.c: one recorded call on real tensors */
-typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
-    uint32_t arg;
-    uint32_t n; /* number of ints; is_list tells a list from one int */
-    bool is_list;
-    const int64_t *ints;
-} koila__arg_fix;
-typedef struct koila__call_fix {
-    uint32_t n_fix;
-    const koila__arg_fix *fix;
-} koila__call_fix;
-/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base
- * tensor, written in place, the caller has cloned it where needed). `fix` adapts the call itself,
- * link_fix[k] the k-th link of all writes' chains (either may be NULL). On success
- * outputs[n_outputs] are new references (NULL for a None result; for a write the base tensor
- * itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned; on failure
- * -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller
- * holds the mode guards (koila__mode_enter in run.c). */
-int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
-                const koila__call_fix *link_fix, PyObject **outputs);
-
-/* The simple executor, the reference in tests: everything whole, in recorded order, each value
- * freed at its last use and each result compared with what was recorded. 0, or -1 with an exception
- * and nothing changed. Effects stay recorded. */
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
-
-/* ---- run.c */
-/* Make targets concrete (values[].real set), sliced as the settings say. 0, or -1 with an exception
- * and nothing changed. `commit_effects`: also run and commit the tape's effects. */
-int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
-/* The effects happen, and of `held` what fits and is not stale is made. */
-int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
-bool koila__is_planning(void); /* does koila.plan() record now? */
-
 #endif

@@ -4,6 +4,33 @@
 
 #include "capture/tape.h"
 
+/* ---- call.c: one recorded call on real tensors */
+typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
+    uint32_t arg;
+    uint32_t n; /* number of ints; is_list tells a list from one int */
+    bool is_list;
+    const int64_t *ints;
+} koila__arg_fix;
+typedef struct koila__call_fix {
+    uint32_t n_fix;
+    const koila__arg_fix *fix;
+} koila__call_fix;
+/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base
+ * tensor, written in place, the caller has cloned it where needed). `fix` adapts the call itself,
+ * link_fix[k] the k-th link of all writes' chains (either may be NULL). On success
+ * outputs[n_outputs] are new references (NULL for a None result; for a write the base tensor
+ * itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned; on failure
+ * -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller
+ * holds the mode guards (koila__mode_enter in run.c). */
+int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
+                const koila__call_fix *link_fix, PyObject **outputs);
+
+/* ---- what executor.h promises to capture */
+int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
+int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
+bool koila__is_planning(void);
+
 bool koila__is_out_of_memory(void); /* the exception that is set; leaves it set */
 /* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
 int koila__held_fits(const char *call);

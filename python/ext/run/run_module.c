@@ -1,5 +1,6 @@
 /* run_module.c — the executor as functions of koila._core: settings, running, explaining, saving,
  * predicting. */
+#include "capture/executor.h"
 #include "run/exec.h"
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
@@ -607,4 +608,20 @@ static PyMethodDef methods[] = {
     { NULL, NULL, 0, NULL },
 };
 
-int koila__run_module_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }
+static int call_without_inputs(koila_sig sig, PyObject **out)
+{
+    return koila__call(sig, NULL, NULL, NULL, out);
+}
+
+int koila__run_module_add(PyObject *m)
+{
+    static const koila__executor_calls executor = {
+        .run = koila__run,
+        .run_held = koila__run_held,
+        .run_whole = koila__run_whole,
+        .call = call_without_inputs,
+        .is_planning = koila__is_planning,
+    };
+    koila__executor = &executor;
+    return PyModule_AddFunctions(m, methods);
+}
