@@ -181,11 +181,11 @@ def whole(model, loss, batch, m):
 
 def once(step, model, loss, batch, m):
     model.zero_grad(set_to_none=True)
-    base = _core.truth_current()
-    _core.truth_reset_peak()
+    base = _core.cpu_bytes_current()
+    _core.cpu_bytes_reset_peak()
     start = time.perf_counter()
     step(model, loss, batch, m)
-    return time.perf_counter() - start, _core.truth_peak() - base
+    return time.perf_counter() - start, _core.cpu_bytes_peak() - base
 
 
 def compare(name, repeat):
@@ -309,7 +309,7 @@ def main():
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--only")
     args = parser.parse_args()
-    _core.truth_install()
+    _core.cpu_bytes_install()
     cpu = next(
         (
             line.split(":")[1].strip()

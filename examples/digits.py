@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import koila
 from koila import lazy
 from koila._core import (
-    truth_install,
-    truth_peak,
-    truth_reset_peak,
+    cpu_bytes_install,
+    cpu_bytes_peak,
+    cpu_bytes_reset_peak,
 )  # what torch's CPU allocator holds, to the byte
 
 MIB = 2**20
@@ -48,16 +48,16 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", help="write the last step's page here")
     args = parser.parse_args()
-    truth_install()
+    cpu_bytes_install()
     x, y, x_test, y_test = data()
 
     # what plain PyTorch needs: one step of the whole training set
     model = make_model()
-    truth_reset_peak()
+    cpu_bytes_reset_peak()
     start = time.perf_counter()
     F.cross_entropy(model(x), y).backward()
     seconds = time.perf_counter() - start
-    needed = truth_peak()
+    needed = cpu_bytes_peak()
     budget = needed // 3
     model.zero_grad()
     print(

@@ -23,7 +23,7 @@ static int exec(PyObject *m)
         return -1;
     if (koila__run_module_add(m) < 0)
         return -1;
-    if (koila__truth_add_module(m) < 0)
+    if (koila__cpu_bytes_add_module(m) < 0)
         return -1;
     if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 ||
         koila__report_add_module(m) < 0 || koila__timeline_add_module(m) < 0)

@@ -65,7 +65,7 @@ def _held(device: torch.device) -> int:
     return (
         int(torch.cuda.memory_allocated(device))
         if device.type == "cuda"
-        else int(_core.truth_current())
+        else int(_core.cpu_bytes_current())
     )
 
 

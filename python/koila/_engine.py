@@ -5,6 +5,6 @@ from . import _torch  # noqa: F401  first: says which torch is needed
 from . import _backward, _capture, _core  # noqa: F401  _capture: what C asks, and with it the class that the dispatcher knows
 from ._budget import from_environment
 
-_core.truth_install()
+_core.cpu_bytes_install()
 _backward.install()
 from_environment()

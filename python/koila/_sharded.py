@@ -109,12 +109,12 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
     """A budget refuses nothing meanwhile: what is refused on one rank leaves the others waiting."""
-    limit = _core.truth_get_limit()
-    _core.truth_set_limit(None)
+    limit = _core.cpu_bytes_get_limit()
+    _core.cpu_bytes_set_limit(None)
     try:
         yield
     finally:
-        _core.truth_set_limit(limit)
+        _core.cpu_bytes_set_limit(limit)
 
 
 def _meshes_of(parameters: Iterable[Any]) -> list[Any]:

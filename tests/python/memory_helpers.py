@@ -9,26 +9,26 @@ from koila import _core
 
 
 def installed():
-    return not _core.truth_install().startswith("unsupported")
+    return not _core.cpu_bytes_install().startswith("unsupported")
 
 
 class Held:
     """Bytes above what was held at the start, at their highest."""
 
     def __enter__(self):
-        self.base = _core.truth_current()
-        _core.truth_reset_peak()
+        self.base = _core.cpu_bytes_current()
+        _core.cpu_bytes_reset_peak()
         return self
 
     def __exit__(self, *exc):
-        self.peak = _core.truth_peak() - self.base
-        self.kept = _core.truth_current() - self.base
+        self.peak = _core.cpu_bytes_peak() - self.base
+        self.kept = _core.cpu_bytes_current() - self.base
 
 
 def only(n_bytes):
     """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila
     cuts its steps."""
-    return koila.budget(_core.truth_current() + n_bytes)
+    return koila.budget(_core.cpu_bytes_current() + n_bytes)
 
 
 def out_of_memory(e):

@@ -52,16 +52,16 @@ def test_every_refused_allocation_ends_well(name):
     fresh()
     koila_step(model, loss, batch, 4)  # shapes and plans are known from here on
     fresh()
-    before = _core.truth_n_allocs()
+    before = _core.cpu_bytes_n_allocs()
     koila_step(model, loss, batch, 4)
-    n_allocs = _core.truth_n_allocs() - before
+    n_allocs = _core.cpu_bytes_n_allocs() - before
     assert n_allocs > 10
     finished = raised = 0
     step = 1 if LONG else max(1, n_allocs // 150)
     for n in range(1, n_allocs + 2, step):
         fresh()
         state = world(model)
-        _core.truth_fail_nth(n)
+        _core.cpu_bytes_fail_nth(n)
         try:
             koila_step(model, loss, batch, 4)
             ok = True
@@ -73,7 +73,7 @@ def test_every_refused_allocation_ends_well(name):
                 continue
             assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
         finally:
-            _core.truth_fail_nth(0)
+            _core.cpu_bytes_fail_nth(0)
         if ok:
             finished += 1
             got = model_state(model)
@@ -131,12 +131,12 @@ def test_the_hand_written_loop_would_lose_its_gradients():
     make, data, loss = STEPS["mlp"]
     torch.manual_seed(0)
     model, batch = make(), data()
-    before = _core.truth_n_allocs()
+    before = _core.cpu_bytes_n_allocs()
     by_hand_step(model, loss, batch, 2)
-    n_allocs = _core.truth_n_allocs() - before
+    n_allocs = _core.cpu_bytes_n_allocs() - before
     clear(model)
-    _core.truth_fail_nth(int(n_allocs * 0.8))
+    _core.cpu_bytes_fail_nth(int(n_allocs * 0.8))
     with pytest.raises(RuntimeError):
         by_hand_step(model, loss, batch, 2)
-    _core.truth_fail_nth(0)
+    _core.cpu_bytes_fail_nth(0)
     assert any(p.grad is not None for p in model.parameters())

@@ -199,13 +199,13 @@ def test_where_there_is_a_gpu_one_amount_is_the_gpu_s_and_the_cpu_has_its_own(mo
     with koila.budget("1MiB"):
         assert _core.configure()["budget"] == MIB and _core.configure()["cpu_budget"] is None
         torch.zeros(4 * MIB)
-    if not _core.truth_ok():
+    if not _core.cpu_bytes_ok():
         pytest.skip("torch's CPU memory cannot be counted here")
-    with koila.budget({"cpu": _core.truth_current() + MIB, "cuda": "2GiB"}):
+    with koila.budget({"cpu": _core.cpu_bytes_current() + MIB, "cuda": "2GiB"}):
         assert _core.configure()["budget"] == 2 << 30
         with pytest.raises(RuntimeError, match="memory"):
             torch.zeros(4 * MIB)
-    assert _core.configure()["budget"] is None and _core.truth_get_limit() is None
+    assert _core.configure()["budget"] is None and _core.cpu_bytes_get_limit() is None
     torch.zeros(4 * MIB)
 
 
@@ -280,8 +280,8 @@ def test_running_out_although_it_was_said_to_fit_lowers_the_next_choice(case, mo
     wanted = eager_grads(model, x)
     plain = step(model, x)
     assert plain.n_micro_batches == 1
-    start = _core.truth_current()
-    _core.truth_set_limit(start + 16 * MIB)  # what "the GPU" really has left
+    start = _core.cpu_bytes_current()
+    _core.cpu_bytes_set_limit(start + 16 * MIB)  # what "the GPU" really has left
     try:
         hit = step(model, x)
         assert hit.retries > 0
@@ -289,7 +289,7 @@ def test_running_out_although_it_was_said_to_fit_lowers_the_next_choice(case, mo
             torch.testing.assert_close(a, p.grad)
         later = [step(model, x) for _ in range(6)]
     finally:
-        _core.truth_set_limit(None)
+        _core.cpu_bytes_set_limit(None)
     assert (
         later[0].n_micro_batches > 1
         and later[0].fit["margin_bytes"] > 0

@@ -1014,11 +1014,11 @@ def test_no_memory_stays():
     for _ in range(3):
         step()
     gc.collect()
-    before = _core.truth_current()
+    before = _core.cpu_bytes_current()
     for _ in range(5):
         step()
     gc.collect()
-    assert _core.truth_current() == before
+    assert _core.cpu_bytes_current() == before
 
 
 # ---- random programs, and a planted fault

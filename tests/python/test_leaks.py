@@ -9,7 +9,7 @@ from koila import lazy, _core
 from torch import nn
 from torch.nn import functional as F
 torch.set_num_threads(1)
-counted = not _core.truth_install().startswith("unsupported")
+counted = not _core.cpu_bytes_install().startswith("unsupported")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 4))
 x0, y0 = torch.randn(32, 16), torch.randint(0, 4, (32,))
@@ -29,12 +29,12 @@ def lazies():
 def steady(f, n=60, slack=8 << 20):
     for _ in range(10): f()
     gc.collect(); model.zero_grad(set_to_none=True)
-    torch_before, rss = _core.truth_current(), psutil.Process().memory_info().rss
+    torch_before, rss = _core.cpu_bytes_current(), psutil.Process().memory_info().rss
     blocks = len(gc.get_objects())
     for _ in range(n): f()
     model.zero_grad(set_to_none=True)
     assert lazies() == 0, lazies()
-    assert _core.truth_current() == torch_before, (_core.truth_current(), torch_before)
+    assert _core.cpu_bytes_current() == torch_before, (_core.cpu_bytes_current(), torch_before)
     assert len(gc.get_objects()) - blocks < 100, len(gc.get_objects()) - blocks
     assert psutil.Process().memory_info().rss - rss < slack, psutil.Process().memory_info().rss - rss
 """
@@ -98,10 +98,10 @@ if counted:
     n = [0]
     def f():
         n[0] += 3
-        _core.truth_fail_nth(n[0] % 150 + 1)
+        _core.cpu_bytes_fail_nth(n[0] % 150 + 1)
         try: step()
         except Exception: pass
-        finally: _core.truth_fail_nth(0)
+        finally: _core.cpu_bytes_fail_nth(0)
     steady(f, n=120)
 """
     )
@@ -147,9 +147,9 @@ def test_a_kept_loss_keeps_only_itself():
         + """
 if counted:
     step(); model.zero_grad(set_to_none=True); gc.collect()
-    before = _core.truth_current()
+    before = _core.cpu_bytes_current()
     kept = [step().detach() for _ in range(20)]
     model.zero_grad(set_to_none=True); gc.collect()
-    assert _core.truth_current() - before <= 20 * 64, _core.truth_current() - before
+    assert _core.cpu_bytes_current() - before <= 20 * 64, _core.cpu_bytes_current() - before
 """
     )

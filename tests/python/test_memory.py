@@ -257,7 +257,7 @@ def test_a_budget_is_kept(name, fraction):
     whole = peak(koila_step, model, loss, batch, len(batch[0])).peak
     room = int(whole * fraction)
     clear(model)
-    budget = _core.truth_current() + room
+    budget = _core.cpu_bytes_current() + room
     with koila.budget(budget):
         held = peak(koila_step, model, loss, batch)
     plan = koila.last_plan()
@@ -310,7 +310,7 @@ def test_what_follows_a_gathered_operator_is_sliced_again(fraction, most):
 def test_one_row_that_does_not_fit_is_refused_with_the_tensors_named():
     model = mlp()
     batch = torch.randn(64, 64), torch.randint(0, 10, (64,))
-    with koila.budget(_core.truth_current() + 20_000), pytest.raises(koila.OutOfMemory) as e:
+    with koila.budget(_core.cpu_bytes_current() + 20_000), pytest.raises(koila.OutOfMemory) as e:
         koila_step(model, ce, batch)
     assert isinstance(e.value, torch.OutOfMemoryError) and isinstance(e.value, koila.KoilaError)
     assert ".py:" in str(e.value) and "KiB" in str(e.value) and e.value.missing_bytes > 0
@@ -323,7 +323,7 @@ def test_a_budget_below_what_is_held_says_so(where):
     before = lazy(x)
     loss = model(before).square().mean()
     gc.collect()  # what other tests left is not to go in the middle
-    held = _core.truth_current()
+    held = _core.cpu_bytes_current()
     with koila.budget(held - 100_000), pytest.raises(koila.OutOfMemory) as e:
         if where == "lazy":
             lazy(x)
@@ -405,7 +405,7 @@ def test_steps_that_recompute_are_predicted_after_larger_slices_were_seen(fracti
     whole = peak(koila_step, model, ce, batch, 32).peak
     for part in (0.5, fraction):
         clear(model)
-        with koila.budget(_core.truth_current() + int(whole * part)):
+        with koila.budget(_core.cpu_bytes_current() + int(whole * part)):
             error = off(model, batch, ce)
     assert error <= 0.02 and koila.last_plan().retries == 0
     assert fraction > 0.25 or koila.last_plan().replay_ratio > 2

@@ -79,12 +79,12 @@ def test_gradients_that_are_there_stay(case):
 def test_nothing_of_the_step_is_allocated(case):
     model, x, y = case
     koila.plan(step_of(model), x, y)  # the first one may warm up caches
-    _core.truth_reset_peak()
-    start = _core.truth_current()
+    _core.cpu_bytes_reset_peak()
+    start = _core.cpu_bytes_current()
     plan = koila.plan(step_of(model), x, y)
-    assert _core.truth_current() == start
+    assert _core.cpu_bytes_current() == start
     smallest_activation = BATCH * 256 * 4
-    assert _core.truth_peak() - start < smallest_activation / 8 < plan.predicted_peak_bytes
+    assert _core.cpu_bytes_peak() - start < smallest_activation / 8 < plan.predicted_peak_bytes
 
 
 def test_a_real_step_afterwards_equals_eager(case):
@@ -818,10 +818,10 @@ def test_gpt2_as_it_comes_with_dropout():
     model = hf.GPT2LMHeadModel(hf.GPT2Config(bos_token_id=0, eos_token_id=0)).train()
     ids = torch.zeros(64, 512, dtype=torch.long)
     planned(lambda i: model(input_ids=i[:, :8], labels=i[:, :8]).loss, ids)
-    _core.truth_reset_peak()
-    start = _core.truth_current()
+    _core.cpu_bytes_reset_peak()
+    start = _core.cpu_bytes_current()
     plan = planned(lambda i: model(input_ids=i, labels=i).loss, ids, budget="8GiB")
-    assert plan.n_micro_batches > 1 and _core.truth_peak() - start < 64 << 20
+    assert plan.n_micro_batches > 1 and _core.cpu_bytes_peak() - start < 64 << 20
 
 
 def test_a_llama_of_a_billion_parameters_on_meta():

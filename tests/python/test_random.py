@@ -106,7 +106,7 @@ def test_operators_whose_words_are_not_known_draw_the_whole(monkeypatch):
         test_slices_draw_eager_s_numbers(layout, 4)
 
 
-@pytest.mark.skipif(not _core.truth_ok(), reason="torch's CPU memory cannot be counted here")
+@pytest.mark.skipif(not _core.cpu_bytes_ok(), reason="torch's CPU memory cannot be counted here")
 def test_a_slice_draws_only_its_rows():
     """Not the whole batch's numbers: neither the time of it nor the memory."""
     if not _random._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):

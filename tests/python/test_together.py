@@ -176,7 +176,7 @@ from torch.nn import functional as F
 from torch.distributed.fsdp import fully_shard
 from koila import _core
 D = torch.float64
-_core.truth_install()
+_core.cpu_bytes_install()
 
 def train(wrap, run, n, settings, look, after):
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def check(*what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=l
         assert kind == k and (slices == s if isinstance(s, int) else s in slices), outcomes
     return outcomes
 
-room = lambda *n: koila.budget(_core.truth_current() + n[rank])
+room = lambda *n: koila.budget(_core.cpu_bytes_current() + n[rank])
 equal = lambda n: ("equal", n)
 check(("OutOfMemory", "budget is"), ("OutOfMemory", "another rank"), settings=lambda k: room(-1000, 8_000_000))  # first of all: not even recorded
 check(equal(1))

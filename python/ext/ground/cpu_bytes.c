@@ -13,7 +13,7 @@
  *           file is compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the
  *           reservation back.
  * Neither is trusted: a storage of 4099 bytes must show up in the table and leave it again, else
- * the plan is taken off and the answer is "unsupported". koila__truth_ok() compares the slots
+ * the plan is taken off and the answer is "unsupported". koila__cpu_bytes_ok() compares the slots
  * later, for memory profilers of other makers write the same ones.
  *
  * free() in libc10 also frees what is not a tensor, and blocks older than we are: what is not in
@@ -40,7 +40,7 @@
 static koila__ledger ledger;
 
 #define N_LISTENERS 4
-static _Atomic(koila__truth_event) listeners[N_LISTENERS];
+static _Atomic(koila__cpu_bytes_event) listeners[N_LISTENERS];
 static _Atomic(uint32_t (*)(void)) tagger;
 
 static koila__got_set slots;
@@ -52,7 +52,7 @@ static uint64_t generation, n_loads_seen;
 KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
     for (int i = 0; i < N_LISTENERS; i++) {
-        koila__truth_event fn = atomic_load_explicit(&listeners[i], memory_order_acquire);
+        koila__cpu_bytes_event fn = atomic_load_explicit(&listeners[i], memory_order_acquire);
         if (fn)
             fn(p, delta, now);
     }
@@ -192,10 +192,10 @@ static bool self_test(PyObject *torch)
     PyObject *address = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
     const void *p = address ? PyLong_AsVoidPtr(address) : NULL;
     if (p)
-        seen = koila__truth_find(p, &n, NULL) && n == n_probe;
+        seen = koila__cpu_bytes_find(p, &n, NULL) && n == n_probe;
     Py_XDECREF(storage);
     if (p)
-        gone = !koila__truth_find(p, &n, NULL);
+        gone = !koila__cpu_bytes_find(p, &n, NULL);
     Py_XDECREF(address);
     PyErr_Clear();
     return seen && gone;
@@ -282,15 +282,15 @@ static int install(char wanted)
     return r;
 }
 static bool kept; /* somebody relies on the count being there for good */
-int koila__truth_install(void)
+int koila__cpu_bytes_install(void)
 {
     kept = true;
     return install(0);
 }
-int koila__truth_listen(void) { return install(0); }
-bool koila__truth_is_kept(void) { return kept; }
+int koila__cpu_bytes_listen(void) { return install(0); }
+bool koila__cpu_bytes_is_kept(void) { return kept; }
 
-void koila__truth_uninstall(void)
+void koila__cpu_bytes_uninstall(void)
 {
     if (state != ON)
         return;
@@ -298,9 +298,9 @@ void koila__truth_uninstall(void)
     state = OFF;
 }
 
-bool koila__truth_ok(void) { return state == ON && koila__got_holds(&slots, NULL); }
-uint64_t koila__truth_generation(void) { return generation; }
-const char *koila__truth_plan(void)
+bool koila__cpu_bytes_ok(void) { return state == ON && koila__got_holds(&slots, NULL); }
+uint64_t koila__cpu_bytes_generation(void) { return generation; }
+const char *koila__cpu_bytes_plan(void)
 {
     switch (state) {
     case ON:
@@ -314,36 +314,36 @@ const char *koila__truth_plan(void)
 
 /* ---- counters */
 
-uint64_t koila__truth_current(void)
+uint64_t koila__cpu_bytes_current(void)
 {
     return atomic_load_explicit(&ledger.current, memory_order_relaxed);
 }
-const _Atomic uint64_t *koila__truth_current_slot(void) { return &ledger.current; }
-uint64_t koila__truth_peak(void)
+const _Atomic uint64_t *koila__cpu_bytes_current_slot(void) { return &ledger.current; }
+uint64_t koila__cpu_bytes_peak(void)
 {
     return atomic_load_explicit(&ledger.peak, memory_order_relaxed);
 }
-void koila__truth_reset_peak(void)
+void koila__cpu_bytes_reset_peak(void)
 {
-    atomic_store_explicit(&ledger.peak, koila__truth_current(), memory_order_relaxed);
+    atomic_store_explicit(&ledger.peak, koila__cpu_bytes_current(), memory_order_relaxed);
 }
-uint64_t koila__truth_swap_peak(uint64_t v)
+uint64_t koila__cpu_bytes_swap_peak(uint64_t v)
 {
     return atomic_exchange_explicit(&ledger.peak, v, memory_order_relaxed);
 }
-void koila__truth_set_limit(uint64_t bytes)
+void koila__cpu_bytes_set_limit(uint64_t bytes)
 {
     atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed);
 }
-uint64_t koila__truth_get_limit(void)
+uint64_t koila__cpu_bytes_get_limit(void)
 {
     return atomic_load_explicit(&ledger.limit, memory_order_relaxed);
 }
-void koila__truth_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
-int64_t koila__truth_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
-int64_t koila__truth_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
+void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
+int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
+int64_t koila__cpu_bytes_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
 
-bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag)
+bool koila__cpu_bytes_find(const void *p, uint64_t *n_bytes, uint32_t *tag)
 {
     return koila__ptrtab_get(&ledger.blocks, p, n_bytes, tag);
 }
@@ -357,37 +357,37 @@ static bool each_entry(void *user, const koila__ptrtab_entry *e)
     each_request *r = user;
     return r->fn(r->user, (const void *)e->p, e->n_bytes, (uint32_t)e->tag);
 }
-void koila__truth_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),
-                       void *user)
+void koila__cpu_bytes_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),
+                           void *user)
 {
     each_request r = { fn, user };
     koila__ptrtab_each(&ledger.blocks, each_entry, &r);
 }
 
-int koila__truth_add_event(koila__truth_event fn)
+int koila__cpu_bytes_add_event(koila__cpu_bytes_event fn)
 {
     for (int i = 0; i < N_LISTENERS; i++)
         if (atomic_load(&listeners[i]) == fn)
             return 0;
     for (int i = 0; i < N_LISTENERS; i++) {
-        koila__truth_event none = NULL;
+        koila__cpu_bytes_event none = NULL;
         if (atomic_compare_exchange_strong(&listeners[i], &none, fn))
             return 0;
     }
     return -1;
 }
-void koila__truth_del_event(koila__truth_event fn)
+void koila__cpu_bytes_del_event(koila__cpu_bytes_event fn)
 {
     for (int i = 0; i < N_LISTENERS; i++) {
-        koila__truth_event old = fn;
+        koila__cpu_bytes_event old = fn;
         atomic_compare_exchange_strong(&listeners[i], &old, NULL);
     }
 }
-void koila__truth_set_tagger(uint32_t (*fn)(void))
+void koila__cpu_bytes_set_tagger(uint32_t (*fn)(void))
 {
     atomic_store_explicit(&tagger, fn, memory_order_release);
 }
-uint32_t (*koila__truth_get_tagger(void))(void)
+uint32_t (*koila__cpu_bytes_get_tagger(void))(void)
 {
     return atomic_load_explicit(&tagger, memory_order_acquire);
 }
@@ -400,44 +400,45 @@ static void after_fork_child(void) { koila__ledger_fork_child(&ledger); }
 
 /* ---- Python */
 
-PyDoc_STRVAR(truth_install_doc, "truth_install(plan=None) -> str\n\n"
-                                "Count PyTorch's CPU memory from now on. Returns 'A' or 'B' (see "
-                                "cpu_bytes.c) or 'unsupported: why'.\n"
-                                "plan='A' or 'B' insists on one, at the first call only.");
-static PyObject *truth_install(PyObject *self, PyObject *args)
+PyDoc_STRVAR(cpu_bytes_install_doc,
+             "cpu_bytes_install(plan=None) -> str\n\n"
+             "Count PyTorch's CPU memory from now on. Returns 'A' or 'B' (see "
+             "cpu_bytes.c) or 'unsupported: why'.\n"
+             "plan='A' or 'B' insists on one, at the first call only.");
+static PyObject *cpu_bytes_install(PyObject *self, PyObject *args)
 {
     const char *wanted = NULL;
-    if (!PyArg_ParseTuple(args, "|z:truth_install", &wanted))
+    if (!PyArg_ParseTuple(args, "|z:cpu_bytes_install", &wanted))
         return NULL;
     if (wanted)
         install(wanted[0]);
     else
-        koila__truth_listen();
-    return PyUnicode_FromString(koila__truth_plan());
+        koila__cpu_bytes_listen();
+    return PyUnicode_FromString(koila__cpu_bytes_plan());
 }
-static PyObject *truth_uninstall(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_uninstall(PyObject *self, PyObject *none)
 {
-    koila__truth_uninstall();
+    koila__cpu_bytes_uninstall();
     Py_RETURN_NONE;
 }
-static PyObject *truth_ok(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_ok(PyObject *self, PyObject *none)
 {
-    return PyBool_FromLong(koila__truth_ok());
+    return PyBool_FromLong(koila__cpu_bytes_ok());
 }
-static PyObject *truth_current(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_current(PyObject *self, PyObject *none)
 {
-    return PyLong_FromUnsignedLongLong(koila__truth_current());
+    return PyLong_FromUnsignedLongLong(koila__cpu_bytes_current());
 }
-static PyObject *truth_peak(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_peak(PyObject *self, PyObject *none)
 {
-    return PyLong_FromUnsignedLongLong(koila__truth_peak());
+    return PyLong_FromUnsignedLongLong(koila__cpu_bytes_peak());
 }
-static PyObject *truth_reset_peak(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_reset_peak(PyObject *self, PyObject *none)
 {
-    koila__truth_reset_peak();
+    koila__cpu_bytes_reset_peak();
     Py_RETURN_NONE;
 }
-static PyObject *truth_set_limit(PyObject *self, PyObject *bytes)
+static PyObject *cpu_bytes_set_limit(PyObject *self, PyObject *bytes)
 {
     uint64_t limit = UINT64_MAX;
     if (bytes != Py_None) {
@@ -445,33 +446,33 @@ static PyObject *truth_set_limit(PyObject *self, PyObject *bytes)
         if (PyErr_Occurred())
             return NULL;
     }
-    koila__truth_set_limit(limit);
+    koila__cpu_bytes_set_limit(limit);
     Py_RETURN_NONE;
 }
-static PyObject *truth_get_limit(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_get_limit(PyObject *self, PyObject *none)
 {
-    uint64_t limit = koila__truth_get_limit();
+    uint64_t limit = koila__cpu_bytes_get_limit();
     if (limit == UINT64_MAX)
         Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(limit);
 }
-static PyObject *truth_fail_nth(PyObject *self, PyObject *arg)
+static PyObject *cpu_bytes_fail_nth(PyObject *self, PyObject *arg)
 {
     long long n = PyLong_AsLongLong(arg);
     if (n == -1 && PyErr_Occurred())
         return NULL;
-    koila__truth_fail_nth(n);
+    koila__cpu_bytes_fail_nth(n);
     Py_RETURN_NONE;
 }
-static PyObject *truth_n_allocs(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_n_allocs(PyObject *self, PyObject *none)
 {
-    return PyLong_FromLongLong(koila__truth_n_allocs());
+    return PyLong_FromLongLong(koila__cpu_bytes_n_allocs());
 }
-static PyObject *truth_n_frees(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_n_frees(PyObject *self, PyObject *none)
 {
-    return PyLong_FromLongLong(koila__truth_n_frees());
+    return PyLong_FromLongLong(koila__cpu_bytes_n_frees());
 }
-static PyObject *truth_generation(PyObject *self, PyObject *none)
+static PyObject *cpu_bytes_generation(PyObject *self, PyObject *none)
 {
     return PyLong_FromUnsignedLongLong(generation);
 }
@@ -512,29 +513,33 @@ static PyObject *free_memory(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    { "truth_install", truth_install, METH_VARARGS, truth_install_doc },
-    { "truth_uninstall", truth_uninstall, METH_NOARGS,
+    { "cpu_bytes_install", cpu_bytes_install, METH_VARARGS, cpu_bytes_install_doc },
+    { "cpu_bytes_uninstall", cpu_bytes_uninstall, METH_NOARGS,
       "Stop counting new blocks; known blocks are still taken off when freed." },
-    { "truth_ok", truth_ok, METH_NOARGS, "Is the count installed, and nobody has overwritten it?" },
-    { "truth_current", truth_current, METH_NOARGS,
+    { "cpu_bytes_ok", cpu_bytes_ok, METH_NOARGS,
+      "Is the count installed, and nobody has overwritten it?" },
+    { "cpu_bytes_current", cpu_bytes_current, METH_NOARGS,
       "Bytes handed out and not got back, since the installation." },
-    { "truth_peak", truth_peak, METH_NOARGS, "Highest truth_current() since the last reset." },
-    { "truth_reset_peak", truth_reset_peak, METH_NOARGS, "Let the peak be the current bytes." },
-    { "truth_set_limit", truth_set_limit, METH_O,
-      "Refuse allocations that would bring truth_current() above this; None: no limit." },
-    { "truth_get_limit", truth_get_limit, METH_NOARGS, "The limit in bytes, or None." },
-    { "truth_fail_nth", truth_fail_nth, METH_O,
+    { "cpu_bytes_peak", cpu_bytes_peak, METH_NOARGS,
+      "Highest cpu_bytes_current() since the last reset." },
+    { "cpu_bytes_reset_peak", cpu_bytes_reset_peak, METH_NOARGS,
+      "Let the peak be the current bytes." },
+    { "cpu_bytes_set_limit", cpu_bytes_set_limit, METH_O,
+      "Refuse allocations that would bring cpu_bytes_current() above this; None: no limit." },
+    { "cpu_bytes_get_limit", cpu_bytes_get_limit, METH_NOARGS, "The limit in bytes, or None." },
+    { "cpu_bytes_fail_nth", cpu_bytes_fail_nth, METH_O,
       "Refuse the nth allocation from now, for tests; 0: none." },
-    { "truth_n_allocs", truth_n_allocs, METH_NOARGS,
+    { "cpu_bytes_n_allocs", cpu_bytes_n_allocs, METH_NOARGS,
       "Allocations granted since the installation." },
-    { "truth_n_frees", truth_n_frees, METH_NOARGS, "Counted blocks freed since the installation." },
-    { "truth_generation", truth_generation, METH_NOARGS,
+    { "cpu_bytes_n_frees", cpu_bytes_n_frees, METH_NOARGS,
+      "Counted blocks freed since the installation." },
+    { "cpu_bytes_generation", cpu_bytes_generation, METH_NOARGS,
       "How often the count was overwritten by others and started again." },
     { "free_memory", free_memory, METH_VARARGS, free_memory_doc },
     { NULL, NULL, 0, NULL },
 };
 
-int koila__truth_add_module(PyObject *m)
+int koila__cpu_bytes_add_module(PyObject *m)
 {
     static bool ready;
     if (!ready) {

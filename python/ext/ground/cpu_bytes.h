@@ -3,11 +3,11 @@
  *
  * One for the whole product: the executor measures and limits with it, memlab listens to its
  * events. See cpu_bytes.c for how. "Current" counts blocks handed out since the installation; older
- * blocks are unknown, and freeing them changes nothing. Everything but koila__truth_install(),
+ * blocks are unknown, and freeing them changes nothing. Everything but koila__cpu_bytes_install(),
  * _uninstall() and _add_module() may be called on any thread, with or without the GIL.
  */
-#ifndef KOILA_EXT_TRUTH_H
-#define KOILA_EXT_TRUTH_H
+#ifndef KOILA_EXT_CPU_BYTES_H
+#define KOILA_EXT_CPU_BYTES_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,60 +16,60 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* 0: every block is counted from now on. -1: impossible here, koila__truth_plan() says why; no
+/* 0: every block is counted from now on. -1: impossible here, koila__cpu_bytes_plan() says why; no
  * Python error is set. Idempotent and cheap when installed. If somebody overwrote our slots
- * meanwhile, the counters start again from zero (koila__truth_generation() + 1). pre: the GIL is
+ * meanwhile, the counters start again from zero (koila__cpu_bytes_generation() + 1). pre: the GIL is
  * held, torch is imported. */
-int koila__truth_install(void);
-/* The same for a listener that may stop again: koila__truth_is_kept() stays false until somebody
- * calls koila__truth_install(). */
-int koila__truth_listen(void);
-bool koila__truth_is_kept(void);
+int koila__cpu_bytes_install(void);
+/* The same for a listener that may stop again: koila__cpu_bytes_is_kept() stays false until somebody
+ * calls koila__cpu_bytes_install(). */
+int koila__cpu_bytes_listen(void);
+bool koila__cpu_bytes_is_kept(void);
 /* Stop seeing new blocks; blocks already known are still seen when they are freed. pre: the GIL is
  * held. */
-void koila__truth_uninstall(void);
+void koila__cpu_bytes_uninstall(void);
 /* Installed, and the slots still ours (a few loads). */
-bool koila__truth_ok(void);
+bool koila__cpu_bytes_ok(void);
 /* "A", "B", or "unsupported: why". Static storage. */
-const char *koila__truth_plan(void);
+const char *koila__cpu_bytes_plan(void);
 /* How often the counters had to start again. */
-uint64_t koila__truth_generation(void);
+uint64_t koila__cpu_bytes_generation(void);
 
-uint64_t koila__truth_current(void);
+uint64_t koila__cpu_bytes_current(void);
 /* where current() stands, for as long as the process lives */
-const _Atomic uint64_t *koila__truth_current_slot(void);
-uint64_t koila__truth_peak(void);
-void koila__truth_reset_peak(void); /* peak = current */
+const _Atomic uint64_t *koila__cpu_bytes_current_slot(void);
+uint64_t koila__cpu_bytes_peak(void);
+void koila__cpu_bytes_reset_peak(void); /* peak = current */
 /* Set the peak slot to v and return what it held. For the peak of a stretch of work:
  *   old = swap_peak(current()); work(); its_peak = peak(); swap_peak(max(old, its_peak)) */
-uint64_t koila__truth_swap_peak(uint64_t v);
+uint64_t koila__cpu_bytes_swap_peak(uint64_t v);
 
 /* Absolute limit on current(); UINT64_MAX: none. Beyond it torch raises its own "can't allocate
  * memory". */
-void koila__truth_set_limit(uint64_t bytes);
-uint64_t koila__truth_get_limit(void);
+void koila__cpu_bytes_set_limit(uint64_t bytes);
+uint64_t koila__cpu_bytes_get_limit(void);
 /* For tests: refuse the nth allocation from now (1 = the next); 0: none. */
-void koila__truth_fail_nth(int64_t n);
-int64_t koila__truth_n_allocs(void); /* allocations granted */
-int64_t koila__truth_n_frees(void);  /* of blocks that were counted */
+void koila__cpu_bytes_fail_nth(int64_t n);
+int64_t koila__cpu_bytes_n_allocs(void); /* allocations granted */
+int64_t koila__cpu_bytes_n_frees(void);  /* of blocks that were counted */
 
 /* Bytes of the block at p; false if it is not a counted block. */
-bool koila__truth_find(const void *p, uint64_t *n_bytes, uint32_t *tag);
+bool koila__cpu_bytes_find(const void *p, uint64_t *n_bytes, uint32_t *tag);
 /* Call fn for every live block; fn must not allocate from torch. Stops when fn returns false. */
-void koila__truth_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),
-                       void *user);
+void koila__cpu_bytes_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),
+                           void *user);
 
 /* fn runs on the allocating or freeing thread, maybe without the GIL, inside the allocator: plain C
  * only. It runs after the count changed: `now` is current() with this event in it. At most 4
  * listeners; -1 when there is no room. Adding twice is adding once. */
-typedef void (*koila__truth_event)(const void *p, int64_t delta_bytes, uint64_t now);
-int koila__truth_add_event(koila__truth_event fn);
-void koila__truth_del_event(koila__truth_event fn);
+typedef void (*koila__cpu_bytes_event)(const void *p, int64_t delta_bytes, uint64_t now);
+int koila__cpu_bytes_add_event(koila__cpu_bytes_event fn);
+void koila__cpu_bytes_del_event(koila__cpu_bytes_event fn);
 /* fn names who asks for a block (its tag, 20 bits, 0 = nobody known). NULL: nobody is asked. Same
  * conditions as an event. */
-void koila__truth_set_tagger(uint32_t (*fn)(void));
-uint32_t (*koila__truth_get_tagger(void))(void);
+void koila__cpu_bytes_set_tagger(uint32_t (*fn)(void));
+uint32_t (*koila__cpu_bytes_get_tagger(void))(void);
 
-int koila__truth_add_module(PyObject *m);
+int koila__cpu_bytes_add_module(PyObject *m);
 
 #endif

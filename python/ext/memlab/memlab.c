@@ -67,7 +67,7 @@ KOILA__HOT static void tell(int device, const void *p, int64_t delta, uint64_t n
 
 /* ---- the CPU */
 
-KOILA__HOT static void on_truth(const void *p, int64_t delta, uint64_t now)
+KOILA__HOT static void on_cpu_event(const void *p, int64_t delta, uint64_t now)
 {
     tell(0, p, delta, now, UINT64_MAX);
 }
@@ -85,20 +85,20 @@ static bool add_block(void *user, const void *p, uint64_t n, uint32_t tag)
 
 static void listen_to_cpu(void)
 {
-    if (koila__truth_listen() != 0) {
-        koila__truth_del_event(on_truth);
+    if (koila__cpu_bytes_listen() != 0) {
+        koila__cpu_bytes_del_event(on_cpu_event);
         return;
     }
-    if (METER->device[0].bytes && generation_seen == koila__truth_generation() &&
-        koila__truth_add_event(on_truth) == 0)
+    if (METER->device[0].bytes && generation_seen == koila__cpu_bytes_generation() &&
+        koila__cpu_bytes_add_event(on_cpu_event) == 0)
         return;
     uint64_t now[KOILA__Q_COUNT] = { 0 };
-    koila__truth_each(add_block, now);
+    koila__cpu_bytes_each(add_block, now);
     now[KOILA__Q_RESERVED] = now[KOILA__Q_BYTES_ALL];
-    METER->device[0].bytes = koila__truth_current_slot();
+    METER->device[0].bytes = koila__cpu_bytes_current_slot();
     koila__meter_set(METER, 0, now);
-    koila__truth_add_event(on_truth);
-    generation_seen = koila__truth_generation();
+    koila__cpu_bytes_add_event(on_cpu_event);
+    generation_seen = koila__cpu_bytes_generation();
 }
 
 /* ---- accelerators */
@@ -373,7 +373,7 @@ static bool native_allocator = true;
 bool koila__memlab_is_hooked(int device)
 {
     if (device == 0)
-        return pretend || koila__truth_ok();
+        return pretend || koila__cpu_bytes_ok();
     return device < METER->n_devices && native_allocator && koila__got_holds(&report_slots, NULL);
 }
 
@@ -513,7 +513,7 @@ static PyObject *measure_enter(measure *m, PyObject *none)
                             "measure: this one is already open; nest another measure()");
     if (!koila__span_open(METER, m->span, m->device))
         return PyErr_Format(PyExc_RuntimeError, "measure: more than %d are open", KOILA__SPANS_MAX);
-    m->generation = koila__truth_generation();
+    m->generation = koila__cpu_bytes_generation();
     return Py_NewRef(m);
 }
 static PyObject *measure_exit(measure *m, PyObject *args)
@@ -521,7 +521,7 @@ static PyObject *measure_exit(measure *m, PyObject *args)
     if (m->span)
         koila__span_close(METER, m->span);
     bool lost = m->device == 0 && !pretend &&
-                (!koila__truth_ok() || koila__truth_generation() != m->generation);
+                (!koila__cpu_bytes_ok() || koila__cpu_bytes_generation() != m->generation);
     if (lost && PyErr_WarnEx(PyExc_UserWarning,
                              "koila.memlab.measure: another tool overwrote the CPU allocator hook "
                              "inside; the numbers are void",
@@ -820,7 +820,7 @@ static PyObject *memlab_trace(PyObject *self, PyObject *on)
     if (want < 0)
         return NULL;
 #if CAN_TRACE
-    koila__truth_set_tagger(want ? koila__memlab_who_asks : NULL);
+    koila__cpu_bytes_set_tagger(want ? koila__memlab_who_asks : NULL);
     return PyBool_FromLong(want);
 #else
     Py_RETURN_FALSE;
@@ -828,7 +828,7 @@ static PyObject *memlab_trace(PyObject *self, PyObject *on)
 }
 static PyObject *memlab_tracing(PyObject *self, PyObject *none)
 {
-    return PyBool_FromLong(koila__truth_get_tagger() != NULL);
+    return PyBool_FromLong(koila__cpu_bytes_get_tagger() != NULL);
 }
 /* (file, line) that asked for the block at an address, or None */
 static PyObject *memlab_site(PyObject *self, PyObject *address)
@@ -838,7 +838,7 @@ static PyObject *memlab_site(PyObject *self, PyObject *address)
     const void *p = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred())
         return NULL;
-    if (!koila__truth_find(p, &n, &tag) || !tag)
+    if (!koila__cpu_bytes_find(p, &n, &tag) || !tag)
         Py_RETURN_NONE;
     koila__site s = koila__memlab_site(tag);
     return Py_BuildValue("(si)", s.file, s.line);
@@ -871,7 +871,7 @@ static bool add_to_list(void *user, const void *p, uint64_t n, uint32_t tag)
 static PyObject *memlab_blocks(PyObject *self, PyObject *none)
 {
     block_list l = { NULL, 0, 0 };
-    koila__truth_each(add_to_list, &l);
+    koila__cpu_bytes_each(add_to_list, &l);
     PyObject *out = PyList_New((Py_ssize_t)l.n);
     for (size_t i = 0; out && i < l.n; i++) {
         PyObject *where = Py_NewRef(Py_None);
@@ -939,9 +939,9 @@ static PyObject *size_text(PyObject *self, PyObject *size)
 }
 static PyObject *memlab_stop(PyObject *self, PyObject *none)
 {
-    koila__truth_set_tagger(NULL);
-    if (!koila__truth_is_kept())
-        koila__truth_uninstall(); /* the executor measures with it too */
+    koila__cpu_bytes_set_tagger(NULL);
+    if (!koila__cpu_bytes_is_kept())
+        koila__cpu_bytes_uninstall(); /* the executor measures with it too */
     koila__got_restore(&report_slots, (void *)hook_report);
     koila__got_restore(&free_slots, (void *)hook_free);
     Py_RETURN_NONE;

@@ -641,7 +641,7 @@ static bool emit_row(walk *w, PyObject *name, const char *kind, PyObject *t, boo
             *index = (size_t)PyList_GET_SIZE(w->names);
             ok = PyList_Append(w->names, name) == 0;
             uint64_t n;
-            if (n_bytes && on_cpu && !koila__truth_find((void *)s->data, &n, NULL)) {
+            if (n_bytes && on_cpu && !koila__cpu_bytes_find((void *)s->data, &n, NULL)) {
                 owner = owner_of(t);
                 if (*owner == 'b')
                     n_bytes = (long long)cover(w, s->data, s->data + s->n_bytes);
@@ -1162,7 +1162,7 @@ static PyObject *cpu_books(PyObject *self, PyObject *rows)
     }
     loose_request r = { &found, 0, 0 };
     if (ok)
-        koila__truth_each(add_loose, &r);
+        koila__cpu_bytes_each(add_loose, &r);
     ptrmap_free(&found);
     if (!ok)
         return PyErr_NoMemory();

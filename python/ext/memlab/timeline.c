@@ -36,7 +36,7 @@ void koila__timeline_event(int device, const void *p, int64_t delta)
 {
     uint32_t tag = 0;
     uint64_t n;
-    if (delta > 0 && (device != 0 || !koila__truth_find(p, &n, &tag)))
+    if (delta > 0 && (device != 0 || !koila__cpu_bytes_find(p, &n, &tag)))
         tag = koila__memlab_who_asks();
     pthread_rwlock_rdlock(&in_use);
     if (recording && koila__timeline_device == device)
@@ -93,7 +93,7 @@ static PyObject *timeline_begin(timeline *t, PyObject *args)
         return PyErr_Format(PyExc_RuntimeError, "timeline: %s",
                             recording ? "another one is recording" : "this one is over");
     if (t->device == 0)
-        koila__truth_each(add_first, t);
+        koila__cpu_bytes_each(add_first, t);
     for (Py_ssize_t i = 0; t->device && i < PyList_GET_SIZE(held); i++) {
         unsigned long long p, n;
         if (!PyArg_ParseTuple(PyList_GET_ITEM(held, i), "KK", &p, &n))

@@ -34,7 +34,7 @@ int koila__run_init(void)
     if (koila__torch.ready)
         return 0;
     /* without it: no measured peak, no learned workspaces, no limit; everything else works */
-    koila__truth_install();
+    koila__cpu_bytes_install();
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *ops = torch ? PyObject_GetAttrString(torch, "ops") : NULL;
     PyObject *aten = ops ? PyObject_GetAttrString(ops, "aten") : NULL;
@@ -833,14 +833,14 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
  * a rank that raised there would leave the others waiting. */
 static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 {
-    const uint64_t limit = koila__truth_get_limit();
+    const uint64_t limit = koila__cpu_bytes_get_limit();
     if (koila__ranks_meet(x->ranks) < 0) {
         x->told = true;
         return -1;
     }
-    koila__truth_set_limit(UINT64_MAX);
+    koila__cpu_bytes_set_limit(UINT64_MAX);
     const int status = run_node(x, in, in_loop);
-    koila__truth_set_limit(limit);
+    koila__cpu_bytes_set_limit(limit);
     x->alone = status < 0;
     return status;
 }
@@ -853,15 +853,15 @@ static int run_instrs(exec *x, const koila_stage *st)
         int status = 0;
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN: {
-            const uint64_t before = x->measure ? koila__truth_current() : 0;
-            const uint64_t old = x->measure ? koila__truth_swap_peak(before) : 0;
+            const uint64_t before = x->measure ? koila__cpu_bytes_current() : 0;
+            const uint64_t old = x->measure ? koila__cpu_bytes_swap_peak(before) : 0;
             const bool shared = koila__ranks_share(x->ranks, x->g, in->id);
             status = shared ? run_shared(x, in, st->is_loop) : run_node(x, in, st->is_loop);
             if (status < 0)
                 add_note(x, in->id, st->is_loop);
             if (x->measure) {
-                const uint64_t peak = koila__truth_peak();
-                const uint64_t now = koila__truth_current();
+                const uint64_t peak = koila__cpu_bytes_peak();
+                const uint64_t now = koila__cpu_bytes_current();
                 const koila_sig sig = koila_node_get(x->g, in->id).sig;
                 /* planned as no memory at all: what it took was a copy */
                 const bool is_view =
@@ -870,8 +870,8 @@ static int run_instrs(exec *x, const koila_stage *st)
                     koila__learn(sig, x->end - x->begin, x->batch,
                                  peak - (is_view && before < now ? before : now));
                 if (old > peak)
-                    koila__truth_swap_peak(old);
-                const uint64_t limit = koila__truth_get_limit();
+                    koila__cpu_bytes_swap_peak(old);
+                const uint64_t limit = koila__cpu_bytes_get_limit();
                 if (shared && status == 0 && peak > limit) {
                     PyErr_Format(koila__torch.oom_type,
                                  "a sharded module used %llu bytes more than the budget inside",
@@ -1070,7 +1070,7 @@ int koila__exec_plan(koila__tape *t, const request *r, const cached *c, PyObject
                .ranks = ranks };
     int status = -1;
     x.n_values = koila_graph_n_values(x.g);
-    x.measure = koila__truth_ok() && c->gpu < 0;
+    x.measure = koila__cpu_bytes_ok() && c->gpu < 0;
     x.whole = PyMem_Calloc(x.n_values + 1, sizeof *x.whole);
     x.local = PyMem_Calloc(x.n_values + 1, sizeof *x.local);
     x.acc = PyMem_Calloc(x.n_values + 1, sizeof *x.acc);

@@ -239,7 +239,7 @@ koila__room koila__room_for(const koila_graph *part)
     const int gpu = koila__gpu_of(part);
     if (gpu >= 0 && koila__gpu_look(gpu, &room))
         return room;
-    room.held = koila__truth_current();
+    room.held = koila__cpu_bytes_current();
     if (koila__settings.cpu_budget != UINT64_MAX) {
         room.limit = koila__settings.cpu_budget;
         room.bytes = room.limit > room.held ? room.limit - room.held : 0;

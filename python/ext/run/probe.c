@@ -133,13 +133,13 @@ static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, 
         ok = inputs[i] != NULL;
     }
     if (ok) {
-        const uint64_t old = koila__truth_swap_peak(koila__truth_current());
+        const uint64_t old = koila__cpu_bytes_swap_peak(koila__cpu_bytes_current());
         ok = koila__call(sig, inputs, NULL, NULL, outputs) == 0;
-        const uint64_t peak = koila__truth_peak();
-        const uint64_t now = koila__truth_current();
+        const uint64_t peak = koila__cpu_bytes_peak();
+        const uint64_t now = koila__cpu_bytes_current();
         *inside = peak - now;
         if (old > peak)
-            koila__truth_swap_peak(old);
+            koila__cpu_bytes_swap_peak(old);
     }
     PyErr_Clear();
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
@@ -179,7 +179,7 @@ static int64_t few_rows(void)
 
 static bool can_measure(void)
 {
-    return !koila__settings.dry && koila__torch.ready && koila__truth_ok();
+    return !koila__settings.dry && koila__torch.ready && koila__cpu_bytes_ok();
 }
 
 /* The axis that the call's rows come from: its size, or 0. */

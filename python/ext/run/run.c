@@ -175,9 +175,9 @@ static int make_room_for_leaves(koila__tape *t, const request *r, koila__room *r
  * -1 with OutOfMemory. */
 int koila__held_fits(const char *call)
 {
-    const uint64_t held = koila__truth_current();
+    const uint64_t held = koila__cpu_bytes_current();
     const uint64_t budget = koila__settings.cpu_budget;
-    if (budget == UINT64_MAX || koila__settings.dry || koila__truth_get_limit() != budget ||
+    if (budget == UINT64_MAX || koila__settings.dry || koila__cpu_bytes_get_limit() != budget ||
         held <= budget)
         return 0;
     if (koila__run_init() < 0)
@@ -404,7 +404,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
     PyObject **results = NULL;
     uint32_t n = 0, n_must, retries = 0;
     uint64_t n_run = 0;
-    uint64_t base = koila__truth_current();
+    uint64_t base = koila__cpu_bytes_current();
     uint64_t peak_before = 0;
     int status = -1;
     int64_t rows = koila__settings.rows;
@@ -553,9 +553,9 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             }
         }
         koila__told told;
-        base = koila__truth_current();
-        peak_before = koila__truth_swap_peak(base);
-        measured = koila__truth_ok() && room.gpu < 0;
+        base = koila__cpu_bytes_current();
+        peak_before = koila__cpu_bytes_swap_peak(base);
+        measured = koila__cpu_bytes_ok() && room.gpu < 0;
         const double started = seconds_now();
         koila__interrupted = false;
         const uint32_t retries_before = retries;
@@ -565,9 +565,9 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             koila__gpu_ran_out(c);
         if (tune && status == 0)
             koila__tuned_record(tune_key, c->info.rows, seconds_now() - started);
-        const uint64_t peak = koila__truth_peak();
+        const uint64_t peak = koila__cpu_bytes_peak();
         if (peak_before > peak)
-            koila__truth_swap_peak(peak_before);
+            koila__cpu_bytes_swap_peak(peak_before);
         /* twice the slices, on every rank; one that cannot withdraws from the exchange */
         if (status < 0 && koila__is_out_of_memory() && told && retries < 64)
             agreed = awaited = true;
@@ -623,7 +623,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
             if (PyErr_Occurred())
                 PyErr_Clear();
             koila__last.base_bytes = room.gpu < 0 ? base : room.held;
-            koila__last.measured = measured && koila__truth_ok();
+            koila__last.measured = measured && koila__cpu_bytes_ok();
             koila__last.measured_peak_bytes = peak;
             koila__last.retries = retries;
             koila__last.n_run = n_run;

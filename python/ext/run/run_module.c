@@ -48,12 +48,12 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     if (dry != &unset)
         koila__settings.dry = PyObject_IsTrue(dry) == 1;
     if (budget != &unset) {
-        koila__truth_install();
+        koila__cpu_bytes_install();
         koila__settings.has_budget = budget != Py_None;
         koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
         koila__settings.cpu_budget = new_cpu_budget;
         if (!koila__settings.dry)
-            koila__truth_set_limit(new_cpu_budget);
+            koila__cpu_bytes_set_limit(new_cpu_budget);
     }
     if (strict != &unset)
         koila__settings.strict = PyObject_IsTrue(strict) == 1;
@@ -435,7 +435,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         koila__raise_no_fit(status, &err, "explain");
         goto done;
     }
-    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__truth_current(), NULL,
+    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__cpu_bytes_current(), NULL,
                          room.limit, 0, 0);
     koila__cached_release(c);
 done:

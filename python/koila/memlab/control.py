@@ -57,7 +57,7 @@ def stop() -> None:
 
 def _why(index: int) -> str:
     if index == 0:
-        plan = _core.truth_install()
+        plan = _core.cpu_bytes_install()
         return plan.partition(": ")[2] or "the hook was overwritten by another tool"
     return "its allocator does not report single blocks (cudaMallocAsync, a pluggable allocator, or caching disabled)"
 

@@ -19,10 +19,10 @@ memlab.start()
 @pytest.fixture(autouse=True)
 def clean():
     gc.collect()
-    core.truth_set_limit(None)
+    core.cpu_bytes_set_limit(None)
     yield
-    core.truth_set_limit(None)
-    core.truth_fail_nth(0)
+    core.cpu_bytes_set_limit(None)
+    core.cpu_bytes_fail_nth(0)
 
 
 def training(seed=0):
@@ -54,13 +54,13 @@ def test_everything_is_away_and_comes_back_bit_equal(to, tmp_path):
     seen = {id(p): (p.detach().clone(), p._version) for p in m.parameters()}
     finger = [t.clone() for t in (x, view, sparse.to_dense())]
     loss = forward()  # a graph in flight
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     c = Courtesy(device="cpu", to="cpu" if to == "cpu" else str(tmp_path), optimizers=[o])
     n = c.yield_memory()
     skipped = sum(b for _, b, _ in c.skipped)
-    assert n > 0 and c.yielded and base - core.truth_current() == n
-    assert core.truth_current() <= skipped + 64
-    assert c.restore() == n and not c.yielded and core.truth_current() == base
+    assert n > 0 and c.yielded and base - core.cpu_bytes_current() == n
+    assert core.cpu_bytes_current() <= skipped + 64
+    assert c.restore() == n and not c.yielded and core.cpu_bytes_current() == base
     assert all(
         torch.equal(p, seen[id(p)][0]) and p._version == seen[id(p)][1] for p in m.parameters()
     )
@@ -144,7 +144,7 @@ def test_what_dies_while_away_is_not_restored():
 
 def test_no_room_on_the_host_puts_everything_back(monkeypatch):
     live = [torch.full((100,), float(i)) for i in range(6)]
-    real, base = module._Home, core.truth_current()
+    real, base = module._Home, core.cpu_bytes_current()
     for nth in range(1, 7):
         calls = [0]
 
@@ -158,7 +158,7 @@ def test_no_room_on_the_host_puts_everything_back(monkeypatch):
         c = Courtesy(device="cpu")
         with pytest.raises(MemoryError, match=r"no host memory for \d+ bytes; nothing was moved"):
             c.yield_memory()
-        assert core.truth_current() == base and not c.yielded
+        assert core.cpu_bytes_current() == base and not c.yielded
         assert [float(t[0]) for t in live] == [0, 1, 2, 3, 4, 5]
 
 
@@ -167,12 +167,12 @@ def test_no_room_on_restore_leaves_it_yielded_and_can_be_tried_again():
     c = Courtesy(device="cpu")
     n = c.yield_memory()
     for nth in range(1, 6):
-        low = core.truth_current()
-        core.truth_fail_nth(nth)
+        low = core.cpu_bytes_current()
+        core.cpu_bytes_fail_nth(nth)
         with pytest.raises(OutOfMemory, match=r"\d+ bytes are missing"):
             c.restore()
-        core.truth_fail_nth(0)
-        assert c.yielded and core.truth_current() == low
+        core.cpu_bytes_fail_nth(0)
+        assert c.yielded and core.cpu_bytes_current() == low
         with pytest.raises(RuntimeError, match="yielded"):
             live[0] + 1
     assert c.restore() == n
@@ -208,10 +208,10 @@ def test_cuda_graphs_are_refused_and_nothing_is_moved(monkeypatch, capturing, po
     if says is None:
         module._refuse_graphs(torch)
         return
-    held, c = core.truth_current(), Courtesy(device="cpu")
+    held, c = core.cpu_bytes_current(), Courtesy(device="cpu")
     with pytest.raises(UnsupportedError, match=says):
         c.yield_memory()
-    assert core.truth_current() == held and not c.yielded and t.sum() == 1000
+    assert core.cpu_bytes_current() == held and not c.yielded and t.sum() == 1000
 
 
 def test_bad_destination():

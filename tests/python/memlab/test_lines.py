@@ -88,7 +88,7 @@ def test_every_column_of_a_line():
         del a
         return b
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(work) as p:
         work()
     r = {x["line"] - p.records()[0]["line"]: x for x in p.records()}
@@ -119,7 +119,7 @@ def test_recursion_sees_the_sum_and_counts_an_event_once():
             rec(n - 1)
         return x
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(rec) as p:
         rec(2)
     assert peaks_above(p, rec, base) == {0: 2, 1: 3, 2: 3, 3: 3, 4: 3}
@@ -142,7 +142,7 @@ def test_a_caller_sees_the_peaks_of_every_line_it_calls():
         y = inner()
         return y
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(outer, inner) as p:
         outer()
     assert peaks_above(p, outer, base) == {0: 0, 1: 9, 2: 1}
@@ -155,7 +155,7 @@ def test_maximum_over_hits_and_hits_of_a_loop():
             x = kib(n)
             del x
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(loop) as p:
         loop()
     assert peaks_above(p, loop, base) == {0: 0, 1: 0, 2: 5, 3: 5}
@@ -172,7 +172,7 @@ def test_first_row_is_what_was_live_on_entry():
         return kib(1)
 
     held = kib(7)
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(work) as p:
         work()
     assert rows(p, work, "active_bytes.all.peak")[0] == (base,)
@@ -186,7 +186,7 @@ def test_generator_closes_its_window_while_suspended():
         b = kib(3)
         yield b
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(gen) as p:
         for _ in gen():
             big = kib(1000)
@@ -205,7 +205,7 @@ def test_generators_closed_or_thrown_into_keep_their_rows():
             del y
 
     for end in (lambda g: g.close(), lambda g: pytest.raises(KeyError, g.throw, KeyError())):
-        base = core.truth_current()
+        base = core.cpu_bytes_current()
         with LineProfiler(gen) as p:
             g = gen()
             next(g)
@@ -238,7 +238,7 @@ def test_a_line_left_by_an_exception_keeps_its_record(error):
     def fail():
         raise error
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(work) as p:
         with pytest.raises(error):
             work()
@@ -358,7 +358,7 @@ def test_profiling_changes_no_number():
         return m.weight.grad.clone(), torch.rand(1)
 
     plain = step()
-    core.truth_reset_peak()
+    core.cpu_bytes_reset_peak()
     with LineProfiler(step):
         seen = step()
     assert all(torch.equal(a, b) for a, b in zip(plain, seen))
@@ -387,7 +387,7 @@ def test_cpu_truth_equals_storages_at_line_ends():
         c = b.clone()
         return a, c
 
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     with LineProfiler(work) as p:
         work()
     assert [v[0] - base for v in rows(p, work, "active_bytes.all.current").values()] == [
@@ -910,7 +910,7 @@ def test_environment_switches():
     )
     assert out.stdout == ""
     run_script(
-        "import koila.memlab, koila._core as c; assert c.truth_ok()", env={"KOILA_MEMLAB": "1"}
+        "import koila.memlab, koila._core as c; assert c.cpu_bytes_ok()", env={"KOILA_MEMLAB": "1"}
     )
 
 
@@ -957,7 +957,7 @@ def test_import_does_nothing_but_import():
         assert sys.gettrace() is None and threading.active_count() == 1
         for name in m.__all__: getattr(m, name)
         import koila._core as c
-        assert not c.truth_ok() and not torch.cuda.is_initialized()
+        assert not c.cpu_bytes_ok() and not torch.cuda.is_initialized()
         assert "koila._engine" not in sys.modules
     """)
     assert out.stdout == out.stderr == ""
@@ -1049,7 +1049,7 @@ def test_lost_hook_is_said():
         def f(): return torch.empty(10)
         with memlab.LineProfiler(f) as p:
             f()
-            c.truth_uninstall()
+            c.cpu_bytes_uninstall()
         assert memlab.LineProfiler is not None
         try:
             str(p.display())

@@ -363,10 +363,10 @@ def test_reporter_and_snapshot_keep_nothing_alive():
     s = memlab.snapshot(m)
     refs = [weakref.ref(m), weakref.ref(m.weight)]
     gc.collect()
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     del m
     gc.collect()
-    assert [ref() for ref in refs] == [None, None] and core.truth_current() == base - 40400
+    assert [ref() for ref in refs] == [None, None] and core.cpu_bytes_current() == base - 40400
     collected(r)
     assert s.total() > 0
 
@@ -621,9 +621,9 @@ def test_truth_of_a_measure_is_the_sum_of_storages():
 
 @pytest.fixture
 def little_room():
-    core.truth_set_limit(core.truth_current() + 50_000)
+    core.cpu_bytes_set_limit(core.cpu_bytes_current() + 50_000)
     yield
-    core.truth_set_limit(None)
+    core.cpu_bytes_set_limit(None)
 
 
 def test_oom_says_what_where_and_who_and_the_same_error_goes_on(little_room):
@@ -633,7 +633,7 @@ def test_oom_says_what_where_and_who_and_the_same_error_goes_on(little_room):
 
     stream = io.StringIO()
     gc.collect()
-    base = core.truth_current()
+    base = core.cpu_bytes_current()
     try:
         with memlab.on_oom(top=3, stream=stream):
             train()
@@ -647,7 +647,7 @@ def test_oom_says_what_where_and_who_and_the_same_error_goes_on(little_room):
         and "unexplained 0.00B" in text
     )
     gc.collect()
-    assert core.truth_current() == base
+    assert core.cpu_bytes_current() == base
 
 
 def test_oom_as_decorator_nested_and_other_errors(little_room):
@@ -698,7 +698,7 @@ def test_backend_and_unsupported():
     assert memlab.backend()["cpu"] == "hook"
     out = fresh("""
         memlab.stop()
-        assert not core.truth_ok()
+        assert not core.cpu_bytes_ok()
         from koila.memlab.control import measure
         with measure() as m:       # first use installs again
             torch.empty(10)

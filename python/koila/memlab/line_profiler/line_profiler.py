@@ -155,7 +155,7 @@ class LineProfiler(_core.LineTable):
         devices.listen()
         if self.target_device == 0 and self._target == 0:
             self.target_device = devices.resolve(0, "target_gpu")
-        self._generation = _core.truth_generation()
+        self._generation = _core.cpu_bytes_generation()
         super().enable()
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class LineProfiler(_core.LineTable):
             )
         if self._generation is None or device or not set(columns) - {"hits", "time", "rss"}:
             return
-        lost = _core.truth_generation() != self._generation
+        lost = _core.cpu_bytes_generation() != self._generation
         if _core.memlab_hooked(0) and not lost:
             return
         from ..control import _why

@@ -17,7 +17,7 @@ import gc, os, random, sys, threading
 import torch
 import koila._core as c
 torch.set_num_threads(1)
-assert c.truth_install({plan!r}) == {plan!r}, c.truth_install()
+assert c.cpu_bytes_install({plan!r}) == {plan!r}, c.cpu_bytes_install()
 
 def storages(tensors):
     return {{t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}}
@@ -72,24 +72,24 @@ def test_current_is_the_sum_of_unique_storages_at_any_moment(run):
             else:
                 live.pop(rng.randrange(len(live)))
             if i % 30 == 0:
-                assert c.truth_current() == sum(storages(live).values()), i
+                assert c.cpu_bytes_current() == sum(storages(live).values()), i
         live.clear(); t = None
-        assert c.truth_current() == 0 and c.truth_n_allocs() == c.truth_n_frees() > 2000
+        assert c.cpu_bytes_current() == 0 and c.cpu_bytes_n_allocs() == c.cpu_bytes_n_frees() > 2000
     """)
 
 
 def test_a_lost_event_is_caught_by_the_oracle(run):
     run("""
         a = torch.empty(100)
-        c.truth_uninstall()
+        c.cpu_bytes_uninstall()
         b = torch.empty(100)   # not seen
-        assert not c.truth_ok()
-        assert c.truth_current() == 400 != sum(storages([a, b]).values())
-        assert len(c.truth_install()) == 1 and c.truth_ok()
+        assert not c.cpu_bytes_ok()
+        assert c.cpu_bytes_current() == 400 != sum(storages([a, b]).values())
+        assert len(c.cpu_bytes_install()) == 1 and c.cpu_bytes_ok()
         del a
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_current() == 0
         del b                   # a free of an unknown block changes nothing
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_current() == 0
     """)
 
 
@@ -97,10 +97,10 @@ def test_step_is_counted_as_by_the_profiler(run):
     run("""
         step = make_step()
         step(); gc.collect()
-        n0, start = c.truth_n_allocs(), c.truth_current()
-        c.truth_reset_peak()
+        n0, start = c.cpu_bytes_n_allocs(), c.cpu_bytes_current()
+        c.cpu_bytes_reset_peak()
         step()
-        n1, peak, end = c.truth_n_allocs() - n0, c.truth_peak() - start, c.truth_current()
+        n1, peak, end = c.cpu_bytes_n_allocs() - n0, c.cpu_bytes_peak() - start, c.cpu_bytes_current()
         from torch.profiler import profile, ProfilerActivity
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
             step()
@@ -117,7 +117,7 @@ def test_step_is_counted_as_by_the_profiler(run):
 
 def test_limit_raises_torch_s_own_error_and_is_exact(run):
     run("""
-        c.truth_set_limit(c.truth_current() + 4000)
+        c.cpu_bytes_set_limit(c.cpu_bytes_current() + 4000)
         a = torch.empty(1000)
         try:
             torch.empty(1)
@@ -125,9 +125,9 @@ def test_limit_raises_torch_s_own_error_and_is_exact(run):
             assert type(e) is RuntimeError and "can't allocate memory" in str(e) and "tried to allocate 4 bytes" in str(e), e
         else:
             raise AssertionError("not refused")
-        assert c.truth_get_limit() == 4000
-        c.truth_set_limit(None)
-        assert c.truth_get_limit() is None
+        assert c.cpu_bytes_get_limit() == 4000
+        c.cpu_bytes_set_limit(None)
+        assert c.cpu_bytes_get_limit() is None
         torch.empty(1)
     """)
 
@@ -136,11 +136,11 @@ def test_smallest_limit_that_lets_a_step_finish_is_the_measured_peak_to_the_byte
     run("""
         step = make_step()
         step(); gc.collect()
-        start = c.truth_current()
-        c.truth_reset_peak(); step(); gc.collect()
-        peak = c.truth_peak()
+        start = c.cpu_bytes_current()
+        c.cpu_bytes_reset_peak(); step(); gc.collect()
+        peak = c.cpu_bytes_peak()
         def passes(limit):
-            c.truth_set_limit(limit)
+            c.cpu_bytes_set_limit(limit)
             try:
                 step()
                 return True
@@ -148,7 +148,7 @@ def test_smallest_limit_that_lets_a_step_finish_is_the_measured_peak_to_the_byte
                 assert "can't allocate memory" in str(e)
                 return False
             finally:
-                c.truth_set_limit(None); gc.collect()
+                c.cpu_bytes_set_limit(None); gc.collect()
         lo, hi = start, peak + 100000
         while lo < hi:
             mid = (lo + hi) // 2
@@ -161,12 +161,12 @@ def test_every_allocation_of_a_step_may_fail_and_nothing_leaks(run):
     run("""
         step = make_step()
         step(); step(); gc.collect()
-        base, n0 = c.truth_current(), c.truth_n_allocs()
+        base, n0 = c.cpu_bytes_current(), c.cpu_bytes_n_allocs()
         step()
-        n = c.truth_n_allocs() - n0
+        n = c.cpu_bytes_n_allocs() - n0
         assert n > 20
         for k in range(1, n + 1):
-            c.truth_fail_nth(k)
+            c.cpu_bytes_fail_nth(k)
             try:
                 step()
             except RuntimeError as e:
@@ -175,17 +175,17 @@ def test_every_allocation_of_a_step_may_fail_and_nothing_leaks(run):
             else:
                 raise AssertionError(k)
             finally:
-                c.truth_fail_nth(0)
+                c.cpu_bytes_fail_nth(0)
             gc.collect()
             step()      # gradients a failed step dropped are there again
-            assert c.truth_current() == base, (k, c.truth_current(), base)
+            assert c.cpu_bytes_current() == base, (k, c.cpu_bytes_current(), base)
     """)
 
 
 def test_threads_never_exceed_the_limit_and_every_refusal_is_an_error(run):
     run("""
         refused, limit = [0] * 6, 150_000
-        c.truth_set_limit(limit)
+        c.cpu_bytes_set_limit(limit)
         def work(i):
             rng, live = random.Random(i), []
             for _ in range(1500):
@@ -196,8 +196,8 @@ def test_threads_never_exceed_the_limit_and_every_refusal_is_an_error(run):
                 if len(live) > 5 or rng.random() < .4: live.clear() if rng.random() < .2 else live and live.pop()
         ts = [threading.Thread(target=work, args=(i,)) for i in range(6)]
         [t.start() for t in ts]; [t.join() for t in ts]
-        assert 0 < c.truth_peak() <= limit, c.truth_peak()
-        assert c.truth_current() == 0
+        assert 0 < c.cpu_bytes_peak() <= limit, c.cpu_bytes_peak()
+        assert c.cpu_bytes_current() == 0
         assert sum(refused) > 0
     """)
 
@@ -206,24 +206,24 @@ def test_blocks_freed_on_another_thread_are_taken_off(run):
     run("""
         live = [torch.empty(100) for _ in range(2000)]
         t = threading.Thread(target=live.clear); t.start(); t.join()
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_current() == 0
     """)
 
 
 def test_a_forked_child_counts_for_itself(run):
     run("""
         a = torch.empty(1000)
-        c.truth_set_limit(10000)
+        c.cpu_bytes_set_limit(10000)
         pid = os.fork()
         if pid == 0:
-            ok = c.truth_current() == 0 and c.truth_get_limit() is None and c.truth_ok()
+            ok = c.cpu_bytes_current() == 0 and c.cpu_bytes_get_limit() is None and c.cpu_bytes_ok()
             b = torch.empty(5000)
-            ok = ok and c.truth_current() == 20000
+            ok = ok and c.cpu_bytes_current() == 20000
             del a       # the parent's block
-            ok = ok and c.truth_current() == 20000
+            ok = ok and c.cpu_bytes_current() == 20000
             os._exit(0 if ok else 1)
         assert os.waitpid(pid, 0)[1] == 0
-        assert c.truth_current() == 4000 and c.truth_get_limit() == 10000
+        assert c.cpu_bytes_current() == 4000 and c.cpu_bytes_get_limit() == 10000
     """)
 
 
@@ -241,7 +241,7 @@ def test_forking_while_threads_allocate_does_not_hang(run):
             assert os.waitpid(pid, 0)[1] == 0
         stop = True
         [t.join() for t in ts]
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_current() == 0
     """)
 
 
@@ -249,12 +249,12 @@ def test_workers_of_a_loader_leave_no_trace(run):
     run("""
         from torch.utils.data import DataLoader, TensorDataset
         x = torch.randn(64, 8)
-        base = c.truth_current()
+        base = c.cpu_bytes_current()
         for workers in (0, 2):
             # forked: where workers start otherwise (Python 3.14), x itself moves to shared memory, which is not the allocator's
             for (b,) in DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, multiprocessing_context="fork" if workers else None): pass
         del b; gc.collect()
-        assert c.truth_current() == base, (c.truth_current(), base)
+        assert c.cpu_bytes_current() == base, (c.cpu_bytes_current(), base)
     """)
 
 
@@ -268,11 +268,11 @@ def test_other_kinds_of_tensors_balance(run):
             torch.empty(100).share_memory_(); torch.UntypedStorage(10)
             torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
             v = a.numpy(); del a
-            assert c.truth_current() > base
-        base = c.truth_current()
+            assert c.cpu_bytes_current() > base
+        base = c.cpu_bytes_current()
         for _ in range(2):
             kinds(); gc.collect()
-            assert c.truth_current() == base, c.truth_current()
+            assert c.cpu_bytes_current() == base, c.cpu_bytes_current()
     """)
 
 
@@ -299,13 +299,13 @@ def test_overwritten_slots_are_noticed_and_the_count_starts_again():
         before = [w[i] for w, i in hits]
         for (w, i), name in zip(hits, ("free", "posix_memalign")):
             w[i] = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
-        assert not c.truth_ok()
+        assert not c.cpu_bytes_ok()
         b = torch.empty(1000)
-        assert c.truth_install() == "A" and c.truth_ok() and c.truth_generation() == 1
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_install() == "A" and c.cpu_bytes_ok() and c.cpu_bytes_generation() == 1
+        assert c.cpu_bytes_current() == 0
         d = torch.empty(10)
         del a, b
-        assert c.truth_current() == 40
+        assert c.cpu_bytes_current() == 40
     """)
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert p.returncode == 0, p.stdout + p.stderr
@@ -318,9 +318,9 @@ def test_environment_that_changes_the_allocator_s_path(run, env):
     run(
         """
         a = torch.empty(3 << 20, dtype=torch.uint8)
-        assert c.truth_current() == 3 << 20
+        assert c.cpu_bytes_current() == 3 << 20
         del a
-        assert c.truth_current() == 0
+        assert c.cpu_bytes_current() == 0
     """,
         **env,
     )
@@ -333,7 +333,7 @@ folder = importlib.util.find_spec("koila").submodule_search_locations[0]  # foun
 spec = importlib.util.spec_from_file_location("koila._core", next(map(str, pathlib.Path(folder).glob("_core*.so"))))
 c = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(c)
-print(c.truth_install(), c.truth_ok())
+print(c.cpu_bytes_install(), c.cpu_bytes_ok())
 """
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert p.stdout.strip() == "unsupported: torch is not imported False"
