@@ -8,6 +8,7 @@
 #include "run/run.h"
 #include "memlab/memlab.h"
 #include "ground/random.h"
+#include "ground/settings.h"
 #include "ground/shield.h"
 #include "ground/cpu_bytes.h"
 
@@ -21,7 +22,7 @@ static int exec(PyObject *m)
         return -1;
     if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0)
         return -1;
-    if (koila__run_module_add(m) < 0)
+    if (koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0)
         return -1;

@@ -13,6 +13,7 @@
 #ifndef KOILA_EXT_CAPTURE_H
 #define KOILA_EXT_CAPTURE_H
 
+#include "ground/errors.h"
 #include "ground/helpers.h"
 #include "capture/tape.h"
 

@@ -17,7 +17,6 @@ typedef struct koila__executor_calls {
     /* Make one call that reads no tensor: *out is a new reference. Below autograd; the caller
      * holds the mode guards. 0, or -1 with torch's own exception. */
     int (*call)(koila_sig sig, PyObject **out);
-    bool (*is_planning)(void); /* does koila.plan() record now? */
 } koila__executor_calls;
 
 extern const koila__executor_calls *koila__executor;

@@ -168,8 +168,7 @@ static bool open_here(void)
     if (step.thread != PyThread_get_thread_ident() || step.process != getpid() ||
         koila__maybe_inference())
         return false;
-    const long own_modes =
-        koila__executor->is_planning(); /* koila.plan() watches what the step writes */
+    const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
     if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) ||
         !is_none(facts.tracing_state) || !is_none(facts.functorch_level))
         return false;

@@ -28,7 +28,7 @@ koila__tape *koila__tape_new(void)
         return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
     t->uid = ++next_uid;
-    t->planned = koila__executor->is_planning();
+    t->planned = koila__is_planning();
     t->next_tape = koila__tapes;
     if (koila__tapes)
         koila__tapes->prev_tape = t;
@@ -124,12 +124,12 @@ koila__tape *koila__tape_for_lazy(void)
     if (!t || t->closed)
         return koila__tape_current();
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__executor->is_planning() &&
+    if (t->n_handles && t->planned == koila__is_planning() &&
         (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
         return t;
     Py_INCREF(t);
     int rc = 0;
-    if (t->n_handles && !t->planned && !koila__executor->is_planning()) {
+    if (t->n_handles && !t->planned && !koila__is_planning()) {
         uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
         koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
         if (!v) {

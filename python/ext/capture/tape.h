@@ -15,6 +15,7 @@
 #define KOILA_EXT_TAPE_H
 
 #include "ground/real.h"
+#include "ground/settings.h"
 
 struct koila__handle; /* the Value object in LazyTensor's slot; capture.c */
 

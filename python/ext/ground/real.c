@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <string.h>
 
+#include "ground/errors.h"
 #include "ground/helpers.h"
 
 static PyObject *torch_tensor_base; /* torch._C.TensorBase */
@@ -170,15 +171,11 @@ int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset)
     if (n < 0)
         return -1;
     if (d < 0 || n > KOILA_MAX_DIMS) {
-        PyObject *e = koila__helper("UnsupportedError");
-        if (e) {
-            if (d < 0)
-                PyErr_Format(e, "a tensor of %R cannot be lazy", PyTuple_GET_ITEM(tuple, 0));
-            else
-                PyErr_Format(e, "a tensor of %zd dimensions cannot be lazy; at most %d", n,
-                             KOILA_MAX_DIMS);
-            Py_DECREF(e);
-        }
+        if (d < 0)
+            koila__unsupported("a tensor of %R cannot be lazy", PyTuple_GET_ITEM(tuple, 0));
+        else
+            koila__unsupported("a tensor of %zd dimensions cannot be lazy; at most %d", n,
+                               KOILA_MAX_DIMS);
         return -1;
     }
     uint16_t device;

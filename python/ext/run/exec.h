@@ -7,36 +7,26 @@
 #include "capture/capture.h"
 #include "run/run.h"
 #include "ground/cpu_bytes.h"
+#include "ground/errors.h"
+#include "ground/settings.h"
 
-/* ---- exec.c: what we call of torch and of koila's Python; filled by koila__run_init() */
+/* ---- torch_calls.c: what we call of torch and of koila's Python; filled by koila__torch_setup() */
 extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
         *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims;
     PyObject *float32;
-    PyObject *errors;   /* module koila._errors */
     PyObject *oom_type; /* torch.OutOfMemoryError */
-    /* koila.StaleValueError: looked up before, for no attribute may be read while an exception is
-     * set */
-    PyObject *stale_type;
     /* koila._run.guards: returns an object that holds the mode guards while it lives */
     PyObject *guards;
     PyObject *pseudo; /* dict of koila._run.PSEUDO */
     bool ready;
 } koila__torch;
-int koila__run_init(void);
+int koila__torch_setup(void); /* -1 with an exception */
+/* borrowed callable that implements "koila::name" */
+PyObject *koila__pseudo_object(const char *name);
 
 /* ---- plan_cache.c */
-extern struct koila__run_settings {
-    int64_t rows; /* forced rows a slice; 0 = automatic */
-    /* bytes the device in use may hold in all; UINT64_MAX = what is free */
-    uint64_t budget;
-    /* the same of the CPU, where it is a limit for everybody: beyond it torch itself raises */
-    uint64_t cpu_budget;
-    bool has_budget, strict, fastest;
-    bool dry; /* koila.plan(): plans are made, nothing runs */
-} koila__settings;
-
 /* A plan with the recorded part it was made for; shared by the cache and the last step's report. */
 typedef struct cached {
     uint32_t refs;
@@ -152,7 +142,6 @@ void koila__request_free(request *r);
 int koila__run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
                        const koila_value *held, uint32_t n_held, bool commit_effects, bool later);
 int koila__commit_effects(koila__tape *t);
-int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what); /* -1 */
 
 /* ---- exec.c: run plan c for request r; results[n] are new references. 0, or -1 with an exception
  * and nothing outside changed. `ranks`: that agreed on it, or NULL; *told: on failure, who told all

@@ -10,11 +10,7 @@
 
 #include <math.h>
 
-/* ---- settings and what was learned */
-
-struct koila__run_settings koila__settings = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
-
-bool koila__is_planning(void) { return koila__settings.dry; }
+/* ---- what was learned */
 
 /* Bytes an operator uses inside, by signature: what was seen at a few numbers of rows. It is a
  * fixed part (a weight in another layout) and a part that grows with the rows, so numbers in

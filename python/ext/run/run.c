@@ -25,41 +25,6 @@ static double seconds_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- errors */
-
-/* pre: no exception is set */
-static PyObject *error_class(const char *name)
-{
-    return PyObject_GetAttrString(koila__torch.errors, name);
-}
-
-/* Raise koila.OutOfMemory(text), chained to the exception that is set, if any. */
-static void raise_out_of_memory(const char *text, int64_t missing)
-{
-    PyObject *type, *value, *trace, *cls, *e;
-    PyErr_Fetch(&type, &value, &trace);
-    if (type)
-        PyErr_NormalizeException(&type, &value, &trace);
-    cls = error_class("OutOfMemory");
-    e = cls ? PyObject_CallFunction(cls, "s", text) : NULL;
-    if (e) {
-        PyObject *n = PyLong_FromLongLong(missing);
-        if (n)
-            PyObject_SetAttrString(e, "missing_bytes", n);
-        Py_XDECREF(n);
-        if (value) {
-            Py_INCREF(value);
-            PyException_SetCause(e, value);
-        }
-        PyErr_SetObject(cls, e);
-    }
-    Py_XDECREF(e);
-    Py_XDECREF(cls);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-}
-
 /* ---- the run */
 
 void koila__request_free(request *r)
@@ -127,8 +92,7 @@ static int check_versions(koila__tape *t, const request *r)
                              koila_graph_line_file(t->graph, info.line),
                              koila_graph_line_number(t->graph, info.line));
         }
-        PyErr_Format(
-            koila__torch.stale_type,
+        koila__raise_stale(
             "what is asked for was recorded from a tensor %s[%s]%s, which has been written since "
             "(version %u, recorded at %u): a parameter after optimizer.step(), or a "
             "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before "
@@ -180,8 +144,6 @@ int koila__held_fits(const char *call)
     if (budget == UINT64_MAX || koila__settings.dry || koila__cpu_bytes_get_limit() != budget ||
         held <= budget)
         return 0;
-    if (koila__run_init() < 0)
-        return -1;
     char text[400];
     const double mib = 1048576.0;
     snprintf(text, sizeof text,
@@ -190,46 +152,12 @@ int koila__held_fits(const char *call)
              "model, data and optimizer too. Try: a larger budget, a fraction (of what is free "
              "beside it), or dropping what is not needed first",
              call, (double)held / mib, (double)budget / mib, (unsigned long long)(held - budget));
-    raise_out_of_memory(text, (int64_t)(held - budget));
-    return -1;
-}
-
-int koila__raise_no_fit(koila_status status, const koila_error *err, const char *what)
-{
-    if (status == KOILA_OOM) {
-        const char *p = strstr(err->text, ", ");
-        unsigned long long missing = 0;
-        const char *shorter = strstr(err->text, " bytes short");
-        if (p && shorter) {
-            const char *q = shorter;
-            while (q > err->text && q[-1] >= '0' && q[-1] <= '9')
-                q--;
-            missing = strtoull(q, NULL, 10);
-        }
-        char text[400];
-        snprintf(text, sizeof text,
-                 "%s: %s. Try: a larger budget, a smaller model or sequence, or "
-                 "torch.utils.checkpoint around its blocks",
-                 what, err->text);
-        raise_out_of_memory(text, (int64_t)missing);
-    } else if (status != KOILA_OK) {
-        if (err->text[0] && status != KOILA_NO_MEMORY)
-            PyErr_Format(PyExc_RuntimeError, "koila: %s", err->text);
-        else
-            koila__raise(status);
-    }
-    return -1;
+    return koila__raise_out_of_memory(text, held - budget);
 }
 
 static int refuse_gather(const cached *c, koila_gather g, const char *op, const char *line)
 {
-    PyObject *cls = error_class("GatherError");
-    PyObject *text = koila__gather_text(c->plan, c->part, g, c->info.rows, op, line);
-    if (cls && text)
-        PyErr_SetObject(cls, text);
-    Py_XDECREF(cls);
-    Py_XDECREF(text);
-    return -1;
+    return koila__raise_gather(koila__gather_text(c->plan, c->part, g, c->info.rows, op, line));
 }
 
 /* What plan c gathers, and those of its n targets that an operator waits for, which runs on values
@@ -331,13 +259,10 @@ static int copy_leaves_of(koila__tape *t, PyObject *real)
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
-    if (koila__settings.dry && koila__run_init() == 0) {
-        PyObject *cls = error_class("UnsupportedError");
-        if (cls)
-            PyErr_SetString(
-                cls, "koila.plan(): the step reads a value (print, .item(), if, a mask) before "
-                     "backward; nothing is computed while planning. Plan the part up to there");
-        Py_XDECREF(cls);
+    if (koila__settings.dry) {
+        koila__unsupported(
+            "koila.plan(): the step reads a value (print, .item(), if, a mask) before "
+            "backward; nothing is computed while planning. Plan the part up to there");
         return -1;
     }
     /* what else the user still holds and is small is made too, so that reading five logged losses
@@ -396,7 +321,7 @@ int koila__commit_effects(koila__tape *t)
 static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
                        const koila_value *held, uint32_t n_held, bool commit_effects, bool later)
 {
-    if (koila__run_init() < 0)
+    if (koila__torch_setup() < 0)
         return -1;
     const uint32_t n_effects = commit_effects ? t->n_effects : 0;
     koila_value *targets =
@@ -451,7 +376,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
         }
         if (check_versions(t, &r) < 0) {
             /* something merely held is stale: do without */
-            if (PyErr_ExceptionMatches(koila__torch.stale_type) && n > n_must) {
+            if (koila__is_stale() && n > n_must) {
                 PyErr_Clear();
                 n = n_must;
                 if (!n) {
@@ -613,7 +538,7 @@ static int run_request(koila__tape *t, const koila_value *wanted, uint32_t n_wan
                 snprintf(text + used, sizeof text - (size_t)used,
                          ". It ran out inside a sharded module, where the other ranks wait: give "
                          "all ranks a smaller koila.micro_batch(n)");
-            raise_out_of_memory(text, 0);
+            koila__raise_out_of_memory(text, 0);
         }
         if (status == 0) {
             koila__cached_release(koila__last.c);

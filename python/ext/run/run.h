@@ -29,13 +29,9 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
-bool koila__is_planning(void);
 
-bool koila__is_out_of_memory(void); /* the exception that is set; leaves it set */
 /* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
 int koila__held_fits(const char *call);
-/* borrowed callable that implements "koila::name" */
-PyObject *koila__pseudo_object(const char *name);
 /* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000]
  * whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. `op` at `line`: who needs it; NULL:
  * node g.node. */

@@ -3,65 +3,6 @@
 #include "capture/executor.h"
 #include "run/exec.h"
 
-static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
-{
-    static char *names[] = {
-        "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL
-    };
-    static PyObject unset;
-    PyObject *rows = &unset, *budget = &unset, *cpu_budget = &unset, *strict = &unset,
-             *fastest = &unset, *dry = &unset;
-    (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget,
-                                     &cpu_budget, &strict, &fastest, &dry))
-        return NULL;
-    PyObject *before = Py_BuildValue(
-        "{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch",
-        koila__settings.rows ? PyLong_FromLongLong(koila__settings.rows) : Py_NewRef(Py_None),
-        "budget",
-        koila__settings.has_budget ? PyLong_FromUnsignedLongLong(koila__settings.budget)
-                                   : Py_NewRef(Py_None),
-        "cpu_budget",
-        koila__settings.cpu_budget != UINT64_MAX
-            ? PyLong_FromUnsignedLongLong(koila__settings.cpu_budget)
-            : Py_NewRef(Py_None),
-        "strict", koila__settings.strict ? Py_True : Py_False, "fastest",
-        koila__settings.fastest ? Py_True : Py_False, "dry",
-        koila__settings.dry ? Py_True : Py_False);
-    if (!before)
-        return NULL;
-    const int64_t new_rows = rows == &unset    ? koila__settings.rows
-                             : rows == Py_None ? 0
-                                               : PyLong_AsLongLong(rows);
-    const uint64_t new_budget =
-        budget == &unset || budget == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(budget);
-    const uint64_t new_cpu_budget = cpu_budget == &unset    ? new_budget
-                                    : cpu_budget == Py_None ? UINT64_MAX
-                                                            : PyLong_AsUnsignedLongLong(cpu_budget);
-    if (PyErr_Occurred() || new_rows < 0) {
-        Py_DECREF(before);
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
-        return NULL;
-    }
-    koila__settings.rows = new_rows;
-    if (dry != &unset)
-        koila__settings.dry = PyObject_IsTrue(dry) == 1;
-    if (budget != &unset) {
-        koila__cpu_bytes_install();
-        koila__settings.has_budget = budget != Py_None;
-        koila__settings.budget = koila__settings.has_budget ? new_budget : UINT64_MAX;
-        koila__settings.cpu_budget = new_cpu_budget;
-        if (!koila__settings.dry)
-            koila__cpu_bytes_set_limit(new_cpu_budget);
-    }
-    if (strict != &unset)
-        koila__settings.strict = PyObject_IsTrue(strict) == 1;
-    if (fastest != &unset)
-        koila__settings.fastest = PyObject_IsTrue(fastest) == 1;
-    return before;
-}
-
 static PyObject *py_held_fits(PyObject *self, PyObject *call)
 {
     (void)self;
@@ -139,7 +80,7 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     (void)self;
     if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit))
         return NULL;
-    if (koila__run_init() < 0)
+    if (koila__torch_setup() < 0)
         return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
     if (!t) {
@@ -418,7 +359,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     koila_value *values = NULL;
     uint32_t n;
     (void)self;
-    if (koila__run_init() < 0)
+    if (koila__torch_setup() < 0)
         return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
     request r = { 0 };
@@ -567,8 +508,6 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 }
 
 static PyMethodDef methods[] = {
-    { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS,
-      "Change settings; returns those before as a dict." },
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
     { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
@@ -620,7 +559,6 @@ int koila__run_module_add(PyObject *m)
         .run_held = koila__run_held,
         .run_whole = koila__run_whole,
         .call = call_without_inputs,
-        .is_planning = koila__is_planning,
     };
     koila__executor = &executor;
     return PyModule_AddFunctions(m, methods);

@@ -1,0 +1,85 @@
+/* torch_calls.c — the operators of torch and the functions of koila._run that the executor calls
+ * itself, looked up once. */
+#include "run/exec.h"
+
+struct koila__torch_calls koila__torch;
+
+static const struct {
+    PyObject **slot;
+    const char *packet, *overload;
+} operators[] = {
+    { &koila__torch.narrow, "narrow", "default" },
+    { &koila__torch.copy_, "copy_", "default" },
+    { &koila__torch.add_, "add_", "Tensor" },
+    { &koila__torch.clone, "clone", "default" },
+    { &koila__torch.empty_strided, "empty_strided", "default" },
+    { &koila__torch.maximum, "maximum", "default" },
+    { &koila__torch.minimum, "minimum", "default" },
+    { &koila__torch.unflatten, "unflatten", "int" },
+    { &koila__torch.flatten, "flatten", "using_ints" },
+    { &koila__torch.cat, "cat", "default" },
+    { &koila__torch.to_copy, "_to_copy", "default" },
+    { &koila__torch.mul_, "mul_", "Scalar" },
+    { &koila__torch.as_strided, "as_strided", "default" },
+    { &koila__torch.squeeze_dims, "squeeze", "dims" },
+};
+enum { N_OPERATORS = sizeof operators / sizeof *operators };
+
+/* *slot := from.name, unless it is there already. */
+static bool look_up(PyObject **slot, PyObject *from, const char *name)
+{
+    if (!*slot && from)
+        *slot = PyObject_GetAttrString(from, name);
+    return *slot != NULL;
+}
+
+/* *slot := aten.packet.overload._op, unless it is there already. */
+static bool look_up_operator(PyObject **slot, PyObject *aten, const char *packet,
+                             const char *overload)
+{
+    PyObject *p = NULL, *o = NULL;
+    const bool found =
+        *slot || (look_up(&p, aten, packet) && look_up(&o, p, overload) && look_up(slot, o, "_op"));
+    Py_XDECREF(p);
+    Py_XDECREF(o);
+    return found;
+}
+
+static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
+{
+    for (size_t i = 0; i < N_OPERATORS; i++)
+        if (!look_up_operator(operators[i].slot, aten, operators[i].packet, operators[i].overload))
+            return false;
+    return look_up(&koila__torch.float32, torch, "float32") &&
+           look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
+           look_up(&koila__torch.guards, mine, "guards") &&
+           look_up(&koila__torch.pseudo, mine, "PSEUDO");
+}
+
+int koila__torch_setup(void)
+{
+    if (koila__torch.ready)
+        return 0;
+    /* without it: no measured peak, no learned workspaces, no limit; everything else works */
+    koila__cpu_bytes_install();
+    PyObject *ops = NULL, *aten = NULL;
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *mine = torch ? PyImport_ImportModule("koila._run") : NULL;
+    koila__torch.ready = mine && look_up(&ops, torch, "ops") && look_up(&aten, ops, "aten") &&
+                         look_up_all(torch, aten, mine);
+    Py_XDECREF(torch);
+    Py_XDECREF(ops);
+    Py_XDECREF(aten);
+    Py_XDECREF(mine);
+    return koila__torch.ready ? 0 : -1;
+}
+
+PyObject *koila__pseudo_object(const char *name)
+{
+    if (koila__torch_setup() < 0)
+        return NULL;
+    PyObject *o = PyDict_GetItemString(koila__torch.pseudo, name);
+    if (!o)
+        PyErr_Format(PyExc_RuntimeError, "koila: no implementation of %s", name);
+    return o;
+}
