@@ -12,24 +12,13 @@
  */
 #include "allocator/cache_lanes.h"
 
+#include "base/vec.h"
+
 /* ---- host memory: everything is reserved before a call changes anything */
 
 bool koila__cache_grow(koila_cache *c, void *array, uint32_t *cap, uint32_t want, size_t size)
 {
-    void **p = array;
-    if (want <= *cap)
-        return true;
-    if (want > UINT32_MAX / 4)
-        return false;
-    uint32_t n = *cap ? *cap : (KOILA_DEBUG_LEVEL >= 3 ? 1 : 16);
-    while (n < want)
-        n *= 2;
-    void *fresh = koila__realloc(&c->mem, *p, *cap * size, n * size);
-    if (!fresh)
-        return false;
-    *p = fresh;
-    *cap = n;
-    return true;
+    return want <= *cap || koila__vec_grow(&c->mem, array, cap, want, size);
 }
 
 static bool grow_hash(koila_cache *c)
@@ -83,16 +72,9 @@ bool koila__cache_reserve(koila_cache *c)
         uint64_t want =
             c->log_n + ((uint64_t)c->s.n_blocks * 3 + 64) *
                            (WORDS(block) + 1 + 6 * 2 + 2 * (WORDS(segment) + 1) + 8 + 8);
-        if (want > c->log_cap) {
-            if (want > SIZE_MAX / 32)
-                return false;
-            uint64_t *log =
-                koila__realloc(&c->mem, c->log, (size_t)c->log_cap * 8, (size_t)want * 2 * 8);
-            if (!log)
-                return false;
-            c->log = log;
-            c->log_cap = want * 2;
-        }
+        if (want > c->log_cap &&
+            !koila__grow(&c->mem, &c->log, &c->log_cap, 2 * want, sizeof *c->log))
+            return false;
     }
     return true;
 }
@@ -1143,7 +1125,7 @@ void koila_cache_free(koila_cache *c)
     koila__release(&m, c->segs, c->segs_cap * sizeof(segment));
     koila__release(&m, c->uses, c->uses_cap * sizeof(use));
     koila__release(&m, c->hash, c->hash ? sizeof(slot) << c->hash_bits : 0);
-    koila__release(&m, c->log, (size_t)c->log_cap * 8);
+    koila__release(&m, c->log, c->log_cap * sizeof *c->log);
     koila__release(&m, c->marks, c->marks_cap * sizeof(mark));
     koila__release(&m, c, sizeof *c);
 }

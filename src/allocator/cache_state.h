@@ -128,7 +128,7 @@ struct koila_cache {
     uint32_t blocks_cap, segs_cap, hash_bits, uses_cap, lanes_cap, n_lanes, pools_cap, n_pools;
     /* undo log: payload words, then one header word (kind, index) */
     uint64_t *log;
-    uint64_t log_n, log_cap;
+    size_t log_n, log_cap;
     mark *marks;
     uint32_t n_marks, marks_cap, epoch;
     uint64_t next_mark;
@@ -186,7 +186,8 @@ static inline pool *wr_pool(koila_cache *c, uint32_t p)
     return q;
 }
 
-/* ---- the hash of handed-out and pending blocks, by address */
+/* ---- the hash of handed-out and pending blocks, by address. It is no koila__idset: an address leaves
+ * it with every free, and a look at the slot alone must tell whether it is the right one. */
 
 static inline uint32_t hash_home(const koila_cache *c, uint64_t addr)
 {

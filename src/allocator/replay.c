@@ -170,16 +170,10 @@ static uint64_t now(const replay *r, int kind) { return r->stat->of[kind][KOILA_
 /* The cursor moves to `end`: what is handed out after each of these entries is what is now. */
 static void pass(replay *r, uint64_t end)
 {
-    if (r->after_cap < end - r->group) {
-        const uint64_t cap = 2 * (end - r->group) + 62;
-        void *more = koila__realloc(&r->mem, r->after, r->after_cap * sizeof *r->after,
-                                    cap * sizeof *r->after);
-        if (!more) {
-            r->no_memory = true;
-            return;
-        }
-        r->after = more;
-        r->after_cap = cap;
+    koila_assert(r->group <= r->at && r->at <= end && end <= r->n);
+    if (!koila__grow(&r->mem, &r->after, &r->after_cap, end - r->group, sizeof *r->after)) {
+        r->no_memory = true;
+        return;
     }
     for (; r->at < end; r->at++) {
         r->after[r->at - r->group].allocated = now(r, KOILA_STAT_ALLOCATED_BYTES);
@@ -295,22 +289,10 @@ static bool hold_pool(replay *r, koila_pool p)
 {
     if (is_default(p))
         return true;
-    for (uint32_t i = 0; i < r->n_holds; i++)
-        if (r->holds[i].owner == p.owner && r->holds[i].id == p.id)
+    for (uint32_t i = 0; i < r->holds.n; i++)
+        if (r->holds.at[i].owner == p.owner && r->holds.at[i].id == p.id)
             return true;
-    if (r->n_holds == r->holds_cap) {
-        uint32_t cap = r->holds_cap ? r->holds_cap * 2 : 8;
-        koila_pool *h =
-            koila__realloc(&r->mem, r->holds, r->holds_cap * sizeof *h, cap * sizeof *h);
-        if (!h) {
-            r->no_memory = true;
-            return false;
-        }
-        r->holds = h;
-        r->holds_cap = cap;
-    }
-    r->holds[r->n_holds++] = p;
-    if (koila_cache_pool_hold(r->c, p, 0) != KOILA_OK) {
+    if (!koila__vec_push(&r->mem, &r->holds, p) || koila_cache_pool_hold(r->c, p, 0) != KOILA_OK) {
         r->no_memory = true;
         return false;
     }
@@ -809,7 +791,7 @@ void koila__replay_teardown(replay *r)
     koila__omap_free(&r->released);
     koila__release(&r->mem, r->after, r->after_cap * sizeof *r->after);
     koila__release(&r->mem, r->made_at, r->n_segs * sizeof(uint64_t));
-    koila__release(&r->mem, r->holds, r->holds_cap * sizeof *r->holds);
+    koila__vec_free(&r->mem, &r->holds);
     koila__release(&r->mem, r->start, r->start_cap * sizeof *r->start);
     koila__release(&r->mem, r->start_blocks, r->n_start_blocks * sizeof *r->start_blocks);
 }

@@ -3,7 +3,7 @@
 #ifndef KOILA_SRC_REPLAY_H
 #define KOILA_SRC_REPLAY_H
 
-#include "base/alloc.h"
+#include "base/vec.h"
 #include "allocator/cache.h"
 #include "allocator/replay_map.h"
 #include "allocator/snapshot.h"
@@ -31,12 +31,11 @@ typedef struct replay {
     struct {
         uint64_t allocated, active;
     } *after;
-    uint64_t after_cap;
+    size_t after_cap;
     /* recorded releases of private pools that the rules have yet to name, by address */
     omap released;
     uint64_t released_end; /* the entry after the last of them */
-    koila_pool *holds;     /* private pools seen so far */
-    uint32_t n_holds, holds_cap;
+    VEC(koila_pool) holds; /* private pools seen so far */
     /* result */
     koila_replay_result *out;
     bool stopped, no_memory;

@@ -2,7 +2,7 @@
  * on history. */
 #include "allocator/replay_map.h"
 
-#include "base/base.h"
+#include "base/vec.h"
 
 static uint32_t omap_priority(uint32_t i) { return i * 2654435761u; }
 uint32_t koila__omap_find(const omap *m, uint64_t key)
@@ -29,17 +29,10 @@ uint32_t koila__omap_put(omap *m, uint64_t key)
     if (x)
         m->dead = m->at[x].link[0];
     else {
-        if (m->n + 2 > m->cap) {
-            uint32_t cap = m->cap ? m->cap * 2 : 64;
-            node *at = cap > 1u << 30 ? NULL
-                                      : koila__realloc(&m->mem, m->at, m->cap * sizeof(node),
-                                                       cap * sizeof(node));
-            if (!at) {
-                m->failed = true;
-                return 0;
-            }
-            m->at = at;
-            m->cap = cap;
+        if (m->n + 2 > m->cap &&
+            !koila__vec_grow(&m->mem, &m->at, &m->cap, (uint64_t)m->n + 2, sizeof(node))) {
+            m->failed = true;
+            return 0;
         }
         x = ++m->n;
     }

@@ -222,14 +222,14 @@ void koila_snapshot_free(koila_snapshot *s)
     koila__release(&m, s->chunks, s->chunks_cap * sizeof *s->chunks);
     koila__release(&m, s->text, (size_t)s->text_cap);
     koila__release(&m, s->strs, s->strs_cap * sizeof *s->strs);
-    koila__release(&m, s->str_hash, s->str_hash_cap * sizeof(uint32_t));
+    koila__idset_free(&m, &s->str_set);
     koila__release(&m, s->segments, s->segments_cap * sizeof *s->segments);
     koila__release(&m, s->blocks, s->blocks_cap * sizeof *s->blocks);
     koila__release(&m, s->frames, s->frames_cap * sizeof *s->frames);
-    koila__release(&m, s->frame_hash, s->frame_hash_cap * sizeof(uint32_t));
+    koila__idset_free(&m, &s->frame_set);
     koila__release(&m, s->stacks, s->stacks_cap * sizeof *s->stacks);
     koila__release(&m, s->stack_ids, s->stack_ids_cap * sizeof(uint32_t));
-    koila__release(&m, s->stack_hash, s->stack_hash_cap * sizeof(uint32_t));
+    koila__idset_free(&m, &s->stack_set);
     koila__release(&m, s->ranges, s->ranges_cap * sizeof *s->ranges);
     koila__release(&m, s->pools, s->pools_cap * sizeof *s->pools);
     koila__release(&m, s->annotations, s->annotations_cap * sizeof *s->annotations);

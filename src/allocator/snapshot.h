@@ -10,7 +10,7 @@
 #ifndef KOILA_SRC_SNAPSHOT_H
 #define KOILA_SRC_SNAPSHOT_H
 
-#include "base/base.h"
+#include "base/idset.h"
 #include "koila/snapshot.h"
 
 typedef struct snap_entry {
@@ -66,8 +66,7 @@ struct koila_snapshot {
     uint64_t text_n, text_cap;
     uint64_t *strs; /* offsets */
     uint32_t n_strs, strs_cap;
-    uint32_t *str_hash;
-    uint32_t str_hash_cap;
+    koila__idset str_set;
     /* records */
     snap_entry **chunks;
     uint32_t n_chunks, chunks_cap;
@@ -78,11 +77,11 @@ struct koila_snapshot {
     uint32_t n_blocks, blocks_cap;
     snap_frame *frames;
     uint32_t n_frames, frames_cap;
-    uint32_t *frame_hash, frame_hash_cap;
+    koila__idset frame_set;
     snap_range *stacks;
     uint32_t n_stacks, stacks_cap;
     uint32_t *stack_ids, n_stack_ids, stack_ids_cap;
-    uint32_t *stack_hash, stack_hash_cap;
+    koila__idset stack_set;
     snap_range *ranges;
     uint32_t n_ranges, ranges_cap;
     koila_pool *pools;

@@ -61,6 +61,19 @@ void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n)
     return q;
 }
 
+static void *counted_realloc(void *user, void *p, size_t old_n, size_t n)
+{
+    reader *r = user;
+    if (n)
+        return koila__snap_resize(r, p, old_n, n);
+    r->s->used -= old_n;
+    koila__release(&r->s->mem, p, old_n);
+    return NULL;
+}
+koila_allocator koila__snap_counted(reader *r) { return (koila_allocator){ counted_realloc, r }; }
+
+/* Beyond a million elements by half and not by two, as koila__grow would: the budget is a small
+ * multiple of the file, and the arrays of a large file would be half empty. */
 bool koila__snap_grow64(reader *r, void *array, uint64_t *cap, uint64_t want, size_t size)
 {
     void **p = array;

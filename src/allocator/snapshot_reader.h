@@ -34,10 +34,11 @@ enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
     X(ACTION, "action")                                                                            \
     X(ADDR, "addr")                                                                                \
     X(SIZE, "size")                                                                                \
-    X(STREAM, "stream") X(TIME_US, "time_us") X(FRAMES, "frames") X(DEVICE_FREE, "device_free") X( \
-        POOL_ID, "pool_id") X(DEVICE, "device") X(ADDRESS, "address") X(TOTAL_SIZE, "total_size")  \
-        X(ALLOCATED_SIZE, "allocated_size") X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE,        \
-                                                                            "requested_size")      \
+    X(STREAM, "stream")                                                                            \
+    X(TIME_US, "time_us") X(FRAMES, "frames") X(DEVICE_FREE, "device_free") X(POOL_ID, "pool_id")  \
+        X(DEVICE, "device") X(ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(                   \
+            ALLOCATED_SIZE, "allocated_size") X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE,      \
+                                                                              "requested_size")    \
             X(SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(               \
                 IS_EXPANDABLE, "is_expandable") X(BLOCKS, "blocks") X(STATE, "state")              \
                 X(HISTORY, "history") X(REAL_SIZE, "real_size") X(NAME, "name") X(                 \
@@ -68,15 +69,15 @@ typedef uint64_t value;
     X(NONE, "None")                                                                                \
     X(BOOL, "a bool")                                                                              \
     X(INT, "an integer")                                                                           \
-    X(WIDE, "an integer") X(REAL, "a float") X(STR, "a string") X(DICT, "a dict")                  \
-        X(LIST, "a list") X(EMPTY, "empty") X(POOL, "a pair of integers")                          \
-            X(ENTRY, "a trace entry") X(ENTRIES, "a trace") X(SEGMENT, "a segment")                \
-                X(SEGMENTS, "a list of segments") X(BLOCK, "a block")                              \
-                    X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")          \
-                        X(TRACES, "a list of traces") X(NOTE, "an annotation")                     \
-                            X(NOTES, "a list of annotations") X(SETTINGS, "settings")              \
-                                X(DIVS, "divisions") X(HIST, "a history") X(TOP, "a snapshot")     \
-                                    X(OTHER, "other data") X(MARK, "a MARK")
+    X(WIDE, "an integer")                                                                          \
+    X(REAL, "a float") X(STR, "a string") X(DICT, "a dict") X(LIST, "a list") X(EMPTY, "empty")    \
+        X(POOL, "a pair of integers") X(ENTRY, "a trace entry") X(ENTRIES, "a trace")              \
+            X(SEGMENT, "a segment") X(SEGMENTS, "a list of segments") X(BLOCK, "a block")          \
+                X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")              \
+                    X(TRACES, "a list of traces") X(NOTE, "an annotation")                         \
+                        X(NOTES, "a list of annotations") X(SETTINGS, "settings")                  \
+                            X(DIVS, "divisions") X(HIST, "a history") X(TOP, "a snapshot")         \
+                                X(OTHER, "other data") X(MARK, "a MARK")
 enum kind {
 #define KIND_ENUM(name, text) K_##name,
     KIND_MAP(KIND_ENUM)
@@ -154,6 +155,8 @@ bool koila__snap_long_string(reader *r, uint64_t n_bytes); /* over max_string_by
 
 /* ---- counted host memory. NULL and false: failed, and said so. */
 void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n);
+/* The same as an allocator, which the reader must outlive. */
+koila_allocator koila__snap_counted(reader *r);
 bool koila__snap_grow64(reader *r, void *array, uint64_t *cap, uint64_t want, size_t size);
 bool koila__snap_grow32(reader *r, void *array, uint32_t *cap, uint32_t want, size_t size);
 

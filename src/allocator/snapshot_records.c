@@ -30,41 +30,32 @@ static uint64_t hash_bytes(const void *p, size_t n)
     return h ^ h >> 29;
 }
 
-/* A table of ids + 1; `same` compares. Doubles at 1/2. */
-static bool rehash(reader *r, uint32_t **table, uint32_t *cap, uint32_t n,
-                   uint64_t (*hash_of)(const koila_snapshot *, uint32_t))
+/* Room for one more id in a set of equal things. */
+static bool room_in(reader *r, koila__idset *set, koila__hash_fn hash_of)
 {
-    if ((uint64_t)n * 2 < *cap)
-        return true;
-    uint32_t want = *cap ? *cap * 2 : 256;
-    if (want > 1u << 30)
-        return BAD(r, "too many different strings");
-    uint32_t *fresh = koila__snap_resize(r, NULL, 0, (uint64_t)want * sizeof(uint32_t));
-    if (!fresh)
-        return false;
-    memset(fresh, 0, (size_t)want * sizeof(uint32_t));
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t h = (uint32_t)hash_of(r->s, i) & (want - 1);
-        while (fresh[h])
-            h = (h + 1) & (want - 1);
-        fresh[h] = i + 1;
-    }
-    if (*table) {
-        r->s->used -= (uint64_t)*cap * sizeof(uint32_t);
-        koila__release(&r->s->mem, *table, (size_t)*cap * sizeof(uint32_t));
-    }
-    *table = fresh;
-    *cap = want;
-    return true;
+    const koila_allocator mem = koila__snap_counted(r);
+    /* if memory was short, that was said already, and the first failure stands */
+    return koila__idset_reserve(&mem, set, hash_of, r->s) || BAD(r, "too many different strings");
 }
 
 static size_t str_len(const koila_snapshot *s, uint32_t id)
 {
     return (size_t)((id + 1 < s->n_strs ? s->strs[id + 1] : s->text_n) - s->strs[id] - 1);
 }
-static uint64_t str_hash_of(const koila_snapshot *s, uint32_t id)
+static uint64_t str_hash_of(const void *snapshot, uint32_t id)
 {
+    const koila_snapshot *s = snapshot;
     return hash_bytes(s->text + s->strs[id], str_len(s, id));
+}
+typedef struct bytes {
+    const void *p;
+    size_t n;
+} bytes;
+static bool str_same(const void *snapshot, uint32_t id, const void *key)
+{
+    const koila_snapshot *s = snapshot;
+    const bytes *b = key;
+    return str_len(s, id) == b->n && !memcmp(s->text + s->strs[id], b->p, b->n);
 }
 
 /* Well-formed UTF-8 only, no overlong forms or surrogates. Returns the bytes of one character, 0 if
@@ -88,6 +79,30 @@ static size_t utf8_one(const uint8_t *p, size_t n)
     return len;
 }
 
+/* Replaces *p by a copy in r->scratch, with U+FFFD for each byte that is not UTF-8 and for NUL. */
+static bool clean_copy(reader *r, const uint8_t **p, uint64_t *n)
+{
+    if (!koila__snap_grow64(r, &r->scratch, &r->scratch_cap, 3 * *n + 1, 1))
+        return false;
+    uint64_t m = 0;
+    for (uint64_t i = 0; i < *n;) {
+        const size_t len = (*p)[i] ? utf8_one(*p + i, (size_t)(*n - i)) : 0;
+        if (len) {
+            memcpy(r->scratch + m, *p + i, len);
+            m += len;
+            i += len;
+        } else {
+            memcpy(r->scratch + m, "\xEF\xBF\xBD", 3);
+            m += 3;
+            i++;
+        }
+    }
+    koila_assert(m <= r->scratch_cap);
+    *p = (const uint8_t *)r->scratch;
+    *n = m;
+    return true;
+}
+
 bool koila__snap_intern(reader *r, const uint8_t *p, uint64_t n, uint32_t *id)
 {
     koila_snapshot *s = r->s;
@@ -96,35 +111,14 @@ bool koila__snap_intern(reader *r, const uint8_t *p, uint64_t n, uint32_t *id)
     bool plain = true;
     for (uint64_t i = 0; i < n && plain; i++)
         plain = p[i] < 0x80 && p[i];
-    if (!plain) { /* copy, with U+FFFD for what is no UTF-8 and for NUL */
-        if (!koila__snap_grow64(r, &r->scratch, &r->scratch_cap, 3 * n + 1, 1))
-            return false;
-        uint64_t m = 0;
-        for (uint64_t i = 0; i < n;) {
-            size_t len = p[i] ? utf8_one(p + i, (size_t)(n - i)) : 0;
-            if (len) {
-                memcpy(r->scratch + m, p + i, len);
-                m += len;
-                i += len;
-            } else {
-                memcpy(r->scratch + m, "\xEF\xBF\xBD", 3);
-                m += 3;
-                i++;
-            }
-        }
-        p = (const uint8_t *)r->scratch;
-        n = m;
-    }
-    if (!rehash(r, &s->str_hash, &s->str_hash_cap, s->n_strs, str_hash_of))
+    if (!plain && !clean_copy(r, &p, &n))
         return false;
-    uint32_t mask = s->str_hash_cap - 1;
-    uint32_t h = (uint32_t)hash_bytes(p, (size_t)n) & mask;
-    for (; s->str_hash[h]; h = (h + 1) & mask) {
-        *id = s->str_hash[h] - 1;
-        if (str_len(s, *id) == n && !memcmp(s->text + s->strs[*id], p, (size_t)n))
-            return true;
-    }
-    if (!koila__snap_grow64(r, &s->text, &s->text_cap, s->text_n + n + 1, 1) ||
+    const uint64_t hash = hash_bytes(p, (size_t)n);
+    *id = koila__idset_find(&s->str_set, hash, str_same, s, &(bytes){ p, (size_t)n });
+    if (*id != KOILA__NO_ID)
+        return true;
+    if (!room_in(r, &s->str_set, str_hash_of) ||
+        !koila__snap_grow64(r, &s->text, &s->text_cap, s->text_n + n + 1, 1) ||
         !koila__snap_grow32(r, &s->strs, &s->strs_cap, s->n_strs + 1, sizeof(uint64_t)))
         return false;
     memcpy(s->text + s->text_n, p, (size_t)n);
@@ -132,37 +126,48 @@ bool koila__snap_intern(reader *r, const uint8_t *p, uint64_t n, uint32_t *id)
     s->strs[s->n_strs] = s->text_n;
     s->text_n += n + 1;
     *id = s->n_strs++;
-    s->str_hash[h] = *id + 1;
+    koila__idset_insert(&s->str_set, hash, *id);
     return true;
 }
 
-static uint64_t frame_hash_of(const koila_snapshot *s, uint32_t id)
+static uint64_t frame_hash_of(const void *snapshot, uint32_t id)
 {
+    const koila_snapshot *s = snapshot;
     return hash_bytes(&s->frames[id], sizeof(snap_frame));
+}
+static bool frame_same(const void *snapshot, uint32_t id, const void *key)
+{
+    const koila_snapshot *s = snapshot;
+    return !memcmp(&s->frames[id], key, sizeof(snap_frame));
 }
 static bool intern_frame(reader *r, snap_frame f, uint32_t *id)
 {
     koila_snapshot *s = r->s;
-    if (!rehash(r, &s->frame_hash, &s->frame_hash_cap, s->n_frames, frame_hash_of))
+    const uint64_t hash = hash_bytes(&f, sizeof f);
+    *id = koila__idset_find(&s->frame_set, hash, frame_same, s, &f);
+    if (*id != KOILA__NO_ID)
+        return true;
+    if (!room_in(r, &s->frame_set, frame_hash_of) ||
+        !koila__snap_grow32(r, &s->frames, &s->frames_cap, s->n_frames + 1, sizeof f))
         return false;
-    uint32_t mask = s->frame_hash_cap - 1;
-    uint32_t h = (uint32_t)hash_bytes(&f, sizeof f) & mask;
-    for (; s->frame_hash[h]; h = (h + 1) & mask) {
-        *id = s->frame_hash[h] - 1;
-        if (!memcmp(&s->frames[*id], &f, sizeof f))
-            return true;
-    }
-    if (!koila__snap_grow32(r, &s->frames, &s->frames_cap, s->n_frames + 1, sizeof f))
-        return false;
-    s->frames[ *id = s->n_frames++] = f;
-    s->frame_hash[h] = *id + 1;
+    *id = s->n_frames++;
+    s->frames[*id] = f;
+    koila__idset_insert(&s->frame_set, hash, *id);
     return true;
 }
 
-static uint64_t stack_hash_of(const koila_snapshot *s, uint32_t id)
+static uint64_t stack_hash_of(const void *snapshot, uint32_t id)
 {
+    const koila_snapshot *s = snapshot;
     return hash_bytes(s->stack_ids + s->stacks[id].first,
                       (size_t)s->stacks[id].n * sizeof(uint32_t));
+}
+static bool stack_same(const void *snapshot, uint32_t id, const void *key)
+{
+    const koila_snapshot *s = snapshot;
+    const bytes *b = key;
+    return s->stacks[id].n * sizeof(uint32_t) == b->n &&
+           !memcmp(s->stack_ids + s->stacks[id].first, b->p, b->n);
 }
 static bool intern_stack(reader *r, const value *frames, uint64_t n, uint32_t *id)
 {
@@ -175,21 +180,18 @@ static bool intern_stack(reader *r, const value *frames, uint64_t n, uint32_t *i
     uint32_t *ids = s->stack_ids + s->n_stack_ids; /* built in place, kept only if new */
     for (uint64_t i = 0; i < n; i++)
         ids[i] = (uint32_t)of(frames[i]);
-    if (!rehash(r, &s->stack_hash, &s->stack_hash_cap, s->n_stacks, stack_hash_of))
+    const bytes key = { ids, (size_t)n * sizeof *ids };
+    const uint64_t hash = hash_bytes(key.p, key.n);
+    *id = koila__idset_find(&s->stack_set, hash, stack_same, s, &key);
+    if (*id != KOILA__NO_ID)
+        return true;
+    if (!room_in(r, &s->stack_set, stack_hash_of) ||
+        !koila__snap_grow32(r, &s->stacks, &s->stacks_cap, s->n_stacks + 1, sizeof(snap_range)))
         return false;
-    uint32_t mask = s->stack_hash_cap - 1;
-    uint32_t h = (uint32_t)hash_bytes(ids, (size_t)n * sizeof *ids) & mask;
-    for (; s->stack_hash[h]; h = (h + 1) & mask) {
-        *id = s->stack_hash[h] - 1;
-        if (s->stacks[*id].n == n &&
-            !memcmp(s->stack_ids + s->stacks[*id].first, ids, (size_t)n * sizeof *ids))
-            return true;
-    }
-    if (!koila__snap_grow32(r, &s->stacks, &s->stacks_cap, s->n_stacks + 1, sizeof(snap_range)))
-        return false;
-    s->stacks[ *id = s->n_stacks++] = (snap_range){ s->n_stack_ids, n };
+    *id = s->n_stacks++;
+    s->stacks[*id] = (snap_range){ s->n_stack_ids, n };
     s->n_stack_ids += (uint32_t)n;
-    s->stack_hash[h] = *id + 1;
+    koila__idset_insert(&s->stack_set, hash, *id);
     return true;
 }
 
@@ -205,7 +207,8 @@ static bool intern_pool(reader *r, koila_pool p, uint32_t *id)
         return BAD(r, "more than 65536 memory pools");
     if (!koila__snap_grow32(r, &s->pools, &s->pools_cap, s->n_pools + 1, sizeof p))
         return false;
-    s->pools[ *id = s->n_pools++] = p;
+    *id = s->n_pools++;
+    s->pools[*id] = p;
     return true;
 }
 

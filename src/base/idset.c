@@ -16,6 +16,26 @@ void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id)
     s->n++;
 }
 
+static bool set_of_slots(const koila_allocator *mem, koila__idset *s, uint32_t n_slots)
+{
+    uint32_t *slot = koila__realloc(mem, NULL, 0, n_slots * sizeof *slot);
+    if (!slot)
+        return false;
+    *s = (koila__idset){ slot, 0, n_slots };
+    koila__idset_clear(s);
+    return true;
+}
+
+bool koila__idset_init(const koila_allocator *mem, koila__idset *s, uint64_t n)
+{
+    if (n > MAX_SLOTS / 2)
+        return false;
+    uint32_t n_slots = FIRST_SLOTS;
+    while (n_slots < n * 2)
+        n_slots *= 2;
+    return set_of_slots(mem, s, n_slots);
+}
+
 bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__hash_fn hash_of,
                           const void *owner)
 {
@@ -23,11 +43,9 @@ bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__ha
         return true;
     if (s->n_slots >= MAX_SLOTS)
         return false;
-    koila__idset grown = { NULL, 0, s->n_slots ? s->n_slots * 2 : FIRST_SLOTS };
-    grown.slot = koila__realloc(mem, NULL, 0, grown.n_slots * sizeof *grown.slot);
-    if (!grown.slot)
+    koila__idset grown;
+    if (!set_of_slots(mem, &grown, s->n_slots ? s->n_slots * 2 : FIRST_SLOTS))
         return false;
-    koila__idset_clear(&grown);
     for (uint32_t i = 0; i < s->n_slots; i++)
         if (s->slot[i] != KOILA__NO_ID)
             koila__idset_insert(&grown, hash_of(owner, s->slot[i]), s->slot[i]);
@@ -35,6 +53,26 @@ bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__ha
     koila__idset_free(mem, s);
     *s = grown;
     return true;
+}
+
+void koila__idset_remove(koila__idset *s, uint32_t id, koila__hash_fn hash_of, const void *owner)
+{
+    const uint32_t mask = s->n_slots - 1;
+    uint32_t hole = (uint32_t)hash_of(owner, id) & mask;
+    while (s->slot[hole] != id) {
+        koila_assert(s->slot[hole] != KOILA__NO_ID);
+        hole = (hole + 1) & mask;
+    }
+    for (uint32_t i = (hole + 1) & mask; s->slot[i] != KOILA__NO_ID; i = (i + 1) & mask) {
+        const uint32_t home = (uint32_t)hash_of(owner, s->slot[i]) & mask;
+        /* an id whose home is behind the hole is found without it */
+        if (((i - home) & mask) < ((i - hole) & mask))
+            continue;
+        s->slot[hole] = s->slot[i];
+        hole = i;
+    }
+    s->slot[hole] = KOILA__NO_ID;
+    s->n--;
 }
 
 void koila__idset_clear(koila__idset *s)
@@ -66,4 +104,9 @@ bool koila__idset_reserve_word(const koila_allocator *mem, koila__idset *s, cons
                                size_t stride)
 {
     return koila__idset_reserve(mem, s, word_hash_of, &(word_array){ words, stride });
+}
+
+void koila__idset_remove_word(koila__idset *s, const void *words, size_t stride, uint32_t id)
+{
+    koila__idset_remove(s, id, word_hash_of, &(word_array){ words, stride });
 }

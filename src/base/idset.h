@@ -2,7 +2,7 @@
  *
  * The set keeps ids only. What an id stands for is kept by its owner, usually as element `id` of an
  * array: the owner hashes it and compares it. Finding is inline, so that the owner's comparison is
- * inlined into the loop. Ids are not removed one by one; koila__idset_clear forgets all of them.
+ * inlined into the loop.
  *
  *   koila__idset set = { 0 };
  *   id = koila__idset_find(&set, hash, same, owner, key);
@@ -61,6 +61,12 @@ bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__ha
                           const void *owner);
 /* Adds an id that is not in the set. After reserve; cannot fail. */
 void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id);
+/* An empty set with room for `n` ids, so that adding them cannot fail. False when the host is out of
+ * memory or n > 2^30. */
+bool koila__idset_init(const koila_allocator *mem, koila__idset *s, uint64_t n);
+/* Removes `id`, which is in the set and still stands for what it stood for when it was inserted. No
+ * tombstone is left: the ids behind it move back. */
+void koila__idset_remove(koila__idset *s, uint32_t id, koila__hash_fn hash_of, const void *owner);
 /* Forgets all ids; the slots are kept. */
 void koila__idset_clear(koila__idset *s);
 /* Gives the slots back; the set is then empty and can be used again. */
@@ -88,6 +94,7 @@ static inline uint32_t koila__idset_find_word(const koila__idset *s, const void 
 }
 bool koila__idset_reserve_word(const koila_allocator *mem, koila__idset *s, const void *words,
                                size_t stride);
+void koila__idset_remove_word(koila__idset *s, const void *words, size_t stride, uint32_t id);
 static inline void koila__idset_insert_word(koila__idset *s, uint64_t word, uint32_t id)
 {
     koila__idset_insert(s, koila__mix(0, word), id);

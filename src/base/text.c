@@ -1,6 +1,8 @@
 /* text.c — see text.h. */
 #include "base/text.h"
 
+#include "base/vec.h"
+
 #include <math.h>
 
 void koila__text_init(koila__text *t, const koila_allocator *mem)
@@ -14,23 +16,13 @@ void koila__text_deinit(koila__text *t)
     t->n = t->capacity = 0;
 }
 
+/* Where to write n bytes and a NUL; NULL when the text has failed. */
 static char *room(koila__text *t, size_t n)
 {
-    if (t->failed)
-        return NULL;
-    if (t->capacity - t->n <= n) {
-        size_t wider = t->capacity ? t->capacity * 2 : 256;
-        while (wider - t->n <= n)
-            wider *= 2;
-        char *s = koila__realloc(&t->mem, t->s, t->capacity, wider);
-        if (!s) {
-            t->failed = true;
-            return NULL;
-        }
-        t->s = s;
-        t->capacity = wider;
-    }
-    return t->s + t->n;
+    koila_assert(t->n < t->capacity || !t->capacity);
+    if (!t->failed && !koila__grow(&t->mem, &t->s, &t->capacity, t->n + n + 1, 1))
+        t->failed = true;
+    return t->failed ? NULL : t->s + t->n;
 }
 
 void koila__text_add(koila__text *t, const char *s, size_t n)

@@ -1,6 +1,9 @@
 /* history.c — see history.h. */
 #include "memory/history.h"
 
+#include "base/idset.h"
+#include "base/vec.h"
+
 void koila__history_init(koila__history *h, size_t limit, const koila_allocator *mem)
 {
     *h = (koila__history){ .mem = koila__allocator(mem), .limit = limit, .peak_at = SIZE_MAX };
@@ -20,16 +23,8 @@ void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n
     while (atomic_flag_test_and_set_explicit(&h->busy, memory_order_acquire))
         continue;
     bool full = h->n_lost || (h->begun && h->n - h->n_first >= h->limit);
-    if (h->n == h->capacity && !full) {
-        size_t wider = h->capacity ? h->capacity * 2 : 1024;
-        koila__event *more =
-            koila__realloc(&h->mem, h->events, h->capacity * sizeof *more, wider * sizeof *more);
-        if (more) {
-            h->events = more;
-            h->capacity = wider;
-        }
-    }
-    if (h->n == h->capacity || full) {
+    koila_assert(h->n <= h->capacity);
+    if (full || !koila__grow(&h->mem, &h->events, &h->capacity, h->n + 1, sizeof *h->events)) {
         h->n_lost++;
     } else {
         if (h->n && ns < h->events[h->n - 1].ns)
@@ -44,98 +39,93 @@ void koila__history_begin(koila__history *h)
     h->begun = true;
 }
 
-/* ---- address -> event of the live allocation there; open addressing, deletion shifts back */
+/* ---- which event belongs to which */
 
-typedef struct live_map {
-    size_t *slots; /* event + 1; 0: empty */
-    size_t n_slots;
-    const koila__event *events;
-} live_map;
-static size_t live_home(const live_map *m, const void *p)
+/* One walk over the events, oldest first. The events that are kept move down over those dropped. */
+typedef struct walk {
+    koila__history *h;
+    koila__idset live; /* events (places after the move) of live blocks, by address */
+    size_t *other;
+    size_t n_kept, n_first; /* n_first: how many of those kept are of the beginning */
+    uint64_t now;           /* bytes live after the last event */
+} walk;
+
+/* A block is gone: freed, or its address was handed out again because the free was missed. */
+static void end_block(walk *w, uint32_t made)
 {
-    return ((uintptr_t)p >> 4) * 0x9E3779B97F4A7C15u >> 20 & (m->n_slots - 1);
+    koila__history *h = w->h;
+    koila_assert(h->events[made].n_bytes > 0 && w->other[made] == SIZE_MAX);
+    koila_assert(w->now >= (uint64_t)h->events[made].n_bytes);
+    w->now -= (uint64_t)h->events[made].n_bytes;
+    w->other[made] = w->n_kept;
+    koila__idset_remove_word(&w->live, &h->events->p, sizeof *h->events, made);
 }
-static size_t live_find(const live_map *m, const void *p)
+
+static void begin_block(walk *w)
 {
-    size_t k = live_home(m, p);
-    while (m->slots[k] && m->events[m->slots[k] - 1].p != p)
-        k = (k + 1) & (m->n_slots - 1);
-    return k;
-}
-static void live_remove(live_map *m, size_t hole)
-{
-    size_t mask = m->n_slots - 1;
-    m->slots[hole] = 0;
-    for (size_t k = (hole + 1) & mask; m->slots[k]; k = (k + 1) & mask) {
-        size_t home = live_home(m, m->events[m->slots[k] - 1].p);
-        /* it would not be found from its home any more */
-        if (((k - home) & mask) < ((k - hole) & mask))
-            continue;
-        m->slots[hole] = m->slots[k];
-        m->slots[k] = 0;
-        hole = k;
+    koila__history *h = w->h;
+    const koila__event *e = &h->events[w->n_kept];
+    koila__idset_insert_word(&w->live, (uintptr_t)e->p, (uint32_t)w->n_kept);
+    w->now += (uint64_t)e->n_bytes;
+    if (w->n_kept >= w->n_first && (h->peak_at == SIZE_MAX || w->now > h->peak)) {
+        h->peak = w->now;
+        h->peak_at = w->n_kept;
     }
+}
+
+static void walk_event(walk *w, size_t i)
+{
+    koila__history *h = w->h;
+    koila__event e = h->events[i];
+    const uint32_t made =
+        koila__idset_find_word(&w->live, &h->events->p, sizeof *h->events, (uintptr_t)e.p);
+    const bool is_free = e.n_bytes < 0;
+    if (is_free && made == KOILA__NO_ID) { /* of a block that nobody saw being handed out */
+        w->n_first -= i < h->n_first;
+        return;
+    }
+    w->other[w->n_kept] = SIZE_MAX;
+    if (made != KOILA__NO_ID) {
+        end_block(w, made);
+        if (is_free) {
+            e.tag = h->events[made].tag;
+            w->other[w->n_kept] = made;
+        }
+    }
+    koila_assert(w->n_kept <= i);
+    h->events[w->n_kept] = e;
+    if (e.n_bytes > 0)
+        begin_block(w);
+    w->n_kept++;
 }
 
 koila_status koila__history_solve(koila__history *h)
 {
-    size_t n_slots = 64, kept = 0;
-    while (n_slots < h->n * 2)
-        n_slots *= 2;
-    live_map live = { koila__realloc(&h->mem, NULL, 0, n_slots * sizeof(size_t)), n_slots,
-                      h->events };
-    size_t *other = koila__realloc(&h->mem, NULL, 0, (h->n + 1) * sizeof *other);
-    if (!live.slots || !other) {
-        koila__release(&h->mem, live.slots, n_slots * sizeof *live.slots);
-        koila__release(&h->mem, other, (h->n + 1) * sizeof *other);
+    _Static_assert(sizeof(void *) == sizeof(uint64_t), "an address is the word of a set");
+    walk w = { .h = h, .n_first = h->n_first };
+    w.other = koila__realloc(&h->mem, NULL, 0, (h->n + 1) * sizeof *w.other);
+    if (!w.other || !koila__idset_init(&h->mem, &w.live, h->n)) {
+        koila__release(&h->mem, w.other, (h->n + 1) * sizeof *w.other);
         return KOILA_NO_MEMORY;
     }
-    memset(live.slots, 0, n_slots * sizeof *live.slots);
-    uint64_t now = 0;
-    size_t n_first = h->n_first;
     for (size_t i = 0; i < h->n; i++) {
-        koila__event e = h->events[i];
         if (i == h->n_first)
-            h->start = now;
-        size_t k = live_find(&live, e.p);
-        if (e.n_bytes < 0 && !live.slots[k]) { /* a block nobody knew */
-            n_first -= i < h->n_first;
-            continue;
-        }
-        if (live.slots[k]) { /* freed; or handed out again, the free was missed: it is freed here */
-            size_t made = live.slots[k] - 1;
-            now -= (uint64_t)h->events[made].n_bytes;
-            other[made] = kept;
-            e.tag = e.n_bytes < 0 ? h->events[made].tag : e.tag;
-            other[kept] = e.n_bytes < 0 ? made : SIZE_MAX;
-            live_remove(&live, k);
-            k = live_find(&live, e.p);
-        } else {
-            other[kept] = SIZE_MAX;
-        }
-        h->events[kept] = e;
-        if (e.n_bytes > 0) {
-            live.slots[k] = kept + 1;
-            now += (uint64_t)e.n_bytes;
-            if (kept >= n_first && (h->peak_at == SIZE_MAX || now > h->peak)) {
-                h->peak = now;
-                h->peak_at = kept;
-            }
-        }
-        kept++;
+            h->start = w.now;
+        walk_event(&w, i);
     }
     if (h->n_first >= h->n)
-        h->start = now;
+        h->start = w.now;
     if (h->start >= h->peak) { /* it never rose above the beginning */
         h->peak = h->start;
-        h->peak_at = n_first ? n_first - 1 : SIZE_MAX;
+        h->peak_at = w.n_first ? w.n_first - 1 : SIZE_MAX;
     }
-    h->end = now;
-    h->n_first = n_first;
-    koila__release(&h->mem, live.slots, n_slots * sizeof *live.slots);
-    h->other = other;
+    h->end = w.now;
+    h->n_first = w.n_first;
+    koila_assert(h->n_first <= w.n_kept && h->end <= h->peak);
+    koila__idset_free(&h->mem, &w.live);
+    h->other = w.other;
     h->n_other = h->n + 1;
-    h->n = kept;
+    h->n = w.n_kept;
     return KOILA_OK;
 }
 

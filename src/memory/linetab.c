@@ -261,9 +261,9 @@ static void forget_code(koila__lines *l, koila__code *c)
 {
     lock_credits(l);
     l->last = (koila__last_credit){ 0 };
-    for (uint32_t i = 1; i <= l->n_paths; i++)
-        if (l->paths[i].code == c)
-            l->paths[i].code = NULL;
+    for (uint32_t i = 0; i < l->paths.n; i++)
+        if (l->paths.at[i].code == c)
+            l->paths.at[i].code = NULL;
     for (koila__code **at = &l->codes; *at; at = &(*at)->next)
         if (*at == c) {
             *at = c->next;
@@ -275,10 +275,9 @@ static void forget_code(koila__lines *l, koila__code *c)
     for (koila__code *k = l->codes; k; k = k->next)
         insert(l, k);
     if (l->n_codes == 0) { /* no path means anything any more: begin anew */
-        l->n_paths = 0;
+        l->paths.n = 0;
         l->n_begun++;
-        if (l->path_slots)
-            memset(l->path_slots, 0, l->n_path_slots * sizeof *l->path_slots);
+        koila__idset_clear(&l->path_set);
         for (int i = 0; i < atomic_load_explicit(&l->meter->n_threads, memory_order_acquire); i++) {
             koila__thread *t = atomic_load_explicit(&l->meter->threads[i], memory_order_acquire);
             if (t && t->owner)
@@ -337,11 +336,8 @@ void koila__lines_deinit(koila__lines *l)
             forget_code(l, c);
     }
     koila__release(&l->mem, l->slots, l->n_slots * sizeof *l->slots);
-    koila__release(&l->mem, l->paths, (l->n_path_slots / 2 + 1) * sizeof *l->paths);
-    koila__release(&l->mem, l->path_slots, l->n_path_slots * sizeof *l->path_slots);
-    l->paths = NULL;
-    l->path_slots = NULL;
-    l->n_paths = l->n_path_slots = 0;
+    koila__vec_free(&l->mem, &l->paths);
+    koila__idset_free(&l->mem, &l->path_set);
     if (l->rss_fd >= 0)
         close(l->rss_fd);
     l->slots = NULL;
@@ -372,15 +368,8 @@ void koila__stack_clear(koila__lines *l, koila__stack *s)
 static koila__activation *push(koila__lines *l, koila__stack *s)
 {
     if (s->n == s->n_made) {
-        if (s->n == s->capacity) {
-            size_t wider = s->capacity ? s->capacity * 2 : 8;
-            koila__activation **grown = koila__realloc(
-                &l->mem, s->activations, s->capacity * sizeof *grown, wider * sizeof *grown);
-            if (!grown)
-                return NULL;
-            s->activations = grown;
-            s->capacity = wider;
-        }
+        if (!koila__grow(&l->mem, &s->activations, &s->capacity, s->n + 1, sizeof *s->activations))
+            return NULL;
         koila__activation *a = zeroed(l, sizeof *a);
         if (!a)
             return NULL;
@@ -726,51 +715,40 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
 
 /* ---- credits */
 
-static size_t path_home(const koila__lines *l, const koila__code *c, int row, uint32_t outer)
+static uint64_t path_hash(const koila__path *p)
 {
-    uint64_t h = ((uintptr_t)c >> 4) * 0x9E3779B97F4A7C15u ^
-                 ((uint64_t)outer << 32 | (uint32_t)row) * 0xD1B54A32D192ED03u;
-    return (size_t)(h >> 24) & (l->n_path_slots - 1);
+    return koila__mix((uintptr_t)p->code, (uint64_t)p->outer << 32 | (uint32_t)p->row);
 }
-static bool widen_paths(koila__lines *l)
+static uint64_t path_hash_of(const void *lines, uint32_t id)
 {
-    uint32_t n_slots = l->n_path_slots ? l->n_path_slots * 2 : 64;
-    uint32_t *slots = zeroed(l, n_slots * sizeof *slots);
-    koila__path *paths =
-        slots ? koila__realloc(&l->mem, l->paths,
-                               l->paths ? (l->n_path_slots / 2 + 1) * sizeof *paths : 0,
-                               (n_slots / 2 + 1) * sizeof *paths)
-              : NULL;
-    if (!paths) {
-        koila__release(&l->mem, slots, n_slots * sizeof *slots);
-        return false;
-    }
-    koila__release(&l->mem, l->path_slots, l->n_path_slots * sizeof *slots);
-    l->paths = paths;
-    l->path_slots = slots;
-    l->n_path_slots = n_slots;
-    for (uint32_t i = 1; i <= l->n_paths; i++) {
-        size_t k = path_home(l, paths[i].code, paths[i].row, paths[i].outer);
-        while (slots[k])
-            k = (k + 1) & (n_slots - 1);
-        slots[k] = i;
-    }
-    return true;
+    return path_hash(&((const koila__lines *)lines)->paths.at[id]);
+}
+static bool path_same(const void *lines, uint32_t id, const void *key)
+{
+    const koila__path *a = &((const koila__lines *)lines)->paths.at[id];
+    const koila__path *b = key;
+    return a->code == b->code && a->row == b->row && a->outer == b->outer;
+}
+static const koila__path *path_at(const koila__lines *l, uint32_t path)
+{
+    koila_assert(path >= 1 && path <= l->paths.n);
+    return &l->paths.at[path - 1];
 }
 /* 0: no memory, or too many. pre: locked */
 static uint32_t path_of(koila__lines *l, koila__code *c, int row, uint32_t outer)
 {
-    if (l->n_paths == KOILA__PATHS_MAX ||
-        ((l->n_paths + 1) * 2 > l->n_path_slots && !widen_paths(l)))
-        return 0;
-    size_t k = path_home(l, c, row, outer);
-    for (; l->path_slots[k]; k = (k + 1) & (l->n_path_slots - 1)) {
-        const koila__path *p = &l->paths[l->path_slots[k]];
-        if (p->code == c && p->row == row && p->outer == outer)
-            return l->path_slots[k];
+    const koila__path p = { c, row, outer };
+    const uint64_t hash = path_hash(&p);
+    uint32_t id = koila__idset_find(&l->path_set, hash, path_same, l, &p);
+    if (id == KOILA__NO_ID) {
+        if (l->paths.n == KOILA__PATHS_MAX ||
+            !koila__idset_reserve(&l->mem, &l->path_set, path_hash_of, l) ||
+            !koila__vec_push(&l->mem, &l->paths, p))
+            return 0;
+        id = l->paths.n - 1;
+        koila__idset_insert(&l->path_set, hash, id);
     }
-    l->paths[++l->n_paths] = (koila__path){ c, row, outer };
-    return l->path_slots[k] = l->n_paths;
+    return id + 1;
 }
 /* The rows that are open on a stack now. pre: locked */
 static uint32_t path_now(koila__lines *l, const koila__stack *s)
@@ -796,17 +774,9 @@ KOILA__HOT void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thr
         s->thread_number = thread;
         s->n_origins = 0;
     }
-    bool room = s->n_origins < s->origins_capacity;
-    if (!room && s->origins_capacity < KOILA__ORIGINS_MAX) {
-        size_t wider = s->origins_capacity ? s->origins_capacity * 2 : 256;
-        koila__origin *more = koila__realloc(
-            &l->mem, s->origins, s->origins_capacity * sizeof *more, wider * sizeof *more);
-        if (more) {
-            s->origins = more;
-            s->origins_capacity = wider;
-            room = true;
-        }
-    }
+    bool room =
+        s->n_origins < KOILA__ORIGINS_MAX && koila__grow(&l->mem, &s->origins, &s->origins_capacity,
+                                                         s->n_origins + 1, sizeof *s->origins);
     if (!room && s->n_origins) {
         size_t half = s->n_origins / 2;
         memmove(s->origins, s->origins + s->n_origins - half, half * sizeof *s->origins);
@@ -865,11 +835,11 @@ KOILA__HOT static uint32_t path_of_any_node(koila__lines *l, uint64_t thread, ui
 }
 KOILA__HOT static void credit_path(koila__lines *l, uint32_t path, int device, uint64_t n_bytes)
 {
-    for (uint32_t p = path; p; p = l->paths[p].outer) {
-        const koila__path *at = &l->paths[p];
+    for (uint32_t p = path; p; p = path_at(l, p)->outer) {
+        const koila__path *at = path_at(l, p);
         bool again = !at->code; /* a recursion's row: once */
-        for (uint32_t q = path; q != p && !again; q = l->paths[q].outer)
-            again = l->paths[q].code == at->code && l->paths[q].row == at->row;
+        for (uint32_t q = path; q != p && !again; q = path_at(l, q)->outer)
+            again = path_at(l, q)->code == at->code && path_at(l, q)->row == at->row;
         for (koila__func *f = again ? NULL : at->code->funcs; f; f = f->next) {
             koila__credit *credit = f->wish->enabled ? credit_of(l, f, at->row, device) : NULL;
             if (credit)

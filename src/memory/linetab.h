@@ -32,7 +32,8 @@
 #ifndef KOILA_SRC_LINETAB_H
 #define KOILA_SRC_LINETAB_H
 
-#include "base/alloc.h"
+#include "base/idset.h"
+#include "base/vec.h"
 #include "memory/meter.h"
 
 /* What a row of `allocated`/`freed` statistics is about: bytes and counts, of all, small and large
@@ -160,15 +161,17 @@ typedef struct koila__last_credit {
 typedef struct koila__lines {
     koila_allocator mem;
     koila__meter *meter;
-    /* hash table, open addressing; load <= 1/4, so that a miss is usually one look */
+    /* Hash table, open addressing, of load <= 1/4. It is no koila__idset: it is asked at every Python
+     * call, and a miss must be one look. */
     koila__code **slots;
     size_t n_slots, n_codes;
     koila__code *codes;
     bool sees_nodes; /* somebody calls koila__lines_made() */
     atomic_flag credit_busy;
-    koila__path *paths; /* [1 .. n_paths]; guarded by the credit lock */
-    /* n_begun: how often the paths were begun anew */
-    uint32_t *path_slots, n_paths, n_path_slots, n_begun;
+    /* Path number p is element p - 1. Both are guarded by the credit lock. */
+    VEC(koila__path) paths;
+    koila__idset path_set;
+    uint32_t n_begun; /* how often the paths were begun anew */
     /* nodes with an origin, ever: 0 means that nobody need ask which node runs */
     _Atomic uint64_t n_made;
     koila__last_credit last; /* the node that was credited last; guarded by the credit lock */

@@ -3,7 +3,8 @@
  *
  * 16 shards, each an open-addressing table under its own spinlock; the high bits of the hash choose
  * the shard, the low bits the slot. A deletion shifts the followers back, so there are no
- * tombstones and a table that has been full stays as fast as a new one.
+ * tombstones and a table that has been full stays as fast as a new one. It is no koila__idset: size
+ * and tag lie in the slot itself, so that an allocation touches one cache line of the table.
  *   for every shard: n_used <= capacity * 3/4, and every entry can be reached from its home
  *       slot without crossing an empty one
  * The tag (20 bits) is the caller's: memlab keeps there which source line asked for the block; 0

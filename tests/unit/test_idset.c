@@ -84,6 +84,36 @@ TEST(idset__is_as_before_when_the_host_is_out_of_memory)
     CHECK_EQ(fail.n_live_bytes, 0);
 }
 
+TEST(idset__what_is_removed_hides_nothing)
+{
+    enum { N = 700 };
+    static uint64_t keys[N];
+    static bool is_in[N];
+    koila__idset s;
+    uint64_t random = 1;
+    CHECK(koila__idset_init(&koila__libc, &s, N));
+    const uint32_t n_slots = s.n_slots;
+    for (uint32_t i = 0; i < N; i++)
+        keys[i] = word(i);
+    for (int k = 0; k < 20 * N; k++) {
+        random = koila__mix(random, (uint64_t)k);
+        const uint32_t i = (uint32_t)(random % N);
+        if (is_in[i])
+            koila__idset_remove_word(&s, keys, sizeof *keys, i);
+        else
+            koila__idset_insert_word(&s, keys[i], i);
+        is_in[i] = !is_in[i];
+        if (k % N)
+            continue;
+        for (uint32_t j = 0; j < N; j++)
+            CHECK_EQ(koila__idset_find_word(&s, keys, sizeof *keys, keys[j]),
+                     is_in[j] ? j : KOILA__NO_ID);
+    }
+    CHECK_EQ(s.n_slots, n_slots);
+    CHECK(!koila__idset_init(&koila__libc, &s, (uint64_t)1 << 40));
+    koila__idset_free(&koila__libc, &s);
+}
+
 TEST(vec__grows_by_two_and_is_as_before_when_the_host_is_out_of_memory)
 {
     failing_allocator fail = { .at = 3 };

@@ -312,11 +312,11 @@ TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_wa
         koila__lines_made(&l, s, 1, 1000 + n);
         koila__lines_leave(&l, s);
     }
-    CHECK(s->n_origins <= KOILA__ORIGINS_MAX && l.n_paths < 10);
+    CHECK(s->n_origins <= KOILA__ORIGINS_MAX && l.paths.n < 10);
     koila__lines_credit_node(&l, 1, 1000 + 3 * KOILA__ORIGINS_MAX - 1, 0, 3);
     CHECK_EQ(koila__row_credit(&l, &outer->rows[3], 0).backward, 3);
     koila__func_free(&l, outer);
-    CHECK_EQ(l.n_paths, 0);
+    CHECK_EQ(l.paths.n, 0);
     koila__lines_deinit(&l);
 }
 
