@@ -58,8 +58,8 @@ HEADERS = [
         ("src/nowhere/unheard_of.c", ""),
         ("cli/cmd_plan.c", '#include "engine/schedule.h"'),
         ("python/ext/run/run.c", '#include "engine/schedule.h"'),
-        ("python/ext/capture/capture.c", '#include "run/run.h"'),
-        ("python/ext/capture/capture.c", '#include "memlab/memlab.h"'),
+        ("python/ext/capture/node.c", '#include "run/run.h"'),
+        ("python/ext/capture/node.c", '#include "memlab/memlab.h"'),
         ("python/ext/ground/real.c", '#include "capture/tape.h"'),
         ("python/ext/ground/alloc.c", ""),
     ],
@@ -78,7 +78,7 @@ def test_allowed_includes_are_not_found(tmp_path):
     allowed = {
         "src/placement/rewrite.c": '#include "placement/placer.h"',
         "src/engine/plan.c": '#include "graph/table.h"',
-        "python/ext/capture/capture.c": '#include "memlab/credit.h"',
+        "python/ext/capture/node.c": '#include "memlab/credit.h"',
         "python/ext/run/run.c": '#include "capture/tape.h"',
         "python/ext/memlab/memlab.c": '#include "memlab/memlab.h"',
     }

@@ -21,6 +21,8 @@
 #include "capture/capture.h"
 
 enum { PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX };
+/* what a call returns: result_kind, as koila_sig_info has it */
+enum { RESULT_ONE, RESULT_TUPLE, RESULT_LIST, RESULT_NONE };
 
 /* ---- operators.c */
 typedef struct op_info {
@@ -132,7 +134,13 @@ void koila__memo_clear(void);
 extern int koila__lines_on;
 int koila__source_line_init(void);
 
-/* ---- capture.c */
+/* ---- node.c */
+/* one call as a node, or run now; the results, or NULL + error */
+PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs);
+/* the same of a view, whose result may have to be made outside inference mode */
+PyObject *koila__record_view(const op_info *op, PyObject *args, PyObject *kwargs);
+
+/* ---- dispatch.c */
 /* of the module, as koila__py_record */
 PyObject *koila__dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n);
 PyObject *koila__py_record(PyObject *module, PyObject *const *a, Py_ssize_t n);

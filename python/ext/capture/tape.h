@@ -14,6 +14,7 @@
 #ifndef KOILA_EXT_TAPE_H
 #define KOILA_EXT_TAPE_H
 
+#include "base/base.h"
 #include "ground/real.h"
 #include "ground/settings.h"
 
