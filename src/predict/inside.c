@@ -1,0 +1,602 @@
+/* inside.c — what operators use inside on CUDA.
+ *
+ * A step recorded on a CPU shows the results of every operator, but not the memory that CUDA's
+ * kernels take besides: workspaces, staged partial sums, sort buffers. cuda_ops.def gives each
+ * operator a kind; here each kind has its bytes. Formulas marked [read] are those of PyTorch 2.13's
+ * sources, in the file named; [estimated] numbers are guesses, and low and high enclose them.
+ */
+#include "predict/inside.h"
+
+#include "base/base.h"
+
+#define KIB ((uint64_t)1 << 10)
+#define MIB ((uint64_t)1 << 20)
+
+/* Bytes of the types that kernels compute and count in, whatever the dtype of the operands. */
+enum { FLOAT_BYTES = 4, INDEX_BYTES = 8 };
+
+/* ---- kinds */
+
+static const struct {
+    const char *name;
+    koila__inside_kind kind;
+} cuda_ops[] = {
+#define KOILA_CUDA(name, kind) { name, KOILA__INSIDE_##kind },
+#include "predict/cuda_ops.def"
+#undef KOILA_CUDA
+};
+
+enum { BASE_NAME = 80 };
+/* "aten::add_.Tensor" -> "add". Other namespaces are kept: "mine::odd" -> "mine::odd". */
+static void base_name(const char *full, char out[BASE_NAME])
+{
+    const char *p = !strncmp(full, "aten::", 6) ? full + 6 : full;
+    size_t n = 0;
+    while (p[n] && p[n] != '.' && n + 1 < BASE_NAME) {
+        out[n] = p[n];
+        n++;
+    }
+    if (n > 1 && out[n - 1] == '_')
+        n--;
+    out[n] = 0;
+}
+
+koila__inside_kind koila__inside_of(const koila_table *t, koila_op op)
+{
+    const char *full = koila_op_name(t, op);
+    char name[BASE_NAME];
+    if (koila_op_flags(t, op) & KOILA_OP_VIEW)
+        return KOILA__INSIDE_VIEW;
+    base_name(full, name);
+    for (size_t i = 0; i < KOILA_COUNT(cuda_ops); i++)
+        if (!strcmp(cuda_ops[i].name, name))
+            return cuda_ops[i].kind;
+    if (!strcmp(full, "koila::laid_out"))
+        return KOILA__INSIDE_NOTHING;
+    if (!strncmp(full, "koila::", 7))
+        return KOILA__INSIDE_REDUCE;
+    return KOILA__INSIDE_UNKNOWN;
+}
+
+/* ---- words the formulas are written in */
+
+/* `n` of the whole batch, for the slice: rounded up, for sizes are whole numbers. */
+static uint64_t scaled(const koila__cuda_call *k, uint64_t n)
+{
+    return (uint64_t)((double)n * k->part + 0.999);
+}
+
+static uint64_t ceil_div(uint64_t n, uint64_t by) { return (n + by - 1) / by; }
+static uint64_t round_up(uint64_t n, uint64_t to) { return ceil_div(n, to) * to; }
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static uint64_t pick(koila__level level, uint64_t low, uint64_t expected, uint64_t high)
+{
+    if (level == KOILA__LOW)
+        return low;
+    return level == KOILA__HIGH ? high : expected;
+}
+
+static uint64_t field(const koila_device *d, koila_device_field f)
+{
+    return koila_device_get(d, f).value;
+}
+
+static uint64_t field_at(const koila_device *d, koila_device_field f, koila__level level)
+{
+    const koila_device_value v = koila_device_get(d, f);
+    return pick(level, v.value - v.spread, v.value, v.value + v.spread);
+}
+
+/* NULL: the call has fewer tensor inputs. */
+static const koila_meta_info *input_meta(const koila__cuda_call *k, uint32_t i)
+{
+    return i < k->sig->n_inputs ? koila_meta_get(k->t, k->sig->inputs[i]) : NULL;
+}
+
+/* NULL: the result is None. */
+static const koila_meta_info *output_meta(const koila__cuda_call *k, uint32_t i)
+{
+    const koila_meta m = k->sig->outputs[i];
+    return m == KOILA_NONE ? NULL : koila_meta_get(k->t, m);
+}
+
+static uint64_t last_size(const koila_meta_info *m) { return (uint64_t)m->size[m->n_dims - 1]; }
+
+static void add_temp(koila__temps *t, uint64_t bytes)
+{
+    koila_assert(t->n < KOILA__MAX_TEMPS);
+    t->bytes[t->n++] = bytes;
+}
+
+/* ---- attention */
+
+/* [read: sdp_utils.cpp, check_cudnn_*] cuDNN's attention takes heads of at most 128 elements, in
+ * steps of 8; torch tries it first on sm_90 and sm_100, from cuDNN 9.15.1 on. */
+enum {
+    CUDNN_MOST_HEAD = 128,
+    CUDNN_HEAD_STEP = 8,
+    CUDNN_FIRST_SINCE = 91501,
+    HOPPER = 90,
+    BLACKWELL = 100
+};
+/* [read: sdp_utils.cpp] flash attention wants sm_80, and takes heads of at most 256 elements. */
+enum { FLASH_SINCE = 80, FLASH_MOST_HEAD = 256 };
+
+bool koila__may_prefer_cudnn(const koila_device *d)
+{
+    const uint64_t capability = field(d, KOILA_DEVICE_CAPABILITY);
+    return capability == HOPPER || capability == BLACKWELL;
+}
+
+static bool takes_cudnn(const koila__cuda_call *k, const koila_meta_info *q)
+{
+    return koila__may_prefer_cudnn(k->d) && !k->o->cudnn_sdpa_last &&
+           field(k->d, KOILA_DEVICE_CUDNN) >= CUDNN_FIRST_SINCE && q->n_dims == 4 &&
+           q->size[3] <= CUDNN_MOST_HEAD && q->size[3] % CUDNN_HEAD_STEP == 0;
+}
+
+static bool takes_flash(const koila__cuda_call *k, const koila_meta_info *q, bool has_mask)
+{
+    return field(k->d, KOILA_DEVICE_CAPABILITY) >= FLASH_SINCE && !has_mask && q->n_dims == 4 &&
+           q->size[3] <= FLASH_MOST_HEAD;
+}
+
+/* The back end that torch chooses, unless the caller names one: the first of cuDNN, flash and
+ * efficient that takes these operands, and math where none does. */
+static koila_sdpa back_end(const koila__cuda_call *k, const koila_meta_info *q, bool has_mask)
+{
+    const bool half = koila__is_half(q->dtype);
+    if (k->o->sdpa)
+        return (koila_sdpa)k->o->sdpa;
+    if (half && takes_cudnn(k, q))
+        return KOILA_SDPA_CUDNN;
+    if (half && takes_flash(k, q, has_mask))
+        return KOILA_SDPA_FLASH;
+    return q->dtype == KOILA_DTYPE_F64 ? KOILA_SDPA_MATH : KOILA_SDPA_EFFICIENT;
+}
+
+/* Sizes of one attention, in elements; `batch` is that of the slice. */
+typedef struct attention {
+    uint64_t batch, heads, key_heads, queries, keys, head;
+    uint64_t element; /* bytes of one */
+    uint64_t wide;    /* `head` as flash's float32 buffers pad it */
+} attention;
+
+/* q, k, v and a mask; backward has the gradient before them and results behind them. */
+enum { SDPA_INPUTS = 3, SDPA_GRAD_INPUTS = 6 };
+
+static bool attention_of(const koila__cuda_call *k, bool backward, attention *a)
+{
+    const koila_meta_info *q = input_meta(k, backward ? 1 : 0);
+    const koila_meta_info *key = input_meta(k, backward ? 2 : 1);
+    if (!q || !key || q->n_dims != 4 || key->n_dims != 4)
+        return false;
+    *a = (attention){ .batch = scaled(k, (uint64_t)q->size[0]),
+                      .heads = (uint64_t)q->size[1],
+                      .key_heads = (uint64_t)key->size[1],
+                      .queries = (uint64_t)q->size[2],
+                      .keys = (uint64_t)key->size[2],
+                      .head = (uint64_t)q->size[3],
+                      .element = koila_dtype_bytes(q->dtype) };
+    a->wide = round_up(a->head, a->head > 128 ? 64 : 32);
+    return true;
+}
+
+/* [read: flash_api.cpp] flash's forward runs a block of threads for each 64 queries. */
+enum { FLASH_QUERIES = 64, FLASH_MOST_SPLITS = 128 };
+#define FLASH_FULL 0.8         /* no cut when the blocks fill this much of the device */
+#define FLASH_GOOD_ENOUGH 0.85 /* of the best cut's filling: then fewer cuts are better */
+
+/* [read: flash_api.cpp, set_params_splitkv] keys in a block, by the size of a head. */
+static uint64_t flash_keys_in_block(uint64_t head)
+{
+    if (head <= 64)
+        return 256;
+    return head <= 128 ? 128 : 64;
+}
+
+/* Into how many parts flash's forward cuts the keys [read: flash_api.cpp, num_splits_heuristic]:
+ * it cuts when `blocks` of queries are too few to fill the multiprocessors. Of the cuts that change
+ * the blocks a part gets, it takes the fewest that fill at least FLASH_GOOD_ENOUGH of what the best
+ * one does. Multiprocessors count twice, for a block takes half of one. */
+static uint64_t flash_splits(uint64_t blocks, uint64_t sms, uint64_t key_blocks)
+{
+    const uint64_t places = 2 * sms;
+    const uint64_t most = least(least(key_blocks, places), FLASH_MOST_SPLITS);
+    double filled[FLASH_MOST_SPLITS + 1];
+    double best = 0;
+    if ((double)blocks >= FLASH_FULL * (double)places)
+        return 1;
+    for (uint64_t n = 1; n <= most; n++) {
+        const uint64_t waves = ceil_div(blocks * n, places);
+        const bool changes = n == 1 || ceil_div(key_blocks, n) != ceil_div(key_blocks, n - 1);
+        filled[n] = changes ? (double)(blocks * n) / (double)places / (double)waves : 0;
+        if (filled[n] > best)
+            best = filled[n];
+    }
+    for (uint64_t n = 1; n <= most; n++)
+        if (filled[n] > 0 && filled[n] >= FLASH_GOOD_ENOUGH * best)
+            return n;
+    return 1;
+}
+
+static void flash_forward(const koila__cuda_call *k, const attention *a, koila__temps *t)
+{
+    const uint64_t blocks = a->batch * a->heads * ceil_div(a->queries, FLASH_QUERIES);
+    const uint64_t key_blocks = ceil_div(a->keys, flash_keys_in_block(a->head));
+    const uint64_t splits = flash_splits(blocks, field(k->d, KOILA_DEVICE_SM_COUNT), key_blocks);
+    const uint64_t rows = a->batch * a->heads * a->queries;
+    add_temp(t, INDEX_BYTES); /* the random seed */
+    add_temp(t, INDEX_BYTES); /* and offset */
+    if (splits > 1) {
+        add_temp(t, splits * rows * FLOAT_BYTES);           /* logsumexp of each part */
+        add_temp(t, splits * rows * a->wide * FLOAT_BYTES); /* output of each part */
+    }
+}
+
+/* [read: flash_api.cpp, mha_bwd] queries are padded to blocks of 128. */
+enum { FLASH_GRAD_QUERIES = 128 };
+
+static void flash_backward(const attention *a, koila__temps *t)
+{
+    const uint64_t queries = round_up(a->queries, FLASH_GRAD_QUERIES);
+    add_temp(t, a->batch * a->heads * queries * FLOAT_BYTES);           /* softmax_d */
+    add_temp(t, a->batch * queries * a->heads * a->wide * FLOAT_BYTES); /* dq, accumulated */
+    /* gradients of keys and values for every query head, before the sum over those that share one
+     */
+    if (a->key_heads != a->heads)
+        add_temp(t, 2 * a->batch * a->keys * a->heads * a->head * a->element);
+}
+
+/* [read: attention.cu, pad_last_dim] heads are padded to a multiple of 8: copies of q, k and v. */
+static void flash_padding(const attention *a, koila__temps *t)
+{
+    if (a->head % 8)
+        add_temp(t, a->batch * a->heads * (a->queries + 2 * a->keys) * round_up(a->head, 8) *
+                        a->element);
+}
+
+static koila__temps attention_temps(const koila__cuda_call *k, bool backward)
+{
+    koila__temps t = { .n = 0 };
+    attention a;
+    if (!attention_of(k, backward, &a))
+        return t;
+    const uint32_t n_without_mask = backward ? SDPA_GRAD_INPUTS : SDPA_INPUTS;
+    const bool has_mask = k->sig->n_inputs > n_without_mask;
+    const uint64_t rows = a.batch * a.heads * a.queries;
+    switch (back_end(k, input_meta(k, backward ? 1 : 0), has_mask)) {
+    case KOILA_SDPA_MATH:
+        add_temp(&t, rows * a.keys * a.element); /* scores */
+        add_temp(&t, rows * a.keys * a.element); /* probabilities */
+        return t;
+    case KOILA_SDPA_FLASH:
+        if (backward)
+            flash_backward(&a, &t);
+        else
+            flash_forward(k, &a, &t);
+        flash_padding(&a, &t);
+        return t;
+    case KOILA_SDPA_EFFICIENT: {
+        if (!backward)
+            return t;
+        /* [estimated] float32 accumulators, which only some kernels have */
+        const uint64_t accumulator = pick(k->level, 0, 0, rows * a.head * FLOAT_BYTES);
+        add_temp(&t, rows * FLOAT_BYTES); /* delta */
+        add_temp(&t, accumulator);
+        add_temp(&t, accumulator);
+        return t;
+    }
+    default: /* cuDNN; its workspace [estimated] */
+        add_temp(&t, rows * FLOAT_BYTES);
+        add_temp(&t, pick(k->level, 0, 16 * MIB, 64 * MIB));
+        return t;
+    }
+}
+
+/* [read: attention.cu] the efficient kernels pad the queries of their logsumexp to 32. */
+enum { EFFICIENT_QUERIES = 32 };
+
+static uint64_t logsumexp_bytes(const koila__cuda_call *k, uint64_t bytes)
+{
+    const koila_meta_info *q = input_meta(k, 0);
+    const bool has_mask = k->sig->n_inputs > SDPA_INPUTS;
+    if (q->n_dims != 4 || q->size[2] <= 0 || back_end(k, q, has_mask) != KOILA_SDPA_EFFICIENT)
+        return bytes;
+    const uint64_t queries = (uint64_t)q->size[2];
+    return bytes / queries * round_up(queries, EFFICIENT_QUERIES);
+}
+
+/* ---- other operators */
+
+/* Bytes of one number for each time step, row and hidden unit of a recurrent layer. 0: its inputs
+ * are not those of aten::mkldnn_rnn_layer. */
+static uint64_t rnn_bytes(const koila__cuda_call *k)
+{
+    const koila_meta_info *x = input_meta(k, 0);
+    const koila_meta_info *h = input_meta(k, 5);
+    if (!x || !h || x->n_dims != 3 || !h->n_dims)
+        return 0;
+    const uint64_t steps_times_rows = scaled(k, (uint64_t)(x->size[0] * x->size[1]));
+    return steps_times_rows * last_size(h) * koila_dtype_bytes(x->dtype);
+}
+
+/* [read: layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel] for many narrow rows, partial
+ * sums of 32 rows each, at most 64 * 1024 / 2 blocks of them. */
+enum { LN_MANY_ROWS = 64 * 1024, LN_WARP = 32, LN_BLOCK_ROWS = 32, LN_MOST_BLOCKS = 64 * 1024 / 2 };
+
+static koila__temps layer_norm_grad(const koila__cuda_call *k)
+{
+    koila__temps t = { .n = 0 };
+    const koila_meta_info *x = input_meta(k, 0);
+    if (!x || !x->n_dims || !last_size(x))
+        return t;
+    const uint64_t n = last_size(x);
+    const uint64_t rows = scaled(k, x->n_elements / n);
+    const uint64_t sms = field(k->d, KOILA_DEVICE_SM_COUNT);
+    if (rows <= LN_MANY_ROWS || n / LN_WARP >= sms / 2)
+        return t;
+    const uint64_t parts =
+        least(ceil_div(rows, LN_BLOCK_ROWS), LN_MOST_BLOCKS / ceil_div(n, LN_WARP));
+    add_temp(&t, 2 * parts * n * FLOAT_BYTES); /* of weight and bias */
+    return t;
+}
+
+/* [read: Embedding.cu, EmbeddingBackwardKernel.cu] above 3,072 indices they are sorted, and partial
+ * sums hold at most 10 rows each. */
+enum { EMBEDDING_FEW = 3072, EMBEDDING_ROWS_IN_SUM = 10 };
+
+static koila__temps embedding_grad(const koila__cuda_call *k)
+{
+    koila__temps t = { .n = 0 };
+    const koila_meta_info *grad = input_meta(k, 0);
+    const koila_meta_info *indices = input_meta(k, 1);
+    if (!grad || !indices)
+        return t;
+    const uint64_t n = scaled(k, indices->n_elements);
+    if (n <= EMBEDDING_FEW)
+        return t;
+    const koila_meta_info *out = koila_meta_get(k->t, k->sig->outputs[0]);
+    const uint64_t hidden = grad->n_dims ? last_size(grad) : 1;
+    const uint64_t rows = out->n_dims ? (uint64_t)out->size[0] : n;
+    const uint64_t partials = n / EMBEDDING_ROWS_IN_SUM + least(n, rows);
+    const uint64_t list = n * INDEX_BYTES;
+    add_temp(&t, list);                                     /* sorted indices */
+    add_temp(&t, list);                                     /* where they came from */
+    add_temp(&t, list);                                     /* offsets */
+    add_temp(&t, pick(k->level, list, 2 * list, 3 * list)); /* CUB's storage [estimated] */
+    add_temp(&t, partials * hidden * FLOAT_BYTES);
+    return t;
+}
+
+/* Keys and indices again, once to three times: double buffers and CUB's storage [estimated]. */
+static uint64_t sort_bytes(const koila__cuda_call *k)
+{
+    const koila_meta_info *keys = input_meta(k, 0);
+    if (!keys)
+        return 0;
+    const uint64_t once =
+        scaled(k, keys->n_elements) * (koila_dtype_bytes(keys->dtype) + INDEX_BYTES);
+    return once * pick(k->level, 1, 2, 3);
+}
+
+/* cuDNN's reserve: a bit for each element, where it takes the kernel that has one [estimated]. */
+static uint64_t batch_norm_bytes(const koila__cuda_call *k)
+{
+    const koila_meta_info *x = input_meta(k, 0);
+    return x ? pick(k->level, 0, 0, scaled(k, x->n_elements / 8)) : 0;
+}
+
+/* Gates of a recurrent layer's time step: numbers for each row and hidden unit. */
+enum { RNN_GATES = 4 };
+
+koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
+{
+    koila__temps t = { .n = 0 };
+    switch (k->kind) {
+    case KOILA__INSIDE_SDPA:
+        return attention_temps(k, false);
+    case KOILA__INSIDE_SDPA_GRAD:
+        return attention_temps(k, true);
+    case KOILA__INSIDE_LAYER_NORM_GRAD:
+        return layer_norm_grad(k);
+    case KOILA__INSIDE_EMBEDDING_GRAD:
+        return embedding_grad(k);
+    case KOILA__INSIDE_REDUCE: /* partial results of the blocks [estimated] */
+        add_temp(&t, pick(k->level, 0, out_bytes ? 64 * KIB : 0, MIB));
+        return t;
+    case KOILA__INSIDE_CONV:
+        add_temp(&t, field_at(k->d, KOILA_DEVICE_CONV_BYTES, k->level));
+        return t;
+    case KOILA__INSIDE_BATCH_NORM:
+        add_temp(&t, batch_norm_bytes(k));
+        return t;
+    case KOILA__INSIDE_SORT:
+        add_temp(&t, sort_bytes(k));
+        return t;
+    case KOILA__INSIDE_RNN: /* cuDNN's workspace: about the gates of all time steps [estimated] */
+    case KOILA__INSIDE_RNN_GRAD:
+        add_temp(&t, pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k));
+        return t;
+    case KOILA__INSIDE_UNKNOWN: /* in the high end as much as its results */
+        add_temp(&t, pick(k->level, 0, 0, out_bytes));
+        return t;
+    default:
+        return t;
+    }
+}
+
+/* Results of aten::mkldnn_rnn_layer and of attention that differ on CUDA. */
+enum { RNN_WORKSPACE = 3, SDPA_LOGSUMEXP = 1 };
+
+uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_t bytes)
+{
+    const koila_meta_info *out = output_meta(k, output);
+    /* The CPU's workspace stands for cuDNN's reserve: gates, cell states and their tangents of all
+     * time steps [estimated]. */
+    if (k->kind == KOILA__INSIDE_RNN && output == RNN_WORKSPACE)
+        return bytes ? pick(k->level, 5, 6, 8) * rnn_bytes(k) : 0;
+    if (k->kind == KOILA__INSIDE_SDPA && output == SDPA_LOGSUMEXP && out && k->sig->n_inputs > 1)
+        return logsumexp_bytes(k, bytes);
+    /* mean and rstd of half-precision inputs are float32 on CUDA */
+    if (k->kind == KOILA__INSIDE_LAYER_NORM && output > 0 && out && koila__is_half(out->dtype))
+        return bytes / koila_dtype_bytes(out->dtype) * FLOAT_BYTES;
+    return bytes;
+}
+
+uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o, koila__level level)
+{
+    uint64_t bytes;
+    if (o->cublas_workspace && koila_cublas_workspace(o->cublas_workspace, &bytes))
+        return bytes;
+    return field_at(d, KOILA_DEVICE_CUBLAS_BYTES, level);
+}
+
+/* ---- what CUDA records otherwise than a CPU */
+
+static const char *op_of(const koila_graph *g, koila_node n)
+{
+    const koila_table *t = koila_graph_table(g);
+    return koila_op_name(t, koila_sig_get(t, koila_node_get(g, n).sig)->op);
+}
+
+static bool is_safe_softmax(const koila_graph *g, koila_node n)
+{
+    return !strncmp(op_of(g, n), "aten::_safe_softmax", 19);
+}
+
+/* Is v made by a factory that leaves its contents open? */
+static bool is_empty_tensor(const koila_graph *g, koila_value v)
+{
+    const koila_node maker = koila_value_get(g, v).node;
+    char name[BASE_NAME];
+    if (maker == KOILA_NONE)
+        return false;
+    base_name(op_of(g, maker), name);
+    return !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+}
+
+/* Note [Masks]. Dropout on a CPU is empty_strided, bernoulli_, div_, mul: the mask has the input's
+ * dtype. On CUDA it is native_dropout: one byte an element, and no other temporary. So the storage
+ * that bernoulli_ fills counts one byte an element. */
+void koila__find_masks(const koila_graph *g, uint8_t *is_mask)
+{
+    const koila_table *t = koila_graph_table(g);
+    for (koila_node i = 0; i < koila_graph_n_nodes(g); i++) {
+        const koila_node_info node = koila_node_get(g, i);
+        const koila_sig_info *sig = koila_sig_get(t, node.sig);
+        char name[BASE_NAME];
+        base_name(koila_op_name(t, sig->op), name);
+        const bool fills = !strcmp(name, "bernoulli");
+        for (uint32_t w = 0; w < sig->n_writes; w++) {
+            const koila_value v = koila_node_inputs(g, i)[sig->writes[w].input];
+            if (fills && koila_value_get(g, v).node != KOILA_NONE &&
+                koila_value_get(g, v).meta != KOILA_NONE)
+                is_mask[v] = is_empty_tensor(g, v);
+            /* the result too: it has a storage of its own when the write has to copy */
+            is_mask[node.first_output + sig->n_fresh + w] = is_mask[v];
+        }
+    }
+}
+
+/* Operators that stand between the two products of an attention with dropout. */
+static bool passes_on(const koila_table *t, koila_op op, koila__inside_kind kind)
+{
+    static const char *const names[] = {
+        "mul",        "div",
+        "add",        "sub",
+        "neg",        "masked_fill",
+        "where",      "_safe_softmax",
+        "bernoulli",  "_softmax_backward_data",
+        "empty_like", "empty_strided",
+        "clone",      "native_dropout",
+        "_to_copy",   "native_dropout_backward",
+    };
+    char name[BASE_NAME];
+    if (kind == KOILA__INSIDE_VIEW)
+        return true;
+    base_name(koila_op_name(t, op), name);
+    for (size_t i = 0; i < KOILA_COUNT(names); i++)
+        if (!strcmp(names[i], name))
+            return true;
+    return false;
+}
+
+/* Value `a` of node i: its inputs, then its outputs. */
+static koila_value value_at(const koila_graph *g, koila_node i, uint32_t n_inputs, uint32_t a)
+{
+    if (a < n_inputs)
+        return koila_node_inputs(g, i)[a];
+    return koila_node_get(g, i).first_output + a - n_inputs;
+}
+
+static const koila_meta_info *meta_of(const koila_graph *g, koila_value v)
+{
+    const koila_meta m = koila_value_get(g, v).meta;
+    return m == KOILA_NONE ? NULL : koila_meta_get(koila_graph_table(g), m);
+}
+
+/* If a value of node i is such a matrix, so are the others with as many elements. True when one is
+ * new. */
+static bool spread_square(const koila_graph *g, koila_node i, const koila_sig_info *sig,
+                          uint8_t *is_square)
+{
+    const uint32_t n = sig->n_inputs + sig->n_outputs;
+    const koila_meta_info *square = NULL;
+    bool any = false;
+    for (uint32_t a = 0; a < n && !square; a++) {
+        const koila_value v = value_at(g, i, sig->n_inputs, a);
+        if (is_square[v])
+            square = meta_of(g, v);
+    }
+    for (uint32_t a = 0; a < n && square; a++) {
+        const koila_value v = value_at(g, i, sig->n_inputs, a);
+        const koila_meta_info *m = meta_of(g, v);
+        const bool is_leaf = koila_value_get(g, v).node == KOILA_NONE;
+        if (is_square[v] || !m || m->n_elements != square->n_elements || is_leaf)
+            continue;
+        is_square[v] = 1;
+        any = true;
+    }
+    return any;
+}
+
+/* Passes over the graph, forwards and backwards in turn; each carries a mark through a whole chain
+ * in its direction, so real steps need three. */
+enum { MOST_PASSES = 32 };
+
+/* Note [Square matrices]. On a CPU attention with dropout runs as bmm, _safe_softmax, dropout, bmm,
+ * with scores and probabilities in memory. CUDA's fused kernels take dropout and never make them.
+ * So what _safe_softmax reads and writes, and what is joined to it by pointwise operators and views
+ * alone (at both ends stands a bmm), counts nothing; but the high end keeps it, for which kernel
+ * runs is not known. */
+void koila__find_squares(const koila_graph *g, const koila__inside_kind *kinds, uint8_t *is_square)
+{
+    const koila_table *t = koila_graph_table(g);
+    const uint32_t n_nodes = koila_graph_n_nodes(g);
+    bool any = false;
+    for (koila_node i = 0; i < n_nodes; i++) {
+        if (!is_safe_softmax(g, i))
+            continue;
+        is_square[koila_node_get(g, i).first_output] = 1;
+        any = true;
+    }
+    for (int pass = 0; any && pass < MOST_PASSES; pass++) {
+        any = false;
+        for (uint32_t k = 0; k < n_nodes; k++) {
+            const koila_node i = pass & 1 ? n_nodes - 1 - k : k;
+            const koila_sig_info *sig = koila_sig_get(t, koila_node_get(g, i).sig);
+            if (passes_on(t, sig->op, kinds[sig->op]) && spread_square(g, i, sig, is_square))
+                any = true;
+        }
+    }
+}
+
+bool koila__has_safe_softmax(const koila_graph *g)
+{
+    for (koila_node i = 0; i < koila_graph_n_nodes(g); i++)
+        if (is_safe_softmax(g, i))
+            return true;
+    return false;
+}

@@ -1,0 +1,85 @@
+/* inside.h — what an operator that was recorded on a CPU does to CUDA's memory: the temporaries of
+ * its kernels, and results of another size than the recorded ones. Internal to src/predict/.
+ *
+ * All sizes are in bytes. Nothing here can fail, allocates, or knows the simulated cache.
+ */
+#ifndef KOILA_SRC_INSIDE_H
+#define KOILA_SRC_INSIDE_H
+
+#include "koila/predict.h"
+
+/* Three runs bound what is not known exactly: with the least, the likely and the most that
+ * operators may use. */
+typedef enum koila__level {
+    KOILA__LOW,
+    KOILA__EXPECTED,
+    KOILA__HIGH,
+    KOILA__N_LEVELS
+} koila__level;
+
+/* What the operators of one row group of cuda_ops.def have in common. */
+typedef enum koila__inside_kind {
+    KOILA__INSIDE_VIEW,    /* the first result shares the first input's storage */
+    KOILA__INSIDE_NOTHING, /* results only */
+    KOILA__INSIDE_REDUCE,
+    KOILA__INSIDE_GEMM,
+    KOILA__INSIDE_CONV,
+    KOILA__INSIDE_LAYER_NORM,
+    KOILA__INSIDE_LAYER_NORM_GRAD,
+    KOILA__INSIDE_BATCH_NORM,
+    KOILA__INSIDE_SDPA, /* scaled dot product attention */
+    KOILA__INSIDE_SDPA_GRAD,
+    KOILA__INSIDE_EMBEDDING_GRAD,
+    KOILA__INSIDE_SORT,
+    KOILA__INSIDE_RNN,
+    KOILA__INSIDE_RNN_GRAD,
+    KOILA__INSIDE_UNKNOWN, /* no row in cuda_ops.def */
+    KOILA__N_INSIDE_KINDS
+} koila__inside_kind;
+
+koila__inside_kind koila__inside_of(const koila_table *t, koila_op op);
+
+/* One call of an operator on a slice of the batch. All pointers are borrowed. */
+typedef struct koila__cuda_call {
+    const koila_table *t;
+    const koila_device *d;
+    const koila_predict_opts *o;
+    const koila_sig_info *sig; /* recorded on the whole batch: its metas have all rows */
+    koila__inside_kind kind;
+    koila__level level;
+    double part; /* the slice's share of the batch: 0 < part <= 1 */
+} koila__cuda_call;
+
+enum { KOILA__MAX_TEMPS = 8 };
+/* Temporaries of one call, in the order in which they are allocated. They live together, from the
+ * results to the end of the call. */
+typedef struct koila__temps {
+    uint64_t bytes[KOILA__MAX_TEMPS];
+    uint32_t n; /* <= KOILA__MAX_TEMPS */
+} koila__temps;
+
+/* out_bytes: of all results of the call, as allocated. */
+koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes);
+/* Bytes of result `output` on CUDA, where `bytes` were recorded for the slice. */
+uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_t bytes);
+/* Of one cuBLAS workspace: CUBLAS_WORKSPACE_CONFIG's bytes where it has any, else the profile's. */
+uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
+                             koila__level level);
+
+/* Dropout masks of g: sets is_mask[v], Note [Masks]. `is_mask` has a zero for every value of g. */
+void koila__find_masks(const koila_graph *g, uint8_t *is_mask);
+/* Attention matrices that CUDA never makes: sets is_square[v], Note [Square matrices]. `is_square`
+ * has a zero for every value of g; `kinds` has koila__inside_of() every operator of g's table. */
+void koila__find_squares(const koila_graph *g, const koila__inside_kind *kinds, uint8_t *is_square);
+bool koila__has_safe_softmax(const koila_graph *g);
+
+/* The device is one on which torch tries cuDNN's attention first, given a cuDNN that is new enough.
+ */
+bool koila__may_prefer_cudnn(const koila_device *d);
+
+static inline bool koila__is_half(koila_dtype dtype)
+{
+    return dtype == KOILA_DTYPE_F16 || dtype == KOILA_DTYPE_BF16;
+}
+
+#endif

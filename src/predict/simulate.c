@@ -1,0 +1,490 @@
+/* simulate.c — the instructions of a plan as requests to the simulated cache.
+ *
+ * A storage is made with a value and dies with the last value that shares it; a call's temporaries
+ * live until it returns. Each of these is a koila_cache_malloc or a koila_cache_release, so
+ * rounding, splitting and fragmentation are not estimated but happen.
+ */
+#include "predict/simulation.h"
+
+/* Pieces kept over all slices: 16 MiB of host memory for the table of them. */
+enum { MAX_KEPT = 1 << 22 };
+
+static void fail(koila__sim *s, koila_status status)
+{
+    if (!s->status)
+        s->status = status;
+}
+
+/* ---- the cache */
+
+static uint64_t allocated_bytes(const koila__sim *s)
+{
+    const koila_cache_stat *stat = koila__cache_stats_ref(s->c);
+    return stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
+}
+
+uint64_t koila__sim_take(koila__sim *s, uint64_t bytes)
+{
+    uint64_t addr = 0;
+    if (s->status || bytes == 0)
+        return 0;
+    const koila_status status =
+        koila_cache_malloc(s->c, bytes, s->stream, KOILA_POOL_DEFAULT, &addr);
+    if (status == KOILA_OOM)
+        s->oom = true;
+    if (status && (status != KOILA_OOM || s->ends_at_oom))
+        fail(s, status);
+    const uint64_t allocated = allocated_bytes(s);
+    if (allocated > s->peak_bytes) {
+        s->peak_bytes = allocated;
+        s->peak_node = s->at_node;
+    }
+    if (s->look_at_bytes && !s->looked && allocated >= s->look_at_bytes) {
+        s->looked = true;
+        s->look(s->look_user, s);
+    }
+    return addr;
+}
+
+void koila__sim_give(koila__sim *s, uint64_t addr)
+{
+    if (addr && koila_cache_release(s->c, addr) == KOILA_NO_MEMORY)
+        s->status = KOILA_NO_MEMORY;
+}
+
+void koila__sim_take_state(koila__sim *s, uint64_t bytes)
+{
+    if (!koila__vec_push(&s->mem, &s->state, koila__sim_take(s, bytes)))
+        s->status = KOILA_NO_MEMORY;
+}
+
+/* ---- storages */
+
+koila__storage_id koila__storage_new(koila__sim *s, uint64_t bytes, koila_value v)
+{
+    koila__storage_id i = s->unused;
+    if (i) {
+        koila_assert(s->storages.at[i].refs == 0);
+        s->unused = s->storages.at[i].next_unused;
+    } else {
+        const bool is_first = s->storages.n == 0;
+        if (!koila__vec_reserve(&s->mem, &s->storages, 1 + is_first)) {
+            s->status = KOILA_NO_MEMORY;
+            return 0;
+        }
+        if (is_first)
+            s->storages.at[s->storages.n++] = (koila__storage){ .addr = 0 };
+        i = s->storages.n++;
+    }
+    s->storages.at[i] = (koila__storage){ .bytes = bytes, .refs = 1, .value = v };
+    s->storages.at[i].addr = koila__sim_take(s, bytes);
+    return i;
+}
+
+koila__storage_id koila__storage_hold(koila__sim *s, koila__storage_id i)
+{
+    koila_assert(i == 0 || s->storages.at[i].refs > 0);
+    if (i)
+        s->storages.at[i].refs++;
+    return i;
+}
+
+void koila__storage_drop(koila__sim *s, koila__storage_id *slot)
+{
+    const koila__storage_id i = *slot;
+    *slot = 0;
+    if (!i)
+        return;
+    koila__storage *x = &s->storages.at[i];
+    koila_assert(x->refs > 0);
+    if (--x->refs)
+        return;
+    koila__sim_give(s, x->addr);
+    x->next_unused = s->unused;
+    s->unused = i;
+}
+
+/* ---- sizes */
+
+const koila_meta_info *koila__sim_meta(const koila__sim *s, koila_value v)
+{
+    const koila_meta m = koila_value_get(s->g, v).meta;
+    return m == KOILA_NONE ? NULL : koila_meta_get(s->t, m);
+}
+
+uint64_t koila__whole_bytes(const koila__sim *s, koila_value v)
+{
+    const koila_meta_info *m = koila__sim_meta(s, v);
+    return m ? m->n_storage_bytes : 0;
+}
+
+uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes)
+{
+    if (s->is_square[v] && s->level != KOILA__HIGH && s->o.sdpa != KOILA_SDPA_MATH)
+        return 0;
+    return s->is_mask[v] ? bytes / koila_dtype_bytes(koila__sim_meta(s, v)->dtype) : bytes;
+}
+
+/* Of a loop's collected value: dense, also where the recorded one has gaps or repeats elements. */
+static uint64_t dense_bytes(const koila__sim *s, koila_value v)
+{
+    const koila_meta_info *m = koila__sim_meta(s, v);
+    return m ? m->n_bytes : 0;
+}
+
+/* Of a result of the slice or whole stage that runs. */
+static uint64_t made_bytes(const koila__sim *s, koila_value v)
+{
+    return s->in_loop ? koila_plan_value_bytes(s->plan, v, s->rows) : koila__whole_bytes(s, v);
+}
+
+/* The slice is the whole batch. */
+static bool is_all_rows(const koila__sim *s) { return s->rows == s->batch; }
+
+/* ---- one operator */
+
+static koila__storage_id *homes(koila__sim *s) { return s->in_loop ? s->local : s->whole; }
+
+static koila__storage_id storage_of(const koila__sim *s, koila_value v)
+{
+    return s->local[v] ? s->local[v] : s->whole[v];
+}
+
+/* cuBLAS takes its workspace with the first product of each thread and keeps it for ever. Backward
+ * has a thread of its own, which records without grad mode. */
+static void first_product(koila__sim *s, bool grad_mode)
+{
+    if (s->has_cublas[grad_mode])
+        return;
+    s->has_cublas[grad_mode] = true;
+    koila__sim_take(s, koila__cublas_bytes(s->d, &s->o, s->level));
+}
+
+/* Fresh results; returns the bytes requested. */
+static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k)
+{
+    const koila_value first = koila_node_get(s->g, n).first_output;
+    const koila_value *inputs = koila_node_inputs(s->g, n);
+    koila__storage_id *const home = homes(s);
+    uint64_t out_bytes = 0;
+    for (uint32_t i = 0; i < k->sig->n_fresh && !s->status; i++) {
+        const koila_value v = first + i;
+        if (k->sig->outputs[i] == KOILA_NONE || home[v])
+            continue;
+        if (k->kind == KOILA__INSIDE_VIEW && k->sig->n_inputs) {
+            home[v] = koila__storage_hold(s, storage_of(s, inputs[0]));
+            continue;
+        }
+        const uint64_t recorded = koila__result_bytes(k, i, made_bytes(s, v));
+        const uint64_t bytes = koila__cuda_bytes(s, v, recorded);
+        out_bytes += bytes;
+        home[v] = koila__storage_new(s, bytes, v);
+    }
+    return out_bytes;
+}
+
+/* Results of writes: in the base's storage where bit w of `steal` says so, else in a copy. */
+static void make_written(koila__sim *s, koila_node n, const koila_sig_info *sig, uint16_t steal)
+{
+    const koila_value first = koila_node_get(s->g, n).first_output + sig->n_fresh;
+    const koila_value *inputs = koila_node_inputs(s->g, n);
+    koila__storage_id *const home = homes(s);
+    for (uint32_t w = 0; w < sig->n_writes && !s->status; w++) {
+        const koila_value v = first + w;
+        if (home[v])
+            continue;
+        if (w < 16 && steal >> w & 1)
+            home[v] = koila__storage_hold(s, storage_of(s, inputs[sig->writes[w].input]));
+        else
+            home[v] = koila__storage_new(s, koila__cuda_bytes(s, v, made_bytes(s, v)), v);
+    }
+}
+
+static void run_node(koila__sim *s, koila_node n, uint16_t steal)
+{
+    const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, n).sig);
+    const bool is_known = sig->op < s->n_ops;
+    const bool is_slice = s->in_loop && s->batch > 0;
+    const koila__cuda_call k = { .t = s->t,
+                                 .d = s->d,
+                                 .o = &s->o,
+                                 .sig = sig,
+                                 .kind =
+                                     is_known ? s->kinds[sig->op] : koila__inside_of(s->t, sig->op),
+                                 .level = s->level,
+                                 .part = is_slice ? (double)s->rows / (double)s->batch : 1.0 };
+    uint64_t addr[KOILA__MAX_TEMPS];
+    s->at_node = n;
+    if (k.kind == KOILA__INSIDE_GEMM)
+        first_product(s, sig->grad_mode != 0);
+    const uint64_t out_bytes = make_fresh(s, n, &k);
+    make_written(s, n, sig, steal);
+    const koila__temps temps = koila__temporaries(&k, out_bytes);
+    for (uint32_t i = 0; i < temps.n; i++)
+        addr[i] = koila__sim_take(s, temps.bytes[i]);
+    for (uint32_t i = temps.n; i-- > 0;)
+        koila__sim_give(s, addr[i]);
+}
+
+/* ---- the other instructions */
+
+static bool is_half(const koila_meta_info *m) { return m && koila__is_half(m->dtype); }
+
+/* ADD: whole v := combine(whole v, local v). */
+static void add_up(koila__sim *s, const koila_instr *in)
+{
+    const koila_value v = in->id;
+    const koila_meta_info *m = koila__sim_meta(s, v);
+    /* a sum is added in place; other combinations make a new accumulator while the old one lives */
+    if (s->whole[v]) {
+        if (m && koila_plan_share(s->plan, v).partial != KOILA_PARTIAL_SUM)
+            koila__sim_give(s, koila__sim_take(s, m->n_bytes));
+        return;
+    }
+    /* accumulated in float32 */
+    if (is_half(m) && !is_all_rows(s))
+        s->whole[v] = koila__storage_new(s, m->n_elements * 4, v);
+    else if (in->flags & KOILA_INSTR_OWNED)
+        s->whole[v] = koila__storage_hold(s, s->local[v]);
+    else
+        s->whole[v] = koila__storage_new(s, dense_bytes(s, v), v);
+}
+
+/* SLICE: a slice is a view, but for one of several blocks, and one of a dimension that is not the
+ * outermost in memory (unless it is all rows). */
+static koila__storage_id slice_of(koila__sim *s, const koila_instr *in)
+{
+    const koila_meta_info *m = koila__sim_meta(s, in->id);
+    const koila_share cut = koila_plan_need(s->plan, in->user, in->steal);
+    bool copied = cut.outer != 1;
+    for (uint32_t d = 0; m && d < m->n_dims && !is_all_rows(s); d++)
+        copied |= d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim];
+    if (!copied || !m || s->batch <= 0)
+        return koila__storage_hold(s, s->whole[in->id]);
+    return koila__storage_new(s, m->n_bytes / (uint64_t)s->batch * (uint64_t)s->rows, in->id);
+}
+
+/* PUT: rows of whole v := local v. */
+static void put(koila__sim *s, const koila_instr *in)
+{
+    const koila_value v = in->id;
+    if (s->whole[v])
+        return;
+    if (is_all_rows(s) && in->flags & KOILA_INSTR_OWNED)
+        s->whole[v] = koila__storage_hold(s, s->local[v]);
+    else
+        s->whole[v] = koila__storage_new(s, dense_bytes(s, v), v);
+}
+
+/* The piece of v that slice `slice` keeps; NULL: none does. */
+static koila__storage_id *kept_at(koila__sim *s, koila_value v, uint32_t slice)
+{
+    if (!s->kept_row[v] || slice >= s->kept_slices)
+        return NULL;
+    koila_assert(s->kept_row[v] <= s->n_kept);
+    return &s->kept[(uint64_t)(s->kept_row[v] - 1) * s->kept_slices + slice];
+}
+
+static void keep(koila__sim *s, koila_value v, uint32_t slice)
+{
+    koila__storage_id *kept = kept_at(s, v, slice);
+    if (kept && !*kept)
+        *kept = koila__storage_hold(s, s->local[v]);
+}
+
+static void fetch(koila__sim *s, const koila_instr *in, uint32_t slice)
+{
+    const koila__storage_id *kept = kept_at(s, in->id, slice);
+    if (!kept)
+        return;
+    if (!s->local[in->id])
+        s->local[in->id] = koila__storage_hold(s, *kept);
+    if (in->flags & KOILA_INSTR_LAST && s->n_drop < s->drop_cap)
+        s->drop[s->n_drop++] = in->id;
+}
+
+static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
+{
+    switch ((koila_instr_kind)in->kind) {
+    case KOILA_DO_RUN:
+        run_node(s, in->id, in->steal);
+        return;
+    case KOILA_DO_SLICE:
+        if (!s->local[in->id])
+            s->local[in->id] = slice_of(s, in);
+        return;
+    case KOILA_DO_ADD:
+        add_up(s, in);
+        return;
+    case KOILA_DO_PUT:
+        put(s, in);
+        return;
+    case KOILA_DO_KEEP:
+        keep(s, in->id, slice);
+        return;
+    case KOILA_DO_FETCH:
+        fetch(s, in, slice);
+        return;
+    case KOILA_DO_FREE:
+        koila__storage_drop(s, &homes(s)[in->id]);
+        return;
+    }
+}
+
+/* ---- stages */
+
+/* Slice number `slice` of a loop, of `rows` rows; or a whole stage: all three 0. */
+static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int64_t rows,
+                      int64_t batch)
+{
+    koila_assert(rows <= batch);
+    s->in_loop = st->is_loop;
+    s->rows = rows;
+    s->batch = batch;
+    s->n_drop = 0;
+    for (uint32_t i = 0; i < st->n_instrs && !s->status; i++)
+        run_instr(s, &st->instrs[i], slice);
+    for (uint32_t i = 0; i < s->n_drop; i++) {
+        koila__storage_id *kept = kept_at(s, s->drop[i], slice);
+        if (kept)
+            koila__storage_drop(s, kept);
+    }
+}
+
+/* Slices that neither keep nor fetch pieces may do the same to the cache, one as the other. */
+static bool may_repeat(const koila_stage *st)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++)
+        if (st->instrs[i].kind == KOILA_DO_KEEP || st->instrs[i].kind == KOILA_DO_FETCH)
+            return false;
+    return true;
+}
+
+/* All slices of a loop. A slice that leaves blocks where the one before left them, and asked nothing
+ * of the driver, is followed by others of its size that do the same: these are not run. */
+static void run_loop(koila__sim *s, const koila_stage *st, int64_t rows, int64_t batch)
+{
+    const uint32_t n = koila_plan_slices(s->plan, st->axis);
+    const uint32_t n_full = rows > 0 ? (uint32_t)(batch / rows) : 0;
+    const koila_cache_stat *stat = koila__cache_stats_ref(s->c);
+    const bool repeats = n_full > 2 && may_repeat(st);
+    uint64_t layout = 0;
+    for (uint32_t i = 0; i < n && !s->status; i++) {
+        const int64_t left = batch - (int64_t)i * rows;
+        const uint64_t n_driver = stat->num_device_alloc + stat->num_device_free;
+        run_slice(s, st, i, left < rows ? left : rows, batch);
+        if (!repeats || i + 1 >= n_full)
+            continue;
+        const uint64_t now = koila__cache_layout(s->c);
+        if (now && now == layout && n_driver == stat->num_device_alloc + stat->num_device_free)
+            i = n_full - 1;
+        layout = now;
+    }
+}
+
+/* Accumulators that are wider than their value are cast back, one after another. */
+static void cast_back(koila__sim *s, const koila_stage *st)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        const koila_value v = in->id;
+        if (in->kind != KOILA_DO_ADD || !is_half(koila__sim_meta(s, v)) || !s->whole[v])
+            continue;
+        koila__storage_id wide = s->whole[v];
+        s->whole[v] = koila__storage_new(s, dense_bytes(s, v), v);
+        koila__storage_drop(s, &wide);
+    }
+}
+
+void koila__sim_run_plan(koila__sim *s)
+{
+    for (uint32_t k = 0; k < s->n_stages && !s->status; k++) {
+        const koila_stage *st = koila_plan_stage(s->plan, k);
+        if (!st->is_loop) {
+            run_slice(s, st, 0, 0, 0);
+            continue;
+        }
+        const int64_t batch = koila_graph_axis_size(s->g, st->axis);
+        const int64_t rows = koila_plan_axis_rows(s->plan, st->axis);
+        run_loop(s, st, rows, batch);
+        if (rows != batch)
+            cast_back(s, st);
+    }
+}
+
+/* ---- opening and closing */
+
+koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_device *d,
+                             const koila_predict_opts *o, koila__level level)
+{
+    *s = (koila__sim){ .g = g,
+                       .t = koila_graph_table(g),
+                       .d = d,
+                       .level = level,
+                       .n_values = koila_graph_n_values(g),
+                       .n_ops = koila_table_n_ops(koila_graph_table(g)),
+                       .mem = koila__allocator(NULL),
+                       .peak_node = KOILA_NONE,
+                       .at_node = KOILA_NONE };
+    koila__arena *const a = &s->arena;
+    koila__arena_init(a, NULL);
+    if (o)
+        s->o = *o;
+    s->whole = koila__arena_array(a, s->n_values, sizeof *s->whole);
+    s->local = koila__arena_array(a, s->n_values, sizeof *s->local);
+    s->is_target = koila__arena_array(a, s->n_values, 1);
+    s->is_grad = koila__arena_array(a, s->n_values, 1);
+    s->is_mask = koila__arena_array(a, s->n_values, 1);
+    s->is_square = koila__arena_array(a, s->n_values, 1);
+    s->kept_row = koila__arena_array(a, s->n_values, sizeof *s->kept_row);
+    s->kinds = koila__arena_array(a, s->n_ops, sizeof *s->kinds);
+    if (!s->whole || !s->local || !s->is_target || !s->is_grad || !s->is_mask || !s->is_square ||
+        !s->kept_row || !s->kinds)
+        return s->status = KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < s->n_ops; i++)
+        s->kinds[i] = koila__inside_of(s->t, i);
+    koila__find_masks(g, s->is_mask);
+    koila__find_squares(g, s->kinds, s->is_square);
+    return KOILA_OK;
+}
+
+/* Rows of `kept` for the values that the plan keeps, and room for the slices of every loop. */
+static koila_status make_kept(koila__sim *s)
+{
+    for (uint32_t k = 0; k < s->n_stages; k++) {
+        const koila_stage *st = koila_plan_stage(s->plan, k);
+        const uint32_t n = st->is_loop ? koila_plan_slices(s->plan, st->axis) : 0;
+        if (n > s->kept_slices)
+            s->kept_slices = n;
+        for (uint32_t i = 0; i < st->n_instrs; i++) {
+            const koila_instr *in = &st->instrs[i];
+            if (in->kind == KOILA_DO_KEEP && !s->kept_row[in->id])
+                s->kept_row[in->id] = ++s->n_kept;
+            s->drop_cap += in->kind == KOILA_DO_FETCH;
+        }
+    }
+    const uint64_t n_pieces = (uint64_t)s->n_kept * s->kept_slices;
+    if (n_pieces > MAX_KEPT)
+        return KOILA_UNSUPPORTED;
+    s->kept = koila__arena_array(&s->arena, n_pieces, sizeof *s->kept);
+    s->drop = koila__arena_array(&s->arena, s->drop_cap, sizeof *s->drop);
+    return s->kept && s->drop ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+koila_status koila__sim_open_plan(koila__sim *s, const koila_plan *plan, const koila_device *d,
+                                  const koila_predict_opts *o, koila__level level)
+{
+    KOILA_TRY(koila__sim_open(s, koila_plan_graph(plan), d, o, level));
+    s->plan = plan;
+    s->n_stages = koila_plan_get(plan).n_stages;
+    s->status = make_kept(s);
+    return s->status;
+}
+
+void koila__sim_close(koila__sim *s)
+{
+    koila__vec_free(&s->mem, &s->storages);
+    koila__vec_free(&s->mem, &s->state);
+    koila__vec_free(&s->mem, &s->last_out);
+    koila__arena_deinit(&s->arena);
+}

@@ -1,0 +1,166 @@
+/* simulation.h — a plan that runs on a simulated cache instead of a GPU: the state of that run, and
+ * what each file of src/predict/ does to it. Internal to src/predict/.
+ *
+ *   simulate.c   storages, slices, accumulators: the plan's instructions as requests to the cache
+ *   training.c   what a training step holds besides its plan: leaves, optimizer, buckets
+ *   inside.c     temporaries of operators (inside.h)
+ *   fit.c        which plan fits; the planner on a live device
+ *   predict.c    koila_predict(): several runs, their ranges and notes
+ *
+ * A storage is counted, not a tensor: values that share memory share a storage.
+ *   bytes allocated in the cache by the simulation
+ *       == sum of storages with refs > 0, + `state`, + temporaries of the running call
+ */
+#ifndef KOILA_SRC_SIMULATION_H
+#define KOILA_SRC_SIMULATION_H
+
+#include "allocator/cache.h"
+#include "base/vec.h"
+#include "predict/inside.h"
+
+/* Index of a storage; 0: none. */
+typedef uint32_t koila__storage_id;
+
+typedef struct koila__storage {
+    uint64_t addr;     /* in the cache; 0 when it has no bytes, or the request failed */
+    uint64_t bytes;    /* as requested */
+    uint32_t refs;     /* values and lists that hold it; 0: it may be used for the next storage */
+    koila_value value; /* that made it */
+    koila__storage_id next_unused; /* while refs == 0; 0 ends the list */
+} koila__storage;
+
+typedef struct koila__sim {
+    /* ---- what runs, and where. All borrowed */
+    const koila_plan *plan; /* NULL: koila__sim_open() alone */
+    const koila_graph *g;   /* the plan's lowered graph; the recorded one without a plan */
+    const koila_table *t;   /* of g */
+    const koila_device *d;  /* the profile of the device */
+    koila_predict_opts o;   /* copied; zeros: a step without optimizer */
+    koila_cache *c;         /* whoever opens the simulation sets it; not freed here */
+    uint64_t stream;        /* that requests come from, as c names it */
+    koila__level level;     /* how much operators use that is not known exactly */
+    uint32_t n_stages;      /* of the plan */
+    uint32_t n_values;      /* of g */
+    uint32_t n_ops;         /* of t, when the simulation was opened */
+
+    /* ---- host memory */
+    koila_allocator mem;
+    koila__arena arena; /* every array below that has no capacity of its own */
+
+    /* ---- what is known of values and operators before anything runs */
+    uint8_t *is_target;        /* [n_values] made by the step, and alive after it */
+    uint8_t *is_grad;          /* [n_values] a target of a parameter's sizes: its gradient */
+    uint8_t *is_mask;          /* [n_values] Note [Masks] */
+    uint8_t *is_square;        /* [n_values] Note [Square matrices] */
+    koila__inside_kind *kinds; /* [n_ops] */
+
+    /* ---- storages */
+    VEC(koila__storage) storages; /* [0] is none */
+    koila__storage_id unused;     /* the first with refs == 0; 0: none */
+    koila__storage_id *whole;     /* [n_values] of a whole value */
+    koila__storage_id *local;     /* [n_values] of a value's slice, in the loop that runs */
+
+    /* ---- pieces that loops keep for later loops */
+    uint32_t *kept_row;      /* [n_values] row + 1 of `kept`; 0: never kept */
+    koila__storage_id *kept; /* [n_kept][kept_slices] */
+    uint32_t n_kept;         /* values that are kept */
+    uint32_t kept_slices;    /* slices of the loop that has most */
+    koila_value *drop;       /* [drop_cap] kept pieces given up at the end of the slice */
+    uint32_t n_drop;
+    uint32_t drop_cap; /* FETCH instructions of the plan */
+
+    /* ---- the slice that runs */
+    bool in_loop;  /* else a whole stage */
+    int64_t rows;  /* of the slice; 0 in a whole stage */
+    int64_t batch; /* rows of the loop's axis; 0 in a whole stage */
+
+    /* ---- what outlives a step */
+    VEC(uint64_t) state;             /* addresses: optimizer, buckets, parameters behind casts */
+    VEC(koila__storage_id) last_out; /* loss and outputs of the step before, until rebound */
+    bool has_cublas[2];              /* its workspace of backward [0], of forward [1] is there */
+
+    /* ---- what came of it */
+    koila_status status;  /* the first failure: then nothing more is requested */
+    bool ends_at_oom;     /* in: a request that fails is a failure, KOILA_OOM */
+    bool oom;             /* some request failed */
+    uint64_t peak_bytes;  /* highest bytes allocated in c after a request */
+    koila_node at_node;   /* that runs; KOILA_NONE: none */
+    koila_node peak_node; /* that ran at the peak */
+
+    /* ---- a look at what is alive */
+    uint64_t look_at_bytes; /* in: when so many bytes are allocated for the first time; 0: never */
+    void (*look)(void *user, const struct koila__sim *s);
+    void *look_user;
+    bool looked;
+} koila__sim;
+
+/* ---- simulate.c. A failure of the host's memory is kept in s->status. */
+
+/* What is known of the values of a graph, whatever the plan. `o` may be NULL. Close it whatever
+ * comes out: koila__sim_close(). Expected: NO_MEMORY. */
+koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_device *d,
+                             const koila_predict_opts *o, koila__level level);
+/* The same for the lowered graph of a plan, which can then run. Expected: NO_MEMORY; UNSUPPORTED
+ * when the plan keeps too many pieces. */
+koila_status koila__sim_open_plan(koila__sim *s, const koila_plan *plan, const koila_device *d,
+                                  const koila_predict_opts *o, koila__level level);
+void koila__sim_close(koila__sim *s);
+/* Every stage of the plan once. */
+void koila__sim_run_plan(koila__sim *s);
+
+/* A request to the cache, and its release. 0: no bytes, or it failed. */
+uint64_t koila__sim_take(koila__sim *s, uint64_t bytes);
+void koila__sim_give(koila__sim *s, uint64_t addr);
+/* A request that is released by nobody: it lives as long as the model. */
+void koila__sim_take_state(koila__sim *s, uint64_t bytes);
+/* A storage with one reference; 0 when the host is out of memory. */
+koila__storage_id koila__storage_new(koila__sim *s, uint64_t bytes, koila_value v);
+koila__storage_id koila__storage_hold(koila__sim *s, koila__storage_id i); /* one reference more */
+void koila__storage_drop(koila__sim *s, koila__storage_id *slot);          /* one less; *slot = 0 */
+
+/* Sizes of a value, in bytes. NULL, 0: it does not exist. */
+const koila_meta_info *koila__sim_meta(const koila__sim *s, koila_value v);
+uint64_t koila__whole_bytes(const koila__sim *s, koila_value v);
+/* What a storage of v counts on CUDA that was recorded with `bytes`. */
+uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes);
+
+/* ---- training.c */
+
+/* Values that nobody uses are the targets of a step: gradients, loss, outputs. On success *out is
+ * yours: koila__vec_free(). Expected: NO_MEMORY. */
+typedef VEC(koila_value) koila__values;
+koila_status koila__find_targets(const koila_graph *g, const koila_allocator *mem,
+                                 koila__values *out);
+/* Says of the first n_targets of the plan which of them are gradients. */
+void koila__sim_set_targets(koila__sim *s, uint32_t n_targets);
+/* A parameter, mask or table that the recording met, rather than made. */
+bool koila__is_real_leaf(const koila__sim *s, koila_value v);
+/* A leaf that shares the storage of another one: koila__sim_load_leaves(). */
+bool koila__is_transposed_leaf(const koila__sim *s, koila_value v);
+/* What is on the device before the first step. */
+void koila__sim_load_leaves(koila__sim *s);
+/* One training step; `first`: it makes the optimizer's state. */
+void koila__sim_step(koila__sim *s, bool first);
+
+/* ---- fit.c */
+
+/* A search for a plan that fits: koila_plan_options.accepts. At most KOILA_MAX_SIMULATIONS plans
+ * are tried, and the last try is left for one row a slice. */
+typedef struct koila__fit_search {
+    /* in: does p fit? *yes is written on success */
+    koila_status (*fits)(void *user, const koila_plan *p, bool *yes);
+    void *user;
+    koila_status status;     /* of the first try that failed: then nothing is tried any more */
+    uint32_t n_simulations;  /* tries */
+    uint32_t refused_slices; /* of the last plan that did not fit; 0: none */
+    uint64_t refused_bytes;  /* its peak */
+    bool accepted;           /* some plan fits */
+    const koila_graph *accepted_graph; /* of the last one that does; only to be compared */
+    int64_t accepted_rows;
+} koila__fit_search;
+/* koila_plan_options.accepts; `user` is a koila__fit_search. */
+bool koila__fit_accepts(void *user, const koila_plan *p);
+/* Rows of a slice that cut the largest axis of g into at most n slices. */
+int64_t koila__rows_of_slices(const koila_graph *g, int64_t n);
+
+#endif
