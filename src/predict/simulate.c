@@ -360,8 +360,8 @@ static bool may_repeat(const koila_stage *st)
     return true;
 }
 
-/* All slices of a loop. A slice that leaves blocks where the one before left them, and asked nothing
- * of the driver, is followed by others of its size that do the same: these are not run. */
+/* All slices of a loop. A slice that leaves blocks where the one before left them, and asked
+ * nothing of the driver, is followed by others of its size that do the same: these are not run. */
 static void run_loop(koila__sim *s, const koila_stage *st, int64_t rows, int64_t batch)
 {
     const uint32_t n = koila_plan_slices(s->plan, st->axis);
