@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ._lazy import lazy as lazy, run as run
     from ._plan import Plan as Plan, explain as explain, last_plan as last_plan
     from ._predict import measure_device as measure_device, plan as plan
-    from ._rules import opaque as opaque, register_rule as register_rule
+    from ._opaque import opaque as opaque
+    from ._rules import register_rule as register_rule
     from ._tensor import LazyTensor as LazyTensor
 
     __version__: str
@@ -49,7 +50,7 @@ _HOME = {
     "lazy": "_lazy",
     "measure_device": "_predict",
     "micro_batch": "_budget",
-    "opaque": "_rules",
+    "opaque": "_opaque",
     "plan": "_predict",
     "register_rule": "_rules",
     "run": "_lazy",
@@ -61,9 +62,7 @@ __all__ = list(_HOME)  # noqa: PLE0605
 
 def _get(name: str) -> Any:
     if name == "__version__":
-        from . import _core
-
-        return _core.__version__
+        return import_module("._core", __name__).__version__
     if name not in _HOME:
         raise AttributeError(f"module 'koila' has no attribute {name!r}")
     if _HOME[name] != "_errors":

@@ -3,14 +3,15 @@
 `torch.autograd.backward` and `torch.autograd.grad` end in one function, `_engine_run_backward`,
 which is replaced at import:
 
-1. The gradients of the *leaves* of the graph are taken with autograd itself. Nothing is computed:
-operators on lazy values are recorded.
-   Tensor hooks of real leaves wait for pass 2.
-2. All gradients are made concrete in one run (sliced as planned), together with the values the user
-still holds. 3. Autograd's engine accumulates them: one backward from a node whose gradients are
-handed over without a copy, so AccumulateGrad, its
-   hooks, DistributedDataParallel and fused optimizers see one ordinary backward. Until here nothing
-   outside has changed.
+1. Autograd itself takes the gradients of the *leaves* of the graph. Nothing is computed: operators
+   on lazy values are recorded. Tensor hooks of real leaves wait for pass 2.
+2. All gradients are made concrete in one run (sliced as planned), together with the values that the
+   user still holds.
+3. Autograd's engine accumulates them: one backward from a node that hands its gradients over
+   without a copy, so AccumulateGrad, its hooks, DistributedDataParallel and fused optimizers see
+   one ordinary backward. Until here nothing outside has changed.
+
+Pass 1 below is step 1, pass 2 is step 3.
 
 `torch.autograd.grad` without `create_graph` makes the gradients of real tensors concrete at once
 (the next line may change the parameters); gradients of lazy tensors stay lazy.
@@ -19,21 +20,21 @@ handed over without a copy, so AccumulateGrad, its
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import graph as _graph
 
-from . import _core, _lazy, _sharded
-from ._torch import GRAD
+from . import _core, _hooks, _lazy, _sharded
+from ._torch import GRAD, run_backward
 
-_original = _graph._engine_run_backward
+_original = run_backward  # _dry.py puts its own in front of it for a while
 
 
 class _HandOver(torch.autograd.Function):
-    """A node whose backward returns the gradients given, and keeps no reference to them:
-    AccumulateGrad can take them as they are."""
+    """A node whose backward returns the gradients that it was given and keeps no reference to them,
+    so that AccumulateGrad can take them as they are."""
 
     @staticmethod
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
@@ -51,22 +52,22 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Depth:
-    """Are we inside pass 1 (a nested backward is then part of what is recorded)? Its real leaves'
-    gradients are collected here, for the outer step. Whoever runs a nested backward may read
-    `.grad` of a leaf of his own at once (a checkpoint its detached arguments), so until pass 1 ends
-    it is there to be seen, lazy (GRAD: torch.Tensor's own is guarded, `.grad` of a plain tensor is
-    plain)."""
+    """How deep we are inside pass 1, where a nested backward is part of the recording.
+
+    The gradients of its real leaves are collected here, for the outer step. Its caller may read
+    `.grad` of a leaf at once (a checkpoint does, of its detached arguments), so until pass 1 ends
+    `.grad` holds the lazy gradient. (Set through GRAD: torch.Tensor's own is guarded and keeps
+    `.grad` of a plain tensor plain.)
+    """
 
     def __init__(self) -> None:
         self.level = 0
         self.nested: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self.shown: list[
-            tuple[weakref.ref[torch.Tensor], torch.Tensor | None]
-        ] = []  # with their `.grad` of before
-        self.accumulating: list[
-            torch.Tensor
-        ] = []  # leaves whose `.grad` is autograd's own at the moment
-        self.callbacks: list[Any] = []
+        # leaves that show a lazy gradient, with their `.grad` of before
+        self.shown: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        # leaves whose `.grad` autograd itself accumulates at the moment
+        self.accumulating: list[torch.Tensor] = []
+        self.callbacks: list[Any] = []  # queued for the end of backward
 
     def show(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if any(leaf is known for known in self.accumulating):
@@ -84,8 +85,8 @@ class _Depth:
 
 
 class _Engine:
-    """torch's engine. What is queued for the end of backward during pass 1
-    (DistributedDataParallel's static graph: its all-reduce) waits for the end of pass 2."""
+    """torch's engine. Callbacks that are queued for the end of backward during pass 1
+    (the all-reduce of DistributedDataParallel's static graph) wait for the end of pass 2."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -104,9 +105,9 @@ _depth = _Depth()
 
 
 def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
-    """The leaves behind outputs, in the order autograd meets them: variables of the AccumulateGrad
-    nodes; and whether some node runs a backward of its own (a reentrant checkpoint), which autograd
-    allows only when no `inputs` are named."""
+    """The leaves behind outputs (the variables of AccumulateGrad nodes), in the order in which
+    autograd meets them; and whether some node runs a backward of its own (a reentrant checkpoint),
+    which autograd allows only when no `inputs` are named."""
     found: list[torch.Tensor] = []
     reentrant = False
     seen: set[Any] = set()
@@ -143,32 +144,9 @@ def _any_lazy(values: Sequence[Any]) -> bool:
     return any(_core.is_lazy(v) for v in values if isinstance(v, torch.Tensor))
 
 
-BEFORE, AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
-
-
-def quiet_hooks(tensors: Iterable[torch.Tensor], kind: str) -> list[tuple[Any, dict[int, Any]]]:
-    """Take the hooks of that kind away from real tensors; returns what wake_hooks needs."""
-    saved = []
-    for t in tensors:
-        hooks = getattr(t, kind, None)
-        if hooks and not _core.is_lazy(t):
-            saved.append((hooks, dict(hooks)))
-            hooks.clear()
-    return saved
-
-
-def wake_hooks(saved: list[tuple[Any, dict[int, Any]]]) -> None:
-    for hooks, kept in saved:
-        hooks.update(kept)
-
-
-def _has_hooks(leaf: torch.Tensor) -> bool:
-    return bool(leaf._backward_hooks) or bool(getattr(leaf, AFTER, None))
-
-
 def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is, and does not
-    have to copy it when it can no longer fail safely."""
+    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is. It would copy
+    any other, at a time when running out of memory can no longer be undone."""
     if (
         leaf.grad is not None
         or gradient.layout is not torch.strided
@@ -182,9 +160,9 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before.
-    `create`: the gradients have a graph behind them, which goes on."""
+    create: the gradients have a graph behind them, which is kept."""
     ends = [_sharded.ends_in(leaf) for leaf in leaves]
-    hooked = any(_has_hooks(t) for t in ends)
+    hooked = any(_hooks.has_hooks(t) for t in ends)
     with torch.no_grad():
         for i, leaf in enumerate(leaves if not create else ()):
             gradients[i] = _own_layout(leaf, gradients[i])
@@ -195,7 +173,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
         one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)  # type: ignore[no-untyped-call]
-    _core.hold_factories(True)  # hooks run here: an optimizer in one of them makes its state
+    _core.hold_factories(True)  # hooks run here, and an optimizer in one of them makes its state
     try:
         _original((root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True)
     except BaseException:
@@ -213,9 +191,9 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
 def _by_accumulation(
     outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The gradients of leaves, let into empty `.grad`s and taken out again."""
+    """The gradients of leaves, accumulated into empty `.grad`s and taken out again."""
     before = [leaf.grad for leaf in leaves]
-    after_hooks = quiet_hooks(leaves, AFTER)
+    after_hooks = _hooks.quiet_hooks(leaves, _hooks.AFTER)
     outer, _depth.accumulating = _depth.accumulating, [*_depth.accumulating, *leaves]
     try:
         for leaf in leaves:
@@ -226,7 +204,7 @@ def _by_accumulation(
         _depth.accumulating = outer
         for leaf, grad in zip(leaves, before):
             leaf.grad = grad
-        wake_hooks(after_hooks)
+        _hooks.wake_hooks(after_hooks)
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -242,26 +220,13 @@ def _record(
 ) -> _Pairs | None:
     """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer
     step."""
-    saved = quiet_hooks(leaves, BEFORE)
+    saved = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
     if not _depth.level:
         _depth.callbacks = []
     _depth.level += 1
     outer_nested, _depth.nested = _depth.nested, []
     try:
-        if reentrant:
-            given: Sequence[torch.Tensor | None] = _by_accumulation(
-                outputs, grads, retain, create, leaves
-            )
-        else:
-            given = _original(
-                outputs,
-                grads,
-                retain,
-                create,
-                tuple(leaves),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
+        given = _gradients(outputs, grads, retain, create, leaves, reentrant)
         nested = _depth.nested
     except BaseException as e:
         if _depth.level == 1:
@@ -270,31 +235,56 @@ def _record(
     finally:
         _depth.level -= 1
         _depth.nested = outer_nested
-        wake_hooks(saved)
+        _hooks.wake_hooks(saved)
         if not _depth.level:
             _depth.hide()
     own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for leaf, gradient in [
-        *own,
-        *((leaf, g) for ref, g in nested if (leaf := ref()) is not None),
-    ]:  # who is gone was a detached copy, read and done with
+    # A leaf that is gone was a detached copy that its backward has read and dropped.
+    alive = [(leaf, g) for ref, g in nested if (leaf := ref()) is not None]
+    for leaf, gradient in [*own, *alive]:
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
     if not _depth.level:
         return list(pairs.values())
-    for (
-        leaf,
-        gradient,
-    ) in own:  # a backward inside a recorded one: its gradients belong to the outer step
+    _pass_on(own, list(pairs.values()), create)
+    return None
+
+
+def _gradients(
+    outputs: Sequence[Any],
+    grads: Any,
+    retain: bool,
+    create: bool,
+    leaves: list[torch.Tensor],
+    reentrant: bool,
+) -> Sequence[torch.Tensor | None]:
+    """torch's backward, recorded: the gradient of each leaf."""
+    if reentrant:
+        return _by_accumulation(outputs, grads, retain, create, leaves)
+    found: Sequence[torch.Tensor | None] = _original(
+        outputs,
+        grads,
+        retain,
+        create,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def _pass_on(own: _Pairs, pairs: _Pairs, create: bool) -> None:
+    """A backward inside a recorded one: its gradients belong to the outer step. `own`: those that
+    it found itself; `pairs`: with those of backwards inside it."""
+    for leaf, gradient in own:
         if not _core.is_lazy(leaf):
             _depth.show(leaf, gradient)
-    for leaf, gradient in pairs.values():
+    for leaf, gradient in pairs:
         if _core.is_lazy(leaf):
             _accumulate_lazy(leaf, gradient, create)
         else:
             _depth.nested.append((weakref.ref(leaf), gradient))
-    return None
 
 
 def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
@@ -317,11 +307,12 @@ def _backward(
     inputs: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """No local may hold a gradient when it is handed over: autograd copies what it does not own
-    alone."""
-    leaves, reentrant = (
-        ([i for i in inputs if isinstance(i, torch.Tensor)], False) if inputs else _leaves(outputs)
-    )
+    """`backward()`, all three steps. No local may hold a gradient when it is handed over: autograd
+    copies every gradient that somebody else holds too."""
+    if inputs:
+        leaves, reentrant = [i for i in inputs if isinstance(i, torch.Tensor)], False
+    else:
+        leaves, reentrant = _leaves(outputs)
     if not leaves:
         _original(outputs, grads, retain, create, inputs, **kwargs)
         return
@@ -336,24 +327,30 @@ def _backward(
     step = _core.run_all(lazies, not retain) if lazies else None
     if _core.configure()["dry"]:  # koila.plan(): nothing was computed
         return
-    # gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
-    # were
+    # Gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
+    # were.
     try:
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
-        if create:  # plain, and what is computed from them goes on into the lazy graph
-            with torch.enable_grad():
-                gradients = [g.torch() if _core.is_lazy(g) else g for g in wanted]
-        else:
-            gradients = _core.take_all(wanted)
         if targets:
-            _hand_over(targets, gradients, create)
+            _hand_over(targets, _computed(wanted, create), create)
+        else:
+            _computed(wanted, create)
     except BaseException:
         if step is not None and not retain:
             _core.finish_step(step, False)
         raise
     if step is not None and not retain:
         _core.finish_step(step, True)
+
+
+def _computed(gradients: list[torch.Tensor], create: bool) -> list[torch.Tensor]:
+    """The gradients as plain tensors. `create`: differentiable, what is computed from them goes on
+    into the lazy graph; else the list that was given is emptied."""
+    if not create:
+        return _core.take_all(gradients)
+    with torch.enable_grad():
+        return [g.torch() if _core.is_lazy(g) else g for g in gradients]
 
 
 def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -363,21 +360,18 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     result = _original(t_outputs, *args, **kwargs)
     if create or _depth.level or not _any_lazy(result):
         return result
+    # gradients of real tensors
     wanted = [
-        g
-        for g, i in zip(result, inputs)
-        if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)
+        isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)
+        for g, i in zip(result, inputs, strict=True)
     ]
-    if not wanted:
+    if not any(wanted):
         return result
-    step = _core.run_all(wanted, not retain)
+    step = _core.run_all([g for g, wants in zip(result, wanted) if wants], not retain)
     if _core.configure()["dry"]:
         return result
     found = tuple(
-        _core.concrete(g)
-        if isinstance(g, torch.Tensor) and _core.is_lazy(g) and not _core.is_lazy(i)
-        else g
-        for g, i in zip(result, inputs)
+        _core.concrete(g) if wants else g for g, wants in zip(result, wanted, strict=True)
     )
     if not retain:
         _core.finish_step(step, True)
@@ -387,9 +381,8 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not _core.is_recording():
         return _original(t_outputs, *args, **kwargs)
-    with (
-        _core.shield
-    ):  # Ctrl-C stops the run inside, or waits until gradients and buffers are both done
+    # Ctrl-C stops the run inside, or waits until gradients and buffers are both done.
+    with _core.shield:
         return _run_lazily(t_outputs, *args, **kwargs)
 
 

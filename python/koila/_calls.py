@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from ._torch import ViewFlags, torch
+from ._torch import BelowAutograd, ViewFlags, torch
 from . import _core
 from ._errors import UnsupportedError
 from ._tensor import LazyTensor, plain
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def is_dense(t: torch.Tensor) -> bool:
-    """Do sizes and strides say all of it?"""
+    """Is it described by its sizes and strides?"""
     return t.layout is torch.strided and not t.is_nested
 
 
@@ -23,15 +23,13 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
 
 
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
-    """`t`, whatever its sizes, dense in memory with its dimensions in the order of `meta`'s
-    strides: itself when it is, else a copy."""
+    """`t`, of any sizes, dense in memory with its dimensions in the order of `meta`'s strides: `t`
+    itself when it is so already, else a copy."""
     dims = sorted(range(t.dim()), key=lambda d: (-meta[3][d], d))
     dense = torch.empty_permuted(t.size(), dims, dtype=t.dtype, device=t.device)
-    return (
-        t
-        if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride()))
-        else dense.copy_(t)
-    )
+    if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride())):
+        return t
+    return dense.copy_(t)
 
 
 def clone_exactly(t: torch.Tensor) -> torch.Tensor:
@@ -45,37 +43,17 @@ def empty_like_exactly(t: torch.Tensor) -> torch.Tensor:
 
 
 def enter_modes() -> Any:
-    """Guards under which recorded calls run: below autograd, no autocast, no dispatch of Python,
-    conjugate views resolved. They end when the result dies."""
-    return _Guards()
-
-
-class _Guards:
-    __slots__ = ("below", "cast", "flags", "python")
-
-    def __init__(self) -> None:
-        self.flags = ViewFlags()
-        self.flags.__enter__()
-        self.below: Any = torch._C._AutoDispatchBelowAutograd()
-        self.cast: Any = torch._C._DisableAutocast()
-        self.python: Any = torch._C._DisableTorchDispatch()
-
-    def __del__(self) -> None:
-        self.python = None
-        self.cast = None
-        self.below = None
-        self.flags.__exit__()
+    """Guards under which recorded calls run: as BelowAutograd, without autocast and without
+    dispatch to Python. They end when the result dies."""
+    return BelowAutograd(torch._C._DisableAutocast, torch._C._DisableTorchDispatch)
 
 
 def map_tensors(f: Callable[[torch.Tensor], Any], x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return f(x)
     if isinstance(x, (list, tuple)):
-        return (
-            type(x)(map_tensors(f, i) for i in x)
-            if type(x) in (list, tuple)
-            else [map_tensors(f, i) for i in x]
-        )
+        kind = type(x) if type(x) in (list, tuple) else list
+        return kind(map_tensors(f, i) for i in x)
     return x
 
 
@@ -124,8 +102,8 @@ def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> None:
-    """The operator is about to run on values: every lazy argument becomes concrete, in one run.
-    `last_plan().gathers` tells of those that are sliced, and `strict()` refuses them."""
+    """The operator is about to run on values: make every lazy argument concrete, in one run. Those
+    that are sliced are listed in `last_plan().gathers`, and `strict()` refuses them."""
     _core.gather(lazies_of(args, kwargs), func.name().removesuffix(".default"))
 
 
@@ -137,8 +115,8 @@ def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator whose result cannot be described before it runs. Lazy tensors that it writes get
-    the written contents."""
+    """Run an operator whose result cannot be described before it runs. Lazy tensors that it writes
+    get the written contents."""
     flags = which_written(func, args, kwargs)
     if not any(flags):
         return run_on_reals(func, args, kwargs)
@@ -147,8 +125,8 @@ def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:
-    """Call the operator now. `flags`: of every tensor of the call in order, is it written? A lazy
-    one gets what was written into a copy of it."""
+    """Call the operator now. `flags`: is it written, for every tensor of the call in order. What a
+    lazy tensor would get is written into a copy and recorded as a write of that copy."""
     _core.concrete_all(lazies_of(args, kwargs))
     at = iter(flags)
     copies: list[tuple[Any, torch.Tensor]] = []
@@ -176,8 +154,8 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
 
 
 def _waited(work: Any) -> Any:
-    """Wait for a collective; returns work that is done, for the caller to wait for: some kinds
-    write once more, or hang, when waited for twice."""
+    """Wait for a collective. Returns finished work for the caller to wait for: some kinds of work
+    write once more, or hang, when they are waited for twice."""
     from torch._C import _distributed_c10d as c10d
 
     work.wait()

@@ -7,36 +7,58 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from ._torch import torch
-from ._torch import use_count  # noqa: F401  for C
-from ._calls import is_dense, run_on_reals, value_dependent
+from ._torch import torch, use_count
+from ._batch_norm import uncount
 from ._calls import (
     clone_exactly,
     empty_like_exactly,
     enter_modes,
     in_order,
+    is_dense,
     redispatch,
+    run_on_reals,
+    value_dependent,
     with_strides,
     write_real,
-)  # noqa: F401  for C
-from ._doors import install  # noqa: F401  for C
-from ._errors import StaleValueError, UnsupportedError
-from ._random import random_write
-from ._settled import alias_of, on_settled, settled_views  # noqa: F401  for C
-from ._shapes import check_overlap, check_shared, check_strided, factory, shape  # noqa: F401  for C
-from ._special import (
-    as_strided,
-    collective,
-    decompose,
-    foreach,
-    handlers,
-    metadata_write,
-    special_index,
 )
-from ._special import uncount  # noqa: F401  for C
+from ._doors import install
+from ._errors import StaleValueError, UnsupportedError
+from ._foreach import foreach
+from ._index import special_index
+from ._layout import as_strided, metadata_write
+from ._random import random_write
+from ._run import PSEUDO
+from ._settled import alias_of, on_settled, settled_views
+from ._shapes import check_overlap, check_shared, check_strided, factory, shape
+from ._special import collective, decompose, handlers
 from ._tensor import LazyTensor
 
-aten = torch.ops.aten
+# What C finds here by name, besides the functions below.
+__all__ = [
+    "StaleValueError",
+    "UnsupportedError",
+    "alias_of",
+    "check_overlap",
+    "check_shared",
+    "check_strided",
+    "clone_exactly",
+    "empty_like_exactly",
+    "enter_modes",
+    "factory",
+    "in_order",
+    "install",
+    "is_dense",
+    "on_settled",
+    "redispatch",
+    "run_on_reals",
+    "settled_views",
+    "shape",
+    "uncount",
+    "use_count",
+    "value_dependent",
+    "with_strides",
+    "write_real",
+]
 
 _LIBRARY = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -55,8 +77,6 @@ def op_by_name(name: str) -> Any:
     """``"aten::sum.dim_IntList"`` → the OpOverload."""
     space, rest = name.split("::", 1)
     if space == "koila":  # an operator that only rewrites use
-        from ._run import PSEUDO
-
         return SimpleNamespace(_op=PSEUDO[name])
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, space), base), overload or "default")

@@ -1,8 +1,9 @@
 """Start the engine, once: refuse a torch that is too old, count torch's CPU bytes from now on,
 route backward through koila, read KOILA_BUDGET."""
 
-from . import _torch  # noqa: F401  first: says which torch is needed
-from . import _backward, _capture, _core  # noqa: F401  _capture: what C asks, and with it the class that the dispatcher knows
+from . import _torch  # noqa: F401  first: it says which torch is needed
+from . import _capture  # noqa: F401  what C asks, and with it the class that the dispatcher knows
+from . import _backward, _core
 from ._budget import from_environment
 
 _core.cpu_bytes_install()

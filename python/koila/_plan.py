@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backward, _core, _special
+from . import _backward, _batch_norm, _core, _hooks
 from ._budget import readable
+from ._dry import UndoWrites
 from ._lazy import tree_map
 
 
@@ -369,8 +370,6 @@ def last_plan() -> Plan | None:
 def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """`values`, and for a loss (a scalar with a graph behind it) the gradients that its backward
     would leave, recorded and not run."""
-    from ._predict import UndoWrites
-
     out = list(values)
     for loss in values:
         if loss.numel() == 1 and loss.requires_grad:
@@ -379,8 +378,8 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
                 reentrant
             ):  # such a checkpoint runs inside backward() only: the forward is what can be told
                 continue
-            hooks = _backward.quiet_hooks(leaves, _backward.BEFORE)
-            _special.effects_count = False
+            hooks = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
+            _batch_norm.effects_count = False
             try:
                 with UndoWrites():  # type: ignore[no-untyped-call]
                     found = _backward._original(
@@ -393,8 +392,8 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
                         accumulate_grad=False,
                     )
             finally:
-                _special.effects_count = True
-                _backward.wake_hooks(hooks)
+                _batch_norm.effects_count = True
+                _hooks.wake_hooks(hooks)
             out += [g for g in found if g is not None and _core.is_lazy(g)]
     return out
 

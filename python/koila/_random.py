@@ -3,6 +3,7 @@ part of what the whole would have drawn."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 from ._torch import torch
@@ -32,16 +33,15 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
-    if _core.configure()[
-        "dry"
-    ]:  # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
+    if _core.configure()["dry"]:
+        # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
     given, default = kwargs.pop("generator", None), _generator(self.device)
     generator = default if given is None else given
     state = generator.get_state()
     words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0
-    if words:  # nothing is drawn now, so wrong bounds would be found when the step runs
+    if words:  # nothing is drawn now, so eager's error for wrong bounds is raised here
         func(torch.empty(0, dtype=self.dtype), *args[1:], **kwargs)
     result = _core.record(func, args, kwargs)
     _core.random(self, default, state, words)
@@ -60,7 +60,7 @@ _known_words: dict[Any, int] = {}
 
 def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many 32-bit words of the CPU generator each element takes, one element after the other in
-    memory; 0: not so here, or not known."""
+    memory; 0: it does not draw that way here, or it is not known."""
     if func not in _in_order:
         return 0
     if (func, dtype) not in _known_words:
@@ -73,8 +73,8 @@ def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[st
 def _takes(
     n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Tried on this build: a draw in parts is the draw of the whole, memory's order counts, and the
-    state is where n_words an element bring it."""
+    """Tried on this build: does a draw in parts equal the draw of the whole, in the order of memory,
+    and does each element move the state by n_words?"""
     sizes = (1, 2, 13, 16, 31, 100, 311, 625, 2000)
     state = torch.Generator().manual_seed(20).get_state()
 
@@ -110,7 +110,7 @@ def _takes(
 
 
 def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: Any) -> None:
-    """Draw as eager draws. Where one short draw provably leaves the same state, do that."""
+    """Draw as eager draws; one element where that provably leaves the same state."""
     size, stride = tuple(like.size()), tuple(like.stride())
     if _draws_once(func, like.dtype) and like.numel() > 0:
         size, stride = (1,), (1,)
@@ -123,8 +123,8 @@ def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: A
 
 
 def _draws_once(func: Any, dtype: torch.dtype) -> bool:
-    """bernoulli_(p) through MKL takes one number from the generator, whatever the size. Checked
-    here, on this build, not assumed."""
+    """Does one number from the generator serve any size? Of bernoulli_(p) through MKL it does. Tried
+    on this build, not assumed."""
     if func is not aten.bernoulli_.float:
         return False
     key = (func, dtype)
@@ -140,9 +140,9 @@ def _self_test(func: Any, dtype: torch.dtype) -> bool:
         func(make(), 0.3, generator=g)
         return g.get_state().numpy().tobytes()
 
+    sizes = (1, 2, 3, 7, 15, 16, 17, 31, 100, 623, 624, 625, 1000, 4097, 70001)
     makes: list[Callable[[], torch.Tensor]] = [
-        lambda n=n: torch.empty(n, dtype=dtype)
-        for n in (1, 2, 3, 7, 15, 16, 17, 31, 100, 623, 624, 625, 1000, 4097, 70001)  # type: ignore[misc]
+        functools.partial(torch.empty, n, dtype=dtype) for n in sizes
     ]
     makes += [
         lambda: torch.empty(6, 8, dtype=dtype).t(),
@@ -177,17 +177,16 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return redispatch(aten.clone.default, (x,), {}), redispatch(
             aten.ones_like.default, (x,), {"dtype": torch.bool}
         )
-    if _is_fused(
-        x.device
-    ):  # one kernel that draws by position: its mask for anything of this shape is the mask for x
+    if _is_fused(x.device):
+        # One kernel that draws by position: its mask is the same for all tensors of this shape.
         like = redispatch(aten.empty_like.default, (x,), {})
         generator = _generator(x.device)
         state = generator.get_state()
         _, mask = _core.record(func, (like, p, True), {})
         _core.random(mask, generator, state, 0)
-        aten.native_dropout(
-            torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device), p, True
-        )  # the generator moves as eager's
+        # The generator moves as eager would move it.
+        dummy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+        aten.native_dropout(dummy, p, True)
     else:
         mask = redispatch(aten.empty_like.default, (x,), {"dtype": torch.bool})
         mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})

@@ -6,21 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 from . import _core
-from ._torch import ViewFlags, torch
+from ._torch import BelowAutograd, torch
 
 
-class _Guards:
-    """Below autograd, no autocast, no torch functions, conjugate views resolved, while the object
-    lives. Autograd keys are excluded from construction on."""
+class _Guards(BelowAutograd):
+    """Below autograd, no autocast and no torch functions while the object lives; the grad mode,
+    which each call sets to the one it was recorded in, is put back at the end."""
 
-    __slots__ = ("_autocast", "_below", "_flags", "_functions", "_grad")
+    __slots__ = ("_autocast", "_grad")
 
     def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()  # calls set the mode that each was recorded in
-        self._flags = ViewFlags()
-        self._flags.__enter__()
-        self._below: Any = torch._C._AutoDispatchBelowAutograd()
-        self._functions: Any = torch._C.DisableTorchFunctionSubclass()
+        self._grad = torch.is_grad_enabled()
+        super().__init__(torch._C.DisableTorchFunctionSubclass)
         self._autocast = []
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -28,11 +25,13 @@ class _Guards:
                 self._autocast.append(device)
 
     def __del__(self) -> None:
-        self._functions = self._below = None
-        self._flags.__exit__()
+        super().__del__()
         torch._C._set_grad_enabled(self._grad)
         for device in self._autocast:
             torch.set_autocast_enabled(device, True)
+
+
+_SHARE_OF_FREE = 0.9  # the rest is left to other programs
 
 
 def guards() -> _Guards:
@@ -40,15 +39,15 @@ def guards() -> _Guards:
 
 
 def free_bytes() -> int | None:
-    """Bytes of the CPU's memory that a step may use beyond what is live; None when nothing is
-    known. (A GPU's: `_cuda.py`.)"""
+    """Bytes of the CPU's memory that a step may use beyond what is live; None when it is not known.
+    (A GPU's: `_cuda.py`.)"""
     free = _core.free_memory()["free"]
-    return None if free is None else int(free * 0.9)
+    return None if free is None else int(free * _SHARE_OF_FREE)
 
 
 def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
-    """What is held while a step that reads these leaves (with: is it a batch?) runs: for a step
-    that is only planned. A batch on meta stands for its shape alone."""
+    """Bytes that are held while a step runs that reads these leaves, for a step that is only
+    planned. leaves: (tensor, is it a batch?); a batch on meta stands for its shape alone."""
     storages = {}
     for t, is_batch in leaves:
         if t.layout is torch.strided and not (is_batch and t.device.type == "meta"):
@@ -58,8 +57,8 @@ def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
 
 
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """koila::moments of src/placement/pseudo.def: f[3, ...]: count, mean, sum of squared deviations
-    over dims."""
+    """koila::moments of src/placement/pseudo.def. x: any shape. Returns f[3, *rest], where `rest` is
+    x's shape without dims: count, mean and sum of squared deviations over dims."""
     n = 1
     for d in dims:
         n *= x.shape[d]
@@ -69,23 +68,17 @@ def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
         torch.float32: torch.float64,
     }.get(x.dtype, x.dtype)
     if n == 0:
-        return torch.zeros(
-            [3, *[s for d, s in enumerate(x.shape) if d not in dims]], dtype=wide, device=x.device
-        )
+        kept = [s for d, s in enumerate(x.shape) if d not in dims]
+        return torch.zeros([3, *kept], dtype=wide, device=x.device)
     x = x if x.dtype in (torch.float32, torch.float64) else x.to(wide)
+    # The mean of the deviations from the first mean is small, so exact. Two plain passes are faster
+    # than Welford's one.
     about = x.mean(dims, keepdim=True)
-    x = (
-        x - about
-    )  # what is left of the mean is small, so exact; two plain passes are faster than Welford's one
+    x = x - about
     rest = x.mean(dims).to(wide)
     squares = x.square_().sum(dims).to(wide)
-    return torch.stack(
-        [
-            torch.full_like(rest, n),
-            about.reshape(rest.shape).to(wide) + rest,
-            squares - rest * rest * n,
-        ]
-    )
+    mean = about.reshape(rest.shape).to(wide) + rest
+    return torch.stack([torch.full_like(rest, n), mean, squares - rest * rest * n])
 
 
 def _combine_moments(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -130,10 +123,10 @@ def _offsets(indices: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _bags(indices: torch.Tensor, step: int) -> torch.Tensor:
-    """Whose every entry is."""
-    return torch.arange(
-        indices.numel() // step, dtype=indices.dtype, device=indices.device
-    ).repeat_interleave(step)
+    """The number of the bag that each index is in."""
+    n_bags = indices.numel() // step
+    bags = torch.arange(n_bags, dtype=indices.dtype, device=indices.device)
+    return bags.repeat_interleave(step)
 
 
 def _embedding_bag(

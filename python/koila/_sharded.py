@@ -5,8 +5,8 @@ On a lazy batch such a module is refused, by name; `koila.opaque(module)` runs i
 slices, and what is here then lets its gradients, one shard a rank, go the way of all others: summed
 over slices, handed over at the end of the step.
 
-Invariant: whatever one rank alone decides or suffers (a plan, a failure, shapes it never saw) is
-told to the others before they could wait for it.
+Invariant: before the other ranks could wait for it, a rank tells them what it alone decides or
+meets (a plan, a failure, shapes it never saw).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import _core, _run
-from ._errors import KoilaError, UnsupportedError
+from ._errors import KoilaError, OutOfMemory, UnsupportedError
+from ._hooks import AFTER, quiet_hooks, wake_hooks
+from ._torch import run_backward
 
 _guarded = False
 
@@ -39,16 +41,10 @@ def refuse_recording() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     for owner, name, advice in (
-        (
-            FSDPState,
-            "_root_pre_forward",
-            _WRAP,
-        ),  # the first thing in a call: nothing is half done when it raises
-        (
-            FSDPParamGroup,
-            "pre_forward",
-            _WRAP,
-        ),  # and what comes after it, where an earlier call broke off
+        # The first function of a call: nothing is half done when it raises.
+        (FSDPState, "_root_pre_forward", _WRAP),
+        # The one after it, where an earlier call broke off.
+        (FSDPParamGroup, "pre_forward", _WRAP),
         (fsdp.FullyShardedDataParallel, "forward", _USE_FSDP2),
     ):
         setattr(owner, name, _refusing(getattr(owner, name), advice))
@@ -63,15 +59,11 @@ _USE_FSDP2 = (
 def _refusing(method: Any, what_to_do: str) -> Any:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(
-            _core.is_lazy(x)
-            for x in pytree.tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        ):
+        tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        if any(_core.is_lazy(x) for x in tensors):
             if hasattr(self, "_training_state"):
-                self._training_state = type(
-                    self._training_state
-                ).IDLE  # the next call is a first one again
+                # The next call is a first one again.
+                self._training_state = type(self._training_state).IDLE
             raise UnsupportedError(
                 "a fully sharded module (FSDP) on a lazy batch: its parameters are there only "
                 f"while it runs, so it cannot be recorded. {what_to_do}"
@@ -99,7 +91,6 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
     """The module's sharded parameters that need gradients, and for each a plain leaf over this
     rank's part of it, whose gradient goes on into the parameter's `.grad` when it is handed
     over."""
-    _core.ranks_ask(ranks_of)
     for part in _parts(module):
         part.reshard()
     parameters: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
@@ -108,7 +99,7 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
-    """A budget refuses nothing meanwhile: what is refused on one rank leaves the others waiting."""
+    """Lift the budget meanwhile: a refusal on one rank would leave the others waiting."""
     limit = _core.cpu_bytes_get_limit()
     _core.cpu_bytes_set_limit(None)
     try:
@@ -126,7 +117,7 @@ def _meshes_of(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _largest(meshes: list[Any], mine: list[int]) -> list[int]:
-    """Of each number the largest of all ranks: one all-reduce for each dimension of a mesh."""
+    """The largest of each number over all ranks: one all-reduce for each dimension of a mesh."""
     import torch.distributed as dist
 
     with _no_limit():
@@ -139,9 +130,9 @@ def _largest(meshes: list[Any], mine: list[int]) -> list[int]:
 
 
 def rows_shapes(call: Any, inputs: list[torch.Tensor], find: Callable[[], Any]) -> None:
-    """Have `call.shapes` say what these inputs give, which a run of the module finds: `find()`. All
-    ranks run it when one of them has to: it talks to the others, and which shapes a rank has seen
-    before is its own affair (a last batch of fewer rows, longer sentences)."""
+    """Make sure that `call.shapes` knows the results of these inputs; where it does not, `find()`
+    runs the module to learn them. All ranks run it when one of them has to, because it talks to the
+    others, and ranks see different shapes (a last batch of fewer rows, longer sentences)."""
     kind = shapes_key(inputs)
     if _largest(_meshes_of(call.shards), [kind not in call.shapes])[0]:
         guards = _run.guards()
@@ -158,17 +149,16 @@ def shapes_key(inputs: list[torch.Tensor]) -> Any:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
-_FINE, _NO_MEMORY, _FAILED = (
-    0,
-    1,
-    2,
-)  # the largest is what the step came to: with less memory it can be tried again, if nothing worse happened anywhere
+# States of a rank. The largest over all ranks is the state of the step: for want of memory it can
+# be tried again with more slices, if nothing worse happened anywhere.
+_FINE, _NO_MEMORY, _FAILED = 0, 1, 2
 
 
 class Ranks:
-    """The ranks that share the sharded modules of one step, for the executor (ranks.c). Each method
-    but `shares` is a collective, one small all-reduce: `withdraw` goes with the others' `agree`,
-    `failed` with their `meet`."""
+    """The ranks that share the sharded modules of one step, for the executor (ranks.c).
+
+    Each method but `shares` is a collective, one small all-reduce: where one rank calls `withdraw`
+    the others call `agree`, and where one calls `failed` the others call `meet`."""
 
     def __init__(self, shards: dict[int, list[Any]]) -> None:
         self._number = {key: i for i, key in enumerate(shards)}
@@ -177,21 +167,19 @@ class Ranks:
     def shares(self, key: int) -> bool:
         return key in self._number
 
-    def agree(self, calls: list[tuple[int, int, bool]], n_slices: int, settled: bool) -> int:
+    def agree(self, calls: list[tuple[int, int, bool]], n_slices: int, decided: bool) -> int:
         """Are all ranks about to make the same calls of their sharded modules?
 
-        calls: of the plan, in its order: how often, which, and whether it is its backward. settled:
-        the rows were forced or agreed on.
+        calls: (how often, key, is it the backward) of each call of the plan, in its order.
+        decided: the rows of a slice were forced or agreed on, and cannot change.
+
         Returns: 0, go on; or the number of slices that all take now.
-        Raises, on all ranks: UnsupportedError, they cannot be brought to make the same calls; what
-        `_raise` says, one of them withdrew.
+        Raises, on all ranks: UnsupportedError when they cannot make the same calls; KoilaError or
+            OutOfMemory when one of them withdrew.
         """
-        code = zlib.crc32(
-            repr(
-                [(n, self._number[k], backward) for n, k, backward in calls if k in self._number]
-            ).encode()
-        )
-        largest, smallest = self._exchange(_FINE, n_slices, code, settled)
+        mine = [(n, self._number[k], backward) for n, k, backward in calls if k in self._number]
+        code = zlib.crc32(repr(mine).encode())
+        largest, smallest = self._exchange(_FINE, n_slices, code, decided)
         if smallest[0] == largest[0] and smallest[1] == largest[1]:
             return 0
         if not largest[2]:
@@ -204,8 +192,7 @@ class Ranks:
         raise UnsupportedError(
             "the ranks of a sharded module cannot run this step together: they would call it a "
             f"different number of times ({slices}; {n_slices} on this rank), and wait for each "
-            "other "
-            "for ever. Give every rank a batch of the same size (drop_last=True), the same "
+            "other for ever. Give every rank a batch of the same size (drop_last=True), the same "
             "koila.micro_batch(n), and read the same values (print, .item()) on all ranks"
         )
 
@@ -229,8 +216,6 @@ class Ranks:
 
     def _raise(self, worst: int, so: str) -> None:
         if worst == _NO_MEMORY:
-            from ._errors import OutOfMemory
-
             raise OutOfMemory(
                 "another rank of this sharded module has no memory for its part of this step, "
                 f"{so}; that rank's error says what is missing"
@@ -241,22 +226,12 @@ class Ranks:
             )
 
 
-def ranks_of(keys: list[int]) -> Ranks | None:
-    """Those that opaque calls `keys` talk to; None: nothing of them is sharded."""
-    from ._rules import _calls
-
-    shards = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
-    return Ranks(shards) if shards else None
-
-
 def withdraw(outputs: Sequence[Any], error: BaseException) -> None:
-    """A backward of `outputs` could not be recorded here; where the step calls sharded modules, the
-    other ranks are about to run it and learn that this one does not."""
+    """A backward of `outputs` could not be recorded here. Where the step calls sharded modules, tell
+    the other ranks, which are about to run it, that this one will not."""
     lazies = [t for t in outputs if isinstance(t, torch.Tensor) and _core.is_lazy(t)]
     if lazies:
-        with contextlib.suppress(
-            Exception
-        ):  # the others may be gone: `error` is the one that counts
+        with contextlib.suppress(Exception):  # the others may be gone; `error` is what counts
             ranks = _core.ranks_of(lazies)
             if ranks is not None:
                 ranks.withdraw(isinstance(error, (MemoryError, torch.OutOfMemoryError)))
@@ -289,8 +264,8 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
 
 def ends_in(leaf: torch.Tensor) -> Any:
-    """The tensor in whose `.grad` a leaf's gradient ends: itself, or the sharded parameter that it
-    is a part of."""
+    """The tensor whose `.grad` receives a leaf's gradient: the leaf, or the sharded parameter that
+    it is a part of."""
     return getattr(leaf, "_koila_parameter", leaf)
 
 
@@ -302,13 +277,11 @@ def gradients(
     """Backward of one slice through a sharded module: the gradients of `inputs`, then of this
     rank's part of every parameter, reduced over the ranks. `.grad` of the parameters is as before,
     and their hooks, which FSDP would call, wait for the end of the step."""
-    from ._backward import AFTER, _original, quiet_hooks, wake_hooks
-
     before, after_hooks = [p.grad for p in parameters], quiet_hooks(parameters, AFTER)
     try:
         for p in parameters:
             p.grad = None
-        _original(
+        run_backward(
             tuple(r for r, _ in pairs),
             tuple(g for _, g in pairs),
             False,

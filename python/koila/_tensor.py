@@ -16,8 +16,8 @@ Tensor = torch.Tensor  # in the class below `torch` is its method
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of the full batch that is not computed yet. It becomes concrete by itself when a
-    Python value is needed."""
+    """A tensor of the full batch that is not computed yet. It becomes concrete by itself when
+    Python needs its value."""
 
     __slots__ = ("_v",)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -35,7 +35,7 @@ class LazyTensor(torch.Tensor):
     run = torch
 
     # torch.tensor([x.sum(), ...]) asks its items with the dispatcher switched off, so these five do
-    # not go through it
+    # not go through the dispatcher.
     def __float__(self) -> float:
         return float(plain(self))
 
@@ -89,13 +89,9 @@ class LazyTensor(torch.Tensor):
         return repr(self)
 
     def __format__(self, spec: str) -> str:
-        return (
-            plain(self).__format__(spec)
-            if self.dim() == 0
-            else object.__format__(repr(self), spec)
-            if spec
-            else repr(self)
-        )
+        if self.dim() == 0:
+            return format(plain(self), spec)
+        return object.__format__(repr(self), spec) if spec else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _with_grad_flag(self).__reduce_ex__(protocol)
@@ -119,7 +115,7 @@ class LazyTensor(torch.Tensor):
         _core.settle(self)
         return self.torch().as_subclass(cls)
 
-    # -- what needs memory: only what was made by torch.zeros and its like can still get some, see
+    # -- what needs memory: only a tensor made by torch.zeros and its like can still get some, see
     # Note [Settling] in factories.c
 
     def data_ptr(self) -> int:
@@ -130,8 +126,8 @@ class LazyTensor(torch.Tensor):
         return self
 
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Any:
-        """Of a square matrix it writes one entry of each row, which slices can do; torch's own
-        writes through a view that spans the rows."""
+        """A square matrix is written by index, one entry of each row, which slices can do; torch's
+        own method writes through a view that spans the rows."""
         if (
             self.dim() != 2
             or self.size(0) != self.size(1)
@@ -164,12 +160,12 @@ class LazyTensor(torch.Tensor):
     _typed_storage = storage
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if requires_grad and self.is_leaf:  # its .grad is to be plain, as it is itself
+        if requires_grad and self.is_leaf:  # a plain leaf gets a plain .grad
             _core.settle(self)
         return torch._C.TensorBase.requires_grad_(self, requires_grad)
 
-    # a conjugate view is a flag on a plain tensor, of which the wrapper has none: who resolves it
-    # and then writes must not write into its base
+    # A conjugate view is a flag on a plain tensor, and a wrapper has no such flag. A program that
+    # resolves it and then writes must not write into its base.
 
     def is_conj(self) -> bool:
         return _core.is_conjugated(self) or super().is_conj()
@@ -189,7 +185,7 @@ class LazyTensor(torch.Tensor):
     def new(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **kwargs)
 
-    def new_tensor(
+    def new_tensor(  # type: ignore[override]
         self,
         data: Any,
         *,
@@ -197,7 +193,7 @@ class LazyTensor(torch.Tensor):
         device: Any = None,
         requires_grad: bool = False,
         **kwargs: Any,
-    ) -> Tensor:  # type: ignore[override]
+    ) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(
             data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs
         )
@@ -236,7 +232,7 @@ def _with_memory(x: torch.Tensor, what: str, args: str = "") -> torch.Tensor:
 
 
 def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
-    _core.settle(x)  # who copies two views of one memory gets two views of one memory
+    _core.settle(x)  # copies of two views of one memory are then views of one memory too
     t = plain(x)
     return t.detach().requires_grad_() if x.requires_grad else t
 
@@ -245,8 +241,8 @@ _core.setup(LazyTensor, second_owner_adds_reference())
 
 
 def learn_wrappers() -> bool:
-    """Whether the quick way of making a LazyTensor (see wrappers in tensor.c) makes what
-    `_make_wrapper_subclass` makes; before, where it is to set the dispatch keys."""
+    """Tell C where a tensor holds its dispatch keys, and return whether the quick way of making a
+    LazyTensor (wrapper.c) gives exactly what `_make_wrapper_subclass` gives."""
 
     def keys(t: torch.Tensor) -> int:
         return int(torch._C._dispatch_keys(t).raw_repr())

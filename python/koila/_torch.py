@@ -1,9 +1,10 @@
-"""What koila knows about the torch it runs on: a polite refusal of a torch that is too old, and
-facts that are learnt rather than assumed."""
+"""The torch that koila runs on: a torch that is too old is refused, and what differs between
+versions is tried out rather than assumed."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,21 +33,24 @@ if VERSION < OLDEST:  # pragma: no cover - needs an old torch
     )
 
 
-# Descriptors and a method that torch's annotations call plain values, or leave out. TensorBase's:
-# those of torch.Tensor itself are guarded, see _doors.py.
+# Descriptors and a method that torch's annotations call plain values, or leave out. They are
+# TensorBase's, because those of torch.Tensor itself are guarded, see _doors.py.
 DATA: Any = torch._C.TensorBase.data
 GRAD: Any = torch._C.TensorBase.grad
-use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # of C++ owners
+
+# The number of a tensor's C++ owners.
+use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+
+# torch's own backward: the function that `_backward.install()` replaces.
+run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 
 
 def second_owner_adds_reference() -> bool:
     """Whether a second C++ owner of a tensor shows as one more Python reference to it.
 
-    Then a tensor with exactly one reference and several owners is one that only C++ keeps (saved by
-    autograd). Learnt, because it changed between versions.
+    If so, a tensor with exactly one reference and several owners is kept by C++ alone (saved by
+    autograd). Tried out, because it changed between versions.
     """
-    import sys
-
     with torch.inference_mode(False), torch.enable_grad():
         t = torch.ones(1, requires_grad=True)
         alone = torch.exp(t * 1)  # saved by autograd as its own output: no second owner
@@ -66,8 +70,8 @@ _SEEN_ABOVE = tuple(
 
 
 class ViewFlags:
-    """A conjugate or negative view is a flag on the tensor, which torch resolves above
-    `__torch_dispatch__` and ignores inside it. Within this context it is resolved there too."""
+    """Within this context, conjugate and negative views are resolved inside `__torch_dispatch__`
+    too. Each is a flag on the tensor, which torch resolves above and ignores inside."""
 
     __slots__ = ("_guard",)
 
@@ -87,3 +91,20 @@ class ViewFlags:
         if self._guard is not None:
             self._guard.__exit__(None, None, None)
             self._guard = None
+
+
+class BelowAutograd:
+    """Where recorded operators run: below autograd, with conjugate and negative views resolved, and
+    under the guards that `more` make. Holds from construction until the object dies."""
+
+    __slots__ = ("_flags", "_guards")
+
+    def __init__(self, *more: Callable[[], Any]) -> None:
+        self._flags = ViewFlags()
+        self._flags.__enter__()
+        self._guards = [make() for make in (torch._C._AutoDispatchBelowAutograd, *more)]
+
+    def __del__(self) -> None:
+        while self._guards:  # the last one first
+            self._guards.pop()
+        self._flags.__exit__()

@@ -239,9 +239,9 @@ def test_calls_are_forgotten_with_their_step():
         F.cross_entropy(koila.opaque(m)(lazy(x)), y).backward()
     del x, y
     gc.collect()
-    from koila import _rules
+    from koila import _opaque
 
-    assert len(_rules._calls) <= 1
+    assert len(_opaque._calls) <= 1
 
 
 def test_the_same_call_in_every_step_is_the_same_operator():
@@ -256,7 +256,7 @@ def test_the_same_call_in_every_step_is_the_same_operator():
         calls.append(0)
     # two slices, forward and again for backward; its shapes are looked for once
     assert "".join(map(str, calls)) == "111110" + "11110" * 2 and len(f._run._known) == 1
-    run = koila._rules._Runner(lambda t, k: t * k, None)
+    run = koila._opaque._Runner(lambda t, k: t * k, None)
     for k in range(100):  # an argument that is another one each time is not kept for ever
         assert torch.equal(koila.run(run(lazy(x), k)), x * k)
     assert len(run._known) <= 64

@@ -101,7 +101,7 @@ void koila__probe_graph(const koila_graph *g, int64_t rows);
 void koila__probe_plan(const koila_plan *plan);
 
 /* ---- ranks.c: sharded modules, which all ranks must call equally often */
-void koila__ranks_ask(PyObject *ask); /* koila._sharded.ranks_of */
+void koila__ranks_ask(PyObject *ask); /* koila._opaque.ranks_of */
 /* a new reference: the koila._sharded.Ranks of the sharded calls in it, None where nothing is
  * sharded; NULL with an exception */
 PyObject *koila__ranks_of(const koila_graph *part);

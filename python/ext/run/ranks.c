@@ -21,7 +21,7 @@
  * PyTorch, until its process ends or their group's timeout. */
 #include "run/exec.h"
 
-/* koila._sharded.ranks_of, or NULL: nothing is sharded in this process */
+/* koila._opaque.ranks_of, or NULL: nothing is sharded in this process */
 static PyObject *ranks_of;
 
 void koila__ranks_ask(PyObject *ask) { Py_XSETREF(ranks_of, Py_NewRef(ask)); }

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _core
-from . import control, devices, timelines, utils
+from . import control, devices, snapshots, timelines, utils
 from .line_profiler import DEFAULT_COLUMNS, LineProfiler
 
 
@@ -224,8 +224,6 @@ def view(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    from . import snapshots
-
     a, b = _saved(args.a), _saved(args.b)
     if type(a) is not type(b):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""measure, start, stop, backend: the truth itself."""
+"""measure, start, stop, backend: the exact numbers, and whether a device gives them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def measure(device: devices.Device | None = None) -> _core.Measure:
     taken back inside), `.allocs .frees` (how often). Nestable; counts all threads.
 
     Raises:
-        UnsupportedError: this device does not tell of every event, see `backend()`.
+        UnsupportedError: this device does not report every event, see `backend()`.
 
     >>> with measure("cpu") as m:
     ...     x = torch.ones(1000) + 1
@@ -31,16 +31,16 @@ def measure(device: devices.Device | None = None) -> _core.Measure:
 
 
 def check_hooked(index: int, call: str) -> None:
-    """Raises UnsupportedError where the device does not tell of every event."""
+    """Raise UnsupportedError where the device does not report every event."""
     devices.listen()
     if not _core.memlab_hooked(index):
         raise UnsupportedError(
-            f"{call}: {devices.name(index)} is not counted exactly: {_why(index)}"
+            f"{call}: {devices.name(index)} is not counted exactly: {why_not_exact(index)}"
         )
 
 
 def start(trace: bool = False) -> None:
-    """Put the allocator hooks in now: for programs that want the truth from the first tensor.
+    """Put the allocator hooks in now: for programs that want exact numbers from the first tensor.
 
     trace: also keep file and line of every CPU block from now on; reports then say who asked for
     it.
@@ -51,28 +51,32 @@ def start(trace: bool = False) -> None:
 
 
 def stop() -> None:
-    """Take the hooks off again. Blocks already counted are still seen when they are freed."""
+    """Take the hooks off again. Blocks that were counted are still seen when they are freed."""
     _core.memlab_stop()
 
 
-def _why(index: int) -> str:
+def why_not_exact(index: int) -> str:
+    """Why single blocks of a device are not seen, for an error."""
     if index == 0:
         plan = _core.cpu_bytes_install()
         return plan.partition(": ")[2] or "the hook was overwritten by another tool"
-    return "its allocator does not report single blocks (cudaMallocAsync, a pluggable allocator, or caching disabled)"
+    return (
+        "its allocator does not report single blocks (cudaMallocAsync, a pluggable allocator, or "
+        "caching disabled)"
+    )
 
 
 def backend() -> dict[str, Any]:
-    """Which truth is in use: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None}. "why" is
-    there when one is not the hook."""
+    """Where the numbers come from: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None, "why":
+    {device: reason}}; "why" names each device that is not counted by the hook."""
     devices.listen()
     kind, count = _core.memlab_devices()
     answer: dict[str, Any] = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}
-    why = {} if answer["cpu"] else {"cpu": _why(0)}
+    why = {} if answer["cpu"] else {"cpu": why_not_exact(0)}
     if count and kind is not None:
         answer[kind] = "hook" if _core.memlab_hooked(1) else "stats"
         if answer[kind] == "stats":
-            why[kind] = _why(1)
+            why[kind] = why_not_exact(1)
     else:
         why["cuda"] = "no accelerator"
     answer["why"] = why

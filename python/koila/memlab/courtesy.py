@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from .. import _errors
-from . import devices, tensors, utils
+from .. import _core, _errors
+from . import devices, oom, tensors, utils
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,8 @@ class Courtesy:
             raise ValueError(
                 f'Courtesy(to={to!r}): expected "cpu", "pinned" or a directory that exists'
             )
-        from .mem_reporter import check_optimizer
-
         self._names = tensors.Names(
-            optimizers=[check_optimizer(o, "Courtesy(optimizers)") for o in optimizers]
+            optimizers=[tensors.check_optimizer(o, "Courtesy(optimizers)") for o in optimizers]
         )
         self._away: list[_Away] = []
         self._guard: Any = None
@@ -247,16 +245,12 @@ class _Home:
 
 
 def devices_there() -> int:
-    from .. import _core
-
     devices.listen()
     return _core.memlab_devices()[1]
 
 
 def is_no_memory(error: BaseException) -> bool:
-    from .oom import is_out_of_memory
-
-    return isinstance(error, (MemoryError, OSError)) or is_out_of_memory(error)
+    return isinstance(error, (MemoryError, OSError)) or oom.is_out_of_memory(error)
 
 
 def _synchronize(torch: Any) -> None:
@@ -319,7 +313,7 @@ def _poison(storage: torch.UntypedStorage, text: str | None) -> None:
 def _guard(courtesy: Courtesy) -> Any:
     """A dispatch mode that refuses operators on yielded tensors."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
     from torch.utils._pytree import tree_leaves
 
     class Guard(TorchDispatchMode):
@@ -341,8 +335,6 @@ def _guard(courtesy: Courtesy) -> Any:
             """Take it off; if other modes were put on top meanwhile, it stays below them and does
             nothing."""
             self.on = False
-            from torch.utils._python_dispatch import _get_current_dispatch_mode
-
             if _get_current_dispatch_mode() is self:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

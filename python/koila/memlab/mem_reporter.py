@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .. import _core
 from . import devices, tensors, utils
+from .snapshots import Snapshot
 from .tensors import BYTES, DEVICE, FIRST, NAME, NUMEL, SHAPE
-
-if TYPE_CHECKING:
-    import torch
-
-    from .snapshots import Snapshot
 
 _RULE = "-" * 79
 _HEADER = f"{'Element type':<40s}{'Size':>20s}{'Used MEM':>10s}\n{_RULE}\n"
@@ -30,37 +25,6 @@ def _unit(device: str) -> int:
     return 1 if device in {"cpu", "meta"} else 512
 
 
-def check_models(
-    model: tensors.Models, call: str
-) -> list[tuple[str, weakref.ref[torch.nn.Module]]]:
-    """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
-    if model is None:
-        return []
-    torch = sys.modules.get("torch")
-    named: dict[str, Any] = model if isinstance(model, dict) else {"": model}
-    for one in named.values():
-        if torch is None or not isinstance(one, torch.nn.Module):
-            raise TypeError(
-                f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}"
-            )
-    return [(f"{name}." if name else "", weakref.ref(one)) for name, one in named.items()]
-
-
-def check_optimizer(optimizer: tensors.Optimizer, call: str) -> weakref.ref[tensors.Optimizer]:
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}"
-        )
-    return weakref.ref(optimizer)
-
-
-def check_optimizers(
-    optimizers: tensors.Optimizer | Sequence[tensors.Optimizer], call: str
-) -> list[weakref.ref[tensors.Optimizer]]:
-    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return [check_optimizer(o, call) for o in several]
-
-
 class MemReporter:
     """List every tensor there is, with its storage's bytes, and balance the books against the
     allocator.
@@ -73,7 +37,7 @@ class MemReporter:
     """
 
     def __init__(self, model: tensors.Models = None, pre_collect: bool = False) -> None:
-        self._names = tensors.Names(check_models(model, "MemReporter(model)"))
+        self._names = tensors.Names(tensors.check_models(model, "MemReporter(model)"))
         self._pre_collect = pre_collect
         self._rows: list[tensors.Row] = []
         self._books: dict[str, dict[str, Any]] = {}
@@ -82,7 +46,7 @@ class MemReporter:
 
     def add_optimizer(self, optimizer: tensors.Optimizer) -> None:
         """Name this optimizer's states, before or after its first step."""
-        ref = check_optimizer(optimizer, "MemReporter.add_optimizer")
+        ref = tensors.check_optimizer(optimizer, "MemReporter.add_optimizer")
         if not any(r() is optimizer for r in self._names.optimizers):
             self._names.optimizers.append(ref)
 
@@ -186,6 +150,4 @@ class MemReporter:
 
     def snapshot(self) -> Snapshot:
         """A Snapshot of now, with this reporter's names."""
-        from .snapshots import Snapshot
-
         return Snapshot(self._names)

@@ -1,5 +1,8 @@
-"""pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`. Imports
-torch only when one is used."""
+"""pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`.
+
+koila.memlab is imported only when one of them is used: pytest loads this plugin in every project of
+an environment.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
     with measure(marker.kwargs.get("device")) as m:
         outcome = yield
     if outcome.excinfo is None and m.rise > limit:
-        text = f"needed {readable_size(m.rise)} of tensor memory ({m.rise} bytes), limit {readable_size(limit)} ({limit} bytes)"
+        text = (
+            f"needed {readable_size(m.rise)} of tensor memory ({m.rise} bytes), "
+            f"limit {readable_size(limit)} ({limit} bytes)"
+        )
         outcome.force_exception(pytest.fail.Exception(text, pytrace=False))
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import _core
 from . import devices, tensors, utils
-from .mem_reporter import check_models, check_optimizers
 
 Key = TypeVar("Key")
 
@@ -239,7 +238,8 @@ def snapshot(
     call = "snapshot(model)"
     return Snapshot(
         tensors.Names(
-            check_models(model, call), check_optimizers(optimizers, "snapshot(optimizers)")
+            tensors.check_models(model, call),
+            tensors.check_optimizers(optimizers, "snapshot(optimizers)"),
         )
     )
 

@@ -3,13 +3,15 @@ C (report.c)."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from .. import _core
+from .._torch import second_owner_adds_reference
 from . import devices
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ _both_owners: bool | None = None
 def _counts_both_owners() -> bool:
     global _both_owners
     if _both_owners is None:
-        from .._torch import second_owner_adds_reference
-
         _both_owners = second_owner_adds_reference()
     return _both_owners
 
@@ -51,6 +51,35 @@ class Optimizer(Protocol):
     def param_groups(self) -> Any: ...
     @property
     def state(self) -> Any: ...
+
+
+def check_models(model: Models, call: str) -> list[tuple[str, weakref.ref[torch.nn.Module]]]:
+    """[(prefix, weakref)] of a Module, a dict of Modules, or None."""
+    if model is None:
+        return []
+    torch = sys.modules.get("torch")
+    named: dict[str, Any] = model if isinstance(model, dict) else {"": model}
+    for one in named.values():
+        if torch is None or not isinstance(one, torch.nn.Module):
+            raise TypeError(
+                f"{call}: expected a torch.nn.Module or a dict of them, got {type(one).__name__}"
+            )
+    return [(f"{name}." if name else "", weakref.ref(one)) for name, one in named.items()]
+
+
+def check_optimizer(optimizer: Optimizer, call: str) -> weakref.ref[Optimizer]:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{call}: expected an optimizer with param_groups, got {type(optimizer).__name__}"
+        )
+    return weakref.ref(optimizer)
+
+
+def check_optimizers(
+    optimizers: Optimizer | Sequence[Optimizer], call: str
+) -> list[weakref.ref[Optimizer]]:
+    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return [check_optimizer(o, call) for o in several]
 
 
 class Names:
@@ -232,8 +261,6 @@ def ready() -> None:
 def names_around() -> Names:
     """Names for a report that was given no model: of the modules that are nobody's child, and of
     all optimizers."""
-    import gc
-
     torch = sys.modules["torch"]
     objects = gc.get_objects()
     modules = [o for o in objects if issubclass(type(o), torch.nn.Module)]

@@ -56,11 +56,9 @@ class timeline:
         device: devices.Device | None = None,
         limit: int = 4_000_000,
     ) -> None:
-        from .mem_reporter import check_models, check_optimizers
-
         self._names = tensors.Names(
-            check_models(model, "timeline(model)"),
-            check_optimizers(optimizers, "timeline(optimizers)"),
+            tensors.check_models(model, "timeline(model)"),
+            tensors.check_optimizers(optimizers, "timeline(optimizers)"),
         )
         self._models: dict[str, Any] = (
             model if isinstance(model, dict) else {} if model is None else {"": model}

@@ -42,7 +42,7 @@ class ByteSize:
         return f"ByteSize({self.num_bytes!r})"
 
 
-# as the old package calls it, whose users put their own here: readable_size goes through it
+# pytorch_memlab's name for it. Its users replace it with their own, so readable_size looks it up.
 calmsize = ByteSize
 
 
@@ -72,7 +72,10 @@ def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
 
 def page(title: str, body: str) -> str:
     """One self-contained HTML page: nothing is loaded, no script."""
-    return f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n{body}\n</body></html>\n'
+    return (
+        f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
+        f"{body}\n</body></html>\n"
+    )
 
 
 def write(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ then."""
 from __future__ import annotations
 
 import ast
+import linecache
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -135,8 +136,6 @@ class _Cell:
 
 def run(shell: Any, line: str, cell: str | None = None) -> Any:
     """What %mlrun and %%mlrun do."""
-    import linecache
-
     options, statement = parse_options(line)
     columns = (*(() if options["D"] else DEFAULT_COLUMNS), *options["c"])
     gpu = options["g"]

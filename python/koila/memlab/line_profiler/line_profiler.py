@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ... import _core
 from ..._errors import UnsupportedError
-from .. import devices, utils
+from .. import control, devices, utils
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -241,9 +241,7 @@ class LineProfiler(_core.LineTable):
         lost = _core.cpu_bytes_generation() != self._generation
         if _core.memlab_hooked(0) and not lost:
             return
-        from ..control import _why
-
-        if (lost or "overwritten" in _why(0)) and not self._warned:
+        if (lost or "overwritten" in control.why_not_exact(0)) and not self._warned:
             self._warned = True
             warnings.warn(
                 "koila.memlab: another tool overwrote the CPU allocator hook; numbers since then "
@@ -252,7 +250,7 @@ class LineProfiler(_core.LineTable):
                 stacklevel=utils.user_level(),
             )
         raise UnsupportedError(
-            f"display: the CPU's memory is not counted here: {_why(0)}; only hits, time and rss "
+            f"display: the CPU's memory is not counted here: {control.why_not_exact(0)}; only hits, time and rss "
             "can be shown"
         )
 

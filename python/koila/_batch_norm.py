@@ -1,0 +1,129 @@
+"""BatchNorm: its running statistics are written when the step ends, exactly once."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from ._torch import torch
+from . import _core
+from ._calls import redispatch, write_real
+from ._special import special
+
+aten = torch.ops.aten
+
+# False while explain() records a backward that nobody called: a checkpoint in it runs its forward
+# again.
+effects_count = True
+
+# tape -> counters of its forwards, with their versions
+_Counters = list[tuple[torch.Tensor, int]]
+_counted: weakref.WeakKeyDictionary[Any, _Counters] = weakref.WeakKeyDictionary()
+
+# Where torch itself calls `num_batches_tracked.add_(1)`.
+_COUNTING = {
+    torch.nn.modules.batchnorm._BatchNorm.forward.__code__,
+    torch.nn.SyncBatchNorm.forward.__code__,
+}
+_FRAMES_LOOKED_AT = 16  # from the operator up to the module that called it
+
+
+def _remember_count(value: Any, mean: torch.Tensor) -> None:
+    """The calling module has counted this batch already, in plain torch; its statistics are written
+    when the step is complete. Both happen or neither: see uncount()."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_FRAMES_LOOKED_AT):
+        if frame is None:
+            return
+        if frame.f_code in _COUNTING:
+            module = frame.f_locals["self"]
+            counter = module.num_batches_tracked
+            if module.running_mean is mean and counter is not None and not _core.is_lazy(counter):
+                _counted.setdefault(_core.tape_of(value), []).append((counter, counter._version))
+            return
+        frame = frame.f_back
+
+
+def uncount(tape: Any) -> None:
+    """The step failed and its statistics are not written: take back the batches it counted. A
+    counter that was written since stays as it is."""
+    for counter, version in reversed(_counted.pop(tape, ())):
+        if counter._version == version:
+            with torch.no_grad():
+                counter.sub_(1)
+            torch._C._autograd._unsafe_set_version_counter((counter,), (version - 1,))
+
+
+@special(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+)
+def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In training mode: the functional form; the new running statistics are written when the step
+    ends, exactly once."""
+    if func._schema.overload_name not in ("", "default") or kwargs:
+        return _core.record(func, args, kwargs)
+    name = func._schema.name.removeprefix("aten::")
+    if name == "_batch_norm_with_update":
+        x, weight, bias, mean, var, momentum, eps = args
+        training = True
+    else:
+        x, weight, bias, mean, var, training, momentum, eps = args
+    vendor = name in ("cudnn_batch_norm", "miopen_batch_norm")
+    if training and vendor and mean is None:
+        results = _core.record(aten.native_batch_norm.default, args, kwargs)
+        return (*results, _no_workspace()) if name == "cudnn_batch_norm" else results
+    if not training or mean is None or var is None:
+        return _core.record(func, args, kwargs)
+    out, saved_mean, saved_invstd, new_mean, new_var = _core.record(
+        aten._native_batch_norm_legit_functional.default,
+        (x, weight, bias, mean, var, True, momentum, eps),
+        {},
+    )
+    for buffer, value in ((mean, new_mean), (var, new_var)):
+        if _core.is_lazy(buffer):
+            redispatch(aten.copy_.default, (buffer, value), {})
+        elif not _core.is_lazy(value):
+            write_real(aten.copy_.default, (buffer, value), {})
+        elif effects_count:
+            _core.effect(value, buffer)
+            if buffer is mean:
+                _remember_count(value, mean)
+    if x.size(0) == 1 and _core.is_lazy(new_mean):
+        # instance_norm: its statistics are temporaries that it reads at once
+        _core.run(_core.tape_of(new_mean), [], True)
+    if name in ("_batch_norm_with_update", "cudnn_batch_norm"):
+        return out, saved_mean, saved_invstd, _no_workspace()
+    return out, saved_mean, saved_invstd
+
+
+def _no_workspace() -> torch.Tensor:
+    """In place of the workspace of a backward kernel that is not used."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+@special("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
+def _batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The native backward in place of the vendors', which cannot be sliced: both read the same
+    saved mean and inverse deviation."""
+    x, gradient, weight, mean, var, saved_mean, saved_invstd, eps = args[:8]
+    return _core.record(
+        aten.native_batch_norm_backward.default,
+        (
+            gradient,
+            x,
+            weight,
+            mean,
+            var,
+            saved_mean,
+            saved_invstd,
+            True,
+            eps,
+            [True, weight is not None, weight is not None],
+        ),
+        {},
+    )

@@ -1,0 +1,385 @@
+"""`opaque()`: modules and functions that run as they are, on real slices, instead of being
+recorded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import _core, _sharded
+from ._errors import UnsupportedError
+
+
+class _Call:
+    """A way of calling an opaque function: everything but the tensors.
+
+    Recorded operators name it by `key`. It lives while the function does, and while a step holds
+    such an operator. `results`: how its results are nested, and where they have a tensor rather
+    than None. `shapes`: of a sharded module, the shapes and dtypes of its results by those of its
+    inputs.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "function",
+        "key",
+        "module",
+        "names",
+        "rebuild",
+        "results",
+        "shapes",
+        "shards",
+    )
+
+    def __init__(
+        self,
+        function: Any,
+        rebuild: Any,
+        module: torch.nn.Module | None,
+        names: list[str],
+        shards: list[torch.Tensor],
+    ) -> None:
+        self.function, self.rebuild, self.module = function, rebuild, module
+        self.names, self.shards = names, shards
+        self.results: tuple[Any, list[bool]] | None = None
+        self.shapes: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        self.key = next(_keys)
+        _calls[self.key] = self
+
+    def __call__(
+        self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The tensors of the results; None among them is left out, and put back by `nested`."""
+        args, kwargs = self.rebuild(inputs)
+        if self.module is not None and self.names:
+            result = torch.func.functional_call(
+                self.module, dict(zip(self.names, parameters)), args, kwargs
+            )
+        else:
+            result = self.function(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
+            raise UnsupportedError(
+                "opaque(): the function may return tensors, in any structure, and nothing else"
+            )
+        self.results = structure, [x is not None for x in leaves]
+        return [x for x in leaves if x is not None]
+
+    def nested(self, tensors: Any) -> Any:
+        assert self.results is not None
+        structure, there = self.results
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if t else None for t in there], structure)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_keys = itertools.count(1)
+_library: Any = None
+_MAX_KNOWN = 64  # ways of calling one function that are kept
+
+
+def ranks_of(keys: list[int]) -> _sharded.Ranks | None:
+    """The ranks that opaque calls `keys` talk to; None: nothing of them is sharded. The executor
+    asks (ranks.c)."""
+    shards = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
+    return _sharded.Ranks(shards) if shards else None
+
+
+def _forward(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+) -> list[torch.Tensor]:
+    with torch.no_grad():
+        results = _calls[key](inputs, parameters)
+    return [r.clone() if any(r is i for i in inputs) or r._is_view() else r for r in results]
+
+
+class _WithAutograd:
+    """Calls of the executor run below autograd; this puts it back for the recomputation inside."""
+
+    _keys = (
+        "AutogradFunctionality",
+        "ADInplaceOrView",
+        "AutogradCPU",
+        "AutogradCUDA",
+        "AutogradOther",
+    )
+
+    def __enter__(self) -> None:
+        self._before = []
+        for name in self._keys:
+            key = getattr(torch._C.DispatchKey, name)
+            self._before.append((key, torch._C._dispatch_tls_is_dispatch_key_excluded(key)))
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *_: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        for key, excluded in self._before:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def _backward_of(
+    grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+) -> list[torch.Tensor]:
+    call = _calls[key]
+    with _WithAutograd():
+        fresh = [
+            t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+            for t in [*inputs, *parameters]
+        ]
+        results = call(fresh[: len(inputs)], fresh[len(inputs) :])
+        pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
+        wanted = [t for t in fresh if t.requires_grad]
+        found: Iterator[torch.Tensor | None]
+        if not pairs:
+            found = iter([None] * len(wanted))
+        elif call.shards:  # a sharded module adds to the .grad of its own parameters
+            found = iter(
+                _sharded.gradients(call.shards, pairs, wanted[: len(wanted) - len(parameters)])
+            )
+        else:
+            found = iter(
+                torch.autograd.grad(
+                    [r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+                )
+            )
+    out = []
+    for t in fresh:
+        g = next(found) if t.requires_grad else None
+        out.append(torch.zeros_like(t) if g is None else g.detach().clone())
+    return out
+
+
+def _define() -> Any:
+    """The operators koila::opaque and koila::opaque_backward, made at the first use of opaque()."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("koila", "FRAGMENT")
+        _library.define("opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
+        _library.define(
+            "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> "
+            "Tensor[]"
+        )
+        for key in ("CPU", "CUDA"):
+            _library.impl("opaque", _forward, key)
+            _library.impl("opaque_backward", _backward_of, key)
+        torch.library.register_fake("koila::opaque", _fake_forward, lib=_library)
+        torch.library.register_fake(
+            "koila::opaque_backward",
+            lambda grads, inputs, parameters, id: [
+                torch.empty_like(t) for t in [*inputs, *parameters]
+            ],
+            lib=_library,
+        )
+    return torch.ops.koila
+
+
+def _fake_forward(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+) -> list[torch.Tensor]:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    shapes = _calls[id].shapes.get(_sharded.shapes_key(inputs))
+    if shapes is None:
+        with unset_fake_temporarily():
+            shapes = _shapes_of_rows(inputs, parameters, id)
+    return [
+        inputs[0].new_empty((inputs[0].shape[0], *shape[1:]), dtype=dtype)
+        for shape, dtype in shapes
+    ]
+
+
+def _shapes_of_rows(
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the results, from a run on two real rows of zeros: a compiled module or
+    a custom kernel has no shape function."""
+    batch = inputs[0].shape[0]
+    rows = min(2, batch)
+    module = _calls[id].module
+    modes = [(m, m.training) for m in module.modules()] if module is not None else []
+    with torch.random.fork_rng(devices=[]):
+        real = [
+            torch.zeros(
+                [rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)],
+                dtype=t.dtype,
+                device=t.device,
+            )
+            for t in inputs
+        ]
+        try:
+            if module is not None:
+                module.eval()  # two rows of zeros must not touch running statistics
+            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+            results = _forward(real, zeros, id)
+        finally:
+            # Each its own mode: a frozen batch norm inside a model that trains stays frozen.
+            for m, training in modes:
+                m.training = training
+    return [(tuple(r.shape), r.dtype) for r in results]
+
+
+class _Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, n_inputs: int, *tensors: torch.Tensor) -> Any:
+        ctx.call, ctx.n_inputs = call, n_inputs
+        ctx.save_for_backward(*tensors)
+        return tuple(_define().opaque(list(tensors[:n_inputs]), list(tensors[n_inputs:]), call.key))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        found = _define().opaque_backward(
+            list(grads), list(tensors[: ctx.n_inputs]), list(tensors[ctx.n_inputs :]), ctx.call.key
+        )
+        return (
+            None,
+            None,
+            *(
+                g if t.is_floating_point() or t.is_complex() else None
+                for g, t in zip(found, tensors)
+            ),
+        )
+
+
+class _Runner:
+    """Calls `function` as it is, or records that it is called where an argument is lazy."""
+
+    def __init__(self, function: Callable[..., Any], module: torch.nn.Module | None) -> None:
+        self._function, self._module = function, module
+        self._known: dict[Any, _Call] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        if not any(_core.is_lazy(leaves[i]) for i in at):
+            return self._function(*args, **kwargs)
+        at.sort(key=lambda i: not _core.is_lazy(leaves[i]))  # lazy ones first: they tell the rows
+        tensors = [leaves[i] for i in at]
+        named: dict[str, torch.Tensor] = {}
+        shards: list[torch.Tensor] = []
+        parameters: list[torch.Tensor] = []
+        if self._module is not None and _sharded.is_sharded(self._module):
+            _core.ranks_ask(ranks_of)
+            shards, parameters = _sharded.shards(self._module)
+        elif self._module is not None:
+            named = dict(self._module.named_parameters())
+            parameters = list(named.values())
+        call = self._call(
+            [None if isinstance(x, torch.Tensor) else x for x in leaves],
+            structure,
+            at,
+            list(named),
+            shards,
+        )
+        if shards:
+            _sharded.rows_shapes(
+                call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key)
+            )
+        results = _Opaque.apply(call, len(tensors), *tensors, *parameters)  # type: ignore[no-untyped-call]
+        for r in results[:1]:
+            # The finalizer (any would do: id) keeps `call` alive until the step is gone.
+            weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)
+        return call.nested(results)
+
+    def _call(
+        self,
+        constants: list[Any],
+        structure: Any,
+        at: list[int],
+        names: list[str],
+        shards: list[torch.Tensor],
+    ) -> _Call:
+        """The same call again is the same operator to the recorder, which keeps its shapes and its
+        plan."""
+
+        def rebuild(tensors: list[torch.Tensor]) -> Any:
+            values = list(constants)
+            for i, t in zip(at, tensors):
+                values[i] = t
+            return pytree.tree_unflatten(values, structure)
+
+        training = self._module is not None and self._module.training
+        alike = (
+            repr(structure),
+            tuple(at),
+            training,
+            tuple(names),
+            tuple(map(id, shards)),
+            tuple((type(c), c) for c in constants),
+        )
+        try:
+            call = self._known.get(alike)
+        except TypeError:  # an argument without a hash
+            return _Call(self._function, rebuild, self._module, names, shards)
+        if call is None:
+            if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
+                self._known.clear()
+            call = self._known[alike] = _Call(self._function, rebuild, self._module, names, shards)
+        return call
+
+
+class OpaqueModule(torch.nn.Module):
+    """What `opaque(module)` returns: a module with the one given inside, as `.module`; parameters,
+    buffers and modes are that one's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._run = _Runner(module, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueModule:
+        return OpaqueModule(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        return OpaqueModule, (self.module,)
+
+
+@overload
+def opaque(fn: torch.nn.Module) -> OpaqueModule: ...
+@overload
+def opaque(fn: _F) -> _F: ...
+def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a module or a function as it is, on real slices of the batch, forward and backward:
+    compiled modules, fully sharded ones (FSDP), custom kernels.
+
+    fn: takes tensors (in any structure) whose first dimension is the batch, or that are whole, and
+        returns tensors whose first dimension is the batch. Rows must be independent: a row of the
+        results may depend on the same row of the arguments, on whole arguments and on the
+        parameters only.
+
+    Backward runs fn again on each slice. Buffers that fn writes and random numbers that it draws
+    are not managed: they change once per slice and run. Without lazy arguments fn is called
+    directly. A sharded module runs its collectives once per slice: the ranks agree on the number of
+    slices before a step runs, and raise together where they cannot agree, or where one of them
+    fails outside of the module.
+
+    Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a
+        function.
+    """
+    if isinstance(fn, torch.nn.Module):
+        return OpaqueModule(fn)
+    if not callable(fn):
+        raise ValueError(
+            f"opaque({fn!r}): expected a module or a function, got {type(fn).__name__}"
+        )
+    run = _Runner(fn, None)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return call
