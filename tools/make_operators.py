@@ -1,4 +1,4 @@
-"""docs/operators.md from src/placement/ops.def and src/placement/pseudo.def: `python
+"""docs/operators.md from src/graph/ops.def and src/placement/pseudo.def: `python
 tools/make_operators.py` writes it, `--check` fails when it is stale."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 HEAD = """# Operators that can be sliced
 
-Made from `src/placement/ops.def` by `tools/make_operators.py`; do not edit.
+Made from `src/graph/ops.def` by `tools/make_operators.py`; do not edit.
 
 An operator that is not here is *gathered*: its inputs are made whole, it runs once, and its results are sliced again where needed. That is always
 right, and costs memory where the inputs are activations. In-place operators (`relu_`) have the line of their functional twin (`relu`).
@@ -23,12 +23,15 @@ Combinations that are not named make the arguments whole first, at the price of 
 
 
 def make() -> str:
+    """The page: a table for each heading of ops.def; operators without a rule are not on it."""
     out, n = [HEAD], 0
-    for line in (ROOT / "src/placement/ops.def").read_text().splitlines():
+    for line in (ROOT / "src/graph/ops.def").read_text().splitlines():
         if m := re.fullmatch(r"/\* ---- (.*) \*/", line):
+            if m[1].startswith("gathered"):
+                break
             title = re.sub(r" \((rules_\w+\.c|pseudo\.def)\)", r"", m[1])
             out += [f"\n## {title[0].upper()}{title[1:]}\n", "| operator | rule |", "|---|---|"]
-        elif m := re.fullmatch(r'KOILA_OP\("([^"]+)",\s*(\w+),\s*"([^"]*)"\)', line):
+        elif m := re.fullmatch(r'KOILA_OP\("([^"]+)",\s*(\w+),\s*"([^"]*)", .*\)', line):
             n += 1
             says = m[3].replace("|", "\\|")
             out.append(f"| `{m[1]}` | {'; '.join(s.strip() for s in re.split(r'  +', says))} |")

@@ -93,6 +93,48 @@ enum {
     KOILA_OP_OPAQUE = 16,
 };
 
+/** What koila knows of an operator by its name: the last column of src/graph/ops.def. (Flags, above,
+ * are what its recorder says of it.) In-place operators have the facts of their functional twin. */
+enum {
+    KOILA_FACT_ARANGE = 1 << 0,       /**< arange(end), arange(start, end), ... of numbers */
+    KOILA_FACT_ARANGE_START = 1 << 1, /**< an arange whose arguments begin start, end */
+    KOILA_FACT_ARANGE_STEP = 1 << 2,  /**< and go on with the step */
+    KOILA_FACT_RESHAPES = 1 << 3,     /**< the same elements in the same order, in another shape */
+    KOILA_FACT_BROADCASTS = 1 << 4,   /**< expand */
+    KOILA_FACT_SAME_VALUES = 1 << 5, /**< the same values in the same shape; the dtype may change */
+    KOILA_FACT_ADDS = 1 << 6,        /**< add(x, argument 1) */
+    KOILA_FACT_FACTORY = 1 << 7,     /**< no element depends on its position: any rows of it do */
+    KOILA_FACT_ZEROS = 1 << 8,       /**< results are all 0 */
+    KOILA_FACT_FILLS = 1 << 9,       /**< results are argument 1 everywhere */
+    KOILA_FACT_EMPTY = 1 << 10,      /**< memory without values */
+    KOILA_FACT_MAY_ALIAS = 1 << 11,  /**< no view, but may give its input, or a view of it */
+    KOILA_FACT_SPLITS_UNSAFELY = 1 << 12, /**< results share memory without saying so to autograd */
+    KOILA_FACT_JOINS = 1 << 13,           /**< refuses strides that do not fit: view and the like */
+    KOILA_FACT_STRIDED = 1 << 14,         /**< as_strided: the strides of the storage are given */
+    KOILA_FACT_CONJUGATES = 1 << 15,      /**< _conj: a view with a flag on it */
+    KOILA_FACT_AS_REAL = 1 << 16,         /**< view_as_real */
+    KOILA_FACT_AS_COMPLEX = 1 << 17,      /**< view_as_complex */
+    KOILA_FACT_DRAWS_MASK = 1 << 18,      /**< bernoulli: the mask of a dropout */
+    KOILA_FACT_SAFE_SOFTMAX = 1 << 19,    /**< _safe_softmax: attention written out for the CPU */
+    KOILA_FACT_OF_ATTENTION = 1 << 20, /**< stands between the two products of such an attention */
+    KOILA_FACT_PSEUDO = 1 << 21,       /**< "koila::...": not torch's; the executor implements it */
+    KOILA_FACT_OPAQUE_CALL = 1 << 22, /**< of a module that koila.opaque() names, or its backward */
+    KOILA_FACT_OPAQUE_BACKWARD = 1 << 23,
+    /* the kind of a dense kernel, a number: compare koila_facts_dense(facts) */
+    KOILA_FACT_DENSE_CONTRACT = 1 << 24,        /**< mm, bmm, mv, linear */
+    KOILA_FACT_DENSE_CONTRACT_BIASED = 2 << 24, /**< addmm, baddbmm: what is added comes first */
+    KOILA_FACT_DENSE_CONV = 3 << 24,
+    KOILA_FACT_DENSE_CONV_BACKWARD = 4 << 24,
+    KOILA_FACT_DENSE_ATTENTION = 5 << 24,
+    KOILA_FACT_DENSE_ATTENTION_BACKWARD = 6 << 24,
+    KOILA_FACT_DENSE_RNN = 7 << 24,
+    KOILA_FACT_DENSE_RNN_BACKWARD = 8 << 24,
+    KOILA_FACT_DENSE_POOL = 9 << 24,
+    KOILA_FACT_DENSE_MASK = 15 << 24,
+};
+/** KOILA_FACT_DENSE_..., or 0. */
+static inline uint32_t koila_facts_dense(uint32_t facts) { return facts & KOILA_FACT_DENSE_MASK; }
+
 typedef enum koila_arg_kind {
     KOILA_ARG_ABSENT, /**< None */
     KOILA_ARG_TENSOR, /**< the next input of the node; `id` is its meta */
@@ -166,6 +208,8 @@ KOILA_API koila_status koila_table_op(koila_table *t, const char *name, uint32_t
                                       koila_op *out);
 KOILA_API const char *koila_op_name(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_op_flags(const koila_table *t, koila_op op);
+/** KOILA_FACT_...; found when the operator is interned, so this reads an array. */
+KOILA_API uint32_t koila_op_facts(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_table_n_ops(const koila_table *t);
 KOILA_API koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out);
 KOILA_API const char *koila_text(const koila_table *t, uint32_t text);

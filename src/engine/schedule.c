@@ -137,10 +137,6 @@ struct koila__scheduler {
     bool *is_viewed;      /* [node] a result is the only input of a view */
     bool *is_mere_view;   /* [node] such a view */
     bool *aliases;        /* [node] its fresh results share the storage of its first input */
-    /* [op of the table] known to may hand back its input; see aliases_input */
-    bool *maybe_alias;
-    /* [op] unsafe_split and its like: the results are disjoint parts of the input */
-    bool *splits;
 
     loop_info *loops;
     uint32_t n_loops;
@@ -234,26 +230,10 @@ static bool reads(const koila_sig_info *s, uint32_t i)
     return !is_base;
 }
 
-/* Operators that are no views but may hand back (a view of) their input. One flag for each operator
- * of the table; NULL: no memory. */
-static bool *find_maybe_alias(const koila_table *t, koila__arena *mem)
+/* May the operator's results be its input, or views of it? */
+static bool maybe_alias(const koila_table *t, koila_op op)
 {
-    static const char *const maybe[] = { "aten::_unsafe_view",
-                                         "aten::_reshape_alias",
-                                         "aten::reshape",
-                                         "aten::contiguous",
-                                         "aten::unsafe_split.Tensor",
-                                         "aten::unsafe_split_with_sizes",
-                                         "aten::unsafe_chunk",
-                                         "aten::to.dtype",
-                                         "aten::real" };
-    bool *flags = koila__arena_array(mem, t->ops.n, sizeof *flags);
-    for (uint32_t op = 0; flags && op < t->ops.n; op++) {
-        flags[op] = t->ops.at[op].flags & KOILA_OP_VIEW;
-        for (size_t i = 0; i < KOILA_COUNT(maybe); i++)
-            flags[op] |= strcmp(t->ops.at[op].name, maybe[i]) == 0;
-    }
-    return flags;
+    return (t->ops.at[op].flags & KOILA_OP_VIEW) || (t->ops.at[op].facts & KOILA_FACT_MAY_ALIAS);
 }
 
 /* Does use i of node n read the local value (made by another node of the same loop)? Else it reads
@@ -293,7 +273,7 @@ static bool aliases_input(const work_state *w, koila_node n, const koila_sig_inf
          f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
         if (f->kind == KOILA__FIX_ALIAS)
             return true;
-    return w->maybe_alias[s->op];
+    return maybe_alias(w->g->table, s->op);
 }
 
 static void find_needed(work_state *w, const koila_value *targets, uint32_t n_targets)
@@ -943,7 +923,7 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s[input_of(w, n, 0)].here)) {
             join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0),
-                       !stolen && w->splits[s->op]);
+                       !stolen && (w->g->table->ops.at[s->op].facts & KOILA_FACT_SPLITS_UNSAFELY));
             continue;
         }
         /* a view of a leaf or of a whole value owns nothing */
@@ -1340,12 +1320,6 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     if (w->n_values >= KOILA__EVENT_VALUES || w->n_nodes >= KOILA__EVENT_VALUES)
         return KOILA_UNSUPPORTED;
     KOILA_TRY(make_arrays(w));
-    const koila_table *t = w->g->table;
-    w->maybe_alias = find_maybe_alias(t, &w->tmp);
-    w->splits = koila__arena_array(&w->tmp, t->ops.n, sizeof *w->splits);
-    TRY_ALLOC(w->maybe_alias && w->splits);
-    for (uint32_t op = 0; op < t->ops.n; op++)
-        w->splits[op] = strncmp(t->ops.at[op].name, "aten::unsafe_", 13) == 0;
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     find_keepable(w);
@@ -1545,7 +1519,6 @@ koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value
 {
     koila__arena tmp;
     koila__arena_init(&tmp, mem);
-    const bool *maybe_alias = find_maybe_alias(g->table, &tmp);
     koila_node *end = koila__arena_array(&tmp, g->values.n, sizeof *end);
     uint64_t *rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *rise);
     uint64_t sum = 0;
@@ -1554,10 +1527,10 @@ koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value
     *at_least = 0;
     for (uint32_t i = 0; end && i < n_targets; i++)
         end[targets[i]] = KOILA_NONE;
-    for (uint32_t n = maybe_alias && end && rise ? g->nodes.n : 0; n-- > 0;) {
+    for (uint32_t n = end && rise ? g->nodes.n : 0; n-- > 0;) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const koila_node_info *info = &g->nodes.at[n];
-        const bool alias = maybe_alias[s->op];
+        const bool alias = maybe_alias(g->table, s->op);
         koila_node last = 0;
         for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++)
             last = end[v] > last ? end[v] : last;
@@ -1586,7 +1559,7 @@ koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value
             *at_least = live;
     }
     koila__arena_deinit(&tmp);
-    return maybe_alias && end && rise ? KOILA_OK : KOILA_NO_MEMORY;
+    return end && rise ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
 void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s)

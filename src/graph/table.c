@@ -31,16 +31,9 @@ uint32_t koila_dtype_bytes(koila_dtype d)
 
 /* ---- texts and operators */
 
-static uint64_t hash_text(const char *s)
-{
-    uint64_t h = 1469598103934665603u; /* FNV-1a 64 */
-    for (; *s; s++)
-        h = (h ^ (unsigned char)*s) * 1099511628211u;
-    return koila__mix(h, 0);
-}
 static uint64_t text_hash_of(const void *t, uint32_t id)
 {
-    return hash_text(((const koila_table *)t)->texts.at[id]);
+    return koila__hash_text(((const koila_table *)t)->texts.at[id]);
 }
 static bool text_same(const void *t, uint32_t id, const void *key)
 {
@@ -48,7 +41,7 @@ static bool text_same(const void *t, uint32_t id, const void *key)
 }
 static uint64_t op_hash_of(const void *t, uint32_t id)
 {
-    return hash_text(((const koila_table *)t)->ops.at[id].name);
+    return koila__hash_text(((const koila_table *)t)->ops.at[id].name);
 }
 static bool op_same(const void *t, uint32_t id, const void *key)
 {
@@ -57,7 +50,7 @@ static bool op_same(const void *t, uint32_t id, const void *key)
 
 koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
 {
-    const uint64_t hash = hash_text(text);
+    const uint64_t hash = koila__hash_text(text);
     uint32_t id = koila__idset_find(&t->text_set, hash, text_same, t, text);
     if (id == KOILA_NONE) {
         char *copy = koila__arena_str(&t->arena, text, strlen(text));
@@ -77,12 +70,13 @@ const char *koila_text(const koila_table *t, uint32_t text)
 
 koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags, koila_op *out)
 {
-    const uint64_t hash = hash_text(name);
+    const uint64_t hash = koila__hash_text(name);
     uint32_t id = koila__idset_find(&t->op_set, hash, op_same, t, name);
     if (id == KOILA_NONE) {
         char *copy = koila__arena_str(&t->arena, name, strlen(name));
-        const koila__op op = { copy, flags };
-        if (!copy || !koila__idset_reserve(&t->mem, &t->op_set, op_hash_of, t) ||
+        koila__op op = { .name = copy, .flags = flags };
+        if (!copy || !koila__op_fill_in(t, &op) ||
+            !koila__idset_reserve(&t->mem, &t->op_set, op_hash_of, t) ||
             !koila__vec_push(&t->mem, &t->ops, op))
             return KOILA_NO_MEMORY;
         id = t->ops.n - 1;
@@ -98,6 +92,10 @@ const char *koila_op_name(const koila_table *t, koila_op op)
 uint32_t koila_op_flags(const koila_table *t, koila_op op)
 {
     return op < t->ops.n ? t->ops.at[op].flags : 0;
+}
+uint32_t koila_op_facts(const koila_table *t, koila_op op)
+{
+    return op < t->ops.n ? t->ops.at[op].facts : 0;
 }
 uint32_t koila_table_n_ops(const koila_table *t) { return t->ops.n; }
 
@@ -430,6 +428,10 @@ koila_status koila_table_new(const koila_allocator *mem, koila_table **out)
     memset(t, 0, sizeof *t);
     t->mem = a;
     koila__arena_init(&t->arena, &a);
+    if (!koila__op_lines_init(t)) {
+        koila_table_free(t);
+        return KOILA_NO_MEMORY;
+    }
     *out = t;
     return KOILA_OK;
 }
@@ -439,7 +441,7 @@ void koila_table_free(koila_table *t)
     if (!t)
         return;
     const koila_allocator mem = t->mem;
-    koila__idset *sets[] = { &t->op_set, &t->text_set, &t->meta_set, &t->sig_set };
+    koila__idset *sets[] = { &t->op_set, &t->op_lines, &t->text_set, &t->meta_set, &t->sig_set };
     for (size_t i = 0; i < KOILA_COUNT(sets); i++)
         koila__idset_free(&mem, sets[i]);
     koila__vec_free(&mem, &t->ops);

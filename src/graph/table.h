@@ -9,7 +9,10 @@
 
 typedef struct koila__op {
     const char *name;
+    const char *twin; /* of an in-place operator its functional twin's name, else its own */
     uint32_t flags;
+    uint32_t facts;
+    uint32_t line; /* of ops.def, or KOILA_NONE */
 } koila__op;
 
 typedef struct koila__user_rule {
@@ -26,6 +29,7 @@ struct koila_table {
     VEC(const koila_sig_info *) sigs;
     VEC(koila__user_rule) user_rules; /* rules_custom.c */
     koila__idset op_set, text_set, meta_set, sig_set;
+    koila__idset op_lines; /* the lines of ops.def, by name */
 };
 
 typedef struct koila__line {
@@ -66,5 +70,20 @@ static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koi
 
 /* Room for so many more; false when the host is out of memory. */
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
+
+static inline uint64_t koila__hash_text(const char *s)
+{
+    uint64_t h = 1469598103934665603u; /* FNV-1a 64 */
+    for (; *s; s++)
+        h = (h ^ (unsigned char)*s) * 1099511628211u;
+    return koila__mix(h, 0);
+}
+
+/* ---- ops.c: the lines of ops.def */
+
+/* Fills op_lines; false: no memory. */
+bool koila__op_lines_init(koila_table *t);
+/* Fills in the twin, the facts and the line of an operator with a name and flags; false: no memory. */
+bool koila__op_fill_in(koila_table *t, koila__op *op);
 
 #endif

@@ -58,36 +58,24 @@ static bool fail(koila__placer *p, koila_status s)
 
 static const koila__op_rule *op_rule(koila__placer *p, koila_op op)
 {
-    static const koila__op_rule none = { true, NULL, "" };
+    static const koila__op_rule none = { true, NULL, NULL };
     while (p->op.n <= op)
         if (!koila__vec_push(&p->mem, &p->op, ((koila__op_rule){ 0 }))) {
             fail(p, KOILA_NO_MEMORY);
             return &none;
         }
     koila__op_rule *r = &p->op.at[op];
-    if (r->known)
-        return r;
-    const char *name = koila_op_name(p->table, op);
-    const char *twin = name;
-    /* aten::add_.Tensor -> aten::add.Tensor */
-    if (koila_op_flags(p->table, op) & KOILA_OP_INPLACE) {
-        const size_t n = strlen(name);
-        const size_t dot = strcspn(name, ".");
-        if (dot > 0 && name[dot - 1] == '_') {
-            char *s = koila__arena_alloc(p->keep, n + 1);
-            if (!s) {
-                fail(p, KOILA_NO_MEMORY);
-                return &none;
-            }
-            memcpy(s, name, dot - 1);
-            memcpy(s + dot - 1, name + dot, n - dot + 1);
-            twin = s;
-        }
+    if (!r->known) {
+        const char *user_rule = koila__user_rule_of(p->table, op);
+        const koila__rule rule = user_rule ? koila__rule_user : koila__rule_of(p->table, op);
+        *r = (koila__op_rule){ true, rule, user_rule };
     }
-    *r = (koila__op_rule){
-        true, koila__user_rule_of(p->table, twin) ? koila__rule_user : koila__rule_of(twin), twin
-    };
     return r;
+}
+
+static uint32_t facts_of(const koila__placer *p, const koila_sig_info *sig)
+{
+    return p->table->ops.at[sig->op].facts;
 }
 
 koila_placement koila__placer_placement(const koila__placer *p, koila_value v)
@@ -133,7 +121,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     c->placer = p;
     c->table = p->table;
     c->sig = sig;
-    c->op = op_rule(p, sig->op)->twin;
+    c->user_rule = op_rule(p, sig->op)->user_rule;
     c->batch = axis < p->from->axes.n ? p->from->axes.at[axis] : 0;
     c->axis = axis;
     c->n_in = n_in;
@@ -432,6 +420,79 @@ static bool is_int(const koila_sig_info *sig, uint32_t pos, int64_t value)
            sig->tokens[sig->start[pos]].u.i == value;
 }
 
+/* An arange of whole numbers from 0 in steps of 1: *n of them. */
+static bool is_range(const koila__placer *p, const koila_sig_info *sig, int64_t *n)
+{
+    const uint32_t facts = facts_of(p, sig);
+    const bool has_start = facts & KOILA_FACT_ARANGE_START;
+    if (sig->n_outputs != 1)
+        return false;
+    const koila_meta_info *m = koila__meta(p->table, sig->outputs[0]);
+    if (has_start && !is_int(sig, 0, 0))
+        return false;
+    if ((facts & KOILA_FACT_ARANGE_STEP) && sig->n_pos >= 3 && !is_int(sig, 2, 1))
+        return false;
+    *n = m->n_dims == 1 ? m->size[0] : 0;
+    return m->n_dims == 1 && is_int(sig, has_start ? 1 : 0, *n) && !koila__dtype_is_float(m->dtype);
+}
+
+/* Does this call of one input keep whole numbers as they are, and in their row-major order? */
+static bool keeps_numbers(const koila__placer *p, const koila_sig_info *sig)
+{
+    const uint32_t facts = facts_of(p, sig);
+    if (sig->n_inputs != 1 || sig->n_outputs != 1 || sig->n_writes)
+        return false;
+    const koila_meta_info *m = koila__meta(p->table, sig->outputs[0]);
+    const koila_meta_info *from = koila__meta(p->table, sig->inputs[0]);
+    if (koila__dtype_is_float(m->dtype) || koila_dtype_bytes(m->dtype) < 4)
+        return false;
+    if (facts & KOILA_FACT_ADDS)
+        return is_int(sig, 1, 0);
+    if (!(facts & KOILA_FACT_RESHAPES))
+        return facts & (KOILA_FACT_BROADCASTS | KOILA_FACT_SAME_VALUES);
+    for (uint32_t d = 0; d < m->n_dims; d++) /* only dims of size 1 come and go */
+        if (m->size[d] != 1 && (uint64_t)m->size[d] != from->n_elements)
+            return false;
+    return from->n_elements == m->n_elements;
+}
+
+enum { MAX_STEPS_UP = 16 }; /* from a value to the arange it comes from */
+
+static const koila_sig_info *maker(const koila__placer *p, koila_value v)
+{
+    const koila_node node = p->to->values.at[v].node;
+    return node == KOILA_NONE ? NULL : koila__sig(p->table, p->to->nodes.at[node].sig);
+}
+
+static koila_value first_input(const koila__placer *p, koila_value v)
+{
+    return koila_node_inputs(p->to, p->to->values.at[v].node)[0];
+}
+
+/* v was made from range(n) by calls that keep numbers. Which of its dimensions carries them? After
+ * a broadcast nothing is reshaped (its sizes no longer allow it), so it is the one that carries
+ * them just below the broadcasts, where exactly one dimension is not 1; counted from the right. */
+static bool carrying_dim(const koila__placer *p, koila_value v, int64_t n, uint32_t *from_right)
+{
+    const uint32_t through = KOILA_FACT_BROADCASTS | KOILA_FACT_SAME_VALUES;
+    for (uint32_t step = 0; step < MAX_STEPS_UP; step++) {
+        const koila_sig_info *sig = maker(p, v);
+        const koila_meta_info *m = koila__meta(p->table, sig->outputs[0]);
+        if (m->n_elements == (uint64_t)n) {
+            for (uint32_t d = m->n_dims; d-- > 0;)
+                if (m->size[d] == n) {
+                    *from_right = m->n_dims - 1 - d;
+                    return true;
+                }
+            return false;
+        }
+        if (!(facts_of(p, sig) & through))
+            return false;
+        v = first_input(p, v);
+    }
+    return false;
+}
+
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
 {
     const koila__placer *p = c->placer;
@@ -439,97 +500,29 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
         return false;
     koila_value v = c->in_value[i];
     const koila_meta_info *m = koila__meta(p->table, p->to->values.at[v].meta);
-    const koila_meta_info *const asked = m;
-    int64_t n = -1;
-    /* down to the arange, whose length is n; then up again, is there one dimension of size n that
-     * carries it? Views in between keep the row-major order, and every other dimension is of size 1
-     * or broadcast, so the carrying one is found from sizes and strides of the value asked for. */
-    for (uint32_t depth = 0; depth < 16; depth++) {
-        const koila_node node = p->to->values.at[v].node;
-        if (node == KOILA_NONE)
+    const koila_sig_info *sig = maker(p, v);
+    uint32_t from_right;
+    int64_t n;
+    for (uint32_t step = 1; sig && !(facts_of(p, sig) & KOILA_FACT_ARANGE); step++) {
+        if (step == MAX_STEPS_UP || !keeps_numbers(p, sig))
             return false;
-        const koila_node_info info = p->to->nodes.at[node];
-        const koila_sig_info *sig = koila__sig(p->table, info.sig);
-        const char *op = p->table->ops.at[sig->op].name;
-        m = koila__meta(p->table, sig->outputs[0]);
-        if (strcmp(op, "aten::arange") == 0 ||
-            (strcmp(op, "aten::arange.start") == 0 && is_int(sig, 0, 0)) ||
-            (strcmp(op, "aten::arange.start_step") == 0 && is_int(sig, 0, 0) &&
-             (sig->n_pos < 3 || is_int(sig, 2, 1)))) {
-            const uint32_t end = strcmp(op, "aten::arange") == 0 ? 0 : 1;
-            if (m->n_dims != 1 || !is_int(sig, end, m->size[0]) || koila__dtype_is_float(m->dtype))
-                return false;
-            n = m->size[0];
-            break;
-        }
-        if (sig->n_inputs != 1 || sig->n_writes)
-            return false;
-        const koila_meta_info *from = koila__meta(p->table, sig->inputs[0]);
-        const bool reshapes = strcmp(op, "aten::view") == 0 || strcmp(op, "aten::unsqueeze") == 0 ||
-                              strcmp(op, "aten::_unsafe_view") == 0 ||
-                              strcmp(op, "aten::reshape") == 0;
-        const bool broadcasts = strcmp(op, "aten::expand") == 0;
-        const bool same = strcmp(op, "aten::alias") == 0 || strcmp(op, "aten::detach") == 0 ||
-                          strcmp(op, "aten::clone") == 0 || strcmp(op, "aten::_to_copy") == 0 ||
-                          (strcmp(op, "aten::add.Tensor") == 0 && is_int(sig, 1, 0));
-        if (!reshapes && !broadcasts && !same)
-            return false;
-        if (koila__dtype_is_float(m->dtype) || koila_dtype_bytes(m->dtype) < 4)
-            return false;
-        if (reshapes) /* only dims of size 1 come and go */
-            for (uint32_t d = 0; d < m->n_dims; d++)
-                if (m->size[d] != 1 && (uint64_t)m->size[d] != from->n_elements)
-                    return false;
-        if (reshapes && from->n_elements != m->n_elements)
-            return false;
-        v = koila_node_inputs(p->to, node)[0];
+        v = first_input(p, v);
+        sig = maker(p, v);
     }
-    if (n < 2)
+    if (!sig || !is_range(p, sig, &n) || n < 2)
         return false;
-    /* After a broadcast nothing is reshaped (its sizes no longer allow it), so the carrying
-     * dimension is the last one of size n that was not broadcast: walk up once more. */
-    uint32_t carries = KOILA_NONE;
-    v = c->in_value[i];
-    const koila_meta_info *top = asked;
-    uint32_t d_from_right = KOILA_NONE;
-    for (uint32_t depth = 0; depth < 16; depth++) {
-        const koila_node_info info = p->to->nodes.at[p->to->values.at[v].node];
-        const koila_sig_info *sig = koila__sig(p->table, info.sig);
-        m = koila__meta(p->table, sig->outputs[0]);
-        /* below every broadcast: exactly one dimension is not 1 */
-        if (m->n_elements == (uint64_t)n) {
-            for (uint32_t d = 0; d < m->n_dims; d++)
-                if (m->size[d] == n)
-                    d_from_right = m->n_dims - 1 - d;
-            break;
-        }
-        if (strcmp(p->table->ops.at[sig->op].name, "aten::expand") != 0 &&
-            strcmp(p->table->ops.at[sig->op].name, "aten::clone") != 0 &&
-            strcmp(p->table->ops.at[sig->op].name, "aten::_to_copy") != 0 &&
-            strcmp(p->table->ops.at[sig->op].name, "aten::alias") != 0)
-            return false;
-        v = koila_node_inputs(p->to, p->to->values.at[v].node)[0];
-    }
-    if (d_from_right == KOILA_NONE || d_from_right >= top->n_dims)
+    if (!carrying_dim(p, c->in_value[i], n, &from_right) || from_right >= m->n_dims)
         return false;
-    carries = top->n_dims - 1u - d_from_right;
-    if (top->size[carries] != n)
-        return false;
-    *dim = carries;
-    return true;
+    *dim = m->n_dims - 1u - from_right;
+    return m->size[*dim] == n;
 }
 
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step)
 {
     const koila__placer *p = c->placer;
-    if (!c->in_value)
-        return false;
-    const koila_node node = p->to->values.at[c->in_value[i]].node;
-    if (node == KOILA_NONE)
-        return false;
-    const koila_sig_info *sig = koila__sig(p->table, p->to->nodes.at[node].sig);
+    const koila_sig_info *sig = c->in_value ? maker(p, c->in_value[i]) : NULL;
     const koila_meta_info *m = c->in_meta[i];
-    if (strcmp(p->table->ops.at[sig->op].name, "aten::arange.start_step") != 0 || m->n_dims != 1 ||
+    if (!sig || !(facts_of(p, sig) & KOILA_FACT_ARANGE_STEP) || m->n_dims != 1 ||
         koila__dtype_is_float(m->dtype) || !is_int(sig, 0, 0))
         return false;
     if (sig->n_pos < 3 || sig->tokens[sig->start[2]].kind != KOILA_ARG_INT)
@@ -740,9 +733,9 @@ static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_pla
     const koila__rule rule = op_rule(p, sig->op)->rule;
     if (!rule)
         return false;
-    if (rule == koila__rule_factory)
+    if (facts_of(p, sig) & KOILA_FACT_FACTORY)
         return sig->n_inputs == 0;
-    if (rule == koila__rule_expand) { /* broadcasting is a factory of copies */
+    if (facts_of(p, sig) & KOILA_FACT_BROADCASTS) { /* a factory of copies */
         const koila_meta_info *in = koila__meta(p->table, sig->inputs[0]);
         const koila_meta_info *out = koila__meta(p->table, sig->outputs[0]);
         if (out->n_elements > in->n_elements)
@@ -754,27 +747,28 @@ static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_pla
     return false;
 }
 
+static bool is_number_zero(const koila_sig_info *sig, uint32_t pos)
+{
+    if (pos >= sig->n_pos)
+        return false;
+    const koila_arg *a = &sig->tokens[sig->start[pos]];
+    if (a->kind == KOILA_ARG_FLOAT)
+        return a->u.f == 0;
+    return (a->kind == KOILA_ARG_INT || a->kind == KOILA_ARG_BOOL) && a->u.i == 0;
+}
+
 /* A FREE call whose every result is all zeros. */
 static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_value *in)
 {
-    const char *op = op_rule(p, sig->op)->twin;
-    const koila_arg *value = NULL;
-    if (strcmp(op, "aten::zeros") == 0)
-        return sig->n_inputs == 0;
-    if (strcmp(op, "aten::zero") == 0)
-        return sig->n_writes == 1 && sig->writes[0].overwrites;
-    if (strcmp(op, "aten::full") == 0 ||
-        (strcmp(op, "aten::fill.Scalar") == 0 && sig->n_writes == 1 && sig->writes[0].overwrites)) {
-        if (sig->n_pos < 2)
-            return false;
-        value = &sig->tokens[sig->start[1]];
-        return value->kind == KOILA_ARG_FLOAT
-                   ? value->u.f == 0
-                   : (value->kind == KOILA_ARG_INT || value->kind == KOILA_ARG_BOOL) &&
-                         value->u.i == 0;
-    }
-    const bool copies = (p->table->ops.at[sig->op].flags & KOILA_OP_VIEW) ||
-                        strcmp(op, "aten::clone") == 0 || strcmp(op, "aten::_to_copy") == 0;
+    const uint32_t facts = facts_of(p, sig);
+    const bool reads_nothing =
+        sig->n_inputs == 0 || (sig->n_writes == 1 && sig->writes[0].overwrites);
+    if (facts & KOILA_FACT_ZEROS)
+        return reads_nothing;
+    if (facts & KOILA_FACT_FILLS)
+        return reads_nothing && is_number_zero(sig, 1);
+    const bool copies =
+        (p->table->ops.at[sig->op].flags & KOILA_OP_VIEW) || (facts & KOILA_FACT_SAME_VALUES);
     return copies && sig->n_inputs == 1 && p->zero.at[in[0]];
 }
 

@@ -9,7 +9,7 @@
 typedef struct koila__op_rule { /* by operator id: found once */
     bool known;
     koila__rule rule;
-    const char *twin; /* name of the functional twin, or the name itself */
+    const char *user_rule; /* the text that koila__rule_user reads, or NULL */
 } koila__op_rule;
 
 struct koila__placer {

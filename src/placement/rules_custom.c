@@ -99,10 +99,10 @@ koila_status koila_table_rule(koila_table *t, const char *op, const char *rule, 
                : koila__fail(err, KOILA_NO_MEMORY, 0, "the host is out of memory");
 }
 
-const char *koila__user_rule_of(const koila_table *t, const char *op)
+const char *koila__user_rule_of(const koila_table *t, koila_op op)
 {
     for (uint32_t i = 0; i < t->user_rules.n; i++)
-        if (strcmp(koila_text(t, t->user_rules.at[i].op), op) == 0)
+        if (strcmp(koila_text(t, t->user_rules.at[i].op), t->ops.at[op].twin) == 0)
             return koila_text(t, t->user_rules.at[i].text);
     return NULL;
 }
@@ -152,7 +152,7 @@ bool koila__rule_user(koila__case *c)
 {
     item in[MAX_ITEMS], out[MAX_ITEMS];
     uint32_t n_in, n_out;
-    for (const char *s = koila__user_rule_of(c->table, c->op); s; s = *s == ';' ? s + 1 : NULL) {
+    for (const char *s = c->user_rule; s; s = *s == ';' ? s + 1 : NULL) {
         if (!(s = read_items(s, in, MAX_ITEMS, &n_in)) ||
             !(s = read_items(s + 2, out, MAX_ITEMS, &n_out)))
             return false;

@@ -6,20 +6,25 @@
  * rows of the whole tensor that belong to the slice. */
 #include "placement/rules.h"
 
-bool koila__rule_factory(koila__case *c)
+/* Argument `sizes` is the list of sizes. */
+static bool factory(koila__case *c, uint32_t sizes)
 {
     if (c->n_in != 0 || c->n_out != 1 || !c->want || c->want->kind != KOILA_S ||
         !koila__fits(c, *c->want, c->out_meta[0]))
         return false;
-    const uint32_t sizes = strcmp(c->op, "aten::randint.low") == 0          ? 2
-                           : strcmp(c->op, "aten::randint") == 0            ? 1
-                           : strcmp(c->op, "aten::normal.float_float") == 0 ? 2
-                                                                            : 0;
     const koila_arg *a = koila__arg(c, sizes);
     if (!a || a->kind != KOILA_ARG_LIST || a->n != c->out_meta[0]->n_dims)
         return false;
     c->out[0] = *c->want;
-    if (!koila__fix_add(c, KOILA__FIX_SIZES, sizes, 0))
-        return false;
-    return strcmp(c->op, "aten::empty_strided") != 0 || koila__fix_add(c, KOILA__FIX_STRIDES, 1, 0);
+    return koila__fix_add(c, KOILA__FIX_SIZES, sizes, 0);
+}
+
+bool koila__rule_factory(koila__case *c) { return factory(c, 0); }
+bool koila__rule_factory_sizes_1(koila__case *c) { return factory(c, 1); }
+bool koila__rule_factory_sizes_2(koila__case *c) { return factory(c, 2); }
+
+/* empty_strided(sizes, strides) */
+bool koila__rule_factory_strided(koila__case *c)
+{
+    return factory(c, 0) && koila__fix_add(c, KOILA__FIX_STRIDES, 1, 0);
 }

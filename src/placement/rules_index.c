@@ -83,7 +83,7 @@ static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights,
 
 /* _embedding_bag(weight, indices, offsets, by_freq, mode, sparse, per_sample_weights?,
  * include_last_offset, padding_idx) -> out, offset2bag, bag_size, max_indices */
-bool koila__rule_embedding_bag(koila__case *c)
+static bool embedding_bag(koila__case *c, bool trains)
 {
     int64_t step, mode, padding;
     bool last;
@@ -108,7 +108,7 @@ bool koila__rule_embedding_bag(koila__case *c)
     else
         koila__emit_value(&k, c->in_value[weights]);
     koila__emit_int(&k, padding);
-    koila__emit_bool(&k, strcmp(c->op, "aten::_embedding_bag") == 0);
+    koila__emit_bool(&k, trains);
     for (uint32_t j = 0; j < 4; j++)
         out[j] = c->sig->outputs[j];
     if (!koila__emit_end_n(&k, 4, out, c->replaced))
@@ -126,6 +126,8 @@ bool koila__rule_embedding_bag(koila__case *c)
     c->replaced[1] = koila__emit_end(&k, out[1]);
     return c->replaced[1] != KOILA_NONE;
 }
+bool koila__rule_embedding_bag(koila__case *c) { return embedding_bag(c, true); }
+bool koila__rule_embedding_bag_forward(koila__case *c) { return embedding_bag(c, false); }
 
 /* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq,
  * mode, sparse, per_sample_weights?, padding_idx) -> [n, E]. offset2bag numbers the bags of the
@@ -297,11 +299,10 @@ static bool adds_rows(koila__case *c, uint32_t index, koila_placement p_index,
 }
 
 /* scatter.src, scatter.value, scatter_add, scatter_reduce.two (x, dim, index, src or value) */
-bool koila__rule_scatter(koila__case *c)
+static bool scatter(koila__case *c, bool adds)
 {
     uint32_t d;
     const uint32_t lead = koila__lead(c);
-    const bool adds = strcmp(c->op, "aten::scatter_add") == 0;
     if (c->n_in < 2 || c->n_in > 3 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
     for (uint32_t i = 1; i < c->n_in; i++)
@@ -323,6 +324,9 @@ bool koila__rule_scatter(koila__case *c)
     c->out[0] = p;
     return true;
 }
+
+bool koila__rule_scatter(koila__case *c) { return scatter(c, false); }
+bool koila__rule_scatter_add(koila__case *c) { return scatter(c, true); }
 
 /* index_select(x, dim, index[n]) */
 bool koila__rule_index_select(koila__case *c)
@@ -346,10 +350,9 @@ bool koila__rule_index_select(koila__case *c)
 
 /* index_add(x, dim, index[n], source), index_copy likewise: along the batch only adding, into zeros
  * or a partial sum */
-bool koila__rule_index_add(koila__case *c)
+static bool index_add_or_copy(koila__case *c, bool adds)
 {
     uint32_t d;
-    const bool adds = strcmp(c->op, "aten::index_add") == 0;
     if (c->n_in != 3 || koila__input_at(c, 2) != 1 ||
         !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
@@ -371,6 +374,9 @@ bool koila__rule_index_add(koila__case *c)
     c->out[0] = p;
     return true;
 }
+
+bool koila__rule_index_add(koila__case *c) { return index_add_or_copy(c, true); }
+bool koila__rule_index_copy(koila__case *c) { return index_add_or_copy(c, false); }
 
 /* index_fill(x, dim, index, value) */
 bool koila__rule_index_fill(koila__case *c)

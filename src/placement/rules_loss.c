@@ -262,7 +262,7 @@ bool koila__rule_nll_loss(koila__case *c)
     const koila_meta out[2] = { scalar, scalar };
     koila_value sum[2];
     koila__call k;
-    koila__emit_begin(c, &k, c->op, 0);
+    koila__emit_begin(c, &k, koila_op_name(c->table, c->sig->op), 0);
     koila__emit_value(&k, koila__emit_cast(c, c->in_value[0], acc));
     koila__emit_value(&k, c->in_value[1]);
     if (weight == KOILA_NONE)

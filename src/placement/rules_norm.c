@@ -438,19 +438,27 @@ static bool replace(koila__case *c, koila_value v) /* result 0, in its recorded 
     return koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
 }
 
-/* _softmax(x, dim, half_to_float), _log_softmax */
-bool koila__rule_softmax(koila__case *c)
+/* The dimensions the softmax is not over stay sliced; over the batch: rewritten. */
+static bool softmax_rows(koila__case *c, uint32_t *dim)
+{
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) ||
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, dim))
+        return false;
+    if (*dim != c->in[0].dim)
+        c->out[0] = c->in[0];
+    return true;
+}
+
+/* _softmax(x, dim, half_to_float) = exp(x - max) / sum(exp(x - max)); _log_softmax: its logarithm */
+static bool softmax(koila__case *c, bool is_log)
 {
     uint32_t d;
     along a;
-    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) ||
-        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
+    if (!softmax_rows(c, &d))
         return false;
-    if (d != c->in[0].dim) {
-        c->out[0] = c->in[0];
+    if (d != c->in[0].dim)
         return true;
-    }
-    if (strcmp(c->op, "aten::_safe_softmax") == 0 || !along_init(&a, c, 0, d))
+    if (!along_init(&a, c, 0, d))
         return false;
     const koila_value x = koila__emit_cast(c, c->in_value[0], a.acc);
     const koila_value shifted =
@@ -458,15 +466,24 @@ bool koila__rule_softmax(koila__case *c)
     const koila_value e = koila__emit_unary(c, "aten::exp", shifted, a.full);
     const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", e);
     const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
-    return replace(c, strcmp(c->op, "aten::_softmax") == 0
-                          ? koila__emit_binary(c, "aten::div.Tensor", e, sum, out)
-                          : koila__emit_binary(c, "aten::sub.Tensor", shifted,
-                                               koila__emit_unary(c, "aten::log", sum, a.one), out));
+    if (!is_log)
+        return replace(c, koila__emit_binary(c, "aten::div.Tensor", e, sum, out));
+    const koila_value log = koila__emit_unary(c, "aten::log", sum, a.one);
+    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", shifted, log, out));
+}
+bool koila__rule_softmax(koila__case *c) { return softmax(c, false); }
+bool koila__rule_log_softmax(koila__case *c) { return softmax(c, true); }
+
+/* _safe_softmax(x, dim, dtype?): rows that are all -inf give 0, which the formula above does not */
+bool koila__rule_safe_softmax(koila__case *c)
+{
+    uint32_t d;
+    return softmax_rows(c, &d) && d != c->in[0].dim;
 }
 
 /* _softmax_backward_data(grad, output, dim, dtype) = output * (grad - sum(grad * output));
  * _log_softmax: grad - exp(output) * sum(grad) */
-bool koila__rule_softmax_backward(koila__case *c)
+static bool softmax_backward(koila__case *c, bool is_log)
 {
     uint32_t d;
     along a;
@@ -492,17 +509,16 @@ bool koila__rule_softmax_backward(koila__case *c)
     const koila_value grad = koila__emit_cast(c, c->in_value[0], a.acc);
     const koila_value y = koila__emit_cast(c, c->in_value[1], a.acc);
     const koila_meta out = a.acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : a.full;
-    if (strcmp(c->op, "aten::_softmax_backward_data") == 0) {
-        const koila_value sum =
-            reduce_along(&a, "aten::sum.dim_IntList",
-                         koila__emit_binary(c, "aten::mul.Tensor", grad, y, a.full));
-        return replace(c, koila__emit_binary(
-                              c, "aten::mul.Tensor", y,
-                              koila__emit_binary(c, "aten::sub.Tensor", grad, sum, a.full), out));
+    if (!is_log) {
+        const koila_value weighed = koila__emit_binary(c, "aten::mul.Tensor", grad, y, a.full);
+        const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", weighed);
+        const koila_value rest = koila__emit_binary(c, "aten::sub.Tensor", grad, sum, a.full);
+        return replace(c, koila__emit_binary(c, "aten::mul.Tensor", y, rest, out));
     }
     const koila_value sum = reduce_along(&a, "aten::sum.dim_IntList", grad);
     const koila_value p = koila__emit_unary(c, "aten::exp", y, a.full);
-    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", grad,
-                                         koila__emit_binary(c, "aten::mul.Tensor", p, sum, a.full),
-                                         out));
+    const koila_value share = koila__emit_binary(c, "aten::mul.Tensor", p, sum, a.full);
+    return replace(c, koila__emit_binary(c, "aten::sub.Tensor", grad, share, out));
 }
+bool koila__rule_softmax_backward(koila__case *c) { return softmax_backward(c, false); }
+bool koila__rule_log_softmax_backward(koila__case *c) { return softmax_backward(c, true); }

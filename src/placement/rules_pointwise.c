@@ -185,23 +185,37 @@ bool koila__rule_copy(koila__case *c)
     return koila__out_all(c, koila__p(c, KOILA_SUM));
 }
 
-/* fill, zero, random in-place fills: what is written does not depend on self, only its shape; and
- * only numbers come with it */
+/* Random in-place fills: the numbers drawn depend on where each element lies in the whole, not on
+ * what was there. Into a view, or with a tensor of parameters, they are drawn whole. */
 bool koila__rule_fill(koila__case *c)
 {
-    if (c->n_in == 1 && koila__is_sum(c->in[0])) { /* zero_ of a P is a P */
-        double value;
-        if (strcmp(c->op, "aten::zero") != 0 && !(strcmp(c->op, "aten::fill.Scalar") == 0 &&
-                                                  koila__arg_number(c, 1, 1, &value) && value == 0))
-            return false;
-        return koila__out_all(c, c->in[0]);
-    }
-    if (strncmp(c->op, "aten::fill", 10) != 0 && strcmp(c->op, "aten::zero") != 0 &&
-        !(c->n_in == 1 && c->sig->n_writes == 1 && c->sig->writes[0].overwrites))
-        /* the numbers drawn depend on where each element lies in the whole: into a view, or with a
-         * tensor of parameters, draw whole */
+    const koila_sig_info *s = c->sig;
+    if (c->n_in != 1 || koila__is_sum(c->in[0]) || s->n_writes != 1 || !s->writes[0].overwrites)
         return false;
     return koila__rule_pointwise(c);
+}
+
+/* zero(x): the zeros of a partial sum are one */
+bool koila__rule_fill_zero(koila__case *c)
+{
+    if (c->n_in == 1 && koila__is_sum(c->in[0]))
+        return koila__out_all(c, c->in[0]);
+    return koila__rule_pointwise(c);
+}
+
+/* fill.Scalar(x, number) */
+bool koila__rule_fill_number(koila__case *c)
+{
+    double value;
+    if (c->n_in == 1 && koila__is_sum(c->in[0]))
+        return koila__arg_number(c, 1, 1, &value) && value == 0 && koila__out_all(c, c->in[0]);
+    return koila__rule_pointwise(c);
+}
+
+/* fill.Tensor(x, value) */
+bool koila__rule_fill_tensor(koila__case *c)
+{
+    return !(c->n_in == 1 && koila__is_sum(c->in[0])) && koila__rule_pointwise(c);
 }
 
 /* native_dropout, recorded on an empty tensor for the mask alone (a GPU's draws go by position):

@@ -217,9 +217,8 @@ bool koila__rule_rnn_layer_backward(koila__case *c)
 
 /* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases
  * whole. The workspace has a row per sample. */
-bool koila__rule_fused_cell(koila__case *c)
+static bool fused_cell(koila__case *c, uint32_t n_results)
 {
-    const bool lstm = strstr(c->op, "lstm") != NULL;
     const uint32_t lead = koila__lead_among(c, 3);
     if (koila__any_p(c) || c->n_in < 3 || lead == KOILA_NONE || c->in[lead].dim != 0 ||
         koila__input_at(c, 0) != 0 || koila__input_at(c, 2) != 2)
@@ -230,5 +229,7 @@ bool koila__rule_fused_cell(koila__case *c)
         else if (!koila__need(c, i, c->in[lead]))
             return false;
     }
-    return c->n_out == (lstm ? 3u : 2u) && koila__out_all(c, c->in[lead]);
+    return c->n_out == n_results && koila__out_all(c, c->in[lead]);
 }
+bool koila__rule_lstm_cell(koila__case *c) { return fused_cell(c, 3); }
+bool koila__rule_gru_cell(koila__case *c) { return fused_cell(c, 2); }

@@ -43,19 +43,14 @@ static void base_name(const char *full, char out[BASE_NAME])
 
 koila__inside_kind koila__inside_of(const koila_table *t, koila_op op)
 {
-    const char *full = koila_op_name(t, op);
     char name[BASE_NAME];
     if (koila_op_flags(t, op) & KOILA_OP_VIEW)
         return KOILA__INSIDE_VIEW;
-    base_name(full, name);
+    base_name(koila_op_name(t, op), name);
     for (size_t i = 0; i < KOILA_COUNT(cuda_ops); i++)
         if (!strcmp(cuda_ops[i].name, name))
             return cuda_ops[i].kind;
-    if (!strcmp(full, "koila::laid_out"))
-        return KOILA__INSIDE_NOTHING;
-    if (!strncmp(full, "koila::", 7))
-        return KOILA__INSIDE_REDUCE;
-    return KOILA__INSIDE_UNKNOWN;
+    return koila_op_facts(t, op) & KOILA_FACT_PSEUDO ? KOILA__INSIDE_REDUCE : KOILA__INSIDE_UNKNOWN;
 }
 
 /* ---- words the formulas are written in */
@@ -455,26 +450,22 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
 
 /* ---- what CUDA records otherwise than a CPU */
 
-static const char *op_of(const koila_graph *g, koila_node n)
+static uint32_t facts_of(const koila_graph *g, koila_node n)
 {
     const koila_table *t = koila_graph_table(g);
-    return koila_op_name(t, koila_sig_get(t, koila_node_get(g, n).sig)->op);
+    return koila_op_facts(t, koila_sig_get(t, koila_node_get(g, n).sig)->op);
 }
 
 static bool is_safe_softmax(const koila_graph *g, koila_node n)
 {
-    return !strncmp(op_of(g, n), "aten::_safe_softmax", 19);
+    return facts_of(g, n) & KOILA_FACT_SAFE_SOFTMAX;
 }
 
 /* Is v made by a factory that leaves its contents open? */
 static bool is_empty_tensor(const koila_graph *g, koila_value v)
 {
     const koila_node maker = koila_value_get(g, v).node;
-    char name[BASE_NAME];
-    if (maker == KOILA_NONE)
-        return false;
-    base_name(op_of(g, maker), name);
-    return !strncmp(name, "empty", 5) || !strncmp(name, "new_empty", 9);
+    return maker != KOILA_NONE && (facts_of(g, maker) & KOILA_FACT_EMPTY);
 }
 
 /* Note [Masks]. Dropout on a CPU is empty_strided, bernoulli_, div_, mul: the mask has the input's
@@ -486,9 +477,7 @@ void koila__find_masks(const koila_graph *g, uint8_t *is_mask)
     for (koila_node i = 0; i < koila_graph_n_nodes(g); i++) {
         const koila_node_info node = koila_node_get(g, i);
         const koila_sig_info *sig = koila_sig_get(t, node.sig);
-        char name[BASE_NAME];
-        base_name(koila_op_name(t, sig->op), name);
-        const bool fills = !strcmp(name, "bernoulli");
+        const bool fills = facts_of(g, i) & KOILA_FACT_DRAWS_MASK;
         for (uint32_t w = 0; w < sig->n_writes; w++) {
             const koila_value v = koila_node_inputs(g, i)[sig->writes[w].input];
             if (fills && koila_value_get(g, v).node != KOILA_NONE &&
@@ -503,24 +492,7 @@ void koila__find_masks(const koila_graph *g, uint8_t *is_mask)
 /* Operators that stand between the two products of an attention with dropout. */
 static bool passes_on(const koila_table *t, koila_op op, koila__inside_kind kind)
 {
-    static const char *const names[] = {
-        "mul",        "div",
-        "add",        "sub",
-        "neg",        "masked_fill",
-        "where",      "_safe_softmax",
-        "bernoulli",  "_softmax_backward_data",
-        "empty_like", "empty_strided",
-        "clone",      "native_dropout",
-        "_to_copy",   "native_dropout_backward",
-    };
-    char name[BASE_NAME];
-    if (kind == KOILA__INSIDE_VIEW)
-        return true;
-    base_name(koila_op_name(t, op), name);
-    for (size_t i = 0; i < KOILA_COUNT(names); i++)
-        if (!strcmp(names[i], name))
-            return true;
-    return false;
+    return kind == KOILA__INSIDE_VIEW || (koila_op_facts(t, op) & KOILA_FACT_OF_ATTENTION);
 }
 
 /* Value `a` of node i: its inputs, then its outputs. */

@@ -227,7 +227,7 @@ def ok(status: int, what: str = "") -> None:
 
 
 def op_lines() -> dict[str, tuple[str, str]]:
-    """ops.def: name -> (rule family, what it says)."""
+    """ops.def: operator with a rule -> (rule family, what it says)."""
     out, a, b, c, i = {}, C.c_char_p(), C.c_char_p(), C.c_char_p(), 0
     while lib.koila__op_line(u32(i), C.byref(a), C.byref(b), C.byref(c)):
         out[a.value.decode()] = (b.value.decode(), c.value.decode())

@@ -5,9 +5,13 @@
 TEST(rules__every_line_has_a_rule_and_is_there_once)
 {
     const char *name, *family, *says, *other;
+    koila_table *t;
+    koila_op op;
     uint32_t n = 0;
+    CHECK_EQ(koila_table_new(NULL, &t), KOILA_OK);
     for (; koila__op_line(n, &name, &family, &says); n++) {
-        CHECK(koila__rule_of(name) != NULL);
+        CHECK_EQ(koila_table_op(t, name, 0, &op), KOILA_OK);
+        CHECK(koila__rule_of(t, op) != NULL);
         CHECK(strncmp(name, "aten::", 6) == 0 || strncmp(name, "koila::", 7) == 0);
         CHECK(*says);
         for (uint32_t k = 0; k < n; k++) {
@@ -16,7 +20,33 @@ TEST(rules__every_line_has_a_rule_and_is_there_once)
         }
     }
     CHECK(n > 400);
-    CHECK(koila__rule_of("aten::no_such_operator") == NULL);
+    CHECK_EQ(koila_table_op(t, "aten::no_such_operator", 0, &op), KOILA_OK);
+    CHECK(koila__rule_of(t, op) == NULL);
+    CHECK_EQ(koila_op_facts(t, op), 0);
+    koila_table_free(t);
+}
+
+static uint32_t facts_of(koila_table *t, const char *name, uint32_t flags)
+{
+    koila_op op;
+    CHECK_EQ(koila_table_op(t, name, flags, &op), KOILA_OK);
+    return koila_op_facts(t, op);
+}
+
+TEST(rules__facts_are_those_of_the_functional_twin)
+{
+    koila_table *t;
+    CHECK_EQ(koila_table_new(NULL, &t), KOILA_OK);
+    CHECK(facts_of(t, "aten::zero_", KOILA_OP_INPLACE) & KOILA_FACT_ZEROS);
+    CHECK(facts_of(t, "aten::fill_.Scalar", KOILA_OP_INPLACE) & KOILA_FACT_FILLS);
+    CHECK(facts_of(t, "aten::bernoulli_.float", KOILA_OP_INPLACE) & KOILA_FACT_DRAWS_MASK);
+    CHECK(facts_of(t, "aten::to.dtype", 0) & KOILA_FACT_MAY_ALIAS);
+    CHECK_EQ(koila_facts_dense(facts_of(t, "aten::addmm_", KOILA_OP_INPLACE)),
+             KOILA_FACT_DENSE_CONTRACT_BIASED);
+    CHECK_EQ(facts_of(t, "aten::exp_", 0), 0);
+    CHECK_EQ(facts_of(t, "_", KOILA_OP_INPLACE), 0);
+    CHECK_EQ(facts_of(t, "", KOILA_OP_INPLACE), 0);
+    koila_table_free(t);
 }
 
 TEST(rules__a_partial_sum_met_by_a_row_becomes_whole)

@@ -276,11 +276,10 @@ bool koila__chain_conjugated(const koila__chain *c)
 {
     bool odd = false;
     for (; c; c = c->parent) {
-        const char *name =
-            koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op);
-        if (strcmp(name, "aten::view_as_complex") == 0 || strcmp(name, "aten::view_as_real") == 0)
+        const uint32_t facts = koila__facts_of(c->link.sig);
+        if (facts & (KOILA_FACT_AS_COMPLEX | KOILA_FACT_AS_REAL))
             break;
-        odd ^= strcmp(name, "aten::_conj") == 0;
+        odd ^= (facts & KOILA_FACT_CONJUGATES) != 0;
     }
     return odd;
 }

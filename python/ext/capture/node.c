@@ -269,8 +269,7 @@ static int check_written_twice(const call_walk *w, const op_info *op, uint32_t i
 static int check_written_conjugate(const op_info *op, const koila__chain *c)
 {
     for (; c; c = c->parent)
-        if (strcmp(koila_op_name(koila__table, koila_sig_get(koila__table, c->link.sig)->op),
-                   "aten::view_as_real") == 0 &&
+        if ((koila__facts_of(c->link.sig) & KOILA_FACT_AS_REAL) &&
             koila__chain_conjugated(c->parent)) {
             koila__unsupported(
                 "%s writes through .real, .imag or view_as_real of a lazy conjugate view. Copy "

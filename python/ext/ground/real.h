@@ -13,6 +13,11 @@
 #include "koila/koila.h"
 
 extern koila_table *koila__table; /* the process' table, from the set-up on */
+/* KOILA_FACT_... of a recorded call's operator */
+static inline uint32_t koila__facts_of(koila_sig sig)
+{
+    return koila_op_facts(koila__table, koila_sig_get(koila__table, sig)->op);
+}
 /* the table, and torch's entry points; -1 + error */
 int koila__real_setup(PyObject *torch);
 

@@ -109,10 +109,9 @@ static template *template_of(koila_sig sig)
             PyTuple_SET_ITEM(t.kw_names, i, name);
         }
     }
-    const char *name = koila_op_name(koila__table, s->op);
-    t.strided = !strcmp(name, "aten::as_strided");
-    t.joins = !strcmp(name, "aten::view") || !strcmp(name, "aten::_unsafe_view") ||
-              !strcmp(name, "aten::view.dtype") || !strcmp(name, "aten::view_as_complex");
+    const uint32_t facts = koila_op_facts(koila__table, s->op);
+    t.strided = facts & KOILA_FACT_STRIDED;
+    t.joins = facts & KOILA_FACT_JOINS;
     t.op = PyObject_GetAttrString(op, "_op");
     if (!t.op)
         goto fail;

@@ -502,8 +502,8 @@ static void work_for_line(const exec *x, koila_node n)
  * the program had many: there the rows are put outermost again. */
 static int one_row_outermost(const koila_table *table, const koila_sig_info *s, PyObject **view)
 {
-    const char *name = koila_op_name(table, s->op);
-    if (strcmp(name, "aten::view") != 0 && strcmp(name, "aten::_unsafe_view") != 0)
+    const uint32_t is_view = KOILA_FACT_RESHAPES | KOILA_FACT_JOINS;
+    if ((koila_op_facts(table, s->op) & is_view) != is_view)
         return 0;
     const koila_meta_info *recorded = koila_meta_get(table, s->outputs[0]), *now;
     koila_meta meta;
@@ -635,7 +635,7 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
         }
     }
     /* a conjugate view is a flag on the tensor, which this operator refuses */
-    if (strcmp(koila_op_name(x->table, s->op), "aten::view_as_real") == 0) {
+    if (koila_op_facts(x->table, s->op) & KOILA_FACT_AS_REAL) {
         PyObject *resolved = PyObject_CallMethod(inputs[0], "resolve_conj", NULL);
         if (!resolved)
             goto done;

@@ -33,12 +33,14 @@ static bool is_probed(const koila_graph *g, koila_node n, call *out)
 {
     const koila_sig sig = koila_node_get(g, n).sig;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    const char *op = koila_op_name(koila__table, s->op);
-    *out = (call){ sig, KOILA_NONE, !strncmp(op, "aten::mkldnn_rnn_layer", 22) };
-    if ((!out->is_rnn && strncmp(op, "aten::convolution", 17)) || s->n_writes || s->n_inputs < 2 ||
-        s->n_inputs > MAX_INPUTS || s->n_outputs > MAX_OUTPUTS)
+    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
+    const bool is_conv = kind == KOILA_FACT_DENSE_CONV || kind == KOILA_FACT_DENSE_CONV_BACKWARD;
+    const bool is_rnn = kind == KOILA_FACT_DENSE_RNN || kind == KOILA_FACT_DENSE_RNN_BACKWARD;
+    *out = (call){ sig, KOILA_NONE, is_rnn };
+    if ((!is_rnn && !is_conv) || s->n_writes || s->n_inputs < 2 || s->n_inputs > MAX_INPUTS ||
+        s->n_outputs > MAX_OUTPUTS)
         return false;
-    if (!out->is_rnn || !strstr(op, "backward"))
+    if (kind != KOILA_FACT_DENSE_RNN_BACKWARD)
         return true;
     const koila_value_info workspace = koila_value_get(g, koila_node_inputs(g, n)[s->n_inputs - 1]);
     if (workspace.node == KOILA_NONE)
@@ -52,8 +54,9 @@ static bool is_probed(const koila_graph *g, koila_node n, call *out)
 static int batch_dim(const call *c, koila_sig sig, uint32_t i)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
     if (!c->is_rnn)
-        return i < (strstr(koila_op_name(koila__table, s->op), "backward") ? 2u : 1u) ? 0 : -1;
+        return i < (kind == KOILA_FACT_DENSE_CONV_BACKWARD ? 2u : 1u) ? 0 : -1;
     return i >= 1 && i <= 4 ? -1 : koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
 }
 

@@ -31,10 +31,10 @@ void koila__ranks_ask(PyObject *ask) { Py_XSETREF(ranks_of, Py_NewRef(ask)); }
 static int64_t key_of(const koila_graph *g, koila_node n, bool *backward)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
-    const char *op = koila_op_name(koila__table, s->op);
-    if (strncmp(op, "koila::opaque", 13) || !s->n_pos)
+    const uint32_t facts = koila_op_facts(koila__table, s->op);
+    if (!(facts & KOILA_FACT_OPAQUE_CALL) || !s->n_pos)
         return -1;
-    *backward = op[13] == '_';
+    *backward = facts & KOILA_FACT_OPAQUE_BACKWARD;
     const koila_arg *id = &s->tokens[s->start[s->n_pos - 1]];
     return id->kind == KOILA_ARG_INT ? id->u.i : -1;
 }
