@@ -31,11 +31,11 @@ NONE = 2**32 - 1
 
 def build() -> C.CDLL:
     """The core as a shared library with every symbol visible, compiled when a source is newer."""
-    sources = sorted((ROOT / "src").glob("*.c"))
+    sources = sorted((ROOT / "src").rglob("*.c"))
     inputs = [
         *sources,
-        *(ROOT / "src").glob("*.h"),
-        *(ROOT / "src").glob("*.def"),
+        *(ROOT / "src").rglob("*.h"),
+        *(ROOT / "src").rglob("*.def"),
         *(ROOT / "include/koila").glob("*.h"),
     ]
     key = os.getuid()
@@ -53,6 +53,7 @@ def build() -> C.CDLL:
             "-D_GNU_SOURCE",
             "-DKOILA_DEBUG_LEVEL=2",
             f"-I{ROOT / 'include'}",
+            f"-I{ROOT / 'src'}",
         ]
         subprocess.run(
             [
