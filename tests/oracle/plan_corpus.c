@@ -17,7 +17,7 @@
  *
  * For the tree at hand `ninja -C build plan_corpus` builds it. Usage:
  *
- *     plan_corpus [graphs [file.kgraph ...]]   a line for every 10 graphs and every file, and totals
+ *     plan_corpus [graphs [file.kgraph ...]]   a line for every 10 graphs and every file, and sums
  *     plan_corpus seed <n>                     a line for every case of graph n: which one differs
  *     plan_corpus seed <n> <case>              the graph and the plan of one case, as text
  */
