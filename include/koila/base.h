@@ -48,8 +48,11 @@ typedef struct koila_error {
     koila_status code;
     uint64_t offset; /**< byte of the input at which it went wrong, or 0 */
     char text[240];  /**< NUL-terminated; cut if longer */
+    /** OOM: bytes that are short; 0: not known, or not about memory. Written only where
+     * `struct_size` has room for it. */
+    uint64_t missing_bytes;
 } koila_error;
-#define KOILA_ERROR_INIT { (uint32_t)sizeof(koila_error), KOILA_OK, 0, { 0 } }
+#define KOILA_ERROR_INIT { (uint32_t)sizeof(koila_error), KOILA_OK, 0, { 0 }, 0 }
 
 /** Host memory: one function for allocate, grow and free, as Lua's. `n == 0` frees and returns
  * NULL; otherwise like realloc.

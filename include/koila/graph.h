@@ -221,6 +221,13 @@ KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint1
                                         uint32_t n_dims, const int64_t *size, const int64_t *stride,
                                         koila_meta *out);
 KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta);
+/** Does the tensor fill its storage: no gaps, no element shared by two indices? */
+KOILA_API bool koila_meta_is_dense(const koila_meta_info *m);
+/** stride[like->n_dims] of a dense tensor of size[like->n_dims] whose dimensions lie in memory in
+ * the order of like's strides; of equal strides the last dimension is the inner one. like->stride
+ * NULL: contiguous. */
+KOILA_API void koila_dense_strides(const koila_meta_info *like, const int64_t *size,
+                                   int64_t *stride);
 /** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each
  * tensor argument and each result is: R whole, S<d>
  *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one.

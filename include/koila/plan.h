@@ -88,6 +88,22 @@ typedef struct koila_share {
     int64_t outer, inner;
 } koila_share;
 
+/** The dtype in which ADD accumulates a value of `dtype`: a partial sum of half precision in
+ * float32, unless one slice is all rows (`all_rows`); everything else in its own. What was
+ * accumulated wider is cast back when the loop ends. */
+KOILA_API koila_dtype koila_accumulator_dtype(koila_dtype dtype, koila_share share, bool all_rows);
+
+typedef enum koila_slice_kind {
+    KOILA_SLICE_VIEW, /**< of the whole value's storage */
+    KOILA_SLICE_COPY, /**< storage of its own; dense, in the order of the value's dimensions, where
+                         the value is dense */
+} koila_slice_kind;
+/** How SLICE makes the rows `cut` of a whole value of meta `whole`. A view where the rows lie in one
+ * block: the dimension is the outermost in memory, or the slice is all rows. A view also where the
+ * value is not dense, since a view of it has gaps anyway. A copy always where cut.outer != 1. */
+KOILA_API koila_slice_kind koila_slice_form(const koila_meta_info *whole, koila_share cut,
+                                            bool all_rows);
+
 typedef enum koila_keep_policy {
     /** the cheapest in work that fits; with forced rows and no budget: the least memory at moderate
      * work */

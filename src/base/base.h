@@ -52,10 +52,18 @@ void koila__assert_failed(const char *expr, const char *file, int line);
             return try_status_;                                                                    \
     } while (0)
 
-/* Fill `err` (if not NULL) and return `code`. The text is printf-like and cut to the buffer. */
+/* Fill `err` (if not NULL) and return `code`. The text is printf-like and cut to the buffer;
+ * missing_bytes becomes 0. */
 koila_status koila__fail(koila_error *err, koila_status code, uint64_t offset, const char *fmt, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 4, 5)))
+#endif
+    ;
+
+/* The same for KOILA_OOM; the text ends in, or holds, "<missing_bytes> bytes short". */
+koila_status koila__fail_short(koila_error *err, uint64_t missing_bytes, const char *fmt, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
 #endif
     ;
 

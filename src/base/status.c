@@ -34,17 +34,35 @@ const char *koila_status_text(koila_status status)
     return "?";
 }
 
+static void word(koila_error *err, koila_status code, uint64_t offset, uint64_t missing_bytes,
+                 const char *fmt, va_list ap)
+{
+    if (!err)
+        return;
+    vsnprintf(err->text, sizeof err->text, fmt, ap);
+    err->code = code;
+    err->offset = offset;
+    /* callers built before this field was there have no room for it */
+    if (err->struct_size >= sizeof *err)
+        err->missing_bytes = missing_bytes;
+}
+
 koila_status koila__fail(koila_error *err, koila_status code, uint64_t offset, const char *fmt, ...)
 {
-    if (err) {
-        va_list ap;
-        va_start(ap, fmt);
-        vsnprintf(err->text, sizeof err->text, fmt, ap);
-        va_end(ap);
-        err->code = code;
-        err->offset = offset;
-    }
+    va_list ap;
+    va_start(ap, fmt);
+    word(err, code, offset, 0, fmt, ap);
+    va_end(ap);
     return code;
+}
+
+koila_status koila__fail_short(koila_error *err, uint64_t missing_bytes, const char *fmt, ...)
+{
+    va_list ap;
+    va_start(ap, fmt);
+    word(err, KOILA_OOM, 0, missing_bytes, fmt, ap);
+    va_end(ap);
+    return KOILA_OOM;
 }
 
 /* The only exit of the core, and only in builds with debug_level >= 1: a broken invariant is a bug

@@ -10,16 +10,14 @@
  */
 #include "engine/live.h"
 
+#include "engine/share.h"
 #include "graph/table.h"
 
-/* Partial sums of half precision are accumulated in float32, unless one slice is all. */
 static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cut)
 {
     const koila_meta_info *m = koila__value_meta(p->graph, v);
-    const bool half = m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16;
-    return cut && half && p->value[v].kind == KOILA_P && p->value[v].combine == KOILA_SUM
-               ? m->n_elements * 4
-               : m->n_bytes;
+    const koila_share share = koila__share_of(p->value[v]);
+    return m->n_elements * koila_dtype_bytes(koila_accumulator_dtype(m->dtype, share, !cut));
 }
 
 typedef struct walk {

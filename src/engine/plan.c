@@ -16,6 +16,7 @@
 
 #include "engine/live.h"
 #include "engine/plan_costs.h"
+#include "engine/share.h"
 #include "graph/table.h"
 
 #include <math.h>
@@ -312,11 +313,11 @@ static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph
         memcpy(largest + used, one, (size_t)k + 1);
         used += (size_t)k;
     }
-    koila__fail(err, KOILA_OOM, 0,
-                "a slice of %lld row(s) needs %s, %s are free, %llu bytes short; largest: %s",
-                (long long)p->info.rows, size_text(needs, p->info.peak_bytes),
-                size_text(there, budget), (unsigned long long)(p->info.peak_bytes - budget),
-                largest);
+    const uint64_t missing = p->info.peak_bytes - budget;
+    koila__fail_short(err, missing,
+                      "a slice of %lld row(s) needs %s, %s are free, %llu bytes short; largest: %s",
+                      (long long)p->info.rows, size_text(needs, p->info.peak_bytes),
+                      size_text(there, budget), (unsigned long long)missing, largest);
 }
 
 /* What the parts of koila_plan_new() share. */
@@ -951,24 +952,13 @@ uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows
     return koila__live_bytes(p->placed, v, rows);
 }
 
-static koila_share share_of(koila_placement x)
-{
-    koila_share s = { .axis = x.axis, .dim = x.dim, .outer = x.outer, .inner = x.inner };
-    if (x.kind == KOILA_S)
-        s.kind = KOILA_SHARE_SLICE;
-    if (x.kind == KOILA_P) {
-        s.kind = KOILA_SHARE_PARTIAL;
-        s.partial = x.combine;
-    }
-    return s;
-}
 koila_share koila_plan_share(const koila_plan *p, koila_value v)
 {
-    return share_of(p->placed->value[v]);
+    return koila__share_of(p->placed->value[v]);
 }
 koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input)
 {
-    return share_of(p->placed->need[p->placed->graph->nodes.at[n].first_input + input]);
+    return koila__share_of(p->placed->need[p->placed->graph->nodes.at[n].first_input + input]);
 }
 
 uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t cap)
@@ -1006,25 +996,6 @@ static void slice_sizes(const koila_meta_info *m, koila_placement x, int64_t row
         size[d] = m->size[d];
     if (x.kind == KOILA_S)
         size[x.dim] = koila__extent(x, rows);
-}
-
-/* Strides of a dense tensor of `size` whose dimensions lie in memory in the order of m's strides.
- */
-static void dense_strides(const koila_meta_info *m, const int64_t *size, int64_t *stride)
-{
-    int64_t step = 1;
-    bool done[KOILA_MAX_DIMS] = { 0 };
-    for (uint32_t k = 0; k < m->n_dims; k++) {
-        uint32_t next = KOILA_NONE;
-        /* innermost first; of equal strides the last dimension */
-        for (uint32_t d = m->n_dims; d-- > 0;)
-            if (!done[d] && (next == KOILA_NONE || m->stride[d] < m->stride[next]))
-                next = d;
-        done[next] = true;
-        stride[next] = step;
-        if (size[next] > 1)
-            step *= size[next];
-    }
 }
 
 uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
@@ -1082,7 +1053,7 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
             a->kind = KOILA_ADAPT_INTS;
             a->n = m->n_dims;
             slice_sizes(m, x, rows, size);
-            dense_strides(m, size, a->ints);
+            koila_dense_strides(m, size, a->ints);
             break;
         case KOILA__FIX_EXTENT:
             a->kind = KOILA_ADAPT_INT;

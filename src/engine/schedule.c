@@ -41,6 +41,7 @@
 
 #include "engine/cost.h"
 #include "engine/plan_costs.h"
+#include "engine/share.h"
 #include "graph/table.h"
 
 #include <math.h>
@@ -748,21 +749,14 @@ static void release_value(work_state *w, koila_value v, koila__event_kind own)
     }
 }
 
-static bool is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
-
-/* How a slice of whole v lies in memory: a view where its rows lie together (or v is not dense
- * anyway), else a dense copy. */
-static owner slice_owner(const work_state *w, koila_value v, koila_placement cut)
+/* Whose storage a slice of whole v is. */
+static owner slice_owner(const work_state *w, koila_value v, koila_placement placement)
 {
     const koila_meta_info *m = koila__value_meta(w->g, v);
-    if (cut.outer != 1)
+    const koila_share cut = koila__share_of(placement);
+    if (koila_slice_form(m, cut, true) == KOILA_SLICE_COPY)
         return OWNER_CUT;
-    if (!is_dense(m))
-        return OWNER_NONE;
-    for (uint32_t d = 0; d < m->n_dims; d++)
-        if (d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim])
-            return OWNER_SLICE;
-    return OWNER_NONE;
+    return koila_slice_form(m, cut, false) == KOILA_SLICE_COPY ? OWNER_SLICE : OWNER_NONE;
 }
 
 /* Input i of node n of loop j is not there: a slice of a whole value, or a piece of an earlier
@@ -850,12 +844,11 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_meta_info *storage = koila__value_meta(w->g, r);
     const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE &&
-                     w->s[r].alive == 1 && m->n_bytes == storage->n_bytes && is_dense(m) &&
-                     is_dense(storage);
+                     w->s[r].alive == 1 && m->n_bytes == storage->n_bytes &&
+                     koila_meta_is_dense(m) && koila_meta_is_dense(storage);
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
-        const bool is_sum = x.kind == KOILA_P && x.combine == KOILA_SUM;
-        const bool wide = is_sum && (m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16);
+        const bool wide = koila_accumulator_dtype(m->dtype, koila__share_of(x), false) != m->dtype;
         if (x.kind == KOILA_S) {
             emit(w, (koila_instr){
                         .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });

@@ -201,6 +201,35 @@ const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
     return meta < t->metas.n ? t->metas.at[meta] : NULL;
 }
 
+bool koila_meta_is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
+
+/* The innermost dimension that is not done. */
+static uint32_t innermost(const koila_meta_info *m, const bool *done)
+{
+    uint32_t found = KOILA_NONE;
+    for (uint32_t d = m->n_dims; d-- > 0;) {
+        if (done[d])
+            continue;
+        if (found == KOILA_NONE || (m->stride && m->stride[d] < m->stride[found]))
+            found = d;
+    }
+    return found;
+}
+
+void koila_dense_strides(const koila_meta_info *like, const int64_t *size, int64_t *stride)
+{
+    bool done[KOILA_MAX_DIMS] = { 0 };
+    int64_t step = 1;
+    koila_assert_arg(like->n_dims <= KOILA_MAX_DIMS);
+    for (uint32_t k = 0; k < like->n_dims; k++) {
+        const uint32_t d = innermost(like, done);
+        done[d] = true;
+        stride[d] = step;
+        if (size[d] > 1)
+            step *= size[d];
+    }
+}
+
 /* ---- signatures */
 
 static uint64_t hash_token(uint64_t h, const koila_arg *a)

@@ -518,8 +518,8 @@ static koila_status read_input(prediction_input *x, const koila_graph *g, const 
         return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "rows of a slice cannot be negative");
     const uint64_t context = field(x, KOILA_DEVICE_CONTEXT_BYTES);
     if (x->memory_bytes <= context)
-        return koila__fail(
-            e, KOILA_OOM, 0,
+        return koila__fail_short(
+            e, context - x->memory_bytes,
             "does not fit: a CUDA context alone needs %llu bytes, %llu are given, %llu bytes short",
             (unsigned long long)context, (unsigned long long)x->memory_bytes,
             (unsigned long long)(context - x->memory_bytes));

@@ -35,6 +35,27 @@ TEST(graph__refuses_what_does_not_fit_together)
     rg_deinit(&r);
 }
 
+TEST(graph__dense_strides_keep_the_order_of_the_dimensions)
+{
+    const int64_t size[] = { 2, 3, 1, 5 };
+    const int64_t gaps[] = { 2, 40, 7, 400 }; /* the first dimension is innermost */
+    int64_t stride[4];
+    koila_meta_info like = { .n_dims = 4, .size = size, .stride = gaps };
+    koila_dense_strides(&like, size, stride);
+    CHECK(stride[0] == 1 && stride[2] == 2 && stride[1] == 2 && stride[3] == 6);
+    like.stride = NULL;
+    koila_dense_strides(&like, size, stride);
+    CHECK(stride[3] == 1 && stride[2] == 5 && stride[1] == 5 && stride[0] == 15);
+    const int64_t equal[] = { 0, 0, 0, 0 };
+    like.stride = equal;
+    koila_dense_strides(&like, size, stride);
+    CHECK(stride[3] == 1 && stride[0] == 15);
+    like.n_bytes = like.n_storage_bytes = 120;
+    CHECK(koila_meta_is_dense(&like));
+    like.n_storage_bytes = 124;
+    CHECK(!koila_meta_is_dense(&like));
+}
+
 /* Records the same twice with something different: 0 nothing, 1 a name, 2 a line, 3 the axis, 4 the
  * other input, 5 a leaf's kind, 6 order of values. */
 static uint64_t hash_of(koila_table *t, int what)

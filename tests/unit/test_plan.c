@@ -102,7 +102,60 @@ TEST(plan__what_never_fits_is_said_with_its_numbers)
     CHECK(p == (koila_plan *)&r && err.code == KOILA_OOM); /* untouched */
     CHECK(strstr(err.text, "a slice of 1 row(s) needs ") && strstr(err.text, " 100 B are free, ") &&
           strstr(err.text, " bytes short; largest: ") && strstr(err.text, "aten::mm"));
+    char said[64];
+    snprintf(said, sizeof said, " %llu bytes short", (unsigned long long)err.missing_bytes);
+    CHECK(err.missing_bytes > 0 && strstr(err.text, said));
+    /* a caller from before missing_bytes: its buffer ends there */
+    err.struct_size = offsetof(koila_error, missing_bytes);
+    err.missing_bytes = 12345;
+    CHECK_EQ(plan_of(&r, options(100, 0), &p, &err), KOILA_OOM);
+    CHECK(strstr(err.text, said) && err.missing_bytes == 12345);
+    /* what is not about memory is short of none */
+    err.struct_size = sizeof err;
+    r.targets[0] = 9999;
+    CHECK_EQ(plan_of(&r, options(100, 0), &p, &err), KOILA_BAD_ARGUMENT);
+    CHECK_EQ(err.missing_bytes, 0);
     rg_deinit(&r);
+}
+
+TEST(plan__only_a_sum_of_half_precision_in_several_slices_is_accumulated_wider)
+{
+    const koila_share sum = { .kind = KOILA_SHARE_PARTIAL, .partial = KOILA_PARTIAL_SUM };
+    const koila_share max = { .kind = KOILA_SHARE_PARTIAL, .partial = KOILA_PARTIAL_MAX };
+    const koila_share whole = { .kind = KOILA_SHARE_WHOLE };
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_F16, sum, false), KOILA_DTYPE_F32);
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_BF16, sum, false), KOILA_DTYPE_F32);
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_BF16, sum, true), KOILA_DTYPE_BF16);
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_F16, max, false), KOILA_DTYPE_F16);
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_F16, whole, false), KOILA_DTYPE_F16);
+    CHECK_EQ(koila_accumulator_dtype(KOILA_DTYPE_F64, sum, false), KOILA_DTYPE_F64);
+}
+
+static koila_slice_kind form(int64_t row_stride, int64_t column_stride, uint8_t dim, int64_t outer,
+                             bool all_rows)
+{
+    koila_table *t = NULL;
+    koila_meta m = 0;
+    const koila_share cut = { .kind = KOILA_SHARE_SLICE, .dim = dim, .outer = outer, .inner = 1 };
+    const int64_t size[] = { 6, 4 };
+    const int64_t stride[] = { row_stride, column_stride };
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK &&
+          koila_table_meta(t, KOILA_DTYPE_F32, 0, 2, size, stride, &m) == KOILA_OK);
+    const koila_slice_kind kind = koila_slice_form(koila_meta_get(t, m), cut, all_rows);
+    koila_table_free(t);
+    return kind;
+}
+
+TEST(plan__a_slice_is_a_view_where_its_rows_lie_together)
+{
+    CHECK_EQ(form(4, 1, 0, 1, false), KOILA_SLICE_VIEW);
+    CHECK_EQ(form(4, 1, 1, 1, false), KOILA_SLICE_COPY);
+    CHECK_EQ(form(4, 1, 1, 1, true), KOILA_SLICE_VIEW);
+    CHECK_EQ(form(1, 6, 0, 1, false), KOILA_SLICE_COPY); /* transposed */
+    CHECK_EQ(form(1, 6, 1, 1, false), KOILA_SLICE_VIEW);
+    CHECK_EQ(form(1, 12, 0, 1, false), KOILA_SLICE_VIEW); /* not dense */
+    CHECK_EQ(form(4, 1, 0, 2, false), KOILA_SLICE_COPY);  /* several blocks */
+    CHECK_EQ(form(4, 1, 0, 2, true), KOILA_SLICE_COPY);
 }
 
 /* What operators use inside, any way but in order of the rows. */

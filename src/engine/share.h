@@ -1,0 +1,10 @@
+/* share.h — a placement as koila/plan.h says it. Internal to src/. */
+#ifndef KOILA_SRC_SHARE_H
+#define KOILA_SRC_SHARE_H
+
+#include "koila/plan.h"
+#include "placement/place.h"
+
+koila_share koila__share_of(koila_placement x);
+
+#endif
