@@ -50,34 +50,10 @@ static void out_line(koila__out *o, const koila_graph *g, koila_node n)
 /* name(%1, 2, dim=[3]) */
 static void out_call_short(koila__out *o, const koila_graph *g, koila_node n)
 {
-    const koila_table *t = g->table;
     const koila_sig_info *s = koila__node_sig(g, n);
-    const koila_value *in = koila_node_inputs(g, n);
-    koila__out_str(o, koila_op_name(t, s->op));
+    koila__out_str(o, koila_op_name(g->table, s->op));
     koila__out_str(o, "(");
-    for (uint32_t k = 0; k < s->n_pos + s->n_kw; k++) {
-        if (k)
-            koila__out_str(o, ", ");
-        if (k >= s->n_pos) {
-            koila__out_str(o, koila_text(t, s->kw_names[k - s->n_pos]));
-            koila__out_str(o, "=");
-        }
-        const koila_arg *a = &s->tokens[s->start[k]];
-        const bool list = a->kind == KOILA_ARG_LIST;
-        const koila_arg *end = a + 1 + (list ? a->n : 0);
-        if (list)
-            koila__out_str(o, "[");
-        for (const koila_arg *x = a + list; x < end; x++) {
-            if (x != a + list)
-                koila__out_str(o, ", ");
-            if (x->kind == KOILA_ARG_TENSOR)
-                koila__out_fmt(o, "%%%u", *in++);
-            else
-                koila__out_token(o, t, x, NULL);
-        }
-        if (list)
-            koila__out_str(o, "]");
-    }
+    koila__out_arguments(o, g->table, s, koila_node_inputs(g, n), NULL);
     koila__out_str(o, ")");
 }
 
