@@ -51,8 +51,6 @@ struct koila_graph {
     uint64_t axes_hash, hash; /* of the axes, and of the rest: an axis may be added at any time */
 };
 
-uint64_t koila__hash_text(const char *s);
-
 static inline const koila_meta_info *koila__meta(const koila_table *t, koila_meta m)
 {
     return t->metas.at[m];
