@@ -354,59 +354,69 @@ static bool is_room(const koila_cache *c, uint32_t b)
            (c->blocks[b].state == KOILA_BLOCK_FREE || c->blocks[b].state == KOILA_BLOCK_UNMAPPED);
 }
 
-/* Grow expandable memory until `size` bytes lie free in one block, and take that block out of its
- * lane. */
-static uint32_t expand(koila_cache *c, uint32_t lane_i, uint64_t size)
+/* The first block of the lane, by address, from which free and unmapped blocks of `size` bytes
+ * touch; 0: none. */
+static uint32_t expandable_room(const koila_cache *c, const lane *l, uint64_t size)
 {
-    const lane *l = c->lanes[lane_i];
-    const bool small = l->pool & 1;
-    uint32_t at = 0;
-    for (uint32_t u = unmapped_at_least(c, l, 0); u && !at;
+    for (uint32_t u = unmapped_at_least(c, l, 0); u;
          u = unmapped_at_least(c, l, c->blocks[u].addr + 1)) {
-        uint32_t first = is_room(c, c->blocks[u].prev) ? c->blocks[u].prev : u;
+        const uint32_t first = is_room(c, c->blocks[u].prev) ? c->blocks[u].prev : u;
         uint64_t room = 0;
         for (uint32_t b = first; room < size && is_room(c, b); b = c->blocks[b].next)
             room += c->blocks[b].size;
         if (room >= size)
-            at = first;
+            return first;
     }
-    if (!at) {
-        const uint64_t page = page_of(c, small);
-        const uint64_t t = c->conf.device_bytes ? c->conf.device_bytes
-                           : c->s.total         ? c->s.total
-                                                : 24 * KIB * MIB;
-        if (t > SPACE_MAX / 4)
-            return 0;
-        const uint64_t space = (t + t / 8 + page - 1) / page * page;
-        uint64_t addr = c->s.next_addr;
-        if (size > space) {
-            /* torch would trip over an assertion; no device has this much */
-            return 0;
-        }
-        if (addr > SPACE_MAX - granules(space))
-            return 0;
-        if (c->driver.give && !c->driver.give(c->driver.user, (koila_event_kind)KOILA__RESERVATION,
-                                              space, l->stream, &addr))
-            return 0;
-        if (!c->driver.give)
-            c->s.next_addr += granules(space);
-        uint32_t s = koila__cache_seg_new(c, lane_i, addr, space, true);
-        at = c->segs[s].first;
-        wr(c, at)->state = KOILA_BLOCK_UNMAPPED;
-        tree_insert(c, at, UNMAPPED_BIN);
-    }
+    return 0;
+}
+
+/* A new reservation: one unmapped block. 0: no address space, or not as the driver says. */
+static uint32_t reserve_space(koila_cache *c, uint32_t lane_i, uint64_t size)
+{
+    const lane *l = c->lanes[lane_i];
+    if (device_size(c) > SPACE_MAX / 4)
+        return 0;
+    const uint64_t space = reservation_size(c, l->pool & 1);
+    uint64_t addr = c->s.next_addr;
+    /* torch would trip over an assertion; no device has this much */
+    if (size > space || addr > SPACE_MAX - granules(space))
+        return 0;
+    if (!c->driver.give)
+        c->s.next_addr += granules(space);
+    else if (!c->driver.give(c->driver.user, (koila_event_kind)KOILA__RESERVATION, space, l->stream,
+                             &addr))
+        return 0;
+    const uint32_t s = koila__cache_seg_new(c, lane_i, addr, space, true);
+    const uint32_t b = c->segs[s].first;
+    wr(c, b)->state = KOILA_BLOCK_UNMAPPED;
+    tree_insert(c, b, UNMAPPED_BIN);
+    return b;
+}
+
+static uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* Grow expandable memory until `size` bytes lie free in one block, and take that block out of its
+ * lane. */
+static uint32_t expand(koila_cache *c, uint32_t lane_i, uint64_t size)
+{
+    uint32_t at = expandable_room(c, c->lanes[lane_i], size);
+    if (!at)
+        at = reserve_space(c, lane_i, size);
+    if (!at)
+        return 0;
     if (c->blocks[at].state == KOILA_BLOCK_UNMAPPED) {
-        uint64_t want = c->blocks[at].size < size ? c->blocks[at].size : size;
-        if (!(at = map_pages(c, at, want)))
+        at = map_pages(c, at, min_of(c->blocks[at].size, size));
+        if (!at)
             return 0;
     }
     while (c->blocks[at].size < size) {
-        uint32_t next = c->blocks[at].next;
-        uint64_t missing = size - c->blocks[at].size;
-        uint64_t want = c->blocks[next].size < missing ? c->blocks[next].size : missing;
-        if (!(at = map_pages(c, next, want)))
+        const uint32_t next = c->blocks[at].next;
+        koila_assert(is_room(c, next));
+        at = map_pages(c, next, min_of(c->blocks[next].size, size - c->blocks[at].size));
+        if (!at)
             return 0;
     }
+    koila_assert(c->blocks[at].state == KOILA_BLOCK_FREE);
     free_erase(c, at);
     return at;
 }

@@ -358,8 +358,68 @@ static const struct {
 /* A key newer than this table, in a snapshot: its value is passed over. */
 static void skip_value(scan *s)
 {
-    for (int depth = 0; peek(s) && (depth || peek(s) != ','); s->p++)
-        depth += *s->p == '[' ? 1 : *s->p == ']' && depth ? -1 : 0;
+    for (int depth = 0; peek(s) && (depth || peek(s) != ','); s->p++) {
+        if (*s->p == '[')
+            depth++;
+        else if (*s->p == ']' && depth)
+            depth--;
+    }
+}
+
+/* The value of `key`, whose colon has been taken. */
+static koila_status set_key(scan *s, const char *key)
+{
+    char value[TOKEN_MAX];
+    for (size_t i = 0; i < KOILA_COUNT(keys); i++) {
+        if (strcmp(key, keys[i].key))
+            continue;
+        if (!keys[i].set)
+            return set_divisions(s, key);
+        if (!token(s, value))
+            return bad(s, key, s->p, "a short value");
+        return keys[i].set(s, key, value);
+    }
+    if (!strncmp(key, "expandable_segments_reserve", 27))
+        return refuse_reserve(s, key, "");
+    if (s->strict)
+        return koila__fail(s->e, KOILA_BAD_INPUT, (uint64_t)(s->p - s->start),
+                           "%s: no such setting", key);
+    skip_value(s);
+    return KOILA_OK;
+}
+
+/* A setting that this torch does not have. */
+static koila_status too_new(const koila_cache_config *c, const char *key, const char *first_torch,
+                            koila_error *e)
+{
+    return koila__fail(e, KOILA_BAD_INPUT, 0, "%s: not known to torch %u.%u, from %s on", key,
+                       c->torch_version / 100, c->torch_version % 100, first_torch);
+}
+/* What torch checks only after it has read all settings. */
+static koila_status check_together(koila_cache_config *c, bool strict, koila_error *e)
+{
+    const unsigned large_mib = (unsigned)(c->large_segment_bytes / MIB);
+    const bool rounding_settable = c->rules & KOILA_RULE_ROUNDING_SETTABLE;
+    if (strict && c->large_segment_bytes != 20 * MIB && !(c->rules & KOILA_RULE_LARGE_SEGMENT))
+        return too_new(c, "large_segment_size_mb", "2.11", e);
+    if (strict && c->rounding_set && !rounding_settable)
+        return too_new(c, "max_non_split_rounding_mb", "2.6", e);
+    if (strict && c->oom_reject && !(c->rules & KOILA_RULE_OOM_REJECT))
+        return too_new(c, "throw_on_cudamalloc_oom", "2.13", e);
+    if (c->large_segment_bytes <= 10 * MIB || c->large_segment_bytes > (uint64_t)1 << 50)
+        return koila__fail(e, KOILA_BAD_INPUT, 0, "large_segment_size_mb: must be more than 10");
+    if (!c->rounding_set || !rounding_settable)
+        c->max_non_split_rounding_bytes = c->large_segment_bytes;
+    if (c->max_split_bytes < c->large_segment_bytes)
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "max_split_size_mb: must be %u or more (the large segment size)",
+                           large_mib);
+    /* torch 2.13 takes it */
+    if (strict && c->max_non_split_rounding_bytes < c->large_segment_bytes)
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "max_non_split_rounding_mb: must be %u or more (the large segment size)",
+                           large_mib);
+    return KOILA_OK;
 }
 
 koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict,
@@ -369,58 +429,17 @@ koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, i
         return KOILA_OK;
     koila_cache_config fresh = *c; /* assigned last: a failed call changes nothing */
     scan s = { conf, strict, &fresh, e, conf };
-    char key[TOKEN_MAX], value[TOKEN_MAX];
+    char key[TOKEN_MAX];
     while (peek(&s)) {
         if (take(&s, ','))
             continue;
         if (!token(&s, key) || !*key || !take(&s, ':'))
             return bad(&s, "settings", s.p, "key:value,key:value");
-        size_t i = 0;
-        while (i < KOILA_COUNT(keys) && strcmp(key, keys[i].key))
-            i++;
-        if (i == KOILA_COUNT(keys)) {
-            if (!strncmp(key, "expandable_segments_reserve", 27))
-                KOILA_TRY(refuse_reserve(&s, key, ""));
-            if (strict)
-                return koila__fail(e, KOILA_BAD_INPUT, (uint64_t)(s.p - conf),
-                                   "%s: no such setting", key);
-            skip_value(&s);
-        } else if (!keys[i].set) {
-            KOILA_TRY(set_divisions(&s, key));
-        } else {
-            if (!token(&s, value))
-                return bad(&s, key, s.p, "a short value");
-            KOILA_TRY(keys[i].set(&s, key, value));
-        }
+        KOILA_TRY(set_key(&s, key));
         if (peek(&s) && !take(&s, ','))
             return bad(&s, key, s.p, "',' or the end after the value");
     }
-    if (strict && fresh.large_segment_bytes != 20 * MIB &&
-        !(fresh.rules & KOILA_RULE_LARGE_SEGMENT))
-        return koila__fail(e, KOILA_BAD_INPUT, 0,
-                           "large_segment_size_mb: not known to torch %u.%u, from 2.11 on",
-                           fresh.torch_version / 100, fresh.torch_version % 100);
-    if (strict && fresh.rounding_set && !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE))
-        return koila__fail(e, KOILA_BAD_INPUT, 0,
-                           "max_non_split_rounding_mb: not known to torch %u.%u, from 2.6 on",
-                           fresh.torch_version / 100, fresh.torch_version % 100);
-    if (strict && fresh.oom_reject && !(fresh.rules & KOILA_RULE_OOM_REJECT))
-        return koila__fail(e, KOILA_BAD_INPUT, 0,
-                           "throw_on_cudamalloc_oom: not known to torch %u.%u, from 2.13 on",
-                           fresh.torch_version / 100, fresh.torch_version % 100);
-    if (fresh.large_segment_bytes <= 10 * MIB || fresh.large_segment_bytes > (uint64_t)1 << 50)
-        return koila__fail(e, KOILA_BAD_INPUT, 0, "large_segment_size_mb: must be more than 10");
-    if (!fresh.rounding_set || !(fresh.rules & KOILA_RULE_ROUNDING_SETTABLE))
-        fresh.max_non_split_rounding_bytes = fresh.large_segment_bytes;
-    if (fresh.max_split_bytes < fresh.large_segment_bytes)
-        return koila__fail(e, KOILA_BAD_INPUT, 0,
-                           "max_split_size_mb: must be %u or more (the large segment size)",
-                           (unsigned)(fresh.large_segment_bytes / MIB));
-    /* torch 2.13 takes it */
-    if (strict && fresh.max_non_split_rounding_bytes < fresh.large_segment_bytes)
-        return koila__fail(e, KOILA_BAD_INPUT, 0,
-                           "max_non_split_rounding_mb: must be %u or more (the large segment size)",
-                           (unsigned)(fresh.large_segment_bytes / MIB));
+    KOILA_TRY(check_together(&fresh, strict, e));
     *c = fresh;
     return KOILA_OK;
 }

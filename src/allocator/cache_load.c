@@ -102,8 +102,40 @@ static bool same_lane(const koila_segment *a, const koila_segment *b)
            a->stream == b->stream && a->pool.owner == b->pool.owner && a->pool.id == b->pool.id;
 }
 
-/* `list` ascending. Loads list[i], and for expandable memory what follows in the same reservation;
- * returns how many. */
+/* The reservation that begins with list[0]: its bytes, and in *used how many of the list lie in it. */
+static uint64_t find_reservation(const koila_cache *c, const koila_segment **list, size_t n,
+                                 size_t *used)
+{
+    const koila_segment *s = list[0];
+    const uint64_t page = page_of(c, s->is_small);
+    uint64_t space = reservation_size(c, s->is_small);
+    while (*used < n && same_lane(s, list[*used]) &&
+           list[*used]->addr - s->addr + list[*used]->size <= space &&
+           (list[*used]->addr - s->addr) % page == 0)
+        ++*used;
+    const uint64_t used_bytes = list[*used - 1]->addr + list[*used - 1]->size - s->addr;
+    if (*used < n && space > list[*used]->addr - s->addr)
+        space = (list[*used]->addr - s->addr) / page * page;
+    if (s->addr + space > SPACE_MAX)
+        space = SPACE_MAX - s->addr;
+    return space < used_bytes ? used_bytes : space;
+}
+
+static void count_plain_segment(koila_cache *c, uint32_t seg, const koila_segment *s)
+{
+    stat_up(c, KOILA_STAT_SEGMENT, s->is_small, 1);
+    if (s->size >= c->conf.max_split_bytes)
+        up(&c->s.stat.oversize_segments, 1);
+    for (uint32_t b = c->segs[seg].first; b; b = c->blocks[b].next) {
+        if (c->blocks[b].state != KOILA_BLOCK_FREE || is_alone(c, b))
+            continue;
+        stat_up(c, KOILA_STAT_INACTIVE_SPLIT, s->is_small, 1);
+        stat_up(c, KOILA_STAT_INACTIVE_SPLIT_BYTES, s->is_small, c->blocks[b].size);
+    }
+}
+
+/* Loads list[0], and for expandable memory what follows in the same reservation; *used is how many.
+ * `list` ascends by address. */
 static koila_status load_segment(koila_cache *c, const koila_segment **list, size_t n, size_t *used)
 {
     const koila_segment *s = list[0];
@@ -115,24 +147,8 @@ static koila_status load_segment(koila_cache *c, const koila_segment **list, siz
         return KOILA_NO_MEMORY;
     uint64_t size = s->size;
     *used = 1;
-    if (s->is_expandable) {
-        const uint64_t page = page_of(c, s->is_small);
-        const uint64_t t = c->conf.device_bytes ? c->conf.device_bytes
-                           : c->s.total         ? c->s.total
-                                                : 24 * KIB * MIB;
-        uint64_t space = (t + t / 8 + page - 1) / page * page;
-        while (*used < n && same_lane(s, list[*used]) &&
-               list[*used]->addr - s->addr + list[*used]->size <= space &&
-               (list[*used]->addr - s->addr) % page == 0)
-            ++*used;
-        /* last byte in use */
-        const uint64_t end = list[*used - 1]->addr + list[*used - 1]->size - s->addr;
-        if (*used < n && space > list[*used]->addr - s->addr)
-            space = (list[*used]->addr - s->addr) / page * page;
-        if (s->addr + space > SPACE_MAX)
-            space = SPACE_MAX - s->addr;
-        size = space < end ? end : space;
-    }
+    if (s->is_expandable)
+        size = find_reservation(c, list, n, used);
     uint32_t seg = koila__cache_seg_new(c, lane_i, s->addr, size, s->is_expandable);
     uint32_t last = c->segs[seg].first;
     uint64_t at = s->addr;
@@ -146,17 +162,53 @@ static koila_status load_segment(koila_cache *c, const koila_segment **list, siz
     }
     if (last)
         KOILA_TRY(load_block(c, &last, c->blocks[last].size, 0, KOILA_BLOCK_UNMAPPED));
-    if (s->is_expandable)
-        return KOILA_OK;
-    stat_up(c, KOILA_STAT_SEGMENT, s->is_small, 1);
-    if (s->size >= c->conf.max_split_bytes)
-        up(&c->s.stat.oversize_segments, 1);
-    for (uint32_t b = c->segs[seg].first; b; b = c->blocks[b].next) {
-        if (c->blocks[b].state != KOILA_BLOCK_FREE || is_alone(c, b))
-            continue;
-        stat_up(c, KOILA_STAT_INACTIVE_SPLIT, s->is_small, 1);
-        stat_up(c, KOILA_STAT_INACTIVE_SPLIT_BYTES, s->is_small, c->blocks[b].size);
-    }
+    koila_assert(!last);
+    if (!s->is_expandable)
+        count_plain_segment(c, seg, s);
+    return KOILA_OK;
+}
+
+/* By address. Recordings come sorted or nearly so, hence a shell sort; merge sort needs a copy. */
+static void sort_by_address(const koila_segment **list, size_t n)
+{
+    for (size_t gap = n / 2; gap; gap /= 2)
+        for (size_t i = gap; i < n; i++) {
+            const koila_segment *x = list[i];
+            size_t k = i;
+            for (; k >= gap && list[k - gap]->addr > x->addr; k -= gap)
+                list[k] = list[k - gap];
+            list[k] = x;
+        }
+}
+
+/* New segments will lie above all that are loaded. */
+static void move_next_addr(koila_cache *c, const koila_segment *highest)
+{
+    uint64_t end = granules(highest->addr + highest->size);
+    for (uint32_t g = 1; g < c->s.n_segs; g++)
+        if (c->segs[g].addr + c->segs[g].size > end)
+            end = granules(c->segs[g].addr + c->segs[g].size);
+    if (end > c->s.next_addr)
+        c->s.next_addr = end;
+}
+
+/* `list` has room for n pointers, for the segments in order. */
+static koila_status load_all(koila_cache *c, const koila_segment **list, const koila_segment *s,
+                             size_t n, koila_error *e)
+{
+    for (size_t i = 0; i < n; i++)
+        list[i] = segment_at(s, i);
+    sort_by_address(list, n);
+    for (size_t i = 1; i < n; i++)
+        if (list[i - 1]->addr + list[i - 1]->size > list[i]->addr)
+            return koila__fail(e, KOILA_BAD_INPUT,
+                               (uint64_t)((const char *)list[i] - (const char *)s) / s->struct_size,
+                               "segment 0x%llx: overlaps segment 0x%llx",
+                               (unsigned long long)list[i]->addr,
+                               (unsigned long long)list[i - 1]->addr);
+    for (size_t i = 0, used; i < n; i += used)
+        KOILA_TRY(load_segment(c, list + i, n - i, &used));
+    move_next_addr(c, list[n - 1]);
     return KOILA_OK;
 }
 
@@ -172,46 +224,16 @@ koila_status koila_cache_from_segments(const koila_cache_config *conf, const koi
                                "koila_segment: struct_size or block_size is not set");
         KOILA_TRY(check_segment(x, i, e));
     }
+    if (n > SIZE_MAX / sizeof(koila_segment *))
+        return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "too many segments");
     koila_cache *c;
     KOILA_TRY(koila_cache_new(conf, mem, &c, e));
     koila_status status = KOILA_OK;
-    if (n > SIZE_MAX / sizeof(koila_segment *)) {
-        koila_cache_free(c);
-        return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "too many segments");
-    }
-    const koila_segment **list = n ? koila__realloc(&c->mem, NULL, 0, n * sizeof *list) : NULL;
-    if (n && !list)
-        status = KOILA_NO_MEMORY;
-    for (size_t i = 0; i < n && list; i++)
-        list[i] = segment_at(s, i);
-    /* merge sort would need a copy; recordings come sorted or nearly so, hence a shell sort */
-    for (size_t gap = n / 2; gap && list; gap /= 2)
-        for (size_t i = gap; i < n; i++) {
-            const koila_segment *x = list[i];
-            size_t k = i;
-            for (; k >= gap && list[k - gap]->addr > x->addr; k -= gap)
-                list[k] = list[k - gap];
-            list[k] = x;
-        }
-    for (size_t i = 1; i < n && !status; i++)
-        if (list[i - 1]->addr + list[i - 1]->size > list[i]->addr)
-            status = koila__fail(
-                e, KOILA_BAD_INPUT,
-                (uint64_t)((const char *)list[i] - (const char *)s) / s->struct_size,
-                "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)list[i]->addr,
-                (unsigned long long)list[i - 1]->addr);
-    for (size_t i = 0, used; i < n && !status; i += used)
-        status = load_segment(c, list + i, n - i, &used);
-    if (n && !status) {
-        uint64_t end = granules(list[n - 1]->addr + list[n - 1]->size);
-        for (uint32_t g = 1; g < c->s.n_segs; g++)
-            if (c->segs[g].addr + c->segs[g].size > end)
-                end = granules(c->segs[g].addr + c->segs[g].size);
-        if (end > c->s.next_addr)
-            c->s.next_addr = end;
-    }
-    if (list)
+    if (n) {
+        const koila_segment **list = koila__realloc(&c->mem, NULL, 0, n * sizeof *list);
+        status = list ? load_all(c, list, s, n, e) : KOILA_NO_MEMORY;
         koila__release(&c->mem, list, n * sizeof *list);
+    }
     if (status) {
         if (status == KOILA_NO_MEMORY)
             koila__fail(e, status, 0, "the host is out of memory");

@@ -44,7 +44,8 @@ bool koila_cache_stat_at(const koila_cache_stat *s, size_t i, char name[64], uin
     } else {
         return false;
     }
-    *value = i % 4 == 0 ? k->current : i % 4 == 1 ? k->peak : i % 4 == 2 ? k->allocated : k->freed;
+    const uint64_t values[] = { k->current, k->peak, k->allocated, k->freed };
+    *value = values[i % KOILA_COUNT(fields)];
     return true;
 }
 
@@ -134,7 +135,9 @@ uint64_t koila__cache_left(const koila_cache *c)
     const uint64_t cap = c->s.expandable ? 0 : c->s.cap; /* which whole pages may pass */
     if (!c->s.total && !cap)
         return UINT64_MAX;
-    const uint64_t most = !c->s.total ? cap : !cap || device < cap ? device : cap;
+    uint64_t most = cap;
+    if (c->s.total && (!cap || device < cap))
+        most = device;
     return most > held ? most - held : 0;
 }
 
@@ -184,72 +187,102 @@ uint64_t koila__cache_fingerprint(const koila_cache *c)
     return x.h;
 }
 
-bool koila__cache_check(const koila_cache *c)
-{
+/* ---- every invariant, recomputed from the blocks */
+
 #define HOLDS(e)                                                                                   \
     do {                                                                                           \
         if (!(e))                                                                                  \
             return false;                                                                          \
     } while (0)
-    uint64_t bytes[KOILA_BLOCK_UNMAPPED + 1] = { 0 }, count[KOILA_BLOCK_UNMAPPED + 1] = { 0 };
-    uint64_t n_split = 0, split_bytes = 0, n_plain = 0, plain_bytes = 0, device = 0, mapped = 0,
-             n_out = 0, requested = 0;
+
+/* What the statistics must say. Plain segments are those that are not expandable. */
+typedef struct tally {
+    uint64_t bytes[KOILA_BLOCK_UNMAPPED + 1], count[KOILA_BLOCK_UNMAPPED + 1]; /* by state */
+    uint64_t n_split, split_bytes;                                             /* free, not alone */
+    uint64_t n_plain, plain_bytes, plain_device_bytes, mapped_bytes;
+    uint64_t n_out, requested;
+} tally;
+
+static bool check_block(const koila_cache *c, const segment *g, uint32_t b, tally *t)
+{
+    const block *x = &c->blocks[b];
+    HOLDS(x->lane == g->lane && x->state <= KOILA_BLOCK_UNMAPPED);
+    const bool room = x->state == KOILA_BLOCK_FREE || x->state == KOILA_BLOCK_UNMAPPED;
+    HOLDS(!x->prev || !room || c->blocks[x->prev].state != x->state); /* else they were merged */
+    HOLDS(x->state != KOILA_BLOCK_UNMAPPED || g->expandable);
+    if (room)
+        HOLDS(!x->uses && !x->requested);
+    else
+        HOLDS(hash_find(c, x->addr) == b);
+    t->n_out += !room;
+    t->requested += x->requested;
+    t->bytes[x->state] += x->size;
+    t->count[x->state]++;
+    if (x->state == KOILA_BLOCK_FREE && !g->expandable && !is_alone(c, b)) {
+        t->n_split++;
+        t->split_bytes += x->size;
+    }
+    if (g->expandable && x->state != KOILA_BLOCK_UNMAPPED)
+        t->mapped_bytes += x->size;
+    return true;
+}
+
+/* Blocks tile their segment. */
+static bool check_segments(const koila_cache *c, tally *t)
+{
     for (uint32_t s = 1; s < c->s.n_segs; s++) {
         const segment *g = &c->segs[s];
         if (!g->first)
             continue;
         uint64_t at = g->addr;
         uint32_t prev = 0;
-        for (uint32_t b = g->first; b; prev = b, b = c->blocks[b].next) {
+        for (uint32_t b = g->first; b; b = c->blocks[b].next) {
             const block *x = &c->blocks[b];
-            HOLDS(x->addr == at && x->size > 0 && x->prev == prev && x->seg == s &&
-                  x->lane == g->lane && x->state <= KOILA_BLOCK_UNMAPPED);
-            const bool room = x->state == KOILA_BLOCK_FREE || x->state == KOILA_BLOCK_UNMAPPED;
-            HOLDS(!prev || !room || c->blocks[prev].state != x->state);
-            HOLDS(x->state != KOILA_BLOCK_UNMAPPED || g->expandable);
-            if (room)
-                HOLDS(!x->uses && !x->requested);
-            else
-                HOLDS(hash_find(c, x->addr) == b);
-            n_out += !room;
-            requested += x->requested;
-            if (x->state == KOILA_BLOCK_FREE && !g->expandable && !is_alone(c, b)) {
-                n_split++;
-                split_bytes += x->size;
-            }
-            bytes[x->state] += x->size;
-            count[x->state]++;
-            if (g->expandable && x->state != KOILA_BLOCK_UNMAPPED)
-                mapped += x->size;
+            HOLDS(x->addr == at && x->size > 0 && x->prev == prev && x->seg == s);
+            HOLDS(check_block(c, g, b, t));
             at += x->size;
+            prev = b;
         }
         HOLDS(at == g->addr + g->size);
-        if (!g->expandable) {
-            n_plain++;
-            plain_bytes += g->size;
-            device += granules(g->size);
-        }
+        if (g->expandable)
+            continue;
+        t->n_plain++;
+        t->plain_bytes += g->size;
+        t->plain_device_bytes += granules(g->size);
     }
+    return true;
+}
+
+static bool check_statistics(const koila_cache *c, const tally *t)
+{
     const koila_cache_stat *s = &c->s.stat;
     for (int k = 0; k < KOILA_N_STATS; k++) {
         const koila_counter *all = &s->of[k][KOILA_STAT_ALL];
         const koila_counter *small = &s->of[k][KOILA_STAT_SMALL];
         const koila_counter *large = &s->of[k][KOILA_STAT_LARGE];
-        HOLDS(all->current == small->current + large->current &&
-              all->allocated == small->allocated + large->allocated);
+        HOLDS(all->current == small->current + large->current);
+        HOLDS(all->allocated == small->allocated + large->allocated);
         HOLDS(all->current == all->allocated - all->freed && all->current <= all->peak);
     }
+    const uint64_t *bytes = t->bytes;
+    const uint64_t *count = t->count;
 #define NOW(kind) s->of[KOILA_STAT_##kind][KOILA_STAT_ALL].current
-    HOLDS(NOW(RESERVED_BYTES) == plain_bytes + mapped && NOW(SEGMENT) == n_plain);
-    HOLDS(NOW(ALLOCATED_BYTES) == bytes[KOILA_BLOCK_USED] &&
-          NOW(ALLOCATION) == count[KOILA_BLOCK_USED]);
-    HOLDS(NOW(ACTIVE_BYTES) == bytes[KOILA_BLOCK_USED] + bytes[KOILA_BLOCK_PENDING] &&
-          NOW(ACTIVE) == count[KOILA_BLOCK_USED] + count[KOILA_BLOCK_PENDING]);
-    HOLDS(NOW(REQUESTED_BYTES) == requested && NOW(ALLOCATED_BYTES) <= NOW(ACTIVE_BYTES) &&
-          NOW(ACTIVE_BYTES) <= NOW(RESERVED_BYTES));
-    HOLDS(NOW(INACTIVE_SPLIT) == n_split && NOW(INACTIVE_SPLIT_BYTES) == split_bytes);
-    HOLDS(s->device_bytes >= device && n_out == c->s.n_out);
+    HOLDS(NOW(RESERVED_BYTES) == t->plain_bytes + t->mapped_bytes && NOW(SEGMENT) == t->n_plain);
+    HOLDS(NOW(ALLOCATED_BYTES) == bytes[KOILA_BLOCK_USED]);
+    HOLDS(NOW(ALLOCATION) == count[KOILA_BLOCK_USED]);
+    HOLDS(NOW(ACTIVE_BYTES) == bytes[KOILA_BLOCK_USED] + bytes[KOILA_BLOCK_PENDING]);
+    HOLDS(NOW(ACTIVE) == count[KOILA_BLOCK_USED] + count[KOILA_BLOCK_PENDING]);
+    HOLDS(NOW(REQUESTED_BYTES) == t->requested);
+    HOLDS(NOW(ALLOCATED_BYTES) <= NOW(ACTIVE_BYTES) && NOW(ACTIVE_BYTES) <= NOW(RESERVED_BYTES));
+    HOLDS(NOW(INACTIVE_SPLIT) == t->n_split && NOW(INACTIVE_SPLIT_BYTES) == t->split_bytes);
 #undef NOW
+    HOLDS(s->device_bytes >= t->plain_device_bytes && t->n_out == c->s.n_out);
+    return true;
+}
+
+/* Lanes hold every free and every unmapped block, in order; the queue holds every pending one. */
+static bool check_lanes(const koila_cache *c, const tally *t)
+{
     uint64_t n_free = 0, n_unmapped = 0, n_pending = 0;
     for (uint32_t i = 0; i < c->n_lanes; i++) {
         const lane *l = c->lanes[i];
@@ -257,22 +290,29 @@ bool koila__cache_check(const koila_cache *c)
             HOLDS(c->blocks[b].state == KOILA_BLOCK_FREE && c->blocks[b].lane == i);
             next = lane_next(c, l, b);
             HOLDS(!next || before(&c->blocks[b], &c->blocks[next], true));
-            HOLDS(++n_free <= count[KOILA_BLOCK_FREE]);
+            HOLDS(++n_free <= t->count[KOILA_BLOCK_FREE]);
         }
         for (uint32_t b = unmapped_at_least(c, l, 0); b;
              b = unmapped_at_least(c, l, c->blocks[b].addr + 1)) {
             HOLDS(c->blocks[b].state == KOILA_BLOCK_UNMAPPED && c->blocks[b].lane == i);
-            HOLDS(++n_unmapped <= count[KOILA_BLOCK_UNMAPPED]);
+            HOLDS(++n_unmapped <= t->count[KOILA_BLOCK_UNMAPPED]);
         }
     }
     for (uint32_t b = c->s.pending_first; b; b = c->blocks[b].link[1]) {
-        HOLDS(c->blocks[b].state == KOILA_BLOCK_PENDING &&
-              ++n_pending <= count[KOILA_BLOCK_PENDING]);
+        HOLDS(c->blocks[b].state == KOILA_BLOCK_PENDING);
+        HOLDS(++n_pending <= t->count[KOILA_BLOCK_PENDING]);
     }
-    HOLDS(n_free == count[KOILA_BLOCK_FREE] && n_unmapped == count[KOILA_BLOCK_UNMAPPED] &&
-          n_pending == count[KOILA_BLOCK_PENDING]);
-#undef HOLDS
+    HOLDS(n_free == t->count[KOILA_BLOCK_FREE]);
+    HOLDS(n_unmapped == t->count[KOILA_BLOCK_UNMAPPED]);
+    HOLDS(n_pending == t->count[KOILA_BLOCK_PENDING]);
     return true;
+}
+#undef HOLDS
+
+bool koila__cache_check(const koila_cache *c)
+{
+    tally t = { 0 };
+    return check_segments(c, &t) && check_statistics(c, &t) && check_lanes(c, &t);
 }
 
 void koila__cache_break(koila_cache *c)

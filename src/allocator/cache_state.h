@@ -275,6 +275,23 @@ static inline uint64_t page_of(const koila_cache *c, bool small)
     return small ? SMALL_SEGMENT : c->conf.large_segment_bytes;
 }
 
+/* Of a device whose size nobody told. Only the length of reservations depends on it. */
+#define ASSUMED_DEVICE ((uint64_t)24 << 30)
+static inline uint64_t device_size(const koila_cache *c)
+{
+    if (c->conf.device_bytes)
+        return c->conf.device_bytes;
+    return c->s.total ? c->s.total : ASSUMED_DEVICE;
+}
+/* Address space that torch reserves at once for expandable memory: the device and an eighth of it,
+ * in whole pages. */
+static inline uint64_t reservation_size(const koila_cache *c, bool small)
+{
+    const uint64_t page = page_of(c, small);
+    const uint64_t n = device_size(c);
+    return (n + n / 8 + page - 1) / page * page;
+}
+
 /* ---- statistics and events */
 
 static inline void up(koila_counter *s, uint64_t n)

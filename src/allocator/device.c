@@ -309,31 +309,61 @@ static koila_status take_field(json *j, koila_device *d, const char *name)
     return KOILA_OK;
 }
 
+enum { KEY_MAX = 40 };
+
+static koila_status take_key(json *j, char key[KEY_MAX])
+{
+    KOILA_TRY(take_string(j, key, KEY_MAX));
+    return take(j, ':') ? KOILA_OK : bad(j, "':' was expected after", key);
+}
+
+static koila_status take_fields(json *j, koila_device *d)
+{
+    char key[KEY_MAX];
+    if (!take(j, '{'))
+        return bad(j, "an object was expected for fields", "");
+    do {
+        KOILA_TRY(take_key(j, key));
+        KOILA_TRY(take_field(j, d, key));
+    } while (take(j, ','));
+    return take(j, '}') ? KOILA_OK : bad(j, "'}' was expected after the fields", "");
+}
+
+/* What no profile can do without, and what is nonsense. */
+static koila_status check_profile(json *j, const koila_device *d)
+{
+    static const koila_device_field needed[] = { KOILA_DEVICE_SM_COUNT, KOILA_DEVICE_CAPABILITY,
+                                                 KOILA_DEVICE_TOTAL_BYTES,
+                                                 KOILA_DEVICE_CONTEXT_BYTES };
+    for (size_t i = 0; i < KOILA_COUNT(needed); i++)
+        if (!d->of[needed[i]].set)
+            return bad(j, "missing:", field_keys[needed[i]]);
+    const uint64_t n_sms = d->of[KOILA_DEVICE_SM_COUNT].value;
+    const uint64_t capability = d->of[KOILA_DEVICE_CAPABILITY].value;
+    const uint64_t n_bytes = d->of[KOILA_DEVICE_TOTAL_BYTES].value;
+    if (n_sms == 0 || n_sms > 100000)
+        return bad(j, "out of range:", "sm_count");
+    if (capability < 10 || capability > 10000)
+        return bad(j, "out of range:", "compute_capability");
+    if (n_bytes < 64 * MIB || n_bytes > (uint64_t)1 << 50)
+        return bad(j, "out of range:", "total_bytes");
+    return KOILA_OK;
+}
+
 static koila_status take_profile(json *j, koila_device *d)
 {
-    char key[40];
+    char key[KEY_MAX];
     uint64_t format = 0;
     if (!take(j, '{'))
         return bad(j, "not a profile", "");
     do {
-        KOILA_TRY(take_string(j, key, sizeof key));
-        if (!take(j, ':'))
-            return bad(j, "':' was expected after", key);
+        KOILA_TRY(take_key(j, key));
         if (!strcmp(key, "koila_device"))
             KOILA_TRY(take_number(j, key, &format));
         else if (!strcmp(key, "name"))
             KOILA_TRY(take_string(j, d->name, sizeof d->name));
         else if (!strcmp(key, "fields")) {
-            if (!take(j, '{'))
-                return bad(j, "an object was expected for fields", "");
-            do {
-                KOILA_TRY(take_string(j, key, sizeof key));
-                if (!take(j, ':'))
-                    return bad(j, "':' was expected after", key);
-                KOILA_TRY(take_field(j, d, key));
-            } while (take(j, ','));
-            if (!take(j, '}'))
-                return bad(j, "'}' was expected after the fields", "");
+            KOILA_TRY(take_fields(j, d));
         } else {
             char versions[64]; /* driver, cuda, cudnn, torch: for people */
             KOILA_TRY(take_string(j, versions, sizeof versions));
@@ -343,19 +373,7 @@ static koila_status take_profile(json *j, koila_device *d)
         return bad(j, "text after the end", "");
     if (format != 1)
         return bad(j, "\"koila_device\": 1 was expected", "");
-    static const koila_device_field needed[] = { KOILA_DEVICE_SM_COUNT, KOILA_DEVICE_CAPABILITY,
-                                                 KOILA_DEVICE_TOTAL_BYTES,
-                                                 KOILA_DEVICE_CONTEXT_BYTES };
-    for (size_t i = 0; i < KOILA_COUNT(needed); i++)
-        if (!d->of[needed[i]].set)
-            return bad(j, "missing:", field_keys[needed[i]]);
-    if (d->of[KOILA_DEVICE_SM_COUNT].value == 0 || d->of[KOILA_DEVICE_SM_COUNT].value > 100000)
-        return bad(j, "out of range:", "sm_count");
-    if (d->of[KOILA_DEVICE_CAPABILITY].value < 10 || d->of[KOILA_DEVICE_CAPABILITY].value > 10000)
-        return bad(j, "out of range:", "compute_capability");
-    if (d->of[KOILA_DEVICE_TOTAL_BYTES].value < 64 * MIB ||
-        d->of[KOILA_DEVICE_TOTAL_BYTES].value > (uint64_t)1 << 50)
-        return bad(j, "out of range:", "total_bytes");
+    KOILA_TRY(check_profile(j, d));
     if (!d->name[0])
         snprintf(d->name, sizeof d->name, "unnamed");
     return KOILA_OK;

@@ -83,6 +83,38 @@ static bool is_kind_missing(const replay *r)
     return n_pending < n[KOILA_EVENT_FREE_REQUESTED];
 }
 
+static bool has_private_pools(const replay *r)
+{
+    for (size_t i = 0; i < r->n_segs; i++)
+        if (!is_default(r->segs[i].pool))
+            return true;
+    return false;
+}
+
+/* Writes why a difference proves nothing here, and returns its length; 0: a difference proves that
+ * the rules were not followed. */
+static int write_open_question(const replay *r, char *p, size_t room)
+{
+    const koila_replay_result *o = r->out;
+    if (is_kind_missing(r))
+        return snprintf(p, room, "entries are missing (skip_actions); ");
+    if (r->trace_only)
+        return snprintf(p, room,
+                        "start state from the trace alone, which the end state contradicts; ");
+    if (o->n_assumed)
+        return snprintf(p, room, "start state assumed for %llu blocks; ",
+                        (unsigned long long)o->n_assumed);
+    if (r->conf.gc_threshold > 0.0 && r->n_start)
+        return snprintf(p, room, "garbage collection with ages from before the recording; ");
+    if (r->conf.release_lock)
+        return snprintf(p, room, "release_lock_on_cudamalloc with several threads; ");
+    if (o->reservations_inferred && r->n_start)
+        return snprintf(p, room, "where a reservation begins and ends was inferred; ");
+    if (has_private_pools(r) && !r->s->has_pool_ids)
+        return snprintf(p, room, "memory pools whose entries are not marked; ");
+    return 0;
+}
+
 void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const char *fmt, ...)
 {
     if (r->stopped)
@@ -90,37 +122,14 @@ void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const cha
     va_list ap;
     r->stopped = true;
     koila_replay_result *o = r->out;
-    char *p = o->reason;
-    size_t room = sizeof o->reason;
-    bool pools = false;
-    for (size_t i = 0; i < r->n_segs; i++)
-        pools |= !is_default(r->segs[i].pool);
-    if (verdict == KOILA_DIFFERS) {
-        int n = 0;
-        if (is_kind_missing(r))
-            n = snprintf(p, room, "entries are missing (skip_actions); ");
-        else if (r->trace_only)
-            n = snprintf(p, room,
-                         "start state from the trace alone, which the end state contradicts; ");
-        else if (o->n_assumed)
-            n = snprintf(p, room, "start state assumed for %llu blocks; ",
-                         (unsigned long long)o->n_assumed);
-        else if (r->conf.gc_threshold > 0.0 && r->n_start)
-            n = snprintf(p, room, "garbage collection with ages from before the recording; ");
-        else if (r->conf.release_lock)
-            n = snprintf(p, room, "release_lock_on_cudamalloc with several threads; ");
-        else if (o->reservations_inferred && r->n_start)
-            n = snprintf(p, room, "where a reservation begins and ends was inferred; ");
-        else if (pools && !r->s->has_pool_ids)
-            n = snprintf(p, room, "memory pools whose entries are not marked; ");
-        if (n > 0) {
-            verdict = KOILA_NOT_CHECKABLE;
-            p += n;
-            room -= (size_t)n;
-        }
-    }
+    int n = 0;
+    if (verdict == KOILA_DIFFERS)
+        n = write_open_question(r, o->reason, sizeof o->reason);
+    koila_assert(n >= 0 && (size_t)n < sizeof o->reason);
+    if (n > 0)
+        verdict = KOILA_NOT_CHECKABLE;
     va_start(ap, fmt);
-    vsnprintf(p, room, fmt, ap);
+    vsnprintf(o->reason + n, sizeof o->reason - (size_t)n, fmt, ap);
     va_end(ap);
     o->verdict = verdict;
     o->at_entry = at;
@@ -181,28 +190,34 @@ static void pass(replay *r, uint64_t end)
     }
 }
 
+/* The run of recorded releases of private pools that starts under the cursor, up to the first
+ * address that comes twice. */
+static bool gather_released(replay *r)
+{
+    koila_assert(!r->released.root);
+    uint64_t i = r->at;
+    for (; i < r->n; i++) {
+        const snap_entry *x = entry(r, i);
+        if (!is_release(x->kind) || is_default(koila__replay_pool_at(r, i)) ||
+            koila__omap_find(&r->released, x->addr))
+            break;
+        const uint32_t b = koila__omap_put(&r->released, x->addr);
+        if (!b) {
+            r->no_memory = true;
+            return false;
+        }
+        r->released.at[b].size = i;
+    }
+    r->released_end = i;
+    return true;
+}
+
 /* `e` releases memory of a private pool: is it in the recorded run of those, which starts under the
  * cursor? The cursor moves when all are named. */
 static bool take_released(replay *r, const koila_event *e)
 {
-    if (!r->released_end) {
-        uint64_t i = r->at;
-        for (;
-             i < r->n && is_release(entry(r, i)->kind) && !is_default(koila__replay_pool_at(r, i));
-             i++) {
-            uint32_t b = koila__omap_find(&r->released, entry(r, i)->addr)
-                             ? 0
-                             : koila__omap_put(&r->released, entry(r, i)->addr);
-            if (r->released.failed) {
-                r->no_memory = true;
-                return false;
-            }
-            if (!b)
-                break;
-            r->released.at[b].size = i;
-        }
-        r->released_end = i;
-    }
+    if (!r->released_end && !gather_released(r))
+        return false;
     const uint32_t b = koila__omap_find(&r->released, e->addr);
     const snap_entry *x = b ? entry(r, r->released.at[b].size) : NULL;
     if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream)
@@ -367,41 +382,64 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
     return ok;
 }
 
+/* A request whose driver call failed: the retry that followed it, or an empty_cache before it. */
+static void count_retry(replay *r, bool oom)
+{
+    if (r->driver_failed && oom)
+        r->out->n_retries++;
+    else if (r->driver_failed)
+        r->out->n_retry_or_empty++;
+}
+
+static void count_way(replay *r, unsigned how, bool oom)
+{
+    koila_replay_result *o = r->out;
+    if (how & SWITCH)
+        o->n_expandable_switched++;
+    if (how & EMPTY_FIRST)
+        o->n_empty++;
+    else if (how & CAP)
+        o->n_cap_set++;
+    else
+        count_retry(r, oom);
+}
+
+/* Can the entries be explained this way at all? Without a request only empty_cache releases. */
+static bool may_explain(const replay *r, unsigned how, bool request, bool oom)
+{
+    const bool rejects = r->conf.oom_reject && (r->conf.rules & KOILA_RULE_OOM_REJECT);
+    if (!request)
+        return how & EMPTY_FIRST;
+    return !(how & CAP) || (oom && rejects);
+}
+
+enum { MAX_COLLECTIONS = 64 };
+
 static void explain(replay *r, uint64_t from, uint64_t last, bool request)
 {
     static const unsigned ways[] = { 0, EMPTY_FIRST, CAP, SWITCH, SWITCH | EMPTY_FIRST };
-    const bool cap_shows = request && entry(r, last)->kind == KOILA_EVENT_OOM &&
-                           r->conf.oom_reject && (r->conf.rules & KOILA_RULE_OOM_REJECT);
+    const bool oom = request && entry(r, last)->kind == KOILA_EVENT_OOM;
     koila_replay_result *o = r->out;
-    koila_event first = { 0 };
+    koila_event first = { 0 }; /* what the plainest explanation expected, and where */
     uint64_t first_at = from;
-    for (size_t k = request ? 0 : 1; k < KOILA_COUNT(ways); k++) {
-        if (!request && !(ways[k] & EMPTY_FIRST))
-            continue;
-        if ((ways[k] & CAP) && !cap_shows)
+    bool tried = false;
+    for (size_t k = 0; k < KOILA_COUNT(ways); k++) {
+        if (!may_explain(r, ways[k], request, oom))
             continue;
         if (follows(r, from, last, request, ways[k], 0)) {
-            const bool oom = request && entry(r, last)->kind == KOILA_EVENT_OOM;
-            if (ways[k] & SWITCH)
-                o->n_expandable_switched++;
-            if (ways[k] & EMPTY_FIRST)
-                o->n_empty++;
-            else if (ways[k] & CAP)
-                o->n_cap_set++;
-            else if (r->driver_failed && oom)
-                o->n_retries++;
-            else if (r->driver_failed)
-                o->n_retry_or_empty++;
+            count_way(r, ways[k], oom);
             return;
         }
         if (r->no_memory)
             return;
-        if (k == 0 || (!request && k == 1)) {
+        if (!tried) {
             first = r->expected;
             first_at = r->at;
         }
+        tried = true;
     }
-    for (size_t rounds = 1; request && r->conf.gc_threshold > 0.0 && rounds <= 64; rounds++) {
+    const size_t n_rounds = request && r->conf.gc_threshold > 0.0 ? MAX_COLLECTIONS : 0;
+    for (size_t rounds = 1; rounds <= n_rounds; rounds++) {
         if (follows(r, from, last, request, COLLECT, rounds)) {
             o->n_collected++;
             return;
@@ -545,121 +583,147 @@ static bool free_entry(replay *r, uint64_t i)
     return !r->stopped && !r->no_memory;
 }
 
-/* Entries [i, last) are completions, perhaps after the free of the first of them; a request at
- * `end` follows. Some of them may have come before the request's search, the rest inside its retry:
- * find a split that gives the recording. */
-static bool settle(replay *r, uint64_t i, uint64_t last, uint64_t end)
+/* Entries [i, last) are completions, perhaps after the free of the first of them (`with_free`); the
+ * request at `end` follows. Some of them may have come before the request's search, the rest inside
+ * its retry. */
+typedef struct completions {
+    uint64_t i, first, last, end; /* first: the first completion, i or i + 1 */
+    bool with_free;
+} completions;
+
+/* Does the recording follow if the first `n_before` of them come before the request? The cache must
+ * be rewound if not. */
+static bool follows_split(replay *r, const completions *x, uint64_t n_before)
 {
-    koila_replay_result *o = r->out;
-    const bool with_free = entry(r, i)->kind == KOILA_EVENT_FREE_REQUESTED;
-    const uint64_t first = i + with_free;
-    const uint64_t n = last - first;
+    uint64_t addr;
+    r->at = x->i;
+    r->differs = r->driver_failed = false;
+    forget_released(r);
+    if (x->with_free) {
+        const snap_entry *freed = entry(r, x->i);
+        koila_cache_record_stream(r->c, freed->addr, ~freed->stream);
+        if (koila_cache_release(r->c, freed->addr) != KOILA_OK)
+            return false;
+    }
+    for (uint64_t j = x->first; j < x->first + n_before; j++)
+        if (koila_cache_complete(r->c, entry(r, j)->addr) != KOILA_OK)
+            return false;
+    if (r->differs)
+        return false;
+    drop_pools(r, x->last, x->end);
+    const snap_entry *request = entry(r, x->end);
+    if (koila_cache_malloc(r->c, request->size, request->stream, koila__replay_pool_at(r, x->end),
+                           &addr) == KOILA_NO_MEMORY)
+        r->no_memory = true;
+    return !r->differs && !r->no_memory && r->at == x->end + 1;
+}
+
+enum { MAX_SPLITS = 64 };
+
+/* Find a split that gives the recording: all before, none, then fewer and fewer. */
+static bool split_completions(replay *r, const completions *x)
+{
+    const uint64_t n = x->last - x->first;
     const uint64_t mark = koila_cache_mark(r->c);
+    koila_assert(x->i <= x->first && x->first <= x->last && x->last <= x->end && x->end < r->n);
     if (!mark) {
         r->no_memory = true;
         return false;
     }
-    for (uint64_t k = 0; k <= n && k <= 64; k++) {
-        /* all, none, then fewer and fewer */
-        const uint64_t before = k == 0 ? n : k == 1 ? 0 : n - k + 1;
-        uint64_t addr;
-        bool ok = true;
-        r->at = i;
-        r->differs = r->driver_failed = false;
-        forget_released(r);
-        if (with_free) {
-            koila_cache_record_stream(r->c, entry(r, i)->addr, ~entry(r, i)->stream);
-            ok = koila_cache_release(r->c, entry(r, i)->addr) == KOILA_OK;
-        }
-        for (uint64_t j = first; ok && j < first + before; j++)
-            ok = koila_cache_complete(r->c, entry(r, j)->addr) == KOILA_OK;
-        if (ok && !r->differs) {
-            drop_pools(r, last, end);
-            if (koila_cache_malloc(r->c, entry(r, end)->size, entry(r, end)->stream,
-                                   koila__replay_pool_at(r, end), &addr) == KOILA_NO_MEMORY)
-                r->no_memory = true;
-        }
-        if (ok && !r->differs && !r->no_memory && r->at == end + 1) {
-            const bool oom = entry(r, end)->kind == KOILA_EVENT_OOM;
-            for (uint64_t j = last; j < end; j++)
-                o->n_segment_events += is_segment_event(entry(r, j)->kind);
-            count_request(r, end);
-            if (r->driver_failed && oom)
-                o->n_retries++;
-            else if (r->driver_failed)
-                o->n_retry_or_empty++;
-            koila_cache_forget(r->c, mark);
-            return true;
-        }
-        koila_cache_rewind(r->c, mark);
-        if (r->no_memory)
-            break;
+    bool found = false;
+    for (uint64_t k = 0; k <= n && k <= MAX_SPLITS && !found && !r->no_memory; k++) {
+        uint64_t n_before = n;
+        if (k)
+            n_before = k == 1 ? 0 : n - k + 1;
+        found = follows_split(r, x, n_before);
+        if (!found)
+            koila_cache_rewind(r->c, mark);
     }
     koila_cache_forget(r->c, mark);
-    return false;
+    if (!found)
+        return false;
+    for (uint64_t j = x->last; j < x->end; j++)
+        r->out->n_segment_events += is_segment_event(entry(r, j)->kind);
+    count_request(r, x->end);
+    count_retry(r, entry(r, x->end)->kind == KOILA_EVENT_OOM);
+    return true;
 }
 
-/* The entries from the cursor up to the next request, and that request. */
-static void advance(replay *r)
+static bool is_request(int kind) { return kind == KOILA_EVENT_ALLOC || kind == KOILA_EVENT_OOM; }
+
+/* Waiting blocks complete before a request, or inside its retry. Then a segment event or an oom
+ * follows the last of them; with expandable memory perhaps neither, for what completed may now be
+ * room enough. Fills `x` and says whether it may be so here. */
+static bool may_be_in_retry(const replay *r, uint64_t i, completions *x)
 {
-    const uint64_t i = r->at;
-    const snap_entry *x = entry(r, i);
-    koila_replay_result *o = r->out;
-    uint64_t last = i;
-    r->watching = true;
+    x->i = i;
+    x->with_free = entry(r, i)->kind == KOILA_EVENT_FREE_REQUESTED;
+    x->first = x->last = i + x->with_free;
+    if (x->with_free && (x->first == r->n || entry(r, x->first)->addr != entry(r, i)->addr))
+        return false;
+    while (x->last < r->n && entry(r, x->last)->kind == KOILA_EVENT_FREE_COMPLETED)
+        x->last++;
+    if (x->last == x->first || x->last == r->n)
+        return false;
+    const int after = entry(r, x->last)->kind;
+    if (!is_segment_event(after) && after != KOILA_EVENT_OOM &&
+        !(r->conf.expandable && after == KOILA_EVENT_ALLOC))
+        return false;
+    x->end = x->last;
+    while (x->end < r->n && (is_segment_event(entry(r, x->end)->kind) ||
+                             entry(r, x->end)->kind == KOILA_EVENT_FREE_COMPLETED))
+        x->end++;
+    return x->end < r->n && is_request(entry(r, x->end)->kind) && entry(r, x->end)->size;
+}
+
+static void advance_frees(replay *r, uint64_t i)
+{
+    completions x;
+    if (may_be_in_retry(r, i, &x) && hold_pool(r, koila__replay_pool_at(r, x.end)) &&
+        split_completions(r, &x))
+        return;
+    if (r->no_memory)
+        return;
+    r->at = i;
     r->differs = false;
-    forget_released(r);
-    switch (x->kind) {
-    case KOILA_EVENT_FREE_REQUESTED:
-    case KOILA_EVENT_FREE_COMPLETED:
-        /* Waiting blocks complete before a request, or inside its retry. Then a segment event or an
-         * oom follows the last of them; with expandable memory perhaps neither, for what completed
-         * may now be room enough. */
-        last = i + (x->kind == KOILA_EVENT_FREE_REQUESTED && i + 1 < r->n &&
-                    entry(r, i + 1)->kind == KOILA_EVENT_FREE_COMPLETED &&
-                    entry(r, i + 1)->addr == x->addr);
-        while (last < r->n && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED)
-            last++;
-        if (last > i && last < r->n &&
-            (is_segment_event(entry(r, last)->kind) || entry(r, last)->kind == KOILA_EVENT_OOM ||
-             (r->conf.expandable && entry(r, last)->kind == KOILA_EVENT_ALLOC))) {
-            uint64_t end = last;
-            while (end < r->n && (is_segment_event(entry(r, end)->kind) ||
-                                  entry(r, end)->kind == KOILA_EVENT_FREE_COMPLETED))
-                end++;
-            const bool may = end < r->n &&
-                             (entry(r, end)->kind == KOILA_EVENT_ALLOC ||
-                              entry(r, end)->kind == KOILA_EVENT_OOM) &&
-                             entry(r, end)->size;
-            if (may && hold_pool(r, koila__replay_pool_at(r, end)) && settle(r, i, last, end))
-                return;
-            if (r->no_memory)
-                return;
-        }
-        r->at = i;
-        r->differs = false;
-        free_entry(r, i);
-        return;
-    case KOILA_EVENT_SNAPSHOT:
-        r->at++;
-        if (x->size && x->size != r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current)
-            koila__replay_stop(
-                r, KOILA_DIFFERS, i, "at event %llu: %llu bytes active, the recording says %llu",
-                (unsigned long long)i,
-                (unsigned long long)r->stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current,
-                (unsigned long long)x->size);
-        return;
-    case 0:
-        r->at++;
-        return; /* user_defined */
-    default:
-        break;
-    }
+    free_entry(r, i);
+}
+
+static void check_snapshot_entry(replay *r, uint64_t i)
+{
+    const uint64_t active = now(r, KOILA_STAT_ACTIVE_BYTES);
+    const uint64_t recorded = entry(r, i)->size;
+    r->at++;
+    if (recorded && recorded != active)
+        koila__replay_stop(
+            r, KOILA_DIFFERS, i, "at event %llu: %llu bytes active, the recording says %llu",
+            (unsigned long long)i, (unsigned long long)active, (unsigned long long)recorded);
+}
+
+/* A request that the cache answers at the recorded address without asking the driver: the usual
+ * case. false: not so, and nothing has changed. */
+static bool answer_from_cache(replay *r, uint64_t i)
+{
+    const snap_entry *x = entry(r, i);
+    const koila_status status =
+        koila__cache_malloc_at(r->c, x->size, x->stream, koila__replay_pool_at(r, i), x->addr);
+    if (status == KOILA_NO_MEMORY)
+        r->no_memory = true;
+    if (status != KOILA_OK)
+        return false;
+    if (r->differs)
+        stop_at_difference(r, i);
+    r->out->n_addresses++;
+    return true;
+}
+
+static void advance_request(replay *r, uint64_t i)
+{
+    uint64_t last = i;
     while (last < r->n && (is_segment_event(entry(r, last)->kind) ||
                            (last > i && entry(r, last)->kind == KOILA_EVENT_FREE_COMPLETED)))
         last++;
-    const bool request = last < r->n && (entry(r, last)->kind == KOILA_EVENT_ALLOC ||
-                                         entry(r, last)->kind == KOILA_EVENT_OOM);
+    const bool request = last < r->n && is_request(entry(r, last)->kind);
     if (request && !hold_pool(r, koila__replay_pool_at(r, last)))
         return;
     if (request && entry(r, last)->size == 0) {
@@ -667,23 +731,37 @@ static void advance(replay *r)
                            (unsigned long long)last);
         return;
     }
-    if (request && last == i && x->kind == KOILA_EVENT_ALLOC) {
-        koila_status status =
-            koila__cache_malloc_at(r->c, x->size, x->stream, koila__replay_pool_at(r, i), x->addr);
-        if (status == KOILA_NO_MEMORY)
-            r->no_memory = true;
-        if (status == KOILA_OK) {
-            if (r->differs)
-                stop_at_difference(r, i);
-            o->n_addresses++;
-            return;
-        }
-    }
+    if (request && last == i && entry(r, i)->kind == KOILA_EVENT_ALLOC && answer_from_cache(r, i))
+        return;
     for (uint64_t k = i; k < last; k++)
-        o->n_segment_events += is_segment_event(entry(r, k)->kind);
+        r->out->n_segment_events += is_segment_event(entry(r, k)->kind);
     if (request)
         count_request(r, last);
     explain(r, i, last, request);
+}
+
+/* The entries from the cursor up to the next request, and that request. */
+static void advance(replay *r)
+{
+    const uint64_t i = r->at;
+    koila_assert(i < r->n && !r->stopped);
+    r->watching = true;
+    r->differs = false;
+    forget_released(r);
+    switch (entry(r, i)->kind) {
+    case KOILA_EVENT_FREE_REQUESTED:
+    case KOILA_EVENT_FREE_COMPLETED:
+        advance_frees(r, i);
+        return;
+    case KOILA_EVENT_SNAPSHOT:
+        check_snapshot_entry(r, i);
+        return;
+    case 0: /* user_defined */
+        r->at++;
+        return;
+    default:
+        advance_request(r, i);
+    }
 }
 
 /* ---- the end */
@@ -730,9 +808,11 @@ static void check_end(replay *r)
     r->out->n_end_blocks = c.n;
     r->out->end_checked = true;
     if (c.bad || c.seg < r->n_segs) {
-        uint64_t addr = c.bad && c.block    ? r->segs[c.seg].blocks[c.block - 1].addr
-                        : c.seg < r->n_segs ? r->segs[c.seg].addr
-                                            : 0;
+        uint64_t addr = 0;
+        if (c.bad && c.block)
+            addr = r->segs[c.seg].blocks[c.block - 1].addr;
+        else if (c.seg < r->n_segs)
+            addr = r->segs[c.seg].addr;
         koila__replay_stop(r, KOILA_DIFFERS, r->n,
                            "at the end: the block at 0x%llx is not as recorded",
                            (unsigned long long)addr);
@@ -745,10 +825,10 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
                                  const koila_cache_config *c, koila_replay_result *out,
                                  koila_error *e)
 {
+    memset(r, 0, sizeof *r);
     if (device >= s->n_devices)
         return koila__fail(e, KOILA_BAD_ARGUMENT, 0, "no device %u: the snapshot has %u", device,
                            s->n_devices);
-    memset(r, 0, sizeof *r);
     memset(out, 0, sizeof *out);
     out->struct_size = (uint32_t)sizeof *out;
     out->first_oom_entry = UINT64_MAX;
@@ -877,74 +957,100 @@ static bool lose_block(void *user, const koila_block *b)
     return true;
 }
 
+static koila_status out_of_memory(koila_error *e)
+{
+    return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
+}
+
+/* No trace: only the state at the end. */
+static koila_status replay_state_only(replay *r, koila_error *e)
+{
+    koila_replay_result *o = r->out;
+    o->verdict = KOILA_STATE_ONLY;
+    snprintf(o->reason, sizeof o->reason,
+             "no trace: state only; call torch.cuda.memory._record_memory_history() before "
+             "training%s",
+             r->n_segs ? ""
+                       : " (and no segments: nothing was allocated here, or past torch's cache, as "
+                         "PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
+    KOILA_TRY(koila__replay_start(r, e));
+    r->stat = koila__cache_stats_ref(r->c);
+    o->peak_reserved = now(r, KOILA_STAT_RESERVED_BYTES);
+    o->peak_allocated = now(r, KOILA_STAT_ALLOCATED_BYTES);
+    o->peak_active = now(r, KOILA_STAT_ACTIVE_BYTES);
+    return KOILA_OK;
+}
+
+static koila_status replay_trace(replay *r, koila_error *e)
+{
+    koila_replay_result *o = r->out;
+    KOILA_TRY(koila__replay_begin(r, e));
+    if (!r->stopped)
+        KOILA_TRY(run(r, e));
+    if (!r->stopped && !r->trace_only)
+        check_end(r);
+    if (r->stopped && r->c)
+        add_up(r);
+    if (r->bad_input)
+        return koila__fail(e, KOILA_BAD_INPUT, 0, "%s", o->reason);
+    if (r->no_memory)
+        return out_of_memory(e);
+    if (r->stopped)
+        return KOILA_OK;
+    const uint64_t n_decisions = o->n_retries + o->n_retry_or_empty + o->n_empty + o->n_cap_set +
+                                 o->n_expandable_switched + o->n_collected;
+    o->verdict = n_decisions ? KOILA_EXACT_WITH_DECISIONS : KOILA_EXACT;
+    return KOILA_OK;
+}
+
+/* Where the bytes between requested and reserved went, in the state of `c`. */
+static koila_status find_losses(const replay *r, const koila_cache *c, koila_replay_result *out,
+                                koila_error *e)
+{
+    losing l = { .conf = &r->conf, .out = out };
+    if (koila_cache_walk(c, lose_block, &l) != KOILA_OK)
+        return out_of_memory(e);
+    lose_segment(&l);
+    return KOILA_OK;
+}
+
+/* Once more, up to the peak, to look around there. */
+static koila_status find_losses_at_peak(const replay *r, const koila_cache_config *c,
+                                        koila_error *e)
+{
+    replay again;
+    koila_replay_result ignored;
+    koila_status status = koila__replay_setup(&again, r->s, r->device, c, &ignored, e);
+    again.until = r->out->peak_entry;
+    if (!status)
+        status = koila__replay_begin(&again, e);
+    if (!status && !again.stopped)
+        status = run(&again, e);
+    if (!status)
+        status = find_losses(r, again.c, r->out, e);
+    koila__replay_teardown(&again);
+    return status;
+}
+
 koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
                           koila_replay_result *out, koila_error *e)
 {
     replay r;
-    koila_replay_result scratch;
-    koila_status status = koila__replay_setup(&r, s, device, c, &scratch, e);
-    if (!status && r.n == 0) {
-        scratch.verdict = KOILA_STATE_ONLY;
-        size_t n_segments = 0;
-        koila_snapshot_segments(s, device, &n_segments);
-        snprintf(scratch.reason, sizeof scratch.reason,
-                 "no trace: state only; call torch.cuda.memory._record_memory_history() before "
-                 "training%s",
-                 n_segments ? ""
-                            : " (and no segments: nothing was allocated here, or past torch's "
-                              "cache, as PYTORCH_NO_CUDA_MEMORY_CACHING makes it)");
-        status = koila__replay_start(&r, e);
-        if (!status)
-            r.stat = koila__cache_stats_ref(r.c);
-    } else if (!status) {
-        status = koila__replay_begin(&r, e);
-        if (!status && !r.stopped)
-            status = run(&r, e);
-        if (!status && !r.stopped && !r.trace_only)
-            check_end(&r);
-        if (!status && r.stopped && r.c)
-            add_up(&r);
-        if (!status && r.bad_input)
-            status = koila__fail(e, KOILA_BAD_INPUT, 0, "%s", scratch.reason);
-        if (!status && r.no_memory)
-            status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-        if (!status && !r.stopped) {
-            const uint64_t n = scratch.n_retries + scratch.n_retry_or_empty + scratch.n_empty +
-                               scratch.n_cap_set + scratch.n_expandable_switched +
-                               scratch.n_collected;
-            scratch.verdict = n ? KOILA_EXACT_WITH_DECISIONS : KOILA_EXACT;
-        }
-    }
+    koila_replay_result result;
+    koila_status status = koila__replay_setup(&r, s, device, c, &result, e);
+    if (!status)
+        status = r.n ? replay_trace(&r, e) : replay_state_only(&r, e);
     if (!status) {
-        losing l = { .conf = &r.conf, .out = &scratch };
-        scratch.stat.struct_size = 0;
-        koila_cache_stats(r.c, &scratch.stat);
-        if (scratch.verdict == KOILA_STATE_ONLY) {
-            scratch.peak_reserved = r.stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current;
-            scratch.peak_allocated = r.stat->of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
-            scratch.peak_active = r.stat->of[KOILA_STAT_ACTIVE_BYTES][KOILA_STAT_ALL].current;
-            if (koila_cache_walk(r.c, lose_block, &l) != KOILA_OK)
-                status = KOILA_NO_MEMORY;
-            lose_segment(&l);
-        } else if (scratch.peak_reserved &&
-                   !scratch.peak_added_up) { /* once more, up to the peak, to look around there */
-            replay again;
-            koila_replay_result ignored;
-            status = koila__replay_setup(&again, s, device, c, &ignored, e);
-            again.until = scratch.peak_entry;
-            if (!status)
-                status = koila__replay_begin(&again, e);
-            if (!status && !again.stopped)
-                status = run(&again, e);
-            if (!status && koila_cache_walk(again.c, lose_block, &l) != KOILA_OK)
-                status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-            lose_segment(&l);
-            koila__replay_teardown(&again);
-        }
+        result.stat.struct_size = 0;
+        koila_cache_stats(r.c, &result.stat);
+        if (result.verdict == KOILA_STATE_ONLY)
+            status = find_losses(&r, r.c, &result, e);
+        else if (result.peak_reserved && !result.peak_added_up)
+            status = find_losses_at_peak(&r, c, e);
     }
     koila__replay_teardown(&r);
     if (!status)
-        *out = scratch;
+        *out = result;
     return status;
 }
 

@@ -89,50 +89,73 @@ static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_sta
     return true;
 }
 
+/* The segment of the map that begins below or at `addr`, and the next one; NULL: none. */
+static node *seg_below(undo *u, uint64_t addr)
+{
+    const uint32_t g = koila__omap_near(&u->segs, addr + 1, 0);
+    return g ? &u->segs.at[g] : NULL;
+}
+static node *seg_above(undo *u, uint64_t addr)
+{
+    const uint32_t g = koila__omap_near(&u->segs, addr, 1);
+    return g ? &u->segs.at[g] : NULL;
+}
+static uint64_t end_of(const node *x) { return x->key + x->size; }
+
+static void drop_segment(undo *u, const node *g)
+{
+    const uint64_t addr = g->key;
+    clear_blocks(u, addr, g->size);
+    koila__omap_drop(&u->segs, addr);
+}
+
+/* Where the end state is not believed, segments that lie here were made after the trace. */
+static void drop_later_segments(undo *u, uint64_t addr, uint64_t end)
+{
+    for (const node *above = seg_above(u, addr); above && end > above->key && !above->is_expandable;
+         above = seg_above(u, addr))
+        drop_segment(u, above);
+    const node *below = seg_below(u, addr);
+    if (below && end_of(below) > addr && !below->is_expandable)
+        drop_segment(u, below);
+}
+
+static uint32_t pool_number(const undo *u, koila_pool p)
+{
+    const koila_snapshot *s = u->r->s;
+    for (uint32_t k = s->n_pools; k-- > 0;)
+        if (s->pools[k].owner == p.owner && s->pools[k].id == p.id)
+            return k;
+    return 0;
+}
+
 static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, bool expandable)
 {
-    uint64_t addr = x->addr;
+    const uint64_t addr = x->addr;
     uint64_t size = x->size;
     const uint64_t large = u->r->conf.large_segment_bytes;
     bool is_small = expandable ? size % large != 0 : size == 2 * MIB;
-    uint32_t below = koila__omap_near(&u->segs, addr + 1, 0);
-    uint32_t above = koila__omap_near(&u->segs, addr, 1);
-    uint32_t pool = 0;
-    /* made after the trace */
-    while (u->trace_only && above && addr + size > u->segs.at[above].key &&
-           !u->segs.at[above].is_expandable) {
-        clear_blocks(u, u->segs.at[above].key, u->segs.at[above].size);
-        koila__omap_drop(&u->segs, u->segs.at[above].key);
-        above = koila__omap_near(&u->segs, addr, 1);
-    }
-    if (u->trace_only && below && u->segs.at[below].key + u->segs.at[below].size > addr &&
-        !u->segs.at[below].is_expandable) {
-        clear_blocks(u, u->segs.at[below].key, u->segs.at[below].size);
-        koila__omap_drop(&u->segs, u->segs.at[below].key);
-        below = koila__omap_near(&u->segs, addr + 1, 0);
-    }
-    if ((below && u->segs.at[below].key + u->segs.at[below].size > addr) ||
-        (above && addr + size > u->segs.at[above].key))
+    uint32_t pool = pool_number(u, p);
+    if (u->trace_only)
+        drop_later_segments(u, addr, addr + size);
+    node *below = seg_below(u, addr);
+    const node *above = seg_above(u, addr);
+    if ((below && end_of(below) > addr) || (above && addr + size > above->key))
         return contradicts(u, i);
-    for (uint32_t k = 0; k < u->r->s->n_pools; k++)
-        if (u->r->s->pools[k].owner == p.owner && u->r->s->pools[k].id == p.id)
-            pool = k;
     if (expandable) { /* whole again with what it was cut from */
-        if (above && u->segs.at[above].is_expandable && u->segs.at[above].key == addr + size &&
-            u->segs.at[above].stream == x->stream) {
-            size += u->segs.at[above].size;
-            is_small = u->segs.at[above].is_small;
-            pool = u->segs.at[above].pool;
+        if (above && above->is_expandable && above->key == addr + size &&
+            above->stream == x->stream) {
+            size += above->size;
+            is_small = above->is_small;
+            pool = above->pool;
             koila__omap_drop(&u->segs, addr + x->size);
         }
-        if (below && u->segs.at[below].is_expandable &&
-            u->segs.at[below].key + u->segs.at[below].size == addr &&
-            u->segs.at[below].stream == x->stream) {
-            u->segs.at[below].size += size;
+        if (below && below->is_expandable && end_of(below) == addr && below->stream == x->stream) {
+            below->size += size;
             return true;
         }
     }
-    uint32_t g = koila__omap_put(&u->segs, addr);
+    const uint32_t g = koila__omap_put(&u->segs, addr);
     if (!g)
         return false;
     u->segs.at[g].size = size;
@@ -325,13 +348,63 @@ static koila_status undo_all(replay *r, bool trace_only, uint64_t *at)
     bool ok = load_end(&u);
     for (uint64_t i = r->n; ok && i > 0; i--)
         ok = undo_entry(&u, i - 1);
-    koila_status status = u.blocks.failed || u.segs.failed ? KOILA_NO_MEMORY
-                          : ok                             ? lay_out(&u)
-                                                           : KOILA_BAD_INPUT;
+    koila_status status = KOILA_BAD_INPUT;
+    if (u.blocks.failed || u.segs.failed)
+        status = KOILA_NO_MEMORY;
+    else if (ok)
+        status = lay_out(&u);
     *at = ok ? UINT64_MAX : u.at;
     koila__omap_free(&u.blocks);
     koila__omap_free(&u.segs);
     return status;
+}
+
+/* `made` is a set of stretches of memory that do not overlap, by address. These two return false
+ * where the trace lacks entries; when the host is out of memory made->failed is set. */
+static void put_stretch(omap *made, uint64_t addr, uint64_t size)
+{
+    const uint32_t b = koila__omap_put(made, addr);
+    if (b)
+        made->at[b].size = size;
+}
+static bool add_stretch(omap *made, uint64_t addr, uint64_t size)
+{
+    const uint32_t b = koila__omap_near(made, addr + 1, 0);
+    if (b && end_of(&made->at[b]) > addr)
+        return false; /* made twice */
+    if (b && end_of(&made->at[b]) == addr)
+        made->at[b].size += size;
+    else
+        put_stretch(made, addr, size);
+    return true;
+}
+static bool cut_stretch(omap *made, uint64_t addr, uint64_t size)
+{
+    const uint32_t b = koila__omap_near(made, addr + 1, 0);
+    const uint64_t end = addr + size;
+    if (!b || end_of(&made->at[b]) < end)
+        return false; /* freed, and not made */
+    const uint64_t from = made->at[b].key;
+    const uint64_t to = end_of(&made->at[b]);
+    if (from < addr)
+        made->at[b].size = addr - from;
+    else
+        koila__omap_drop(made, from);
+    if (end < to)
+        put_stretch(made, end, to - end);
+    return true;
+}
+
+/* Does every byte of a segment lie in the set? Maps above one another touch without being one. */
+static bool covers(const omap *made, const koila_segment *g)
+{
+    for (uint64_t at = g->addr; at < g->addr + g->size;) {
+        const uint32_t b = koila__omap_near(made, at + 1, 0);
+        if (!b || end_of(&made->at[b]) <= at)
+            return false;
+        at = end_of(&made->at[b]);
+    }
+    return true;
 }
 
 /* Is every segment, of the end or freed on the way, made inside the trace? Then nothing was there
@@ -344,40 +417,13 @@ static bool is_whole(const replay *r, bool *no_memory)
         const snap_entry *x = entry(r, i);
         if (!is_segment_event(x->kind))
             continue;
-        uint32_t below = koila__omap_near(&made, x->addr + 1, 0), b;
-        const uint64_t end = x->addr + x->size;
-        if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP) {
-            /* twice: entries are missing */
-            if (below && made.at[below].key + made.at[below].size > x->addr)
-                whole = false;
-            else if (below && made.at[below].key + made.at[below].size == x->addr)
-                made.at[below].size += x->size;
-            else if ((b = koila__omap_put(&made, x->addr)))
-                made.at[b].size = x->size;
-        } else if (!below || made.at[below].key + made.at[below].size < end) {
-            whole = false;
-        } else {
-            const uint64_t from = made.at[below].key;
-            const uint64_t to = from + made.at[below].size;
-            if (from < x->addr)
-                made.at[below].size = x->addr - from;
-            else
-                koila__omap_drop(&made, from);
-            if (end < to && (b = koila__omap_put(&made, end)))
-                made.at[b].size = to - end;
-        }
+        if (x->kind == KOILA_EVENT_SEGMENT_ALLOC || x->kind == KOILA_EVENT_SEGMENT_MAP)
+            whole = add_stretch(&made, x->addr, x->size);
+        else
+            whole = cut_stretch(&made, x->addr, x->size);
     }
-    for (size_t i = 0; i < r->n_segs && whole && !made.failed; i++) {
-        uint64_t at = r->segs[i].addr;
-        const uint64_t end = at + r->segs[i].size;
-        /* maps above one another touch without being one */
-        for (uint32_t b; at < end && whole; at = made.at[b].key + made.at[b].size) {
-            b = koila__omap_near(&made, at + 1, 0);
-            whole = b && made.at[b].key + made.at[b].size > at;
-            if (!whole)
-                break;
-        }
-    }
+    for (size_t i = 0; i < r->n_segs && whole && !made.failed; i++)
+        whole = covers(&made, &r->segs[i]);
     *no_memory = made.failed;
     koila__omap_free(&made);
     return whole;
@@ -388,9 +434,11 @@ koila_status koila__replay_start(replay *r, koila_error *e)
     uint64_t at, unused;
     bool no_memory = false;
     r->whole = r->n && is_whole(r, &no_memory);
-    koila_status status = no_memory  ? KOILA_NO_MEMORY
-                          : r->whole ? KOILA_OK
-                                     : undo_all(r, false, &at);
+    koila_status status = KOILA_OK;
+    if (no_memory)
+        status = KOILA_NO_MEMORY;
+    else if (!r->whole)
+        status = undo_all(r, false, &at);
     if (status == KOILA_BAD_INPUT && at != UINT64_MAX) {
         r->trace_only = true;
         snprintf(r->out->reason, sizeof r->out->reason,

@@ -4,106 +4,142 @@
 
 #include "base/base.h"
 
-koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
-                          koila_whatif_result *out, koila_error *e)
+typedef struct whatif {
+    replay r; /* for the state before the first entry */
+    koila_cache *sim;
+    omap where; /* recorded address -> address in `sim` (size) of the blocks that live there */
+    koila_whatif_result w;
+} whatif;
+
+/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then 0. */
+static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, koila_pool pool,
+                        uint64_t recorded_bytes, uint64_t *addr)
 {
-    replay r;
-    koila_replay_result unused;
-    koila_whatif_result w = { .struct_size = (uint32_t)sizeof w,
-                              .first_oom_entry = UINT64_MAX,
-                              .fits = true };
-    omap where = { .mem = s->mem };
-    koila_cache *sim = NULL;
-    koila_status status = koila__replay_setup(&r, s, device, c, &unused, e);
-    if (!status)
-        status = koila__replay_begin(&r, e);
-    if (!status)
-        status = koila_cache_new(c, &r.mem, &sim, e);
-    /* blocks live at the start, in address order, into fresh segments */
-    for (uint64_t g = 0; !status && g < r.n_start; g++) {
-        for (size_t i = 0; i < r.start[g].n_blocks && !status; i++) {
-            const koila_block *b = &r.start[g].blocks[i];
+    const koila_status status = koila_cache_malloc(x->sim, bytes, stream, pool, addr);
+    if (status != KOILA_OOM)
+        return status;
+    *addr = 0;
+    x->w.fits = false;
+    if (!x->w.n_ooms++) {
+        x->w.first_oom_entry = i;
+        x->w.first_oom_bytes = recorded_bytes;
+    }
+    return KOILA_OK;
+}
+
+/* false: no host memory */
+static koila_status remember(whatif *x, uint64_t recorded, uint64_t addr)
+{
+    const uint32_t n = koila__omap_put(&x->where, recorded);
+    if (!n)
+        return KOILA_NO_MEMORY;
+    x->where.at[n].size = addr;
+    return KOILA_OK;
+}
+
+/* Blocks live at the start, in address order, into fresh segments. */
+static koila_status ask_for_start(whatif *x)
+{
+    for (uint64_t g = 0; g < x->r.n_start; g++) {
+        const koila_segment *from = &x->r.start[g];
+        for (size_t i = 0; i < from->n_blocks; i++) {
+            const koila_block *b = &from->blocks[i];
             uint64_t addr;
             if (b->state == KOILA_BLOCK_FREE)
                 continue;
-            w.approximate_start = true;
-            status = koila_cache_malloc(sim, b->requested ? b->requested : b->size,
-                                        r.start[g].stream, r.start[g].pool, &addr);
-            if (status == KOILA_OOM) {
-                w.fits = false;
-                if (!w.n_ooms++) {
-                    w.first_oom_entry = 0;
-                    w.first_oom_bytes = b->size;
-                }
-                status = KOILA_OK;
-                continue;
-            }
-            uint32_t n = status ? 0 : koila__omap_put(&where, b->addr);
-            if (n)
-                where.at[n].size = addr;
+            x->w.approximate_start = true;
+            KOILA_TRY(ask(x, 0, b->requested ? b->requested : b->size, from->stream, from->pool,
+                          b->size, &addr));
+            if (addr)
+                KOILA_TRY(remember(x, b->addr, addr));
         }
     }
-    for (uint64_t i = 0; !status && !where.failed && i < r.n; i++) {
-        const snap_entry *x = entry(&r, i);
-        uint32_t n = x->kind == KOILA_EVENT_OOM ? 0 : koila__omap_find(&where, x->addr);
-        uint64_t addr;
-        switch (x->kind) {
+    return KOILA_OK;
+}
+
+static koila_status ask_for_entry(whatif *x, uint64_t i)
+{
+    const snap_entry *y = entry(&x->r, i);
+    const bool oom = y->kind == KOILA_EVENT_OOM;
+    uint64_t addr;
+    if (!oom)
+        koila__omap_drop(&x->where, y->addr);
+    KOILA_TRY(ask(x, i, y->size, y->stream,
+                  oom ? KOILA_POOL_DEFAULT : koila__replay_pool_at(&x->r, i), y->size, &addr));
+    if (!addr)
+        return KOILA_OK;
+    /* it failed then: what the program would have done with the block is not recorded */
+    return oom ? koila_cache_release(x->sim, addr) : remember(x, y->addr, addr);
+}
+
+static koila_status free_at_entry(whatif *x, uint64_t i)
+{
+    const snap_entry *y = entry(&x->r, i);
+    const snap_entry *next = i + 1 < x->r.n ? entry(&x->r, i + 1) : NULL;
+    const uint32_t n = koila__omap_find(&x->where, y->addr);
+    if (!n)
+        return KOILA_OK;
+    if (!next || next->kind != KOILA_EVENT_FREE_COMPLETED || next->addr != y->addr)
+        koila_cache_record_stream(x->sim, x->where.at[n].size, ~y->stream);
+    const koila_status status = koila_cache_release(x->sim, x->where.at[n].size);
+    return status == KOILA_BAD_ARGUMENT ? KOILA_OK : status;
+}
+
+static void complete_at_entry(whatif *x, uint64_t i)
+{
+    const snap_entry *y = entry(&x->r, i);
+    const uint32_t n = koila__omap_find(&x->where, y->addr);
+    if (!n)
+        return;
+    koila_cache_complete(x->sim, x->where.at[n].size); /* or a retry has done so already */
+    koila__omap_drop(&x->where, y->addr);
+}
+
+static koila_status run_all(whatif *x, const koila_cache_config *c, koila_error *e)
+{
+    KOILA_TRY(koila__replay_begin(&x->r, e));
+    KOILA_TRY(koila_cache_new(c, &x->r.mem, &x->sim, e));
+    KOILA_TRY(ask_for_start(x));
+    for (uint64_t i = 0; i < x->r.n; i++) {
+        switch (entry(&x->r, i)->kind) {
         case KOILA_EVENT_ALLOC:
         case KOILA_EVENT_OOM:
-            if (n)
-                koila__omap_drop(&where, x->addr);
-            status = koila_cache_malloc(sim, x->size, x->stream,
-                                        x->kind == KOILA_EVENT_OOM ? KOILA_POOL_DEFAULT
-                                                                   : koila__replay_pool_at(&r, i),
-                                        &addr);
-            if (status == KOILA_OOM) {
-                w.fits = false;
-                if (!w.n_ooms++) {
-                    w.first_oom_entry = i;
-                    w.first_oom_bytes = x->size;
-                }
-                status = KOILA_OK;
-            } else if (!status && x->kind == KOILA_EVENT_ALLOC &&
-                       (n = koila__omap_put(&where, x->addr))) {
-                where.at[n].size = addr;
-            } else if (!status && x->kind == KOILA_EVENT_OOM) {
-                /* it failed then; what the program would have done with it is not recorded */
-                status = koila_cache_release(sim, addr);
-            }
+            KOILA_TRY(ask_for_entry(x, i));
             break;
-        case KOILA_EVENT_FREE_REQUESTED: {
-            const snap_entry *next = i + 1 < r.n ? entry(&r, i + 1) : NULL;
-            if (!n)
-                break;
-            if (!(next && next->kind == KOILA_EVENT_FREE_COMPLETED && next->addr == x->addr))
-                koila_cache_record_stream(sim, where.at[n].size, ~x->stream);
-            status = koila_cache_release(sim, where.at[n].size);
-            if (status == KOILA_BAD_ARGUMENT)
-                status = KOILA_OK;
+        case KOILA_EVENT_FREE_REQUESTED:
+            KOILA_TRY(free_at_entry(x, i));
             break;
-        }
         case KOILA_EVENT_FREE_COMPLETED:
-            if (n) {
-                koila_cache_complete(sim, where.at[n].size); /* or a retry has done so already */
-                koila__omap_drop(&where, x->addr);
-            }
+            complete_at_entry(x, i);
             break;
         default:
             break;
         }
     }
-    if (where.failed)
-        status = KOILA_NO_MEMORY;
+    return KOILA_OK;
+}
+
+koila_status koila_whatif(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
+                          koila_whatif_result *out, koila_error *e)
+{
+    koila_replay_result unused;
+    whatif x = {
+        .where = { .mem = s->mem },
+        .w = { .struct_size = (uint32_t)sizeof x.w, .first_oom_entry = UINT64_MAX, .fits = true }
+    };
+    koila_status status = koila__replay_setup(&x.r, s, device, c, &unused, e);
+    if (!status)
+        status = run_all(&x, c, e);
     if (status == KOILA_NO_MEMORY)
         koila__fail(e, status, 0, "the host is out of memory");
     if (!status) {
-        koila_cache_stats(sim, &w.stat);
-        const uint64_t used = c->outside_bytes + w.stat.peak_device_bytes;
-        w.spare_bytes = c->total_bytes > used ? c->total_bytes - used : 0;
-        *out = w;
+        koila_cache_stats(x.sim, &x.w.stat);
+        const uint64_t used = c->outside_bytes + x.w.stat.peak_device_bytes;
+        x.w.spare_bytes = c->total_bytes > used ? c->total_bytes - used : 0;
+        *out = x.w;
     }
-    koila_cache_free(sim);
-    koila__omap_free(&where);
-    koila__replay_teardown(&r);
+    koila_cache_free(x.sim);
+    koila__omap_free(&x.where);
+    koila__replay_teardown(&x.r);
     return status;
 }

@@ -35,14 +35,15 @@ enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
     X(ADDR, "addr")                                                                                \
     X(SIZE, "size")                                                                                \
     X(STREAM, "stream")                                                                            \
-    X(TIME_US, "time_us") X(FRAMES, "frames") X(DEVICE_FREE, "device_free") X(POOL_ID, "pool_id")  \
-        X(DEVICE, "device") X(ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(                   \
-            ALLOCATED_SIZE, "allocated_size") X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE,      \
-                                                                              "requested_size")    \
-            X(SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(               \
-                IS_EXPANDABLE, "is_expandable") X(BLOCKS, "blocks") X(STATE, "state")              \
-                X(HISTORY, "history") X(REAL_SIZE, "real_size") X(NAME, "name") X(                 \
-                    FILENAME, "filename") X(LINE, "line") X(SEGMENTS, "segments")                  \
+    X(TIME_US, "time_us")                                                                          \
+    X(FRAMES, "frames")                                                                            \
+    X(DEVICE_FREE, "device_free") X(POOL_ID, "pool_id") X(DEVICE, "device") X(                     \
+        ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(ALLOCATED_SIZE, "allocated_size")        \
+        X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE, "requested_size") X(                       \
+            SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(IS_EXPANDABLE,   \
+                                                                                  "is_expandable") \
+            X(BLOCKS, "blocks") X(STATE, "state") X(HISTORY, "history") X(REAL_SIZE, "real_size")  \
+                X(NAME, "name") X(FILENAME, "filename") X(LINE, "line") X(SEGMENTS, "segments")    \
                     X(DEVICE_TRACES, "device_traces") X(ALLOCATOR_SETTINGS, "allocator_settings")  \
                         X(EXTERNAL_ANNOTATIONS, "external_annotations") X(STAGE, "stage")          \
                             X(CONF, "PYTORCH_CUDA_ALLOC_CONF") X(MAX_SPLIT_SIZE, "max_split_size") \
@@ -70,14 +71,15 @@ typedef uint64_t value;
     X(BOOL, "a bool")                                                                              \
     X(INT, "an integer")                                                                           \
     X(WIDE, "an integer")                                                                          \
-    X(REAL, "a float") X(STR, "a string") X(DICT, "a dict") X(LIST, "a list") X(EMPTY, "empty")    \
-        X(POOL, "a pair of integers") X(ENTRY, "a trace entry") X(ENTRIES, "a trace")              \
-            X(SEGMENT, "a segment") X(SEGMENTS, "a list of segments") X(BLOCK, "a block")          \
-                X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")              \
-                    X(TRACES, "a list of traces") X(NOTE, "an annotation")                         \
-                        X(NOTES, "a list of annotations") X(SETTINGS, "settings")                  \
-                            X(DIVS, "divisions") X(HIST, "a history") X(TOP, "a snapshot")         \
-                                X(OTHER, "other data") X(MARK, "a MARK")
+    X(REAL, "a float")                                                                             \
+    X(STR, "a string")                                                                             \
+    X(DICT, "a dict") X(LIST, "a list") X(EMPTY, "empty") X(POOL, "a pair of integers")            \
+        X(ENTRY, "a trace entry") X(ENTRIES, "a trace") X(SEGMENT, "a segment")                    \
+            X(SEGMENTS, "a list of segments") X(BLOCK, "a block") X(BLOCKS, "a list of blocks")    \
+                X(FRAME, "a frame") X(STACK, "a stack") X(TRACES, "a list of traces")              \
+                    X(NOTE, "an annotation") X(NOTES, "a list of annotations")                     \
+                        X(SETTINGS, "settings") X(DIVS, "divisions") X(HIST, "a history")          \
+                            X(TOP, "a snapshot") X(OTHER, "other data") X(MARK, "a MARK")
 enum kind {
 #define KIND_ENUM(name, text) K_##name,
     KIND_MAP(KIND_ENUM)
