@@ -66,6 +66,62 @@ static void sort_segments(snap_segment *a, uint64_t n)
         }
 }
 
+/* The arrays that the caller sees. */
+static bool make_room(reader *r, uint64_t n_segments, uint64_t n_blocks)
+{
+    koila_snapshot *s = r->s;
+    s->n_device_first = s->n_devices + 1;
+    s->device_first =
+        koila__snap_resize(r, NULL, 0, (uint64_t)s->n_device_first * sizeof *s->device_first);
+    if (!s->device_first)
+        return false;
+    if (n_segments) {
+        s->out_segments = koila__snap_resize(r, NULL, 0, n_segments * sizeof *s->out_segments);
+        if (!s->out_segments)
+            return false;
+        s->n_out_segments = (uint32_t)n_segments;
+    }
+    if (n_blocks) {
+        s->out_blocks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof *s->out_blocks);
+        if (!s->out_blocks)
+            return false;
+        s->n_out_blocks = (uint32_t)n_blocks;
+        s->out_stacks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof *s->out_stacks);
+        if (!s->out_stacks)
+            return false;
+    }
+    return true;
+}
+
+/* `a`: n segments by device and address. */
+static void lay_out(koila_snapshot *s, const snap_segment *a, uint64_t n)
+{
+    uint32_t d = 0, at = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        const snap_segment *g = &a[i];
+        const snap_range *range = &s->ranges[g->blocks];
+        const koila_pool pool = s->pools[g->pool];
+        while (d <= g->device)
+            s->device_first[d++] = (uint32_t)i;
+        s->out_segments[i] = (koila_segment){
+            KOILA_SEGMENT_SIZES, g->addr, g->size, g->stream, pool, g->is_small, g->is_expandable,
+            s->out_blocks + at,  range->n
+        };
+        for (uint64_t k = 0; k < range->n; k++, at++) {
+            const snap_block *b = &s->blocks[range->first + k];
+            s->out_blocks[at] = (koila_block){
+                b->addr,         b->size,   b->requested, (koila_block_state)b->state,
+                (uint32_t)i,     g->stream, pool,         g->is_small,
+                g->is_expandable
+            };
+            s->out_stacks[at] = b->stack;
+        }
+    }
+    koila_assert(at == s->n_out_blocks && d <= s->n_device_first);
+    while (d < s->n_device_first)
+        s->device_first[d++] = (uint32_t)n;
+}
+
 /* Check the segments and lay them out as the caller sees them. */
 static bool publish(reader *r, uint64_t first, uint64_t n)
 {
@@ -86,76 +142,46 @@ static bool publish(reader *r, uint64_t first, uint64_t n)
             return BAD(r, "segment 0x%llx: overlaps segment 0x%llx", (unsigned long long)a[i].addr,
                        (unsigned long long)a[i - 1].addr);
     s->n_devices = n_devices ? n_devices : 1;
-    s->n_device_first = s->n_devices + 1;
-    if (!(s->device_first =
-              koila__snap_resize(r, NULL, 0, (uint64_t)s->n_device_first * sizeof(uint32_t))))
+    if (!make_room(r, n, n_blocks))
         return false;
-    if (n && !(s->out_segments = koila__snap_resize(r, NULL, 0, n * sizeof(koila_segment))))
+    lay_out(s, a, n);
+    return true;
+}
+
+/* By its first two bytes: pickle or JSON? What is neither is named. */
+static bool find_format(reader *r)
+{
+    koila_snapshot *s = r->s;
+    if (!koila__snap_have(r, 1))
+        return BAD(r, "empty file");
+    const uint8_t c = r->buf[0];
+    const uint8_t next = koila__snap_have(r, 2) ? r->buf[1] : 0;
+    if (r->status)
         return false;
-    s->n_out_segments = (uint32_t)n;
-    if (n_blocks &&
-        !(s->out_blocks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(koila_block))))
-        return false;
-    s->n_out_blocks = (uint32_t)n_blocks;
-    if (n_blocks && !(s->out_stacks = koila__snap_resize(r, NULL, 0, n_blocks * sizeof(uint32_t))))
-        return false;
-    uint32_t d = 0, at = 0;
-    for (uint64_t i = 0; i < n; i++) {
-        const snap_segment *g = &a[i];
-        const snap_range *range = &s->ranges[g->blocks];
-        while (d <= g->device)
-            s->device_first[d++] = (uint32_t)i;
-        s->out_segments[i] = (koila_segment){ KOILA_SEGMENT_SIZES,
-                                              g->addr,
-                                              g->size,
-                                              g->stream,
-                                              s->pools[g->pool],
-                                              g->is_small,
-                                              g->is_expandable,
-                                              s->out_blocks + at,
-                                              range->n };
-        for (uint64_t k = 0; k < range->n; k++, at++) {
-            const snap_block *b = &s->blocks[range->first + k];
-            s->out_blocks[at] = (koila_block){ b->addr,           b->size,
-                                               b->requested,      (koila_block_state)b->state,
-                                               (uint32_t)i,       g->stream,
-                                               s->pools[g->pool], g->is_small,
-                                               g->is_expandable };
-            s->out_stacks[at] = b->stack;
-        }
-    }
-    while (d < s->n_device_first)
-        s->device_first[d++] = (uint32_t)n;
+    if (c == 'P' && next == 'K')
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found zip");
+    if (c == 0x1f && next == 0x8b)
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found gzip");
+    s->is_json = c && strchr("{[ \n\r\t", c);
+    if (!s->is_json && c != 0x80 && !(c && strchr("(}]", c)))
+        return BAD(r, "not a snapshot: expected a pickle or JSON, found %s",
+                   c >= 0x20 && c < 0x7f ? "text" : "other data");
     return true;
 }
 
 static bool read_all(reader *r)
 {
     koila_snapshot *s = r->s;
-    if (!koila__snap_intern_own(r))
+    if (!koila__snap_intern_own(r) || !find_format(r))
         return false;
-    if (!koila__snap_have(r, 1))
-        return r->status ? false : BAD(r, "empty file");
-    const uint8_t c = r->buf[0];
-    if (koila__snap_have(r, 2) && c == 'P' && r->buf[1] == 'K')
-        return BAD(r, "not a snapshot: expected a pickle or JSON, found zip");
-    if (koila__snap_have(r, 2) && c == 0x1f && r->buf[1] == 0x8b)
-        return BAD(r, "not a snapshot: expected a pickle or JSON, found gzip");
-    if (r->status)
-        return false;
-    s->is_json = c == '{' || c == '[' || c == ' ' || c == '\n' || c == '\r' || c == '\t';
-    if (!s->is_json && c != 0x80 && c != '(' && c != '}' && c != ']')
-        return BAD(r, "not a snapshot: expected a pickle or JSON, found %s",
-                   c >= 0x20 && c < 0x7f ? "text" : "other data");
-    if (!(s->is_json ? koila__snap_read_json(r) : koila__snap_read_pickle(r)))
+    if (s->is_json ? !koila__snap_read_json(r) : !koila__snap_read_pickle(r))
         return false;
     if (!finish(r, &r->top))
         return false;
     switch (kind_of(r->top)) {
-    case K_TOP: {
+    case K_TOP:
         /* segments that are reached: all there are, or drop_unused has dropped them */
         return publish(r, 0, s->n_segments);
-    }
     case K_SEGMENTS:
         return publish(r, s->ranges[of(r->top)].first, s->ranges[of(r->top)].n);
     case K_EMPTY:
@@ -192,8 +218,7 @@ koila_status koila_snapshot_open(const koila_source *src, const koila_limits *li
         r.end = s->n_bytes = src->n_bytes;
         r.eof = true;
     }
-    uint64_t budget = s->n_bytes > UINT64_MAX >> 7 ? UINT64_MAX / 2 : 32 * s->n_bytes + 64 * MIB;
-    s->budget = budget < s->budget_cap ? budget : s->budget_cap;
+    koila__snap_set_budget(s);
     bool ok = read_all(&r);
     koila__release(&mem, r.stack, (size_t)r.stack_cap * sizeof(value));
     koila__release(&mem, r.marks, (size_t)r.marks_cap * sizeof(uint64_t));
@@ -343,45 +368,62 @@ static uint64_t seen_large_segment(const koila_snapshot *s, uint32_t device)
     return 0;
 }
 
+/* A snapshot does not say which torch wrote it. The oldest that writes what is in it; NULL: the
+ * newest known. */
+static const char *guess_version(const koila_snapshot *s)
+{
+    if (s->has_pool_ids)
+        return "2.13";
+    if (s->settings.has_new_keys)
+        return "2.10";
+    return s->settings.present ? "2.6" : NULL;
+}
+
+static void apply_large_segment(const koila_snapshot *s, uint32_t device, koila_cache_config *c)
+{
+    const uint64_t seen = seen_large_segment(s, device);
+    const bool is_default = c->large_segment_bytes == 20 * MIB;
+    const bool is_possible = seen && seen % MIB == 0 && seen < (uint64_t)1 << 40;
+    if (!is_default || seen == c->large_segment_bytes || !is_possible ||
+        !(c->rules & KOILA_RULE_LARGE_SEGMENT))
+        return;
+    c->large_segment_bytes = seen;
+    if (!c->rounding_set)
+        c->max_non_split_rounding_bytes = seen;
+}
+
+static koila_status apply_settings(const snap_settings *x, koila_cache_config *c, koila_error *e)
+{
+    if (x->has_max_split)
+        c->max_split_bytes = x->max_split < 0 ? KOILA_NO_LIMIT : (uint64_t)x->max_split;
+    if (c->max_split_bytes < c->large_segment_bytes)
+        return koila__fail(e, KOILA_BAD_INPUT, 0,
+                           "settings: max_split_size %llu is below the large segment",
+                           (unsigned long long)c->max_split_bytes);
+    if (x->gc > 0.0 && x->gc < 1.0)
+        c->gc_threshold = x->gc;
+    if (x->has_divisions)
+        memcpy(c->divisions, x->divisions, sizeof c->divisions);
+    c->expandable = x->expandable;
+    c->release_lock |= x->release_lock;
+    c->oom_reject |= x->oom_reject;
+    if (x->has_fraction && x->fraction >= 0.0 && x->fraction <= 1.0)
+        c->memory_fraction = x->fraction;
+    return KOILA_OK;
+}
+
 koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device,
                                    const char *torch_version, koila_cache_config *out,
                                    koila_error *e)
 {
     const snap_settings *x = &s->settings;
     koila_cache_config c;
-    if (!torch_version)
-        torch_version = s->has_pool_ids   ? "2.13"
-                        : x->has_new_keys ? "2.10"
-                        : x->present      ? "2.6"
-                                          : NULL;
-    KOILA_TRY(koila_cache_config_init(&c, torch_version));
-    if (x->present && x->conf != UINT32_MAX)
-        KOILA_TRY(koila_cache_config_parse(&c, snap_str(s, x->conf), 0, e));
+    KOILA_TRY(koila_cache_config_init(&c, torch_version ? torch_version : guess_version(s)));
     if (x->present) {
-        const uint64_t seen = seen_large_segment(s, device);
-        if (c.large_segment_bytes == 20 * MIB && seen && seen != c.large_segment_bytes &&
-            seen % MIB == 0 && seen < (uint64_t)1 << 40 && (c.rules & KOILA_RULE_LARGE_SEGMENT)) {
-            c.large_segment_bytes = seen;
-            if (!c.rounding_set)
-                c.max_non_split_rounding_bytes = seen;
-        }
-        if (x->has_max_split)
-            c.max_split_bytes = x->max_split < 0 ? KOILA_NO_LIMIT : (uint64_t)x->max_split;
-        if (c.max_split_bytes < c.large_segment_bytes)
-            return koila__fail(e, KOILA_BAD_INPUT, 0,
-                               "settings: max_split_size %llu is below the large segment",
-                               (unsigned long long)c.max_split_bytes);
-        if (x->gc > 0.0 && x->gc < 1.0)
-            c.gc_threshold = x->gc;
-        if (x->has_divisions)
-            memcpy(c.divisions, x->divisions, sizeof c.divisions);
-        c.expandable = x->expandable;
-        if (x->release_lock)
-            c.release_lock = 1;
-        if (x->oom_reject)
-            c.oom_reject = 1;
-        if (x->has_fraction && x->fraction >= 0.0 && x->fraction <= 1.0)
-            c.memory_fraction = x->fraction;
+        if (x->conf != UINT32_MAX)
+            KOILA_TRY(koila_cache_config_parse(&c, snap_str(s, x->conf), 0, e));
+        apply_large_segment(s, device, &c);
+        KOILA_TRY(apply_settings(x, &c, e));
     }
     *out = c;
     return KOILA_OK;

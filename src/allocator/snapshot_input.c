@@ -21,16 +21,15 @@ void koila__snap_fail(reader *r, koila_status code, const char *fmt, ...)
 static const char *size_text(uint64_t n, char text[KOILA_GROUPED + 8])
 {
     char digits[KOILA_GROUPED];
-    const bool gib = n >= MIB << 10;
-    const bool mib = n >= MIB;
-    snprintf(text, KOILA_GROUPED + 8, "%s %s",
-             koila__grouped(gib   ? n / (MIB << 10)
-                            : mib ? n / MIB
-                                  : n,
-                            digits),
-             gib   ? "GiB"
-             : mib ? "MiB"
-                   : "bytes");
+    const char *unit = "bytes";
+    if (n >= MIB << 10) {
+        n /= MIB << 10;
+        unit = "GiB";
+    } else if (n >= MIB) {
+        n /= MIB;
+        unit = "MiB";
+    }
+    snprintf(text, KOILA_GROUPED + 8, "%s %s", koila__grouped(n, digits), unit);
     return text;
 }
 
@@ -100,6 +99,16 @@ bool koila__snap_grow32(reader *r, void *array, uint32_t *cap, uint32_t want, si
     return true;
 }
 
+void koila__snap_set_budget(koila_snapshot *s)
+{
+    const uint64_t most = UINT64_MAX / 2;
+    const uint64_t budget =
+        s->n_bytes > most / BUDGET_FACTOR / 2 ? most : BUDGET_FACTOR * s->n_bytes + BUDGET_BASE;
+    s->budget = budget < s->budget_cap ? budget : s->budget_cap;
+}
+
+#define FIRST_BUFFER ((uint64_t)1 << 16)
+
 /* At least n bytes at buf + at, if the file has them. */
 bool koila__snap_have(reader *r, uint64_t n)
 {
@@ -114,11 +123,10 @@ bool koila__snap_have(reader *r, uint64_t n)
         r->at = 0;
     }
     while (r->end < n && !r->eof) {
-        /* grows with what is really there */
-        uint64_t want = n < 1 << 16            ? 1 << 16
-                        : n < r->end * 2       ? n
-                        : r->end * 2 < 1 << 16 ? 1 << 16
-                                               : r->end * 2;
+        /* the buffer grows with what is really there, not with what a length in the file says */
+        uint64_t want = n < r->end * 2 ? n : r->end * 2;
+        if (want < FIRST_BUFFER)
+            want = FIRST_BUFFER;
         if (want > r->own_cap && !koila__snap_grow64(r, &r->own, &r->own_cap, want, 1))
             return false;
         int64_t got = r->src->read(r->src->user, r->own + r->end, (size_t)(r->own_cap - r->end));
@@ -129,9 +137,7 @@ bool koila__snap_have(reader *r, uint64_t n)
             r->eof = true;
         r->end += (uint64_t)got;
         r->s->n_bytes += (uint64_t)got;
-        uint64_t budget =
-            r->s->n_bytes > (UINT64_MAX >> 6) ? UINT64_MAX / 2 : 32 * r->s->n_bytes + 64 * MIB;
-        r->s->budget = budget < r->s->budget_cap ? budget : r->s->budget_cap;
+        koila__snap_set_budget(r->s);
     }
     return r->end >= n;
 }
@@ -176,64 +182,96 @@ bool koila__snap_parse_int(const uint8_t *p, uint64_t n, uint64_t *bits, bool *n
     return true;
 }
 
-/* Digits, point, exponent: near enough to the nearest double for times and fractions, and no locale
- * is asked. */
-bool koila__snap_parse_real(const uint8_t *p, uint64_t n, double *out)
+typedef struct decimal { /* digits x 10^scale */
+    uint64_t digits;
+    int scale;
+} decimal;
+enum { MAX_DIGITS = 18, MAX_SCALE = 400, MAX_EXPONENT = 10000 };
+
+static bool is_digit(uint8_t c) { return c >= '0' && c <= '9'; }
+
+/* Digits with at most one point, from p[*i] on; false: no digit. */
+static bool parse_digits(const uint8_t *p, uint64_t n, uint64_t *i, decimal *x)
 {
-    uint64_t i = 0, digits = 0;
-    int scale = 0, n_digits = 0;
-    bool negative = n && p[0] == '-', any = false, dot = false;
-    i += negative || (n && p[0] == '+');
-    if (n - i == 3 && (!memcmp(p + i, "inf", 3) || !memcmp(p + i, "nan", 3))) {
-        *out = 0;
-        return true;
-    }
-    for (; i < n && ((p[i] >= '0' && p[i] <= '9') || (p[i] == '.' && !dot)); i++) {
-        if (p[i] == '.') {
+    int n_digits = 0;
+    bool any = false, dot = false;
+    for (; *i < n && (is_digit(p[*i]) || (p[*i] == '.' && !dot)); ++*i) {
+        if (p[*i] == '.') {
             dot = true;
             continue;
         }
         any = true;
-        if (n_digits < 18) {
-            digits = digits * 10 + (uint64_t)(p[i] - '0');
-            n_digits += digits != 0;
-            scale -= dot;
+        if (n_digits < MAX_DIGITS) {
+            x->digits = x->digits * 10 + (uint64_t)(p[*i] - '0');
+            n_digits += x->digits != 0;
+            x->scale -= dot;
         } else {
-            scale += !dot;
+            x->scale += !dot;
         }
     }
-    if (!any)
+    return any;
+}
+
+/* What follows the e of an exponent. */
+static bool parse_exponent(const uint8_t *p, uint64_t n, uint64_t *i, decimal *x)
+{
+    const bool minus = *i < n && p[*i] == '-';
+    int exponent = 0;
+    *i += *i < n && (p[*i] == '-' || p[*i] == '+');
+    if (*i == n)
+        return false;
+    for (; *i < n && is_digit(p[*i]); ++*i)
+        if (exponent < MAX_EXPONENT)
+            exponent = exponent * 10 + (p[*i] - '0');
+    x->scale += minus ? -exponent : exponent;
+    return true;
+}
+
+static double scaled(decimal x)
+{
+    double v = (double)x.digits;
+    double ten = 10.0;
+    int scale = x.scale < 0 ? -x.scale : x.scale;
+    if (scale > MAX_SCALE)
+        scale = MAX_SCALE;
+    for (; scale; scale >>= 1) {
+        if (scale & 1)
+            v = x.scale < 0 ? v / ten : v * ten;
+        ten *= ten;
+    }
+    return v;
+}
+
+/* Digits, point, exponent: near enough to the nearest double for times and fractions, and no locale
+ * is asked. Infinities and NaNs are read as 0. */
+bool koila__snap_parse_real(const uint8_t *p, uint64_t n, double *out)
+{
+    const bool negative = n && p[0] == '-';
+    uint64_t i = negative || (n && p[0] == '+');
+    decimal x = { 0 };
+    if (n - i == 3 && (!memcmp(p + i, "inf", 3) || !memcmp(p + i, "nan", 3))) {
+        *out = 0;
+        return true;
+    }
+    if (!parse_digits(p, n, &i, &x))
         return false;
     if (i < n && (p[i] == 'e' || p[i] == 'E')) {
-        bool minus = ++i < n && p[i] == '-';
-        int x = 0;
-        i += i < n && (p[i] == '-' || p[i] == '+');
-        if (i == n)
+        i++;
+        if (!parse_exponent(p, n, &i, &x))
             return false;
-        for (; i < n && p[i] >= '0' && p[i] <= '9'; i++)
-            x = x < 10000 ? x * 10 + (p[i] - '0') : x;
-        scale += minus ? -x : x;
     }
     if (i != n)
         return false;
-    double v = (double)digits;
-    double ten = 10.0;
-    if (scale > 400)
-        scale = 400;
-    if (scale < -400)
-        scale = -400;
-    for (int k = scale < 0 ? -scale : scale; k; k >>= 1, ten *= ten)
-        if (k & 1)
-            v = scale < 0 ? v / ten : v * ten;
-    *out = negative ? -v : v;
+    *out = negative ? -scaled(x) : scaled(x);
     return true;
 }
 
 int koila__snap_hex_digit(uint8_t c)
 {
-    return c >= '0' && c <= '9'                 ? c - '0'
-           : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10
-                                                : -1;
+    const uint8_t lower = c | 32;
+    if (is_digit(c))
+        return c - '0';
+    return lower >= 'a' && lower <= 'f' ? lower - 'a' + 10 : -1;
 }
 
 size_t koila__snap_put_utf8(uint8_t *p, uint32_t c)

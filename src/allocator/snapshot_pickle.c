@@ -235,6 +235,25 @@ static bool push_string(reader *r, uint64_t n)
     return push(r, make(K_STR, id));
 }
 
+/* An escape of \uXXXX or \UXXXXXXXX at p: its bytes, and *c; 0: there is none. */
+static unsigned unicode_escape(const uint8_t *p, uint64_t n, uint32_t *c)
+{
+    if (n < 2 || p[0] != '\\' || (p[1] != 'u' && p[1] != 'U'))
+        return 0;
+    const unsigned n_digits = p[1] == 'u' ? 4 : 8;
+    uint32_t x = 0;
+    if (n < 2 + n_digits)
+        return 0;
+    for (unsigned k = 0; k < n_digits; k++) {
+        const int h = koila__snap_hex_digit(p[2 + k]);
+        if (h < 0)
+            return 0;
+        x = x << 4 | (uint32_t)h;
+    }
+    *c = x;
+    return 2 + n_digits;
+}
+
 /* UNICODE: a line, Latin-1 with \uXXXX and \UXXXXXXXX */
 static bool push_unicode(reader *r)
 {
@@ -242,28 +261,21 @@ static bool push_unicode(reader *r)
     uint64_t n, m = 0;
     if (!koila__snap_take_line(r, r->lim.max_string_bytes, &p, &n))
         return false;
-    uint8_t *copy = koila__snap_resize(r, NULL, 0, 4 * n + 4);
+    const koila_allocator mem = koila__snap_counted(r);
+    const size_t room = 4 * (size_t)n + 4;
+    uint8_t *copy = koila__realloc(&mem, NULL, 0, room);
     if (!copy)
         return false;
     for (uint64_t i = 0; i < n;) {
-        unsigned len = p[i] == '\\' && i + 1 < n ? (p[i + 1] == 'u'   ? 4
-                                                    : p[i + 1] == 'U' ? 8
-                                                                      : 0)
-                                                 : 0;
-        uint32_t c = 0;
-        bool ok = len && i + 2 + len <= n;
-        for (unsigned k = 0; ok && k < len; k++) {
-            int h = koila__snap_hex_digit(p[i + 2 + k]);
-            ok = h >= 0;
-            c = c << 4 | (uint32_t)(h & 15);
-        }
-        m += koila__snap_put_utf8(copy + m, ok ? c : p[i]);
-        i += ok ? 2 + len : 1;
+        uint32_t c = p[i];
+        const unsigned len = unicode_escape(p + i, n - i, &c);
+        m += koila__snap_put_utf8(copy + m, c);
+        i += len ? len : 1;
     }
     uint32_t id;
     bool ok = koila__snap_intern(r, copy, m, &id);
-    r->s->used -= 4 * n + 4;
-    koila__release(&r->s->mem, copy, (size_t)(4 * n + 4));
+    koila_assert(m <= room);
+    koila__release(&mem, copy, room);
     return ok && push(r, make(K_STR, id));
 }
 
@@ -332,11 +344,87 @@ static bool from_mark(reader *r, bool is_dict)
     return is_dict ? fill_dict(r, first + 1) : fill_list(r, first + 1);
 }
 
+/* INT: a line, where 00 and 01 are bools; LONG: one that may end in L. */
+static bool push_int_line(reader *r, bool is_long)
+{
+    const uint8_t *p;
+    uint64_t n, bits;
+    bool negative;
+    if (!koila__snap_take_line(r, 32, &p, &n))
+        return false;
+    if (!is_long && n == 2 && p[0] == '0' && (p[1] == '0' || p[1] == '1'))
+        return push(r, make(K_BOOL, (uint64_t)(p[1] - '0')));
+    if (is_long && n && p[n - 1] == 'L')
+        n--;
+    if (!koila__snap_parse_int(p, n, &bits, &negative))
+        return BAD(r, "%s is no integer in range", is_long ? "LONG" : "INT");
+    return push_int(r, bits, negative);
+}
+
+static bool push_real(reader *r, double x)
+{
+    value v;
+    return koila__snap_make_real(r, x, &v) && push(r, v);
+}
+static bool push_real_line(reader *r)
+{
+    const uint8_t *p;
+    uint64_t n;
+    double x;
+    if (!koila__snap_take_line(r, 400, &p, &n))
+        return false;
+    if (!koila__snap_parse_real(p, n, &x))
+        return BAD(r, "FLOAT is no number");
+    return push_real(r, x);
+}
+static bool push_real_bits(reader *r)
+{
+    uint64_t bits = 0;
+    double x;
+    if (!take_u(r, 8, &bits))
+        return false;
+    bits = __builtin_bswap64(bits);
+    memcpy(&x, &bits, sizeof x);
+    const bool is_number = x <= 1e300 && x >= -1e300; /* neither NaN nor near infinity */
+    return push_real(r, is_number ? x : 0);
+}
+
+static bool push_mark(reader *r)
+{
+    if (!koila__snap_grow64(r, &r->marks, &r->marks_cap, r->n_marks + 1, sizeof(uint64_t)))
+        return false;
+    /* a MARK right on a dict may be SETITEMS' or the start of another element: only what follows
+     * tells */
+    r->marks[r->n_marks++] = r->n_stack;
+    return true;
+}
+
+static bool append(reader *r)
+{
+    return room_below(r, 2) && finish(r, &r->stack[r->n_stack - 1]) && fill_list(r, r->n_stack - 1);
+}
+static bool set_item(reader *r)
+{
+    return room_below(r, 3) && finish(r, &r->stack[r->n_stack - 1]) &&
+           finish(r, &r->stack[r->n_stack - 2]) && fill_dict(r, r->n_stack - 2);
+}
+
+static bool refuse(reader *r, uint8_t op)
+{
+    r->at--; /* the offset of the opcode itself */
+    for (size_t i = 0; i < KOILA_COUNT(refused); i++)
+        if (refused[i].op == op)
+            return BAD(r,
+                       "refused opcode %s: a memory snapshot holds only plain data; this file "
+                       "could run code if loaded in Python",
+                       refused[i].name);
+    return BAD(r, "0x%02x is no pickle opcode", op);
+}
+
+/* Whole because each opcode is two lines and the list of them is the machine. */
 static bool step(reader *r, uint8_t op)
 {
-    uint64_t n, first;
-    const uint8_t *p;
-    bool negative;
+    uint64_t n = 0, first = 0;
     switch (op) {
     case OP_PROTO:
         if (!take_u(r, 1, &n))
@@ -345,12 +433,7 @@ static bool step(reader *r, uint8_t op)
     case OP_FRAME:
         return take_u(r, 8, &n);
     case OP_MARK:
-        if (!koila__snap_grow64(r, &r->marks, &r->marks_cap, r->n_marks + 1, sizeof(uint64_t)))
-            return false;
-        /* a MARK right on a dict may be SETITEMS' or the start of another element: only what
-         * follows tells */
-        r->marks[r->n_marks++] = r->n_stack;
-        return true;
+        return push_mark(r);
     case OP_NONE:
         return push(r, make(K_NONE, 0));
     case OP_NEWTRUE:
@@ -358,21 +441,9 @@ static bool step(reader *r, uint8_t op)
     case OP_NEWFALSE:
         return push(r, make(K_BOOL, 0));
     case OP_INT:
-        if (!koila__snap_take_line(r, 32, &p, &n))
-            return false;
-        if (n == 2 && p[0] == '0' && (p[1] == '0' || p[1] == '1'))
-            return push(r, make(K_BOOL, (uint64_t)(p[1] - '0')));
-        return (koila__snap_parse_int(p, n, &first, &negative) ||
-                BAD(r, "INT is no integer in range")) &&
-               push_int(r, first, negative);
+        return push_int_line(r, false);
     case OP_LONG:
-        if (!koila__snap_take_line(r, 32, &p, &n))
-            return false;
-        if (n && p[n - 1] == 'L')
-            n--;
-        return (koila__snap_parse_int(p, n, &first, &negative) ||
-                BAD(r, "LONG is no integer in range")) &&
-               push_int(r, first, negative);
+        return push_int_line(r, true);
     case OP_LONG1:
         return take_u(r, 1, &n) && push_long(r, n);
     case OP_LONG4:
@@ -383,25 +454,10 @@ static bool step(reader *r, uint8_t op)
         return take_u(r, 1, &n) && push(r, make(K_INT, n));
     case OP_BININT2:
         return take_u(r, 2, &n) && push(r, make(K_INT, n));
-    case OP_FLOAT: {
-        double x;
-        value v;
-        if (!koila__snap_take_line(r, 400, &p, &n))
-            return false;
-        return (koila__snap_parse_real(p, n, &x) || BAD(r, "FLOAT is no number")) &&
-               koila__snap_make_real(r, x, &v) && push(r, v);
-    }
-    case OP_BINFLOAT: {
-        double x;
-        value v;
-        if (!take_u(r, 8, &n))
-            return false;
-        n = __builtin_bswap64(n);
-        memcpy(&x, &n, 8);
-        if (!(x == x) || x > 1e300 || x < -1e300)
-            x = 0;
-        return koila__snap_make_real(r, x, &v) && push(r, v);
-    }
+    case OP_FLOAT:
+        return push_real_line(r);
+    case OP_BINFLOAT:
+        return push_real_bits(r);
     case OP_UNICODE:
         return push_unicode(r);
     case OP_SHORT_BINUNICODE:
@@ -419,16 +475,11 @@ static bool step(reader *r, uint8_t op)
     case OP_DICT:
         return from_mark(r, true);
     case OP_APPEND:
-        if (!room_below(r, 2))
-            return false;
-        return finish(r, &r->stack[r->n_stack - 1]) && fill_list(r, r->n_stack - 1);
+        return append(r);
     case OP_APPENDS:
         return pop_to_mark(r, &first) && fill_list(r, first);
     case OP_SETITEM:
-        if (!room_below(r, 3))
-            return false;
-        return finish(r, &r->stack[r->n_stack - 1]) && finish(r, &r->stack[r->n_stack - 2]) &&
-               fill_dict(r, r->n_stack - 2);
+        return set_item(r);
     case OP_SETITEMS:
         return pop_to_mark(r, &first) && fill_dict(r, first);
     case OP_EMPTY_TUPLE:
@@ -456,14 +507,7 @@ static bool step(reader *r, uint8_t op)
     case OP_LONG_BINGET:
         return take_u(r, 4, &n) && memo_get(r, n);
     default:
-        r->at--; /* the offset of the opcode itself */
-        for (size_t i = 0; i < KOILA_COUNT(refused); i++)
-            if (refused[i].op == op)
-                return BAD(r,
-                           "refused opcode %s: a memory snapshot holds only plain data; this file "
-                           "could run code if loaded in Python",
-                           refused[i].name);
-        return BAD(r, "0x%02x is no pickle opcode", op);
+        return refuse(r, op);
     }
 }
 

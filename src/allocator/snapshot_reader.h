@@ -37,8 +37,10 @@ enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
     X(STREAM, "stream")                                                                            \
     X(TIME_US, "time_us")                                                                          \
     X(FRAMES, "frames")                                                                            \
-    X(DEVICE_FREE, "device_free") X(POOL_ID, "pool_id") X(DEVICE, "device") X(                     \
-        ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(ALLOCATED_SIZE, "allocated_size")        \
+    X(DEVICE_FREE, "device_free")                                                                  \
+    X(POOL_ID, "pool_id")                                                                          \
+    X(DEVICE, "device")                                                                            \
+    X(ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(ALLOCATED_SIZE, "allocated_size")          \
         X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE, "requested_size") X(                       \
             SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(IS_EXPANDABLE,   \
                                                                                   "is_expandable") \
@@ -73,13 +75,16 @@ typedef uint64_t value;
     X(WIDE, "an integer")                                                                          \
     X(REAL, "a float")                                                                             \
     X(STR, "a string")                                                                             \
-    X(DICT, "a dict") X(LIST, "a list") X(EMPTY, "empty") X(POOL, "a pair of integers")            \
-        X(ENTRY, "a trace entry") X(ENTRIES, "a trace") X(SEGMENT, "a segment")                    \
-            X(SEGMENTS, "a list of segments") X(BLOCK, "a block") X(BLOCKS, "a list of blocks")    \
-                X(FRAME, "a frame") X(STACK, "a stack") X(TRACES, "a list of traces")              \
-                    X(NOTE, "an annotation") X(NOTES, "a list of annotations")                     \
-                        X(SETTINGS, "settings") X(DIVS, "divisions") X(HIST, "a history")          \
-                            X(TOP, "a snapshot") X(OTHER, "other data") X(MARK, "a MARK")
+    X(DICT, "a dict")                                                                              \
+    X(LIST, "a list")                                                                              \
+    X(EMPTY, "empty")                                                                              \
+    X(POOL, "a pair of integers") X(ENTRY, "a trace entry") X(ENTRIES, "a trace")                  \
+        X(SEGMENT, "a segment") X(SEGMENTS, "a list of segments") X(BLOCK, "a block")              \
+            X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")                  \
+                X(TRACES, "a list of traces") X(NOTE, "an annotation")                             \
+                    X(NOTES, "a list of annotations") X(SETTINGS, "settings") X(DIVS, "divisions") \
+                        X(HIST, "a history") X(TOP, "a snapshot") X(OTHER, "other data")           \
+                            X(MARK, "a MARK")
 enum kind {
 #define KIND_ENUM(name, text) K_##name,
     KIND_MAP(KIND_ENUM)
@@ -156,6 +161,10 @@ bool koila__snap_early(reader *r, const char *where);      /* "ends early: " whe
 bool koila__snap_long_string(reader *r, uint64_t n_bytes); /* over max_string_bytes */
 
 /* ---- counted host memory. NULL and false: failed, and said so. */
+#define BUDGET_FACTOR 32
+#define BUDGET_BASE (64 * MIB)
+/* From the bytes of the file that are known so far. */
+void koila__snap_set_budget(koila_snapshot *s);
 void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n);
 /* The same as an allocator, which the reader must outlive. */
 koila_allocator koila__snap_counted(reader *r);

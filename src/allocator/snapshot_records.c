@@ -347,7 +347,21 @@ static bool need(reader *r, place at, const fields *f, int key)
                                       (unsigned long long)at.i, koila__snap_key_names[key]);
 }
 
-/* id, text, kind of event. "name" */
+/* Of keys that may be missing: *out is then as it was. */
+static bool may_bits(reader *r, place at, const fields *f, int key, uint64_t *out)
+{
+    return !(f->has >> key & 1) || get_bits(r, at, key, f->v[key], out);
+}
+static bool may_size(reader *r, place at, const fields *f, int key, uint64_t *out)
+{
+    return !(f->has >> key & 1) || get_size(r, at, key, f->v[key], out);
+}
+static bool may_stack(reader *r, place at, const fields *f, uint32_t *out)
+{
+    return !HAS(f, FRAMES) || get_stack(r, at, KEY_FRAMES, V(f, FRAMES), out);
+}
+
+/* id, text, kind of event; 0: an entry that says nothing about memory */
 #define ACTION_MAP(X)                                                                              \
     X(0, "alloc", KOILA_EVENT_ALLOC)                                                               \
     X(1, "free_requested", KOILA_EVENT_FREE_REQUESTED)                                             \
@@ -372,9 +386,48 @@ static const struct {
 #undef ACTION_KIND
 };
 
+static bool fill_entry(reader *r, place at, const fields *f, snap_entry *x)
+{
+    const bool oom = x->kind == KOILA_EVENT_OOM;
+    const int key = HAS(f, DEVICE_FREE) && oom ? KEY_DEVICE_FREE : KEY_ADDR;
+    if (!need(r, at, f, key) || !get_bits(r, at, key, f->v[key], &x->addr))
+        return false;
+    if (!need(r, at, f, KEY_SIZE) || !get_size(r, at, KEY_SIZE, V(f, SIZE), &x->size))
+        return false;
+    if (!may_bits(r, at, f, KEY_STREAM, &x->stream) ||
+        !may_bits(r, at, f, KEY_TIME_US, (uint64_t *)&x->time_us) ||
+        !may_stack(r, at, f, &x->stack))
+        return false;
+    if (HAS(f, POOL_ID)) {
+        if (!get_pool(r, at, KEY_POOL_ID, V(f, POOL_ID), &x->pool))
+            return false;
+        x->has_pool = 1;
+        r->s->has_pool_ids = true;
+    }
+    return true;
+}
+
+static bool append_entry(reader *r, const snap_entry *x)
+{
+    koila_snapshot *s = r->s;
+    if (s->n_entries >> ENTRY_CHUNK_BITS == s->n_chunks) {
+        if (!koila__snap_grow32(r, &s->chunks, &s->chunks_cap, s->n_chunks + 1, sizeof *s->chunks))
+            return false;
+        snap_entry *chunk = koila__snap_resize(r, NULL, 0, ENTRY_CHUNK * sizeof *chunk);
+        if (!chunk)
+            return false;
+        s->chunks[s->n_chunks++] = chunk;
+    }
+    koila_assert(s->n_entries >> ENTRY_CHUNK_BITS < s->n_chunks);
+    s->chunks[s->n_entries >> ENTRY_CHUNK_BITS][s->n_entries & (ENTRY_CHUNK - 1)] = *x;
+    s->n_entries++;
+    return true;
+}
+
 static bool build_entry(reader *r, const fields *f, value *out)
 {
     koila_snapshot *s = r->s;
+    koila_assert(r->first_entry <= s->n_entries);
     const place at = { "entry", s->n_entries - r->first_entry };
     snap_entry x = { 0 };
     uint32_t name;
@@ -387,35 +440,11 @@ static bool build_entry(reader *r, const fields *f, value *out)
     x.kind = kinds_by_id[name].kind;
     if (!x.kind)
         s->n_skipped++;
-    if (x.kind) {
-        int key = HAS(f, DEVICE_FREE) && x.kind == KOILA_EVENT_OOM ? KEY_DEVICE_FREE : KEY_ADDR;
-        if (!need(r, at, f, key) || !get_bits(r, at, key, f->v[key], &x.addr))
-            return false;
-        if (!need(r, at, f, KEY_SIZE) || !get_size(r, at, KEY_SIZE, V(f, SIZE), &x.size))
-            return false;
-        if (HAS(f, STREAM) && !get_bits(r, at, KEY_STREAM, V(f, STREAM), &x.stream))
-            return false;
-        if (HAS(f, TIME_US) && !get_bits(r, at, KEY_TIME_US, V(f, TIME_US), (uint64_t *)&x.time_us))
-            return false;
-        if (HAS(f, FRAMES) && !get_stack(r, at, KEY_FRAMES, V(f, FRAMES), &x.stack))
-            return false;
-        if (HAS(f, POOL_ID)) {
-            if (!get_pool(r, at, KEY_POOL_ID, V(f, POOL_ID), &x.pool))
-                return false;
-            x.has_pool = 1;
-            s->has_pool_ids = true;
-        }
-    }
-    if (s->n_entries >> ENTRY_CHUNK_BITS == s->n_chunks) {
-        if (!koila__snap_grow32(r, &s->chunks, &s->chunks_cap, s->n_chunks + 1, sizeof *s->chunks))
-            return false;
-        if (!(s->chunks[s->n_chunks] =
-                  koila__snap_resize(r, NULL, 0, ENTRY_CHUNK * sizeof(snap_entry))))
-            return false;
-        s->n_chunks++;
-    }
-    s->chunks[s->n_entries >> ENTRY_CHUNK_BITS][s->n_entries & (ENTRY_CHUNK - 1)] = x;
-    *out = make(K_ENTRY, s->n_entries++);
+    else if (!fill_entry(r, at, f, &x))
+        return false;
+    if (!append_entry(r, &x))
+        return false;
+    *out = make(K_ENTRY, s->n_entries - 1);
     return true;
 }
 
@@ -450,7 +479,7 @@ static bool build_block(reader *r, const fields *f, value *out)
     }
     if (x.state == KOILA_BLOCK_FREE)
         x.requested = 0;
-    if (HAS(f, FRAMES) && !get_stack(r, at, KEY_FRAMES, V(f, FRAMES), &x.stack))
+    if (!may_stack(r, at, f, &x.stack))
         return false;
     if (!koila__snap_grow32(r, &s->blocks, &s->blocks_cap, s->n_blocks + 1, sizeof x))
         return false;
@@ -459,13 +488,38 @@ static bool build_block(reader *r, const fields *f, value *out)
     return true;
 }
 
+/* The device and the kind of memory, where they are told. */
+static bool fill_segment_kind(reader *r, place at, const fields *f, snap_segment *x)
+{
+    uint64_t n = 0;
+    uint32_t type;
+    if (!may_size(r, at, f, KEY_DEVICE, &n))
+        return false;
+    if (n >= MAX_DEVICES)
+        return BAD(r, "segment %llu: device %llu, limit %d", (unsigned long long)at.i,
+                   (unsigned long long)n, MAX_DEVICES);
+    x->device = (uint32_t)n;
+    x->is_small = x->size <= 2 * MIB;
+    if (HAS(f, SEGMENT_TYPE)) {
+        if (!get_str(r, at, KEY_SEGMENT_TYPE, V(f, SEGMENT_TYPE), &type))
+            return false;
+        const char *t = snap_str(r->s, type);
+        if (strcmp(t, "small") && strcmp(t, "large"))
+            return BAD(r, "segment %llu: unknown type \"%.40s\"", (unsigned long long)at.i, t);
+        x->is_small = t[0] == 's';
+    }
+    n = 0;
+    if (!may_size(r, at, f, KEY_IS_EXPANDABLE, &n))
+        return false;
+    x->is_expandable = n != 0;
+    return true;
+}
+
 static bool build_segment(reader *r, const fields *f, value *out)
 {
     koila_snapshot *s = r->s;
     const place at = { "segment", s->n_segments };
     snap_segment x = { 0 };
-    uint64_t n;
-    uint32_t type;
     static const int needed[] = { KEY_ADDRESS, KEY_TOTAL_SIZE, KEY_BLOCKS };
     for (size_t i = 0; i < KOILA_COUNT(needed); i++)
         if (!need(r, at, f, needed[i]))
@@ -473,49 +527,21 @@ static bool build_segment(reader *r, const fields *f, value *out)
     if (!get_bits(r, at, KEY_ADDRESS, V(f, ADDRESS), &x.addr) ||
         !get_size(r, at, KEY_TOTAL_SIZE, V(f, TOTAL_SIZE), &x.size))
         return false;
-    if (HAS(f, DEVICE)) {
-        if (!get_size(r, at, KEY_DEVICE, V(f, DEVICE), &n))
-            return false;
-        if (n >= MAX_DEVICES)
-            return BAD(r, "segment %llu: device %llu, limit %d", (unsigned long long)at.i,
-                       (unsigned long long)n, MAX_DEVICES);
-        x.device = (uint32_t)n;
-    }
-    if (HAS(f, STREAM) && !get_bits(r, at, KEY_STREAM, V(f, STREAM), &x.stream))
-        return false;
     x.has_sums = HAS(f, ALLOCATED_SIZE) && HAS(f, ACTIVE_SIZE);
-    if (HAS(f, ALLOCATED_SIZE) &&
-        !get_size(r, at, KEY_ALLOCATED_SIZE, V(f, ALLOCATED_SIZE), &x.allocated))
+    if (!fill_segment_kind(r, at, f, &x) || !may_bits(r, at, f, KEY_STREAM, &x.stream) ||
+        !may_size(r, at, f, KEY_ALLOCATED_SIZE, &x.allocated) ||
+        !may_size(r, at, f, KEY_ACTIVE_SIZE, &x.active) ||
+        !may_size(r, at, f, KEY_REQUESTED_SIZE, &x.requested) || !may_stack(r, at, f, &x.stack))
         return false;
-    if (HAS(f, ACTIVE_SIZE) && !get_size(r, at, KEY_ACTIVE_SIZE, V(f, ACTIVE_SIZE), &x.active))
-        return false;
-    if (HAS(f, REQUESTED_SIZE) &&
-        !get_size(r, at, KEY_REQUESTED_SIZE, V(f, REQUESTED_SIZE), &x.requested))
-        return false;
-    x.is_small = x.size <= 2 * MIB;
-    if (HAS(f, SEGMENT_TYPE)) {
-        if (!get_str(r, at, KEY_SEGMENT_TYPE, V(f, SEGMENT_TYPE), &type))
-            return false;
-        const char *t = snap_str(s, type);
-        if (strcmp(t, "small") && strcmp(t, "large"))
-            return BAD(r, "segment %llu: unknown type \"%.40s\"", (unsigned long long)at.i, t);
-        x.is_small = t[0] == 's';
-    }
     if (HAS(f, SEGMENT_POOL_ID) &&
         !get_pool(r, at, KEY_SEGMENT_POOL_ID, V(f, SEGMENT_POOL_ID), &x.pool))
         return false;
-    if (HAS(f, IS_EXPANDABLE)) {
-        if (!get_size(r, at, KEY_IS_EXPANDABLE, V(f, IS_EXPANDABLE), &n))
-            return false;
-        x.is_expandable = n != 0;
-    }
-    if (HAS(f, FRAMES) && !get_stack(r, at, KEY_FRAMES, V(f, FRAMES), &x.stack))
-        return false;
-    if (kind_of(V(f, BLOCKS)) != K_BLOCKS)
-        return kind_of(V(f, BLOCKS)) == K_EMPTY
-                   ? BAD(r, "segment %llu: no blocks", (unsigned long long)at.i)
-                   : wrong_type(r, at, KEY_BLOCKS, V(f, BLOCKS));
-    x.blocks = (uint32_t)of(V(f, BLOCKS));
+    const value blocks = V(f, BLOCKS);
+    if (kind_of(blocks) == K_EMPTY)
+        return BAD(r, "segment %llu: no blocks", (unsigned long long)at.i);
+    if (kind_of(blocks) != K_BLOCKS)
+        return wrong_type(r, at, KEY_BLOCKS, blocks);
+    x.blocks = (uint32_t)of(blocks);
     if (!koila__snap_grow32(r, &s->segments, &s->segments_cap, s->n_segments + 1, sizeof x))
         return false;
     s->segments[s->n_segments] = x;
@@ -670,51 +696,62 @@ static bool build_divisions(reader *r, const value *items, uint64_t n, value *ou
     return true;
 }
 
-static bool build_record(reader *r, const value *items, uint64_t n, value *out)
+/* The known keys of a dict. From the back: the last of equal keys wins, and records under unknown
+ * keys leave in order. Returns how many keys were unknown. */
+static uint64_t gather_fields(reader *r, const value *items, uint64_t n, fields *f)
 {
-    fields f;
     uint64_t n_unknown = 0;
-    f.has = 0;
-    /* from the back: the last of equal keys wins, and records under unknown keys leave in order */
+    f->has = 0;
     for (uint64_t i = n; i-- > 0;) {
         if (kind_of(items[2 * i]) != K_STR)
             continue;
-        uint64_t key = of(items[2 * i]);
+        const uint64_t key = of(items[2 * i]);
         if (key >= N_KEYS) {
             n_unknown++;
             koila__snap_drop_unused(r, items[2 * i + 1]);
-        } else if (!(f.has >> key & 1)) {
-            f.v[key] = items[2 * i + 1];
-            f.has |= (uint64_t)1 << key;
+        } else if (!(f->has >> key & 1)) {
+            f->v[key] = items[2 * i + 1];
+            f->has |= (uint64_t)1 << key;
         }
     }
+    return n_unknown;
+}
+
+static bool build_history(reader *r, const fields *f, value *out)
+{
+    uint64_t size;
+    if (!get_size(r, (place){ "history", 0 }, KEY_REAL_SIZE, V(f, REAL_SIZE), &size))
+        return false;
+    *out = make(K_HIST, size < (uint64_t)1 << 58 ? size : 0);
+    return true;
+}
+
+/* A dict becomes the first record of this list of which it has a key. */
+static const struct {
+    int key;
+    bool (*build)(reader *r, const fields *f, value *out);
+} records[] = {
+    { KEY_ACTION, build_entry },          { KEY_SEGMENTS, build_top },
+    { KEY_DEVICE_TRACES, build_top },     { KEY_BLOCKS, build_segment },
+    { KEY_TOTAL_SIZE, build_segment },    { KEY_STATE, build_block },
+    { KEY_FILENAME, build_frame },        { KEY_STAGE, build_annotation },
+    { KEY_CONF, build_settings },         { KEY_MAX_SPLIT_SIZE, build_settings },
+    { KEY_GC_THRESHOLD, build_settings }, { KEY_REAL_SIZE, build_history },
+};
+
+static bool build_record(reader *r, const value *items, uint64_t n, value *out)
+{
+    fields f;
+    const uint64_t n_unknown = gather_fields(r, items, n, &f);
     if (!f.has && n && kind_of(items[0]) == K_STR) { /* divisions have numbers for keys */
         const char *t = snap_str(r->s, (uint32_t)of(items[0]));
         if (*t >= '0' && *t <= '9')
             return build_divisions(r, items, n, out);
     }
     r->s->n_unknown_keys += n_unknown;
-    if (HAS(&f, ACTION))
-        return build_entry(r, &f, out);
-    if (HAS(&f, SEGMENTS) || HAS(&f, DEVICE_TRACES))
-        return build_top(r, &f, out);
-    if (HAS(&f, BLOCKS) || HAS(&f, TOTAL_SIZE))
-        return build_segment(r, &f, out);
-    if (HAS(&f, STATE))
-        return build_block(r, &f, out);
-    if (HAS(&f, FILENAME))
-        return build_frame(r, &f, out);
-    if (HAS(&f, STAGE))
-        return build_annotation(r, &f, out);
-    if (HAS(&f, CONF) || HAS(&f, MAX_SPLIT_SIZE) || HAS(&f, GC_THRESHOLD))
-        return build_settings(r, &f, out);
-    if (HAS(&f, REAL_SIZE)) {
-        uint64_t size;
-        if (!get_size(r, (place){ "history", 0 }, KEY_REAL_SIZE, V(&f, REAL_SIZE), &size))
-            return false;
-        *out = make(K_HIST, size < (uint64_t)1 << 58 ? size : 0);
-        return true;
-    }
+    for (size_t i = 0; i < KOILA_COUNT(records); i++)
+        if (f.has >> records[i].key & 1)
+            return records[i].build(r, &f, out);
     *out = make(n ? K_OTHER : K_EMPTY, 0);
     return true;
 }
@@ -762,61 +799,82 @@ static const value *items_of(const reader *r, const open_one *o)
     return r->items ? r->items + o->items : NULL;
 }
 
-bool koila__snap_list_add(reader *r, open_one *o, value v)
+static bool is_record(enum kind k) { return k == K_ENTRY || k == K_SEGMENT || k == K_BLOCK; }
+
+/* An element of a list of traces, one per device: a list of entries; an empty one is a trace too. */
+static bool add_trace(reader *r, open_one *o, value v)
 {
-    enum kind k = kind_of(v);
-    if (k == K_FRAME && o->list_kind == K_FRAME) {
-        if (o->n < MAX_FRAMES && !items_put(r, v))
-            return false;
-        o->n++;
-        return true;
+    if (o->list_kind && o->list_kind != K_TRACES)
+        return BAD(r, "a trace inside a list of something else");
+    o->list_kind = K_TRACES;
+    if (!items_put(r, v))
+        return false;
+    o->n++;
+    return true;
+}
+
+/* How a list sees an element: K_OTHER unless lists of its kind mean something. */
+static enum kind element_kind(value v)
+{
+    const enum kind k = kind_of(v);
+    switch (k) {
+    case K_WIDE:
+    case K_BOOL:
+        return K_INT;
+    case K_INT:
+    case K_FRAME:
+    case K_HIST:
+    case K_NOTE:
+    case K_ENTRY:
+    case K_SEGMENT:
+    case K_BLOCK:
+        return k;
+    default:
+        return K_OTHER;
     }
-    if (k == K_ENTRY && o->list_kind == K_ENTRY && of(v) == o->first + o->n) {
-        o->n++;
-        return true;
-    }
-    if (k == K_WIDE || k == K_BOOL)
-        k = K_INT;
-    if (k == K_ENTRIES || (k == K_EMPTY && (o->list_kind == K_NONE || o->list_kind == K_TRACES))) {
-        /* a list of lists of entries: the traces, one per device; an empty one is a trace too */
-        if (o->list_kind && o->list_kind != K_TRACES)
-            return BAD(r, "a trace inside a list of something else");
-        o->list_kind = K_TRACES;
-        if (!items_put(r, v))
-            return false;
-        o->n++;
-        return true;
-    }
-    if (k == K_STACK || k == K_NONE || k == K_EMPTY || k == K_STR || k == K_REAL ||
-        k == K_SETTINGS || k == K_DIVS || k == K_POOL || k == K_TOP || k == K_DICT || k == K_LIST)
-        k = K_OTHER;
-    if (o->list_kind == K_TRACES)
-        return BAD(r, "a list of traces holds %s", koila__snap_kind_names[kind_of(v)]);
-    if (o->list_kind && o->list_kind != k) {
-        if (k == K_ENTRY || k == K_SEGMENT || k == K_BLOCK || o->list_kind == K_ENTRY ||
-            o->list_kind == K_SEGMENT || o->list_kind == K_BLOCK)
-            return BAD(r, "a list of %s holds %s", koila__snap_kind_names[o->list_kind],
-                       koila__snap_kind_names[kind_of(v)]);
-        k = K_OTHER;
-    }
-    if (k == K_ENTRY || k == K_SEGMENT || k == K_BLOCK || k == K_NOTE) {
+}
+
+/* Keeps what finish_list will need of an element: the number of the first record, the handles of
+ * frames and of up to two integers. */
+static bool keep_element(reader *r, open_one *o, enum kind k, value v)
+{
+    if (is_record(k) || k == K_NOTE) {
         if (o->n == 0)
             o->first = of(v);
         else if (of(v) != o->first + o->n)
             return BAD(r, "broken pickle: the same %s reached twice",
-                       koila__snap_kind_names[k] + 2);
-    } else if (k == K_FRAME) {
-        if (o->n < MAX_FRAMES && !items_put(r, v))
-            return false;
-    } else if (k == K_INT) {
-        if (o->n < 2 && !items_put(r, v))
-            return false;
-    } else if (k == K_HIST) {
-        if (o->n == 0)
-            o->first = of(v);
-    } else {
+                       strchr(koila__snap_kind_names[k], ' ') + 1);
+        return true;
+    }
+    if (k == K_FRAME)
+        return o->n >= MAX_FRAMES || items_put(r, v);
+    if (k == K_INT)
+        return o->n >= 2 || items_put(r, v);
+    if (k == K_HIST && o->n == 0)
+        o->first = of(v);
+    return true;
+}
+
+bool koila__snap_list_add(reader *r, open_one *o, value v)
+{
+    if (kind_of(v) == K_ENTRY && o->list_kind == K_ENTRY && of(v) == o->first + o->n) {
+        o->n++; /* the usual case by itself */
+        return true;
+    }
+    if (kind_of(v) == K_ENTRIES ||
+        (kind_of(v) == K_EMPTY && (o->list_kind == K_NONE || o->list_kind == K_TRACES)))
+        return add_trace(r, o, v);
+    enum kind k = element_kind(v);
+    if (o->list_kind == K_TRACES)
+        return BAD(r, "a list of traces holds %s", koila__snap_kind_names[kind_of(v)]);
+    if (o->list_kind && o->list_kind != k) {
+        if (is_record(k) || is_record(o->list_kind))
+            return BAD(r, "a list of %s holds %s", koila__snap_kind_names[o->list_kind],
+                       koila__snap_kind_names[kind_of(v)]);
         k = K_OTHER;
     }
+    if (!keep_element(r, o, k, v))
+        return false;
     o->list_kind = (uint8_t)k;
     o->n++;
     return true;
@@ -871,8 +929,10 @@ static bool finish_list(reader *r, open_one *o, value *out)
         *out = make(K_HIST, o->first);
         return true;
     case K_INT:
-        return o->n == 2 ? koila__snap_pair_of_ints(r, items[0], items[1], out)
-                         : (*out = make(K_OTHER, 0), true);
+        if (o->n == 2)
+            return koila__snap_pair_of_ints(r, items[0], items[1], out);
+        *out = make(K_OTHER, 0);
+        return true;
     case K_FRAME:
         if (!intern_stack(r, items, o->n < MAX_FRAMES ? o->n : MAX_FRAMES, &id))
             return false;
