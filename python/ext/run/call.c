@@ -4,7 +4,6 @@
  * names. A call then fills in the tensors. Calls go through OpOverload._op, torch's own door with
  * all argument types, custom operators and the true exception, at 1.2-2.2 µs.
  */
-#include "capture/capture.h"
 #include "ground/random.h"
 #include "run/run.h"
 

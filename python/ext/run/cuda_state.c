@@ -12,7 +12,7 @@
  * Whatever goes wrong here (another allocator, an odd snapshot) leaves planning by the sum of live
  * bytes, which is what a CPU has; nothing is raised.
  */
-#include "run/exec.h"
+#include "run/run.h"
 
 #define MIB ((uint64_t)1 << 20)
 

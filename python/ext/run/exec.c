@@ -9,7 +9,7 @@
  * Invariant: when a slice is complete, no local value is left (koila_plan_check says it of every
  * plan).
  */
-#include "run/exec.h"
+#include "run/run.h"
 #include "ground/random.h"
 #include "ground/shield.h"
 
@@ -45,9 +45,8 @@ typedef struct exec {
     uint32_t retries;
     bool measure;
     PyObject *ranks; /* that run the same sharded calls at the same time (borrowed), NULL: none */
-    /* a rank failed and all of them know; this one failed inside such a call, where none can be
-     * told */
-    bool told, alone;
+    bool failure_announced;  /* a rank failed, and all of them know */
+    bool failed_inside_call; /* this one failed where no other can be told */
     struct used {
         PyObject *generator, *state; /* a generator of the user's, and how it was */
     } used[KOILA_MAX_GENERATORS];
@@ -721,13 +720,13 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 {
     const uint64_t limit = koila__cpu_bytes_get_limit();
     if (koila__ranks_meet(x->ranks) < 0) {
-        x->told = true;
+        x->failure_announced = true;
         return -1;
     }
     koila__cpu_bytes_set_limit(UINT64_MAX);
     const int status = run_node(x, in, in_loop);
     koila__cpu_bytes_set_limit(limit);
-    x->alone = status < 0;
+    x->failed_inside_call = status < 0;
     return status;
 }
 
@@ -943,81 +942,107 @@ static void exec_free(exec *x)
     }
 }
 
-/* Run plan c for request r; results[n] are new references. */
-int koila__exec_plan(koila__tape *t, const request *r, const cached *c, PyObject *ranks, uint32_t n,
-                     PyObject **results, uint32_t *retries, uint64_t *n_run, koila__told *told)
+/* The user's generators are as they were, whatever happened. -1 with an exception if that failed and
+ * none was set. */
+static int give_generators_back(exec *x)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    int status = 0;
+    for (uint32_t i = 0; i < x->n_used; i++)
+        if (koila__generator_set(x->used[i].generator, x->used[i].state) < 0)
+            status = -1;
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
+    return status;
+}
+
+static int exec_init(exec *x, const koila__part *p)
+{
+    x->n_values = koila_graph_n_values(x->g);
+    x->whole = PyMem_Calloc(x->n_values + 1, sizeof *x->whole);
+    x->local = PyMem_Calloc(x->n_values + 1, sizeof *x->local);
+    x->acc = PyMem_Calloc(x->n_values + 1, sizeof *x->acc);
+    x->kept = PyMem_Calloc(x->n_values + 1, sizeof *x->kept);
+    if (!x->whole || !x->local || !x->acc || !x->kept) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const tape_value *values = x->tape->values;
+    for (koila_value v = 0; v < koila_graph_n_values(x->tape->graph); v++) {
+        if (p->value_of[v] == KOILA_NONE || !values[v].real)
+            continue;
+        const koila_value leaf = koila_plan_leaf(x->plan, p->value_of[v]);
+        if (leaf != KOILA_NONE && koila_value_get(x->g, leaf).node == KOILA_NONE)
+            Py_XSETREF(x->whole[leaf], Py_NewRef(values[v].real));
+    }
+    return 0;
+}
+
+static int take_results(const exec *x, uint32_t n, PyObject **results)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        results[i] = Py_XNewRef(x->whole[koila_plan_target(x->plan, i)]);
+        if (!results[i]) {
+            PyErr_SetString(PyExc_SystemError, "koila: a target was not made");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int run_stages(exec *x, uint32_t n, PyObject **results)
+{
+    PyObject *guard = PyObject_CallNoArgs(koila__torch.guards);
+    int status = guard ? 0 : -1;
+    for (uint32_t k = 0; k < x->c->info.n_stages && status == 0; k++)
+        status = run_stage(x, k);
+    if (status == 0)
+        status = take_results(x, n, results);
+    if (koila__lines_enabled)
+        koila__lines_work_for(NULL, 0);
+    if (give_generators_back(x) < 0)
+        status = -1;
+    Py_XDECREF(guard);
+    return status;
+}
+
+/* All ranks learn how it went: a failure is announced, unless it happened inside a call that they
+ * share. The status on all ranks. */
+static int tell_ranks(exec *x, int status, koila__announced *announced)
+{
+    if (!x->ranks)
+        return status;
+    if (status == 0) {
+        status = koila__ranks_meet(x->ranks);
+        x->failure_announced = status < 0;
+    } else if (!x->failure_announced && !x->failed_inside_call && koila__ranks_failed(x->ranks))
+        *announced = KOILA__ANNOUNCED_BY_US;
+    if (x->failure_announced)
+        *announced = KOILA__ANNOUNCED_BY_ANOTHER;
+    return status;
+}
+
+int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
+                     uint32_t n, PyObject **results, koila__exec_report *report)
 {
     exec x = { .tape = t,
                .c = c,
                .plan = c->plan,
                .g = koila_plan_graph(c->plan),
                .table = koila__table,
-               .node_from = r->node_from,
+               .node_from = p->node_from,
+               .measure = koila__cpu_bytes_ok() && c->gpu < 0,
                .ranks = ranks };
-    int status = -1;
-    x.n_values = koila_graph_n_values(x.g);
-    x.measure = koila__cpu_bytes_ok() && c->gpu < 0;
-    x.whole = PyMem_Calloc(x.n_values + 1, sizeof *x.whole);
-    x.local = PyMem_Calloc(x.n_values + 1, sizeof *x.local);
-    x.acc = PyMem_Calloc(x.n_values + 1, sizeof *x.acc);
-    x.kept = PyMem_Calloc(x.n_values + 1, sizeof *x.kept);
-    PyObject *guard = NULL;
-    if (!x.whole || !x.local || !x.acc || !x.kept) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (uint32_t v = 0; v < koila_graph_n_values(t->graph); v++) {
-        if (r->value_of[v] == KOILA_NONE || !t->values[v].real)
-            continue;
-        const koila_value leaf = koila_plan_leaf(c->plan, r->value_of[v]);
-        if (leaf == KOILA_NONE || koila_value_get(x.g, leaf).node != KOILA_NONE)
-            continue;
-        Py_INCREF(t->values[v].real);
-        Py_XSETREF(x.whole[leaf], t->values[v].real);
-    }
-    if (!(guard = PyObject_CallNoArgs(koila__torch.guards)))
-        goto done;
-    status = 0;
-    for (uint32_t k = 0; k < c->info.n_stages && status == 0; k++)
-        status = run_stage(&x, k);
-    for (uint32_t i = 0; i < n && status == 0; i++) {
-        results[i] = x.whole[koila_plan_target(c->plan, i)];
-        if (!results[i]) {
-            PyErr_SetString(PyExc_SystemError, "koila: a target was not made");
-            status = -1;
-            while (i)
-                Py_CLEAR(results[--i]);
-            break;
-        }
-        Py_INCREF(results[i]);
-    }
-done:
-    if (koila__lines_enabled)
-        koila__lines_work_for(NULL, 0);
-    *retries += x.retries;
-    *n_run += x.n_run;
-    /* the user's generators are as they were, whatever happened */
-    for (uint32_t i = 0; i < x.n_used; i++) {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        if (koila__generator_set(x.used[i].generator, x.used[i].state) < 0 && type)
-            PyErr_Clear();
-        if (type)
-            PyErr_Restore(type, value, trace);
-        else if (PyErr_Occurred())
-            status = -1;
-    }
+    int status = exec_init(&x, p);
+    if (status == 0)
+        status = run_stages(&x, n, results);
     exec_free(&x);
-    Py_XDECREF(guard);
-    *told = KOILA__TOLD_NOBODY;
-    if (ranks && status == 0) {
-        status = koila__ranks_meet(ranks);
-        x.told = status < 0;
-        for (uint32_t i = 0; i < n && status < 0; i++)
-            Py_CLEAR(results[i]);
-    } else if (ranks && !x.told && !x.alone && koila__ranks_failed(ranks))
-        *told = KOILA__TOLD_BY_US;
-    if (x.told)
-        *told = KOILA__TOLD_BY_ANOTHER;
+    *report = (koila__exec_report){ .n_run = x.n_run, .retries = x.retries };
+    status = tell_ranks(&x, status, &report->announced);
+    for (uint32_t i = 0; i < n && status < 0; i++)
+        Py_CLEAR(results[i]);
     return status;
 }

@@ -1,19 +1,48 @@
-/* plan_report.c — what people and Python see of plans and settings. Included by run.c's neighbours
- * through run.h; everything here is off the hot path.
+/* plan_report.c — what people and Python see of plans. Everything here is off the hot path.
  *
- *   configure(*, micro_batch, budget, strict, fastest) -> the settings before
- *         (only what is given changes)
- *   last_plan() -> dict | None          explain(lazies) -> dict          save_graph(lazies | None,
- *                                       path)
+ *   koila__last_step_is(step)     after each step; last_plan() is then koila__step_dict() of it
+ *
+ * To tell one more fact: an item in koila__step_dict(), from the plan or from koila__step, and its
+ * name in the class Plan of python/koila/_plan.py. A fact of the run itself, which is in neither, is
+ * one more field of koila__step.
  */
-#include "run/exec.h"
+#include "run/run.h"
 
-static int set_item(PyObject *d, const char *key, PyObject *value) /* takes value */
+#define MIB 1048576.0
+#define KIB 1024.0
+enum { MOST_LARGEST = 32, MOST_CURVE_POINTS = 1024 };
+
+/* ---- the last step */
+
+static koila__step last;
+static uint64_t n_last_steps;
+
+const koila__step *koila__last_step(void) { return last.c ? &last : NULL; }
+
+uint64_t koila__n_last_steps(void) { return n_last_steps; }
+
+void koila__last_step_is(const koila__step *step)
 {
-    const int status = value ? PyDict_SetItemString(d, key, value) : -1;
-    Py_XDECREF(value);
-    return status;
+    const koila__step before = last;
+    koila_assert(step->c);
+    last = *step;
+    n_last_steps++;
+    koila__cached_release(before.c);
+    Py_XDECREF(before.early);
 }
+
+int koila__last_step_adopt(koila_plan *plan)
+{
+    koila_assert(last.c);
+    cached *c = koila__cached_variant(last.c, plan);
+    if (!c)
+        return -1;
+    koila__cached_release(last.c);
+    last.c = c;
+    return 0;
+}
+
+/* ---- words */
 
 PyObject *koila__shape_of(const koila_meta_info *m)
 {
@@ -28,6 +57,12 @@ PyObject *koila__shape_of(const koila_meta_info *m)
             break;
     }
     return t;
+}
+
+void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n)
+{
+    if (line != KOILA_NONE)
+        snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
 }
 
 /* "file.py:12" of a lowered node, "" when unknown. */
@@ -53,34 +88,59 @@ static const char *op_of_node(const koila_plan *plan, koila_node n)
 
 static const char *readable(char *out, size_t n, uint64_t bytes)
 {
-    if (bytes < 1u << 20)
-        snprintf(out, n, "%.1f KiB", (double)bytes / 1024.0);
+    if ((double)bytes < MIB)
+        snprintf(out, n, "%.1f KiB", (double)bytes / KIB);
     else
-        snprintf(out, n, "%.1f MiB", (double)bytes / 1048576.0);
+        snprintf(out, n, "%.1f MiB", (double)bytes / MIB);
     return out;
 }
 
-PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g,
-                             int64_t rows, const char *op, const char *at)
+void koila__largest_text(const cached *c, uint32_t n, char *out, size_t room)
 {
+    koila_gather top[MOST_LARGEST];
+    koila_assert(n <= MOST_LARGEST);
+    const uint32_t n_top = koila_plan_largest(c->plan, top, n);
+    const koila_graph *lowered = koila_plan_graph(c->plan);
+    size_t used = 0;
+    out[0] = '\0';
+    for (uint32_t i = 0; i < n_top && used < room; i++) {
+        const koila_node maker = koila_value_get(lowered, top[i].value).node;
+        used += (size_t)snprintf(out + used, room - used, " %s %.1f MiB",
+                                 op_of_node(c->plan, maker), (double)top[i].bytes / MIB);
+    }
+}
+
+PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *at)
+{
+    const koila_plan *plan = c->plan;
     const koila_meta_info *m =
         koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
     PyObject *shape = koila__shape_of(m);
-    PyObject *line = op ? PyUnicode_FromString(at) : line_of(plan, part, g.node);
+    PyObject *line = op ? PyUnicode_FromString(at) : line_of(plan, c->part, g.node);
     PyObject *list = shape ? PySequence_List(shape) : NULL;
     PyObject *text = NULL;
     char whole[32], slice[32];
+    readable(whole, sizeof whole, g.bytes);
+    readable(slice, sizeof slice, koila_plan_value_bytes(plan, g.value, c->info.rows));
     if (list && line)
         text = PyUnicode_FromFormat(
             "%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; "
             "without it the step runs, and holds the whole for a while",
             op ? op : op_of_node(plan, g.node), PyUnicode_GET_LENGTH(line) ? " at " : "", line,
-            koila_dtype_text(m->dtype), list, readable(whole, sizeof whole, g.bytes),
-            readable(slice, sizeof slice, koila_plan_value_bytes(plan, g.value, rows)));
+            koila_dtype_text(m->dtype), list, whole, slice);
     Py_XDECREF(shape);
     Py_XDECREF(list);
     Py_XDECREF(line);
     return text;
+}
+
+/* ---- the dict that koila._plan reads */
+
+static int set_item(PyObject *d, const char *key, PyObject *value) /* takes value */
+{
+    const int status = value ? PyDict_SetItemString(d, key, value) : -1;
+    Py_XDECREF(value);
+    return status;
 }
 
 /* What operators whose result cannot be described before they run (nonzero, unique) gathered while
@@ -105,8 +165,8 @@ static PyObject *gathers_list(PyObject *early, const koila_plan *plan, const koi
 
 static PyObject *largest_list(const koila_plan *plan, const koila_graph *part)
 {
-    koila_gather top[32];
-    const uint32_t n = koila_plan_largest(plan, top, 32);
+    koila_gather top[MOST_LARGEST];
+    const uint32_t n = koila_plan_largest(plan, top, MOST_LARGEST);
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
         const koila_meta_info *m = koila_meta_get(
@@ -123,9 +183,8 @@ static PyObject *largest_list(const koila_plan *plan, const koila_graph *part)
 
 static PyObject *curve_list(const koila_plan *plan, uint64_t base)
 {
-    enum { N = 1024 };
-    koila_curve_point *points = PyMem_Malloc(N * sizeof *points);
-    const uint32_t n = points ? koila_plan_curve(plan, points, N) : 0;
+    koila_curve_point *points = PyMem_Malloc(MOST_CURVE_POINTS * sizeof *points);
+    const uint32_t n = points ? koila_plan_curve(plan, points, MOST_CURVE_POINTS) : 0;
     PyObject *list = points ? PyList_New(0) : PyErr_NoMemory();
     for (uint32_t i = 0; list && i < n; i++) {
         PyObject *t = Py_BuildValue(
@@ -163,13 +222,17 @@ static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info,
     return list;
 }
 
-PyObject *koila__plan_dict(const cached *c, PyObject *early, uint64_t base,
-                           const uint64_t *measured, uint64_t limit, uint32_t retries,
-                           uint64_t n_run)
+static PyObject *bytes_or_none(bool is_known, uint64_t n)
 {
-    const koila_plan *plan = c->plan;
-    const koila_graph *part = c->part;
+    return is_known ? PyLong_FromUnsignedLongLong(n) : Py_NewRef(Py_None);
+}
+
+PyObject *koila__step_dict(const koila__step *step)
+{
+    const koila_plan *plan = step->c->plan;
+    const koila_graph *part = step->c->part;
     const koila_plan_info info = koila_plan_get(plan);
+    const uint64_t base = step->base_bytes; /* every byte count includes it */
     PyObject *d = PyDict_New();
     PyObject *loops = loops_list(plan, &info, base);
     if (!d || !loops) {
@@ -177,32 +240,33 @@ PyObject *koila__plan_dict(const cached *c, PyObject *early, uint64_t base,
         Py_XDECREF(loops);
         return NULL;
     }
-    /* else nothing in it could be, or was left to be: it runs whole, however many slices were asked
-     * for */
-    const bool cut = PyList_GET_SIZE(loops) > 0;
-    int bad =
-        set_item(d, "batch", PyLong_FromLongLong(info.batch)) |
-        set_item(d, "micro_batch", PyLong_FromLongLong(cut ? info.rows : info.batch)) |
-        set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(cut ? info.n_slices : 1)) |
-        set_item(d, "predicted_peak_bytes", PyLong_FromUnsignedLongLong(info.peak_bytes + base)) |
-        set_item(d, "measured_peak_bytes",
-                 measured ? PyLong_FromUnsignedLongLong(*measured) : Py_NewRef(Py_None)) |
-        set_item(d, "budget_bytes",
-                 limit == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(limit)) |
-        set_item(d, "loops", loops) |
-        set_item(d, "gathers", gathers_list(early, plan, part, info.n_gathers)) |
-        set_item(d, "retries", PyLong_FromUnsignedLong(retries)) |
-        set_item(d, "largest", largest_list(plan, part)) |
-        set_item(d, "curve", curve_list(plan, base)) |
-        set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded)) |
-        set_item(d, "n_run", PyLong_FromUnsignedLongLong(n_run)) |
-        set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio)) |
-        set_item(d, "base_bytes", PyLong_FromUnsignedLongLong(base)) |
-        set_item(d, "fit", koila__fit_dict(c));
+    /* without a loop it runs whole, however many slices were asked for */
+    const bool is_cut = PyList_GET_SIZE(loops) > 0;
+    const int64_t rows = is_cut ? info.rows : info.batch;
+    int bad = set_item(d, "batch", PyLong_FromLongLong(info.batch));
+    bad |= set_item(d, "micro_batch", PyLong_FromLongLong(rows));
+    bad |= set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(is_cut ? info.n_slices : 1));
+    bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, info.peak_bytes + base));
+    bad |= set_item(d, "measured_peak_bytes",
+                    bytes_or_none(step->measured, step->measured_peak_bytes));
+    bad |= set_item(d, "budget_bytes",
+                    bytes_or_none(step->budget_bytes != UINT64_MAX, step->budget_bytes));
+    bad |= set_item(d, "loops", loops);
+    bad |= set_item(d, "gathers", gathers_list(step->early, plan, part, info.n_gathers));
+    bad |= set_item(d, "retries", PyLong_FromUnsignedLong(step->retries));
+    bad |= set_item(d, "largest", largest_list(plan, part));
+    bad |= set_item(d, "curve", curve_list(plan, base));
+    bad |= set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded));
+    bad |= set_item(d, "n_run", PyLong_FromUnsignedLongLong(step->n_run));
+    bad |= set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio));
+    bad |= set_item(d, "base_bytes", bytes_or_none(true, base));
+    bad |= set_item(d, "fit", koila__fit_dict(step->c));
     if (bad)
         Py_CLEAR(d);
     return d;
 }
+
+/* ---- files */
 
 static int write_file(void *user, const char *text, size_t n)
 {

@@ -5,9 +5,7 @@
  *       training's words and switches) -> dict, of the step planned last, whose
  *   plan is from then on the one that was predicted
  */
-#include "run/exec.h"
-
-#include "capture/capture.h"
+#include "run/run.h"
 
 static PyObject *range_of(koila_range r)
 {

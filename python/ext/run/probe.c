@@ -10,7 +10,7 @@
  *
  * A probe that fails (no memory, an odd call) teaches nothing, and the step goes on as it would
  * without it. */
-#include "run/exec.h"
+#include "run/run.h"
 
 enum {
     MAX_INPUTS = 16,

@@ -19,7 +19,7 @@
  * middle of it: what it took too much is found after it (exec.c). What cannot be told is a failure
  * inside the module on one rank only: that rank raises, and the others wait as they do in plain
  * PyTorch, until its process ends or their group's timeout. */
-#include "run/exec.h"
+#include "run/run.h"
 
 /* koila._opaque.ranks_of, or NULL: nothing is sharded in this process */
 static PyObject *ranks_of;

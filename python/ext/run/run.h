@@ -1,10 +1,47 @@
-/* run.h — the executor's names for the rest of the extension (see run.c). */
+/* run.h — what the files of this room share. From the top:
+ *
+ *   run_module.c    functions of koila._core             run.c           what capture asks for
+ *   request.c       a request for values, start to end   strict.c        what strict() refuses
+ *   effects.c       writes that a step leaves behind     plan_report.c   plans as people see them
+ *   exec.c          a plan walked on real tensors        ranks.c         other processes, sharded
+ *   plan_cache.c    which plan                           room.c          the memory a step may use
+ *   probe.c         operators that never ran here        workspaces.c    bytes used inside operators
+ *   cuda_state.c    a GPU's allocator as it is now       tuning.c        the fastest number of rows
+ *   part.c          what makes the targets               predict_step.c  a GPU that is not here
+ *   call.c          one recorded call                    torch_calls.c   calls of the executor's own
+ *
+ * Unless said otherwise a function that returns int or a pointer fails with -1 or NULL and an
+ * exception, and pointers to Python objects are new references.
+ */
 #ifndef KOILA_EXT_RUN_H
 #define KOILA_EXT_RUN_H
 
-#include "capture/tape.h"
+#include "base/base.h"
+#include "capture/capture.h"
+#include "ground/cpu_bytes.h"
+#include "ground/errors.h"
+#include "ground/settings.h"
 
-/* ---- call.c: one recorded call on real tensors */
+/* ---- run_module.c */
+int koila__run_module_add(PyObject *m);
+
+/* ---- torch_calls.c: what we call of torch and of koila's Python; filled by koila__torch_setup() */
+extern struct koila__torch_calls {
+    /* aten overloads' _op */
+    PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
+        *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims;
+    PyObject *float32;
+    PyObject *oom_type; /* torch.OutOfMemoryError */
+    /* koila._run.guards: returns an object that holds the mode guards while it lives */
+    PyObject *guards;
+    PyObject *pseudo; /* dict of koila._run.PSEUDO */
+    bool ready;
+} koila__torch;
+int koila__torch_setup(void);
+/* Borrowed callable that implements "koila::name". */
+PyObject *koila__pseudo_object(const char *name);
+
+/* ---- call.c */
 typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
     uint32_t arg;
     uint32_t n; /* number of ints; is_list tells a list from one int */
@@ -21,7 +58,7 @@ typedef struct koila__call_fix {
  * outputs[n_outputs] are new references (NULL for a None result; for a write the base tensor
  * itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned; on failure
  * -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller
- * holds the mode guards (koila__mode_enter in run.c). */
+ * holds the mode guards (koila._run.guards). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs);
 
@@ -30,22 +67,191 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
 
-/* 0, or -1: OutOfMemory, torch holds more than the budget before `call` begins */
+/* ---- part.c: the part of a tape that makes some targets, and the way back. Arrays are PyMem. */
+typedef struct koila__part {
+    koila_graph *graph;    /* owned until koila__part_give() */
+    koila_value *value_of; /* [values of the tape] -> of the part; KOILA_NONE: not in it */
+    koila_node *node_from; /* [nodes of the part] -> of the tape */
+    koila_value *targets;  /* [as many as were asked for], of the part */
+} koila__part;
+int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out);
+koila_graph *koila__part_give(koila__part *p); /* the caller's from now on */
+void koila__part_free(koila__part *p);
+/* StaleValueError when a leaf was written since it was recorded. */
+int koila__part_check_versions(koila__tape *t, const koila__part *p);
+/* *out: bytes that the leaves hold, as koila._run.held_bytes counts them. */
+int koila__part_leaf_bytes(koila__tape *t, const koila__part *p, uint64_t *out);
+
+/* ---- room.c */
+/* The memory a step may use: of a GPU, or of the CPU (gpu -1). */
+typedef struct koila__room {
+    uint64_t bytes; /* beyond what is held now */
+    uint64_t limit; /* in all; UINT64_MAX: no limit */
+    uint64_t held;
+    int gpu;
+    uint64_t state; /* GPU: of its allocator, never 0 */
+} koila__room;
+koila__room koila__room_for(const koila_graph *part);
+/* `held` bytes more are held than was known: less room. */
+void koila__room_holds(koila__room *room, uint64_t held);
+/* OutOfMemory when torch holds more than the budget before `call` begins: nothing can be allocated
+ * then. */
 int koila__held_fits(const char *call);
-/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000]
- * whole, 15.6 MiB; one slice is 512.0 KiB. ..." New reference. `op` at `line`: who needs it; NULL:
- * node g.node. */
-PyObject *koila__gather_text(const koila_plan *plan, const koila_graph *part, koila_gather g,
-                             int64_t rows, const char *op, const char *line);
-/* plan_report.c: a plan as the dict that koila._plan reads; every byte count includes `base`.
- * early: see koila__tape, or NULL. */
-struct cached;
+
+/* ---- plan_cache.c */
+/* A plan with the recorded part it was made for; shared by the cache and the last step's report. */
+typedef struct cached {
+    uint32_t refs;
+    uint64_t key, generation, used, budget;
+    /* cpu_budget when it was planned: under another one it is planned anew, for fewer slices may
+     * do */
+    uint64_t user_budget;
+    koila_graph *part;
+    struct cached *part_of; /* whose it is; NULL: ours */
+    koila_plan *plan;
+    koila_plan_info info;
+    int gpu;           /* that it was planned for; -1: the CPU */
+    uint64_t state;    /* of the GPU's allocator when it was found to fit, 0: ask again */
+    uint32_t n_states; /* how often that was another one, of all plans of this step */
+    koila_fit fit;     /* struct_size 0: the sum of live bytes decided */
+} cached;
+void koila__cached_release(cached *c); /* NULL is fine */
+/* `plan` (taken over) of `of`'s part, as a plan of its own. */
+cached *koila__cached_variant(cached *of, koila_plan *plan);
+/* A plan for targets of `part` (taken over) that fits `room`, with slices of `rows` rows (0: as few
+ * slices as fit). A new reference, or NULL with *status and err filled and no exception. */
+cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
+                        const koila__room *room, int64_t rows, koila_error *err,
+                        koila_status *status);
+void koila__plan_cache_clear(void); /* and what was learned */
+
+/* ---- workspaces.c: bytes that operators use inside, beyond their results, as seen. Rows `rows` of
+ * `batch` rows; both 0: whole. Nothing here fails. */
+uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
+bool koila__learned(koila_sig sig, int64_t rows, int64_t batch); /* was just that seen? */
+void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+/* Changes when a plan made before would now be another one. */
+uint64_t koila__learned_generation(void);
+void koila__unlearn(void);
+
+/* ---- tuning.c: micro_batch("fastest"), by a step's key */
+int64_t koila__tuned_rows(uint64_t key); /* for its next run; 0: as many as fit */
+void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
+
+/* ---- cuda_state.c: none of these fails or leaves an exception; without a GPU, or where its
+ * allocator is not the one that is modelled, the sum of live bytes decides */
+int koila__gpu_of(const koila_graph *g);            /* the GPU that g's leaves are on, -1: none */
+bool koila__gpu_look(int index, koila__room *room); /* false: it cannot be asked */
+/* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
+koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
+                             const koila_value *targets, uint32_t n_targets,
+                             const koila_plan_options *o, koila_plan **out, koila_fit *fit,
+                             koila_error *err);
+bool koila__gpu_still_fits(const koila__room *room, cached *c);
+/* though it was said to fit: its graph gets a margin */
+void koila__gpu_ran_out(cached *c);
+PyObject *koila__fit_dict(const cached *c); /* for people; None where the sum decided */
+void koila__gpu_forget(void);
+
+/* ---- probe.c: what operators use inside that never ran here. Both learn; neither fails, neither
+ * leaves anything allocated or an exception set. */
+/* before planning; rows: as forced, 0: not */
+void koila__probe_graph(const koila_graph *g, int64_t rows);
+/* at the rows that were planned, where they are few */
+void koila__probe_plan(const koila_plan *plan);
+
+/* ---- ranks.c: sharded modules, which all ranks must call equally often */
+void koila__ranks_ask(PyObject *ask); /* koila._opaque.ranks_of */
+/* The koila._sharded.Ranks of the sharded calls in it, None where nothing is sharded. */
+PyObject *koila__ranks_of(const koila_graph *part);
+/* Is node n a call that talks to the other ranks? (ranks NULL: no) */
+bool koila__ranks_share(PyObject *ranks, const koila_graph *g, koila_node n);
+/* The exchange: may plan c run? 0: all ranks are about to make the same calls, or *n_slices is not
+ * 0 and is the number that all plan with now. -1: an exception, on all ranks. `settled`: the rows
+ * are forced, or were agreed on before. */
+int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t *n_slices);
+/* Instead of the exchange: this rank cannot go on, for the exception that is set and stays set. */
+void koila__ranks_withdraw(PyObject *ranks);
+/* -1 with an exception: another rank failed, and every rank knows. */
+int koila__ranks_meet(PyObject *ranks);
+/* Instead of the next meeting: this rank failed with the exception that is set and stays set.
+ * Returns whether all ranks that failed did so for want of memory. */
+bool koila__ranks_failed(PyObject *ranks);
+
+/* ---- exec.c */
+/* Where ranks run a plan together: who announced a failure to all of them. */
+typedef enum koila__announced {
+    KOILA__ANNOUNCED_BY_NOBODY,
+    KOILA__ANNOUNCED_BY_US, /* and they may all try again together */
+    KOILA__ANNOUNCED_BY_ANOTHER
+} koila__announced;
+typedef struct koila__exec_report {
+    uint64_t n_run;             /* operators run */
+    uint32_t retries;           /* slices that ran out of memory and were halved */
+    koila__announced announced; /* of a failure */
+} koila__exec_report;
+/* Run plan c for part p; results[n] are new references. On failure nothing outside has changed.
+ * `ranks`: that agreed on the plan, or NULL. *report is filled in either case. */
+int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
+                     uint32_t n, PyObject **results, koila__exec_report *report);
+
+/* ---- request.c */
+typedef struct koila__wanted {
+    const koila_value *wanted; /* somebody asks for them */
+    uint32_t n_wanted;
+    const koila_value *held; /* could still be asked for: made in passing, if that costs nothing */
+    uint32_t n_held;
+    bool effects; /* make the values of the tape's effects, too */
+    bool later;   /* but koila__commit_effects() is the caller's */
+} koila__wanted;
+int koila__request(koila__tape *t, const koila__wanted *w);
+
+/* ---- effects.c */
+/* The effects whose values are concrete happen: all of them, or none and -1. */
+int koila__commit_effects(koila__tape *t);
+/* Are all values of effects made in passing when targets are? */
+bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n);
+
+/* ---- strict.c */
+/* The operator that waits for the values of the run that is asked for, or NULL: strict() refuses
+ * those that are sliced. */
+extern const char *koila__gathers_for;
+/* GatherError when strict() refuses plan c, of which the first n targets are asked for. */
+int koila__strict_check(koila__tape *t, const cached *c, uint32_t n);
+/* Targets [n_must, n) are reordered: first those that strict() lets pass together with all before
+ * them. Returns the end of these; or n, when what strict() refuses is among the first n_must. */
+uint32_t koila__strict_pass(koila__tape *t, koila_value *targets, uint32_t n_must, uint32_t n);
+
+/* ---- plan_report.c */
+/* How a step went, or would go: what last_plan() and explain() tell. */
+typedef struct koila__step {
+    cached *c;             /* counted */
+    PyObject *early;       /* owned tuple or NULL: what was gathered while the step was recorded */
+    uint64_t base_bytes;   /* held before it */
+    uint64_t budget_bytes; /* that it might hold in all; UINT64_MAX: what was free */
+    bool measured;
+    uint64_t measured_peak_bytes;
+    uint64_t n_run;   /* operators run, over all slices */
+    uint32_t retries; /* times that a slice, or all of them, became smaller */
+} koila__step;
+PyObject *koila__step_dict(const koila__step *step);
+/* The step that ran (or was planned) last. Valid until the next koila__last_step_is(). */
+const koila__step *koila__last_step(void);         /* NULL: none yet, without an exception */
+uint64_t koila__n_last_steps(void);                /* how often it has changed */
+void koila__last_step_is(const koila__step *step); /* takes its references over */
+/* `plan` (taken over) of the last step's part is its plan now. On failure not taken over. */
+int koila__last_step_adopt(koila_plan *plan);
 PyObject *koila__shape_of(const koila_meta_info *m);
-PyObject *koila__plan_dict(const struct cached *c, PyObject *early, uint64_t base,
-                           const uint64_t *measured, uint64_t limit, uint32_t retries,
-                           uint64_t n_run);
+/* "file.py:12"; for no line `out` stays as it was */
+void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n);
+/* The n largest values at plan c's peak: " aten::mm 3.0 MiB input 1.0 MiB", cut at `room`. */
+void koila__largest_text(const cached *c, uint32_t n, char *out, size_t room);
+/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000]
+ * whole, 15.6 MiB; one slice is 512.0 KiB. ..." `op` at `line`: who needs it; NULL: node g.node. */
+PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *line);
 int koila__save_graph(const koila_graph *g, const char *path);
-/* predict.c */
+
+/* ---- predict_step.c */
 /* What a recorded step does not show: koila_predict_opts in words. */
 typedef struct koila__training {
     const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
@@ -57,6 +263,5 @@ typedef struct koila__training {
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory,
                                long long rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);
-int koila__run_module_add(PyObject *m);
 
 #endif

@@ -1,7 +1,7 @@
 /* run_module.c — the executor as functions of koila._core: settings, running, explaining, saving,
  * predicting. */
 #include "capture/executor.h"
-#include "run/exec.h"
+#include "run/run.h"
 
 static PyObject *py_held_fits(PyObject *self, PyObject *call)
 {
@@ -16,18 +16,15 @@ static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
 {
     (void)self;
     (void)ignored;
-    return PyLong_FromUnsignedLongLong(koila__last.n_made);
+    return PyLong_FromUnsignedLongLong(koila__n_last_steps());
 }
 
 static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
 {
     (void)self;
     (void)ignored;
-    if (!koila__last.c)
-        Py_RETURN_NONE;
-    return koila__plan_dict(koila__last.c, koila__last.early, koila__last.base_bytes,
-                            koila__last.measured ? &koila__last.measured_peak_bytes : NULL,
-                            koila__last.budget_bytes, koila__last.retries, koila__last.n_run);
+    const koila__step *last = koila__last_step();
+    return last ? koila__step_dict(last) : Py_NewRef(Py_None);
 }
 
 /* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out.
@@ -75,33 +72,33 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
     PyObject *list;
     int commit;
-    koila_value *values = NULL, *held = NULL;
-    uint32_t n, n_held;
+    koila_value *values = NULL;
+    uint32_t n;
     (void)self;
     if (!PyArg_ParseTuple(args, "Op:run_all", &list, &commit))
         return NULL;
-    if (koila__torch_setup() < 0)
-        return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
-    if (!t) {
-        PyMem_Free(values);
+    if (!t)
         return NULL;
-    }
     Py_INCREF(t);
-    n_held = koila__tape_held(t, values, n, NULL, 0);
-    held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
-    int status = held ? 0 : (PyErr_NoMemory(), -1);
+    const uint32_t n_held = koila__tape_held(t, values, n, NULL, 0);
+    koila_value *held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
+    int status = -1;
     if (held) {
-        const uint32_t there = koila__tape_held(t, values, n, held, n_held);
-        status =
-            koila__run_request(t, values, n, held, there < n_held ? there : n_held, commit, true);
-    }
+        const uint32_t n_now = koila__tape_held(t, values, n, held, n_held);
+        const koila__wanted w = { .wanted = values,
+                                  .n_wanted = n,
+                                  .held = held,
+                                  .n_held = n_now < n_held ? n_now : n_held,
+                                  .effects = commit,
+                                  .later = true };
+        status = koila__request(t, &w);
+    } else
+        PyErr_NoMemory();
     PyMem_Free(values);
     PyMem_Free(held);
-    if (status < 0) {
-        Py_DECREF(t);
-        return NULL;
-    }
+    if (status < 0)
+        Py_CLEAR(t);
     return (PyObject *)t;
 }
 
@@ -198,12 +195,6 @@ failed:
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
-void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n)
-{
-    if (line != KOILA_NONE)
-        snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
-}
-
 /* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice":
  * they are cut along `dim`; "whole": it is made of the batch, and is one value for all slices (a
  * sum, what a gather makes); "plain": nothing of the batch is in it, or it is concrete and its step
@@ -295,7 +286,6 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 /* gather([lazy, ...], operator): while its step is recorded the operator is about to run on values.
  * They become concrete, in one run. Those that are sliced are gathered for it: the step's plan says
  * so, and under strict() nothing runs. */
-const char *koila__gathers_for;
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -362,25 +352,26 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     if (koila__torch_setup() < 0)
         return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
-    request r = { 0 };
+    koila__part part = { 0 };
     PyObject *d = NULL;
-    if (!t || koila__request_make(t, values, n, &r) < 0)
-        goto done;
-    koila_error err = KOILA_ERROR_INIT;
-    koila_status status = KOILA_OK;
-    const koila__room room = koila__room_for(r.part);
-    koila_graph *part = r.part;
-    r.part = NULL;
-    cached *c = koila__plan_for(part, r.targets, n, &room, koila__settings.rows, &err, &status);
-    if (!c) {
-        koila__raise_no_fit(status, &err, "explain");
-        goto done;
+    if (t && koila__part_make(t, values, n, &part) == 0) {
+        koila_error err = KOILA_ERROR_INIT;
+        koila_status status = KOILA_OK;
+        const koila__room room = koila__room_for(part.graph);
+        const koila__step step = {
+            .c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
+                                 koila__settings.rows, &err, &status),
+            .early = t->early,
+            .base_bytes = room.gpu >= 0 ? room.held : koila__cpu_bytes_current(),
+            .budget_bytes = room.limit,
+        };
+        if (step.c)
+            d = koila__step_dict(&step);
+        else
+            koila__raise_no_fit(status, &err, "explain");
+        koila__cached_release(step.c);
     }
-    d = koila__plan_dict(c, t->early, room.gpu >= 0 ? room.held : koila__cpu_bytes_current(), NULL,
-                         room.limit, 0, 0);
-    koila__cached_release(c);
-done:
-    koila__request_free(&r);
+    koila__part_free(&part);
     PyMem_Free(values);
     return d;
 }
@@ -392,27 +383,24 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
     (void)self;
     if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path))
         return NULL;
+    int status = -1;
     if (list == Py_None) {
-        if (!koila__last.c) {
+        const koila__step *last = koila__last_step();
+        if (last)
+            status = koila__save_graph(last->c->part, path);
+        else
             PyErr_SetString(PyExc_ValueError, "no step has run yet");
-            return NULL;
-        }
-        if (koila__save_graph(koila__last.c->part, path) < 0)
-            return NULL;
-        Py_RETURN_NONE;
+    } else {
+        koila_value *values = NULL;
+        uint32_t n;
+        koila__part part = { 0 };
+        koila__tape *t = values_of_list(list, &values, &n);
+        if (t && koila__part_make(t, values, n, &part) == 0)
+            status = koila__save_graph(part.graph, path);
+        koila__part_free(&part);
+        PyMem_Free(values);
     }
-    koila_value *values = NULL;
-    uint32_t n;
-    koila__tape *t = values_of_list(list, &values, &n);
-    request r = { 0 };
-    int status = t ? koila__request_make(t, values, n, &r) : -1;
-    if (status == 0)
-        status = koila__save_graph(r.part, path);
-    koila__request_free(&r);
-    PyMem_Free(values);
-    if (status < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
@@ -438,13 +426,14 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
                           &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf,
                           &with.strict_conf, &with.torch_version))
         return NULL;
-    if (!koila__last.c) {
+    const koila__step *last = koila__last_step();
+    if (!last) {
         PyErr_SetString(PyExc_ValueError, "no step was planned");
         return NULL;
     }
     koila_plan *plan = NULL;
-    PyObject *d = koila__predict_graph(koila__last.c->part, device, memory, rows, &with, &plan);
-    if (d && koila__adopt_plan(plan) < 0)
+    PyObject *d = koila__predict_graph(last->c->part, device, memory, rows, &with, &plan);
+    if (d && koila__last_step_adopt(plan) < 0)
         Py_CLEAR(d);
     if (!d)
         koila_plan_free(plan);
@@ -487,13 +476,13 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
 {
     koila_value *values = NULL;
     uint32_t n;
-    request r;
+    koila__part part = { 0 };
+    PyObject *ranks = NULL;
     (void)self;
     koila__tape *t = values_of_list(lazies, &values, &n);
-    PyObject *ranks =
-        t && koila__request_make(t, values, n, &r) == 0 ? koila__ranks_of(r.part) : NULL;
-    if (ranks)
-        koila__request_free(&r);
+    if (t && koila__part_make(t, values, n, &part) == 0)
+        ranks = koila__ranks_of(part.graph);
+    koila__part_free(&part);
     PyMem_Free(values);
     return ranks;
 }

@@ -1,6 +1,6 @@
 /* torch_calls.c — the operators of torch and the functions of koila._run that the executor calls
  * itself, looked up once. */
-#include "run/exec.h"
+#include "run/run.h"
 
 struct koila__torch_calls koila__torch;
 

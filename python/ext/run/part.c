@@ -1,0 +1,130 @@
+/* part.c — the part of a tape that makes some targets: a graph of its own, whose leaves are what is
+ * concrete by now, and the way back to the tape. */
+#include "run/run.h"
+
+void koila__part_free(koila__part *p)
+{
+    koila_graph_free(p->graph);
+    PyMem_Free(p->value_of);
+    PyMem_Free(p->node_from);
+    PyMem_Free(p->targets);
+    *p = (koila__part){ 0 };
+}
+
+int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out)
+{
+    const uint32_t n_values = koila_graph_n_values(t->graph);
+    const uint32_t n_nodes = koila_graph_n_nodes(t->graph);
+    uint8_t *known = PyMem_Calloc(n_values + 1, 1);
+    *out = (koila__part){ .value_of = PyMem_Malloc((n_values + 1) * sizeof *out->value_of),
+                          .node_from = PyMem_Malloc((n_nodes + 1) * sizeof *out->node_from),
+                          .targets = PyMem_Malloc((n + 1) * sizeof *out->targets) };
+    koila_status status = KOILA_NO_MEMORY;
+    if (out->value_of && out->node_from && out->targets && known) {
+        for (uint32_t v = 0; v < n_values; v++)
+            known[v] = t->values[v].real != NULL;
+        status = koila_graph_extract(t->graph, targets, n, known, NULL, &out->graph, out->value_of,
+                                     out->node_from);
+    }
+    PyMem_Free(known);
+    if (status != KOILA_OK) {
+        koila__part_free(out);
+        koila__raise(status);
+        return -1;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        out->targets[i] = out->value_of[targets[i]];
+        koila_assert(out->targets[i] != KOILA_NONE);
+    }
+    return 0;
+}
+
+koila_graph *koila__part_give(koila__part *p)
+{
+    koila_graph *graph = p->graph;
+    p->graph = NULL;
+    return graph;
+}
+
+/* Is v, of the tape, a leaf of the part that was a leaf when it was recorded? */
+static bool is_recorded_leaf(const koila__tape *t, const koila__part *p, koila_value v)
+{
+    return p->value_of[v] != KOILA_NONE && t->values[v].real &&
+           koila_value_get(t->graph, v).node == KOILA_NONE;
+}
+
+/* ", read at file.py:12" of the first node that reads v; "" when no line is known. */
+static void first_reader(const koila_graph *g, koila_value v, char *out, size_t room)
+{
+    out[0] = '\0';
+    for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
+        const koila_node_info info = koila_node_get(g, n);
+        const uint32_t n_inputs = koila_sig_get(koila__table, info.sig)->n_inputs;
+        for (uint32_t i = 0; info.line != KOILA_NONE && i < n_inputs; i++)
+            if (koila_node_inputs(g, n)[i] == v) {
+                snprintf(out, room, ", read at %s:%u", koila_graph_line_file(g, info.line),
+                         koila_graph_line_number(g, info.line));
+                return;
+            }
+    }
+}
+
+static int raise_stale_leaf(const koila__tape *t, koila_value v, uint32_t version)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
+    char shape[400] = "", where[400];
+    for (uint32_t d = 0, at = 0; d < m->n_dims && at < sizeof shape; d++)
+        at += (uint32_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "",
+                                 (long long)m->size[d]);
+    first_reader(t->graph, v, where, sizeof where);
+    return koila__raise_stale(
+        "what is asked for was recorded from a tensor %s[%s]%s, which has been written since "
+        "(version %u, recorded at %u): a parameter after optimizer.step(), or a "
+        "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before "
+        "the write; or hold the value in a variable while backward() runs: what you "
+        "hold is saved as it passes by",
+        koila_dtype_text(m->dtype), shape, where, version, t->values[v].version);
+}
+
+int koila__part_check_versions(koila__tape *t, const koila__part *p)
+{
+    for (koila_value v = 0; v < koila_graph_n_values(t->graph); v++) {
+        uint32_t now;
+        if (!is_recorded_leaf(t, p, v))
+            continue;
+        if (koila__version_of(t->values[v].real, &now) < 0)
+            return -1;
+        if (now != t->values[v].version)
+            return raise_stale_leaf(t, v, now);
+    }
+    return 0;
+}
+
+/* [(tensor, is it a batch?), ...] */
+static PyObject *leaves_of(const koila__tape *t, const koila__part *p)
+{
+    PyObject *leaves = PyList_New(0);
+    for (koila_value v = 0; leaves && v < koila_graph_n_values(t->graph); v++) {
+        if (!is_recorded_leaf(t, p, v))
+            continue;
+        const bool is_batch = koila_value_get(t->graph, v).leaf_kind == KOILA_LEAF_BATCH;
+        PyObject *pair = PyTuple_Pack(2, t->values[v].real, is_batch ? Py_True : Py_False);
+        if (!pair || PyList_Append(leaves, pair) < 0)
+            Py_CLEAR(leaves);
+        Py_XDECREF(pair);
+    }
+    return leaves;
+}
+
+int koila__part_leaf_bytes(koila__tape *t, const koila__part *p, uint64_t *out)
+{
+    PyObject *leaves = leaves_of(t, p);
+    PyObject *mine = leaves ? PyImport_ImportModule("koila._run") : NULL;
+    PyObject *n = mine ? PyObject_CallMethod(mine, "held_bytes", "O", leaves) : NULL;
+    if (n)
+        *out = PyLong_AsUnsignedLongLong(n);
+    Py_XDECREF(leaves);
+    Py_XDECREF(mine);
+    Py_XDECREF(n);
+    return PyErr_Occurred() ? -1 : 0;
+}

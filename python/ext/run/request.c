@@ -1,0 +1,386 @@
+/* request.c — one request for values, start to end.
+ *
+ *   targets = wanted, the effects' values, held   # the first n_must are needed; the rest is held only
+ *   until it is decided, try:
+ *       part = extract(tape.graph, targets)       # values that are concrete are its leaves
+ *       no leaf was written since                 # or StaleValueError
+ *       plan = plan_for(part, room, rows)         # or OutOfMemory
+ *       strict() allows it                        # or GatherError
+ *       the other ranks will make the same calls  # sharded modules only
+ *       results = exec_plan(plan)
+ *   tape.values[target].real = results            # last: nothing before this line can be seen
+ *   the effects happen
+ *
+ * A stage that fails says what to try next: the same targets in smaller slices (the plan was too
+ * optimistic; all ranks together where they share the step), or fewer of the targets that are merely
+ * held, for those must not stop a step. What cannot be done raises, with nothing changed.
+ */
+#include "run/run.h"
+#include "ground/shield.h"
+
+#include <time.h>
+
+enum { MAX_RETRIES = 64, N_LARGEST_TOLD = 3 };
+
+typedef enum next {
+    GO_ON,   /* with the next stage of this try */
+    RETRY,   /* with the rows and the targets that the request has now */
+    MADE,    /* results are there */
+    PLANNED, /* koila.plan(): that was all */
+    NOTHING, /* no target is left to make */
+    FAILED   /* with an exception */
+} next;
+
+typedef struct request {
+    koila__tape *tape;
+    koila_value *targets; /* [n] of the tape; the first n_must are needed, others merely held */
+    uint32_t n, n_must;
+    bool is_wanted;   /* somebody asks for some of them */
+    int64_t rows;     /* of a slice, for the next plan; 0: as many as fit */
+    PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
+    bool rows_agreed; /* all ranks plan with these rows */
+    bool is_awaited;  /* other ranks wait for this one in the exchange (ranks.c) */
+    koila__step step; /* what is to be told of it */
+    /* of one try */
+    koila__part part;
+    koila__room room;
+    cached *c;
+    PyObject **results; /* [n] new references, or NULL each */
+    uint64_t key;       /* of the step, for tuning.c */
+    bool is_timed;
+} request;
+
+static double seconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+/* ---- what to try next */
+
+static next retry_with_rows(request *q, int64_t rows)
+{
+    koila_assert(rows > 0);
+    q->rows = rows;
+    return RETRY;
+}
+
+static next retry_with_targets(request *q, uint32_t n)
+{
+    koila_assert(q->n_must <= n && n < q->n);
+    q->n = n;
+    return n ? RETRY : NOTHING;
+}
+
+static uint64_t bytes_of(const request *q, koila_value v)
+{
+    return koila_meta_get(koila__table, koila_value_get(q->tape->graph, v).meta)->n_bytes;
+}
+
+/* pre: something is merely held. */
+static next retry_without_largest(request *q)
+{
+    uint32_t largest = q->n_must;
+    for (uint32_t i = q->n_must; i < q->n; i++)
+        if (bytes_of(q, q->targets[i]) > bytes_of(q, q->targets[largest]))
+            largest = i;
+    q->targets[largest] = q->targets[q->n - 1];
+    return retry_with_targets(q, q->n - 1);
+}
+
+/* The exception that is set is perhaps that of a value that is merely held: it is dropped, and so
+ * are they. FAILED when nothing is merely held. */
+static next retry_without_held(request *q)
+{
+    if (q->n == q->n_must)
+        return FAILED;
+    PyErr_Clear();
+    return retry_with_targets(q, q->n_must);
+}
+
+/* ---- the stages of a try */
+
+static next find_part(request *q)
+{
+    if (koila__part_make(q->tape, q->targets, q->n, &q->part) < 0)
+        return FAILED;
+    if (!q->ranks) {
+        q->ranks = koila__ranks_of(q->part.graph);
+        if (!q->ranks)
+            return FAILED;
+        q->is_awaited = q->ranks != Py_None && !koila__settings.dry;
+    }
+    if (koila__part_check_versions(q->tape, &q->part) == 0)
+        return GO_ON;
+    return koila__is_stale() ? retry_without_held(q) : FAILED;
+}
+
+static next find_plan(request *q)
+{
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    q->room = koila__room_for(q->part.graph);
+    if (koila__settings.dry) { /* what the step reads will be held beside it */
+        uint64_t held;
+        if (koila__part_leaf_bytes(q->tape, &q->part, &held) < 0)
+            return FAILED;
+        koila__room_holds(&q->room, held);
+    }
+    q->key = koila_graph_hash(q->part.graph);
+    q->is_timed =
+        koila__settings.fastest && !koila__settings.rows && !q->step.retries && !q->rows_agreed;
+    if (q->is_timed)
+        q->rows = koila__tuned_rows(q->key);
+    q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n, &q->room, q->rows,
+                           &err, &status);
+    if (q->c)
+        return GO_ON;
+    if (status == KOILA_OOM && q->n > q->n_must)
+        return retry_without_largest(q);
+    if (status != KOILA_OOM || q->room.gpu >= 0 || koila__held_fits("one step") == 0)
+        koila__raise_no_fit(status, &err, "one step");
+    return FAILED;
+}
+
+static next ask_strict(request *q)
+{
+    PyObject *type, *value, *trace;
+    if (koila__strict_check(q->tape, q->c, q->n_must) == 0)
+        return GO_ON;
+    if (q->is_wanted)
+        return FAILED;
+    /* lazy() would have made them in passing: only who asks for such a value is told */
+    PyErr_Fetch(&type, &value, &trace);
+    const uint32_t n_pass = koila__strict_pass(q->tape, q->targets, q->n_must, q->n);
+    if (n_pass == q->n) {
+        PyErr_Restore(type, value, trace);
+        return FAILED;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return retry_with_targets(q, n_pass);
+}
+
+static next agree_with_ranks(request *q)
+{
+    uint32_t n_slices;
+    if (!q->is_awaited)
+        return GO_ON;
+    koila_assert(q->ranks && q->ranks != Py_None);
+    q->is_awaited = false; /* where the exchange fails, it fails on all */
+    if (koila__ranks_agree(q->ranks, q->c, q->rows_agreed || koila__settings.rows, &n_slices) < 0)
+        return FAILED;
+    if (!n_slices)
+        return GO_ON;
+    q->rows_agreed = q->is_awaited = true;
+    return retry_with_rows(q, divided_up(q->c->info.batch, n_slices));
+}
+
+/* ---- running it */
+
+/* What last_plan() tells from now on. Takes the plan over. */
+static void report(request *q)
+{
+    q->step.c = q->c;
+    q->c = NULL;
+    q->step.budget_bytes = q->room.limit;
+    if (q->tape->early) {
+        q->step.early = PyList_AsTuple(q->tape->early);
+        if (!q->step.early)
+            PyErr_Clear();
+    }
+    koila__last_step_is(&q->step);
+}
+
+static next planned(request *q)
+{
+    q->step.base_bytes = q->room.held;
+    report(q);
+    return PLANNED;
+}
+
+static void raise_with_largest(const request *q, bool ranks_wait)
+{
+    char largest[300], text[600];
+    koila__largest_text(q->c, N_LARGEST_TOLD, largest, sizeof largest);
+    snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:%s%s",
+             (long long)q->c->info.rows, largest,
+             ranks_wait ? ". It ran out inside a sharded module, where the other ranks wait: give "
+                          "all ranks a smaller koila.micro_batch(n)"
+                        : "");
+    koila__raise_out_of_memory(text, 0);
+}
+
+/* The plan ran out of memory, with the exception set. */
+static next after_out_of_memory(request *q, koila__announced announced)
+{
+    const koila_plan_info *info = &q->c->info;
+    const bool is_sharded = q->ranks != Py_None;
+    const bool may_retry = q->step.retries < MAX_RETRIES;
+    /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
+    if (announced && may_retry)
+        q->rows_agreed = q->is_awaited = true;
+    if ((!is_sharded || q->is_awaited) && may_retry && info->rows > 1 && info->batch > 1) {
+        PyErr_Clear(); /* the plan was too optimistic */
+        q->step.retries++;
+        return retry_with_rows(q, q->is_awaited
+                                      ? divided_up(info->batch, 2 * (int64_t)info->n_slices)
+                                      : divided_up(info->rows, 2));
+    }
+    if (announced != KOILA__ANNOUNCED_BY_ANOTHER &&
+        (q->room.gpu >= 0 || koila__held_fits("one step") == 0))
+        raise_with_largest(q, is_sharded && !q->is_awaited);
+    return FAILED;
+}
+
+static next execute(request *q)
+{
+    koila__exec_report told;
+    q->results = PyMem_Calloc(q->n + 1, sizeof *q->results);
+    if (!q->results) {
+        PyErr_NoMemory();
+        return FAILED;
+    }
+    const uint64_t base = koila__cpu_bytes_current();
+    const uint64_t peak_before = koila__cpu_bytes_swap_peak(base);
+    const double started = seconds_now();
+    koila__interrupted = false;
+    const int status = koila__exec_plan(
+        q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks, q->n, q->results, &told);
+    koila_assert((status < 0) == (PyErr_Occurred() != NULL));
+    q->step.retries += told.retries;
+    q->step.n_run += told.n_run;
+    const bool ran_out = status < 0 && koila__is_out_of_memory();
+    if (told.retries || ran_out)
+        koila__gpu_ran_out(q->c);
+    if (q->is_timed && status == 0)
+        koila__tuned_record(q->key, q->c->info.rows, seconds_now() - started);
+    const uint64_t peak = koila__cpu_bytes_peak();
+    if (peak_before > peak)
+        koila__cpu_bytes_swap_peak(peak_before);
+    if (ran_out)
+        return after_out_of_memory(q, told.announced);
+    if (status < 0)
+        return q->ranks == Py_None && !koila__interrupted && PyErr_ExceptionMatches(PyExc_Exception)
+                   ? retry_without_held(q)
+                   : FAILED;
+    q->step.measured = koila__cpu_bytes_ok() && q->room.gpu < 0;
+    q->step.measured_peak_bytes = peak;
+    q->step.base_bytes = q->room.gpu < 0 ? base : q->room.held;
+    report(q);
+    return MADE;
+}
+
+static next try_once(request *q)
+{
+    next what = find_part(q);
+    if (what == GO_ON)
+        what = find_plan(q);
+    if (what == GO_ON)
+        what = ask_strict(q);
+    if (what == GO_ON && koila__settings.dry)
+        return planned(q);
+    if (what == GO_ON)
+        what = agree_with_ranks(q);
+    if (what == GO_ON)
+        what = execute(q);
+    koila_assert(what != GO_ON);
+    return what;
+}
+
+static void end_try(request *q)
+{
+    koila__part_free(&q->part);
+    koila__cached_release(q->c);
+    PyMem_Free(q->results); /* no reference is left in it */
+    q->c = NULL;
+    q->results = NULL;
+}
+
+/* ---- the request */
+
+static void add_target(request *q, koila_value v)
+{
+    bool is_there = q->tape->values[v].real != NULL;
+    for (uint32_t i = 0; i < q->n && !is_there; i++)
+        is_there = q->targets[i] == v;
+    if (!is_there)
+        q->targets[q->n++] = v;
+}
+
+static int find_targets(request *q, const koila__wanted *w)
+{
+    const uint32_t n_effects = w->effects ? q->tape->n_effects : 0;
+    const size_t most = (size_t)w->n_wanted + w->n_held + n_effects;
+    q->targets = PyMem_Malloc((most + 1) * sizeof *q->targets);
+    if (!q->targets) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t i = 0; i < w->n_wanted; i++)
+        add_target(q, w->wanted[i]);
+    for (uint32_t i = 0; i < n_effects; i++)
+        add_target(q, q->tape->effects[i].value);
+    q->n_must = q->n;
+    for (uint32_t i = 0; i < w->n_held; i++)
+        add_target(q, w->held[i]);
+    koila_assert(q->n_must <= q->n && q->n <= most);
+    return 0;
+}
+
+/* From here on the values can be seen. */
+static void hand_over(request *q)
+{
+    koila_assert(!PyErr_Occurred());
+    for (uint32_t i = 0; i < q->n; i++) {
+        koila_assert(q->results[i]);
+        koila__tape_set_real(q->tape, q->targets[i], q->results[i]);
+    }
+}
+
+static int run_request(koila__tape *t, const koila__wanted *w)
+{
+    request q = { .tape = t, .is_wanted = w->n_wanted > 0, .rows = koila__settings.rows };
+    if (koila__torch_setup() < 0 || find_targets(&q, w) < 0)
+        return -1;
+    t->ran = true;
+    next what = q.n ? RETRY : NOTHING;
+    while (what == RETRY) {
+        end_try(&q);
+        what = try_once(&q);
+    }
+    int status = what == FAILED ? -1 : 0;
+    if (what == MADE)
+        hand_over(&q);
+    if (what == MADE || what == NOTHING) {
+        if (w->effects && !w->later)
+            status = koila__commit_effects(t);
+    }
+    if (what != PLANNED && w->effects && (status < 0 || !w->later))
+        t->failed = status < 0;
+    if (q.is_awaited)
+        koila__ranks_withdraw(q.ranks);
+    end_try(&q);
+    Py_XDECREF(q.ranks);
+    PyMem_Free(q.targets);
+    return status;
+}
+
+/* Signals stop it between operators, where nothing has changed yet; or they wait until it is
+ * done. */
+int koila__request(koila__tape *t, const koila__wanted *w)
+{
+    if (koila__shield_enter() < 0)
+        return -1;
+    koila__factories_held++; /* operators written in Python make plain tensors */
+    koila__factories_watch();
+    const int status = run_request(t, w);
+    koila__factories_held--;
+    koila__factories_watch();
+    koila__shield_leave();
+    return status;
+}

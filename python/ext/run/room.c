@@ -1,0 +1,68 @@
+/* room.c — the memory that a step may use: the budget, or what is free; a GPU's is asked of
+ * cuda_state.c. */
+#include "run/run.h"
+
+#define MIB 1048576.0
+
+/* Free bytes of the CPU's memory, as koila._run counts them. False: not known. */
+static bool free_bytes(uint64_t *out)
+{
+    PyObject *mine = PyImport_ImportModule("koila._run");
+    PyObject *n = mine ? PyObject_CallMethod(mine, "free_bytes", NULL) : NULL;
+    if (n && n != Py_None)
+        *out = PyLong_AsUnsignedLongLong(n);
+    const bool known = n && n != Py_None && !PyErr_Occurred();
+    PyErr_Clear();
+    Py_XDECREF(mine);
+    Py_XDECREF(n);
+    return known;
+}
+
+koila__room koila__room_for(const koila_graph *part)
+{
+    koila__room room = { .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
+    if (koila__settings.dry) {
+        if (koila__settings.has_budget)
+            room.bytes = room.limit = koila__settings.budget;
+        return room;
+    }
+    const int gpu = koila__gpu_of(part);
+    if (gpu >= 0 && koila__gpu_look(gpu, &room))
+        return room;
+    const uint64_t held = koila__cpu_bytes_current();
+    uint64_t free;
+    if (koila__settings.cpu_budget != UINT64_MAX) {
+        room.limit = koila__settings.cpu_budget;
+        koila__room_holds(&room, held);
+    } else if (free_bytes(&free)) {
+        room.held = held;
+        room.bytes = free;
+        room.limit = free + held;
+    } else
+        room.held = held;
+    return room;
+}
+
+void koila__room_holds(koila__room *room, uint64_t held)
+{
+    room->held = held;
+    if (room->limit != UINT64_MAX)
+        room->bytes = room->limit > held ? room->limit - held : 0;
+}
+
+int koila__held_fits(const char *call)
+{
+    const uint64_t held = koila__cpu_bytes_current();
+    const uint64_t budget = koila__settings.cpu_budget;
+    const bool is_limit = budget != UINT64_MAX && koila__cpu_bytes_get_limit() == budget;
+    if (!is_limit || koila__settings.dry || held <= budget)
+        return 0;
+    char text[400];
+    snprintf(text, sizeof text,
+             "%s: torch holds %.1f MiB already, and the budget is %.1f MiB: %llu bytes too much "
+             "before anything is computed. A budget counts all that torch holds, "
+             "model, data and optimizer too. Try: a larger budget, a fraction (of what is free "
+             "beside it), or dropping what is not needed first",
+             call, (double)held / MIB, (double)budget / MIB, (unsigned long long)(held - budget));
+    return koila__raise_out_of_memory(text, held - budget);
+}
