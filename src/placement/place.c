@@ -2,53 +2,56 @@
  * recorded graph.
  *
  * For each node the placements of its inputs are known. Its operator's rule (rules.h) says what
- * placement each input must have and what the results then have. Three attempts, from cheap to
- * always right:
+ * placement each input must have and what the results then have. There are three attempts, from
+ * cheap to always right:
  *   1. the rule as it is;
- *   2. with every P input made whole first (a P met by an S in one operator must become whole:
- *       its running value means nothing);
+ *   2. the rule with every P input made whole first (where an operator has a P and an S input, the
+ *       P must become whole: its running value means nothing);
  *   3. *gather*: every input R, every result R, run once on whole values.
- * No rule means attempt 3. So a missing rule costs memory, never correctness.
+ * An operator without a rule goes to attempt 3. So a missing rule costs memory, never correctness.
  *
- * FREE. A factory has no data edge and is nobody's slice yet. It, and every node with a rule whose
- * inputs are only R and FREE, stays FREE until a use needs it as S (then resolve_s() makes its
- * producers so, back to the factories, by asking their rules) or as R (resolve_r()). A use decides
- * by position, through its own rule; that some size equals the batch decides nothing. A factory of
- * zeros may also become P: zeros are a partial sum of zeros, so scattering rows into zeros needs no
- * whole value. What nobody asked for is R in the end.
+ * FREE. A factory has no data edge, and at first nothing says whether its rows belong to a batch.
+ * It, and every node with a rule whose inputs are only R and FREE, stays FREE until a use needs it
+ * as S (then resolve_s() asks the rules of its producers, back to the factories) or as R
+ * (resolve_r()). A use decides by position, through its own rule; that some size equals the batch
+ * decides nothing. A factory of zeros may also become P: zeros are a partial sum of zeros, so
+ * scattering rows into zeros needs no whole value. Values that no use has decided become R.
  *
  * Note [Writes to placed values]. An in-place call runs its functional twin's rule on the written
  * *view*: the base's placement is carried forward through the chain of view calls by their own
- * rules. When the twin's result is S and the base is R or FREE, the base placement is searched
- * among its dimensions: the one whose image under the chain is exactly that S. None: gather.
+ * rules. When the twin's result is S and the base is R or FREE, each placement that the base could
+ * have is carried forward, and the base gets the one that arrives as exactly that S. If there is
+ * none, the call is gathered.
  *
  * Note [Rewrites]. A rule may emit calls instead of answering (rewrite.h): statistics of BatchNorm,
  * the denominator of nll_loss. Emitted calls are placed here like recorded ones, by their own
- * rules, so a rewrite is just a longer program for the same values. koila__place_whole() asks no
- * rule: one slice runs what was recorded.
+ * rules, so a rewrite is only a longer program for the same values. koila__place_whole() asks no
+ * rule: one slice runs the recorded calls.
  *
  * Note [After a gather]. The result of a gathered call is whole, and so is everything computed from
  * it alone. koila__place_cut() slices it again: where a dimension of it is the batch (the one an
  * input was sliced along, else one of that size) the calls that follow get an alias of it that is
- * sliced there, and those that need it whole get it as it was made. Slicing a whole value is exact
+ * sliced there, and those that need it whole get the original. Slicing a whole value is exact
  * whatever its rows mean; only the choice of the dimension is a guess. It saves memory and costs
- * loops, so a plan tries both.
+ * loops, so the planner tries both.
  *
- * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor, with time in the place of
- * devices.
+ * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor; here slices run one after another
+ * on one device, where theirs run on several at once.
  */
 #include "placement/placer.h"
 #include "graph/table.h"
 
-#define MAX_DEPTH 256 /* of resolving: beyond it a FREE value becomes R, which is right too */
+enum { MAX_DEPTH = 256 }; /* of resolving: a deeper FREE value becomes R, which is right too */
 
+/* What a rule answers for one call, or a gather. */
 typedef struct attempt {
     koila__case c;
     koila__fix fix[KOILA__MAX_FIXES];
     koila__placed_link *link;
-    bool loop;
+    bool loop; /* the call runs in the loop: some need or result is not R */
 } attempt;
 
+/* Keeps the first failure; always false. */
 static bool fail(koila__placer *p, koila_status s)
 {
     if (p->status == KOILA_OK)
@@ -92,7 +95,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     const uint32_t n_out = sig->n_outputs;
     koila__case *c = &a->c;
     memset(a, 0, sizeof *a);
-    /* three arrays in one, and three of pointers and numbers */
+    /* two blocks: the three arrays of placements, and the four of pointers, values and flags */
     koila_placement *cin = koila__arena_room(&p->scratch, ((size_t)2 * n_in + n_out) * sizeof *cin);
     const koila_meta_info **in_meta = koila__arena_room(
         &p->scratch, (n_in + n_out) * sizeof *in_meta + n_out * sizeof *c->replaced + n_in);
@@ -105,10 +108,10 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     bool *zero = (bool *)(c->replaced + n_out);
     for (uint32_t i = 0; i < n_in; i++) {
         in_meta[i] = koila__meta(p->table, sig->inputs[i]);
-        cin[i] = placed[i].kind == KOILA_R || placed[i].kind == KOILA_FREE || placed[i].axis == axis
-                     ? placed[i]
-                     : koila__r();
+        const bool of_axis = koila__is_r(placed[i]) || placed[i].axis == axis;
+        cin[i] = of_axis ? placed[i] : koila__r();
         zero[i] = cin[i].kind == KOILA_FREE && in && p->zero.at[in[i]];
+        /* a value that is given twice can be P for one of the two only */
         for (uint32_t k = 0; k < n_in && zero[i]; k++)
             zero[i] = k == i || in[k] != in[i];
         c->need[i] = koila__is_r(cin[i]) ? koila__r() : cin[i];
@@ -135,45 +138,64 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     return p->status == KOILA_OK;
 }
 
-/* What a rule said must be sound in form: this is asserted in debug builds and refused (gather) in
- * others. */
+/* May input i be needed as the rule says? */
+static bool sound_need(const koila__case *c, uint32_t i)
+{
+    const koila_placement need = c->need[i];
+    const koila_placement in = c->in[i];
+    switch ((koila_placement_kind)need.kind) {
+    case KOILA_R:
+        return true;
+    case KOILA_S:
+        return need.axis == c->axis && koila__fits(c, need, c->in_meta[i]);
+    case KOILA_P:
+        return koila__placement_equal(need, in) || (c->zero[i] && need.combine == KOILA_SUM);
+    default:
+        return false;
+    }
+}
+
+static bool is_unread(const koila__case *c, uint32_t i)
+{
+    return i < 32 && ((c->unread >> i) & 1) && koila__placement_equal(c->need[i], c->in[i]);
+}
+
+/* Is the rule's answer sound in form? Else the call is gathered. Sets a->loop. */
 static bool sound(attempt *a)
 {
     const koila__case *c = &a->c;
-    bool s_need = false, p_need = false, r_out = false, s_out = false, any_out = false;
+    bool s_need = false;
+    bool p_need = false;
+    bool r_out = false;
+    bool s_out = false;
+    bool any_out = false;
     for (uint32_t i = 0; i < c->n_in; i++) {
-        const koila_placement n = c->need[i];
-        const koila_placement in = c->in[i];
-        if (n.kind == KOILA_FREE)
-            return false;
-        if (i < 32 && ((c->unread >> i) & 1) && koila__placement_equal(n, in))
+        if (c->need[i].kind != KOILA_FREE && is_unread(c, i))
             continue;
-        if (n.kind == KOILA_S && (n.axis != c->axis || !koila__fits(c, n, c->in_meta[i])))
+        if (!sound_need(c, i))
             return false;
-        if (n.kind == KOILA_P && !koila__placement_equal(n, in) &&
-            !(c->zero[i] && n.combine == KOILA_SUM))
-            return false;
-        s_need |= n.kind == KOILA_S;
-        p_need |= n.kind == KOILA_P;
+        s_need |= c->need[i].kind == KOILA_S;
+        p_need |= c->need[i].kind == KOILA_P;
     }
     for (uint32_t j = 0; j < c->n_out; j++) {
+        const koila_placement out = c->out[j];
         if (!c->out_meta[j])
             continue;
-        if (c->out[j].kind == KOILA_FREE)
+        if (out.kind == KOILA_FREE)
             return false;
-        if (c->out[j].kind == KOILA_S &&
-            (c->out[j].axis != c->axis || !koila__fits(c, c->out[j], c->out_meta[j])))
+        if (out.kind == KOILA_S && (out.axis != c->axis || !koila__fits(c, out, c->out_meta[j])))
             return false;
-        r_out |= c->out[j].kind == KOILA_R;
-        s_out |= c->out[j].kind == KOILA_S;
-        any_out |= c->out[j].kind != KOILA_R;
+        r_out |= out.kind == KOILA_R;
+        s_out |= out.kind == KOILA_S;
+        any_out |= out.kind != KOILA_R;
     }
     a->loop = s_need || p_need || any_out;
-    return !(p_need && (s_out || (s_need && !c->accumulates))) && !(a->loop && r_out);
+    const bool p_meets_rows = p_need && (s_out || (s_need && !c->accumulates));
+    return !p_meets_rows && !(a->loop && r_out);
 }
 
-/* The placement of a chain's last view when its base is `base`; link may be NULL. A base that is R
- * or FREE stays so. */
+/* *out is the placement of the chain's last view when its base is placed `base`; a base that is R
+ * or FREE stays so. Fills link[w->n_links] unless it is NULL. */
 static bool forward(koila__placer *p, const koila_write *w, koila_placement base, uint16_t axis,
                     koila__placed_link *link, koila_placement *out)
 {
@@ -199,9 +221,20 @@ static bool forward(koila__placer *p, const koila_write *w, koila_placement base
     return true;
 }
 
-/* Calls try(S) for the placements a value of meta m can have over `batch` rows, the likeliest
- * first; stops at the first true. */
+/* Tried outer counts of a dimension: 1 to this, and all. */
+enum { MAX_OUTER = 64 };
+
 typedef bool (*try_fn)(void *user, koila_placement s);
+
+static bool try_factors(koila_placement s, int64_t outer, int64_t inner, try_fn try, void *user)
+{
+    s.outer = outer;
+    s.inner = inner;
+    return try(user, s);
+}
+
+/* Calls try(S) for the placements a value of meta m can have over `batch` rows, the likeliest
+ * first; stops at the first true. `like`: its factors are tried first in each dimension. */
 static bool each_placement(const koila_meta_info *m, int64_t batch, uint16_t axis,
                            koila_placement like, try_fn try, void *user)
 {
@@ -214,23 +247,14 @@ static bool each_placement(const koila_meta_info *m, int64_t batch, uint16_t axi
         const int64_t k = m->size[d] / batch;
         s.dim = (uint8_t)d;
         if (like.kind == KOILA_S && like.outer > 0 && like.inner > 0 && like.outer <= k &&
-            k % like.outer == 0 && k / like.outer == like.inner) {
-            s.outer = like.outer;
-            s.inner = like.inner;
-            if (try(user, s))
+            k % like.outer == 0 && k / like.outer == like.inner)
+            if (try_factors(s, like.outer, like.inner, try, user))
                 return true;
-        }
-        /* far-fetched factorings are gathered */
-        for (int64_t outer = 1; outer <= k; outer = outer < 64  ? outer + 1
-                                                    : outer < k ? k
-                                                                : k + 1) {
-            if (k % outer)
-                continue;
-            s.outer = outer;
-            s.inner = k / outer;
-            if (try(user, s))
+        for (int64_t outer = 1; outer <= k && outer <= MAX_OUTER; outer++)
+            if (k % outer == 0 && try_factors(s, outer, k / outer, try, user))
                 return true;
-        }
+        if (k > MAX_OUTER && try_factors(s, k, 1, try, user))
+            return true;
     }
     return false;
 }
@@ -251,93 +275,127 @@ static bool base_maps_to_view(void *user, koila_placement s)
     return true;
 }
 
-/* The functional twin's rule, between the written views and their bases: Note [Writes to placed
- * values]. */
-static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
+/* ---- writes: the functional twin's rule sees the written views; Note [Writes to placed values] */
+
+/* The case's arrays, which rules may only read. */
+static koila_placement *inputs_of(koila__case *c) { return (koila_placement *)c->in; }
+static const koila_meta_info **in_metas_of(koila__case *c)
+{
+    return (const koila_meta_info **)c->in_meta;
+}
+static const koila_meta_info **out_metas_of(koila__case *c)
+{
+    return (const koila_meta_info **)c->out_meta;
+}
+static bool *zeros_of(koila__case *c) { return (bool *)c->zero; }
+
+static const koila_meta_info *written_meta(const koila__placer *p, const koila_sig_info *sig,
+                                           const koila_write *w)
+{
+    if (!w->n_links)
+        return koila__meta(p->table, sig->inputs[w->input]);
+    const koila_link last = w->links[w->n_links - 1];
+    return koila__meta(p->table, koila__sig(p->table, last.sig)->outputs[last.output]);
+}
+
+/* Shows the written view of write w where the case has its base. False: it cannot be placed. */
+static bool show_view(koila__placer *p, koila__case *c, uint32_t w)
+{
+    const koila_write *wr = &c->sig->writes[w];
+    koila_placement *in = &inputs_of(c)[wr->input];
+    for (uint32_t v = 0; v < w; v++)
+        if (c->sig->writes[v].input == wr->input)
+            return false;
+    if (wr->overwrites) { /* the old contents are not read: any placement will do */
+        in->kind = KOILA_FREE;
+        zeros_of(c)[wr->input] = false;
+        c->need[wr->input] = koila__r();
+    } else {
+        if (!forward(p, wr, *in, c->axis, NULL, in))
+            return false;
+        if (!koila__is_r(*in))
+            c->need[wr->input] = *in;
+    }
+    in_metas_of(c)[wr->input] = written_meta(p, c->sig, wr);
+    out_metas_of(c)[c->sig->n_fresh + w] = c->in_meta[wr->input];
+    return true;
+}
+
+/* Shows the base again. */
+static void show_base(koila__placer *p, koila__case *c, uint32_t w, koila_placement base)
+{
+    const uint32_t i = c->sig->writes[w].input;
+    inputs_of(c)[i] = base;
+    in_metas_of(c)[i] = koila__meta(p->table, c->sig->inputs[i]);
+    out_metas_of(c)[c->sig->n_fresh + w] = c->in_meta[i];
+    zeros_of(c)[i] = koila__is_r(base) && c->in_value && p->zero.at[c->in_value[i]];
+}
+
+/* How the written view is wanted, in *view; false: as wanted it cannot be. c->want is of the base
+ * when the call comes in. */
+static bool want_of_view(koila__placer *p, koila__case *c, const koila_placement *base,
+                         koila_placement *view)
+{
+    const koila_sig_info *sig = c->sig;
+    const koila_placement *want = c->want;
+    c->want = NULL;
+    if (want && sig->n_fresh == 0) {
+        c->want = view;
+        return forward(p, &sig->writes[0], *want, c->axis, NULL, view);
+    }
+    /* a number written over rows: the rows stay where they were */
+    for (uint32_t w = 0; w < sig->n_writes; w++)
+        if (sig->writes[w].overwrites && koila__is_s(base[w]) && !koila__is_opaque(base[w])) {
+            *view = base[w];
+            c->want = view;
+        }
+    return true;
+}
+
+/* From what the view of write w needs and becomes to what its base, placed `base`, does. `want`:
+ * how the base is wanted, or NULL. */
+static bool base_of_view(koila__placer *p, attempt *a, uint32_t w, koila_placement base,
+                         const koila_placement *want)
 {
     koila__case *c = &a->c;
-    const koila_sig_info *sig = c->sig;
-    koila_placement *in = (koila_placement *)c->in;
-    koila_placement *base = koila__arena_array(&p->scratch, sig->n_writes, sizeof *base);
-    const koila_meta_info **in_meta = (const koila_meta_info **)c->in_meta;
-    const koila_meta_info **out_meta = (const koila_meta_info **)c->out_meta;
-    const koila_placement *want = c->want;
-    koila_placement want_view;
-    uint32_t n_links = 0;
-    if (!base)
-        return fail(p, KOILA_NO_MEMORY);
-    for (uint32_t w = 0; w < sig->n_writes; w++) {
-        const koila_write *wr = &sig->writes[w];
-        for (uint32_t v = 0; v < w; v++)
-            if (sig->writes[v].input == wr->input)
-                return false;
-        base[w] = in[wr->input];
-        if (wr->overwrites) { /* the old contents are not read: any placement will do */
-            in[wr->input].kind = KOILA_FREE;
-            ((bool *)c->zero)[wr->input] = false;
-            c->need[wr->input] = koila__r();
-        } else if (!forward(p, wr, base[w], c->axis, NULL, &in[wr->input]))
-            return false;
-        else if (!koila__is_r(in[wr->input]))
-            c->need[wr->input] = in[wr->input];
-        if (wr->n_links) {
-            const koila_link last = wr->links[wr->n_links - 1];
-            in_meta[wr->input] =
-                koila__meta(p->table, koila__sig(p->table, last.sig)->outputs[last.output]);
-        }
-        out_meta[sig->n_fresh + w] = in_meta[wr->input];
-        n_links += wr->n_links;
+    const koila_write *wr = &c->sig->writes[w];
+    koila_placement *need = &c->need[wr->input];
+    koila_placement *out = &c->out[c->sig->n_fresh + w];
+    const koila_placement view = *out;
+    if (wr->overwrites) { /* the result is as the rule says; the base costs nothing */
+        if (!koila__is_r(base))
+            *need = base;
+        else
+            *need = view.kind == KOILA_S ? view : koila__r();
+        return true;
     }
-    if (want && sig->n_fresh == 0) {
-        if (!forward(p, &sig->writes[0], *want, c->axis, NULL, &want_view))
-            return false;
-        c->want = &want_view;
-    } else {
-        c->want = NULL;
-        /* a number written over rows: the rows stay where they were */
-        for (uint32_t w = 0; w < sig->n_writes; w++)
-            if (sig->writes[w].overwrites && koila__is_s(base[w]) && !koila__is_opaque(base[w])) {
-                want_view = base[w];
-                c->want = &want_view;
-            }
-    }
-    if (!rule(c) || !sound(a))
+    if (a->loop && !koila__placement_equal(*need, view))
         return false;
-    for (uint32_t w = 0; w < sig->n_writes; w++) {
-        const koila_write *wr = &sig->writes[w];
-        const koila_placement q = c->out[sig->n_fresh + w];
-        const koila_placement need = c->need[wr->input];
-        const koila_placement b = base[w];
-        koila_placement *base_need = &c->need[wr->input];
-        koila_placement *base_out = &c->out[sig->n_fresh + w];
-        in[wr->input] = b;
-        if (wr->overwrites) {
-            *base_need = !koila__is_r(b) ? b : q.kind == KOILA_S ? q : koila__r();
-            *base_out = q;
-        } else if (!a->loop)
-            *base_need = *base_out = koila__r();
-        else if (!koila__placement_equal(need, q))
+    if (!a->loop) {
+        *need = koila__r();
+    } else if (!koila__is_r(base)) {
+        *need = base; /* sound(): the view is needed as it is placed */
+    } else if (view.kind == KOILA_P) {
+        *need = view; /* zeros: P through any view */
+    } else {
+        const koila_meta_info *m = koila__meta(p->table, c->sig->inputs[wr->input]);
+        const bool is_wanted = want && w == 0 && c->sig->n_fresh == 0;
+        base_search s = { p, wr, c->axis, view, view };
+        if (!each_placement(m, c->batch, c->axis, is_wanted ? *want : view, base_maps_to_view, &s))
             return false;
-        else if (!koila__is_r(b))
-            *base_need = *base_out = b; /* sound(): need is the view's placement */
-        else if (q.kind == KOILA_P)
-            *base_need = *base_out = q; /* zeros, P through any view */
-        else {
-            base_search s = { p, wr, c->axis, q, q };
-            const koila_meta_info *m = koila__meta(p->table, sig->inputs[wr->input]);
-            if (!each_placement(m, c->batch, c->axis,
-                                want && w == 0 && sig->n_fresh == 0 ? *want : q, base_maps_to_view,
-                                &s))
-                return false;
-            *base_need = *base_out = s.base;
-        }
+        *need = s.base;
     }
-    for (uint32_t w = 0; w < sig->n_writes; w++) { /* from here on the case shows the bases */
-        in_meta[sig->writes[w].input] = koila__meta(p->table, sig->inputs[sig->writes[w].input]);
-        out_meta[sig->n_fresh + w] = in_meta[sig->writes[w].input];
-        ((bool *)c->zero)[sig->writes[w].input] =
-            koila__is_r(base[w]) && c->in_value && p->zero.at[c->in_value[sig->writes[w].input]];
-    }
+    *out = *need;
+    return true;
+}
+
+/* The chains of all writes as they run on a slice, in a->link. */
+static bool place_links(koila__placer *p, attempt *a)
+{
+    const koila_sig_info *sig = a->c.sig;
+    uint32_t n_links = 0;
+    for (uint32_t w = 0; w < sig->n_writes; w++)
+        n_links += sig->writes[w].n_links;
     if (!a->loop || !n_links)
         return true;
     a->link = koila__arena_array(p->keep, n_links, sizeof *a->link);
@@ -346,15 +404,40 @@ static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
     koila__placed_link *link = a->link;
     for (uint32_t w = 0; w < sig->n_writes; w++) {
         koila_placement image;
-        if (!forward(p, &sig->writes[w], c->out[sig->n_fresh + w], c->axis, link, &image))
+        if (!forward(p, &sig->writes[w], a->c.out[sig->n_fresh + w], a->c.axis, link, &image))
             return false;
         link += sig->writes[w].n_links;
     }
     return true;
 }
 
-/* No input is needed sliced otherwise than it is placed (a node that exists cannot get a barrier in
- * front of it). */
+/* On return the case shows the bases again. */
+static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
+{
+    koila__case *c = &a->c;
+    const koila_sig_info *sig = c->sig;
+    const koila_placement *want = c->want;
+    koila_placement want_view;
+    koila_placement *base = koila__arena_array(&p->scratch, sig->n_writes, sizeof *base);
+    if (!base)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t w = 0; w < sig->n_writes; w++) {
+        base[w] = c->in[sig->writes[w].input];
+        if (!show_view(p, c, w))
+            return false;
+    }
+    if (!want_of_view(p, c, base, &want_view) || !rule(c) || !sound(a))
+        return false;
+    for (uint32_t w = 0; w < sig->n_writes; w++)
+        if (!base_of_view(p, a, w, base[w], want))
+            return false;
+    for (uint32_t w = 0; w < sig->n_writes; w++)
+        show_base(p, c, w, base[w]);
+    return place_links(p, a);
+}
+
+/* Is no input needed sliced in another way than it is placed? (A barrier cannot be put in front of
+ * a node that exists.) */
 static bool slices_as_placed(const attempt *a)
 {
     for (uint32_t i = 0; i < a->c.n_in; i++)
@@ -375,6 +458,15 @@ static bool drawn_in_rows(const koila__placer *p, const koila_sig_info *sig)
            sig->writes[0].overwrites;
 }
 
+static bool is_rewritten(const attempt *a)
+{
+    for (uint32_t j = 0; j < a->c.n_out; j++)
+        if (a->c.replaced[j] != KOILA_NONE)
+            return true;
+    return false;
+}
+
+/* Attempt 1 of the head: case_init and the operator's rule. False: gather, or p->status is set. */
 static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig,
                          const koila_value *in, const koila_placement *placed, uint16_t axis,
                          const koila_placement *want, bool may_emit)
@@ -391,8 +483,8 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
         const koila_write *w = &sig->writes[0];
         if (attempt_writes(p, a, rule))
             return true;
-        /* Note [Rewrites] of a write: where the base itself is written, and read, what its twin is
-         * rewritten to is the base's next value */
+        /* Note [Rewrites] of a write: where the base itself is read and written, its next value is
+         * the one that the twin is rewritten to */
         if (p->status != KOILA_OK || !may_emit || sig->n_outputs != 1 || w->n_links || w->input ||
             w->overwrites || !case_init(p, a, sig, in, placed, axis))
             return false;
@@ -403,13 +495,9 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
     a->c.may_emit = may_emit;
     if (!rule(&a->c) || p->status != KOILA_OK)
         return false;
-    for (uint32_t j = 0; j < a->c.n_out; j++)
-        /* rewritten: the emitted calls were checked themselves */
-        if (a->c.replaced[j] != KOILA_NONE)
-            return true;
-    /* no assert: text may hold calls whose shapes contradict themselves, and no rule answers for
-     * those */
-    return sound(a);
+    /* The calls of a rewrite were checked themselves. An unsound answer is no broken invariant: a
+     * graph read from text may hold calls whose shapes contradict themselves. */
+    return is_rewritten(a) || sound(a);
 }
 
 /* ---- where a value comes from */
@@ -663,7 +751,8 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
             n_links += sig->writes[w].n_links;
         if (n_links) {
             koila__placed_link *link = koila__arena_array(p->keep, n_links, sizeof *link);
-            if (!(ok = link != NULL))
+            ok = link != NULL;
+            if (!ok)
                 break;
             for (uint32_t l = 0; l < n_links; l++)
                 link[l].out = want;
@@ -683,31 +772,37 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
     return ok || fail(p, KOILA_NO_MEMORY);
 }
 
-/* The node becomes what the attempt says, and its FREE inputs what is needed of them: a FREE input
- * that cannot be S becomes R, and is sliced. Two inputs with a common FREE ancestor may ask
- * different things of it; the first asked wins, and the node is gathered if that does not suit. */
+/* FREE value x becomes what a use needs; one that cannot be S becomes R, and is sliced. */
+static bool resolve(koila__placer *p, koila_value x, koila_placement need)
+{
+    if (need.kind == KOILA_P)
+        return resolve_p(p, x, need);
+    if (need.kind == KOILA_S && resolve_s(p, x, need))
+        return true;
+    return p->status == KOILA_OK && resolve_r(p, x);
+}
+
+/* The node is placed as the attempt says, and its FREE inputs as it needs them. Two inputs with a
+ * common FREE ancestor may need different things of it: the first wins, and the node is gathered
+ * if that does not suit the second. */
 static bool settle(koila__placer *p, koila_node id, const attempt *a)
 {
     const koila_node_info n = p->to->nodes.at[id];
     const koila__case *c = &a->c;
-    bool suits = true, gathered = false;
+    bool suits = true;
+    bool gathered = false;
     for (uint32_t j = 0; j < c->n_out; j++)
         p->value.at[n.first_output + j] = c->out_meta[j] ? c->out[j] : koila__r();
     for (uint32_t i = 0; i < c->n_in; i++) {
         const koila_value x = p->to->inputs.at[n.first_input + i];
-        const koila_placement need = p->need.at[n.first_input + i] = c->need[i];
-        if (p->value.at[x].kind == KOILA_FREE) {
-            const bool ok = need.kind == KOILA_P   ? resolve_p(p, x, need)
-                            : need.kind == KOILA_S ? resolve_s(p, x, need) ||
-                                                         (p->status == KOILA_OK && resolve_r(p, x))
-                                                   : resolve_r(p, x);
-            if (!ok)
-                return false;
-        }
+        p->need.at[n.first_input + i] = c->need[i];
+        if (p->value.at[x].kind == KOILA_FREE && !resolve(p, x, c->need[i]))
+            return false;
     }
     for (uint32_t i = 0; i < c->n_in; i++) { /* when all are decided */
         const koila_placement is = p->value.at[p->to->inputs.at[n.first_input + i]];
         const koila_placement need = c->need[i];
+        koila_assert(is.kind != KOILA_FREE);
         suits &= need.kind == KOILA_R || koila__placement_equal(is, need) ||
                  (need.kind == KOILA_S && is.kind == KOILA_R);
         gathered |= need.kind == KOILA_R && is.kind == KOILA_S;
@@ -727,7 +822,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
     return true;
 }
 
-/* Has this call with only R and FREE inputs something to decide later? */
+/* Is there something to decide later for this call, whose inputs are all R or FREE? */
 static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed)
 {
     const koila__rule rule = op_rule(p, sig->op)->rule;
@@ -735,7 +830,7 @@ static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_pla
         return false;
     if (facts_of(p, sig) & KOILA_FACT_FACTORY)
         return sig->n_inputs == 0;
-    if (facts_of(p, sig) & KOILA_FACT_BROADCASTS) { /* a factory of copies */
+    if (facts_of(p, sig) & KOILA_FACT_BROADCASTS) { /* a factory: every copy is the same */
         const koila_meta_info *in = koila__meta(p->table, sig->inputs[0]);
         const koila_meta_info *out = koila__meta(p->table, sig->outputs[0]);
         if (out->n_elements > in->n_elements)
@@ -774,6 +869,8 @@ static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_val
 
 /* ---- one call */
 
+/* Appends the call to the lowered graph: placed as `a` says; without `a` FREE or, if it is not,
+ * whole. */
 static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, const koila_value *in,
                    const attempt *a, bool is_free_call, koila_value *results)
 {
@@ -783,6 +880,8 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     if (s != KOILA_OK)
         return fail(p, s);
     const koila_node node = koila_graph_n_nodes(p->to) - 1;
+    koila_assert(p->node.n == node);
+    koila_assert(p->value.n == first && p->zero.n == first && p->whole_of.n == first);
     if (!koila__vec_reserve(&p->mem, &p->value, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->zero, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->whole_of, sig->n_outputs) ||
@@ -844,30 +943,39 @@ bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
-/* Note [After a gather] */
+/* How a whole value of meta m is cut: as the first input that is cut along a dimension of the same
+ * extent, else along the first dimension of the batch's size; R when there is none. */
+static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
+                              const koila_meta_info *m, const koila_placement *placed,
+                              uint16_t axis)
+{
+    const int64_t batch = koila_graph_axis_size(p->from, axis);
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_placement like = placed[i];
+        if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims &&
+            m->size[like.dim] == koila__extent(like, batch))
+            return like;
+    }
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        if (m->size[d] == batch)
+            return (koila_placement){
+                .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = 1
+            };
+    return koila__r();
+}
+
+/* Note [After a gather]: results[] become sliced aliases of themselves, where they can. */
 static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed,
                 uint16_t axis, koila_value *results)
 {
-    const int64_t batch = koila_graph_axis_size(p->from, axis);
     if (koila_op_flags(p->table, sig->op) & KOILA_OP_OPAQUE)
         return true;
     for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        koila_value rows;
         if (sig->outputs[j] == KOILA_NONE)
             continue;
-        const koila_meta_info *m = koila_meta_get(p->table, sig->outputs[j]);
-        koila_placement at = koila__r();
-        for (uint32_t i = 0; i < sig->n_inputs && koila__is_r(at); i++) {
-            const koila_placement like = placed[i];
-            if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 &&
-                like.dim < m->n_dims && m->size[like.dim] == koila__extent(like, batch))
-                at = like;
-        }
-        for (uint32_t d = 0; d < m->n_dims && koila__is_r(at); d++)
-            if (m->size[d] == batch)
-                at = (koila_placement){
-                    .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = 1
-                };
-        koila_value rows;
+        const koila_meta_info *m = koila__meta(p->table, sig->outputs[j]);
+        const koila_placement at = cut_of(p, sig, m, placed, axis);
         if (koila__is_r(at))
             continue;
         if (!alias(p, results[j], at, axis, &rows))
@@ -878,70 +986,98 @@ static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placeme
     return true;
 }
 
-static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+/* The axis of a call's inputs, KOILA_NONE when all are R or FREE. Where two axes meet, the main
+ * one is kept, else the one with more rows. */
+static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, uint32_t n)
 {
-    const koila_sig_info *sig = koila__sig(p->table, id);
-    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
-    if (!placed)
-        return fail(p, KOILA_NO_MEMORY);
     uint32_t axis = KOILA_NONE;
-    bool any_p = false;
-    for (uint32_t i = 0; i < sig->n_inputs; i++) {
-        placed[i] = p->value.at[in[i]];
+    for (uint32_t i = 0; i < n; i++) {
         if (koila__is_r(placed[i]))
             continue;
-        any_p |= koila__is_p(placed[i]);
-        const uint32_t x = placed[i].axis;
+        const uint16_t x = placed[i].axis;
         if (axis == KOILA_NONE || x == p->main_axis ||
-            (axis != p->main_axis && koila_graph_axis_size(p->from, (uint16_t)x) >
-                                         koila_graph_axis_size(p->from, (uint16_t)axis)))
+            (axis != p->main_axis &&
+             koila_graph_axis_size(p->from, x) > koila_graph_axis_size(p->from, (uint16_t)axis)))
             axis = x;
     }
-    if (axis == KOILA_NONE)
-        return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
+    return axis;
+}
 
-    attempt a;
-    bool ok = attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, true);
-    if (!ok && p->status == KOILA_OK && any_p) {
-        koila_placement *whole = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *whole);
-        if (!whole)
-            return fail(p, KOILA_NO_MEMORY);
-        for (uint32_t i = 0; i < sig->n_inputs; i++)
-            whole[i] = koila__is_p(placed[i]) ? koila__r() : placed[i];
-        ok = attempt_rule(p, &a, sig, in, whole, (uint16_t)axis, NULL, true);
-    }
-    if (p->status != KOILA_OK)
+/* Attempts 1 and 2 of the head. */
+static bool attempt_sliced(koila__placer *p, attempt *a, const koila_sig_info *sig,
+                           const koila_value *in, const koila_placement *placed, uint16_t axis)
+{
+    bool any_p = false;
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        any_p |= koila__is_p(placed[i]);
+    if (attempt_rule(p, a, sig, in, placed, axis, NULL, true))
+        return true;
+    if (p->status != KOILA_OK || !any_p)
         return false;
-    if (ok)
-        for (uint32_t j = 0; j < a.c.n_out; j++)
-            if (a.c.replaced[j] != KOILA_NONE) {
-                for (uint32_t k = 0; k < a.c.n_out; k++)
-                    results[k] = a.c.replaced[k];
-                return true;
-            }
-    if (!ok) {
-        if (!case_init(p, &a, sig, in, placed, (uint16_t)axis))
-            return false;
-        for (uint32_t i = 0; i < sig->n_inputs; i++)
-            a.c.need[i] = koila__r();
-        for (uint32_t j = 0; j < sig->n_outputs; j++)
-            a.c.out[j] = koila__r();
-    }
-    koila_value *from = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *from);
-    if (!from)
+    koila_placement *whole = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *whole);
+    if (!whole)
         return fail(p, KOILA_NO_MEMORY);
-    for (uint32_t i = 0; i < sig->n_inputs; i++) {
-        from[i] = in[i];
-        const koila_placement need = a.c.need[i];
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        whole[i] = koila__is_p(placed[i]) ? koila__r() : placed[i];
+    return attempt_rule(p, a, sig, in, whole, axis, NULL, true) && p->status == KOILA_OK;
+}
+
+/* Attempt 3: everything R. */
+static bool attempt_gather(koila__placer *p, attempt *a, const koila_sig_info *sig,
+                           const koila_value *in, const koila_placement *placed, uint16_t axis)
+{
+    if (!case_init(p, a, sig, in, placed, axis))
+        return false;
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        a->c.need[i] = koila__r();
+    for (uint32_t j = 0; j < sig->n_outputs; j++)
+        a->c.out[j] = koila__r();
+    return true;
+}
+
+/* The values that the call takes: a value that is sliced in another way than it is needed is taken
+ * from its whole, and one that was cut and is needed whole from what it was cut from. */
+static bool take_inputs(koila__placer *p, const attempt *a, const koila_value *in,
+                        koila_value *from)
+{
+    for (uint32_t i = 0; i < a->c.n_in; i++) {
+        const koila_placement need = a->c.need[i];
         const koila_placement is = p->value.at[in[i]];
+        from[i] = in[i];
         if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) &&
             !koila__placer_whole(p, in[i], &from[i]))
             return false;
         if (need.kind == KOILA_R && p->whole_of.at[in[i]] != KOILA_NONE)
             from[i] = p->whole_of.at[in[i]];
     }
-    return append(p, id, sig, from, &a, false, results) &&
-           (ok || !p->cut || cut(p, sig, placed, (uint16_t)axis, results));
+    return true;
+}
+
+static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    koila_value *from = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *from);
+    attempt a;
+    if (!placed || !from)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        placed[i] = p->value.at[in[i]];
+    const uint32_t axis = axis_of(p, placed, sig->n_inputs);
+    if (axis == KOILA_NONE)
+        return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
+
+    const bool is_sliced = attempt_sliced(p, &a, sig, in, placed, (uint16_t)axis);
+    if (p->status != KOILA_OK)
+        return false;
+    if (is_sliced && is_rewritten(&a)) {
+        memcpy(results, a.c.replaced, a.c.n_out * sizeof *results);
+        return true;
+    }
+    if (!is_sliced && !attempt_gather(p, &a, sig, in, placed, (uint16_t)axis))
+        return false;
+    return take_inputs(p, &a, in, from) && append(p, id, sig, from, &a, false, results) &&
+           (is_sliced || !p->cut || cut(p, sig, placed, (uint16_t)axis, results));
 }
 
 static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
@@ -985,7 +1121,7 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
-/* Which values do the targets need? lowered[]: 0, else KOILA_NONE. */
+/* lowered[v] becomes 0 where the targets need v, else KOILA_NONE. */
 static void reach(const koila__placer *p, const koila_value *targets, uint32_t n_targets,
                   koila_value *lowered)
 {
@@ -1004,7 +1140,7 @@ static void reach(const koila__placer *p, const koila_value *targets, uint32_t n
     }
 }
 
-/* What nobody asked for, in recorded order: S when an input has become so meanwhile, else R. */
+/* A node that is still FREE: S when an input has become so meanwhile, else R. */
 static bool settle_free(koila__placer *p, koila_node id)
 {
     const koila_node_info n = p->to->nodes.at[id];
@@ -1033,17 +1169,10 @@ static bool settle_free(koila__placer *p, koila_node id)
     return p->status == KOILA_OK && set_whole(p, id, &stack) && drain_r(p, &stack);
 }
 
-static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets,
-                 koila_value *lowered)
+/* The same source lines under the same numbers. */
+static bool lower_lines(koila__placer *p)
 {
-    const koila_graph *g = p->from; /* about as much as was recorded */
-    if (!koila__vec_reserve(&p->mem, &p->value, g->values.n) ||
-        !koila__vec_reserve(&p->mem, &p->need, g->inputs.n) ||
-        !koila__vec_reserve(&p->mem, &p->node, g->nodes.n) ||
-        !koila__graph_reserve(p->to, g->nodes.n, g->inputs.n, g->values.n))
-        return fail(p, KOILA_NO_MEMORY);
-    reach(p, targets, n_targets, lowered);
-    for (uint32_t l = 0; l < p->from->lines.n; l++) { /* the same lines, under the same numbers */
+    for (uint32_t l = 0; l < p->from->lines.n; l++) {
         uint32_t id;
         const koila_status s = koila_graph_line(p->to, koila_graph_line_file(p->from, l),
                                                 koila_graph_line_number(p->from, l), &id);
@@ -1051,37 +1180,61 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
             return fail(p, s);
         koila_assert(id == l);
     }
-    for (uint32_t v = 0; v < p->from->values.n; v++)
-        if (lowered[v] == 0 && p->from->values.at[v].node == KOILA_NONE &&
-            !lower_leaf(p, v, &lowered[v]))
+    return true;
+}
+
+/* Recorded node n, if the targets need one of its results. */
+static bool lower_node(koila__placer *p, koila_node n, koila_value *lowered)
+{
+    const koila_node_info info = p->from->nodes.at[n];
+    const koila_sig_info *sig = koila__sig(p->table, info.sig);
+    bool is_needed = false;
+    for (uint32_t j = 0; j < sig->n_outputs; j++)
+        is_needed |= lowered[info.first_output + j] == 0;
+    if (!is_needed)
+        return true;
+    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
+    if (!in)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        in[i] = lowered[p->from->inputs.at[info.first_input + i]];
+        if (in[i] == KOILA_NONE)
+            return fail(p, KOILA_BAD_INPUT);
+    }
+    p->recorded = n;
+    p->line = info.line;
+    return place_sig(p, info.sig, in, lowered + info.first_output);
+}
+
+static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets,
+                 koila_value *lowered)
+{
+    const koila_graph *g = p->from; /* the lowered graph is about as large */
+    if (!koila__vec_reserve(&p->mem, &p->value, g->values.n) ||
+        !koila__vec_reserve(&p->mem, &p->need, g->inputs.n) ||
+        !koila__vec_reserve(&p->mem, &p->node, g->nodes.n) ||
+        !koila__graph_reserve(p->to, g->nodes.n, g->inputs.n, g->values.n))
+        return fail(p, KOILA_NO_MEMORY);
+    reach(p, targets, n_targets, lowered);
+    if (!lower_lines(p))
+        return false;
+    for (uint32_t v = 0; v < g->values.n; v++)
+        if (lowered[v] == 0 && g->values.at[v].node == KOILA_NONE && !lower_leaf(p, v, &lowered[v]))
             return false;
-    for (uint32_t n = 0; n < p->from->nodes.n; n++) {
-        const koila_node_info info = p->from->nodes.at[n];
-        const koila_sig_info *sig = koila__sig(p->table, info.sig);
+    for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila__mark before = koila__arena_mark(&p->scratch);
-        bool any = false;
-        for (uint32_t j = 0; j < sig->n_outputs; j++)
-            any |= lowered[info.first_output + j] == 0;
-        if (!any)
-            continue;
-        koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
-        if (!in)
-            return fail(p, KOILA_NO_MEMORY);
-        for (uint32_t i = 0; i < sig->n_inputs; i++)
-            if ((in[i] = lowered[p->from->inputs.at[info.first_input + i]]) == KOILA_NONE)
-                return fail(p, KOILA_BAD_INPUT);
-        p->recorded = n;
-        p->line = info.line;
-        if (!place_sig(p, info.sig, in, lowered + info.first_output))
+        if (!lower_node(p, n, lowered))
             return false;
         koila__arena_rewind(&p->scratch, before);
     }
     for (uint32_t n = 0; n < p->to->nodes.n && !p->whole; n++)
         if (!settle_free(p, n))
             return false;
-    for (uint32_t t = 0; t < n_targets && p->cut; t++) /* as it was made: targets are whole */
-        if (lowered[targets[t]] != KOILA_NONE && p->whole_of.at[lowered[targets[t]]] != KOILA_NONE)
-            lowered[targets[t]] = p->whole_of.at[lowered[targets[t]]];
+    for (uint32_t t = 0; t < n_targets && p->cut; t++) { /* targets are whole: the originals */
+        koila_value *v = &lowered[targets[t]];
+        if (*v != KOILA_NONE && p->whole_of.at[*v] != KOILA_NONE)
+            *v = p->whole_of.at[*v];
+    }
     return true;
 }
 
@@ -1097,6 +1250,57 @@ static void find_sizes(const koila_graph *g, const koila_placement *value, koila
         else if (batch > 0)
             size[v].per_row = m->n_bytes / (uint64_t)batch;
     }
+}
+
+/* The axes of the recorded graph, under the same numbers. */
+static bool lower_axes(koila__placer *p)
+{
+    for (uint32_t x = 0; x < koila_graph_n_axes(p->from); x++) {
+        uint16_t axis;
+        const koila_status s =
+            koila_graph_axis(p->to, koila_graph_axis_size(p->from, (uint16_t)x), &axis);
+        if (s != KOILA_OK)
+            return fail(p, s);
+        koila_assert(axis == x);
+    }
+    return true;
+}
+
+/* The result owns the lowered graph, its arrays and the arena from now on. NULL: no memory. */
+static koila__placed *hand_over(koila__placer *p, koila_value *lowered)
+{
+    koila__placed *r = koila__arena_alloc(p->keep, sizeof *r);
+    koila__size *size = koila__arena_array(p->keep, p->value.n, sizeof *size);
+    if (!r || !size) {
+        fail(p, KOILA_NO_MEMORY);
+        return NULL;
+    }
+    find_sizes(p->to, p->value.at, size);
+    *r = (koila__placed){ .graph = p->to,
+                          .value = p->value.at,
+                          .size = size,
+                          .need = p->need.at,
+                          .node = p->node.at,
+                          .lowered = lowered,
+                          .cap_values = p->value.cap,
+                          .cap_needs = p->need.cap,
+                          .cap_nodes = p->node.cap,
+                          .arena = *p->keep };
+    return r;
+}
+
+static koila__placed *place_all(koila__placer *p, const koila_value *targets, uint32_t n_targets)
+{
+    koila_value *lowered =
+        koila__arena_array(p->keep, koila_graph_n_values(p->from), sizeof *lowered);
+    const koila_status s = koila_graph_new(p->table, &p->mem, &p->to);
+    if (s != KOILA_OK || !lowered) {
+        fail(p, s != KOILA_OK ? s : KOILA_NO_MEMORY);
+        return NULL;
+    }
+    if (!lower_axes(p) || !walk(p, targets, n_targets, lowered))
+        return NULL;
+    return hand_over(p, lowered);
 }
 
 static koila_status place(const koila_graph *recorded, const koila_value *targets,
@@ -1118,40 +1322,15 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .whole = whole,
                         .cut = cut };
     koila__arena_init(&p.scratch, &a);
-    koila__placed *r = NULL;
-    p.status = koila_graph_new(p.table, &a, &p.to);
-    koila_value *lowered =
-        koila__arena_array(&keep, koila_graph_n_values(recorded), sizeof *lowered);
-    if (!lowered)
-        fail(&p, KOILA_NO_MEMORY);
-    uint16_t axis;
-    for (uint32_t x = 0; x < koila_graph_n_axes(recorded) && p.status == KOILA_OK; x++)
-        p.status = koila_graph_axis(p.to, koila_graph_axis_size(recorded, (uint16_t)x), &axis);
-    if (p.status == KOILA_OK && walk(&p, targets, n_targets, lowered)) {
-        r = koila__arena_alloc(&keep, sizeof *r);
-        koila__size *size = koila__arena_array(&keep, p.value.n, sizeof *size);
-        if (!r || !size) {
-            r = NULL;
-            fail(&p, KOILA_NO_MEMORY);
-        } else {
-            find_sizes(p.to, p.value.at, size);
-            *r = (koila__placed){ p.to,    p.value.at,  size,       p.need.at,  p.node.at,
-                                  lowered, p.value.cap, p.need.cap, p.node.cap, keep };
-            p.value.at = NULL;
-            p.need.at = NULL;
-            p.node.at = NULL; /* r's from now on */
-        }
-    }
-    if (!r) {
-        koila__vec_free(&a, &p.value);
-        koila__vec_free(&a, &p.need);
-        koila__vec_free(&a, &p.node);
-    }
+    koila__placed *r = place_all(&p, targets, n_targets);
     koila__vec_free(&a, &p.zero);
     koila__vec_free(&a, &p.whole_of);
     koila__vec_free(&a, &p.op);
     koila__arena_deinit(&p.scratch);
     if (!r) {
+        koila__vec_free(&a, &p.value);
+        koila__vec_free(&a, &p.need);
+        koila__vec_free(&a, &p.node);
         koila_graph_free(p.to);
         koila__arena_deinit(&keep);
         koila_assert(p.status != KOILA_OK);
@@ -1198,67 +1377,96 @@ void koila__placed_free(koila__placed *p)
 
 /* ---- the equations of place.h */
 
-bool koila__placed_check(const koila__placed *p, koila_error *err)
-{
 #define HOLDS(e, ...)                                                                              \
     do {                                                                                           \
-        if (!(e))                                                                                  \
-            return koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__), false;                       \
+        if (!(e)) {                                                                                \
+            koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__);                                     \
+            return false;                                                                          \
+        }                                                                                          \
     } while (0)
+
+static bool is_slice_of(const koila_graph *g, koila_placement p, const koila_meta_info *m)
+{
+    return p.dim < m->n_dims &&
+           m->size[p.dim] == koila__extent(p, koila_graph_axis_size(g, p.axis));
+}
+
+static bool check_value(const koila__placed *p, koila_value v, koila_error *err)
+{
+    const koila_graph *g = p->graph;
+    const koila_placement q = p->value[v];
+    const koila_value_info info = koila_value_get(g, v);
+    HOLDS(q.kind != KOILA_FREE, "value %u: nobody decided", v);
+    if (q.kind == KOILA_R)
+        return true;
+    HOLDS(info.meta != KOILA_NONE, "value %u: a result that does not exist is placed", v);
+    HOLDS(q.axis < koila_graph_n_axes(g), "value %u: no axis %u", v, q.axis);
+    if (q.kind == KOILA_P || koila__is_opaque(q))
+        return true;
+    HOLDS(is_slice_of(g, q, koila_meta_get(koila_graph_table(g), info.meta)),
+          "value %u: size[%u] is not outer * batch * inner", v, q.dim);
+    return true;
+}
+
+static bool check_need(const koila__placed *p, koila_node n, uint32_t i, koila_error *err)
+{
     const koila_graph *g = p->graph;
     const koila_table *t = koila_graph_table(g);
-    if (!koila_graph_check(g, err))
-        return false;
-    for (uint32_t v = 0; v < koila_graph_n_values(g); v++) {
-        const koila_placement q = p->value[v];
-        const koila_value_info info = koila_value_get(g, v);
-        HOLDS(q.kind != KOILA_FREE, "value %u: nobody decided", v);
-        if (q.kind == KOILA_R)
-            continue;
-        HOLDS(info.meta != KOILA_NONE, "value %u: a result that does not exist is placed", v);
-        HOLDS(q.axis < koila_graph_n_axes(g), "value %u: no axis %u", v, q.axis);
-        if (q.kind == KOILA_P || koila__is_opaque(q))
-            continue;
-        const koila_meta_info *m = koila_meta_get(t, info.meta);
-        HOLDS(q.dim < m->n_dims &&
-                  m->size[q.dim] == koila__extent(q, koila_graph_axis_size(g, q.axis)),
-              "value %u: size[%u] is not outer * batch * inner", v, q.dim);
-    }
-    for (uint32_t n = 0; n < koila_graph_n_nodes(g); n++) {
-        const koila_node_info info = koila_node_get(g, n);
-        const koila_sig_info *sig = koila_sig_get(t, info.sig);
-        const koila_value *in = koila_node_inputs(g, n);
-        bool loop = false, whole_result = false, gathered = false;
-        for (uint32_t i = 0; i < sig->n_inputs; i++) {
-            const koila_placement need = p->need[info.first_input + i];
-            const koila_placement is = p->value[in[i]];
-            const koila_meta_info *m = koila_meta_get(t, sig->inputs[i]);
-            loop |= need.kind != KOILA_R;
-            gathered |= need.kind == KOILA_R && is.kind == KOILA_S;
-            if (need.kind == KOILA_R)
-                continue;
-            HOLDS(need.axis == p->node[n].axis, "node %u: input %u is of another axis", n, i);
-            HOLDS(koila__placement_equal(need, is) || (need.kind == KOILA_S && is.kind == KOILA_R),
-                  "node %u: input %u cannot become what is needed", n, i);
-            if (need.kind == KOILA_S && !koila__is_opaque(need))
-                HOLDS(need.dim < m->n_dims &&
-                          m->size[need.dim] ==
-                              koila__extent(need, koila_graph_axis_size(g, need.axis)),
-                      "node %u: input %u: no such slice", n, i);
-        }
-        for (uint32_t j = 0; j < sig->n_outputs; j++) {
-            if (sig->outputs[j] == KOILA_NONE)
-                continue;
-            const koila_placement is = p->value[info.first_output + j];
-            loop |= is.kind != KOILA_R;
-            whole_result |= is.kind == KOILA_R;
-            HOLDS(is.kind == KOILA_R || is.axis == p->node[n].axis,
-                  "node %u: result %u is of another axis", n, j);
-        }
-        HOLDS(loop == (p->node[n].in_loop != 0), "node %u: in_loop", n);
-        HOLDS(!(loop && whole_result), "node %u: a whole result made in a loop", n);
-        HOLDS(gathered == (p->node[n].gathered != 0), "node %u: gathered", n);
-    }
+    const koila_node_info info = koila_node_get(g, n);
+    const koila_placement need = p->need[info.first_input + i];
+    const koila_placement is = p->value[koila_node_inputs(g, n)[i]];
+    if (need.kind == KOILA_R)
+        return true;
+    HOLDS(need.axis == p->node[n].axis, "node %u: input %u is of another axis", n, i);
+    HOLDS(koila__placement_equal(need, is) || (need.kind == KOILA_S && is.kind == KOILA_R),
+          "node %u: input %u cannot become what is needed", n, i);
+    if (need.kind == KOILA_S && !koila__is_opaque(need))
+        HOLDS(is_slice_of(g, need, koila_meta_get(t, koila_sig_get(t, info.sig)->inputs[i])),
+              "node %u: input %u: no such slice", n, i);
     return true;
+}
+
+static bool check_node(const koila__placed *p, koila_node n, koila_error *err)
+{
+    const koila_node_info info = koila_node_get(p->graph, n);
+    const koila_sig_info *sig = koila_sig_get(koila_graph_table(p->graph), info.sig);
+    const koila_value *in = koila_node_inputs(p->graph, n);
+    bool loop = false;
+    bool whole_result = false;
+    bool gathered = false;
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_placement need = p->need[info.first_input + i];
+        loop |= need.kind != KOILA_R;
+        gathered |= need.kind == KOILA_R && p->value[in[i]].kind == KOILA_S;
+        if (!check_need(p, n, i, err))
+            return false;
+    }
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        const koila_placement is = p->value[info.first_output + j];
+        if (sig->outputs[j] == KOILA_NONE)
+            continue;
+        loop |= is.kind != KOILA_R;
+        whole_result |= is.kind == KOILA_R;
+        HOLDS(is.kind == KOILA_R || is.axis == p->node[n].axis,
+              "node %u: result %u is of another axis", n, j);
+    }
+    HOLDS(loop == (p->node[n].in_loop != 0), "node %u: in_loop", n);
+    HOLDS(!(loop && whole_result), "node %u: a whole result made in a loop", n);
+    HOLDS(gathered == (p->node[n].gathered != 0), "node %u: gathered", n);
+    return true;
+}
+
 #undef HOLDS
+
+bool koila__placed_check(const koila__placed *p, koila_error *err)
+{
+    if (!koila_graph_check(p->graph, err))
+        return false;
+    for (uint32_t v = 0; v < koila_graph_n_values(p->graph); v++)
+        if (!check_value(p, v, err))
+            return false;
+    for (uint32_t n = 0; n < koila_graph_n_nodes(p->graph); n++)
+        if (!check_node(p, n, err))
+            return false;
+    return true;
 }
