@@ -170,7 +170,7 @@ def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused():
 
 
 APART = """
-import contextlib
+import contextlib, gc
 from torch import nn
 from torch.nn import functional as F
 from torch.distributed.fsdp import fully_shard
@@ -201,6 +201,7 @@ def train(wrap, run, n, settings, look, after):
 
 def check(*what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=lambda loss, given: None, after=lambda logits: logits):
     rows = n[rank] if isinstance(n[rank], tuple) else (n[rank],) * 3
+    gc.collect()  # no lazy tensor of a step that raised may be alive on one rank only: docs/limits.md, Sharded modules
     expected = train(lambda *v: v, lambda m: m, rows, lambda k: contextlib.nullcontext(), lambda *v: None, lambda logits: logits)
     outcome = ["equal", 0]
     try:
