@@ -228,38 +228,41 @@ static void run_node(koila__sim *s, koila_node n, uint16_t steal)
 
 /* ---- the other instructions */
 
-static bool is_half(const koila_meta_info *m) { return m && koila__is_half(m->dtype); }
+/* Of what ADD adds up in: float32 for a sum of half precision in a loop that is really cut. */
+static uint64_t accumulator_bytes(const koila__sim *s, koila_value v, bool all_rows)
+{
+    const koila_meta_info *m = koila__sim_meta(s, v);
+    if (!m)
+        return 0;
+    const koila_share share = koila_plan_share(s->plan, v);
+    return m->n_elements * koila_dtype_bytes(koila_accumulator_dtype(m->dtype, share, all_rows));
+}
 
 /* ADD: whole v := combine(whole v, local v). */
 static void add_up(koila__sim *s, const koila_instr *in)
 {
     const koila_value v = in->id;
-    const koila_meta_info *m = koila__sim_meta(s, v);
+    const uint64_t bytes = accumulator_bytes(s, v, is_all_rows(s));
+    const bool is_wide = bytes != dense_bytes(s, v);
     /* a sum is added in place; other combinations make a new accumulator while the old one lives */
     if (s->whole[v]) {
-        if (m && koila_plan_share(s->plan, v).partial != KOILA_PARTIAL_SUM)
-            koila__sim_give(s, koila__sim_take(s, m->n_bytes));
+        if (koila_plan_share(s->plan, v).partial != KOILA_PARTIAL_SUM)
+            koila__sim_give(s, koila__sim_take(s, bytes));
         return;
     }
-    /* accumulated in float32 */
-    if (is_half(m) && !is_all_rows(s))
-        s->whole[v] = koila__storage_new(s, m->n_elements * 4, v);
-    else if (in->flags & KOILA_INSTR_OWNED)
+    if (in->flags & KOILA_INSTR_OWNED && !is_wide)
         s->whole[v] = koila__storage_hold(s, s->local[v]);
     else
-        s->whole[v] = koila__storage_new(s, dense_bytes(s, v), v);
+        s->whole[v] = koila__storage_new(s, bytes, v);
 }
 
-/* SLICE: a slice is a view, but for one of several blocks, and one of a dimension that is not the
- * outermost in memory (unless it is all rows). */
+/* SLICE: local v := this slice's rows of whole v; a view of it, or a dense copy. */
 static koila__storage_id slice_of(koila__sim *s, const koila_instr *in)
 {
     const koila_meta_info *m = koila__sim_meta(s, in->id);
     const koila_share cut = koila_plan_need(s->plan, in->user, in->steal);
-    bool copied = cut.outer != 1;
-    for (uint32_t d = 0; m && d < m->n_dims && !is_all_rows(s); d++)
-        copied |= d != cut.dim && m->size[d] > 1 && m->stride[d] > m->stride[cut.dim];
-    if (!copied || !m || s->batch <= 0)
+    const bool is_copy = m && koila_slice_form(m, cut, is_all_rows(s)) == KOILA_SLICE_COPY;
+    if (!is_copy || s->batch <= 0)
         return koila__storage_hold(s, s->whole[in->id]);
     return koila__storage_new(s, m->n_bytes / (uint64_t)s->batch * (uint64_t)s->rows, in->id);
 }
@@ -382,13 +385,14 @@ static void run_loop(koila__sim *s, const koila_stage *st, int64_t rows, int64_t
     }
 }
 
-/* Accumulators that are wider than their value are cast back, one after another. */
+/* Accumulators that are wider than their value are cast back when the loop ends, one after another.
+ */
 static void cast_back(koila__sim *s, const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
-        const koila_instr *in = &st->instrs[i];
-        const koila_value v = in->id;
-        if (in->kind != KOILA_DO_ADD || !is_half(koila__sim_meta(s, v)) || !s->whole[v])
+        const koila_value v = st->instrs[i].id;
+        if (st->instrs[i].kind != KOILA_DO_ADD || !s->whole[v] ||
+            accumulator_bytes(s, v, false) == dense_bytes(s, v))
             continue;
         koila__storage_id wide = s->whole[v];
         s->whole[v] = koila__storage_new(s, dense_bytes(s, v), v);

@@ -209,6 +209,34 @@ TEST(predict__clipping_buckets_and_casts_are_what_one_counts)
              8519680 * 2 + 128 * 1024 + (4 + 2 + 4 + 2 * 4 + 4) * MIB);
 }
 
+TEST(predict__only_a_sum_of_half_precision_is_accumulated_wider)
+{
+    /* x of 64 MiB in four slices, a result of 2 MiB */
+    static const char sum[] = "koila graph 1\naxis 32\n%0 = batch axis 0 dim 0 bf16[32, 1048576]\n"
+                              "%1 = aten::sum.dim_IntList(%0, [0], true) -> bf16[1, 1048576]\n";
+    static const char max[] = "koila graph 1\naxis 32\n%0 = batch axis 0 dim 0 bf16[32, 1048576]\n"
+                              "%1 = aten::amax(%0, [0], true) -> bf16[1, 1048576]\n";
+    /* the slice's sum of 2 beside the float32 accumulator of 4, which is added to in place */
+    CHECK_EQ(of_text(sum, OPTS(.rows = 8)).first.allocated.low, (64 + 2 + 4) * MIB);
+    /* the slice's maximum, the accumulator and the new accumulator, all in bfloat16 */
+    CHECK_EQ(of_text(max, OPTS(.rows = 8)).first.allocated.low, (64 + 2 + 2 + 2) * MIB);
+    /* one slice: its result is the accumulator */
+    CHECK_EQ(of_text(sum, OPTS(.rows = 32)).first.allocated.low, (64 + 2) * MIB);
+    CHECK_EQ(of_text(max, OPTS(.rows = 32)).first.allocated.low, (64 + 2) * MIB);
+}
+
+TEST(predict__a_slice_of_a_value_with_gaps_is_a_view)
+{
+    /* rows of 32 MiB a slice that do not lie together: copied, beside the sum and its accumulator */
+    static const char dense[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 1 "
+                                "f32[64, 8192, 128]\n%1 = aten::sum(%0) -> f32[]\n";
+    CHECK_EQ(of_text(dense, OPTS(.rows = 1024)).first.allocated.low, (256 + 32) * MIB + 2 * 512);
+    /* the same of every second block of a tensor: 127 blocks of 4 MiB from the first to the last */
+    static const char gaps[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 1 f32[64, 8192, "
+                               "128]{2097152, 128, 1}\n%1 = aten::sum(%0) -> f32[]\n";
+    CHECK_EQ(of_text(gaps, OPTS(.rows = 1024)).first.allocated.low, 127 * 4 * MIB + 2 * 512);
+}
+
 /* One call of attention: heads of q [b, 8, sq, d], of k and v [b, 8, 2048, d]; bytes beyond q, k, v
  * and the results. */
 static uint64_t attention_inside(const char *dtype, int64_t b, int64_t sq, int64_t d, uint32_t sdpa,
