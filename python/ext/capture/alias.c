@@ -13,6 +13,8 @@
 #include "capture/capture.h"
 #include "capture/executor.h"
 
+const koila__executor_calls *koila__executor;
+
 void koila__group_written(koila__group *g, koila_value v)
 {
     g->cur = v;

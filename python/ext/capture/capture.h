@@ -1,5 +1,5 @@
-/* capture.h — what wrapper.c, handle.c, tape.c, alias.c and those who record (record.h) share. The
- * executor sees tape.h only.
+/* capture.h — what a lazy tensor is, for all of capture. Those who record a call share record.h
+ * too.
  *
  *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)
  *         # _v: a Value (koila__handle), made here, never seen by the user
@@ -58,8 +58,6 @@ typedef struct koila__handle {
 } koila__handle;
 
 extern PyTypeObject koila__tape_type, koila__handle_type;
-/* owned: the tape lazy() joins; NULL or closed: the next lazy() opens one */
-extern koila__tape *koila__open;
 
 /* ---- wrapper.c */
 /* learn the slot's place and how wrappers are made */
@@ -74,9 +72,87 @@ bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint6
 /* wrappers are made by parts, where torch has what that needs */
 extern bool koila__by_parts;
 
-/* ---- handle.c */
+/* ---- factory_switch.c */
+enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.c */
+/* torch's function `f` of this kind can be ours, by this entry */
+void koila__switch_add(int kind, PyObject *f, vectorcallfunc replacement);
+PyObject *koila__switch_function(int kind); /* borrowed; NULL: left alone */
+void koila__switch_open(uint64_t tape);     /* uid of the open tape now, 0: none */
+void koila__switch_batch(uint64_t tape);    /* uid of the tape that the newest batch lies on */
+void koila__switch_hold(bool more);         /* not now, until as many `false` as `true` */
+bool koila__switch_is_on(void);
+
+/* ---- tape.c */
+/* borrowed: the tape that lazy() joins, never a closed one; NULL: the next lazy() opens one */
+extern koila__tape *koila__open;
+/* The one writer of koila__open. It takes a reference of its own. */
+void koila__tape_set_open(koila__tape *t);
+/* The step of `t`, of which the caller holds a reference, has run. */
+void koila__tape_close(koila__tape *t);
+koila__tape *koila__tape_new(void);
+int koila__tape_reserve(koila__tape *t); /* values[] covers every value of the graph */
+/* KOILA_NONE + error */
+koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
+koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
+                                 koila_leaf_kind kind, uint16_t axis, uint32_t dim);
+/* id 0: a new axis */
+int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
+/* is one of the sizes that of a batch? */
+bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims);
+int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
+/* before effects of an abandoned step; warns; -1 with an exception */
+int koila__tape_drop_overwritten(koila__tape *t);
+int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state,
+                           uint32_t words);
+
+/* ---- group.c */
 /* live handles of all tapes: is anything lazy now? */
 extern uint64_t koila__n_handles;
+extern uint32_t koila__n_factories; /* live groups with `factory` */
+/* refs 0: the first wrapper owns it */
+koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
+void koila__group_free(koila__group *g);
+void koila__group_is_factory(koila__group *g, bool no_lazy_data);
+/* refs 0 */
+koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
+                               int64_t offset, uint32_t gen, koila_value v);
+void koila__chain_release(koila__chain *c);
+/* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views
+ * inherit */
+bool koila__chain_conjugated(const koila__chain *c);
+/* into all lists; takes references on group and chain */
+void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                          koila_meta meta, int64_t offset);
+/* Out of all lists. The group to free, where it was the last, else NULL. Runs no Python code. */
+koila__group *koila__handle_detach(koila__handle *h);
+void koila__handle_set_value(koila__handle *h, koila_value v);
+/* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
+void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                        koila_meta meta, int64_t offset);
+/* In the group's list, which is sorted by age: `h` comes next after `other`. */
+void koila__handle_stand_beside(koila__handle *h, koila__handle *other);
+
+/* ---- alias.c */
+/* groups of a closed tape whose base is concrete move to a tape of their own */
+int koila__compact(koila__tape *t);
+/* its value now, replaying its chain after a write; KOILA_NONE + error */
+koila_value koila__value_of(koila__handle *h);
+/* h's group becomes a leaf of another tape */
+int koila__move_to(koila__handle *h, koila__tape *to);
+PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
+int koila__concrete_many(koila__handle *const *h, uint32_t n);
+void koila__group_written(koila__group *g, koila_value v);
+
+/* ---- step.c */
+extern bool koila__owners_show;
+/* borrowed: the open tape, opened when there is none; NULL + error */
+koila__tape *koila__tape_current(void);
+/* the same, for a new lazy() call: may finish and close the one before */
+koila__tape *koila__tape_for_lazy(void);
+/* a handle of `t` died, of which the caller holds a reference: was it the last? */
+void koila__step_left(koila__tape *t);
+
+/* ---- handle.c */
 extern uint32_t koila__n_settled; /* wrappers that are plain tensors */
 static inline bool koila__has_slot(PyObject *o)
 {
@@ -100,67 +176,20 @@ static inline bool koila__is_lazy(PyObject *o)
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
                              int64_t offset);
-/* refs 0: the first wrapper owns it */
-koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
-void koila__group_free(koila__group *g);
-/* refs 0 */
-koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
-                               int64_t offset, uint32_t gen, koila_value v);
-void koila__chain_release(koila__chain *c);
-/* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views
- * inherit */
-bool koila__chain_conjugated(const koila__chain *c);
-void koila__handle_set_value(koila__handle *h, koila_value v);
-/* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
-void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
-                        koila_meta meta, int64_t offset);
 /* its wrapper is a plain tensor from now on: this one, in memory and version */
-void koila__handle_settle(koila__handle *h, PyObject *plain);
+void koila__handle_make_plain(koila__handle *h, PyObject *plain);
 
-/* ---- factories.c */
-extern uint32_t koila__n_factories; /* live groups with `factory` */
-void koila__group_is_factory(koila__group *g, bool no_lazy_data);
-/* a step may have opened or ended, or the executor started or stopped: look again */
-void koila__factories_watch(void);
-void koila__factories_step(koila_meta batch); /* a batch went lazy here, in this thread */
-extern int koila__factories_held;             /* > 0: not now */
+/* ---- settle.c */
 /* 1: some argument is a plain tensor in a wrapper; -1 + error */
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs);
 void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result);
+int koila__settle_add(PyObject *m);
+
+/* ---- factories.c */
+void koila__factories_step(koila_meta batch); /* a batch went lazy here, in this thread */
 int koila__factories_add(PyObject *m);
 
-/* ---- tape.c */
-extern bool koila__owners_show;
-koila__tape *koila__tape_new(void);
-int koila__tape_reserve(koila__tape *t); /* values[] covers every value of the graph */
-/* KOILA_NONE + error */
-koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
-koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
-                                 koila_leaf_kind kind, uint16_t axis, uint32_t dim);
-int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
-int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
-/* before effects of an abandoned step; warns; -1 with an exception */
-int koila__tape_drop_overwritten(koila__tape *t);
-int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, PyObject *state,
-                           uint32_t words);
-/* borrowed: the open tape, opened when there is none; NULL + error */
-koila__tape *koila__tape_current(void);
-
-/* the same, for a new lazy() call: may finish and close the one before */
-koila__tape *koila__tape_for_lazy(void);
-
-/* ---- alias.c */
-/* groups of a closed tape whose base is concrete move to a tape of their own */
-int koila__compact(koila__tape *t);
-/* its value now, replaying its chain after a write; KOILA_NONE + error */
-koila_value koila__value_of(koila__handle *h);
-/* h's group becomes a leaf of another tape */
-int koila__move_to(koila__handle *h, koila__tape *to);
-PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
-int koila__concrete_many(koila__handle *const *h, uint32_t n);
-void koila__group_written(koila__group *g, koila_value v);
-
-/* ---- operators.c, arguments.c, source_line.c, capture.c, capture_module.c */
+/* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */
 /* how many results the schema has; source[j]: -1 fresh, else a written argument */
 int koila__op_sources(koila_op id, const int8_t **source);
 uint32_t koila__opaque_id(PyObject *o); /* KOILA_NONE + error */

@@ -70,7 +70,7 @@ static PyObject *py_tape_open(PyObject *module, PyObject *unused)
 }
 static PyObject *py_current_tape(PyObject *module, PyObject *unused)
 {
-    return Py_NewRef(koila__open && !koila__open->closed ? (PyObject *)koila__open : Py_None);
+    return Py_NewRef(koila__open ? (PyObject *)koila__open : Py_None);
 }
 
 static PyObject *py_axis(PyObject *module, PyObject *arg)
@@ -358,20 +358,9 @@ static PyObject *py_stand_beside(PyObject *module, PyObject *args)
     koila__handle *y = x ? handle_arg(b) : NULL;
     if (!y)
         return NULL;
-    koila__group *g = x->group;
-    if (g != y->group || x == y)
+    if (x->group != y->group || x == y)
         Py_RETURN_NONE;
-    if (x->prev_in_group)
-        x->prev_in_group->next_in_group = x->next_in_group;
-    else
-        g->handles = x->next_in_group;
-    if (x->next_in_group)
-        x->next_in_group->prev_in_group = x->prev_in_group;
-    x->prev_in_group = y;
-    x->next_in_group = y->next_in_group;
-    if (y->next_in_group)
-        y->next_in_group->prev_in_group = x;
-    y->next_in_group = x;
+    koila__handle_stand_beside(x, y);
     Py_RETURN_NONE;
 }
 
@@ -419,7 +408,6 @@ static PyObject *py_lines(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
-/* forget_leaf(real, copy): what tapes recorded as leaf `real` keeps its old contents in `copy` */
 static PyObject *py_leaves_on(PyObject *module, PyObject *args)
 { /* leaves_on(tape) → [(value id, real)], batch leaves too */
     koila__tape *t;
@@ -457,6 +445,116 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
     koila__tape_set_real(t, v, real);
     Py_RETURN_NONE;
 }
+
+/* ---- class Tape */
+
+struct text {
+    char *at;
+    size_t n, cap;
+};
+
+static int put(void *user, const char *s, size_t n)
+{
+    struct text *t = user;
+    if (t->n + n > t->cap) {
+        const size_t cap = (t->n + n) * 2;
+        char *p = PyMem_Realloc(t->at, cap);
+        if (!p)
+            return 1;
+        t->at = p;
+        t->cap = cap;
+    }
+    memcpy(t->at + t->n, s, n);
+    t->n += n;
+    return 0;
+}
+
+static PyObject *tape_text(koila__tape *t, PyObject *unused)
+{
+    struct text text = { 0 };
+    const koila_status s = koila_graph_print(t->graph, put, &text);
+    PyObject *r = s ? koila__raise(s) : PyUnicode_FromStringAndSize(text.at, (Py_ssize_t)text.n);
+    PyMem_Free(text.at);
+    return r;
+}
+
+static PyObject *tape_close(koila__tape *t, PyObject *unused)
+{
+    koila__tape_close(t);
+    Py_RETURN_NONE;
+}
+
+static PyObject *tape_check(koila__tape *t, PyObject *unused)
+{
+    koila_error err = KOILA_ERROR_INIT;
+    if (!koila_graph_check(t->graph, &err)) {
+        PyErr_SetString(PyExc_AssertionError, err.text);
+        return NULL;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *tape_held(koila__tape *t, PyObject *unused)
+{
+    koila_value v[256];
+    uint32_t n = koila__tape_held(t, NULL, 0, v, 256);
+    if (n > 256)
+        n = 256;
+    PyObject *r = PyList_New(n);
+    for (uint32_t i = 0; r && i < n; i++)
+        PyList_SET_ITEM(r, i, PyLong_FromUnsignedLong(v[i]));
+    return r;
+}
+
+static PyObject *get_n_nodes(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(koila_graph_n_nodes(t->graph));
+}
+static PyObject *get_n_values(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(koila_graph_n_values(t->graph));
+}
+static PyObject *get_n_handles(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_handles);
+}
+static PyObject *get_n_effects(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_effects);
+}
+static PyObject *get_n_random(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_random);
+}
+static PyObject *get_hash(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLongLong(koila_graph_hash(t->graph));
+}
+static PyObject *get_closed(koila__tape *t, void *c) { return PyBool_FromLong(t->closed); }
+static PyObject *get_ran(koila__tape *t, void *c) { return PyBool_FromLong(t->ran); }
+
+static PyGetSetDef tape_getset[] = {
+    { "n_nodes", (getter)get_n_nodes, NULL, "recorded nodes", NULL },
+    { "n_values", (getter)get_n_values, NULL, "values, leaves included", NULL },
+    { "n_handles", (getter)get_n_handles, NULL, "live lazy tensors", NULL },
+    { "n_effects", (getter)get_n_effects, NULL, "real tensors that the step will write", NULL },
+    { "n_random", (getter)get_n_random, NULL, "random nodes", NULL },
+    { "hash", (getter)get_hash, NULL, "of everything that decides a plan", NULL },
+    { "closed", (getter)get_closed, NULL, "its step has run", NULL },
+    { "ran", (getter)get_ran, NULL, "something was made concrete", NULL },
+    { 0 },
+};
+static PyMethodDef tape_methods[] = {
+    { "text", (PyCFunction)tape_text, METH_NOARGS, "The graph in its text form." },
+    { "close", (PyCFunction)tape_close, METH_NOARGS,
+      "The step is over: the next lazy() opens a new tape." },
+    { "check", (PyCFunction)tape_check, METH_NOARGS, "Assert every invariant of the graph." },
+    { "held", (PyCFunction)tape_held, METH_NOARGS,
+      "Ids of the values that the user can still ask for and that are not concrete." },
+    { 0 },
+};
+
+/* ---- the module */
 
 static PyMethodDef methods[] = {
     { "dispatch", (PyCFunction)(void (*)(void))koila__dispatch, METH_FASTCALL,
@@ -515,9 +613,13 @@ int koila__module_add(PyObject *m)
 {
     if (koila__arguments_init() < 0 || koila__source_line_init() < 0)
         return -1;
+    koila__tape_type.tp_getset = tape_getset;
+    koila__tape_type.tp_methods = tape_methods;
     if (PyType_Ready(&koila__tape_type) < 0 || PyType_Ready(&koila__handle_type) < 0)
         return -1;
     if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0)
         return -1;
-    return PyModule_AddFunctions(m, methods) < 0 ? -1 : koila__factories_add(m);
+    if (PyModule_AddFunctions(m, methods) < 0 || koila__settle_add(m) < 0)
+        return -1;
+    return koila__factories_add(m);
 }

@@ -17,7 +17,7 @@
  * the plain tensor into a lazy one when lazy data is written is too late: the dispatcher holds it.
  * So the function *object* stays, and so does its method definition, from which CPython computes
  * its hash. What changes is its vectorcall pointer, by which CPython calls a function if it has
- * one, as torch's have not: it is ours while a step is open, see koila__factories_watch(). With a
+ * one, as torch's have not: it is ours while a step is open, see factory_switch.c. With a
  * mode of functions active ours only passes the call on; the mode then calls again, with the mode
  * off and its device filled in.
  *
@@ -34,21 +34,12 @@
  * recorded.
  */
 #include "capture/capture.h"
-#include "capture/executor.h"
 
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 #include <math.h>
 #include <unistd.h>
 
-enum { ZEROS, ONES, FULL, EMPTY, N_FACTORIES };
-
-uint32_t koila__n_factories;
-int koila__factories_held;
-
-/* owned: torch.zeros, ...; NULL: not the kind we know, and left alone */
-static PyCFunctionObject *function[N_FACTORIES];
-static vectorcallfunc ours[N_FACTORIES];
-static bool watching;
+enum { ZEROS, ONES, FULL, EMPTY };
 
 static struct step { /* whose step is open */
     uint64_t tape;   /* uid */
@@ -66,26 +57,7 @@ static struct torch_facts { /* owned */
     char *libraries[2]; /* directories, with the last slash */
 } facts;
 
-void koila__group_is_factory(koila__group *g, bool no_lazy_data)
-{
-    koila__n_factories += !g->factory;
-    g->factory = true;
-    g->no_lazy_data = no_lazy_data;
-}
-
 /* ---- when */
-
-void koila__factories_watch(void)
-{
-    const bool on = koila__open && !koila__open->closed && koila__open->uid == step.tape &&
-                    !koila__factories_held;
-    if (on == watching)
-        return;
-    watching = on;
-    for (int k = 0; k < N_FACTORIES; k++)
-        if (function[k])
-            function[k]->vectorcall = on ? ours[k] : NULL;
-}
 
 void koila__factories_step(koila_meta batch)
 {
@@ -99,7 +71,7 @@ void koila__factories_step(koila_meta batch)
         i++;
     if (i == step.n_devices && i < 8)
         step.devices[step.n_devices++] = device;
-    koila__factories_watch();
+    koila__switch_batch(step.tape);
 }
 
 /* Is there still something of the step that lazy data could come from? What is only a factory, or
@@ -162,11 +134,8 @@ static bool program_calls(void)
  * Python. In inference mode a tensor is of another kind; evaluation keeps what it has. */
 static bool open_here(void)
 {
-    if (!koila__open || koila__open->closed || koila__open->uid != step.tape ||
-        koila__factories_held)
-        return false;
-    if (step.thread != PyThread_get_thread_ident() || step.process != getpid() ||
-        koila__maybe_inference())
+    if (!koila__switch_is_on() || step.thread != PyThread_get_thread_ident() ||
+        step.process != getpid() || koila__maybe_inference())
         return false;
     const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
     if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) ||
@@ -249,16 +218,6 @@ static bool read_call(int k, PyObject *args, PyObject *kwargs, call *c)
         if (!read_size(listed ? PySequence_Fast_GET_ITEM(size, i) : PyTuple_GET_ITEM(args, i), c))
             return false;
     return true;
-}
-
-/* With a batch of one there is nothing to cut, and every tensor has a dimension of one. */
-static bool has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims)
-{
-    for (uint16_t a = 0; a < koila_graph_n_axes(t->graph); a++)
-        for (uint32_t d = 0; d < n_dims; d++)
-            if (size[d] > 1 && size[d] == koila_graph_axis_size(t->graph, a))
-                return true;
-    return false;
 }
 
 /* The dtype that torch would choose, and whether it can surely hold the value, for out of range is
@@ -346,7 +305,7 @@ static PyObject *make(int k, PyObject *args, PyObject *kwargs)
 {
     call c;
     if (!koila__open || !read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) ||
-        !has_batch(koila__open, c.size, c.n_dims) || !open_here())
+        !koila__tape_has_batch(koila__open, c.size, c.n_dims) || !open_here())
         return NULL;
     const int dtype = dtype_of(&c);
     PyObject *device = dtype < 0 ? NULL : device_of(&c);
@@ -396,13 +355,13 @@ static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObjec
     for (Py_ssize_t i = 0; i < n_names; i++)
         if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0)
             goto done;
-    if (watching) {
+    if (koila__switch_is_on()) {
         r = make(k, args, kwargs);
         if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
             goto done;
         PyErr_Clear(); /* whatever it is, torch says it better */
     }
-    PyObject *f = (PyObject *)function[k];
+    PyObject *f = koila__switch_function(k);
     r = ((PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f))(
         PyCFunction_GET_SELF(f), args, kwargs);
 done:
@@ -428,270 +387,24 @@ static PyObject *empty(PyObject *f, PyObject *const *values, size_t n, PyObject 
     return called(EMPTY, values, n, names);
 }
 
-/* ---- settling: see the Note */
-
-static PyObject *contents(koila__group *g, bool *fresh)
-{ /* of the base, plain; *fresh: nobody else has them */
-    koila__tape *t = g->tape;
-    const koila_value v = g->cur;
-    const koila_value_info info = koila_value_get(t->graph, v);
-    if (!t->values[v].real && info.node != KOILA_NONE) {
-        const koila_sig sig = koila_node_get(t->graph, info.node).sig;
-        if (koila_sig_get(koila__table, sig)->n_inputs == 0) { /* as it was made */
-            PyObject *f = koila__helper("enter_modes");
-            PyObject *modes = f ? PyObject_CallNoArgs(f) : NULL;
-            PyObject *out = NULL;
-            const int rc = modes ? koila__executor->call(sig, &out) : -1;
-            Py_XDECREF(f);
-            Py_XDECREF(modes);
-            *fresh = !koila__maybe_inference();
-            return rc < 0 ? NULL : out;
-        }
-    }
-    *fresh = false;
-    if (!t->values[v].real) {
-        const int rc = koila__executor->run(t, &v, 1, false);
-        t->ran = true;
-        if (rc < 0)
-            return NULL;
-    }
-    return Py_XNewRef(t->values[v].real);
-}
-
-/* 1: `o` is a plain tensor now, 0: it cannot be, -1 with an exception. */
-static int settle(PyObject *o)
-{
-    if (koila__is_settled(o))
-        return 1;
-    koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-    if (!h || !h->group->factory)
-        return 0;
-    koila__group *g = h->group;
-    koila__tape *t = g->tape;
-    Py_INCREF(t);
-    g->refs++; /* it stays while its wrappers leave */
-    bool fresh = false;
-    PyObject *base = contents(g, &fresh);
-    PyObject *meta = base ? koila__meta_object(g->meta) : NULL;
-    PyObject *wrappers = meta ? PyList_New(0) : NULL;
-    PyObject *places = wrappers ? PyList_New(0) : NULL;
-    PyObject *f = NULL;
-    PyObject *views = NULL;
-    PyObject *alias = koila__helper("alias_of");
-    int rc = -1;
-    const int collecting = PyGC_Disable();
-    for (h = places && alias ? g->handles : NULL; h; h = h->next_in_group) {
-        PyObject *m = koila__meta_object(h->meta);
-        PyObject *place = m ? Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
-                                            (long long)h->offset)
-                            : NULL;
-        const int bad =
-            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
-        Py_XDECREF(m);
-        Py_XDECREF(place);
-        if (bad)
-            goto done;
-    }
-    f = places && alias ? koila__helper("settled_views") : NULL;
-    views =
-        f ? PyObject_CallFunctionObjArgs(f, base, meta, fresh ? Py_True : Py_False, places, NULL)
-          : NULL;
-    if (!views)
-        goto done;
-    /* the last thing that can fail is the first assignment */
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
-        PyObject *w = PyList_GET_ITEM(wrappers, i);
-        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
-        PyObject *plain = ok ? PyObject_CallOneArg(alias, w) : NULL;
-        Py_XDECREF(ok);
-        if (!plain)
-            goto done;
-        koila__handle_settle(koila__handle_of(w), plain);
-        Py_DECREF(plain);
-    }
-    rc = 1;
-done:
-    if (collecting)
-        PyGC_Enable();
-    Py_XDECREF(base);
-    Py_XDECREF(meta);
-    Py_XDECREF(wrappers);
-    Py_XDECREF(places);
-    Py_XDECREF(f);
-    Py_XDECREF(views);
-    Py_XDECREF(alias);
-    if (--g->refs == 0)
-        koila__group_free(g);
-    Py_DECREF(t);
-    return rc;
-}
-
-static bool requires_grad(PyObject *tensor)
-{
-    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
-    const bool yes = r != Py_False;
-    Py_XDECREF(r);
-    PyErr_Clear();
-    return yes;
-}
-
-typedef struct met {
-    PyObject *written[16]; /* borrowed: factories without lazy data, to be written */
-    uint32_t n_written;
-    bool settled, lazy_data; /* is there a settled one; is there lazy data among what is read */
-    uint32_t n_factories;    /* without lazy data */
-} met;
-
-static void look(met *m, PyObject *o, bool written)
-{
-    if (PyList_Check(o) || PyTuple_Check(o)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++)
-            look(m, PySequence_Fast_GET_ITEM(o, i), written);
-        return;
-    }
-    if (!koila__has_slot(o))
-        return;
-    const koila__handle *h = koila__handle_of(o);
-    if (!h)
-        return;
-    if (!h->group)
-        m->settled = true;
-    else if (!h->group->no_lazy_data)
-        m->lazy_data |= !written;
-    else if (written && m->n_written < 16)
-        m->written[m->n_written++] = o;
-    else
-        m->n_factories++;
-}
-
-static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObject *args,
-                         PyObject *kwargs)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
-        look(m, PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
-    Py_ssize_t at = 0;
-    PyObject *name, *value;
-    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
-        look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
-}
-
-/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known
- * data may write that data next, and a recorded read would be out of date. */
-static bool reads_known_data(PyObject *o, bool written)
-{
-    if (PyList_Check(o) || PyTuple_Check(o)) {
-        bool yes = false;
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o) && !yes; i++)
-            yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
-        return yes;
-    }
-    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o))
-        return false;
-    koila_meta m;
-    if (koila__meta_of(o, &m) < 0) {
-        PyErr_Clear();
-        return true;
-    }
-    return koila_meta_get(koila__table, m)->n_dims > 0;
-}
-
-static bool call_reads_known_data(uint64_t written, PyObject *args)
-{
-    bool yes = false;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !yes; i++)
-        yes = reads_known_data(PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
-    return yes;
-}
-
-int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
-{
-    met m = { 0 };
-    look_at_call(&m, written, written_kw, args, kwargs);
-    for (uint32_t i = 0; i < m.n_written; i++) {
-        const koila__handle *h = koila__handle_of(m.written[i]);
-        if (!h->group)
-            continue; /* settled with the one before */
-        const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
-        if (m.lazy_data) {
-            h->group->no_lazy_data = false;
-        } else if (!requires_grad(m.written[i]) &&
-                   (h->group->tape->closed ||
-                    !has_batch(h->group->tape, view->size, view->n_dims) ||
-                    call_reads_known_data(written, args))) {
-            if (settle(m.written[i]) < 0)
-                return -1;
-            m.settled = true;
-        }
-    }
-    return m.settled;
-}
-
-/* What is computed from factories alone could have been plain too, so it may settle. */
-void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
-{
-    const bool many = PyTuple_Check(result) || PyList_Check(result);
-    met m = { 0 };
-    look_at_call(&m, 0, NULL, args, kwargs);
-    if (m.lazy_data || !m.n_factories)
-        return;
-    for (Py_ssize_t i = 0; i < (many ? PySequence_Fast_GET_SIZE(result) : 1); i++) {
-        PyObject *o = many ? PySequence_Fast_GET_ITEM(result, i) : result;
-        if (!koila__has_slot(o) || !koila__is_lazy(o))
-            continue;
-        koila__group *g = koila__handle_of(o)->group;
-        if (!g->factory)
-            koila__group_is_factory(g, true);
-    }
-}
-
 /* ---- start-up, and what Python uses */
-
-static PyObject *py_settle(PyObject *module, PyObject *o)
-{
-    const int rc = settle(o);
-    return rc < 0 ? NULL : PyBool_FromLong(rc);
-}
-
-/* settled(x): the plain tensor that a settled one is, or None */
-static PyObject *py_settled(PyObject *module, PyObject *o)
-{
-    return Py_NewRef(koila__is_settled(o) ? koila__handle_of(o)->wrapper : Py_None);
-}
-
-/* resettle(x, plain): its memory or its layout is another one now */
-static PyObject *py_resettle(PyObject *module, PyObject *args)
-{
-    PyObject *o, *plain;
-    if (!PyArg_ParseTuple(args, "OO", &o, &plain))
-        return NULL;
-    if (!koila__is_settled(o)) {
-        PyErr_SetString(PyExc_TypeError, "expected a settled tensor");
-        return NULL;
-    }
-    koila__handle_settle(koila__handle_of(o), plain);
-    Py_RETURN_NONE;
-}
-
-static PyObject *py_is_factory(PyObject *module, PyObject *o)
-{
-    return PyBool_FromLong(koila__is_lazy(o) && koila__handle_of(o)->group->factory);
-}
 
 static PyObject *py_hold_factories(PyObject *module, PyObject *on)
 {
     const int more = PyObject_IsTrue(on);
     if (more < 0)
         return NULL;
-    koila__factories_held += more ? 1 : -1;
-    koila__factories_watch();
+    koila__switch_hold(more);
     Py_RETURN_NONE;
 }
 
 static PyObject *py_watching(PyObject *module, PyObject *unused)
 {
     bool there = false;
-    for (int k = 0; k < N_FACTORIES; k++)
-        there |= function[k] && function[k]->vectorcall;
+    for (int k = 0; k < KOILA__N_FACTORY_KINDS; k++) {
+        const PyCFunctionObject *f = (PyCFunctionObject *)koila__switch_function(k);
+        there |= f && f->vectorcall;
+    }
     return PyBool_FromLong(there);
 }
 
@@ -731,8 +444,8 @@ static PyObject *path_of(PyObject *from, const char *dotted, bool optional)
 /* factories_setup(): once, at the first lazy(). What is not as expected stays torch's. */
 static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 {
-    static const char *const names[N_FACTORIES] = { "zeros", "ones", "full", "empty" };
-    static const vectorcallfunc functions[N_FACTORIES] = { zeros, ones, full, empty };
+    static const char *const names[KOILA__N_FACTORY_KINDS] = { "zeros", "ones", "full", "empty" };
+    static const vectorcallfunc functions[KOILA__N_FACTORY_KINDS] = { zeros, ones, full, empty };
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *koila = torch ? PyImport_ImportModule("koila") : NULL;
     if (!koila || facts.device)
@@ -767,15 +480,14 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         PyErr_Clear();
         goto done;
     }
-    for (int k = 0; k < N_FACTORIES; k++) {
+    for (int k = 0; k < KOILA__N_FACTORY_KINDS; k++) {
         PyObject *f = PyObject_GetAttrString(torch, names[k]);
         if (!f)
             PyErr_Clear();
         else if (PyCFunction_CheckExact(f) &&
                  (PyCFunction_GET_FLAGS(f) & ~METH_STATIC) == (METH_VARARGS | METH_KEYWORDS) &&
                  !((PyCFunctionObject *)f)->vectorcall) {
-            function[k] = (PyCFunctionObject *)Py_NewRef(f);
-            ours[k] = functions[k];
+            koila__switch_add(k, f, functions[k]);
         }
         Py_XDECREF(f);
     }
@@ -788,13 +500,6 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    { "settle", py_settle, METH_O,
-      "settle(x): a factory and its views become plain tensors, in place; is x one now?" },
-    { "settled", py_settled, METH_O,
-      "settled(x): the plain tensor that a settled one is, or None" },
-    { "resettle", py_resettle, METH_VARARGS,
-      "resettle(x, plain): after its memory or layout changed" },
-    { "is_factory", py_is_factory, METH_O, "is_factory(x): may it settle?" },
     { "hold_factories", py_hold_factories, METH_O,
       "hold_factories(on): while on, torch.zeros and its like make plain tensors" },
     { "watching_factories", py_watching, METH_NOARGS, "Are torch.zeros and its like ours now?" },

@@ -26,7 +26,7 @@ static bool is_batch_leaf(const koila__handle *h)
  * the tape to record in, when the answer is ON_TAPE. */
 static place choose_among(const call_walk *w, koila__tape *one, bool mixed, koila__tape **to)
 {
-    koila__tape *open = koila__open && !koila__open->closed ? koila__open : NULL;
+    koila__tape *open = koila__open;
     bool any_open = false, any_batch = false, concrete = true;
     for (uint32_t i = 0; i < w->n_in; i++) {
         koila__handle *h = w->in[i].h;

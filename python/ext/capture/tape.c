@@ -12,14 +12,28 @@
  * the last dying handle settles them.
  */
 #include "capture/capture.h"
-#include "capture/executor.h"
 
 #include <structmember.h>
 
-const koila__executor_calls *koila__executor;
 koila__tape *koila__open;
 static uint64_t next_axis_id = 1, next_uid;
 koila__tape *koila__tapes;
+
+void koila__tape_set_open(koila__tape *t)
+{
+    koila_assert(!t || !t->closed);
+    koila__tape *old = koila__open;
+    koila__open = (koila__tape *)Py_XNewRef((PyObject *)t);
+    koila__switch_open(t ? t->uid : 0);
+    Py_XDECREF(old);
+}
+
+void koila__tape_close(koila__tape *t)
+{
+    t->closed = true;
+    if (koila__open == t)
+        koila__tape_set_open(NULL);
+}
 
 koila__tape *koila__tape_new(void)
 {
@@ -57,99 +71,6 @@ int koila__tape_reserve(koila__tape *t)
     t->values = v;
     t->n_values_alloc = want;
     return 0;
-}
-
-/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die:
- * losses kept in a list must not keep their batches. */
-static int compact_closed(void)
-{
-    for (koila__tape *t = koila__tapes; t;) {
-        if (!t->closed || t->compacted) {
-            t = t->next_tape;
-            continue;
-        }
-        t->compacted = true;
-        Py_INCREF(t);
-        const int rc = koila__compact(t);
-        koila__tape *next = t->next_tape;
-        Py_DECREF(t);
-        if (rc < 0)
-            return -1;
-        /* others may have died with it: from the start; compacted ones are passed over */
-        t = next ? koila__tapes : NULL;
-    }
-    return 0;
-}
-
-koila__tape *koila__tape_current(void)
-{
-    if (koila__open && !koila__open->closed)
-        return koila__open;
-    koila__tape *t = koila__tape_new();
-    if (!t)
-        return NULL;
-    koila__tape *old = koila__open;
-    koila__open = t;
-    Py_XDECREF(old);
-    if (compact_closed() < 0)
-        return NULL;
-    return koila__open;
-}
-
-/* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to
- * its end */
-#define MAX_LAZY_CALLS 16
-
-static bool graph_waits(koila__tape *t)
-{ /* may a backward come that needs what is recorded here? */
-    bool waits = false;
-    const int collecting = PyGC_Disable(); /* see koila__tape_held */
-    for (koila__handle *h = t->handles; h && !waits; h = h->next_in_tape) {
-        PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
-        waits = r == Py_True;
-        Py_XDECREF(r);
-        if (!r)
-            PyErr_Clear();
-    }
-    if (collecting)
-        PyGC_Enable();
-    return waits;
-}
-
-/* The tape for a new lazy(). Several calls join one step; but when no backward can come, what the
- * user still holds of the work before is made now, in one run. */
-koila__tape *koila__tape_for_lazy(void)
-{
-    koila__tape *t = koila__open;
-    if (!t || t->closed)
-        return koila__tape_current();
-    const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__is_planning() &&
-        (idle || (graph_waits(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
-        return t;
-    Py_INCREF(t);
-    int rc = 0;
-    if (t->n_handles && !t->planned && !koila__is_planning()) {
-        uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
-        koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
-        if (!v) {
-            PyErr_NoMemory();
-            rc = -1;
-        } else {
-            const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
-            n = m < n ? m : n;
-            if (t->failed)
-                koila__tape_give_up(t);
-            rc = koila__tape_drop_overwritten(t);
-            if (rc == 0 && (n || t->n_effects))
-                rc = koila__executor->run_held(t, v, n);
-        }
-        PyMem_Free(v);
-    }
-    if (rc == 0)
-        t->closed = true;
-    Py_DECREF(t);
-    return rc < 0 ? NULL : koila__tape_current();
 }
 
 /* ---- leaves */
@@ -267,6 +188,16 @@ bool koila__tape_reads(const koila__tape *t, const PyObject *real)
 {
     const tape_leaf *leaf = find_leaf(t, real);
     return leaf && leaf->real;
+}
+
+/* With a batch of one there is nothing to cut, and every tensor has a dimension of one. */
+bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims)
+{
+    for (uint16_t a = 0; a < koila_graph_n_axes(t->graph); a++)
+        for (uint32_t d = 0; d < n_dims; d++)
+            if (size[d] > 1 && size[d] == koila_graph_axis_size(t->graph, a))
+                return true;
+    return false;
 }
 
 /* ---- what must still happen outside */
@@ -406,89 +337,6 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
     Py_XDECREF(old);
 }
 
-/* ---- what the user can still ask for */
-
-/* Torch counts all C++ owners of a tensor as one Python reference. Learnt at import
- * (_torch.second_owner_adds_reference), for it changed between versions; where it does not hold
- * nobody can tell, and everything counts as held. */
-bool koila__owners_show;
-
-/* Torch keeps a tensor's Python object alive while C++ owns the tensor. In the versions where it
- * does so with one plain reference, a wrapper that has exactly that one reference is kept by C++
- * alone: saved by autograd, and no variable of the user reaches it. */
-static bool user_holds(PyObject *wrapper, PyObject *use_count)
-{
-    if (!koila__owners_show)
-        return true;
-    if (Py_REFCNT(wrapper) > 1)
-        return true;
-    PyObject *n = PyObject_CallOneArg(use_count, wrapper);
-    const long uses = n ? PyLong_AsLong(n) : 1;
-    Py_XDECREF(n);
-    PyErr_Clear();
-    return uses < 2;
-}
-
-/* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
-static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap,
-                     uint32_t *n)
-{
-    if (t->values[v].real)
-        return;
-    const uint32_t there = *n < cap ? *n : cap;
-    for (uint32_t i = 0; i < there; i++)
-        if (out[i] == v)
-            return;
-    if (*n < cap)
-        out[*n] = v;
-    ++*n;
-}
-
-/* A view that can be used in a later step takes its whole storage along, unless it is the only one
- * who sees it. */
-static bool needs_base(const koila__handle *h)
-{
-    if (!h->chain || (!h->next_in_group && !h->prev_in_group))
-        return false;
-    PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
-    const bool constant = grad == Py_False;
-    Py_XDECREF(grad);
-    PyErr_Clear();
-    return constant;
-}
-
-uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
-                          koila_value *out, uint32_t cap)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *use_count = koila__helper("use_count");
-    uint32_t n = 0;
-    /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps
-     */
-    const int collecting = PyGC_Disable();
-    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        if (h->wrapper && use_count && !user_holds(h->wrapper, use_count))
-            continue;
-        const koila_value v = koila__value_of(h); /* may record the replay of its chain */
-        if (v == KOILA_NONE) {
-            PyErr_Clear(); /* asked for later, it will say so itself */
-            continue;
-        }
-        add_held(t, v, out, cap, &n);
-        bool for_itself = false;
-        for (uint32_t i = 0; i < n_wanted && !for_itself; i++)
-            for_itself = wanted[i] == v;
-        if (!for_itself && needs_base(h))
-            add_held(t, h->group->cur, out, cap, &n);
-    }
-    if (collecting)
-        PyGC_Enable();
-    Py_XDECREF(use_count);
-    PyErr_Restore(type, value, trace);
-    return n;
-}
-
 /* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for
  * anything else: let go of the batch, of gradients that were taken, and of what they were made
  * from. Called when the step ends and again while handles die, until it succeeds. */
@@ -506,7 +354,7 @@ void koila__tape_let_go(koila__tape *t)
             Py_CLEAR(t->values[v].real);
 }
 
-/* ---- the type */
+/* ---- the type: what Python sees of it is in capture_module.c */
 
 static void tape_dealloc(koila__tape *t)
 {
@@ -537,124 +385,11 @@ static void tape_dealloc(koila__tape *t)
     PyObject_Free(t);
 }
 
-struct text {
-    char *at;
-    size_t n, cap;
-};
-
-static int put(void *user, const char *s, size_t n)
-{
-    struct text *t = user;
-    if (t->n + n > t->cap) {
-        const size_t cap = (t->n + n) * 2;
-        char *p = PyMem_Realloc(t->at, cap);
-        if (!p)
-            return 1;
-        t->at = p;
-        t->cap = cap;
-    }
-    memcpy(t->at + t->n, s, n);
-    t->n += n;
-    return 0;
-}
-
-static PyObject *tape_text(koila__tape *t, PyObject *unused)
-{
-    struct text text = { 0 };
-    const koila_status s = koila_graph_print(t->graph, put, &text);
-    PyObject *r = s ? koila__raise(s) : PyUnicode_FromStringAndSize(text.at, (Py_ssize_t)text.n);
-    PyMem_Free(text.at);
-    return r;
-}
-
-static PyObject *tape_close(koila__tape *t, PyObject *unused)
-{
-    t->closed = true;
-    if (koila__open == t) {
-        koila__open = NULL;
-        Py_DECREF(t);
-    }
-    koila__factories_watch();
-    Py_RETURN_NONE;
-}
-
-static PyObject *tape_check(koila__tape *t, PyObject *unused)
-{
-    koila_error err = KOILA_ERROR_INIT;
-    if (!koila_graph_check(t->graph, &err)) {
-        PyErr_SetString(PyExc_AssertionError, err.text);
-        return NULL;
-    }
-    Py_RETURN_TRUE;
-}
-
-static PyObject *tape_held(koila__tape *t, PyObject *unused)
-{
-    koila_value v[256];
-    uint32_t n = koila__tape_held(t, NULL, 0, v, 256);
-    if (n > 256)
-        n = 256;
-    PyObject *r = PyList_New(n);
-    for (uint32_t i = 0; r && i < n; i++)
-        PyList_SET_ITEM(r, i, PyLong_FromUnsignedLong(v[i]));
-    return r;
-}
-
-static PyObject *get_n_nodes(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLong(koila_graph_n_nodes(t->graph));
-}
-static PyObject *get_n_values(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLong(koila_graph_n_values(t->graph));
-}
-static PyObject *get_n_handles(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLong(t->n_handles);
-}
-static PyObject *get_n_effects(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLong(t->n_effects);
-}
-static PyObject *get_n_random(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLong(t->n_random);
-}
-static PyObject *get_hash(koila__tape *t, void *c)
-{
-    return PyLong_FromUnsignedLongLong(koila_graph_hash(t->graph));
-}
-static PyObject *get_closed(koila__tape *t, void *c) { return PyBool_FromLong(t->closed); }
-static PyObject *get_ran(koila__tape *t, void *c) { return PyBool_FromLong(t->ran); }
-
-static PyGetSetDef tape_getset[] = {
-    { "n_nodes", (getter)get_n_nodes, NULL, "recorded nodes", NULL },
-    { "n_values", (getter)get_n_values, NULL, "values, leaves included", NULL },
-    { "n_handles", (getter)get_n_handles, NULL, "live lazy tensors", NULL },
-    { "n_effects", (getter)get_n_effects, NULL, "real tensors that the step will write", NULL },
-    { "n_random", (getter)get_n_random, NULL, "random nodes", NULL },
-    { "hash", (getter)get_hash, NULL, "of everything that decides a plan", NULL },
-    { "closed", (getter)get_closed, NULL, "its step has run", NULL },
-    { "ran", (getter)get_ran, NULL, "something was made concrete", NULL },
-    { 0 },
-};
-static PyMethodDef tape_methods[] = {
-    { "text", (PyCFunction)tape_text, METH_NOARGS, "The graph in its text form." },
-    { "close", (PyCFunction)tape_close, METH_NOARGS,
-      "The step is over: the next lazy() opens a new tape." },
-    { "check", (PyCFunction)tape_check, METH_NOARGS, "Assert every invariant of the graph." },
-    { "held", (PyCFunction)tape_held, METH_NOARGS,
-      "Ids of the values that the user can still ask for and that are not concrete." },
-    { 0 },
-};
-
 PyTypeObject koila__tape_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.Tape",
     .tp_basicsize = sizeof(koila__tape),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = (destructor)tape_dealloc,
     .tp_weaklistoffset = offsetof(koila__tape, weakrefs),
-    .tp_getset = tape_getset,
-    .tp_methods = tape_methods,
     .tp_doc = "One recorded step.",
 };

@@ -89,7 +89,7 @@ typedef struct tape_random {
     uint32_t words;
 } tape_random;
 
-/* ---- operators.c, arguments.c, tape.c */
+/* ---- operators.c, arguments.c, step.c (koila__tape_held), tape.c */
 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__op_object(koila_op op);
 PyObject *koila__opaque_object(uint32_t id); /* borrowed */

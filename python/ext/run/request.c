@@ -376,11 +376,9 @@ int koila__request(koila__tape *t, const koila__wanted *w)
 {
     if (koila__shield_enter() < 0)
         return -1;
-    koila__factories_held++; /* operators written in Python make plain tensors */
-    koila__factories_watch();
+    koila__switch_hold(true); /* operators written in Python make plain tensors */
     const int status = run_request(t, w);
-    koila__factories_held--;
-    koila__factories_watch();
+    koila__switch_hold(false);
     koila__shield_leave();
     return status;
 }

@@ -118,14 +118,9 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
         if (koila__commit_effects(t) < 0)
             return NULL;
         Py_INCREF(t);
-        t->closed = true;
-        if (koila__open == t) {
-            koila__open = NULL;
-            Py_DECREF(t);
-        }
+        koila__tape_close(t);
         koila__tape_let_go(t);
         Py_DECREF(t);
-        koila__factories_watch();
     }
     Py_RETURN_NONE;
 }
@@ -337,10 +332,9 @@ static PyObject *py_swap_open(PyObject *self, PyObject *tape)
         PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None");
         return NULL;
     }
-    /* ours goes to the caller */
-    PyObject *before = koila__open ? (PyObject *)koila__open : Py_NewRef(Py_None);
-    koila__open = tape == Py_None ? NULL : (koila__tape *)Py_NewRef(tape);
-    koila__factories_watch();
+    PyObject *before = Py_NewRef(koila__open ? (PyObject *)koila__open : Py_None);
+    koila__tape *now = tape == Py_None ? NULL : (koila__tape *)tape;
+    koila__tape_set_open(now && !now->closed ? now : NULL);
     return before;
 }
 

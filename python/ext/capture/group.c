@@ -1,0 +1,206 @@
+/* group.c — one storage (a group), its views (chains), and the handles that stand for them: who is
+ * in which list. */
+#include "capture/capture.h"
+
+uint64_t koila__n_handles;
+uint32_t koila__n_factories;
+
+/* ---- a handle's value, group and tape */
+
+static void link_value(koila__handle *h, koila_value v)
+{
+    h->value = v;
+    h->prev_of_value = NULL;
+    h->next_of_value = NULL;
+    if (v == KOILA_NONE)
+        return;
+    koila_assert(v < h->group->tape->n_values_alloc);
+    tape_value *tv = &h->group->tape->values[v];
+    koila_assert(!tv->handle || (tv->handle->value == v && !tv->handle->prev_of_value));
+    h->next_of_value = tv->handle;
+    if (tv->handle)
+        tv->handle->prev_of_value = h;
+    tv->handle = h;
+}
+
+static void unlink_value(koila__handle *h)
+{
+    if (h->value == KOILA_NONE)
+        return;
+    koila_assert(h->prev_of_value || h->group->tape->values[h->value].handle == h);
+    if (h->prev_of_value)
+        h->prev_of_value->next_of_value = h->next_of_value;
+    else
+        h->group->tape->values[h->value].handle = h->next_of_value;
+    if (h->next_of_value)
+        h->next_of_value->prev_of_value = h->prev_of_value;
+    h->value = KOILA_NONE;
+    h->next_of_value = h->prev_of_value = NULL;
+}
+
+void koila__handle_set_value(koila__handle *h, koila_value v)
+{
+    unlink_value(h);
+    link_value(h, v);
+}
+
+void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                          koila_meta meta, int64_t offset)
+{
+    g->refs++;
+    if (c)
+        c->refs++;
+    h->group = g;
+    h->chain = c;
+    h->gen = g->gen;
+    h->meta = meta;
+    h->offset = offset;
+    koila_assert(!g->handles || (g->handles->group == g && !g->handles->prev_in_group));
+    h->prev_in_group = NULL;
+    h->next_in_group = g->handles;
+    if (g->handles)
+        g->handles->prev_in_group = h;
+    g->handles = h;
+    koila__tape *t = g->tape;
+    h->prev_in_tape = NULL;
+    h->next_in_tape = t->handles;
+    if (t->handles)
+        t->handles->prev_in_tape = h;
+    t->handles = h;
+    t->n_handles++;
+    koila__n_handles++;
+    link_value(h, v);
+}
+
+static void leave_group(koila__handle *h)
+{
+    koila_assert(h->prev_in_group || h->group->handles == h);
+    if (h->prev_in_group)
+        h->prev_in_group->next_in_group = h->next_in_group;
+    else
+        h->group->handles = h->next_in_group;
+    if (h->next_in_group)
+        h->next_in_group->prev_in_group = h->prev_in_group;
+}
+
+void koila__handle_stand_beside(koila__handle *h, koila__handle *other)
+{
+    koila_assert(h->group == other->group && h != other);
+    leave_group(h);
+    h->prev_in_group = other;
+    h->next_in_group = other->next_in_group;
+    if (other->next_in_group)
+        other->next_in_group->prev_in_group = h;
+    other->next_in_group = h;
+}
+
+/* Leave group, tape and value. Returns the group to free, if it was the last. Runs no Python code.
+ */
+koila__group *koila__handle_detach(koila__handle *h)
+{
+    koila__group *g = h->group;
+    koila__tape *t = g->tape;
+    koila_assert(g->refs > 0 && t->n_handles > 0 && koila__n_handles >= t->n_handles);
+    unlink_value(h);
+    leave_group(h);
+    if (h->prev_in_tape)
+        h->prev_in_tape->next_in_tape = h->next_in_tape;
+    else
+        t->handles = h->next_in_tape;
+    if (h->next_in_tape)
+        h->next_in_tape->prev_in_tape = h->prev_in_tape;
+    t->n_handles--;
+    koila__n_handles--;
+    koila_assert((t->n_handles == 0) == (t->handles == NULL));
+    koila__chain_release(h->chain);
+    h->group = NULL;
+    h->chain = NULL;
+    return --g->refs == 0 ? g : NULL;
+}
+
+void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
+                        koila_meta meta, int64_t offset)
+{
+    if (c)
+        c->refs++; /* both may be what we leave */
+    g->refs++;
+    koila__group *last = koila__handle_detach(h);
+    g->refs--;
+    koila__handle_attach(h, g, c, v, meta, offset);
+    if (c)
+        c->refs--;
+    if (last)
+        koila__group_free(last);
+}
+
+/* ---- groups and chains */
+
+koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta)
+{
+    koila__group *g = PyObject_Malloc(sizeof *g);
+    if (!g) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    Py_INCREF(t);
+    *g = (koila__group){ .tape = t, .cur = base, .meta = meta, .gen = 1 };
+    return g;
+}
+
+void koila__group_free(koila__group *g)
+{
+    koila__tape *t = g->tape;
+    koila_assert(!g->handles && koila__n_factories >= g->factory);
+    koila__n_factories -= g->factory;
+    PyObject_Free(g);
+    Py_DECREF(t);
+}
+
+koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
+                               int64_t offset, uint32_t gen, koila_value v)
+{
+    koila__chain *c = PyObject_Malloc(sizeof *c);
+    if (!c) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (parent)
+        parent->refs++;
+    *c = (koila__chain){ .n_links = parent ? parent->n_links + 1 : 1,
+                         .parent = parent,
+                         .link = link,
+                         .meta = meta,
+                         .offset = offset,
+                         .memo_gen = gen,
+                         .memo = v };
+    return c;
+}
+
+void koila__group_is_factory(koila__group *g, bool no_lazy_data)
+{
+    koila__n_factories += !g->factory;
+    g->factory = true;
+    g->no_lazy_data = no_lazy_data;
+}
+
+bool koila__chain_conjugated(const koila__chain *c)
+{
+    bool odd = false;
+    for (; c; c = c->parent) {
+        const uint32_t facts = koila__facts_of(c->link.sig);
+        if (facts & (KOILA_FACT_AS_COMPLEX | KOILA_FACT_AS_REAL))
+            break;
+        odd ^= (facts & KOILA_FACT_CONJUGATES) != 0;
+    }
+    return odd;
+}
+
+void koila__chain_release(koila__chain *c)
+{
+    koila_assert(!c || c->refs > 0);
+    while (c && --c->refs == 0) {
+        koila__chain *parent = c->parent;
+        PyObject_Free(c);
+        c = parent;
+    }
+}

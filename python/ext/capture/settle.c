@@ -1,0 +1,266 @@
+/* settle.c — a lazy factory becomes a plain tensor, in the same Python object: Note [Settling] in
+ * factories.c. Which calls make one settle, and what is computed from factories alone. */
+#include "capture/capture.h"
+#include "capture/executor.h"
+
+/* ---- settling */
+
+static PyObject *contents(koila__group *g, bool *fresh)
+{ /* of the base, plain; *fresh: nobody else has them */
+    koila__tape *t = g->tape;
+    const koila_value v = g->cur;
+    const koila_value_info info = koila_value_get(t->graph, v);
+    if (!t->values[v].real && info.node != KOILA_NONE) {
+        const koila_sig sig = koila_node_get(t->graph, info.node).sig;
+        if (koila_sig_get(koila__table, sig)->n_inputs == 0) { /* as it was made */
+            PyObject *f = koila__helper("enter_modes");
+            PyObject *modes = f ? PyObject_CallNoArgs(f) : NULL;
+            PyObject *out = NULL;
+            const int rc = modes ? koila__executor->call(sig, &out) : -1;
+            Py_XDECREF(f);
+            Py_XDECREF(modes);
+            *fresh = !koila__maybe_inference();
+            return rc < 0 ? NULL : out;
+        }
+    }
+    *fresh = false;
+    if (!t->values[v].real) {
+        const int rc = koila__executor->run(t, &v, 1, false);
+        t->ran = true;
+        if (rc < 0)
+            return NULL;
+    }
+    return Py_XNewRef(t->values[v].real);
+}
+
+/* 1: `o` is a plain tensor now, 0: it cannot be, -1 with an exception. */
+static int settle(PyObject *o)
+{
+    if (koila__is_settled(o))
+        return 1;
+    koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+    if (!h || !h->group->factory)
+        return 0;
+    koila__group *g = h->group;
+    koila__tape *t = g->tape;
+    Py_INCREF(t);
+    g->refs++; /* it stays while its wrappers leave */
+    bool fresh = false;
+    PyObject *base = contents(g, &fresh);
+    PyObject *meta = base ? koila__meta_object(g->meta) : NULL;
+    PyObject *wrappers = meta ? PyList_New(0) : NULL;
+    PyObject *places = wrappers ? PyList_New(0) : NULL;
+    PyObject *f = NULL;
+    PyObject *views = NULL;
+    PyObject *alias = koila__helper("alias_of");
+    int rc = -1;
+    const int collecting = PyGC_Disable();
+    for (h = places && alias ? g->handles : NULL; h; h = h->next_in_group) {
+        PyObject *m = koila__meta_object(h->meta);
+        PyObject *place = m ? Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
+                                            (long long)h->offset)
+                            : NULL;
+        const int bad =
+            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
+        Py_XDECREF(m);
+        Py_XDECREF(place);
+        if (bad)
+            goto done;
+    }
+    f = places && alias ? koila__helper("settled_views") : NULL;
+    views =
+        f ? PyObject_CallFunctionObjArgs(f, base, meta, fresh ? Py_True : Py_False, places, NULL)
+          : NULL;
+    if (!views)
+        goto done;
+    /* the last thing that can fail is the first assignment */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
+        PyObject *w = PyList_GET_ITEM(wrappers, i);
+        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
+        PyObject *plain = ok ? PyObject_CallOneArg(alias, w) : NULL;
+        Py_XDECREF(ok);
+        if (!plain)
+            goto done;
+        koila__handle_make_plain(koila__handle_of(w), plain);
+        Py_DECREF(plain);
+    }
+    rc = 1;
+done:
+    if (collecting)
+        PyGC_Enable();
+    Py_XDECREF(base);
+    Py_XDECREF(meta);
+    Py_XDECREF(wrappers);
+    Py_XDECREF(places);
+    Py_XDECREF(f);
+    Py_XDECREF(views);
+    Py_XDECREF(alias);
+    if (--g->refs == 0)
+        koila__group_free(g);
+    Py_DECREF(t);
+    return rc;
+}
+
+static bool requires_grad(PyObject *tensor)
+{
+    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
+    const bool yes = r != Py_False;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return yes;
+}
+
+typedef struct met {
+    PyObject *written[16]; /* borrowed: factories without lazy data, to be written */
+    uint32_t n_written;
+    bool settled, lazy_data; /* is there a settled one; is there lazy data among what is read */
+    uint32_t n_factories;    /* without lazy data */
+} met;
+
+static void look(met *m, PyObject *o, bool written)
+{
+    if (PyList_Check(o) || PyTuple_Check(o)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++)
+            look(m, PySequence_Fast_GET_ITEM(o, i), written);
+        return;
+    }
+    if (!koila__has_slot(o))
+        return;
+    const koila__handle *h = koila__handle_of(o);
+    if (!h)
+        return;
+    if (!h->group)
+        m->settled = true;
+    else if (!h->group->no_lazy_data)
+        m->lazy_data |= !written;
+    else if (written && m->n_written < 16)
+        m->written[m->n_written++] = o;
+    else
+        m->n_factories++;
+}
+
+static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObject *args,
+                         PyObject *kwargs)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        look(m, PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
+    Py_ssize_t at = 0;
+    PyObject *name, *value;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
+}
+
+/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known
+ * data may write that data next, and a recorded read would be out of date. */
+static bool reads_known_data(PyObject *o, bool written)
+{
+    if (PyList_Check(o) || PyTuple_Check(o)) {
+        bool yes = false;
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o) && !yes; i++)
+            yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
+        return yes;
+    }
+    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o))
+        return false;
+    koila_meta m;
+    if (koila__meta_of(o, &m) < 0) {
+        PyErr_Clear();
+        return true;
+    }
+    return koila_meta_get(koila__table, m)->n_dims > 0;
+}
+
+static bool call_reads_known_data(uint64_t written, PyObject *args)
+{
+    bool yes = false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !yes; i++)
+        yes = reads_known_data(PyTuple_GET_ITEM(args, i), i < 64 && written >> i & 1);
+    return yes;
+}
+
+int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
+{
+    met m = { 0 };
+    look_at_call(&m, written, written_kw, args, kwargs);
+    for (uint32_t i = 0; i < m.n_written; i++) {
+        const koila__handle *h = koila__handle_of(m.written[i]);
+        if (!h->group)
+            continue; /* settled with the one before */
+        const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
+        if (m.lazy_data) {
+            h->group->no_lazy_data = false;
+        } else if (!requires_grad(m.written[i]) &&
+                   (h->group->tape->closed ||
+                    !koila__tape_has_batch(h->group->tape, view->size, view->n_dims) ||
+                    call_reads_known_data(written, args))) {
+            if (settle(m.written[i]) < 0)
+                return -1;
+            m.settled = true;
+        }
+    }
+    return m.settled;
+}
+
+/* What is computed from factories alone could have been plain too, so it may settle. */
+void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
+{
+    const bool many = PyTuple_Check(result) || PyList_Check(result);
+    met m = { 0 };
+    look_at_call(&m, 0, NULL, args, kwargs);
+    if (m.lazy_data || !m.n_factories)
+        return;
+    for (Py_ssize_t i = 0; i < (many ? PySequence_Fast_GET_SIZE(result) : 1); i++) {
+        PyObject *o = many ? PySequence_Fast_GET_ITEM(result, i) : result;
+        if (!koila__has_slot(o) || !koila__is_lazy(o))
+            continue;
+        koila__group *g = koila__handle_of(o)->group;
+        if (!g->factory)
+            koila__group_is_factory(g, true);
+    }
+}
+
+/* ---- what Python uses */
+
+static PyObject *py_settle(PyObject *module, PyObject *o)
+{
+    const int rc = settle(o);
+    return rc < 0 ? NULL : PyBool_FromLong(rc);
+}
+
+/* settled(x): the plain tensor that a settled one is, or None */
+static PyObject *py_settled(PyObject *module, PyObject *o)
+{
+    return Py_NewRef(koila__is_settled(o) ? koila__handle_of(o)->wrapper : Py_None);
+}
+
+/* resettle(x, plain): its memory or its layout is another one now */
+static PyObject *py_resettle(PyObject *module, PyObject *args)
+{
+    PyObject *o, *plain;
+    if (!PyArg_ParseTuple(args, "OO", &o, &plain))
+        return NULL;
+    if (!koila__is_settled(o)) {
+        PyErr_SetString(PyExc_TypeError, "expected a settled tensor");
+        return NULL;
+    }
+    koila__handle_make_plain(koila__handle_of(o), plain);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_is_factory(PyObject *module, PyObject *o)
+{
+    return PyBool_FromLong(koila__is_lazy(o) && koila__handle_of(o)->group->factory);
+}
+
+static PyMethodDef methods[] = {
+    { "settle", py_settle, METH_O,
+      "settle(x): a factory and its views become plain tensors, in place; is x one now?" },
+    { "settled", py_settled, METH_O,
+      "settled(x): the plain tensor that a settled one is, or None" },
+    { "resettle", py_resettle, METH_VARARGS,
+      "resettle(x, plain): after its memory or layout changed" },
+    { "is_factory", py_is_factory, METH_O, "is_factory(x): may it settle?" },
+    { 0 },
+};
+
+int koila__settle_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }

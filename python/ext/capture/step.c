@@ -1,0 +1,266 @@
+/* step.c — the state machine of a step: a tape that is opened, filled, run and let go of.
+ *
+ *                          lazy(), an operator: koila__tape_current()
+ *                 (none) ---------------------------------------------> OPEN
+ *                    ^                                                   | |
+ *                    |   the last handle dies, and nothing must happen   | |
+ *                    |   outside: koila__step_left()                     | |
+ *                    +---------------------------------------------------+ |
+ *                    |                                                     |
+ *                    |   backward has run; Tape.close(); another lazy(),   |
+ *                    |   when no backward can come: koila__tape_for_lazy() |
+ *                    |                                                     v
+ *                    +-------------------------------------------------- CLOSED
+ *                        the last handle dies, or its value is concrete    |  ^
+ *                        and has moved to a tape of its own (compacted)    +--+
+ *                                                       all values concrete: leaves let go
+ *
+ *   OPEN     koila__open is the tape: lazy() joins it, operators are recorded in it. One at a time.
+ *   CLOSED   its step has run. What is recorded later on its tensors goes on in it, until they
+ *            meet the open tape and move there. Never opened again.
+ *   (none)   koila__open is NULL. A tape that left OPEN without closing has no handles.
+ *
+ * Beside the state: `waiting` (an axis was opened, its leaf is still to come), `planned` (recorded
+ * by koila.plan(): nothing of it happens), `failed` (the last run failed: no effects), `ran`
+ * (something was made concrete), `let_go` and `compacted` (CLOSED only).
+ */
+#include "capture/capture.h"
+#include "capture/executor.h"
+
+/* ---- what the user can still ask for */
+
+/* Torch counts all C++ owners of a tensor as one Python reference. Learnt at import
+ * (_torch.second_owner_adds_reference), for it changed between versions; where it does not hold
+ * nobody can tell, and everything counts as held. */
+bool koila__owners_show;
+
+/* Torch keeps a tensor's Python object alive while C++ owns the tensor. In the versions where it
+ * does so with one plain reference, a wrapper that has exactly that one reference is kept by C++
+ * alone: saved by autograd, and no variable of the user reaches it. */
+static bool user_holds(PyObject *wrapper, PyObject *use_count)
+{
+    if (!koila__owners_show)
+        return true;
+    if (Py_REFCNT(wrapper) > 1)
+        return true;
+    PyObject *n = PyObject_CallOneArg(use_count, wrapper);
+    const long uses = n ? PyLong_AsLong(n) : 1;
+    Py_XDECREF(n);
+    PyErr_Clear();
+    return uses < 2;
+}
+
+/* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
+static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap,
+                     uint32_t *n)
+{
+    if (t->values[v].real)
+        return;
+    const uint32_t there = *n < cap ? *n : cap;
+    for (uint32_t i = 0; i < there; i++)
+        if (out[i] == v)
+            return;
+    if (*n < cap)
+        out[*n] = v;
+    ++*n;
+}
+
+/* A view that can be used in a later step takes its whole storage along, unless it is the only one
+ * who sees it. */
+static bool needs_base(const koila__handle *h)
+{
+    if (!h->chain || (!h->next_in_group && !h->prev_in_group))
+        return false;
+    PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
+    const bool constant = grad == Py_False;
+    Py_XDECREF(grad);
+    PyErr_Clear();
+    return constant;
+}
+
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
+                          koila_value *out, uint32_t cap)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *use_count = koila__helper("use_count");
+    uint32_t n = 0;
+    /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps
+     */
+    const int collecting = PyGC_Disable();
+    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
+        if (h->wrapper && use_count && !user_holds(h->wrapper, use_count))
+            continue;
+        const koila_value v = koila__value_of(h); /* may record the replay of its chain */
+        if (v == KOILA_NONE) {
+            PyErr_Clear(); /* asked for later, it will say so itself */
+            continue;
+        }
+        add_held(t, v, out, cap, &n);
+        bool for_itself = false;
+        for (uint32_t i = 0; i < n_wanted && !for_itself; i++)
+            for_itself = wanted[i] == v;
+        if (!for_itself && needs_base(h))
+            add_held(t, h->group->cur, out, cap, &n);
+    }
+    if (collecting)
+        PyGC_Enable();
+    Py_XDECREF(use_count);
+    PyErr_Restore(type, value, trace);
+    return n;
+}
+
+/* ---- opening */
+
+/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die:
+ * losses kept in a list must not keep their batches. */
+static int compact_closed(void)
+{
+    for (koila__tape *t = koila__tapes; t;) {
+        if (!t->closed || t->compacted) {
+            t = t->next_tape;
+            continue;
+        }
+        t->compacted = true;
+        Py_INCREF(t);
+        const int rc = koila__compact(t);
+        koila__tape *next = t->next_tape;
+        Py_DECREF(t);
+        if (rc < 0)
+            return -1;
+        /* others may have died with it: from the start; compacted ones are passed over */
+        t = next ? koila__tapes : NULL;
+    }
+    return 0;
+}
+
+koila__tape *koila__tape_current(void)
+{
+    if (koila__open)
+        return koila__open;
+    koila__tape *t = koila__tape_new();
+    if (!t)
+        return NULL;
+    koila__tape_set_open(t);
+    Py_DECREF(t);
+    return compact_closed() < 0 ? NULL : koila__open;
+}
+
+/* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to
+ * its end */
+#define MAX_LAZY_CALLS 16
+
+/* May a backward come that needs what is recorded here? */
+static bool backward_may_come(koila__tape *t)
+{
+    bool waits = false;
+    const int collecting = PyGC_Disable(); /* see koila__tape_held */
+    for (koila__handle *h = t->handles; h && !waits; h = h->next_in_tape) {
+        PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
+        waits = r == Py_True;
+        Py_XDECREF(r);
+        if (!r)
+            PyErr_Clear();
+    }
+    if (collecting)
+        PyGC_Enable();
+    return waits;
+}
+
+/* No backward can come: what the user still holds of tape `t` is made now, in one run. */
+static int run_what_is_held(koila__tape *t)
+{
+    const uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
+    koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
+    if (!v) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
+    const uint32_t n_held = m < n ? m : n;
+    if (t->failed)
+        koila__tape_give_up(t);
+    int rc = koila__tape_drop_overwritten(t);
+    if (rc == 0 && (n_held || t->n_effects))
+        rc = koila__executor->run_held(t, v, n_held);
+    PyMem_Free(v);
+    return rc;
+}
+
+/* Several lazy() calls join one step. */
+koila__tape *koila__tape_for_lazy(void)
+{
+    koila__tape *t = koila__open;
+    if (!t)
+        return koila__tape_current();
+    const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
+    if (t->n_handles && t->planned == koila__is_planning() &&
+        (idle || (backward_may_come(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
+        return t;
+    Py_INCREF(t);
+    int rc = 0;
+    if (t->n_handles && !t->planned && !koila__is_planning())
+        rc = run_what_is_held(t);
+    if (rc == 0)
+        koila__tape_close(t);
+    Py_DECREF(t);
+    return rc < 0 ? NULL : koila__tape_current();
+}
+
+/* ---- ending */
+
+/* koila__tape_let_go() walks all handles, at each death: only when few are left */
+#define MAX_HANDLES_LOOKED_AT 16
+
+/* The run of an abandoned step failed, an exception is set. Where a leaf was written since, its
+ * statistics stay as they were, with a warning; all else is reported as unraisable. */
+static void report_abandoned(koila__tape *t)
+{
+    PyObject *error, *said, *where;
+    PyErr_Fetch(&error, &said, &where);
+    PyObject *stale = koila__helper("StaleValueError");
+    if (stale && error && PyErr_GivenExceptionMatches(error, stale)) {
+        Py_CLEAR(error);
+        Py_CLEAR(said);
+        Py_CLEAR(where);
+        if (PyErr_WarnFormat(
+                PyExc_RuntimeWarning, 1,
+                "koila: a training-mode forward pass was left without backward, and what it "
+                "was computed from has been written since: its running statistics (%u) "
+                "stay as they were",
+                t->n_effects) == 0)
+            koila__tape_give_up(t);
+    }
+    Py_XDECREF(stale);
+    if (error)
+        PyErr_Restore(error, said, where);
+    if (PyErr_Occurred())
+        PyErr_WriteUnraisable((PyObject *)t);
+}
+
+/* Nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note
+ * [Effects] in tape.c. */
+static void finish_abandoned(koila__tape *t)
+{
+    /* a step that failed, or was only planned, changes nothing outside */
+    if (t->failed || t->planned) {
+        koila__tape_give_up(t);
+        return;
+    }
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (koila__tape_drop_overwritten(t) < 0 ||
+        (t->n_effects && koila__executor->run(t, NULL, 0, true) < 0))
+        report_abandoned(t);
+    PyErr_Restore(type, value, trace);
+}
+
+void koila__step_left(koila__tape *t)
+{
+    if (t->n_effects && !t->n_handles)
+        finish_abandoned(t);
+    if (t->closed && t->n_handles < MAX_HANDLES_LOOKED_AT)
+        koila__tape_let_go(t);
+    if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t)
+        koila__tape_set_open(NULL);
+}
