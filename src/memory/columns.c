@@ -65,7 +65,8 @@ const char *koila__column_head(const koila__column *c, int i)
 {
     if (c->word != KOILA__WORD_METRIC)
         return i ? "" : words[c->word];
-    return i == 0 ? metrics[c->metric] : i == 1 ? pools[c->pool] : stats[c->stat];
+    const char *const heads[] = { metrics[c->metric], pools[c->pool], stats[c->stat] };
+    return heads[i];
 }
 const char *koila__column_name(const koila__column *c, char *buffer)
 {
@@ -117,6 +118,68 @@ static int stats_index(const koila__column *c)
     return order[c->metric] * 3 + (int)c->pool;
 }
 
+/* As the allocator's statistics say; a peak is the larger of the two ends of the line. */
+static double value_from_stats(const koila__column *c, const koila__rec *rec)
+{
+    const int i = stats_index(c);
+    switch (c->stat) {
+    case KOILA__STAT_PEAK:
+        return (double)rec->stats_peak->current[i];
+    case KOILA__STAT_CURRENT:
+        return (double)rec->stats_max->current[i];
+    case KOILA__STAT_ALLOCATED:
+        return (double)rec->stats_max->allocated[i];
+    default:
+        return (double)rec->stats_max->freed[i];
+    }
+}
+
+/* As the events say. */
+static double value_from_events(const koila__column *c, const koila__rec *rec, bool on_cpu,
+                                const koila__credit *credit)
+{
+    static const int flow_of_pool[] = { [KOILA__POOL_ALL] = 0,
+                                        [KOILA__POOL_SMALL] = 1,
+                                        [KOILA__POOL_LARGE] = 2 };
+    const bool active =
+        c->metric == KOILA__METRIC_ACTIVE || c->metric == KOILA__METRIC_ACTIVE_BYTES;
+    const int i = flow_of_pool[c->pool] + (is_bytes(c) ? 0 : 3); /* the same order as koila__q */
+    int q = i;
+    if (!on_cpu && c->metric == KOILA__METRIC_RESERVED_BYTES)
+        q = KOILA__Q_RESERVED;
+    else if (!on_cpu && active)
+        q = KOILA__Q_ACTIVE + i;
+    switch (c->stat) {
+    case KOILA__STAT_PEAK:
+        if (i == KOILA__Q_BYTES_ALL && credit->peak > rec->peak[q])
+            return (double)credit->peak;
+        return (double)rec->peak[q];
+    case KOILA__STAT_CURRENT:
+        return (double)rec->current[q];
+    case KOILA__STAT_ALLOCATED:
+        return (double)rec->allocated[i];
+    default:
+        return (double)rec->freed[i];
+    }
+}
+
+static bool metric_value(const koila__column *c, const koila__row *row, const koila__rec *rec,
+                         int device, const koila__credit *credit, double *out)
+{
+    const bool on_cpu = device == 0 || (device < 0 && row->seen_target == 0);
+    const bool needs_stats = koila__column_needs_stats(c);
+    if (rec->stats_max && needs_stats)
+        *out = value_from_stats(c, rec);
+    else if (needs_stats && !on_cpu)
+        return false;
+    else if (c->metric == KOILA__METRIC_INACTIVE_SPLIT ||
+             c->metric == KOILA__METRIC_INACTIVE_SPLIT_BYTES)
+        *out = 0;
+    else
+        *out = value_from_events(c, rec, on_cpu, credit);
+    return true;
+}
+
 bool koila__column_value(koila__lines *l, const koila__column *c, const koila__row *row, int device,
                          double *out)
 {
@@ -127,70 +190,30 @@ bool koila__column_value(koila__lines *l, const koila__column *c, const koila__r
     switch (c->word) {
     case KOILA__WORD_HITS:
         *out = (double)row->n_hits;
-        return true;
+        break;
     case KOILA__WORD_TIME:
         *out = koila__ticks_to_ns(l, row->n_ticks);
-        return true;
+        break;
     case KOILA__WORD_RISE:
         *out = (double)rec->rise;
-        return true;
+        break;
     case KOILA__WORD_DELTA:
         *out = (double)(rec->sum_delta + (int64_t)(credit.alloc - credit.freed));
-        return true;
+        break;
     case KOILA__WORD_ALLOC:
         *out = (double)(rec->sum_alloc + credit.alloc);
-        return true;
+        break;
     case KOILA__WORD_FREED:
         *out = (double)(rec->sum_freed + credit.freed);
-        return true;
+        break;
     case KOILA__WORD_BACKWARD:
         *out = (double)credit.backward;
         return l->sees_nodes;
     case KOILA__WORD_RSS:
         *out = (double)row->rss_bytes;
-        return true;
+        break;
     case KOILA__WORD_METRIC:
-        break;
-    }
-    if (rec->stats_max && koila__column_needs_stats(c)) {
-        int i = stats_index(c);
-        *out = (double)(c->stat == KOILA__STAT_PEAK        ? rec->stats_peak->current[i]
-                        : c->stat == KOILA__STAT_CURRENT   ? rec->stats_max->current[i]
-                        : c->stat == KOILA__STAT_ALLOCATED ? rec->stats_max->allocated[i]
-                                                           : rec->stats_max->freed[i]);
-        return true;
-    }
-    bool on_cpu = device == 0 || (device < 0 && row->seen_target == 0);
-    if (koila__column_needs_stats(c) && !on_cpu)
-        return false;
-    if (c->metric == KOILA__METRIC_INACTIVE_SPLIT ||
-        c->metric == KOILA__METRIC_INACTIVE_SPLIT_BYTES) {
-        *out = 0;
-        return true;
-    }
-    static const int flow_of_pool[] = { [KOILA__POOL_ALL] = 0,
-                                        [KOILA__POOL_SMALL] = 1,
-                                        [KOILA__POOL_LARGE] = 2 };
-    int i = flow_of_pool[c->pool] + (is_bytes(c) ? 0 : 3); /* the same order as koila__q */
-    bool active = c->metric == KOILA__METRIC_ACTIVE || c->metric == KOILA__METRIC_ACTIVE_BYTES;
-    int q = c->metric == KOILA__METRIC_RESERVED_BYTES && !on_cpu ? KOILA__Q_RESERVED
-            : active && !on_cpu                                  ? KOILA__Q_ACTIVE + i
-                                                                 : i;
-    switch (c->stat) {
-    case KOILA__STAT_PEAK:
-        *out = (double)rec->peak[q];
-        if (i == KOILA__Q_BYTES_ALL && (double)credit.peak > *out)
-            *out = (double)credit.peak;
-        break;
-    case KOILA__STAT_CURRENT:
-        *out = (double)rec->current[q];
-        break;
-    case KOILA__STAT_ALLOCATED:
-        *out = (double)rec->allocated[i];
-        break;
-    default:
-        *out = (double)rec->freed[i];
-        break;
+        return metric_value(c, row, rec, device, &credit, out);
     }
     return true;
 }

@@ -26,9 +26,9 @@
     X(ACTIVE_BYTES, "active_bytes")                                                                \
     X(ALLOCATION, "allocation")                                                                    \
     X(ALLOCATED_BYTES, "allocated_bytes")                                                          \
-    X(REQUESTED_BYTES, "requested_bytes") X(RESERVED_BYTES, "reserved_bytes")                      \
-        X(INACTIVE_SPLIT, "inactive_split") X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes")        \
-            X(SEGMENT, "segment")
+    X(REQUESTED_BYTES, "requested_bytes")                                                          \
+    X(RESERVED_BYTES, "reserved_bytes") X(INACTIVE_SPLIT, "inactive_split")                        \
+        X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes") X(SEGMENT, "segment")
 #define KOILA__POOL_MAP(X) X(ALL, "all") X(LARGE, "large_pool") X(SMALL, "small_pool")
 #define KOILA__STAT_MAP(X)                                                                         \
     X(CURRENT, "current") X(PEAK, "peak") X(ALLOCATED, "allocated") X(FREED, "freed")

@@ -1,6 +1,8 @@
 /* linetext.c — see linetext.h. */
 #include "memory/linetext.h"
 
+enum { N_HEADS = 3 }; /* header cells of a column */
+
 bool koila__func_recorded(const koila__func *f)
 {
     for (int i = 0; i < f->code->n_rows; i++)
@@ -57,41 +59,62 @@ static const char *line_text(const koila__view *v, int i, char *buffer)
     return buffer;
 }
 
+static void widen(size_t *width, const char *s)
+{
+    const size_t n = strlen(s);
+    if (n > *width)
+        *width = n;
+}
+
+/* Of every column, and last of the line numbers. */
+static void find_widths(koila__lines *l, const koila__view *v, const koila__column *columns,
+                        size_t n_columns, int device, size_t *widths)
+{
+    char buffer[64];
+    double value;
+    widths[n_columns] = strlen("line");
+    for (size_t k = 0; k < n_columns; k++) {
+        widths[k] = 0;
+        for (int h = 0; h < N_HEADS; h++)
+            widen(&widths[k], koila__column_head(&columns[k], h));
+    }
+    for (int i = 0; i < n_shown(v); i++) {
+        widen(&widths[n_columns], line_text(v, i, buffer));
+        for (size_t k = 0; k < n_columns; k++)
+            if (cell(l, &columns[k], row_at(v, i), device, &value))
+                widen(&widths[k], koila__column_text(&columns[k], value, buffer));
+    }
+}
+
+static void write_notes(koila__lines *l, const koila__view *v, const koila__column *columns,
+                        size_t n_columns, int device, koila__text *out)
+{
+    bool shared = false, from_ends = false;
+    for (int i = 0; i < n_shown(v); i++) {
+        const koila__row *row = row_at(v, i);
+        if (!row)
+            break;
+        shared |= row->shared;
+        const koila__rec *rec = row->recorded ? koila__row_rec(l, row, device) : NULL;
+        for (size_t k = 0; rec && rec->stats_max && k < n_columns; k++)
+            from_ends |=
+                koila__column_needs_stats(&columns[k]) && columns[k].stat == KOILA__STAT_PEAK;
+    }
+    if (shared)
+        koila__text_puts(out, "* several threads were in profiled code at once: allocations of "
+                              "worker threads count for each\n");
+    if (from_ends)
+        koila__text_puts(
+            out, "peaks of statistics read from the allocator are the larger end of the line\n");
+}
+
 static void write_text_table(koila__lines *l, const koila__view *v, const koila__column *columns,
                              size_t n_columns, int device, size_t *widths, koila__text *out)
 {
     char buffer[64];
     double value;
-    int n_rows = n_shown(v);
-    for (size_t k = 0; k <= n_columns; k++)
-        widths[k] = 4; /* "line", the last */
-    for (size_t k = 0; k < n_columns; k++) {
-        widths[k] = 0;
-        for (int h = 0; h < 3; h++) {
-            size_t n = strlen(koila__column_head(&columns[k], h));
-            if (n > widths[k])
-                widths[k] = n;
-        }
-    }
-    bool shared = false, from_ends = false;
-    for (int i = 0; i < n_rows; i++) {
-        const koila__row *row = row_at(v, i);
-        size_t n = strlen(line_text(v, i, buffer));
-        if (n > widths[n_columns])
-            widths[n_columns] = n;
-        shared |= row && row->shared;
-        for (size_t k = 0; k < n_columns; k++) {
-            if (!cell(l, &columns[k], row, device, &value))
-                continue;
-            n = strlen(koila__column_text(&columns[k], value, buffer));
-            if (n > widths[k])
-                widths[k] = n;
-            const koila__rec *rec = koila__row_rec(l, row, device);
-            from_ends |= rec && rec->stats_max && koila__column_needs_stats(&columns[k]) &&
-                         columns[k].stat == KOILA__STAT_PEAK;
-        }
-    }
-    for (int h = 0; h < 3; h++) {
+    find_widths(l, v, columns, n_columns, device, widths);
+    for (int h = 0; h < N_HEADS; h++) {
         for (size_t k = 0; k < n_columns; k++) {
             koila__text_right(out, koila__column_head(&columns[k], h), widths[k]);
             koila__text_puts(out, " ");
@@ -101,10 +124,9 @@ static void write_text_table(koila__lines *l, const koila__view *v, const koila_
         koila__text_trim(out);
         koila__text_puts(out, "\n");
     }
-    for (int i = 0; i < n_rows; i++) {
-        const koila__row *row = row_at(v, i);
+    for (int i = 0; i < n_shown(v); i++) {
         for (size_t k = 0; k < n_columns; k++) {
-            bool known = cell(l, &columns[k], row, device, &value);
+            const bool known = cell(l, &columns[k], row_at(v, i), device, &value);
             koila__text_right(out, known ? koila__column_text(&columns[k], value, buffer) : "",
                               widths[k]);
             koila__text_puts(out, " ");
@@ -115,12 +137,7 @@ static void write_text_table(koila__lines *l, const koila__view *v, const koila_
         koila__text_trim(out);
         koila__text_puts(out, "\n");
     }
-    if (shared)
-        koila__text_puts(out, "* several threads were in profiled code at once: allocations of "
-                              "worker threads count for each\n");
-    if (from_ends)
-        koila__text_puts(
-            out, "peaks of statistics read from the allocator are the larger end of the line\n");
+    write_notes(l, v, columns, n_columns, device, out);
 }
 
 static void write_html_table(koila__lines *l, const koila__view *v, const koila__column *columns,
@@ -132,7 +149,7 @@ static void write_html_table(koila__lines *l, const koila__view *v, const koila_
     double value;
     koila__text_puts(
         out, "<div><table style=\"border-collapse: collapse; font-family: monospace\">\n<thead>\n");
-    for (int h = 0; h < 3; h++) {
+    for (int h = 0; h < N_HEADS; h++) {
         koila__text_puts(out, "<tr>");
         for (size_t k = 0; k < n_columns; k++) {
             koila__text_puts(out, "<th style=\"text-align: right; padding: 0 0.5em\">");

@@ -136,64 +136,102 @@ koila__flow *koila__meter_take_flow(koila__meter *m)
 /* what it has counted stays in the totals */
 void koila__flow_give_back(koila__flow *f) { atomic_store(&f->taken, false); }
 
-KOILA__HOT void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self,
-                                   int device, int64_t delta, uint64_t now, uint64_t reserved)
-{
-    koila__device *d = &m->device[device];
-    uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
-    int large = size > KOILA__SMALL_BYTES;
-    if (!d->bytes) {
-        STORE(d->bytes_all, now);
-        STORE(d->reserved, reserved == UINT64_MAX ? now : reserved);
-    }
-    if (mine)
-        count_alone(&mine->device[device], large, delta);
-    else {
-        if (!LOAD(m->flows[0].taken))
-            STORE(m->flows[0].taken, true);
-        count(&m->flows[0].device[device], large, delta);
-    }
+/* An event, as the functions below need it. */
+typedef struct event {
+    int device, large; /* large: 0 or 1, the pool */
+    int64_t delta;     /* bytes */
+    uint64_t now, reserved;
+} event;
 
-    int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire);
+KOILA__HOT static void count_in_flow(koila__meter *m, koila__flow *mine, const event *e)
+{
+    if (mine) {
+        count_alone(&mine->device[e->device], e->large, e->delta);
+        return;
+    }
+    if (!LOAD(m->flows[0].taken))
+        STORE(m->flows[0].taken, true);
+    count(&m->flows[0].device[e->device], e->large, e->delta);
+}
+
+KOILA__HOT static void raise_window(koila__thread *t, const event *e,
+                                    const uint64_t after[KOILA__Q_COUNT])
+{
+    _Atomic uint64_t *peak = t->device[e->device].peak;
+    const int q_bytes = KOILA__Q_BYTES_SMALL + e->large;
+    const int q_n = KOILA__Q_N_SMALL + e->large;
+    raise_to(&peak[KOILA__Q_BYTES_ALL], e->now);
+    raise_to(&peak[q_bytes], after[q_bytes]);
+    raise_to(&peak[q_n], after[q_n]);
+    raise_to(&peak[KOILA__Q_N_ALL], after[KOILA__Q_N_ALL]);
+    raise_to(&peak[KOILA__Q_RESERVED], e->reserved);
+}
+
+KOILA__HOT static koila__thread *thread_at(koila__meter *m, int i)
+{
+    koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
+    return t && LOAD(t->n_open) ? t : NULL;
+}
+
+/* Windows are raised on all threads; the event counts for its own thread if that has a window open,
+ * else for every thread that has one. */
+KOILA__HOT static void tell_windows(koila__meter *m, const koila__flow *mine, koila__thread *self,
+                                    const event *e)
+{
+    const int n_threads = atomic_load_explicit(&m->n_threads, memory_order_acquire);
+    const bool own = self && LOAD(self->n_open) > 0;
     int n_given = 0;
-    bool own = self && LOAD(self->n_open) > 0;
     bool known = false;
     uint64_t after[KOILA__Q_COUNT];
     for (int i = 0; i < n_threads; i++) {
-        koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
-        if (!t || LOAD(t->n_open) == 0)
+        koila__thread *t = thread_at(m, i);
+        if (!t)
             continue;
-        if (delta > 0) {
-            _Atomic uint64_t *peak = t->device[device].peak;
+        if (e->delta > 0) {
             if (!known)
-                small_and_large_now(m, device, after);
+                small_and_large_now(m, e->device, after);
             known = true;
-            raise_to(&peak[KOILA__Q_BYTES_ALL], now);
-            raise_to(&peak[KOILA__Q_BYTES_SMALL + large], after[KOILA__Q_BYTES_SMALL + large]);
-            raise_to(&peak[KOILA__Q_N_SMALL + large], after[KOILA__Q_N_SMALL + large]);
-            raise_to(&peak[KOILA__Q_N_ALL], after[KOILA__Q_N_ALL]);
-            raise_to(&peak[KOILA__Q_RESERVED], reserved == UINT64_MAX ? now : reserved);
+            raise_window(t, e, after);
         }
         if (own && t != self)
             continue;
         if (!own || !mine || t->flow != mine)
-            count(&t->device[device].given, large, delta);
+            count(&t->device[e->device].given, e->large, e->delta);
         n_given++;
     }
-    if (n_given > 1)
-        for (int i = 0; i < n_threads; i++) {
-            koila__thread *t = atomic_load_explicit(&m->threads[i], memory_order_acquire);
-            if (t && LOAD(t->n_open))
-                ADD(t->n_shared, 1);
-        }
-    if (delta > 0) {
-        int n_spans = atomic_load_explicit(&m->n_spans, memory_order_acquire);
-        for (int i = 0; i < n_spans; i++) {
-            koila__span *s = atomic_load_explicit(&m->spans[i], memory_order_acquire);
-            if (s && s->device == device)
-                raise_to(&s->peak, now);
-        }
+    for (int i = 0; n_given > 1 && i < n_threads; i++) {
+        koila__thread *t = thread_at(m, i);
+        if (t)
+            ADD(t->n_shared, 1);
     }
+}
+
+KOILA__HOT static void raise_spans(koila__meter *m, const event *e)
+{
+    const int n_spans = atomic_load_explicit(&m->n_spans, memory_order_acquire);
+    for (int i = 0; i < n_spans; i++) {
+        koila__span *s = atomic_load_explicit(&m->spans[i], memory_order_acquire);
+        if (s && s->device == e->device)
+            raise_to(&s->peak, e->now);
+    }
+}
+
+KOILA__HOT void koila__meter_event(koila__meter *m, koila__flow *mine, koila__thread *self,
+                                   int device, int64_t delta, uint64_t now, uint64_t reserved)
+{
+    koila_assert(device >= 0 && device < m->n_devices && delta);
+    koila__device *d = &m->device[device];
+    const uint64_t size = (uint64_t)(delta < 0 ? -delta : delta);
+    const event e = { device, size > KOILA__SMALL_BYTES, delta, now,
+                      reserved == UINT64_MAX ? now : reserved };
+    if (!d->bytes) {
+        STORE(d->bytes_all, e.now);
+        STORE(d->reserved, e.reserved);
+    }
+    count_in_flow(m, mine, &e);
+    tell_windows(m, mine, self, &e);
+    if (delta > 0)
+        raise_spans(m, &e);
     if (mine)
         atomic_store_explicit(&mine->n_events, LOAD(mine->n_events) + 1, memory_order_release);
     else
