@@ -129,6 +129,13 @@ const char *args_value(args *a)
     return a->value;
 }
 
+int args_size(args *a, const char *name, uint64_t least, const char *example, uint64_t *out)
+{
+    if (!args_value(a) || (parse_size(a->value, out) && *out >= least))
+        return EXIT_OK;
+    return usage_of(a->verb, "%s %s: say %s", name, a->value, example);
+}
+
 bool parse_count(const char *s, uint64_t max, uint64_t *out)
 {
     uint64_t n = 0;
@@ -352,13 +359,9 @@ bool snapshot_option(snapshot_options *o, args *a, const char *name, int *code)
         if (args_value(a) && !parse_count(a->value, 1023, &o->device))
             *code = usage_of(a->verb, "--device %s: a number from 0 to 1023", a->value);
     } else if (!strcmp(name, "--max-memory")) {
-        if (args_value(a) &&
-            (!parse_size(a->value, &o->limits.max_memory_bytes) || !o->limits.max_memory_bytes))
-            *code = usage_of(a->verb, "--max-memory %s: say 2GiB or 2GB", a->value);
+        *code = args_size(a, name, 1, "2GiB or 2GB", &o->limits.max_memory_bytes);
     } else if (!strcmp(name, "--max-string")) {
-        if (args_value(a) &&
-            (!parse_size(a->value, &o->limits.max_string_bytes) || !o->limits.max_string_bytes))
-            *code = usage_of(a->verb, "--max-string %s: say 64MiB or 64MB", a->value);
+        *code = args_size(a, name, 1, "64MiB or 64MB", &o->limits.max_string_bytes);
     } else if (!strcmp(name, "--max-nesting")) {
         if (args_value(a) && (!parse_count(a->value, 4096, &n) || !n))
             *code = usage_of(a->verb, "--max-nesting %s: a number from 1 to 4096", a->value);

@@ -69,6 +69,9 @@ typedef struct args {
 bool args_next(args *a, const char **name);
 /* of the option just returned; NULL (and a->bad) if missing */
 const char *args_value(args *a);
+/* Its value as a number of bytes, at least `least`. EXIT_OK, also if it is missing (and a->bad); else
+ * complained: "say EXAMPLE". */
+int args_size(args *a, const char *name, uint64_t least, const char *example, uint64_t *out);
 
 /* ---- numbers */
 bool parse_size(const char *s, uint64_t *out); /* bytes, GiB MiB KiB (2^n), GB MB kB (10^n) */

@@ -237,6 +237,123 @@ static int plan_step(plan_options *o)
     return code;
 }
 
+/* ---- options. A missing value is EXIT_OK here, and a->bad says so. */
+
+static bool *plan_flag(plan_options *o, const char *name)
+{
+    const struct {
+        const char *name;
+        bool *flag;
+    } flags[] = {
+        { "--list-gpus", &o->list },
+        { "--json", &o->json },
+        { "--weight-decay", &o->o.weight_decay },
+        { "--amsgrad", &o->o.amsgrad },
+        { "--clip-grad-norm", &o->o.clip_grad_norm },
+        { "--autocast", &o->o.autocast },
+        { "--ddp", &o->o.ddp },
+        { "--grad-scaler", &o->o.grad_scaler },
+    };
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+        if (!strcmp(name, flags[i].name))
+            return flags[i].flag;
+    return NULL;
+}
+
+static int set_gpu(plan_options *o, args *a)
+{
+    o->gpu = args_value(a);
+    return EXIT_OK;
+}
+static int set_conf(plan_options *o, args *a)
+{
+    o->conf = args_value(a);
+    return EXIT_OK;
+}
+static int set_torch(plan_options *o, args *a)
+{
+    o->torch = args_value(a);
+    return EXIT_OK;
+}
+static int set_memory(plan_options *o, args *a)
+{
+    return args_size(a, "--memory", 1, "24GiB or 24GB", &o->o.memory_bytes);
+}
+static int refuse_fsdp(plan_options *o, args *a)
+{
+    (void)o;
+    (void)a;
+    return complain("--fsdp",
+                    "Plan the unsharded model (a graph recorded without FSDP), or measure a run "
+                    "with torch.cuda.max_memory_reserved().",
+                    "what FSDP needs has not been measured, so it is refused rather than guessed");
+}
+static int set_workspace(plan_options *o, args *a)
+{
+    uint64_t bytes;
+    o->o.cublas_workspace = args_value(a);
+    if (!a->value || koila_cublas_workspace(a->value, &bytes))
+        return EXIT_OK;
+    return usage_of("plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8",
+                    a->value);
+}
+static int set_slice(plan_options *o, args *a)
+{
+    uint64_t rows = 0;
+    if (!args_value(a))
+        return EXIT_OK;
+    const bool is_auto = !strcmp(a->value, "auto");
+    if (!is_auto && (!parse_count(a->value, INT64_MAX, &rows) || !rows))
+        return usage_of("plan", "--slice %s: a number of rows, or auto", a->value);
+    o->o.rows = is_auto ? KOILA_ROWS_AUTO : (int64_t)rows;
+    return EXIT_OK;
+}
+static int set_sdpa(plan_options *o, args *a)
+{
+    if (!args_value(a) || choose(a->value, sdpa_names, 5, &o->o.sdpa))
+        return EXIT_OK;
+    return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn", a->value);
+}
+static int set_optimizer(plan_options *o, args *a)
+{
+    char kind[32];
+    if (!args_value(a))
+        return EXIT_OK;
+    snprintf(kind, sizeof kind, "%s", a->value);
+    char *colon = strchr(kind, ':');
+    if (colon)
+        *colon++ = 0;
+    if (choose(kind, optimizer_names, 5, &o->o.optimizer) &&
+        (!colon || choose(colon, way_names, 3, &o->o.way)))
+        return EXIT_OK;
+    return usage_of("plan",
+                    "--optimizer %s: none, sgd, momentum, adam or adamw, and perhaps :foreach, "
+                    ":fused or :loop",
+                    a->value);
+}
+
+static const struct {
+    const char *name;
+    int (*set)(plan_options *o, args *a);
+} values[] = {
+    { "--gpu", set_gpu },       { "--conf", set_conf },    { "--torch", set_torch },
+    { "--memory", set_memory }, { "--fsdp", refuse_fsdp }, { "--cublas-workspace", set_workspace },
+    { "--slice", set_slice },   { "--sdpa", set_sdpa },    { "--optimizer", set_optimizer },
+};
+
+static int plan_option(plan_options *o, args *a, const char *name)
+{
+    bool *flag = plan_flag(o, name);
+    if (flag) {
+        *flag = true;
+        return EXIT_OK;
+    }
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++)
+        if (!strcmp(name, values[i].name))
+            return values[i].set(o, a);
+    return usage_of("plan", "no option %s", name);
+}
+
 int cmd_plan(int argc, char **argv)
 {
     plan_options o = { .o = { .struct_size = sizeof o.o } };
@@ -246,75 +363,13 @@ int cmd_plan(int argc, char **argv)
             if (o.path)
                 return usage_of("plan", "one step at a time");
             o.path = a.positional;
-        } else if (!strcmp(name, "--list-gpus"))
-            o.list = true;
-        else if (!strcmp(name, "--json"))
-            o.json = true;
-        else if (!strcmp(name, "--help"))
-            return cmd_help(1, (char *[]){ (char *)"plan" });
-        else if (!strcmp(name, "--gpu"))
-            o.gpu = args_value(&a);
-        else if (!strcmp(name, "--conf"))
-            o.conf = args_value(&a);
-        else if (!strcmp(name, "--torch"))
-            o.torch = args_value(&a);
-        else if (!strcmp(name, "--weight-decay"))
-            o.o.weight_decay = true;
-        else if (!strcmp(name, "--amsgrad"))
-            o.o.amsgrad = true;
-        else if (!strcmp(name, "--clip-grad-norm"))
-            o.o.clip_grad_norm = true;
-        else if (!strcmp(name, "--autocast"))
-            o.o.autocast = true;
-        else if (!strcmp(name, "--ddp"))
-            o.o.ddp = true;
-        else if (!strcmp(name, "--grad-scaler"))
-            o.o.grad_scaler = true;
-        else if (!strcmp(name, "--fsdp"))
-            return complain(
-                "--fsdp",
-                "Plan the unsharded model (a graph recorded without FSDP), or measure a run with "
-                "torch.cuda.max_memory_reserved().",
-                "what FSDP needs has not been measured, so it is refused rather than guessed");
-        else if (!strcmp(name, "--cublas-workspace")) {
-            uint64_t bytes;
-            o.o.cublas_workspace = args_value(&a);
-            if (a.value && !koila_cublas_workspace(a.value, &bytes))
-                return usage_of(
-                    "plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8",
-                    a.value);
-        } else if (!strcmp(name, "--memory")) {
-            if (args_value(&a) && (!parse_size(a.value, &o.o.memory_bytes) || !o.o.memory_bytes))
-                return usage_of("plan", "--memory %s: say 24GiB or 24GB", a.value);
-        } else if (!strcmp(name, "--slice")) {
-            uint64_t rows = 0;
-            if (!args_value(&a))
-                return usage_of("plan", "%s needs a value", name);
-            const bool is_auto = !strcmp(a.value, "auto");
-            if (!is_auto && (!parse_count(a.value, INT64_MAX, &rows) || !rows))
-                return usage_of("plan", "--slice %s: a number of rows, or auto", a.value);
-            o.o.rows = is_auto ? KOILA_ROWS_AUTO : (int64_t)rows;
-        } else if (!strcmp(name, "--sdpa")) {
-            if (args_value(&a) && !choose(a.value, sdpa_names, 5, &o.o.sdpa))
-                return usage_of("plan", "--sdpa %s: auto, flash, efficient, math or cudnn",
-                                a.value);
-        } else if (!strcmp(name, "--optimizer")) {
-            char kind[32];
-            if (!args_value(&a))
-                return usage_of("plan", "%s needs a value", name);
-            snprintf(kind, sizeof kind, "%s", a.value);
-            char *colon = strchr(kind, ':');
-            if (colon)
-                *colon++ = 0;
-            if (!choose(kind, optimizer_names, 5, &o.o.optimizer) ||
-                (colon && !choose(colon, way_names, 3, &o.o.way)))
-                return usage_of("plan",
-                                "--optimizer %s: none, sgd, momentum, adam or adamw, and perhaps "
-                                ":foreach, :fused or :loop",
-                                a.value);
-        } else {
-            return usage_of("plan", "no option %s", name);
+            continue;
         }
+        if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"plan" });
+        const int code = plan_option(&o, &a, name);
+        if (code)
+            return code;
         if (a.bad)
             return usage_of("plan", "%s needs a value", name);
     }

@@ -17,6 +17,7 @@
 
 enum {
     N_COLUMNS = 1000,
+    N_CURVES = 3,
     N_BANDS = 12,
     MAX_RECTS = 12000,
     MAX_TOP = 200,
@@ -31,7 +32,7 @@ static const char *const band_colours[] = { "#0072b2", "#e69f00", "#009e73",
                                             "#56b4e9", "#d55e00", "#cc79a7" };
 
 typedef struct column {
-    uint64_t low[3], high[3]; /* allocated, active, reserved */
+    uint64_t low[N_CURVES], high[N_CURVES]; /* allocated, active, reserved */
     bool any;
 } column;
 
@@ -41,7 +42,8 @@ typedef struct live_one {
     bool used;
 } live_one;
 
-/* What is allocated: open addressing by address. */
+/* What is allocated: open addressing by address. The command line sees only koila.h, so the hash set
+ * of the core is not here. */
 typedef struct live_table {
     live_one *at;
     size_t n, cap;
@@ -138,10 +140,13 @@ static size_t bit_of(uint64_t addr) { return (size_t)((addr >> 9) * 0x9E3779B97F
 
 static int by_size(const void *a, const void *b)
 {
-    const live_one *x = a, *y = b;
-    return x->size != y->size  ? (x->size < y->size ? 1 : -1)
-           : x->addr < y->addr ? -1
-                               : x->addr > y->addr;
+    const live_one *x = a;
+    const live_one *y = b;
+    if (x->size != y->size)
+        return x->size < y->size ? 1 : -1;
+    if (x->addr != y->addr)
+        return x->addr < y->addr ? -1 : 1;
+    return 0;
 }
 
 static void keep_largest(report *p)
@@ -165,8 +170,8 @@ static void see_first(void *user, const koila_moment *m)
 {
     report *p = user;
     column *c = &p->columns[column_of(p, m->entry)];
-    const uint64_t v[3] = { m->allocated, m->active, m->reserved };
-    for (int k = 0; k < 3; k++) {
+    const uint64_t v[N_CURVES] = { m->allocated, m->active, m->reserved };
+    for (int k = 0; k < N_CURVES; k++) {
         if (!c->any || v[k] < c->low[k])
             c->low[k] = v[k];
         if (!c->any || v[k] > c->high[k])
@@ -374,24 +379,12 @@ static void put_steps(report *p)
     }
 }
 
-static void put_chart(report *p)
+enum { N_GRID = 4 };
+
+static void put_grid(FILE *f, uint64_t most)
 {
-    FILE *f = p->f;
-    uint64_t most = 1, band = 0;
-    for (size_t i = 0; i < N_COLUMNS; i++)
-        if (p->columns[i].any && p->columns[i].high[2] > most)
-            most = p->columns[i].high[2];
-    for (size_t i = 0; i < N_COLUMNS; i++)
-        if (p->columns[i].any && p->columns[i].high[1] > most)
-            most = p->columns[i].high[1];
-    /* a far limit would flatten the curves */
-    const bool limit_fits = p->limit && p->limit / 3 < most;
-    if (limit_fits && p->limit > most)
-        most = p->limit;
-    fprintf(f, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"memory over time\">\n",
-            CHART_W, CHART_H + 24);
-    for (int i = 0; i <= 4; i++) {
-        const uint64_t v = most / 4 * (uint64_t)i;
+    for (int i = 0; i <= N_GRID; i++) {
+        const uint64_t v = most / N_GRID * (uint64_t)i;
         const double y = y_of(v, most);
         fprintf(f,
                 "<line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"var(--line)\"/><text "
@@ -400,8 +393,13 @@ static void put_chart(report *p)
         put_size(f, v);
         fputs("</text>\n", f);
     }
-    put_steps(p);
-    /* the largest at the peak, stacked: they are all live there, so nothing overlaps */
+}
+
+/* The largest at the peak, stacked: they are all live there, so nothing overlaps. */
+static void put_bands(report *p, uint64_t most)
+{
+    FILE *f = p->f;
+    uint64_t band = 0;
     for (size_t i = 0; i < p->n_largest && i < N_BANDS; i++) {
         const live_one *x = &p->largest[i];
         const double left = x_of(p, x->born == BEFORE ? 0 : x->born);
@@ -422,22 +420,53 @@ static void put_chart(report *p)
         fputs("</title></rect>\n", f);
         band += x->size;
     }
+}
+
+static void put_limit(report *p, uint64_t most, bool limit_fits)
+{
+    FILE *f = p->f;
+    const double y = limit_fits ? y_of(p->limit, most) : 3;
+    fprintf(f,
+            "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" "
+            "stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text "
+            "x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
+            LEFT_EDGE, CHART_W, y, y, CHART_W - 4, y + 12);
+    put_size(f, p->limit);
+    fprintf(f, "%s%s</text></g>\n",
+            p->limit_seen ? ", as the device had it at the first out-of-memory" : "",
+            limit_fits ? "" : " (above the picture)");
+}
+
+/* The most of active or reserved in any column: the top of the picture. */
+static uint64_t most_of(const report *p)
+{
+    uint64_t most = 1;
+    for (size_t i = 0; i < N_COLUMNS; i++)
+        for (int k = 1; k < N_CURVES; k++)
+            if (p->columns[i].any && p->columns[i].high[k] > most)
+                most = p->columns[i].high[k];
+    return most;
+}
+
+static void put_chart(report *p)
+{
+    FILE *f = p->f;
+    uint64_t most = most_of(p);
+    /* a far limit would flatten the curves */
+    const bool limit_fits = p->limit && p->limit / 3 < most;
+    if (limit_fits && p->limit > most)
+        most = p->limit;
+    fprintf(f, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"memory over time\">\n",
+            CHART_W, CHART_H + 24);
+    put_grid(f, most);
+    put_steps(p);
+    put_bands(p, most);
     /* each is at least the next: later ones leave the earlier in sight */
     put_curve(p, 2, most, "var(--res)", "reserved");
     put_curve(p, 1, most, "var(--act)", "active");
     put_curve(p, 0, most, "var(--used)", "allocated");
-    if (p->limit) {
-        const double y = limit_fits ? y_of(p->limit, most) : 3;
-        fprintf(f,
-                "<g class=limit><line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" "
-                "stroke=\"var(--limit)\" stroke-width=\"1.5\" stroke-dasharray=\"8 4\"/><text "
-                "x=\"%d\" y=\"%.1f\" text-anchor=\"end\">limit ",
-                LEFT_EDGE, CHART_W, y, y, CHART_W - 4, y + 12);
-        put_size(f, p->limit);
-        fprintf(f, "%s%s</text></g>\n",
-                p->limit_seen ? ", as the device had it at the first out-of-memory" : "",
-                limit_fits ? "" : " (above the picture)");
-    }
+    if (p->limit)
+        put_limit(p, most, limit_fits);
     if (p->r.n_ooms && p->r.first_oom_entry != UINT64_MAX)
         fprintf(f,
                 "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"0\" y2=\"%d\" stroke=\"#d55e00\" "
@@ -537,7 +566,7 @@ static void put_lost(report *p)
             "could go back to the device with empty_cache");
 }
 
-static void put_page(report *p)
+static void put_head(report *p)
 {
     static const char *const verdicts[] = { "exact", "exact, with external decisions", "differs",
                                             "not checkable", "no trace" };
@@ -561,7 +590,13 @@ static void put_page(report *p)
         fputs(", ", f);
         put_html(f, r->reason);
     }
-    fputs(".</p>\n<h2>Memory over time</h2>\n", f);
+    fputs(".</p>\n", f);
+}
+
+static void put_curves(report *p)
+{
+    FILE *f = p->f;
+    fputs("<h2>Memory over time</h2>\n", f);
     if (p->n)
         put_chart(p);
     else
@@ -570,13 +605,13 @@ static void put_page(report *p)
         fputs("<p class=dim>The replay stopped early; from there on the curves add up what the "
               "trace says.</p>\n",
               f);
+}
 
-    fputs("<h2>Where the bytes went at the peak</h2>\n", f);
-    if (r->peak_added_up)
-        fputs("<p class=dim>Only what was reserved: the replay stopped before the peak.</p>\n", f);
-    fputs("<table>\n", f);
-    put_lost(p);
-    fputs("</table>\n<h2>Largest live allocations at the peak of allocated bytes</h2>\n", f);
+static void put_largest(report *p)
+{
+    FILE *f = p->f;
+    char a[32];
+    fputs("<h2>Largest live allocations at the peak of allocated bytes</h2>\n", f);
     fputs("<table><tr><th class=n>size<th>made by<th class=n>at event</tr>\n", f);
     for (size_t i = 0; i < p->n_largest && i < p->top; i++) {
         fputs("<tr><td class=n>", f);
@@ -591,12 +626,10 @@ static void put_page(report *p)
     fputs("</table>\n", f);
     if (!p->n_largest)
         fputs("<p class=dim>None.</p>\n", f);
+}
 
-    if (p->n && p->exact) {
-        fputs("<h2>Segments at the peak of reserved bytes</h2>\n", f);
-        put_map(p, p->blocks, p->n_blocks, "segments at the peak");
-    }
-    fputs("<h2>Segments at the end</h2>\n", f);
+static void put_end_map(report *p)
+{
     size_t n_segs, n = 0;
     const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
     for (size_t i = 0; i < n_segs; i++)
@@ -610,8 +643,14 @@ static void put_page(report *p)
     if (end)
         put_map(p, end, n, "segments at the end");
     free(end);
+}
 
-    fputs("<h2>Notes</h2>\n<ul>\n", f);
+/* What happened in the replay. */
+static void put_event_notes(report *p)
+{
+    FILE *f = p->f;
+    const koila_replay_result *r = &p->r;
+    char a[32];
     if (r->n_ooms)
         fprintf(f, "<li>%s requests ran out of memory, the first at event %llu.\n",
                 grouped(r->n_ooms, a), (unsigned long long)r->first_oom_entry);
@@ -634,6 +673,14 @@ static void put_page(report *p)
                 grouped(r->n_start_blocks, a), (unsigned long long)r->n_assumed);
     if (r->reservations_inferred)
         fputs("<li>Where expandable reservations begin and end is inferred.\n", f);
+}
+
+/* What the file and the rules leave open. */
+static void put_other_notes(report *p)
+{
+    FILE *f = p->f;
+    const koila_replay_result *r = &p->r;
+    char a[32];
     if (strcmp(r->verified, "recording"))
         fprintf(f,
                 "<li>The rules of torch %u.%u are not yet proved on a recording of that version.\n",
@@ -650,7 +697,106 @@ static void put_page(report *p)
     }
     if (p->limit && p->r.peak_reserved > p->limit)
         fputs("<li>The peak of reserved bytes is above the limit given: it would not fit.\n", f);
+}
+
+static void put_page(report *p)
+{
+    FILE *f = p->f;
+    put_head(p);
+    put_curves(p);
+    fputs("<h2>Where the bytes went at the peak</h2>\n", f);
+    if (p->r.peak_added_up)
+        fputs("<p class=dim>Only what was reserved: the replay stopped before the peak.</p>\n", f);
+    fputs("<table>\n", f);
+    put_lost(p);
+    fputs("</table>\n", f);
+    put_largest(p);
+    if (p->n && p->exact) {
+        fputs("<h2>Segments at the peak of reserved bytes</h2>\n", f);
+        put_map(p, p->blocks, p->n_blocks, "segments at the peak");
+    }
+    fputs("<h2>Segments at the end</h2>\n", f);
+    put_end_map(p);
+    fputs("<h2>Notes</h2>\n<ul>\n", f);
+    put_event_notes(p);
+    put_other_notes(p);
     fprintf(f, "</ul>\n<p class=dim>koila %s</p></body></html>\n", koila_version());
+}
+
+/* What this process can reserve at most, as far as the options say. */
+static void find_limit(report *p)
+{
+    if (!p->memory)
+        return;
+    p->limit = p->memory > p->outside ? p->memory - p->outside : 1;
+    if (p->conf.memory_fraction > 0.0 &&
+        !koila_cache_config_fraction(&p->conf, p->conf.memory_fraction, p->memory, p->memory) &&
+        p->conf.cap_bytes && p->conf.cap_bytes < p->limit)
+        p->limit = p->conf.cap_bytes;
+}
+
+/* Passes 2 to 5. */
+static koila_status walk_trace(report *p, koila_error *e)
+{
+    const uint64_t at_allocated = p->r.peak_allocated_entry;
+    bool again;
+    progress("drawing", p->path, 2 * p->n);
+    koila_status status = koila_timeline(p->s, p->device, &p->conf, see_first, p, UINT64_MAX, NULL,
+                                         NULL, &p->exact, e);
+    if (!status)
+        status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, at_allocated, see_before, p,
+                                &again, e);
+    keep_largest(p);
+    if (!status)
+        status = koila_timeline(p->s, p->device, &p->conf, see_again, p, UINT64_MAX, NULL, NULL,
+                                &again, e);
+    find_stacks(p);
+    if (!status)
+        status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_entry, see_block,
+                                p, &again, e);
+    return status;
+}
+
+/* Without a trace: what is live at the end. */
+static void look_at_end(report *p)
+{
+    size_t n_segs;
+    const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
+    for (size_t i = 0; i < n_segs; i++)
+        for (size_t k = 0; k < segs[i].n_blocks; k++)
+            (void)see_before(p, &segs[i].blocks[k]);
+    keep_largest(p);
+    find_stacks(p);
+}
+
+static int out_of_memory(const report *p)
+{
+    return complain(p->path, NULL, "the host is out of memory");
+}
+
+/* The page is written as a whole into memory first: it is small, and put_frames wants to know its
+ * size. */
+static int write_page(report *p, const char *out)
+{
+    char *page = NULL, *temporary = NULL;
+    size_t n = 0;
+    p->f = open_memstream(&page, &n);
+    if (!p->f)
+        return out_of_memory(p);
+    put_page(p);
+    const bool whole = !ferror(p->f);
+    if (fclose(p->f) || !whole) {
+        free(page);
+        return out_of_memory(p);
+    }
+    const bool to_stdout = !strcmp(out, "-");
+    FILE *to = to_stdout ? stdout : create_beside(out, &temporary);
+    if (to)
+        fwrite(page, 1, n, to);
+    free(page);
+    if (!to)
+        return EXIT_BAD;
+    return to_stdout ? EXIT_OK : finish_file(to, temporary, out);
 }
 
 static int make_report(report *p, const char *out)
@@ -658,114 +804,64 @@ static int make_report(report *p, const char *out)
     koila_error e = KOILA_ERROR_INIT;
     koila_snapshot_get_info(p->s, &p->info);
     p->n = koila_snapshot_n_entries(p->s, p->device);
-    if (p->memory)
-        p->limit = p->memory > p->outside ? p->memory - p->outside : 1;
-    if (p->memory && p->conf.memory_fraction > 0.0 &&
-        !koila_cache_config_fraction(&p->conf, p->conf.memory_fraction, p->memory, p->memory) &&
-        p->conf.cap_bytes && p->conf.cap_bytes < p->limit)
-        p->limit = p->conf.cap_bytes;
+    find_limit(p);
     p->conf.cap_bytes = 0;
     progress("replaying", p->path, 0);
     koila_status status = koila_replay(p->s, p->device, &p->conf, &p->r, &e);
-    if (!status && p->n) {
-        bool again;
-        progress("drawing", p->path, 2 * p->n);
-        status = koila_timeline(p->s, p->device, &p->conf, see_first, p, UINT64_MAX, NULL, NULL,
-                                &p->exact, &e);
-        if (!status)
-            status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL,
-                                    p->r.peak_allocated_entry, see_before, p, &again, &e);
-        keep_largest(p);
-        if (!status)
-            status = koila_timeline(p->s, p->device, &p->conf, see_again, p, UINT64_MAX, NULL, NULL,
-                                    &again, &e);
-        find_stacks(p);
-        if (!status)
-            status = koila_timeline(p->s, p->device, &p->conf, NULL, NULL, p->r.peak_entry,
-                                    see_block, p, &again, &e);
-    } else if (!status) {
-        size_t n_segs;
-        const koila_segment *segs = koila_snapshot_segments(p->s, p->device, &n_segs);
-        for (size_t i = 0; i < n_segs; i++)
-            for (size_t k = 0; k < segs[i].n_blocks; k++)
-                (void)see_before(p, &segs[i].blocks[k]);
-        keep_largest(p);
-        find_stacks(p);
-    }
+    if (!status && p->n)
+        status = walk_trace(p, &e);
+    else if (!status)
+        look_at_end(p);
     progress(NULL, NULL, 0);
     if (status)
         return complain_about(p->path, &e, NULL);
     if (p->failed || p->live.failed)
-        return complain(p->path, NULL, "the host is out of memory");
-    /* written as a whole into memory first: it is small, and put_frames wants to know its size */
-    char *page = NULL, *temporary = NULL;
-    size_t n = 0;
-    if (!(p->f = open_memstream(&page, &n)))
-        return complain(p->path, NULL, "the host is out of memory");
-    put_page(p);
-    const bool whole = !ferror(p->f);
-    if (fclose(p->f) || !whole) {
-        free(page);
-        return complain(p->path, NULL, "the host is out of memory");
-    }
-    FILE *to = strcmp(out, "-") ? create_beside(out, &temporary) : stdout;
-    if (to)
-        fwrite(page, 1, n, to);
-    free(page);
-    return !to ? EXIT_BAD : to == stdout ? EXIT_OK : finish_file(to, temporary, out);
+        return out_of_memory(p);
+    return write_page(p, out);
 }
 
-int cmd_report(int argc, char **argv)
+typedef struct report_options {
+    snapshot_options in;
+    const char *out;
+    uint64_t top, memory, outside;
+} report_options;
+
+/* A missing value is EXIT_OK here, and a->bad says so. */
+static int report_option(report_options *o, args *a, const char *name)
 {
-    snapshot_options in = SNAPSHOT_OPTIONS;
-    const char *out = NULL;
-    uint64_t top = 30, memory = 0, outside = 0;
-    args a = { .verb = "report", .n = argc, .v = argv };
-    int code;
-    for (const char *name; args_next(&a, &name);) {
-        if (!name) {
-            if (in.path)
-                return usage_of("report", "one snapshot at a time");
-            in.path = a.positional;
-        } else if (snapshot_option(&in, &a, name, &code)) {
-            if (code)
-                return code;
-        } else if (!strcmp(name, "-o") || !strcmp(name, "--output"))
-            out = args_value(&a);
-        else if (!strcmp(name, "--help"))
-            return cmd_help(1, (char *[]){ (char *)"report" });
-        else if (!strcmp(name, "--top")) {
-            if (args_value(&a) && !parse_count(a.value, MAX_TOP, &top))
-                return usage_of("report", "--top %s: a number up to %d", a.value, MAX_TOP);
-        } else if (!strcmp(name, "--memory")) {
-            if (args_value(&a) && (!parse_size(a.value, &memory) || !memory))
-                return usage_of("report", "--memory %s: say 24GiB or 24GB", a.value);
-        } else if (!strcmp(name, "--outside")) {
-            if (args_value(&a) && !parse_size(a.value, &outside))
-                return usage_of("report", "--outside %s: say 500MiB or 500MB", a.value);
-        } else {
-            return usage_of("report", "no option %s", name);
-        }
-        if (a.bad)
-            return usage_of("report", "%s needs a value", name);
+    int code = EXIT_OK;
+    if (snapshot_option(&o->in, a, name, &code))
+        return code;
+    if (!strcmp(name, "-o") || !strcmp(name, "--output")) {
+        o->out = args_value(a);
+    } else if (!strcmp(name, "--top")) {
+        if (args_value(a) && !parse_count(a->value, MAX_TOP, &o->top))
+            code = usage_of("report", "--top %s: a number up to %d", a->value, MAX_TOP);
+    } else if (!strcmp(name, "--memory")) {
+        code = args_size(a, name, 1, "24GiB or 24GB", &o->memory);
+    } else if (!strcmp(name, "--outside")) {
+        code = args_size(a, name, 0, "500MiB or 500MB", &o->outside);
+    } else {
+        code = usage_of("report", "no option %s", name);
     }
-    if (!in.path)
-        return usage_of("report", "which snapshot?");
-    if (!out)
-        return usage_of("report", "where to? say -o report.html");
+    return code;
+}
+
+static int report_snapshot(report_options *o)
+{
     report *p = calloc(1, sizeof *p);
     if (!p)
-        return complain(in.path, NULL, "the host is out of memory");
-    koila_snapshot *s = open_snapshot("report", &in, &p->conf);
-    code = EXIT_BAD;
+        return complain(o->in.path, NULL, "the host is out of memory");
+    koila_snapshot *s = open_snapshot("report", &o->in, &p->conf);
+    int code = EXIT_BAD;
     if (s) {
         p->s = s;
-        p->device = (uint32_t)in.device;
-        p->path = in.path;
-        p->top = top;
-        p->memory = memory;
-        p->outside = outside;
-        code = make_report(p, out);
+        p->device = (uint32_t)o->in.device;
+        p->path = o->in.path;
+        p->top = o->top;
+        p->memory = o->memory;
+        p->outside = o->outside;
+        code = make_report(p, o->out);
     }
     free(p->live.at);
     free(p->largest);
@@ -773,4 +869,30 @@ int cmd_report(int argc, char **argv)
     free(p);
     koila_snapshot_free(s);
     return code;
+}
+
+int cmd_report(int argc, char **argv)
+{
+    report_options o = { .in = SNAPSHOT_OPTIONS, .top = 30 };
+    args a = { .verb = "report", .n = argc, .v = argv };
+    for (const char *name; args_next(&a, &name);) {
+        if (!name) {
+            if (o.in.path)
+                return usage_of("report", "one snapshot at a time");
+            o.in.path = a.positional;
+            continue;
+        }
+        if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"report" });
+        const int code = report_option(&o, &a, name);
+        if (code)
+            return code;
+        if (a.bad)
+            return usage_of("report", "%s needs a value", name);
+    }
+    if (!o.in.path)
+        return usage_of("report", "which snapshot?");
+    if (!o.out)
+        return usage_of("report", "where to? say -o report.html");
+    return report_snapshot(&o);
 }

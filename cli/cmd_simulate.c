@@ -84,87 +84,110 @@ static uint64_t n_decisions(const koila_replay_result *r)
            r->n_expandable_switched + r->n_collected;
 }
 
+static const char *json_bool(bool x) { return x ? "true" : "false"; }
+static void put_number(const char *key, uint64_t value)
+{
+    printf(",\"%s\":%llu", key, (unsigned long long)value);
+}
+
+static void put_replay_json(const koila_replay_result *r)
+{
+    printf(",\"replay\":{\"verdict\":\"%s\",\"reason\":", verdicts[r->verdict]);
+    put_json(stdout, r->reason);
+    if (r->verdict == KOILA_DIFFERS || r->verdict == KOILA_NOT_CHECKABLE)
+        put_number("at_event", r->at_entry);
+    put_number("addresses", r->n_addresses);
+    put_number("segment_events", r->n_segment_events);
+    put_number("end_blocks", r->n_end_blocks);
+    put_number("external_decisions", n_decisions(r));
+    put_number("retries", r->n_retries);
+    put_number("retry_or_empty_cache", r->n_retry_or_empty);
+    put_number("empty_cache", r->n_empty);
+    put_number("cap_set", r->n_cap_set);
+    put_number("expandable_switched", r->n_expandable_switched);
+    put_number("collected", r->n_collected);
+    put_number("start_blocks", r->n_start_blocks);
+    put_number("start_blocks_assumed", r->n_assumed);
+    printf(",\"reservations_inferred\":%s,\"end_checked\":%s}", json_bool(r->reservations_inferred),
+           json_bool(r->end_checked));
+}
+
+static void put_peak_json(const koila_replay_result *r)
+{
+    printf(",\"peak\":{\"allocated\":%llu", (unsigned long long)r->peak_allocated);
+    put_number("active", r->peak_active);
+    put_number("reserved", r->peak_reserved);
+    put_number("allocated_at_event", r->peak_allocated_entry);
+    put_number("reserved_at_event", r->peak_entry);
+    printf(",\"added_up\":%s}", json_bool(r->peak_added_up));
+    printf(",\"lost\":{\"requested\":%llu", (unsigned long long)r->at_peak_requested);
+    put_number("rounding", r->lost_rounding);
+    put_number("unsplit", r->lost_unsplit);
+    put_number("free_but_pinned", r->lost_pinned);
+    put_number("whole_free_segments", r->lost_whole);
+    put_number("waiting", r->waiting);
+    printf("}");
+}
+
+static void put_stack_json(const koila_snapshot *s, uint32_t stack)
+{
+    koila_frame frame;
+    for (uint32_t i = 0; koila_snapshot_frame(s, stack, i, &frame); i++) {
+        fputs(i ? ",{\"name\":" : "{\"name\":", stdout);
+        put_json(stdout, frame.name);
+        fputs(",\"filename\":", stdout);
+        put_json(stdout, frame.filename);
+        printf(",\"line\":%u}", frame.line);
+    }
+}
+
+static void put_whatif_json(const simulate_options *o, const koila_snapshot *s,
+                            const koila_whatif_result *w)
+{
+    koila_entry x = { .struct_size = sizeof x };
+    printf(",\"what_if\":{\"fits\":%s,\"approximate_start\":%s", json_bool(w->fits),
+           json_bool(w->approximate_start));
+    put_number("ooms", w->n_ooms);
+    if (w->n_ooms) {
+        put_number("first_oom_event", w->first_oom_entry);
+        put_number("first_oom_bytes", w->first_oom_bytes);
+        if (koila_snapshot_entry(s, (uint32_t)o->in.device, w->first_oom_entry, &x)) {
+            fputs(",\"first_oom_stack\":[", stdout);
+            put_stack_json(s, x.stack);
+            putchar(']');
+        }
+    }
+    put_number("memory", o->memory);
+    put_number("outside", o->outside);
+    put_number("spare", w->spare_bytes);
+    fputs(",\"stats\":", stdout);
+    put_stat(stdout, &w->stat);
+    putchar('}');
+}
+
 static void put_result_json(const simulate_options *o, const koila_snapshot *s,
                             const koila_snapshot_info *info, const koila_cache_config *conf,
                             const koila_replay_result *r, const koila_whatif_result *w)
 {
-    FILE *f = stdout;
-#define NUMBER(key, value) fprintf(f, ",\"%s\":%llu", key, (unsigned long long)(value))
-    fputs("{\"schema\":\"koila.simulate/1\",\"file\":", f);
-    put_json(f, o->in.path);
-    NUMBER("devices", info->n_devices);
-    NUMBER("device", o->in.device);
-    NUMBER("events", r->n_entries);
-    NUMBER("skipped_events", info->n_skipped_entries);
-    NUMBER("unknown_keys", info->n_unknown_keys);
-    fprintf(f,
-            ",\"torch\":\"%u.%u\",\"torch_inferred\":%s,\"rules_verified_by\":\"%s\",\"expandable_"
-            "segments\":%s",
-            r->torch_version / 100, r->torch_version % 100, o->in.torch ? "false" : "true",
-            r->verified, conf->expandable ? "true" : "false");
-    fprintf(f, ",\"replay\":{\"verdict\":\"%s\",\"reason\":", verdicts[r->verdict]);
-    put_json(f, r->reason);
-    if (r->verdict == KOILA_DIFFERS || r->verdict == KOILA_NOT_CHECKABLE)
-        NUMBER("at_event", r->at_entry);
-    NUMBER("addresses", r->n_addresses);
-    NUMBER("segment_events", r->n_segment_events);
-    NUMBER("end_blocks", r->n_end_blocks);
-    NUMBER("external_decisions", n_decisions(r));
-    NUMBER("retries", r->n_retries);
-    NUMBER("retry_or_empty_cache", r->n_retry_or_empty);
-    NUMBER("empty_cache", r->n_empty);
-    NUMBER("cap_set", r->n_cap_set);
-    NUMBER("expandable_switched", r->n_expandable_switched);
-    NUMBER("collected", r->n_collected);
-    NUMBER("start_blocks", r->n_start_blocks);
-    NUMBER("start_blocks_assumed", r->n_assumed);
-    fprintf(f, ",\"reservations_inferred\":%s,\"end_checked\":%s}",
-            r->reservations_inferred ? "true" : "false", r->end_checked ? "true" : "false");
-    fprintf(f,
-            ",\"peak\":{\"allocated\":%llu,\"active\":%llu,\"reserved\":%llu,\"allocated_at_"
-            "event\":%llu,\"reserved_at_event\":%llu,\"added_up\":%s}",
-            (unsigned long long)r->peak_allocated, (unsigned long long)r->peak_active,
-            (unsigned long long)r->peak_reserved, (unsigned long long)r->peak_allocated_entry,
-            (unsigned long long)r->peak_entry, r->peak_added_up ? "true" : "false");
-    fprintf(f,
-            ",\"lost\":{\"requested\":%llu,\"rounding\":%llu,\"unsplit\":%llu,\"free_but_pinned\":%"
-            "llu,\"whole_free_segments\":%llu,\"waiting\":%llu}",
-            (unsigned long long)r->at_peak_requested, (unsigned long long)r->lost_rounding,
-            (unsigned long long)r->lost_unsplit, (unsigned long long)r->lost_pinned,
-            (unsigned long long)r->lost_whole, (unsigned long long)r->waiting);
-    NUMBER("ooms", r->n_ooms);
-    fputs(",\"stats\":", f);
-    put_stat(f, &r->stat);
-    if (w) {
-        fprintf(f, ",\"what_if\":{\"fits\":%s,\"approximate_start\":%s,\"ooms\":%llu",
-                w->fits ? "true" : "false", w->approximate_start ? "true" : "false",
-                (unsigned long long)w->n_ooms);
-        if (w->n_ooms) {
-            koila_entry x = { .struct_size = sizeof x };
-            koila_frame frame;
-            NUMBER("first_oom_event", w->first_oom_entry);
-            NUMBER("first_oom_bytes", w->first_oom_bytes);
-            if (koila_snapshot_entry(s, (uint32_t)o->in.device, w->first_oom_entry, &x)) {
-                fputs(",\"first_oom_stack\":[", f);
-                for (uint32_t i = 0; koila_snapshot_frame(s, x.stack, i, &frame); i++) {
-                    fputs(i ? ",{\"name\":" : "{\"name\":", f);
-                    put_json(f, frame.name);
-                    fputs(",\"filename\":", f);
-                    put_json(f, frame.filename);
-                    fprintf(f, ",\"line\":%u}", frame.line);
-                }
-                fputc(']', f);
-            }
-        }
-        NUMBER("memory", o->memory);
-        NUMBER("outside", o->outside);
-        NUMBER("spare", w->spare_bytes);
-        fputs(",\"stats\":", f);
-        put_stat(f, &w->stat);
-        fputc('}', f);
-    }
-    fputs("}\n", f);
-#undef NUMBER
+    fputs("{\"schema\":\"koila.simulate/1\",\"file\":", stdout);
+    put_json(stdout, o->in.path);
+    put_number("devices", info->n_devices);
+    put_number("device", o->in.device);
+    put_number("events", r->n_entries);
+    put_number("skipped_events", info->n_skipped_entries);
+    put_number("unknown_keys", info->n_unknown_keys);
+    printf(",\"torch\":\"%u.%u\",\"torch_inferred\":%s", r->torch_version / 100,
+           r->torch_version % 100, json_bool(!o->in.torch));
+    printf(",\"rules_verified_by\":\"%s\",\"expandable_segments\":%s", r->verified,
+           json_bool(conf->expandable));
+    put_replay_json(r);
+    put_peak_json(r);
+    put_number("ooms", r->n_ooms);
+    fputs(",\"stats\":", stdout);
+    put_stat(stdout, &r->stat);
+    if (w)
+        put_whatif_json(o, s, w);
+    puts("}");
 }
 
 static void put_whatif(const simulate_options *o, const koila_snapshot *s,
@@ -349,40 +372,49 @@ static int simulate(const simulate_options *o, const koila_snapshot *s,
     return EXIT_OK;
 }
 
+/* A missing value is EXIT_OK here, and a->bad says so. */
+static int simulate_option(simulate_options *o, args *a, const char *name)
+{
+    int code = EXIT_OK;
+    if (snapshot_option(&o->in, a, name, &code))
+        return code;
+    if (!strcmp(name, "--check"))
+        o->check = true;
+    else if (!strcmp(name, "--json"))
+        o->json = true;
+    else if (!strcmp(name, "--events"))
+        o->events = args_value(a);
+    else if (!strcmp(name, "--conf")) {
+        o->conf = args_value(a);
+        o->has_whatif = true;
+    } else if (!strcmp(name, "--memory")) {
+        o->has_whatif = true;
+        code = args_size(a, name, 1, "24GiB or 24GB", &o->memory);
+        o->memory_text = a->value;
+    } else if (!strcmp(name, "--outside")) {
+        code = args_size(a, name, 0, "500MiB or 500MB", &o->outside);
+    } else {
+        code = usage_of("simulate", "no option %s", name);
+    }
+    return code;
+}
+
 int cmd_simulate(int argc, char **argv)
 {
     simulate_options o = { .in = SNAPSHOT_OPTIONS };
     args a = { .verb = "simulate", .n = argc, .v = argv };
-    int code;
     for (const char *name; args_next(&a, &name);) {
         if (!name) {
             if (o.in.path)
                 return usage_of("simulate", "one snapshot at a time");
             o.in.path = a.positional;
-        } else if (snapshot_option(&o.in, &a, name, &code)) {
-            if (code)
-                return code;
-        } else if (!strcmp(name, "--check"))
-            o.check = true;
-        else if (!strcmp(name, "--json"))
-            o.json = true;
-        else if (!strcmp(name, "--help"))
-            return cmd_help(1, (char *[]){ (char *)"simulate" });
-        else if (!strcmp(name, "--conf")) {
-            o.conf = args_value(&a);
-            o.has_whatif = true;
-        } else if (!strcmp(name, "--events"))
-            o.events = args_value(&a);
-        else if (!strcmp(name, "--memory")) {
-            o.has_whatif = true;
-            if ((o.memory_text = args_value(&a)) && (!parse_size(a.value, &o.memory) || !o.memory))
-                return usage_of("simulate", "--memory %s: say 24GiB or 24GB", a.value);
-        } else if (!strcmp(name, "--outside")) {
-            if (args_value(&a) && !parse_size(a.value, &o.outside))
-                return usage_of("simulate", "--outside %s: say 500MiB or 500MB", a.value);
-        } else {
-            return usage_of("simulate", "no option %s", name);
+            continue;
         }
+        if (!strcmp(name, "--help"))
+            return cmd_help(1, (char *[]){ (char *)"simulate" });
+        const int code = simulate_option(&o, &a, name);
+        if (code)
+            return code;
         if (a.bad)
             return usage_of("simulate", "%s needs a value", name);
     }
@@ -392,7 +424,7 @@ int cmd_simulate(int argc, char **argv)
     koila_snapshot *s = open_snapshot("simulate", &o.in, &conf);
     if (!s)
         return EXIT_BAD;
-    code = simulate(&o, s, &conf);
+    const int code = simulate(&o, s, &conf);
     koila_snapshot_free(s);
     return code;
 }
