@@ -11,14 +11,16 @@ typedef struct whatif {
     koila_whatif_result w;
 } whatif;
 
-/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then 0. */
+#define NOWHERE UINT64_MAX
+
+/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then NOWHERE. */
 static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, koila_pool pool,
                         uint64_t recorded_bytes, uint64_t *addr)
 {
     const koila_status status = koila_cache_malloc(x->sim, bytes, stream, pool, addr);
     if (status != KOILA_OOM)
         return status;
-    *addr = 0;
+    *addr = NOWHERE;
     x->w.fits = false;
     if (!x->w.n_ooms++) {
         x->w.first_oom_entry = i;
@@ -27,7 +29,7 @@ static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, 
     return KOILA_OK;
 }
 
-/* false: no host memory */
+/* Expected: KOILA_NO_MEMORY. */
 static koila_status remember(whatif *x, uint64_t recorded, uint64_t addr)
 {
     const uint32_t n = koila__omap_put(&x->where, recorded);
@@ -50,7 +52,7 @@ static koila_status ask_for_start(whatif *x)
             x->w.approximate_start = true;
             KOILA_TRY(ask(x, 0, b->requested ? b->requested : b->size, from->stream, from->pool,
                           b->size, &addr));
-            if (addr)
+            if (addr != NOWHERE)
                 KOILA_TRY(remember(x, b->addr, addr));
         }
     }
@@ -66,7 +68,7 @@ static koila_status ask_for_entry(whatif *x, uint64_t i)
         koila__omap_drop(&x->where, y->addr);
     KOILA_TRY(ask(x, i, y->size, y->stream,
                   oom ? KOILA_POOL_DEFAULT : koila__replay_pool_at(&x->r, i), y->size, &addr));
-    if (!addr)
+    if (addr == NOWHERE)
         return KOILA_OK;
     /* it failed then: what the program would have done with the block is not recorded */
     return oom ? koila_cache_release(x->sim, addr) : remember(x, y->addr, addr);
