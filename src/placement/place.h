@@ -60,8 +60,8 @@ typedef enum koila__fix_kind {
     /* argument `arg` is a list of strides of output `output`: those of a dense tensor with the
      * slice's sizes, same dim order */
     KOILA__FIX_STRIDES,
-    /* argument `arg` is an int: := outer * b * inner of output `output` (or of input `output` -
-     * 1000 when >= 1000) */
+    /* argument `arg` is an int: := outer * b * inner of output `output`, or of input `output` -
+     * KOILA__FIX_OF_INPUT */
     KOILA__FIX_EXTENT,
     /* argument `arg` is an int, or a list of ints: each := value / batch * b (they are multiples of
      * batch; `output` is unused) */
@@ -75,7 +75,7 @@ typedef enum koila__fix_kind {
      * of size 1 in the recorded input */
     KOILA__FIX_DIMS,
 } koila__fix_kind;
-#define KOILA__MAX_FIXES 4
+enum { KOILA__MAX_FIXES = 4, KOILA__FIX_OF_INPUT = 1000 };
 typedef struct koila__fix {
     uint8_t kind, arg;
     uint16_t output;

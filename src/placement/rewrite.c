@@ -38,6 +38,13 @@ void koila__emit_value(koila__call *k, koila_value v)
 }
 
 void koila__emit_none(koila__call *k) { add(k, (koila_arg){ .kind = KOILA_ARG_ABSENT }); }
+void koila__emit_optional(koila__call *k, uint32_t input)
+{
+    if (input == KOILA_NONE)
+        koila__emit_none(k);
+    else
+        koila__emit_value(k, k->c->in_value[input]);
+}
 void koila__emit_int(koila__call *k, int64_t i)
 {
     add(k, (koila_arg){ .kind = KOILA_ARG_INT, .u.i = i });

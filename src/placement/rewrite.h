@@ -1,5 +1,5 @@
-/* rewrite.h — how a rule rewrites: build a call token by token, and it is placed by its own rule at
- * once.
+/* rewrite.h — how a rule writes a call out as other calls: a call is built token by token, and
+ * koila__emit_end places it by its own rule at once.
  *
  *     koila__call k;
  *     koila__emit_begin(c, &k, "aten::div.Tensor", 0);
@@ -11,8 +11,8 @@
  * the next call that gets KOILA_NONE as a value fails too, so a rule checks only its last result.
  * Calls with several results: koila__emit_end_n.
  */
-#ifndef KOILA_SRC_EMIT_H
-#define KOILA_SRC_EMIT_H
+#ifndef KOILA_SRC_REWRITE_H
+#define KOILA_SRC_REWRITE_H
 
 #include "placement/rules.h"
 
@@ -34,6 +34,8 @@ void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t 
 void koila__emit_value(koila__call *k, koila_value v);
 void koila__emit_values(koila__call *k, const koila_value *at, uint32_t n); /* a list of tensors */
 void koila__emit_none(koila__call *k);
+/* input `input` of the recorded call; None when it is KOILA_NONE */
+void koila__emit_optional(koila__call *k, uint32_t input);
 void koila__emit_int(koila__call *k, int64_t i);
 void koila__emit_float(koila__call *k, double f);
 void koila__emit_bool(koila__call *k, bool b);
@@ -55,17 +57,15 @@ koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_d
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype);
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
-/** v as a value of its own that is whole, whatever it is placed: calls that must not follow its
- * slices read that. v itself when it is whole already. */
+/** v whole, for calls that must not follow its slices: an alias made outside loops, or v itself when
+ * it is whole already. */
 koila_value koila__emit_whole(koila__case *c, koila_value v);
-/** v, made S as `want` when it is still FREE and can be: before a sum over it would ask for all of
- * it. */
+/** v, placed `want` (S) if it is still FREE and can be: done before a sum over it needs it whole. */
 koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);
 
-/* The common little calls. Sizes of results follow broadcasting of the two metas, dtype is a's
- * unless said. */
+/* Calls that many rewrites need. `out` is the result's meta. */
 koila_value koila__emit_unary(koila__case *c, const char *op, koila_value a, koila_meta out);
 koila_value koila__emit_binary(koila__case *c, const char *op, koila_value a, koila_value b,
                                koila_meta out);

@@ -69,6 +69,51 @@ bool koila__out_all(koila__case *c, koila_placement p)
     return true;
 }
 
+bool koila__out_like(koila__case *c, uint32_t i)
+{
+    c->out[0] = c->in[i];
+    return true;
+}
+
+bool koila__out_rows_and_sums(koila__case *c, koila_placement p)
+{
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? p : koila__p(c, KOILA_SUM);
+    return true;
+}
+
+bool koila__linear_in_first(koila__case *c)
+{
+    if (!koila__is_sum(c->in[0]))
+        return false;
+    for (uint32_t i = 1; i < c->n_in; i++)
+        if (!koila__is_r(c->in[i]))
+            return false;
+    return koila__out_like(c, 0);
+}
+
+bool koila__linear_in_all(koila__case *c)
+{
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (!koila__is_sum(c->in[i]) && !c->zero[i])
+            return false;
+        c->need[i] = koila__p(c, KOILA_SUM);
+    }
+    return koila__out_all(c, koila__p(c, KOILA_SUM));
+}
+
+bool koila__need_rows(koila__case *c, uint32_t n, koila_placement p)
+{
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i >= n)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, p))
+            return false;
+    }
+    return true;
+}
+
 const koila_arg *koila__arg(const koila__case *c, uint32_t pos)
 {
     return pos < c->sig->n_pos ? &c->sig->tokens[c->sig->start[pos]] : NULL;

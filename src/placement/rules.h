@@ -130,6 +130,18 @@ void koila__need_r(koila__case *c, uint32_t i);
 void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t n_dims);
 /** Every result that exists is p, empty ones P; false when p does not fit one of the others. */
 bool koila__out_all(koila__case *c, koila_placement p);
+/** Result 0 is placed as input i; true. */
+bool koila__out_like(koila__case *c, uint32_t i);
+/** Result 0 is p (S); every other one that exists is a partial sum (gradients of what is whole). */
+bool koila__out_rows_and_sums(koila__case *c, koila_placement p);
+/** Some input is P: the call is linear in input 0 alone, so input 0 must be a sum and the others
+ * whole; result 0 is then a sum. */
+bool koila__linear_in_first(koila__case *c);
+/** Some input is P: the call is linear in all of them together, so each must be a sum or zeros; the
+ * results are then sums. */
+bool koila__linear_in_all(koila__case *c);
+/** The first n inputs are rows placed p, the others whole; false when p does not fit one. */
+bool koila__need_rows(koila__case *c, uint32_t n, koila_placement p);
 
 /** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along
  * the others (an arange, seen through views and

@@ -82,8 +82,7 @@ bool koila__rule_pad(koila__case *c)
         return false;
     if (koila__any_p(c)) {
         double value;
-        return koila__is_sum(c->in[0]) && koila__arg_number(c, 2, 0, &value) && value == 0 &&
-               (c->out[0] = c->in[0], true);
+        return koila__arg_number(c, 2, 0, &value) && value == 0 && koila__linear_in_first(c);
     }
     if (!koila__is_s(c->in[0]))
         return false;

@@ -7,15 +7,12 @@ bool koila__rule_embedding(koila__case *c)
 {
     if (c->n_in != 2)
         return false;
-    if (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) {
-        c->out[0] = c->in[0];
-        return true; /* linear in the table */
-    }
-    if (koila__any_p(c) || !koila__is_s(c->in[1]))
+    if (koila__any_p(c))
+        return koila__linear_in_first(c);
+    if (!koila__is_s(c->in[1]))
         return false;
     koila__need_r(c, 0);
-    c->out[0] = c->in[1];
-    return true;
+    return koila__out_like(c, 1);
 }
 
 /* embedding_dense_backward(grad[..., E], index[...], n, padding_idx, scale_grad_by_freq) -> [n, E]
@@ -27,7 +24,7 @@ bool koila__rule_embedding_backward(koila__case *c)
     if (c->n_in != 2 || !koila__arg_bool(c, 4, false, &by_freq) || by_freq)
         return false;
     if (koila__any_p(c))
-        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
+        return koila__linear_in_first(c);
     if (lead == KOILA_NONE)
         return false;
     const koila_placement p = c->in[lead];
@@ -37,10 +34,9 @@ bool koila__rule_embedding_backward(koila__case *c)
     return true;
 }
 
-/* ---- bags of `step` entries each, entry by entry in one list: embedding_bag of an index [B,
- * step]. A slice's own bags begin at 0, step, ...: the offsets are not those of the whole. So the
- * calls are rewritten: koila::embedding_bag in pseudo.def. Bags of differing lengths are gathered.
- */
+/* ---- embedding_bag of an index [B, step]: bags of `step` entries each, in one list of entries.
+ * The bags of a slice begin at 0, step, ...: their offsets are not those of the whole. So the calls
+ * are rewritten as koila::embedding_bag (pseudo.def). Bags of differing lengths are gathered. */
 
 /* The S of the bags, from an input that has a row for each of them or for each entry. */
 static bool bags_of(const koila__case *c, uint32_t of_bags, uint32_t of_entries, uint32_t weights,
@@ -103,10 +99,7 @@ static bool embedding_bag(koila__case *c, bool trains)
     koila__emit_value(&k, c->in_value[1]);
     koila__emit_int(&k, step);
     koila__emit_int(&k, mode);
-    if (weights == KOILA_NONE)
-        koila__emit_none(&k);
-    else
-        koila__emit_value(&k, c->in_value[weights]);
+    koila__emit_optional(&k, weights);
     koila__emit_int(&k, padding);
     koila__emit_bool(&k, trains);
     for (uint32_t j = 0; j < 4; j++)
@@ -131,8 +124,8 @@ bool koila__rule_embedding_bag_forward(koila__case *c) { return embedding_bag(c,
 
 /* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq,
  * mode, sparse, per_sample_weights?, padding_idx) -> [n, E]. offset2bag numbers the bags of the
- * whole: a slice makes its own. What a mode does not read it is not given: the rest may be a sum
- * (when it is empty). */
+ * whole: a slice makes its own. The rewritten call gets only what its mode reads, for the rest may
+ * be a sum (when it is empty). */
 bool koila__rule_embedding_bag_backward(koila__case *c)
 {
     int64_t step, mode, padding;
@@ -152,18 +145,13 @@ bool koila__rule_embedding_bag_backward(koila__case *c)
     koila__emit_value(&k, c->in_value[1]);
     koila__emit_int(&k, step);
     for (uint32_t i = 4; i < 6; i++) {
-        /* mean reads the sizes, max both */
-        if (mode >= (int64_t)i - 3)
-            koila__emit_value(&k, c->in_value[i]);
-        else
-            koila__emit_none(&k);
+        /* bag_size is read by mean and max, max_indices by max */
+        const bool is_read = mode >= (int64_t)i - 3;
+        koila__emit_optional(&k, is_read ? i : KOILA_NONE);
     }
     koila__emit_copy(&k, 6);
     koila__emit_int(&k, mode);
-    if (weights == KOILA_NONE)
-        koila__emit_none(&k);
-    else
-        koila__emit_value(&k, c->in_value[weights]);
+    koila__emit_optional(&k, weights);
     koila__emit_int(&k, padding);
     c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
     return c->replaced[0] != KOILA_NONE;
@@ -202,13 +190,14 @@ bool koila__rule_bags(koila__case *c)
     if (!koila__need(c, 1, entries(p, step)) ||
         (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step))))
         return false;
-    /* what a kernel leaves empty is empty in every slice */
+    /* a result that the kernel leaves empty is so in every slice; P, as a loop has no R */
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j])
             continue;
-        c->out[j] = !c->out_meta[j]->n_elements ? koila__p(c, KOILA_SUM)
-                    : j == 1                    ? entries(p, step)
-                                                : p;
+        if (!c->out_meta[j]->n_elements)
+            c->out[j] = koila__p(c, KOILA_SUM);
+        else
+            c->out[j] = j == 1 ? entries(p, step) : p;
         if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j]))
             return false;
     }
@@ -275,13 +264,21 @@ bool koila__rule_gather(koila__case *c)
     if (c->in_meta[0]->n_dims != c->in_meta[1]->n_dims)
         return false;
     const koila_placement p = koila__is_s(c->in[1]) ? c->in[1] : c->in[0];
-    if (p.dim == d) { /* rows of the index, the table whole */
-        if (!koila__is_s(c->in[1]))
-            return false;
-        koila__need_r(c, 0);
-    } else if (!koila__need(c, 0, p) || !koila__need(c, 1, p))
-        return false; /* sizes may differ in PyTorch: then no */
     c->out[0] = p;
+    if (p.dim != d) /* PyTorch allows sizes that differ here; those do not fit */
+        return koila__need(c, 0, p) && koila__need(c, 1, p);
+    if (!koila__is_s(c->in[1]))
+        return false;
+    koila__need_r(c, 0); /* rows of the index look into the whole table */
+    return true;
+}
+
+/* Rows are added into input 0, zeros or a partial sum: the result is the sum of all. */
+static bool sum_of_rows(koila__case *c)
+{
+    c->need[0] = koila__p(c, KOILA_SUM);
+    c->out[0] = koila__p(c, KOILA_SUM);
+    c->accumulates = true;
     return true;
 }
 
@@ -294,8 +291,7 @@ static bool adds_rows(koila__case *c, uint32_t index, koila_placement p_index,
         return false;
     if (!koila__need(c, index, p_index) || !koila__need(c, c->n_in - 1, p_source))
         return false;
-    c->need[0] = c->out[0] = koila__p(c, KOILA_SUM);
-    return c->accumulates = true;
+    return sum_of_rows(c);
 }
 
 /* scatter.src, scatter.value, scatter_add, scatter_reduce.two (x, dim, index, src or value) */
@@ -335,7 +331,7 @@ bool koila__rule_index_select(koila__case *c)
     if (c->n_in != 2 || !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
     if (koila__any_p(c))
-        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && (c->out[0] = c->in[0], true);
+        return koila__linear_in_first(c);
     if (koila__is_s(c->in[0]) && c->in[0].dim != d) {
         koila__need_r(c, 1);
         c->out[0] = c->in[0];
@@ -348,26 +344,35 @@ bool koila__rule_index_select(koila__case *c)
     return true;
 }
 
-/* index_add(x, dim, index[n], source), index_copy likewise: along the batch only adding, into zeros
- * or a partial sum */
+/* Along `dim` of index_add or index_copy: are index or source sliced there? *p: so is source. */
+static bool sliced_along(const koila__case *c, uint32_t dim, koila_placement *p)
+{
+    if (koila__is_s(c->in[2]) && c->in[2].dim == dim) {
+        *p = c->in[2];
+        return true;
+    }
+    *p = koila__moved(c->in[1], dim);
+    return koila__is_s(c->in[1]) && koila__is_r(c->in[2]);
+}
+
+/* index_add(x, dim, index[n], source), index_copy likewise. Along the batch rows can only be added,
+ * into zeros or a partial sum. */
 static bool index_add_or_copy(koila__case *c, bool adds)
 {
     uint32_t d;
+    koila_placement p;
     if (c->n_in != 3 || koila__input_at(c, 2) != 1 ||
         !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
     if (koila__is_p(c->in[1]) || koila__is_p(c->in[2]) ||
         c->in_meta[2]->n_dims != c->in_meta[0]->n_dims)
         return false;
-    if ((koila__is_s(c->in[2]) && c->in[2].dim == d) ||
-        (koila__is_s(c->in[1]) && koila__is_r(c->in[2]))) {
-        const koila_placement p = koila__is_s(c->in[2]) ? c->in[2] : koila__moved(c->in[1], d);
+    if (sliced_along(c, d, &p))
         return adds && !koila__is_s(c->in[0]) && c->in_meta[1]->n_dims == 1 &&
                adds_rows(c, 1, koila__moved(p, 0), p);
-    }
     if (koila__any_p(c))
         return false;
-    const koila_placement p = koila__is_s(c->in[0]) ? c->in[0] : c->in[2];
+    p = koila__is_s(c->in[0]) ? c->in[0] : c->in[2];
     if (!koila__is_s(p) || p.dim == d || !koila__need(c, 0, p) || !koila__need(c, 2, p))
         return false;
     koila__need_r(c, 1);
@@ -391,9 +396,9 @@ bool koila__rule_index_fill(koila__case *c)
     return true;
 }
 
-/* ---- x[i, :, j, ...]: tensors are broadcast to one index shape I; the result has I in the place
- * of the indexed dims when they are neighbours, else in front; dims with a hole (None, or beyond
- * the list) follow x. */
+/* ---- x[i, :, j, ...]: the index tensors are broadcast to one shape I. The result has I in the
+ * place of the indexed dims when they are neighbours, else in front. Dims without an index tensor
+ * ("holes": None, or beyond the list) stay as they are in x. */
 typedef struct indexing {
     /* tensors in the list; dims of x the first and last stand at */
     uint32_t n, first, last;
@@ -511,15 +516,8 @@ bool koila__rule_index(koila__case *c)
     koila_placement p;
     if (!read_indexing(c, &x) || x.n + 1 != c->n_in)
         return false;
-    if (koila__any_p(c)) {
-        if (!koila__is_sum(c->in[0]))
-            return false;
-        for (uint32_t i = 1; i < c->n_in; i++)
-            if (!koila__is_r(c->in[i]))
-                return false;
-        c->out[0] = c->in[0];
-        return true;
-    }
+    if (koila__any_p(c))
+        return koila__linear_in_first(c);
     if (koila__is_s(c->in[0]) && x.input[c->in[0].dim] == KOILA_NONE) {
         for (uint32_t i = 1; i < c->n_in; i++)
             koila__need_r(c, i);
@@ -541,7 +539,81 @@ bool koila__rule_index(koila__case *c)
     return true;
 }
 
-/* index_put(x, indices, values, accumulate): values are broadcast to x[indices] */
+/* index_put(x, indices, values, accumulate): values, the last input, are broadcast to x[indices] */
+
+/* The dimension of the result in which the values are sliced. */
+static uint32_t values_dim(const koila__case *c, const indexing *x)
+{
+    const uint32_t values = c->n_in - 1;
+    return c->in[values].dim + x->n_result - c->in_meta[values]->n_dims;
+}
+
+/* The batch is a dimension of x that is not indexed: which one, and as what; KOILA_NONE: it is
+ * another. */
+static uint32_t sliced_hole(const koila__case *c, const indexing *x, koila_placement *p)
+{
+    const koila_placement values = c->in[c->n_in - 1];
+    if (koila__is_s(c->in[0])) {
+        *p = c->in[0];
+        return x->input[p->dim] == KOILA_NONE ? p->dim : KOILA_NONE;
+    }
+    if (!koila__is_r(c->in[0]) || !koila__is_s(values))
+        return KOILA_NONE;
+    for (uint32_t d = c->in_meta[0]->n_dims; d-- > 0;)
+        if (x->input[d] == KOILA_NONE && hole_in_result(x, d) == values_dim(c, x)) {
+            *p = koila__moved(values, d);
+            return d;
+        }
+    return KOILA_NONE;
+}
+
+static bool put_in_hole(koila__case *c, const indexing *x, uint32_t hole, koila_placement p)
+{
+    if (!koila__need(c, 0, p))
+        return false;
+    for (uint32_t i = 1; i <= x->n; i++)
+        koila__need_r(c, i);
+    koila__need_aligned(c, c->n_in - 1, koila__moved(p, hole_in_result(x, hole)), x->n_result);
+    c->out[0] = p;
+    return true;
+}
+
+/* Rows are added into zeros, or into a partial sum. */
+static bool add_rows(koila__case *c, const indexing *x)
+{
+    const uint32_t values = c->n_in - 1;
+    koila_placement p;
+    bool any_rows = false;
+    if (!index_rows_of(c, x, &p)) {
+        if (!koila__is_s(c->in[values]))
+            return false;
+        const uint32_t d = values_dim(c, x);
+        if (d < x->place || d >= x->place + x->n_index)
+            return false;
+        p = koila__moved(c->in[values], d - x->place);
+    }
+    /* values that are broadcast along the rows are added once for every row: each slice adds them
+     * for its own rows */
+    for (uint32_t i = 1; i <= x->n; i++) {
+        koila__need_aligned(c, i, p, x->n_index);
+        any_rows |= c->need[i].kind == KOILA_S;
+    }
+    if (!any_rows)
+        return false;
+    koila__need_aligned(c, values, koila__moved(p, p.dim + x->place), x->n_result);
+    return sum_of_rows(c);
+}
+
+static bool put_own_rows(koila__case *c, const indexing *x, uint32_t dim, bool accumulate)
+{
+    koila__call k;
+    emit_rows(c, &k, x, dim, "koila::index_put_rows");
+    koila__emit_value(&k, c->in_value[c->n_in - 1]);
+    koila__emit_bool(&k, accumulate);
+    c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
+    return c->replaced[0] != KOILA_NONE;
+}
+
 bool koila__rule_index_put(koila__case *c)
 {
     indexing x;
@@ -556,64 +628,14 @@ bool koila__rule_index_put(koila__case *c)
     for (uint32_t i = 1; i < c->n_in; i++)
         if (koila__is_p(c->in[i]))
             return false;
-    /* the batch is a dim of x that is not indexed */
-    uint32_t hole = KOILA_NONE;
-    if (koila__is_s(c->in[0]) && x.input[c->in[0].dim] == KOILA_NONE) {
-        hole = c->in[0].dim;
-        p = c->in[0];
-    } else if (koila__is_r(c->in[0]) && koila__is_s(c->in[values]))
-        for (uint32_t d = 0; d < c->in_meta[0]->n_dims; d++)
-            if (x.input[d] == KOILA_NONE &&
-                hole_in_result(&x, d) ==
-                    c->in[values].dim + x.n_result - c->in_meta[values]->n_dims) {
-                hole = d;
-                p = koila__moved(c->in[values], d);
-            }
-    if (hole != KOILA_NONE) {
-        if (!koila__need(c, 0, p))
-            return false;
-        for (uint32_t i = 1; i <= x.n; i++)
-            koila__need_r(c, i);
-        koila__need_aligned(c, values, koila__moved(p, hole_in_result(&x, hole)), x.n_result);
-        c->out[0] = p;
-        return true;
-    }
-    /* rows added into zeros, or into a partial sum */
-    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0])) {
-        if (koila__is_r(c->in[0]) && own_rows(c, &x, values, &dim))
-            goto rewrite;
-        if (!accumulate || !(koila__is_sum(c->in[0]) || c->zero[0]))
-            return false;
-        if (!index_rows_of(c, &x, &p)) {
-            if (!koila__is_s(c->in[values]))
-                return false;
-            const uint32_t d = c->in[values].dim + x.n_result - c->in_meta[values]->n_dims;
-            if (d < x.place || d >= x.place + x.n_index)
-                return false;
-            p = koila__moved(c->in[values], d - x.place);
-        }
-        /* values that are broadcast along the rows are added once for every row: each slice adds
-         * them for its own */
-        bool rows = false;
-        for (uint32_t i = 1; i <= x.n; i++) {
-            koila__need_aligned(c, i, p, x.n_index);
-            rows |= c->need[i].kind == KOILA_S;
-        }
-        if (!rows)
-            return false;
-        koila__need_aligned(c, values, koila__moved(p, p.dim + x.place), x.n_result);
-        c->need[0] = c->out[0] = koila__p(c, KOILA_SUM);
-        return c->accumulates = true;
-    }
-    if (koila__any_p(c) || !rows_of_self(c, &x, &dim))
-        return false;
-rewrite:;
-    koila__call k;
-    emit_rows(c, &k, &x, dim, "koila::index_put_rows");
-    koila__emit_value(&k, c->in_value[values]);
-    koila__emit_bool(&k, accumulate);
-    c->replaced[0] = koila__emit_end(&k, c->sig->outputs[0]);
-    return c->replaced[0] != KOILA_NONE;
+    const uint32_t hole = sliced_hole(c, &x, &p);
+    if (hole != KOILA_NONE)
+        return put_in_hole(c, &x, hole, p);
+    if (koila__is_r(c->in[0]) && own_rows(c, &x, values, &dim))
+        return put_own_rows(c, &x, dim, accumulate);
+    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0]))
+        return accumulate && (koila__is_sum(c->in[0]) || c->zero[0]) && add_rows(c, &x);
+    return !koila__any_p(c) && rows_of_self(c, &x, &dim) && put_own_rows(c, &x, dim, accumulate);
 }
 
 /* koila::index_rows(x, dim, n_dims, indices) and koila::index_put_rows(x, dim, n_dims, indices,

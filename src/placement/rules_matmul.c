@@ -2,15 +2,16 @@
  * sum (a weight gradient), and each product is linear in each factor. */
 #include "placement/rules.h"
 
-/* product of input a (contracts dim ka, keeps dim ra as the result's dim oa) and b (contracts kb,
- * keeps rb as ob); both have n dims, dimensions below n - 2 are batches of matrices, shared by a, b
- * and the result. true with *out set. */
+/* One factor of a product. */
 typedef struct operand {
-    uint32_t i;                /* input */
-    uint32_t contracted, kept; /* its dimensions */
-    uint32_t result;           /* where `kept` goes; KOILA_NONE when there is none (a vector) */
+    uint32_t i;          /* input */
+    uint32_t contracted; /* its dimension that is summed over */
+    uint32_t kept;       /* its dimension that stays; KOILA_NONE for a vector */
+    uint32_t result;     /* where `kept` goes; KOILA_NONE when there is none (a vector) */
 } operand;
 
+/* The product of a and b; dimensions below n_shared are a batch of matrices, shared by a, b and the
+ * result. True with *out set. */
 static bool product(koila__case *c, operand a, operand b, uint32_t n_shared, koila_placement *out)
 {
     const koila_placement pa = c->in[a.i];
@@ -30,15 +31,12 @@ static bool product(koila__case *c, operand a, operand b, uint32_t n_shared, koi
     const koila_placement p = c->in[x.i];
     /* a batch of products */
     if (p.dim < n_shared && p.dim != x.contracted && (x.kept == KOILA_NONE || p.dim != x.kept)) {
-        return koila__need(c, y.i, p) && (*out = p, true);
+        *out = p;
+        return koila__need(c, y.i, p);
     }
     if (p.dim == x.contracted) {
-        const koila_placement q = koila__moved(p, y.contracted);
-        if (koila__need(c, y.i, q)) {
-            *out = koila__p(c, KOILA_SUM);
-            return true;
-        }
-        return false;
+        *out = koila__p(c, KOILA_SUM);
+        return koila__need(c, y.i, koila__moved(p, y.contracted));
     }
     if (x.result == KOILA_NONE)
         return false;
@@ -113,30 +111,41 @@ bool koila__rule_linear_layer(koila__case *c)
     return true;
 }
 
-/* _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim): all three unsqueezed at their expand
- * dims to common ones, multiplied, summed over sumdim */
+/* Where the n_common dimensions of a trilinear are in input i, KOILA_NONE for one that it is expanded
+ * along (the list at position 3 + i). */
+static bool trilinear_dims(const koila__case *c, uint32_t i, uint32_t *n_common, uint32_t *dim_of)
+{
+    const koila_arg *e = koila__arg(c, 3 + i);
+    uint32_t expand, n;
+    uint32_t d = 0;
+    if (!e || e->kind != KOILA_ARG_LIST)
+        return false;
+    const uint32_t total = c->in_meta[i]->n_dims + e->n;
+    if (total > KOILA_MAX_DIMS || (i && total != *n_common) ||
+        !koila__arg_dims(c, 3 + i, total, &expand, NULL, &n))
+        return false;
+    *n_common = total;
+    for (uint32_t k = 0; k < total; k++) {
+        const bool is_expanded = (expand >> k) & 1;
+        dim_of[k] = is_expanded ? KOILA_NONE : d++;
+    }
+    return d == c->in_meta[i]->n_dims;
+}
+
+/* _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim): all three are unsqueezed at their
+ * expand dims to common ones, multiplied, and summed over sumdim */
 bool koila__rule_trilinear(koila__case *c)
 {
-    uint32_t expand[3], sum, n, dim_of[3][KOILA_MAX_DIMS], common = KOILA_NONE, n_common = 0;
+    uint32_t dim_of[3][KOILA_MAX_DIMS];
+    uint32_t sum, n;
+    uint32_t common = KOILA_NONE;
+    uint32_t n_common = 0;
     if (c->n_in != 3 || koila__any_p(c))
         return false;
     const uint32_t lead = koila__lead(c);
-    for (uint32_t i = 0; i < 3; i++) {
-        const koila_arg *e = koila__arg(c, 3 + i);
-        if (!e || e->kind != KOILA_ARG_LIST)
+    for (uint32_t i = 0; i < 3; i++)
+        if (!trilinear_dims(c, i, &n_common, dim_of[i]))
             return false;
-        const uint32_t total = c->in_meta[i]->n_dims + e->n;
-        if (total > KOILA_MAX_DIMS || (i && total != n_common))
-            return false;
-        n_common = total;
-        if (!koila__arg_dims(c, 3 + i, total, &expand[i], NULL, &n))
-            return false;
-        uint32_t d = 0;
-        for (uint32_t k = 0; k < total; k++)
-            dim_of[i][k] = (expand[i] >> k) & 1 ? KOILA_NONE : d++;
-        if (d != c->in_meta[i]->n_dims)
-            return false;
-    }
     if (lead == KOILA_NONE || !koila__arg_dims(c, 6, n_common, &sum, NULL, &n))
         return false;
     for (uint32_t k = 0; k < n_common; k++)

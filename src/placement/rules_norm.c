@@ -42,16 +42,7 @@ static bool norm_backward(koila__case *c, uint32_t n_rows, uint32_t pos_shape)
     const uint32_t lead = koila__lead_among(c, n_rows);
     if (koila__any_p(c) || lead == KOILA_NONE || !rows_only(c, c->in[lead], pos_shape))
         return false;
-    for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= n_rows)
-            koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead]))
-            return false;
-    }
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j])
-            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
-    return true;
+    return koila__need_rows(c, n_rows, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]);
 }
 bool koila__rule_layer_norm_backward(koila__case *c)
 {
@@ -80,16 +71,8 @@ bool koila__rule_group_norm_backward(koila__case *c)
     const uint32_t lead = koila__lead_among(c, 4);
     if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim != 0)
         return false;
-    for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= 4)
-            koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead]))
-            return false;
-    }
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j])
-            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
-    return koila__fix_add(c, KOILA__FIX_EXTENT, 5, 1000 + lead);
+    return koila__need_rows(c, 4, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]) &&
+           koila__fix_add(c, KOILA__FIX_EXTENT, 5, KOILA__FIX_OF_INPUT + lead);
 }
 
 /* ---- batch norm */
@@ -150,11 +133,124 @@ static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j])
             continue;
-        c->out[j] = j == 0 ? x : c->out_meta[j]->n_elements == 0 ? koila__p(c, KOILA_SUM) : v;
+        if (j == 0)
+            c->out[j] = x;
+        else
+            c->out[j] = c->out_meta[j]->n_elements ? v : koila__p(c, KOILA_SUM);
         if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j]))
             return false;
     }
     return true;
+}
+
+/* With the statistics given each row is by itself; the statistics that it returns are empty. */
+static bool batch_norm_given(koila__case *c)
+{
+    for (uint32_t j = 1; j < c->n_out; j++)
+        if (c->out_meta[j] && c->out_meta[j]->n_elements)
+            return false;
+    return koila__out_rows_and_sums(c, c->in[0]);
+}
+
+/* Of a batch, with the two numbers that a training step of batch norm uses them with. */
+typedef struct statistics {
+    double momentum, eps;
+    koila_meta stat;             /* [C] in the type of the moments */
+    koila_value count, mean, m2; /* of x over all dims but the channels */
+    koila_value var;             /* m2 / count */
+} statistics;
+
+static bool batch_statistics(koila__case *c, statistics *t)
+{
+    const koila_dtype acc = koila__moments_type(c->in_meta[0]->dtype);
+    const koila_value whole = moments(c, c->in_value[0], acc);
+    const koila_meta_info *w = koila__emit_meta_of(c, whole);
+    if (!w)
+        return false;
+    t->stat = koila__emit_meta(c, w, acc, 1, w->size + 1);
+    t->count = row(c, whole, 0);
+    t->mean = row(c, whole, 1);
+    t->m2 = row(c, whole, 2);
+    t->var = koila__emit_binary(c, "aten::div.Tensor", t->m2, t->count, t->stat);
+    return true;
+}
+
+/* Results 1 and 2: the mean and 1 / sqrt(variance + eps). */
+static void save_statistics(koila__case *c, const statistics *t)
+{
+    const koila_dtype type = koila_meta_get(c->table, c->sig->outputs[1])->dtype;
+    const koila_value var_eps = koila__emit_scalar(c, "aten::add.Tensor", t->var, t->eps, t->stat);
+    const koila_value invstd = koila__emit_unary(c, "aten::rsqrt", var_eps, t->stat);
+    c->replaced[1] = koila__emit_cast(c, t->mean, type);
+    c->replaced[2] = koila__emit_cast(c, invstd, type);
+}
+
+/* Result 0: batch norm in eval mode, with the statistics of the batch. */
+static bool normalise(koila__case *c, const statistics *t)
+{
+    const uint32_t weight = koila__input_at(c, 1);
+    const koila_dtype type = weight == KOILA_NONE
+                                 ? koila_meta_get(c->table, c->sig->outputs[1])->dtype
+                                 : c->in_meta[weight]->dtype;
+    const int64_t none[1] = { 0 };
+    const koila_meta empty = koila__emit_meta(c, c->in_meta[0], type, 1, none);
+    const koila_meta out[3] = { c->sig->outputs[0], empty, empty };
+    koila_value result[3];
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::_native_batch_norm_legit_no_training", 0);
+    koila__emit_copy(&k, 0);
+    koila__emit_copy(&k, 1);
+    koila__emit_copy(&k, 2);
+    koila__emit_value(&k, koila__emit_cast(c, t->mean, type));
+    koila__emit_value(&k, koila__emit_cast(c, t->var, type));
+    koila__emit_float(&k, t->momentum);
+    koila__emit_float(&k, t->eps);
+    if (!koila__emit_end_n(&k, 3, out, result))
+        return false;
+    c->replaced[0] = result[0];
+    return true;
+}
+
+/* Results 3 and 4: the running statistics as new values; the variance of those is unbiased. */
+static bool run_statistics(koila__case *c, const statistics *t, uint32_t pos_mean)
+{
+    const uint32_t mean = koila__input_at(c, pos_mean);
+    const uint32_t var = koila__input_at(c, pos_mean + 1);
+    if (mean == KOILA_NONE || var == KOILA_NONE)
+        return false;
+    const koila_value less_one = koila__emit_scalar(c, "aten::sub.Tensor", t->count, 1.0, t->stat);
+    const koila_value unbiased =
+        koila__emit_binary(c, "aten::div.Tensor", t->m2, less_one, t->stat);
+    c->replaced[3] = lerp_stat(c, c->in_value[mean], t->mean, t->momentum, c->sig->outputs[3]);
+    c->replaced[4] = lerp_stat(c, c->in_value[var], unbiased, t->momentum, c->sig->outputs[4]);
+    return true;
+}
+
+static bool all_replaced(const koila__case *c)
+{
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE)
+            return false;
+    return true;
+}
+
+static bool batch_norm_training(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
+{
+    statistics t = { 0 };
+    if (!c->may_emit || c->n_out < 3 || !c->out_meta[0] || !c->out_meta[1] || !c->out_meta[2])
+        return false;
+    if (!koila__arg_number(c, pos_training + 1, 0.1, &t.momentum) ||
+        !koila__arg_number(c, pos_training + 2, 1e-5, &t.eps))
+        return false;
+    const bool runs = c->n_out == 5 && c->out_meta[3] && c->out_meta[4];
+    if (!batch_statistics(c, &t))
+        return false;
+    save_statistics(c, &t);
+    if (!normalise(c, &t))
+        return false;
+    if (runs ? !run_statistics(c, &t, pos_mean) : c->n_out > 3)
+        return false;
+    return all_replaced(c);
 }
 
 /* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var
@@ -162,11 +258,8 @@ static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
 static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
 {
     bool training;
-    double momentum, eps;
     const koila_placement x = c->in[0];
-    if (!koila__arg_bool(c, pos_training, false, &training))
-        return false;
-    if (koila__any_p(c))
+    if (!koila__arg_bool(c, pos_training, false, &training) || koila__any_p(c))
         return false;
     /* InstanceNorm: the samples are channels, each by itself */
     if (koila__is_s(x) && x.dim == 1)
@@ -176,78 +269,7 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     for (uint32_t i = 1; i < c->n_in; i++)
         if (!koila__is_r(c->in[i]))
             return false;
-    if (!training) {
-        for (uint32_t j = 0; j < c->n_out; j++) {
-            if (!c->out_meta[j])
-                continue;
-            if (j == 0)
-                c->out[0] = x;
-            else if (c->out_meta[j]->n_elements == 0)
-                c->out[j] = koila__p(c, KOILA_SUM); /* empty on CPU */
-            else
-                return false;
-        }
-        return true;
-    }
-    if (!c->may_emit || c->n_out < 3 || !c->out_meta[0] || !c->out_meta[1] || !c->out_meta[2])
-        return false;
-    if (!koila__arg_number(c, pos_training + 1, 0.1, &momentum) ||
-        !koila__arg_number(c, pos_training + 2, 1e-5, &eps))
-        return false;
-    const koila_meta_info *m = c->in_meta[0];
-    const koila_meta stat = c->sig->outputs[1];
-    const koila_dtype acc = koila__moments_type(m->dtype);
-    const koila_value whole = moments(c, c->in_value[0], acc);
-    const koila_meta_info *w = koila__emit_meta_of(c, whole);
-    if (!w)
-        return false;
-    const koila_meta acc_stat = koila__emit_meta(c, w, acc, 1, w->size + 1);
-    const koila_value count = row(c, whole, 0);
-    const koila_value mean = row(c, whole, 1);
-    const koila_value m2 = row(c, whole, 2);
-    const koila_value var = koila__emit_binary(c, "aten::div.Tensor", m2, count, acc_stat);
-    const koila_value var_eps = koila__emit_scalar(c, "aten::add.Tensor", var, eps, acc_stat);
-    const koila_value invstd = koila__emit_unary(c, "aten::rsqrt", var_eps, acc_stat);
-    const koila_dtype stat_type = koila_meta_get(c->table, stat)->dtype;
-    c->replaced[1] = koila__emit_cast(c, mean, stat_type);
-    c->replaced[2] = koila__emit_cast(c, invstd, stat_type);
-    koila_dtype norm_type = stat_type;
-    const uint32_t weight = koila__input_at(c, 1);
-    if (weight != KOILA_NONE)
-        norm_type = c->in_meta[weight]->dtype;
-    const int64_t none[1] = { 0 };
-    const koila_meta out[3] = { c->sig->outputs[0], koila__emit_meta(c, m, norm_type, 1, none),
-                                koila__emit_meta(c, m, norm_type, 1, none) };
-    koila_value result[3];
-    koila__call k;
-    koila__emit_begin(c, &k, "aten::_native_batch_norm_legit_no_training", 0);
-    koila__emit_copy(&k, 0);
-    koila__emit_copy(&k, 1);
-    koila__emit_copy(&k, 2);
-    koila__emit_value(&k, koila__emit_cast(c, mean, norm_type));
-    koila__emit_value(&k, koila__emit_cast(c, var, norm_type));
-    koila__emit_float(&k, momentum);
-    koila__emit_float(&k, eps);
-    if (!koila__emit_end_n(&k, 3, out, result))
-        return false;
-    c->replaced[0] = result[0];
-    if (c->n_out == 5 && c->out_meta[3] && c->out_meta[4]) { /* running statistics, as new values */
-        const uint32_t rm = koila__input_at(c, pos_mean);
-        const uint32_t rv = koila__input_at(c, pos_mean + 1);
-        if (rm == KOILA_NONE || rv == KOILA_NONE)
-            return false;
-        const koila_value less_one =
-            koila__emit_scalar(c, "aten::sub.Tensor", count, 1.0, acc_stat);
-        const koila_value unbiased =
-            koila__emit_binary(c, "aten::div.Tensor", m2, less_one, acc_stat);
-        c->replaced[3] = lerp_stat(c, c->in_value[rm], mean, momentum, c->sig->outputs[3]);
-        c->replaced[4] = lerp_stat(c, c->in_value[rv], unbiased, momentum, c->sig->outputs[4]);
-    } else if (c->n_out > 3)
-        return false;
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE)
-            return false;
-    return true;
+    return training ? batch_norm_training(c, pos_mean, pos_training) : batch_norm_given(c);
 }
 
 /* x, w, b, rm, rv, training, momentum, eps */
@@ -262,13 +284,7 @@ bool koila__rule_batch_norm_eval(koila__case *c)
         return false;
     for (uint32_t i = 1; i < c->n_in; i++)
         koila__need_r(c, i);
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j])
-            c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[0];
-    for (uint32_t j = 1; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_elements)
-            return false;
-    return true;
+    return batch_norm_given(c);
 }
 
 /* A channel vector [C] as [1, C, 1, ...] beside x */
@@ -283,113 +299,122 @@ static koila_value per_channel(koila__case *c, koila_value v, uint32_t n_dims)
     return koila__emit_view(c, v, n_dims, size);
 }
 
-/* native_batch_norm_backward(grad, x, weight?, rm?, rv?, save_mean?, save_invstd?, train, eps,
- * mask) -> gx, gw, gb */
-bool koila__rule_batch_norm_backward(koila__case *c)
+/* Inputs of native_batch_norm_backward(grad, x, weight?, rm?, rv?, save_mean?, save_invstd?, train,
+ * eps, mask) -> gx, gw, gb in training mode. */
+typedef struct gradient {
+    koila_value dy, x, mean, invstd;
+    uint32_t weight;     /* input, or KOILA_NONE */
+    koila_meta stat;     /* of mean and invstd */
+    koila_value sums[3]; /* by result: gw and gb over the batch; [0] is none */
+} gradient;
+
+/* Both sums in one kernel: the gradient in eval mode, with the mean of the batch in the place of the
+ * running mean, invstd ** -2 in that of the variance, and eps 0. */
+static bool batch_norm_sums(koila__case *c, gradient *g)
 {
-    bool train;
-    const uint32_t lead = koila__lead_among(c, 2);
-    const uint32_t weight = koila__input_at(c, 2);
-    const uint32_t save_mean = koila__input_at(c, 5);
-    const uint32_t save_invstd = koila__input_at(c, 6);
-    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE ||
-        !koila__arg_bool(c, 7, false, &train))
-        return false;
-    if (c->in[lead].dim == 1)
-        return per_channel_rows(c, c->in[lead], 2);
-    if (!train) {
-        for (uint32_t i = 0; i < c->n_in; i++) {
-            if (i >= 2)
-                koila__need_r(c, i);
-            else if (!koila__need(c, i, c->in[lead]))
-                return false;
-        }
-        for (uint32_t j = 0; j < 3; j++)
-            if (c->out_meta[j])
-                c->out[j] = j ? koila__p(c, KOILA_SUM) : c->in[lead];
-        return true;
-    }
-    if (!c->may_emit || save_mean == KOILA_NONE || save_invstd == KOILA_NONE)
-        return false;
-    for (uint32_t i = 2; i < c->n_in; i++)
-        if (!koila__is_r(c->in[i]))
-            return false;
-    const koila_meta_info *m = c->in_meta[1];
-    const uint32_t n_dims = m->n_dims;
-    const koila_value dy = c->in_value[0];
-    const koila_value x = c->in_value[1];
-    const koila_value mean = c->in_value[save_mean];
-    const koila_value invstd = c->in_value[save_invstd];
-    const koila_meta stat = c->sig->inputs[save_mean];
-    const koila_dtype acc = koila_meta_get(c->table, stat)->dtype;
-    const koila_meta sum = weight == KOILA_NONE ? stat : c->sig->inputs[weight];
-    const koila_dtype sum_type = koila_meta_get(c->table, sum)->dtype;
-    /* both sums in one kernel: the gradient in eval mode */
-    const koila_value inv2 = koila__emit_binary(c, "aten::mul.Tensor", invstd, invstd, stat);
-    const koila_value var = koila__emit_unary(c, "aten::reciprocal", inv2, stat);
+    const koila_meta sum = g->weight == KOILA_NONE ? g->stat : c->sig->inputs[g->weight];
+    const koila_dtype type = koila_meta_get(c->table, sum)->dtype;
+    const koila_value inv2 =
+        koila__emit_binary(c, "aten::mul.Tensor", g->invstd, g->invstd, g->stat);
+    const koila_value var = koila__emit_unary(c, "aten::reciprocal", inv2, g->stat);
     const bool mask[3] = { false, true, true };
     const koila_meta out[3] = { KOILA_NONE, sum, sum };
-    koila_value sums[3];
     koila__call k;
     koila__emit_begin(c, &k, "aten::native_batch_norm_backward", 0);
-    koila__emit_value(&k, dy);
-    koila__emit_value(&k, x);
-    if (weight == KOILA_NONE)
-        koila__emit_none(&k);
-    else
-        koila__emit_value(&k, c->in_value[weight]);
-    koila__emit_value(&k, koila__emit_cast(c, mean, sum_type));
-    koila__emit_value(&k, koila__emit_cast(c, var, sum_type));
+    koila__emit_value(&k, g->dy);
+    koila__emit_value(&k, g->x);
+    koila__emit_optional(&k, g->weight);
+    koila__emit_value(&k, koila__emit_cast(c, g->mean, type));
+    koila__emit_value(&k, koila__emit_cast(c, var, type));
     koila__emit_none(&k);
     koila__emit_none(&k);
     koila__emit_bool(&k, false);
     koila__emit_float(&k, 0.0);
     koila__emit_bools(&k, mask, 3);
-    if (!koila__emit_end_n(&k, 3, out, sums))
+    if (!koila__emit_end_n(&k, 3, out, g->sums))
         return false;
-    if (c->out_meta[1])
-        c->replaced[1] = sums[1];
-    if (c->out_meta[2])
-        c->replaced[2] = sums[2];
-    if ((c->out_meta[1] && c->sig->outputs[1] != sum) ||
-        (c->out_meta[2] && c->sig->outputs[2] != sum))
-        return false;
-    if (c->out_meta[0]) {
-        const double n = (double)(m->n_elements / (uint64_t)(m->size[1] ? m->size[1] : 1));
-        const koila_value gb = koila__emit_cast(c, sums[2], acc);
-        const koila_value gw = koila__emit_cast(c, sums[1], acc);
-        const koila_value shift = koila__emit_scalar(c, "aten::div.Tensor", gb, n, stat);
-        koila_value slope = koila__emit_scalar(c, "aten::div.Tensor", gw, n, stat);
-        slope = koila__emit_binary(c, "aten::mul.Tensor", slope, invstd, stat);
-        koila_value scale = invstd;
-        if (weight != KOILA_NONE)
-            scale = koila__emit_binary(c, "aten::mul.Tensor", invstd,
-                                       koila__emit_cast(c, c->in_value[weight], acc), stat);
-        slope = koila__emit_binary(c, "aten::mul.Tensor", slope, scale, stat);
-        koila_meta wide; /* x's layout in the accumulate type */
-        if ((wide = koila__emit_meta_like(c, m, acc)) == KOILA_NONE)
+    for (uint32_t j = 1; j < 3; j++) {
+        if (!c->out_meta[j])
+            continue;
+        c->replaced[j] = g->sums[j];
+        if (c->sig->outputs[j] != sum)
             return false;
-        const koila_value centred =
-            koila__emit_binary(c, "aten::sub.Tensor", x, per_channel(c, mean, n_dims), wide);
-        const koila_value shifted =
-            koila__emit_binary(c, "aten::sub.Tensor", dy, per_channel(c, shift, n_dims), wide);
-        const koila_value scaled =
-            koila__emit_binary(c, "aten::mul.Tensor", shifted, per_channel(c, scale, n_dims), wide);
-        koila__emit_begin(c, &k, "aten::addcmul", 0);
-        koila__emit_value(&k, scaled);
-        koila__emit_value(&k, centred);
-        koila__emit_value(&k, per_channel(c, slope, n_dims));
-        koila__emit_kw(&k, "value");
-        koila__emit_float(&k, -1.0);
-        const koila_value gx =
-            koila__emit_end(&k, acc == c->out_meta[0]->dtype ? c->sig->outputs[0] : wide);
-        c->replaced[0] =
-            acc == c->out_meta[0]->dtype ? gx : koila__emit_cast_as(c, gx, c->sig->outputs[0]);
     }
-    for (uint32_t j = 0; j < 3; j++)
-        if (c->out_meta[j] && c->replaced[j] == KOILA_NONE)
-            return false;
     return true;
+}
+
+/* gx = (dy - gb / n) * invstd * weight - (x - mean) * (gw * invstd / n) * invstd * weight */
+static bool batch_norm_rows(koila__case *c, const gradient *g)
+{
+    const koila_meta_info *m = c->in_meta[1];
+    const uint32_t n_dims = m->n_dims;
+    const koila_dtype acc = koila_meta_get(c->table, g->stat)->dtype;
+    const double n = (double)(m->n_elements / (uint64_t)(m->size[1] ? m->size[1] : 1));
+    const koila_value gb = koila__emit_cast(c, g->sums[2], acc);
+    const koila_value gw = koila__emit_cast(c, g->sums[1], acc);
+    const koila_value shift = koila__emit_scalar(c, "aten::div.Tensor", gb, n, g->stat);
+    koila_value slope = koila__emit_scalar(c, "aten::div.Tensor", gw, n, g->stat);
+    slope = koila__emit_binary(c, "aten::mul.Tensor", slope, g->invstd, g->stat);
+    koila_value scale = g->invstd;
+    if (g->weight != KOILA_NONE) {
+        const koila_value weight = koila__emit_cast(c, c->in_value[g->weight], acc);
+        scale = koila__emit_binary(c, "aten::mul.Tensor", g->invstd, weight, g->stat);
+    }
+    slope = koila__emit_binary(c, "aten::mul.Tensor", slope, scale, g->stat);
+    const koila_meta wide = koila__emit_meta_like(c, m, acc); /* x's layout */
+    if (wide == KOILA_NONE)
+        return false;
+    const koila_value centred =
+        koila__emit_binary(c, "aten::sub.Tensor", g->x, per_channel(c, g->mean, n_dims), wide);
+    const koila_value shifted =
+        koila__emit_binary(c, "aten::sub.Tensor", g->dy, per_channel(c, shift, n_dims), wide);
+    const koila_value scaled =
+        koila__emit_binary(c, "aten::mul.Tensor", shifted, per_channel(c, scale, n_dims), wide);
+    const bool is_wide = acc == c->out_meta[0]->dtype;
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::addcmul", 0);
+    koila__emit_value(&k, scaled);
+    koila__emit_value(&k, centred);
+    koila__emit_value(&k, per_channel(c, slope, n_dims));
+    koila__emit_kw(&k, "value");
+    koila__emit_float(&k, -1.0);
+    const koila_value gx = koila__emit_end(&k, is_wide ? c->sig->outputs[0] : wide);
+    c->replaced[0] = is_wide ? gx : koila__emit_cast_as(c, gx, c->sig->outputs[0]);
+    return true;
+}
+
+static bool batch_norm_backward_training(koila__case *c)
+{
+    const uint32_t mean = koila__input_at(c, 5);
+    const uint32_t invstd = koila__input_at(c, 6);
+    if (!c->may_emit || mean == KOILA_NONE || invstd == KOILA_NONE)
+        return false;
+    for (uint32_t i = 2; i < c->n_in; i++)
+        if (!koila__is_r(c->in[i]))
+            return false;
+    gradient g = { .dy = c->in_value[0],
+                   .x = c->in_value[1],
+                   .mean = c->in_value[mean],
+                   .invstd = c->in_value[invstd],
+                   .weight = koila__input_at(c, 2),
+                   .stat = c->sig->inputs[mean] };
+    if (!batch_norm_sums(c, &g) || (c->out_meta[0] && !batch_norm_rows(c, &g)))
+        return false;
+    return all_replaced(c);
+}
+
+bool koila__rule_batch_norm_backward(koila__case *c)
+{
+    bool train;
+    const uint32_t lead = koila__lead_among(c, 2);
+    if (koila__any_p(c) || c->n_out != 3 || lead == KOILA_NONE ||
+        !koila__arg_bool(c, 7, false, &train))
+        return false;
+    if (c->in[lead].dim == 1)
+        return per_channel_rows(c, c->in[lead], 2);
+    if (train)
+        return batch_norm_backward_training(c);
+    return koila__need_rows(c, 2, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]);
 }
 
 /* ---- softmax: rows are along `dim`. Along the batch: maximum and sum are partial, the rest is

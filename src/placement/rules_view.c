@@ -1,14 +1,15 @@
-/* rules_view.c — the same elements, seen otherwise. Views are linear, so every P passes; S follows
- * its factor.
+/* rules_view.c — the same elements in another shape, or some of them. Views are linear, so every P
+ * passes; S follows the dimension that holds the batch.
  *
- * view and reshape: think of the row-major index. The batch factor has pre * outer elements-blocks
- * before it and inner * post after it, and these two numbers survive any reshape. In the new shape
- * the batch lies in the one dimension d where size[0..d) divides the first and size(d..n) divides
- * the second. If the batch itself is split by the new shape there is no such d, and the value is
- * gathered. */
+ * view and reshape: in the row-major index the batch is one factor. `before` is the product of the
+ * sizes in front of it and of its `outer`; `behind` is `inner` times the sizes after it. Both
+ * survive any reshape. In the new shape the batch lies in the one dimension d where size[0..d)
+ * divides `before` and size(d..n) divides `behind`. If the new shape splits the batch itself there
+ * is no such d, and the value is gathered. */
 #include "placement/rewrite.h"
 
-static bool passes_p(koila__case *c) /* every input P alike (or zeros) */
+/* The one input is P: so is every result. (Moments have their own dimension in front.) */
+static bool passes_p(koila__case *c)
 {
     const koila_placement p = c->in[0];
     return koila__is_p(p) && c->n_in == 1 && p.combine != KOILA_MOMENTS && koila__out_all(c, p);
@@ -139,7 +140,11 @@ bool koila__rule_transpose(koila__case *c)
     if (c->sig->n_pos > 1 && (!koila__arg_dim(c, 1, 0, n, &a) || !koila__arg_dim(c, 2, 0, n, &b)))
         return false;
     for (uint32_t k = 0; k < n; k++)
-        list[k] = k == a ? b : k == b ? a : k;
+        list[k] = k;
+    if (n) {
+        list[a] = b;
+        list[b] = a;
+    }
     return permuted(c, list, n);
 }
 
@@ -186,6 +191,33 @@ static bool at_block(const koila__case *c, koila_placement p, int64_t v, int64_t
     return true;
 }
 
+/* slice's start or end, as an index of a dimension of that size: negative ones count from its end,
+ * and those beyond it stop there. */
+static bool slice_bound(const koila__case *c, uint32_t pos, int64_t size, int64_t otherwise,
+                        int64_t *out)
+{
+    *out = otherwise;
+    if (!koila__is_absent(c, pos) && !koila__arg_int(c, pos, otherwise, out))
+        return false;
+    if (*out < 0)
+        *out += size;
+    if (*out < 0)
+        *out = 0;
+    if (*out > size)
+        *out = size;
+    return true;
+}
+
+/* The bound at `pos` follows the slice. It is a whole number of batches, or counts from the end, or
+ * lies beyond it: there it stays. */
+static bool fix_bound(koila__case *c, uint32_t pos, int64_t size)
+{
+    const koila_arg *a = koila__arg(c, pos);
+    if (!a || a->kind != KOILA_ARG_INT || a->u.i >= size)
+        return true;
+    return koila__fix_add(c, KOILA__FIX_ROWS, pos, 0);
+}
+
 /* slice(x, dim, start, end, step). On the batch dimension: all of it, or whole blocks of `outer`
  * (the halves of cat([a, b])). */
 bool koila__rule_slice(koila__case *c)
@@ -198,45 +230,18 @@ bool koila__rule_slice(koila__case *c)
     const koila_placement p = c->in[0];
     if (c->n_in != 1 || !koila__is_s(p) || !koila__arg_dim(c, 1, 0, m->n_dims, &d))
         return false;
-    if (d != p.dim) {
-        c->out[0] = p;
-        return true;
-    }
+    if (d != p.dim)
+        return koila__out_like(c, 0);
     const int64_t size = m->size[d];
-    if (koila__is_absent(c, 2))
-        start = 0;
-    else if (!koila__arg_int(c, 2, 0, &start))
+    if (!slice_bound(c, 2, size, 0, &start) || !slice_bound(c, 3, size, size, &end) ||
+        !koila__arg_int(c, 4, 1, &step) || step != 1)
         return false;
-    if (koila__is_absent(c, 3))
-        end = size;
-    else if (!koila__arg_int(c, 3, 0, &end))
-        return false;
-    if (!koila__arg_int(c, 4, 1, &step) || step != 1)
-        return false;
-    if (start < 0)
-        start += size;
-    if (end < 0)
-        end += size;
-    if (start < 0)
-        start = 0;
-    if (end > size)
-        end = size;
-    if (start == 0 && end == size) {
-        c->out[0] = p;
-        return koila__fix_add(c, KOILA__FIX_ALIAS, 0, 0);
-    }
+    if (start == 0 && end == size)
+        return koila__out_like(c, 0) && koila__fix_add(c, KOILA__FIX_ALIAS, 0, 0);
     if (!at_block(c, p, start, &first) || !at_block(c, p, end, &last) || first >= last)
         return false;
     c->out[0] = koila__s(c, d, last - first, p.inner);
-    /* the arguments are a whole number of batches themselves, or beyond the end (then they stay
-     * beyond it), or from the end */
-    const koila_arg *a = koila__arg(c, 2);
-    const koila_arg *b = koila__arg(c, 3);
-    if (a && a->kind == KOILA_ARG_INT && !koila__fix_add(c, KOILA__FIX_ROWS, 2, 0))
-        return false;
-    if (b && b->kind == KOILA_ARG_INT && b->u.i < size && !koila__fix_add(c, KOILA__FIX_ROWS, 3, 0))
-        return false;
-    return true;
+    return fix_bound(c, 2, size) && fix_bound(c, 3, size);
 }
 
 bool koila__rule_select(koila__case *c)
@@ -271,11 +276,14 @@ static bool split(koila__case *c, bool sizes_are_rows)
             return false;
         c->out[j] = koila__s(c, d, block, c->in[0].inner);
     }
-    const koila_arg *a = koila__arg(c, 1);
-    for (uint32_t k = a && a->kind == KOILA_ARG_LIST ? 1 : 0;
-         a && k <= (a->kind == KOILA_ARG_LIST ? a->n : 0); k++)
-        if (a[k].kind != KOILA_ARG_INT || a[k].u.i % c->batch)
+    const koila_arg *a = koila__arg(c, 1); /* one size, or a list */
+    const bool is_list = a && a->kind == KOILA_ARG_LIST;
+    const uint32_t n = is_list ? a->n : 1;
+    for (uint32_t k = 0; a && k < n; k++) {
+        const koila_arg *size = is_list ? a + 1 + k : a;
+        if (size->kind != KOILA_ARG_INT || size->u.i % c->batch)
             return false;
+    }
     return a && koila__fix_add(c, KOILA__FIX_ROWS, 1, 0);
 }
 bool koila__rule_split(koila__case *c) { return split(c, true); }
@@ -292,6 +300,21 @@ bool koila__rule_unbind(koila__case *c)
     return koila__out_all(c, koila__moved(c->in[0], c->in[0].dim - (c->in[0].dim > d)));
 }
 
+static bool is_skipped(const koila_meta_info *m, uint32_t n_dims)
+{
+    return m->n_dims == 1 && m->size[0] == 0 && n_dims != 1;
+}
+
+/* Input i of a cat along the batch has *blocks blocks of p's rows. A whole tensor counts too when it
+ * has so many rows (zeros of a slice's gradient). */
+static bool cat_blocks(koila__case *c, uint32_t i, koila_placement p, int64_t *blocks)
+{
+    if (!at_block(c, p, c->in_meta[i]->size[p.dim], blocks) ||
+        !koila__need(c, i, koila__s(c, p.dim, *blocks, p.inner)))
+        return false;
+    return !koila__is_s(c->in[i]) || koila__placement_equal(c->in[i], c->need[i]);
+}
+
 /* cat(tensors, dim). Along the batch, equal rows of each: [a; b] is S(dim, outer_a + outer_b,
  * inner). Tensors of shape [0] are skipped, whatever the others' dimensions (an empty key-value
  * cache). */
@@ -304,36 +327,20 @@ bool koila__rule_cat(koila__case *c)
     if (!koila__arg_tensors(c, 0, &first, &n) || n == 0 || n != c->n_in ||
         !koila__arg_dim(c, 1, 0, n_dims, &d))
         return false;
-    if (koila__any_p(c)) { /* linear */
-        for (uint32_t i = 0; i < n; i++) {
-            if (!koila__is_sum(c->in[i]) && !c->zero[i])
-                return false;
-            c->need[i] = koila__p(c, KOILA_SUM);
-        }
-        return koila__out_all(c, koila__p(c, KOILA_SUM));
-    }
+    if (koila__any_p(c))
+        return koila__linear_in_all(c);
     if (lead == KOILA_NONE)
         return false;
     const koila_placement p = c->in[lead];
     for (uint32_t i = 0; i < n; i++) {
-        const koila_meta_info *m = c->in_meta[i];
-        int64_t blocks;
-        if (m->n_dims == 1 && m->size[0] == 0 && n_dims != 1) {
+        int64_t blocks = 0;
+        if (is_skipped(c->in_meta[i], n_dims)) {
             koila__need_r(c, i);
             continue;
         }
-        if (m->n_dims != n_dims)
+        if (c->in_meta[i]->n_dims != n_dims)
             return false;
-        if (p.dim != d) {
-            if (!koila__need(c, i, p))
-                return false;
-            continue;
-        }
-        /* a whole tensor counts too when it is so many rows (zeros of a slice's gradient) */
-        if (!at_block(c, p, m->size[d], &blocks) ||
-            !koila__need(c, i, koila__s(c, d, blocks, p.inner)))
-            return false;
-        if (koila__is_s(c->in[i]) && !koila__placement_equal(c->in[i], c->need[i]))
+        if (p.dim != d ? !koila__need(c, i, p) : !cat_blocks(c, i, p, &blocks))
             return false;
         outer += blocks;
     }
@@ -350,7 +357,7 @@ bool koila__rule_repeat(koila__case *c)
     if (!r || r->kind != KOILA_ARG_LIST || c->n_in != 1 || r->n != out->n_dims || r->n < m->n_dims)
         return false;
     if (koila__any_p(c))
-        return koila__is_sum(c->in[0]) && (c->out[0] = c->in[0], true);
+        return koila__linear_in_first(c);
     if (!koila__is_s(c->in[0]))
         return false;
     const uint32_t d = c->in[0].dim + r->n - m->n_dims;
@@ -367,14 +374,8 @@ bool koila__rule_stack(koila__case *c)
     if (!koila__arg_tensors(c, 0, &first, &n) || n == 0 || n != c->n_in ||
         !koila__arg_dim(c, 1, 0, c->out_meta[0]->n_dims, &d))
         return false;
-    if (koila__any_p(c)) {
-        for (uint32_t i = 0; i < n; i++) {
-            if (!koila__is_sum(c->in[i]) && !c->zero[i])
-                return false;
-            c->need[i] = koila__p(c, KOILA_SUM);
-        }
-        return koila__out_all(c, koila__p(c, KOILA_SUM));
-    }
+    if (koila__any_p(c))
+        return koila__linear_in_all(c);
     if (lead == KOILA_NONE)
         return false;
     for (uint32_t i = 0; i < n; i++)
@@ -506,8 +507,8 @@ bool koila__rule_diagonal_backward(koila__case *c)
     return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
 }
 
-/* x's other dimensions lie dense, without gaps, inside one entry of dimension d, which is the
- * outermost in memory: elements of an entry; 0: not so. */
+/* Elements of one entry of dimension d, when d is the outermost in memory and the other dimensions
+ * fill an entry without gaps; else 0. */
 static int64_t dense_entry(const koila_meta_info *x, uint32_t d)
 {
     int64_t n = 1;
@@ -523,10 +524,22 @@ static int64_t dense_entry(const koila_meta_info *x, uint32_t d)
     return all == x->n_elements && x->stride[d] == n ? n : 0;
 }
 
-/* as_strided(x, size, stride, offset): it addresses x's memory. A block of `inner` rows is `unit`
- * elements there, one after the other; when the result, too, has a block of rows each `unit`
- * elements and looks nowhere else from it, a slice of x is the memory of a slice of the result.
- * (Adaptive pooling of channels_last images ends in one.) */
+/* Does a slice's memory, `unit` elements for each row of the batch, hold a slice of the result when
+ * its rows are along dimension d, `inner` of them? The result begins at `offset`. */
+static bool stays_in_unit(const koila_meta_info *out, uint32_t d, int64_t inner, int64_t offset,
+                          int64_t unit)
+{
+    int64_t last = offset + (inner - 1) * out->stride[d];
+    for (uint32_t i = 0; i < out->n_dims; i++)
+        if (i != d)
+            last += (out->size[i] - 1) * out->stride[i];
+    return last < unit;
+}
+
+/* as_strided(x, size, stride, offset) addresses x's memory. There a block of `inner` rows is `unit`
+ * elements, one block after the other. When the result has such blocks too, each within its own
+ * `unit` elements, the memory of a slice of x is that of a slice of the result. (Adaptive pooling
+ * of channels_last images ends in an as_strided.) */
 bool koila__rule_as_strided(koila__case *c)
 {
     const koila_arg *sizes = koila__arg(c, 1);
@@ -548,13 +561,7 @@ bool koila__rule_as_strided(koila__case *c)
         if (out->stride[d] < 1 || unit % out->stride[d])
             continue;
         const koila_placement q = koila__s(c, d, p.outer, unit / out->stride[d]);
-        int64_t last = offset + (q.inner - 1) * out->stride[d];
-        if (!koila__fits(c, q, out))
-            continue;
-        for (uint32_t i = 0; i < out->n_dims; i++)
-            if (i != d)
-                last += (out->size[i] - 1) * out->stride[i];
-        if (last >= unit)
+        if (!koila__fits(c, q, out) || !stays_in_unit(out, d, q.inner, offset, unit))
             continue;
         c->out[0] = q;
         return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
