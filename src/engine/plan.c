@@ -1023,8 +1023,9 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
     for (uint32_t k = 0; k < KOILA__MAX_FIXES && fix[k].kind != KOILA__FIX_NONE; k++) {
         koila_adapt *a = &out[n_out++];
         *a = (koila_adapt){ .arg = fix[k].arg, .output = fix[k].output };
-        const bool of_input = fix[k].output >= 1000;
-        const uint32_t which = of_input ? fix[k].output - 1000u : fix[k].output;
+        const bool of_input = fix[k].output >= KOILA__FIX_OF_INPUT;
+        const uint32_t which =
+            of_input ? fix[k].output - (uint32_t)KOILA__FIX_OF_INPUT : fix[k].output;
         koila_placement x = { 0 };
         const koila_meta_info *m;
         if (link >= 0) {
