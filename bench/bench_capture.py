@@ -78,9 +78,8 @@ class Ready(torch.Tensor):
 def floor_of(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> Callable[[], float]:
     """Seconds of `step` where the handler only hands out results. The first pass computes, and
     remembers what every operator gave."""
-    given: list[
-        Any
-    ] = []  # what each dispatch returned, in order; None: its own first argument (an in-place operator)
+    # What each dispatch returned, in order; None: its own first argument (an in-place operator).
+    given: list[Any] = []
 
     def wrapped(t: torch.Tensor) -> torch.Tensor:
         w = Ready.of(t)
@@ -154,9 +153,14 @@ def model_cost(name: str, repeat: int) -> None:
     floor = floor_of(plain, batch)
     turns = [(plain(), floor(), capture()) for _ in range(repeat)]
     best = [min(column) for column in zip(*turns, strict=True)]
-    print(f"{name}: {n_nodes} operators, cold {cold * 1e3:.0f} ms; us an operator: " + ", ".join(
-        f"{what} {t * 1e6 / n_nodes:.2f}" for what, t in zip(("plain", "floor", "capture"), best, strict=True)
-    ) + f"; capture : plain {best[2] / best[0]:.2f}, capture : floor {best[2] / best[1]:.2f}")  # fmt: skip
+    each = ", ".join(
+        f"{what} {t * 1e6 / n_nodes:.2f}"
+        for what, t in zip(("plain", "floor", "capture"), best, strict=True)
+    )
+    print(
+        f"{name}: {n_nodes} operators, cold {cold * 1e3:.0f} ms; us an operator: {each}; "
+        f"capture : plain {best[2] / best[0]:.2f}, capture : floor {best[2] / best[1]:.2f}"
+    )
 
 
 def op_cost(n: int = 2000, rounds: int = 20) -> None:

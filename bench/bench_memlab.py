@@ -414,7 +414,10 @@ def gpu_costs(rounds):
 def import_cost(rounds):
     import subprocess
 
-    code = "import sys, time, torch, inspect; t = time.perf_counter(); import koila.memlab as m; [getattr(m, n) for n in m.__all__]; print(time.perf_counter() - t)"
+    code = (
+        "import sys, time, torch, inspect; t = time.perf_counter(); import koila.memlab as m; "
+        "[getattr(m, n) for n in m.__all__]; print(time.perf_counter() - t)"
+    )
     t = min(
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
         for _ in range(3)

@@ -25,7 +25,7 @@ import torch
 import koila
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "python"))
-from test_plan_ahead import GPT, meta, next_token, on_meta  # noqa: E402
+from test_plan_ahead import GPT, meta, next_token, on_meta
 
 
 def seconds(f: Callable[[], Any]) -> tuple[float, Any]:

@@ -1,8 +1,11 @@
 """Predicted memory of training steps against what a GPU says, and what predicting costs.
 
-    python bench/bench_prediction.py                     on a machine with CUDA: predicts, runs, and prints the errors
-    python bench/bench_prediction.py --dry               predicts only; the truth is filled in later
-    python bench/bench_prediction.py --truth FILE        errors of predictions made here against a file of truths that --save or --keep wrote elsewhere
+    python bench/bench_prediction.py
+        on a machine with CUDA: predicts, runs, and prints the errors
+    python bench/bench_prediction.py --dry
+        predicts only; the truth is filled in later
+    python bench/bench_prediction.py --truth FILE
+        errors of predictions made here, against a file that --save or --keep wrote elsewhere
     [--only NAME,NAME] [--gpu NAME|FILE] [--save FILE] [--keep FOLDER] [--rival] [--trace] [--jobs
     N] [--seconds N]
 
@@ -378,9 +381,18 @@ def measure(name: str, part: int = 1, steps: int = 6) -> dict[str, Any]:
     else:
         outside = 0
     return {
-        "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "device": watch.total - watch.least, "outside": outside, "at_start": watch.at_start,
-        "polls": watch.n_polls, "model": model_bytes, "rows": run.inputs[0].shape[0], "first": first, "all": counters(), "torch": torch.__version__,
-    }  # fmt: skip
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "device": watch.total - watch.least,
+        "outside": outside,
+        "at_start": watch.at_start,
+        "polls": watch.n_polls,
+        "model": model_bytes,
+        "rows": run.inputs[0].shape[0],
+        "first": first,
+        "all": counters(),
+        "torch": torch.__version__,
+    }
 
 
 # ---- to attribute differences: what each operator takes, what each allocation was for, what each
@@ -467,7 +479,7 @@ def facts() -> list[dict[str, Any]]:
             )
             del kept
             row["kept"] = torch.cuda.memory_allocated() - before
-        except Exception as e:  # noqa: BLE001  a fact that cannot be had is one, too
+        except Exception as e:
             row["error"] = f"{type(e).__name__}: {e}"[:300]
         free, total = torch.cuda.mem_get_info()
         seen.append(
@@ -584,7 +596,6 @@ def facts() -> list[dict[str, Any]]:
         "index_add": lambda t: t.index_add(
             0, torch.zeros(1024, dtype=torch.long, device=DEVICE), t
         ),
-        # fmt: skip
         "norm": torch.linalg.vector_norm,
         "randperm": lambda t: torch.randperm(1 << 20, device=DEVICE),
     }.items():
@@ -685,9 +696,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> list[str]:
         errors = sorted(abs(p[1] - t) / t for p, t in pairs)
         share = {
             what: sum(test(p, t) for p, t in pairs) / len(pairs)
-            for what, test in
-            # fmt: skip
-            {
+            for what, test in {
                 "low": lambda p, t: p[1] < t,
                 "broken": lambda p, t: p[2] < t,
                 "inside": lambda p, t: p[0] <= t <= p[2],

@@ -15,8 +15,8 @@ import tempfile
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from matplotlib import pyplot as plt
+from torch.nn import functional as F
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -95,7 +95,9 @@ def main() -> None:
         side.set_color(GREY)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, transparent=True, metadata={"Date": None})
-    print(f"wrote {out.name}: " + ", ".join(f"{n} {max(h):.1f} MiB" for n, (_, h) in curves.items()))
+    print(
+        f"wrote {out.name}: " + ", ".join(f"{n} {max(h):.1f} MiB" for n, (_, h) in curves.items())
+    )
 
 
 if __name__ == "__main__":

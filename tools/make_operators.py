@@ -13,12 +13,15 @@ HEAD = """# Operators that can be sliced
 
 Made from `src/graph/ops.def` by `tools/make_operators.py`; do not edit.
 
-An operator that is not here is *gathered*: its inputs are made whole, it runs once, and its results are sliced again where needed. That is always
-right, and costs memory where the inputs are activations. In-place operators (`relu_`) have the line of their functional twin (`relu`).
+An operator that is not here is *gathered*: its inputs are made whole, it runs once, and its results
+are sliced again where needed. That is always right, and costs memory where the inputs are
+activations. In-place operators (`relu_`) have the line of their functional twin (`relu`).
 
-How to read the last column: one letter for each tensor argument, then the results. `S` sliced along the batch (`S0`: the batch is dimension 0), `R`
-whole, `P` a partial sum (each slice has a term of it). `S,R->S` reads: when the first argument is sliced and the second whole, the result is sliced.
-Combinations that are not named make the arguments whole first, at the price of a barrier between two loops.
+How to read the last column: one letter for each tensor argument, then the results. `S` sliced along
+the batch (`S0`: the batch is dimension 0), `R` whole, `P` a partial sum (each slice has a term of
+it). `S,R->S` reads: when the first argument is sliced and the second whole, the result is sliced.
+Combinations that are not named make the arguments whole first, at the price of a barrier between
+two loops.
 """
 
 

@@ -1,7 +1,8 @@
 """Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name.
 Nothing of it is kept here.
 
-    pip download --no-deps pytorch_memlab==0.3.2 && python -m zipfile -e pytorch_memlab-0.3.2-py3-none-any.whl old     (or a checkout of its repository)
+    pip download --no-deps pytorch_memlab==0.3.2       (or a checkout of its repository)
+    python -m zipfile -e pytorch_memlab-0.3.2-py3-none-any.whl old
     python tools/published_suite.py old/test
 
 Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they

@@ -2,7 +2,7 @@
 machine with a GPU only.
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
-    python tools/record_history.py OUT --check            the check alone, of recordings made elsewhere
+    python tools/record_history.py OUT --check     the check alone, of recordings made elsewhere
 
 Every case runs in a fresh process, with the history on before anything is allocated. It writes
 OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and OUT/NAME.json (torch.cuda.memory_stats() at
@@ -412,9 +412,15 @@ def record(name: str, out: Path) -> dict[str, Any]:
     stats = dict(torch.cuda.memory_stats())
     torch.cuda.memory._dump_snapshot(str(out / f"{name}.pickle"))
     return {
-        "torch": torch.__version__, "cuda": torch.version.cuda, "card": torch.cuda.get_device_name(), "total_memory": total, "conf": case.conf, "fraction": fraction,
-        "seconds": round(time.perf_counter() - started, 3), "stats": {k: v for k, v in stats.items() if isinstance(v, (int, float))},
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "card": torch.cuda.get_device_name(),
+        "total_memory": total,
+        "conf": case.conf,
+        "fraction": fraction,
+        "seconds": round(time.perf_counter() - started, 3),
+        "stats": {k: v for k, v in stats.items() if isinstance(v, (int, float))},
+    }
 
 
 # ---- the checks
@@ -456,12 +462,33 @@ def check(koila: str, name: str, out: Path) -> dict[str, Any]:
         return {"verdict": f"refused: {words[:300]}", "bytes": file.stat().st_size}
     replay = told["replay"]
     row = {
-        "bytes": file.stat().st_size, "events": told["events"], "verdict": replay["verdict"], "reason": replay["reason"], "at_event": replay.get("at_event"), "inferred": inferred.get("torch"),
-        "inferred_verdict": inferred.get("replay", {}).get("verdict"), "unknown_keys": told["unknown_keys"], "skipped": told["skipped_events"],
-        "decisions": {k: replay[k] for k in ("retries", "retry_or_empty_cache", "empty_cache", "cap_set", "expandable_switched", "collected") if replay[k]},
-        "end_checked": replay["end_checked"], "words": words, "ooms": told["ooms"], "stats": differences(told["stats"], said["stats"]),
+        "bytes": file.stat().st_size,
+        "events": told["events"],
+        "verdict": replay["verdict"],
+        "reason": replay["reason"],
+        "at_event": replay.get("at_event"),
+        "inferred": inferred.get("torch"),
+        "inferred_verdict": inferred.get("replay", {}).get("verdict"),
+        "unknown_keys": told["unknown_keys"],
+        "skipped": told["skipped_events"],
+        "decisions": {
+            k: replay[k]
+            for k in (
+                "retries",
+                "retry_or_empty_cache",
+                "empty_cache",
+                "cap_set",
+                "expandable_switched",
+                "collected",
+            )
+            if replay[k]
+        },
+        "end_checked": replay["end_checked"],
+        "words": words,
+        "ooms": told["ooms"],
+        "stats": differences(told["stats"], said["stats"]),
         "not_in_torch": sorted(k for k in told["stats"] if k not in said["stats"]),
-    }  # fmt: skip
+    }
     if case.only_requests:
         conf = ",".join(
             filter(
@@ -498,9 +525,16 @@ def describe(path: Path) -> dict[str, Any]:
         return sorted({k for x in many for k in x})
 
     return {
-        "top": sorted(s), "settings": {k: repr(v) for k, v in s.get("allocator_settings", {}).items()}, "entry": keys(entries), "segment": keys(s["segments"]), "block": keys(blocks),
-        "actions": sorted({e["action"] for e in entries}), "states": sorted({b["state"] for b in blocks}), "first": [repr(e)[:300] for e in entries[:2]], "last": repr(entries[-1:])[:300],
-    }  # fmt: skip
+        "top": sorted(s),
+        "settings": {k: repr(v) for k, v in s.get("allocator_settings", {}).items()},
+        "entry": keys(entries),
+        "segment": keys(s["segments"]),
+        "block": keys(blocks),
+        "actions": sorted({e["action"] for e in entries}),
+        "states": sorted({b["state"] for b in blocks}),
+        "first": [repr(e)[:300] for e in entries[:2]],
+        "last": repr(entries[-1:])[:300],
+    }
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -585,7 +619,7 @@ def main() -> int:
         if (args.out / f"{name}.json").exists():
             try:
                 found[name] = check(koila, name, args.out)
-            except Exception as e:  # noqa: BLE001  one odd recording must not hide the others
+            except Exception as e:
                 found[name] = {"verdict": f"check failed: {type(e).__name__}: {e}"}
     lines = table(found)
     first = next(

@@ -57,7 +57,7 @@ _HOME = {
     "set_budget": "_budget",
     "strict": "_budget",
 }
-__all__ = list(_HOME)  # noqa: PLE0605
+__all__ = list(_HOME)
 
 
 def _get(name: str) -> Any:

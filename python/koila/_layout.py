@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any, Callable
+from typing import Any
+from collections.abc import Callable
 
 from ._torch import DATA, second_owner_adds_reference, torch, use_count
 from . import _core

@@ -1,5 +1,5 @@
-"""`lazy()`: find the tensors in what the user gave, check their batch sizes, and wrap them. Two
-passes: look and check, then wrap; a call that fails wraps nothing.
+"""`lazy()`: find the tensors in the given values, check their batch sizes, and wrap them. Two
+passes, look and check, then wrap: a call that fails wraps nothing.
 
 Everything here runs once per `lazy()` call, never once per operator.
 """
@@ -48,8 +48,8 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _rebuild_mapping(value: Any, new: dict[Any, Any]) -> Any:
-    """The same kind of mapping with other values. A copy keeps what a constructor would lose:
-    attributes, default factories, encodings."""
+    """The same kind of mapping with other values. It is copied, because a constructor would lose
+    attributes, default factories and encodings."""
     try:
         out = copy.copy(value)
         for key, item in new.items():
@@ -57,6 +57,17 @@ def _rebuild_mapping(value: Any, new: dict[Any, Any]) -> Any:
         return out
     except (TypeError, AttributeError):  # read-only mappings: they can be made from a dict
         return type(value)(new)
+
+
+def _rebuild_sequence(value: Any, new: list[Any]) -> Any:
+    """The same kind of list or (named) tuple with other items."""
+    if type(value) is list:
+        return new
+    if isinstance(value, list):
+        changed = copy.copy(value)
+        changed[:] = new
+        return changed
+    return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
 def _is_container(value: Any) -> bool:
@@ -104,22 +115,14 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
         }
         return value if all(new[k] is value[k] for k in keys) else _rebuild_mapping(value, new)
     if isinstance(value, (list, tuple)):
-        index = list(range(len(value)))
         names = getattr(value, "_fields", None)  # a named tuple's dims may be given by name
-        keys = list(names) if names and isinstance(dims, Mapping) else index
+        keys = list(names) if names and isinstance(dims, Mapping) else list(range(len(value)))
         out = [
             tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]")
             for i, item in enumerate(value)
         ]
-        if all(a is b for a, b in zip(out, value, strict=True)):
-            return value
-        if isinstance(value, list):
-            if type(value) is list:
-                return out
-            changed: Any = copy.copy(value)
-            changed[:] = out
-            return changed
-        return type(value)(*out) if names else type(value)(out)
+        same = all(a is b for a, b in zip(out, value, strict=True))
+        return value if same else _rebuild_sequence(value, out)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         keys = [f.name for f in dataclasses.fields(value)]
         fields = {
@@ -171,16 +174,15 @@ def lazy(first: _T, second: _U, third: _V, /, *, batch: Batch = 0) -> tuple[_T, 
 @overload
 def lazy(*values: Any, batch: Batch = 0) -> Any: ...
 def lazy(*values: Any, batch: Batch = 0) -> Any:
-    """Give back the same values, lazily: what is computed from them runs one slice of the batch at
-    a time, within the memory there is.
+    """Return the same values, lazy: everything computed from them runs one slice of the batch at a
+    time, within the memory there is.
 
     Args:
         values: tensors, or dicts, lists, (named) tuples, dataclasses and mappings that hold them,
-        at any depth; what is no tensor
-            passes through. Or one loader: an iterable of such batches.
+            at any depth; all else passes through. Or one loader: an iterable of such batches.
         batch: the dimension that is the batch, for all; or a structure like `values` (as
-        `torch.func.vmap`'s `in_dims`) of ints and
-            `None` (not batched). A 0-dim tensor is not batched by `batch=0`.
+            `torch.func.vmap`'s `in_dims`) of ints and `None` (not batched). A 0-dim tensor is not
+            batched by `batch=0`.
 
     Returns:
         One value for one, a tuple for several, of the same kinds. A lazy tensor is a `torch.Tensor`
@@ -188,8 +190,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
 
     Raises:
         ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a
-        value that is lazy along another dimension already
-            (along the same one it is given back as it is).
+            value that is lazy along another dimension already (one that is lazy along the same
+            dimension is returned as it is).
         UnsupportedError: a tensor that cannot be sliced (sparse, nested, quantised).
         OutOfMemory: torch holds more than the budget already.
 
@@ -199,12 +201,13 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         >>> float(((x.sum(1) - y) ** 2).mean()) >= 0
         True
 
-    What it does not do: make anything smaller that has no batch dimension (parameters, their
-    gradients, the optimizer's state).
+    It does not make anything smaller that has no batch dimension (parameters, their gradients, the
+    optimizer's state).
     """
     call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
     if not values:
         raise ValueError(f"{call}: expected at least one value, got none")
+    value: Any = values
     if len(values) == 1:
         value = values[0]
         if not isinstance(value, torch.Tensor) and not _is_container(value) and _is_loader(value):
@@ -215,10 +218,44 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
             and not (isinstance(value, (list, tuple)) and len(value) == 1)
         ):
             batch = batch[0]  # in_dims=(0,) for one argument
-    else:
-        value = values
+    found, n_tensors = _look(value, batch, call)
+    if n_tensors == 0:
+        kinds = ", ".join(sorted({type(v).__name__ for v in values}))
+        advice = next((text for test, text in _INSTEAD if any(map(test, values))), "")
+        raise ValueError(f"{call}: expected at least one tensor, got {kinds}{advice}")
+    if not found:
+        if not _has_int(batch):
+            raise ValueError(f"{call}: expected at least one batched value, got none")
+        return value
+    _check_sizes(found, call)
+    again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
+    if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
+        return value
+    first, d0, _ = found[0]
+    if first.device.type == "cpu":
+        _core.held_fits(call)
+    _sharded.refuse_recording()
+    axis = _core.axis(first.shape[d0])
+    made: dict[tuple[int, int], Any] = {}
 
-    found: list[tuple[torch.Tensor, int, str]] = []
+    def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
+        d = _dimension(t, dim, where)
+        if d is None or (_core.is_lazy(t) and id(t) not in again):
+            return t
+        key = (id(t), d)  # one tensor given twice stays one
+        if key not in made:
+            made[key] = _wrap(_core.concrete(t) if id(t) in again else t, axis, d)
+        return made[key]
+
+    return tree_map(wrap, value, batch)
+
+
+_Found = list[tuple[torch.Tensor, int, str]]  # (tensor, batch dimension, where in the values)
+
+
+def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int]:
+    """The batched tensors of `value`, and how many tensors there are. Errors begin with `call`."""
+    found: _Found = []
     n_tensors = 0
 
     def look(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
@@ -235,14 +272,11 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         raise ValueError(f"{call}: {e}") from None
     except UnsupportedError as e:
         raise UnsupportedError(f"{call}: {e}") from None
-    if n_tensors == 0:
-        kinds = ", ".join(sorted({type(v).__name__ for v in values}))
-        advice = next((text for test, text in _INSTEAD if any(map(test, values))), "")
-        raise ValueError(f"{call}: expected at least one tensor, got {kinds}{advice}")
-    if not found:
-        if not _has_int(batch):
-            raise ValueError(f"{call}: expected at least one batched value, got none")
-        return value
+    return found, n_tensors
+
+
+def _check_sizes(found: _Found, call: str) -> None:
+    """Raise ValueError when the batch sizes disagree."""
     (first, d0, where0) = found[0]
     size = first.shape[d0]
     for t, d, where in found:
@@ -255,38 +289,27 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
                 f"{call}: expected one size along {along}, got {size} ({describe(first)}{at0}) "
                 f"and {t.shape[d]} ({describe(t)}{at})"
             )
-    again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
-    if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
-        return value
-
-    if first.device.type == "cpu":
-        _core.held_fits(call)
-    _sharded.refuse_recording()
-    axis = _core.axis(size)
-    made: dict[tuple[int, int], Any] = {}
-
-    def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
-        d = _dimension(t, dim, where)
-        if d is None or (_core.is_lazy(t) and id(t) not in again):
-            return t
-        key = (id(t), d)  # one tensor given twice stays one
-        if key not in made:
-            made[key] = _wrap(_core.concrete(t) if id(t) in again else t, axis, d)
-        return made[key]
-
-    return tree_map(wrap, value, batch)
 
 
 def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
-    """Does `lazy(t)` of a lazy tensor give it back as it is? Not when it is a plain tensor by now
-    (a state kept from an earlier step): that is made lazy anew. A value that is cut along another
-    axis, or is one value for the whole batch, is refused: nobody gets uncut rows for cut ones
-    unasked."""
+    """Does `lazy(t)` of a lazy tensor return it as it is? Not when it is a plain tensor by now (a
+    state kept from an earlier step): that is made lazy anew.
+
+    Raises:
+        ValueError: the value is cut along another axis, or is one value for the whole batch. `lazy`
+            would return it uncut along `dim`.
+    """
     kind, at, made, here = _core.cut_of(t)
     if kind == "slice" and at != dim:
-        matter = f"{describe(t)} is lazy along axis {at} already, and cannot also be cut along axis {dim}. Leave it as it is (batch={at} or None)"
+        matter = (
+            f"{describe(t)} is lazy along axis {at} already, and cannot also be cut along axis "
+            f"{dim}. Leave it as it is (batch={at} or None)"
+        )
     elif kind == "whole":
-        matter = f"{describe(t)} is one value made of the whole batch, and cannot be cut along axis {dim}. Leave it as it is (batch=None)"
+        matter = (
+            f"{describe(t)} is one value made of the whole batch, and cannot be cut along axis "
+            f"{dim}. Leave it as it is (batch=None)"
+        )
     else:
         return kind != "plain" or t.requires_grad or not _core.is_concrete(t)
     raise ValueError(
@@ -295,18 +318,17 @@ def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
     )
 
 
-_given: MutableMapping[torch.Tensor, torch.Tensor] = (
-    WeakIdKeyDictionary()
-)  # lazy leaf -> the tensor it was made of; by identity, for == of tensors is an operator
+# lazy leaf -> the tensor it was made of. By identity, because == of tensors is an operator.
+_given: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 
 
 def given_for(leaf: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that was handed to `lazy()` and whose gradient this lazy leaf's is."""
+    """The leaf that was handed to `lazy()` and gets the gradient of this lazy leaf, or None."""
     return _given.get(leaf)
 
 
 class _Given(torch.autograd.Function):
-    """A tensor with a graph behind it goes lazy: its gradient goes on into that graph."""
+    """Makes a tensor with a graph behind it lazy: its gradient goes on into that graph."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
@@ -331,23 +353,28 @@ def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
 
 def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
     """The batch dimension of `t`, not negative, or None."""
-    if dim is None or (
-        isinstance(dim, int) and dim == 0 and t.ndim == 0 and not isinstance(dim, bool)
-    ):
+    if dim is None:
         return None
+    at = where and f" at {where}"
     if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"expected an int or None for {describe(t)}{at}, got {type(dim).__name__}")
+    if dim == 0 and t.ndim == 0:
+        return None
+    _check_sliceable(t)
+    if not -t.ndim <= dim < t.ndim:
         raise ValueError(
-            f"expected an int or None for {describe(t)}{where and f' at {where}'}, got "
-            f"{type(dim).__name__}"
+            f"expected a batch dimension that every tensor has, got {dim} for {describe(t)}{at}"
         )
+    return dim % t.ndim
+
+
+def _check_sliceable(t: torch.Tensor) -> None:
+    """Raise UnsupportedError when `t` is no dense plain (or lazy) tensor on a device that this
+    torch has."""
     if t.layout is not torch.strided or t.is_nested or t.is_quantized:
-        kind = (
-            "nested"
-            if t.is_nested
-            else "quantized"
-            if t.is_quantized
-            else str(t.layout).removeprefix("torch.")
-        )
+        kind = str(t.layout).removeprefix("torch.")
+        if t.is_nested or t.is_quantized:
+            kind = "nested" if t.is_nested else "quantized"
         raise UnsupportedError(
             f"a {kind} tensor cannot be sliced along the batch; pass it with batch=None, or make "
             "it dense first"
@@ -362,12 +389,6 @@ def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:
         )
     if t.device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
-    if not -t.ndim <= dim < t.ndim:
-        raise ValueError(
-            f"expected a batch dimension that every tensor has, got {dim} for "
-            f"{describe(t)}{where and f' at {where}'}"
-        )
-    return dim % t.ndim
 
 
 def _is_loader(value: Any) -> bool:

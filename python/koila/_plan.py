@@ -36,7 +36,7 @@ class _Gather(NamedTuple):
 
 
 class Gather(_Gather):
-    """An operator without a rule for the batch: its input was made whole, which is exact and takes
+    """An operator without a rule for the batch: its input was made whole, which is exact and costs
     memory. (operator, shape, bytes, "file.py:line")."""
 
     dtype: str
@@ -78,20 +78,20 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
-        predicted_peak_bytes, measured_peak_bytes: all that torch holds at the highest; measured is
-        `None` where nobody counted.
-        base_bytes: what it held before the step (model, data, optimizer); of `koila.plan()`: what
-        the step reads.
-        budget_bytes: what it may hold; `None`: what was free.
+        predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
+            is `None` where they were not counted.
+        base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
+            that the step reads.
+        budget_bytes: bytes that torch may hold; `None`: what was free.
         loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
         curve: (label, bytes) along the step.
         retries: times a slice did not fit and was cut again.
-        n_recorded, n_run, replay_ratio: operators recorded; run, over all slices; `n_run` by
-        recorded operator and slice.
-        fit: on a GPU, what the model of torch's caching allocator said of this plan: `fits`,
-        `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and
-            `margin_bytes`, kept free since a step like this ran out of memory. `None`: the sum of
-            live bytes decided.
+        n_recorded, n_run, replay_ratio: operators recorded; operators run, over all slices; `n_run`
+            per recorded operator and slice.
+        fit: on a GPU, the answer of the model of torch's caching allocator: `fits`,
+            `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and `margin_bytes`,
+            kept free since a step like this ran out of memory. `None`: the sum of live bytes
+            decided.
     """
 
     batch: int
@@ -109,9 +109,8 @@ class Plan:
 
     def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
         self._raw = raw
-        self._values = (
-            None if values is None else [weakref.ref(v) for v in values]
-        )  # weak: a plan keeps no step in memory
+        # Weak: a plan keeps no step in memory.
+        self._values = None if values is None else [weakref.ref(v) for v in values]
         for name in Plan.__annotations__:
             setattr(self, name, raw.get(name))
         self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
@@ -257,18 +256,37 @@ class Plan:
 # ---- the page
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2330; --dim: #667085; --page: #fff; --card: #f6f7f9; --line: #d9dde4; --mark: #2f6fde; --limit: #c2410c; }
+:root {
+  color-scheme: light dark; --ink: #1d2330; --dim: #667085; --page: #fff; --card: #f6f7f9;
+  --line: #d9dde4; --mark: #2f6fde; --limit: #c2410c;
+}
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ef; --dim: #98a2b3; --page: #14171d; --card: #1c2129; --line: #323a46; --mark: #6ea2ff; --limit: #fb923c; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+  :root {
+    --ink: #e6e9ef; --dim: #98a2b3; --page: #14171d; --card: #1c2129; --line: #323a46;
+    --mark: #6ea2ff; --limit: #fb923c;
+  }
+}
+body {
+  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+}
 h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-dl { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0; } dl div { background: var(--card); padding: .6rem .9rem; border-radius: .5rem; }
+dl { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0; }
+dl div { background: var(--card); padding: .6rem .9rem; border-radius: .5rem; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } th { text-align: left; color: var(--dim); font-weight: 500; }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; font-variant-numeric: tabular-nums; }
-td:nth-child(n+2) { font-family: ui-monospace, monospace; font-size: .9em; } svg { width: 100%; height: auto; background: var(--card); border-radius: .5rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th { text-align: left; color: var(--dim); font-weight: 500; }
+th, td {
+  padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap;
+  font-variant-numeric: tabular-nums;
+}
+td:nth-child(n+2) { font-family: ui-monospace, monospace; font-size: .9em; }
+svg { width: 100%; height: auto; background: var(--card); border-radius: .5rem; }
 svg text { fill: var(--dim); font-size: 12px; }
 """
+
+
+_MOST_POINTS, _MOST_TITLES = 2000, 400  # of a curve on a page
 
 
 def _svg(plan: Plan) -> str:
@@ -286,9 +304,7 @@ def _svg(plan: Plan) -> str:
     def y(n: float) -> float:
         return top + (h - top - bottom) * (1 - n / scale)
 
-    step = max(
-        1, len(curve) // 2000
-    )  # a page of a million points helps nobody; each group shows its highest
+    step = max(1, len(curve) // _MOST_POINTS)  # each group of points shows its highest
     points = [
         max(range(i, min(i + step, len(curve))), key=lambda j: curve[j][1])
         for i in range(0, len(curve), step)
@@ -319,7 +335,7 @@ def _svg(plan: Plan) -> str:
             f'<text x="{w - 14}" y="{y(limit) - 5:.1f}" text-anchor="end">budget '
             f"{readable(limit)}</text>"
         )
-    for i in points[:: max(1, len(points) // 400)]:
+    for i in points[:: max(1, len(points) // _MOST_TITLES)]:
         label, n = curve[i]
         out.append(
             f'<circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="5" '
@@ -374,9 +390,7 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
     for loss in values:
         if loss.numel() == 1 and loss.requires_grad:
             leaves, reentrant = _backward._leaves([loss])
-            if (
-                reentrant
-            ):  # such a checkpoint runs inside backward() only: the forward is what can be told
+            if reentrant:  # such a checkpoint runs inside backward() only: only the forward is told
                 continue
             hooks = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
             _batch_norm.effects_count = False

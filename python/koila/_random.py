@@ -4,7 +4,8 @@ part of what the whole would have drawn."""
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from typing import Any
+from collections.abc import Callable
 
 from ._torch import torch
 from . import _core
@@ -73,8 +74,8 @@ def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[st
 def _takes(
     n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Tried on this build: does a draw in parts equal the draw of the whole, in the order of memory,
-    and does each element move the state by n_words?"""
+    """Does a draw in parts equal the draw of the whole, in the order of memory, and does each
+    element move the state by n_words? Tried on this build."""
     sizes = (1, 2, 13, 16, 31, 100, 311, 625, 2000)
     state = torch.Generator().manual_seed(20).get_state()
 
@@ -123,8 +124,8 @@ def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: A
 
 
 def _draws_once(func: Any, dtype: torch.dtype) -> bool:
-    """Does one number from the generator serve any size? Of bernoulli_(p) through MKL it does. Tried
-    on this build, not assumed."""
+    """Does one number from the generator serve any size? For bernoulli_(p) through MKL it does.
+    Tried on this build, not assumed."""
     if func is not aten.bernoulli_.float:
         return False
     key = (func, dtype)

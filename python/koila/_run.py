@@ -57,8 +57,8 @@ def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
 
 
 def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """koila::moments of src/placement/pseudo.def. x: any shape. Returns f[3, *rest], where `rest` is
-    x's shape without dims: count, mean and sum of squared deviations over dims."""
+    """koila::moments of src/placement/pseudo.def. x: any shape. Returns f[3, *rest], where `rest`
+    is x's shape without dims: count, mean and sum of squared deviations over dims."""
     n = 1
     for d in dims:
         n *= x.shape[d]

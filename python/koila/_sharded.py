@@ -227,8 +227,8 @@ class Ranks:
 
 
 def withdraw(outputs: Sequence[Any], error: BaseException) -> None:
-    """A backward of `outputs` could not be recorded here. Where the step calls sharded modules, tell
-    the other ranks, which are about to run it, that this one will not."""
+    """A backward of `outputs` could not be recorded here. Where the step calls sharded modules,
+    tell the other ranks, which are about to run it, that this one will not."""
     lazies = [t for t in outputs if isinstance(t, torch.Tensor) and _core.is_lazy(t)]
     if lazies:
         with contextlib.suppress(Exception):  # the others may be gone; `error` is what counts

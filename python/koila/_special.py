@@ -6,7 +6,8 @@ The long ones have modules of their own: `_index.py`, `_layout.py`, `_batch_norm
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any
+from collections.abc import Callable
 
 from ._torch import torch
 from . import _core

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes as C
 import os
 import subprocess
-import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -308,7 +307,7 @@ class Graph:
             1,
         )
         ws = [
-            Write(i, o, len(ls), (Link * max(len(ls), 1))(*(Link(*l) for l in ls)))
+            Write(i, o, len(ls), (Link * max(len(ls), 1))(*(Link(*link) for link in ls)))
             for i, o, ls in writes
         ]
         d.n_writes, d.writes = len(ws), (Write * max(len(ws), 1))(*ws)
@@ -646,7 +645,7 @@ class Recording:
             self.targets = [self.rec.value(o) for o in self.outs]
         self.outs = [o.detach().clone() for o in self.outs]
 
-    def place(self, how="koila__place") -> "Run":
+    def place(self, how="koila__place") -> Run:
         return Run(self, how)
 
 
@@ -860,12 +859,12 @@ class Run:
                 for i, v in enumerate(ins)
             ]
             outs = [
-                f"{self.p.contents.value[info.first_output + j]!r}{list(self.size_of(info.first_output + j) or [])}"
-                for j in range(sig.n_outputs)
+                f"{self.p.contents.value[v]!r}{list(self.size_of(v) or [])}"
+                for v in range(info.first_output, info.first_output + sig.n_outputs)
             ]
-            rows.append(
-                f"{n:4} {'G' if self.p.contents.node[n].gathered else ' '}{'L' if self.p.contents.node[n].in_loop else ' '} {name:50} {', '.join(needs)}  =>  {', '.join(outs)}"
-            )
+            placed = self.p.contents.node[n]
+            flags = ("G" if placed.gathered else " ") + ("L" if placed.in_loop else " ")
+            rows.append(f"{n:4} {flags} {name:50} {', '.join(needs)}  =>  {', '.join(outs)}")
         return "\n".join(rows)
 
     def decode(self, sig, tensors):
@@ -1077,7 +1076,7 @@ class Run:
     def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, batch):
         if not sig.n_writes:
             return self.call(sig, name, tensors, node.fix, outs, needs, b, sizes_in, batch)
-        tensors, bases, l = list(tensors), [], 0
+        tensors, bases, at = list(tensors), [], 0
         for w in range(sig.n_writes):
             wr = sig.writes[w]
             base = tensors[wr.input]
@@ -1092,7 +1091,7 @@ class Run:
                 ls = lib.koila_sig_get(self.r.g.table, u32(wr.links[k].sig)).contents
                 lname = lib.koila_op_name(self.r.g.table, u32(ls.op)).decode()
                 fix, lout = (
-                    (node.link[l].fix, node.link[l].out)
+                    (node.link[at].fix, node.link[at].out)
                     if b is not None and node.link
                     else ((), Placement())
                 )
@@ -1100,7 +1099,7 @@ class Run:
                 view = self.call(
                     ls, lname, [view], fix, louts, [lout], b, [self.meta_size(ls.inputs[0])], batch
                 )[wr.links[k].output]
-                l += 1
+                at += 1
             tensors[wr.input] = view
         pos, kw = self.decode(sig, tensors)
         out = self.func(name)(*pos, **kw)

@@ -1,6 +1,7 @@
 """simulated == slow model, event for event, on random histories; and each planted fault is seen.
 
-Run alone for the long version:  python tests/oracle/test_cache_oracle.py LIBKOILA.so [histories per configuration]
+Run alone for the long version:
+    python tests/oracle/test_cache_oracle.py LIBKOILA.so [histories per configuration]
 Under pytest a short version runs when KOILA_LIB names libkoila.so.
 """
 

@@ -5,7 +5,8 @@ Models and losses of every kind at sizes that are all different; slices 4 + 3, 3
 whole batch of 7. `gathers` names the operators that may collect activations: none, unless the
 samples couple. In float64 the difference is rounding.
 
-    python tests/oracle/test_programs.py [part of a name] [-v]     # a report, with -v the placement of every node
+    python tests/oracle/test_programs.py [part of a name] [-v]
+        a report; with -v the placement of every node
 """
 
 from __future__ import annotations
@@ -575,7 +576,9 @@ loss("own row by index", lambda o, y: -o.log_softmax(1)[torch.arange(B), y].mean
 loss("one hot", lambda o, y: (o * F.one_hot(y, 4)).sum(1).mean(), yi)
 loss(
     "focal",
-    lambda o, y: (lambda l: ((1 - torch.exp(-l)) ** 2 * l).mean())(ce(o, y, reduction="none")),
+    lambda o, y: (lambda ce_: ((1 - torch.exp(-ce_)) ** 2 * ce_).mean())(
+        ce(o, y, reduction="none")
+    ),
     yi,
 )
 loss("dice", lambda o, y: 1 - 2 * (o.sigmoid() * y).sum() / (o.sigmoid().sum() + y.sum()), yp)

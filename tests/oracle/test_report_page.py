@@ -1,7 +1,8 @@
 """The page of a recording of a million events opens in a real browser: whole, readable, dark where
 the reader's screen is, and no larger than 5 MiB.
 
-    python tests/oracle/test_report_page.py KOILA        exit status 77 (skipped) where there is no browser that starts
+    python tests/oracle/test_report_page.py KOILA
+        exit status 77 (skipped) where there is no browser that starts
 
 Prints how long the browser took; that is not judged here, for a test machine may be busy.
 """

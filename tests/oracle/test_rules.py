@@ -8,7 +8,8 @@ single rows; partial sums are no halves. An operator with a line in ops.def and 
 listed, and test_every_line_has_a_claim fails unless it stands in NO_CPU_SAMPLE. test_planted_faults
 runs the same oracle over trees with wrong rules: each must be caught.
 
-    python tests/oracle/test_rules.py [part of an operator's name] [--all]     # a report by operator
+    python tests/oracle/test_rules.py [part of an operator's name] [--all]
+        a report by operator
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """The configuration string: koila takes what torch's own parser takes, and refuses what it refuses.
 
-python tests/oracle/test_settings_oracle.py LIBKOILA.so [strings]        needs torch >= 2.13 (a CPU build will do)
+python tests/oracle/test_settings_oracle.py LIBKOILA.so [strings]
+    needs torch >= 2.13 (a CPU build will do)
 """
 
 import ctypes as C
@@ -58,7 +59,9 @@ def random_string(rng):
                 number,
                 "["
                 + ",".join(
-                    f"{rng.choice(['1', '2', '256', '512', '3'])}:{rng.choice(['0', '1', '2', '4', '8', '3'])}"
+                    rng.choice(["1", "2", "256", "512", "3"])
+                    + ":"
+                    + rng.choice(["0", "1", "2", "4", "8", "3"])
                     for _ in range(rng.randint(1, 3))
                 )
                 + rng.choice(["", ",>:4"])

@@ -95,10 +95,10 @@ def assert_same(expected, got, tol, what=""):
                 and torch.equal(e.isnan(), g.isnan())
                 and torch.equal(e.nan_to_num(), g.nan_to_num())
             )
-            assert same, (
-                f"{where}: not bit-equal, largest difference "
-                f"{float((e.to(torch.float64) - g.to(torch.float64)).abs().max()) if e.numel() else 0:.3g}"
-            )
+            if not same:
+                apart = (e.to(torch.float64) - g.to(torch.float64)).abs()
+                largest = float(apart.max()) if e.numel() else 0
+                raise AssertionError(f"{where}: not bit-equal, largest difference {largest:.3g}")
             continue
         assert torch.equal(e.isfinite(), g.isfinite()), f"{where}: other entries are finite"
         assert torch.equal(e.isnan(), g.isnan()), f"{where}: other entries are NaN"

@@ -334,9 +334,8 @@ def run(
             elif kind == "z":
                 new = _made(r, t)
                 buffers.append(new)
-            elif (
-                kind == "e"
-            ):  # once: what was recorded from memory does not notice that numpy writes it, as autograd does not
+            elif kind == "e":
+                # Once: like autograd, a recording does not notice that numpy writes memory.
                 new = _exposed(r, buffers.pop(r.randrange(len(buffers)))) if buffers else t
             else:
                 value = float(t.detach().sum()) if r.random() < 0.7 else bool((t > 0).any())
@@ -388,7 +387,8 @@ def _describe(t: torch.Tensor, relaid: bool) -> str:
     addresses nothing, and shape functions choose it as they like; and, of a tensor whose layout was
     written in place (`relaid`), whether it is a view."""
     strides = tuple(d if n > 1 else None for n, d in zip(t.shape, t.stride()))
-    text = f"{tuple(t.shape)} {strides} {t.storage_offset()} v{t._version} view={None if relaid else t._is_view()}"
+    is_view = None if relaid else t._is_view()
+    text = f"{tuple(t.shape)} {strides} {t.storage_offset()} v{t._version} view={is_view}"
     try:
         return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
     except (

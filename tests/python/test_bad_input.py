@@ -472,9 +472,14 @@ def test_a_lazy_cuda_tensor_without_cuda_is_refused_and_never_aborts():
         """
 import torch, koila
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 with FakeTensorMode():
     t = torch.empty(6, 2, device="cuda")
-for f in (lambda: koila.lazy(t), lambda: koila.lazy(torch.ones(6, 2)).to("cuda"), lambda: koila.lazy(torch.ones(6, 2)).cuda()):
+for f in (
+    lambda: koila.lazy(t),
+    lambda: koila.lazy(torch.ones(6, 2)).to("cuda"),
+    lambda: koila.lazy(torch.ones(6, 2)).cuda(),
+):
     try:
         print(koila.run(f()))
     except Exception as e:

@@ -39,7 +39,10 @@ def test_it_predicts_without_a_gpu_and_fills_in_the_truth_later(bench, tmp_path)
     truth.write_text(
         json.dumps({"gnn-adamw": {"allocated": 100 << 20, "reserved": 1 << 40, "device": 1 << 40}})
     )
-    code = f"import runpy, sys; sys.argv = [{str(script)!r}, '--only', 'gnn-adamw', %s]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = (
+        f"import runpy, sys; sys.argv = [{str(script)!r}, '--only', 'gnn-adamw', %s]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     dry = run_python(code % "'--dry'", env=env)
     assert "nothing was measured" in dry and dry.count("| gnn-adamw |") == 1 and "failed" not in dry

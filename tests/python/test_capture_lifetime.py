@@ -24,15 +24,26 @@ def run_fresh(code):
 STEP = """
 import ctypes, gc, weakref, torch, koila
 from koila import _core
+
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4))
+model = torch.nn.Sequential(
+    torch.nn.Linear(32, 64),
+    torch.nn.BatchNorm1d(64),
+    torch.nn.ReLU(),
+    torch.nn.Dropout(0.2),
+    torch.nn.Linear(64, 4),
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 tapes, kept = [], []
+
+
 def rss():
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(open("/proc/self/statm").read().split()[1]) * 4
+
+
 def step():
     x, y = koila.lazy(torch.randn(256, 32), torch.randint(0, 4, (256,)))
     tapes.append(weakref.ref(_core.tape_of(x)))
@@ -41,6 +52,8 @@ def step():
     loss.backward()
     optimizer.step()
     kept.append(loss.detach())
+
+
 def alive():
     return len({id(t()) for t in tapes if t() is not None})
 """

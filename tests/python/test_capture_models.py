@@ -234,13 +234,29 @@ def test_a_factory_of_metadata_has_no_data_edge():
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda t: torch.rand_like(t), lambda t: torch.randn_like(t), lambda t: torch.bernoulli(t.sigmoid()), lambda t: F.dropout(t, 0.3), lambda t: F.dropout1d(t.unsqueeze(0), 0.3),
-        lambda t: F.alpha_dropout(t, 0.3), lambda t: torch.empty_like(t).exponential_(), lambda t: torch.empty_like(t).normal_(1, 2), lambda t: t.clone().uniform_(-1, 1), lambda t: t.t().clone().bernoulli_(0.4),
-        lambda t: t.bernoulli(0.4), lambda t: F.gumbel_softmax(t), lambda t: F.rrelu(t, training=True), lambda t: torch.multinomial(t.softmax(1), 3), lambda t: torch.empty_like(t)[:, ::2].normal_(),
-        lambda t: torch.randint_like(t, 9), lambda t: torch.randint_like(t, 3, 9), lambda t: torch.poisson(t.exp()), lambda t: torch.normal(t, 2.0), lambda t: torch.empty_like(t).bernoulli_(t.sigmoid()),
+        lambda t: torch.rand_like(t),
+        lambda t: torch.randn_like(t),
+        lambda t: torch.bernoulli(t.sigmoid()),
+        lambda t: F.dropout(t, 0.3),
+        lambda t: F.dropout1d(t.unsqueeze(0), 0.3),
+        lambda t: F.alpha_dropout(t, 0.3),
+        lambda t: torch.empty_like(t).exponential_(),
+        lambda t: torch.empty_like(t).normal_(1, 2),
+        lambda t: t.clone().uniform_(-1, 1),
+        lambda t: t.t().clone().bernoulli_(0.4),
+        lambda t: t.bernoulli(0.4),
+        lambda t: F.gumbel_softmax(t),
+        lambda t: F.rrelu(t, training=True),
+        lambda t: torch.multinomial(t.softmax(1), 3),
+        lambda t: torch.empty_like(t)[:, ::2].normal_(),
+        lambda t: torch.randint_like(t, 9),
+        lambda t: torch.randint_like(t, 3, 9),
+        lambda t: torch.poisson(t.exp()),
+        lambda t: torch.normal(t, 2.0),
+        lambda t: torch.empty_like(t).bernoulli_(t.sigmoid()),
         lambda t: torch.native_dropout(t, 0.3, True)[0],
     ],
-)  # fmt: skip
+)
 def test_random_numbers_are_eagers(draw):
     for x in (torch.randn(6, 5), torch.randn(6, 37), torch.randn(6, 8, dtype=torch.float64)):
         torch.manual_seed(11)

@@ -8,7 +8,7 @@ import koila
 import program_generator as programs
 from koila import UnsupportedError, lazy
 
-WHOLE, SLICED, LONG = range(0, 60), range(1000, 1025), range(2000, 3000)
+WHOLE, SLICED, LONG = range(60), range(1000, 1025), range(2000, 3000)
 
 
 def same(seed, rows):

@@ -24,7 +24,9 @@ def storages(tensors):
 
 def make_step(n=40):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(n, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+    nn = torch.nn
+    first, second, third = nn.Linear(n, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.ReLU(), third)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(100, n), torch.randint(0, 3, (100,))
     def step():
@@ -59,21 +61,31 @@ def test_current_is_the_sum_of_unique_storages_at_any_moment(run):
         rng, live = random.Random(1), []
         for i in range(6000):
             k = rng.random()
-            if k < .35 or not live:
-                live.append(torch.empty([rng.randint(0, 40) for _ in range(rng.randint(0, 3))], dtype=rng.choice([torch.float64, torch.int8, torch.bfloat16, torch.complex64])))
-            elif k < .5:
+            if k < 0.35 or not live:
+                live.append(
+                    torch.empty(
+                        [rng.randint(0, 40) for _ in range(rng.randint(0, 3))],
+                        dtype=rng.choice(
+                            [torch.float64, torch.int8, torch.bfloat16, torch.complex64]
+                        ),
+                    )
+                )
+            elif k < 0.5:
                 t = rng.choice(live)
-                if t.untyped_storage().nbytes() >= t.numel() * t.element_size(): live.append(t.reshape(-1)[:rng.randint(0, 5)])
-            elif k < .6:
+                if t.untyped_storage().nbytes() >= t.numel() * t.element_size():
+                    live.append(t.reshape(-1)[: rng.randint(0, 5)])
+            elif k < 0.6:
                 rng.choice(live).untyped_storage().resize_(rng.choice([0, 1, 100, 5000]))
-            elif k < .7:
+            elif k < 0.7:
                 t = rng.choice(live)
-                if t.untyped_storage().nbytes() >= t.numel() * t.element_size(): live.append(t.clone())
+                if t.untyped_storage().nbytes() >= t.numel() * t.element_size():
+                    live.append(t.clone())
             else:
                 live.pop(rng.randrange(len(live)))
             if i % 30 == 0:
                 assert c.cpu_bytes_current() == sum(storages(live).values()), i
-        live.clear(); t = None
+        live.clear()
+        t = None
         assert c.cpu_bytes_current() == 0 and c.cpu_bytes_n_allocs() == c.cpu_bytes_n_frees() > 2000
     """)
 
@@ -96,12 +108,18 @@ def test_a_lost_event_is_caught_by_the_oracle(run):
 def test_step_is_counted_as_by_the_profiler(run):
     run("""
         step = make_step()
-        step(); gc.collect()
+        step()
+        gc.collect()
         n0, start = c.cpu_bytes_n_allocs(), c.cpu_bytes_current()
         c.cpu_bytes_reset_peak()
         step()
-        n1, peak, end = c.cpu_bytes_n_allocs() - n0, c.cpu_bytes_peak() - start, c.cpu_bytes_current()
+        n1, peak, end = (
+            c.cpu_bytes_n_allocs() - n0,
+            c.cpu_bytes_peak() - start,
+            c.cpu_bytes_current(),
+        )
         from torch.profiler import profile, ProfilerActivity
+
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
             step()
         events = [e.nbytes() for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -110,7 +128,8 @@ def test_step_is_counted_as_by_the_profiler(run):
             live += n
             top = max(top, live)
         assert n1 == sum(n > 0 for n in events), (n1, len(events))
-        # blocks older than the session die unseen by the profiler, so its running sum may only be higher
+        # blocks older than the session die unseen by the profiler, so its running sum may only be
+        # higher
         assert start == end and top >= peak > 0
     """)
 
@@ -122,7 +141,11 @@ def test_limit_raises_torch_s_own_error_and_is_exact(run):
         try:
             torch.empty(1)
         except RuntimeError as e:
-            assert type(e) is RuntimeError and "can't allocate memory" in str(e) and "tried to allocate 4 bytes" in str(e), e
+            assert (
+                type(e) is RuntimeError
+                and "can't allocate memory" in str(e)
+                and "tried to allocate 4 bytes" in str(e)
+            ), e
         else:
             raise AssertionError("not refused")
         assert c.cpu_bytes_get_limit() == 4000
@@ -186,6 +209,8 @@ def test_threads_never_exceed_the_limit_and_every_refusal_is_an_error(run):
     run("""
         refused, limit = [0] * 6, 150_000
         c.cpu_bytes_set_limit(limit)
+
+
         def work(i):
             rng, live = random.Random(i), []
             for _ in range(1500):
@@ -193,9 +218,13 @@ def test_threads_never_exceed_the_limit_and_every_refusal_is_an_error(run):
                     live.append(torch.empty(rng.randint(1, 100000), dtype=torch.uint8))
                 except RuntimeError:
                     refused[i] += 1
-                if len(live) > 5 or rng.random() < .4: live.clear() if rng.random() < .2 else live and live.pop()
+                if len(live) > 5 or rng.random() < 0.4:
+                    live.clear() if rng.random() < 0.2 else live and live.pop()
+
+
         ts = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-        [t.start() for t in ts]; [t.join() for t in ts]
+        [t.start() for t in ts]
+        [t.join() for t in ts]
         assert 0 < c.cpu_bytes_peak() <= limit, c.cpu_bytes_peak()
         assert c.cpu_bytes_current() == 0
         assert sum(refused) > 0
@@ -248,12 +277,21 @@ def test_forking_while_threads_allocate_does_not_hang(run):
 def test_workers_of_a_loader_leave_no_trace(run):
     run("""
         from torch.utils.data import DataLoader, TensorDataset
+
         x = torch.randn(64, 8)
         base = c.cpu_bytes_current()
         for workers in (0, 2):
-            # forked: where workers start otherwise (Python 3.14), x itself moves to shared memory, which is not the allocator's
-            for (b,) in DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, multiprocessing_context="fork" if workers else None): pass
-        del b; gc.collect()
+            # forked: where workers start otherwise (Python 3.14), x itself moves to shared
+            # memory, which is not the allocator's
+            for (b,) in DataLoader(
+                TensorDataset(x),
+                batch_size=8,
+                num_workers=workers,
+                multiprocessing_context="fork" if workers else None,
+            ):
+                pass
+        del b
+        gc.collect()
         assert c.cpu_bytes_current() == base, (c.cpu_bytes_current(), base)
     """)
 
@@ -261,17 +299,30 @@ def test_workers_of_a_loader_leave_no_trace(run):
 def test_other_kinds_of_tensors_balance(run):
     run("""
         import io, numpy as np
+
+
         def kinds():
             a = torch.randn(64, 64)
-            b = torch.from_numpy(a.numpy() * 1); a.to_mkldnn(); a.to_sparse().coalesce(); torch.utils.dlpack.from_dlpack(a)
-            f = io.BytesIO(); torch.save(a, f); f.seek(0); torch.load(f)
-            torch.empty(100).share_memory_(); torch.UntypedStorage(10)
+            b = torch.from_numpy(a.numpy() * 1)
+            a.to_mkldnn()
+            a.to_sparse().coalesce()
+            torch.utils.dlpack.from_dlpack(a)
+            f = io.BytesIO()
+            torch.save(a, f)
+            f.seek(0)
+            torch.load(f)
+            torch.empty(100).share_memory_()
+            torch.UntypedStorage(10)
             torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
-            v = a.numpy(); del a
+            v = a.numpy()
+            del a
             assert c.cpu_bytes_current() > base
+
+
         base = c.cpu_bytes_current()
         for _ in range(2):
-            kinds(); gc.collect()
+            kinds()
+            gc.collect()
             assert c.cpu_bytes_current() == base, c.cpu_bytes_current()
     """)
 
@@ -281,20 +332,35 @@ def test_overwritten_slots_are_noticed_and_the_count_starts_again():
     second copy of the patching code."""
     code = PRELUDE.format(plan="A") + textwrap.dedent("""
         import ctypes, struct
+
         libc = ctypes.CDLL(None)
         a = torch.empty(1000)
-        # find our slot: the pages of libc10 that hold a pointer to our hook are where the original posix_memalign went
-        path = next(l.split()[-1] for l in open('/proc/self/maps') if '/libc10.so' in l)
-        spans = [(*(int(v, 16) for v in l.split()[0].split('-')), l.split()[1]) for l in open('/proc/self/maps') if path in l]
-        core = [tuple(int(v, 16) for v in l.split()[0].split('-')) for l in open('/proc/self/maps') if '_core.' in l and 'x' in l.split()[1]]
+        # find our slot: the pages of libc10 that hold a pointer to our hook are where the
+        # original posix_memalign went
+        path = next(l.split()[-1] for l in open("/proc/self/maps") if "/libc10.so" in l)
+        spans = [
+            (*(int(v, 16) for v in l.split()[0].split("-")), l.split()[1])
+            for l in open("/proc/self/maps")
+            if path in l
+        ]
+        core = [
+            tuple(int(v, 16) for v in l.split()[0].split("-"))
+            for l in open("/proc/self/maps")
+            if "_core." in l and "x" in l.split()[1]
+        ]
         slots = []
         for lo, hi, mode in spans:
-            if mode[0] != 'r' or mode[2] == 'x': continue
+            if mode[0] != "r" or mode[2] == "x":
+                continue
             words = (ctypes.c_uint64 * ((hi - lo) // 8)).from_address(lo)
-            slots += [(words, i, mode) for i, w in enumerate(words) if any(x <= w < y for x, y in core)]
-        assert len(slots) in (2, 3), slots  # posix_memalign, free, and where free is also passed by its address
-        hits = [(words, i) for words, i, mode in slots if mode[1] == 'w']
-        if not hits: sys.exit(print("bound when loaded: every slot is in a read-only page"))
+            slots += [
+                (words, i, mode) for i, w in enumerate(words) if any(x <= w < y for x, y in core)
+            ]
+        # posix_memalign, free, and where free is also passed by its address
+        assert len(slots) in (2, 3), slots
+        hits = [(words, i) for words, i, mode in slots if mode[1] == "w"]
+        if not hits:
+            sys.exit(print("bound when loaded: every slot is in a read-only page"))
         assert len(hits) == 2, hits  # the third is in a read-only page
         before = [w[i] for w, i in hits]
         for (w, i), name in zip(hits, ("free", "posix_memalign")):
@@ -329,8 +395,12 @@ def test_environment_that_changes_the_allocator_s_path(run, env):
 def test_without_torch_it_says_so():
     code = """
 import importlib.util, pathlib
-folder = importlib.util.find_spec("koila").submodule_search_locations[0]  # found, not imported: the package itself needs torch
-spec = importlib.util.spec_from_file_location("koila._core", next(map(str, pathlib.Path(folder).glob("_core*.so"))))
+
+# found, not imported: the package itself needs torch
+folder = importlib.util.find_spec("koila").submodule_search_locations[0]
+spec = importlib.util.spec_from_file_location(
+    "koila._core", next(map(str, pathlib.Path(folder).glob("_core*.so")))
+)
 c = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(c)
 print(c.cpu_bytes_install(), c.cpu_bytes_ok())
@@ -349,5 +419,9 @@ def test_free_memory_names_what_binds(tmp_path):
     assert c.free_memory(str(tmp_path)) == dict(
         cgroup=None, rlimit_data=None, rlimit_as=None, available=7168, free=7168, bound="available"
     )
-    code = "import resource as r, koila._core as c; r.setrlimit(r.RLIMIT_DATA, (1 << 30, -1)); d = c.free_memory(); assert d['bound'] == 'rlimit_data' and 0 < d['free'] < 1 << 30, d"
+    code = (
+        "import resource as r, koila._core as c; r.setrlimit(r.RLIMIT_DATA, (1 << 30, -1)); "
+        "d = c.free_memory(); "
+        "assert d['bound'] == 'rlimit_data' and 0 < d['free'] < 1 << 30, d"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

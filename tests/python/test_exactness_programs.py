@@ -142,10 +142,18 @@ def fill_diagonal(m, x, y):
 WRITES = {
     f.__name__: f
     for f in (
-        in_place_chain, write_rows_of_a_clone, shifted_labels, buffer_filled_by_steps, zeros_like_buffer, masked_assignment, split_then_write_base,
-        unbind_chunk_flip_roll, scatter_and_gather, fill_diagonal,
+        in_place_chain,
+        write_rows_of_a_clone,
+        shifted_labels,
+        buffer_filled_by_steps,
+        zeros_like_buffer,
+        masked_assignment,
+        split_then_write_base,
+        unbind_chunk_flip_roll,
+        scatter_and_gather,
+        fill_diagonal,
     )
-}  # fmt: skip
+}
 
 
 def diagonal_by_row_numbers(m, x, y):
@@ -293,9 +301,18 @@ def control_flow(m, x, y):
 WHOLES = {
     f.__name__: f
     for f in (
-        sort_rows, distances, singular_values, rows_by_mask, top_k_and_cumsum, nonzero_and_unique, einsum_batch_free, permutation, repeats, control_flow,
+        sort_rows,
+        distances,
+        singular_values,
+        rows_by_mask,
+        top_k_and_cumsum,
+        nonzero_and_unique,
+        einsum_batch_free,
+        permutation,
+        repeats,
+        control_flow,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WHOLES)

@@ -634,22 +634,32 @@ def test_tables_of_functions_know_them_before_during_and_after():
         from torch.utils._device import _device_constructors
         from koila import _core
 
+
         def known():
             import torch._dynamo.trace_rules as rules
             from torch._jit_internal import boolean_dispatched
             import torch.jit._builtins as builtins
+
             for f in (torch.zeros, torch.ones, torch.full, torch.empty):
-                assert f in torch.overrides.get_ignored_functions() and f in _device_constructors(), f
-                assert rules.get_torch_obj_rule_map()[f].__name__ == "TorchInGraphFunctionVariable", f
+                assert (
+                    f in torch.overrides.get_ignored_functions() and f in _device_constructors()
+                ), f
+                assert (
+                    rules.get_torch_obj_rule_map()[f].__name__ == "TorchInGraphFunctionVariable"
+                ), f
                 assert builtins._find_builtin(f) == "aten::" + f.__name__, f
             with torch.device("meta"):
                 assert torch.zeros(6, 2).is_meta
-            assert torch.jit.CompilationUnit("def f(n: int):\\n    return torch.zeros(n, 2)\\n").f(3).shape == (3, 2)
+            assert torch.jit.CompilationUnit("def f(n: int):\\n    return torch.zeros(n, 2)\\n").f(
+                3
+            ).shape == (3, 2)
+
 
         when = sys.argv[1]
         names = torch.zeros, hash(torch.zeros), repr(torch.zeros), torch.zeros.__doc__
         for step in range(2):
-            if when == "before": known()
+            if when == "before":
+                known()
             x = koila.lazy(torch.randn(6, 3))
             assert _core.watching_factories()
             assert names == (torch.zeros, hash(torch.zeros), repr(torch.zeros), torch.zeros.__doc__)

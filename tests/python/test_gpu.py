@@ -11,11 +11,7 @@ import threading
 import pytest
 import torch
 from helpers import (
-    EVEN,
-    ONE,
-    RAGGED,
     SLICES,
-    WHOLE,
     assert_same,
     model_state,
     plain,
@@ -585,13 +581,18 @@ try:
     else:
         with koila.budget(limit) if kind == "budget" else koila.budget(None):
             big_loss(model, *lazy(x, y)).backward()
-        p = koila.last_plan(); out["m"] = p.micro_batch; out["predicted"] = p.predicted_peak_bytes - p.base_bytes
-        out["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]; out["ooms"] = torch.cuda.memory_stats()["num_ooms"]
+        p = koila.last_plan()
+        out["m"], out["predicted"] = p.micro_batch, p.predicted_peak_bytes - p.base_bytes
+        stats = torch.cuda.memory_stats()
+        out["retries"], out["ooms"] = stats["num_alloc_retries"], stats["num_ooms"]
 except torch.OutOfMemoryError as e:
     out.update(ok=False, error=str(e)[:300])
-out["peak"] = torch.cuda.max_memory_allocated() - (0 if kind == "outside" else 0); out["reserved"] = torch.cuda.max_memory_reserved()
+out["peak"], out["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+def weighted(p):
+    weights = torch.linspace(-1, 1, p.numel(), dtype=p.dtype, device=p.device)
+    return float((p.grad * weights.view_as(p)).sum())
 if out["ok"]:
-    out["sums"] = [float((p.grad * torch.linspace(-1, 1, p.numel(), dtype=p.dtype, device=p.device).view_as(p)).sum()) for p in model.parameters()]
+    out["sums"] = [weighted(p) for p in model.parameters()]
 print(json.dumps(out))
 """
 
@@ -688,7 +689,7 @@ def test_a_loss_that_couples_all_rows():
 
 def test_nothing_changes_when_a_hook_raises():
     model = mlp().double().cuda()
-    before, state = model_state(model), random_state()
+    before = model_state(model)
     handle = model[0].weight.register_hook(lambda g: 1 / 0)
     with koila.micro_batch(5), pytest.raises(ZeroDivisionError):
         F.cross_entropy(model(lazy(data()[0].cuda())), data()[1].cuda()).backward()

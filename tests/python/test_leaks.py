@@ -8,11 +8,15 @@ import gc, weakref, torch, koila, psutil
 from koila import lazy, _core
 from torch import nn
 from torch.nn import functional as F
+
 torch.set_num_threads(1)
 counted = not _core.cpu_bytes_install().startswith("unsupported")
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 4))
+model = nn.Sequential(
+    nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 4)
+)
 x0, y0 = torch.randn(32, 16), torch.randint(0, 4, (32,))
+
 
 def step():
     model.zero_grad(set_to_none=True)
@@ -22,21 +26,28 @@ def step():
         loss.backward()
     return loss
 
+
 def lazies():
     gc.collect()
     return sum(issubclass(type(o), koila.LazyTensor) for o in gc.get_objects())
 
+
 def steady(f, n=60, slack=8 << 20):
-    for _ in range(10): f()
-    gc.collect(); model.zero_grad(set_to_none=True)
+    for _ in range(10):
+        f()
+    gc.collect()
+    model.zero_grad(set_to_none=True)
     torch_before, rss = _core.cpu_bytes_current(), psutil.Process().memory_info().rss
     blocks = len(gc.get_objects())
-    for _ in range(n): f()
+    for _ in range(n):
+        f()
     model.zero_grad(set_to_none=True)
     assert lazies() == 0, lazies()
     assert _core.cpu_bytes_current() == torch_before, (_core.cpu_bytes_current(), torch_before)
     assert len(gc.get_objects()) - blocks < 100, len(gc.get_objects()) - blocks
-    assert psutil.Process().memory_info().rss - rss < slack, psutil.Process().memory_info().rss - rss
+    assert psutil.Process().memory_info().rss - rss < slack, (
+        psutil.Process().memory_info().rss - rss
+    )
 """
 
 
@@ -64,7 +75,14 @@ def f():
         x, y = lazy(x0, y0)
         h = model(x)
         h[:, 0].mul_(2)
-        assert float(h.sum()) is not None and h.argmax(1).tolist() and repr(h) and h[y > 1].sum().item() is not None
+        assert (
+            float(h.sum()) is not None
+            and h.argmax(1).tolist()
+            and repr(h)
+            and h[y > 1].sum().item() is not None
+        )
+
+
 steady(f)
 """
     )
@@ -77,14 +95,27 @@ def test_errors_leave_nothing():
 def f():
     with koila.micro_batch(7):
         x, y = lazy(x0, y0)
-        for bad in (lambda: x @ x, lambda: lazy(x0, y0[:3]), lambda: lazy(x0, batch=9), lambda: x.view(5, 5), lambda: koila.budget("2Gb?")):
-            try: bad()
-            except Exception: pass
+        for bad in (
+            lambda: x @ x,
+            lambda: lazy(x0, y0[:3]),
+            lambda: lazy(x0, batch=9),
+            lambda: x.view(5, 5),
+            lambda: koila.budget("2Gb?"),
+        ):
+            try:
+                bad()
+            except Exception:
+                pass
         h = model(x)
         h.register_hook(lambda g: 1 / 0)
-        try: F.cross_entropy(h, y).backward()
-        except ZeroDivisionError: pass
-        else: raise SystemExit("no error")
+        try:
+            F.cross_entropy(h, y).backward()
+        except ZeroDivisionError:
+            pass
+        else:
+            raise SystemExit("no error")
+
+
 steady(f)
 """
     )

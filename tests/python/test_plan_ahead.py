@@ -192,6 +192,7 @@ from torch import nn
 from torch.nn import functional as F
 import koila
 from koila import lazy
+
 net = lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.BatchNorm1d(256), nn.Linear(256, 10))
 torch.manual_seed(0)
 model, x, y = net(), torch.randn(512, 64), torch.zeros(512, dtype=torch.long)
@@ -208,8 +209,13 @@ for budget in ("1MiB", "1200KiB", "1500KiB", "2MiB", "4MiB", "1GiB"):
     with koila.budget(budget):
         step(*lazy(x, y)).backward()
     ran = koila.last_plan()
-    assert (said.micro_batch, said.budget_bytes) == (ran.micro_batch, ran.budget_bytes), (budget, said, ran)
-    assert 0 <= ran.base_bytes - said.base_bytes <= 64, "more is held than the step reads"  # the batch norm's counter
+    assert (said.micro_batch, said.budget_bytes) == (ran.micro_batch, ran.budget_bytes), (
+        budget,
+        said,
+        ran,
+    )
+    # the batch norm's counter
+    assert 0 <= ran.base_bytes - said.base_bytes <= 64, "more is held than the step reads"
     assert abs(ran.measured_peak_bytes - said.predicted_peak_bytes) <= 64
     seen.add(ran.n_micro_batches)
     for p in [*model.parameters(), tied]:
@@ -217,8 +223,12 @@ for budget in ("1MiB", "1200KiB", "1500KiB", "2MiB", "4MiB", "1GiB"):
 assert len(seen) >= 3, seen
 with torch.device("meta"):
     model = net()
-on_meta = koila.plan(lambda x, y: F.cross_entropy(model(x), y), x.to("meta"), y.to("meta"), budget="1GiB")
-assert on_meta.base_bytes == said.base_bytes - x.nbytes - y.nbytes - tied.untyped_storage().nbytes(), "a batch on meta stands for its shape"
+on_meta = koila.plan(
+    lambda x, y: F.cross_entropy(model(x), y), x.to("meta"), y.to("meta"), budget="1GiB"
+)
+assert (
+    on_meta.base_bytes == said.base_bytes - x.nbytes - y.nbytes - tied.untyped_storage().nbytes()
+), "a batch on meta stands for its shape"
 """
     )
 

@@ -16,14 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+
 def train(wrap, hook, how):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     model = nn.parallel.DistributedDataParallel(net, **how)
     fired = []
+
     def counting(state, bucket):
         fired.append(1)
         return allreduce_hook(None, bucket)
+
     if hook:
         model.register_comm_hook(None, counting)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -36,12 +39,19 @@ def train(wrap, hook, how):
         optimizer.step()
     return [p.detach().clone() for p in net.parameters()], len(fired)
 
-for hook, how in ((False, {}), (True, {}), (False, {"find_unused_parameters": True}), (False, {"gradient_as_bucket_view": True}), (False, {"static_graph": True})):
+
+for hook, how in (
+    (False, {}),
+    (True, {}),
+    (False, {"find_unused_parameters": True}),
+    (False, {"gradient_as_bucket_view": True}),
+    (False, {"static_graph": True}),
+):
     expected, n = train(lambda *v: v, hook, how)
-    with koila.micro_batch([4, 1][rank]):   # the ranks cut differently
+    with koila.micro_batch([4, 1][rank]):  # the ranks cut differently
         got, m = train(koila.lazy, hook, how)
     assert koila.last_plan().n_micro_batches == [2, 6][rank]
-    assert n == m, (n, m)                    # one all-reduce a step, however many slices
+    assert n == m, (n, m)  # one all-reduce a step, however many slices
     for a, b in zip(expected, got):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), (how, (a - b).abs().max())
     for p in got:
@@ -70,8 +80,11 @@ dist.init_process_group("gloo", rank=rank, world_size=2)
 ENDING = """
 dist.destroy_process_group()
 print("right", flush=True)
-os._exit(0)  # the interpreter's own end is aborted now and then ("terminate called without an active exception"), after the result was there: torch's
-# own doing, 2 of 50 runs of these programs in plain PyTorch 2.13 (koila never imported, process group destroyed), both with DistributedDataParallel
+# the interpreter's own end is aborted now and then ("terminate called without an active
+# exception"), after the result was there: torch's
+os._exit(0)
+# own doing, 2 of 50 runs of these programs in plain PyTorch 2.13 (koila never imported, process
+# group destroyed), both with DistributedDataParallel
 """
 
 
@@ -104,15 +117,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
+
 D = torch.float64
+
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)      # five rows over two ranks: shards of 3 and 2
+        # five rows over two ranks: shards of 3 and 2
+        self.linear, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
         self.norm.bias.requires_grad_(False)
+
     def forward(self, x):
         return x + checkpoint(lambda t: self.norm(self.linear(t)).tanh(), x, use_reentrant=False)
+
 
 def make():
     torch.manual_seed(0)
@@ -121,9 +139,11 @@ def make():
         fully_shard(part)
     return fully_shard(net)
 
+
 def train(wrap, run):
     net = make()
-    model = nn.Sequential(run(net), nn.Linear(3, 3, dtype=D))          # a sharded part, and one that is not
+    # a sharded part, and one that is not
+    model = nn.Sequential(run(net), nn.Linear(3, 3, dtype=D))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(10 + rank)
     out = []
@@ -133,12 +153,15 @@ def train(wrap, run):
             out.append(koila.run(model(x)).clone())
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        if step % 2:                                                   # two steps' gradients add up
+        if step % 2:  # two steps' gradients add up
             out.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1).full_tensor())
             optimizer.step()
             optimizer.zero_grad()
         out.append(loss.detach())
-    return [koila.run(t) for t in out] + [p.full_tensor().detach().clone() for p in net.parameters()]
+    return [koila.run(t) for t in out] + [
+        p.full_tensor().detach().clone() for p in net.parameters()
+    ]
+
 
 expected = train(lambda *v: v, lambda m: m)
 with koila.micro_batch(3):
@@ -150,7 +173,12 @@ for a, b in zip(expected, got):
 
 net, x = make(), torch.randn(7, 5, dtype=D)
 old = FullyShardedDataParallel(nn.Linear(5, 3, dtype=D), device_id=torch.device("cpu"))
-for call in (lambda: net(koila.lazy(x)), lambda: net(input=koila.lazy(x)), lambda: old(koila.lazy(x)), lambda: koila.opaque(old)(koila.lazy(x))):
+for call in (
+    lambda: net(koila.lazy(x)),
+    lambda: net(input=koila.lazy(x)),
+    lambda: old(koila.lazy(x)),
+    lambda: koila.opaque(old)(koila.lazy(x)),
+):
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             try:
@@ -159,7 +187,8 @@ for call in (lambda: net(koila.lazy(x)), lambda: net(input=koila.lazy(x)), lambd
                 assert "koila.opaque(model)" in str(e)
             else:
                 raise AssertionError("recorded a sharded module")
-net(x).sum().backward()                                                # and the refused module still works
+# and the refused module still works
+net(x).sum().backward()
 assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
 """
 
@@ -175,8 +204,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.distributed.fsdp import fully_shard
 from koila import _core
+
 D = torch.float64
 _core.cpu_bytes_install()
+
 
 def train(wrap, run, n, settings, look, after):
     torch.manual_seed(0)
@@ -199,10 +230,26 @@ def train(wrap, run, n, settings, look, after):
         out.append(koila.run(loss.detach()))
     return out + [p.full_tensor().detach().clone() for p in net.parameters()]
 
-def check(*what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=lambda loss, given: None, after=lambda logits: logits):
+
+def check(
+    *what,
+    n=(64, 64),
+    settings=lambda k: contextlib.nullcontext(),
+    look=lambda loss, given: None,
+    after=lambda logits: logits,
+):
     rows = n[rank] if isinstance(n[rank], tuple) else (n[rank],) * 3
-    gc.collect()  # no lazy tensor of a step that raised may be alive on one rank only: docs/limits.md, Sharded modules
-    expected = train(lambda *v: v, lambda m: m, rows, lambda k: contextlib.nullcontext(), lambda *v: None, lambda logits: logits)
+    # no lazy tensor of a step that raised may be alive on one rank only: docs/limits.md,
+    # Sharded modules
+    gc.collect()
+    expected = train(
+        lambda *v: v,
+        lambda m: m,
+        rows,
+        lambda k: contextlib.nullcontext(),
+        lambda *v: None,
+        lambda logits: logits,
+    )
     outcome = ["equal", 0]
     try:
         got = train(koila.lazy, koila.opaque, rows, settings, look, after)
@@ -212,78 +259,140 @@ def check(*what, n=(64, 64), settings=lambda k: contextlib.nullcontext(), look=l
         outcome = [type(e).__name__, str(e)]
     outcomes = [None, None]
     dist.all_gather_object(outcomes, outcome)
-    for (kind, slices), (k, s) in zip(outcomes, what * 2):              # one that is to come on both ranks, or each rank's own
+    # one that is to come on both ranks, or each rank's own
+    for (kind, slices), (k, s) in zip(outcomes, what * 2):
         assert kind == k and (slices == s if isinstance(s, int) else s in slices), outcomes
     return outcomes
 
+
 room = lambda *n: koila.budget(_core.cpu_bytes_current() + n[rank])
 equal = lambda n: ("equal", n)
-check(("OutOfMemory", "budget is"), ("OutOfMemory", "another rank"), settings=lambda k: room(-1000, 8_000_000))  # first of all: not even recorded
+# first of all: not even recorded
+check(
+    ("OutOfMemory", "budget is"),
+    ("OutOfMemory", "another rank"),
+    settings=lambda k: room(-1000, 8_000_000),
+)
 check(equal(1))
-check(equal(2), settings=lambda k: room(700_000, 8_000_000) if k else contextlib.nullcontext())  # one rank has little memory: both cut
-check(equal(4), n=(64, 62), settings=lambda k: koila.micro_batch(16))                       # a last batch of fewer rows, in as many slices
-check(equal(4), n=(64, (64, 62, 64)), settings=lambda k: koila.micro_batch(16))             # whose shapes one rank sees for the first time
+# one rank has little memory: both cut
+check(equal(2), settings=lambda k: room(700_000, 8_000_000) if k else contextlib.nullcontext())
+# a last batch of fewer rows, in as many slices
+check(equal(4), n=(64, 62), settings=lambda k: koila.micro_batch(16))
+# whose shapes one rank sees for the first time
+check(equal(4), n=(64, (64, 62, 64)), settings=lambda k: koila.micro_batch(16))
 check(("UnsupportedError", "4 and 8 slices"), settings=lambda k: koila.micro_batch((16, 8)[rank]))
 check(("UnsupportedError", "3 and 4 slices"), n=(64, 44), settings=lambda k: koila.micro_batch(16))
-check(("UnsupportedError", "different values"), settings=lambda k: koila.micro_batch(16), look=lambda loss, given: loss.item() if rank == 0 else None)
+check(
+    ("UnsupportedError", "different values"),
+    settings=lambda k: koila.micro_batch(16),
+    look=lambda loss, given: loss.item() if rank == 0 else None,
+)
 check(("OutOfMemory", ""), settings=lambda k: room(10_000, 8_000_000))
 
-# What a module takes inside is not known before its first step: a plan that fits runs out in the middle of it. All ranks cut again, until one row is too much.
+# What a module takes inside is not known before its first step: a plan that fits runs out in the
+# middle of it. All ranks cut again, until one row is too much.
 check(equal(4), settings=lambda k: room(400_000, 8_000_000))
 for bytes in (45_000, 100_000):
-    check(("OutOfMemory", "slices of 1 row"), ("OutOfMemory", "another rank"), settings=lambda k: room(bytes, 8_000_000))
+    check(
+        ("OutOfMemory", "slices of 1 row"),
+        ("OutOfMemory", "another rank"),
+        settings=lambda k: room(bytes, 8_000_000),
+    )
 
-# One rank fails before its step runs, or in the middle of it, between two calls of the sharded module.
+
+# One rank fails before its step runs, or in the middle of it, between two calls of the sharded
+# module.
 @contextlib.contextmanager
 def strictly(k):
     with koila.micro_batch(16), koila.strict() if rank == 0 else contextlib.nullcontext():
         yield
+
+
 calls, divides_at = [], 5
+
+
 @koila.opaque
 def divides(t):
     calls.append(1)
     if rank == 1 and len(calls) > divides_at:
         raise ZeroDivisionError("on purpose")
     return t * 1
-check(("GatherError", ""), ("KoilaError", "another rank"), settings=strictly, after=lambda t: t.sort(0).values)
-check(("StaleValueError", "written since"), ("KoilaError", "another rank"), look=lambda loss, given: given.add_(1) if rank == 0 else None)
-check(("KoilaError", "in the middle"), ("ZeroDivisionError", "on purpose"), settings=lambda k: koila.micro_batch(16), after=divides)
+
+
+check(
+    ("GatherError", ""),
+    ("KoilaError", "another rank"),
+    settings=strictly,
+    after=lambda t: t.sort(0).values,
+)
+check(
+    ("StaleValueError", "written since"),
+    ("KoilaError", "another rank"),
+    look=lambda loss, given: given.add_(1) if rank == 0 else None,
+)
+check(
+    ("KoilaError", "in the middle"),
+    ("ZeroDivisionError", "on purpose"),
+    settings=lambda k: koila.micro_batch(16),
+    after=divides,
+)
 calls.clear()
-divides_at = 1                                                                              # both at once: the one out of memory does not try again alone
-check(("OutOfMemory", ""), ("ZeroDivisionError", "on purpose"), settings=lambda k: room(60_000, 8_000_000), after=divides)
-check(equal(1))                                                                             # and nothing is left behind
+# both at once: the one out of memory does not try again alone
+divides_at = 1
+check(
+    ("OutOfMemory", ""),
+    ("ZeroDivisionError", "on purpose"),
+    settings=lambda k: room(60_000, 8_000_000),
+    after=divides,
+)
+# and nothing is left behind
+check(equal(1))
 """
 
 
 @gloo
-def test_ranks_that_would_cut_a_sharded_module_differently_or_of_which_one_fails_agree_or_all_raise():
+def test_ranks_that_would_cut_a_sharded_module_differently_agree_or_all_raise():
     two_processes(APART)
 
 
-def test_hooks_of_sharded_parameters_run_once_and_one_that_raises_leaves_the_gradients_as_they_were():
+def test_hooks_of_sharded_parameters_run_once_and_one_that_raises_leaves_gradients_as_they_were():
     run_python(
         """
         import os, torch, koila
         import torch.distributed as dist
         from torch import nn
+
         os.environ |= {"MASTER_ADDR": "127.0.0.1"}
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        net = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh=init_device_mesh("cpu", (1,)))
+
+        net = fully_shard(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh=init_device_mesh("cpu", (1,))
+        )
         model = koila.opaque(net)
 
         seen = []
-        hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone())) for p in net.parameters()]
+        hooks = [
+            p.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.full_tensor().clone())
+            )
+            for p in net.parameters()
+        ]
         with koila.micro_batch(4):
             model(koila.lazy(torch.ones(16, 8))).sum().backward()
-        assert len(seen) == 4 and all(any(torch.equal(p.grad.full_tensor(), g) for g in seen) for p in net.parameters())  # once a step, with the sum
+        # once a step, with the sum
+        assert len(seen) == 4 and all(
+            any(torch.equal(p.grad.full_tensor(), g) for g in seen) for p in net.parameters()
+        )
         for hook in hooks:
             hook.remove()
+
 
         def raises(p):
             p.grad.mul_(2)
             raise ValueError("of the user's")
+
 
         for parameter in list(net.parameters()):  # whichever comes last
             for p in net.parameters():
@@ -300,7 +409,10 @@ def test_hooks_of_sharded_parameters_run_once_and_one_that_raises_leaves_the_gra
                 else:
                     raise SystemExit("nothing raised")
             hook.remove()
-            assert all(p.grad is g and torch.equal(g.full_tensor(), v) for p, g, v in zip(net.parameters(), before, values))
+            assert all(
+                p.grad is g and torch.equal(g.full_tensor(), v)
+                for p, g, v in zip(net.parameters(), before, values)
+            )
         dist.destroy_process_group()
         """
     )
@@ -308,53 +420,78 @@ def test_hooks_of_sharded_parameters_run_once_and_one_that_raises_leaves_the_gra
 
 COLLECTIVES = """
 import warnings
-warnings.simplefilter("ignore")                                        # some of the names have newer ones
+
+# some of the names have newer ones
+warnings.simplefilter("ignore")
 import torch.distributed.nn.functional as dnn
+
 given = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
 
 def like(t, n=None):
     return torch.zeros_like(t) if n is None else torch.zeros(n, *t.shape[1:], dtype=t.dtype)
+
+
 def logged(x):
     loss = x.square().mean().detach()
     dist.all_reduce(loss)
     return loss / 2
+
+
 def waits(x):
     y = x * 2
     dist.all_reduce(y, op=dist.ReduceOp.MAX, async_op=True).wait()
     return y + 1
+
+
 def gathers(x):
     out = [like(given), like(x)]
     dist.all_gather(out, x * 2)
     return torch.cat(out)
+
+
 def into(x):
     out = like(given, 12)
     dist.all_gather_into_tensor(out, x * 2)
     return out
+
+
 def scatters(x):
     out = x.new_empty(3, 5)
     dist.reduce_scatter_tensor(out, x * 2)
     return out
+
+
 def casts(x):
     y = x * 2
     dist.broadcast(y, 1)
     return y
+
+
 def sends(x):
     y = x * 2
     dist.send(y, 1) if rank == 0 else dist.recv(y, 0)
     return y
+
+
 def exchanges(x):
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x * 2)
     return out
+
+
 def objects(x):
     out = [None, None]
     dist.all_gather_object(out, {"sum": x.sum()})
     return out[0]["sum"] + out[1]["sum"]
+
+
 def learns(x):
     w = torch.ones(5, dtype=x.dtype, requires_grad=True)
     torch.cat(dnn.all_gather(x * w)).square().sum().backward()
     dnn.all_reduce((x * w).mean()).square().backward()
     return w.grad
+
 
 for f in (logged, waits, gathers, into, scatters, casts, sends, exchanges, objects, learns):
     expected = f(given.clone())

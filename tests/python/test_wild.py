@@ -127,12 +127,39 @@ else:
 
 
 DOORS = [
-    "l.data_ptr()", "l.untyped_storage().data_ptr()", "l.share_memory_()", "l.__dlpack__()", "torch.from_dlpack(l)", "l.apply_(lambda v: v + 1)",
-    "l.map_(l, lambda a, b: a)", "l.new_tensor([1.0])", "l.new(2)", "l.storage()", "l.resize_(2, 2)", "l.set_(torch.zeros(2))", "l.is_shared()",
-    "l.pin_memory()", "l.numpy()", "l.__array__()", "memoryview(l.numpy())", "l.__cuda_array_interface__", "l.type(torch.float64)", "l.data.fill_(3)",
-    "l.to_sparse()", "l.to_mkldnn()", "l.is_coalesced()", "torch._C._to_dlpack(l)", "l.storage_offset()", "l.element_size()", "l._version",
-    "torch.quantize_per_tensor(l, 0.1, 0, torch.qint8)", "l.names", "l.rename('a', 'b')", "l.numpy(force=True)", "l.__reduce_ex__(2)",
-]  # fmt: skip
+    "l.data_ptr()",
+    "l.untyped_storage().data_ptr()",
+    "l.share_memory_()",
+    "l.__dlpack__()",
+    "torch.from_dlpack(l)",
+    "l.apply_(lambda v: v + 1)",
+    "l.map_(l, lambda a, b: a)",
+    "l.new_tensor([1.0])",
+    "l.new(2)",
+    "l.storage()",
+    "l.resize_(2, 2)",
+    "l.set_(torch.zeros(2))",
+    "l.is_shared()",
+    "l.pin_memory()",
+    "l.numpy()",
+    "l.__array__()",
+    "memoryview(l.numpy())",
+    "l.__cuda_array_interface__",
+    "l.type(torch.float64)",
+    "l.data.fill_(3)",
+    "l.to_sparse()",
+    "l.to_mkldnn()",
+    "l.is_coalesced()",
+    "torch._C._to_dlpack(l)",
+    "l.storage_offset()",
+    "l.element_size()",
+    "l._version",
+    "torch.quantize_per_tensor(l, 0.1, 0, torch.qint8)",
+    "l.names",
+    "l.rename('a', 'b')",
+    "l.numpy(force=True)",
+    "l.__reduce_ex__(2)",
+]
 
 
 def test_1_no_door_crashes():
@@ -153,7 +180,9 @@ for e in {DOORS!r}:
                 l = koila.lazy(x) * 2
                 try:
                     eval(e)
-                except (koila.KoilaError, RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError, BufferError):
+                except (koila.KoilaError, RuntimeError, TypeError, AttributeError):
+                    pass
+                except (NotImplementedError, ValueError, BufferError):
                     pass
                 l = koila.lazy(x) * 2
                 status = 0 if torch.equal(koila.run(l + 1), x * 2 + 1) else 8
@@ -955,7 +984,7 @@ def test_loader_passes_length_and_attributes_through():
     assert [
         len(x)
         for x, y in lazy(
-            (b for b in [(torch.ones(3, 1), torch.ones(3)), (torch.ones(1, 1), torch.ones(1))])
+            b for b in [(torch.ones(3, 1), torch.ones(3)), (torch.ones(1, 1), torch.ones(1))]
         )
     ] == [3, 1]
     assert (
@@ -969,4 +998,4 @@ def test_loader_passes_length_and_attributes_through():
         == []
     )
     with pytest.raises(AttributeError):
-        wrapped.no_such_thing  # noqa: B018
+        wrapped.no_such_thing

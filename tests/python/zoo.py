@@ -29,9 +29,15 @@ class ConvNet(nn.Module):
     def __init__(self, norm=lambda c: nn.GroupNorm(2, c), inplace=True):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(inplace), nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), norm(8), nn.SiLU(inplace), nn.AvgPool2d(2),
-        )  # fmt: skip
+            nn.Conv2d(3, 8, 3, padding=1),
+            norm(8),
+            nn.ReLU(inplace),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False),
+            norm(8),
+            nn.SiLU(inplace),
+            nn.AvgPool2d(2),
+        )
         self.head = nn.Linear(8 * 2 * 2, 5)
 
     def forward(self, x):

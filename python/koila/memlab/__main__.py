@@ -5,9 +5,12 @@ run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] [-t FILE] (script.py | -m
      function the script defines. The script's exit code is kept; the report goes to stderr, or to
      FILE (.txt .html .json .csv). -t: also record the memory over time, and who held what at the
      peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
-top  [-i SECONDS] (script.py | -m module) args...     the memory while it runs, on stderr
-view FILE.json                                        a saved table or snapshot as text
-diff A.json B.json                                    two saved snapshots, by name; or two saved tables, by the peak of each line
+top  [-i SECONDS] (script.py | -m module) args...
+     the memory while it runs, on stderr
+view FILE.json
+     a saved table or snapshot as text
+diff A.json B.json
+     two saved snapshots, by name; or two saved tables, by the peak of each line
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class on_oom(contextlib.ContextDecorator):
-    """When the memory runs out inside: print what was asked for and where, the largest storages
-    with their names (of models seen by the garbage collector's walk, and of local variables of the
-    frames passed), totals by kind, and what no tensor explains. Then the same exception goes on.
+    """When the memory runs out inside: print the request and its place, the largest storages with
+    their names (from models that the garbage collector knows and from local variables of the frames
+    passed), totals by kind, and the bytes that no tensor explains. Then the same exception goes on.
 
     top: how many storages. stream: where to print; None: sys.stderr of that moment. Allocates
     nothing on the device and changes no state of the allocator.
@@ -87,9 +87,8 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
             f"{r[tensors.DEVICE]}"
         )
         site = _core.memlab_site(r[tensors.DATA])
-        out.append(
-            f"{'  ' + ', '.join(names) if names else ''}{f'  {site[0]}:{site[1]}' if site else ''}\n"
-        )
+        known_as = "  " + ", ".join(names) if names else ""
+        out.append(known_as + (f"  {site[0]}:{site[1]}\n" if site else "\n"))
     totals: dict[tuple[str, str], int] = {}
     for r in rows:
         if r[tensors.BYTES] > 0:

@@ -35,11 +35,11 @@ class Row(NamedTuple):
     line: str | None
 
 
-_names = tensors.Names()  # the numbers of anonymous tensors, one series for the process
+_names = tensors.Names()  # counts anonymous tensors, one series of numbers for the process
 
 
 class Snapshot:
-    """What was there at one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`,
+    """The tensors and blocks of one moment; holds no tensor. `.rows`, `.by_kind()`, `.by_module()`,
     `.total(device)`, `.save(path)`, `str()`; `.annotate(recorded)` writes the names into a memory
     snapshot of PyTorch's."""
 
@@ -64,8 +64,9 @@ class Snapshot:
             node = name.partition(".")[0] if kind == "saved" else None
             line = f"{site[0]}:{site[1]}" if site else None
             self.rows.append(
-                Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE], r[tensors.DEVICE], max(r[tensors.BYTES], 0),
-                    r[tensors.STORAGE_BYTES], r[tensors.OFFSET], r[tensors.FIRST], node, line)
+                Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE],
+                    r[tensors.DEVICE], max(r[tensors.BYTES], 0), r[tensors.STORAGE_BYTES],
+                    r[tensors.OFFSET], r[tensors.FIRST], node, line)
             )  # fmt: skip
         self._at = [
             (r[tensors.DEVICE], r[tensors.DATA], r[tensors.NAME], r[tensors.KIND])
@@ -104,8 +105,8 @@ class Snapshot:
         return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
 
     def annotate(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Write names into what `torch.cuda.memory._snapshot()` has given at the same moment;
-        changes and returns it.
+        """Write names into the result of `torch.cuda.memory._snapshot()` of the same moment, which
+        is changed and returned.
 
         A block that holds one of our rows, and the allocation that made it, get a first frame with
         the row's name and kind: PyTorch's memory viewer, and `koila report`, then show it where
@@ -140,9 +141,7 @@ class Snapshot:
                     _name_first(block, names[index, at])
                 at += block["size"]
         for index, trace in enumerate(recorded.get("device_traces", [])):
-            for event in reversed(
-                trace
-            ):  # the newest allocation of an address is the one that is alive
+            for event in reversed(trace):  # an address's newest allocation is the one alive
                 if event["action"] == "alloc" and (index, event["addr"]) in names:
                     _name_first(event, names.pop((index, event["addr"])))
         return recorded
@@ -153,7 +152,8 @@ class Snapshot:
     def __str__(self) -> str:
         out = [f"{'Name':<40s}{'Kind':>10s}{'Size':>20s}{'Bytes':>10s}  Line\n"]
         for r in sorted(self.rows, key=lambda r: -r.bytes):
-            line = f"{r.name:<40s}{r.kind:>10s}{str(r.shape):>20s}{utils.readable_size(r.bytes):>10s}  {r.line or ''}"
+            line = f"{r.name:<40s}{r.kind:>10s}{str(r.shape):>20s}"
+            line += f"{utils.readable_size(r.bytes):>10s}  {r.line or ''}"
             out.append(line.rstrip() + "\n")
         out += [f"{kind:<70s}{utils.readable_size(n):>10s}\n" for kind, n in self.by_kind().items()]
         return "".join(out)

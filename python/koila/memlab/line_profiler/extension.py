@@ -17,8 +17,8 @@ _HELP = """Run a statement or a cell under koila.memlab's line profiler.
 %mlrun [options] statement      %%mlrun [options]
 
 Options come first; the rest of the line, verbatim, is the statement.
-  -f, --function FUNC        profile this function (an expression); repeatable. It may be defined in the cell.
-                             Without -f the cell itself is profiled, as <cell>.
+  -f, --function FUNC        profile this function (an expression); repeatable. It may be defined
+                             in the cell. Without -f the cell itself is profiled, as <cell>.
   -c, --column COL           add a column, as 'active_bytes.all.peak', 'rise', 'hits'; repeatable
   -D, --no-default-columns   drop the default columns (also --no_default_columns)
   -g, --gpu N                the device shown: an index (default 0), cpu, cuda:1
@@ -36,7 +36,8 @@ _FLAGS = {
     "--quiet": "q",
 }
 _VALUED = {
-    "-f": "f", "--function": "f", "-c": "c", "--column": "c", "-g": "g", "--gpu": "g", "-T": "T", "--dump-profile": "T",
+    "-f": "f", "--function": "f", "-c": "c", "--column": "c", "-g": "g", "--gpu": "g",
+    "-T": "T", "--dump-profile": "T",
 }  # fmt: skip
 
 

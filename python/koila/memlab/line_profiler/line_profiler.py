@@ -250,8 +250,8 @@ class LineProfiler(_core.LineTable):
                 stacklevel=utils.user_level(),
             )
         raise UnsupportedError(
-            f"display: the CPU's memory is not counted here: {control.why_not_exact(0)}; only hits, time and rss "
-            "can be shown"
+            f"display: the CPU's memory is not counted here: {control.why_not_exact(0)}; only "
+            "hits, time and rss can be shown"
         )
 
 

@@ -17,9 +17,8 @@ from .line_profiler import DEFAULT_COLUMNS, LineProfiler, _Columns, _shown, chec
 
 _T = TypeVar("_T")
 _profiler: LineProfiler | None = None
-_at_exit: list[
-    tuple[Any, tuple[str, ...], int]
-] = []  # (function, columns, process), in order of decoration
+# (function, columns, process), in order of decoration
+_at_exit: list[tuple[Any, tuple[str, ...], int]] = []
 _target: Device = 0
 
 
@@ -88,7 +87,9 @@ def _print_at_exit() -> None:
                 parts.append("\n\n".join(f"## {name}\n\nNo data collected\n" for _, name in codes))
         sys.stdout.write("\n\n".join(parts))
         sys.stdout.flush()
-    except Exception as error:  # at exit nobody can handle it: stdout closed or replaced, functions dropped, the count lost
+    except Exception as error:
+        # At exit nobody can handle it: stdout is closed or replaced, functions are gone, the count
+        # is lost.
         try:
             sys.stderr.write(f"koila.memlab: {error}\n")
         except Exception:
