@@ -98,9 +98,10 @@ typedef enum koila_slice_kind {
     KOILA_SLICE_COPY, /**< storage of its own; dense, in the order of the value's dimensions, where
                          the value is dense */
 } koila_slice_kind;
-/** How SLICE makes the rows `cut` of a whole value of meta `whole`. A view where the rows lie in one
- * block: the dimension is the outermost in memory, or the slice is all rows. A view also where the
- * value is not dense, since a view of it has gaps anyway. A copy always where cut.outer != 1. */
+/** How SLICE makes the rows `cut` of a whole value of meta `whole`. A view where the rows lie in
+ * one block: the dimension is the outermost in memory, or the slice is all rows. A view also where
+ * the value is not dense, since a view of it has gaps anyway. A copy always where cut.outer != 1.
+ */
 KOILA_API koila_slice_kind koila_slice_form(const koila_meta_info *whole, koila_share cut,
                                             bool all_rows);
 

@@ -4,60 +4,93 @@
 #include "engine/plan_costs.h"
 #include "graph/table.h"
 
+static double elements(const koila_meta_info *m) { return (double)m->n_elements; }
+
+/* Every element of the result adds up products along the last dimension of the left operand. */
+static double contraction(const koila_meta_info *out, const koila_meta_info *left)
+{
+    return out && left->n_dims ? elements(out) * (double)left->size[left->n_dims - 1] : 0;
+}
+
+/* Every element of the result meets one filter: elements of the weight / output channels. */
+static double convolution(const koila_meta_info *out, const koila_meta_info *weight)
+{
+    if (!out || !weight->n_dims || !weight->size[0])
+        return 0;
+    return elements(out) * elements(weight) / (double)weight->size[0];
+}
+
+/* Two products of the forward's size. */
+static double convolution_backward(const koila_meta_info *grad, const koila_meta_info *weight)
+{
+    if (!weight || !weight->n_dims || !weight->size[0])
+        return 0;
+    return 2.0 * elements(grad) * elements(weight) / (double)weight->size[0];
+}
+
+/* Every element of the result looks at its window, one comparison after another. */
+static double pooling(const koila_sig_info *s, const koila_meta_info *out)
+{
+    const koila_arg *list = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
+    double window = 1;
+    if (!out)
+        return 0;
+    for (uint32_t i = 0; list && list->kind == KOILA_ARG_LIST && i < list->n; i++)
+        window *= (double)list[1 + i].u.i;
+    return elements(out) * window * KOILA_COST_MULTIPLY_ADDS_PER_COMPARISON;
+}
+
+/* n_products of query and keys, both [batch, heads, length, features]. */
+static double attention(double n_products, const koila_meta_info *query,
+                        const koila_meta_info *keys)
+{
+    if (query->n_dims != 4 || !keys || keys->n_dims != 4)
+        return 0;
+    return n_products * elements(query) * (double)keys->size[2];
+}
+
+/* The rows of each step meet all weights: (elements of the input / features) * elements of the
+ * weights, which are the inputs of two dimensions. */
+static double recurrence(const koila_table *t, const koila_sig_info *s, const koila_meta_info *in)
+{
+    double weights = 0;
+    if (!in->n_dims || !in->size[in->n_dims - 1])
+        return 0;
+    for (uint32_t i = 1; i < s->n_inputs; i++)
+        if (koila__meta(t, s->inputs[i])->n_dims == 2)
+            weights += elements(koila__meta(t, s->inputs[i]));
+    return weights * elements(in) / (double)in->size[in->n_dims - 1];
+}
+
 static double multiply_adds(const koila_table *t, const koila_sig_info *s)
 {
     const uint32_t kind = koila_facts_dense(koila_op_facts(t, s->op));
+    const koila_meta_info *in[3] = { 0 };
+    const koila_meta_info *out = NULL;
     if (kind == 0 || (s->n_inputs < 2 && kind != KOILA_FACT_DENSE_POOL))
         return 0;
-    const koila_meta_info *in[3] = { 0 };
-    for (uint32_t i = 0; i < 3 && i < s->n_inputs; i++)
+    for (uint32_t i = 0; i < KOILA_COUNT(in) && i < s->n_inputs; i++)
         in[i] = koila__meta(t, s->inputs[i]);
-    const koila_meta_info *out =
-        s->n_outputs && s->outputs[0] != KOILA_NONE ? koila__meta(t, s->outputs[0]) : NULL;
+    if (s->n_outputs && s->outputs[0] != KOILA_NONE)
+        out = koila__meta(t, s->outputs[0]);
     switch (kind) {
-    /* out elements times the contracted extent: the last dimension of the left operand */
     case KOILA_FACT_DENSE_CONTRACT:
-    case KOILA_FACT_DENSE_CONTRACT_BIASED: {
-        const bool has_bias = kind == KOILA_FACT_DENSE_CONTRACT_BIASED && s->n_inputs > 2;
-        const koila_meta_info *a = has_bias ? in[1] : in[0];
-        return out && a->n_dims ? (double)out->n_elements * (double)a->size[a->n_dims - 1] : 0;
-    }
-    case KOILA_FACT_DENSE_CONV: /* every output element meets one filter: weight elements / output channels */
-        return out && in[1]->n_dims && in[1]->size[0]
-                   ? (double)out->n_elements * (double)in[1]->n_elements / (double)in[1]->size[0]
-                   : 0;
-    case KOILA_FACT_DENSE_CONV_BACKWARD: /* grad_output, input, weight: two products of the forward's size */
-        return in[2] && in[2]->n_dims && in[2]->size[0]
-                   ? 2.0 * (double)in[0]->n_elements * (double)in[2]->n_elements /
-                         (double)in[2]->size[0]
-                   : 0;
-    case KOILA_FACT_DENSE_POOL: { /* every output element looks at its window, one comparison after another */
-        double window = 1;
-        const koila_arg *list = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
-        for (uint32_t i = 0; list && list->kind == KOILA_ARG_LIST && i < list->n; i++)
-            window *= (double)list[1 + i].u.i;
-        return out ? (double)out->n_elements * window * KOILA_COST_MULTIPLY_ADDS_PER_COMPARISON : 0;
-    }
-    case KOILA_FACT_DENSE_ATTENTION: /* q k^T and p v */
-        return in[0]->n_dims == 4 && in[1]->n_dims == 4
-                   ? 2.0 * (double)in[0]->n_elements * (double)in[1]->size[2]
-                   : 0;
-    case KOILA_FACT_DENSE_ATTENTION_BACKWARD: /* five products */
-        return in[0]->n_dims == 4 && in[2] && in[2]->n_dims == 4
-                   ? 5.0 * (double)in[0]->n_elements * (double)in[2]->size[2]
-                   : 0;
-    /* each step's rows meet all weights: (elements of the input / features) * weight elements */
+        return contraction(out, in[0]);
+    case KOILA_FACT_DENSE_CONTRACT_BIASED:
+        return contraction(out, in[2] ? in[1] : in[0]);
+    case KOILA_FACT_DENSE_CONV:
+        return convolution(out, in[1]);
+    case KOILA_FACT_DENSE_CONV_BACKWARD: /* grad_output, input, weight */
+        return convolution_backward(in[0], in[2]);
+    case KOILA_FACT_DENSE_POOL:
+        return pooling(s, out);
+    case KOILA_FACT_DENSE_ATTENTION: /* query, key, value */
+        return attention(2, in[0], in[1]);
+    case KOILA_FACT_DENSE_ATTENTION_BACKWARD: /* grad_output, query, key */
+        return attention(5, in[0], in[2]);
     case KOILA_FACT_DENSE_RNN:
-    case KOILA_FACT_DENSE_RNN_BACKWARD: {
-        double weights = 0;
-        for (uint32_t i = 1; i < s->n_inputs; i++)
-            weights += koila__meta(t, s->inputs[i])->n_dims == 2
-                           ? (double)koila__meta(t, s->inputs[i])->n_elements
-                           : 0;
-        return in[0]->n_dims && in[0]->size[in[0]->n_dims - 1]
-                   ? weights * (double)in[0]->n_elements / (double)in[0]->size[in[0]->n_dims - 1]
-                   : 0;
-    }
+    case KOILA_FACT_DENSE_RNN_BACKWARD:
+        return recurrence(t, s, in[0]);
     default:
         return 0;
     }

@@ -34,6 +34,8 @@ typedef struct koila__live {
 
 typedef bool (*koila__live_curve_fn)(void *user, uint32_t stage, koila_node node, uint64_t bytes);
 
+/* No more slices of a loop than these are walked; the others do as one of them. */
+enum { KOILA__LIVE_MAX_WALKED = 4 };
 /* Replay the schedule's memory events: exact sum of live storages plus each running operator's
  * workspace. stage_peaks[n_stages] may be NULL; `curve` (may be NULL) sees every operator of the
  * slices that are really walked. Cannot fail. */

@@ -1,43 +1,33 @@
-/* plan.c — the fewest slices that fit. One slice is the recorded order as it is (bit-equal to
- * eager). Otherwise the graph is placed, scheduled under a few keep policies (schedule.h), and
- * simulated for 2, 4, 8, … slices until one fits the budget; of the policies that fit the cheapest
- * in work wins. A policy is only scheduled when it may win: their work is known before, and the
- * cheapest that fits needs no rival. Keeping all is the least work, for what any policy keeps it
- * keeps too, and recomputing everything the most, for it runs what any other runs. All this is done
- * twice where something is gathered: what comes after it may stay whole, or be sliced again (Note
- * [After a gather] in place.c). What cannot fit is not made to see it: the whole step when a count
- * of its bytes (koila__schedule_whole_bytes) is above the budget; slices when the results alone
- * are, which leaves the smallest peak to be told; a policy that holds more between two loops than
- * the best one needs at its peak. A step that cannot be scheduled in slices (thousands of barriers)
- * runs whole, which is always right. Where the sum of live bytes is not the whole truth (a caching
- * allocator) somebody else decides about what fits by its sum: options.accepts. Schedules do not
- * depend on the number of rows, so each is made once. */
-#include "koila/plan.h"
+/* plan.c — the choice: the fewest slices that fit.
+ *
+ * One slice is the recorded order as it is (bit-equal to eager), so it is tried first. Otherwise
+ * the graph is placed, scheduled under a few keep policies (schedule.h), and simulated in 2, 4, 8,
+ * … slices until a policy fits the budget. Of the policies that fit the one with the least work
+ * wins. They are tried in order of work, so the first that fits needs no rival, and the others are
+ * never scheduled. Keeping everything is the least work, since every other policy keeps less and
+ * runs more; recomputing everything is the most. A schedule does not depend on the number of rows:
+ * each is made once.
+ *
+ * Where something is gathered all this is done twice: what comes after it stays whole, or is sliced
+ * again (Note [After a gather] in place.c). The better plan wins.
+ *
+ * A plan that provably cannot fit is never built:
+ *   - the whole step, when a count of its bytes (koila__schedule_whole_bytes) is above the budget;
+ *   - slices, when the results alone are: then only the smallest peak is looked for, for the error;
+ *   - a policy that holds more between two loops than the best one needs at its peak.
+ *
+ * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
+ * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
+ * asked about each plan that fits by its sum. */
+#include "engine/plan_inside.h"
 
 #include "engine/live.h"
 #include "engine/plan_costs.h"
-#include "engine/share.h"
 #include "graph/table.h"
 
 #include <math.h>
 
 #define MAX_POLICIES 6
-
-struct koila_plan {
-    koila_allocator mem;
-    koila__placed *placed;
-    koila__schedule schedule;
-    koila_plan_info info;
-    koila_value *targets;
-    uint32_t n_targets;
-    int64_t *rows; /* [axes] */
-    koila_gather *gathers;
-    koila_gather *largest;
-    uint32_t n_largest;
-    koila_curve_point *curve;
-    uint32_t n_curve, n_curve_max;
-    koila__arena arena;
-};
 
 typedef struct candidate {
     koila__keep keep;
@@ -87,16 +77,6 @@ static bool never_fits(const koila__placed *p, const koila__schedule *s,
     return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes > o->budget_bytes;
 }
 
-/* The peak; above `limit` (0: none) only that it is above. */
-static uint64_t peak_of(const koila__placed *p, const koila__schedule *s,
-                        const koila_plan_options *o, const int64_t *rows, uint64_t limit)
-{
-    const koila__live_options live = {
-        .rows = rows, .workspace = o->workspace, .user = o->user, .bytes_only = true, .limit = limit
-    };
-    return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes;
-}
-
 /* The axis with the most loop nodes; 0 when nothing is in a loop. */
 static uint16_t main_axis(const koila__placed *p)
 {
@@ -117,25 +97,28 @@ static uint16_t main_axis(const koila__placed *p)
 static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n,
                                 koila_value *out, koila_error *err)
 {
-    for (uint32_t i = 0; i < n; i++)
-        if ((out[i] = p->lowered[targets[i]]) == KOILA_NONE)
+    for (uint32_t i = 0; i < n; i++) {
+        out[i] = p->lowered[targets[i]];
+        if (out[i] == KOILA_NONE)
             return koila__fail(err, KOILA_BAD_ARGUMENT, 0, "plan: target %u does not exist",
                                targets[i]);
+    }
     return KOILA_OK;
 }
 
-/* Sums of bytes are taken without a check once this holds: every value is alive at most once whole,
- * once in slices, once kept, and once more as a wider accumulator. */
+/* Sums of bytes need no check for overflow once this holds. Every value is alive at most once
+ * whole, once in slices, once kept, and once as an accumulator, which is at most twice as wide. */
 static bool bytes_add_up(const koila_graph *g)
 {
-    uint64_t sum = 0, four;
-    for (uint32_t v = 0; v < g->values.n; v++) {
+    enum { MOST_TIMES = 6 };
+    uint64_t sum = 0;
+    for (koila_value v = 0; v < g->values.n; v++) {
         if (g->values.at[v].meta == KOILA_NONE)
             continue;
         const koila_meta_info *m = koila__value_meta(g, v);
-        if (!koila__mul(m->n_bytes > m->n_storage_bytes ? m->n_bytes : m->n_storage_bytes, 6,
-                        &four) ||
-            !koila__add(sum, four, &sum) || sum > INT64_MAX)
+        const uint64_t once = m->n_bytes > m->n_storage_bytes ? m->n_bytes : m->n_storage_bytes;
+        uint64_t most;
+        if (!koila__mul(once, MOST_TIMES, &most) || !koila__add(sum, most, &sum) || sum > INT64_MAX)
             return false;
     }
     return true;
@@ -160,164 +143,6 @@ static uint32_t policies(uint32_t n_loops, uint32_t keep, koila__keep *out)
                            .max_instrs = keep == KOILA_KEEP_AUTO ? KOILA_COST_MAX_INSTRS_AUTO : 0 };
     }
     return n;
-}
-
-static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
-{
-    koila_plan *p = user;
-    koila_assert(p->n_curve < p->n_curve_max);
-    p->curve[p->n_curve++] = (koila_curve_point){ stage, node, bytes };
-    return true;
-}
-
-/* Gathers: what is collected though it has a share in every slice, each value once, by the first
- * that needs it whole. */
-static koila_status find_gathers(koila_plan *p)
-{
-    const koila_graph *g = p->placed->graph;
-    uint32_t n_gathers = 0;
-    uint8_t *seen = koila__arena_array(&p->arena, g->values.n, 1); /* in this pass */
-    if (!seen)
-        return KOILA_NO_MEMORY;
-    for (int pass = 0; pass < 2; pass++) {
-        n_gathers = 0;
-        for (uint32_t n = 0; n < g->nodes.n; n++) {
-            if (!p->placed->node[n].gathered)
-                continue;
-            const koila_sig_info *s = koila__node_sig(g, n);
-            for (uint32_t i = 0; i < s->n_inputs; i++) {
-                const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
-                const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE ||
-                    p->placed->need[g->nodes.at[n].first_input + i].kind != KOILA_R ||
-                    p->placed->value[v].kind != KOILA_S)
-                    continue;
-                if (seen[v] > pass)
-                    continue;
-                seen[v] = (uint8_t)(pass + 1);
-                if (pass)
-                    p->gathers[n_gathers] =
-                        (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
-                n_gathers++;
-            }
-        }
-        if (!pass && !(p->gathers = koila__arena_array(&p->arena, n_gathers, sizeof *p->gathers)))
-            return KOILA_NO_MEMORY;
-    }
-    p->info.n_gathers = n_gathers;
-    return KOILA_OK;
-}
-
-/* Room for every point of the curve. */
-static koila_status make_curve(koila_plan *p)
-{
-    uint64_t n_points = 0;
-    /* at most five slices of a loop are walked: live.c */
-    for (uint32_t k = 0; k < p->schedule.n_stages; k++) {
-        const koila_stage *st = &p->schedule.stages[k].stage;
-        const int64_t n_slices =
-            st->is_loop ? koila__n_slices(p->placed->graph->axes.at[st->axis], p->rows[st->axis])
-                        : 1;
-        uint64_t n_runs = 0;
-        for (uint32_t i = 0; i < st->n_instrs; i++)
-            n_runs += st->instrs[i].kind == KOILA_DO_RUN;
-        n_points += n_runs * (uint64_t)(n_slices < 5 ? n_slices : 5);
-    }
-    if (n_points >= UINT32_MAX ||
-        !(p->curve = koila__arena_room(&p->arena, n_points * sizeof *p->curve)))
-        return KOILA_NO_MEMORY;
-    p->n_curve_max = (uint32_t)n_points;
-    return KOILA_OK;
-}
-
-/* Facts for people; of a plan that does not fit, and nobody gets, only what the error tells. */
-static koila_status describe(koila_plan *p, const koila_plan_options *o)
-{
-    enum { N_LARGEST = 32 };
-    koila_value values[N_LARGEST];
-    uint64_t bytes[N_LARGEST];
-    const uint64_t peak = peak_of(p->placed, &p->schedule, o, p->rows, 0);
-    const bool fits = peak <= o->budget_bytes;
-    koila__live_top top = {
-        .at_bytes = peak, .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes
-    };
-    const koila__live_options live = { .rows = p->rows,
-                                       .workspace = o->workspace,
-                                       .user = o->user,
-                                       .top = &top,
-                                       .limit = fits ? 0 : peak - 1 };
-    uint64_t *peaks = koila__arena_array(&p->arena, p->schedule.n_stages, sizeof *peaks);
-    if (!peaks)
-        return KOILA_NO_MEMORY;
-    if (fits) {
-        KOILA_TRY(find_gathers(p));
-        KOILA_TRY(make_curve(p));
-    }
-    const koila__live result =
-        koila__live_simulate(p->placed, &p->schedule, &live, peaks, fits ? fill_curve : NULL, p);
-    koila_assert(result.peak_bytes == peak);
-    for (uint32_t k = 0; k < p->schedule.n_stages; k++)
-        p->schedule.stages[k].stage.peak_bytes = peaks[k];
-    p->info.peak_bytes = result.peak_bytes;
-    p->info.peak_node = result.peak_node;
-    p->n_largest = top.n;
-    if (!(p->largest = koila__arena_array(&p->arena, p->n_largest, sizeof *p->largest)))
-        return KOILA_NO_MEMORY;
-    for (uint32_t i = 0; i < p->n_largest; i++)
-        p->largest[i] =
-            (koila_gather){ p->placed->graph->values.at[values[i]].node, values[i], bytes[i] };
-    return KOILA_OK;
-}
-
-/* "234.6 KiB" */
-static const char *size_text(char out[32], uint64_t bytes)
-{
-    static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
-    double n = (double)bytes;
-    uint32_t u = 0;
-    for (; n >= 1024 && u < 4; u++)
-        n /= 1024;
-    snprintf(out, 32, u ? "%.1f %s" : "%.0f %s", n, units[u]);
-    return out;
-}
-
-/* Names the largest values, each as "f32[64, 128] 32.0 KiB aten::mm train.py:12" while there is
- * room. */
-static void word_no_fit(koila_error *err, const koila_plan *p, const koila_graph *recorded,
-                        uint64_t budget)
-{
-    char largest[150] = "", needs[32], there[32], bytes[32];
-    size_t used = 0;
-    for (uint32_t i = 0; i < p->n_largest && i < 3; i++) {
-        const koila_graph *g = p->placed->graph;
-        const koila_node n = p->largest[i].node;
-        const koila_meta_info *m = koila__value_meta(g, p->largest[i].value);
-        char one[160], shape[64] = "";
-        size_t at = 0;
-        for (uint32_t d = 0; d < m->n_dims && at < sizeof shape; d++)
-            at += (size_t)snprintf(shape + at, sizeof shape - at, "%s%lld", d ? ", " : "",
-                                   (long long)m->size[d]);
-        const uint32_t line =
-            n == KOILA_NONE ? KOILA_NONE : koila_node_get(recorded, koila_plan_recorded(p, n)).line;
-        const char *file = line == KOILA_NONE ? "" : koila_graph_line_file(recorded, line);
-        const char *slash = strrchr(file, '/');
-        int k = snprintf(one, sizeof one, "%s%s[%s] %s %s", i ? ", " : "",
-                         koila_dtype_text(m->dtype), shape, size_text(bytes, p->largest[i].bytes),
-                         n == KOILA_NONE ? "input"
-                                         : koila_op_name(g->table, koila__node_sig(g, n)->op));
-        if (k > 0 && (size_t)k < sizeof one && line != KOILA_NONE)
-            k += snprintf(one + k, sizeof one - (size_t)k, " %s:%u", slash ? slash + 1 : file,
-                          koila_graph_line_number(recorded, line));
-        if (k < 0 || used + (size_t)k >= sizeof largest)
-            break;
-        memcpy(largest + used, one, (size_t)k + 1);
-        used += (size_t)k;
-    }
-    const uint64_t missing = p->info.peak_bytes - budget;
-    koila__fail_short(err, missing,
-                      "a slice of %lld row(s) needs %s, %s are free, %llu bytes short; largest: %s",
-                      (long long)p->info.rows, size_text(needs, p->info.peak_bytes),
-                      size_text(there, budget), (unsigned long long)missing, largest);
 }
 
 /* What the parts of koila_plan_new() share. */
@@ -353,11 +178,22 @@ static koila_status place(planning *q, place_fn how, koila_value *targets, koila
     return status;
 }
 
-static void set_slices(koila_plan *p, int64_t batch, int64_t rows)
+/* What is known of a plan before anything is simulated, with p->rows set. */
+static void set_info(koila_plan *p, const koila_plan_options *o)
 {
-    p->info.batch = batch;
-    p->info.rows = rows;
-    p->info.n_slices = koila__n_slices(batch, rows);
+    const koila_graph *g = p->placed->graph;
+    const koila__schedule *s = &p->schedule;
+    const uint16_t axis = main_axis(p->placed);
+    p->info.struct_size = sizeof p->info;
+    p->info.batch = g->axes.n ? g->axes.at[axis] : 1;
+    p->info.rows = g->axes.n ? p->rows[axis] : 1;
+    p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    p->info.budget_bytes = o->budget_bytes;
+    p->info.n_stages = s->n_stages;
+    p->info.n_loops = s->n_loops;
+    p->info.n_recorded = s->n_needed;
+    p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
+    p->info.peak_node = KOILA_NONE;
 }
 
 /* Is there no limit but forced rows? Then little memory is what was asked for; with a limit, little
@@ -367,23 +203,19 @@ static bool is_frugal(const koila_plan_options *o)
     return o->rows > 0 && o->budget_bytes == UINT64_MAX;
 }
 
-/* Is what fits by its sum taken? */
+/* Does the caller take a plan that fits by its sum? */
 static bool accepted(const planning *q, koila__placed *placed, const koila__schedule *schedule,
                      koila_value *targets, int64_t *rows, uint64_t peak_bytes)
 {
     if (!q->options->accepts || is_frugal(q->options))
         return true;
-    koila_plan view = *q->plan;
-    const uint16_t axis = main_axis(placed);
+    koila_plan view = *q->plan; /* borrows everything, during the call */
     view.placed = placed;
     view.schedule = *schedule;
     view.targets = targets;
     view.rows = rows;
+    set_info(&view, q->options);
     view.info.peak_bytes = peak_bytes;
-    view.info.n_stages = schedule->n_stages;
-    view.info.n_loops = schedule->n_loops;
-    set_slices(&view, q->graph->axes.n ? q->graph->axes.at[axis] : 1,
-               q->graph->axes.n ? rows[axis] : 1);
     return q->options->accepts(q->options->accepts_user, &view);
 }
 
@@ -396,10 +228,12 @@ static koila_status plan_whole(planning *q, bool *fits)
                                    (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
     rows_for(q->graph, 1, p->rows);
     const uint64_t peak =
-        peak_of(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
+        koila__plan_peak(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
     q->whole_fits = peak <= q->options->budget_bytes;
     *fits = q->whole_fits && accepted(q, p->placed, &p->schedule, p->targets, p->rows, peak);
-    p->info.batch = p->info.rows = q->largest_axis;
+    set_info(p, q->options);
+    p->info.batch = q->largest_axis;
+    p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
     return KOILA_OK;
 }
@@ -422,22 +256,23 @@ static void sliced_free(sliced *s)
     koila__placed_free(s->placed);
 }
 
-/* The search for a way over one placement: which policy, in how many slices. */
+/* The search over one placement: which policy, in how many slices. */
 typedef struct search {
     planning *q;
     koila__scheduler *scheduler;
     candidate candidates[MAX_POLICIES];
     uint32_t n_policies;
-    int64_t batch;  /* the main axis */
+    int64_t batch;  /* rows of the main axis */
     bool is_sorted; /* the candidates are, by work */
-    /* the placement and its targets, and of the candidate that is taken the rows and the peak; its
-     * schedule at the end */
+    /* the placement and its targets; rows and peak of the candidate that is taken; at the end its
+     * schedule too */
     sliced found;
     uint32_t taken; /* that candidate */
-    /* of those that never fit the one that needs least: the others are given up at once */
+    /* of the candidates that never fit the one with the least peak, for the error; the others are
+     * given up at once */
     candidate *hopeless;
-    struct { /* where a candidate last fitted by its sum, and was not accepted */
-        int64_t n_slices;
+    struct {              /* the last candidate that fitted by its sum and was not accepted */
+        int64_t n_slices; /* 0: there was none */
         uint64_t peak;
         uint32_t k;
     } refused;
@@ -448,7 +283,7 @@ static koila_status make_candidate(search *x, candidate *c)
 {
     if (c->state != UNTRIED)
         return KOILA_OK;
-    /* seen before a long list is written */
+    /* its work is cheaper to know than its instructions are to write */
     if (c->keep.max_instrs && isinf(koila__schedule_work(x->scheduler, c->keep))) {
         c->state = REFUSED;
         return KOILA_OK;
@@ -482,6 +317,7 @@ static void sort_candidates(search *x)
 
 static void give_up(search *x, candidate *c)
 {
+    koila_assert(c->state == CARRIED_OUT);
     koila__schedule_recycle(x->scheduler, &c->schedule);
     c->state = REFUSED;
 }
@@ -494,15 +330,17 @@ static void set_rows(search *x, int64_t n_slices)
         rows_for(x->q->graph, n_slices, x->found.rows);
 }
 
-/* Of a candidate in the rows that are set; exact where it is at most `bound`. */
+/* The peak of a candidate in the rows that are set; exact where it is at most `bound` (0: always).
+ */
 static uint64_t search_peak(const search *x, const candidate *c, uint64_t bound)
 {
-    return peak_of(x->found.placed, &c->schedule, x->q->options, x->found.rows, bound);
+    return koila__plan_peak(x->found.placed, &c->schedule, x->q->options, x->found.rows, bound);
 }
 
 /* Candidate k is taken, with that peak in the rows that are set. */
 static void take(search *x, uint32_t k, uint64_t peak)
 {
+    koila_assert(k < x->n_policies && x->candidates[k].state == CARRIED_OUT);
     x->taken = k;
     x->found.peak = peak;
 }
@@ -531,84 +369,115 @@ static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
     return KOILA_OK;
 }
 
-/* `low` slices were refused, `high` taken: bisection, then the two next numbers below its answer,
- * for fitting is not monotone. Leaves the rows at the fewest taken, and the peak at theirs: a
- * number that was not asked about has the rows of one that was, of every axis. */
+/* `low` slices were refused, `high` taken: finds fewer slices that are taken by bisection, then
+ * tries the next two smaller numbers, since fitting is not monotone. On return, rows and peak
+ * belong to the smallest accepted slice count. A number whose rows, of every axis, are those of a
+ * number tried before is not tried again. */
 static koila_status refine(search *x, int64_t low, int64_t high)
 {
+    enum { N_MORE_TRIES = 2 };
+    const koila_graph *g = x->q->graph;
     bool any;
     while (high - low > 1) {
         const int64_t n = low + (high - low) / 2;
-        if (same_rows(x->q->graph, n, high))
+        if (same_rows(g, n, high)) {
             high = n;
-        else if (same_rows(x->q->graph, n, low))
-            low = n;
-        else {
-            KOILA_TRY(take_accepted(x, n, &any));
-            if (any)
-                high = n;
-            else
-                low = n;
-        }
-    }
-    for (int64_t n = high - 1, tries = 0; n > 2 && tries < 2; n--) {
-        if (same_rows(x->q->graph, n - 1, n))
             continue;
-        tries++;
-        KOILA_TRY(take_accepted(x, n - 1, &any));
+        }
+        if (same_rows(g, n, low)) {
+            low = n;
+            continue;
+        }
+        KOILA_TRY(take_accepted(x, n, &any));
         if (any)
-            high = n - 1;
+            high = n;
+        else
+            low = n;
+    }
+    int n_tries = 0;
+    /* high - 1 was refused, or has the rows of a number that was */
+    for (int64_t n = high - 2; n > 1 && n_tries < N_MORE_TRIES; n--) {
+        if (same_rows(g, n, n + 1))
+            continue;
+        n_tries++;
+        KOILA_TRY(take_accepted(x, n, &any));
+        if (any)
+            high = n;
     }
     set_rows(x, high);
     return KOILA_OK;
 }
 
-/* In the rows that are set: the smallest peak, of equals the first policy's. `moderate`: of those
- * that do not cost much more than the first. What keeps all comes last when its work is known
- * without its schedule: what it keeps alone is often too much. */
+/* What take_least() knows of policy 0, which keeps all. */
+typedef struct most_kept {
+    double work;      /* the least there is; 0: not known yet */
+    koila__kept kept; /* by it */
+    bool goes_last;
+} most_kept;
+
+static most_kept know_first(search *x)
+{
+    most_kept first = { 0 };
+    if (x->n_policies > 1 && koila__scheduler_n_loops(x->scheduler) > 1) {
+        first.work = koila__schedule_work(x->scheduler, x->candidates[0].keep);
+        first.kept = koila__scheduler_kept(x->scheduler);
+    }
+    if (!first.kept.any)
+        x->n_policies = 1; /* nothing is worth keeping: all policies are one */
+    first.goes_last = x->n_policies > 1 && first.kept.is_sure && !isinf(first.work);
+    if (!first.goes_last)
+        first.work = 0;
+    return first;
+}
+
+/* Does a policy lose before its long list of instructions is written? It would do more work than it
+ * may, or keep more than the one that is taken needs at its peak. */
+static bool loses_unmade(search *x, const candidate *c)
+{
+    const double work = koila__schedule_work(x->scheduler, c->keep);
+    if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work))
+        return true;
+    return x->taken != KOILA_NONE && koila__scheduler_kept(x->scheduler).n_bytes > x->found.peak;
+}
+
+/* Candidate k replaces the one that is taken if its peak is smaller; policy 0 also if it is equal.
+ */
+static void take_if_less(search *x, uint32_t k)
+{
+    const bool any = x->taken != KOILA_NONE;
+    const uint64_t peak = search_peak(x, &x->candidates[k], any ? x->found.peak : 0);
+    if (any && (peak > x->found.peak || (peak == x->found.peak && k > 0))) {
+        give_up(x, &x->candidates[k]);
+        return;
+    }
+    if (any)
+        give_up(x, &x->candidates[x->taken]);
+    take(x, k, peak);
+}
+
+/* In the rows that are set: takes the policy with the smallest peak, of equals the first policy.
+ * `moderate`: of those that do not cost much more than the first. Policy 0 is tried last when its
+ * work is known without its schedule: what it keeps is often too much by itself. */
 static koila_status take_least(search *x, bool moderate)
 {
-    double least_work = 0;
-    koila__kept kept = { 0 };
     x->taken = KOILA_NONE;
-    if (x->n_policies > 1 && koila__scheduler_n_loops(x->scheduler) > 1) {
-        least_work = koila__schedule_work(x->scheduler, x->candidates[0].keep);
-        kept = koila__scheduler_kept(x->scheduler);
-    }
-    if (!kept.any)
-        x->n_policies = 1; /* all policies are one */
-    const bool is_known = x->n_policies > 1 && kept.is_sure && !isinf(least_work);
-    if (!is_known)
-        least_work = 0;
+    most_kept first = know_first(x);
     for (uint32_t i = 0; i < x->n_policies; i++) {
-        const uint32_t k = is_known ? (i + 1) % x->n_policies : i;
+        const uint32_t k = first.goes_last ? (i + 1) % x->n_policies : i;
         const bool any = x->taken != KOILA_NONE;
         candidate *c = &x->candidates[k];
-        if (is_known && k == 0 && any && kept.n_bytes > x->found.peak)
+        if (first.goes_last && k == 0 && any && first.kept.n_bytes > x->found.peak)
             break;
-        /* more is not wanted */
-        if (moderate && k > 0 && least_work > 0)
-            c->keep.max_work = KOILA_COST_MODERATE * least_work;
-        if (k > 0 && (any || k + 1 == x->n_policies)) { /* seen before a long list is written */
-            const double work = koila__schedule_work(x->scheduler, c->keep);
-            if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work))
-                continue;
-            if (any && koila__scheduler_kept(x->scheduler).n_bytes > x->found.peak)
-                continue;
-        }
+        if (moderate && k > 0 && first.work > 0)
+            c->keep.max_work = KOILA_COST_MODERATE * first.work;
+        if (k > 0 && (any || k + 1 == x->n_policies) && loses_unmade(x, c))
+            continue;
         KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT)
             continue;
-        if (!(least_work > 0))
-            least_work = c->schedule.work;
-        const uint64_t peak = search_peak(x, c, any ? x->found.peak : 0);
-        if (any && !(peak < x->found.peak || (k == 0 && peak == x->found.peak))) {
-            give_up(x, c);
-            continue;
-        }
-        if (any)
-            give_up(x, &x->candidates[x->taken]);
-        take(x, k, peak);
+        if (!(first.work > 0))
+            first.work = c->schedule.work;
+        take_if_less(x, k);
     }
     return x->taken == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
 }
@@ -616,36 +485,68 @@ static koila_status take_least(search *x, bool moderate)
 /* What came of trying every policy in one number of slices. */
 typedef struct attempt {
     int64_t n_slices;
-    bool is_last;                       /* there are no more slices to be had */
-    uint32_t n_carried_out, n_hopeless; /* n_hopeless of them fit in no number of slices */
-    /* the candidate with the smallest peak, which is exact in the last attempt only; KOILA_NONE:
-     * none */
-    uint32_t best;
-    uint64_t least_peak;
+    bool is_last; /* there are no more slices to be had */
+    uint32_t n_carried_out;
+    uint32_t n_hopeless; /* of them: fit in no number of slices */
+    uint32_t best;       /* the candidate with the smallest peak, or KOILA_NONE */
+    uint64_t least_peak; /* of it; exact in the last attempt only */
 } attempt;
 
-/* Sees whether a new candidate fits in no number of slices. Of those the one that needs least
- * stays, for the peak that is told. Changes the rows. */
+/* Does a new candidate fit in no number of slices? The one of those that needs least stays, for the
+ * peak that the error tells. Changes the rows. */
 static bool is_hopeless(search *x, candidate *c)
 {
     if (!never_fits(x->found.placed, &c->schedule, x->q->options, x->batch, x->found.rows))
         return false;
     c->never_fits = true;
     c->last_peak = search_peak(x, c, x->hopeless ? x->hopeless->last_peak : 0);
-    if (x->hopeless && c->last_peak >= x->hopeless->last_peak)
+    if (x->hopeless && c->last_peak >= x->hopeless->last_peak) {
         give_up(x, c);
-    else {
-        if (x->hopeless)
-            give_up(x, x->hopeless);
-        x->hopeless = c;
+        return true;
     }
+    if (x->hopeless)
+        give_up(x, x->hopeless);
+    x->hopeless = c;
     return true;
 }
 
-/* Ends with the first candidate that fits and is accepted: then it is taken, and found.accepted. */
-static koila_status try_slices(search *x, attempt *r)
+/* Above this a candidate's peak need not be exact. */
+static uint64_t bound_of(const search *x, const attempt *r)
+{
+    if (!r->is_last)
+        return x->q->options->budget_bytes;
+    return r->best == KOILA_NONE ? 0 : r->least_peak;
+}
+
+/* Simulates candidate k. If it fits it is taken, and found.accepted tells what the caller says. */
+static void try_candidate(search *x, attempt *r, uint32_t k)
 {
     const koila_plan_options *o = x->q->options;
+    candidate *c = &x->candidates[k];
+    set_rows(x, r->n_slices);
+    const uint64_t peak = c->never_fits ? c->last_peak : search_peak(x, c, bound_of(x, r));
+    uint32_t lost = k;
+    if (r->best == KOILA_NONE || peak < r->least_peak) {
+        lost = r->best;
+        r->least_peak = peak;
+        r->best = k;
+    }
+    if (peak <= o->budget_bytes) {
+        take(x, k, peak);
+        x->found.accepted = is_accepted(x, c, peak);
+        if (x->found.accepted)
+            return;
+        x->refused.n_slices = r->n_slices;
+        x->refused.peak = peak;
+        x->refused.k = k;
+    }
+    if (r->is_last && lost != KOILA_NONE && !o->accepts)
+        give_up(x, &x->candidates[lost]);
+}
+
+/* Tries every policy; ends with the first that fits and is accepted (found.accepted). */
+static koila_status try_slices(search *x, attempt *r)
+{
     for (uint32_t k = 0; k < x->n_policies; k++) {
         candidate *c = &x->candidates[k];
         if (k == 1)
@@ -654,39 +555,32 @@ static koila_status try_slices(search *x, attempt *r)
         KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT)
             continue;
-        /* nothing is worth keeping: all policies are one */
         if (k == 0 && c->schedule.n_keeps == 0)
-            x->n_policies = 1;
+            x->n_policies = 1; /* nothing is worth keeping: all policies are one */
         r->n_carried_out++;
         if (c->never_fits && !r->is_last) {
             r->n_hopeless++;
             continue;
         }
-        set_rows(x, r->n_slices);
-        const uint64_t bound = !r->is_last             ? o->budget_bytes
-                               : r->best == KOILA_NONE ? 0
-                                                       : r->least_peak;
-        const uint64_t peak = c->never_fits ? c->last_peak : search_peak(x, c, bound);
-        uint32_t lost = k;
-        if (r->best == KOILA_NONE || peak < r->least_peak) {
-            lost = r->best;
-            r->least_peak = peak;
-            r->best = k;
-        }
-        if (peak <= o->budget_bytes) {
-            take(x, k, peak);
-            if ((x->found.accepted = is_accepted(x, c, peak)))
-                return KOILA_OK;
-            x->refused.n_slices = r->n_slices;
-            x->refused.peak = peak;
-            x->refused.k = k;
-        }
-        if (r->is_last && lost != KOILA_NONE && !o->accepts)
-            give_up(x, &x->candidates[lost]);
+        try_candidate(x, r, k);
+        if (x->found.accepted)
+            return KOILA_OK;
         if (!r->is_last && is_new && is_hopeless(x, c))
             r->n_hopeless++;
     }
     return KOILA_OK;
+}
+
+/* The last attempt ended without an accepted plan. What fits by its sum and was refused is better
+ * than what does not fit at all. When nothing fits, the caller sees it by the peak. */
+static void take_best_of_last(search *x, const attempt *r)
+{
+    if (x->refused.n_slices && r->least_peak > x->q->options->budget_bytes) {
+        set_rows(x, x->refused.n_slices);
+        take(x, x->refused.k, x->refused.peak);
+        return;
+    }
+    take(x, r->best, r->least_peak);
 }
 
 /* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the
@@ -695,14 +589,15 @@ static koila_status choose(search *x)
 {
     const koila_plan_options *o = x->q->options;
     const bool forced = o->rows > 0;
-    /* nothing will fit: only the peak is left to be told */
-    if (is_frugal(o) ||
-        (!forced && koila__scheduler_results_bytes(x->scheduler) > o->budget_bytes)) {
+    const bool results_fit =
+        forced || koila__scheduler_results_bytes(x->scheduler) <= o->budget_bytes;
+    if (is_frugal(o) || !results_fit) {
         set_rows(x, x->batch > 2 ? x->batch : 2);
         return take_least(x, forced);
     }
-    for (int64_t n_slices = 2, before = 1;;
-         before = n_slices, n_slices = n_slices < x->batch / 2 ? n_slices * 2 : x->batch) {
+    int64_t before = 1;
+    int64_t n_slices = 2;
+    for (;;) {
         attempt r = { .n_slices = n_slices,
                       .is_last = forced || n_slices >= x->batch,
                       .best = KOILA_NONE };
@@ -711,19 +606,14 @@ static koila_status choose(search *x)
             return o->accepts && !forced ? refine(x, before, n_slices) : KOILA_OK;
         if (!r.n_carried_out)
             return KOILA_UNSUPPORTED;
-        /* what fits by its sum and was refused is better than what does not fit at all */
-        if (r.is_last && x->refused.n_slices && r.least_peak > o->budget_bytes) {
-            set_rows(x, x->refused.n_slices);
-            take(x, x->refused.k, x->refused.peak);
+        if (r.is_last) {
+            take_best_of_last(x, &r);
             return KOILA_OK;
         }
-        if (r.is_last) {
-            take(x, r.best, r.least_peak);
-            return KOILA_OK; /* when it does not fit the caller learns by the peak */
-        }
-        /* the last try, for the peak that is told */
         if (r.n_hopeless == r.n_carried_out)
-            n_slices = x->batch;
+            n_slices = x->batch; /* the last try, for the peak that is told */
+        before = n_slices;
+        n_slices = n_slices < x->batch / 2 ? n_slices * 2 : x->batch;
     }
 }
 
@@ -824,65 +714,69 @@ static koila_status plan_sliced(planning *q)
     p->schedule = best.schedule;
     p->targets = best.targets;
     p->rows = best.rows;
-    const uint16_t axis = main_axis(p->placed);
-    set_slices(p, q->graph->axes.n ? q->graph->axes.at[axis] : 1,
-               q->graph->axes.n ? p->rows[axis] : 1);
+    set_info(p, q->options);
     return KOILA_OK;
 }
 
-static koila_status make_plan(planning *q)
+static koila_status check_targets(const planning *q)
 {
-    koila_plan *p = q->plan;
-    const koila_plan_options *o = q->options;
-    const koila_allocator *mem = q->mem;
-    koila__arena_init(&p->arena, mem);
-    p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
-    p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
-    if (!p->targets || !p->rows)
-        return KOILA_NO_MEMORY;
-    p->n_targets = q->n_targets;
-    for (uint32_t i = 0; i < q->n_targets; i++)
-        if (q->targets[i] >= q->graph->values.n ||
-            q->graph->values.at[q->targets[i]].meta == KOILA_NONE)
+    for (uint32_t i = 0; i < q->n_targets; i++) {
+        const koila_value v = q->targets[i];
+        if (v >= q->graph->values.n || q->graph->values.at[v].meta == KOILA_NONE)
             return koila__fail(q->err, KOILA_BAD_ARGUMENT, 0,
-                               "plan: target %u is no value of the graph", q->targets[i]);
+                               "plan: target %u is no value of the graph", v);
+    }
+    return KOILA_OK;
+}
+
+static void find_largest_axis(planning *q)
+{
     q->largest_axis = 1;
     for (uint32_t i = 0; i < q->graph->axes.n; i++) {
         if (q->graph->axes.at[i] > q->largest_axis)
             q->largest_axis = q->graph->axes.at[i];
         q->is_empty |= q->graph->axes.at[i] == 0;
     }
+}
+
+/* Whole if that fits, else in slices; if that is not possible, whole. */
+static koila_status choose_way(planning *q)
+{
+    const koila_plan_options *o = q->options;
     const bool one_slice = q->is_empty || q->largest_axis <= 1 || o->rows >= q->largest_axis;
+    const bool forced = o->rows > 0;
     bool fits = false;
     uint64_t whole_bytes = 0;
-    if (o->rows <= 0 && !one_slice && o->budget_bytes < UINT64_MAX)
+    if (!forced && !one_slice && o->budget_bytes < UINT64_MAX)
         KOILA_TRY(
-            koila__schedule_whole_bytes(q->graph, q->targets, q->n_targets, mem, &whole_bytes));
-    /* else it is not even tried */
-    if (one_slice || (o->rows <= 0 && whole_bytes <= o->budget_bytes))
+            koila__schedule_whole_bytes(q->graph, q->targets, q->n_targets, q->mem, &whole_bytes));
+    if (one_slice || (!forced && whole_bytes <= o->budget_bytes))
         KOILA_TRY(plan_whole(q, &fits));
-    if (!fits && !one_slice) {
-        koila_status status = plan_sliced(q);
-        /* whole was not tried; it is right too */
-        if (status == KOILA_UNSUPPORTED && !p->placed)
-            status = plan_whole(q, &fits);
-        else if (status == KOILA_UNSUPPORTED)
-            status = KOILA_OK;
-        KOILA_TRY(status);
-    }
-    p->info.struct_size = sizeof p->info;
-    p->info.budget_bytes = o->budget_bytes;
-    p->info.n_stages = p->schedule.n_stages;
-    p->info.n_loops = p->schedule.n_loops;
-    p->info.n_recorded = p->schedule.n_needed;
-    p->info.replay_ratio =
-        p->schedule.work_recorded > 0 ? p->schedule.work / p->schedule.work_recorded : 1;
-    KOILA_TRY(describe(p, o));
-    koila_check(koila_plan_check(p, NULL));
-    if (p->info.peak_bytes <= o->budget_bytes)
+    if (fits || one_slice)
         return KOILA_OK;
-    word_no_fit(q->err, p, q->graph, o->budget_bytes);
-    return KOILA_OOM;
+    const koila_status status = plan_sliced(q);
+    if (status != KOILA_UNSUPPORTED)
+        return status;
+    return q->plan->placed ? KOILA_OK : plan_whole(q, &fits);
+}
+
+static koila_status make_plan(planning *q)
+{
+    koila_plan *p = q->plan;
+    koila__arena_init(&p->arena, q->mem);
+    p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
+    p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
+    if (!p->targets || !p->rows)
+        return KOILA_NO_MEMORY;
+    p->n_targets = q->n_targets;
+    KOILA_TRY(check_targets(q));
+    find_largest_axis(q);
+    KOILA_TRY(choose_way(q));
+    KOILA_TRY(koila__plan_describe(p, q->options));
+    koila_check(koila_plan_check(p, NULL));
+    if (p->info.peak_bytes <= q->options->budget_bytes)
+        return KOILA_OK;
+    return koila__plan_no_fit(p, q->graph, q->err);
 }
 
 koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
@@ -923,306 +817,4 @@ void koila_plan_free(koila_plan *p)
     koila__placed_free(p->placed);
     koila__arena_deinit(&p->arena);
     koila__release(&mem, p, sizeof *p);
-}
-
-koila_plan_info koila_plan_get(const koila_plan *p) { return p->info; }
-const koila_graph *koila_plan_graph(const koila_plan *p) { return p->placed->graph; }
-const koila_stage *koila_plan_stage(const koila_plan *p, uint32_t stage)
-{
-    return &p->schedule.stages[stage].stage;
-}
-koila_value koila_plan_target(const koila_plan *p, uint32_t target) { return p->targets[target]; }
-koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded)
-{
-    return p->placed->lowered[recorded];
-}
-koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered)
-{
-    return p->placed->node[lowered].recorded;
-}
-bool koila_plan_in_loop(const koila_plan *p, koila_node n) { return p->placed->node[n].in_loop; }
-int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis) { return p->rows[axis]; }
-uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis)
-{
-    return koila__n_slices(p->placed->graph->axes.at[axis], p->rows[axis]);
-}
-koila_gather koila_plan_gather(const koila_plan *p, uint32_t i) { return p->gathers[i]; }
-uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows)
-{
-    return koila__live_bytes(p->placed, v, rows);
-}
-
-koila_share koila_plan_share(const koila_plan *p, koila_value v)
-{
-    return koila__share_of(p->placed->value[v]);
-}
-koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input)
-{
-    return koila__share_of(p->placed->need[p->placed->graph->nodes.at[n].first_input + input]);
-}
-
-uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t cap)
-{
-    if (p->n_curve <= cap) {
-        if (p->n_curve)
-            memcpy(out, p->curve, p->n_curve * sizeof *out);
-        return p->n_curve;
-    }
-    /* of each run of points the highest, so the peak survives */
-    for (uint32_t i = 0; i < cap; i++) {
-        const uint64_t begin = (uint64_t)i * p->n_curve / cap;
-        const uint64_t end = (uint64_t)(i + 1) * p->n_curve / cap;
-        out[i] = p->curve[begin];
-        for (uint64_t k = begin; k < end; k++)
-            if (p->curve[k].bytes > out[i].bytes)
-                out[i] = p->curve[k];
-    }
-    return cap;
-}
-
-uint32_t koila_plan_largest(const koila_plan *p, koila_gather *out, uint32_t cap)
-{
-    const uint32_t n = p->n_largest < cap ? p->n_largest : cap;
-    if (n)
-        memcpy(out, p->largest, n * sizeof *out);
-    return n;
-}
-
-/* ---- adapting a call to its slice */
-
-static void slice_sizes(const koila_meta_info *m, koila_placement x, int64_t rows, int64_t *size)
-{
-    for (uint32_t d = 0; d < m->n_dims; d++)
-        size[d] = m->size[d];
-    if (x.kind == KOILA_S)
-        size[x.dim] = koila__extent(x, rows);
-}
-
-uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
-                          koila_adapt *out)
-{
-    const koila_graph *g = p->placed->graph;
-    const koila_table *t = g->table;
-    const koila__placed_node *pn = &p->placed->node[n];
-    const koila_sig_info *s = koila__node_sig(g, n);
-    const koila__fix *fix = pn->fix;
-    if (link >= 0) {
-        if (!pn->link)
-            return 0;
-        fix = pn->link[link].fix;
-        int32_t at = link;
-        for (uint32_t w = 0; w < s->n_writes; w++) {
-            if (at < (int32_t)s->writes[w].n_links) {
-                s = koila__sig(t, s->writes[w].links[at].sig);
-                break;
-            }
-            at -= (int32_t)s->writes[w].n_links;
-        }
-    }
-    uint32_t n_out = 0;
-    for (uint32_t k = 0; k < KOILA__MAX_FIXES && fix[k].kind != KOILA__FIX_NONE; k++) {
-        koila_adapt *a = &out[n_out++];
-        *a = (koila_adapt){ .arg = fix[k].arg, .output = fix[k].output };
-        const bool of_input = fix[k].output >= KOILA__FIX_OF_INPUT;
-        const uint32_t which =
-            of_input ? fix[k].output - (uint32_t)KOILA__FIX_OF_INPUT : fix[k].output;
-        koila_placement x = { 0 };
-        const koila_meta_info *m;
-        if (link >= 0) {
-            x = pn->link[link].out;
-            m = koila__meta(t, s->outputs[which < s->n_outputs ? which : 0]);
-        } else if (of_input) {
-            x = p->placed->need[g->nodes.at[n].first_input + which];
-            m = koila__meta(t, s->inputs[which]);
-        } else {
-            x = p->placed->value[g->nodes.at[n].first_output + which];
-            m = s->outputs[which] != KOILA_NONE ? koila__meta(t, s->outputs[which]) : NULL;
-        }
-        int64_t size[KOILA_MAX_DIMS];
-        switch ((koila__fix_kind)fix[k].kind) {
-        case KOILA__FIX_SIZES: {
-            const koila_arg *list = &s->tokens[s->start[fix[k].arg]];
-            a->kind = KOILA_ADAPT_INTS;
-            a->n = list->n;
-            for (uint32_t i = 0; i < list->n && i < KOILA_MAX_DIMS; i++)
-                a->ints[i] = list[1 + i].u.i;
-            if (x.kind == KOILA_S && x.dim < list->n && a->ints[x.dim] != -1)
-                a->ints[x.dim] = koila__extent(x, rows);
-            break;
-        }
-        case KOILA__FIX_STRIDES:
-            a->kind = KOILA_ADAPT_INTS;
-            a->n = m->n_dims;
-            slice_sizes(m, x, rows, size);
-            koila_dense_strides(m, size, a->ints);
-            break;
-        case KOILA__FIX_EXTENT:
-            a->kind = KOILA_ADAPT_INT;
-            a->n = 1;
-            a->ints[0] = koila__extent(x, rows);
-            break;
-        case KOILA__FIX_ROWS: {
-            const koila_arg *first = &s->tokens[s->start[fix[k].arg]];
-            const bool is_list = first->kind == KOILA_ARG_LIST;
-            const int64_t batch = p->placed->graph->axes.at[pn->axis];
-            a->kind = is_list ? KOILA_ADAPT_INTS : KOILA_ADAPT_INT;
-            a->n = is_list ? first->n : 1;
-            for (uint32_t i = 0; i < a->n && i < KOILA_MAX_DIMS; i++)
-                a->ints[i] = batch ? first[is_list + i].u.i / batch * rows : 0;
-            break;
-        }
-        case KOILA__FIX_SCALE:
-            a->kind = KOILA_ADAPT_SCALE;
-            break;
-        case KOILA__FIX_ALIAS:
-            a->kind = KOILA_ADAPT_ALIAS;
-            break;
-        case KOILA__FIX_DIMS: {
-            a->kind = KOILA_ADAPT_SQUEEZE;
-            const koila_meta_info *in = koila__meta(t, s->inputs[0]);
-            const koila_arg *named = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;
-            const uint32_t n_named = !named                          ? in->n_dims
-                                     : named->kind == KOILA_ARG_LIST ? named->n
-                                                                     : 1;
-            for (uint32_t i = 0; i < n_named; i++) {
-                int64_t d = !named                          ? i
-                            : named->kind == KOILA_ARG_LIST ? named[1 + i].u.i
-                                                            : named->u.i;
-                if (d < 0)
-                    d += in->n_dims;
-                if (d >= 0 && d < in->n_dims && in->size[d] == 1 && a->n < KOILA_MAX_DIMS)
-                    a->ints[a->n++] = d;
-            }
-            break;
-        }
-        default:
-            n_out--;
-            break;
-        }
-    }
-    return n_out;
-}
-
-/* ---- the invariants: replay the instructions with flags instead of tensors */
-
-/* WHOLE, LOCAL, KEPT: there is such a tensor of v now; MADE: it is being collected and is whole
- * when the loop ends. */
-enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
-
-/* Follows one stage. n_local: local values there are; n_kept: pieces. */
-static bool check_stage(const koila_plan *p, uint32_t k, uint8_t *flags, uint32_t *n_kept,
-                        koila_error *err)
-{
-    const koila_graph *g = p->placed->graph;
-    const koila_stage *st = &p->schedule.stages[k].stage;
-    const uint8_t mine = st->is_loop ? LOCAL : WHOLE;
-    uint32_t n_local = 0;
-#define HOLDS(e, ...)                                                                              \
-    do {                                                                                           \
-        if (!(e))                                                                                  \
-            return koila__fail(err, KOILA_BAD_INPUT, k, __VA_ARGS__), false;                       \
-    } while (0)
-    for (uint32_t i = 0; i < st->n_instrs; i++) {
-        const koila_instr in = st->instrs[i];
-        const uint32_t v = in.id;
-        switch ((koila_instr_kind)in.kind) {
-        case KOILA_DO_RUN: {
-            const koila_sig_info *s = koila__node_sig(g, in.id);
-            const koila_node_info *n = &g->nodes.at[in.id];
-            for (uint32_t u = 0; u < s->n_inputs; u++) {
-                const koila_value x = g->inputs.at[n->first_input + u];
-                bool is_read = true;
-                for (uint32_t w = 0; w < s->n_writes; w++)
-                    is_read &= s->writes[w].input != u || !s->writes[w].overwrites;
-                const bool whole =
-                    !st->is_loop || p->placed->need[n->first_input + u].kind == KOILA_R;
-                HOLDS(!is_read || flags[x] & (whole ? WHOLE | LOCAL : LOCAL),
-                      "node %u (%s): input %u is not there", in.id, koila_op_name(g->table, s->op),
-                      u);
-            }
-            for (uint32_t o = 0; o < s->n_outputs; o++) {
-                if (s->outputs[o] == KOILA_NONE)
-                    continue;
-                HOLDS(!(flags[n->first_output + o] & mine),
-                      "node %u (%s): result %u is there already", in.id,
-                      koila_op_name(g->table, s->op), o);
-                flags[n->first_output + o] |= mine;
-                n_local++;
-            }
-            break;
-        }
-        case KOILA_DO_SLICE:
-            HOLDS(st->is_loop && flags[v] & WHOLE && !(flags[v] & LOCAL),
-                  "value %u is sliced before it is whole, or twice", v);
-            flags[v] |= LOCAL;
-            n_local++;
-            break;
-        case KOILA_DO_FETCH:
-            HOLDS(st->is_loop && flags[v] & KEPT && !(flags[v] & LOCAL),
-                  "value %u is fetched but not kept, or twice", v);
-            flags[v] |= LOCAL;
-            n_local++;
-            break;
-        case KOILA_DO_KEEP:
-            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & KEPT),
-                  "value %u is kept before it is made, or twice", v);
-            flags[v] |= KEPT;
-            ++*n_kept;
-            break;
-        case KOILA_DO_ADD:
-        case KOILA_DO_PUT:
-            HOLDS(st->is_loop && flags[v] & LOCAL && !(flags[v] & (WHOLE | MADE)),
-                  "value %u is collected before it is made, or twice", v);
-            flags[v] |= MADE;
-            break;
-        case KOILA_DO_FREE:
-            HOLDS(flags[v] & mine && g->values.at[v].meta != KOILA_NONE,
-                  "value %u is freed but not there", v);
-            HOLDS(st->is_loop || g->values.at[v].node != KOILA_NONE,
-                  "value %u is freed but is not ours", v);
-            flags[v] &= (uint8_t)~mine;
-            n_local--;
-            break;
-        }
-    }
-    HOLDS(!st->is_loop || n_local == 0, "%u values outlive their slice", n_local);
-    for (uint32_t i = 0; i < st->n_instrs && st->is_loop; i++) {
-        const uint32_t v = st->instrs[i].id;
-        if (st->instrs[i].kind == KOILA_DO_ADD || st->instrs[i].kind == KOILA_DO_PUT)
-            flags[v] = (uint8_t)((flags[v] & ~MADE) | WHOLE);
-        if (st->instrs[i].kind != KOILA_DO_FETCH || !(st->instrs[i].flags & KOILA_INSTR_LAST))
-            continue;
-        HOLDS(flags[v] & KEPT, "value %u is given up twice", v);
-        flags[v] &= (uint8_t)~KEPT;
-        --*n_kept;
-    }
-#undef HOLDS
-    return true;
-}
-
-bool koila_plan_check(const koila_plan *p, koila_error *err)
-{
-    const koila_graph *g = p->placed->graph;
-    const size_t n_bytes = (size_t)g->values.n + 1;
-    uint32_t n_kept = 0;
-    uint8_t *flags = koila__realloc(&p->mem, NULL, 0, n_bytes);
-    if (!flags)
-        return true; /* cannot tell */
-    for (uint32_t v = 0; v < g->values.n; v++)
-        flags[v] = g->values.at[v].node == KOILA_NONE ? WHOLE : 0;
-    bool ok = true;
-    for (uint32_t k = 0; k < p->schedule.n_stages && ok; k++)
-        ok = check_stage(p, k, flags, &n_kept, err);
-    if (ok && n_kept) {
-        ok = false;
-        koila__fail(err, KOILA_BAD_INPUT, 0, "%u kept values are never given up", n_kept);
-    }
-    for (uint32_t i = 0; i < p->n_targets && ok; i++)
-        if (!(flags[p->targets[i]] & WHOLE)) {
-            ok = false;
-            koila__fail(err, KOILA_BAD_INPUT, 0, "target %u (value %u) is not there at the end", i,
-                        p->targets[i]);
-        }
-    koila__release(&p->mem, flags, n_bytes);
-    return ok;
 }

@@ -79,8 +79,8 @@ void koila__out_quoted(koila__out *o, const char *s);
 void koila__out_float(koila__out *o, double x);
 void koila__out_meta(koila__out *o, const koila_meta_info *m);
 /* The arguments of a call, without parentheses: "%1, [2, 3], dim=0". `inputs`: the values that are
- * its tensors; NULL: tensors are shown by their metas. `opaque_names`: the numbers of opaques; NULL:
- * opaques are shown by their labels. */
+ * its tensors; NULL: tensors are shown by their metas. `opaque_names`: the numbers of opaques;
+ * NULL: opaques are shown by their labels. */
 void koila__out_arguments(koila__out *o, const koila_table *t, const koila_sig_info *s,
                           const koila_value *inputs, const uint32_t *opaque_names);
 

@@ -83,7 +83,8 @@ static inline uint64_t koila__hash_text(const char *s)
 
 /* Fills op_lines; false: no memory. */
 bool koila__op_lines_init(koila_table *t);
-/* Fills in the twin, the facts and the line of an operator with a name and flags; false: no memory. */
+/* Fills in the twin, the facts and the line of an operator with a name and flags; false: no memory.
+ */
 bool koila__op_fill_in(koila_table *t, koila__op *op);
 
 #endif

@@ -118,6 +118,37 @@ TEST(plan__what_never_fits_is_said_with_its_numbers)
     rg_deinit(&r);
 }
 
+static int count_bytes(void *user, const char *text, size_t n)
+{
+    (void)text;
+    *(size_t *)user += n;
+    return 0;
+}
+static bool print_and_refuse(void *user, const koila_plan *p)
+{
+    size_t *n_bytes = user;
+    const koila_plan_info info = koila_plan_get(p);
+    CHECK(info.struct_size == sizeof info && info.n_stages > 0 && info.peak_node == KOILA_NONE);
+    CHECK(koila_plan_check(p, NULL));
+    CHECK(koila_plan_print(p, count_bytes, n_bytes) == KOILA_OK);
+    return false;
+}
+
+TEST(plan__a_plan_can_be_read_while_it_is_asked_about)
+{
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        random_graph r;
+        size_t n_bytes = 0;
+        koila_plan_options o = options(UINT64_MAX, 0);
+        o.accepts = print_and_refuse;
+        o.accepts_user = &n_bytes;
+        CHECK(rg_init(&r, NULL, seed, NULL, 0, 20) == KOILA_OK);
+        info_of(&r, o);
+        CHECK(n_bytes > 0);
+        rg_deinit(&r);
+    }
+}
+
 TEST(plan__only_a_sum_of_half_precision_in_several_slices_is_accumulated_wider)
 {
     const koila_share sum = { .kind = KOILA_SHARE_PARTIAL, .partial = KOILA_PARTIAL_SUM };

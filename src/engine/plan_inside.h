@@ -1,0 +1,35 @@
+/* plan_inside.h — the insides of koila_plan. plan.c chooses it, plan_facts.c describes it,
+ * plan_adapt.c adapts calls to its slices, plan_check.c checks it. Internal to src/engine. */
+#ifndef KOILA_SRC_PLAN_INSIDE_H
+#define KOILA_SRC_PLAN_INSIDE_H
+
+#include "koila/plan.h"
+
+#include "engine/schedule.h"
+
+struct koila_plan {
+    koila_allocator mem;
+    koila__placed *placed;
+    koila__schedule schedule;
+    koila_plan_info info;
+    koila_value *targets;
+    uint32_t n_targets;
+    int64_t *rows; /* [axes] */
+    koila_gather *gathers;
+    koila_gather *largest;
+    uint32_t n_largest;
+    koila_curve_point *curve;
+    uint32_t n_curve, n_curve_max;
+    koila__arena arena;
+};
+
+/* The peak in slices of rows[axes]; above `limit` (0: none) only a number above it. */
+uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
+                          const koila_plan_options *o, const int64_t *rows, uint64_t limit);
+/* Fills what people are told: peaks, the largest values, and of a plan that fits its gathers and
+ * its curve. Expected: NO_MEMORY. */
+koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o);
+/* Words OOM for a plan above its budget. */
+koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded, koila_error *err);
+
+#endif
