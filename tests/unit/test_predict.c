@@ -287,6 +287,18 @@ TEST(predict__attention_s_own_memory_depends_on_what_fills_the_device)
 
 /* ---- what a CPU records and CUDA does otherwise, row by row */
 
+TEST(on_cuda__no_operator_has_two_rows)
+{
+    static const char *const names[] = {
+#define KOILA_CUDA(name, kind) name,
+#include "predict/cuda_ops.def"
+#undef KOILA_CUDA
+    };
+    for (size_t i = 0; i < KOILA_COUNT(names); i++)
+        for (size_t k = 0; k < i; k++)
+            CHECK(strcmp(names[i], names[k]) != 0);
+}
+
 TEST(on_cuda__a_dropout_mask_is_a_byte_an_element)
 {
     static const char text[] =
