@@ -227,7 +227,7 @@ TEST(predict__only_a_sum_of_half_precision_is_accumulated_wider)
 
 TEST(predict__a_slice_of_a_value_with_gaps_is_a_view)
 {
-    /* rows of 32 MiB a slice that do not lie together: copied, beside the sum and its accumulator */
+    /* 32 MiB of rows that do not lie together: copied, beside the sum and its accumulator */
     static const char dense[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 1 "
                                 "f32[64, 8192, 128]\n%1 = aten::sum(%0) -> f32[]\n";
     CHECK_EQ(of_text(dense, OPTS(.rows = 1024)).first.allocated.low, (256 + 32) * MIB + 2 * 512);
