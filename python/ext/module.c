@@ -14,6 +14,12 @@
 
 int koila__module_add(PyObject *m); /* capture.c */
 
+static int (*const memlab[])(PyObject *) = {
+    koila__events_add_module,       koila__accelerators_add_module, koila__sites_add_module,
+    koila__measure_add_module,      koila__line_table_add_module,   koila__timeline_add_module,
+    koila__find_tensors_add_module, koila__report_add_module,
+};
+
 static int exec(PyObject *m)
 {
     if (PyModule_AddStringConstant(m, "__version__", koila_version()) < 0)
@@ -26,9 +32,9 @@ static int exec(PyObject *m)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0)
         return -1;
-    if (koila__memlab_add_module(m) < 0 || koila__lines_add_module(m) < 0 ||
-        koila__report_add_module(m) < 0 || koila__timeline_add_module(m) < 0)
-        return -1;
+    for (size_t i = 0; i < sizeof memlab / sizeof *memlab; i++)
+        if (memlab[i](m) < 0)
+            return -1;
     return 0;
 }
 

@@ -80,7 +80,7 @@ def test_allowed_includes_are_not_found(tmp_path):
         "src/engine/plan.c": '#include "graph/table.h"',
         "python/ext/capture/node.c": '#include "memlab/credit.h"',
         "python/ext/run/run.c": '#include "capture/tape.h"',
-        "python/ext/memlab/memlab.c": '#include "memlab/memlab.h"',
+        "python/ext/memlab/events.c": '#include "memlab/memlab.h"',
     }
     for header in HEADERS:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)

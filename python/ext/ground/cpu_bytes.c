@@ -1,7 +1,7 @@
 /* cpu_bytes.c — see cpu_bytes.h. The exact memory of PyTorch on the CPU.
  *
- * PyTorch has no count of its CPU memory, but every CPU tensor it allocates itself comes from one
- * function, c10::alloc_cpu.
+ * PyTorch has no count of its CPU memory, but every CPU tensor that it allocates itself comes from
+ * one function, c10::alloc_cpu.
  *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is
  *           free(): we put our own two functions into libc10's slots for these (got.h). A limit
  *           refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
@@ -12,20 +12,22 @@
  *           loaded object, and a refusal throws through c10's exported ThrowEnforceNotMet. This
  *           file is compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the
  *           reservation back.
- * Neither is trusted: a storage of 4099 bytes must show up in the table and leave it again, else
- * the plan is taken off and the answer is "unsupported". koila__cpu_bytes_ok() compares the slots
- * later, for memory profilers of other makers write the same ones.
+ * Each plan is tested before it is used: a storage of 4099 bytes must show up in the table and
+ * leave it again, else the hooks are removed and the answer is "unsupported". koila__cpu_bytes_ok()
+ * compares the slots later, for other memory profilers write the same ones.
  *
- * free() in libc10 also frees what is not a tensor, and blocks older than we are: what is not in
+ * free() in libc10 also frees what is not a tensor, and blocks older than our hooks: what is not in
  * the table is passed on, uncounted. An entry leaves the table before the real free, for afterwards
  * another thread may be given the same address. Our free stays in place even when the allocating
- * side is taken off, or the entries would go stale. The extension is linked with -z nodelete for
- * the same reason.
+ * side is removed, or the entries would go stale. The extension is linked with -z nodelete for the
+ * same reason.
  *
- * Corresponds to this Python, were it fast and able to see the calls:
- *     def alloc(n):  if current + n > limit: raise; p = real_alloc(n); sizes[p] = n; current += n;
- *                    peak = max(peak, current)
- *     def free(p):   current -= sizes.pop(p, 0); real_free(p)
+ * The same in Python, if Python could see the calls:
+ *     def alloc(n):
+ *         if current + n > limit: raise
+ *         p = real_alloc(n); sizes[p] = n; current += n; peak = max(peak, current)
+ *     def free(p):
+ *         current -= sizes.pop(p, 0); real_free(p)
  */
 #include "ground/cpu_bytes.h"
 
@@ -39,7 +41,7 @@
 
 static koila__ledger ledger;
 
-#define N_LISTENERS 4
+enum { N_LISTENERS = 4, PATH_BYTES = 4096 };
 static _Atomic(koila__cpu_bytes_event) listeners[N_LISTENERS];
 static _Atomic(uint32_t (*)(void)) tagger;
 
@@ -47,7 +49,9 @@ static koila__got_set slots;
 static enum { NOT_YET, ON, OFF, CANNOT } state;
 static char plan; /* 'A' or 'B' when ON or OFF */
 static const char *why = "not installed";
-static uint64_t generation, n_loads_seen;
+static uint64_t generation;   /* how often the counters had to start again */
+static uint64_t n_loads_seen; /* plan B: koila__got_n_loads() when the slots were last written */
+static bool kept;             /* somebody relies on the count being there for good */
 
 KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
@@ -61,6 +65,7 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 /* A granted block: remember it. false: no memory to remember it. */
 KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now)
 {
+    koila_assert(p);
     uint32_t (*ask)(void) = atomic_load_explicit(&tagger, memory_order_acquire);
     if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now))
         return false;
@@ -141,6 +146,7 @@ static void *hook_alloc_cpu(size_t n)
     void *p = real_alloc_cpu(n);
     if (!p)
         return NULL;
+    koila_assert(r.pending && r.n == n);
     r.pending = false;
     if (!remember(p, n, now)) {
         real_free_cpu(p);
@@ -184,7 +190,7 @@ static void unpatch_alloc_side(void)
 /* Make a storage and let it die: is it counted, with its size, and then no more? */
 static bool self_test(PyObject *torch)
 {
-    const uint64_t n_probe = 4099;
+    const uint64_t n_probe = 4099; /* a size that nothing else has */
     bool seen = false, gone = false;
     uint64_t n = 0;
     PyObject *storage =
@@ -201,11 +207,10 @@ static bool self_test(PyObject *torch)
     return seen && gone;
 }
 
-/* Try one plan; on failure everything but an installed free is as before. */
-static const char *try_plan(char which, PyObject *torch)
+/* Find libc10's functions. Why that is impossible, or NULL. */
+static const char *find_functions(char which)
 {
-    char path[4096];
-    plan = which;
+    char path[PATH_BYTES];
     if (!koila__got_path("libc10.so", path, sizeof path))
         return "unsupported: no libc10.so is loaded (torch linked statically?)";
     real_alloc_cpu = (void *(*)(size_t))koila__got_symbol(path, ALLOC_CPU);
@@ -216,8 +221,19 @@ static const char *try_plan(char which, PyObject *torch)
         return "unsupported: libc10.so does not export alloc_cpu and free_cpu";
     if (which == 'B' && !throw_enforce)
         return "unsupported: libc10.so does not export ThrowEnforceNotMet";
-    /* once through the real functions, so that lazy binding has happened and will not overwrite our
-     * pointers */
+    return NULL;
+}
+
+/* Try one plan; NULL, or why it is impossible: then everything but an installed free is as before.
+ */
+static const char *try_plan(char which, PyObject *torch)
+{
+    const char *missing = find_functions(which);
+    plan = which;
+    if (missing)
+        return missing;
+    /* call the real functions once, so that lazy binding has happened and does not overwrite our
+     * pointers later */
     real_free_cpu(real_alloc_cpu(64));
     if (which == 'A' &&
         koila__got_patch(&slots, "libc10.so", "posix_memalign", (void *)hook_posix_memalign) <= 0)
@@ -233,16 +249,46 @@ static const char *try_plan(char which, PyObject *torch)
     return NULL;
 }
 
-static int install(char wanted)
+/* Torch if it is imported wholly; a new reference or NULL, without an exception. */
+static PyObject *imported_torch(void)
 {
     PyObject *name = PyUnicode_FromString("torch");
     PyObject *torch = name ? PyImport_GetModule(name) : NULL;
     Py_XDECREF(name);
-    /* half imported */
     if (torch && !PyObject_HasAttrString(torch, "UntypedStorage"))
         Py_CLEAR(torch);
+    PyErr_Clear();
+    return torch;
+}
+
+static int install_first(char wanted, PyObject *torch)
+{
+    why = try_plan(wanted == 'B' ? 'B' : 'A', torch);
+    if (why && !wanted)
+        why = try_plan('B', torch);
+    state = why ? CANNOT : ON;
+    return why ? -1 : 0;
+}
+
+/* Somebody else may have written the slots, and newly loaded objects have new ones. */
+static int install_again(void)
+{
+    koila_assert(state == ON && (plan == 'A' || plan == 'B'));
+    if (koila__got_holds(&slots, NULL)) {
+        bool has_new = plan == 'B' && koila__got_n_loads() != n_loads_seen;
+        return !has_new || (patch_alloc_side() && patch_free_side()) ? 0 : -1;
+    }
+    generation++;
+    bool patched = patch_free_side() && patch_alloc_side();
+    koila__ledger_clear(&ledger);
+    return patched ? 0 : -1;
+}
+
+/* wanted: 'A' or 'B' insists on that plan, when none has been tried yet; 0: either. */
+static int install(char wanted)
+{
+    PyObject *torch = imported_torch();
     if (!torch) {
-        PyErr_Clear();
         if (state == NOT_YET)
             why = "unsupported: torch is not imported";
         return -1;
@@ -250,11 +296,7 @@ static int install(char wanted)
     int r = -1;
     switch (state) {
     case NOT_YET:
-        why = try_plan(wanted == 'B' ? 'B' : 'A', torch);
-        if (why && !wanted)
-            why = try_plan('B', torch);
-        state = why ? CANNOT : ON;
-        r = why ? -1 : 0;
+        r = install_first(wanted, torch);
         break;
     case OFF:
         if (patch_alloc_side()) {
@@ -263,17 +305,7 @@ static int install(char wanted)
         }
         break;
     case ON:
-        if (koila__got_holds(&slots, NULL)) {
-            r = plan == 'B' && koila__got_n_loads() != n_loads_seen &&
-                        !(patch_alloc_side() && patch_free_side())
-                    ? -1
-                    : 0;
-            break;
-        }
-        generation++;
-        if (patch_free_side() && patch_alloc_side())
-            r = 0;
-        koila__ledger_clear(&ledger);
+        r = install_again();
         break;
     case CANNOT:
         break;
@@ -281,7 +313,6 @@ static int install(char wanted)
     Py_DECREF(torch);
     return r;
 }
-static bool kept; /* somebody relies on the count being there for good */
 int koila__cpu_bytes_install(void)
 {
     kept = true;
@@ -483,6 +514,18 @@ PyDoc_STRVAR(free_memory_doc, "free_memory(root='') -> dict\n\n"
                               "there is no such limit. Keys: free, bound (the name of the "
                               "smallest), cgroup, rlimit_data, rlimit_as,\n"
                               "available. root: where proc and sys are looked for, for tests.");
+/* UINT64_MAX is None. */
+static PyObject *bytes_or_none(uint64_t n)
+{
+    return n == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(n);
+}
+/* Takes the reference to v. */
+static bool put(PyObject *dict, const char *key, PyObject *v)
+{
+    bool ok = v && PyDict_SetItemString(dict, key, v) == 0;
+    Py_XDECREF(v);
+    return ok;
+}
 static PyObject *free_memory(PyObject *self, PyObject *args)
 {
     const char *root = "";
@@ -491,24 +534,15 @@ static PyObject *free_memory(PyObject *self, PyObject *args)
     koila__freemem f;
     koila__freemem_read(root, &f);
     PyObject *d = PyDict_New();
-    for (int i = 0; d && i < KOILA__FREEMEM_N; i++) {
-        PyObject *v =
-            f.bytes[i] == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[i]);
-        if (!v || PyDict_SetItemString(d, koila__freemem_name(i), v) < 0)
-            Py_CLEAR(d);
-        Py_XDECREF(v);
-    }
-    if (!d)
-        return NULL;
-    PyObject *least =
-        f.bound < 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(f.bytes[f.bound]);
-    PyObject *bound =
-        f.bound < 0 ? Py_NewRef(Py_None) : PyUnicode_FromString(koila__freemem_name(f.bound));
-    if (!least || !bound || PyDict_SetItemString(d, "free", least) < 0 ||
-        PyDict_SetItemString(d, "bound", bound) < 0)
+    bool ok = d != NULL;
+    for (int i = 0; ok && i < KOILA__FREEMEM_N; i++)
+        ok = put(d, koila__freemem_name(i), bytes_or_none(f.bytes[i]));
+    const bool bound = f.bound >= 0;
+    ok = ok && put(d, "free", bytes_or_none(bound ? f.bytes[f.bound] : UINT64_MAX));
+    ok = ok && put(d, "bound",
+                   bound ? PyUnicode_FromString(koila__freemem_name(f.bound)) : Py_NewRef(Py_None));
+    if (!ok)
         Py_CLEAR(d);
-    Py_XDECREF(least);
-    Py_XDECREF(bound);
     return d;
 }
 

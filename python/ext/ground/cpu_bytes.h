@@ -1,10 +1,11 @@
-/* cpu_bytes.h — the bytes PyTorch's CPU allocator has handed out and not got back, to the byte, and
+/* cpu_bytes.h — how many bytes PyTorch's CPU allocator has handed out and not got back, exactly, and
  * a limit on them.
  *
- * One for the whole product: the executor measures and limits with it, memlab listens to its
- * events. See cpu_bytes.c for how. "Current" counts blocks handed out since the installation; older
- * blocks are unknown, and freeing them changes nothing. Everything but koila__cpu_bytes_install(),
- * _uninstall() and _add_module() may be called on any thread, with or without the GIL.
+ * There is one count: the executor measures and limits with it, memlab listens to its events. See
+ * cpu_bytes.c for how. "Current" counts blocks handed out since the installation; older blocks are
+ * unknown, and freeing them changes nothing. Every function may be called on any thread, with or
+ * without the GIL, except koila__cpu_bytes_install(), koila__cpu_bytes_listen(),
+ * koila__cpu_bytes_uninstall() and koila__cpu_bytes_add_module().
  */
 #ifndef KOILA_EXT_CPU_BYTES_H
 #define KOILA_EXT_CPU_BYTES_H
@@ -16,27 +17,27 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* 0: every block is counted from now on. -1: impossible here, koila__cpu_bytes_plan() says why; no
+/* Count every block from now on. 0: done. -1: impossible here, koila__cpu_bytes_plan() says why; no
  * Python error is set. Idempotent and cheap when installed. If somebody overwrote our slots
- * meanwhile, the counters start again from zero (koila__cpu_bytes_generation() + 1). pre: the GIL is
- * held, torch is imported. */
+ * meanwhile, the counters start again from zero, and koila__cpu_bytes_generation() is one more.
+ * pre: the GIL is held. */
 int koila__cpu_bytes_install(void);
 /* The same for a listener that may stop again: koila__cpu_bytes_is_kept() stays false until somebody
  * calls koila__cpu_bytes_install(). */
 int koila__cpu_bytes_listen(void);
 bool koila__cpu_bytes_is_kept(void);
-/* Stop seeing new blocks; blocks already known are still seen when they are freed. pre: the GIL is
- * held. */
+/* Stop counting new blocks; blocks already known are still taken off when they are freed. pre: the
+ * GIL is held. */
 void koila__cpu_bytes_uninstall(void);
 /* Installed, and the slots still ours (a few loads). */
 bool koila__cpu_bytes_ok(void);
 /* "A", "B", or "unsupported: why". Static storage. */
 const char *koila__cpu_bytes_plan(void);
-/* How often the counters had to start again. */
+/* How often the counters had to start again from zero. */
 uint64_t koila__cpu_bytes_generation(void);
 
 uint64_t koila__cpu_bytes_current(void);
-/* where current() stands, for as long as the process lives */
+/* Where that number stands, for as long as the process lives. */
 const _Atomic uint64_t *koila__cpu_bytes_current_slot(void);
 uint64_t koila__cpu_bytes_peak(void);
 void koila__cpu_bytes_reset_peak(void); /* peak = current */
@@ -44,16 +45,16 @@ void koila__cpu_bytes_reset_peak(void); /* peak = current */
  *   old = swap_peak(current()); work(); its_peak = peak(); swap_peak(max(old, its_peak)) */
 uint64_t koila__cpu_bytes_swap_peak(uint64_t v);
 
-/* Absolute limit on current(); UINT64_MAX: none. Beyond it torch raises its own "can't allocate
- * memory". */
+/* Bytes that koila__cpu_bytes_current() may not exceed; UINT64_MAX: no limit. Beyond it torch raises
+ * its own "can't allocate memory". */
 void koila__cpu_bytes_set_limit(uint64_t bytes);
 uint64_t koila__cpu_bytes_get_limit(void);
-/* For tests: refuse the nth allocation from now (1 = the next); 0: none. */
+/* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */
 void koila__cpu_bytes_fail_nth(int64_t n);
 int64_t koila__cpu_bytes_n_allocs(void); /* allocations granted */
 int64_t koila__cpu_bytes_n_frees(void);  /* of blocks that were counted */
 
-/* Bytes of the block at p; false if it is not a counted block. */
+/* Bytes and tag (NULL: not wanted) of the block at p; false if it is not a counted block. */
 bool koila__cpu_bytes_find(const void *p, uint64_t *n_bytes, uint32_t *tag);
 /* Call fn for every live block; fn must not allocate from torch. Stops when fn returns false. */
 void koila__cpu_bytes_each(bool (*fn)(void *user, const void *p, uint64_t n_bytes, uint32_t tag),

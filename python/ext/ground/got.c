@@ -1,8 +1,9 @@
 /* got.c — see got.h.
  *
- * The slot may lie in a page that RELRO made read-only: the page's protection is read from
- * /proc/self/maps, opened for the one aligned, atomic store, and put back. What runs through the
- * slot meanwhile sees the old pointer or the new one, both valid.
+ * A slot may lie in a page that RELRO made read-only. The page's protection is read from
+ * /proc/self/maps, the page is made writable for the one aligned, atomic store, and gets its
+ * protection back. A call through the slot meanwhile sees the old pointer or the new one, both
+ * valid.
  */
 #include "ground/got.h"
 
@@ -15,6 +16,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include "base/base.h"
 
 #if defined(__x86_64__)
 static bool is_slot_type(uint64_t type)
@@ -30,6 +33,19 @@ static bool is_slot_type(uint64_t type)
 static bool is_slot_type(uint64_t type) { return false; }
 #endif
 
+/* "rwx" as mprotect() takes it. */
+static int protection_bits(const char *rwx)
+{
+    int prot = PROT_NONE;
+    if (rwx[0] == 'r')
+        prot |= PROT_READ;
+    if (rwx[1] == 'w')
+        prot |= PROT_WRITE;
+    if (rwx[2] == 'x')
+        prot |= PROT_EXEC;
+    return prot;
+}
+
 /* Protection of the mapping that holds `at`, from /proc/self/maps; -1 when unknown. */
 static int protection_of(const void *at)
 {
@@ -44,8 +60,7 @@ static int protection_of(const void *at)
         if (sscanf(line, "%lx-%lx %4s", &lo, &hi, rwx) != 3)
             continue;
         if ((uintptr_t)at >= lo && (uintptr_t)at < hi)
-            prot = (rwx[0] == 'r' ? PROT_READ : 0) | (rwx[1] == 'w' ? PROT_WRITE : 0) |
-                   (rwx[2] == 'x' ? PROT_EXEC : 0);
+            prot = protection_bits(rwx);
     }
     fclose(f);
     return prot;
@@ -80,44 +95,95 @@ typedef struct patch_request {
     bool failed;
 } patch_request;
 
-static void patch_table(patch_request *r, uintptr_t base, const ElfW(Rela) * rela, size_t n,
-                        const ElfW(Sym) * symtab, const char *strtab)
+/* The slot of a set that is at this address, or where it would be added. */
+static size_t slot_index(const koila__got_set *set, void **at)
 {
-    for (size_t i = 0; i < n; i++) {
+    size_t k = 0;
+    while (k < set->n && set->slots[k].at != at)
+        k++;
+    return k;
+}
+
+/* Let one slot be ours, and remember what stood there. */
+static bool patch_slot(patch_request *r, void **at)
+{
+    koila__got_set *set = r->set;
+    const size_t k = slot_index(set, at);
+    const bool known = k < set->n;
+    if (!known && set->n == KOILA__GOT_MAX)
+        return false;
+    void *before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+    /* remembered before the store, for our function may run at once */
+    if (!known)
+        set->slots[k] = (koila__got_slot){ at, before, r->ours };
+    if (before != r->ours && !store(at, r->ours))
+        return false;
+    if (!known)
+        set->n++;
+    koila_assert(set->n <= KOILA__GOT_MAX);
+    r->n_found++;
+    return true;
+}
+
+/* What the dynamic section of an object says about its relocations; addresses, 0: it says nothing.
+ */
+typedef struct dynamic_info {
+    uintptr_t symtab, strtab;
+    struct {
+        uintptr_t at;
+        size_t n_bytes;
+    } rela, jmprel;
+} dynamic_info;
+
+static dynamic_info read_dynamic(const ElfW(Dyn) * dyn)
+{
+    dynamic_info d = { 0 };
+    for (; dyn->d_tag != DT_NULL; dyn++)
+        switch (dyn->d_tag) {
+        case DT_SYMTAB:
+            d.symtab = dyn->d_un.d_ptr;
+            break;
+        case DT_STRTAB:
+            d.strtab = dyn->d_un.d_ptr;
+            break;
+        case DT_RELA:
+            d.rela.at = dyn->d_un.d_ptr;
+            break;
+        case DT_RELASZ:
+            d.rela.n_bytes = dyn->d_un.d_val;
+            break;
+        case DT_JMPREL:
+            d.jmprel.at = dyn->d_un.d_ptr;
+            break;
+        case DT_PLTRELSZ:
+            d.jmprel.n_bytes = dyn->d_un.d_val;
+            break;
+        }
+    return d;
+}
+
+static void patch_table(patch_request *r, uintptr_t base, const dynamic_info *d, uintptr_t table,
+                        size_t n_bytes)
+{
+    const ElfW(Rela) *rela = (const ElfW(Rela) *)table;
+    const ElfW(Sym) *symtab = (const ElfW(Sym) *)d->symtab;
+    const char *strtab = (const char *)d->strtab;
+    const size_t n = table ? n_bytes / sizeof *rela : 0;
+    for (size_t i = 0; i < n && !r->failed; i++) {
         if (!is_slot_type(ELF64_R_TYPE(rela[i].r_info)))
             continue;
         uint64_t sym = ELF64_R_SYM(rela[i].r_info);
         if (!sym || strcmp(strtab + symtab[sym].st_name, r->symbol) != 0)
             continue;
-        void **at = (void **)(base + rela[i].r_offset);
-        koila__got_set *set = r->set;
-        size_t k = 0;
-        while (k < set->n && set->slots[k].at != at)
-            k++;
-        if (k == set->n && set->n == KOILA__GOT_MAX) {
-            r->failed = true;
-            return;
-        }
-        void *before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-        if (k == set->n)
-            set->slots[k] = (koila__got_slot){ at, before, r->ours };
-        if (before != r->ours && !store(at, r->ours)) {
-            r->failed = true;
-            return;
-        }
-        if (k == set->n)
-            set->n++;
-        r->n_found++;
+        r->failed = !patch_slot(r, (void **)(base + rela[i].r_offset));
     }
 }
 
-static int patch_object(struct dl_phdr_info *info, size_t size, void *user)
+/* The dynamic section of an object; NULL: it has none, or it is this extension. */
+static const ElfW(Dyn) * dynamic_of(const struct dl_phdr_info *info)
 {
-    patch_request *r = user;
-    uintptr_t base = info->dlpi_addr;
-    uintptr_t self = (uintptr_t)&patch_object;
-    if (r->library && !named(info->dlpi_name, r->library))
-        return 0;
+    const uintptr_t base = info->dlpi_addr;
+    const uintptr_t self = (uintptr_t)&dynamic_of;
     const ElfW(Dyn) *dyn = NULL;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *ph = &info->dlpi_phdr[i];
@@ -125,43 +191,27 @@ static int patch_object(struct dl_phdr_info *info, size_t size, void *user)
             dyn = (const ElfW(Dyn) *)(base + ph->p_vaddr);
         if (ph->p_type == PT_LOAD && self >= base + ph->p_vaddr &&
             self < base + ph->p_vaddr + ph->p_memsz)
-            return 0;
+            return NULL;
     }
+    return dyn;
+}
+
+static int patch_object(struct dl_phdr_info *info, size_t size, void *user)
+{
+    patch_request *r = user;
+    const uintptr_t base = info->dlpi_addr;
+    if (r->library && !named(info->dlpi_name, r->library))
+        return 0;
+    const ElfW(Dyn) *dyn = dynamic_of(info);
     if (!dyn)
         return 0;
-    uintptr_t symtab = 0, strtab = 0, rela = 0, jmprel = 0;
-    size_t n_rela = 0, n_jmprel = 0;
-    for (; dyn->d_tag != DT_NULL; dyn++)
-        switch (dyn->d_tag) {
-        case DT_SYMTAB:
-            symtab = dyn->d_un.d_ptr;
-            break;
-        case DT_STRTAB:
-            strtab = dyn->d_un.d_ptr;
-            break;
-        case DT_RELA:
-            rela = dyn->d_un.d_ptr;
-            break;
-        case DT_RELASZ:
-            n_rela = dyn->d_un.d_val / sizeof(ElfW(Rela));
-            break;
-        case DT_JMPREL:
-            jmprel = dyn->d_un.d_ptr;
-            break;
-        case DT_PLTRELSZ:
-            n_jmprel = dyn->d_un.d_val / sizeof(ElfW(Rela));
-            break;
-        }
+    const dynamic_info d = read_dynamic(dyn);
     /* ld.so has relocated these in place, but the vdso's are plain offsets: it imports nothing, so
      * skip it */
-    if (!symtab || !strtab || symtab < base)
+    if (!d.symtab || !d.strtab || d.symtab < base)
         return 0;
-    if (rela)
-        patch_table(r, base, (const ElfW(Rela) *)rela, n_rela, (const ElfW(Sym) *)symtab,
-                    (const char *)strtab);
-    if (jmprel && !r->failed)
-        patch_table(r, base, (const ElfW(Rela) *)jmprel, n_jmprel, (const ElfW(Sym) *)symtab,
-                    (const char *)strtab);
+    patch_table(r, base, &d, d.rela.at, d.rela.n_bytes);
+    patch_table(r, base, &d, d.jmprel.at, d.jmprel.n_bytes);
     return r->failed;
 }
 

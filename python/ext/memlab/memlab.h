@@ -1,5 +1,5 @@
-/* memlab.h — what the parts of koila.memlab in the extension share: one meter, one line table, and
- * who listens to the allocators. */
+/* memlab.h — what the files of koila.memlab in the extension share. One section per file, and a file
+ * uses only sections above its own: there is no circle. credit.h is what capture and run may see. */
 #ifndef KOILA_EXT_MEMLAB_H
 #define KOILA_EXT_MEMLAB_H
 
@@ -8,29 +8,50 @@
 
 #include "memlab/credit.h"
 
+/* ---- events.c: the state that every allocator event changes, and who listens */
+
 extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
-/* This thread's stack of activations; NULL until it runs profiled code. */
-/* hidden: found without a search */
+/* This thread's stack of activations; NULL until it runs profiled code. Hidden: the address needs
+ * no search at run time. */
 extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden")));
-/* Listen to every allocator there is, from now on. Idempotent; installs the CPU's truth and the
- * hooks of loaded accelerator libraries. pre: the GIL is held. */
-void koila__memlab_listen(void);
-/* Does device (0: the CPU) tell us of every event? */
-bool koila__memlab_is_hooked(int device);
 /* This thread's stack, made at the first call; NULL: no memory or too many threads. */
-koila__stack *koila__memlab_my_stack(void);
+koila__stack *koila__events_my_stack(void);
 
-/* Note which lines make autograd nodes, while somebody wants it; see nodes.c. pre: the GIL is held.
- */
-void koila__nodes_listen(bool want);
-/* An allocator event: if a node runs backward on this thread, its line is credited. Any thread,
- * without the GIL. */
-void koila__nodes_credit(int device, int64_t delta);
+/* An allocator of device 0 (the CPU) or 1 + i handed out (delta > 0) or took back the block at p.
+ * now, reserved: the device's bytes after it; reserved is UINT64_MAX where nothing is reserved
+ * beyond the blocks. Any thread, inside the allocator, without the GIL. */
+void koila__events_tell(int device, const void *p, int64_t delta, uint64_t now, uint64_t reserved);
+/* What is told of every event after the meter, under the same conditions. One function for each
+ * purpose, which must tolerate a call after it was taken off: an event may be in flight. */
+typedef void (*koila__listener)(int device, const void *p, int64_t delta, uint64_t now);
+typedef enum koila__listens {
+    KOILA__LISTENS_CREDIT,   /* credit.c, while a line profiler is enabled */
+    KOILA__LISTENS_TIMELINE, /* timeline.c, while one records */
+    KOILA__LISTENS_N
+} koila__listens;
+void koila__events_set_listener(koila__listens purpose, koila__listener fn); /* NULL: nobody */
 
-/* Who asks for memory on this thread now: the tag of a site, 0 when nobody of Python's does. Needs
- * no GIL. */
-uint32_t koila__memlab_who_asks(void);
+/* Listen to the CPU's allocator from now on. Idempotent. pre: the GIL is held. */
+void koila__events_listen_to_cpu(void);
+/* Is every event of the CPU seen? */
+bool koila__events_hear_cpu(void);
+/* Have events of the CPU been missed since `generation`, which was
+ * koila__cpu_bytes_generation() then? */
+bool koila__events_lost_cpu(uint64_t generation);
+int koila__events_add_module(PyObject *m);
+
+/* ---- accelerators.c: the devices, and the allocators of those that are not the CPU */
+
+/* Listen to every allocator there is, the CPU's and those of loaded accelerator libraries, from now
+ * on. Idempotent. pre: the GIL is held. */
+void koila__memlab_listen(void);
+/* Is every event of this device (0: the CPU) seen? */
+bool koila__memlab_is_hooked(int device);
+int koila__accelerators_add_module(PyObject *m);
+
+/* ---- sites.c: who asks for memory */
+
 typedef struct koila__site {
     char *file; /* NULL: unknown; kept for ever */
     int line;
@@ -39,18 +60,53 @@ typedef struct koila__site {
     const void *module;
     uint64_t hash;
 } koila__site;
-koila__site koila__memlab_site(uint32_t tag);
-uint32_t koila__memlab_n_sites(void); /* tags are 0 .. n */
+/* Who asks for memory on this thread now: the tag of a site, 0 when it is no Python code. Needs no
+ * GIL. */
+uint32_t koila__sites_who_asks(void);
+koila__site koila__sites_get(uint32_t tag);
+uint32_t koila__sites_n(void); /* tags are 0 .. n */
 /* Note modules too, instances of this class; NULL: no more. pre: the GIL is held. */
-void koila__memlab_note_modules(PyObject *class);
-/* An allocator event for the timeline that is recorded, if one is. */
-void koila__timeline_event(int device, const void *p, int64_t delta);
-extern _Atomic int koila__timeline_device; /* whose events it wants; -1: none is recorded */
+void koila__sites_note_modules(PyObject *class);
+int koila__sites_add_module(PyObject *m);
 
-/* Add to koila._core: measuring, devices, back ends / line tables / tensors. */
-int koila__memlab_add_module(PyObject *m);
-int koila__lines_add_module(PyObject *m);
-int koila__report_add_module(PyObject *m);
+/* ---- measure.c */
+
+int koila__measure_add_module(PyObject *m);
+
+/* ---- nodes.c: which lines make autograd nodes (and two functions of credit.h) */
+
+/* Note it from now on, or no more. pre: the GIL is held. */
+void koila__nodes_listen(bool want);
+/* An allocator event: if a node runs backward on this thread, its line is credited. Any thread,
+ * without the GIL. */
+void koila__nodes_credit(int device, int64_t delta);
+
+/* ---- credit.c: memory for a line while another one runs (see credit.h) */
+
+/* One more line table is enabled, or one less. pre: the GIL is held. */
+void koila__credit_enable(bool on);
+
+/* ---- monitor.c: which line runs, from CPython's events */
+
+/* Watch the lines of this code object, or no more. -1: a Python error is set. */
+int koila__monitor_code(PyObject *code, bool on);
+/* on: some code is watched, or one more. off: no line profiler is enabled any more. -1: a Python
+ * error is set. */
+int koila__monitor_any(bool on);
+/* "monitoring", "frame evaluation" or "tracer". Static storage. */
+const char *koila__monitor_way(void);
+
+/* ---- line_table.c: what Python reads of the line profiler */
+
+int koila__line_table_add_module(PyObject *m);
+
+/* ---- timeline.c: every event of a device between two moments */
+
 int koila__timeline_add_module(PyObject *m);
+
+/* ---- find_tensors.c, tensor_facts.c, report.c share tensors.h */
+
+int koila__find_tensors_add_module(PyObject *m);
+int koila__report_add_module(PyObject *m);
 
 #endif

@@ -1,28 +1,27 @@
-/* nodes.c — which source line made an autograd node, and for which one memory is allocated while
+/* nodes.c — which source line made an autograd node, and for which line memory is allocated while
  * backward runs.
  *
  * Autograd numbers its nodes, per thread, in the order in which they are made, through one
- * function, at::sequence_number::get_and_increment(): we put ourselves into its slots in
- * libtorch_cpu.so and libtorch_python.so, as cpu_bytes.c does for memory, and note under which open
- * lines of profiled code a number was given out (linetab.h). During backward,
+ * function, at::sequence_number::get_and_increment(). As cpu_bytes.c does for memory, we put
+ * ourselves into its slots in libtorch_cpu.so and libtorch_python.so, and note which lines of
+ * profiled code are open when a number is given out (linetab.h). During backward,
  * torch::autograd::get_current_node() is the node that runs.
  *
- * A node's number, and the thread it was made on, stand inside it, at offsets found by experiment
- * on nodes we know: the numbers through Python's _sequence_nr(), the thread's through
+ * A node holds its number and the number of the thread that made it, at offsets found by experiment
+ * on nodes that we know: the numbers through Python's _sequence_nr(), the thread's through
  * RecordFunction::currentThreadId(). If anything is not as expected, no node is noted, and the
  * column `backward` is blank.
  *
- * get_current_node() gives an owning pointer by value, and our share must be given back. Either the
- * node counts its owners itself, in the low half of its second word (c10::intrusive_ptr; then the
- * number follows as its third), or it is a std::shared_ptr, whose second word is a block that
+ * get_current_node() returns an owning pointer by value, and our share must be given back. Either
+ * the node counts its owners itself, in the low half of its second word (c10::intrusive_ptr; its
+ * third word is then the number), or it is a std::shared_ptr, whose second word is a block that
  * counts them in the 32 bits after its vtable. The engine owns the node while it runs, so ours is
  * never the last share. Three words are declared, so that the result comes through a hidden
  * pointer, as that of a C++ class that is not trivial does.
  */
 #include "memlab/memlab.h"
 
-#include <stdlib.h>
-
+#include "base/vec.h"
 #include "ground/got.h"
 
 #define GET_AND_INCREMENT "_ZN2at15sequence_number17get_and_incrementEv"
@@ -44,7 +43,9 @@ static owned_node (*current_node)(void);
 static koila__got_set slots;
 static enum { NOT_YET, READY, CANNOT } state;
 static int at_number, at_thread; /* words in a node; 0: unknown */
-#define INTRUSIVE 2              /* at_number of a node that counts its owners itself */
+/* at_number of a node that counts its owners itself, and of one in a shared_ptr */
+enum { INTRUSIVE = 2, SHARED = 3 };
+enum { NODE_WORDS = 12 }; /* a node is larger in every version since 2.0 */
 static _Atomic bool on;
 static __thread uint64_t my_id;
 
@@ -55,6 +56,7 @@ KOILA__HOT static uint64_t hook_next_number(void)
     if (s && (s->n || s->n_origins) && on) {
         if (!my_id)
             my_id = thread_id();
+        koila_assert(state == READY);
         koila__lines_made(&koila__memlab_lines, s, my_id, number);
     }
     return number;
@@ -68,6 +70,7 @@ KOILA__HOT static bool running_node(uint64_t *number, uint64_t *thread)
     owned_node now = current_node();
     if (!now.node)
         return false;
+    koila_assert(at_number >= INTRUSIVE && at_thread > 0);
     *number = now.node[at_number];
     *thread = now.node[at_thread];
     if (at_number == INTRUSIVE)
@@ -84,11 +87,11 @@ KOILA__HOT void koila__nodes_credit(int device, int64_t delta)
 }
 
 /* What a lazy backward captured: nodes of one tape, in order. */
-static struct {
+typedef struct captured_node {
     uint32_t node;
     koila__origin_path path;
-} *captured;
-static size_t n_captured, captured_capacity;
+} captured_node;
+static VEC(captured_node) captured;
 static uint64_t captured_tape;
 
 void koila__nodes_captured(uint64_t tape, uint32_t node)
@@ -96,71 +99,81 @@ void koila__nodes_captured(uint64_t tape, uint32_t node)
     uint64_t number, thread;
     if (!running_node(&number, &thread))
         return;
-    if (tape != captured_tape || (n_captured && captured[n_captured - 1].node >= node))
-        n_captured = 0;
+    if (tape != captured_tape || (captured.n && captured.at[captured.n - 1].node >= node))
+        captured.n = 0;
     captured_tape = tape;
-    if (n_captured == captured_capacity) {
-        size_t wider = captured_capacity ? captured_capacity * 2 : 256;
-        void *more = realloc(captured, wider * sizeof *captured);
-        if (!more)
-            return; /* its memory is then nobody's */
-        captured = more;
-        captured_capacity = wider;
-    }
-    captured[n_captured].node = node;
-    captured[n_captured++].path = koila__lines_path_of(&koila__memlab_lines, thread, number);
+    if (!koila__vec_reserve(&koila__libc, &captured, 1))
+        return; /* no line gets its memory */
+    captured.at[captured.n++] =
+        (captured_node){ node, koila__lines_path_of(&koila__memlab_lines, thread, number) };
 }
 koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node)
 {
-    size_t lo = 0;
-    size_t hi = tape == captured_tape ? n_captured : 0;
+    uint32_t lo = 0;
+    uint32_t hi = tape == captured_tape ? captured.n : 0;
+    const uint32_t n = hi;
     while (lo < hi) {
-        size_t mid = (lo + hi) / 2;
-        if (captured[mid].node < node)
+        uint32_t mid = lo + (hi - lo) / 2;
+        if (captured.at[mid].node < node)
             lo = mid + 1;
         else
             hi = mid;
     }
-    bool found = tape == captured_tape && lo < n_captured && captured[lo].node == node;
-    return found ? captured[lo].path : (koila__origin_path){ 0 };
+    bool found = lo < n && captured.at[lo].node == node;
+    return found ? captured.at[lo].path : (koila__origin_path){ 0 };
+}
+
+/* The words (a bit for each) of a Python wrapper's node that hold `number`, and this thread's. */
+static void look_into(PyObject *wrapper, uint64_t number, uint64_t *numbers, uint64_t *threads)
+{
+    const uint64_t *words = *(const uint64_t **)(wrapper + 1); /* the wrapper's shared_ptr */
+    const uint64_t thread = thread_id();
+    for (int w = INTRUSIVE; words && w < NODE_WORDS; w++) {
+        *numbers |= (uint64_t)(words[w] == number) << w;
+        *threads |= (uint64_t)(words[w] == thread) << w;
+    }
+}
+
+/* Makes a node of x and looks into it; `before` is the number of the last one. */
+static bool try_node(PyObject *x, uint64_t *before, uint64_t *numbers, uint64_t *threads)
+{
+    PyObject *y = PyObject_CallMethod(x, "mul", "i", 2);
+    PyObject *node = y ? PyObject_GetAttrString(y, "grad_fn") : NULL;
+    PyObject *number = node ? PyObject_CallMethod(node, "_sequence_nr", NULL) : NULL;
+    uint64_t expected = number ? PyLong_AsUnsignedLongLong(number) : 0;
+    bool ok = number && !PyErr_Occurred() && expected != *before;
+    if (ok)
+        look_into(node, expected, numbers, threads);
+    *before = expected;
+    Py_XDECREF(number);
+    Py_XDECREF(node);
+    Py_XDECREF(y);
+    return ok;
 }
 
 /* Make three nodes; which words hold their numbers, and which this thread's? */
 static bool find_offsets(PyObject *torch)
 {
-    uint64_t numbers = ~0ull, threads = ~0ull, before = ~0ull;
+    uint64_t always_number = ~0ull, always_thread = ~0ull, before = ~0ull;
     PyObject *x = PyObject_CallMethod(torch, "zeros", "i", 1);
     PyObject *r = x ? PyObject_CallMethod(x, "requires_grad_", NULL) : NULL;
     bool ok = r != NULL;
     for (int i = 0; ok && i < 3; i++) {
-        PyObject *y = PyObject_CallMethod(x, "mul", "i", 2);
-        PyObject *node = y ? PyObject_GetAttrString(y, "grad_fn") : NULL;
-        PyObject *number = node ? PyObject_CallMethod(node, "_sequence_nr", NULL) : NULL;
-        uint64_t expected = number ? PyLong_AsUnsignedLongLong(number) : 0;
-        ok = number && !PyErr_Occurred() && expected != before;
-        /* the wrapper's shared_ptr */
-        const uint64_t *words = ok ? ((const uint64_t **)(node + 1))[0] : NULL;
-        for (int w = 0; words && w < 64; w++) {
-            /* a Node is larger in every version since 2.0 */
-            bool inside = w >= INTRUSIVE && w < 12;
-            if (!inside || words[w] != expected)
-                numbers &= ~(1ull << w);
-            if (!inside || words[w] != thread_id())
-                threads &= ~(1ull << w);
-        }
-        before = expected;
-        Py_XDECREF(number);
-        Py_XDECREF(node);
-        Py_XDECREF(y);
+        uint64_t numbers = 0, threads = 0;
+        ok = try_node(x, &before, &numbers, &threads);
+        always_number &= numbers;
+        always_thread &= threads;
     }
     Py_XDECREF(r);
     Py_XDECREF(x);
     PyErr_Clear();
-    at_number = numbers ? __builtin_ctzll(numbers) : 0;
-    threads &= ~(1ull << at_number);
+    if (!ok || !always_number)
+        return false;
+    at_number = __builtin_ctzll(always_number);
+    always_thread &= ~(1ull << at_number);
     /* the last: a small number may stand before it too */
-    at_thread = threads ? 63 - __builtin_clzll(threads) : 0;
-    return ok && at_thread && (at_number == INTRUSIVE || at_number == 3);
+    at_thread = always_thread ? 63 - __builtin_clzll(always_thread) : 0;
+    return at_thread && (at_number == INTRUSIVE || at_number == SHARED);
 }
 
 static bool install(PyObject *torch)
@@ -197,7 +210,8 @@ void koila__nodes_listen(bool want)
                                  (void *)hook_next_number);
         int b = koila__got_patch(&slots, "libtorch_python.so", GET_AND_INCREMENT,
                                  (void *)hook_next_number);
-        on = koila__memlab_lines.sees_nodes = a > 0 && b >= 0;
+        on = a > 0 && b >= 0;
+        koila__memlab_lines.sees_nodes = on;
     }
     if (!want || !on) {
         on = false;

@@ -2,14 +2,17 @@
  * in src/memory/history.c.
  *
  * Timeline is equivalent to:
- *     class Timeline:
- *           # one records at a time def __init__(self, device, limit): ...          # device: 0 the
- *           CPU, 1 + i accelerator i; limit: events def begin(self, module_class, held) / end(self)
- *           # held: [(address, bytes)] of an accelerator's live blocks. end() solves; after it:
- *           start, peak, end, n_events, n_lost: int def at_peak(self) -> [(address, bytes, (file,
- *           line) or None, module address, ns since the beginning, still there)] def events(self)
- *           -> [(address, +-bytes, (file, line) or None, ns since the beginning)] def page(self,
- *           title, sections) -> str
+ *     class Timeline:                         # one records at a time
+ *         def __init__(self, device, limit): ...      # device: 0 the CPU, 1 + i accelerator i;
+ *                                                     # limit: events
+ *         def begin(self, module_class, held): ...    # held: [(address, bytes)] of an
+ *                                                     # accelerator's live blocks
+ *         def end(self): ...                  # solves; the rest is known after it
+ *         start, peak, end_bytes, n_events, n_lost: int
+ *         def at_peak(self): ...  # [(address, bytes, (file, line) or None, module address,
+ *                                 #   ns since the beginning, still there)]
+ *         def events(self): ...   # [(address, +-bytes, (file, line) or None, ns)]
+ *         def page(self, title, sections) -> str: ...
  */
 #include "memlab/memlab.h"
 
@@ -20,8 +23,8 @@
 #include "memory/history.h"
 #include "ground/cpu_bytes.h"
 
-_Atomic int koila__timeline_device = -1;
-/* an event may be in flight when it ends: given up under the lock only */
+static _Atomic int recorded_device = -1; /* -1: none is recorded */
+/* An event may be in flight when the recording ends: written under the lock only. */
 static koila__history *recording;
 static pthread_rwlock_t in_use = PTHREAD_RWLOCK_INITIALIZER;
 
@@ -32,14 +35,16 @@ static uint64_t now_ns(void)
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-void koila__timeline_event(int device, const void *p, int64_t delta)
+static void record_event(int device, const void *p, int64_t delta, uint64_t now)
 {
     uint32_t tag = 0;
     uint64_t n;
+    if (atomic_load_explicit(&recorded_device, memory_order_relaxed) != device)
+        return;
     if (delta > 0 && (device != 0 || !koila__cpu_bytes_find(p, &n, &tag)))
-        tag = koila__memlab_who_asks();
+        tag = koila__sites_who_asks();
     pthread_rwlock_rdlock(&in_use);
-    if (recording && koila__timeline_device == device)
+    if (recording && recorded_device == device)
         koila__history_add(recording, now_ns(), p, delta, tag);
     pthread_rwlock_unlock(&in_use);
 }
@@ -77,11 +82,13 @@ static void stop_recording(timeline *t)
 {
     if (!t->running)
         return;
-    koila__timeline_device = -1;
+    koila_assert(recording == &t->history);
+    koila__events_set_listener(KOILA__LISTENS_TIMELINE, NULL);
+    recorded_device = -1;
     pthread_rwlock_wrlock(&in_use);
     recording = NULL;
     pthread_rwlock_unlock(&in_use);
-    koila__memlab_note_modules(NULL);
+    koila__sites_note_modules(NULL);
     t->running = false;
 }
 static PyObject *timeline_begin(timeline *t, PyObject *args)
@@ -100,13 +107,14 @@ static PyObject *timeline_begin(timeline *t, PyObject *args)
             return NULL;
         koila__history_add(&t->history, 0, (const void *)(uintptr_t)p, (int64_t)n, 0);
     }
-    koila__memlab_note_modules(module_class == Py_None ? NULL : module_class);
+    koila__sites_note_modules(module_class == Py_None ? NULL : module_class);
     koila__history_begin(&t->history);
     pthread_rwlock_wrlock(&in_use);
     recording = &t->history;
     pthread_rwlock_unlock(&in_use);
     t->running = true;
-    koila__timeline_device = t->device;
+    recorded_device = t->device;
+    koila__events_set_listener(KOILA__LISTENS_TIMELINE, record_event);
     Py_RETURN_NONE;
 }
 static PyObject *timeline_end(timeline *t, PyObject *none)
@@ -134,13 +142,13 @@ static bool is_over(const timeline *t)
     return t->solved;
 }
 
-/* (file, line) or None, by tag; kept in a list. Borrowed. */
+/* (file, line) or None of a tag; kept in a list by tag. Borrowed. */
 static PyObject *site_tuple(PyObject *cache, uint32_t tag)
 {
     PyObject *known = PyList_GET_ITEM(cache, tag); // borrowed
     if (known != Py_None || !tag)
         return known;
-    koila__site s = koila__memlab_site(tag);
+    koila__site s = koila__sites_get(tag);
     PyObject *pair = s.file ? Py_BuildValue("(si)", s.file, s.line) : Py_NewRef(Py_None);
     if (pair)
         PyList_SetItem(cache, tag, pair);
@@ -148,7 +156,7 @@ static PyObject *site_tuple(PyObject *cache, uint32_t tag)
 }
 static PyObject *new_cache(void)
 {
-    Py_ssize_t n = (Py_ssize_t)koila__memlab_n_sites() + 1;
+    Py_ssize_t n = (Py_ssize_t)koila__sites_n() + 1;
     PyObject *cache = PyList_New(n);
     for (Py_ssize_t i = 0; cache && i < n; i++)
         PyList_SET_ITEM(cache, i, Py_NewRef(Py_None));
@@ -168,12 +176,13 @@ static PyObject *timeline_at_peak(timeline *t, PyObject *none)
         if (!koila__history_is_live(h, i, h->peak_at))
             continue;
         const koila__event *e = &h->events[i];
+        const void *module = koila__sites_get(e->tag).module;
+        PyObject *still_there = h->other[i] == SIZE_MAX ? Py_True : Py_False;
         PyObject *site = site_tuple(cache, e->tag);
         PyObject *row =
             site ? Py_BuildValue("(KKOKKO)", (unsigned long long)(uintptr_t)e->p,
                                  (unsigned long long)e->n_bytes, site,
-                                 (unsigned long long)(uintptr_t)koila__memlab_site(e->tag).module,
-                                 since(h, i), h->other[i] == SIZE_MAX ? Py_True : Py_False)
+                                 (unsigned long long)(uintptr_t)module, since(h, i), still_there)
                  : NULL;
         if (!row || PyList_Append(out, row) < 0)
             Py_CLEAR(out);
@@ -204,9 +213,9 @@ static PyObject *timeline_events(timeline *t, PyObject *none)
 
 /* Tags of one line, whatever module ran, are one group. */
 typedef struct groups {
-    uint32_t *of, n; /* by tag */
-    char **names;    /* by group; the first is "" */
-    uint32_t n_tags;
+    uint32_t *of; /* group, by tag */
+    char **names; /* by group; the first is "" */
+    uint32_t n_tags, n;
 } groups;
 static const char *group_name(void *user, uint32_t group) { return ((groups *)user)->names[group]; }
 static void groups_free(groups *g)
@@ -216,27 +225,41 @@ static void groups_free(groups *g)
     free(g->names);
     free(g->of);
 }
+/* The group of the line `name`, a new one if it is not yet in `known` {line: group}. false: no
+ * memory. */
+static bool group_of(groups *g, PyObject *known, PyObject *name, uint32_t *group)
+{
+    PyObject *seen = PyDict_GetItemWithError(known, name); // borrowed
+    if (seen) {
+        *group = (uint32_t)PyLong_AsUnsignedLong(seen);
+        koila_assert(*group < g->n);
+        return true;
+    }
+    const char *text = PyUnicode_AsUTF8(name);
+    PyObject *number = PyLong_FromUnsignedLong(g->n);
+    bool ok = text && number && PyDict_SetItem(known, name, number) == 0;
+    Py_XDECREF(number);
+    char *copy = ok ? strdup(text) : NULL;
+    if (!copy)
+        return false;
+    *group = g->n;
+    g->names[g->n++] = copy;
+    return true;
+}
 static bool groups_make(groups *g)
 {
-    *g = (groups){ .n_tags = koila__memlab_n_sites() + 1, .n = 1 };
+    *g = (groups){ .n_tags = koila__sites_n() + 1, .n = 1 };
     g->of = calloc(g->n_tags, sizeof *g->of);
     g->names = calloc(g->n_tags, sizeof *g->names);
     PyObject *known = PyDict_New();
-    bool ok = g->of && g->names && known && (g->names[0] = strdup(""));
+    bool ok = g->of && g->names && known;
+    if (ok)
+        g->names[0] = strdup("");
+    ok = ok && g->names[0];
     for (uint32_t tag = 1; ok && tag < g->n_tags; tag++) {
-        koila__site s = koila__memlab_site(tag);
+        koila__site s = koila__sites_get(tag);
         PyObject *name = PyUnicode_FromFormat("%s:%d", s.file, s.line);
-        PyObject *seen = name ? PyDict_GetItemWithError(known, name) : NULL; // seen borrowed
-        if (seen) {
-            g->of[tag] = (uint32_t)PyLong_AsUnsignedLong(seen);
-        } else {
-            PyObject *number = name ? PyLong_FromUnsignedLong(g->n) : NULL;
-            ok = number && PyDict_SetItem(known, name, number) == 0 &&
-                 (g->names[g->n] = strdup(PyUnicode_AsUTF8(name)));
-            g->of[tag] = g->n;
-            g->n += ok;
-            Py_XDECREF(number);
-        }
+        ok = name && group_of(g, known, name, &g->of[tag]);
         Py_XDECREF(name);
     }
     Py_XDECREF(known);

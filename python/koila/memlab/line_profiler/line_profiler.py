@@ -1,4 +1,4 @@
-"""LineProfiler: names, options and words; what happens at a line is in C (lines.c, linetab.c)."""
+"""LineProfiler: names, options and words; what happens at a line is in C (monitor.c, linetab.c)."""
 
 from __future__ import annotations
 
