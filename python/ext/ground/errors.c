@@ -159,16 +159,6 @@ int koila__raise_out_of_memory(const char *text, uint64_t missing_bytes)
     return -1;
 }
 
-/* The number in front of " bytes short", 0 when there is none. */
-static uint64_t bytes_short(const koila_error *err)
-{
-    const char *end = strstr(err->text, " bytes short");
-    const char *p = end;
-    while (p && p > err->text && p[-1] >= '0' && p[-1] <= '9')
-        p--;
-    return p ? strtoull(p, NULL, 10) : 0;
-}
-
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *call)
 {
     if (status == KOILA_OOM) {
@@ -177,7 +167,7 @@ int koila__raise_no_fit(koila_status status, const koila_error *err, const char 
                  "%s: %s. Try: a larger budget, a smaller model or sequence, or "
                  "torch.utils.checkpoint around its blocks",
                  call, err->text);
-        return koila__raise_out_of_memory(text, bytes_short(err));
+        return koila__raise_out_of_memory(text, err->missing_bytes);
     }
     if (status == KOILA_OK)
         return -1;

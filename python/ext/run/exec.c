@@ -13,6 +13,7 @@
 #include "ground/random.h"
 #include "ground/shield.h"
 
+#include "base/vec.h"
 #include "memlab/credit.h"
 
 /* ---- values: slices, accumulators, pieces */
@@ -21,12 +22,14 @@ typedef struct piece {
     int64_t begin, end;
     PyObject *tensor;
 } piece;
-typedef struct pieces {
-    piece *at;
-    uint32_t n, n_alloc;
-} pieces;
+typedef VEC(piece) pieces;
 
-#define KOILA_MAX_GENERATORS 17 /* the CPU and 16 GPUs */
+enum {
+    MAX_GENERATORS = 17, /* the CPU and 16 GPUs */
+    MAX_WRITES = 64,     /* of an operator, as capture records them */
+    FEW_INPUTS = 16,     /* that need no allocation */
+    FEW_OUTPUTS = 8,
+};
 
 typedef struct exec {
     koila__tape *tape;
@@ -35,8 +38,10 @@ typedef struct exec {
     const koila_graph *g;
     const koila_table *table;
     const koila_node *node_from; /* nodes of c->part -> nodes of the tape */
-    PyObject **whole, **local, **acc;
-    pieces *kept;
+    PyObject **whole; /* [values] owned, as the next three: outside of loops, or collected */
+    PyObject **local; /* of the running slice */
+    PyObject **acc;   /* being collected: sums, and results that are put together */
+    pieces *kept;     /* rows kept for a later loop */
     /* [instrs of the stage] accumulators the failing rows had already been added to */
     uint8_t *done;
     uint32_t n_values;
@@ -49,7 +54,7 @@ typedef struct exec {
     bool failed_inside_call; /* this one failed where no other can be told */
     struct used {
         PyObject *generator, *state; /* a generator of the user's, and how it was */
-    } used[KOILA_MAX_GENERATORS];
+    } used[MAX_GENERATORS];
     uint32_t n_used;
     struct cursor {
         /* of the generator, before element `at` of the node's result (in the order of memory) is
@@ -78,35 +83,29 @@ static PyObject *call_ints(PyObject *fn, PyObject *t, int64_t a, int64_t b, int6
     return PyObject_CallFunction(fn, "OLLL", t, (long long)a, (long long)b, (long long)c);
 }
 
+static int64_t n_rows(const exec *x) { return x->end - x->begin; }
+static bool is_all_rows(const exec *x) { return x->begin == 0 && x->end == x->batch; }
+
+static const koila_meta_info *meta_of(const exec *x, koila_value v)
+{
+    return koila_meta_get(x->table, koila_value_get(x->g, v).meta);
+}
+
 /* An uninitialised tensor of meta m, with dimension `dim` of extent `extent` when extent >= 0, laid
- * out densely in m's order of dimensions. */
+ * out densely in m's order of dimensions (contiguous where m->stride is NULL). */
 static PyObject *empty_like_meta(const koila_meta_info *m, int32_t dim, int64_t extent)
 {
-    int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS], step = 1;
-    bool used[KOILA_MAX_DIMS] = { 0 };
+    int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS];
     for (uint32_t d = 0; d < m->n_dims; d++)
         size[d] = (int32_t)d == dim && extent >= 0 ? extent : m->size[d];
-    for (uint32_t k = 0; k < m->n_dims; k++) {
-        int32_t next = -1;
-        for (int32_t d = m->n_dims - 1; d >= 0; d--)
-            if (!used[d] && (next < 0 || m->stride[d] < m->stride[next]))
-                next = d;
-        used[next] = true;
-        stride[next] = step;
-        if (size[next] > 1)
-            step *= size[next];
-    }
-    PyObject *args = NULL;
-    PyObject *kw = NULL;
-    PyObject *out = NULL;
-    PyObject *s = dims_tuple(size, m->n_dims);
-    PyObject *t = dims_tuple(stride, m->n_dims);
+    koila_dense_strides(m, size, stride);
     PyObject *dtype = koila__dtype_object(m->dtype);
-    PyObject *device = koila__device_object(m->device);
-    if (s && t && dtype && device && (args = PyTuple_Pack(2, s, t)) && (kw = PyDict_New()) &&
-        PyDict_SetItemString(kw, "dtype", dtype) == 0 &&
-        PyDict_SetItemString(kw, "device", device) == 0)
-        out = PyObject_Call(koila__torch.empty_strided, args, kw);
+    PyObject *device = dtype ? koila__device_object(m->device) : NULL;
+    PyObject *s = device ? dims_tuple(size, m->n_dims) : NULL;
+    PyObject *t = s ? dims_tuple(stride, m->n_dims) : NULL;
+    PyObject *args = t ? PyTuple_Pack(2, s, t) : NULL;
+    PyObject *kw = args ? Py_BuildValue("{s:O,s:O}", "dtype", dtype, "device", device) : NULL;
+    PyObject *out = kw ? PyObject_Call(koila__torch.empty_strided, args, kw) : NULL;
     Py_XDECREF(s);
     Py_XDECREF(t);
     Py_XDECREF(args);
@@ -114,163 +113,168 @@ static PyObject *empty_like_meta(const koila_meta_info *m, int32_t dim, int64_t 
     return out;
 }
 
-/* The view of whole tensor t that rows [begin, end) own, as share says. New reference. */
-static PyObject *rows_of(PyObject *t, koila_share s, int64_t batch, int64_t begin, int64_t end)
+/* t in another dtype. */
+static PyObject *cast_to(PyObject *t, koila_dtype dtype)
 {
-    if (s.outer == 1)
-        return call_ints(koila__torch.narrow, t, s.dim, begin * s.inner, (end - begin) * s.inner);
-    PyObject *sizes = Py_BuildValue("(LL)", (long long)s.outer, (long long)(batch * s.inner));
-    PyObject *split =
-        sizes ? PyObject_CallFunction(koila__torch.unflatten, "OiO", t, (int)s.dim, sizes) : NULL;
-    PyObject *rows = split ? call_ints(koila__torch.narrow, split, s.dim + 1, begin * s.inner,
-                                       (end - begin) * s.inner)
-                           : NULL;
-    Py_XDECREF(sizes);
-    Py_XDECREF(split);
-    return rows; /* [..., outer, rows * inner, ...] */
+    PyObject *args = PyTuple_Pack(1, t);
+    PyObject *kw = args ? Py_BuildValue("{s:O}", "dtype", koila__dtype_object(dtype)) : NULL;
+    PyObject *out = kw ? PyObject_Call(koila__torch.to_copy, args, kw) : NULL;
+    Py_XDECREF(args);
+    Py_XDECREF(kw);
+    return out;
 }
 
-static bool is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
+/* A view of t, of `rows` rows, in which dimension s.dim is two: [..., outer, rows * inner, ...] */
+static PyObject *unflattened(PyObject *t, koila_share s, int64_t rows)
+{
+    PyObject *sizes = Py_BuildValue("(LL)", (long long)s.outer, (long long)(rows * s.inner));
+    PyObject *split =
+        sizes ? PyObject_CallFunction(koila__torch.unflatten, "OiO", t, (int)s.dim, sizes) : NULL;
+    Py_XDECREF(sizes);
+    return split;
+}
+
+/* The way back; takes `rows`, which may be NULL. */
+static PyObject *flattened(PyObject *rows, koila_share s)
+{
+    if (!rows || s.outer == 1)
+        return rows;
+    PyObject *flat =
+        PyObject_CallFunction(koila__torch.flatten, "Oii", rows, (int)s.dim, (int)s.dim + 1);
+    Py_DECREF(rows);
+    return flat;
+}
+
+/* The view of t, of `batch` rows, that rows [begin, end) own as `s` says; unflattened where s.outer
+ * is not 1. */
+static PyObject *rows_of(PyObject *t, koila_share s, int64_t batch, int64_t begin, int64_t end)
+{
+    koila_assert(0 <= begin && begin < end && end <= batch);
+    const int64_t first = begin * s.inner;
+    const int64_t n = (end - begin) * s.inner;
+    if (s.outer == 1)
+        return call_ints(koila__torch.narrow, t, s.dim, first, n);
+    PyObject *split = unflattened(t, s, batch);
+    PyObject *rows = split ? call_ints(koila__torch.narrow, split, s.dim + 1, first, n) : NULL;
+    Py_XDECREF(split);
+    return rows;
+}
 
 /* local v := rows of whole v. A dense value stays dense, so that the views recorded on it can be
  * taken of the slice too. */
 static PyObject *slice_value(exec *x, koila_value v, koila_share s)
 {
-    const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
-    PyObject *rows = rows_of(x->whole[v], s, x->batch, x->begin, x->end);
-    if (!rows || (s.outer == 1 && x->begin == 0 && x->end == x->batch))
+    koila_assert(x->whole[v] && !x->local[v]);
+    const koila_meta_info *m = meta_of(x, v);
+    const bool is_view = koila_slice_form(m, s, is_all_rows(x)) == KOILA_SLICE_VIEW;
+    PyObject *rows = flattened(rows_of(x->whole[v], s, x->batch, x->begin, x->end), s);
+    if (!rows || is_view || !koila_meta_is_dense(m))
         return rows;
-    bool outermost = s.outer == 1 && is_dense(m);
-    for (uint32_t d = 0; d < m->n_dims && outermost; d++)
-        if (d != s.dim && m->size[d] > 1 && m->stride[d] > m->stride[s.dim])
-            outermost = false;
-    if (outermost || (s.outer == 1 && !is_dense(m)))
-        return rows;
-    PyObject *flat = rows;
-    if (s.outer > 1) {
-        flat = PyObject_CallFunction(koila__torch.flatten, "Oii", rows, (int)s.dim, (int)s.dim + 1);
-        Py_DECREF(rows);
-        if (!flat || !is_dense(m))
-            return flat;
-    }
-    PyObject *dense = empty_like_meta(m, s.dim, s.outer * s.inner * (x->end - x->begin));
+    PyObject *dense = empty_like_meta(m, s.dim, s.outer * s.inner * n_rows(x));
     PyObject *done =
-        dense ? PyObject_CallFunctionObjArgs(koila__torch.copy_, dense, flat, NULL) : NULL;
-    Py_DECREF(flat);
+        dense ? PyObject_CallFunctionObjArgs(koila__torch.copy_, dense, rows, NULL) : NULL;
+    Py_DECREF(rows);
     Py_XDECREF(done);
     if (!done)
         Py_CLEAR(dense);
     return dense;
 }
 
+/* Room for all rows of v: in the order of v's dimensions where it is dense, else contiguous. */
+static PyObject *empty_whole(const exec *x, koila_value v)
+{
+    koila_meta_info like = *meta_of(x, v);
+    if (!koila_meta_is_dense(&like))
+        like.stride = NULL;
+    return empty_like_meta(&like, -1, -1);
+}
+
+/* The slice's rows of v are part of the result. Not owned: somebody may still write to local v in
+ * place. */
 static int put_value(exec *x, koila_value v, bool owned)
 {
+    koila_assert(x->local[v]);
     const koila_share s = koila_plan_share(x->plan, v);
-    const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
-    if (!x->acc[v]) {
-        /* not owned: somebody may still write to it in place */
-        if (owned && x->begin == 0 && x->end == x->batch) {
-            Py_INCREF(x->local[v]);
-            x->acc[v] = x->local[v];
-            return 0;
-        }
-        koila_meta_info like = *m;
-        int64_t contiguous[KOILA_MAX_DIMS];
-        if (!is_dense(m)) {
-            for (int64_t d = m->n_dims - 1, step = 1; d >= 0; d--) {
-                contiguous[d] = step;
-                step *= m->size[d] ? m->size[d] : 1;
-            }
-            like.stride = contiguous;
-        }
-        if (!(x->acc[v] = empty_like_meta(&like, -1, -1)))
-            return -1;
+    if (!x->acc[v] && owned && is_all_rows(x)) {
+        x->acc[v] = Py_NewRef(x->local[v]);
+        return 0;
     }
+    if (!x->acc[v])
+        x->acc[v] = empty_whole(x, v);
+    if (!x->acc[v])
+        return -1;
     PyObject *rows = rows_of(x->acc[v], s, x->batch, x->begin, x->end);
-    PyObject *source = x->local[v];
-    PyObject *split = NULL;
+    PyObject *source =
+        s.outer > 1 ? unflattened(x->local[v], s, n_rows(x)) : Py_NewRef(x->local[v]);
     PyObject *done = NULL;
-    if (rows && s.outer > 1) {
-        PyObject *sizes =
-            Py_BuildValue("(LL)", (long long)s.outer, (long long)((x->end - x->begin) * s.inner));
-        source = split = sizes ? PyObject_CallFunction(koila__torch.unflatten, "OiO", x->local[v],
-                                                       (int)s.dim, sizes)
-                               : NULL;
-        Py_XDECREF(sizes);
-    }
     if (rows && source)
         done = PyObject_CallFunctionObjArgs(koila__torch.copy_, rows, source, NULL);
     Py_XDECREF(rows);
-    Py_XDECREF(split);
+    Py_XDECREF(source);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
+/* What the first slice adds, in the dtype that sums are accumulated in. */
+static PyObject *first_addend(const exec *x, koila_value v, koila_share s, bool owned)
+{
+    const koila_dtype dtype = meta_of(x, v)->dtype;
+    const koila_dtype wide = koila_accumulator_dtype(dtype, s, is_all_rows(x));
+    if (wide != dtype)
+        return cast_to(x->local[v], wide);
+    return owned ? Py_NewRef(x->local[v])
+                 : PyObject_CallFunctionObjArgs(koila__torch.clone, x->local[v], NULL);
+}
+
+/* What combines two partial results; borrowed. */
+static PyObject *combination_of(koila_partial_kind kind)
+{
+    switch (kind) {
+    case KOILA_PARTIAL_SUM:
+        return koila__torch.add_;
+    case KOILA_PARTIAL_MAX:
+        return koila__torch.maximum;
+    case KOILA_PARTIAL_MIN:
+        return koila__torch.minimum;
+    case KOILA_PARTIAL_MOMENTS:
+        return koila__pseudo_object("koila::combine_moments");
+    }
+    koila_assert(!"a kind of partial result");
+    return NULL;
+}
+
+/* The slice's share of v is added to what earlier slices added. */
 static int add_value(exec *x, koila_value v, bool owned)
 {
+    koila_assert(x->local[v]);
     const koila_share s = koila_plan_share(x->plan, v);
-    const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
-    PyObject *mine = x->local[v];
-    PyObject *sum = NULL;
-    const bool half = m->dtype == KOILA_DTYPE_F16 || m->dtype == KOILA_DTYPE_BF16;
     if (!x->acc[v]) {
-        if (half && s.kind == KOILA_SHARE_PARTIAL && s.partial == KOILA_PARTIAL_SUM &&
-            !(x->begin == 0 && x->end == x->batch)) {
-            PyObject *args = PyTuple_Pack(1, mine);
-            PyObject *kw = PyDict_New();
-            if (args && kw && PyDict_SetItemString(kw, "dtype", koila__torch.float32) == 0)
-                sum = PyObject_Call(koila__torch.to_copy, args, kw);
-            Py_XDECREF(args);
-            Py_XDECREF(kw);
-        } else if (owned) {
-            Py_INCREF(mine);
-            sum = mine;
-        } else
-            sum = PyObject_CallFunctionObjArgs(koila__torch.clone, mine, NULL);
-        x->acc[v] = sum;
-        return sum ? 0 : -1;
+        x->acc[v] = first_addend(x, v, s, owned);
+        return x->acc[v] ? 0 : -1;
     }
     if (s.kind != KOILA_SHARE_PARTIAL)
         return 0; /* the same in every slice */
-    switch ((koila_partial_kind)s.partial) {
-    case KOILA_PARTIAL_SUM:
-        sum = PyObject_CallFunctionObjArgs(koila__torch.add_, x->acc[v], mine, NULL);
-        Py_XDECREF(sum);
-        return sum ? 0 : -1;
-    case KOILA_PARTIAL_MAX:
-        sum = PyObject_CallFunctionObjArgs(koila__torch.maximum, x->acc[v], mine, NULL);
-        break;
-    case KOILA_PARTIAL_MIN:
-        sum = PyObject_CallFunctionObjArgs(koila__torch.minimum, x->acc[v], mine, NULL);
-        break;
-    case KOILA_PARTIAL_MOMENTS: {
-        PyObject *combine = koila__pseudo_object("koila::combine_moments");
-        if (combine)
-            sum = PyObject_CallFunctionObjArgs(combine, x->acc[v], mine, NULL);
-        break;
-    }
-    }
+    PyObject *combine = combination_of((koila_partial_kind)s.partial);
+    PyObject *sum =
+        combine ? PyObject_CallFunctionObjArgs(combine, x->acc[v], x->local[v], NULL) : NULL;
     if (!sum)
         return -1;
-    Py_SETREF(x->acc[v], sum);
+    if (s.partial == KOILA_PARTIAL_SUM)
+        Py_DECREF(sum); /* in place */
+    else
+        Py_SETREF(x->acc[v], sum);
     return 0;
 }
 
 static int keep_value(exec *x, koila_value v)
 {
-    pieces *p = &x->kept[v];
-    if (p->n == p->n_alloc) {
-        const uint32_t n = p->n_alloc ? p->n_alloc * 2 : 8;
-        piece *grown = PyMem_RawRealloc(p->at, n * sizeof *grown);
-        if (!grown) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        p->at = grown;
-        p->n_alloc = n;
+    koila_assert(x->local[v]);
+    const piece kept = { x->begin, x->end, x->local[v] };
+    if (!koila__vec_push(&koila__libc, &x->kept[v], kept)) {
+        PyErr_NoMemory();
+        return -1;
     }
-    Py_INCREF(x->local[v]);
-    p->at[p->n++] = (piece){ x->begin, x->end, x->local[v] };
+    Py_INCREF(kept.tensor);
     return 0;
 }
 
@@ -280,6 +284,7 @@ static PyObject *fetch_value(exec *x, koila_value v)
 {
     const koila_share s = koila_plan_share(x->plan, v);
     pieces *p = &x->kept[v];
+    koila_assert(!x->local[v]);
     for (uint32_t i = 0; i < p->n; i++)
         if (p->at[i].begin == x->begin && p->at[i].end == x->end) {
             Py_INCREF(p->at[i].tensor);
@@ -310,12 +315,7 @@ static PyObject *fetch_value(exec *x, koila_value v)
         joined = PyObject_CallFunction(koila__torch.cat, "Oi", list,
                                        (int)(s.outer > 1 ? s.dim + 1 : s.dim));
     Py_XDECREF(list);
-    if (joined && s.outer > 1) {
-        PyObject *flat =
-            PyObject_CallFunction(koila__torch.flatten, "Oii", joined, (int)s.dim, (int)s.dim + 1);
-        Py_SETREF(joined, flat);
-    }
-    return joined;
+    return flattened(joined, s);
 }
 
 /* Pieces of v that lie in [begin, end) are given up. */
@@ -339,9 +339,9 @@ static int borrow_generator(exec *x, PyObject *generator)
     for (uint32_t i = 0; i < x->n_used; i++)
         if (x->used[i].generator == generator)
             return 0;
-    if (x->n_used == KOILA_MAX_GENERATORS) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "koila: random operators on more than 17 devices in one step");
+    if (x->n_used == MAX_GENERATORS) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "koila: random operators on more than %d devices in one step", MAX_GENERATORS);
         return -1;
     }
     PyObject *state = koila__generator_get(generator);
@@ -358,10 +358,10 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
 {
     const koila_share share = koila_plan_share(x->plan, v);
     const koila_meta_info *m = koila_meta_get(x->table, s->inputs[0]);
-    const int64_t rows = x->end - x->begin;
+    const int64_t rows = n_rows(x);
     int64_t n_blocks = share.outer;
     int64_t unit = share.inner; /* the whole in memory: n_blocks times batch times unit elements */
-    if (!is_dense(m))
+    if (!koila_meta_is_dense(m))
         return 1;
     for (uint32_t d = 0; d < m->n_dims; d++) {
         if (d == share.dim || m->size[d] <= 1)
@@ -440,13 +440,7 @@ static int run_random_rows(exec *x, koila_node n, const tape_random *random,
     for (uint32_t i = 0; i < s->n_outputs; i++) {
         const koila_value v = first + i;
         const koila_share share = koila_plan_share(x->plan, v);
-        PyObject *rows = rows_of(out[i], share, x->batch, x->begin, x->end);
-        if (rows && share.outer > 1) { /* [..., outer, rows * inner, ...] */
-            PyObject *flat = PyObject_CallFunction(koila__torch.flatten, "Oii", rows,
-                                                   (int)share.dim, (int)share.dim + 1);
-            Py_DECREF(rows);
-            rows = flat;
-        }
+        PyObject *rows = flattened(rows_of(out[i], share, x->batch, x->begin, x->end), share);
         if (rows)
             x->local[v] = PyObject_CallFunctionObjArgs(koila__torch.clone, rows, NULL);
         Py_XDECREF(rows);
@@ -460,24 +454,6 @@ done:
     Py_XDECREF(out[0]);
     Py_XDECREF(out[1]);
     return status;
-}
-
-#define MAX_INPUTS 512
-
-static int adapt_call(const koila_plan *plan, koila_node n, int32_t link, int64_t rows,
-                      koila_adapt *adapts, koila__arg_fix *fixes, koila__call_fix *out,
-                      uint32_t *n_adapts)
-{
-    const uint32_t k = koila_plan_adapt(plan, n, link, rows, adapts);
-    out->n_fix = 0;
-    out->fix = fixes;
-    for (uint32_t i = 0; i < k; i++)
-        if (adapts[i].kind == KOILA_ADAPT_INTS || adapts[i].kind == KOILA_ADAPT_INT)
-            fixes[out->n_fix++] =
-                (koila__arg_fix){ adapts[i].arg, adapts[i].n, adapts[i].kind == KOILA_ADAPT_INTS,
-                                  adapts[i].ints };
-    *n_adapts = k;
-    return 0;
 }
 
 /* Memory from now on is for the line this node was captured on: koila.memlab's line profiler shows
@@ -534,150 +510,293 @@ static int one_row_outermost(const koila_table *table, const koila_sig_info *s, 
     return 0;
 }
 
-static int run_node(exec *x, const koila_instr *in, bool in_loop)
+/* How the arguments of one call follow the slice. */
+typedef struct adapted {
+    koila_adapt adapts[KOILA_MAX_ADAPTS];
+    koila__arg_fix fixes[KOILA_MAX_ADAPTS];
+    uint32_t n;
+} adapted;
+
+/* One call of a node, on the running slice or on whole values. */
+typedef struct node_call {
+    koila_node n;
+    bool in_loop;
+    uint16_t steal; /* bit w: the tensor of write w is dead afterwards, so it is written itself */
+    koila_node_info info;
+    const koila_sig_info *s;
+    PyObject *few_inputs[FEW_INPUTS], *few_outputs[FEW_OUTPUTS];
+    PyObject **inputs;              /* [n_inputs] borrowed */
+    PyObject **outputs;             /* [n_outputs] new references */
+    PyObject *made[MAX_WRITES + 1]; /* owned: inputs made for this call */
+    uint32_t n_made;
+    adapted own;
+    koila__call_fix own_fix;
+    adapted *links; /* [links of all writes' chains], and the fix of each; NULL: not in a loop */
+    koila__call_fix *link_fix;
+} node_call;
+
+static int call_init(node_call *call)
 {
-    const koila_node n = in->id;
-    const koila_node_info info = koila_node_get(x->g, n);
-    const koila_sig_info *s = koila_sig_get(x->table, info.sig);
-    const koila_value *values = koila_node_inputs(x->g, n);
-    PyObject **store = in_loop ? x->local : x->whole;
-    PyObject *few[16], **inputs = few, *outputs_few[8], **outputs = outputs_few, *made[16];
-    uint32_t n_made = 0;
-    int status = -1;
-    koila_adapt adapts[KOILA_MAX_ADAPTS], link_adapts[KOILA_MAX_ADAPTS * 8];
-    koila__arg_fix fixes[KOILA_MAX_ADAPTS], link_fixes[KOILA_MAX_ADAPTS * 8];
-    koila__call_fix fix = { 0 }, link_fix[8] = { { 0 } };
-    uint32_t n_adapts = 0, n_links = 0;
-    const bool random = koila_op_flags(x->table, s->op) & KOILA_OP_RANDOM;
-    x->n_run++;
-    if (random) {
-        const tape_random *drawn =
-            koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, n)]);
-        if (drawn) {
-            if (borrow_generator(x, drawn->generator) < 0)
-                return -1;
-            const koila_share share = koila_plan_share(x->plan, info.first_output);
-            if (in_loop && share.kind == KOILA_SHARE_SLICE &&
-                !(x->begin == 0 && x->end == x->batch))
-                return run_random_rows(x, n, drawn, s, info.first_output);
-            if (koila__generator_set(drawn->generator, drawn->state) < 0)
-                return -1;
-        }
-    }
-    if (s->n_inputs > 16 && !(inputs = PyMem_Malloc(s->n_inputs * sizeof *inputs))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (s->n_outputs > 8 && !(outputs = PyMem_Malloc(s->n_outputs * sizeof *outputs))) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (uint32_t i = 0; i < s->n_inputs; i++) {
+    const koila_sig_info *s = call->s;
+    call->inputs = call->few_inputs;
+    call->outputs = call->few_outputs;
+    if (s->n_inputs > FEW_INPUTS)
+        call->inputs = PyMem_Malloc(s->n_inputs * sizeof *call->inputs);
+    if (s->n_outputs > FEW_OUTPUTS)
+        call->outputs = PyMem_Malloc(s->n_outputs * sizeof *call->outputs);
+    if (call->inputs && call->outputs)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static void call_deinit(node_call *call)
+{
+    for (uint32_t i = 0; i < call->n_made; i++)
+        Py_DECREF(call->made[i]);
+    if (call->inputs != call->few_inputs)
+        PyMem_Free(call->inputs);
+    if (call->outputs != call->few_outputs)
+        PyMem_Free(call->outputs);
+    PyMem_Free(call->links);
+    PyMem_Free(call->link_fix);
+}
+
+/* Input `at` is `tensor` (taken over), which was made for this call. */
+static void use_made(node_call *call, uint32_t at, PyObject *tensor)
+{
+    koila_assert(call->n_made <= MAX_WRITES);
+    call->made[call->n_made] = tensor;
+    call->n_made++;
+    call->inputs[at] = tensor;
+}
+
+static void find_inputs(const exec *x, node_call *call)
+{
+    const koila_value *values = koila_node_inputs(x->g, call->n);
+    for (uint32_t i = 0; i < call->s->n_inputs; i++) {
         const koila_value v = values[i];
-        const bool whole = !in_loop || koila_plan_need(x->plan, n, i).kind == KOILA_SHARE_WHOLE;
-        inputs[i] = whole ? (x->whole[v] ? x->whole[v] : x->local[v]) : x->local[v];
+        const bool is_whole =
+            !call->in_loop || koila_plan_need(x->plan, call->n, i).kind == KOILA_SHARE_WHOLE;
+        call->inputs[i] = is_whole && x->whole[v] ? x->whole[v] : x->local[v];
     }
-    /* the tensor that is written: the old version itself when it is dead, else a copy */
+}
+
+/* What write w writes: uninitialised memory where it overwrites everything, else a copy. */
+static PyObject *written_tensor(const exec *x, const node_call *call, uint32_t w)
+{
+    const koila_sig_info *s = call->s;
+    const uint32_t at = s->writes[w].input;
+    if (!s->writes[w].overwrites)
+        return PyObject_CallFunctionObjArgs(koila__torch.clone, call->inputs[at], NULL);
+    const koila_value v = call->info.first_output + s->n_fresh + w;
+    const koila_share out = koila_plan_share(x->plan, v);
+    const koila_meta_info *m = koila_meta_get(x->table, s->inputs[at]);
+    if (!call->in_loop || out.kind != KOILA_SHARE_SLICE)
+        return empty_like_meta(m, -1, -1);
+    return empty_like_meta(m, out.dim, out.outer * out.inner * n_rows(x));
+}
+
+static int missing_input(const exec *x, const node_call *call, uint32_t i)
+{
+    PyErr_Format(PyExc_SystemError, "koila: input %u of %s is missing", i,
+                 koila_op_name(x->table, call->s->op));
+    return -1;
+}
+
+/* Values never change: a tensor that is written is the old version itself when that is dead, else
+ * one of this call's own. */
+static int prepare_writes(const exec *x, node_call *call)
+{
+    const koila_sig_info *s = call->s;
+    koila_assert(s->n_writes <= MAX_WRITES);
     for (uint32_t w = 0; w < s->n_writes; w++) {
         const uint32_t at = s->writes[w].input;
-        PyObject *base;
-        if (in->steal >> w & 1)
+        if (w < 16 && call->steal >> w & 1)
             continue;
-        if (s->writes[w].overwrites) {
-            const koila_share out = koila_plan_share(x->plan, info.first_output + s->n_fresh + w);
-            const bool cut = in_loop && out.kind == KOILA_SHARE_SLICE;
-            base = empty_like_meta(koila_meta_get(x->table, s->inputs[at]), cut ? out.dim : -1,
-                                   cut ? out.outer * out.inner * (x->end - x->begin) : -1);
-        } else if (inputs[at])
-            base = PyObject_CallFunctionObjArgs(koila__torch.clone, inputs[at], NULL);
-        else {
-            PyErr_Format(PyExc_SystemError, "koila: input %u of %s is missing", at,
-                         koila_op_name(x->table, s->op));
-            base = NULL;
-        }
-        if (!base)
-            goto done;
-        inputs[at] = made[n_made++] = base;
+        if (!call->inputs[at] && !s->writes[w].overwrites)
+            return missing_input(x, call, at);
+        PyObject *tensor = written_tensor(x, call, w);
+        if (!tensor)
+            return -1;
+        use_made(call, at, tensor);
     }
     for (uint32_t i = 0; i < s->n_inputs; i++)
-        if (!inputs[i]) {
-            PyErr_Format(PyExc_SystemError, "koila: input %u of %s is missing", i,
-                         koila_op_name(x->table, s->op));
-            goto done;
-        }
-    if (in_loop) {
-        const int64_t rows = x->end - x->begin;
-        for (uint32_t w = 0; w < s->n_writes; w++)
-            for (uint32_t l = 0; l < s->writes[w].n_links && n_links < 8; l++, n_links++) {
-                uint32_t ignored;
-                adapt_call(x->plan, n, (int32_t)n_links, rows,
-                           link_adapts + KOILA_MAX_ADAPTS * n_links,
-                           link_fixes + KOILA_MAX_ADAPTS * n_links, &link_fix[n_links], &ignored);
-            }
-        adapt_call(x->plan, n, -1, rows, adapts, fixes, &fix, &n_adapts);
-    }
-    for (uint32_t i = 0; i < n_adapts; i++) { /* calls that become other calls */
-        if (adapts[i].kind == KOILA_ADAPT_ALIAS) {
-            Py_INCREF(inputs[0]);
-            outputs[0] = inputs[0];
-            goto made_outputs;
-        }
-        if (adapts[i].kind == KOILA_ADAPT_SQUEEZE) {
-            PyObject *dims = dims_tuple(adapts[i].ints, adapts[i].n);
-            outputs[0] = dims ? PyObject_CallFunctionObjArgs(koila__torch.squeeze_dims, inputs[0],
-                                                             dims, NULL)
-                              : NULL;
-            Py_XDECREF(dims);
-            if (!outputs[0])
-                goto done;
-            goto made_outputs;
-        }
-    }
-    /* a conjugate view is a flag on the tensor, which this operator refuses */
+        if (!call->inputs[i])
+            return missing_input(x, call, i);
+    /* a conjugate view is a flag on the tensor, which view_as_real refuses */
     if (koila_op_facts(x->table, s->op) & KOILA_FACT_AS_REAL) {
-        PyObject *resolved = PyObject_CallMethod(inputs[0], "resolve_conj", NULL);
+        PyObject *resolved = PyObject_CallMethod(call->inputs[0], "resolve_conj", NULL);
         if (!resolved)
-            goto done;
-        inputs[0] = made[n_made++] = resolved;
+            return -1;
+        use_made(call, 0, resolved);
     }
-    if (koila__lines_enabled)
-        work_for_line(x, n);
-    if (koila__call(info.sig, inputs, fix.n_fix ? &fix : NULL, n_links ? link_fix : NULL, outputs) <
-        0)
-        goto done;
-    if (in_loop && x->end - x->begin == 1 && x->batch > 1 &&
-        one_row_outermost(x->table, s, outputs) < 0) {
-        Py_DECREF(outputs[0]);
-        goto done;
+    return 0;
+}
+
+/* The call itself (link -1), or one link of its writes' chains, on the running slice. */
+static koila__call_fix adapt_call(const exec *x, koila_node n, int32_t link, adapted *a)
+{
+    koila__call_fix fix = { .fix = a->fixes };
+    a->n = koila_plan_adapt(x->plan, n, link, n_rows(x), a->adapts);
+    koila_assert(a->n <= KOILA_MAX_ADAPTS);
+    for (uint32_t i = 0; i < a->n; i++) {
+        const koila_adapt *from = &a->adapts[i];
+        if (from->kind != KOILA_ADAPT_INTS && from->kind != KOILA_ADAPT_INT)
+            continue;
+        a->fixes[fix.n_fix] = (koila__arg_fix){ .arg = from->arg,
+                                                .n = from->n,
+                                                .is_list = from->kind == KOILA_ADAPT_INTS,
+                                                .ints = from->ints };
+        fix.n_fix++;
     }
-made_outputs:
-    for (uint32_t i = 0; i < n_adapts; i++)
-        if (adapts[i].kind == KOILA_ADAPT_SCALE && outputs[adapts[i].output] &&
-            x->end - x->begin != x->batch) {
-            PyObject *scaled =
-                PyObject_CallFunction(koila__torch.mul_, "Od", outputs[adapts[i].output],
-                                      (double)(x->end - x->begin) / (double)x->batch);
-            Py_XDECREF(scaled);
-            if (!scaled) {
-                for (uint32_t o = 0; o < s->n_outputs; o++)
-                    Py_XDECREF(outputs[o]);
-                goto done;
-            }
+    return fix;
+}
+
+static int adapt_to_slice(const exec *x, node_call *call)
+{
+    const koila_sig_info *s = call->s;
+    uint32_t n_links = 0;
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        n_links += s->writes[w].n_links;
+    if (n_links) {
+        call->links = PyMem_Malloc(n_links * sizeof *call->links);
+        call->link_fix = PyMem_Malloc(n_links * sizeof *call->link_fix);
+        if (!call->links || !call->link_fix) {
+            PyErr_NoMemory();
+            return -1;
         }
-    for (uint32_t o = 0; o < s->n_outputs; o++) {
-        if (s->outputs[o] == KOILA_NONE)
-            Py_XDECREF(outputs[o]);
-        else
-            store[info.first_output + o] = outputs[o];
     }
-    status = 0;
-done:
-    while (n_made)
-        Py_DECREF(made[--n_made]);
-    if (inputs != few)
-        PyMem_Free(inputs);
-    if (outputs != outputs_few)
-        PyMem_Free(outputs);
+    for (uint32_t l = 0; l < n_links; l++)
+        call->link_fix[l] = adapt_call(x, call->n, (int32_t)l, &call->links[l]);
+    call->own_fix = adapt_call(x, call->n, -1, &call->own);
+    return 0;
+}
+
+/* A call that becomes another one in a slice: its only result, or NULL with or without an exception.
+ * Without one it is none of these. */
+static PyObject *instead_of_call(const node_call *call)
+{
+    for (uint32_t i = 0; i < call->own.n; i++) {
+        const koila_adapt *a = &call->own.adapts[i];
+        if (a->kind == KOILA_ADAPT_ALIAS)
+            return Py_NewRef(call->inputs[0]);
+        if (a->kind == KOILA_ADAPT_SQUEEZE) {
+            PyObject *dims = dims_tuple(a->ints, a->n);
+            PyObject *out = dims ? PyObject_CallFunctionObjArgs(koila__torch.squeeze_dims,
+                                                                call->inputs[0], dims, NULL)
+                                 : NULL;
+            Py_XDECREF(dims);
+            return out;
+        }
+    }
+    return NULL;
+}
+
+static int make_outputs(const exec *x, node_call *call)
+{
+    PyObject *instead = instead_of_call(call);
+    if (instead) {
+        koila_assert(call->s->n_outputs == 1);
+        call->outputs[0] = instead;
+        return 0;
+    }
+    if (PyErr_Occurred())
+        return -1;
+    if (koila__lines_enabled)
+        work_for_line(x, call->n);
+    if (koila__call(call->info.sig, call->inputs, call->own_fix.n_fix ? &call->own_fix : NULL,
+                    call->link_fix, call->outputs) < 0)
+        return -1;
+    const bool is_one_row = call->in_loop && n_rows(x) == 1 && x->batch > 1;
+    if (is_one_row && one_row_outermost(x->table, call->s, call->outputs) < 0) {
+        Py_DECREF(call->outputs[0]);
+        return -1;
+    }
+    return 0;
+}
+
+/* A mean over the batch counts as much as its slice has rows. */
+static int scale_outputs(const exec *x, node_call *call)
+{
+    const double share = (double)n_rows(x) / (double)x->batch;
+    for (uint32_t i = 0; i < call->own.n && !is_all_rows(x); i++) {
+        const koila_adapt *a = &call->own.adapts[i];
+        PyObject *out = a->kind == KOILA_ADAPT_SCALE ? call->outputs[a->output] : NULL;
+        if (!out)
+            continue;
+        PyObject *scaled = PyObject_CallFunction(koila__torch.mul_, "Od", out, share);
+        Py_XDECREF(scaled);
+        if (!scaled)
+            return -1;
+    }
+    return 0;
+}
+
+/* Its outputs are values now; or, when it failed, nothing. */
+static void hand_over(exec *x, const node_call *call, bool is_done)
+{
+    PyObject **store = call->in_loop ? x->local : x->whole;
+    for (uint32_t o = 0; o < call->s->n_outputs; o++) {
+        if (is_done && call->s->outputs[o] != KOILA_NONE)
+            store[call->info.first_output + o] = call->outputs[o];
+        else
+            Py_XDECREF(call->outputs[o]);
+    }
+}
+
+/* The generator of a random node is as it was before the recorded draw. 0; 1: a slice of it is drawn
+ * already; -1. */
+static int prepare_random(exec *x, const node_call *call)
+{
+    if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
+        return 0;
+    const tape_random *random =
+        koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, call->n)]);
+    if (!random)
+        return 0;
+    if (borrow_generator(x, random->generator) < 0)
+        return -1;
+    const koila_value first = call->info.first_output;
+    const bool is_cut = call->in_loop && !is_all_rows(x) &&
+                        koila_plan_share(x->plan, first).kind == KOILA_SHARE_SLICE;
+    if (is_cut)
+        return run_random_rows(x, call->n, random, call->s, first) < 0 ? -1 : 1;
+    return koila__generator_set(random->generator, random->state);
+}
+
+static int run_node(exec *x, const koila_instr *in, bool in_loop)
+{
+    node_call call;
+    memset(&call, 0, offsetof(node_call, own));
+    call.own.n = 0;
+    call.own_fix = (koila__call_fix){ 0 };
+    call.links = NULL;
+    call.link_fix = NULL;
+    call.n = in->id;
+    call.in_loop = in_loop;
+    call.steal = in->steal;
+    call.info = koila_node_get(x->g, in->id);
+    call.s = koila_sig_get(x->table, call.info.sig);
+    x->n_run++;
+    const int drawn = prepare_random(x, &call);
+    if (drawn)
+        return drawn < 0 ? -1 : 0;
+    int status = call_init(&call);
+    if (status == 0) {
+        find_inputs(x, &call);
+        status = prepare_writes(x, &call);
+    }
+    if (status == 0 && in_loop)
+        status = adapt_to_slice(x, &call);
+    if (status == 0)
+        status = make_outputs(x, &call);
+    if (status == 0) {
+        if (in_loop)
+            status = scale_outputs(x, &call);
+        hand_over(x, &call, status == 0);
+    }
+    call_deinit(&call);
     return status;
 }
 
@@ -730,77 +849,97 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
+/* What a node used inside, and whether a shared call overdrew the budget: inside it the budget is no
+ * limit, so overuse is detected when the call returns. */
+static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_shared)
+{
+    const uint64_t before = koila__cpu_bytes_current();
+    const uint64_t old_peak = koila__cpu_bytes_swap_peak(before);
+    int status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
+    const uint64_t peak = koila__cpu_bytes_peak();
+    const uint64_t now = koila__cpu_bytes_current();
+    const uint64_t limit = koila__cpu_bytes_get_limit();
+    const koila_sig sig = koila_node_get(x->g, in->id).sig;
+    /* a view is planned as no memory at all: the bytes it took were a copy */
+    const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
+    if (status == 0)
+        koila__learn(sig, n_rows(x), x->batch, peak - (is_view && before < now ? before : now));
+    if (old_peak > peak)
+        koila__cpu_bytes_swap_peak(old_peak);
+    if (is_shared && status == 0 && peak > limit) {
+        PyErr_Format(koila__torch.oom_type,
+                     "a sharded module used %llu bytes more than the budget inside",
+                     (unsigned long long)(peak - limit));
+        status = -1;
+    }
+    return status;
+}
+
+static int run_one(exec *x, const koila_instr *in, bool in_loop)
+{
+    int status;
+    const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
+    if (x->measure)
+        status = run_measured(x, in, in_loop, is_shared);
+    else
+        status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
+    if (status < 0) {
+        add_note(x, in->id, in_loop);
+        return -1;
+    }
+    return koila__check_signals();
+}
+
+static int run_instr(exec *x, const koila_stage *st, uint32_t i)
+{
+    const koila_instr *in = &st->instrs[i];
+    const koila_value v = in->id;
+    const bool is_owned = in->flags & KOILA_INSTR_OWNED;
+    switch ((koila_instr_kind)in->kind) {
+    case KOILA_DO_RUN:
+        return run_one(x, in, st->is_loop);
+    case KOILA_DO_SLICE:
+        x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal));
+        return x->local[v] ? 0 : -1;
+    case KOILA_DO_FETCH:
+        x->local[v] = fetch_value(x, v);
+        return x->local[v] ? 0 : -1;
+    case KOILA_DO_KEEP:
+        return keep_value(x, v);
+    case KOILA_DO_PUT:
+        return put_value(x, v, is_owned);
+    case KOILA_DO_ADD:
+        if (x->done[i])
+            return 0;
+        if (add_value(x, v, is_owned) < 0)
+            return -1;
+        x->done[i] = 1;
+        return 0;
+    case KOILA_DO_FREE:
+        if (st->is_loop)
+            Py_CLEAR(x->local[v]);
+        else
+            Py_CLEAR(x->whole[v]);
+        return 0;
+    }
+    koila_assert(!"a kind of instruction");
+    return 0;
+}
+
 static int run_instrs(exec *x, const koila_stage *st)
 {
-    for (uint32_t i = 0; i < st->n_instrs; i++) {
-        const koila_instr *in = &st->instrs[i];
-        const koila_value v = in->id;
-        int status = 0;
-        switch ((koila_instr_kind)in->kind) {
-        case KOILA_DO_RUN: {
-            const uint64_t before = x->measure ? koila__cpu_bytes_current() : 0;
-            const uint64_t old = x->measure ? koila__cpu_bytes_swap_peak(before) : 0;
-            const bool shared = koila__ranks_share(x->ranks, x->g, in->id);
-            status = shared ? run_shared(x, in, st->is_loop) : run_node(x, in, st->is_loop);
-            if (status < 0)
-                add_note(x, in->id, st->is_loop);
-            if (x->measure) {
-                const uint64_t peak = koila__cpu_bytes_peak();
-                const uint64_t now = koila__cpu_bytes_current();
-                const koila_sig sig = koila_node_get(x->g, in->id).sig;
-                /* planned as no memory at all: what it took was a copy */
-                const bool is_view =
-                    koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
-                if (status == 0)
-                    koila__learn(sig, x->end - x->begin, x->batch,
-                                 peak - (is_view && before < now ? before : now));
-                if (old > peak)
-                    koila__cpu_bytes_swap_peak(old);
-                const uint64_t limit = koila__cpu_bytes_get_limit();
-                if (shared && status == 0 && peak > limit) {
-                    PyErr_Format(koila__torch.oom_type,
-                                 "a sharded module used %llu bytes more than the budget inside",
-                                 (unsigned long long)(peak - limit));
-                    status = -1;
-                }
-            }
-            if (status == 0)
-                status = koila__check_signals();
-            break;
-        }
-        case KOILA_DO_SLICE:
-            status =
-                (x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal)))
-                    ? 0
-                    : -1;
-            break;
-        case KOILA_DO_FETCH:
-            status = (x->local[v] = fetch_value(x, v)) ? 0 : -1;
-            break;
-        case KOILA_DO_KEEP:
-            status = keep_value(x, v);
-            break;
-        case KOILA_DO_PUT:
-            status = put_value(x, v, in->flags & KOILA_INSTR_OWNED);
-            break;
-        case KOILA_DO_ADD:
-            if (x->done[i])
-                break;
-            status = add_value(x, v, in->flags & KOILA_INSTR_OWNED);
-            if (status == 0)
-                x->done[i] = 1;
-            break;
-        case KOILA_DO_FREE:
-            if (st->is_loop)
-                Py_CLEAR(x->local[v]);
-            else
-                Py_CLEAR(x->whole[v]);
-            break;
-        }
-        if (status < 0)
+    for (uint32_t i = 0; i < st->n_instrs; i++)
+        if (run_instr(x, st, i) < 0)
             return -1;
-    }
     return 0;
+}
+
+static bool has_no_local(const exec *x)
+{
+    for (uint32_t v = 0; v < x->n_values; v++)
+        if (x->local[v])
+            return false;
+    return true;
 }
 
 static void clear_local(exec *x)
@@ -809,60 +948,91 @@ static void clear_local(exec *x)
         Py_CLEAR(x->local[v]);
 }
 
-/* Rows [begin, end) of a loop, in slices of at most `rows`. */
 static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
-                    const uint8_t *already)
+                    const uint8_t *already);
+
+/* The slice is complete: pieces that nobody fetches any more go. */
+static void end_slice(exec *x, const koila_stage *st)
 {
-    uint8_t *mine = already ? PyMem_Malloc(st->n_instrs ? st->n_instrs : 1) : NULL;
-    if (already && !mine) {
+    koila_assert(has_no_local(x));
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_FETCH && in->flags & KOILA_INSTR_LAST)
+            give_up(x, in->id, x->begin, x->end);
+    }
+}
+
+/* The slice failed, with the exception set. When that was for want of memory its rows are done again
+ * in halves; accumulators that it had added to are not added to again. */
+static int run_in_halves(exec *x, const koila_stage *st)
+{
+    const int64_t begin = x->begin;
+    const int64_t end = x->end;
+    const bool may_halve = koila__is_out_of_memory() && end - begin > 1 && !x->ranks;
+    if (may_halve)
+        PyErr_Clear();
+    clear_local(x);
+    if (!may_halve)
+        return -1;
+    for (uint32_t i = 0; i < st->n_instrs; i++)
+        if (st->instrs[i].kind == KOILA_DO_KEEP)
+            give_up(x, st->instrs[i].id, begin, end);
+    x->retries++;
+    uint8_t *added = PyMem_Malloc(st->n_instrs);
+    if (!added) {
         PyErr_NoMemory();
         return -1;
     }
-    if (mine)
-        memcpy(mine, already, st->n_instrs);
-    int status = 0;
-    for (int64_t at = begin; at < end && status == 0; at += rows) {
+    memcpy(added, x->done, st->n_instrs);
+    const int status = run_rows(x, st, begin, end, (end - begin + 1) / 2, added);
+    PyMem_Free(added);
+    return status;
+}
+
+/* Rows [begin, end) of a loop, in slices of at most `rows`. already[instrs], or NULL: accumulators
+ * that these rows were added to before. */
+static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
+                    const uint8_t *already)
+{
+    koila_assert(rows > 0 && st->n_instrs > 0);
+    x->batch = koila_graph_axis_size(x->g, st->axis);
+    for (int64_t at = begin; at < end; at += rows) {
         x->begin = at;
         x->end = at + rows < end ? at + rows : end;
-        x->batch = koila_graph_axis_size(x->g, st->axis);
-        if (mine)
-            memcpy(x->done, mine, st->n_instrs);
+        if (already)
+            memcpy(x->done, already, st->n_instrs);
         else
             memset(x->done, 0, st->n_instrs);
-        status = run_instrs(x, st);
-        const int64_t b = at;
-        const int64_t e = x->end;
-        if (status == 0) {
-            for (uint32_t i = 0; i < st->n_instrs; i++)
-                if (st->instrs[i].kind == KOILA_DO_FETCH && st->instrs[i].flags & KOILA_INSTR_LAST)
-                    give_up(x, st->instrs[i].id, b, e);
-            continue;
-        }
-        if (!koila__is_out_of_memory()) {
-            clear_local(x);
-            break;
-        }
-        if (e - b > 1 && !x->ranks) {
-            PyErr_Clear();
-            clear_local(x);
-            for (uint32_t i = 0; i < st->n_instrs; i++)
-                if (st->instrs[i].kind == KOILA_DO_KEEP)
-                    give_up(x, st->instrs[i].id, b, e);
-            x->retries++;
-            uint8_t *added = PyMem_Malloc(st->n_instrs ? st->n_instrs : 1);
-            if (!added) {
-                PyErr_NoMemory();
-                status = -1;
-                break;
-            }
-            memcpy(added, x->done, st->n_instrs);
-            status = run_rows(x, st, b, e, (e - b + 1) / 2, added);
-            PyMem_Free(added);
-        } else
-            clear_local(x);
+        if (run_instrs(x, st) == 0)
+            end_slice(x, st);
+        else if (run_in_halves(x, st) < 0)
+            return -1;
     }
-    PyMem_Free(mine);
-    return status;
+    return 0;
+}
+
+/* What the loop collected is whole now; sums that were accumulated wider are cast back. */
+static int end_loop(exec *x, const koila_stage *st)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_value v = st->instrs[i].id;
+        const bool is_sum = st->instrs[i].kind == KOILA_DO_ADD;
+        if ((!is_sum && st->instrs[i].kind != KOILA_DO_PUT) || !x->acc[v])
+            continue;
+        const koila_dtype dtype = meta_of(x, v)->dtype;
+        PyObject *is = is_sum ? PyObject_GetAttrString(x->acc[v], "dtype") : NULL;
+        if (is && is != koila__dtype_object(dtype)) {
+            PyObject *cast = cast_to(x->acc[v], dtype);
+            if (cast)
+                Py_SETREF(x->acc[v], cast);
+        }
+        Py_XDECREF(is);
+        if (PyErr_Occurred())
+            return -1;
+        Py_XSETREF(x->whole[v], x->acc[v]);
+        x->acc[v] = NULL;
+    }
+    return 0;
 }
 
 static int run_stage(exec *x, uint32_t k)
@@ -874,42 +1044,17 @@ static int run_stage(exec *x, uint32_t k)
     }
     if (!st->n_instrs)
         return 0;
-    if (!(x->done = PyMem_Malloc(st->n_instrs))) {
+    koila_assert(!x->done && has_no_local(x));
+    x->done = PyMem_Malloc(st->n_instrs);
+    if (!x->done) {
         PyErr_NoMemory();
         return -1;
     }
-    int status = run_rows(x, st, 0, koila_graph_axis_size(x->g, st->axis),
-                          koila_plan_axis_rows(x->plan, st->axis), NULL);
+    const int status = run_rows(x, st, 0, koila_graph_axis_size(x->g, st->axis),
+                                koila_plan_axis_rows(x->plan, st->axis), NULL);
     PyMem_Free(x->done);
     x->done = NULL;
-    /* what was collected is whole now; wide accumulators are cast back */
-    for (uint32_t i = 0; i < st->n_instrs && status == 0; i++) {
-        const koila_value v = st->instrs[i].id;
-        if ((st->instrs[i].kind != KOILA_DO_ADD && st->instrs[i].kind != KOILA_DO_PUT) ||
-            !x->acc[v])
-            continue;
-        const koila_meta_info *m = koila_meta_get(x->table, koila_value_get(x->g, v).meta);
-        PyObject *is =
-            st->instrs[i].kind == KOILA_DO_ADD ? PyObject_GetAttrString(x->acc[v], "dtype") : NULL;
-        if (is && is != koila__dtype_object(m->dtype)) {
-            PyObject *args = PyTuple_Pack(1, x->acc[v]);
-            PyObject *kw = PyDict_New();
-            PyObject *cast = NULL;
-            if (args && kw && PyDict_SetItemString(kw, "dtype", koila__dtype_object(m->dtype)) == 0)
-                cast = PyObject_Call(koila__torch.to_copy, args, kw);
-            Py_XDECREF(args);
-            Py_XDECREF(kw);
-            if (cast)
-                Py_SETREF(x->acc[v], cast);
-            else
-                status = -1;
-        }
-        Py_XDECREF(is);
-        PyErr_Occurred() ? (void)(status = -1) : (void)0;
-        Py_XSETREF(x->whole[v], x->acc[v]);
-        x->acc[v] = NULL;
-    }
-    return status;
+    return status < 0 ? -1 : end_loop(x, st);
 }
 
 /* ---- the whole plan */
@@ -926,7 +1071,7 @@ static void exec_free(exec *x)
         if (x->kept) {
             for (uint32_t i = 0; i < x->kept[v].n; i++)
                 Py_DECREF(x->kept[v].at[i].tensor);
-            PyMem_RawFree(x->kept[v].at);
+            koila__vec_free(&koila__libc, &x->kept[v]);
         }
     }
     PyMem_Free(x->whole);

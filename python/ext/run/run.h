@@ -30,7 +30,6 @@ extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
         *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims;
-    PyObject *float32;
     PyObject *oom_type; /* torch.OutOfMemoryError */
     /* koila._run.guards: returns an object that holds the mode guards while it lives */
     PyObject *guards;

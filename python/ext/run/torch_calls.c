@@ -50,8 +50,7 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
     for (size_t i = 0; i < N_OPERATORS; i++)
         if (!look_up_operator(operators[i].slot, aten, operators[i].packet, operators[i].overload))
             return false;
-    return look_up(&koila__torch.float32, torch, "float32") &&
-           look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
+    return look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
            look_up(&koila__torch.guards, mine, "guards") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO");
 }
