@@ -110,7 +110,7 @@ def plan(
             f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got "
             f"{micro_batch!r}"
         )
-    asked = (
+    user_budget = (
         None
         if budget is None
         else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
@@ -149,7 +149,7 @@ def plan(
         _core.swap_open(None),
     )
     try:
-        raw = recorded(asked, micro_batch)
+        raw = recorded(user_budget, micro_batch)
         if profile is None:
             return Prediction(raw, None)
         allocator = (
@@ -157,28 +157,25 @@ def plan(
             if conf is not None
             else os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         )
-        settings = (
-            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-            bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")),
-            allocator,
-            conf is not None,
-            torch.__version__,
-        )
-        training = (
-            optimizer,
-            optimizer_way,
-            sdpa,
-            weight_decay,
-            amsgrad,
-            clip_grad_norm,
-            ddp,
-            casts,
-            grad_scaler,
-            *settings,
-        )
         prediction = _core.predict(
-            profile, asked or 0, micro_batch or -1, *training
-        )  # -1: the most rows that fit
+            profile,
+            memory=user_budget or 0,
+            rows=micro_batch,  # None: the most that fit
+            optimizer=optimizer,
+            way=optimizer_way,
+            sdpa=sdpa,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            clip_grad_norm=clip_grad_norm,
+            ddp=ddp,
+            autocast=casts,
+            grad_scaler=grad_scaler,
+            cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            cudnn_sdpa_last=bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")),
+            conf=allocator,
+            strict_conf=conf is not None,
+            torch_version=torch.__version__,
+        )
         raw = _core.last_plan() or raw  # the plan that was predicted
         return Prediction(raw, prediction)
     except UnsupportedError as e:

@@ -1,4 +1,4 @@
-/* call.c — one recorded call on real tensors, and the simple executor on top of it.
+/* call.c — one recorded call on real tensors.
  *
  * A signature becomes a template once: the operator, its constants as Python objects, the keyword
  * names. A call then fills in the tensors. Calls go through OpOverload._op, torch's own door with
@@ -6,6 +6,15 @@
  */
 #include "ground/random.h"
 #include "run/run.h"
+
+enum {
+    FEW_ARGUMENTS = 24, /* that need no allocation */
+    FEW_INPUTS = 32,
+    MAX_ARGUMENTS = 64, /* one bit each */
+    MAX_WRITES = 64,    /* of an operator, as capture records them */
+    MAX_RESULTS = 8,    /* of a schema that writes (op_info.source) */
+    SOURCE_FRESH = -1,  /* a result that is no written argument (koila__op_sources) */
+};
 
 typedef struct template {
     PyObject *op;        /* owned: OpOverload._op */
@@ -189,8 +198,129 @@ static PyObject *in_recorded_order(PyObject *t, koila_meta recorded)
     return NULL;
 }
 
-/* The call itself; `inputs` with the written views already in their slots. New reference to
- * whatever the operator returned. */
+/* ---- the arguments of a call */
+
+typedef struct arguments {
+    PyObject *few[FEW_ARGUMENTS];
+    PyObject **at; /* [n], borrowed where `owned` has no bit */
+    uint32_t n;
+    uint64_t owned;
+} arguments;
+
+static void own(arguments *a, uint32_t i, PyObject *o) /* takes o */
+{
+    koila_assert(i < a->n && a->n <= MAX_ARGUMENTS);
+    if (a->owned >> i & 1)
+        Py_DECREF(a->at[i]);
+    a->at[i] = o;
+    a->owned |= (uint64_t)1 << i;
+}
+
+/* A list that contains tensors, the next of `inputs`. */
+static PyObject *list_with_tensors(const koila_arg *token, PyObject *const **inputs)
+{
+    PyObject *list = PyList_New(token->n);
+    for (uint32_t k = 0; list && k < token->n; k++) {
+        const koila_arg *x = token + 1 + k;
+        PyObject *o;
+        if (x->kind == KOILA_ARG_TENSOR) {
+            o = Py_NewRef(**inputs);
+            ++*inputs;
+        } else
+            o = constant_of(x, &x);
+        if (o)
+            PyList_SET_ITEM(list, k, o);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static int fill_in(arguments *a, const template *t, const koila_sig_info *s,
+                   PyObject *const *inputs, const koila__call_fix *fix)
+{
+    for (uint32_t i = 0; i < a->n; i++) {
+        const koila_arg *token = s->tokens + s->start[i];
+        a->at[i] = t->constant[i];
+        if (token->kind == KOILA_ARG_TENSOR) {
+            a->at[i] = *inputs;
+            inputs++;
+        } else if (!a->at[i]) {
+            PyObject *list = list_with_tensors(token, &inputs);
+            if (!list)
+                return -1;
+            own(a, i, list);
+        }
+    }
+    for (uint32_t k = 0; fix && k < fix->n_fix; k++) {
+        PyObject *o = ints(&fix->fix[k]);
+        if (!o)
+            return -1;
+        own(a, fix->fix[k].arg, o);
+    }
+    return 0;
+}
+
+static int arguments_init(arguments *a, const template *t, const koila_sig_info *s,
+                          PyObject *const *inputs, const koila__call_fix *fix)
+{
+    a->n = s->n_pos + s->n_kw;
+    a->owned = 0;
+    a->at = a->n <= FEW_ARGUMENTS ? a->few : PyMem_Malloc(a->n * sizeof *a->at);
+    if (!a->at || a->n > MAX_ARGUMENTS) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return fill_in(a, t, s, inputs, fix);
+}
+
+static void arguments_deinit(arguments *a)
+{
+    for (uint32_t i = 0; i < a->n && i < MAX_ARGUMENTS; i++)
+        if (a->owned >> i & 1)
+            Py_DECREF(a->at[i]);
+    if (a->at != a->few)
+        PyMem_Free(a->at);
+}
+
+/* ---- the call itself */
+
+/* as_strided(self, size, stride, offset): recorded offsets count from the base's first element. */
+static PyObject *invoke_strided(const template *t, const koila_sig_info *s, PyObject *const *args)
+{
+    PyObject *self = as_recorded(args[0], s->inputs[0]);
+    PyObject *offset = self ? PyObject_CallMethod(self, "storage_offset", NULL) : NULL;
+    PyObject *r = NULL;
+    if (offset && s->n_pos > 3 && PyLong_Check(args[3]))
+        Py_SETREF(offset, PyNumber_Add(offset, args[3]));
+    if (offset)
+        r = PyObject_CallFunctionObjArgs(t->op, self, args[1], args[2], offset, NULL);
+    Py_XDECREF(offset);
+    Py_XDECREF(self);
+    return r;
+}
+
+static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObject **args,
+                              bool is_link)
+{
+    PyObject *r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+    /* values never change, so a copy is as good as a view; a link's copy would take the write with
+     * it */
+    if (r || !t->joins || is_link)
+        return r;
+    PyObject *given = args[0];
+    PyObject *copy = in_recorded_order(given, s->inputs[0]);
+    if (!copy)
+        return NULL;
+    args[0] = copy;
+    r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+    args[0] = given;
+    Py_DECREF(copy);
+    return r;
+}
+
+/* `inputs` with the written views already in their slots. New reference to whatever the operator
+ * returned. */
 static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                         bool is_link)
 {
@@ -198,94 +328,22 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
     if (!t)
         return NULL;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    const uint32_t n = s->n_pos + s->n_kw;
     const bool grad = koila__grad_mode();
     if (grad != s->grad_mode && koila__set_grad_mode(s->grad_mode) < 0)
         return NULL;
-    PyObject *few[24];
-    PyObject **args = n <= 24 ? few : PyMem_Malloc(n * sizeof *args);
+    arguments a;
     PyObject *r = NULL;
-    uint64_t owned = 0;
-    if (!args || n > 64) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    uint32_t at_input = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const koila_arg *tok = s->tokens + s->start[i];
-        args[i] = t->constant[i];
-        if (tok->kind == KOILA_ARG_TENSOR) {
-            args[i] = inputs[at_input++];
-        } else if (!args[i]) {
-            PyObject *list = PyList_New(tok->n);
-            for (uint32_t k = 0; list && k < tok->n; k++) {
-                const koila_arg *x = tok + 1 + k;
-                PyObject *o = x->kind == KOILA_ARG_TENSOR ? Py_NewRef(inputs[at_input++])
-                                                          : constant_of(x, &x);
-                if (!o)
-                    Py_CLEAR(list);
-                else
-                    PyList_SET_ITEM(list, k, o);
-            }
-            if (!list)
-                goto done;
-            args[i] = list;
-            owned |= (uint64_t)1 << i;
-        }
-        for (uint32_t k = 0; fix && k < fix->n_fix; k++)
-            if (fix->fix[k].arg == i) {
-                PyObject *o = ints(&fix->fix[k]);
-                if (!o)
-                    goto done;
-                if (owned >> i & 1)
-                    Py_DECREF(args[i]);
-                args[i] = o;
-                owned |= (uint64_t)1 << i;
-            }
-    }
-    if (t->strided) { /* recorded offsets count from the base's first element */
-        PyObject *self = as_recorded(args[0], s->inputs[0]);
-        if (!self)
-            goto done;
-        PyObject *zero = PyObject_CallMethod(self, "storage_offset", NULL);
-        PyObject *sum = NULL;
-        if (zero && s->n_pos > 3 && PyLong_Check(args[3]))
-            sum = PyNumber_Add(zero, args[3]);
-        else
-            sum = Py_XNewRef(zero);
-        Py_XDECREF(zero);
-        if (sum)
-            r = PyObject_CallFunctionObjArgs(t->op, self, args[1], args[2], sum, NULL);
-        Py_XDECREF(sum);
-        Py_DECREF(self);
-        goto done;
-    }
-    r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
-    /* values never change, so a copy is as good as a view; a link's copy would take the write with
-     * it */
-    if (!r && t->joins && !is_link) {
-        PyObject *given = args[0];
-        PyObject *copy = in_recorded_order(given, s->inputs[0]);
-        if (copy) {
-            args[0] = copy;
-            r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
-            args[0] = given;
-            Py_DECREF(copy);
-        }
-    }
-done:
-    for (uint32_t i = 0; i < n && i < 64 && owned >> i; i++)
-        if (owned >> i & 1)
-            Py_DECREF(args[i]);
+    if (arguments_init(&a, t, s, inputs, fix) == 0)
+        r = t->strided ? invoke_strided(t, s, a.at) : invoke_plain(t, s, a.at, is_link);
+    arguments_deinit(&a);
     if (grad != s->grad_mode)
         koila__set_grad_mode(grad);
-    if (args != few)
-        PyMem_Free(args);
     return r;
 }
 
+/* Result j of what an operator of this kind returned; borrowed, NULL: there is none. */
 static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
-{ /* borrowed */
+{
     if (kind == 0)
         return j == 0 ? r : NULL;
     if (PyTuple_Check(r))
@@ -295,246 +353,145 @@ static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
     return NULL;
 }
 
+/* ---- calls that write */
+
+typedef struct written {
+    PyObject *few[FEW_INPUTS];
+    PyObject **in;               /* [n_inputs] new references: views of what is written */
+    PyObject *bases[MAX_WRITES]; /* [n_bases] new references: what is written, whole */
+    uint32_t n_in, n_bases;
+} written;
+
+static void written_deinit(written *w)
+{
+    for (uint32_t i = 0; i < w->n_bases; i++)
+        Py_DECREF(w->bases[i]);
+    for (uint32_t i = 0; i < w->n_in; i++)
+        Py_DECREF(w->in[i]);
+    if (w->in != w->few)
+        PyMem_Free(w->in);
+}
+
+static int written_init(written *w, const koila_sig_info *s, PyObject *const *inputs)
+{
+    koila_assert(s->n_writes <= MAX_WRITES);
+    w->n_in = w->n_bases = 0;
+    w->in = s->n_inputs <= FEW_INPUTS ? w->few : PyMem_Malloc(s->n_inputs * sizeof *w->in);
+    if (!w->in) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; w->n_in < s->n_inputs; w->n_in++)
+        w->in[w->n_in] = Py_NewRef(inputs[w->n_in]);
+    return 0;
+}
+
+/* The base of one write. A copy that as_strided makes on its way would take the write with it, so
+ * where its chain begins with one the copy is the base. */
+static int add_base(written *w, const koila_write *write)
+{
+    PyObject **slot = &w->in[write->input];
+    const koila_sig first = write->n_links ? write->links[0].sig : KOILA_NONE;
+    const template *t = write->n_links ? template_of(first) : NULL;
+    if (write->n_links && !t)
+        return -1;
+    PyObject *base = t && t->strided
+                         ? as_recorded(*slot, koila_sig_get(koila__table, first)->inputs[0])
+                         : Py_NewRef(*slot);
+    if (!base)
+        return -1;
+    w->bases[w->n_bases] = base;
+    w->n_bases++;
+    Py_SETREF(*slot, Py_NewRef(base));
+    return 0;
+}
+
+/* *slot := its view along one link. */
+static int follow_link(PyObject **slot, koila_link link, const koila__call_fix *fix)
+{
+    const uint8_t kind = koila_sig_get(koila__table, link.sig)->result_kind;
+    PyObject *all = invoke(link.sig, slot, fix, true);
+    PyObject *view = all ? item(all, kind, link.output) : NULL;
+    if (all && !view)
+        PyErr_SetString(PyExc_SystemError, "koila: a view call lost a result");
+    if (view)
+        Py_SETREF(*slot, Py_NewRef(view));
+    Py_XDECREF(all);
+    return view ? 0 : -1;
+}
+
+static int follow_chains(written *w, const koila_sig_info *s, const koila__call_fix *link_fix)
+{
+    uint32_t at = 0; /* of all links of all writes */
+    for (uint32_t i = 0; i < s->n_writes; i++)
+        if (add_base(w, &s->writes[i]) < 0)
+            return -1;
+    for (uint32_t i = 0; i < s->n_writes; i++)
+        for (uint32_t k = 0; k < s->writes[i].n_links; k++, at++)
+            if (follow_link(&w->in[s->writes[i].input], s->writes[i].links[k],
+                            link_fix ? &link_fix[at] : NULL) < 0)
+                return -1;
+    return 0;
+}
+
+/* ---- results */
+
+/* The j-th result that is not a written argument; borrowed. */
+static PyObject *fresh_result(const koila_sig_info *s, PyObject *r, uint32_t j)
+{
+    const int8_t *source = NULL;
+    if (!s->n_writes)
+        return item(r, s->result_kind, j);
+    const int n_results = koila__op_sources(s->op, &source);
+    for (int k = 0; k < n_results && k < MAX_RESULTS; k++) {
+        if (source[k] != SOURCE_FRESH)
+            continue;
+        if (j == 0)
+            return item(r, n_results > 1, (uint32_t)k);
+        j--;
+    }
+    return NULL;
+}
+
+/* outputs[n_fresh] := new references of r's results. */
+static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
+{
+    for (uint32_t j = 0; j < s->n_fresh; j++) {
+        PyObject *o = fresh_result(s, r, j);
+        const bool is_none = s->outputs[j] == KOILA_NONE;
+        const bool is_lost = !is_none && (!o || !koila__is_tensor(o));
+        if (is_lost || PyErr_Occurred()) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_SystemError,
+                             "koila: %s did not return what it did when it was recorded",
+                             koila_op_name(koila__table, s->op));
+            while (j)
+                Py_CLEAR(outputs[--j]);
+            return -1;
+        }
+        outputs[j] = is_none ? NULL : Py_NewRef(o);
+    }
+    return 0;
+}
+
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    PyObject *few[32], **in = NULL, *r = NULL, *bases[64];
-    uint32_t at_link = 0, n_bases = 0;
-    int rc = -1;
     if (!s->n_writes) {
-        r = invoke(sig, inputs, fix, false);
-    } else {
-        in = s->n_inputs <= 32 ? few : PyMem_Malloc(s->n_inputs * sizeof *in);
-        if (!in) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            in[i] = Py_NewRef(inputs[i]);
-        bool ok = s->n_writes <= 64;
-        for (uint32_t w = 0; w < s->n_writes && ok; w++) {
-            const koila_write *write = &s->writes[w];
-            const template *first = write->n_links ? template_of(write->links[0].sig) : NULL;
-            /* a copy made on the way would take the write with it */
-            const bool recorded = first && first->strided;
-            bases[w] =
-                recorded ? as_recorded(inputs[write->input],
-                                       koila_sig_get(koila__table, write->links[0].sig)->inputs[0])
-                         : Py_NewRef(inputs[write->input]);
-            n_bases = w + 1;
-            if (bases[w] && recorded)
-                Py_SETREF(in[write->input], Py_NewRef(bases[w]));
-            ok = bases[w] && (!write->n_links || first);
-        }
-        for (uint32_t w = 0; w < s->n_writes && ok; w++)
-            for (uint32_t k = 0; k < s->writes[w].n_links && ok; k++, at_link++) {
-                const koila_link link = s->writes[w].links[k];
-                PyObject **slot = &in[s->writes[w].input];
-                PyObject *all = invoke(link.sig, slot, link_fix ? &link_fix[at_link] : NULL, true);
-                PyObject *view =
-                    all ? item(all, koila_sig_get(koila__table, link.sig)->result_kind, link.output)
-                        : NULL;
-                if (all && !view)
-                    PyErr_SetString(PyExc_SystemError, "koila: a view call lost a result");
-                if (!view)
-                    ok = false;
-                else {
-                    Py_INCREF(view);
-                    Py_DECREF(*slot);
-                    *slot = view;
-                }
-                Py_XDECREF(all);
-            }
-        if (ok)
-            r = invoke(sig, in, fix, false);
+        PyObject *r = invoke(sig, inputs, fix, false);
+        const int status = r ? take_fresh(s, r, outputs) : -1;
+        Py_XDECREF(r);
+        return status;
     }
-    if (!r)
-        goto done;
-    const int8_t *source = NULL;
-    int n_results = 0;
-    if (s->n_writes && s->n_fresh && (n_results = koila__op_sources(s->op, &source)) < 0)
-        goto done;
-    uint32_t j = 0;
-    for (; j < s->n_fresh; j++) {
-        PyObject *o = NULL;
-        if (!s->n_writes) {
-            o = item(r, s->result_kind, j);
-        } else { /* the j-th result that is not a written argument */
-            uint32_t seen = 0;
-            for (int k = 0; k < n_results && k < 8; k++)
-                if (source[k] == -1 && seen++ == j)
-                    o = item(r, n_results > 1, (uint32_t)k);
-        }
-        if (s->outputs[j] != KOILA_NONE && (!o || !koila__is_tensor(o))) {
-            PyErr_Format(PyExc_SystemError,
-                         "koila: %s did not return what it did when it was recorded",
-                         koila_op_name(koila__table, s->op));
-            while (j)
-                Py_CLEAR(outputs[--j]);
-            goto done;
-        }
-        outputs[j] = s->outputs[j] == KOILA_NONE ? NULL : Py_NewRef(o);
-    }
-    for (uint32_t w = 0; w < s->n_writes; w++)
-        outputs[j++] = Py_NewRef(bases[w]);
-    rc = 0;
-done:
-    Py_XDECREF(r);
-    for (uint32_t w = 0; w < n_bases; w++)
-        Py_XDECREF(bases[w]);
-    for (uint32_t i = 0; in && i < s->n_inputs; i++)
-        Py_DECREF(in[i]);
-    if (in && in != few)
-        PyMem_Free(in);
-    return rc;
-}
-
-/* ---- the simple executor */
-
-static int stale(koila__tape *t, koila_value v)
-{
-    uint32_t version;
-    if (koila__version_of(t->values[v].real, &version) < 0)
-        return -1;
-    if (version == t->values[v].version)
-        return 0;
-    PyObject *f = koila__helper("raise_stale");
-    PyObject *meta = f ? koila__meta_object(koila_value_get(t->graph, v).meta) : NULL;
+    written w;
     PyObject *r = NULL;
-    if (meta)
-        r = PyObject_CallFunction(f, "OOII", t->values[v].real, meta, t->values[v].version,
-                                  version);
+    if (written_init(&w, s, inputs) == 0 && follow_chains(&w, s, link_fix) == 0)
+        r = invoke(sig, w.in, fix, false);
+    const int status = r ? take_fresh(s, r, outputs) : -1;
+    for (uint32_t i = 0; i < s->n_writes && status == 0; i++)
+        outputs[s->n_fresh + i] = Py_NewRef(w.bases[i]);
     Py_XDECREF(r);
-    Py_XDECREF(meta);
-    Py_XDECREF(f);
-    return -1;
-}
-
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
-{
-    const koila_graph *g = t->graph;
-    const uint32_t n_nodes = koila_graph_n_nodes(g);
-    const uint32_t n_values = koila_graph_n_values(g);
-    /* readers to come; targets count as one more */
-    uint32_t *uses = PyMem_Calloc(n_values + 1, sizeof *uses);
-    PyObject **env = PyMem_Calloc(n_values + 1, sizeof *env);
-    bool *needed = PyMem_Calloc(n_nodes + 1, sizeof *needed);
-    PyObject *guards = NULL, *in[256], *out[256];
-    int rc = -1;
-    Py_INCREF(t);
-    if (!uses || !env || !needed) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (uint32_t i = 0; i < n_targets; i++)
-        uses[targets[i]]++;
-    for (uint32_t n = n_nodes; n--;) {
-        const koila_node_info node = koila_node_get(g, n);
-        const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
-        for (uint32_t j = 0; j < s->n_outputs; j++)
-            if (uses[node.first_output + j] && !t->values[node.first_output + j].real)
-                needed[n] = true;
-        if (!needed[n])
-            continue;
-        if (s->n_inputs > 256 || s->n_outputs > 256) {
-            PyErr_SetString(PyExc_RuntimeError, "koila: an operator with more than 256 tensors");
-            goto done;
-        }
-        const koila_value *inputs = koila_node_inputs(g, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            uses[inputs[i]]++;
-    }
-    for (uint32_t v = 0; v < n_values; v++)
-        if (uses[v] && t->values[v].real && stale(t, v) < 0)
-            goto done;
-    guards = koila__ask("enter_modes", NULL, NULL, NULL);
-    if (!guards)
-        goto done;
-    for (uint32_t n = 0; n < n_nodes; n++) {
-        if (!needed[n])
-            continue;
-        const koila_node_info node = koila_node_get(g, n);
-        const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
-        const koila_value *inputs = koila_node_inputs(g, n);
-        PyObject *owned[64], *old_state = NULL;
-        uint32_t n_owned = 0;
-        bool ok = s->n_writes <= 64;
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            in[i] = t->values[inputs[i]].real ? t->values[inputs[i]].real : env[inputs[i]];
-        /* a value never changes: write into a copy */
-        for (uint32_t w = 0; w < s->n_writes && ok; w++) {
-            const uint32_t i = s->writes[w].input;
-            PyObject *copy =
-                koila__ask(s->writes[w].overwrites ? "empty_like_exactly" : "clone_exactly", in[i],
-                           NULL, NULL);
-            if (!copy)
-                ok = false;
-            else
-                in[i] = owned[n_owned++] = copy;
-        }
-        const tape_random *random = koila__tape_random(t, n);
-        if (ok && random &&
-            (!(old_state = koila__generator_get(random->generator)) ||
-             koila__generator_set(random->generator, random->state) < 0))
-            ok = false;
-        if (ok && koila__call(node.sig, in, NULL, NULL, out) < 0)
-            ok = false;
-        if (old_state) {
-            PyObject *type, *value, *trace;
-            PyErr_Fetch(&type, &value, &trace);
-            if (koila__generator_set(random->generator, old_state) < 0 && type)
-                PyErr_Clear();
-            if (type)
-                PyErr_Restore(type, value, trace);
-            else if (PyErr_Occurred())
-                ok = false;
-            Py_DECREF(old_state);
-        }
-        for (uint32_t i = 0; i < n_owned; i++)
-            Py_DECREF(owned[i]);
-        if (!ok)
-            goto done;
-        for (uint32_t j = 0; j < s->n_outputs; j++) {
-            koila_meta m;
-            if (out[j] && !(koila_op_flags(koila__table, s->op) & KOILA_OP_OPAQUE) &&
-                (koila__meta_of(out[j], &m) < 0 || m != s->outputs[j])) {
-                PyObject *is = koila__meta_object(m);
-                PyObject *was = koila__meta_object(s->outputs[j]);
-                PyErr_Format(PyExc_AssertionError, "node %u %s, result %u: recorded as %R, is %R",
-                             n, koila_op_name(koila__table, s->op), j, was, is);
-                Py_XDECREF(is);
-                Py_XDECREF(was);
-                for (; j < s->n_outputs; j++)
-                    Py_XDECREF(out[j]);
-                goto done;
-            }
-            if (!out[j])
-                continue;
-            if (uses[node.first_output + j] && !t->values[node.first_output + j].real)
-                env[node.first_output + j] = out[j];
-            else
-                Py_DECREF(out[j]);
-        }
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            if (--uses[inputs[i]] == 0)
-                Py_CLEAR(env[inputs[i]]);
-    }
-    Py_CLEAR(guards);
-    rc = 0;
-    /* all computed: now change the world */
-    for (uint32_t i = 0; i < n_targets; i++)
-        if (env[targets[i]]) {
-            koila__tape_set_real(t, targets[i], env[targets[i]]);
-            env[targets[i]] = NULL;
-        }
-done:
-    Py_CLEAR(guards);
-    for (uint32_t v = 0; env && v < n_values; v++)
-        Py_XDECREF(env[v]);
-    PyMem_Free(uses);
-    PyMem_Free(env);
-    PyMem_Free(needed);
-    Py_DECREF(t);
-    return rc;
+    written_deinit(&w);
+    return status;
 }

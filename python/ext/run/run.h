@@ -9,6 +9,7 @@
  *   cuda_state.c    a GPU's allocator as it is now       tuning.c        the fastest number of rows
  *   part.c          what makes the targets               predict_step.c  a GPU that is not here
  *   call.c          one recorded call                    torch_calls.c   calls of the executor's own
+ *   whole.c         the simple executor of tests
  *
  * Unless said otherwise a function that returns int or a pointer fails with -1 or NULL and an
  * exception, and pointers to Python objects are new references.
@@ -61,7 +62,7 @@ typedef struct koila__call_fix {
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs);
 
-/* ---- what executor.h promises to capture */
+/* ---- run.c, whole.c: what executor.h promises to capture */
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
@@ -259,8 +260,8 @@ typedef struct koila__training {
         strict_conf;
 } koila__training;
 /* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the one that was predicted, the caller's. */
-PyObject *koila__predict_graph(const koila_graph *g, const char *device, unsigned long long memory,
-                               long long rows, const koila__training *with, koila_plan **plan);
+PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_t memory,
+                               int64_t rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);
 
 #endif

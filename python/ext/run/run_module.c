@@ -129,6 +129,59 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
  * by the tape when nobody else can ask for it, so that whoever gets it may own its storage alone
  * (AccumulateGrad takes a gradient without a copy only then). Whether somebody can is known when
  * the wrappers are gone: a view's keeps that of its base alive. */
+typedef struct taken {
+    koila__tape *tape;   /* owned */
+    koila__group *group; /* counted; NULL: not lazy */
+    koila_value value;
+} taken;
+
+static int plain_values_of(PyObject *lazies, PyObject *out)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(out); i++) {
+        PyObject *o = PyList_GET_ITEM(lazies, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        PyObject *real = h ? koila__concrete(h) : o;
+        if (!real)
+            return -1;
+        PyList_SET_ITEM(out, i, Py_NewRef(real));
+    }
+    return 0;
+}
+
+static void hold_groups(PyObject *lazies, taken *all, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *o = PyList_GET_ITEM(lazies, i);
+        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+        if (!h || h->value == KOILA_NONE)
+            continue;
+        all[i] = (taken){ h->group->tape, h->group, h->value };
+        Py_INCREF(h->group->tape);
+        h->group->refs++;
+    }
+}
+
+/* The tape gives up what only this call can still ask for. */
+static void let_go(const taken *all, Py_ssize_t i, Py_ssize_t n)
+{
+    koila__tape *t = all[i].tape;
+    koila__group *g = all[i].group;
+    uint32_t ours = 0;
+    for (Py_ssize_t j = i; j < n; j++)
+        ours += all[j].group == g;
+    koila_assert(g->refs >= ours);
+    if (g->refs == ours) {
+        const koila_value shown[] = { all[i].value, g->cur };
+        for (size_t k = 0; k < 2; k++)
+            if (koila_value_get(t->graph, shown[k]).node != KOILA_NONE)
+                Py_CLEAR(t->values[shown[k]].real);
+    }
+    g->refs--;
+    if (!g->refs)
+        koila__group_free(g);
+    Py_DECREF(t);
+}
+
 static PyObject *py_take_all(PyObject *self, PyObject *lazies)
 {
     (void)self;
@@ -137,57 +190,23 @@ static PyObject *py_take_all(PyObject *self, PyObject *lazies)
         return NULL;
     }
     const Py_ssize_t n = PyList_GET_SIZE(lazies);
-    struct taken {
-        koila__tape *tape;   /* owned */
-        koila__group *group; /* counted; NULL: not lazy */
-        koila_value value;
-    } *taken = PyMem_Calloc((size_t)n + 1, sizeof *taken);
     PyObject *out = PyList_New(n);
-    if (!taken || !out)
-        goto failed;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *o = PyList_GET_ITEM(lazies, i);
-        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        PyObject *real = h ? koila__concrete(h) : o;
-        if (!real)
-            goto failed;
-        PyList_SET_ITEM(out, i, Py_NewRef(real));
+    taken *all = PyMem_Calloc((size_t)n + 1, sizeof *all);
+    if (out && !all)
+        PyErr_NoMemory();
+    if (!out || !all || plain_values_of(lazies, out) < 0) {
+        PyMem_Free(all);
+        Py_XDECREF(out);
+        return NULL;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *o = PyList_GET_ITEM(lazies, i);
-        koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
-        if (!h || h->value == KOILA_NONE)
-            continue;
-        taken[i] = (struct taken){ h->group->tape, h->group, h->value };
-        Py_INCREF(h->group->tape);
-        h->group->refs++;
-    }
+    hold_groups(lazies, all, n);
     if (PyList_SetSlice(lazies, 0, n, NULL) < 0)
         PyErr_Clear();
-    for (Py_ssize_t i = 0; i < n; i++) {
-        koila__tape *t = taken[i].tape;
-        koila__group *g = taken[i].group;
-        if (!g)
-            continue;
-        uint32_t ours = 0;
-        for (Py_ssize_t j = i; j < n; j++)
-            ours += taken[j].group == g;
-        if (g->refs == ours) {
-            const koila_value shown[] = { taken[i].value, g->cur };
-            for (size_t k = 0; k < 2; k++)
-                if (koila_value_get(t->graph, shown[k]).node != KOILA_NONE)
-                    Py_CLEAR(t->values[shown[k]].real);
-        }
-        if (--g->refs == 0)
-            koila__group_free(g);
-        Py_DECREF(t);
-    }
-    PyMem_Free(taken);
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (all[i].group)
+            let_go(all, i, n);
+    PyMem_Free(all);
     return out;
-failed:
-    PyMem_Free(taken);
-    Py_XDECREF(out);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
 /* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice":
@@ -404,21 +423,43 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, ddp,
- * autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, torch_version): the
- * last planned step on a device profile (a name, or JSON text). */
-static PyObject *py_predict(PyObject *self, PyObject *args)
+/* predict(device, *, ...): the step planned last on a device profile (a name, or JSON text); what the
+ * keywords say is koila_predict_opts in words. rows None: the most that fit. */
+static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
 {
+    static char *names[] = { "device",
+                             "memory",
+                             "rows",
+                             "optimizer",
+                             "way",
+                             "sdpa",
+                             "weight_decay",
+                             "amsgrad",
+                             "clip_grad_norm",
+                             "ddp",
+                             "autocast",
+                             "grad_scaler",
+                             "cublas_workspace",
+                             "cudnn_sdpa_last",
+                             "conf",
+                             "strict_conf",
+                             "torch_version",
+                             NULL };
     const char *device;
-    koila__training with;
-    unsigned long long memory;
-    long long rows;
+    PyObject *rows_or_none = Py_None;
+    unsigned long long memory = 0;
+    koila__training with = { .optimizer = "none", .way = "foreach", .sdpa = "auto" };
     (void)self;
-    if (!PyArg_ParseTuple(args, "sKLsssppppppzpzps:predict", &device, &memory, &rows,
-                          &with.optimizer, &with.way, &with.sdpa, &with.weight_decay, &with.amsgrad,
-                          &with.clip_grad_norm, &with.ddp, &with.autocast, &with.grad_scaler,
-                          &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf,
-                          &with.strict_conf, &with.torch_version))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|$KOsssppppppzpzpz:predict", names, &device,
+                                     &memory, &rows_or_none, &with.optimizer, &with.way, &with.sdpa,
+                                     &with.weight_decay, &with.amsgrad, &with.clip_grad_norm,
+                                     &with.ddp, &with.autocast, &with.grad_scaler,
+                                     &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf,
+                                     &with.strict_conf, &with.torch_version))
+        return NULL;
+    const int64_t rows =
+        rows_or_none == Py_None ? KOILA_ROWS_AUTO : PyLong_AsLongLong(rows_or_none);
+    if (PyErr_Occurred())
         return NULL;
     const koila__step *last = koila__last_step();
     if (!last) {
@@ -513,10 +554,9 @@ static PyMethodDef methods[] = {
     { "save_graph", py_save_graph, METH_VARARGS,
       "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
-    { "predict", py_predict, METH_VARARGS,
-      "predict(device, memory, rows, optimizer, way, sdpa, weight_decay, amsgrad, clip_grad_norm, "
-      "ddp, autocast, grad_scaler, cublas_workspace, cudnn_sdpa_last, conf, strict_conf, "
-      "torch_version) -> dict" },
+    { "predict", (PyCFunction)(void (*)(void))py_predict, METH_VARARGS | METH_KEYWORDS,
+      "The step planned last on a device, given by name or as JSON text; a dict. The keywords are "
+      "koila.plan()'s." },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS,
       "register_rule(operator, rule): what koila.register_rule says." },

@@ -1,0 +1,214 @@
+/* whole.c — the simple executor, the reference in tests: every node once, whole, in recorded order,
+ * each value freed at its last use and each result compared with its record. */
+#include "run/run.h"
+#include "ground/random.h"
+
+enum {
+    MOST_TENSORS = 256, /* of one call: inputs, and outputs */
+    MAX_WRITES = 64,
+};
+
+typedef struct whole_run {
+    koila__tape *t;
+    const koila_graph *g;
+    uint32_t n_nodes, n_values;
+    uint32_t *uses; /* [n_values] readers to come; being a target counts as one more */
+    PyObject **env; /* [n_values] owned: made by this run */
+    bool *needed;   /* [n_nodes] */
+} whole_run;
+
+static int check_version(koila__tape *t, koila_value v)
+{
+    uint32_t version;
+    if (koila__version_of(t->values[v].real, &version) < 0)
+        return -1;
+    if (version == t->values[v].version)
+        return 0;
+    PyObject *f = koila__helper("raise_stale");
+    PyObject *meta = f ? koila__meta_object(koila_value_get(t->graph, v).meta) : NULL;
+    PyObject *r = NULL;
+    if (meta)
+        r = PyObject_CallFunction(f, "OOII", t->values[v].real, meta, t->values[v].version,
+                                  version);
+    Py_XDECREF(r);
+    Py_XDECREF(meta);
+    Py_XDECREF(f);
+    return -1;
+}
+
+/* Must v be made? It has readers, and is not concrete. */
+static bool is_wanted(const whole_run *w, koila_value v)
+{
+    return w->uses[v] && !w->t->values[v].real;
+}
+
+/* What is needed, from the targets backwards. */
+static int find_needed(whole_run *w, const koila_value *targets, uint32_t n_targets)
+{
+    for (uint32_t i = 0; i < n_targets; i++)
+        w->uses[targets[i]]++;
+    for (koila_node n = w->n_nodes; n-- > 0;) {
+        const koila_node_info node = koila_node_get(w->g, n);
+        const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
+        for (uint32_t j = 0; j < s->n_outputs; j++)
+            w->needed[n] |= is_wanted(w, node.first_output + j);
+        if (!w->needed[n])
+            continue;
+        if (s->n_inputs > MOST_TENSORS || s->n_outputs > MOST_TENSORS) {
+            PyErr_Format(PyExc_RuntimeError, "koila: an operator with more than %d tensors",
+                         MOST_TENSORS);
+            return -1;
+        }
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            w->uses[koila_node_inputs(w->g, n)[i]]++;
+    }
+    for (koila_value v = 0; v < w->n_values; v++)
+        if (w->uses[v] && w->t->values[v].real && check_version(w->t, v) < 0)
+            return -1;
+    return 0;
+}
+
+/* A random node draws from the state that was recorded; the user's is put back. */
+static int call_with_state(const tape_random *random, koila_sig sig, PyObject *const *in,
+                           PyObject **out)
+{
+    if (!random)
+        return koila__call(sig, in, NULL, NULL, out);
+    PyObject *state = koila__generator_get(random->generator);
+    int status = -1;
+    if (state && koila__generator_set(random->generator, random->state) == 0)
+        status = koila__call(sig, in, NULL, NULL, out);
+    if (state) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        const bool is_back = koila__generator_set(random->generator, state) == 0;
+        if (type) {
+            PyErr_Clear();
+            PyErr_Restore(type, value, trace);
+        } else if (!is_back)
+            status = -1;
+    }
+    Py_XDECREF(state);
+    return status;
+}
+
+/* The call of node n; a value never changes, so it writes into copies. */
+static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObject **out)
+{
+    const koila_value *inputs = koila_node_inputs(w->g, n);
+    PyObject *in[MOST_TENSORS], *copies[MAX_WRITES];
+    uint32_t n_copies = 0;
+    koila_assert(s->n_writes <= MAX_WRITES);
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        PyObject *real = w->t->values[inputs[i]].real;
+        in[i] = real ? real : w->env[inputs[i]];
+        koila_assert(in[i]);
+    }
+    int status = 0;
+    while (n_copies < s->n_writes && status == 0) {
+        const koila_write *write = &s->writes[n_copies];
+        const char *how = write->overwrites ? "empty_like_exactly" : "clone_exactly";
+        PyObject *copy = koila__ask(how, in[write->input], NULL, NULL);
+        if (copy) {
+            in[write->input] = copies[n_copies] = copy;
+            n_copies++;
+        } else
+            status = -1;
+    }
+    if (status == 0)
+        status = call_with_state(koila__tape_random(w->t, n), koila_node_get(w->g, n).sig, in, out);
+    for (uint32_t i = 0; i < n_copies; i++)
+        Py_DECREF(copies[i]);
+    return status;
+}
+
+/* Is each result what was recorded? An opaque operator's are whatever they are. */
+static int check_results(koila_node n, const koila_sig_info *s, PyObject *const *out)
+{
+    if (koila_op_flags(koila__table, s->op) & KOILA_OP_OPAQUE)
+        return 0;
+    for (uint32_t j = 0; j < s->n_outputs; j++) {
+        koila_meta m;
+        if (!out[j])
+            continue;
+        if (koila__meta_of(out[j], &m) < 0)
+            return -1;
+        if (m == s->outputs[j])
+            continue;
+        PyObject *is = koila__meta_object(m);
+        PyObject *was = koila__meta_object(s->outputs[j]);
+        if (is && was)
+            PyErr_Format(PyExc_AssertionError, "node %u %s, result %u: recorded as %R, is %R", n,
+                         koila_op_name(koila__table, s->op), j, was, is);
+        Py_XDECREF(is);
+        Py_XDECREF(was);
+        return -1;
+    }
+    return 0;
+}
+
+static int run_node(whole_run *w, koila_node n)
+{
+    const koila_node_info node = koila_node_get(w->g, n);
+    const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
+    const koila_value *inputs = koila_node_inputs(w->g, n);
+    PyObject *out[MOST_TENSORS];
+    if (call_node(w, n, s, out) < 0)
+        return -1;
+    const int status = check_results(n, s, out);
+    for (uint32_t j = 0; j < s->n_outputs; j++) {
+        const koila_value v = node.first_output + j;
+        if (status == 0 && out[j] && is_wanted(w, v))
+            w->env[v] = out[j];
+        else
+            Py_XDECREF(out[j]);
+    }
+    for (uint32_t i = 0; i < s->n_inputs && status == 0; i++) {
+        w->uses[inputs[i]]--;
+        if (!w->uses[inputs[i]])
+            Py_CLEAR(w->env[inputs[i]]);
+    }
+    return status;
+}
+
+static int run_nodes(whole_run *w)
+{
+    PyObject *guards = koila__ask("enter_modes", NULL, NULL, NULL);
+    int status = guards ? 0 : -1;
+    for (koila_node n = 0; n < w->n_nodes && status == 0; n++)
+        if (w->needed[n])
+            status = run_node(w, n);
+    Py_XDECREF(guards);
+    return status;
+}
+
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
+{
+    whole_run w = { .t = t,
+                    .g = t->graph,
+                    .n_nodes = koila_graph_n_nodes(t->graph),
+                    .n_values = koila_graph_n_values(t->graph) };
+    int status = -1;
+    Py_INCREF(t);
+    w.uses = PyMem_Calloc(w.n_values + 1, sizeof *w.uses);
+    w.env = PyMem_Calloc(w.n_values + 1, sizeof *w.env);
+    w.needed = PyMem_Calloc(w.n_nodes + 1, sizeof *w.needed);
+    if (!w.uses || !w.env || !w.needed)
+        PyErr_NoMemory();
+    else if (find_needed(&w, targets, n_targets) == 0)
+        status = run_nodes(&w);
+    /* all is computed: the values can be seen from here on */
+    for (uint32_t i = 0; i < n_targets && status == 0; i++) {
+        PyObject *real = w.env[targets[i]];
+        w.env[targets[i]] = NULL;
+        if (real)
+            koila__tape_set_real(t, targets[i], real);
+    }
+    for (koila_value v = 0; w.env && v < w.n_values; v++)
+        Py_XDECREF(w.env[v]);
+    PyMem_Free(w.uses);
+    PyMem_Free(w.env);
+    PyMem_Free(w.needed);
+    Py_DECREF(t);
+    return status;
+}
