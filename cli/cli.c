@@ -227,12 +227,17 @@ const char *gib(uint64_t n, char out[32])
 static size_t character(const char *s, uint32_t *c)
 {
     const unsigned char *p = (const unsigned char *)s;
-    size_t n = p[0] < 0x80                   ? 1
-               : p[0] >= 0xC2 && p[0] < 0xE0 ? 2
-               : p[0] >= 0xE0 && p[0] < 0xF0 ? 3
-               : p[0] >= 0xF0 && p[0] < 0xF5 ? 4
-                                             : 0;
-    *c = n == 1 ? p[0] : n == 2 ? p[0] & 31u : n == 3 ? p[0] & 15u : p[0] & 7u;
+    static const uint32_t payload[] = { 0, 0x7f, 31, 15, 7 }; /* bits of the first byte, by n */
+    size_t n = 0;
+    if (p[0] < 0x80)
+        n = 1;
+    else if (p[0] >= 0xC2 && p[0] < 0xE0)
+        n = 2;
+    else if (p[0] >= 0xE0 && p[0] < 0xF0)
+        n = 3;
+    else if (p[0] >= 0xF0 && p[0] < 0xF5)
+        n = 4;
+    *c = p[0] & payload[n];
     for (size_t i = 1; i < n; i++) {
         if ((p[i] & 0xC0) != 0x80)
             n = 0;
@@ -390,13 +395,15 @@ koila_snapshot *open_snapshot(const char *verb, snapshot_options *o, koila_cache
                 d++;
         o->device = d < info.n_devices ? d : 0;
     }
-    koila_status status = KOILA_OK;
+    koila_status status = KOILA_BAD_ARGUMENT;
     if (o->device >= info.n_devices) {
         complain(o->path, "Leave --device out for the first that recorded something.",
                  "no device %llu: the snapshot has %u", (unsigned long long)o->device,
                  info.n_devices);
-        status = KOILA_BAD_ARGUMENT;
-    } else if ((status = koila_snapshot_config(s, (uint32_t)o->device, o->torch, conf, &e))) {
+    } else {
+        status = koila_snapshot_config(s, (uint32_t)o->device, o->torch, conf, &e);
+        if (!status)
+            return s;
         if (e.text[0])
             complain_about(o->path, &e, NULL);
         else
@@ -405,8 +412,6 @@ koila_snapshot *open_snapshot(const char *verb, snapshot_options *o, koila_cache
                                                  : "--torch %s: say a version, such as 2.10",
                      o->torch);
     }
-    if (!status)
-        return s;
     koila_snapshot_free(s);
     return NULL;
 }
@@ -508,7 +513,9 @@ FILE *create_beside(const char *path, char **temporary)
 
 int finish_file(FILE *f, char *temporary, const char *path)
 {
-    int failed = !ferror(f) ? 0 : errno ? errno : EIO; /* of the write that failed */
+    int failed = 0;
+    if (ferror(f)) /* of the write that failed */
+        failed = errno ? errno : EIO;
     if (fclose(f) && !failed)
         failed = errno;
     if (!failed && temporary) { /* beside what it becomes: cut ".XXXXXX" off */

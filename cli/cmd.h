@@ -69,8 +69,8 @@ typedef struct args {
 bool args_next(args *a, const char **name);
 /* of the option just returned; NULL (and a->bad) if missing */
 const char *args_value(args *a);
-/* Its value as a number of bytes, at least `least`. EXIT_OK, also if it is missing (and a->bad); else
- * complained: "say EXAMPLE". */
+/* Its value as a number of bytes, at least `least`. EXIT_OK, also if it is missing (and a->bad);
+ * else complained: "say EXAMPLE". */
 int args_size(args *a, const char *name, uint64_t least, const char *example, uint64_t *out);
 
 /* ---- numbers */

@@ -42,8 +42,8 @@ typedef struct live_one {
     bool used;
 } live_one;
 
-/* What is allocated: open addressing by address. The command line sees only koila.h, so the hash set
- * of the core is not here. */
+/* What is allocated: open addressing by address. The command line sees only koila.h, and so not the
+ * hash set of the core. */
 typedef struct live_table {
     live_one *at;
     size_t n, cap;
@@ -71,8 +71,8 @@ static void live_put(live_table *t, const live_one *x)
         return;
     }
     if ((t->n + 1) * 2 > t->cap) {
-        live_table bigger = { calloc(t->cap ? t->cap * 2 : 1024, sizeof(live_one)), 0,
-                              t->cap ? t->cap * 2 : 1024, false };
+        const size_t cap = t->cap ? t->cap * 2 : 1024;
+        live_table bigger = { calloc(cap, sizeof(live_one)), 0, cap, false };
         if (!bigger.at) {
             t->failed = true;
             return;

@@ -162,12 +162,13 @@ uint32_t koila__cache_block_new(koila_cache *c, uint32_t seg, uint32_t lane_i, u
     uint32_t b = c->s.dead_block;
     if (b)
         c->s.dead_block = c->blocks[b].link[0];
-    else {
+    else { /* the first call of this slot; koila__cache_reserve() made room */
         b = c->s.n_slots_used++;
         koila_assert(b < c->blocks_cap);
         c->blocks[b].tag = c->epoch; /* nothing to save: before, this slot did not exist */
     }
     block *x = wr(c, b);
+    koila_assert(b && size);
     uint32_t tag = x->tag;
     *x = (block){
         .addr = addr, .size = size, .seg = seg, .lane = lane_i, .tag = tag, .state = DEAD
@@ -179,6 +180,7 @@ uint32_t koila__cache_block_new(koila_cache *c, uint32_t seg, uint32_t lane_i, u
 static void block_drop(koila_cache *c, uint32_t b)
 {
     block *x = wr(c, b);
+    koila_assert(b && x->state != DEAD && c->s.n_blocks > 0);
     x->state = DEAD;
     x->link[0] = c->s.dead_block;
     c->s.dead_block = b;
@@ -193,6 +195,7 @@ uint32_t koila__cache_seg_new(koila_cache *c, uint32_t lane_i, uint64_t addr, ui
         c->s.dead_seg = c->segs[s].next_dead;
     else
         s = c->s.n_segs++;
+    koila_assert(s && s < c->segs_cap && lane_i < c->n_lanes);
     *wr_seg(c, s) =
         (segment){ .addr = addr, .size = size, .lane = lane_i, .expandable = expandable };
     c->s.n_reservations += expandable;
@@ -205,6 +208,7 @@ uint32_t koila__cache_seg_new(koila_cache *c, uint32_t lane_i, uint64_t addr, ui
 static void seg_drop(koila_cache *c, uint32_t s)
 {
     segment *g = wr_seg(c, s);
+    koila_assert(g->first && c->pools[c->lanes[g->lane]->pool >> 1].n_segments > 0);
     c->s.n_reservations -= g->expandable;
     wr_pool(c, c->lanes[g->lane]->pool >> 1)->n_segments--;
     g->first = 0;
@@ -283,6 +287,7 @@ static uint32_t map_pages(koila_cache *c, uint32_t b, uint64_t size)
     const uint64_t bytes = whole < c->blocks[b].size ? whole : c->blocks[b].size;
     const uint32_t lane_i = c->blocks[b].lane;
     uint64_t addr = c->blocks[b].addr;
+    koila_assert(c->blocks[b].state == KOILA_BLOCK_UNMAPPED && bytes > 0);
     if (!driver_gives(c, KOILA_EVENT_SEGMENT_MAP, bytes, c->lanes[lane_i]->stream, &addr))
         return 0;
     tree_erase(c, b, UNMAPPED_BIN);
@@ -316,6 +321,7 @@ static void unmap_pages(koila_cache *c, uint32_t b)
     const uint64_t to = base + (x->addr + x->size - base) / page * page;
     const uint32_t seg = x->seg;
     const uint32_t lane_i = x->lane;
+    koila_assert(x->state == KOILA_BLOCK_FREE && in_expandable(c, b));
     if (from >= to)
         return;
     free_erase(c, b);
@@ -432,6 +438,7 @@ static void complete(koila_cache *c, uint32_t b)
     const uint64_t size = x->size;
     const uint64_t requested = x->requested;
     const uint32_t lane_i = x->lane;
+    koila_assert(x->state == DEAD && !x->uses); /* neither handed out nor pending any more */
     hash_drop(c, addr, b);
     x->requested = 0;
     int64_t n = 0, bytes = 0;
@@ -461,6 +468,7 @@ static void complete(koila_cache *c, uint32_t b)
 void koila__cache_queue_put(koila_cache *c, uint32_t b)
 {
     block *x = wr(c, b);
+    koila_assert(x->state != KOILA_BLOCK_PENDING && x->state != KOILA_BLOCK_FREE);
     x->state = KOILA_BLOCK_PENDING;
     x->link[0] = c->s.pending_last;
     x->link[1] = 0;
@@ -474,6 +482,7 @@ void koila__cache_queue_put(koila_cache *c, uint32_t b)
 static void queue_take(koila_cache *c, uint32_t b)
 {
     block *x = wr(c, b);
+    koila_assert(x->state == KOILA_BLOCK_PENDING);
     uint32_t older = x->link[0];
     uint32_t newer = x->link[1];
     if (older)
@@ -639,7 +648,9 @@ static inline uint64_t round_size(const koila_cache_config *conf, uint64_t n)
     if (n < UNIT)
         return UNIT;
     uint32_t log = 63 - (uint32_t)__builtin_clzll(n);
-    uint32_t entry = log <= 20 ? 0 : log >= 35 ? 15 : log - 20;
+    uint32_t entry = 0; /* of sixteen: up to 1 MiB, to 2 MiB, ..., from 32 GiB on */
+    if (log > 20)
+        entry = log >= 35 ? 15 : log - 20;
     const uint64_t d = conf->divisions[entry];
     if (d > 1 && n > UNIT * d) {
         if (is_power_of_two(n))
@@ -652,9 +663,9 @@ static inline uint64_t round_size(const koila_cache_config *conf, uint64_t n)
 
 static inline uint64_t segment_size(const koila_cache_config *conf, uint64_t r)
 {
-    return r <= SMALL_MAX    ? SMALL_SEGMENT
-           : r < LARGE_EXACT ? conf->large_segment_bytes
-                             : granules(r);
+    if (r <= SMALL_MAX)
+        return SMALL_SEGMENT;
+    return r < LARGE_EXACT ? conf->large_segment_bytes : granules(r);
 }
 
 void koila_cache_sizes(const koila_cache_config *c, uint64_t n, uint64_t *rounded,
@@ -724,10 +735,12 @@ static inline uint64_t hand_out(koila_cache *c, uint32_t b, const request *q)
     const bool small = is_small(c, b);
     const bool was_split = !is_alone(c, b);
     const bool expandable = in_expandable(c, b);
+    koila_assert(x->size >= q->r && q->r % UNIT == 0 && q->r >= q->bytes);
     const uint64_t rest = x->size - q->r;
     const uint32_t lane_i = x->lane;
-    bool split =
-        small || q->expandable ? rest >= UNIT : q->r < c->conf.max_split_bytes && rest > MIB;
+    bool split = q->r < c->conf.max_split_bytes && rest > MIB;
+    if (small || q->expandable)
+        split = rest >= UNIT;
     if (pool_of(c, b)->flags & KOILA_POOL_NO_SPLIT)
         split = false;
     if (split) {
@@ -824,20 +837,25 @@ static uint32_t make_room(koila_cache *c, const request *q)
         c->s.stat.num_oom_rejections++;
         return 0;
     }
-    if ((rules & KOILA_RULE_OOM_POOLS_FIRST) && (b = search_oom_pools(c, q)))
-        return b;
-    if (release_available(c, q->lane, q->r) && (b = new_segment(c, q)))
+    if (rules & KOILA_RULE_OOM_POOLS_FIRST)
+        b = search_oom_pools(c, q);
+    if (!b && release_available(c, q->lane, q->r))
+        b = new_segment(c, q);
+    if (b)
         return b;
     const bool held_back =
         c->s.n_captures || (c->s.n_routings && !(rules & KOILA_RULE_ROUTING_KEEPS_RETRY));
     if (!held_back) {
         release_all(c);
-        if ((rules & KOILA_RULE_SEARCH_AFTER_RELEASE) && (b = search(c, q->lane, q))) {
+        if (rules & KOILA_RULE_SEARCH_AFTER_RELEASE)
+            b = search(c, q->lane, q);
+        if (b) {
             free_erase(c, b);
             return b;
         }
         c->s.stat.num_alloc_retries++;
-        if ((b = new_segment(c, q)))
+        b = new_segment(c, q);
+        if (b)
             return b;
     }
     if (rules & KOILA_RULE_OOM_POOLS_LAST)
@@ -857,6 +875,7 @@ static koila_status prepare(koila_cache *c, uint64_t bytes, uint64_t stream, koi
     q->r = round_size(&c->conf, bytes);
     q->small = q->r <= SMALL_MAX;
     q->segment = segment_size(&c->conf, q->r);
+    koila_assert(q->segment >= q->r);
     q->expandable = c->s.expandable && !(p->flags & KOILA_POOL_USER_ALLOCATOR);
     const uint32_t *list = p->lanes[q->small];
     q->lane = p->n_lanes[q->small] && c->lanes[list[0]]->stream == stream
@@ -963,6 +982,7 @@ koila_status koila_cache_record_stream(koila_cache *c, uint64_t addr, uint64_t s
         c->s.dead_use = c->uses[u].next;
     else
         u = c->s.n_uses++;
+    koila_assert(u && u < c->uses_cap);
     *wr_use(c, u) = (use){ stream, c->blocks[b].uses };
     wr(c, b)->uses = u;
     return KOILA_OK;

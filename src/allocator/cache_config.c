@@ -76,6 +76,7 @@ koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_ve
         c->rules = (c->rules & ~profiles[i].drops) | profiles[i].adds;
         c->verified = profiles[i].verified;
     }
+    koila_assert(c->verified); /* the first profile is at or below this version */
     c->torch_version = version;
     c->first_address = 0x700000000000;
     c->max_split_bytes = KOILA_NO_LIMIT;
@@ -120,7 +121,13 @@ static char peek(scan *s)
         s->p++;
     return *s->p == '=' && s->strict ? ':' : *s->p;
 }
-static bool take(scan *s, char ch) { return peek(s) == ch ? s->p++, true : false; }
+static bool take(scan *s, char ch)
+{
+    if (peek(s) != ch)
+        return false;
+    s->p++;
+    return true;
+}
 
 /* letters up to one of , : [ ] or the end; blanks left out. false: too long */
 static bool token(scan *s, char out[TOKEN_MAX])
@@ -319,6 +326,7 @@ static koila_status set_divisions(scan *s, const char *key)
             from = first ? 0 : to;
             last = to;
         }
+        koila_assert(to < KOILA_COUNT(s->c->divisions));
         for (uint32_t i = from; i <= to; i++)
             of[i] = n;
         first = false;

@@ -137,6 +137,7 @@ static inline void free_insert(koila_cache *c, uint32_t b)
 {
     block *x = wr(c, b);
     const lane *l = c->lanes[x->lane];
+    koila_assert(x->size > 0);
     x->state = KOILA_BLOCK_FREE;
     x->born = c->pools[l->pool >> 1].n_searches[l->pool & 1];
     tree_insert(c, b, bin_of(l, x->size));
@@ -165,6 +166,7 @@ static inline uint32_t bin_at_least(const koila_cache *c, const lane *l, uint32_
 static inline uint32_t bin_end(const koila_cache *c, const lane *l, uint32_t bin, int side)
 {
     uint32_t at = l->root[bin];
+    koila_assert(at); /* the bitmaps say so */
     while (c->blocks[at].link[side])
         at = c->blocks[at].link[side];
     return at;

@@ -49,6 +49,7 @@ static koila_status load_block(koila_cache *c, uint32_t *last, uint64_t size, ui
     if (!koila__cache_reserve(c))
         return KOILA_NO_MEMORY;
     uint32_t b = *last; /* holds all that is left */
+    koila_assert(b && c->blocks[b].size >= size);
     const uint64_t rest = c->blocks[b].size - size;
     uint32_t seg = c->blocks[b].seg;
     uint32_t lane_i = c->blocks[b].lane;
@@ -102,7 +103,8 @@ static bool same_lane(const koila_segment *a, const koila_segment *b)
            a->stream == b->stream && a->pool.owner == b->pool.owner && a->pool.id == b->pool.id;
 }
 
-/* The reservation that begins with list[0]: its bytes, and in *used how many of the list lie in it. */
+/* The reservation that begins with list[0]: its bytes, and in *used how many of the list lie in it.
+ */
 static uint64_t find_reservation(const koila_cache *c, const koila_segment **list, size_t n,
                                  size_t *used)
 {
@@ -153,6 +155,7 @@ static koila_status load_segment(koila_cache *c, const koila_segment **list, siz
     uint32_t last = c->segs[seg].first;
     uint64_t at = s->addr;
     for (size_t i = 0; i < *used; i++) {
+        koila_assert(list[i]->addr >= at);
         if (list[i]->addr > at)
             KOILA_TRY(load_block(c, &last, list[i]->addr - at, 0, KOILA_BLOCK_UNMAPPED));
         KOILA_TRY(load_blocks(c, &last, list[i]));

@@ -60,6 +60,7 @@ koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user
     for (uint32_t i = 1; i < c->s.n_segs; i++)
         if (c->segs[i].first)
             order[n++] = i;
+    koila_assert(n < c->s.n_segs);
     /* heap sort: no recursion, no worst case */
     for (uint32_t end = n, start = n / 2; end > 1;) {
         if (start)
@@ -131,6 +132,7 @@ uint64_t koila__cache_layout(const koila_cache *c)
 uint64_t koila__cache_left(const koila_cache *c)
 {
     const uint64_t held = c->s.stat.of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;
+    koila_assert(held <= reserved(c));
     const uint64_t device = c->s.total > c->s.outside ? c->s.total - c->s.outside : 0;
     const uint64_t cap = c->s.expandable ? 0 : c->s.cap; /* which whole pages may pass */
     if (!c->s.total && !cap)
@@ -174,6 +176,7 @@ uint64_t koila__cache_fingerprint(const koila_cache *c)
             x.h += mix(c->pools[l->pool >> 1].n_searches[l->pool & 1] - b->born, b->addr);
         }
     }
+    koila_assert(c->s.n_slots_used <= c->blocks_cap && c->s.n_blocks < c->s.n_slots_used);
     const uint64_t v[] = { c->s.next_addr,
                            c->s.total,
                            c->s.outside,

@@ -186,8 +186,8 @@ static inline pool *wr_pool(koila_cache *c, uint32_t p)
     return q;
 }
 
-/* ---- the hash of handed-out and pending blocks, by address. It is no koila__idset: an address leaves
- * it with every free, and a look at the slot alone must tell whether it is the right one. */
+/* ---- the hash of handed-out and pending blocks, by address. It is no koila__idset: an address
+ * leaves it with every free, and a look at the slot alone must tell whether it is the right one. */
 
 static inline uint32_t hash_home(const koila_cache *c, uint64_t addr)
 {
@@ -236,6 +236,7 @@ static inline void hash_drop_raw(koila_cache *c, uint64_t addr)
 
 static inline void hash_put(koila_cache *c, uint64_t addr, uint32_t b)
 {
+    koila_assert(b && !hash_find(c, addr));
     if (c->n_marks)
         log_put(c, LOG_HASHED, 0, &addr, sizeof addr);
     hash_put_raw(c, addr, b);
@@ -243,6 +244,7 @@ static inline void hash_put(koila_cache *c, uint64_t addr, uint32_t b)
 }
 static inline void hash_drop(koila_cache *c, uint64_t addr, uint32_t b)
 {
+    koila_assert(hash_find(c, addr) == b && c->s.n_out > 0);
     if (c->n_marks)
         log_put(c, LOG_UNHASHED, b, &addr, sizeof addr);
     hash_drop_raw(c, addr);
@@ -313,6 +315,7 @@ static inline void stat_up(koila_cache *c, int kind, bool small, uint64_t n)
 }
 static inline void stat_down(koila_cache *c, int kind, bool small, uint64_t n)
 {
+    koila_assert(c->s.stat.of[kind][KOILA_STAT_ALL].current >= n);
     down(&c->s.stat.of[kind][KOILA_STAT_ALL], n);
     down(&c->s.stat.of[kind][small ? KOILA_STAT_SMALL : KOILA_STAT_LARGE], n);
 }
@@ -351,6 +354,7 @@ static inline void device_up(koila_cache *c, uint64_t n)
 static inline void splice(koila_cache *c, uint32_t b, uint32_t prev, uint32_t next)
 {
     block *x = wr(c, b);
+    koila_assert(b && b != prev && b != next);
     x->prev = prev;
     x->next = next;
     if (prev)

@@ -30,6 +30,7 @@ koila_status koila_cache_rewind(koila_cache *c, uint64_t id)
     if (!m)
         return KOILA_BAD_ARGUMENT;
     const mark *to = &c->marks[m - 1];
+    koila_assert(m <= c->n_marks && to->log_at <= c->log_n);
     while (c->log_n > to->log_at) {
         const uint64_t head = c->log[--c->log_n];
         const uint64_t index = head & (((uint64_t)1 << 56) - 1);
@@ -70,6 +71,7 @@ koila_status koila_cache_rewind(koila_cache *c, uint64_t id)
         }
 #undef POP
     }
+    koila_assert(c->log_n == to->log_at);
     c->s = to->s;
     c->n_marks = m;
     /* tags of this epoch were restored to older ones, or belong to slots that do not exist any more

@@ -44,6 +44,7 @@ koila_pool koila__replay_pool_at(const replay *r, uint64_t i)
     if (x->has_pool)
         return r->s->pools[x->pool];
     const koila_segment *g = end_segment(r, x->addr);
+    koila_assert(!g || (g->addr <= x->addr && x->addr < g->addr + g->size));
     return g && r->made_at[g - r->segs] <= i ? g->pool : KOILA_POOL_DEFAULT;
 }
 
@@ -218,6 +219,7 @@ static bool take_released(replay *r, const koila_event *e)
 {
     if (!r->released_end && !gather_released(r))
         return false;
+    koila_assert(r->released_end >= r->at);
     const uint32_t b = koila__omap_find(&r->released, e->addr);
     const snap_entry *x = b ? entry(r, r->released.at[b].size) : NULL;
     if (!x || x->kind != e->kind || x->size != e->size || x->stream != e->stream)
@@ -317,6 +319,7 @@ static bool hold_pool(replay *r, koila_pool p)
 /* Pools whose segments the recording frees in [from, to) have lost their holders by then. */
 static void drop_pools(replay *r, uint64_t from, uint64_t to)
 {
+    koila_assert(from <= to && to <= r->n);
     for (uint64_t i = from; i < to; i++) {
         const int kind = entry(r, i)->kind;
         if (!is_release(kind))
@@ -337,6 +340,7 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
                     size_t n_rounds)
 {
     const uint64_t mark = koila_cache_mark(r->c);
+    koila_assert(from <= last && last <= r->n && (!request || last < r->n));
     if (!mark) {
         r->no_memory = true;
         return false;
@@ -498,6 +502,7 @@ static uint64_t reserved_after(const snap_entry *x, uint64_t reserved)
  * them. */
 static void tell_group(replay *r, uint64_t reserved)
 {
+    koila_assert(r->group < r->at && r->at <= r->n); /* a request is never answered by nothing */
     const uint64_t last = r->at - 1;
     for (uint64_t i = r->group; i < last; i++) {
         const snap_entry *x = entry(r, i);
@@ -849,10 +854,12 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
     out->torch_version = r->conf.torch_version;
     out->verified = r->conf.verified;
     out->n_entries = r->n;
-    if (r->n_segs && !(r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t))))
-        return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
-    if (r->made_at)
+    if (r->n_segs) {
+        r->made_at = koila__realloc(&r->mem, NULL, 0, r->n_segs * sizeof(uint64_t));
+        if (!r->made_at)
+            return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
         memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
+    }
     for (uint64_t i = 0; i < r->n; i++) {
         const snap_entry *x = entry(r, i);
         r->n_of[x->kind]++;

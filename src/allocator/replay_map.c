@@ -25,6 +25,7 @@ uint32_t koila__omap_near(const omap *m, uint64_t key, int side)
 }
 uint32_t koila__omap_put(omap *m, uint64_t key)
 {
+    koila_assert(!koila__omap_find(m, key));
     uint32_t x = m->dead;
     if (x)
         m->dead = m->at[x].link[0];
@@ -80,6 +81,7 @@ void koila__omap_drop(omap *m, uint64_t key)
         }
     }
     *link = l ? l : r;
+    koila_assert(x <= m->n && m->n < m->cap);
     m->at[x].link[0] = m->dead;
     m->dead = x;
 }

@@ -93,11 +93,13 @@ static bool undo_block(undo *u, uint64_t i, const snap_entry *x, koila_block_sta
 static node *seg_below(undo *u, uint64_t addr)
 {
     const uint32_t g = koila__omap_near(&u->segs, addr + 1, 0);
+    koila_assert(!g || u->segs.at[g].key <= addr);
     return g ? &u->segs.at[g] : NULL;
 }
 static node *seg_above(undo *u, uint64_t addr)
 {
     const uint32_t g = koila__omap_near(&u->segs, addr, 1);
+    koila_assert(!g || u->segs.at[g].key > addr);
     return g ? &u->segs.at[g] : NULL;
 }
 static uint64_t end_of(const node *x) { return x->key + x->size; }
@@ -402,6 +404,7 @@ static bool covers(const omap *made, const koila_segment *g)
         const uint32_t b = koila__omap_near(made, at + 1, 0);
         if (!b || end_of(&made->at[b]) <= at)
             return false;
+        koila_assert(made->at[b].key <= at);
         at = end_of(&made->at[b]);
     }
     return true;

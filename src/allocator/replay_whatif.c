@@ -13,7 +13,8 @@ typedef struct whatif {
 
 #define NOWHERE UINT64_MAX
 
-/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then NOWHERE. */
+/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then NOWHERE.
+ */
 static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, koila_pool pool,
                         uint64_t recorded_bytes, uint64_t *addr)
 {
@@ -32,6 +33,7 @@ static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, 
 /* Expected: KOILA_NO_MEMORY. */
 static koila_status remember(whatif *x, uint64_t recorded, uint64_t addr)
 {
+    koila_assert(addr != NOWHERE);
     const uint32_t n = koila__omap_put(&x->where, recorded);
     if (!n)
         return KOILA_NO_MEMORY;

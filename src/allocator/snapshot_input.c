@@ -57,6 +57,7 @@ void *koila__snap_resize(reader *r, void *p, uint64_t old_n, uint64_t n)
         return NULL;
     }
     s->used += n - old_n;
+    koila_assert(s->used <= s->budget || n <= old_n);
     return q;
 }
 
@@ -65,6 +66,7 @@ static void *counted_realloc(void *user, void *p, size_t old_n, size_t n)
     reader *r = user;
     if (n)
         return koila__snap_resize(r, p, old_n, n);
+    koila_assert(r->s->used >= old_n);
     r->s->used -= old_n;
     koila__release(&r->s->mem, p, old_n);
     return NULL;
@@ -112,6 +114,7 @@ void koila__snap_set_budget(koila_snapshot *s)
 /* At least n bytes at buf + at, if the file has them. */
 bool koila__snap_have(reader *r, uint64_t n)
 {
+    koila_assert(r->at <= r->end);
     if (r->end - r->at >= n)
         return true;
     if (!r->src->read || r->eof)

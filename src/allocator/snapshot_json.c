@@ -59,8 +59,8 @@ static bool json_string_end(reader *r, uint64_t *n, bool *has_escapes)
 
 static bool is_surrogate(uint32_t c) { return c >= 0xD800 && c < 0xE000; }
 
-/* \uXXXX, or two of them for one character beyond U+FFFF; *k is behind the u, of a string of n bytes.
- * A surrogate by itself becomes U+FFFD. */
+/* \uXXXX, or two of them for one character beyond U+FFFF; *k is behind the u, of a string of n
+ * bytes. A surrogate by itself becomes U+FFFD. */
 static bool json_unicode(reader *r, uint64_t *k, uint64_t n, uint32_t *c)
 {
     uint32_t low;
@@ -86,6 +86,7 @@ static bool json_unescape(reader *r, uint64_t n, uint8_t *copy, uint64_t *m)
 {
     static const char from[] = "\"\\/bfnrt";
     static const char to[] = "\"\\/\b\f\n\r\t";
+    koila_assert(r->at + n <= r->end);
     *m = 0;
     for (uint64_t k = 0; k < n;) {
         const uint8_t c = r->buf[r->at + k++];
@@ -155,7 +156,7 @@ static bool json_number_end(reader *r, uint64_t *n, bool *real)
     return !r->status;
 }
 
-/* JSON is stricter than the parsers: digits first and last, on both sides of the point, and no 01. */
+/* JSON is stricter than the parsers: digits first and last, on both sides of the point, no 01. */
 static bool json_number_is_good(const uint8_t *p, uint64_t n, bool real)
 {
     const uint64_t lead = n && p[0] == '-';

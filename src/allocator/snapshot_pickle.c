@@ -92,6 +92,7 @@ static inline bool push(reader *r, value v)
     if (r->n_stack == r->stack_cap &&
         !koila__snap_grow64(r, &r->stack, &r->stack_cap, r->n_stack + 1, sizeof v))
         return false;
+    koila_assert(r->n_stack < r->stack_cap);
     r->stack[r->n_stack++] = v;
     return true;
 }
@@ -110,6 +111,7 @@ static bool pop_to_mark(reader *r, uint64_t *first)
     if (!r->n_marks)
         return BAD(r, "broken pickle: no MARK");
     *first = r->marks[--r->n_marks];
+    koila_assert(*first <= r->n_stack); /* room_below lets nothing be taken from below a MARK */
     /* finish what is open, innermost first */
     for (uint64_t i = r->n_stack; i-- > *first;)
         if (!finish(r, &r->stack[i]))
@@ -146,6 +148,7 @@ static bool memo_put(reader *r, uint64_t slot)
     /* two containers must not fight for a slot: the older one forgets it */
     if (koila__snap_open_of(r, r->memo[slot]) && r->memo[slot] != v)
         koila__snap_open_of(r, r->memo[slot])->memo = 0;
+    koila_assert(slot < r->n_memo);
     r->memo[slot] = v;
     return true;
 }
@@ -274,7 +277,7 @@ static bool push_unicode(reader *r)
     }
     uint32_t id;
     bool ok = koila__snap_intern(r, copy, m, &id);
-    koila_assert(m <= room);
+    koila_assert(m <= room); /* four bytes for each of the line */
     koila__release(&mem, copy, room);
     return ok && push(r, make(K_STR, id));
 }

@@ -30,6 +30,7 @@
 enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
 
 /* key of the dicts we know; their string ids are these numbers */
+/* clang-format off: one entry a line */
 #define KEY_MAP(X)                                                                                 \
     X(ACTION, "action")                                                                            \
     X(ADDR, "addr")                                                                                \
@@ -40,21 +41,35 @@ enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
     X(DEVICE_FREE, "device_free")                                                                  \
     X(POOL_ID, "pool_id")                                                                          \
     X(DEVICE, "device")                                                                            \
-    X(ADDRESS, "address") X(TOTAL_SIZE, "total_size") X(ALLOCATED_SIZE, "allocated_size")          \
-        X(ACTIVE_SIZE, "active_size") X(REQUESTED_SIZE, "requested_size") X(                       \
-            SEGMENT_TYPE, "segment_type") X(SEGMENT_POOL_ID, "segment_pool_id") X(IS_EXPANDABLE,   \
-                                                                                  "is_expandable") \
-            X(BLOCKS, "blocks") X(STATE, "state") X(HISTORY, "history") X(REAL_SIZE, "real_size")  \
-                X(NAME, "name") X(FILENAME, "filename") X(LINE, "line") X(SEGMENTS, "segments")    \
-                    X(DEVICE_TRACES, "device_traces") X(ALLOCATOR_SETTINGS, "allocator_settings")  \
-                        X(EXTERNAL_ANNOTATIONS, "external_annotations") X(STAGE, "stage")          \
-                            X(CONF, "PYTORCH_CUDA_ALLOC_CONF") X(MAX_SPLIT_SIZE, "max_split_size") \
-                                X(GC_THRESHOLD, "garbage_collection_threshold")                    \
-                                    X(EXPANDABLE_SEGMENTS, "expandable_segments")                  \
-                                        X(RELEASE_LOCK, "release_lock_on_cudamalloc")              \
-                                            X(DIVISIONS, "roundup_power2_divisions")               \
-                                                X(FRACTION, "per_process_memory_fraction")         \
-                                                    X(OOM_REJECT, "throw_on_cudamalloc_oom")
+    X(ADDRESS, "address")                                                                          \
+    X(TOTAL_SIZE, "total_size")                                                                    \
+    X(ALLOCATED_SIZE, "allocated_size")                                                            \
+    X(ACTIVE_SIZE, "active_size")                                                                  \
+    X(REQUESTED_SIZE, "requested_size")                                                            \
+    X(SEGMENT_TYPE, "segment_type")                                                                \
+    X(SEGMENT_POOL_ID, "segment_pool_id")                                                          \
+    X(IS_EXPANDABLE, "is_expandable")                                                              \
+    X(BLOCKS, "blocks")                                                                            \
+    X(STATE, "state")                                                                              \
+    X(HISTORY, "history")                                                                          \
+    X(REAL_SIZE, "real_size")                                                                      \
+    X(NAME, "name")                                                                                \
+    X(FILENAME, "filename")                                                                        \
+    X(LINE, "line")                                                                                \
+    X(SEGMENTS, "segments")                                                                        \
+    X(DEVICE_TRACES, "device_traces")                                                              \
+    X(ALLOCATOR_SETTINGS, "allocator_settings")                                                    \
+    X(EXTERNAL_ANNOTATIONS, "external_annotations")                                                \
+    X(STAGE, "stage")                                                                              \
+    X(CONF, "PYTORCH_CUDA_ALLOC_CONF")                                                             \
+    X(MAX_SPLIT_SIZE, "max_split_size")                                                            \
+    X(GC_THRESHOLD, "garbage_collection_threshold")                                                \
+    X(EXPANDABLE_SEGMENTS, "expandable_segments")                                                  \
+    X(RELEASE_LOCK, "release_lock_on_cudamalloc")                                                  \
+    X(DIVISIONS, "roundup_power2_divisions")                                                       \
+    X(FRACTION, "per_process_memory_fraction")                                                     \
+    X(OOM_REJECT, "throw_on_cudamalloc_oom")
+/* clang-format on */
 enum {
 #define KEY_ENUM(name, text) KEY_##name,
     KEY_MAP(KEY_ENUM)
@@ -68,6 +83,7 @@ extern const char *const koila__snap_key_names[N_KEYS];
 
 typedef uint64_t value;
 /* kind, what it is called in a message */
+/* clang-format off: one entry a line */
 #define KIND_MAP(X)                                                                                \
     X(NONE, "None")                                                                                \
     X(BOOL, "a bool")                                                                              \
@@ -78,13 +94,25 @@ typedef uint64_t value;
     X(DICT, "a dict")                                                                              \
     X(LIST, "a list")                                                                              \
     X(EMPTY, "empty")                                                                              \
-    X(POOL, "a pair of integers") X(ENTRY, "a trace entry") X(ENTRIES, "a trace")                  \
-        X(SEGMENT, "a segment") X(SEGMENTS, "a list of segments") X(BLOCK, "a block")              \
-            X(BLOCKS, "a list of blocks") X(FRAME, "a frame") X(STACK, "a stack")                  \
-                X(TRACES, "a list of traces") X(NOTE, "an annotation")                             \
-                    X(NOTES, "a list of annotations") X(SETTINGS, "settings") X(DIVS, "divisions") \
-                        X(HIST, "a history") X(TOP, "a snapshot") X(OTHER, "other data")           \
-                            X(MARK, "a MARK")
+    X(POOL, "a pair of integers")                                                                  \
+    X(ENTRY, "a trace entry")                                                                      \
+    X(ENTRIES, "a trace")                                                                          \
+    X(SEGMENT, "a segment")                                                                        \
+    X(SEGMENTS, "a list of segments")                                                              \
+    X(BLOCK, "a block")                                                                            \
+    X(BLOCKS, "a list of blocks")                                                                  \
+    X(FRAME, "a frame")                                                                            \
+    X(STACK, "a stack")                                                                            \
+    X(TRACES, "a list of traces")                                                                  \
+    X(NOTE, "an annotation")                                                                       \
+    X(NOTES, "a list of annotations")                                                              \
+    X(SETTINGS, "settings")                                                                        \
+    X(DIVS, "divisions")                                                                           \
+    X(HIST, "a history")                                                                           \
+    X(TOP, "a snapshot")                                                                           \
+    X(OTHER, "other data")                                                                         \
+    X(MARK, "a MARK")
+/* clang-format on */
 enum kind {
 #define KIND_ENUM(name, text) K_##name,
     KIND_MAP(KIND_ENUM)

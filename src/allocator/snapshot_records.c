@@ -64,10 +64,13 @@ static size_t utf8_one(const uint8_t *p, size_t n)
 {
     if (p[0] < 0x80)
         return 1;
-    size_t len = p[0] >= 0xC2 && p[0] < 0xE0   ? 2
-                 : p[0] >= 0xE0 && p[0] < 0xF0 ? 3
-                 : p[0] >= 0xF0 && p[0] < 0xF5 ? 4
-                                               : 0;
+    size_t len = 0;
+    if (p[0] >= 0xC2 && p[0] < 0xE0)
+        len = 2;
+    else if (p[0] >= 0xE0 && p[0] < 0xF0)
+        len = 3;
+    else if (p[0] >= 0xF0 && p[0] < 0xF5)
+        len = 4;
     if (!len || n < len)
         return 0;
     for (size_t i = 1; i < len; i++)
@@ -113,6 +116,7 @@ bool koila__snap_intern(reader *r, const uint8_t *p, uint64_t n, uint32_t *id)
         plain = p[i] < 0x80 && p[i];
     if (!plain && !clean_copy(r, &p, &n))
         return false;
+    koila_assert(s->text_n <= s->text_cap && s->n_strs == s->str_set.n);
     const uint64_t hash = hash_bytes(p, (size_t)n);
     *id = koila__idset_find(&s->str_set, hash, str_same, s, &(bytes){ p, (size_t)n });
     if (*id != KOILA__NO_ID)
@@ -143,6 +147,7 @@ static bool frame_same(const void *snapshot, uint32_t id, const void *key)
 static bool intern_frame(reader *r, snap_frame f, uint32_t *id)
 {
     koila_snapshot *s = r->s;
+    koila_assert(s->n_frames == s->frame_set.n && f.name < s->n_strs && f.file < s->n_strs);
     const uint64_t hash = hash_bytes(&f, sizeof f);
     *id = koila__idset_find(&s->frame_set, hash, frame_same, s, &f);
     if (*id != KOILA__NO_ID)
@@ -180,6 +185,7 @@ static bool intern_stack(reader *r, const value *frames, uint64_t n, uint32_t *i
     uint32_t *ids = s->stack_ids + s->n_stack_ids; /* built in place, kept only if new */
     for (uint64_t i = 0; i < n; i++)
         ids[i] = (uint32_t)of(frames[i]);
+    koila_assert(s->n_stacks == s->stack_set.n);
     const bytes key = { ids, (size_t)n * sizeof *ids };
     const uint64_t hash = hash_bytes(key.p, key.n);
     *id = koila__idset_find(&s->stack_set, hash, stack_same, s, &key);
@@ -362,6 +368,7 @@ static bool may_stack(reader *r, place at, const fields *f, uint32_t *out)
 }
 
 /* id, text, kind of event; 0: an entry that says nothing about memory */
+/* clang-format off: one entry a line */
 #define ACTION_MAP(X)                                                                              \
     X(0, "alloc", KOILA_EVENT_ALLOC)                                                               \
     X(1, "free_requested", KOILA_EVENT_FREE_REQUESTED)                                             \
@@ -370,7 +377,10 @@ static bool may_stack(reader *r, place at, const fields *f, uint32_t *out)
     X(4, "segment_free", KOILA_EVENT_SEGMENT_FREE)                                                 \
     X(5, "segment_map", KOILA_EVENT_SEGMENT_MAP)                                                   \
     X(6, "segment_unmap", KOILA_EVENT_SEGMENT_UNMAP)                                               \
-    X(7, "oom", KOILA_EVENT_OOM) X(8, "snapshot", KOILA_EVENT_SNAPSHOT) X(9, "user_defined", 0)
+    X(7, "oom", KOILA_EVENT_OOM)                                                                   \
+    X(8, "snapshot", KOILA_EVENT_SNAPSHOT)                                                         \
+    X(9, "user_defined", 0)
+/* clang-format on */
 static const char *const action_texts[] = {
 #define ACTION_TEXT(i, text, kind) text,
     ACTION_MAP(ACTION_TEXT)
@@ -982,6 +992,7 @@ bool koila__snap_finish_open(reader *r, value *v)
         return BAD(r, "broken pickle: a container is used twice");
     if (o != &r->open[r->n_open - 1])
         return BAD(r, "broken pickle: a container is used before another inside it is finished");
+    koila_assert(o->items <= r->n_items);
     open_one done = *o;
     value out = 0;
     if (!(done.is_dict ? build_record(r, items_of(r, &done), done.n, &out)

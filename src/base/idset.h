@@ -61,8 +61,8 @@ bool koila__idset_reserve(const koila_allocator *mem, koila__idset *s, koila__ha
                           const void *owner);
 /* Adds an id that is not in the set. After reserve; cannot fail. */
 void koila__idset_insert(koila__idset *s, uint64_t hash, uint32_t id);
-/* An empty set with room for `n` ids, so that adding them cannot fail. False when the host is out of
- * memory or n > 2^30. */
+/* An empty set with room for `n` ids, so that adding them cannot fail. False when the host is out
+ * of memory or n > 2^30. */
 bool koila__idset_init(const koila_allocator *mem, koila__idset *s, uint64_t n);
 /* Removes `id`, which is in the set and still stands for what it stood for when it was inserted. No
  * tombstone is left: the ids behind it move back. */

@@ -18,8 +18,8 @@
     }
 
 /* For arrays of which the owner keeps pointer and capacity itself: `array` is the address of the
- * pointer to the elements, each of `size` bytes. On success *cap >= need. False when the host is out
- * of memory: nothing has changed. Give the array back with
+ * pointer to the elements, each of `size` bytes. On success *cap >= need. False when the host is
+ * out of memory: nothing has changed. The owner gives the array back with
  * koila__release(mem, elements, *cap * size). */
 bool koila__grow(const koila_allocator *mem, void *array, size_t *cap, size_t need, size_t size);
 

@@ -16,22 +16,37 @@
 #include "memory/linetab.h"
 #include "base/text.h"
 
+/* clang-format off: one entry a line */
 #define KOILA__WORD_MAP(X)                                                                         \
     X(HITS, "hits")                                                                                \
     X(TIME, "time")                                                                                \
     X(RISE, "rise")                                                                                \
-    X(DELTA, "delta") X(ALLOC, "alloc") X(FREED, "freed") X(RSS, "rss") X(BACKWARD, "backward")
+    X(DELTA, "delta")                                                                              \
+    X(ALLOC, "alloc")                                                                              \
+    X(FREED, "freed")                                                                              \
+    X(RSS, "rss")                                                                                  \
+    X(BACKWARD, "backward")
+/* clang-format on */
+/* clang-format off: one entry a line */
 #define KOILA__METRIC_MAP(X)                                                                       \
     X(ACTIVE, "active")                                                                            \
     X(ACTIVE_BYTES, "active_bytes")                                                                \
     X(ALLOCATION, "allocation")                                                                    \
     X(ALLOCATED_BYTES, "allocated_bytes")                                                          \
     X(REQUESTED_BYTES, "requested_bytes")                                                          \
-    X(RESERVED_BYTES, "reserved_bytes") X(INACTIVE_SPLIT, "inactive_split")                        \
-        X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes") X(SEGMENT, "segment")
+    X(RESERVED_BYTES, "reserved_bytes")                                                            \
+    X(INACTIVE_SPLIT, "inactive_split")                                                            \
+    X(INACTIVE_SPLIT_BYTES, "inactive_split_bytes")                                                \
+    X(SEGMENT, "segment")
+/* clang-format on */
 #define KOILA__POOL_MAP(X) X(ALL, "all") X(LARGE, "large_pool") X(SMALL, "small_pool")
+/* clang-format off: one entry a line */
 #define KOILA__STAT_MAP(X)                                                                         \
-    X(CURRENT, "current") X(PEAK, "peak") X(ALLOCATED, "allocated") X(FREED, "freed")
+    X(CURRENT, "current")                                                                          \
+    X(PEAK, "peak")                                                                                \
+    X(ALLOCATED, "allocated")                                                                      \
+    X(FREED, "freed")
+/* clang-format on */
 
 enum koila__word {
 #define X(id, name) KOILA__WORD_##id,

@@ -10,9 +10,13 @@
 
 #include "base/base.h"
 
+/* clang-format off: one entry a line */
 #define KOILA__FREEMEM_MAP(X)                                                                      \
     X(CGROUP, "cgroup")                                                                            \
-    X(RLIMIT_DATA, "rlimit_data") X(RLIMIT_AS, "rlimit_as") X(AVAILABLE, "available")
+    X(RLIMIT_DATA, "rlimit_data")                                                                  \
+    X(RLIMIT_AS, "rlimit_as")                                                                      \
+    X(AVAILABLE, "available")
+/* clang-format on */
 enum {
 #define KOILA__FREEMEM_ENUM(id, name) KOILA__FREEMEM_##id,
     KOILA__FREEMEM_MAP(KOILA__FREEMEM_ENUM)

@@ -69,6 +69,7 @@ refuse:
 
 void koila__ledger_cancel(koila__ledger *l, uint64_t n)
 {
+    koila_assert(LOAD(l->current) >= n); /* its reservation is in it */
     SUB(l->current, n);
     ADD(l->n_refused, 1);
 }
@@ -96,6 +97,7 @@ KOILA__HOT bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t 
         ADD(l->n_unknown, 1);
         return false;
     }
+    koila_assert(LOAD(l->current) >= *n);
     *now = SUB(l->current, *n) - *n;
     return true;
 }

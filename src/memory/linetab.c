@@ -89,6 +89,7 @@ void koila__lines_init(koila__lines *l, koila__meter *m, const koila_allocator *
 
 static void insert(koila__lines *l, koila__code *c)
 {
+    koila_assert(l->n_codes * 4 <= l->n_slots);
     size_t i = koila__code_home(l, c->key);
     while (l->slots[i])
         i = (i + 1) & (l->n_slots - 1);
@@ -259,6 +260,7 @@ koila_status koila__func_copy(koila__lines *l, const koila__func *f, const koila
 
 static void forget_code(koila__lines *l, koila__code *c)
 {
+    koila_assert(!c->funcs && !c->n_activations && l->n_codes > 0);
     lock_credits(l);
     l->last = (koila__last_credit){ 0 };
     for (uint32_t i = 0; i < l->paths.n; i++)
@@ -375,6 +377,7 @@ static koila__activation *push(koila__lines *l, koila__stack *s)
             return NULL;
         s->activations[s->n_made++] = a;
     }
+    koila_assert(s->n < s->n_made && s->n_made <= s->capacity);
     return s->activations[s->n++];
 }
 
@@ -578,6 +581,7 @@ static void begin_window(koila__lines *l, koila__activation *a, int row, uint64_
         a->opened_shared = m->n_shared;
         a->opened_events = n_events;
     }
+    koila_assert(a->row < 0 && row >= 0 && row < a->code->n_rows);
     a->opened_ticks = ticks;
     a->row = row;
     a->code->n_open[row]++;
@@ -644,6 +648,7 @@ static bool pass_quietly(const koila__lines *l, koila__activation *a, int row, u
     max_to(&ends->rss_bytes, l->rss_bytes);
     if (row)
         f->rows[row].n_hits++;
+    koila_assert(c->n_open[a->row] > 0);
     c->n_open[a->row]--;
     c->n_open[row]++;
     a->row = row;
@@ -708,6 +713,7 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
         m.has_stats = has_stats;
         end_window(l, a, koila__ticks(), n_events, quiet ? NULL : &m);
     }
+    koila_assert(a->row < 0 && a->code->n_activations > 0);
     koila__window_close(l->meter, &s->thread, a->w.saved);
     s->n--;
     a->code->n_activations--;
@@ -784,6 +790,7 @@ KOILA__HOT void koila__lines_made(koila__lines *l, koila__stack *s, uint64_t thr
         room = true;
     }
     if (room) {
+        koila_assert(s->n_origins < s->origins_capacity);
         s->origins[s->n_origins++] = (koila__origin){ number, path_now(l, s) };
         s->origin_serial = serial;
         s->origin_row = row;

@@ -161,8 +161,8 @@ typedef struct koila__last_credit {
 typedef struct koila__lines {
     koila_allocator mem;
     koila__meter *meter;
-    /* Hash table, open addressing, of load <= 1/4. It is no koila__idset: it is asked at every Python
-     * call, and a miss must be one look. */
+    /* Hash table, open addressing, of load <= 1/4. It is no koila__idset: it is asked at every
+     * Python call, and a miss must be one look. */
     koila__code **slots;
     size_t n_slots, n_codes;
     koila__code *codes;

@@ -9,6 +9,9 @@
 
 #include <sched.h>
 
+/* At level 3 every growth happens in tests. */
+#define FIRST_CAPACITY (KOILA_DEBUG_LEVEL >= 3 ? 2 : 32)
+
 static uint64_t hash(const void *p)
 {
     uint64_t h = (uint64_t)(uintptr_t)p >> 4;
@@ -61,8 +64,7 @@ KOILA__HOT static size_t find(const koila__ptrtab_shard *s, const void *p, uint6
 
 static bool grow(koila__ptrtab *t, koila__ptrtab_shard *s)
 {
-    koila__ptrtab_shard wider = { .capacity = s->capacity ? s->capacity * 2
-                                                          : (KOILA_DEBUG_LEVEL >= 3 ? 2 : 32) };
+    koila__ptrtab_shard wider = { .capacity = s->capacity ? s->capacity * 2 : FIRST_CAPACITY };
     wider.entries = koila__realloc(&t->mem, NULL, 0, wider.capacity * sizeof *wider.entries);
     if (!wider.entries)
         return false;
@@ -112,6 +114,7 @@ KOILA__HOT static void erase(koila__ptrtab_shard *s, size_t i)
         }
     }
     s->entries[i].p = 0;
+    koila_assert(s->n_used > 0);
     s->n_used--;
     s->n_gone++;
 }

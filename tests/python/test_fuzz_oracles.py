@@ -118,8 +118,8 @@ FAULTS = {
         (
             "a cancelled block stays",
             "ledger",
-            "{\n    SUB(l->current, n);\n    ADD(l->n_refused, 1);",
-            "{\n    ADD(l->n_refused, 1);",
+            "    SUB(l->current, n);\n    ADD(l->n_refused, 1);",
+            "    ADD(l->n_refused, 1);",
         ),
     ],
     "lines": [
