@@ -23,6 +23,7 @@ static uint64_t take(bytes *b, unsigned n)
     return v;
 }
 
+/* Whole because each byte is one call, and the calls share the state of the model. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     bytes b = { data, n < 4096 ? n : 4096 };

@@ -14,6 +14,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
     while (0)
 enum { N = 1024 };
 
+/* Whole because each byte is one call, and the calls share the state of the model. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     static uint64_t live[N]; /* bytes + 1 at address (i + 1) * 64; 0: none */

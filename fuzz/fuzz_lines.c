@@ -30,7 +30,8 @@ static void check_page(const char *s)
     int open = 0;
     for (; *s; s++) {
         MUST(*s != '<' || !open);
-        open = *s == '<' ? 1 : *s == '>' ? 0 : open;
+        if (*s == '<' || *s == '>')
+            open = *s == '<';
     }
     MUST(!open);
 }
@@ -54,6 +55,7 @@ static void check_json(const char *s)
     MUST(!quoted && !depth);
 }
 
+/* Whole because each byte is one event, and the events share the state of the model. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     static int keys[N_CODES];

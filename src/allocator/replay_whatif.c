@@ -13,8 +13,7 @@ typedef struct whatif {
 
 #define NOWHERE UINT64_MAX
 
-/* One request of the recording, from entry `i`. Out of memory is counted, and *addr is then NOWHERE.
- */
+/* One request of the recording, from entry `i`. Out of memory is counted; *addr is then NOWHERE. */
 static koila_status ask(whatif *x, uint64_t i, uint64_t bytes, uint64_t stream, koila_pool pool,
                         uint64_t recorded_bytes, uint64_t *addr)
 {

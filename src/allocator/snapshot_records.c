@@ -811,7 +811,7 @@ static const value *items_of(const reader *r, const open_one *o)
 
 static bool is_record(enum kind k) { return k == K_ENTRY || k == K_SEGMENT || k == K_BLOCK; }
 
-/* An element of a list of traces, one per device: a list of entries; an empty one is a trace too. */
+/* An element of a list of traces, one per device: a list of entries; an empty list is one too. */
 static bool add_trace(reader *r, open_one *o, value v)
 {
     if (o->list_kind && o->list_kind != K_TRACES)

@@ -25,6 +25,7 @@ static const char *name_of(void *user, uint32_t group)
     return names[group];
 }
 
+/* Whole because the model walks beside the history, event by event. */
 TEST(history__equals_a_model_that_keeps_the_set_of_live_blocks)
 {
     static const uint32_t identity[] = { 0, 1, 2, 3, 4 };

@@ -86,6 +86,7 @@ static int keys[N_CODES];
 
 /* Run N random steps; lose or double the event number `plant` of them to see whether the comparison
  * notices. */
+/* Whole because the model walks beside the table, step by step. */
 static bool equals_brute_force(size_t n_steps, size_t plant, int how)
 {
     static const koila_allocator none;
@@ -132,9 +133,9 @@ static bool equals_brute_force(size_t n_steps, size_t plant, int how)
                     given_to[now_t] |= 1u << k;
             /* the last thread has no flow of its own */
             koila__thread *self = worker ? NULL : &stacks[t]->thread;
-            koila__flow *flow = worker              ? (rng() % 2 ? worker_flow : NULL)
-                                : t < N_THREADS - 1 ? flows[t]
-                                                    : NULL;
+            koila__flow *flow = t < N_THREADS - 1 ? flows[t] : NULL;
+            if (worker)
+                flow = rng() % 2 ? worker_flow : NULL;
             if (++n_events != plant || how == 2)
                 koila__meter_event(&meter, flow, self, d, delta, history[d][now_t], UINT64_MAX);
             if (n_events == plant && how == 2)
@@ -254,6 +255,7 @@ TEST(linetab__every_host_allocation_may_fail)
     }
 }
 
+/* Whole because it is one story. */
 TEST(linetab__a_node_s_memory_is_credited_to_every_line_that_was_open_when_it_was_made)
 {
     static koila__meter m;
