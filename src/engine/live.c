@@ -1,17 +1,22 @@
 /* live.c — liveness is exact: the schedule says where every storage begins and ends, and a sharded
  * value of a slice of b rows has b/batch of its bytes. So the peak is found by replaying the
- * events. All slices but the first (accumulators are made) and a ragged last one do the same, and
- * what a loop leaves behind grows by the same bytes each slice, so only the first, second, last
- * full and ragged slices are walked, and when only the peak is asked for the first two in one pass;
- * the growth between them is multiplied. That makes a simulation O(events), whatever the number of
- * slices.
+ * events.
  *
- *   live == sum of bytes of storages made and not freed        (asserted: never below zero)
- */
+ * All slices but the first (which makes the accumulators) and a ragged last one do the same, and
+ * what a loop leaves behind grows by the same bytes in each. So only the first, the second, the
+ * last full and the ragged slice are walked, and the growth between them is multiplied. When only
+ * the peak is asked for, the first two are walked in one pass. A simulation is O(events), whatever
+ * the number of slices.
+ *
+ *   live == sum of bytes of storages made and not freed        (asserted: never below zero) */
 #include "engine/live.h"
 
 #include "engine/share.h"
 #include "graph/table.h"
+
+static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+/* UINT64_MAX where that is beyond 64 bits. */
+static uint64_t capped_sum(uint64_t a, uint64_t b) { return a + b < a ? UINT64_MAX : a + b; }
 
 static uint64_t accumulator_bytes(const koila__placed *p, koila_value v, bool cut)
 {
@@ -88,8 +93,9 @@ static uint64_t combine_bytes(const koila__placed *p, koila_value v)
     return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes;
 }
 
-/* What event e adds to the bytes alive (modulo 2^64) in the first slice or in another one. *inside:
- * what is held beyond that for the moment. */
+/* What event e adds to the bytes alive (modulo 2^64), in the first slice or in another one.
+ * *inside: what is held beyond that for the moment. Whole because it is one line for each kind of
+ * event, and is inlined into the walks. */
 static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e,
                                                              int64_t rows, int64_t batch,
                                                              bool first, uint64_t *inside)
@@ -176,24 +182,21 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0;
-        const uint64_t changed = e->kind == KOILA__LOCAL_ALLOC ? LOCAL
-                                 : e->kind == KOILA__LOCAL_FREE
-                                     ? 0 - LOCAL
-                                     : change(w, e, rows, batch, first, &inside);
+        const uint64_t changed = change(w, e, rows, batch, first, &inside);
         const bool runs = e->kind == KOILA__RUN;
         if (!runs)
             put(w, v, changed);
         any_given_up |= e->kind == KOILA__KEPT_FREE;
         if (w->held && takes_over(e, first, rows != batch)) {
             const koila_value from = e[1].value;
-            w->held[from] -= koila__live_bytes(w->p, from, rows) < w->held[from]
-                                 ? koila__live_bytes(w->p, from, rows)
-                                 : w->held[from];
-            w->held[v] += koila__live_bytes(w->p, from, rows);
+            const uint64_t bytes = koila__live_bytes(w->p, from, rows);
+            koila_assert(e + 1 < end);
+            w->held[from] -= bytes < w->held[from] ? bytes : w->held[from];
+            w->held[v] += bytes;
         }
         if (changed > INT64_MAX)
             continue;
-        const uint64_t now = w->live + inside < w->live ? UINT64_MAX : w->live + inside;
+        const uint64_t now = capped_sum(w->live, inside);
         see(w, stage, runs ? v : KOILA_NONE, now);
         if (runs && w->curve && !w->curve(w->curve_user, stage, v, now))
             w->curve = NULL;
@@ -207,24 +210,31 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
 
 /* n slices, the first of them as the first one (`first`) or all alike; for the highest number of
  * bytes alone, which is what plans are compared by. One pass over the events tells what a first
- * slice does and what each of the others does, both as if they began here. */
+ * slice does and what each of the others does, both as if they began here. Differences of bytes are
+ * modulo 2^64: they may be negative. */
 static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, uint64_t n)
 {
     const koila__stage *st = &w->s->stages[stage];
     const uint64_t limit = w->o->limit ? w->o->limit : UINT64_MAX;
     const uint64_t from = w->live;
-    uint64_t live = from, top = from, later = from, later_top = from, given_up = 0;
+    uint64_t live = from, top = from;        /* of a first slice */
+    uint64_t later = from, later_top = from; /* of another one */
+    uint64_t given_up = 0;
     for (const koila__event *e = st->events, *const end = e + st->n_events; e < end; e++) {
         const uint32_t v = e->value;
-        uint64_t inside = 0, changed;
-        if (e->kind < KOILA__LOCAL_FREE_LATER) {
-            changed = e->kind == KOILA__LOCAL_ALLOC  ? LOCAL
-                      : e->kind == KOILA__LOCAL_FREE ? 0 - LOCAL
-                                                     : change(w, e, rows, batch, false, &inside);
+        uint64_t inside = 0;
+        uint64_t changed;
+        if (e->kind < KOILA__LOCAL_FREE_LATER) { /* the same in all slices */
+            if (e->kind == KOILA__LOCAL_ALLOC)
+                changed = LOCAL;
+            else if (e->kind == KOILA__LOCAL_FREE)
+                changed = 0 - LOCAL;
+            else
+                changed = change(w, e, rows, batch, false, &inside);
             live += changed;
             later += changed;
-            top = live > top ? live : top;
-            later_top = later > later_top ? later : later_top;
+            top = larger(live, top);
+            later_top = larger(later, later_top);
             continue;
         }
         if (e->kind == KOILA__RUN && !w->o->workspace)
@@ -233,15 +243,13 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             given_up += LOCAL;
         changed = change(w, e, rows, batch, false, &inside);
         later += changed;
-        if (later + inside > later_top || later + inside < later)
-            later_top = later + inside < later ? UINT64_MAX : later + inside;
+        later_top = larger(capped_sum(later, inside), later_top);
         if (e->kind != KOILA__RUN) {
             inside = 0;
             changed = change(w, e, rows, batch, true, &inside);
         }
         live += changed;
-        if (live + inside > top || live + inside < live)
-            top = live + inside < live ? UINT64_MAX : live + inside;
+        top = larger(capped_sum(live, inside), top);
         if (first && top > limit)
             break;
     }
@@ -249,82 +257,106 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         see(w, stage, KOILA_NONE, top);
         w->live = live - given_up;
     }
-    if (n > first && !w->stopped) {
-        const uint64_t growth = later - given_up - from;
-        const uint64_t n_later =
-            n - first; /* modulo 2^64, as all differences here: may be negative */
-        /* of the highest */
-        const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0);
-        see(w, stage, KOILA_NONE,
-            begin <= INT64_MAX && later_top + begin < later_top ? UINT64_MAX : later_top + begin);
-        w->live += growth * n_later;
-    }
+    if (n <= first || w->stopped)
+        return;
+    const uint64_t growth = later - given_up - from;
+    const uint64_t n_later = n - first;
+    /* of the highest of them */
+    const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0);
+    see(w, stage, KOILA_NONE,
+        begin <= INT64_MAX ? capped_sum(later_top, begin) : later_top + begin);
+    w->live += growth * n_later;
 }
 #undef LOCAL
+
+/* The bytes that the storages of a stage hold now are those before the slice that is multiplied. */
+static void mark_held(walk *w, uint32_t stage)
+{
+    const koila__stage *st = &w->s->stages[stage];
+    for (uint32_t e = 0; w->held && e < st->n_events; e++)
+        if (st->events[e].kind != KOILA__RUN)
+            w->held_before[st->events[e].value] = w->held[st->events[e].value];
+}
+
+/* n slices do as the one did that began with `before` bytes. */
+static void multiply_slice(walk *w, uint32_t stage, uint64_t before, uint64_t n)
+{
+    const koila__stage *st = &w->s->stages[stage];
+    const uint64_t growth = w->live - before; /* modulo 2^64: may be negative */
+    w->live += growth * n;
+    for (uint32_t e = 0; w->held && e < st->n_events; e++) {
+        const koila_value v = st->events[e].value;
+        if (st->events[e].kind == KOILA__RUN)
+            continue;
+        w->held[v] += (w->held[v] - w->held_before[v]) * n;
+        w->held_before[v] = w->held[v]; /* once */
+    }
+}
+
+/* Wide accumulators are cast back, one after another. */
+static void cast_back(walk *w, uint32_t stage, bool cut)
+{
+    const koila_stage *st = &w->s->stages[stage].stage;
+    for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) {
+        if (st->instrs[i].kind != KOILA_DO_ADD)
+            continue;
+        const koila_value v = st->instrs[i].id;
+        const uint64_t wide = accumulator_bytes(w->p, v, cut);
+        const uint64_t narrow = accumulator_bytes(w->p, v, false);
+        if (wide == narrow)
+            continue;
+        put(w, v, narrow);
+        see(w, stage, KOILA_NONE, w->live);
+        w->stage_peak = larger(w->live, w->stage_peak);
+        if (!w->stopped)
+            put(w, v, 0 - wide);
+    }
+}
+
+static void walk_loop(walk *w, uint32_t stage)
+{
+    const koila_stage *st = &w->s->stages[stage].stage;
+    const int64_t batch = w->p->graph->axes.at[st->axis];
+    const int64_t rows = w->o->rows[st->axis];
+    const int64_t n_full = rows > 0 ? batch / rows : 0;
+    const int64_t ragged = rows > 0 ? batch % rows : 0;
+    if (w->o->bytes_only) {
+        if (n_full)
+            walk_bytes(w, stage, rows, batch, true, (uint64_t)n_full);
+        if (ragged && !w->stopped)
+            walk_bytes(w, stage, ragged, batch, n_full == 0, 1);
+    } else {
+        for (int64_t i = 0; i < n_full && !w->stopped; i++) {
+            const uint64_t before = w->live;
+            if (i == 1)
+                mark_held(w, stage);
+            walk_slice(w, stage, rows, batch, i == 0);
+            if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
+                const int64_t n_skipped = n_full - 3;
+                multiply_slice(w, stage, before, (uint64_t)n_skipped);
+                i += n_skipped;
+            }
+        }
+        if (ragged && !w->stopped)
+            walk_slice(w, stage, ragged, batch, n_full == 0);
+    }
+    if (w->s->stages[stage].any_wide)
+        cast_back(w, stage, rows != batch);
+}
 
 static void walk_all(walk *w, uint64_t *stage_peaks)
 {
     w->peak_node = KOILA_NONE;
     for (uint32_t k = 0; k < w->s->n_stages && !w->stopped; k++) {
-        const koila_stage *st = &w->s->stages[k].stage;
         w->stage_peak = w->live;
-        if (!st->is_loop) {
-            if (w->o->bytes_only)
-                walk_bytes(w, k, 0, 0, true, 1);
-            else
-                walk_slice(w, k, 0, 0, true);
-        } else {
-            const int64_t batch = w->p->graph->axes.at[st->axis];
-            const int64_t rows = w->o->rows[st->axis];
-            const int64_t n_full = rows > 0 ? batch / rows : 0;
-            const int64_t ragged = rows > 0 ? batch % rows : 0;
-            if (w->o->bytes_only) {
-                if (n_full)
-                    walk_bytes(w, k, rows, batch, true, (uint64_t)n_full);
-                if (ragged && !w->stopped)
-                    walk_bytes(w, k, ragged, batch, n_full == 0, 1);
-            }
-            for (int64_t i = 0; i < n_full && !w->o->bytes_only && !w->stopped; i++) {
-                const uint64_t before = w->live;
-                for (uint32_t e = 0; w->held && i == 1 && e < w->s->stages[k].n_events; e++)
-                    if (w->s->stages[k].events[e].kind != KOILA__RUN)
-                        w->held_before[w->s->stages[k].events[e].value] =
-                            w->held[w->s->stages[k].events[e].value];
-                walk_slice(w, k, rows, batch, i == 0);
-                const uint64_t growth = w->live - before; /* modulo 2^64: may be negative */
-                /* the slices between do as this one did */
-                if (i == 1 && n_full > 3 && !w->stopped) {
-                    const int64_t n_skipped = n_full - 3;
-                    w->live += growth * (uint64_t)n_skipped;
-                    for (uint32_t e = 0; w->held && e < w->s->stages[k].n_events; e++) {
-                        const koila_value v = w->s->stages[k].events[e].value;
-                        if (w->s->stages[k].events[e].kind == KOILA__RUN)
-                            continue;
-                        w->held[v] += (w->held[v] - w->held_before[v]) * (uint64_t)n_skipped;
-                        w->held_before[v] = w->held[v]; /* once */
-                    }
-                    i += n_skipped;
-                }
-            }
-            if (ragged && !w->o->bytes_only && !w->stopped)
-                walk_slice(w, k, ragged, batch, n_full == 0);
-            /* wide accumulators are cast back, one after another */
-            for (uint32_t i = 0; i < st->n_instrs && w->s->stages[k].any_wide && !w->stopped; i++)
-                if (st->instrs[i].kind == KOILA_DO_ADD) {
-                    const koila_value v = st->instrs[i].id;
-                    const uint64_t wide = accumulator_bytes(w->p, v, rows != batch);
-                    const uint64_t narrow = accumulator_bytes(w->p, v, false);
-                    if (wide == narrow)
-                        continue;
-                    put(w, v, narrow);
-                    see(w, k, KOILA_NONE, w->live);
-                    if (w->live > w->stage_peak)
-                        w->stage_peak = w->live;
-                    if (w->stopped)
-                        break;
-                    put(w, v, 0 - wide);
-                }
-        }
+        if (w->s->stages[k].stage.is_loop)
+            walk_loop(w, k);
+        else if (w->o->bytes_only)
+            walk_bytes(w, k, 0, 0, true, 1);
+        else
+            walk_slice(w, k, 0, 0, true);
+        koila_assert(w->stopped || w->o->bytes_only || w->stage_peak >= w->live);
+        koila_assert(w->o->bytes_only || w->peak >= w->stage_peak);
         if (stage_peaks)
             stage_peaks[k] = w->stage_peak;
     }
@@ -337,6 +369,8 @@ koila__live koila__live_simulate(const koila__placed *p, const koila__schedule *
     walk w = { .p = p, .s = s, .o = o, .curve = curve, .curve_user = curve_user };
     const koila_allocator mem = koila__allocator(o->top ? o->top->mem : NULL);
     const size_t n_bytes = 2 * ((size_t)p->graph->values.n + 1) * sizeof *w.held;
+    koila_assert(!o->top || !o->bytes_only);
+    koila_assert(!stage_peaks || !o->bytes_only);
     if (o->top) {
         o->top->n = 0;
         w.held = koila__realloc(&mem, NULL, 0, n_bytes);
