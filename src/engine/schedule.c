@@ -313,7 +313,8 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
     }
 }
 
-static koila_status find_levels(work_state *w)
+/* level[n], and which values are made whole for somebody. */
+static void find_levels(work_state *w)
 {
     w->n_levels = 1;
     for (uint32_t n = 0; n < w->n_nodes; n++) {
@@ -336,22 +337,34 @@ static koila_status find_levels(work_state *w)
         if (level + 1 > w->n_levels)
             w->n_levels = level + 1;
     }
+}
+
+/* The nodes outside loops, by level. */
+static koila_status chain_whole_nodes(work_state *w)
+{
+    w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
+    TRY_ALLOC(w->whole_of_level);
+    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || w->p->node[n].in_loop)
+            continue;
+        w->whole_next[n] = w->whole_of_level[w->level[n]];
+        w->whole_of_level[w->level[n]] = n;
+    }
+    return KOILA_OK;
+}
+
+/* A loop for each level and axis that has a node, in the order of levels. */
+static koila_status make_loops(work_state *w)
+{
     const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
     const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
     uint32_t *loop_of = koila__arena_array(&w->spare, n_slots, sizeof *loop_of);
-    w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
-    TRY_ALLOC(loop_of && w->whole_of_level);
-    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
-    for (uint32_t n = w->n_nodes; n-- > 0;) {
-        if (!w->needed[n])
-            continue;
-        if (w->p->node[n].in_loop)
-            loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis] = 1;
-        else {
-            w->whole_next[n] = w->whole_of_level[w->level[n]];
-            w->whole_of_level[w->level[n]] = n;
-        }
-    }
+    TRY_ALLOC(loop_of);
+#define SLOT(n) ((uint64_t)w->level[n] * n_axes + w->p->node[n].axis)
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        if (w->needed[n] && w->p->node[n].in_loop)
+            loop_of[SLOT(n)] = 1;
     for (uint64_t i = 0; i < n_slots; i++)
         w->n_loops += loop_of[i];
     if (w->n_loops > KOILA_COST_MAX_LOOPS)
@@ -369,10 +382,10 @@ static koila_status find_levels(work_state *w)
         w->loops[next] = (loop_info){ (uint32_t)(i / n_axes), (uint16_t)(i % n_axes) };
         loop_of[i] = next++;
     }
+    koila_assert(next == w->n_loops);
     for (uint32_t n = 0; n < w->n_nodes; n++)
-        w->natural[n] = w->needed[n] && w->p->node[n].in_loop
-                            ? loop_of[(uint64_t)w->level[n] * n_axes + w->p->node[n].axis]
-                            : KOILA_NONE;
+        w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[SLOT(n)] : KOILA_NONE;
+#undef SLOT
     return KOILA_OK;
 }
 
@@ -698,6 +711,7 @@ static void event(work_state *w, koila__event_kind kind, uint32_t value)
 
 static void begin_value(scope s, koila_value v, owner o)
 {
+    koila_assert(!s[v].here);
     s[v].here = 1;
     s[v].root = v;
     s[v].alive = 1;
@@ -710,6 +724,8 @@ static void begin_value(scope s, koila_value v, owner o)
  * result of the same call touches. */
 static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
 {
+    koila_assert(!s[v].here && s[on].here);
+    koila_assert(s[s[on].root].alive > 0);
     s[v].here = 1;
     s[v].root = s[on].root;
     s[s[v].root].alive++;
@@ -724,6 +740,8 @@ static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
 static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s[v].root;
+    koila_assert(w->s[v].here && w->s[r].alive > 0);
+    koila_assert(w->s[w->s[v].region].touching > 0);
     w->s[v].here = 0;
     w->s[w->s[v].region].touching--;
     if (--w->s[r].alive)
@@ -780,6 +798,7 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
         release_value(w, v, KOILA__LOCAL_FREE);
     }
     const bool fetch = local && w->kept[v];
+    koila_assert(fetch || need.kind == KOILA_S);
     /* not made: a broken invariant */
     if (!fetch && local && !sliced_in(w, v, j))
         return KOILA_BAD_ARGUMENT;
@@ -802,6 +821,7 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
     return KOILA_OK;
 }
 
+enum { MAX_STEALS = 16 }; /* bits of koila_instr.steal */
 /* May write k of node n happen in place? See Note [Steal]. */
 static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t k)
 {
@@ -810,7 +830,7 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     const koila_value result = w->g->nodes.at[n].first_output + s->n_fresh + k;
     if (!koila__placement_equal(w->p->value[result], w->p->value[b]))
         return false;
-    if (k >= 16 || s->writes[k].overwrites || !w->s[b].here || w->last_use[b] != number ||
+    if (k >= MAX_STEALS || s->writes[k].overwrites || !w->s[b].here || w->last_use[b] != number ||
         w->sliced[b].user != KOILA_NONE)
         return false;
     const koila_value r = w->s[b].root;
@@ -830,6 +850,7 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
 static void keep_until_next(work_state *w, koila_value v, uint32_t j)
 {
     const uint32_t u = next_use(w, v, j);
+    koila_assert(u != KOILA_NONE && u > j);
     w->kept[v] = true;
     w->kept_next[v] = w->kept_first[u];
     w->kept_first[u] = v;
@@ -841,6 +862,7 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
 {
     koila__event_kind how = KOILA__LOCAL_FREE;
     const koila_value r = w->s[v].root;
+    koila_assert(w->s[v].here && w->s == w->slice);
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_meta_info *storage = koila__value_meta(w->g, r);
     const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE &&
@@ -858,9 +880,12 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
         } else {
             emit(w, (koila_instr){
                         .kind = KOILA_DO_ADD, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
-            event(w, own ? wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED : KOILA__ADD_CLONE, v);
-            if (own)
+            koila__event_kind add = KOILA__ADD_CLONE;
+            if (own) {
+                add = wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED;
                 how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+            }
+            event(w, add, v);
             w->any_wide |= wide;
         }
         begin_value(w->whole, v, OWNER_COLLECTED);
@@ -879,80 +904,119 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     return how;
 }
 
-/* Emit node n of a loop (j) or of a whole stage (j == KOILA_NONE), then what its results owe:
- * accumulators, pieces, frees. `number` is n's place in the emission order, which last_use refers
- * to. */
-static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
+/* A node that is emitted: in loop j, or in a whole stage (KOILA_NONE). `number` is its place in the
+ * emission order, which last_use refers to. */
+typedef struct emission {
+    koila_node n;
+    uint32_t number;
+    uint32_t j;
+    const koila_sig_info *s;
+    uint16_t steal;               /* bits: see koila_instr */
+    koila__event_kind free_event; /* ends a storage of this scope */
+} emission;
+
+/* Makes the inputs that a node of a loop reads and that are not there. */
+static koila_status emit_inputs(work_state *w, const emission *x)
 {
-    const koila_sig_info *s = sig_of(w, n);
-    const koila_value first = w->g->nodes.at[n].first_output;
-    const bool in_loop = j != KOILA_NONE;
-    const bool alias = w->aliases[n];
-    const koila__event_kind free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
-    koila_instr run = { .kind = KOILA_DO_RUN, .id = n };
-    const uint32_t n_in = s->n_inputs;
-    const uint32_t n_out = s->n_outputs;
-    if (w->n_emitted + w->instrs.n > w->max_emitted)
-        return KOILA_UNSUPPORTED;
-    /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
-    TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
-    const use *const in = w->uses + w->span[n].in;
-    const use *const in_end = in + n_in;
-    for (const use *u = in; in_loop && u < in_end; u++)
-        /* most of the time it is there */
-        if (u->reads && !u->is_whole &&
-            !(u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE))
-            KOILA_TRY(emit_input(w, n, (uint32_t)(u - in), j));
-    for (uint32_t k = 0; k < s->n_writes; k++)
-        if (steals(w, n, number, k))
-            run.steal |= (uint16_t)(1u << k);
+    const use *const in = w->uses + w->span[x->n].in;
+    const use *const end = w->uses + w->span[x->n].in_end;
+    for (const use *u = in; u < end; u++) {
+        if (!u->reads || u->is_whole)
+            continue;
+        const bool there =
+            u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE;
+        if (!there) /* most of the time it is */
+            KOILA_TRY(emit_input(w, x->n, (uint32_t)(u - in), x->j));
+    }
+    return KOILA_OK;
+}
+
+/* The results live: on storage of their own, or on that of an input. */
+static void begin_results(work_state *w, const emission *x)
+{
+    const koila_sig_info *s = x->s;
+    const bool alias = w->aliases[x->n];
     for (uint32_t o = 0; o < s->n_outputs; o++) {
-        const koila_value v = first + o;
+        const koila_value v = w->span[x->n].out + o;
         if (s->outputs[o] == KOILA_NONE)
             continue;
         const bool is_fresh = o < s->n_fresh;
-        const bool stolen = !is_fresh && o - s->n_fresh < 16 && run.steal >> (o - s->n_fresh) & 1;
+        const uint32_t write = o - s->n_fresh;
+        const bool stolen = !is_fresh && write < MAX_STEALS && x->steal >> write & 1;
         const bool of_input = is_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
-        if (stolen || (of_input && w->s[input_of(w, n, 0)].here)) {
-            join_value(w->s, v, input_of(w, n, stolen ? s->writes[o - s->n_fresh].input : 0),
+        if (stolen || (of_input && w->s[input_of(w, x->n, 0)].here)) {
+            join_value(w->s, v, input_of(w, x->n, stolen ? s->writes[write].input : 0),
                        !stolen && (w->g->table->ops.at[s->op].facts & KOILA_FACT_SPLITS_UNSAFELY));
             continue;
         }
         /* a view of a leaf or of a whole value owns nothing */
         begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE);
         if (!of_input)
-            event(w, in_loop ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
+            event(w, x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
     }
-    event(w, KOILA__RUN, n);
-    emit(w, run);
-    for (const use *u = in; u < in_end; u++) { /* inputs that end here */
+}
+
+/* Frees the inputs whose last use this was. */
+static void end_inputs(work_state *w, const emission *x)
+{
+    const use *const end = w->uses + w->span[x->n].in_end;
+    for (const use *u = w->uses + w->span[x->n].in; u < end; u++) {
         const koila_value v = u->value;
         /* last_use knows only what is read */
-        if (w->last_use[v] != number || !u->reads || !w->s[v].here)
+        if (w->last_use[v] != x->number || !u->reads || !w->s[v].here)
             continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
-        release_value(w, v, free_event);
+        release_value(w, v, x->free_event);
     }
-    for (uint32_t o = 0; o < s->n_outputs; o++) {
-        const koila_value v = first + o;
-        koila__event_kind how = free_event;
-        if (s->outputs[o] == KOILA_NONE)
+}
+
+/* What the results owe: accumulators and pieces; those that nobody reads are freed. */
+static void end_results(work_state *w, const emission *x)
+{
+    for (koila_value v = w->span[x->n].out; v < w->span[x->n].out_end; v++) {
+        koila__event_kind how = x->free_event;
+        if (!exists(w, v))
             continue;
         /* most owe nothing */
-        if (in_loop && (w->made_whole[v] == j || w->use[v] != KOILA_NONE))
-            how = emit_collect(w, v, number, j);
-        if (w->last_use[v] != number)
+        if (x->j != KOILA_NONE && (w->made_whole[v] == x->j || w->use[v] != KOILA_NONE))
+            how = emit_collect(w, v, x->number, x->j);
+        if (w->last_use[v] != x->number)
             continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, how);
     }
+}
+
+static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
+{
+    const bool in_loop = j != KOILA_NONE;
+    emission x = { .n = n, .number = number, .j = j, .s = sig_of(w, n) };
+    const uint32_t n_in = x.s->n_inputs;
+    const uint32_t n_out = x.s->n_outputs;
+    x.free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
+    koila_assert(w->needed[n] && w->p->node[n].in_loop == in_loop);
+    if (w->n_emitted + w->instrs.n > w->max_emitted)
+        return KOILA_UNSUPPORTED;
+    /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
+    TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
+    if (in_loop)
+        KOILA_TRY(emit_inputs(w, &x));
+    for (uint32_t k = 0; k < x.s->n_writes; k++)
+        if (steals(w, n, number, k))
+            x.steal |= (uint16_t)(1u << k);
+    begin_results(w, &x);
+    event(w, KOILA__RUN, n);
+    emit(w, (koila_instr){ .kind = KOILA_DO_RUN, .id = n, .steal = x.steal });
+    end_inputs(w, &x);
+    end_results(w, &x);
     return KOILA_OK;
 }
 
 static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_loop, uint16_t axis)
 {
     koila__stage *stage = &out->stages[out->n_stages];
+    koila_assert(out->n_stages < w->n_levels + w->n_loops);
     koila_instr *instrs =
         koila__arena_copy(&out->arena, w->instrs.at, w->instrs.n * sizeof *instrs);
     stage->events =
@@ -1000,6 +1064,7 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         if (w->in_loop[q_] != j + 1) {                                                             \
             w->in_loop[q_] = j + 1;                                                                \
             w->order_bits[q_ >> 6] |= (uint64_t)1 << (q_ & 63);                                    \
+            koila_assert(top < w->n_nodes);                                                        \
             w->stack[top++] = q_;                                                                  \
         }                                                                                          \
     } while (0)
@@ -1047,12 +1112,46 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
         }
         w->order_bits[k] = 0;
     }
+    koila_assert(n_order <= w->n_nodes);
     return n_order;
 }
 
 static bool is_too_much(const work_state *w, double work)
 {
     return w->keep.max_work > 0 && work > w->keep.max_work;
+}
+
+/* The pieces that loop j used are kept for the next loop that needs them, or given up. */
+static koila_status end_pieces(work_state *w, uint32_t j)
+{
+    koila_value next;
+    for (koila_value v = w->kept_first[j]; v != KOILA_NONE; v = next) {
+        next = w->kept_next[v];
+        koila_assert(w->kept[v]);
+        w->kept[v] = false;
+        if (!w->given_up[v] && keeps(w, v, j)) {
+            keep_until_next(w, v, j);
+            continue;
+        }
+        if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
+            begin_value(w->s, v, OWNER_PIECE);
+            TRY_ALLOC(room(w, 2, 1));
+            emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v });
+            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
+            release_value(w, v, KOILA__LOCAL_FREE);
+        }
+        w->given_up[v] = false;
+    }
+    return KOILA_OK;
+}
+
+/* Has the running slice let go of all its values? */
+static bool none_is_here(const work_state *w)
+{
+    for (koila_value v = 0; v < w->n_values; v++)
+        if (w->slice[v].here)
+            return false;
+    return true;
 }
 
 static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
@@ -1075,23 +1174,8 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     }
     for (uint32_t k = 0; k < n_order; k++)
         KOILA_TRY(emit_node(w, order[k], k, j));
-    /* pieces this loop used */
-    for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
-        next = w->kept_next[v];
-        w->kept[v] = false;
-        if (!w->given_up[v] && keeps(w, v, j)) {
-            keep_until_next(w, v, j);
-            continue;
-        }
-        if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
-            begin_value(w->s, v, OWNER_PIECE);
-            TRY_ALLOC(room(w, 2, 1));
-            emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v });
-            emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
-            release_value(w, v, KOILA__LOCAL_FREE);
-        }
-        w->given_up[v] = false;
-    }
+    KOILA_TRY(end_pieces(w, j));
+    koila_check(none_is_here(w));
     return finish_stage(w, out, true, w->loops[j].axis);
 }
 
@@ -1138,9 +1222,44 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
     return finish_stage(w, out, false, 0);
 }
 
+/* The last loop that can run needed node n of a loop, whatever is kept: it may be run again up to
+ * the last loop that (transitively) needs it. KOILA_NONE: none runs it. */
+static uint32_t find_last_run(const work_state *w, koila_node n)
+{
+    uint32_t last = w->home[n];
+    if (last == KOILA_NONE)
+        return KOILA_NONE;
+    for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
+        if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last)
+            last = w->made_whole[v];
+        for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+            uint32_t l = w->last_run[u->user];
+            if (l == KOILA_NONE || !u->local)
+                continue;
+            if (sliced_in(w, v, l)) /* beyond it is sliced */
+                l = w->made_whole[v];
+            if (l > last)
+                last = l;
+        }
+    }
+    koila_assert(last < w->n_loops);
+    return last;
+}
+
+/* Node n, of that stage, reads whole values. */
+static void see_readers(work_state *w, koila_node n, uint32_t stage)
+{
+    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+        const koila_value v = u->value;
+        if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n])))
+            continue;
+        if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage)
+            w->whole_last[v] = stage;
+    }
+}
+
 /* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole
- * stage of a level, then its loops. A loop node may be run again up to the last loop that
- * (transitively) needs it, whatever is kept. */
+ * stage of a level, then its loops. */
 static koila_status find_whole_last(work_state *w)
 {
     uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
@@ -1160,37 +1279,13 @@ static koila_status find_whole_last(work_state *w)
         w->last_run[n] = KOILA_NONE;
         if (!w->needed[n])
             continue;
-        uint32_t stage;
-        if (w->p->node[n].in_loop) {
-            if (w->home[n] == KOILA_NONE)
-                continue;
-            uint32_t last = w->home[n];
-            for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-                if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last)
-                    last = w->made_whole[v];
-                for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
-                    if (w->last_run[u->user] == KOILA_NONE || !u->local)
-                        continue;
-                    /* beyond it is sliced */
-                    const uint32_t l = sliced_in(w, v, w->last_run[u->user]) ? w->made_whole[v]
-                                                                             : w->last_run[u->user];
-                    if (l > last)
-                        last = l;
-                }
-            }
-            w->last_run[n] = last;
-            stage = loop_stage[last];
-        } else
-            stage = whole_stage[w->level[n]];
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
-             u++) {
-            const koila_value v = u->value;
-            if (u->from == KOILA_NONE || !u->reads ||
-                (u->local && !sliced_in(w, v, w->last_run[n])))
-                continue;
-            if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage)
-                w->whole_last[v] = stage;
+        if (!w->p->node[n].in_loop) {
+            see_readers(w, n, whole_stage[w->level[n]]);
+            continue;
         }
+        w->last_run[n] = find_last_run(w, n);
+        if (w->last_run[n] != KOILA_NONE)
+            see_readers(w, n, loop_stage[w->last_run[n]]);
     }
     for (uint32_t v = w->n_values; v-- > 0;) {
         if (w->whole_last[v] == KOILA_NONE || w->is_result[v])
@@ -1316,7 +1411,9 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     find_keepable(w);
-    KOILA_TRY(find_levels(w));
+    find_levels(w);
+    KOILA_TRY(chain_whole_nodes(w));
+    KOILA_TRY(make_loops(w));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
@@ -1439,8 +1536,10 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
         w->kept[v] = false;
         if (keeps(w, v, j))
             keep_until_next(w, v, j);
-        else
+        else {
+            koila_assert(*n_held >= kept_bytes(w, v));
             *n_held -= kept_bytes(w, v);
+        }
     }
     for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
         /* a piece's storage may become the whole value */
@@ -1503,56 +1602,77 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p,
     return status;
 }
 
-/* end[v]: the node after the last that uses the storage v lives on, or KOILA_NONE for ever; 0 when
- * nobody needs it. Every storage adds its bytes to rise[] where it is made and takes them away
- * again where it ends. What is written in place, or in a copy, is left out. */
+/* Of koila__schedule_whole_bytes(). */
+typedef struct whole_step {
+    const koila_graph *g;
+    /* [value] the node after the last that uses the storage it lives on; KOILA_NONE: for ever; 0:
+     * nobody needs it */
+    koila_node *end;
+    /* [node] bytes that begin there, less those that end there, modulo 2^64 */
+    uint64_t *rise;
+    uint64_t sum; /* of all bytes */
+    bool adds_up;
+} whole_step;
+
+/* What node n makes, and until when its inputs are needed. What is written in place, or in a copy,
+ * is left out. */
+static void count_node(whole_step *x, koila_node n)
+{
+    const koila_graph *g = x->g;
+    const koila_sig_info *s = koila__node_sig(g, n);
+    const koila_node_info *info = &g->nodes.at[n];
+    const bool alias = maybe_alias(g->table, s->op);
+    koila_node last = 0;
+    for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++)
+        last = x->end[v] > last ? x->end[v] : last;
+    if (!last)
+        return; /* nobody needs it */
+    for (uint32_t o = 0; o < s->n_fresh && !alias; o++) {
+        const koila_node end = x->end[info->first_output + o];
+        if (s->outputs[o] == KOILA_NONE)
+            continue;
+        const uint64_t n_bytes = koila__meta(g->table, s->outputs[o])->n_storage_bytes;
+        x->adds_up &= koila__add(x->sum, n_bytes, &x->sum);
+        x->rise[n] += n_bytes;
+        if (end != KOILA_NONE)
+            x->rise[end ? end : n + 1] -= n_bytes;
+    }
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        const koila_value v = g->inputs.at[info->first_input + i];
+        const koila_node until = alias && i == 0 && !s->n_writes ? last : n + 1;
+        if (x->end[v] < until && reads(s, i))
+            x->end[v] = until;
+    }
+}
+
 koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets,
                                          uint32_t n_targets, const koila_allocator *mem,
                                          uint64_t *at_least)
 {
     koila__arena tmp;
     koila__arena_init(&tmp, mem);
-    koila_node *end = koila__arena_array(&tmp, g->values.n, sizeof *end);
-    uint64_t *rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *rise);
-    uint64_t sum = 0;
+    whole_step x = { .g = g,
+                     .end = koila__arena_array(&tmp, g->values.n, sizeof *x.end),
+                     .rise = koila__arena_array(&tmp, (size_t)g->nodes.n + 1, sizeof *x.rise),
+                     .adds_up = true };
     uint64_t live = 0;
-    bool adds_up = true;
     *at_least = 0;
-    for (uint32_t i = 0; end && i < n_targets; i++)
-        end[targets[i]] = KOILA_NONE;
-    for (uint32_t n = end && rise ? g->nodes.n : 0; n-- > 0;) {
-        const koila_sig_info *s = koila__node_sig(g, n);
-        const koila_node_info *info = &g->nodes.at[n];
-        const bool alias = maybe_alias(g->table, s->op);
-        koila_node last = 0;
-        for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++)
-            last = end[v] > last ? end[v] : last;
-        if (!last)
-            continue; /* nobody needs it */
-        for (uint32_t o = 0; o < s->n_fresh && !alias; o++) {
-            const koila_value v = info->first_output + o;
-            if (s->outputs[o] == KOILA_NONE)
-                continue;
-            const uint64_t n_bytes = koila__meta(g->table, s->outputs[o])->n_storage_bytes;
-            adds_up &= koila__add(sum, n_bytes, &sum);
-            rise[n] += n_bytes;
-            if (end[v] != KOILA_NONE)
-                rise[end[v] ? end[v] : n + 1] -= n_bytes;
-        }
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            const koila_value v = g->inputs.at[info->first_input + i];
-            const koila_node until = alias && i == 0 && !s->n_writes ? last : n + 1;
-            if (end[v] < until && reads(s, i))
-                end[v] = until;
-        }
+    if (!x.end || !x.rise) {
+        koila__arena_deinit(&tmp);
+        return KOILA_NO_MEMORY;
     }
-    for (uint32_t n = 0; rise && n < g->nodes.n && adds_up; n++) {
-        live += rise[n];
+    for (uint32_t i = 0; i < n_targets; i++)
+        x.end[targets[i]] = KOILA_NONE;
+    for (koila_node n = g->nodes.n; n-- > 0;)
+        count_node(&x, n);
+    for (koila_node n = 0; n < g->nodes.n && x.adds_up; n++) {
+        live += x.rise[n];
+        koila_assert(live <= x.sum);
         if (live > *at_least)
             *at_least = live;
     }
     koila__arena_deinit(&tmp);
-    return end && rise ? KOILA_OK : KOILA_NO_MEMORY;
+    return KOILA_OK;
 }
 
 void koila__schedule_recycle(koila__scheduler *w, koila__schedule *s)
