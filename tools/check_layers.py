@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The law of the rooms: which folder may see which, in includes and in calls.
+"""The law of the rooms: which folder may see which, in includes and in calls; and in python/ext no
+file uses another that uses it.
 
     python tools/check_layers.py                    includes, read from the sources
     python tools/check_layers.py --objects build    and calls, read from the objects of a build (nm)
@@ -189,6 +190,46 @@ def broken_calls(objects: Iterable[pathlib.Path]) -> list[str]:
     return out
 
 
+def uses_of_files(objects: Iterable[pathlib.Path]) -> dict[str, dict[str, set[str]]]:
+    """Of each object of python/ext: the others that it uses, and the symbols."""
+    owner: dict[str, str] = {}
+    undefined: dict[str, set[str]] = {}
+    for path in sorted(objects):
+        room = object_room(path)
+        if room is None or not room.startswith("python/ext"):
+            continue
+        name = path.name.removesuffix(".c.o").removeprefix("python_ext_")
+        defined, undefined[name] = symbols(path)
+        owner.update(dict.fromkeys(defined, name))
+    uses: dict[str, dict[str, set[str]]] = {name: {} for name in undefined}
+    for name, symbols_used in undefined.items():
+        for symbol in symbols_used & owner.keys():
+            if owner[symbol] != name:
+                uses[name].setdefault(owner[symbol], set()).add(symbol)
+    return uses
+
+
+def circles(objects: Iterable[pathlib.Path]) -> list[str]:
+    """Files of python/ext that use each other, also through others: each arrow of each circle."""
+    uses = uses_of_files(objects)
+    reached: dict[str, set[str]] = {}
+    for name in uses:
+        seen: set[str] = set()
+        todo = list(uses[name])
+        while todo:
+            other = todo.pop()
+            if other not in seen:
+                seen.add(other)
+                todo += uses[other]
+        reached[name] = seen
+    return [
+        f"{name} uses {', '.join(sorted(names))} of {other}, which uses it again: a circle"
+        for name in sorted(uses)
+        for other, names in sorted(uses[name].items())
+        if name in reached[other]
+    ]
+
+
 def arrows(root: pathlib.Path) -> dict[str, set[str]]:
     """The rooms that each room includes."""
     out: dict[str, set[str]] = {room: set() for room in ROOMS}
@@ -213,7 +254,9 @@ def main() -> int:
             print(f"{room:<20} → {', '.join(sorted(others)) or '(nothing)'}")
     found = broken_includes(args.root)
     if args.objects:
-        found += broken_calls(args.objects.rglob("*.c.o"))
+        objects = list(args.objects.rglob("*.c.o"))
+        beside = [path for path in objects if object_room(path) != "python/ext/memlab"]
+        found += broken_calls(objects) + circles(beside)
     print(*found, sep="\n", end="\n" if found else "")
     print(f"{len(found)} breaks of the law" if found else "the rooms keep the law")
     return bool(found)

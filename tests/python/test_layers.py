@@ -120,6 +120,29 @@ def test_the_same_objects_without_the_call_keep_the_law(tmp_path):
     assert check_layers.broken_calls(compiled(tmp_path, sources)) == []
 
 
+def ring(last):
+    """Three files of which each uses the next, and the third uses `last`."""
+
+    def one(name, used):
+        return f"int koila__{used}(void);\nint koila__{name}(void) {{ return koila__{used}(); }}\n"
+
+    return {
+        "python/ext/capture/a.c": one("a", "b"),
+        "python/ext/run/b.c": one("b", "c"),
+        "python/ext/capture/c.c": one("c", last),
+    }
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    found = check_layers.circles(compiled(tmp_path, ring("a")))
+    assert len(found) == 3
+    assert "capture_c uses koila__a of capture_a" in found[1]
+
+
+def test_files_in_a_row_are_no_circle(tmp_path):
+    assert check_layers.circles(compiled(tmp_path, ring("elsewhere"))) == []
+
+
 def test_no_objects_is_not_a_clean_bill(tmp_path):
     assert check_layers.broken_calls([]) == ["no object of any room was found: build first"]
 

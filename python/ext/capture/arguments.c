@@ -55,8 +55,9 @@ void koila__walk_deinit(call_walk *w)
     Py_XDECREF(w->instead);
 }
 
+/* All zero but its kind, padding too: tokens are hashed as bytes. */
 koila_arg *koila__walk_push(call_walk *w, uint8_t kind)
-{ /* NULL + error. The token is all zero but its kind, padding too: tokens are hashed as bytes. */
+{
     if (w->n_tok == w->cap_tok) {
         koila_arg *p = PyMem_Malloc(w->cap_tok * 4 * sizeof *p);
         if (!p) {
@@ -105,118 +106,140 @@ static int push_input(call_walk *w, PyObject *o, koila__handle *h)
     return 0;
 }
 
-static int walk_rare(call_walk *w, PyObject *o)
+static int push_number(call_walk *w, uint8_t kind, int64_t i)
 {
-    koila_arg *t;
-    const int d = koila__dtype_of(o);
-    if (d >= 0) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_DTYPE)))
-            return -1;
-        t->u.id = (uint32_t)d;
-        return 0;
-    }
-    if (PyUnicode_Check(o)) {
-        const char *s = PyUnicode_AsUTF8(o);
-        uint32_t id;
-        if (!s || !(t = koila__walk_push(w, KOILA_ARG_STR)))
-            return -1;
-        const koila_status status = koila_table_text(koila__table, s, &id);
-        if (status) {
-            koila__raise(status);
-            return -1;
-        }
-        t->u.id = id;
-        return 0;
-    }
-    if (PyLong_Check(o) || PyFloat_Check(o)) { /* subclasses */
-        if (PyFloat_Check(o)) {
-            if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT)))
-                return -1;
-            t->u.f = PyFloat_AS_DOUBLE(o);
-            return 0;
-        }
-        const long long i = PyLong_AsLongLong(o);
-        if (i == -1 && PyErr_Occurred())
-            return -1;
-        if (!(t = koila__walk_push(w, KOILA_ARG_INT)))
-            return -1;
-        t->u.i = i;
-        return 0;
-    }
-    const uint32_t id = koila__opaque_id(o);
-    if (id == KOILA_NONE)
+    koila_arg *t = koila__walk_push(w, kind);
+    if (!t)
         return -1;
-    if (!(t = koila__walk_push(w, KOILA_ARG_OPAQUE)))
+    t->u.i = i;
+    return 0;
+}
+
+static int push_float(call_walk *w, double f)
+{
+    koila_arg *t = koila__walk_push(w, KOILA_ARG_FLOAT);
+    if (!t)
+        return -1;
+    t->u.f = f;
+    return 0;
+}
+
+static int push_id(call_walk *w, uint8_t kind, uint32_t id)
+{
+    koila_arg *t = koila__walk_push(w, kind);
+    if (!t)
         return -1;
     t->u.id = id;
     return 0;
 }
 
+static int push_text(call_walk *w, PyObject *o)
+{
+    uint32_t id;
+    const char *text = PyUnicode_AsUTF8(o);
+    if (!text)
+        return -1;
+    const koila_status s = koila_table_text(koila__table, text, &id);
+    if (s) {
+        koila__raise(s);
+        return -1;
+    }
+    return push_id(w, KOILA_ARG_STR, id);
+}
+
+/* OverflowError beyond 64 bits. */
+static int push_int(call_walk *w, PyObject *o)
+{
+    const long long i = PyLong_AsLongLong(o);
+    return i == -1 && PyErr_Occurred() ? -1 : push_number(w, KOILA_ARG_INT, i);
+}
+
+static int walk_rare(call_walk *w, PyObject *o)
+{
+    const int dtype = koila__dtype_of(o);
+    if (dtype >= 0)
+        return push_id(w, KOILA_ARG_DTYPE, (uint32_t)dtype);
+    if (PyUnicode_Check(o))
+        return push_text(w, o);
+    if (PyFloat_Check(o)) /* a subclass, as below */
+        return push_float(w, PyFloat_AS_DOUBLE(o));
+    if (PyLong_Check(o))
+        return push_int(w, o);
+    const uint32_t id = koila__opaque_id(o);
+    return id == KOILA_NONE ? -1 : push_id(w, KOILA_ARG_OPAQUE, id);
+}
+
+static int push_lazy(call_walk *w, PyObject *o)
+{
+    koila__handle *h = koila__handle_of(o);
+    if (!h || !h->group) {
+        PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+        return -1;
+    }
+    h->wrapper = o;
+    return push_input(w, o, h);
+}
+
+static int walk_value(call_walk *w, PyObject *o, bool in_list);
+
+static int walk_list(call_walk *w, PyObject *list)
+{
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
+    koila_arg *t = koila__walk_push(w, KOILA_ARG_LIST);
+    if (!t)
+        return -1;
+    t->n = (uint32_t)n;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (walk_value(w, PySequence_Fast_GET_ITEM(list, i), true) < 0)
+            return -1;
+    return 0;
+}
+
+/* The commonest first: this runs for every argument of every call. */
 static int walk_value(call_walk *w, PyObject *o, bool in_list)
 {
-    koila_arg *t;
     PyTypeObject *type = Py_TYPE(o);
-    if (type == koila__lazy_class) {
-        koila__handle *h = koila__handle_of(o);
-        if (!h || !h->group) {
-            PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
-            return -1;
-        }
-        h->wrapper = o;
-        return push_input(w, o, h);
-    }
-    if (type == &PyLong_Type) {
-        int overflow;
-        const long long i = PyLong_AsLongLongAndOverflow(o, &overflow);
-        if (overflow) {
-            PyLong_AsLongLong(o);
-            return -1;
-        }
-        if (!(t = koila__walk_push(w, KOILA_ARG_INT)))
-            return -1;
-        t->u.i = i;
-        return 0;
-    }
+    if (type == koila__lazy_class)
+        return push_lazy(w, o);
+    if (type == &PyLong_Type)
+        return push_int(w, o);
     if (type == &PyList_Type || type == &PyTuple_Type) {
         if (in_list) {
             koila__unsupported("an operator with nested lists of arguments");
             return -1;
         }
-        const Py_ssize_t n = PySequence_Fast_GET_SIZE(o);
-        if (!(t = koila__walk_push(w, KOILA_ARG_LIST)))
-            return -1;
-        t->n = (uint32_t)n;
-        for (Py_ssize_t i = 0; i < n; i++)
-            if (walk_value(w, PySequence_Fast_GET_ITEM(o, i), true) < 0)
-                return -1;
-        return 0;
+        return walk_list(w, o);
     }
     if (o == Py_None)
         return koila__walk_push(w, KOILA_ARG_ABSENT) ? 0 : -1;
-    if (type == &PyBool_Type) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_BOOL)))
-            return -1;
-        t->u.i = o == Py_True;
-        return 0;
+    if (type == &PyBool_Type)
+        return push_number(w, KOILA_ARG_BOOL, o == Py_True);
+    if (type == &PyFloat_Type)
+        return push_float(w, PyFloat_AS_DOUBLE(o));
+    if (!koila__is_tensor(o))
+        return walk_rare(w, o);
+    return koila__is_lazy(o) ? push_lazy(w, o) : push_input(w, o, NULL);
+}
+
+static int walk_keyword(call_walk *w, const op_info *op, PyObject *name, PyObject *value)
+{
+    if (w->n_kw == KOILA__N_KEYWORDS) {
+        koila__unsupported("an operator with more than %d keyword arguments", KOILA__N_KEYWORDS);
+        return -1;
     }
-    if (type == &PyFloat_Type) {
-        if (!(t = koila__walk_push(w, KOILA_ARG_FLOAT)))
-            return -1;
-        t->u.f = PyFloat_AS_DOUBLE(o);
-        return 0;
+    const char *text = PyUnicode_AsUTF8(name);
+    if (!text)
+        return -1;
+    const koila_status s = koila_table_text(koila__table, text, &w->kw[w->n_kw++]);
+    if (s) {
+        koila__raise(s);
+        return -1;
     }
-    if (koila__is_tensor(o)) {
-        koila__handle *h = NULL;
-        if (koila__is_lazy(o)) {
-            h = koila__handle_of(o);
-            if (!h) {
-                PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
-                return -1;
-            }
-        }
-        return push_input(w, o, h);
-    }
-    return walk_rare(w, o);
+    w->writing = false;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(op->written_kw); k++)
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(op->written_kw, k), name) == 0)
+            w->writing = true;
+    return walk_value(w, value, false);
 }
 
 int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs)
@@ -228,31 +251,12 @@ int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *
             return -1;
     }
     w->writing = false;
-    if (kwargs && PyDict_GET_SIZE(kwargs)) {
-        Py_ssize_t at = 0;
-        PyObject *name, *value;
-        while (PyDict_Next(kwargs, &at, &name, &value)) {
-            if (w->n_kw == 32) {
-                koila__unsupported("an operator with more than 32 keyword arguments");
-                return -1;
-            }
-            const char *text = PyUnicode_AsUTF8(name);
-            if (!text)
-                return -1;
-            const koila_status s = koila_table_text(koila__table, text, &w->kw[w->n_kw++]);
-            if (s) {
-                koila__raise(s);
-                return -1;
-            }
-            w->writing = false;
-            for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(op->written_kw); k++)
-                if (PyUnicode_Compare(PyTuple_GET_ITEM(op->written_kw, k), name) == 0)
-                    w->writing = true;
-            if (walk_value(w, value, false) < 0)
-                return -1;
-        }
-        w->writing = false;
-    }
+    Py_ssize_t at = 0;
+    PyObject *name, *value;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        if (walk_keyword(w, op, name, value) < 0)
+            return -1;
+    w->writing = false;
     return 0;
 }
 

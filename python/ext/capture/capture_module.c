@@ -90,49 +90,42 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     return PyLong_FromUnsignedLong(axis);
 }
 
-/* lazy_leaf(tensor, axis, dim): axis None: not batched */
-static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
+/* The doors of plain tensors are guarded from the first lazy tensor on. */
+static int guard_doors(void)
 {
-    PyObject *real, *axis_arg, *shared = NULL;
-    unsigned dim = 0;
-    if (!PyArg_ParseTuple(args, "OO|IO", &real, &axis_arg, &dim, &shared))
-        return NULL;
-    if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) {
-        PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor");
-        return NULL;
+    static bool guarded;
+    if (guarded)
+        return 0;
+    PyObject *done = koila__ask("install", NULL, NULL, NULL);
+    guarded = done != NULL;
+    Py_XDECREF(done);
+    return guarded ? 0 : -1;
+}
+
+/* axis_arg: the axis of dimension `dim`, or None. -1 + error */
+static int read_axis(const koila__tape *t, koila_meta meta, PyObject *axis_arg, uint32_t dim,
+                     uint16_t *axis)
+{
+    *axis = 0;
+    if (axis_arg == Py_None)
+        return 0;
+    const unsigned long given = PyLong_AsUnsignedLong(axis_arg);
+    if (PyErr_Occurred())
+        return -1;
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    if (given >= koila_graph_n_axes(t->graph) || dim >= m->n_dims ||
+        m->size[dim] != koila_graph_axis_size(t->graph, (uint16_t)given)) {
+        PyErr_SetString(PyExc_ValueError, "lazy_leaf(): the tensor has no such axis");
+        return -1;
     }
-    static bool guarded; /* the doors of plain tensors */
-    if (!guarded) {
-        PyObject *done = koila__ask("install", NULL, NULL, NULL);
-        if (!done)
-            return NULL;
-        Py_DECREF(done);
-        guarded = true;
-    }
-    PyObject *ok = koila__ask("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
-    if (!ok)
-        return NULL;
-    Py_DECREF(ok);
-    koila__tape *t = koila__tape_current();
-    koila_meta meta;
-    if (!t || koila__meta_of(real, &meta) < 0)
-        return NULL;
-    unsigned long axis = 0;
-    const bool batched = axis_arg != Py_None;
-    if (batched) {
-        axis = PyLong_AsUnsignedLong(axis_arg);
-        if (PyErr_Occurred())
-            return NULL;
-        const koila_meta_info *m = koila_meta_get(koila__table, meta);
-        if (axis >= koila_graph_n_axes(t->graph) || dim >= m->n_dims ||
-            m->size[dim] != koila_graph_axis_size(t->graph, (uint16_t)axis)) {
-            PyErr_SetString(PyExc_ValueError, "lazy_leaf(): the tensor has no such axis");
-            return NULL;
-        }
-    }
-    const koila_value v = koila__tape_leaf_new(
-        t, real, meta, batched ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, (uint16_t)axis, dim);
-    koila__group *g = v == KOILA_NONE ? NULL : koila__group_new(t, v, meta);
+    *axis = (uint16_t)given;
+    return 0;
+}
+
+/* A lazy tensor of its own for value v, which requires a gradient where `real` does. */
+static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObject *real)
+{
+    koila__group *g = koila__group_new(t, v, meta);
     if (!g)
         return NULL;
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
@@ -140,13 +133,44 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
         koila__group_free(g);
         return NULL;
     }
-    t->waiting = false;
-    if (batched)
-        koila__factories_step(meta);
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0))
         Py_CLEAR(w);
     Py_XDECREF(grad);
+    return w;
+}
+
+/* lazy_leaf(tensor, axis, dim): axis None: not batched */
+static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
+{
+    PyObject *real, *axis_arg;
+    unsigned dim = 0;
+    if (!PyArg_ParseTuple(args, "OO|I", &real, &axis_arg, &dim))
+        return NULL;
+    if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) {
+        PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor");
+        return NULL;
+    }
+    if (guard_doors() < 0)
+        return NULL;
+    PyObject *ok = koila__ask("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
+    if (!ok)
+        return NULL;
+    Py_DECREF(ok);
+    koila__tape *t = koila__tape_current();
+    koila_meta meta;
+    uint16_t axis;
+    if (!t || koila__meta_of(real, &meta) < 0 || read_axis(t, meta, axis_arg, dim, &axis) < 0)
+        return NULL;
+    const bool batched = axis_arg != Py_None;
+    const koila_value v = koila__tape_leaf_new(
+        t, real, meta, batched ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL, axis, dim);
+    PyObject *w = v == KOILA_NONE ? NULL : wrap_leaf(t, v, meta, real);
+    if (!w)
+        return NULL;
+    t->waiting = false;
+    if (batched)
+        koila__factories_step(meta);
     return w;
 }
 

@@ -155,129 +155,195 @@ typedef struct call {
     PyObject *fill, *dtype, *device; /* borrowed; NULL: not given */
 } call;
 
+/* One more size; false: nothing to slice, or an error for torch to raise. */
 static bool read_size(PyObject *o, call *c)
 {
-    /* a tensor would have to be computed */
-    PyObject *i = PyLong_CheckExact(o)  ? Py_NewRef(o)
-                  : koila__is_tensor(o) ? NULL
-                                        : PyNumber_Index(o);
+    if (c->n_dims == KOILA_MAX_DIMS)
+        return false;
+    PyObject *i = NULL;
+    if (PyLong_CheckExact(o))
+        i = Py_NewRef(o);
+    else if (!koila__is_tensor(o)) /* a tensor would have to be computed */
+        i = PyNumber_Index(o);
     if (!i)
         return false;
-    const long long n = c->n_dims < KOILA_MAX_DIMS ? PyLong_AsLongLong(i) : 0;
+    const long long n = PyLong_AsLongLong(i);
     Py_DECREF(i);
     if (n > 0)
         c->size[c->n_dims++] = n;
-    return n > 0; /* nothing to slice, or an error for torch to raise */
+    return n > 0;
 }
 
-/* A call that we understand wholly; anything else is torch's. */
-static bool read_call(int k, PyObject *args, PyObject *kwargs, call *c)
+static bool is_one_of(const char *key, const char *const *names)
 {
-    *c = (call){ 0 };
-    PyObject *size = NULL;
-    const Py_ssize_t n = PyTuple_GET_SIZE(args);
-    Py_ssize_t at = 0;
-    PyObject *name, *value;
-    while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
-        const char *key = PyUnicode_AsUTF8(name);
-        if (!key)
-            return false;
-        const bool none = value == Py_None, off = none || value == Py_False;
-        if (!strcmp(key, "dtype"))
-            c->dtype = none ? NULL : value;
-        else if (!strcmp(key, "device"))
-            c->device = none ? NULL : value;
-        else if (!strcmp(key, "size"))
-            size = value;
-        else if (!strcmp(key, "fill_value") && k == FULL)
-            c->fill = value;
-        else if ((!strcmp(key, "requires_grad") || !strcmp(key, "pin_memory")) && off)
-            continue;
-        else if ((!strcmp(key, "out") || !strcmp(key, "names") || !strcmp(key, "memory_format")) &&
-                 none)
-            continue;
-        else if (!strcmp(key, "layout") && (none || value == facts.strided))
-            continue;
-        else
-            return false;
-    }
-    if (n && size)
+    for (; *names; names++)
+        if (!strcmp(key, *names))
+            return true;
+    return false;
+}
+
+/* A keyword of the call; false: torch's. *size: borrowed, where it is that. */
+static bool read_keyword(int kind, PyObject *name, PyObject *value, call *c, PyObject **size)
+{
+    static const char *const switches[] = { "requires_grad", "pin_memory", NULL };
+    static const char *const absent[] = { "out", "names", "memory_format", NULL };
+    const char *key = PyUnicode_AsUTF8(name);
+    if (!key)
         return false;
-    if (n)
-        size = PyTuple_GET_ITEM(args, 0);
-    if (k == FULL) {
-        if (n > 2 || (n == 2 && c->fill))
+    const bool none = value == Py_None;
+    if (!strcmp(key, "dtype"))
+        c->dtype = none ? NULL : value;
+    else if (!strcmp(key, "device"))
+        c->device = none ? NULL : value;
+    else if (!strcmp(key, "size"))
+        *size = value;
+    else if (!strcmp(key, "fill_value") && kind == FULL)
+        c->fill = value;
+    else if (!strcmp(key, "layout"))
+        return none || value == facts.strided;
+    else if (is_one_of(key, switches))
+        return none || value == Py_False;
+    else
+        return none && is_one_of(key, absent);
+    return true;
+}
+
+/* Sizes as one list, or as the positional arguments themselves, which full() does not take. */
+static bool read_sizes(int kind, PyObject *args, PyObject *size, call *c)
+{
+    if (size && (PyTuple_Check(size) || PyList_Check(size))) {
+        if (kind != FULL && PyTuple_GET_SIZE(args) > 1)
             return false;
-        if (n == 2)
-            c->fill = PyTuple_GET_ITEM(args, 1);
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(size); i++)
+            if (!read_size(PySequence_Fast_GET_ITEM(size, i), c))
+                return false;
+        return true;
     }
-    const bool listed = size && (PyTuple_Check(size) || PyList_Check(size));
-    if (!size || (!listed && k == FULL) || (listed && k != FULL && n > 1))
+    if (!size || kind == FULL)
         return false;
-    for (Py_ssize_t i = 0; i < (listed ? PySequence_Fast_GET_SIZE(size) : n); i++)
-        if (!read_size(listed ? PySequence_Fast_GET_ITEM(size, i) : PyTuple_GET_ITEM(args, i), c))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (!read_size(PyTuple_GET_ITEM(args, i), c))
             return false;
     return true;
 }
 
-/* The dtype that torch would choose, and whether it can surely hold the value, for out of range is
- * torch's error to raise. -1: not one of ours. */
-static int dtype_of(const call *c)
+/* A call that we understand wholly; anything else is torch's. */
+static bool read_call(int kind, PyObject *args, PyObject *kwargs, call *c)
 {
-    int d;
-    double x = 0.0;
-    const bool is_bool = c->fill && PyBool_Check(c->fill);
-    const bool is_int = c->fill && PyLong_CheckExact(c->fill);
-    const bool is_float = c->fill && PyFloat_CheckExact(c->fill);
-    if (c->fill && !is_bool && !is_int && !is_float)
-        return -1; /* complex, or a tensor */
-    if (is_int || is_float)
-        x = PyFloat_AsDouble(c->fill);
-    if (PyErr_Occurred())
-        return -1;
-    if (c->dtype) {
-        d = koila__dtype_of(c->dtype);
-    } else if (is_bool) {
-        d = KOILA_DTYPE_BOOL;
-    } else if (is_int) {
-        d = KOILA_DTYPE_I64;
-    } else {
-        PyObject *o = PyObject_CallNoArgs(facts.default_dtype);
-        d = o ? koila__dtype_of(o) : -1;
-        Py_XDECREF(o);
-    }
+    *c = (call){ 0 };
+    PyObject *size = NULL, *name, *value;
+    const Py_ssize_t n = PyTuple_GET_SIZE(args);
+    Py_ssize_t at = 0;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        if (!read_keyword(kind, name, value, c, &size))
+            return false;
+    if (n && size)
+        return false;
+    if (n)
+        size = PyTuple_GET_ITEM(args, 0);
+    if (kind == FULL && (n > 2 || (n == 2 && c->fill)))
+        return false;
+    if (kind == FULL && n == 2)
+        c->fill = PyTuple_GET_ITEM(args, 1);
+    return read_sizes(kind, args, size, c);
+}
+
+typedef enum { NO_FILL, BOOL_FILL, INT_FILL, FLOAT_FILL, OTHER_FILL } fill_kind;
+
+static fill_kind kind_of_fill(PyObject *fill)
+{
+    if (!fill)
+        return NO_FILL;
+    if (PyBool_Check(fill))
+        return BOOL_FILL;
+    if (PyLong_CheckExact(fill))
+        return INT_FILL;
+    return PyFloat_CheckExact(fill) ? FLOAT_FILL : OTHER_FILL;
+}
+
+/* The dtype that torch would choose; -1: none of ours, perhaps with an exception. */
+static int chosen_dtype(const call *c, fill_kind kind)
+{
+    if (c->dtype)
+        return koila__dtype_of(c->dtype);
+    if (kind == BOOL_FILL)
+        return KOILA_DTYPE_BOOL;
+    if (kind == INT_FILL)
+        return KOILA_DTYPE_I64;
+    PyObject *o = PyObject_CallNoArgs(facts.default_dtype);
+    const int d = o ? koila__dtype_of(o) : -1;
+    Py_XDECREF(o);
+    return d;
+}
+
+/* The largest number that dtype d surely holds; 0: only truth values. -1: not one of ours. */
+static double largest_of(int d)
+{
     switch (d) {
     case KOILA_DTYPE_F64:
     case KOILA_DTYPE_C128:
-        return d;
+        return HUGE_VAL;
     case KOILA_DTYPE_F32:
     case KOILA_DTYPE_BF16:
     case KOILA_DTYPE_C64:
-        return isfinite(x) && fabs(x) > 3.3e38 ? -1 : d;
+        return 3.3e38;
     case KOILA_DTYPE_F16:
-        return isfinite(x) && fabs(x) > 65504.0 ? -1 : d;
+        return 65504.0;
     case KOILA_DTYPE_I64:
-        return is_float || fabs(x) > 9e15 ? -1 : d;
+        return 9e15; /* as a double, exactly */
     case KOILA_DTYPE_I32:
-        return is_float || fabs(x) > 2147483647.0 ? -1 : d;
+        return 2147483647.0;
     case KOILA_DTYPE_I16:
     case KOILA_DTYPE_I8:
-        return is_float || fabs(x) > 127.0 ? -1 : d;
+        return 127.0;
     case KOILA_DTYPE_U8:
-        return is_float || x < 0.0 || x > 255.0 ? -1 : d;
+        return 255.0;
     case KOILA_DTYPE_BOOL:
-        return is_float || is_int ? -1 : d;
+        return 0.0;
     default:
-        return -1;
+        return -1.0;
     }
+}
+
+static bool is_integral(int d)
+{
+    return d == KOILA_DTYPE_I64 || d == KOILA_DTYPE_I32 || d == KOILA_DTYPE_I16 ||
+           d == KOILA_DTYPE_I8 || d == KOILA_DTYPE_U8 || d == KOILA_DTYPE_BOOL;
+}
+
+/* The dtype that torch would choose, and only if it can surely hold the value, for out of range is
+ * torch's error to raise. -1: not one of ours. */
+static int dtype_of(const call *c)
+{
+    const fill_kind kind = kind_of_fill(c->fill);
+    if (kind == OTHER_FILL) /* complex, or a tensor */
+        return -1;
+    const bool number = kind == INT_FILL || kind == FLOAT_FILL;
+    const double x = number ? PyFloat_AsDouble(c->fill) : 0.0;
+    if (PyErr_Occurred())
+        return -1;
+    const int d = chosen_dtype(c, kind);
+    const double largest = largest_of(d);
+    if (largest < 0.0)
+        return -1;
+    if (!number)
+        return d;
+    if (!is_integral(d))
+        return isfinite(x) && fabs(x) > largest ? -1 : d;
+    const bool fits = kind == INT_FILL && largest > 0.0 && fabs(x) <= largest;
+    return fits && (d != KOILA_DTYPE_U8 || x >= 0.0) ? d : -1;
 }
 
 /* Where torch would put it, if the batch is there too; a new reference, or NULL. */
 static PyObject *device_of(const call *c)
 {
-    PyObject *given = c->device                         ? Py_NewRef(c->device)
-                      : facts.default_device == Py_None ? PyUnicode_FromString("cpu")
-                                                        : PyObject_CallNoArgs(facts.default_device);
+    PyObject *given;
+    if (c->device)
+        given = Py_NewRef(c->device);
+    else if (facts.default_device == Py_None)
+        given = PyUnicode_FromString("cpu");
+    else
+        given = PyObject_CallNoArgs(facts.default_device);
     PyObject *o = given ? PyObject_CallOneArg(facts.device, given) : NULL;
     PyObject *index = o ? PyObject_GetAttrString(o, "index") : NULL;
     uint16_t device = UINT16_MAX;
@@ -300,42 +366,59 @@ static PyObject *device_of(const call *c)
     return here ? Py_XNewRef(koila__device_object(device)) : NULL;
 }
 
+/* (sizes, contiguous strides) as lists, new references; false: an exception, or too large. */
+static bool lists_of(const call *c, PyObject **size, PyObject **stride)
+{
+    int64_t step_of = 1;
+    *size = PyList_New(c->n_dims);
+    *stride = PyList_New(c->n_dims);
+    for (uint32_t d = c->n_dims; d-- && *size && *stride;) {
+        PyList_SET_ITEM(*size, d, PyLong_FromLongLong(c->size[d]));
+        PyList_SET_ITEM(*stride, d, PyLong_FromLongLong(step_of));
+        if (__builtin_mul_overflow(step_of, c->size[d], &step_of))
+            return false;
+    }
+    return *size && *stride && !PyErr_Occurred();
+}
+
+/* The call as it is recorded: empty_strided(size, stride) or full(size, value). */
+static PyObject *record_factory(int kind, const call *c, PyObject *size, PyObject *stride,
+                                PyObject *kwargs)
+{
+    PyObject *args;
+    if (kind == EMPTY)
+        args = PyTuple_Pack(2, size, stride);
+    else if (kind == FULL)
+        args = PyTuple_Pack(2, size, c->fill);
+    else
+        args = Py_BuildValue("(Oi)", size, kind == ONES);
+    PyObject *r = NULL;
+    if (args)
+        r = koila__record(kind == EMPTY ? facts.empty_strided : facts.full, args, kwargs);
+    if (r && koila__is_lazy(r))
+        koila__group_is_factory(koila__handle_of(r)->group, true);
+    Py_XDECREF(args);
+    return r;
+}
+
 /* A lazy factory; or NULL, perhaps with an exception, when the call is for torch. */
-static PyObject *make(int k, PyObject *args, PyObject *kwargs)
+static PyObject *make(int kind, PyObject *args, PyObject *kwargs)
 {
     call c;
-    if (!koila__open || !read_call(k, args, kwargs, &c) || (k == FULL) != (c.fill != NULL) ||
+    if (!koila__open || !read_call(kind, args, kwargs, &c) || (kind == FULL) != (c.fill != NULL) ||
         !koila__tape_has_batch(koila__open, c.size, c.n_dims) || !open_here())
         return NULL;
     const int dtype = dtype_of(&c);
     PyObject *device = dtype < 0 ? NULL : device_of(&c);
-    PyObject *r = NULL;
     if (!device)
         return NULL;
-    PyObject *size = PyList_New(c.n_dims);
-    PyObject *stride = PyList_New(c.n_dims);
-    PyObject *a = NULL;
+    PyObject *size, *stride, *r = NULL;
     PyObject *kw =
         Py_BuildValue("{sOsO}", "dtype", koila__dtype_object((koila_dtype)dtype), "device", device);
-    int64_t step_of = 1;
-    for (uint32_t d = c.n_dims; d-- && size && stride;) {
-        PyList_SET_ITEM(size, d, PyLong_FromLongLong(c.size[d]));
-        PyList_SET_ITEM(stride, d, PyLong_FromLongLong(step_of));
-        if (__builtin_mul_overflow(step_of, c.size[d], &step_of))
-            goto done;
-    }
-    if (PyErr_Occurred() || !size || !stride || !kw)
-        goto done;
-    a = k == EMPTY  ? PyTuple_Pack(2, size, stride)
-        : k == FULL ? PyTuple_Pack(2, size, c.fill)
-                    : Py_BuildValue("(Oi)", size, k == ONES);
-    r = a ? koila__record(k == EMPTY ? facts.empty_strided : facts.full, a, kw) : NULL;
-    if (r && koila__is_lazy(r))
-        koila__group_is_factory(koila__handle_of(r)->group, true);
-done:
+    if (lists_of(&c, &size, &stride) && kw)
+        r = record_factory(kind, &c, size, stride, kw);
     Py_XDECREF(size);
     Py_XDECREF(stride);
-    Py_XDECREF(a);
     Py_XDECREF(kw);
     Py_DECREF(device);
     return r;
@@ -469,11 +552,13 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         { &facts.current_cuda_device, "cuda.current_device", true },
         { &facts.device, "device", false },
     };
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!(*wanted[i].to = path_of(torch, wanted[i].path, wanted[i].optional))) {
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        *wanted[i].to = path_of(torch, wanted[i].path, wanted[i].optional);
+        if (!*wanted[i].to) {
             PyErr_Clear(); /* another torch: everything stays as it is */
             goto done;
         }
+    }
     facts.libraries[0] = directory_of(torch);
     facts.libraries[1] = directory_of(koila);
     if (!facts.libraries[0] || !facts.libraries[1]) {

@@ -4,8 +4,20 @@
  */
 #include "capture/record.h"
 
+/* Tokens of a key beside those of the call, in koila_arg.kind, where KOILA_ARG_* are small. */
+enum {
+    KEY_KEYWORD = 100, /* u.id: interned name */
+    KEY_WRITTEN,       /* u.id: meta of the written base, n: links of its chain */
+    KEY_LINK,          /* n: signature, u.id: output */
+    KEY_CALL,          /* n: positional arguments, u.id: operator; without autograd */
+    KEY_CALL_GRAD,     /* the same with autograd on */
+};
+/* What _shapes.shape says of a result: (tag, what). */
+enum { TAG_NONE, TAG_TENSOR, TAG_CONSTANT };
+
 /* entries; then everything is forgotten: a program that makes new constants all the time */
 #define MEMO_CAP 65536
+#define MEMO_FIRST_SLOTS 1024
 static memo_entry **memo;
 static uint32_t n_memo, n_memo_slots;
 
@@ -31,6 +43,7 @@ uint64_t koila__memo_hash(const koila_arg *key, uint32_t n)
 
 memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash)
 {
+    koila_assert(n > 0 && key[n - 1].kind >= KEY_CALL);
     if (!n_memo_slots)
         return NULL;
     for (uint32_t i = (uint32_t)hash & (n_memo_slots - 1); memo[i];
@@ -41,9 +54,8 @@ memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash)
     return NULL;
 }
 
+/* No entry is in use: node.c copies what it needs before Python can run. */
 void koila__memo_clear(void)
-/* entries in use further up the stack are not: record() copies what it needs before Python can run
- */
 {
     memo_entry **old = memo;
     const uint32_t n = n_memo_slots;
@@ -57,10 +69,11 @@ void koila__memo_clear(void)
 
 static int memo_add(memo_entry *e)
 {
+    koila_assert(e->no_node || koila_sig_get(koila__table, e->sig)->n_fresh == e->n_results);
     if (n_memo >= MEMO_CAP)
         koila__memo_clear();
     if ((n_memo + 1) * 2 > n_memo_slots) {
-        const uint32_t n = n_memo_slots ? n_memo_slots * 2 : 1024;
+        const uint32_t n = n_memo_slots ? n_memo_slots * 2 : MEMO_FIRST_SLOTS;
         memo_entry **fresh = PyMem_Calloc(n, sizeof *fresh);
         if (!fresh) {
             PyErr_NoMemory();
@@ -82,6 +95,25 @@ static int memo_add(memo_entry *e)
         i = (i + 1) & (n_memo_slots - 1);
     memo[i] = e;
     n_memo++;
+    koila_assert(n_memo * 2 <= n_memo_slots && (n_memo_slots & (n_memo_slots - 1)) == 0);
+    return 0;
+}
+
+/* The chain of a written argument, newest link first. */
+static int push_written(call_walk *w, const koila__handle *h)
+{
+    koila_arg *t = koila__walk_push(w, KEY_WRITTEN);
+    if (!t)
+        return -1;
+    t->u.id = h->group->meta;
+    t->n = h->chain ? h->chain->n_links : 0;
+    for (const koila__chain *c = h->chain; c; c = c->parent) {
+        t = koila__walk_push(w, KEY_LINK);
+        if (!t)
+            return -1;
+        t->n = c->link.sig;
+        t->u.id = c->link.output;
+    }
     return 0;
 }
 
@@ -90,33 +122,77 @@ int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key)
     const uint32_t n = w->n_tok;
     koila_arg *t;
     for (uint32_t k = 0; k < w->n_kw; k++) {
-        if (!(t = koila__walk_push(w, 100)))
+        t = koila__walk_push(w, KEY_KEYWORD);
+        if (!t)
             return -1;
         t->u.id = w->kw[k];
     }
-    if (w->n_written)
-        for (uint32_t i = 0; i < w->n_in; i++) {
-            if (!w->in[i].written)
-                continue;
-            const koila__handle *h = w->in[i].h;
-            if (!(t = koila__walk_push(w, 101)))
-                return -1;
-            t->u.id = h->group->meta;
-            t->n = h->chain ? h->chain->n_links : 0;
-            for (const koila__chain *c = h->chain; c; c = c->parent) {
-                if (!(t = koila__walk_push(w, 102)))
-                    return -1;
-                t->n = c->link.sig;
-                t->u.id = c->link.output;
-            }
-        }
-    if (!(t = koila__walk_push(w, (uint8_t)(103 + grad))))
+    for (uint32_t i = 0; w->n_written && i < w->n_in; i++)
+        if (w->in[i].written && push_written(w, w->in[i].h) < 0)
+            return -1;
+    t = koila__walk_push(w, grad ? KEY_CALL_GRAD : KEY_CALL);
+    if (!t)
         return -1;
     t->n = w->n_pos;
     t->u.id = op->id;
     *n_key = w->n_tok;
     w->n_tok = n;
     return 0;
+}
+
+/* ---- a call never seen */
+
+#define MAX_WRITES 64
+
+/* The writes of a call: of which input, through which views. */
+typedef struct written {
+    koila_write writes[MAX_WRITES];
+    uint32_t n_writes;
+    koila_link *links; /* owned, PyMem */
+} written;
+
+/* On failure there is nothing to free. */
+static int collect_writes(const call_walk *w, bool overwrites, written *out)
+{
+    uint32_t n_links = 0;
+    if (w->n_written > MAX_WRITES) {
+        koila__unsupported("an operator that writes more than %d tensors", MAX_WRITES);
+        return -1;
+    }
+    for (uint32_t i = 0; i < w->n_in; i++)
+        if (w->in[i].written && w->in[i].h->chain)
+            n_links += w->in[i].h->chain->n_links;
+    out->links = PyMem_Malloc((n_links + 1) * sizeof *out->links);
+    if (!out->links) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    koila_link *at = out->links;
+    out->n_writes = 0;
+    for (uint32_t i = 0; i < w->n_in; i++) {
+        if (!w->in[i].written)
+            continue;
+        const koila__chain *c = w->in[i].h->chain;
+        const uint32_t n = c ? c->n_links : 0;
+        for (uint32_t k = n; c; c = c->parent)
+            at[--k] = c->link;
+        out->writes[out->n_writes++] =
+            (koila_write){ .input = i, .overwrites = overwrites && !n, .n_links = n, .links = at };
+        at += n;
+    }
+    koila_assert(at == out->links + n_links && out->n_writes == w->n_written);
+    return 0;
+}
+
+/* A written input's token: its base's meta, which the node reads (Note [Writes] in graph.h), or
+ * again its own. */
+static void show_bases(call_walk *w, bool base)
+{
+    for (uint32_t i = 0; w->n_written && i < w->n_in; i++) {
+        const koila__handle *h = w->in[i].h;
+        if (w->in[i].written)
+            w->tok[w->in[i].token].u.id = base ? h->group->meta : h->meta;
+    }
 }
 
 static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta *outputs,
@@ -132,56 +208,94 @@ static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta
                          .outputs = outputs,
                          .result_kind = result_kind,
                          .grad_mode = grad };
-    koila_write writes[64];
-    koila_link *links = NULL;
-    uint32_t n_links = 0, n_writes = 0, *restore = NULL;
-    int rc = -1;
+    written all = { .links = NULL };
     if (w->n_written) {
-        if (w->n_written > 64) {
-            koila__unsupported("an operator that writes more than 64 tensors");
+        if (collect_writes(w, op->overwrites, &all) < 0)
             return -1;
-        }
-        for (uint32_t i = 0; i < w->n_in; i++)
-            if (w->in[i].written && w->in[i].h->chain)
-                n_links += w->in[i].h->chain->n_links;
-        links = PyMem_Malloc((n_links + 1) * sizeof *links);
-        restore = PyMem_Malloc(w->n_in * sizeof *restore);
-        if (!links || !restore) {
-            PyErr_NoMemory();
-            goto done;
-        }
-        n_links = 0;
-        for (uint32_t i = 0; i < w->n_in; i++) {
-            restore[i] = w->tok[w->in[i].token].u.id;
-            if (!w->in[i].written)
-                continue;
-            koila__handle *h = w->in[i].h;
-            const uint32_t n = h->chain ? h->chain->n_links : 0;
-            uint32_t k = n;
-            for (const koila__chain *c = h->chain; c; c = c->parent)
-                links[n_links + --k] = c->link;
-            writes[n_writes++] = (koila_write){ .input = i,
-                                                .overwrites = op->overwrites && !n,
-                                                .n_links = n,
-                                                .links = links + n_links };
-            n_links += n;
-            /* the node reads the base, see Note [Writes] in graph.h */
-            w->tok[w->in[i].token].u.id = h->group->meta;
-        }
-        d.writes = writes;
-        d.n_writes = n_writes;
+        d.writes = all.writes;
+        d.n_writes = all.n_writes;
     }
+    show_bases(w, true);
     const koila_status s = koila_table_sig(koila__table, &d, out);
+    show_bases(w, false);
+    PyMem_Free(all.links);
     if (s)
         koila__raise(s);
-    else
-        rc = 0;
-    if (w->n_written)
-        for (uint32_t i = 0; i < w->n_in; i++)
-            w->tok[w->in[i].token].u.id = restore[i];
-done:
-    PyMem_Free(links);
-    PyMem_Free(restore);
+    return s ? -1 : 0;
+}
+
+/* said: (func, args, kwargs, meta, fill), a call that makes the same without reading a tensor. */
+static int learn_factory(memo_entry *e, PyObject *said, bool grad)
+{
+    PyObject *func, *args, *kwargs, *meta, *fill;
+    if (!PyArg_ParseTuple(said, "OO!O!O!O", &func, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
+                          &PyTuple_Type, &meta, &fill))
+        return -1;
+    const op_info *op = koila__op_of(func);
+    if (!op)
+        return -1;
+    call_walk *w = PyMem_Malloc(sizeof *w); /* another is on the stack already */
+    e->results = PyMem_Calloc(1, sizeof *e->results);
+    if (!w || !e->results) {
+        PyMem_Free(w);
+        PyErr_NoMemory();
+        return -1;
+    }
+    e->n_results = 1;
+    e->no_inputs = true;
+    e->fill = fill == Py_None ? NULL : Py_NewRef(fill);
+    koila__walk_init(w);
+    int rc = koila__walk_call(w, op, args, kwargs);
+    if (rc == 0)
+        rc = koila__meta_from(meta, &e->results[0].meta, NULL);
+    if (rc == 0)
+        rc = make_sig(w, op, grad, &e->results[0].meta, 1, RESULT_ONE, &e->sig);
+    koila__walk_deinit(w);
+    PyMem_Free(w);
+    return rc;
+}
+
+/* item: (tag, what) of result r. */
+static int learn_result(memo_result *r, PyObject *item)
+{
+    int tag;
+    PyObject *what;
+    r->meta = KOILA_NONE;
+    if (!PyArg_ParseTuple(item, "iO", &tag, &what))
+        return -1;
+    if (tag == TAG_TENSOR)
+        return koila__meta_from(what, &r->meta, &r->offset);
+    r->constant = Py_NewRef(what);
+    return 0;
+}
+
+/* said: (result kind, [(tag, what), ...]) of the fresh results. */
+static int learn_results(memo_entry *e, call_walk *w, const op_info *op, PyObject *said, bool grad)
+{
+    PyObject *list;
+    int result_kind;
+    if (!PyArg_ParseTuple(said, "iO!", &result_kind, &PyList_Type, &list))
+        return -1;
+    const uint32_t n = (uint32_t)PyList_GET_SIZE(list);
+    koila_meta *metas = PyMem_Malloc((n + 1) * sizeof *metas);
+    e->results = PyMem_Calloc(n + 1, sizeof *e->results);
+    if (!e->results || !metas) {
+        PyMem_Free(metas);
+        PyErr_NoMemory();
+        return -1;
+    }
+    e->result_kind = (uint8_t)result_kind;
+    e->n_results = n;
+    e->no_node = !w->n_written;
+    int rc = 0;
+    for (uint32_t j = 0; j < n && rc == 0; j++) {
+        rc = learn_result(&e->results[j], PyList_GET_ITEM(list, j));
+        metas[j] = e->results[j].meta;
+        e->no_node &= metas[j] == KOILA_NONE;
+    }
+    if (rc == 0 && !e->no_node)
+        rc = make_sig(w, op, grad, metas, n, e->result_kind, &e->sig);
+    PyMem_Free(metas);
     return rc;
 }
 
@@ -189,9 +303,6 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
                              bool grad, uint32_t n_key, uint64_t hash)
 {
     memo_entry *e = PyMem_Calloc(1, sizeof *e + n_key * sizeof(koila_arg));
-    koila_meta *metas = NULL;
-    PyObject *shape = NULL;
-    call_walk *factory = NULL;
     if (!e) {
         PyErr_NoMemory();
         return NULL;
@@ -199,84 +310,22 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
     memcpy(e->key, w->tok, n_key * sizeof *e->key);
     e->hash = hash;
     e->n_key = n_key;
-    if (op->kind == FACTORY) { /* (func, args, kwargs, meta, fill) */
-        PyObject *func, *a, *k, *meta, *fill;
-        shape = koila__ask("factory", op->func, args, kwargs);
-        if (!shape || !PyArg_ParseTuple(shape, "OO!O!O!O", &func, &PyTuple_Type, &a, &PyDict_Type,
-                                        &k, &PyTuple_Type, &meta, &fill))
-            goto fail;
-        const op_info *base = koila__op_of(func);
-        factory = PyMem_Malloc(sizeof *factory);
-        e->results = PyMem_Calloc(1, sizeof *e->results);
-        if (!base || !factory || !e->results) {
-            if (base)
-                PyErr_NoMemory();
-            goto fail;
-        }
-        e->n_results = 1;
-        koila__walk_init(factory);
-        if (koila__walk_call(factory, base, a, k) < 0 ||
-            koila__meta_from(meta, &e->results[0].meta, NULL) < 0)
-            goto fail;
-        if (make_sig(factory, base, grad, &e->results[0].meta, 1, 0, &e->sig) < 0)
-            goto fail;
-        e->no_inputs = true;
-        e->fill = fill == Py_None ? NULL : Py_NewRef(fill);
-    } else { /* (result kind, [(0, None) | (1, meta) | (2, constant), ...]) of the fresh results */
-        PyObject *list;
-        int result_kind;
-        shape = koila__ask("shape", op->func, args, kwargs);
-        if (!shape)
-            goto fail;
-        /* the results depend on data: (callable) says what to do instead; see record() */
-        if (!PyTuple_Check(shape)) {
-            w->instead = shape;
-            shape = NULL;
-            goto fail;
-        }
-        if (!PyArg_ParseTuple(shape, "iO!", &result_kind, &PyList_Type, &list))
-            goto fail;
-        e->result_kind = (uint8_t)result_kind;
-        e->n_results = (uint32_t)PyList_GET_SIZE(list);
-        e->results = PyMem_Calloc(e->n_results + 1, sizeof *e->results);
-        metas = PyMem_Malloc((e->n_results + 1) * sizeof *metas);
-        if (!e->results || !metas) {
-            PyErr_NoMemory();
-            goto fail;
-        }
-        e->no_node = !w->n_written;
-        for (uint32_t j = 0; j < e->n_results; j++) {
-            int tag;
-            PyObject *what;
-            if (!PyArg_ParseTuple(PyList_GET_ITEM(list, j), "iO", &tag, &what))
-                goto fail;
-            metas[j] = e->results[j].meta = KOILA_NONE;
-            if (tag == 1) {
-                if (koila__meta_from(what, &e->results[j].meta, &e->results[j].offset) < 0)
-                    goto fail;
-                metas[j] = e->results[j].meta;
-                e->no_node = false;
-            } else {
-                e->results[j].constant = Py_NewRef(what);
-            }
-        }
-        if (!e->no_node && make_sig(w, op, grad, metas, e->n_results, e->result_kind, &e->sig) < 0)
-            goto fail;
+    const bool factory = op->kind == FACTORY;
+    PyObject *said = koila__ask(factory ? "factory" : "shape", op->func, args, kwargs);
+    int rc = -1;
+    if (said && factory) {
+        rc = learn_factory(e, said, grad);
+    } else if (said && PyTuple_Check(said)) {
+        rc = learn_results(e, w, op, said, grad);
+    } else if (said) { /* the results depend on data: a callable says what to do instead */
+        w->instead = said;
+        said = NULL;
     }
-    if (memo_add(e) < 0)
-        goto fail;
-    Py_DECREF(shape);
-    PyMem_Free(metas);
-    if (factory)
-        koila__walk_deinit(factory);
-    PyMem_Free(factory);
-    return e;
-fail:
-    Py_XDECREF(shape);
-    PyMem_Free(metas);
-    if (factory)
-        koila__walk_deinit(factory);
-    PyMem_Free(factory);
+    if (rc == 0)
+        rc = memo_add(e);
+    Py_XDECREF(said);
+    if (rc == 0)
+        return e;
     entry_free(e);
     return NULL;
 }

@@ -66,6 +66,7 @@ PyObject *koila__find_rules(PyObject *module, PyObject *f);
 /* ---- arguments.c */
 #define KOILA__N_TOKENS 192
 #define KOILA__N_INPUTS 64
+#define KOILA__N_KEYWORDS 32
 
 typedef struct call_input {
     PyObject *object; /* borrowed from the arguments */
@@ -85,7 +86,7 @@ typedef struct call_walk {
     PyObject *instead;
     /* from here on not set until used: cleared for every call, this would cost more than the rest
      * of the walk */
-    uint32_t kw[32];
+    uint32_t kw[KOILA__N_KEYWORDS];
     koila_arg tok_inline[KOILA__N_TOKENS];
     call_input in_inline[KOILA__N_INPUTS];
 } call_walk;

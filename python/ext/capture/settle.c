@@ -5,11 +5,13 @@
 
 /* ---- settling */
 
+/* The base's contents as a plain tensor, a new reference; *fresh: nobody else has them. */
 static PyObject *contents(koila__group *g, bool *fresh)
-{ /* of the base, plain; *fresh: nobody else has them */
+{
     koila__tape *t = g->tape;
     const koila_value v = g->cur;
     const koila_value_info info = koila_value_get(t->graph, v);
+    *fresh = false;
     if (!t->values[v].real && info.node != KOILA_NONE) {
         const koila_sig sig = koila_node_get(t->graph, info.node).sig;
         if (koila_sig_get(koila__table, sig)->n_inputs == 0) { /* as it was made */
@@ -23,7 +25,6 @@ static PyObject *contents(koila__group *g, bool *fresh)
             return rc < 0 ? NULL : out;
         }
     }
-    *fresh = false;
     if (!t->values[v].real) {
         const int rc = koila__executor->run(t, &v, 1, false);
         t->ran = true;
@@ -31,6 +32,66 @@ static PyObject *contents(koila__group *g, bool *fresh)
             return NULL;
     }
     return Py_XNewRef(t->values[v].real);
+}
+
+/* Every wrapper of the group, and where it lies in the base: (sizes, strides, offset). */
+static int find_places(const koila__group *g, PyObject *wrappers, PyObject *places)
+{
+    for (const koila__handle *h = g->handles; h; h = h->next_in_group) {
+        PyObject *m = koila__meta_object(h->meta);
+        PyObject *place = NULL;
+        if (m)
+            place = Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
+                                  (long long)h->offset);
+        const int bad =
+            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
+        Py_XDECREF(m);
+        Py_XDECREF(place);
+        if (bad)
+            return -1;
+    }
+    return 0;
+}
+
+/* wrappers[i] gets the memory of views[i]. The last thing that can fail is the first assignment. */
+static int give_memory(PyObject *wrappers, PyObject *views, PyObject *alias_of)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
+        PyObject *w = PyList_GET_ITEM(wrappers, i);
+        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
+        PyObject *plain = ok ? PyObject_CallOneArg(alias_of, w) : NULL;
+        Py_XDECREF(ok);
+        if (!plain)
+            return -1;
+        koila__handle_make_plain(koila__handle_of(w), plain);
+        Py_DECREF(plain);
+    }
+    return 0;
+}
+
+/* All wrappers of the group are plain tensors now, on the memory of `base`. */
+static int settle_on(koila__group *g, PyObject *base, bool fresh)
+{
+    PyObject *meta = koila__meta_object(g->meta);
+    PyObject *wrappers = PyList_New(0);
+    PyObject *places = PyList_New(0);
+    PyObject *alias_of = koila__helper("alias_of");
+    PyObject *settled_views = koila__helper("settled_views");
+    PyObject *views = NULL;
+    int rc = -1;
+    if (meta && wrappers && places && alias_of && settled_views &&
+        find_places(g, wrappers, places) == 0)
+        views = PyObject_CallFunctionObjArgs(settled_views, base, meta, fresh ? Py_True : Py_False,
+                                             places, NULL);
+    if (views)
+        rc = give_memory(wrappers, views, alias_of);
+    Py_XDECREF(meta);
+    Py_XDECREF(wrappers);
+    Py_XDECREF(places);
+    Py_XDECREF(alias_of);
+    Py_XDECREF(settled_views);
+    Py_XDECREF(views);
+    return rc;
 }
 
 /* 1: `o` is a plain tensor now, 0: it cannot be, -1 with an exception. */
@@ -45,60 +106,17 @@ static int settle(PyObject *o)
     koila__tape *t = g->tape;
     Py_INCREF(t);
     g->refs++; /* it stays while its wrappers leave */
-    bool fresh = false;
+    bool fresh;
     PyObject *base = contents(g, &fresh);
-    PyObject *meta = base ? koila__meta_object(g->meta) : NULL;
-    PyObject *wrappers = meta ? PyList_New(0) : NULL;
-    PyObject *places = wrappers ? PyList_New(0) : NULL;
-    PyObject *f = NULL;
-    PyObject *views = NULL;
-    PyObject *alias = koila__helper("alias_of");
-    int rc = -1;
     const int collecting = PyGC_Disable();
-    for (h = places && alias ? g->handles : NULL; h; h = h->next_in_group) {
-        PyObject *m = koila__meta_object(h->meta);
-        PyObject *place = m ? Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
-                                            (long long)h->offset)
-                            : NULL;
-        const int bad =
-            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
-        Py_XDECREF(m);
-        Py_XDECREF(place);
-        if (bad)
-            goto done;
-    }
-    f = places && alias ? koila__helper("settled_views") : NULL;
-    views =
-        f ? PyObject_CallFunctionObjArgs(f, base, meta, fresh ? Py_True : Py_False, places, NULL)
-          : NULL;
-    if (!views)
-        goto done;
-    /* the last thing that can fail is the first assignment */
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
-        PyObject *w = PyList_GET_ITEM(wrappers, i);
-        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
-        PyObject *plain = ok ? PyObject_CallOneArg(alias, w) : NULL;
-        Py_XDECREF(ok);
-        if (!plain)
-            goto done;
-        koila__handle_make_plain(koila__handle_of(w), plain);
-        Py_DECREF(plain);
-    }
-    rc = 1;
-done:
+    const int rc = base ? settle_on(g, base, fresh) : -1;
     if (collecting)
         PyGC_Enable();
     Py_XDECREF(base);
-    Py_XDECREF(meta);
-    Py_XDECREF(wrappers);
-    Py_XDECREF(places);
-    Py_XDECREF(f);
-    Py_XDECREF(views);
-    Py_XDECREF(alias);
     if (--g->refs == 0)
         koila__group_free(g);
     Py_DECREF(t);
-    return rc;
+    return rc < 0 ? -1 : 1;
 }
 
 static bool requires_grad(PyObject *tensor)

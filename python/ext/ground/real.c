@@ -269,26 +269,32 @@ PyObject *koila__tensor_data_set(PyObject *self, PyObject *data)
 
 /* ---- start-up */
 
-static int learn_shim(PyObject *torch)
+/* A tensor of sizes and strides that are easily told apart; see shim_tells_the_truth(). */
+static PyObject *make_probe(PyObject *torch)
 {
-    PyObject *probe =
-        PyObject_CallMethod(torch, "empty_strided", "((iii)(iii))", 2, 3, 4, 12, 1, 3);
-    PyObject *cdata = NULL;
-    if (!probe)
-        return -1;
-    cdata = PyObject_GetAttrString(probe, "_cdata");
+    return PyObject_CallMethod(torch, "empty_strided", "((iii)(iii))", 2, 3, 4, 12, 1, 3);
+}
+
+/* Where in a tensor object its TensorImpl * lies: among the first words. -1 with an exception. */
+static int learn_cdata(PyObject *probe)
+{
+    PyObject *cdata = PyObject_GetAttrString(probe, "_cdata");
     void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
     Py_XDECREF(cdata);
-    if (!impl) {
-        Py_DECREF(probe);
+    if (!impl)
         return -1;
-    }
     koila__cdata = 0;
     for (Py_ssize_t at = sizeof(PyObject); at <= (Py_ssize_t)sizeof(PyObject) + 16; at += 8)
         if (*(void **)((char *)probe + at) == impl) {
             koila__cdata = at;
             break;
         }
+    return 0;
+}
+
+/* libtorch_cpu, which is loaded already; NULL: not found, without an exception. */
+static void *open_libtorch(PyObject *torch)
+{
     PyObject *file = PyObject_GetAttrString(torch, "__file__");
     const char *name = file ? PyUnicode_AsUTF8(file) : NULL;
     const char *cut = name ? strrchr(name, '/') : NULL;
@@ -299,10 +305,12 @@ static int learn_shim(PyObject *torch)
         lib = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     Py_XDECREF(file);
     PyErr_Clear();
-    if (!lib || !koila__cdata) {
-        Py_DECREF(probe);
-        return 0;
-    }
+    return lib;
+}
+
+/* false: too little is there */
+static bool find_functions(void *lib)
+{
 #define FIND(function, name) *(void **)&function = dlsym(lib, name)
     FIND(shim.get_dim, "aoti_torch_get_dim");
     FIND(shim.get_sizes, "aoti_torch_get_sizes");
@@ -314,31 +322,35 @@ static int learn_shim(PyObject *torch)
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
-    /* C++ names, two; without this one Python is asked */
+    /* two C++ names; without this one Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
     Dl_info python; /* the other library: what reads an attribute of a tensor is in it */
-    if (dladdr((void *)version_getter, &python) &&
-        (lib = dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)))
-        /* without it wrappers are made by arguments */
+    lib = dladdr((void *)version_getter, &python)
+              ? dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
+              : NULL;
+    if (lib) /* without it wrappers are made by arguments */
         FIND(koila__shim.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject");
 #undef FIND
-    if (!shim.get_dim || !shim.get_sizes || !shim.get_strides || !shim.get_dtype ||
-        !shim.get_device_type || !shim.get_device_index) {
-        Py_DECREF(probe);
-        return 0;
-    }
+    return shim.get_dim && shim.get_sizes && shim.get_strides && shim.get_dtype &&
+           shim.get_device_type && shim.get_device_index;
+}
+
+/* Torch's number of complex32: making such a tensor, to ask it, prints a warning. */
+#define CODE_OF_C32 8
+
+/* Torch's numbers of the dtypes, each asked of a tensor. */
+static void learn_dtype_codes(PyObject *torch)
+{
     memset(dtype_of_code, -1, sizeof dtype_of_code);
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
         if (dtypes[d] == Py_None)
             continue;
-        if (d == KOILA_DTYPE_C32) { /* making one prints a warning */
-            dtype_of_code[8] = (int8_t)d;
+        if (d == KOILA_DTYPE_C32) {
+            dtype_of_code[CODE_OF_C32] = (int8_t)d;
             continue;
         }
         PyObject *empty = PyObject_CallMethod(torch, "empty", "i", 0);
-        PyObject *typed = NULL;
-        if (empty)
-            typed = PyObject_CallMethod(empty, "to", "O", dtypes[d]);
+        PyObject *typed = empty ? PyObject_CallMethod(empty, "to", "O", dtypes[d]) : NULL;
         int32_t code;
         if (typed && shim.get_dtype(koila__tensor_handle(typed), &code) == 0 && code >= 0 &&
             code < 256)
@@ -347,14 +359,31 @@ static int learn_shim(PyObject *torch)
         Py_XDECREF(empty);
         Py_XDECREF(typed);
     }
-    /* does it tell the truth? */
+}
+
+static bool shim_tells_the_truth(PyObject *probe)
+{
     int64_t n = 0, *size = NULL, *stride = NULL;
     tensor_handle h = koila__tensor_handle(probe);
-    shim.works = shim.get_dim(h, &n) == 0 && n == 3 && shim.get_sizes(h, &size) == 0 &&
-                 shim.get_strides(h, &stride) == 0 && size[0] == 2 && size[1] == 3 &&
-                 size[2] == 4 && stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
+    return shim.get_dim(h, &n) == 0 && n == 3 && shim.get_sizes(h, &size) == 0 &&
+           shim.get_strides(h, &stride) == 0 && size[0] == 2 && size[1] == 3 && size[2] == 4 &&
+           stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
+}
+
+/* Where anything is missing the shim is not used. -1 with an exception. */
+static int learn_shim(PyObject *torch)
+{
+    PyObject *probe = make_probe(torch);
+    if (!probe)
+        return -1;
+    const int rc = learn_cdata(probe);
+    void *lib = rc == 0 && koila__cdata ? open_libtorch(torch) : NULL;
+    if (lib && find_functions(lib)) {
+        learn_dtype_codes(torch);
+        shim.works = shim_tells_the_truth(probe);
+    }
     Py_DECREF(probe);
-    return 0;
+    return rc;
 }
 
 /* A getset of a tensor, to be called without looking it up. */
