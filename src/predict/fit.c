@@ -27,6 +27,7 @@ bool koila__fit_accepts(void *user, const koila_plan *p)
         info.peak_bytes > x->refused_bytes - x->refused_bytes / 8)
         return false;
     x->n_simulations++;
+    koila_assert(x->n_simulations <= KOILA_MAX_SIMULATIONS);
     x->status = x->fits(x->user, p, &yes);
     if (x->status)
         return false;
@@ -250,6 +251,7 @@ koila_status koila_fit_margin(const koila_plan *p, const koila_device *d, koila_
             low = high;
     } while (x.last.fits && high < left);
     while (high - low > MARGIN_STEP) {
+        koila_assert(low < high);
         x.o.margin_bytes = low + (high - low) / 2;
         KOILA_TRY(worded(try_plan(&x, p), e));
         if (x.last.fits)

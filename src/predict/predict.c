@@ -113,6 +113,7 @@ static void list_largest(void *user, const koila__sim *s)
             continue;
         if (p->n_largest < KOILA_PREDICT_LARGEST)
             p->n_largest++;
+        koila_assert(at < p->n_largest);
         memmove(&p->largest[at + 1], &p->largest[at],
                 (p->n_largest - at - 1) * sizeof p->largest[0]);
         const koila_node maker = koila_value_get(s->g, x->value).node;
@@ -411,6 +412,7 @@ static void include(koila_range *to, koila__level level, uint64_t bytes)
         to->high = bytes;
     if (level == KOILA__EXPECTED)
         to->expected = bytes;
+    koila_assert(to->low <= bytes && bytes <= to->high);
 }
 
 /* Everything outside the cache: not larger because less is asked for inside. */
@@ -419,6 +421,7 @@ static void add_context(koila_range *device, koila_device_value context)
     device->low += context.value - context.spread;
     device->expected += context.value;
     device->high += context.value + context.spread;
+    koila_assert(device->low <= device->expected && device->expected <= device->high);
 }
 
 /* The ranges of p from three unlimited runs; of[] has the results. */

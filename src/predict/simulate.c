@@ -35,6 +35,7 @@ uint64_t koila__sim_take(koila__sim *s, uint64_t bytes)
     if (status && (status != KOILA_OOM || s->ends_at_oom))
         fail(s, status);
     const uint64_t allocated = allocated_bytes(s);
+    koila_assert(status || addr);
     if (allocated > s->peak_bytes) {
         s->peak_bytes = allocated;
         s->peak_node = s->at_node;
@@ -163,6 +164,7 @@ static void first_product(koila__sim *s, bool grad_mode)
 /* Fresh results; returns the bytes requested. */
 static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k)
 {
+    koila_assert(k->part > 0);
     const koila_value first = koila_node_get(s->g, n).first_output;
     const koila_value *inputs = koila_node_inputs(s->g, n);
     koila__storage_id *const home = homes(s);
@@ -352,6 +354,7 @@ static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int6
         if (kept)
             koila__storage_drop(s, kept);
     }
+    koila_check(koila__sim_check(s));
 }
 
 /* Slices that neither keep nor fetch pieces may do the same to the cache, one as the other. */
@@ -483,6 +486,28 @@ koila_status koila__sim_open_plan(koila__sim *s, const koila_plan *plan, const k
     s->n_stages = koila_plan_get(plan).n_stages;
     s->status = make_kept(s);
     return s->status;
+}
+
+static uint64_t n_slots_used(const koila__storage_id *slot, uint64_t n)
+{
+    uint64_t n_used = 0;
+    for (uint64_t i = 0; i < n; i++)
+        n_used += slot[i] != 0;
+    return n_used;
+}
+
+bool koila__sim_check(const koila__sim *s)
+{
+    uint64_t n_refs = 0;
+    if (s->status)
+        return true;
+    for (uint32_t i = 1; i < s->storages.n; i++)
+        n_refs += s->storages.at[i].refs;
+    const uint64_t n_local = n_slots_used(s->local, s->n_values);
+    const uint64_t n_slots = n_slots_used(s->whole, s->n_values) + n_local +
+                             n_slots_used(s->kept, (uint64_t)s->n_kept * s->kept_slices) +
+                             n_slots_used(s->last_out.at, s->last_out.n);
+    return n_local == 0 && n_refs == n_slots;
 }
 
 void koila__sim_close(koila__sim *s)

@@ -7,9 +7,11 @@
  *   fit.c        which plan fits; the planner on a live device
  *   predict.c    koila_predict(): several runs, their ranges and notes
  *
- * A storage is counted, not a tensor: values that share memory share a storage.
- *   bytes allocated in the cache by the simulation
- *       == sum of storages with refs > 0, + `state`, + temporaries of the running call
+ * A storage is counted, not a tensor: values that share memory share a storage. Between two
+ * instructions (koila__sim_check() has them as code):
+ *   sum of refs == slots of whole, local, kept and last_out that are not 0
+ *   between two slices every slot of local is 0
+ *   what the simulation holds in the cache == storages with refs > 0, and `state`
  */
 #ifndef KOILA_SRC_SIMULATION_H
 #define KOILA_SRC_SIMULATION_H
@@ -105,6 +107,9 @@ koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_de
 koila_status koila__sim_open_plan(koila__sim *s, const koila_plan *plan, const koila_device *d,
                                   const koila_predict_opts *o, koila__level level);
 void koila__sim_close(koila__sim *s);
+/* The first two equations above, between two slices; true after a failure, which may leave a slice
+ * half done. */
+bool koila__sim_check(const koila__sim *s);
 /* Every stage of the plan once. */
 void koila__sim_run_plan(koila__sim *s);
 

@@ -73,6 +73,7 @@ static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
             k++;
         if (k == b->n_dims)
             return false;
+        koila_assert(!(taken >> k & 1));
         taken |= 1u << k;
     }
     return true;
@@ -276,6 +277,7 @@ static bool is_adam(const koila__sim *s) { return s->o.optimizer >= KOILA_OPTIMI
 
 static void make_optimizer_state(koila__sim *s)
 {
+    koila_assert(s->o.optimizer < KOILA_COUNT(n_states));
     const uint32_t n = n_states[s->o.optimizer] + (is_adam(s) && s->o.amsgrad);
     const bool counts_on_device = is_adam(s) && s->o.way == KOILA_WAY_FUSED;
     for (koila_value v = 0; v < s->n_values && !s->status; v++) {
@@ -373,6 +375,7 @@ static void end_step(koila__sim *s)
             koila__storage_drop(s, &s->whole[v]);
     while (s->last_out.n)
         koila__storage_drop(s, &s->last_out.at[--s->last_out.n]);
+    koila_check(koila__sim_check(s));
 }
 
 void koila__sim_step(koila__sim *s, bool first)
