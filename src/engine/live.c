@@ -93,9 +93,10 @@ static uint64_t combine_bytes(const koila__placed *p, koila_value v)
     return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes;
 }
 
-/* What event e adds to the bytes alive (modulo 2^64), in the first slice or in another one.
- * *inside: what is held beyond that for the moment. Whole because it is one line for each kind of
- * event, and is inlined into the walks. */
+/* Whole because it is one line for each kind of event, and is inlined into the walks.
+ *
+ * What event e adds to the bytes alive (modulo 2^64), in the first slice or in another one.
+ * *inside: what is held beyond that for the moment. */
 static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e,
                                                              int64_t rows, int64_t batch,
                                                              bool first, uint64_t *inside)

@@ -1,6 +1,5 @@
-/* print.c — a plan must be seen to be believed: as a table of stages and instructions, and as
- * drawings for Graphviz. Sees all, nothing sees it; but it reads the plan through koila/plan.h
- * only, so what it shows is what an executor is told.
+/* print.c — a plan as a table of stages and instructions, and plans and graphs as drawings for
+ * Graphviz. It reads the plan through koila/plan.h only, so it shows what an executor is told.
  *
  *   5 slices of 7 rows (batch 32), 2 loops, every operator 1.00 times, peak 12.3 MiB at
  *       aten::mm (train.py:12)
@@ -256,69 +255,90 @@ koila_status koila_graph_dot(const koila_graph *g, koila_write_fn write, void *u
     return koila__out_finish(&o);
 }
 
+/* What was drawn so far: the stage, + 1, that ran a node last, or made a value whole, or keeps it.
+ */
+typedef struct drawn {
+    uint32_t *ran;          /* [node] */
+    uint32_t *whole, *kept; /* [value] */
+} drawn;
+
+/* The box of stage k with the operators it runs; dashed: run by another stage before. */
+static void dot_stage(koila__out *o, const koila_plan *p, uint32_t k, drawn *d)
+{
+    const koila_stage *st = koila_plan_stage(p, k);
+    koila__out_fmt(o, "  subgraph cluster_%u {\n    label=\"", k);
+    out_stage_head(o, p, k);
+    koila__out_str(o, "\";\n");
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const uint32_t n = st->instrs[i].id;
+        if (st->instrs[i].kind != KOILA_DO_RUN)
+            continue;
+        koila__out_fmt(o, "    s%un%u [%slabel=\"", k, n, d->ran[n] ? "style=dashed, " : "");
+        dot_node(o, koila_plan_graph(p), n);
+        d->ran[n] = k + 1;
+    }
+    koila__out_str(o, "  }\n");
+}
+
+/* An edge from where stage k finds value v to node n. */
+static void dot_edge(koila__out *o, const koila_graph *g, const drawn *d, uint32_t k, koila_node n,
+                     koila_value v)
+{
+    const koila_node q = g->values.at[v].node;
+    if (q == KOILA_NONE)
+        koila__out_fmt(o, "  v%u -> s%un%u;\n", v, k, n);
+    else if (d->ran[q] == k + 1)
+        koila__out_fmt(o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", k, q, k, n, v);
+    else if (d->kept[v])
+        koila__out_fmt(o, "  s%un%u -> s%un%u [color=blue, label=\"%%%u kept\"];\n", d->kept[v] - 1,
+                       q, k, n, v);
+    else if (d->whole[v])
+        koila__out_fmt(o, "  s%un%u -> s%un%u [color=red, label=\"%%%u\"];\n", d->whole[v] - 1, q,
+                       k, n, v);
+    else if (d->ran[q])
+        koila__out_fmt(o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", d->ran[q] - 1, q, k, n, v);
+}
+
+static void dot_edges(koila__out *o, const koila_plan *p, uint32_t k, drawn *d)
+{
+    const koila_graph *g = koila_plan_graph(p);
+    const koila_stage *st = koila_plan_stage(p, k);
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_ADD || in->kind == KOILA_DO_PUT)
+            d->whole[in->id] = k + 1;
+        if (in->kind == KOILA_DO_KEEP)
+            d->kept[in->id] = k + 1;
+        if (in->kind != KOILA_DO_RUN)
+            continue;
+        for (uint32_t u = 0; u < koila__node_sig(g, in->id)->n_inputs; u++)
+            dot_edge(o, g, d, k, in->id, g->inputs.at[g->nodes.at[in->id].first_input + u]);
+    }
+}
+
 koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *user)
 {
     const koila_graph *g = koila_plan_graph(p);
-    const uint32_t n_stages = koila_plan_get(p).n_stages;
     koila__arena tmp;
     koila__arena_init(&tmp, &g->mem);
-    /* ran[n]: the stage that ran node n last, + 1; whole[v], kept[v]: the stage that made it so, +
-     * 1 */
-    uint32_t *ran = koila__arena_array(&tmp, g->nodes.n, sizeof *ran);
-    uint32_t *whole = koila__arena_array(&tmp, g->values.n, sizeof *whole);
-    uint32_t *kept = koila__arena_array(&tmp, g->values.n, sizeof *kept);
-    if (!ran || !whole || !kept) {
+    drawn d = { .ran = koila__arena_array(&tmp, g->nodes.n, sizeof *d.ran),
+                .whole = koila__arena_array(&tmp, g->values.n, sizeof *d.whole),
+                .kept = koila__arena_array(&tmp, g->values.n, sizeof *d.kept) };
+    if (!d.ran || !d.whole || !d.kept) {
         koila__arena_deinit(&tmp);
         return KOILA_NO_MEMORY;
     }
     koila__out o;
     koila__out_init(&o, write, user);
     koila__out_str(&o, "digraph koila {\n  compound=true;\n  node [shape=box];\n");
-    for (uint32_t v = 0; v < g->values.n; v++)
+    for (koila_value v = 0; v < g->values.n; v++)
         if (g->values.at[v].node == KOILA_NONE)
             dot_leaf(&o, g, v);
-    for (uint32_t k = 0; k < n_stages; k++) {
-        const koila_stage *st = koila_plan_stage(p, k);
-        if (!st->n_instrs)
+    for (uint32_t k = 0; k < koila_plan_get(p).n_stages; k++) {
+        if (!koila_plan_stage(p, k)->n_instrs)
             continue;
-        koila__out_fmt(&o, "  subgraph cluster_%u {\n    label=\"", k);
-        out_stage_head(&o, p, k);
-        koila__out_str(&o, "\";\n");
-        for (uint32_t i = 0; i < st->n_instrs; i++)
-            if (st->instrs[i].kind == KOILA_DO_RUN) {
-                koila__out_fmt(&o, "    s%un%u [%slabel=\"", k, st->instrs[i].id,
-                               ran[st->instrs[i].id] ? "style=dashed, " : "");
-                dot_node(&o, g, st->instrs[i].id);
-                ran[st->instrs[i].id] = k + 1;
-            }
-        koila__out_str(&o, "  }\n");
-        for (uint32_t i = 0; i < st->n_instrs; i++) {
-            const koila_instr *in = &st->instrs[i];
-            if (in->kind == KOILA_DO_ADD || in->kind == KOILA_DO_PUT)
-                whole[in->id] = k + 1;
-            if (in->kind == KOILA_DO_KEEP)
-                kept[in->id] = k + 1;
-            if (in->kind != KOILA_DO_RUN)
-                continue;
-            for (uint32_t u = 0; u < koila__node_sig(g, in->id)->n_inputs; u++) {
-                const koila_value v = g->inputs.at[g->nodes.at[in->id].first_input + u];
-                const koila_node q = g->values.at[v].node;
-                if (q == KOILA_NONE)
-                    koila__out_fmt(&o, "  v%u -> s%un%u;\n", v, k, in->id);
-                else if (ran[q] == k + 1)
-                    koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", k, q, k, in->id,
-                                   v);
-                else if (kept[v])
-                    koila__out_fmt(&o, "  s%un%u -> s%un%u [color=blue, label=\"%%%u kept\"];\n",
-                                   kept[v] - 1, q, k, in->id, v);
-                else if (whole[v])
-                    koila__out_fmt(&o, "  s%un%u -> s%un%u [color=red, label=\"%%%u\"];\n",
-                                   whole[v] - 1, q, k, in->id, v);
-                else if (ran[q])
-                    koila__out_fmt(&o, "  s%un%u -> s%un%u [label=\"%%%u\"];\n", ran[q] - 1, q, k,
-                                   in->id, v);
-            }
-        }
+        dot_stage(&o, p, k, &d);
+        dot_edges(&o, p, k, &d);
     }
     koila__out_str(&o, "}\n");
     koila__arena_deinit(&tmp);

@@ -187,105 +187,142 @@ static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis,
     return false;
 }
 
+/* What koila_graph_extract() shares among its parts. NEEDED and UNNEEDED are what value_of and
+ * node_from say before they hold ids. */
+typedef struct extraction {
+    const koila_graph *g;
+    const uint8_t *known; /* may be NULL */
+    koila_graph *part;
+    koila_value *value_of;
+    koila_node *node_from;
+} extraction;
+static const uint32_t NEEDED = 0, UNNEEDED = KOILA_NONE;
+
+static bool is_known(const extraction *x, koila_value v) { return x->known && x->known[v]; }
+
+static void mark_needed(const extraction *x, const koila_value *targets, uint32_t n_targets)
+{
+    const koila_graph *g = x->g;
+    for (koila_value v = 0; v < g->values.n; v++)
+        x->value_of[v] = UNNEEDED;
+    for (uint32_t i = 0; i < n_targets; i++)
+        x->value_of[targets[i]] = NEEDED;
+    for (koila_node n = g->nodes.n; n-- > 0;) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        x->node_from[n] = UNNEEDED;
+        for (uint32_t o = 0; o < s->n_outputs; o++) {
+            const koila_value v = g->nodes.at[n].first_output + o;
+            if (x->value_of[v] == NEEDED && !is_known(x, v))
+                x->node_from[n] = NEEDED;
+        }
+        if (x->node_from[n] == UNNEEDED)
+            continue;
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            x->value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
+    }
+}
+
+static koila_status copy_axes_and_lines(const extraction *x)
+{
+    const koila_graph *g = x->g;
+    for (uint32_t a = 0; a < g->axes.n; a++) {
+        uint16_t id;
+        KOILA_TRY(koila_graph_axis(x->part, g->axes.at[a], &id));
+    }
+    for (uint32_t l = 0; l < g->lines.n; l++) {
+        uint32_t id;
+        KOILA_TRY(koila_graph_line(x->part, koila_text(g->table, g->lines.at[l].file),
+                                   g->lines.at[l].number, &id));
+    }
+    return KOILA_OK;
+}
+
+/* Leaves, in recorded order. When everything that came from a batch is known, the known values are
+ * the batch (any slice of a whole value is sound); as plain leaves they would leave nothing to cut:
+ * `total = torch.zeros(()); total += loss_1; total += loss_2` read all the rows that loss_2 needs.
+ */
+static koila_status copy_leaves(const extraction *x)
+{
+    const koila_graph *g = x->g;
+    bool has_batch = false;
+    for (koila_value v = 0; v < g->values.n; v++)
+        has_batch |= x->value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE &&
+                     g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_value_info *info = &g->values.at[v];
+        const bool is_made = info->node != KOILA_NONE;
+        if (x->value_of[v] != NEEDED || (is_made && !is_known(x, v)))
+            continue;
+        const char *name = koila_graph_leaf_name(g, v);
+        koila_leaf_kind kind = is_made ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind;
+        uint16_t axis = info->axis;
+        uint32_t dim = info->dim;
+        if (is_made && !has_batch && along_an_axis(g, info->meta, &axis, &dim))
+            kind = KOILA_LEAF_BATCH;
+        KOILA_TRY(koila_graph_leaf(x->part, info->meta, kind, axis, dim, *name ? name : NULL,
+                                   &x->value_of[v]));
+    }
+    return KOILA_OK;
+}
+
+/* Nodes, in recorded order. inputs: room for those of any node. */
+static koila_status copy_nodes(const extraction *x, koila_value *inputs)
+{
+    const koila_graph *g = x->g;
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        const koila_node_info *node = &g->nodes.at[n];
+        const koila_sig_info *s = koila__node_sig(g, n);
+        koila_value first = 0;
+        if (x->node_from[n] == UNNEEDED)
+            continue;
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            inputs[i] = x->value_of[g->inputs.at[node->first_input + i]];
+            koila_assert(inputs[i] < x->part->values.n);
+        }
+        KOILA_TRY(koila_graph_node(x->part, node->sig, inputs, node->line, &first));
+        koila_assert(x->part->nodes.n - 1 <= n); /* that entry has been read already */
+        x->node_from[x->part->nodes.n - 1] = n;
+        for (uint32_t o = 0; o < s->n_outputs; o++)
+            if (!is_known(x, node->first_output + o)) /* a known result keeps its leaf */
+                x->value_of[node->first_output + o] = first + o;
+    }
+    return KOILA_OK;
+}
+
+static koila_status extract(const extraction *x)
+{
+    uint32_t most_inputs = 0;
+    for (koila_node n = 0; n < x->g->nodes.n; n++)
+        if (koila__node_sig(x->g, n)->n_inputs > most_inputs)
+            most_inputs = koila__node_sig(x->g, n)->n_inputs;
+    KOILA_TRY(copy_axes_and_lines(x));
+    KOILA_TRY(copy_leaves(x));
+    const size_t n_bytes = ((size_t)most_inputs + 1) * sizeof(koila_value);
+    koila_value *inputs = koila__realloc(&x->g->mem, NULL, 0, n_bytes);
+    if (!inputs)
+        return KOILA_NO_MEMORY;
+    const koila_status status = copy_nodes(x, inputs);
+    koila__release(&x->g->mem, inputs, n_bytes);
+    return status;
+}
+
 koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
                                  uint32_t n_targets, const uint8_t *known,
                                  const koila_allocator *mem, koila_graph **out,
                                  koila_value *value_of, koila_node *node_from)
 {
-    static const uint32_t NEEDED = 0, UNNEEDED = KOILA_NONE;
     for (uint32_t i = 0; i < n_targets; i++)
         if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE)
             return KOILA_BAD_ARGUMENT;
-    koila_graph *part = NULL;
-    KOILA_TRY(koila_graph_new(g->table, mem, &part));
-    koila_status status = KOILA_OK;
-    for (uint32_t v = 0; v < g->values.n; v++)
-        value_of[v] = UNNEEDED;
-    for (uint32_t i = 0; i < n_targets; i++)
-        value_of[targets[i]] = NEEDED;
-    /* node_from[n] doubles as "node n is needed" until it is filled below */
-    for (uint32_t n = g->nodes.n; n-- > 0;) {
-        const koila_sig_info *s = koila__node_sig(g, n);
-        node_from[n] = UNNEEDED;
-        for (uint32_t o = 0; o < s->n_outputs; o++) {
-            const koila_value v = g->nodes.at[n].first_output + o;
-            if (value_of[v] == NEEDED && !(known && known[v]))
-                node_from[n] = NEEDED;
-        }
-        if (node_from[n] == UNNEEDED)
-            continue;
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
-    }
-    for (uint32_t a = 0; a < g->axes.n && status == KOILA_OK; a++) {
-        uint16_t id;
-        status = koila_graph_axis(part, g->axes.at[a], &id);
-    }
-    for (uint32_t l = 0; l < g->lines.n && status == KOILA_OK; l++) {
-        uint32_t id;
-        status = koila_graph_line(part, koila_text(g->table, g->lines.at[l].file),
-                                  g->lines.at[l].number, &id);
-    }
-    /* Leaves first, then nodes: both in recorded order. When everything that came from a batch is
-     * known, the known values are the batch (any slice of a whole value is sound); as plain leaves
-     * they would leave nothing to cut: `total = torch.zeros(()); total += loss_1; total += loss_2`
-     * read all the rows that loss_2 needs. */
-    bool has_batch = false;
-    for (uint32_t v = 0; v < g->values.n; v++)
-        has_batch |= value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE &&
-                     g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
-    koila_value inputs_few[16], *inputs = inputs_few;
-    uint32_t n_inputs_max = KOILA_COUNT(inputs_few);
-    for (uint32_t v = 0; v < g->values.n && status == KOILA_OK; v++) {
-        const koila_value_info *info = &g->values.at[v];
-        const bool is_known = known && known[v] && info->node != KOILA_NONE;
-        if (value_of[v] != NEEDED || !(info->node == KOILA_NONE || is_known))
-            continue;
-        const char *name = koila_graph_leaf_name(g, v);
-        koila_leaf_kind kind = is_known ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind;
-        uint16_t axis = info->axis;
-        uint32_t dim = info->dim;
-        if (is_known && !has_batch && along_an_axis(g, info->meta, &axis, &dim))
-            kind = KOILA_LEAF_BATCH;
-        status =
-            koila_graph_leaf(part, info->meta, kind, axis, dim, *name ? name : NULL, &value_of[v]);
-    }
-    for (uint32_t n = 0; n < g->nodes.n && status == KOILA_OK; n++) {
-        if (node_from[n] == UNNEEDED)
-            continue;
-        const koila_sig_info *s = koila__node_sig(g, n);
-        koila_value first = 0;
-        if (s->n_inputs > n_inputs_max) {
-            koila_value *more =
-                koila__realloc(&g->mem, inputs == inputs_few ? NULL : inputs,
-                               n_inputs_max * sizeof *more, s->n_inputs * sizeof *more);
-            if (!more) {
-                status = KOILA_NO_MEMORY;
-                break;
-            }
-            inputs = more;
-            n_inputs_max = s->n_inputs;
-        }
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            inputs[i] = value_of[g->inputs.at[g->nodes.at[n].first_input + i]];
-        status = koila_graph_node(part, g->nodes.at[n].sig, inputs, g->nodes.at[n].line, &first);
-        if (status != KOILA_OK)
-            break;
-        /* part->nodes.n - 1 <= n: that entry has been read already */
-        node_from[part->nodes.n - 1] = n;
-        for (uint32_t o = 0; o < s->n_outputs; o++) {
-            const koila_value v = g->nodes.at[n].first_output + o;
-            if (!(known && known[v]))
-                value_of[v] = first + o; /* a known result keeps its leaf */
-        }
-    }
-    if (inputs != inputs_few)
-        koila__release(&g->mem, inputs, n_inputs_max * sizeof *inputs);
+    extraction x = { .g = g, .known = known, .value_of = value_of, .node_from = node_from };
+    KOILA_TRY(koila_graph_new(g->table, mem, &x.part));
+    mark_needed(&x, targets, n_targets);
+    const koila_status status = extract(&x);
     if (status != KOILA_OK) {
-        koila_graph_free(part);
+        koila_graph_free(x.part);
         return status;
     }
-    *out = part;
+    *out = x.part;
     return KOILA_OK;
 }
 
@@ -293,8 +330,10 @@ bool koila_graph_check(const koila_graph *g, koila_error *err)
 {
 #define HOLDS(e, ...)                                                                              \
     do {                                                                                           \
-        if (!(e))                                                                                  \
-            return koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__), false;                       \
+        if (!(e)) {                                                                                \
+            koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__);                                     \
+            return false;                                                                          \
+        }                                                                                          \
     } while (0)
     uint32_t next_input = 0;
     for (uint32_t n = 0; n < g->nodes.n; n++) {

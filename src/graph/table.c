@@ -134,60 +134,84 @@ static bool meta_same(const void *t, uint32_t id, const void *key)
            memcmp(a->stride, b->stride, a->n_dims * sizeof *a->stride) == 0;
 }
 
+/* Strides of a contiguous tensor, and how many elements it has. False: that is no size. */
+static bool contiguous(uint32_t n_dims, const int64_t *size, int64_t *stride, uint64_t *n_elements)
+{
+    uint64_t n = 1;
+    bool empty = false;
+    for (uint32_t d = n_dims; d-- > 0;) {
+        if (size[d] < 0)
+            return false;
+        stride[d] = (int64_t)n;
+        empty |= size[d] == 0;
+        if (size[d] > 1 && (!koila__mul(n, (uint64_t)size[d], &n) || n > INT64_MAX))
+            return false;
+    }
+    *n_elements = empty ? 0 : n;
+    return true;
+}
+
+/* Elements of the smallest storage that holds a tensor that is not empty. False: too many. */
+static bool storage_elements(const koila_meta_info *m, uint64_t *out)
+{
+    uint64_t reach = 1;
+    for (uint32_t d = 0; d < m->n_dims; d++) {
+        uint64_t span;
+        const uint64_t step = m->stride[d] < 0 ? 0 : (uint64_t)m->stride[d];
+        if (!koila__mul((uint64_t)(m->size[d] - 1), step, &span) ||
+            !koila__add(reach, span, &reach))
+            return false;
+    }
+    *out = reach;
+    return true;
+}
+
+/* False: more than a signed 64-bit number. */
+static bool bytes_of(uint64_t n_elements, koila_dtype dtype, uint64_t *out)
+{
+    return koila__mul(n_elements, dtype_bytes[dtype], out) && *out <= INT64_MAX;
+}
+
+/* A copy with its own sizes and strides; NULL: no memory. */
+static const koila_meta_info *copy_meta(koila_table *t, const koila_meta_info *m)
+{
+    const size_t n_bytes = m->n_dims * sizeof *m->size;
+    koila_meta_info *copy = koila__arena_alloc(&t->arena, sizeof *copy + 2 * n_bytes);
+    if (!copy)
+        return NULL;
+    int64_t *dims = (int64_t *)(copy + 1);
+    *copy = *m;
+    if (m->n_dims) {
+        memcpy(dims, m->size, n_bytes);
+        memcpy(dims + m->n_dims, m->stride, n_bytes);
+    }
+    copy->size = dims;
+    copy->stride = dims + m->n_dims;
+    return copy;
+}
+
 koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims,
                               const int64_t *size, const int64_t *stride, koila_meta *out)
 {
+    int64_t dense[KOILA_MAX_DIMS];
+    uint64_t n_stored = 0;
     if ((unsigned)dtype >= KOILA_N_DTYPES || n_dims > KOILA_MAX_DIMS)
         return KOILA_BAD_ARGUMENT;
-    int64_t dense[KOILA_MAX_DIMS];
-    uint64_t n = 1, reach = 0, n_bytes;
-    for (uint32_t d = n_dims; d-- > 0;) {
-        if (size[d] < 0)
-            return KOILA_BAD_ARGUMENT;
-        dense[d] = (int64_t)n;
-        if (size[d] > 1 && (!koila__mul(n, (uint64_t)size[d], &n) || n > INT64_MAX))
-            return KOILA_BAD_ARGUMENT;
-    }
-    for (uint32_t d = 0; d < n_dims; d++)
-        if (size[d] == 0)
-            n = 0;
-    if (!stride)
-        stride = dense;
-    for (uint32_t d = 0; n && d < n_dims; d++) {
-        uint64_t span;
-        const uint64_t step = stride[d] < 0 ? 0 : (uint64_t)stride[d];
-        if (!koila__mul((uint64_t)(size[d] - 1), step, &span) || !koila__add(reach, span, &reach))
-            return KOILA_BAD_ARGUMENT;
-    }
     koila_meta_info m = { .dtype = dtype,
                           .device = device,
                           .n_dims = (uint8_t)n_dims,
                           .size = size,
-                          .stride = stride,
-                          .n_elements = n };
-    if (!koila__mul(n, dtype_bytes[dtype], &n_bytes) || n_bytes > INT64_MAX)
+                          .stride = stride ? stride : dense };
+    if (!contiguous(n_dims, size, dense, &m.n_elements) ||
+        (m.n_elements && !storage_elements(&m, &n_stored)) ||
+        !bytes_of(m.n_elements, dtype, &m.n_bytes) ||
+        !bytes_of(n_stored, dtype, &m.n_storage_bytes))
         return KOILA_BAD_ARGUMENT;
-    m.n_bytes = n_bytes;
-    if (n && (!koila__add(reach, 1, &reach) || !koila__mul(reach, dtype_bytes[dtype], &reach) ||
-              reach > INT64_MAX))
-        return KOILA_BAD_ARGUMENT;
-    m.n_storage_bytes = n ? reach : 0;
     const uint64_t hash = hash_meta(&m);
     uint32_t id = koila__idset_find(&t->meta_set, hash, meta_same, t, &m);
     if (id == KOILA_NONE) {
-        koila_meta_info *copy =
-            koila__arena_alloc(&t->arena, sizeof *copy + 2 * n_dims * sizeof(int64_t));
-        if (!copy)
-            return KOILA_NO_MEMORY;
-        int64_t *dims = (int64_t *)(copy + 1);
-        *copy = m;
-        if (n_dims) {
-            memcpy(dims, size, n_dims * sizeof *dims);
-            memcpy(dims + n_dims, stride, n_dims * sizeof *dims);
-        }
-        copy->size = dims;
-        copy->stride = dims + n_dims;
-        if (!koila__idset_reserve(&t->mem, &t->meta_set, meta_hash_of, t) ||
+        const koila_meta_info *copy = copy_meta(t, &m);
+        if (!copy || !koila__idset_reserve(&t->mem, &t->meta_set, meta_hash_of, t) ||
             !koila__vec_push(&t->mem, &t->metas, copy))
             return KOILA_NO_MEMORY;
         id = t->metas.n - 1;
@@ -292,6 +316,15 @@ static uint64_t sig_hash_of(const void *t, uint32_t id)
 {
     return hash_sig(((const koila_table *)t)->sigs.at[id]);
 }
+static bool write_same(const koila_write *a, const koila_write *b)
+{
+    if (a->input != b->input || a->overwrites != b->overwrites || a->n_links != b->n_links)
+        return false;
+    for (uint32_t l = 0; l < a->n_links; l++)
+        if (a->links[l].sig != b->links[l].sig || a->links[l].output != b->links[l].output)
+            return false;
+    return true;
+}
 static bool sig_same(const void *t, uint32_t id, const void *key)
 {
     const koila_sig_info *a = ((const koila_table *)t)->sigs.at[id];
@@ -309,48 +342,91 @@ static bool sig_same(const void *t, uint32_t id, const void *key)
     for (uint32_t i = 0; i < a->n_fresh; i++)
         if (a->outputs[i] != b->outputs[i])
             return false;
-    for (uint32_t w = 0; w < a->n_writes; w++) {
-        const koila_write *x = &a->writes[w];
-        const koila_write *y = &b->writes[w];
-        if (x->input != y->input || x->overwrites != y->overwrites || x->n_links != y->n_links)
+    for (uint32_t w = 0; w < a->n_writes; w++)
+        if (!write_same(&a->writes[w], &b->writes[w]))
             return false;
-        for (uint32_t l = 0; l < x->n_links; l++)
-            if (x->links[l].sig != y->links[l].sig || x->links[l].output != y->links[l].output)
-                return false;
+    return true;
+}
+
+/* Does the token name what exists? */
+static bool is_token(const koila_table *t, const koila_arg *a)
+{
+    switch ((koila_arg_kind)a->kind) {
+    case KOILA_ARG_TENSOR:
+        return a->u.id < t->metas.n;
+    case KOILA_ARG_BOOL:
+        return (uint64_t)a->u.i <= 1;
+    case KOILA_ARG_STR:
+        return a->u.id < t->texts.n;
+    case KOILA_ARG_DTYPE:
+        return a->u.id < KOILA_N_DTYPES;
+    case KOILA_ARG_OPAQUE:
+        return a->u.id < t->opaques.n;
+    case KOILA_ARG_ABSENT:
+    case KOILA_ARG_INT:
+    case KOILA_ARG_FLOAT:
+    case KOILA_ARG_LIST:
+        return true;
     }
+    return false;
+}
+
+/* Counts the values that the tokens are, and the tensors among them. False: a token is none. */
+static bool count_values(const koila_table *t, const koila_sig_info *d, uint32_t *n_values,
+                         uint32_t *n_tensors)
+{
+    uint32_t n_rest = 0; /* of a list: tokens that are still to come */
+    *n_values = 0;
+    *n_tensors = 0;
+    for (uint32_t i = 0; i < d->n_tokens; i++) {
+        const koila_arg *a = &d->tokens[i];
+        const bool is_list = a->kind == KOILA_ARG_LIST;
+        if (!is_token(t, a) || (is_list && (n_rest || a->n > d->n_tokens - i - 1)))
+            return false;
+        *n_tensors += a->kind == KOILA_ARG_TENSOR;
+        if (n_rest) {
+            n_rest--;
+            continue;
+        }
+        ++*n_values;
+        if (is_list)
+            n_rest = a->n;
+    }
+    return true;
+}
+
+/* A view call of one tensor, and one of its results. */
+static bool is_link(const koila_table *t, koila_link link)
+{
+    if (link.sig >= t->sigs.n)
+        return false;
+    const koila_sig_info *view = koila__sig(t, link.sig);
+    return view->n_inputs == 1 && !view->n_writes && link.output < view->n_fresh &&
+           view->outputs[link.output] != KOILA_NONE;
+}
+
+static bool is_write(const koila_table *t, const koila_write *w, uint32_t n_inputs)
+{
+    if (w->input >= n_inputs || (w->overwrites && w->n_links))
+        return false;
+    for (uint32_t l = 0; l < w->n_links; l++)
+        if (!is_link(t, w->links[l]))
+            return false;
     return true;
 }
 
 /* Counts TENSOR tokens and checks that ids exist and values cover the tokens exactly. */
 static koila_status check_desc(const koila_table *t, const koila_sig_info *d, uint32_t *n_inputs)
 {
-    uint32_t n_tensors = 0, n_values = 0;
-    if (d->op >= t->ops.n || d->n_pos > 4096 || d->n_kw > 4096 || d->result_kind > 3)
+    enum { MOST_VALUES = 4096, N_RESULT_KINDS = 4 };
+    uint32_t n_tensors;
+    uint32_t n_values;
+    if (d->op >= t->ops.n || d->n_pos > MOST_VALUES || d->n_kw > MOST_VALUES ||
+        d->result_kind >= N_RESULT_KINDS)
         return KOILA_BAD_ARGUMENT;
     if (d->n_fresh > UINT32_MAX / 2 || d->n_writes > UINT32_MAX / 2)
         return KOILA_BAD_ARGUMENT;
-    for (uint32_t i = 0; i < d->n_tokens; n_values++) {
-        const uint32_t n_rest = d->tokens[i].kind == KOILA_ARG_LIST ? d->tokens[i].n : 0;
-        if (n_rest > d->n_tokens - i - 1)
-            return KOILA_BAD_ARGUMENT;
-        for (uint32_t k = i; k <= i + n_rest; k++) {
-            const koila_arg *a = &d->tokens[k];
-            if (a->kind > KOILA_ARG_LIST || (a->kind == KOILA_ARG_LIST && k != i))
-                return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_TENSOR && (n_tensors++, a->u.id >= t->metas.n))
-                return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_BOOL && (uint64_t)a->u.i > 1)
-                return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_STR && a->u.id >= t->texts.n)
-                return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_DTYPE && a->u.id >= KOILA_N_DTYPES)
-                return KOILA_BAD_ARGUMENT;
-            if (a->kind == KOILA_ARG_OPAQUE && a->u.id >= t->opaques.n)
-                return KOILA_BAD_ARGUMENT;
-        }
-        i += n_rest + 1;
-    }
-    if (n_values != d->n_pos + d->n_kw)
+    if (!count_values(t, d, &n_values, &n_tensors) || n_values != d->n_pos + d->n_kw)
         return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_kw; i++)
         if (d->kw_names[i] >= t->texts.n)
@@ -358,19 +434,9 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
     for (uint32_t i = 0; i < d->n_fresh; i++)
         if (d->outputs[i] != KOILA_NONE && d->outputs[i] >= t->metas.n)
             return KOILA_BAD_ARGUMENT;
-    for (uint32_t w = 0; w < d->n_writes; w++) {
-        if (d->writes[w].input >= n_tensors || (d->writes[w].overwrites && d->writes[w].n_links))
+    for (uint32_t w = 0; w < d->n_writes; w++)
+        if (!is_write(t, &d->writes[w], n_tensors))
             return KOILA_BAD_ARGUMENT;
-        for (uint32_t l = 0; l < d->writes[w].n_links; l++) {
-            const koila_link link = d->writes[w].links[l];
-            if (link.sig >= t->sigs.n)
-                return KOILA_BAD_ARGUMENT;
-            const koila_sig_info *view = koila__sig(t, link.sig);
-            if (view->n_inputs != 1 || view->n_writes || link.output >= view->n_fresh ||
-                view->outputs[link.output] == KOILA_NONE)
-                return KOILA_BAD_ARGUMENT;
-        }
-    }
     *n_inputs = n_tensors;
     return KOILA_OK;
 }
