@@ -1,8 +1,8 @@
 /* errors.c — see errors.h.
  *
- * Out of memory comes in many shapes: torch.OutOfMemoryError (CUDA, HIP and MPS allocators), Python's
- * MemoryError, and RuntimeErrors that only their text tells apart. All of them mean the same to the
- * executor: fewer rows may do.
+ * Out of memory comes in many shapes: torch.OutOfMemoryError (CUDA, HIP and MPS allocators),
+ * Python's MemoryError, and RuntimeErrors that only their text tells apart. All of them mean the
+ * same to the executor: fewer rows may do.
  */
 #include "ground/errors.h"
 

@@ -23,8 +23,8 @@ int koila__raise_stale(const char *format, ...);       /* StaleValueError */
 int koila__raise_gather(PyObject *text);               /* GatherError; takes `text`, NULL passes */
 /* OutOfMemory, short of missing_bytes (0: unknown). The exception that is set becomes its cause. */
 int koila__raise_out_of_memory(const char *text, uint64_t missing_bytes);
-/* A planner's failure: OutOfMemory with `err`'s text and advice, or what `status` says. `call` names
- * what the user called. */
+/* A planner's failure: OutOfMemory with `err`'s text and advice, or what `status` says. `call`
+ * names what the user called. */
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *call);
 
 #endif

@@ -1,17 +1,18 @@
 /* cuda_state.c — the planner on a GPU: torch's caching allocator as a simulated cache in the state
  * it is in, and what was learned when that was wrong.
  *
- *   look      bytes handed out, reserved, free on the device, and a number for the state
- *             (koila._cuda.now; a few microseconds)
- *   live      the cache, made from torch.cuda.memory_snapshot()'s segments when that number has
- *             changed since; limit: reserved + free, less the budget's rest
- *   plan      koila_plan_live on it;  again: does a plan made before still fit?
- *   ran out   the least margin that would have refused the plan is kept for its graph, and doubled
- *             if that was not enough
+ *   look      bytes handed out, reserved, free on the device, and a number for the allocator's
+ *             state (koila._cuda.now; a few microseconds)
+ *   live      the cache, made anew from torch.cuda.memory_snapshot()'s segments when that number
+ *             has changed; it may hold what is reserved and free, but no more than the budget
+ *   plan      koila_plan_live on it; later: does a plan made before still fit?
+ *   ran out   the smallest margin that would have refused the plan is kept for its graph, and is
+ *             doubled if it was not enough
  *
- * Whatever goes wrong here (another allocator, an odd snapshot) leaves planning by the sum of live
- * bytes, which is what a CPU has; nothing is raised.
+ * When anything here goes wrong (another allocator, an odd snapshot), the plan is made by the sum
+ * of live bytes, as on a CPU; nothing is raised.
  */
+#include "base/idset.h"
 #include "run/run.h"
 
 #define MIB ((uint64_t)1 << 20)
@@ -29,12 +30,6 @@ static struct margin {
     uint64_t key, bytes, used;
 } margins[N_MARGINS];
 static uint64_t n_used;
-
-static uint64_t mix(uint64_t h, uint64_t x)
-{
-    h = (h ^ x) * 0x9e3779b97f4a7c15u;
-    return h ^ (h >> 29);
-}
 
 static PyObject *ask(const char *what, int index)
 {
@@ -65,10 +60,10 @@ bool koila__gpu_look(int index, koila__room *room)
     PyObject *r = ask("now", index);
     PyObject *numbers = NULL;
     unsigned long long held = 0, reserved = 0, free = 0;
-    uint64_t state = 1469598103934665603u;
+    uint64_t state = 0;
     bool ok = r && PyArg_ParseTuple(r, "KKKO!", &held, &reserved, &free, &PyTuple_Type, &numbers);
     for (Py_ssize_t i = 0; ok && i < PyTuple_GET_SIZE(numbers); i++) {
-        state = mix(state, PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, i)));
+        state = koila__mix(state, PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, i)));
         ok = !PyErr_Occurred();
     }
     Py_XDECREF(r);
@@ -81,7 +76,7 @@ bool koila__gpu_look(int index, koila__room *room)
     if (koila__settings.has_budget && koila__settings.budget < room->limit)
         room->limit = koila__settings.budget;
     room->bytes = room->limit > held ? room->limit - held : 0;
-    room->state = mix(state, room->limit) | 1;
+    room->state = koila__mix(state, room->limit) | 1;
     return true;
 }
 
@@ -266,7 +261,7 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
         fit->struct_size = sizeof *fit;
     if (status != KOILA_OOM || o->rows > 0)
         return status;
-    /* by its sum one row is too much; but what a margin forbids is tried rather than refused */
+    /* by its sum one row is too much; but a step that only the margin forbids is tried */
     koila_error ignored = KOILA_ERROR_INIT;
     return with.margin_bytes ? koila_plan_new(part, targets, n_targets, o, NULL, out, &ignored)
                              : status;

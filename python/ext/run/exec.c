@@ -1,13 +1,13 @@
 /* exec.c — a plan walked on real tensors: stages, slices, instructions (koila/plan.h).
  *
- * Out of memory. A slice that runs out is dropped and its rows are done again in halves;
- * accumulators it had already added to are remembered and skipped, completed slices are never
- * redone, and pieces it fetched are given up only when a slice is complete. What cannot be done is
- * left to the caller (run.c), with the exception set and nothing outside changed. Where other ranks
- * run the same calls at the same time (ranks.c), no rank cuts a slice alone.
+ * Out of memory. A slice that runs out is dropped, and its rows are run again in halves.
+ * Accumulators that it had already added to are remembered and skipped; complete slices are never
+ * run again; pieces that a slice fetched are given up only when it is complete. Anything else is
+ * left to the caller (request.c), with the exception set and nothing outside changed. Where other
+ * ranks run the same calls at the same time (ranks.c), no rank halves a slice alone.
  *
- * Invariant: when a slice is complete, no local value is left (koila_plan_check says it of every
- * plan).
+ * Invariant: when a slice is complete, no local value is left (koila_plan_check checks this of
+ * every plan).
  */
 #include "run/run.h"
 #include "ground/random.h"
@@ -42,7 +42,7 @@ typedef struct exec {
     PyObject **local; /* of the running slice */
     PyObject **acc;   /* being collected: sums, and results that are put together */
     pieces *kept;     /* rows kept for a later loop */
-    /* [instrs of the stage] accumulators the failing rows had already been added to */
+    /* [instrs of the stage] accumulators that these rows were added to already */
     uint8_t *done;
     uint32_t n_values;
     int64_t begin, end, batch; /* of the running slice; whole stage: 0, 0, 0 */
@@ -57,8 +57,8 @@ typedef struct exec {
     } used[MAX_GENERATORS];
     uint32_t n_used;
     struct cursor {
-        /* of the generator, before element `at` of the node's result (in the order of memory) is
-         * drawn */
+        /* of the generator, just before it draws element `at` of the node's result, counted in the
+         * order of memory */
         PyObject *state;
         int64_t at;
     } *cursors; /* [nodes], NULL until the first rows are drawn */
@@ -278,8 +278,8 @@ static int keep_value(exec *x, koila_value v)
     return 0;
 }
 
-/* local v := the kept rows [begin, end): one piece as it is, or cut and joined when an out of
- * memory changed the slices meanwhile. */
+/* local v := the kept rows of the slice: one piece as it is; or pieces cut and joined, if an
+ * out-of-memory changed the slices since. */
 static PyObject *fetch_value(exec *x, koila_value v)
 {
     const koila_share s = koila_plan_share(x->plan, v);
@@ -318,7 +318,7 @@ static PyObject *fetch_value(exec *x, koila_value v)
     return flattened(joined, s);
 }
 
-/* Pieces of v that lie in [begin, end) are given up. */
+/* Give up the pieces of v that lie in [begin, end). */
 static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 {
     pieces *p = &x->kept[v];
@@ -333,7 +333,7 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
-/* The generator will be moved: remember once how it was. */
+/* The generator is about to be moved: its state is remembered, once. */
 static int borrow_generator(exec *x, PyObject *generator)
 {
     for (uint32_t i = 0; i < x->n_used; i++)
@@ -351,8 +351,8 @@ static int borrow_generator(exec *x, PyObject *generator)
     return 0;
 }
 
-/* Rows of a random node whose draws follow memory: the generator is moved to where they are. 0
- * done, 1 not possible for this layout, -1 an exception. */
+/* The slice's rows of a random node that draws in the order of memory: the generator is moved to
+ * each block of them. 0: done; 1: not possible for this layout; -1 with an exception. */
 static int draw_rows(exec *x, koila_node n, const tape_random *random, const koila_sig_info *s,
                      koila_value v)
 {
@@ -412,8 +412,8 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
     return status;
 }
 
-/* A random node on a slice draws what eager draws for the whole batch, from the state recorded
- * before its draw, and takes its rows; or, where it can, only those. */
+/* A random node on a slice. From the state recorded before its draw it draws only the slice's rows,
+ * where it can; else it draws the whole batch, as eager does, and takes the rows from that. */
 static int run_random_rows(exec *x, koila_node n, const tape_random *random,
                            const koila_sig_info *s, koila_value first)
 {
@@ -456,8 +456,8 @@ done:
     return status;
 }
 
-/* Memory from now on is for the line this node was captured on: koila.memlab's line profiler shows
- * it there. */
+/* From now on koila.memlab's line profiler credits memory to the line that node n was captured
+ * on. */
 static void work_for_line(const exec *x, koila_node n)
 {
     const koila_graph *g = x->tape->graph;
@@ -673,8 +673,8 @@ static int adapt_to_slice(const exec *x, node_call *call)
     return 0;
 }
 
-/* A call that becomes another one in a slice: its only result, or NULL with or without an exception.
- * Without one it is none of these. */
+/* A call that becomes another one in a slice: its only result, or NULL with or without an
+ * exception. Without one it is none of these. */
 static PyObject *instead_of_call(const node_call *call)
 {
     for (uint32_t i = 0; i < call->own.n; i++) {
@@ -745,8 +745,8 @@ static void hand_over(exec *x, const node_call *call, bool is_done)
     }
 }
 
-/* The generator of a random node is as it was before the recorded draw. 0; 1: a slice of it is drawn
- * already; -1. */
+/* The generator of a random node is as it was before the recorded draw. 0; 1: a slice of it is
+ * drawn already; -1. */
 static int prepare_random(exec *x, const node_call *call)
 {
     if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
@@ -802,8 +802,8 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
 
 /* ---- one slice, one stage */
 
-/* An operator of node n raised: what is set learns which, of which line, and on which rows. (In
- * front of Python 3.11 exceptions take no notes.) */
+/* Node n raised: a note on the exception names its operator, line and rows. (Before Python 3.11
+ * exceptions take no notes.) */
 static void add_note(const exec *x, koila_node n, bool in_loop)
 {
     PyObject *type, *value, *trace, *text, *done = NULL;
@@ -833,8 +833,8 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
     PyErr_Restore(type, value, trace);
 }
 
-/* A call that the other ranks make now too. They are met first; inside it a budget is no limit, for
- * a rank that raised there would leave the others waiting. */
+/* A call that the other ranks make now, too. They are met first. Inside it a budget is no limit: a
+ * rank that raised there would leave the others waiting. */
 static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 {
     const uint64_t limit = koila__cpu_bytes_get_limit();
@@ -849,8 +849,8 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
-/* What a node used inside, and whether a shared call overdrew the budget: inside it the budget is no
- * limit, so overuse is detected when the call returns. */
+/* What a node used inside, and whether a shared call overdrew the budget: inside it the budget is
+ * no limit, so overuse is detected when the call returns. */
 static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_shared)
 {
     const uint64_t before = koila__cpu_bytes_current();
@@ -962,8 +962,8 @@ static void end_slice(exec *x, const koila_stage *st)
     }
 }
 
-/* The slice failed, with the exception set. When that was for want of memory its rows are done again
- * in halves; accumulators that it had added to are not added to again. */
+/* The slice failed, with the exception set. When that was for want of memory its rows are done
+ * again in halves; accumulators that it had added to are not added to again. */
 static int run_in_halves(exec *x, const koila_stage *st)
 {
     const int64_t begin = x->begin;
@@ -1087,8 +1087,8 @@ static void exec_free(exec *x)
     }
 }
 
-/* The user's generators are as they were, whatever happened. -1 with an exception if that failed and
- * none was set. */
+/* The user's generators are as they were, whatever happened. -1 with an exception if that failed
+ * and none was set. */
 static int give_generators_back(exec *x)
 {
     PyObject *type, *value, *trace;

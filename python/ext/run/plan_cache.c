@@ -5,6 +5,7 @@
  * when it no longer fits, or when there is so much more memory that fewer slices may do. On a GPU
  * cuda_state.c says whether it fits.
  */
+#include "base/idset.h"
 #include "run/run.h"
 
 enum {
@@ -48,18 +49,12 @@ cached *koila__cached_variant(cached *of, koila_plan *plan)
 
 /* ---- made before */
 
-static uint64_t mix(uint64_t h, uint64_t x)
-{
-    h = (h ^ x) * 0x9e3779b97f4a7c15u;
-    return h ^ (h >> 29);
-}
-
 static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint32_t n_targets,
                        int64_t rows)
 {
-    uint64_t key = mix(koila_graph_hash(part), (uint64_t)rows);
+    uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)rows);
     for (uint32_t i = 0; i < n_targets; i++)
-        key = mix(key, targets[i]);
+        key = koila__mix(key, targets[i]);
     return key;
 }
 
@@ -107,8 +102,8 @@ static cached *find(uint64_t key, const koila__room *room, int64_t rows, uint32_
     return NULL;
 }
 
-/* The last empty slot, so that find() meets newer plans first; or that of the plan that was not used
- * for the longest time. */
+/* The last empty slot, so that find() meets newer plans first; or that of the plan that was not
+ * used for the longest time. */
 static cached **slot_for_new(void)
 {
     cached **oldest = &cache[N_CACHED - 1];

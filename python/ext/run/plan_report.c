@@ -3,8 +3,8 @@
  *   koila__last_step_is(step)     after each step; last_plan() is then koila__step_dict() of it
  *
  * To tell one more fact: an item in koila__step_dict(), from the plan or from koila__step, and its
- * name in the class Plan of python/koila/_plan.py. A fact of the run itself, which is in neither, is
- * one more field of koila__step.
+ * name in the class Plan of python/koila/_plan.py. A fact of the run itself, which is in neither,
+ * is one more field of koila__step.
  */
 #include "run/run.h"
 

@@ -1,5 +1,5 @@
-/* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin over
- * koila/predict.h: words become numbers, and the prediction becomes a dict.
+/* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin
+ * over koila/predict.h: words become numbers, and the prediction becomes a dict.
  */
 #include "run/run.h"
 

@@ -1,12 +1,12 @@
 /* probe.c — what a convolution or a fused recurrent layer uses inside, known before its first step.
  *
- * On a CPU these copy their operands into the layouts that their kernels like, or unfold them:
- * often as many bytes again as their result, by rules that differ with shapes, threads and the
- * processor. The executor learns it as operators run (koila__learn), but the first step's plan
- * would be blind. So each such call that was never seen is made on a few rows of zeros: on two
- * numbers of rows, which give a line, and where the plan's slices are no larger than those, on the
- * slice itself (one row often takes another kernel). That is a small part of the step's work, once
- * for each shape.
+ * On a CPU these operators copy their operands into the layouts that their kernels like, or unfold
+ * them: often as many bytes again as their result, by rules that differ with shapes, threads and
+ * the processor. The executor learns the bytes as operators run (koila__learn), but the first
+ * step's plan would not know them. So each such call that was never seen is made on a few rows of
+ * zeros: with two numbers of rows, which give a line; and, where the plan's slices are no larger,
+ * with the slice's own (one row often takes another kernel). That is a small part of the step's
+ * work, once for each shape.
  *
  * A probe that fails (no memory, an odd call) teaches nothing, and the step goes on as it would
  * without it. */
@@ -15,10 +15,10 @@
 enum {
     MAX_INPUTS = 16,
     MAX_OUTPUTS = 8,
-    WORKSPACE =
-        /* which result of mkldnn_rnn_layer: its backward takes it last, and only a forward can make
-         * it */
-    3
+    /* the result of mkldnn_rnn_layer that its backward takes last; only a forward can make it */
+    WORKSPACE = 3,
+    RNN_INPUTS = 7,
+    N_RNN_WEIGHTS = 4, /* inputs 1 to 4 */
 };
 
 /* A call that can be probed: aten::convolution*(input, ...), or aten::mkldnn_rnn_layer(x[T, N, C],
@@ -47,7 +47,7 @@ static bool is_probed(const koila_graph *g, koila_node n, call *out)
         return false;
     out->maker = koila_node_get(g, workspace.node).sig;
     return koila_sig_get(koila__table, out->maker)->n_outputs == WORKSPACE + 1 &&
-           koila_sig_get(koila__table, out->maker)->n_inputs == 7;
+           koila_sig_get(koila__table, out->maker)->n_inputs == RNN_INPUTS;
 }
 
 /* The dimension of input i that is the batch, or -1: it is whole. */
@@ -57,7 +57,9 @@ static int batch_dim(const call *c, koila_sig sig, uint32_t i)
     const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
     if (!c->is_rnn)
         return i < (kind == KOILA_FACT_DENSE_CONV_BACKWARD ? 2u : 1u) ? 0 : -1;
-    return i >= 1 && i <= 4 ? -1 : koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
+    if (i >= 1 && i <= N_RNN_WEIGHTS)
+        return -1;
+    return koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
 }
 
 static bool can_probe(const call *c, int64_t batch)

@@ -1,24 +1,24 @@
-/* ranks.c — processes that share a sharded module must call it equally often, or they wait for each
- * other for ever.
+/* ranks.c — processes that share a sharded module must call it equally often; otherwise they wait
+ * for each other for ever.
  *
- * Each call of such a module (koila.opaque() of an FSDP2 module) talks to the other ranks. How
- * often it is called follows from the plan, and each rank makes its own: of its own memory, of its
- * own rows; and one rank may fail where the others do not. So the ranks talk at three points
+ * Each call of such a module (koila.opaque() of an FSDP2 module) talks to the other ranks. The plan
+ * decides how often it is called, and each rank makes its own plan, from its own memory and rows;
+ * besides, one rank may fail where the others do not. So the ranks talk at three points
  * (koila._sharded.Ranks: one small all-reduce each):
  *
- *   exchange   before a plan with such calls runs: what each is about to call. Where they differ,
- *              all plan again with the most slices that any wants; where they still differ, or
- *              where one cannot go on (no memory, a gather that strict() refuses, a stale value),
- *              all raise.
- *   meet       before each such call: is everybody still there? Whoever fails between two calls
- *              comes to the next meeting, says so, and all raise.
- *   meet       after the last of the plan.
+ *   exchange   before a plan with such calls runs, each rank says what it is about to call. Where
+ *              that differs, all plan again with the largest number of slices. All raise where it
+ *              still differs, or where one rank cannot go on (no memory, a gather that strict()
+ *              refuses, a stale value).
+ *   meet       before each such call: is everybody still there? A rank that failed between two
+ *              calls comes to the next meeting and announces it, and all raise.
+ *   meet       once more, after the last call of the plan.
  *
- * Invariant: a rank that came through the exchange comes to every meeting until one of them says
- * that a rank failed. A budget is no limit inside such a call, where the others would wait in the
- * middle of it: what it took too much is found after it (exec.c). What cannot be told is a failure
- * inside the module on one rank only: that rank raises, and the others wait as they do in plain
- * PyTorch, until its process ends or their group's timeout. */
+ * Invariant: a rank that came through the exchange comes to every meeting until a failure is
+ * announced. Inside such a call a budget is no limit, since the other ranks would wait in the
+ * middle of it: overuse is detected when the call returns (exec.c). A failure inside the module on
+ * one rank only cannot be announced: that rank raises, and the others wait as they do in plain
+ * PyTorch, until its process ends or their group times out. */
 #include "run/run.h"
 
 /* koila._opaque.ranks_of, or NULL: nothing is sharded in this process */
@@ -26,8 +26,8 @@ static PyObject *ranks_of;
 
 void koila__ranks_ask(PyObject *ask) { Py_XSETREF(ranks_of, Py_NewRef(ask)); }
 
-/* The call's key when node n is one of koila::opaque or koila::opaque_backward, else -1; *backward:
- * which. */
+/* The key of node n's call if that is koila::opaque or koila::opaque_backward (*backward), else
+ * -1. */
 static int64_t key_of(const koila_graph *g, koila_node n, bool *backward)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
@@ -102,8 +102,8 @@ int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t 
     return 0;
 }
 
-/* Tell the others, with the exception that stays set, that this rank failed. They may be gone: that
- * is no second error. What the method answers. */
+/* Tell the other ranks that this one failed with the exception that is set, and stays set. That
+ * they may be gone is no second error. Returns the method's answer. */
 static bool tell(PyObject *ranks, const char *method)
 {
     PyObject *type, *value, *trace;

@@ -1,6 +1,6 @@
 /* request.c — one request for values, start to end.
  *
- *   targets = wanted, the effects' values, held   # the first n_must are needed; the rest is held only
+ *   targets = wanted, the effects' values, held   # n_must are needed, the rest is merely held
  *   until it is decided, try:
  *       part = extract(tape.graph, targets)       # values that are concrete are its leaves
  *       no leaf was written since                 # or StaleValueError
@@ -12,8 +12,8 @@
  *   the effects happen
  *
  * A stage that fails says what to try next: the same targets in smaller slices (the plan was too
- * optimistic; all ranks together where they share the step), or fewer of the targets that are merely
- * held, for those must not stop a step. What cannot be done raises, with nothing changed.
+ * optimistic; all ranks together where they share the step), or fewer of the targets that are
+ * merely held, for those must not stop a step. What cannot be done raises, with nothing changed.
  */
 #include "run/run.h"
 #include "ground/shield.h"

@@ -1,15 +1,15 @@
 /* run.h — what the files of this room share. From the top:
  *
- *   run_module.c    functions of koila._core             run.c           what capture asks for
- *   request.c       a request for values, start to end   strict.c        what strict() refuses
- *   effects.c       writes that a step leaves behind     plan_report.c   plans as people see them
- *   exec.c          a plan walked on real tensors        ranks.c         other processes, sharded
- *   plan_cache.c    which plan                           room.c          the memory a step may use
- *   probe.c         operators that never ran here        workspaces.c    bytes used inside operators
- *   cuda_state.c    a GPU's allocator as it is now       tuning.c        the fastest number of rows
- *   part.c          what makes the targets               predict_step.c  a GPU that is not here
- *   call.c          one recorded call                    torch_calls.c   calls of the executor's own
- *   whole.c         the simple executor of tests
+ *   run_module.c    functions of koila._core       predict_step.c  a GPU that is not here
+ *   run.c           what capture asks for          whole.c         the simple executor of tests
+ *   request.c       a request, start to end        strict.c        what strict() refuses
+ *   effects.c       writes that a step leaves      plan_report.c   plans as people see them
+ *   exec.c          a plan, on real tensors        ranks.c         other processes, sharded modules
+ *   plan_cache.c    which plan                     room.c          the memory a step may use
+ *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
+ *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
+ *   part.c          what makes the targets         torch_calls.c   the executor's own calls
+ *   call.c          one recorded call
  *
  * Unless said otherwise a function that returns int or a pointer fails with -1 or NULL and an
  * exception, and pointers to Python objects are new references.
@@ -26,7 +26,7 @@
 /* ---- run_module.c */
 int koila__run_module_add(PyObject *m);
 
-/* ---- torch_calls.c: what we call of torch and of koila's Python; filled by koila__torch_setup() */
+/* ---- torch_calls.c: what the executor calls of torch and koila._run, filled in by the setup */
 extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,

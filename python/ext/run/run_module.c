@@ -269,8 +269,8 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
-/* If the lazy tensor is sliced, the plan of its step says that `op`, which runs on values, gathers
- * it. 1, 0, or -1 with an exception. */
+/* If the lazy tensor is sliced, the plan of its step will tell that `op`, which runs on values,
+ * gathers it: 1. Else 0, or -1 with an exception. */
 static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 {
     const char *kind, *made, *here;
@@ -297,9 +297,9 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
     return status;
 }
 
-/* gather([lazy, ...], operator): while its step is recorded the operator is about to run on values.
- * They become concrete, in one run. Those that are sliced are gathered for it: the step's plan says
- * so, and under strict() nothing runs. */
+/* gather([lazy, ...], operator): the operator is about to run on values while its step is recorded.
+ * They become concrete, in one run. Sliced ones are gathered for it: the step's plan tells that,
+ * and under strict() nothing runs. */
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -342,8 +342,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* swap_open(tape | None) -> the tape that lazy() joined until now, or None: koila.plan() records
- * beside a step that is open, not into it. */
+/* swap_open(tape | None) -> the tape that lazy() joined until now, or None. koila.plan() records
+ * beside an open step, not into it. */
 static PyObject *py_swap_open(PyObject *self, PyObject *tape)
 {
     (void)self;
@@ -423,8 +423,8 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, *, ...): the step planned last on a device profile (a name, or JSON text); what the
- * keywords say is koila_predict_opts in words. rows None: the most that fit. */
+/* predict(device, *, ...): the step planned last on a device profile (a name, or JSON text); what
+ * the keywords say is koila_predict_opts in words. rows None: the most that fit. */
 static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "device",
@@ -522,7 +522,7 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
     return ranks;
 }
 
-/* Forget plans and what was learned: for tests. */
+/* For tests: forget plans, and what was learned. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
     (void)self;

@@ -60,8 +60,8 @@ static double rows_of(const workspace *w, uint32_t i)
     return w->at[i].rows == WHOLE ? (double)w->batch : (double)w->at[i].rows;
 }
 
-/* Bytes at x rows, by the first n entries, of which `above` is the first with more rows: on the line
- * through the two that are nearest, but never less than what was seen implies. */
+/* Bytes at x rows, by the first n entries, of which `above` is the first with more rows: on the
+ * line through the two that are nearest, but never less than what was seen implies. */
 static uint64_t on_a_line(const workspace *w, uint32_t n, uint32_t above, double x)
 {
     const double smallest = (double)w->at[0].bytes * x / rows_of(w, 0);
