@@ -1,7 +1,8 @@
 """Runs on every CPython that koila supports, without torch: allocator events are made by hand, the
 expected table is written by hand below.
-Usage: python lines_oracle.py [all-taken]   (koila importable). Prints "1 passed, 0 failed". all-taken: on 3.12 and later, with no tool id of
-sys.monitoring left, and a tracer of somebody else's installed."""
+Usage: python lines_oracle.py [all-taken]   (koila importable). Prints "1 passed, 0 failed".
+all-taken: on 3.12 and later, with no tool id of sys.monitoring left, and with somebody else's
+tracer installed."""
 
 import sys
 import types

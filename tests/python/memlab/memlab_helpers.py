@@ -22,7 +22,10 @@ def python(*args, code=0, timeout=240, cwd=None, **environment):
 
 def fresh(body, code=0, **environment):
     """Run in a process that has no other tensors and has not started to count: its output."""
-    head = "import gc, json, sys, torch\nimport koila._core as core\nfrom koila import memlab\nfrom koila.memlab import *\n"
+    head = (
+        "import gc, json, sys, torch\nimport koila._core as core\n"
+        "from koila import memlab\nfrom koila.memlab import *\n"
+    )
     return python(
         "-W", "ignore", "-c", head + textwrap.dedent(body), code=code, **environment
     ).stdout

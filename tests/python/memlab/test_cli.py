@@ -113,7 +113,10 @@ def test_top_shows_memory_while_it_runs(tmp_path):
 
 
 def test_a_program_without_any_tensor_says_so():
-    code = "import torch; from koila.memlab import MemReporter as R; r = R(); r.print_stats(target_device='cuda'); print('##'); r.report(device='cuda'); r.report()"
+    code = (
+        "import torch; from koila.memlab import MemReporter as R; r = R(); "
+        "r.print_stats(target_device='cuda'); print('##'); r.report(device='cuda'); r.report()"
+    )
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     before, after = p.stdout.split("##\n")
     assert (

@@ -29,14 +29,12 @@ HOOKED = [
     f"{metric}.{pool}.{stat}"
     for metric in ("active", "active_bytes", "allocation", "allocated_bytes")
     for pool in ("all", "large_pool", "small_pool")
-    # fmt: skip
     for stat in ("peak", "current", "allocated", "freed")
 ] + ["reserved_bytes.all.peak", "reserved_bytes.all.current"]
 READ = [
     f"{metric}.{pool}.{stat}"
     for metric in ("requested_bytes", "segment", "inactive_split", "inactive_split_bytes")
     for pool in ("all", "large_pool", "small_pool")
-    # fmt: skip
     for stat in ("current", "allocated", "freed")
 ] + ["reserved_bytes.all.allocated", "reserved_bytes.all.freed"]
 WORDS = ["hits", "rise", "delta", "alloc", "freed"]
@@ -221,8 +219,14 @@ def large_tensors():
 
 def convolutions():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(),
-                                torch.nn.Linear(256, 5)).cuda()  # fmt: skip
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(256, 5),
+    ).cuda()
     x = torch.randn(4, 3, 24, 24, device="cuda")
 
     def work():
@@ -587,7 +591,8 @@ def test_allocators_that_tell_nothing_fall_back_to_statistics(environment):
         print(json.dumps(b))
         with LineProfiler(work) as p: work()
         print(p.display())
-        for refused in (lambda: memlab.measure("cuda"), lambda: memlab.timeline(device="cuda").__enter__()):
+        timeline = lambda: memlab.timeline(device="cuda").__enter__()
+        for refused in (lambda: memlab.measure("cuda"), timeline):
             try: refused()
             except memlab.control.UnsupportedError as e: print("refused:", e)
             else: print("NOT refused")
@@ -607,7 +612,8 @@ def test_expandable_segments_are_counted_the_same():
         with LineProfiler(work) as p: x = work()
         rows = ran(p, work)
         assert [r["alloc"] for r in rows] == [0, 12 << 20, 12 << 20, 0, 0], rows
-        assert core.memlab_now(1) == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), (core.memlab_now(1), torch.cuda.memory_stats())
+        now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        assert core.memlab_now(1) == now, (core.memlab_now(1), torch.cuda.memory_stats())
         from koila.memlab import tensors
         b = tensors.books(tensors.Names().collect(), "cuda:0")
         assert b["unexplained"] == 0, b
@@ -628,7 +634,8 @@ def test_nothing_of_cuda_is_started_by_looking():
         def work(): return torch.zeros(1000, device="cuda")
         with LineProfiler(work) as p: work()
         rows = ran(p, work)
-        print(rows[0]["alloc"] + rows[-1]["alloc"], memlab.backend()["cuda"], core.memlab_now(1)[0] == torch.cuda.memory_allocated())
+        same = core.memlab_now(1)[0] == torch.cuda.memory_allocated()
+        print(rows[0]["alloc"] + rows[-1]["alloc"], memlab.backend()["cuda"], same)
     """)
     assert out == "4096 hook True\n", out
 
@@ -734,7 +741,11 @@ def balanced(model, optimizer, when):
                 blocks[block["address"]] = (block["size"], block["requested_size"], block["state"])
     held = {row[tensors.DATA]: row[tensors.BYTES] for row in rows if row[tensors.BYTES] > 0}
     strange = [row for row in rows if row[tensors.BYTES] > 0 and row[tensors.DATA] not in blocks]
-    note = f"{when}: {b}, truth {truth}, not in a block {strange[:5]}, blocks without a row {[(hex(a), v) for a, v in blocks.items() if a not in held][:12]}"
+    rowless = [(hex(a), v) for a, v in blocks.items() if a not in held]
+    note = (
+        f"{when}: {b}, truth {truth}, not in a block {strange[:5]}, "
+        f"blocks without a row {rowless[:12]}"
+    )
     assert b["truth"] == truth and b["unexplained"] == 0 and not strange, note
     assert b["listed"] + b["loose"][0] + b["rounding"] == truth, note
     assert all(blocks[a][1] == n for a, n in held.items()), (

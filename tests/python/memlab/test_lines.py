@@ -656,9 +656,10 @@ def test_display_stays_as_it_was():
 def test_readable_size():
     from koila.memlab.utils import readable_size
 
-    assert [readable_size(n) for n in (0, 1023, 1024, 40400, -40400, 4 << 20, 3 << 30, 1 << 40, 5 << 50, float("nan"), None)] == [
-        "0.00B", "1023.00B", "1.00K", "39.45K", "-39.45K", "4.00M", "3.00G", "1.00T", "5.00P", "", ""
-    ]  # fmt: skip
+    small = {0: "0.00B", 1023: "1023.00B", 1024: "1.00K", 40400: "39.45K", -40400: "-39.45K"}
+    large = {4 << 20: "4.00M", 3 << 30: "3.00G", 1 << 40: "1.00T", 5 << 50: "5.00P"}
+    for size, text in {**small, **large, float("nan"): "", None: ""}.items():
+        assert readable_size(size) == text
     assert [readable_size(s) for s in ("s0", "4M", "")] == ["s0", "4M", ""]
     for n in [
         *(3**k for k in range(40)),
@@ -732,7 +733,6 @@ def test_profile_returns_the_same_object_and_prints_once_at_exit():
         "raise KeyboardInterrupt",
         "import sys; sys.stdout.close()",
         "import sys; sys.stdout = None",
-        # fmt: skip
         "clear_global_line_profiler()",
         "del sys.modules['torch']",
     ],
@@ -917,9 +917,12 @@ def test_environment_switches():
 def test_names_and_the_old_package_s_paths():
     from importlib import import_module
 
-    old = "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler MemReporter Courtesy load_ipython_extension".split()
-    new = "DEFAULT_COLUMNS measure snapshot diff on_oom start stop backend unload_ipython_extension".split()
-    assert {*old, *new} <= {*memlab.__all__} <= {*dir(memlab)} and all(
+    old = (
+        "LineProfiler profile profile_every set_target_gpu clear_global_line_profiler "
+        "MemReporter Courtesy load_ipython_extension"
+    )
+    new = "DEFAULT_COLUMNS measure snapshot diff on_oom start stop backend unload_ipython_extension"
+    assert {*old.split(), *new.split()} <= {*memlab.__all__} <= {*dir(memlab)} and all(
         getattr(memlab, name) is not None for name in memlab.__all__
     )
     assert memlab.DEFAULT_COLUMNS == ("active_bytes.all.peak", "reserved_bytes.all.peak")
@@ -950,7 +953,8 @@ def test_import_does_nothing_but_import():
         import sys, torch, koila       # koila itself refuses a missing torch
         before = set(sys.modules)
         import koila.memlab as m
-        import koila.memlab.line_profiler, koila.memlab.line_profiler.line_profiler, koila.memlab.line_profiler.extension
+        import koila.memlab.line_profiler, koila.memlab.line_profiler.line_profiler
+        import koila.memlab.line_profiler.extension
         import koila.memlab.mem_reporter, koila.memlab.courtesy, koila.memlab.utils
         assert not {"pandas", "IPython", "koila._engine"} & set(sys.modules) - before
         import atexit, threading
@@ -1068,7 +1072,8 @@ def test_memray_is_noticed_and_the_numbers_are_void():
         import tempfile, warnings, torch, memray
         from koila import memlab
         def f(): return torch.empty(10)
-        with tempfile.TemporaryDirectory() as d, memlab.LineProfiler(f) as p, warnings.catch_warnings(record=True) as w:
+        caught = warnings.catch_warnings(record=True)
+        with tempfile.TemporaryDirectory() as d, memlab.LineProfiler(f) as p, caught as w:
             warnings.simplefilter("always")
             with memlab.measure() as m, memray.Tracker(d + "/x.bin"): f()
             for _ in range(2):

@@ -30,8 +30,12 @@ def test_marker_fails_what_needs_more_and_the_fixture_measures(tmp_path):
     # pytest finds it by itself where koila is installed as a wheel, and not after `meson install`
     name = "koila.memlab.pytest_plugin"
     ask = [] if any(e.value == name for e in entry_points(group="pytest11")) else ["-p", name]
-    p = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ask, str(tmp_path)],
-                       capture_output=True, text=True, timeout=120)  # fmt: skip
+    p = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ask, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "2 failed, 2 passed" in p.stdout, p.stdout + p.stderr
     assert (
         "needed 4.00K of tensor memory (4100 bytes), limit 4.00K (4096 bytes)" in p.stdout

@@ -152,7 +152,8 @@ def test_a_frozen_heap_with_objects_that_wait_to_be_used_again():
             futures = [loop.create_future() for _ in range(50)]
             for f in futures: loop.call_soon(f.set_result, 1)
             return [await f for f in futures]
-        asyncio.run(wait())      # leaves iterators of futures in a free list, which _asyncio lets the collector visit
+        # leaves iterators of futures in a free list, which _asyncio lets the collector visit
+        asyncio.run(wait())
         kept = torch.randn(77)
         gc.freeze()
         for _ in range(3):
@@ -247,9 +248,11 @@ def test_checkpoint_does_not_run_again_and_save_on_cpu_is_left_alone():
 def test_numbers_stay_and_are_never_used_again():
     r = MemReporter()
     a, b = torch.zeros(11), torch.zeros(12)
-    names = lambda: {
-        row[1]: row[0] for row in (collected(r), r.device_tensor_stat)[1][torch.device("cpu")]
-    }  # noqa: E731
+
+    def names():
+        collected(r)
+        return {row[1]: row[0] for row in r.device_tensor_stat[torch.device("cpu")]}
+
     first = names()
     del a
     c = torch.zeros(13)
@@ -404,9 +407,11 @@ def test_books_balance_over_random_programs():
 
 
 def test_storages_older_than_the_hook_count():
-    p = subprocess.run([sys.executable, "-c", "import torch\nx=torch.zeros(1000)\nfrom "
-                                              "koila.memlab import MemReporter\nMemReporter().report()"],
-                       capture_output=True, text=True, timeout=60)  # fmt: skip
+    code = (
+        "import torch\nx=torch.zeros(1000)\n"
+        "from koila.memlab import MemReporter\nMemReporter().report()"
+    )
+    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (
         "allocated memory on cpu: 3.91K" in p.stdout
         and "Unexplained" not in p.stdout
@@ -558,7 +563,10 @@ def test_diff_of_snapshots_and_of_records():
 def test_trace_says_who_made_a_tensor():
     out = fresh("""
         import linecache
-        src = "def make():\\n    x = torch.zeros(1000)\\n    y = torch.nn.functional.relu(x)\\n    return x, y\\n"
+        src = (
+            "def make():\\n    x = torch.zeros(1000)\\n"
+            "    y = torch.nn.functional.relu(x)\\n    return x, y\\n"
+        )
         exec(compile(src, "/tmp/user_code.py", "exec"))
         memlab.start(trace=True)
         x, y = make()

@@ -22,7 +22,8 @@ HERE = os.path.abspath(__file__)
 def line_of(text):
     """'file:line' of the line of this file that contains `text`"""
     with open(HERE, encoding="utf-8") as f:
-        return f"{HERE}:{next(n for n, line in enumerate(f, 1) if text in line and 'line_of' not in line)}"
+        found = (n for n, line in enumerate(f, 1) if text in line and "line_of" not in line)
+        return f"{HERE}:{next(found)}"
 
 
 class Block(torch.nn.Module):
@@ -169,12 +170,12 @@ def test_threads_are_all_in_it():
 def test_one_at_a_time_and_only_when_it_is_over():
     t = timeline()
     with pytest.raises(RuntimeError, match="nothing was recorded"):
-        t.peak  # noqa: B018
+        t.peak
     with t:
         with pytest.raises(RuntimeError, match="another one"), timeline():
             pass
         with pytest.raises(RuntimeError, match="not over"):
-            t.peak  # noqa: B018
+            t.peak
     assert t.peak >= 0
     with pytest.raises(ValueError, match="1 or more"), timeline(limit=0):
         pass
