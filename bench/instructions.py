@@ -37,7 +37,9 @@ def main() -> int:
                     "memory/ledger",
                     "memory/ptrtab",
                     "base/alloc",
+                    "base/idset",
                     "base/status",
+                    "base/vec",
                 )
             ),
         ]

@@ -1,5 +1,5 @@
-/* cpu_bytes.h — how many bytes PyTorch's CPU allocator has handed out and not got back, exactly, and
- * a limit on them.
+/* cpu_bytes.h — how many bytes PyTorch's CPU allocator has handed out and not got back, exactly,
+ * and a limit on them.
  *
  * There is one count: the executor measures and limits with it, memlab listens to its events. See
  * cpu_bytes.c for how. "Current" counts blocks handed out since the installation; older blocks are
@@ -22,8 +22,8 @@
  * meanwhile, the counters start again from zero, and koila__cpu_bytes_generation() is one more.
  * pre: the GIL is held. */
 int koila__cpu_bytes_install(void);
-/* The same for a listener that may stop again: koila__cpu_bytes_is_kept() stays false until somebody
- * calls koila__cpu_bytes_install(). */
+/* The same for a listener that may stop again: koila__cpu_bytes_is_kept() stays false until
+ * somebody calls koila__cpu_bytes_install(). */
 int koila__cpu_bytes_listen(void);
 bool koila__cpu_bytes_is_kept(void);
 /* Stop counting new blocks; blocks already known are still taken off when they are freed. pre: the
@@ -45,8 +45,8 @@ void koila__cpu_bytes_reset_peak(void); /* peak = current */
  *   old = swap_peak(current()); work(); its_peak = peak(); swap_peak(max(old, its_peak)) */
 uint64_t koila__cpu_bytes_swap_peak(uint64_t v);
 
-/* Bytes that koila__cpu_bytes_current() may not exceed; UINT64_MAX: no limit. Beyond it torch raises
- * its own "can't allocate memory". */
+/* Bytes that koila__cpu_bytes_current() may not exceed; UINT64_MAX: no limit. Beyond it torch
+ * raises its own "can't allocate memory". */
 void koila__cpu_bytes_set_limit(uint64_t bytes);
 uint64_t koila__cpu_bytes_get_limit(void);
 /* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */

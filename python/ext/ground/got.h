@@ -1,10 +1,11 @@
-/* got.h — redirect a loaded shared object's calls to an imported function, by writing its GOT slots.
+/* got.h — redirect a loaded shared object's calls to an imported function, by writing its GOT
+ * slots.
  *
  * A call from libX.so to an imported f goes through one or more pointer-sized slots that ld.so
  * fills in (JUMP_SLOT, GLOB_DAT, absolute data relocations). We find those slots in the object's
  * own dynamic section and store our function there. This needs no headers of the other library, no
- * LD_PRELOAD and no privileges, and only that library's calls are seen. Names are compared without their version.
- * Linux, ELF64, x86-64 and aarch64.
+ * LD_PRELOAD and no privileges, and only that library's calls are seen. Names are compared without
+ * their version. Linux, ELF64, x86-64 and aarch64.
  */
 #ifndef KOILA_EXT_GOT_H
 #define KOILA_EXT_GOT_H
@@ -29,8 +30,8 @@ typedef struct koila__got_set {
  * `symbol` to `ours`. The slots are added to `set`, each only once. Returns how many slots were
  * found, -1 when one could not be written or there are too many. */
 int koila__got_patch(koila__got_set *set, const char *library, const char *symbol, void *ours);
-/* Do all slots that were redirected to `ours` (NULL: all of the set) still hold it? False when there
- * are none. */
+/* Do all slots that were redirected to `ours` (NULL: all of the set) still hold it? False when
+ * there are none. */
 bool koila__got_holds(const koila__got_set *set, const void *ours);
 /* Put `original` back in the slots that still hold `ours`, and forget them. */
 void koila__got_restore(koila__got_set *set, const void *ours);

@@ -1,5 +1,6 @@
-/* accelerators.c — the devices there are, and what the allocators of accelerators do. An accelerator
- * is one or more lines of the table `libraries`; the rest of memlab knows devices by number.
+/* accelerators.c — the devices there are, and what the allocators of accelerators do. An
+ * accelerator is one or more lines of the table `libraries`; the rest of memlab knows devices by
+ * number.
  *
  * Caching allocators call c10::reportMemoryUsageToProfiler(ptr, +-bytes, allocated, reserved,
  * device) for every block handed out or taken back, through one slot of libc10_cuda.so

@@ -1,5 +1,5 @@
-/* credit.c — memory that is used for a line while another line runs: what captured work and autograd
- * nodes allocate. See credit.h, and linetab.h for how a row is credited.
+/* credit.c — memory that is used for a line while another line runs: what captured work and
+ * autograd nodes allocate. See credit.h, and linetab.h for how a row is credited.
  */
 #include "memlab/memlab.h"
 

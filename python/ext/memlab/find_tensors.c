@@ -1,5 +1,5 @@
-/* find_tensors.c — all tensor objects: those that the garbage collector knows, and after gc.freeze()
- * also those that can be reached from modules and frames.
+/* find_tensors.c — all tensor objects: those that the garbage collector knows, and after
+ * gc.freeze() also those that can be reached from modules and frames.
  */
 #include "memlab/tensors.h"
 
@@ -55,8 +55,8 @@ static void add_known(finding *f, PyObject *gc)
 /* ---- what gc.freeze() hid: everything that can be reached from the modules and the running frames
  */
 
-/* Fewer objects are frozen than torch's own modules have: then it was before torch was imported, and
- * no tensor is among them. CPython 3.12.0 and .1 start with 375. */
+/* Fewer objects are frozen than torch's own modules have: then it was before torch was imported,
+ * and no tensor is among them. CPython 3.12.0 and .1 start with 375. */
 enum { FROZEN_WITHOUT_TORCH = 20000 };
 typedef struct reaching {
     koila__ptrmap seen;

@@ -263,8 +263,8 @@ static koila__format format_of(const char *name)
     return KOILA__FORMAT_TEXT;
 }
 
-/* What koila__lines_write() needs of an entry: text borrowed from it, and view->code, a PyMem array.
- * false with an exception set. */
+/* What koila__lines_write() needs of an entry: text borrowed from it, and view->code, a PyMem
+ * array. false with an exception set. */
 static bool view_of(const entry *e, koila__view *view)
 {
     const char *name = PyUnicode_AsUTF8(e->name);

@@ -1,5 +1,6 @@
-/* memlab.h — what the files of koila.memlab in the extension share. One section per file, and a file
- * uses only sections above its own: there is no circle. credit.h is what capture and run may see. */
+/* memlab.h — what the files of koila.memlab in the extension share. One section per file, and a
+ * file uses only sections above its own: there is no circle. credit.h is what capture and run may
+ * see. */
 #ifndef KOILA_EXT_MEMLAB_H
 #define KOILA_EXT_MEMLAB_H
 

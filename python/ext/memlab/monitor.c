@@ -369,8 +369,8 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     return pass_on(frame, what, arg);
 }
 
-/* Threads that start later: threading takes this for their tracer and calls it at their first Python
- * call. */
+/* Threads that start later: threading takes this for their tracer and calls it at their first
+ * Python call. */
 static PyObject *begin_thread(PyObject *self, PyObject *args)
 {
     if (tool_id == ALL_TAKEN)

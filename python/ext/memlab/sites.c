@@ -2,8 +2,8 @@
  *
  * The asking thread usually holds no GIL (torch gives it up around every operator), so Python
  * objects may only be read: this thread's own frames, which nobody else changes while it is here,
- * their code and the characters of its file name. A site is (file, line), copied, and the address of
- * the module whose method runs if a timeline wants it; its number is the block's tag. Frames of
+ * their code and the characters of its file name. A site is (file, line), copied, and the address
+ * of the module whose method runs if a timeline wants it; its number is the block's tag. Frames of
  * torch and of koila are stepped over: the line is the user's.
  */
 #include "memlab/memlab.h"
@@ -17,8 +17,8 @@
 #include "ground/cpu_bytes.h"
 #include "memory/ptrtab.h"
 
-/* Site i has tag i + 1. The array and the set of known sites grow inside an allocator, which is safe:
- * the C library's malloc is not what the hooks see, and nothing here calls Python. */
+/* Site i has tag i + 1. The array and the set of known sites grow inside an allocator, which is
+ * safe: the C library's malloc is not what the hooks see, and nothing here calls Python. */
 static pthread_mutex_t site_lock = PTHREAD_MUTEX_INITIALIZER;
 static VEC(koila__site) sites;
 static PyObject *module_class; /* torch.nn.Module while modules are noted */

@@ -257,8 +257,8 @@ PyObject *koila__facts_shape(PyObject *t, uint64_t *numel)
     return shape;
 }
 
-/* From the StorageImpl itself; false: t has none. words: as words_of(), where the StorageImpl can be
- * found in them. */
+/* From the StorageImpl itself; false: t has none. words: as words_of(), where the StorageImpl can
+ * be found in them. */
 static bool read_storage(PyObject *t, const uint64_t *words, koila__storage *s)
 {
     const uint64_t address = words ? words[at_storage] : as_number(call(of.storage_address, t), 0);
