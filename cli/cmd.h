@@ -48,8 +48,8 @@ int complain(const char *subject, const char *todo, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)))
 #endif
     ;
-/* words a library error: what, at which byte if it has one, what to do (`todo`, if nothing better
- * is known) */
+/* Prints a library error: what, at which byte if it has one, what to do (`todo`, if nothing better
+ * is known). Returns EXIT_BAD. */
 int complain_about(const char *subject, const koila_error *e, const char *todo);
 int usage_of(const char *verb, const char *fmt, ...)
 #if defined(__GNUC__)
@@ -96,7 +96,7 @@ typedef struct snapshot_options { /* of every command that reads one */
     }
 /* Is `name` one of theirs? *code: EXIT_OK, or EXIT_BAD and complained. */
 bool snapshot_option(snapshot_options *o, args *a, const char *name, int *code);
-/* and settles o->device; NULL: complained */
+/* Opens it, and replaces o->device = UINT64_MAX by a device. NULL: complained. */
 koila_snapshot *open_snapshot(const char *verb, snapshot_options *o, koila_cache_config *conf);
 /* the first frame that looks like the user's, else the first */
 bool user_frame(const koila_snapshot *s, uint32_t stack, koila_frame *out);

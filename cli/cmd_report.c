@@ -188,7 +188,7 @@ static void see_first(void *user, const koila_moment *m)
         count_live(p, m);
 }
 
-/* At the peak of allocated bytes: what nobody was seen to make was there before. */
+/* At the peak of allocated bytes: a block that no event made was there before the first one. */
 static bool see_before(void *user, const koila_block *b)
 {
     report *p = user;

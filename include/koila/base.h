@@ -55,8 +55,7 @@ typedef struct koila_error {
 #define KOILA_ERROR_INIT { (uint32_t)sizeof(koila_error), KOILA_OK, 0, { 0 }, 0 }
 
 /** Host memory: one function for allocate, grow and free, as Lua's. `n == 0` frees and returns
- * NULL; otherwise like realloc.
- *  `old_n` is the size given when `p` was made. */
+ * NULL; otherwise like realloc. `old_n` is the size given when `p` was made. */
 typedef struct koila_allocator {
     void *(*fn)(void *user, void *p, size_t old_n, size_t n);
     void *user;

@@ -104,16 +104,15 @@ typedef struct koila_cache_config {
 } koila_cache_config;
 
 /** Defaults of one torch version: "2.4" ... "2.13", also "2.13.0+cu130"; NULL is the newest known.
- * A later version gets the newest
- *  row. Expected: KOILA_BAD_ARGUMENT (no version in the string), KOILA_UNSUPPORTED (before
- *      2.0); `c` is then untouched. */
+ * A later version gets the newest row.
+ * Expected: KOILA_BAD_ARGUMENT (no version in the string), KOILA_UNSUPPORTED (before 2.0); `c` is
+ * then untouched. */
 KOILA_API koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_version);
-/** Add a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0: typed by a user: unknown keys, trailing
- * text, numbers out of range are refused
- *  and '=' also stands for ':'. `strict` == 0: found in a snapshot, read as torch reads it.
- *      NULL and "" change nothing.
- *  Expected: KOILA_BAD_INPUT (`e` names key and range), KOILA_UNSUPPORTED (backends that are
- *      not this allocator). */
+/** Apply a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0, for what a user typed: unknown keys,
+ * trailing text and numbers out of range are refused, and '=' may stand for ':'. `strict` == 0, for
+ * what a snapshot recorded: read as torch reads it. NULL and "" change nothing.
+ * Expected: KOILA_BAD_INPUT (`e` names key and range), KOILA_UNSUPPORTED (backends that are not
+ * this allocator). */
 KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict,
                                                 koila_error *e);
 /** Set cap_bytes from a fraction in (0, 1], by the version's rule. `total_global` is
@@ -126,8 +125,8 @@ KOILA_API const char *koila_cache_profile(size_t i, uint32_t *version, const cha
 
 /** An empty cache. `c` and `mem` are copied (`mem` NULL: the C library). On success `*out` is
  * yours: koila_cache_free().
- *  Expected: KOILA_BAD_ARGUMENT, KOILA_UNSUPPORTED (settings under which that torch version
- *      crashes), KOILA_NO_MEMORY. */
+ * Expected: KOILA_BAD_ARGUMENT, KOILA_UNSUPPORTED (settings under which that torch version
+ * crashes), KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_new(const koila_cache_config *c, const koila_allocator *mem,
                                        koila_cache **out, koila_error *e);
 
@@ -165,38 +164,36 @@ typedef struct koila_segment {
 #define KOILA_SEGMENT_SIZES (uint32_t)sizeof(koila_segment), (uint32_t)sizeof(koila_block)
 
 /** A cache in a given state. Segments in any order; everything is copied. Statistics start from
- * this state, with it as their peak.
- *  Where expandable reservations begin and end is inferred: one per pool and stream as far as
- *      its address space reaches.
- *  Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile,
- *      overlap, a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size,
- *  block_size not set). */
+ * this state, with it as their peak. Where expandable reservations begin and end is inferred: one
+ * per pool and stream as far as its address space reaches.
+ * Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile, overlap,
+ * a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size, block_size not set). */
 KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c,
                                                  const koila_allocator *mem, const koila_segment *s,
                                                  size_t n, koila_cache **out, koila_error *e);
 /** NULL is fine. */
 KOILA_API void koila_cache_free(koila_cache *c);
 
-/** `bytes` == 0 gives address 0 and is no event. Expected: KOILA_OOM; the state is then what torch
- * leaves behind. KOILA_NO_MEMORY. */
+/** `bytes` == 0 gives address 0 and is no event.
+ * Expected: KOILA_OOM; the state is then what torch leaves behind. KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_malloc(koila_cache *c, uint64_t bytes, uint64_t stream,
                                           koila_pool pool, uint64_t *addr);
 /** Address 0 is fine. Expected: KOILA_BAD_ARGUMENT (not handed out). */
 KOILA_API koila_status koila_cache_release(koila_cache *c, uint64_t addr);
-/** Tensor.record_stream: the block's next release waits for `stream`. Expected: KOILA_BAD_ARGUMENT,
- * KOILA_NO_MEMORY. */
+/** Tensor.record_stream: the block's next release waits for `stream`.
+ * Expected: KOILA_BAD_ARGUMENT, KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_record_stream(koila_cache *c, uint64_t addr, uint64_t stream);
-/** One released block that waited for another stream is done. Expected: KOILA_BAD_ARGUMENT (not
- * waiting). */
+/** One released block that waited for another stream is done.
+ * Expected: KOILA_BAD_ARGUMENT (not waiting). */
 KOILA_API koila_status koila_cache_complete(koila_cache *c, uint64_t addr);
 /** All waiting blocks are done. */
 KOILA_API void koila_cache_sync(koila_cache *c);
 /** torch.cuda.empty_cache(). Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_empty(koila_cache *c);
-/** 0 = none. Affects what comes after. */
+/** In bytes, 0 = none; as in koila_cache_config. Holds for later calls. */
 KOILA_API koila_status koila_cache_set_limit(koila_cache *c, uint64_t total, uint64_t outside,
                                              uint64_t cap);
-/** Switch expandable segments, as torch._C._cuda_setMemoryFraction's neighbours do at run time. */
+/** Switch expandable segments for later calls, as torch can at run time. */
 KOILA_API void koila_cache_set_expandable(koila_cache *c, bool on);
 
 typedef enum koila_pool_flags {
@@ -245,7 +242,7 @@ typedef struct koila_cache_stat {
     uint64_t n_events; /**< events of any kind since the cache was made */
 } koila_cache_stat;
 
-/** Set out->struct_size first, or 0 for the whole. */
+/** The caller sets out->struct_size first: to its sizeof, or 0 for the whole. */
 KOILA_API void koila_cache_stats(const koila_cache *c, koila_cache_stat *out);
 /** The i-th statistic under its torch.cuda.memory_stats key, for example
  * "allocated_bytes.all.peak". False past the end. */
@@ -280,15 +277,15 @@ typedef bool (*koila_block_fn)(void *user, const koila_block *block);
 typedef void (*koila_event_fn)(void *user, const koila_event *event);
 /** All blocks in address order, unmapped ones too. Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user);
-/** `f` sees every event from now on, in torch's order, when the statistics hold it already; NULL
+/** `f` sees every event from now on, in torch's order, after the statistics have counted it; NULL
  * ends it. */
 KOILA_API void koila_cache_observe(koila_cache *c, koila_event_fn f, void *user);
 
 /** Remember this state. 0: no memory. Marks nest; a mark costs memory for what changes after it,
  * until it is forgotten. */
 KOILA_API uint64_t koila_cache_mark(koila_cache *c);
-/** Back to the state at `mark`, which stays; later marks end. Costs the events since. Expected:
- * KOILA_BAD_ARGUMENT (no such mark). */
+/** Back to the state at `mark`, which stays; later marks end. Costs the events since.
+ * Expected: KOILA_BAD_ARGUMENT (no such mark). */
 KOILA_API koila_status koila_cache_rewind(koila_cache *c, uint64_t mark);
 /** End `mark` and later ones, keep the state. */
 KOILA_API koila_status koila_cache_forget(koila_cache *c, uint64_t mark);

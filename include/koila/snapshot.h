@@ -40,8 +40,8 @@ typedef struct koila_limits {
 
 /** `lim` may be NULL. On success `*out` is yours: koila_snapshot_free(). The source is not needed
  * any more.
- *  Expected: KOILA_BAD_INPUT (`e->offset` is the byte), KOILA_NO_MEMORY. Nothing stays
- *      allocated then. */
+ * Expected: KOILA_BAD_INPUT (`e->offset` is the byte), KOILA_NO_MEMORY. Nothing stays allocated
+ * then. */
 KOILA_API koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim,
                                            koila_snapshot **out, koila_error *e);
 KOILA_API void koila_snapshot_free(koila_snapshot *s);
@@ -100,8 +100,8 @@ KOILA_API bool koila_snapshot_annotation(const koila_snapshot *s, uint64_t i,
 
 /** The settings the recording ran with, as far as the snapshot says. `torch_version` NULL: inferred
  * from the fields present.
- *  Expected: KOILA_UNSUPPORTED (another allocator), KOILA_BAD_INPUT (a configuration string
- *      torch cannot have accepted). */
+ * Expected: KOILA_UNSUPPORTED (another allocator), KOILA_BAD_INPUT (a configuration string torch
+ * cannot have accepted). */
 KOILA_API koila_status koila_snapshot_config(const koila_snapshot *s, uint32_t device,
                                              const char *torch_version, koila_cache_config *out,
                                              koila_error *e);
@@ -150,9 +150,9 @@ typedef struct koila_replay_result {
 
 /** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is
  * set by the call.
- *  Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device),
- *      KOILA_BAD_INPUT (the trace tells everything, and frees
- *  what is not allocated, or allocates what is). A difference is not an error. */
+ * Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device),
+ * KOILA_BAD_INPUT (the trace tells everything, and frees what is not allocated, or allocates what
+ * is). A difference is not an error. */
 KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device,
                                     const koila_cache_config *c, koila_replay_result *out,
                                     koila_error *e);
@@ -184,10 +184,8 @@ typedef struct koila_moment {
 } koila_moment;
 typedef void (*koila_moment_fn)(void *user, const koila_moment *m);
 /** Replays as far as the recording allows, then (after a difference) adds up what the trace says.
- * `c` NULL: koila_snapshot_config.
- *  After entry `until` (UINT64_MAX: the last) `blocks` (may be NULL) sees every block of that
- *      moment, if the replay got so far:
- *  `*exact` says whether it did. */
+ * `c` NULL: koila_snapshot_config. After entry `until` (UINT64_MAX: the last) `blocks` (may be
+ * NULL) sees every block of that moment, if the replay got so far: `*exact` says whether it did. */
 KOILA_API koila_status koila_timeline(const koila_snapshot *s, uint32_t device,
                                       const koila_cache_config *c, koila_moment_fn f, void *f_user,
                                       uint64_t until, koila_block_fn blocks, void *blocks_user,

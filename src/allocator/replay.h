@@ -27,7 +27,7 @@ typedef struct replay {
     bool watching, differs, driver_failed;
     koila_event expected;
     uint64_t group; /* the cursor before the request under way: several entries may be its answer */
-    /* each of those entries; reserved: their sizes say it */
+    /* bytes after each of those entries; reserved bytes follow from the entries themselves */
     struct {
         uint64_t allocated, active;
     } *after;

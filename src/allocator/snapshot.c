@@ -180,7 +180,7 @@ static bool read_all(reader *r)
         return false;
     switch (kind_of(r->top)) {
     case K_TOP:
-        /* segments that are reached: all there are, or drop_unused has dropped them */
+        /* all of them: drop_unused has dropped those that the snapshot does not reach */
         return publish(r, 0, s->n_segments);
     case K_SEGMENTS:
         return publish(r, s->ranges[of(r->top)].first, s->ranges[of(r->top)].n);

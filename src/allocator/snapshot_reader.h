@@ -10,7 +10,7 @@
  * its fixed record as soon as it is known to be complete, so a trace of ten million entries under
  * one MARK costs a handle and a record each. A dict is complete when it is used, or when another
  * container is pushed right on top of it (as a key must come first, that one cannot be its value).
- * What kind of record a dict is, its keys say. JSON feeds the same builder.
+ * A dict's keys say which kind of record it is. JSON feeds the same builder.
  *
  *   open[]      containers under construction, innermost last: they finish in the opposite order
  *   items[]     keys and values of open dicts and the frames of open lists, the same way

@@ -37,23 +37,23 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem);
 void *koila__arena_alloc(koila__arena *a, size_t n);
 /* Like koila__arena_alloc(count * size), NULL also on overflow. */
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
-/* The same, not zeroed: for much of which little may be used. */
+/* Like koila__arena_alloc, not zeroed: for large arrays of which little may be used. */
 void *koila__arena_room(koila__arena *a, size_t n);
 /* A copy of n bytes. */
 void *koila__arena_copy(koila__arena *a, const void *from, size_t n);
 /* A NUL-terminated copy of n bytes. */
 char *koila__arena_str(koila__arena *a, const char *s, size_t n);
-/* What was handed out since the mark is given back: marks are a stack. The oldest chunk stays. */
+/* Gives back all that was handed out since the mark. Marks nest. The oldest chunk stays. */
 typedef struct koila__mark {
     koila__chunk *chunk;
     size_t n_used;
 } koila__mark;
 koila__mark koila__arena_mark(const koila__arena *a);
 void koila__arena_rewind(koila__arena *a, koila__mark m);
-/* Everything is given back at once, but the chunks stay, so that the next user finds memory that
- * the host has paged in. */
+/* Gives everything back at once and keeps the chunks, so that the next user finds memory that is
+ * paged in already. */
 void koila__arena_empty(koila__arena *a);
-/* The chunks of `from` that nobody uses serve `to`, which has none such. */
+/* Moves the unused chunks of `from` to `to`, which must have none. */
 void koila__arena_pass_on(koila__arena *from, koila__arena *to);
 void koila__arena_deinit(koila__arena *a);
 

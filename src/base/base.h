@@ -37,8 +37,8 @@ void koila__assert_failed(const char *expr, const char *file, int line);
 #define koila_check(call) ((void)sizeof(call))
 #endif
 
-/* Of functions on the path of every allocation: the compiler puts them side by side, so that among
- * code that fills the caches by itself they cost few lines of them. */
+/* For functions on the path of every allocation: the compiler puts them side by side, so that they
+ * take few lines of the instruction cache beside a program that fills it. */
 #if defined(__GNUC__)
 #define KOILA__HOT __attribute__((hot))
 #else

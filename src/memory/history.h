@@ -29,9 +29,9 @@ typedef struct koila__history {
     size_t n, capacity, limit; /* limit: events after the beginning */
     bool begun;
     size_t n_first; /* of these were live at the beginning */
-    /* events beyond the limit, or without host memory for them: the story ends before them */
+    /* events that were not kept: beyond the limit, or no host memory; all later ones are lost too */
     uint64_t n_lost;
-    /* told by koila__history_solve(): */
+    /* set by koila__history_solve(): */
     size_t *other; /* SIZE_MAX: none */
     size_t n_other;
     /* event after which most bytes were live, the first such; SIZE_MAX: no event */
@@ -41,13 +41,13 @@ typedef struct koila__history {
 
 void koila__history_init(koila__history *h, size_t limit, const koila_allocator *mem);
 void koila__history_deinit(koila__history *h);
-/* Any thread. Order is the order of calls; times that run backwards are lifted. */
+/* Any thread. Events keep the order of the calls; a time before the last event's is raised to it. */
 void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes,
                         uint32_t tag);
 /* All events so far are blocks of the beginning. */
 void koila__history_begin(koila__history *h);
-/* No more events will come: fill in the rest. Frees of blocks that are not known are dropped.
- * Expected: NO_MEMORY. */
+/* After the last event: finds the other event of each, and the peak. Frees of unknown blocks are
+ * dropped. Expected: NO_MEMORY; nothing has changed then. */
 koila_status koila__history_solve(koila__history *h);
 /* Is allocation i live after event k? pre: solved */
 static inline bool koila__history_is_live(const koila__history *h, size_t i, size_t k)
