@@ -93,8 +93,8 @@ enum {
     KOILA_OP_OPAQUE = 16,
 };
 
-/** What koila knows of an operator by its name: the last column of src/graph/ops.def. (Flags, above,
- * are what its recorder says of it.) In-place operators have the facts of their functional twin. */
+/** What koila knows of an operator by its name: the last column of src/graph/ops.def. Flags, above,
+ * come from the recorder. In-place operators have the facts of their functional twin. */
 enum {
     KOILA_FACT_ARANGE = 1 << 0,       /**< arange(end), arange(start, end), ... of numbers */
     KOILA_FACT_ARANGE_START = 1 << 1, /**< an arange whose arguments begin start, end */

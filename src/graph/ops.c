@@ -1,5 +1,5 @@
-/* ops.c — names and facts of ops.def, found by name when a table interns an operator. The other columns
- * are rule_table.c's, line by line the same. */
+/* ops.c — names and facts of ops.def, found by name when a table interns an operator. The other
+ * columns are rule_table.c's, line by line the same. */
 #include "graph/table.h"
 
 static const struct {

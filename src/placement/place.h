@@ -6,27 +6,34 @@
  *                         `outer` blocks, elements s*inner .. e*inner
  *   P(combine)            each slice has a value of the full shape; the whole value is their
  *                         combination (sum, max, min, moments)
- *   FREE                  a factory (or pointwise operators of factories): nobody has asked yet;
- *                         becomes the S of its first sharded use, else R
- * Results that do not exist (meta KOILA_NONE) are R and nobody reads them. Empty results of a call
- * in a loop (the statistics of BatchNorm in eval mode) are P. Note [Opaque]. S(0, 0, 0), outer ==
- * inner == 0: every slice has its own, whatever its size, and it cannot be made whole (workspace of
- * an RNN layer). It is only ever needed as it is; its operator is KOILA_OP_OPAQUE and runs again in
- * each loop that needs it. A use that needs R of an S or P value is a *barrier*; a use that needs S
- * of an R value is a free slice. An `overwrites` write has no data edge to its base: need is then
- * what costs nothing (the base's own placement, or the result's when the base is R), and the
- * executor may allocate the result (meta of the base, slice's size) instead of reading the base.
+ *   FREE                  made by a factory, or by pointwise operators of such values, and not yet
+ *                         needed: becomes the S of its first sharded use, else R
+ * Each value belongs to at most one axis; a node that meets two axes keeps one and needs the values
+ * of the other whole. Results that do not exist (meta KOILA_NONE) are R. Empty results of a call in
+ * a loop (the statistics of BatchNorm in eval mode) are P.
+ *
+ * A use that needs R of an S or P value is a *barrier*; a use that needs S of an R value is a free
+ * slice. An `overwrites` write has no data edge to its base: need is then what costs nothing (the
+ * base's own placement, or the result's when the base is R), and the executor may allocate the
+ * result (meta of the base, size of the slice) instead of reading the base.
+ *
+ * Note [Opaque]. S(0, 0, 0), with outer == inner == 0: every slice has its own, of whatever size,
+ * and it cannot be made whole (the workspace of an RNN layer). It is only ever needed as it is; its
+ * operator is KOILA_OP_OPAQUE and runs again in each loop that needs it.
+ *
  * Note [Random]. A KOILA_OP_RANDOM call in a loop draws what the whole batch would and takes its
- * rows; the executor can do that when the numbers do not depend on a tensor: factories, in-place
+ * rows. The executor can do that when the numbers do not depend on a tensor: factories, in-place
  * fills that overwrite a whole base, and native_dropout, which is only ever recorded on an empty
  * tensor for its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is
- * gathered. Each value belongs to at most one axis; a node that meets two axes keeps one and needs
- * the other's values whole.
+ * gathered.
  *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it:
  * most nodes are copied; a rule may instead emit a few nodes that hide no reduction (nll_loss mean,
  * BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or whose
  * rule says false, is *gathered*: every input needed R, results R, run once. That is always right.
+ *
+ * The folder is one room because the walk and the rules call each other: the walk asks a rule about
+ * each call, and a rule that rewrites hands its calls back to the walk (placer.h).
  */
 #ifndef KOILA_SRC_PLACE_H
 #define KOILA_SRC_PLACE_H
@@ -54,8 +61,8 @@ typedef struct koila_placement {
  * KOILA__MAX_FIXES a node; positions are of positional values. */
 typedef enum koila__fix_kind {
     KOILA__FIX_NONE,
-    /* argument `arg` is a list of sizes of output `output`: entry output.dim := outer * b * inner
-     * (an entry of -1 stays) */
+    /* argument `arg` is a list of sizes of output `output`: the entry of its sliced dimension :=
+     * outer * b * inner (an entry of -1 stays) */
     KOILA__FIX_SIZES,
     /* argument `arg` is a list of strides of output `output`: those of a dense tensor with the
      * slice's sizes, same dim order */
@@ -66,8 +73,8 @@ typedef enum koila__fix_kind {
     /* argument `arg` is an int, or a list of ints: each := value / batch * b (they are multiples of
      * batch; `output` is unused) */
     KOILA__FIX_ROWS,
-    /* multiply output `output` by b / batch (a mean over the batch becomes a partial sum, or 1/N
-     * stays that of the whole) */
+    /* multiply output `output` by b / batch: the mean over a slice becomes its share of the mean
+     * over the batch, and a factor 1/b becomes 1/batch */
     KOILA__FIX_SCALE,
     /* the call returns its first tensor input unchanged (a slice over the whole batch) */
     KOILA__FIX_ALIAS,
@@ -123,13 +130,14 @@ typedef struct koila__placed {
     koila__arena arena; /* of the rest */
 } koila__placed;
 
-/** Place what `targets` (values of the recorded graph) need. When two axes meet in a node, the one
- * with more rows is kept.
- *  On success *out is yours: koila__placed_free(). Expected: NO_MEMORY, UNSUPPORTED. */
+/** Places what `targets` (values of the recorded graph) need. When two axes meet in a node, the one
+ * with more rows is kept. On success the caller owns *out: koila__placed_free(). Expected:
+ * NO_MEMORY; BAD_ARGUMENT for a target that is no value; UNSUPPORTED where an opaque value would
+ * have to be made whole. */
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets,
                           uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                           koila_error *err);
-/** The same, but what a gathered call gives is sliced again: Note [After a gather] in place.c. */
+/** The same, but results of gathered calls are sliced again: Note [After a gather] in place.c. */
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err);

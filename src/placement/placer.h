@@ -1,5 +1,5 @@
-/* placer.h — the state of one placement walk; shared by place.c (the walk) and rewrite.c
- * (rewrites), nobody else. */
+/* placer.h — the state of one placement walk. Only place.c (the walk) and rewrite.c (rewrites) see
+ * it. */
 #ifndef KOILA_SRC_PLACER_H
 #define KOILA_SRC_PLACER_H
 
@@ -21,8 +21,8 @@ struct koila__placer {
     koila__arena scratch;
     VEC(koila_placement) value; /* [values of to] */
     VEC(uint8_t) zero;          /* [values of to] FREE and all zeros */
-    /* [values of to] this S or P value whole, made for uses that slice it otherwise, or what it was
-     * cut from; KOILA_NONE: neither */
+    /* [values of to] the whole of this S or P value: made for uses that slice it in another way, or
+     * the value that it was cut from; KOILA_NONE when there is neither */
     VEC(koila_value) whole_of;
     VEC(koila_placement) need;    /* [flat inputs of to] */
     VEC(koila__placed_node) node; /* [nodes of to] */
@@ -40,10 +40,10 @@ struct koila__placer {
  * p->status set. */
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in,
                         koila_value *results);
-/** S or P value v whole, as a value of its own that can be sliced along another dimension: an alias
- * of v made outside loops. false as above. */
+/** *out is S or P value v whole: an alias of v, made outside loops, that can be sliced along
+ * another dimension. False as above. */
 bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);
-/** FREE v becomes `want` if it can; what is decided stays. */
+/** A FREE v becomes `want` if it can; a v that is decided stays as it is. */
 void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want);
 koila_placement koila__placer_placement(const koila__placer *p, koila_value v);
 

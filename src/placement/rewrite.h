@@ -57,10 +57,11 @@ koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_d
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype);
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
-/** v whole, for calls that must not follow its slices: an alias made outside loops, or v itself when
- * it is whole already. */
+/** v whole, for calls that must not follow its slices: an alias made outside loops, or v itself
+ * when it is whole already. */
 koila_value koila__emit_whole(koila__case *c, koila_value v);
-/** v, placed `want` (S) if it is still FREE and can be: done before a sum over it needs it whole. */
+/** v, placed `want` (S) if it is still FREE and can be: done before a sum over it needs it whole.
+ */
 koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want);
 /** The placement an emitted (or input) value has now. */
 koila_placement koila__emit_placement(const koila__case *c, koila_value v);

@@ -1,26 +1,30 @@
-/* rules.h — what a placement rule sees and must say; the few words rules are written in.
+/* rules.h — what a placement rule sees and must answer; the words that rules are written in.
  *
- * A rule looks at the placements of a call's inputs (all of one axis: others were made R first;
- * FREE inputs look like R with .kind KOILA_FREE) and answers true after writing
+ * A rule looks at the placements of a call's inputs. They are all of one axis: inputs of another
+ * axis were made R first. FREE inputs are R in every other way (koila__is_r). The rule answers true
+ * after writing
  *   need[i]  what each input must be (preset: in[i], and R for FREE). R for an S or P input is a
- *            barrier; S for an R or FREE input is a free slice, for an input placed otherwise a
- *            barrier and then a slice; P only for a P input or for a FREE one with zero[i]. A call
- *            that needs a P needs no S and gives only P: a partial sum may not meet a row, but in
- *            an operator that adds rows into it (index_add, scatter_add, index_put with
- *            accumulate), whose rule then sets c->accumulates.
- *   out[j]   placement of each result (preset: R). When a need or a result is not R the call runs
- *            in the loop: then *every* result that exists is S or P.
+ *            barrier. S is a free slice for an R or FREE input; for an input that is placed in
+ *            another way it is a barrier and then a slice. P is for a P input, or for a FREE one
+ *            with zero[i]. A call that needs a P needs no S and gives only P, for a partial sum may
+ *            not meet a row. Excepted are operators that add rows into the P (index_add,
+ *            scatter_add, index_put with accumulate): their rules set c->accumulates.
+ *   out[j]   the placement of each result (preset: R). When a need or a result is not R the call
+ *            runs in the loop: then *every* result that exists is S or P.
  *   fix[]    how the call's arguments follow the slice (koila__fix in place.h)
- * or false: gather. A rule may only say what is *algebraically exact* for all values of the
- * arguments; the rule oracle runs every rule whole and sliced and compares. A rule must read the
- * placement of every tensor argument: a P input that a rule overlooks is silently wrong. A rule may
- * rewrite instead: emit other calls with koila__emit_* (rewrite.h) and set c->replaced[j] to the
- * value that stands for result j; allowed only when c->may_emit. The emitted calls are placed by
- * their own rules.
+ * or false: gather.
  *
- * `want` is set when a FREE result is being resolved: somebody needs result 0 (for writes: the
- * written view) as *want. A rule that can make it so with no sharded input (factories, expand,
- * pointwise) does; the others ignore it and the walk tries placements of the FREE inputs.
+ * A rule may only answer what is *algebraically exact* for all values of the arguments; the rule
+ * oracle runs every call whole and sliced and compares. A rule must read the placement of every
+ * tensor argument: a P input that it overlooks gives silently wrong results.
+ *
+ * A rule may rewrite instead: emit other calls with koila__emit_* (rewrite.h) and set
+ * c->replaced[j] to the value that stands for result j; allowed only when c->may_emit. The emitted
+ * calls are placed by their own rules.
+ *
+ * `want` is set when a FREE result is being resolved: a use needs result 0 (for writes: the written
+ * view) as *want. A rule that can make it so with no sharded input (factories, expand, pointwise)
+ * does; the others ignore it, and the walk tries placements of the FREE inputs.
  */
 #ifndef KOILA_SRC_RULES_H
 #define KOILA_SRC_RULES_H
@@ -64,8 +68,8 @@ koila__rule koila__rule_of(const koila_table *t, koila_op op);
  * reads it. */
 const char *koila__user_rule_of(const koila_table *t, koila_op op);
 bool koila__rule_user(koila__case *c);
-/** The operators of ops.def that have a rule, in order; false past the end. `family` is the rule's name without
- * "koila__rule_". */
+/** The operators of ops.def that have a rule, in order; false past the end. `family` is the rule's
+ * name without "koila__rule_". */
 bool koila__op_line(uint32_t i, const char **name, const char **family, const char **says);
 
 /* ---- placements */

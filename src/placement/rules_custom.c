@@ -3,9 +3,9 @@
  *
  * A user's rule is a list of alternatives. Each names, in order, what every tensor argument is and
  * what every result is: R whole, S<d> sliced along dimension d, P partial sum. The first
- * alternative is taken that demands no barrier of an input that is sharded or partial now. Whether
- * the algebra is right is the user's claim; everything else (sizes, axes, free slices of whole
- * inputs) is checked as for any rule.
+ * alternative that takes every sliced or partial input as it is now applies. Whether the algebra is
+ * right is the user's claim; everything else (sizes, axes, free slices of whole inputs) is checked
+ * as for any rule.
  *
  *   rule  := alternative (";" alternative)*       alternative := items "->" items
  *   items := item ("," item)*                     item        := "R" | "S" digit+ | "P"
@@ -35,11 +35,13 @@ static const char *read_item(const char *s, item *out)
         out->kind = 0;
         return s;
     }
-    for (s++; *s >= '0' && *s <= '9'; s++)
-        if ((out->dim = out->dim * 10 + (uint32_t)(*s - '0')) >= KOILA_MAX_DIMS) {
+    for (s++; *s >= '0' && *s <= '9'; s++) {
+        out->dim = out->dim * 10 + (uint32_t)(*s - '0');
+        if (out->dim >= KOILA_MAX_DIMS) {
             out->kind = 0;
             return s;
         }
+    }
     return skip(s);
 }
 
@@ -74,7 +76,8 @@ koila_status koila_table_rule(koila_table *t, const char *op, const char *rule, 
                 err, KOILA_BAD_INPUT, (uint64_t)((at ? at : s) - rule),
                 "rule \"%s\": expected items R, S<dim> or P, separated by commas, then \"->\"",
                 rule);
-        at = read_items(s = at + 2, list, MAX_ITEMS, &n);
+        s = at + 2;
+        at = read_items(s, list, MAX_ITEMS, &n);
         if (!at || n > MAX_ITEMS || (*at && *at != ';'))
             return koila__fail(err, KOILA_BAD_INPUT, (uint64_t)((at ? at : s) - rule),
                                "rule \"%s\": expected results R, S<dim> or P, separated by commas",
@@ -107,9 +110,15 @@ const char *koila__user_rule_of(const koila_table *t, koila_op op)
     return NULL;
 }
 
-static bool try_alternative(koila__case *c, const item *in, const item *out)
+/* The rows of the batch along dimension dim: as the largest sliced input has them. */
+static koila_placement rows_along(const koila__case *c, uint32_t dim)
 {
     const uint32_t lead = koila__lead(c);
+    return lead == KOILA_NONE ? koila__s(c, dim, 1, 1) : koila__moved(c->in[lead], dim);
+}
+
+static bool try_alternative(koila__case *c, const item *in, const item *out)
+{
     bool sharded = false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         const koila_placement now = c->in[i];
@@ -124,11 +133,7 @@ static bool try_alternative(koila__case *c, const item *in, const item *out)
         } else {
             if (koila__is_p(now) || (koila__is_s(now) && now.dim != in[i].dim))
                 return false;
-            const koila_placement like = koila__is_s(now) ? now
-                                         : lead == KOILA_NONE
-                                             ? koila__s(c, in[i].dim, 1, 1)
-                                             : koila__moved(c->in[lead], in[i].dim);
-            if (!koila__need(c, i, like))
+            if (!koila__need(c, i, koila__is_s(now) ? now : rows_along(c, in[i].dim)))
                 return false;
             sharded |= koila__is_s(now);
         }
@@ -139,9 +144,7 @@ static bool try_alternative(koila__case *c, const item *in, const item *out)
         /* a result of a call in a loop is sharded or partial */
         if (out[j].kind == 'R')
             return false;
-        c->out[j] = out[j].kind == 'P'   ? koila__p(c, KOILA_SUM)
-                    : lead == KOILA_NONE ? koila__s(c, out[j].dim, 1, 1)
-                                         : koila__moved(c->in[lead], out[j].dim);
+        c->out[j] = out[j].kind == 'P' ? koila__p(c, KOILA_SUM) : rows_along(c, out[j].dim);
         if (koila__is_s(c->out[j]) && !koila__fits(c, c->out[j], c->out_meta[j]))
             return false;
     }
@@ -153,9 +156,10 @@ bool koila__rule_user(koila__case *c)
     item in[MAX_ITEMS], out[MAX_ITEMS];
     uint32_t n_in, n_out;
     for (const char *s = c->user_rule; s; s = *s == ';' ? s + 1 : NULL) {
-        if (!(s = read_items(s, in, MAX_ITEMS, &n_in)) ||
-            !(s = read_items(s + 2, out, MAX_ITEMS, &n_out)))
-            return false;
+        s = read_items(s, in, MAX_ITEMS, &n_in);
+        koila_assert(s); /* koila_table_rule has read it */
+        s = read_items(s + strlen("->"), out, MAX_ITEMS, &n_out);
+        koila_assert(s);
         if (n_in == c->n_in && n_out == c->n_out && try_alternative(c, in, out))
             return true;
     }

@@ -1,8 +1,8 @@
-/* rules_factory.c — tensors made from sizes alone: FREE until a use wants them sharded, then made
+/* rules_factory.c — tensors made from sizes alone: FREE until a use needs them sharded, then made
  * at the slice's size.
  *
- * Only factories whose elements do not depend on their position: arange, linspace, eye,
- * tril_indices have no line and are made whole, once. Random ones count: the executor draws the
+ * Only factories whose elements do not depend on their position have such a rule; arange, linspace,
+ * eye and tril_indices are made whole, once. Random factories do have it: the executor draws the
  * rows of the whole tensor that belong to the slice. */
 #include "placement/rules.h"
 

@@ -108,10 +108,12 @@ static koila_value total_weight(koila__case *c, koila_value target, uint32_t wei
     return koila__emit_end(&k, koila__emit_meta(c, t, dtype, 0, NULL));
 }
 
-/* The classes are sliced: x[N, C] is S along C, as the logits of a contrastive loss are that is
- * read along both dimensions. Each slice has some classes of every row, so the targets are needed
- * whole, and a row's loss is found in the slice that has its class: a partial sum. True where x's
- * class is not its row's target, or the row is ignored: FREE, so that nobody makes it whole. */
+/* The classes are sliced: x[N, C] is S along C, as for the logits of a contrastive loss, which is
+ * taken along both dimensions. Each slice has some classes of every row, so the targets are needed
+ * whole, and a row's loss is found in the slice that has its class: a partial sum.
+ *
+ * The value is true where x's class is not its row's target, or the row is ignored. It is FREE, so
+ * that it is never made whole. */
 static koila_value not_target(koila__case *c, uint32_t x, koila_value target, int64_t ignore)
 {
     const koila_meta_info *m = c->in_meta[x];
@@ -140,7 +142,7 @@ static koila_value not_target(koila__case *c, uint32_t x, koila_value target, in
     koila__emit_int(&k, 0);
     /* 1 .. C, so that an ignored row's 0 is no class */
     const koila_value number = koila__emit_end(&k, classes);
-    /* looked up, so that a target that is no class is an error, as it is in the operator */
+    /* looked up, so that a target out of range raises, as in the operator */
     koila__emit_begin(c, &k, "aten::embedding", 0);
     koila__emit_value(&k, koila__emit_view(c, number, 2, list));
     koila__emit_value(&k, koila__emit_binary(c, "aten::mul.Tensor", target, seen, ints));
@@ -195,12 +197,14 @@ static bool nll_loss_of_classes(koila__case *c, uint32_t weight, int64_t reducti
     const koila_meta scalar = koila__emit_meta(c, x, acc, 0, NULL);
     const koila_value target = koila__emit_whole(c, c->in_value[1]);
     const koila_value tw = total_weight(c, target, weight, ignore, acc);
-    const koila_value picked = where_target(c, koila__emit_cast(c, c->in_value[0], acc),
-                                            not_target(c, 0, target, ignore), full);
+    const koila_value elsewhere = not_target(c, 0, target, ignore);
+    const koila_value x_acc = koila__emit_cast(c, c->in_value[0], acc);
+    const koila_value picked = where_target(c, x_acc, elsewhere, full);
+    const koila_value weighed = by_class(c, picked, weight, acc, full);
+    const koila_value losses = koila__emit_unary(c, "aten::neg", weighed, full);
     koila__call k;
     koila__emit_begin(c, &k, reduction == NONE ? "aten::sum.dim_IntList" : "aten::sum", 0);
-    koila__emit_value(
-        &k, koila__emit_unary(c, "aten::neg", by_class(c, picked, weight, acc, full), full));
+    koila__emit_value(&k, losses);
     if (reduction == NONE)
         koila__emit_ints(&k, &(int64_t){ 1 }, 1);
     koila_value loss =
@@ -214,50 +218,13 @@ static bool nll_loss_of_classes(koila__case *c, uint32_t weight, int64_t reducti
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
-bool koila__rule_nll_loss(koila__case *c)
+/* The mean: the sum over the rows, divided by the total weight of the targets. */
+static bool nll_loss_mean(koila__case *c, uint32_t weight, int64_t ignore)
 {
-    int64_t reduction, ignore;
-    const uint32_t weight = koila__input_at(c, 2);
-    if (koila__any_p(c) || c->n_out != 2 || c->n_in < 2 || !c->out_meta[0] || !c->out_meta[1])
-        return false;
-    if (!koila__arg_int(c, 3, MEAN, &reduction) || !koila__arg_int(c, 4, -100, &ignore))
-        return false;
-    const koila_meta_info *x = c->in_meta[0];
-    const koila_meta_info *t = c->in_meta[1];
-    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0)
-        return false;
-    const uint32_t lead = koila__lead(c);
-    if (lead == KOILA_NONE || lead > 1)
-        return false;
-    /* classes are dimension 1 of x */
-    const uint32_t x_dim = lead == 0 ? c->in[0].dim : c->in[1].dim + (c->in[1].dim >= 1);
-    if (lead == 0 && x_dim == 1)
-        return by_rows_of_classes(c, 0, 1, weight) &&
-               nll_loss_of_classes(c, weight, reduction, ignore);
-    const koila_placement px = koila__moved(c->in[lead], x_dim);
-    const koila_placement pt = koila__moved(px, x_dim - (x_dim > 1));
-    if (!koila__need(c, 0, px) || !koila__need(c, 1, pt))
-        return false;
-    if (weight != KOILA_NONE) {
-        if (koila__is_s(c->in[weight]))
-            return false;
-        koila__need_r(c, weight);
-    }
-    if (reduction == NONE) { /* total_weight is a 0 that nobody adds up: every slice gives 0 */
-        c->out[0] = pt;
-        c->out[1] = koila__p(c, KOILA_SUM);
-        return c->out_meta[1]->n_elements <= 1 && koila__fits(c, pt, c->out_meta[0]);
-    }
-    if (reduction == SUM) {
-        c->out[0] = c->out[1] = koila__p(c, KOILA_SUM);
-        return true;
-    }
-    if (reduction != MEAN || !c->may_emit)
-        return false;
     const koila_dtype type = c->out_meta[0]->dtype;
     /* a sum of halves overflows where their mean does not */
     const koila_dtype acc = koila__accumulate_type(type);
-    const koila_meta scalar = koila__emit_meta(c, x, acc, 0, NULL);
+    const koila_meta scalar = koila__emit_meta(c, c->in_meta[0], acc, 0, NULL);
     const koila_value tw = total_weight(c, c->in_value[1], weight, ignore, acc);
     const koila_meta out[2] = { scalar, scalar };
     koila_value sum[2];
@@ -279,8 +246,58 @@ bool koila__rule_nll_loss(koila__case *c)
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
-/* At its target's class -grad * weight / total weight, elsewhere 0. Nothing of x is read, so it is
- * FREE, and sliced as x is. */
+/* From the S of one of scores x[N, C, ...] and targets [N, ...] to that of the other: the classes
+ * are dimension 1 of x. */
+static koila_placement of_scores(koila_placement targets)
+{
+    return koila__moved(targets, targets.dim + (targets.dim >= 1));
+}
+static koila_placement of_targets(koila_placement scores)
+{
+    return koila__moved(scores, scores.dim - (scores.dim > 1));
+}
+
+static bool are_scores_and_targets(const koila_meta_info *x, const koila_meta_info *t)
+{
+    return t->n_dims > 0 && t->n_dims + 1u == x->n_dims;
+}
+
+/* The results where rows are not averaged. */
+static bool nll_loss_results(koila__case *c, int64_t reduction, koila_placement targets)
+{
+    c->out[0] = reduction == NONE ? targets : koila__p(c, KOILA_SUM);
+    c->out[1] = koila__p(c, KOILA_SUM); /* without reduction every slice gives 0: the sum is 0 */
+    if (reduction == NONE)
+        return c->out_meta[1]->n_elements <= 1 && koila__fits(c, targets, c->out_meta[0]);
+    return reduction == SUM;
+}
+
+bool koila__rule_nll_loss(koila__case *c)
+{
+    int64_t reduction, ignore;
+    const uint32_t weight = koila__input_at(c, 2);
+    const uint32_t lead = koila__lead_among(c, 2); /* x or the targets; the weights are whole */
+    if (koila__any_p(c) || c->n_out != 2 || c->n_in < 2 || !c->out_meta[0] || !c->out_meta[1])
+        return false;
+    if (!koila__arg_int(c, 3, MEAN, &reduction) || !koila__arg_int(c, 4, -100, &ignore))
+        return false;
+    if (!are_scores_and_targets(c->in_meta[0], c->in_meta[1]) || lead == KOILA_NONE)
+        return false;
+    if (weight != KOILA_NONE && !koila__is_r(c->in[weight]))
+        return false;
+    const koila_placement px = lead == 0 ? c->in[0] : of_scores(c->in[1]);
+    const koila_placement pt = of_targets(px);
+    if (lead == 0 && px.dim == 1)
+        return by_rows_of_classes(c, 0, 1, weight) &&
+               nll_loss_of_classes(c, weight, reduction, ignore);
+    if (!koila__need(c, 0, px) || !koila__need(c, 1, pt))
+        return false;
+    return nll_loss_results(c, reduction, pt) ||
+           (reduction == MEAN && c->may_emit && nll_loss_mean(c, weight, ignore));
+}
+
+/* The gradient is -grad * weight / total weight at the class of the target, and 0 elsewhere.
+ * Nothing of x is read, so it is FREE, and sliced as x is. */
 static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_t reduction)
 {
     int64_t ignore;
@@ -299,12 +316,21 @@ static bool nll_loss_backward_of_classes(koila__case *c, uint32_t weight, int64_
             koila__emit_binary(c, "aten::div.Tensor", scale,
                                koila__emit_cast(c, c->in_value[koila__input_at(c, 6)], acc), one);
     scale = koila__emit_expand(c, koila__emit_view(c, scale, 2, column), 2, x->size);
-    const koila_value at = where_target(
-        c, scale, not_target(c, 1, koila__emit_whole(c, c->in_value[2]), ignore), full);
-    c->replaced[0] = koila__emit_sliced(
-        c, koila__emit_cast(c, by_class(c, at, weight, acc, full), type), c->in[1]);
+    const koila_value target = koila__emit_whole(c, c->in_value[2]);
+    const koila_value at = where_target(c, scale, not_target(c, 1, target, ignore), full);
+    const koila_value gx = koila__emit_cast(c, by_class(c, at, weight, acc, full), type);
+    c->replaced[0] = koila__emit_sliced(c, gx, c->in[1]);
     return c->replaced[0] != KOILA_NONE &&
            koila__emit_meta_id(c, c->replaced[0]) == c->sig->outputs[0];
+}
+
+/* Some input other than `except` is P. */
+static bool reads_p(const koila__case *c, uint32_t except)
+{
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (i != except && koila__is_p(c->in[i]))
+            return true;
+    return false;
 }
 
 /* nll_loss_backward(grad, x, target, weight?, reduction, ignore_index, total_weight) -> gx: with
@@ -315,36 +341,25 @@ bool koila__rule_nll_loss_backward(koila__case *c)
     const uint32_t weight = koila__input_at(c, 3);
     const uint32_t total = koila__input_at(c, 6);
     const uint32_t lead = koila__lead(c);
-    if (total == KOILA_NONE || !koila__arg_int(c, 4, MEAN, &reduction))
+    if (total == KOILA_NONE || !koila__arg_int(c, 4, MEAN, &reduction) ||
+        !are_scores_and_targets(c->in_meta[1], c->in_meta[2]))
         return false;
-    const koila_meta_info *x = c->in_meta[1];
-    const koila_meta_info *t = c->in_meta[2];
-    if (t->n_dims + 1u != x->n_dims || t->n_dims == 0)
+    if (reads_p(c, reduction == MEAN ? KOILA_NONE : total)) /* read for a mean only */
         return false;
-    if (koila__any_p(c)) {
-        for (uint32_t i = 0; i < c->n_in; i++)
-            /* unread when not a mean */
-            if (koila__is_p(c->in[i]) && (i != total || reduction == MEAN))
-                return false;
-    }
     if (lead == 1 && c->in[1].dim == 1)
         return by_rows_of_classes(c, 1, 2, weight) &&
                nll_loss_backward_of_classes(c, weight, reduction);
-    if (lead == KOILA_NONE)
+    const bool leads = lead == 1 || lead == 2 || (lead == 0 && reduction == NONE);
+    if (!leads)
         return false;
-    if (lead != 1 && lead != 2 && !(lead == 0 && reduction == NONE))
-        return false;
-    const uint32_t d = c->in[lead].dim;
-    const uint32_t x_dim = lead == 1 ? d : d + (d >= 1);
-    const koila_placement px = koila__moved(c->in[lead], x_dim);
-    const koila_placement pt = koila__moved(px, x_dim - (x_dim > 1));
+    const koila_placement px = lead == 1 ? c->in[1] : of_scores(c->in[lead]);
+    const koila_placement pt = of_targets(px);
     if (!koila__need(c, 1, px) || !koila__need(c, 2, pt))
         return false;
-    if (reduction == NONE) {
-        if (!koila__need(c, 0, pt))
-            return false;
-    } else
+    if (reduction != NONE)
         koila__need_r(c, 0);
+    else if (!koila__need(c, 0, pt))
+        return false;
     if (weight != KOILA_NONE)
         koila__need_r(c, weight);
     koila__need_r(c, total);
@@ -361,12 +376,8 @@ static bool row_loss(koila__case *c, uint32_t n_rows, uint32_t pos)
     if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 ||
         c->in_meta[0]->n_dims != 2 || !koila__arg_int(c, pos, MEAN, &reduction))
         return false;
-    for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= n_rows)
-            koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead]))
-            return false;
-    }
+    if (!koila__need_rows(c, n_rows, c->in[lead]))
+        return false;
     /* further results (is_target) have a row per sample */
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j])

@@ -111,8 +111,8 @@ bool koila__rule_linear_layer(koila__case *c)
     return true;
 }
 
-/* Where the n_common dimensions of a trilinear are in input i, KOILA_NONE for one that it is expanded
- * along (the list at position 3 + i). */
+/* Where the n_common dimensions of a trilinear are in input i, KOILA_NONE for one that it is
+ * expanded along (the list at position 3 + i). */
 static bool trilinear_dims(const koila__case *c, uint32_t i, uint32_t *n_common, uint32_t *dim_of)
 {
     const koila_arg *e = koila__arg(c, 3 + i);

@@ -308,8 +308,8 @@ typedef struct gradient {
     koila_value sums[3]; /* by result: gw and gb over the batch; [0] is none */
 } gradient;
 
-/* Both sums in one kernel: the gradient in eval mode, with the mean of the batch in the place of the
- * running mean, invstd ** -2 in that of the variance, and eps 0. */
+/* Both sums in one kernel: the gradient in eval mode, with the mean of the batch in the place of
+ * the running mean, invstd ** -2 in that of the variance, and eps 0. */
 static bool batch_norm_sums(koila__case *c, gradient *g)
 {
     const koila_meta sum = g->weight == KOILA_NONE ? g->stat : c->sig->inputs[g->weight];
@@ -474,7 +474,8 @@ static bool softmax_rows(koila__case *c, uint32_t *dim)
     return true;
 }
 
-/* _softmax(x, dim, half_to_float) = exp(x - max) / sum(exp(x - max)); _log_softmax: its logarithm */
+/* _softmax(x, dim, half_to_float) = exp(x - max) / sum(exp(x - max)); _log_softmax: its logarithm
+ */
 static bool softmax(koila__case *c, bool is_log)
 {
     uint32_t d;

@@ -115,23 +115,29 @@ bool koila__rule_div(koila__case *c)
     return koila__input_at(c, 0) == 0 && keeps_first_p(c);
 }
 
+/* Does every number of type a stay itself in type b, so that a sum may be converted term by term?
+ */
+static bool widens(koila_dtype a, koila_dtype b)
+{
+    const uint32_t from = koila_dtype_bytes(a);
+    const uint32_t to = koila_dtype_bytes(b);
+    if (a == b)
+        return true;
+    if (koila__dtype_is_float(a))
+        return koila__dtype_is_float(b) && to > from &&
+               koila__dtype_is_complex(a) <= koila__dtype_is_complex(b);
+    if (koila__dtype_is_float(b))
+        return to >= koila_dtype_bytes(KOILA_DTYPE_F32);
+    return to >= from && b != KOILA_DTYPE_BOOL;
+}
+
 /* _to_copy and its like: a partial sum may be widened, not rounded */
 bool koila__rule_cast(koila__case *c)
 {
     if (!koila__any_p(c))
         return koila__rule_pointwise(c);
-    if (c->n_in != 1 || !koila__is_sum(c->in[0]))
-        return false;
-    const koila_dtype a = c->in_meta[0]->dtype;
-    const koila_dtype b = c->out_meta[0]->dtype;
-    const bool widens =
-        a == b || (koila__dtype_is_float(a)
-                       ? koila__dtype_is_float(b) && koila_dtype_bytes(b) > koila_dtype_bytes(a) &&
-                             koila__dtype_is_complex(a) <= koila__dtype_is_complex(b)
-                   : koila__dtype_is_float(b)
-                       ? koila_dtype_bytes(b) >= 4
-                       : koila_dtype_bytes(b) >= koila_dtype_bytes(a) && b != KOILA_DTYPE_BOOL);
-    return widens && keeps_p(c);
+    return c->n_in == 1 && koila__is_sum(c->in[0]) &&
+           widens(c->in_meta[0]->dtype, c->out_meta[0]->dtype) && keeps_p(c);
 }
 
 /* where(cond, a, b): linear in (a, b) together when cond is whole */
@@ -145,7 +151,8 @@ bool koila__rule_where(koila__case *c)
     for (uint32_t i = 1; i < 3; i++)
         if (!koila__is_sum(c->in[i]) && !c->zero[i])
             return false;
-    c->need[1] = c->need[2] = koila__p(c, KOILA_SUM);
+    c->need[1] = koila__p(c, KOILA_SUM);
+    c->need[2] = koila__p(c, KOILA_SUM);
     return koila__out_all(c, koila__p(c, KOILA_SUM));
 }
 

@@ -171,14 +171,17 @@ static bool variance(koila__case *c, bool root, bool with_mean)
         return koila__out_all(c, koila__moved(c->in[0], after(set, keepdim, c->in[0].dim)));
     if (!c->may_emit || !koila__dtype_is_float(m->dtype) || koila__dtype_is_complex(m->dtype))
         return false;
-    int64_t dims[KOILA_MAX_DIMS], size[KOILA_MAX_DIMS + 1], count = 1;
-    for (uint32_t d = n = 0; d < m->n_dims; d++)
+    int64_t dims[KOILA_MAX_DIMS];
+    int64_t size[KOILA_MAX_DIMS + 1];
+    int64_t count = 1;
+    n = 0;
+    for (uint32_t d = 0; d < m->n_dims; d++)
         if ((set >> d) & 1) {
             dims[n++] = d;
             count *= m->size[d];
         }
     if (count <= correction)
-        return false; /* eager warns and gives nan or inf: let it */
+        return false; /* gathered: eager warns and gives nan or inf */
     const koila_dtype acc = koila__moments_type(m->dtype);
     size[0] = 3;
     const uint32_t n_dims = reduced_sizes(c, set, false, size + 1);
@@ -252,6 +255,17 @@ bool koila__rule_logsumexp(koila__case *c)
     return replace(c, 0, v);
 }
 
+/* The reduction of |x| that gives the norm of an order; NULL: it is another one, or 2. */
+static const char *norm_reduction(double ord)
+{
+    const double inf = __builtin_inf();
+    if (ord == 1)
+        return "aten::sum.dim_IntList";
+    if (ord == inf)
+        return "aten::amax";
+    return ord == -inf ? "aten::amin" : NULL;
+}
+
 /* linalg_vector_norm(x, ord, dim?, keepdim, *, dtype), norm.ScalarOpt_dim(x, p?, dim, keepdim),
  * norm.Scalar(x, p): orders 1, 2 and +-inf over the batch */
 static bool norm(koila__case *c, uint32_t pos_dims)
@@ -274,31 +288,21 @@ static bool norm(koila__case *c, uint32_t pos_dims)
     if (!((set >> c->in[0].dim) & 1))
         return koila__out_all(c, koila__moved(c->in[0], after(set, keepdim, c->in[0].dim)));
     if (!c->may_emit || koila__kw(c, "dtype") || !koila__dtype_is_float(m->dtype) ||
-        koila__dtype_is_complex(m->dtype))
+        koila__dtype_is_complex(m->dtype) || (ord != 2 && !norm_reduction(ord)))
         return false;
-    const double inf = __builtin_inf();
     const koila_dtype acc = koila__accumulate_type(m->dtype);
     const koila_meta full = koila__emit_meta_like(c, m, acc);
     const koila_value x = koila__emit_cast(c, c->in_value[0], acc);
-    int64_t size[KOILA_MAX_DIMS];
-    const uint32_t n_dims = reduced_sizes(c, set, keepdim, size);
     if (ord == 2) {
-        const koila_value sum =
-            reduced(c, "aten::sum.dim_IntList",
-                    koila__emit_binary(c, "aten::mul.Tensor", x, x, full), set, keepdim, acc);
-        return replace(
-            c, 0,
-            koila__emit_unary(c, "aten::sqrt", sum, koila__emit_meta(c, m, acc, n_dims, size)));
+        int64_t size[KOILA_MAX_DIMS];
+        const uint32_t n_dims = reduced_sizes(c, set, keepdim, size);
+        const koila_value squares = koila__emit_binary(c, "aten::mul.Tensor", x, x, full);
+        const koila_value sum = reduced(c, "aten::sum.dim_IntList", squares, set, keepdim, acc);
+        const koila_meta out = koila__emit_meta(c, m, acc, n_dims, size);
+        return replace(c, 0, koila__emit_unary(c, "aten::sqrt", sum, out));
     }
-    if (ord != 1 && ord != inf && ord != -inf)
-        return false;
     const koila_value abs = koila__emit_unary(c, "aten::abs", x, full);
-    return replace(c, 0,
-                   reduced(c,
-                           ord == 1  ? "aten::sum.dim_IntList"
-                           : ord > 0 ? "aten::amax"
-                                     : "aten::amin",
-                           abs, set, keepdim, acc));
+    return replace(c, 0, reduced(c, norm_reduction(ord), abs, set, keepdim, acc));
 }
 bool koila__rule_vector_norm(koila__case *c) { return norm(c, 2); }
 bool koila__rule_norm_all(koila__case *c) { return norm(c, 0); }

@@ -97,6 +97,23 @@ static bool attention(koila__case *c, uint32_t n_full, uint32_t pos_bias, uint32
 bool koila__rule_efficient_attention(koila__case *c) { return attention(c, 3, 3, 5); }
 bool koila__rule_flash_attention(koila__case *c) { return attention(c, 3, 0, 3); }
 
+/* The S input with the most elements among those that are read, the bias aside; KOILA_NONE when
+ * there is none, or one is P. */
+static uint32_t lead_of_read(const koila__case *c, uint32_t bias)
+{
+    uint32_t lead = KOILA_NONE;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if ((c->unread >> i) & 1)
+            continue;
+        if (koila__is_p(c->in[i]))
+            return KOILA_NONE;
+        if (i != bias && koila__is_s(c->in[i]) &&
+            (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements))
+            lead = i;
+    }
+    return lead;
+}
+
 /* Inputs that share batch and heads are those of 4 dims and the logsumexp; the bias is broadcast;
  * the state is not read. */
 static bool attention_backward(koila__case *c, uint32_t pos_bias, const uint32_t *state,
@@ -109,16 +126,7 @@ static bool attention_backward(koila__case *c, uint32_t pos_bias, const uint32_t
     for (uint32_t k = 0; k < n_state; k++)
         if (!unread(c, state[k]))
             return false;
-    uint32_t lead = KOILA_NONE;
-    for (uint32_t i = 0; i < c->n_in; i++) {
-        if ((c->unread >> i) & 1)
-            continue;
-        if (koila__is_p(c->in[i]))
-            return false;
-        if (i != bias && koila__is_s(c->in[i]) &&
-            (lead == KOILA_NONE || c->in_meta[i]->n_elements > c->in_meta[lead]->n_elements))
-            lead = i;
-    }
+    const uint32_t lead = lead_of_read(c, bias);
     if (lead == KOILA_NONE || c->in[lead].dim > 1 || c->in_meta[0]->n_dims != 4)
         return false;
     const koila_placement p = c->in[lead];
@@ -182,7 +190,8 @@ bool koila__rule_rnn_layer(koila__case *c)
     for (uint32_t i = 1; i < 5; i++)
         koila__need_r(c, i);
     c->out[0] = p;
-    c->out[1] = c->out[2] = h;
+    c->out[1] = h;
+    c->out[2] = h;
     if (c->out_meta[3])
         c->out[3] = c->out_meta[3]->n_dims ? koila__opaque(c) : koila__r();
     return true;
@@ -211,7 +220,8 @@ bool koila__rule_rnn_layer_backward(koila__case *c)
     }
     for (uint32_t j = 0; j < 7; j++)
         if (c->out_meta[j])
-            c->out[j] = j == 0 ? p : j < 5 ? koila__p(c, KOILA_SUM) : h;
+            c->out[j] = j < 5 ? koila__p(c, KOILA_SUM) : h;
+    c->out[0] = p;
     return true;
 }
 

@@ -305,8 +305,8 @@ static bool is_skipped(const koila_meta_info *m, uint32_t n_dims)
     return m->n_dims == 1 && m->size[0] == 0 && n_dims != 1;
 }
 
-/* Input i of a cat along the batch has *blocks blocks of p's rows. A whole tensor counts too when it
- * has so many rows (zeros of a slice's gradient). */
+/* Input i of a cat along the batch has *blocks blocks of p's rows. A whole tensor counts too when
+ * it has so many rows (zeros of a slice's gradient). */
 static bool cat_blocks(koila__case *c, uint32_t i, koila_placement p, int64_t *blocks)
 {
     if (!at_block(c, p, c->in_meta[i]->size[p.dim], blocks) ||

@@ -743,8 +743,8 @@ FAULTS = [  # file, text, replacement, operators to look at
     ),
     (
         "placement/rules_matmul.c",
-        "if (koila__need(c, y.i, q)) {\n            *out = koila__p(c, KOILA_SUM);",
-        "if (koila__need(c, y.i, q)) {\n            *out = koila__p(c, KOILA_MAX);",
+        "*out = koila__p(c, KOILA_SUM);\n        return koila__need(c, y.i,",
+        "*out = koila__p(c, KOILA_MAX);\n        return koila__need(c, y.i,",
         "aten::mm",
     ),
     (
