@@ -179,13 +179,17 @@ static koila_value by_class(koila__case *c, koila_value v, uint32_t weight, koil
         koila__emit_view(c, koila__emit_cast(c, c->in_value[weight], type), 2, row), out);
 }
 
+static bool is_whole_or_absent(const koila__case *c, uint32_t input)
+{
+    return input == KOILA_NONE || koila__is_r(c->in[input]);
+}
+
 static bool by_rows_of_classes(const koila__case *c, uint32_t x, uint32_t target, uint32_t weight)
 {
     return c->may_emit && koila__is_s(c->in[x]) && c->in[x].dim == 1 &&
            c->in_meta[x]->n_dims == 2 && c->in_meta[target]->n_dims == 1 &&
            c->in_meta[target]->dtype == KOILA_DTYPE_I64 &&
-           koila__dtype_is_float(c->in_meta[x]->dtype) &&
-           (weight == KOILA_NONE || koila__is_r(c->in[weight]));
+           koila__dtype_is_float(c->in_meta[x]->dtype) && is_whole_or_absent(c, weight);
 }
 
 static bool nll_loss_of_classes(koila__case *c, uint32_t weight, int64_t reduction, int64_t ignore)
@@ -281,9 +285,8 @@ bool koila__rule_nll_loss(koila__case *c)
         return false;
     if (!koila__arg_int(c, 3, MEAN, &reduction) || !koila__arg_int(c, 4, -100, &ignore))
         return false;
-    if (!are_scores_and_targets(c->in_meta[0], c->in_meta[1]) || lead == KOILA_NONE)
-        return false;
-    if (weight != KOILA_NONE && !koila__is_r(c->in[weight]))
+    if (!are_scores_and_targets(c->in_meta[0], c->in_meta[1]) || lead == KOILA_NONE ||
+        !is_whole_or_absent(c, weight))
         return false;
     const koila_placement px = lead == 0 ? c->in[0] : of_scores(c->in[1]);
     const koila_placement pt = of_targets(px);
