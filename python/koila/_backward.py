@@ -20,7 +20,7 @@ Pass 1 below is step 1, pass 2 is step 3.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,10 @@ def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor, create: bool) -
     """`.grad` of a lazy leaf is lazy too."""
     with torch.set_grad_enabled(create):
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def _lazies(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor) and _core.is_lazy(v)]
 
 
 def _any_lazy(values: Sequence[Any]) -> bool:
@@ -307,8 +311,10 @@ def _backward(
     inputs: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """`backward()`, all three steps. No local may hold a gradient when it is handed over: autograd
-    copies every gradient that somebody else holds too."""
+    """`backward()`, all three steps. Whole because they share what a failure must undo.
+
+    No local may hold a gradient when it is handed over: autograd copies every gradient that
+    somebody else holds too."""
     if inputs:
         leaves, reentrant = [i for i in inputs if isinstance(i, torch.Tensor)], False
     else:
@@ -321,9 +327,7 @@ def _backward(
         return
     real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
     real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], create)
-    lazies = [g for _, g in pairs if _core.is_lazy(g)]
-    if not lazies:
-        lazies = [o for o in outputs if isinstance(o, torch.Tensor) and _core.is_lazy(o)]
+    lazies = _lazies(g for _, g in pairs) or _lazies(outputs)
     step = _core.run_all(lazies, not retain) if lazies else None
     if _core.configure()["dry"]:  # koila.plan(): nothing was computed
         return

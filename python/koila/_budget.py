@@ -81,15 +81,8 @@ def _refuse(asked: object, expected: str, call: str) -> ValueError:
     return ValueError(f"{call}: expected {expected}, got {asked!r}")
 
 
-def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
-    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch
-    holds already. here: refuse more than the device has."""
-    amount: float
-    fraction = isinstance(asked, float) and asked <= 1
-    if isinstance(asked, bool) or not isinstance(asked, (int, float, str)):
-        raise _refuse(
-            asked, 'bytes, "512MB", "2GiB", a fraction like 0.8, or a dict by device', call
-        )
+def _parsed(asked: object, call: str) -> tuple[float, bool]:
+    """(amount, is it a fraction?) of a number or a text like "2GiB" or "80%"; else in bytes."""
     if isinstance(asked, str):
         m = _TEXT.fullmatch(asked.strip())
         unit = m[2] if m else "?"
@@ -99,12 +92,25 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
                 asked, f'a size like "512MB", "2GiB", "80%" or a number of bytes{bits}', call
             )
         amount = float(m[1])
-        fraction = unit == "%" or (unit == "" and "." in m[1] and amount <= 1)
-        amount *= 0.01 if unit == "%" else 1 if fraction else _UNITS[unit]
-    else:
-        amount = asked
+        if unit == "%":
+            return amount * 0.01, True
+        if unit == "" and "." in m[1] and amount <= 1:
+            return amount, True
+        return amount * _UNITS[unit], False
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)):
+        raise _refuse(
+            asked, 'bytes, "512MB", "2GiB", a fraction like 0.8, or a dict by device', call
+        )
+    fraction = isinstance(asked, float) and asked <= 1
     if isinstance(asked, float) and not fraction and not asked.is_integer():
         raise _refuse(asked, "a fraction of at most 1, or whole bytes", call)
+    return asked, fraction
+
+
+def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
+    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch
+    holds already. here: refuse more than the device has."""
+    amount, fraction = _parsed(asked, call)
     if not math.isfinite(amount) or amount <= 0:
         raise _refuse(asked, "a budget above zero", call)
     if fraction and amount > 1:
@@ -168,9 +174,8 @@ class _Setting(contextlib.ContextDecorator):
         """As a decorator: the body runs under the setting, of generators and coroutines too (where
         calling runs nothing of it yet)."""
         if inspect.isgeneratorfunction(func):
-            return cast(
-                _F, _wrap_generator(lambda: self, func)
-            )  # around each resumption, as torch.no_grad() does
+            # around each resumption, as torch.no_grad() does
+            return cast(_F, _wrap_generator(lambda: self, func))
         if not inspect.iscoroutinefunction(func):
             return super().__call__(func)
 
@@ -184,13 +189,12 @@ class _Setting(contextlib.ContextDecorator):
 
 class budget(_Setting):
     """Torch may hold at most this much memory, model and data included. Steps are cut so that they
-    stay within it; on the CPU torch itself refuses to go beyond. Where there is a GPU one amount is
-    the GPU's, and the CPU's is said with a dict.
+    stay within it; on the CPU torch itself refuses to go beyond. On a machine with a GPU one amount
+    is the GPU's; a dict gives the CPU's too.
 
     Args:
         amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry,
-        a dict by device, or `None`: what is free
-            when a step is planned.
+            a dict by device, or `None`: what is free when a step is planned.
 
     Raises:
         ValueError: not a size, not above zero, or more than the machine has.
@@ -219,8 +223,8 @@ class micro_batch(_Setting):
     """Cut the batch into slices of `size` rows (the last may be smaller).
 
     Args:
-        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: of the sizes that
-        fit, the fastest, found in the first steps.
+        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: the fastest of
+            the sizes that fit, found in the first steps.
 
     Raises:
         ValueError: anything else.
@@ -244,9 +248,9 @@ class strict(_Setting):
     """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of
     using the memory, and before anything has run.
 
-    That is so too for an operator that runs while the step is recorded (`nonzero`, `unique`,
-    masks), if what it needs would be made in slices. What is whole already (the batch as it was
-    given, a value that you asked for before) is nothing more to hold, and is not refused.
+    Operators that run while the step is recorded (`nonzero`, `unique`, masks) raise too, if their
+    input would be computed in slices. An input that is whole already (the batch as it was given, a
+    value that you asked for before) costs no more memory and is not refused.
     """
 
     def _settings(self) -> dict[str, Any]:

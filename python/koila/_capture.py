@@ -1,5 +1,5 @@
-"""What C asks of Python (``koila__ask`` in helpers.c finds its functions here by name): the facts
-about an operator, once (:func:`describe`), and small things now and then."""
+"""The functions that C asks for by name (``koila__ask`` in helpers.c): the facts about an operator,
+once (:func:`describe`), and small things now and then."""
 
 from __future__ import annotations
 
@@ -145,6 +145,7 @@ _overwriting = {
     "cauchy_",
     "log_normal_",
 }
+# Elementwise operators that lack torch's tag.
 _elementwise = {
     "copy_",
     "where",
@@ -156,7 +157,7 @@ _elementwise = {
     "le_",
     "gt_",
     "ge_",
-}  # some that lack the tag
+}
 _factories = {
     "empty_like",
     "zeros_like",
@@ -168,8 +169,17 @@ _factories = {
     "new_empty",
     "new_zeros",
     "new_ones",
+    "new_full",
+    "new_empty_strided",
 }
-_factories |= {"new_full", "new_empty_strided"}
+_indexing = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+}
 _not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
 
 
@@ -183,22 +193,11 @@ def _rules_of(func: Any) -> dict[type, Any] | None:
 
 
 def describe(func: Any) -> tuple[Any, ...]:
-    """What C needs to know about an operator, see Note [Kinds] in record.h."""
+    """The facts about an operator that C needs, see Note [Kinds] in record.h."""
     schema = func._schema
     name = schema.name + ("." + schema.overload_name if schema.overload_name else "")
     base = schema.name.removeprefix("aten::")
-    written, names, sets = 0, [], []
-    at = 0
-    for argument in schema.arguments:
-        info = argument.alias_info
-        if info is not None and info.is_write:
-            if argument.kwarg_only:
-                names.append(argument.name)
-                sets.append((info.before_set, -1 - len(names)))
-            else:
-                written |= 1 << at
-                sets.append((info.before_set, at))
-        at += not argument.kwarg_only
+    written, names, sets = _writes_of(schema)
     source = []
     for result in schema.returns:
         info = result.alias_info
@@ -218,47 +217,7 @@ def describe(func: Any) -> tuple[Any, ...]:
         result_kind = 1
     else:
         result_kind = 2 if "List" in str(schema.returns[0].type) else 0
-    overwrites = base in _overwriting or bool(names)
-    kind, handler = PLAIN, None
-    if schema.name in handlers:
-        kind, handler = SPECIAL, handlers[schema.name]
-    elif base.startswith("_foreach_"):
-        kind, handler = SPECIAL, foreach
-    elif func.namespace == "c10d":
-        kind, handler = SPECIAL, collective
-    elif base in (
-        "index",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index",
-        "_unsafe_index_put",
-    ):
-        kind, handler = INDEX, special_index
-    elif base in ("detach", "alias", "lift_fresh", "lift"):
-        kind = SAME
-    elif base == "as_strided":
-        kind, handler = STRIDED, as_strided
-    elif base in _factories and not writes and "aten::" in schema.name:
-        kind = FACTORY
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, "CompositeImplicitAutograd"
-    ) and not any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        for key in ("CPU", "CUDA")  # silu_backward has both: its own kernel is what eager runs
-    ):
-        kind, handler = SPECIAL, decompose
-    elif torch.Tag.inplace_view in func.tags:
-        kind, handler = SPECIAL, metadata_write
-    elif random and writes:
-        kind, handler = SPECIAL, random_write if base in _overwriting else value_dependent
-    elif random:
-        kind, handler = SPECIAL, run_on_reals
-    elif func.is_view:
-        kind = VIEW
-    elif writes:
-        kind = WRITE
-    elementwise = torch.Tag.pointwise in func.tags or base in _elementwise
+    kind, handler = _handled_by(func) or _recorded_as(func, name, writes, random)
     return (
         name,
         flags,
@@ -267,8 +226,66 @@ def describe(func: Any) -> tuple[Any, ...]:
         tuple(names),
         tuple(source),
         result_kind,
-        overwrites,
-        elementwise,
+        base in _overwriting or bool(names),
+        torch.Tag.pointwise in func.tags or base in _elementwise,
         handler,
         _rules_of(func),
     )
+
+
+def _writes_of(schema: Any) -> tuple[int, list[str], list[tuple[set[str], int]]]:
+    """The arguments that an operator writes: those by position as bits, those by name, and of each
+    (its labels in the schema, its position, or -1 - n for the n-th name from 1)."""
+    written, names, sets = 0, [], []
+    at = 0
+    for argument in schema.arguments:
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            if argument.kwarg_only:
+                names.append(argument.name)
+                sets.append((info.before_set, -1 - len(names)))
+            else:
+                written |= 1 << at
+                sets.append((info.before_set, at))
+        at += not argument.kwarg_only
+    return written, names, sets
+
+
+def _handled_by(func: Any) -> tuple[int, Any] | None:
+    """(kind, handler) of an operator that is handled by its name, or None."""
+    name, base = func._schema.name, func._schema.name.removeprefix("aten::")
+    if name in handlers:
+        return SPECIAL, handlers[name]
+    if base.startswith("_foreach_"):
+        return SPECIAL, foreach
+    if func.namespace == "c10d":
+        return SPECIAL, collective
+    if base in _indexing:
+        return INDEX, special_index
+    if base in ("detach", "alias", "lift_fresh", "lift"):
+        return SAME, None
+    if base == "as_strided":
+        return STRIDED, as_strided
+    return None
+
+
+def _recorded_as(func: Any, name: str, writes: bool, random: bool) -> tuple[int, Any]:
+    """(kind, handler) of any other operator, by its properties."""
+    base = func._schema.name.removeprefix("aten::")
+    if base in _factories and not writes and "aten::" in func._schema.name:
+        return FACTORY, None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # silu_backward has both a decomposition and a kernel of its own, which is what eager runs.
+    if has_kernel(name, "CompositeImplicitAutograd") and not any(
+        has_kernel(name, key) for key in ("CPU", "CUDA")
+    ):
+        return SPECIAL, decompose
+    if torch.Tag.inplace_view in func.tags:
+        return SPECIAL, metadata_write
+    if random and writes:
+        return SPECIAL, random_write if base in _overwriting else value_dependent
+    if random:
+        return SPECIAL, run_on_reals
+    if func.is_view:
+        return VIEW, None
+    return (WRITE if writes else PLAIN), None

@@ -3,6 +3,7 @@ there is stood in for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from . import _backward, _core
 
 
 class UndoWrites(TorchDispatchMode):
-    """What a step that is only planned (or explained) writes into plain tensors (a batch norm's
-    counter, a logged mean) is put back, and so is the CPU's random state. With the contents the
-    version: a step that is open may have recorded, or saved for its backward, the tensor as it
-    is."""
+    """Undo the writes of a step that is only planned (or explained) into plain tensors (a batch
+    norm's counter, a logged mean), and put the CPU's random state back. A tensor gets its contents
+    and its version back, because an open step may have recorded it, or saved it for its backward.
+    """
 
     def __enter__(self) -> UndoWrites:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
-        # autocast made a half-precision copy of a float32 parameter, which is what the recording
-        # then sees
+        # Has autocast made a half-precision copy of a float32 parameter? The recording sees only
+        # the copy.
         self.casts_parameters = False
         self._random = torch.get_rng_state()
         TorchDispatchMode.__enter__(self)
@@ -110,8 +111,8 @@ class AsOnCuda(TorchFunctionMode):
         self.casts_parameters = False
 
     def __enter__(self) -> AsOnCuda:
-        # CUDA autocasts that are open; a backward counts as one: what a checkpoint runs again there
-        # is under the CPU's, which stood in for it
+        # The number of open CUDA autocasts. A backward counts as one: a checkpoint runs its forward
+        # again there, under the CPU's autocast.
         self._depth = 0
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._plain = init, enter, leave = (
@@ -154,7 +155,7 @@ class AsOnCuda(TorchFunctionMode):
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:
-        """A meta tensor's cast; a parameter's is made once."""
+        """A meta tensor in half precision; a parameter's cast is made once."""
         if not (
             isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float32
         ):
@@ -168,8 +169,8 @@ class AsOnCuda(TorchFunctionMode):
         return self._casts[id(x)][1]
 
     def _engine(self, *args: Any, **kwargs: Any) -> Any:
-        """A mode is not asked inside a function that it was asked about, such as backward(); what a
-        checkpoint runs again there has to be cast all the same."""
+        """Enter the mode once more for a backward: inside a function that a mode was asked about it
+        is not asked again, and what a checkpoint runs again there has to be cast too."""
         self._depth += 1
         TorchFunctionMode.__enter__(self)
         try:
@@ -181,12 +182,24 @@ class AsOnCuda(TorchFunctionMode):
                 self._casts.clear()
 
     def _stay(self, x: Any) -> Any:
-        return (
-            self._home
-            if (isinstance(x, torch.device) and x.type == "cuda")
-            or (isinstance(x, str) and x.split(":")[0] == "cuda")
-            else x
-        )
+        """A CUDA device becomes the one that the step is recorded on."""
+        if isinstance(x, torch.device):
+            return self._home if x.type == "cuda" else x
+        return self._home if isinstance(x, str) and x.split(":")[0] == "cuda" else x
+
+    def _cast_of(self, name: str, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
+        """The cast that CUDA's autocast applies to the arguments of a function, or None."""
+        if name in self._float32:
+            return _widen_half
+        if name in self._half:
+            return self._narrow
+        if name in self._widest and any(
+            t.device.type == "meta" and t.dtype is torch.float32
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ):
+            return _widen_meta
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -194,47 +207,24 @@ class AsOnCuda(TorchFunctionMode):
         if self._moves:
             if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
                 return args[0]
-            if (
-                name == "to"
-                and len(args) > 1
-                and isinstance(args[1], int)
-                and not isinstance(args[1], bool)
-            ):
+            if name == "to" and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
                 args = (args[0], self._home, *args[2:])
             if name == "to" or "device" in kwargs:
-                args, kwargs = (
-                    tuple(self._stay(a) for a in args),
-                    {k: self._stay(v) for k, v in kwargs.items()},
-                )
+                args = tuple(self._stay(a) for a in args)
+                kwargs = {k: self._stay(v) for k, v in kwargs.items()}
         if self._depth and torch.is_autocast_enabled("cpu"):
-            cast = None
-            if name in self._float32:
-
-                def cast(x: Any) -> Any:
-                    return (
-                        x.float()
-                        if isinstance(x, torch.Tensor)
-                        and x.dtype in (torch.float16, torch.bfloat16)
-                        else x
-                    )
-
-            elif name in self._half:
-                cast = self._narrow
-            elif name in self._widest and any(
-                t.device.type == "meta" and t.dtype is torch.float32
-                for t in tree_leaves((args, kwargs))
-                if isinstance(t, torch.Tensor)
-            ):
-
-                def cast(x: Any) -> Any:
-                    return (
-                        x.float()
-                        if isinstance(x, torch.Tensor)
-                        and x.device.type == "meta"
-                        and x.is_floating_point()
-                        else x
-                    )
-
+            cast = self._cast_of(name, args, kwargs)
             if cast is not None:
                 args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         return func(*args, **kwargs)
+
+
+def _widen_half(x: Any) -> Any:
+    half = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if half else x
+
+
+def _widen_meta(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.is_floating_point():
+        return x.float()
+    return x

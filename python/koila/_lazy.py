@@ -210,19 +210,14 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     value: Any = values
     if len(values) == 1:
         value = values[0]
-        if not isinstance(value, torch.Tensor) and not _is_container(value) and _is_loader(value):
+        if _is_loader(value):
             return LazyLoader(value, batch)
-        if (
-            isinstance(batch, (list, tuple))
-            and len(batch) == 1
-            and not (isinstance(value, (list, tuple)) and len(value) == 1)
-        ):
-            batch = batch[0]  # in_dims=(0,) for one argument
+        if isinstance(batch, (list, tuple)) and len(batch) == 1:
+            if not (isinstance(value, (list, tuple)) and len(value) == 1):
+                batch = batch[0]  # in_dims=(0,) for one argument
     found, n_tensors = _look(value, batch, call)
     if n_tensors == 0:
-        kinds = ", ".join(sorted({type(v).__name__ for v in values}))
-        advice = next((text for test, text in _INSTEAD if any(map(test, values))), "")
-        raise ValueError(f"{call}: expected at least one tensor, got {kinds}{advice}")
+        raise _no_tensor(values, call)
     if not found:
         if not _has_int(batch):
             raise ValueError(f"{call}: expected at least one batched value, got none")
@@ -248,6 +243,12 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         return made[key]
 
     return tree_map(wrap, value, batch)
+
+
+def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:
+    kinds = ", ".join(sorted({type(v).__name__ for v in values}))
+    advice = next((text for test, text in _INSTEAD if any(map(test, values))), "")
+    return ValueError(f"{call}: expected at least one tensor, got {kinds}{advice}")
 
 
 _Found = list[tuple[torch.Tensor, int, str]]  # (tensor, batch dimension, where in the values)
@@ -393,7 +394,9 @@ def _check_sliceable(t: torch.Tensor) -> None:
 
 def _is_loader(value: Any) -> bool:
     return (
-        hasattr(type(value), "__iter__")
+        not isinstance(value, torch.Tensor)
+        and not _is_container(value)
+        and hasattr(type(value), "__iter__")
         and not isinstance(value, (str, bytes, bytearray, set, frozenset, torch.nn.Module))
         and not hasattr(value, "__array__")
     )

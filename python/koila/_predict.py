@@ -43,12 +43,8 @@ class Prediction(Plan):
         if self.prediction is None:
             return text
         p = self.prediction
-        lines = [
-            text,
-            "",
-            f"on {p['device']}, {readable(p['memory_bytes'])}: "
-            f"{'fits, ' + readable(p['spare_bytes']) + ' to spare' if p['fits'] else 'does not fit'}",
-        ]
+        answer = f"fits, {readable(p['spare_bytes'])} to spare" if p["fits"] else "does not fit"
+        lines = [text, "", f"on {p['device']}, {readable(p['memory_bytes'])}: {answer}"]
         for what in ("allocated", "reserved", "device"):
             low, expected, high = p["steady"][what]
             lines.append(
@@ -57,6 +53,7 @@ class Prediction(Plan):
         return "\n".join(lines)
 
 
+# Whole because half of it is the list of arguments, in the order in which they are documented.
 def plan(
     step: Callable[..., Any],
     *inputs: Any,
@@ -79,28 +76,32 @@ def plan(
     step: called with the inputs made lazy; runs forward and backward, or returns the loss (backward
     is then called on it). It must not read values.
     inputs: tensors, as for `lazy(..., batch=batch)`; their contents are not looked at, and tensors
-    and model may be on the `meta` device.
-    budget: bytes or a word such as "24GiB" that the step may use, with what it reads (parameters,
-    buffers, the batch: `base_bytes`; a batch on `meta` stands for its
-        shape alone) and the gradients; `None`: no limit, or the device's memory.
+        and model may be on the `meta` device.
+    budget: bytes, or a text such as "24GiB", for the step, the tensors that it reads (parameters,
+        buffers, the batch: `base_bytes`; a batch on `meta` stands for its shape alone) and the
+        gradients; `None`: no limit, or the device's memory.
     device: a GPU by name ("h100-80gb"; an unknown name lists the nearest), the path of a profile
-    written by `measure_device`, or "cuda", "cuda:1": the one that is
-        here, as it is now. `None`, "cpu": the sum of live bytes, as on a CPU.
-    micro_batch: force the rows of a slice. optimizer, optimizer_way: "none", "sgd", "momentum",
-    "adam", "adamw"; "foreach", "fused", "loop":
-        the optimizer's own state and temporaries, which a recorded step does not show; so do
-        weight_decay and amsgrad, whether gradients are clipped by `clip_grad_norm_`, whether the
-        model is wrapped in DistributedDataParallel (its buckets), and whether a `GradScaler` is
-        used. sdpa: attention's back end, "auto", "flash", "efficient", "math" or "cudnn". These
-        count on a device only. `torch.autocast("cuda")` in the step casts as it does on CUDA, moves
-        to CUDA move nothing; CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as
-        they are set here, and so does PYTORCH_CUDA_ALLOC_CONF, unless conf gives other settings of
-        the allocator: "expandable_segments:True".
+        written by `measure_device`, or "cuda", "cuda:1": the GPU that is here, as it is now.
+        `None`, "cpu": the sum of live bytes, as on a CPU.
+    micro_batch: force the rows of a slice.
+
+    The rest counts on a device only, and names memory that a recorded step does not show:
+
+    optimizer: "none", "sgd", "momentum", "adam", "adamw"; optimizer_way: "foreach", "fused",
+        "loop"; weight_decay, amsgrad: the optimizer's state and temporaries.
+    clip_grad_norm: gradients are clipped by `clip_grad_norm_`.
+    ddp: the model is wrapped in DistributedDataParallel (its buckets).
+    grad_scaler: a `GradScaler` is used.
+    sdpa: attention's back end, "auto", "flash", "efficient", "math" or "cudnn".
+    conf: the allocator's settings, "expandable_segments:True"; `None`: PYTORCH_CUDA_ALLOC_CONF.
+
+    `torch.autocast("cuda")` in the step casts as it does on CUDA, and moves to CUDA move nothing.
+    CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here.
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a
-    value, and on a device when it runs a fully sharded module
-        (FSDP), whose memory has not been measured; ValueError for an unknown device or setting.
+        value, and on a device when it runs a fully sharded module (FSDP), whose memory has not
+        been measured; ValueError for an unknown device or setting.
     """
     profile = _profile_of(device)
     if micro_batch is not None and (
@@ -110,53 +111,21 @@ def plan(
             f"plan(micro_batch={micro_batch!r}): expected at least 1 row or None, got "
             f"{micro_batch!r}"
         )
-    user_budget = (
-        None
-        if budget is None
-        else _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
-    )
-
-    casts = False
-    here = next(
-        (t.device for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)), torch.device("cpu")
-    )
-
-    def recorded(limit: int | None, rows: int | None) -> dict[str, Any]:
-        _core.configure(budget=limit, micro_batch=rows)
-        n_plans = _core.n_plans()
-        nonlocal casts
-        on_cuda = AsOnCuda(here)
-        with UndoWrites() as writes, contextlib.nullcontext() if profile is None else on_cuda:  # type: ignore[no-untyped-call]
-            values = lazy(*inputs, batch=batch)
-            result = step(*(values if isinstance(values, tuple) else (values,)))
-            if isinstance(result, torch.Tensor) and _core.is_lazy(result):
-                if result.requires_grad:
-                    result.backward()  # type: ignore[no-untyped-call]
-                else:
-                    _core.run_all([result], False)
-        casts = writes.casts_parameters or on_cuda.casts_parameters
-        raw: dict[str, Any] | None = _core.last_plan()
-        if raw is None or _core.n_plans() == n_plans:
-            raise ValueError(
-                "plan(): expected a step that returns its loss or calls backward on it, got one "
-                "that does neither"
-            )
-        return raw
-
+    user_budget = None
+    if budget is not None:
+        user_budget = _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
     inputs = tree_map(_plain_input, inputs)
-    before, open_step = (
-        _core.configure(dry=True, strict=False, fastest=False),
-        _core.swap_open(None),
-    )
+    before = _core.configure(dry=True, strict=False, fastest=False)
+    open_step = _core.swap_open(None)
     try:
-        raw = recorded(user_budget, micro_batch)
+        _core.configure(budget=user_budget, micro_batch=micro_batch)
+        raw, casts = _recorded(step, inputs, batch, on_cuda=profile is not None)
         if profile is None:
             return Prediction(raw, None)
-        allocator = (
-            conf
-            if conf is not None
-            else os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-        )
+        allocator = conf
+        if conf is None:
+            allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+            allocator = allocator or os.environ.get("PYTORCH_ALLOC_CONF")
         prediction = _core.predict(
             profile,
             memory=user_budget or 0,
@@ -181,26 +150,51 @@ def plan(
     except UnsupportedError as e:
         if profile is None or "(FSDP)" not in str(e):
             raise
-        raise UnsupportedError(
-            "plan(device=...): the step runs a fully sharded module (FSDP). What its gathered "
-            "parameters and reduced gradients need on a GPU has not been measured, so it is"
-            " refused rather than guessed. Plan the model before it is sharded, or measure a "
-            "step with torch.cuda.max_memory_reserved()"
-        ) from e
+        raise UnsupportedError(_SHARDED) from e
     finally:
         _core.swap_open(open_step)
         _core.configure(**before)
 
 
+_SHARDED = (
+    "plan(device=...): the step runs a fully sharded module (FSDP). What its gathered parameters "
+    "and reduced gradients need on a GPU has not been measured, so it is refused rather than "
+    "guessed. Plan the model before it is sharded, or measure a step with "
+    "torch.cuda.max_memory_reserved()"
+)
+
+
+def _recorded(
+    step: Callable[..., Any], inputs: Any, batch: Any, on_cuda: bool
+) -> tuple[dict[str, Any], bool]:
+    """Record and plan a step on lazy inputs, computing nothing: its raw plan, and whether autocast
+    casts parameters. on_cuda: record it as it would run on a GPU."""
+    tensors = (t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+    home = next((t.device for t in tensors), torch.device("cpu"))
+    stand_in = AsOnCuda(home)
+    n_plans = _core.n_plans()
+    with UndoWrites() as writes, stand_in if on_cuda else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+        values = lazy(*inputs, batch=batch)
+        result = step(*(values if isinstance(values, tuple) else (values,)))
+        if isinstance(result, torch.Tensor) and _core.is_lazy(result):
+            if result.requires_grad:
+                result.backward()  # type: ignore[no-untyped-call]
+            else:
+                _core.run_all([result], False)
+    raw = _core.last_plan()
+    if raw is None or _core.n_plans() == n_plans:
+        raise ValueError(
+            "plan(): expected a step that returns its loss or calls backward on it, got one that "
+            "does neither"
+        )
+    return raw, writes.casts_parameters or stand_in.casts_parameters
+
+
 def _profile_of(device: str | os.PathLike[str] | torch.device | None) -> str | None:
     """A built-in profile's name, or a profile as JSON; `None`: none is meant."""
-    name = (
-        "cpu"
-        if device is None
-        else str(device)
-        if isinstance(device, torch.device)
-        else os.fspath(device)
-    )
+    if device is None:
+        return None
+    name = str(device) if isinstance(device, torch.device) else os.fspath(device)
     if os.path.exists(name):
         with open(name, encoding="utf-8") as f:
             return f.read()
@@ -230,6 +224,45 @@ def _plain_input(t: torch.Tensor, _dim: Any, where: str) -> torch.Tensor:
     return _core.concrete(t)
 
 
+_CONTEXT_SPREAD = 32 << 20  # bytes by which the context differs between processes
+
+
+def _train_a_little() -> None:
+    """A small training step, twice, which loads the kernels that most programs use."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1),
+        torch.nn.GroupNorm(2, 8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 64, 8),
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(
+            model(torch.randn(4, 3, 8, 8, device="cuda")),
+            torch.zeros(4, dtype=torch.long, device="cuda"),
+        ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+def _cublas_workspace() -> int:
+    """Bytes of cuBLAS's workspace; 0: this torch cannot tell. Only this thread's is measured: the
+    others (cuBLASLt's, the backward thread's) are given back before."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        return 0
+    square = torch.ones(64, 64, device="cuda")
+    clear()
+    before = int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+    torch.mm(square, square)
+    n_bytes = int(torch.cuda.memory_stats()["requested_bytes.all.current"]) - before
+    torch.cuda.synchronize()
+    clear()
+    return n_bytes
+
+
 def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, Any]:
     """Write the memory profile of this machine's GPU, for `plan(device=path)` and `koila plan --gpu
     path`. Takes under a minute.
@@ -248,35 +281,8 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
         properties = torch.cuda.get_device_properties(device)
         cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         _, total = torch.cuda.mem_get_info()
-        model = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 8, 3, padding=1),
-            torch.nn.GroupNorm(2, 8),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(8 * 64, 8),
-        ).cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            torch.nn.functional.cross_entropy(
-                model(torch.randn(4, 3, 8, 8, device="cuda")),
-                torch.zeros(4, dtype=torch.long, device="cuda"),
-            ).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.cuda.synchronize()
-        cublas, clear = 0, getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if (
-            clear is not None
-        ):  # this thread's alone: whatever else has one, cuBLASLt or the backward thread, is given back before
-            square = torch.ones(64, 64, device="cuda")
-            clear()
-            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-            torch.mm(square, square)
-            cublas = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
-            torch.cuda.synchronize()
-            clear()
-            del square
-        del model, optimizer
+        _train_a_little()
+        cublas = _cublas_workspace()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         context = max(0, total - free - torch.cuda.memory_reserved())
@@ -292,9 +298,8 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
             "compute_capability": field(10 * properties.major + properties.minor),
             "total_bytes": field(properties.total_memory),
             "info_total_bytes": field(total),
-            "context_bytes": field(
-                context, spread=32 << 20
-            ),  # other processes on the card count as context
+            # other processes on the card count as context
+            "context_bytes": field(context, spread=_CONTEXT_SPREAD),
             **({"cudnn_version": field(cudnn)} if cudnn else {}),
             **({"cublas_workspace_bytes": field(cublas)} if cublas > 0 else {}),
         },

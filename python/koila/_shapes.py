@@ -1,5 +1,5 @@
-"""What a call gives that was never seen before: FakeTensor is asked (:func:`shape`), and what it
-does not know is added; factories; and what a write may not overlap."""
+"""The results of calls that were never seen before: FakeTensor describes them (:func:`shape`), and
+its errors are corrected; factories; and the memory that a write may not overlap."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from ._errors import UnsupportedError
 from ._settled import on_settled
 
 aten = torch.ops.aten
+
+_MOST_TRIED = 1 << 28  # bytes of zeros on which a call is tried for its error
+_MOST_CHECKED = 1 << 24  # bytes of memory on which eager checks for overlaps
+_MOST_MARKED = 1 << 26  # elements that are marked to find shared ones
 
 _fake_mode: Any = None
 
@@ -32,10 +36,8 @@ def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     fakes: list[Any] = []
     mode = fake_mode()
     log = _fake_log()
-    quiet, log.disabled = (
-        log.disabled,
-        True,
-    )  # it prints every failure; ours are the user's shape errors, and they are raised
+    # It prints every failure. Ours are the user's shape errors, and they are raised.
+    quiet, log.disabled = log.disabled, True
     try:
         with mode:
 
@@ -68,10 +70,10 @@ def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def real_error(func: Any, args: Any, kwargs: Any) -> bool:
-    """Raise what eager would raise for these shapes, by trying on zeros of the same kind. True:
-    that works; False: too big to try."""
+    """Raise eager's error for these shapes, by running the call on zeros of the same kind. True: it
+    works; False: it was not tried, too large or not safe on zeros."""
     tensors = tensors_of(args, kwargs)
-    if sum(t.numel() * t.element_size() for t in tensors) > 1 << 28 or not _harmless(func):
+    if sum(t.numel() * t.element_size() for t in tensors) > _MOST_TRIED or not _harmless(func):
         return False
     a, k = map_call(
         lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).zero_(),
@@ -86,9 +88,47 @@ def real_error(func: Any, args: Any, kwargs: Any) -> bool:
         torch.default_generator.set_state(state)
 
 
+# Kinds of results, as memo.c reads them.
+_ONE, _TUPLE, _LIST, _NOTHING = range(4)
+# Kinds of one result in it.
+_NONE, _TENSOR, _CONSTANT = range(3)
+_Out = list[tuple[int, Any]]
+
+
 def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives: (result kind, [(0, None) | (1, meta) | (2, constant)]) of the fresh
     results, or a callable to call instead."""
+    described = _describe(func, args, kwargs)
+    if described is None:
+        return value_dependent
+    result, fakes = described
+    _dtype_error(func, args, kwargs)
+    if _unlike(func, args, kwargs):
+        try:
+            real_error(func, args, kwargs)
+        except Exception as e:
+            raise e.with_traceback(None) from None
+    written = [i for i, w in enumerate(which_written(func, args, kwargs)) if w]
+    instead = _instead_of_write(func, args, kwargs, fakes, written)
+    if instead is not None:
+        return instead
+    many = isinstance(result, (list, tuple))
+    results = list(result) if many else [] if result is None else [result]
+    if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in results):
+        return value_dependent  # how many elements it stores is known only when it exists
+    kind = _ONE
+    if result is None or (many and len(func._schema.returns) == 0):
+        kind = _NOTHING
+    elif many:
+        kind = _LIST if isinstance(result, list) else _TUPLE
+    returned = {id(fakes[i]) for i in written}
+    out = [_out_of(func, r) for r in results if id(r) not in returned]
+    return kind, _corrected(func, args, fakes, out)
+
+
+def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The result of a call on fakes, and the fakes of its tensors; None: only values can tell.
+    Raises eager's error when the call is wrong."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -97,100 +137,79 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     try:
         result, fakes = _fake_call(func, args, kwargs)
-        if (
-            func in (aten.view.default, aten._unsafe_view.default)
-        ):  # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one dimension
+        if func in (aten.view.default, aten._unsafe_view.default):
+            # FakeTensor lets pass what cannot be viewed, as [4, 1, 5] with strides 30, 5, 1 in one
+            # dimension.
             func(torch.empty_strided(args[0].size(), args[0].stride(), device="meta"), *args[1:])
+        return result, fakes
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ):
-        return value_dependent
+        return None
     except UnsupportedError:
         raise
     except (NotImplementedError, ZeroDivisionError):
-        # no shape function; or one that divides by the number of elements, of which there are none
-        # (backward of a mean loss: no NaN in Python)
-        return value_dependent
+        # No shape function; or one that divides by the number of elements, of which there are none
+        # (backward of a mean loss: no NaN in Python).
+        return None
     except Exception as e:
-        if (
-            func.namespace != "aten"
-        ):  # a custom operator without one says so in its own way; and with one, a call that is wrong is wrong on values too
-            return value_dependent
+        if func.namespace != "aten":
+            # A custom operator without a shape function says so in its own way. With one, a call
+            # that is wrong is wrong on values too.
+            return None
         error: BaseException = e
         try:
             if real_error(func, args, kwargs):
-                # the shape function's own fault, or what it cannot describe: a nested result
-                return value_dependent
+                # The shape function is at fault, or cannot describe the result (a nested one).
+                return None
         except Exception as real:
             error = real
         if "allocate memory" in str(error):
             _core.held_fits(str(func))
         raise error.with_traceback(None) from None
-    _dtype_error(func, args, kwargs)
-    if _unlike(func, args, kwargs):
-        try:
+
+
+def _instead_of_write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any], written: list[int]
+) -> Any:
+    """What to call instead where the tensors `written` (numbers of tensors of the call) cannot be
+    written as recorded: they would be resized, or have elements that share memory; else None."""
+    tensors = tensors_of(args, kwargs)
+    for i in written:
+        if fakes[i].size() != tensors[i].size():
+            if _core.settle(tensors[i]):
+                return on_settled
+            raise UnsupportedError(
+                f"{func}: the tensor to write would be resized from {tuple(tensors[i].size())} to "
+                f"{tuple(fakes[i].size())}; give one of the right size"
+            )
+        if torch._debug_has_internal_overlap(fakes[i]) == 1:
+            if func is aten.copy_.default and _same_memory(args[0], args[1]):
+                return _itself  # nothing happens, also where elements share memory
+            # Most operators refuse to write such a tensor, and the shape functions do not look.
             real_error(func, args, kwargs)
-        except Exception as e:
-            raise e.with_traceback(None) from None
-    schema = func._schema
-    written = {
-        i
-        for i, a in enumerate(schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    }
-    if written:
-        mutated = [i for i, a in enumerate(which_written(func, args, kwargs)) if a]
-        tensors = tensors_of(args, kwargs)
-        for i in mutated:
-            if fakes[i].size() != tensors[i].size():
-                if _core.settle(tensors[i]):
-                    return on_settled
-                raise UnsupportedError(
-                    f"{func}: the tensor to write would be resized from "
-                    f"{tuple(tensors[i].size())} to {tuple(fakes[i].size())}; give one of the "
-                    "right size"
-                )
-            if torch._debug_has_internal_overlap(fakes[i]) == 1:
-                if func is aten.copy_.default and _same_memory(
-                    args[0], args[1]
-                ):  # nothing happens, also where elements share memory
-                    return _itself
-                real_error(
-                    func, args, kwargs
-                )  # most operators refuse to write such a tensor, and the shape functions do not look
-    many = isinstance(result, (list, tuple))
-    if any(
-        isinstance(r, torch.Tensor) and not is_dense(r) for r in (result if many else (result,))
-    ):
-        return value_dependent  # how many elements it stores is known only when it is there
-    kind = (
-        3
-        if result is None or (many and len(schema.returns) == 0)
-        else (2 if isinstance(result, list) else 1)
-        if many
-        else 0
-    )
-    out: list[tuple[int, Any]] = []
-    aliases = {id(f) for i, f in enumerate(fakes) if written and mutated.count(i)}
-    for r in list(result) if many else [] if result is None else [result]:
-        if isinstance(r, torch.Tensor):
-            if id(r) in aliases:
-                continue
-            out.append((1, _meta_of_result(r)))
-        elif r is None:
-            out.append((0, None))
-        elif isinstance(r, (int, float, bool, complex, str)):
-            out.append((2, r))
-        else:
-            raise UnsupportedError(f"{func} returns {type(r).__name__} within its result")
-    if (
-        func is aten._native_batch_norm_legit_functional.default
-    ):  # new running statistics are clones of the old; the shape function widens half precision
-        out[3:] = [(1, _meta_of_result(fakes[i])) for i in range(len(fakes) - 2, len(fakes))]
+    return None
+
+
+def _out_of(func: Any, result: Any) -> tuple[int, Any]:
+    if isinstance(result, torch.Tensor):
+        return _TENSOR, _meta_of_result(result)
+    if result is None:
+        return _NONE, None
+    if isinstance(result, (int, float, bool, complex, str)):
+        return _CONSTANT, result
+    raise UnsupportedError(f"{func} returns {type(result).__name__} within its result")
+
+
+def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) -> _Out:
+    """The results as the kernels make them, where the shape functions say otherwise."""
+    if func is aten._native_batch_norm_legit_functional.default:
+        # New running statistics are clones of the old; the shape function widens half precision.
+        out[3:] = [(_TENSOR, _meta_of_result(f)) for f in fakes[-2:]]
     if func is aten.mkldnn_rnn_layer.default:
-        out[3] = (1, _rnn_workspace(args, out[3][1]))
+        out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
     if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
         dtype, device, size, _, offset = out[0][1]
         like = torch.empty(
@@ -198,13 +217,12 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device="meta",
             memory_format=torch._prims_common.suggest_memory_format(fakes[_laid_out_as[func]]),
         )
-        out[0] = 1, (dtype, device, size, tuple(like.stride()), offset)
-    for argument, value in zip(schema.arguments, args):
-        if argument.name == "output_mask" and len(value) <= len(
-            out
-        ):  # shape functions may describe what the kernel does not make
-            out = [o if m else (0, None) for o, m in zip(out, value)] + out[len(value) :]
-    return kind, out
+        out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
+    for argument, value in zip(func._schema.arguments, args):
+        # Shape functions may describe results that the mask leaves out.
+        if argument.name == "output_mask" and len(value) <= len(out):
+            out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
+    return out
 
 
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
@@ -222,9 +240,9 @@ _laid_out_as = {
 
 
 def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:
-    """oneDNN's recurrent layers hand backward a workspace several times the size of their results;
-    the shape function says it is empty. Its size is a line over the rows (in whole pages), so two
-    calls on a few rows of zeros tell it."""
+    """oneDNN's recurrent layers hand backward a workspace several times the size of their results,
+    and the shape function says it is empty. Its bytes grow linearly with the rows (in whole pages),
+    so two calls on a few rows of zeros give them."""
     x, weights, constants = args[0], args[1:5], args[7:]
     rows, batch_sizes, train = x.size(1), args[8], args[15]
     if not train or batch_sizes or rows == 0 or x.device.type != "cpu":
@@ -249,9 +267,8 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
         size = n_bytes(more)
         if more < rows:
             size += (size - n_bytes(few)) * (rows - more) // (more - few)
-    except (
-        RuntimeError
-    ):  # no memory for a few rows: the plan then knows less, and the step may still run
+    except RuntimeError:
+        # No memory for a few rows: the plan then knows less, and the step may still run.
         return said
     return said[0], said[1], (size,), (1,), 0
 
@@ -272,8 +289,8 @@ def _itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _harmless(func: Any) -> bool:
-    """May it run on zeros? Not what takes a workspace that another call must have filled: that
-    crashes."""
+    """May it run on zeros? An operator that takes a workspace which another call must have filled
+    would crash."""
     name = func._schema.name
     return func.namespace == "aten" and not any(
         word in name
@@ -349,15 +366,15 @@ def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A written tensor shares memory with another argument: let eager's own check speak, on memory
-    of the same shape. With large ones it does not, for it would cost as much: check_shared() then
-    refuses what really overlaps."""
+    """A written tensor shares memory with another argument: run eager's own check, on memory of the
+    same shape. Large tensors are left out, because their memory would cost as much as theirs:
+    check_shared() then refuses real overlaps."""
     memory: dict[int, torch.Tensor] = {}
     sizes: dict[int, int] = {}
     for t in lazies_of(args, kwargs):
         group = _core.group_info(t)[2]
         sizes[group] = max(sizes.get(group, 0), _end(t) * t.element_size())
-    if sum(sizes.values()) > 1 << 24:
+    if sum(sizes.values()) > _MOST_CHECKED:
         return
 
     def stand_in(t: torch.Tensor) -> torch.Tensor:
@@ -401,8 +418,8 @@ def _dims(layout: Layout) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=1024)
 def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
     """Of two layouts in one storage: (do they share an element, does a hold every element of b
-    without holding one twice). Where that would take long to find out, the answers that get a
-    refusal."""
+    without holding one twice). Where finding out would take long: (True, False), which callers
+    refuse. Whole because each case stands on the ones before it."""
     dims_a, dims_b = _dims(a), _dims(b)
     if any(s == 0 for _, s in dims_a + dims_b):
         return False, any(s == 0 for _, s in dims_b)
@@ -412,9 +429,8 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
     def last(at: int, dims: list[tuple[int, int]]) -> int:
         return at + sum((s - 1) * d for d, s in dims)
 
-    while (
-        dims_a and dims_b and dims_a[-1] == dims_b[-1]
-    ):  # the same outer dimension, whose steps jump over all the rest: one step tells it all
+    while dims_a and dims_b and dims_a[-1] == dims_b[-1]:
+        # The same outer dimension; when its steps jump over all the rest, one step tells it all.
         if max(last(at_a, dims_a[:-1]), last(at_b, dims_b[:-1])) >= dims_a[-1][0]:
             break
         dims_a, dims_b = dims_a[:-1], dims_b[:-1]
@@ -426,7 +442,7 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
         if within or at_a <= at_b <= end_a or at_a <= end_b <= end_a:
             return True, within
     end = 1 + max(end_a, end_b)
-    if end > 1 << 26:
+    if end > _MOST_MARKED:
         return True, False
     mark = torch.zeros(end, dtype=torch.uint8)
     mark.as_strided([s for _, s in dims_a], [d for d, _ in dims_a], at_a).fill_(1)
@@ -451,9 +467,9 @@ def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
 
 def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
     """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's
-    elements, but once the memory is written, when it looks again, to whatever is addressed. We are
-    asked again by the same call as the first time; so beyond the view's elements it can be had as
-    long as nothing has been written."""
+    elements; but once the memory was written, to all elements that are addressed. Replaying the
+    call cannot tell the two apart, so elements beyond the view's are allowed only while nothing was
+    written."""
     if (
         view._version
         and not shared_places(layout_of(view), (offset, tuple(size), tuple(stride)))[1]
@@ -466,8 +482,8 @@ def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> No
 
 
 def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A factory that reads only metadata → (func, args, kwargs, meta, fill): a call without
-    tensors, and how to fill what it makes, or None."""
+    """A factory that reads only metadata as (func, args, kwargs, meta, fill): a call without
+    tensors, and the call that fills its result, or None."""
     result, _ = _fake_call(func, args, kwargs)
     meta = _meta_of_result(result)[:4]
     dtype, device, size, stride = meta

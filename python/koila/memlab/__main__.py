@@ -112,6 +112,30 @@ def _imported(module: str, path: str) -> Any:
     return target
 
 
+def _add(
+    profiler: LineProfiler,
+    wanted: str | None,
+    args: argparse.Namespace,
+    inside: list[tuple[str, types.CodeType]],
+) -> None:
+    """Profile the function `wanted`; None: every one of the script, `inside`."""
+    module, colon, path = (wanted or "").rpartition(":")
+    own = {"__main__", args.m or os.path.splitext(os.path.basename(args.script))[0]}
+    if colon and not (module in own and (not args.m or path in dict(inside))):
+        profiler.add_function(_imported(module, path))
+        return
+    if colon:  # the script's own function runs, not one made by importing the script once more
+        wanted = path
+    chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
+    if wanted and not chosen:
+        raise ValueError(
+            f"-f {wanted}: not in the script; it has "
+            f"{', '.join(n for n, _ in inside) or 'no function'}"
+        )
+    for name, c in chosen:
+        profiler.add_code(c, name)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.output:
         utils.format_of(args.output)
@@ -121,22 +145,7 @@ def run(args: argparse.Namespace) -> int:
     profiler = LineProfiler(target_gpu=int(args.gpu) if args.gpu.isdigit() else args.gpu)
     inside = codes_inside(code)
     for wanted in args.function or [None]:
-        module, colon, path = (wanted or "").rpartition(":")
-        own = {"__main__", args.m or os.path.splitext(os.path.basename(args.script))[0]}
-        if colon and not (module in own and (not args.m or path in dict(inside))):
-            profiler.add_function(_imported(module, path))
-            continue
-        wanted = (
-            path if colon else wanted
-        )  # what will run is the script's own, not what importing it once more would make
-        chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
-        if wanted and not chosen:
-            raise ValueError(
-                f"-f {wanted}: not in the script; it has "
-                f"{', '.join(n for n, _ in inside) or 'no function'}"
-            )
-        for name, c in chosen:
-            profiler.add_code(c, name)
+        _add(profiler, wanted, args, inside)
     devices.listen()
     record = timelines.timeline() if args.timeline else None
     with record or contextlib.nullcontext(), profiler:
@@ -248,6 +257,7 @@ def diff(args: argparse.Namespace) -> int:
     return 0
 
 
+# Whole because it is the table of all verbs and options.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m koila.memlab",

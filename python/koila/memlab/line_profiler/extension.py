@@ -47,6 +47,7 @@ def _usage(text: str) -> Exception:
     return UsageError(f"%mlrun: {text}")
 
 
+# Whole because each case eats a part of the line that the next one goes on with.
 def parse_options(line: str) -> tuple[dict[str, Any], str]:
     """({option: value}, the rest of the line, untouched)."""
     options: dict[str, Any] = {
