@@ -29,7 +29,7 @@ typedef struct koila__history {
     size_t n, capacity, limit; /* limit: events after the beginning */
     bool begun;
     size_t n_first; /* of these were live at the beginning */
-    /* events that were not kept: beyond the limit, or no host memory; all later ones are lost too */
+    /* events not kept: beyond the limit, or no host memory; all later ones are lost too */
     uint64_t n_lost;
     /* set by koila__history_solve(): */
     size_t *other; /* SIZE_MAX: none */
@@ -41,7 +41,7 @@ typedef struct koila__history {
 
 void koila__history_init(koila__history *h, size_t limit, const koila_allocator *mem);
 void koila__history_deinit(koila__history *h);
-/* Any thread. Events keep the order of the calls; a time before the last event's is raised to it. */
+/* Any thread. Events keep the order of the calls; a time before the last one's is raised to it. */
 void koila__history_add(koila__history *h, uint64_t ns, const void *p, int64_t n_bytes,
                         uint32_t tag);
 /* All events so far are blocks of the beginning. */
