@@ -93,7 +93,9 @@ def test_comments_that_name_what_is_gone_are_found(tree):
 
 def test_notes_have_one_definition_and_stand_in_the_index(tree):
     tree(
-        src__base__x_DOT_c="/* x.c\n *\n * Note [A]. It is so.\n */\n/* See Note [A] and Note [B]. */\n",
+        src__base__x_DOT_c=(
+            "/* x.c\n *\n * Note [A]. It is so.\n */\n/* See Note [A] and Note [B]. */\n"
+        ),
         src__base__y_DOT_c="/* Note [A]. Once more. */\n/* Note [C]. It is\n * so. */\n",
         ARCHITECTURE_DOT_md="- Note [A]: `src/base/x.c`\n- Note [D]: `src/base/x.c`\n",
     )
