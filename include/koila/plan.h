@@ -123,11 +123,12 @@ typedef struct koila_plan_options {
      * rows (both 0: whole). NULL = 0. `user` is passed on. */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    /** Asked of a plan that fits the budget by its sum of live bytes: shall it be taken? Fewest
-     * slices first, then least work; when one is taken, also of the numbers of
-     *  slices passed over, for fitting is not monotone in them. `p` is there during the call
-     *      only. NULL: the budget decides. When none is taken the last that was
-     *  found is what koila_plan_new() gives. Never asked with forced rows and no budget. */
+    /** Shall this plan be taken? Asked about plans that fit the budget by their sum of live bytes:
+     * fewest slices first, then least work. Once one is taken, some of the numbers of slices passed
+     * over are asked about too, since fitting is not monotone in them. `p` exists during the call
+     * only; it has no gathers, no curve and no peak node yet. NULL: the budget decides. When none
+     * is taken, koila_plan_new() gives the last that was found. Never asked with forced rows and no
+     * budget. */
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
 } koila_plan_options;

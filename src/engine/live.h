@@ -8,8 +8,8 @@
 /* What holds most when a walk first reaches so many bytes. */
 typedef struct koila__live_top {
     uint64_t at_bytes;          /* in: the peak, for what is alive at the peak */
-    const koila_allocator *mem; /* in: of what is needed meanwhile */
-    /* in; out: at most cap; 0 also when the host is out of memory, for people only are told */
+    const koila_allocator *mem; /* in: for what is needed during the walk */
+    /* in: room; out: how many, at most cap; 0 also when the host is out of memory */
     uint32_t cap, n;
     koila_value *value; /* [cap] the storages, largest first */
     uint64_t *bytes;    /* [cap] */
@@ -19,10 +19,10 @@ typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    bool bytes_only;      /* of the result only peak_bytes is asked for, and no curve */
-    koila__live_top *top; /* asked for too; NULL: not. Not with bytes_only */
-    /* the walk may end at the first moment above it: then peak_bytes is some number above; 0: it
-     * goes to the end */
+    bool bytes_only;      /* of the result only peak_bytes is wanted, and no curve: faster */
+    koila__live_top *top; /* filled too; NULL: not wanted. Not with bytes_only */
+    /* the walk may end as soon as it is above this, and peak_bytes is then some number above it; 0:
+     * it goes to the end */
     uint64_t limit;
 } koila__live_options;
 

@@ -24,15 +24,15 @@
  * is never recomputed. So demands stop there, as they stop at kept pieces.
  *
  * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a
- * cell), or over what is emitted. What recomputes so much that the list of instructions grows out
- * of proportion (KOILA_COST_MAX_INSTRS) is refused, for a plan that long is no plan.
+ * cell), or over the instructions. A policy that recomputes so much that its instructions grow out
+ * of proportion (KOILA_COST_MAX_INSTRS) is refused.
  *
  * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its
  * storage (or on its part of it, when the storage was cut by unsafe_split and nobody holds the
  * uncut one), and the storage belongs to this scope: it is no piece, no leaf, no accumulator and no
- * slice of a whole value. Everything else is written in a copy, which is always right. What is
- * written over without being read is no use of its base: the result is new memory, and the base may
- * be long gone.
+ * slice of a whole value. Everything else is written in a copy, which is always right. A write that
+ * overwrites without reading does not use its base: the result is new memory, and the base may have
+ * been freed long before.
  *
  * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the
  * instructions and checks that every local value is made before it is used and freed exactly once
@@ -459,9 +459,11 @@ static uint32_t next_loop(const work_state *w, loop_set set, uint32_t first)
 {
     for (; set != KOILA_NONE; set = w->cells.at[set].next) {
         const cell *c = &w->cells.at[set];
-        const uint64_t bits = c->word > first >> 6   ? c->bits
-                              : c->word < first >> 6 ? 0
-                                                     : c->bits & (UINT64_MAX << (first & 63));
+        uint64_t bits = c->bits;
+        if (c->word < first >> 6)
+            continue;
+        if (c->word == first >> 6)
+            bits &= UINT64_MAX << (first & 63);
         if (bits)
             return c->word * 64 + (uint32_t)__builtin_ctzll(bits);
     }

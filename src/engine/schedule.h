@@ -83,12 +83,13 @@ koila_status koila__scheduler_new(koila__scheduler **out, const koila__placed *p
                                   const koila_allocator *mem, koila_error *err);
 void koila__scheduler_free(koila__scheduler *w); /* NULL is fine; schedules made by it live on */
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w);
-/* What the results hold at the end of any schedule, at least: less than that never is enough. Sums
- * as koila__scheduler_new()'s caller knows them to add up. */
+/* A lower bound of what the results hold at the end of any schedule, in bytes: a smaller budget is
+ * never enough. The caller has checked that all bytes add up without overflow. */
 uint64_t koila__scheduler_results_bytes(koila__scheduler *w);
-/* The work of the policy's schedule, without making it: some times cheaper. A little less when an
- * expensive result is part of another one's storage; above keep.max_work (0: none) only that it is
- * above. INFINITY when it would surely run more than it may. */
+/* The work of the policy's schedule, several times faster than making it. A little less than the
+ * true work when an expensive result is part of another one's storage; above keep.max_work (0: no
+ * limit) only some number above it. INFINITY when the schedule would surely run more than it may.
+ */
 double koila__schedule_work(koila__scheduler *w, koila__keep keep);
 /* What the policy keeps whose work was asked for last. */
 typedef struct koila__kept {
@@ -112,9 +113,9 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p,
                                   const koila_value *targets, uint32_t n_targets, koila__keep keep,
                                   const koila_allocator *mem, koila_error *err);
 void koila__schedule_deinit(koila__schedule *s);
-/* What the recorded step needs at least when it runs whole, in bytes, found without placing or
- * scheduling it: exact but for what is written in place. 0 when the sizes do not add up. Expected:
- * NO_MEMORY. */
+/* A lower bound of what the recorded step needs when it runs whole, in bytes, without placing or
+ * scheduling it: exact unless something is written in place. 0 when the sizes do not add up.
+ * Expected: NO_MEMORY. */
 koila_status koila__schedule_whole_bytes(const koila_graph *g, const koila_value *targets,
                                          uint32_t n_targets, const koila_allocator *mem,
                                          uint64_t *at_least);
