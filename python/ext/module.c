@@ -12,7 +12,7 @@
 #include "ground/shield.h"
 #include "ground/cpu_bytes.h"
 
-int koila__module_add(PyObject *m); /* capture.c */
+int koila__module_add(PyObject *m); /* capture/capture_module.c */
 
 static int (*const memlab[])(PyObject *) = {
     koila__events_add_module,       koila__accelerators_add_module, koila__sites_add_module,

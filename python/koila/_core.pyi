@@ -13,7 +13,7 @@ from ._tensor import LazyTensor
 
 __version__: str
 
-# ---- settings and plans (run.c, plan_report.c)
+# ---- settings and plans (settings.c, run_module.c, plan_report.c)
 def configure(
     *,
     micro_batch: int | None = ...,
@@ -64,7 +64,7 @@ def register_rule(op: str, rule: str, /) -> None: ...
 # ---- signals wait (shield.c)
 shield: AbstractContextManager[object]
 
-# ---- capture (capture.c, tape.c, handle.c, wrapper.c, alias.c, call.c)
+# ---- capture (capture_module.c, tape.c, handle.c, wrapper.c, alias.c, whole.c)
 class Tape:
     @property
     def n_nodes(self) -> int: ...

@@ -1,5 +1,5 @@
-"""What the executor (run.c) needs of Python: mode guards, free memory of the device, and the
-operators that only rewrites use."""
+"""What the executor (python/ext/run) needs of Python: mode guards, free memory of the device, and
+the operators that only rewrites use."""
 
 from __future__ import annotations
 
