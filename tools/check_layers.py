@@ -144,7 +144,7 @@ def broken_includes(root: pathlib.Path) -> list[str]:
 
 
 def object_room(path: pathlib.Path) -> str | None:
-    """Of an object that Meson made: src_base_alloc.c.o lies in src/base."""
+    """The room of an object that Meson made, which it names after the path of the source."""
     rooms = sorted(ROOMS, key=len, reverse=True)
     for room in rooms:
         if path.name.startswith(room.replace("/", "_") + "_"):

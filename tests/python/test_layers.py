@@ -91,7 +91,7 @@ def test_allowed_includes_are_not_found(tmp_path):
 
 
 def compiled(folder, sources):
-    """Objects of these sources, {"src/base/x.c": text}, named as Meson names them."""
+    """Objects of these sources, {path: text}, named as Meson names them."""
     compiler = shutil.which("cc")
     if not compiler or not shutil.which("nm"):
         pytest.skip("no C compiler or no nm")

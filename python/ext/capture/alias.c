@@ -17,6 +17,7 @@ const koila__executor_calls *koila__executor;
 
 void koila__group_written(koila__group *g, koila_value v)
 {
+    koila_assert(v < koila_graph_n_values(g->tape->graph));
     g->cur = v;
     g->gen++;
     for (koila__handle *h = g->handles; h; h = h->next_in_group)
@@ -32,6 +33,7 @@ static koila_value replay(koila__group *g, koila__chain *c)
         return g->cur;
     if (c->memo_gen == g->gen)
         return c->memo;
+    koila_assert(!c->parent || c->n_links == c->parent->n_links + 1);
     const koila_value input = replay(g, c->parent);
     if (input == KOILA_NONE)
         return KOILA_NONE;
@@ -133,9 +135,6 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     Py_DECREF(real);
     if (v == KOILA_NONE)
         return -1;
-    koila__tape *from = g->tape;
-    /* relink every wrapper: out of the old tape's lists, into the new one's */
-    koila__handle *all = g->handles;
     koila__group *fresh = koila__group_new(to, v, meta);
     if (!fresh)
         return -1;
@@ -143,14 +142,15 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
         koila__group_is_factory(fresh, g->no_lazy_data);
     fresh->gen = g->gen + 1; /* so that no memo of a link holds */
     g->refs++;
-    while ((all = g->handles))
-        koila__handle_move(all, fresh, all->chain, all->chain ? KOILA_NONE : v, all->meta,
-                           all->offset);
+    while (g->handles) { /* out of the old tape's lists, into the new one's */
+        koila__handle *h = g->handles;
+        koila__handle_move(h, fresh, h->chain, h->chain ? KOILA_NONE : v, h->meta, h->offset);
+    }
     for (koila__handle *h = fresh->handles; h; h = h->next_in_group)
         h->gen = h->chain ? fresh->gen - 1 : fresh->gen;
     g->refs--;
+    koila_assert(g->refs == 0);
     koila__group_free(g);
-    (void)from;
     return 0;
 }
 

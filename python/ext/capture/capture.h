@@ -34,9 +34,9 @@ typedef struct koila__group {
     koila__tape *tape; /* owned */
     koila_value cur;
     koila_meta meta; /* of the base */
-    /* made by torch.zeros and its like, or from such only; may settle, see factories.c */
+    /* made by torch.zeros and its like, or from such tensors alone; may settle: factories.c */
     bool factory;
-    /* such a factory itself, into which nothing lazy was written yet */
+    /* `factory`, and nothing lazy was written into it yet */
     bool no_lazy_data;
     struct koila__handle *handles; /* list, linked by next_in_group */
 } koila__group;
@@ -49,8 +49,8 @@ typedef struct koila__handle {
     uint32_t gen;
     koila_meta meta;
     int64_t offset;
-    /* borrowed: the LazyTensor whose slot holds us. Without a group: owned, the plain tensor that
-     * it is */
+    /* borrowed: the LazyTensor whose slot holds this. Settled (group NULL): owned, the plain
+     * tensor */
     PyObject *wrapper;
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;

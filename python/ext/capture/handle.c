@@ -28,6 +28,7 @@ static void handle_dealloc(koila__handle *h)
     if (h->group) {
         leave(h);
     } else {
+        koila_assert(koila__n_settled > 0);
         koila__n_settled--;
         Py_CLEAR(h->wrapper);
     }
@@ -66,6 +67,7 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
         Py_DECREF(w);
         return PyErr_NoMemory();
     }
+    koila_assert(v == KOILA_NONE || v < koila_graph_n_values(g->tape->graph));
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
     koila__handle_attach(h, g, c, v, meta, offset);

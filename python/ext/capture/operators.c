@@ -104,7 +104,9 @@ PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n)
     if (!op || !PyDict_Check(op->rules))
         return PyObject_Vectorcall(find_in_registry, a, 2, NULL);
     PyObject *rule = PyDict_GetItemWithError(op->rules, a[1]);
-    return rule || !PyErr_Occurred() ? Py_NewRef(rule ? rule : Py_None) : NULL;
+    if (!rule && PyErr_Occurred())
+        return NULL;
+    return Py_NewRef(rule ? rule : Py_None);
 }
 
 PyObject *koila__find_rules(PyObject *module, PyObject *f)

@@ -1,19 +1,19 @@
-/* record.h — one call on its way to a node: what operators.c, arguments.c, memo.c and capture.c
- * share.
+/* record.h — one call on its way to a node: what operators.c, arguments.c, memo.c, node.c and
+ * dispatch.c share.
  *
  *   op_info      what is known of an operator                      operators.c
  *   call_walk    the call's arguments: tokens and tensors          arguments.c
  *   memo_entry   its signature and what its results look like      memo.c
  *
  * Note [Kinds]. What an operator is, is decided once, in Python (_capture.describe):
- *   PLAIN    fresh results                          SAME     detach, alias: the same value, another
- *            wrapper
- *   VIEW     results in the group of the argument   STRIDED  as_strided: its chain restarts at the
- *            base
- *   WRITE    in-place and out=                      FACTORY  only metadata is read: rewritten into
- *            a call without tensors
- *   INDEX    plain, unless a mask or row numbers    SPECIAL  a Python function decides
- *            (data-dependent, composite, random, ...)
+ *   PLAIN     fresh results
+ *   VIEW      results in the group of the argument
+ *   SAME      detach, alias: the same value in another wrapper
+ *   WRITE     in-place and out=
+ *   SPECIAL   a Python function decides (data-dependent, composite, random, ...)
+ *   STRIDED   as_strided: its chain restarts at the base
+ *   FACTORY   only metadata is read: rewritten into a call without tensors
+ *   INDEX     plain, unless indexed by a mask or by row numbers
  */
 #ifndef KOILA_EXT_RECORD_H
 #define KOILA_EXT_RECORD_H
@@ -82,10 +82,9 @@ typedef struct call_walk {
     uint32_t n_tok, cap_tok, n_in, cap_in, n_lazy, n_pos, n_kw, n_written, n_written_real;
     bool writing; /* the argument being walked is written */
     koila__tape *tape;
-    /* owned: set by koila__memo_miss() without an exception: call this in place of recording */
+    /* owned, or NULL: call this instead of recording; set without an exception */
     PyObject *instead;
-    /* from here on not set until used: cleared for every call, this would cost more than the rest
-     * of the walk */
+    /* Not set until used: to clear it for every call would cost more than the rest of the walk. */
     uint32_t kw[KOILA__N_KEYWORDS];
     koila_arg tok_inline[KOILA__N_TOKENS];
     call_input in_inline[KOILA__N_INPUTS];

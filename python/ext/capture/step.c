@@ -257,6 +257,7 @@ static void finish_abandoned(koila__tape *t)
 
 void koila__step_left(koila__tape *t)
 {
+    koila_assert(!koila__open || !koila__open->closed);
     if (t->n_effects && !t->n_handles)
         finish_abandoned(t);
     if (t->closed && t->n_handles < MAX_HANDLES_LOOKED_AT)

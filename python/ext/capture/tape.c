@@ -30,6 +30,7 @@ void koila__tape_set_open(koila__tape *t)
 
 void koila__tape_close(koila__tape *t)
 {
+    koila_assert(Py_REFCNT(t) > 1 || koila__open != t);
     t->closed = true;
     if (koila__open == t)
         koila__tape_set_open(NULL);
@@ -61,7 +62,11 @@ int koila__tape_reserve(koila__tape *t)
     const uint32_t n = koila_graph_n_values(t->graph);
     if (n <= t->n_values_alloc)
         return 0;
-    const uint32_t want = n < 8 ? 8 : n < 64 ? 256 : n * 2; /* small for islands */
+    uint32_t want = n * 2;
+    if (n < 8) /* an island */
+        want = 8;
+    else if (n < 64)
+        want = 256;
     tape_value *v = PyMem_Realloc(t->values, want * sizeof *v);
     if (!v) {
         PyErr_NoMemory();
@@ -108,6 +113,7 @@ static tape_leaf *add_leaf(koila__tape *t, PyObject *real)
                 *find_leaf(t, old[i].real) = old[i];
         PyMem_Free(old);
     }
+    koila_assert((t->n_leaves + 1) * 2 <= t->n_leaf_slots);
     tape_leaf *leaf = find_leaf(t, real);
     if (!leaf->real)
         t->n_leaves++;
@@ -129,6 +135,7 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
     }
     if (koila__tape_reserve(t) < 0)
         return KOILA_NONE;
+    koila_assert(!t->values[v].real && !t->values[v].handle);
     t->values[v].real = Py_NewRef(real);
     t->values[v].version = version;
     return v;
@@ -308,6 +315,7 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, Py
         t->random = r;
         t->n_random_alloc = m;
     }
+    koila_assert(!t->n_random || t->random[t->n_random - 1].node <= n);
     t->random[t->n_random++] = (tape_random){ n, Py_NewRef(generator), Py_NewRef(state), words };
     return 0;
 }
@@ -328,6 +336,7 @@ const tape_random *koila__tape_random(koila__tape *t, koila_node n)
 
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
 {
+    koila_assert(v < koila_graph_n_values(t->graph));
     PyObject *old = t->values[v].real;
     t->values[v].real = real;
     uint32_t version = 0;
@@ -347,6 +356,7 @@ void koila__tape_let_go(koila__tape *t)
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
         if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real)
             return;
+    koila_assert(koila__open != t);
     t->let_go = true;
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
@@ -358,6 +368,7 @@ void koila__tape_let_go(koila__tape *t)
 
 static void tape_dealloc(koila__tape *t)
 {
+    koila_assert(koila__open != t && !t->handles && !t->n_handles);
     if (t->prev_tape)
         t->prev_tape->next_tape = t->next_tape;
     else

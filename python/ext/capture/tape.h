@@ -1,15 +1,13 @@
-/* tape.h — what capture.c, call.c and run.c share: the tape (one recorded step) and the handle in a
- * lazy tensor's slot.
+/* tape.h — the tape (one recorded step), which capture fills and run/ executes.
  *
- *   class Tape:                      # one open tape at a time; lazy() joins it or opens a new one
- *                                    graph: koila_graph           # nodes in recorded order
- *                                    values[v].real               # the concrete tensor of value v:
- *                                    leaves always, others once made concrete effects
- *                                    # real tensors whose new contents are lazy (BatchNorm's
- *                                    running statistics), committed once by run
+ *   class Tape:          # one is open at a time: lazy() joins it or opens a new one
+ *       graph            # koila_graph: nodes in recorded order
+ *       values[v].real   # the concrete tensor of value v: of leaves always, of others once made
+ *       effects          # real tensors whose new contents are lazy (BatchNorm's running
+ *                        # statistics); the run that ends the step commits them once
  *
- * The tape keeps no wrapper alive: values[v].handle is borrowed and NULLed when the Value dies,
- * which means that nobody can ask for v any more.
+ * The tape keeps no wrapper alive: values[v].handle is borrowed, and NULL once the Value has died
+ * and nobody can ask for v any more.
  */
 #ifndef KOILA_EXT_TAPE_H
 #define KOILA_EXT_TAPE_H
@@ -18,7 +16,7 @@
 #include "ground/real.h"
 #include "ground/settings.h"
 
-struct koila__handle; /* the Value object in LazyTensor's slot; capture.c */
+struct koila__handle; /* the Value object in LazyTensor's slot; handle.c */
 
 typedef struct tape_value {
     PyObject *real; /* owned torch.Tensor or NULL: see above */
@@ -41,13 +39,12 @@ typedef struct koila__tape {
     tape_effect *effects;
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles; /* live handles of this tape */
-    /* a step has run: the next lazy() opens a new tape; values met later are leaves there */
+    /* its step has run: the next lazy() opens a new tape, where its values become leaves */
     bool closed;
     bool planned; /* recorded by koila.plan(): nothing of it ever happens */
     /* the last step failed: its effects do not happen unless a later one succeeds */
     bool failed;
-    /* an axis was opened for a lazy leaf that is still to come: the tape may have no handles, and
-     * is needed */
+    /* an axis was opened and its lazy leaf is still to come: needed, though without handles */
     bool waiting;
     bool let_go; /* closed, and what nobody can ask for any more has been given up */
     bool ran;    /* something was made concrete since it was opened */
