@@ -1,5 +1,7 @@
 # make demo   a virtual environment, an installation, and the digits example
 # make test   all tests: C units, oracles, the command line and the law of the rooms (unit), Python and the placement oracles (python); ends in pytest's summary line
+# make text   how the text reads: format, width, long functions, comments (tools/check_text.py)
+# make format clang-format and ruff format, over the whole tree
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -13,13 +15,20 @@ SOURCES = $(shell find include src cli python meson.build meson_options.txt pypr
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test unit python bench clean
+.PHONY: demo test text format unit python bench clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
 	@echo "the step's memory, as a page: report.html"
 
-test: unit python
+test: text unit python
+
+text: $(VENV)/requirements
+	$(PY) tools/check_text.py
+
+format: $(VENV)/requirements
+	$(VENV)/bin/clang-format -i $(shell git ls-files '*.c' '*.h')
+	$(VENV)/bin/ruff format .
 
 unit: $(VENV)/requirements
 	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Dpython=true -Ddebug_level=2 -Db_ndebug=false
