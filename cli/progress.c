@@ -70,7 +70,9 @@ void progress(const char *verb, const char *what, uint64_t of)
     progress_done = 0;
     total = of;
     if (verb) {
-        const char *name = what && strrchr(what, '/') ? strrchr(what, '/') + 1 : what ? what : "";
+        const char *path = what ? what : "";
+        const char *slash = strrchr(path, '/');
+        const char *name = slash ? slash + 1 : path;
         int n = snprintf(doing, sizeof doing, "koila: %s", verb);
         /* a plain name only: it goes to a terminal */
         for (size_t i = 0; name[i] && i < 60 && n < (int)sizeof doing - 2; i++) {

@@ -92,27 +92,29 @@ def c_code(text: str) -> list[tuple[str, int]]:
 KEYWORDS_BEFORE_GROUP = {"return", "if", "while", "switch", "case", "sizeof"}
 
 
+def bracket_kind(before: tuple[str, str]) -> str:
+    """What an opening parenthesis begins, after these two tokens: "for", "call" or "group"."""
+    if before[1] == "for":
+        return "for"
+    if before == ("__attribute__", "("):
+        return "call"
+    is_name = re.fullmatch(r"\w+", before[1]) and before[1] not in KEYWORDS_BEFORE_GROUP
+    return "call" if is_name or before[1] in (")", "]") else "group"
+
+
 def commas_and_nested(name: str, text: str) -> Iterator[Finding]:
     """The comma operator inside brackets, and one ?: inside another."""
     stack: list[str] = []  # open brackets: "call", "group", "for", "index", "block"
     questions: list[int] = []  # depths of the ?: that are open
-    before = ""
+    before = ("", "")
     for token, line in c_code(text):
-        if token == "(":
-            is_call = (re.fullmatch(r"\w+", before) and before not in KEYWORDS_BEFORE_GROUP) or (
-                before in (")", "]")
-            )
-            stack.append("for" if before == "for" else "call" if is_call else "group")
-        elif token == "[":
-            stack.append("index")
-        elif token == "{":
-            stack.append("block")
+        if token in "([{":
+            stack.append({"(": bracket_kind(before), "[": "index", "{": "block"}[token])
         elif token in ")]}":
-            if stack:
-                stack.pop()
+            del stack[-1:]
             questions = [q for q in questions if q <= len(stack)]
         elif token == ",":
-            if stack and stack[-1] == "group" and not is_type_list(before):
+            if stack and stack[-1] == "group" and not is_type_list(before[1]):
                 yield Finding(name, line, "a comma joins two expressions: make them statements")
             questions = [q for q in questions if q < len(stack)]
         elif token == ";":
@@ -121,7 +123,7 @@ def commas_and_nested(name: str, text: str) -> Iterator[Finding]:
             if questions:
                 yield Finding(name, line, "?: inside ?:")
             questions.append(len(stack))
-        before = token
+        before = (before[1], token)
 
 
 def is_type_list(before: str) -> bool:

@@ -447,17 +447,40 @@ def differences(ours: dict[str, int], theirs: dict[str, int]) -> dict[str, tuple
     return {k: (ours[k], theirs[k]) for k in ours if k in theirs and ours[k] != theirs[k]}
 
 
+DECISIONS = (
+    "retries",
+    "retry_or_empty_cache",
+    "empty_cache",
+    "cap_set",
+    "expandable_switched",
+    "collected",
+)
+
+
+def requests_alone(
+    koila: str, file: Path, conf: str, version: str, said: dict[str, Any]
+) -> dict[str, tuple[int, int]] | str:
+    """Statistics that differ when the recorded requests alone are run through the model, or what
+    the command said where it could not run them."""
+    if said["fraction"]:
+        fraction = f"per_process_memory_fraction:{said['fraction']:.15f}"
+        conf = ",".join(filter(None, [conf, fraction]))
+    memory = f"{said['total_memory']}B"
+    options = ["--conf", conf] if conf else []
+    _, told, words = simulate(koila, file, "--torch", version, "--memory", memory, *options)
+    return differences(told["what_if"]["stats"], said["stats"]) if told else words
+
+
 def check(koila: str, name: str, out: Path) -> dict[str, Any]:
+    """Recording `name` of folder `out`, replayed: the verdict, and what differs from torch."""
     case, file = cases()[name], out / f"{name}.pickle"
     said = json.loads((out / f"{name}.json").read_text())
     if "error" in said or not file.exists():
-        return {
-            "verdict": "not recorded: "
-            + (said.get("error", "no file").strip().splitlines() or ["?"])[-1][:200]
-        }
+        reason = said.get("error", "no file").strip().splitlines() or ["?"]
+        return {"verdict": f"not recorded: {reason[-1][:200]}"}
     version = ".".join(said["torch"].split(".")[:2])
-    code, inferred, _ = simulate(koila, file, "--check")
-    code, told, words = simulate(koila, file, "--check", "--torch", version)
+    _, inferred, _ = simulate(koila, file, "--check")
+    _, told, words = simulate(koila, file, "--check", "--torch", version)
     if not told:
         return {"verdict": f"refused: {words[:300]}", "bytes": file.stat().st_size}
     replay = told["replay"]
@@ -471,18 +494,7 @@ def check(koila: str, name: str, out: Path) -> dict[str, Any]:
         "inferred_verdict": inferred.get("replay", {}).get("verdict"),
         "unknown_keys": told["unknown_keys"],
         "skipped": told["skipped_events"],
-        "decisions": {
-            k: replay[k]
-            for k in (
-                "retries",
-                "retry_or_empty_cache",
-                "empty_cache",
-                "cap_set",
-                "expandable_switched",
-                "collected",
-            )
-            if replay[k]
-        },
+        "decisions": {k: replay[k] for k in DECISIONS if replay[k]},
         "end_checked": replay["end_checked"],
         "words": words,
         "ooms": told["ooms"],
@@ -490,27 +502,7 @@ def check(koila: str, name: str, out: Path) -> dict[str, Any]:
         "not_in_torch": sorted(k for k in told["stats"] if k not in said["stats"]),
     }
     if case.only_requests:
-        conf = ",".join(
-            filter(
-                None,
-                [
-                    case.conf,
-                    f"per_process_memory_fraction:{said['fraction']:.15f}"
-                    if said["fraction"]
-                    else "",
-                ],
-            )
-        )
-        _, w, words = simulate(
-            koila,
-            file,
-            "--torch",
-            version,
-            "--memory",
-            f"{said['total_memory']}B",
-            *(["--conf", conf] if conf else []),
-        )
-        row["requests"] = differences(w["what_if"]["stats"], said["stats"]) if w else words
+        row["requests"] = requests_alone(koila, file, case.conf, version, said)
     return row
 
 

@@ -17,7 +17,7 @@
 
 #define MIB ((uint64_t)1 << 20)
 
-/* Note [Size of a dead block] A block that was live before the window and died in it has no
+/* Note [Size of a dead block]. A block that was live before the window and died in it has no
  * recorded size, only what was requested. In the small pool and in expandable memory splitting is
  * always exact: round(requested). Large pool: at max_split and above the whole segment; else with d
  * the smallest distance, over its life in the window, to the next live block or the segment's end:

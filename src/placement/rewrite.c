@@ -256,9 +256,9 @@ koila_value koila__emit_whole(koila__case *c, koila_value v)
     koila_value whole;
     if (v == KOILA_NONE || c->placer->status != KOILA_OK)
         return KOILA_NONE;
-    return koila__is_r(koila__placer_placement(c->placer, v)) ? v
-           : koila__placer_whole(c->placer, v, &whole)        ? whole
-                                                              : KOILA_NONE;
+    if (koila__is_r(koila__placer_placement(c->placer, v)))
+        return v;
+    return koila__placer_whole(c->placer, v, &whole) ? whole : KOILA_NONE;
 }
 
 koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want)

@@ -40,9 +40,12 @@ static bool reduce(koila__case *c, uint32_t set, bool keepdim, over_batch how)
     for (uint32_t j = 0; j < c->n_out && how == OVER_MEAN; j++)
         if (!koila__fix_add(c, KOILA__FIX_SCALE, 0, j))
             return false;
-    return koila__out_all(c, koila__p(c, how == OVER_MAX   ? KOILA_MAX
-                                         : how == OVER_MIN ? KOILA_MIN
-                                                           : KOILA_SUM));
+    koila_combine combine = KOILA_SUM;
+    if (how == OVER_MAX)
+        combine = KOILA_MAX;
+    if (how == OVER_MIN)
+        combine = KOILA_MIN;
+    return koila__out_all(c, koila__p(c, combine));
 }
 
 static bool reduce_dims(koila__case *c, uint32_t pos_dims, uint32_t pos_keepdim, over_batch how)
