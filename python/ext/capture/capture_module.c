@@ -263,7 +263,11 @@ static PyObject *py_run(PyObject *module, PyObject *args)
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
     koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
     uint32_t m = 0;
-    int rc = v ? 0 : (PyErr_NoMemory(), -1);
+    int rc = 0;
+    if (!v) {
+        PyErr_NoMemory();
+        rc = -1;
+    }
     for (Py_ssize_t i = 0; i < n && rc == 0; i++) {
         koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
         if (h && h->group->tape != t) {
@@ -298,9 +302,10 @@ static PyObject *py_run_whole(PyObject *module, PyObject *seq)
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast) && rc == 0; i++) {
         koila__handle *h = handle_arg(PySequence_Fast_GET_ITEM(fast, i));
         const koila_value v = h ? koila__value_of(h) : KOILA_NONE;
-        rc = v == KOILA_NONE                  ? -1
-             : h->group->tape->values[v].real ? 0
-                                              : koila__executor->run_whole(h->group->tape, &v, 1);
+        if (v == KOILA_NONE)
+            rc = -1;
+        else if (!h->group->tape->values[v].real)
+            rc = koila__executor->run_whole(h->group->tape, &v, 1);
     }
     Py_DECREF(fast);
     if (rc < 0)

@@ -22,8 +22,8 @@ static bool is_batch_leaf(const koila__handle *h)
     return v.node == KOILA_NONE && v.leaf_kind == KOILA_LEAF_BATCH;
 }
 
-/* The lazy arguments lie on several tapes (`mixed`), or all on `one`, which is closed. *to: borrowed,
- * the tape to record in, when the answer is ON_TAPE. */
+/* The lazy arguments lie on several tapes (`mixed`), or all on `one`, which is closed. *to:
+ * borrowed, the tape to record in, when the answer is ON_TAPE. */
 static place choose_among(const call_walk *w, koila__tape *one, bool mixed, koila__tape **to)
 {
     koila__tape *open = koila__open;
