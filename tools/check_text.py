@@ -202,7 +202,7 @@ def reason_for(lines: list[str], first: int) -> str:
     below = lines[first - 1 : first + 24]
     for block in (above, below):
         text = " ".join(re.sub(r"^\s*(/\*+|\*/|\*|#)\s?", "", line).strip() for line in block)
-        if m := re.search(rf"{REASON} .*?[.;](?=\s|\*|$)", text):
+        if m := re.search(rf"{REASON} .*?[.;](?=\s|\*|\"|$)", text):
             return m[0]
     return ""
 
