@@ -96,8 +96,9 @@ typedef struct sig_cost {
 } sig_cost;
 
 typedef struct life {
-    koila_value root; /* storage it lives in, named by the value that made it */
+    koila_value root; /* storage it lives in, named by the value that made it, or see pass_on() */
     uint32_t alive;   /* as root: values alive on that storage */
+    koila_value made; /* as root: the value that made it: what events call it */
     /* the part of the storage it may touch: its root for all of it, else the result of an
      * unsafe_split it comes from */
     koila_value region;
@@ -713,10 +714,11 @@ static void event(work_state *w, koila__event_kind kind, uint32_t value)
 
 static void begin_value(scope s, koila_value v, owner o)
 {
-    koila_assert(!s[v].here);
+    koila_assert(!s[v].here && !s[v].alive);
     s[v].here = 1;
     s[v].root = v;
     s[v].alive = 1;
+    s[v].made = v;
     s[v].owned = (uint8_t)o;
     s[v].region = v;
     s[v].touching = 1;
@@ -742,6 +744,7 @@ static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
 static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s[v].root;
+    const koila_value made = w->s[r].made;
     koila_assert(w->s[v].here && w->s[r].alive > 0);
     koila_assert(w->s[w->s[v].region].touching > 0);
     w->s[v].here = 0;
@@ -752,21 +755,53 @@ static void release_value(work_state *w, koila_value v, koila__event_kind own)
     case OWNER_NONE:
         return;
     case OWNER_SCOPE:
-        event(w, own, r);
+        event(w, own, made);
         return;
     case OWNER_PIECE:
-        event(w, KOILA__KEPT_FREE, r);
+        event(w, KOILA__KEPT_FREE, made);
         return;
     case OWNER_SLICE:
-        event(w, KOILA__SLICE_FREE, r);
+        event(w, KOILA__SLICE_FREE, made);
         return;
     case OWNER_CUT:
-        event(w, KOILA__CUT_FREE, r);
+        event(w, KOILA__CUT_FREE, made);
         return;
     case OWNER_COLLECTED:
-        event(w, KOILA__COLLECTED_FREE, r);
+        event(w, KOILA__COLLECTED_FREE, made);
         return;
     }
+}
+
+/* v, a slice cut for node `user`, was freed and is cut again. Views of the first slice may still
+ * live: its storage passes to one of them, so that v can name the next. They are all made between
+ * the two cuts. */
+static void pass_on(work_state *w, koila_value v, koila_node user)
+{
+    const life first = w->s[v];
+    koila_value heir = KOILA_NONE;
+    uint32_t n_left = first.alive;
+    koila_assert(!first.here);
+    w->s[v].alive = 0;
+    /* a slice is never written in place: its parts need not be told apart any more */
+    for (koila_value x = w->span[user].out; n_left; x++) {
+        koila_assert(x < w->n_values);
+        life *const l = &w->s[x];
+        if (!l->here || l->root != v)
+            continue;
+        if (heir == KOILA_NONE) {
+            koila_assert(!l->alive);
+            heir = x;
+        }
+        l->root = heir;
+        l->region = heir;
+        n_left--;
+    }
+    if (heir == KOILA_NONE)
+        return;
+    w->s[heir].alive = first.alive;
+    w->s[heir].touching = first.alive;
+    w->s[heir].made = first.made;
+    w->s[heir].owned = first.owned;
 }
 
 /* Whose storage a slice of whole v is. */
@@ -798,6 +833,7 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
         /* cut along another dimension: cut again */
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, KOILA__LOCAL_FREE);
+        pass_on(w, v, cut.user);
     }
     const bool fetch = local && w->kept[v];
     koila_assert(fetch || need.kind == KOILA_S);
@@ -866,7 +902,8 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_value r = w->s[v].root;
     koila_assert(w->s[v].here && w->s == w->slice);
     const koila_meta_info *m = koila__value_meta(w->g, v);
-    const koila_meta_info *storage = koila__value_meta(w->g, r);
+    const koila_value made = w->s[r].made;
+    const koila_meta_info *storage = koila__value_meta(w->g, made);
     const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE &&
                      w->s[r].alive == 1 && m->n_bytes == storage->n_bytes &&
                      koila_meta_is_dense(m) && koila_meta_is_dense(storage);
@@ -894,9 +931,9 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     }
     if (!w->kept[v] && m->n_bytes == storage->n_bytes && keeps(w, v, j)) {
         emit(w, (koila_instr){ .kind = KOILA_DO_KEEP, .id = v });
-        if (v != r) {
+        if (v != made) {
             event(w, KOILA__KEPT, v);
-            event(w, KOILA__KEPT_FROM, r);
+            event(w, KOILA__KEPT_FROM, made);
         }
         keep_until_next(w, v, j);
         w->n_keeps++;
@@ -1151,7 +1188,7 @@ static koila_status end_pieces(work_state *w, uint32_t j)
 static bool none_is_here(const work_state *w)
 {
     for (koila_value v = 0; v < w->n_values; v++)
-        if (w->slice[v].here)
+        if (w->slice[v].here || w->slice[v].alive)
             return false;
     return true;
 }
