@@ -22,9 +22,8 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(
-    os.environ.get("KOILA_ORACLE_ROOT", Path(__file__).resolve().parents[2])
-)  # another tree: one with planted faults
+# may be another tree, with planted faults
+ROOT = Path(os.environ.get("KOILA_ORACLE_ROOT", Path(__file__).resolve().parents[2]))
 NONE = 2**32 - 1
 
 
@@ -180,6 +179,7 @@ class PlacedNode(C.Structure):
 
 
 class Placed(C.Structure):
+    # the fields after these are not read
     _fields_ = [
         ("graph", ptr),
         ("value", C.POINTER(Placement)),
@@ -187,7 +187,7 @@ class Placed(C.Structure):
         ("need", C.POINTER(Placement)),
         ("node", C.POINTER(PlacedNode)),
         ("lowered", C.POINTER(u32)),
-    ]  # what comes behind is not looked at
+    ]
 
 
 class Error(C.Structure):
@@ -534,9 +534,8 @@ class Recorder(TorchDispatchMode):
 
         return tensors, [slot(a) for a in args], {k: slot(v) for k, v in kwargs.items()}
 
-    def turn(
-        self, func, name, args, kwargs
-    ):  # aten::t_ -> aten::t, aten::transpose_ -> aten::transpose.int
+    # aten::t_ -> aten::t, aten::transpose_ -> aten::transpose.int
+    def turn(self, func, name, args, kwargs):
         """t_, squeeze_, ...: the functional twin is one more view of the same storage."""
         x, r = args[0], self.ref(args[0])
         tensors, sargs, skw = self.slots(args, kwargs)
@@ -953,9 +952,8 @@ class Run:
                     return [torch.ops.aten.squeeze.dims(pos[0], [d for d in named if m[d] == 1])]
         if name in ("aten::view", "aten::_unsafe_view"):
             out = pos[0].reshape(pos[1])
-        elif (
-            name == "aten::as_strided"
-        ):  # of memory as it was recorded, counted from its first element: as the executor does
+        elif name == "aten::as_strided":
+            # of memory as it was recorded, counted from its first element: as the executor does
             m = lib.koila_meta_get(self.r.g.table, u32(sig.inputs[0])).contents
             base, strides = pos[0], [m.stride[d] for d in range(m.n_dims)]
             if any(n > 1 and a != b for n, a, b in zip(base.shape, base.stride(), strides)):
@@ -1001,10 +999,11 @@ class Run:
                     if q.kind == 0
                     else [take(t, q, s, e, self.r.batches[q.axis]) for s, e in cuts[q.axis]]
                 )
+        # as the executor does: the grad mode of capture, below autograd
         with (
             torch._C._AutoDispatchBelowAutograd(),
             torch.enable_grad(),
-        ):  # as the executor does: the grad mode of capture, below autograd
+        ):
             for n in range(self.n_nodes):
                 info, sig, ins, name = self.node(n)
                 node = p.node[n]

@@ -468,9 +468,8 @@ def own_samples():
         )
     )
     yield lambda: A.slice_scatter(r(5, 6, dtype=d), r(5, 2, dtype=d), 1, 2, 4)
-    yield lambda: A.as_strided(
-        r(5, 3, 2, dtype=d), [5, 2, 4], [6, 2, 1]
-    )  # windows that overlap, each in its row
+    # windows that overlap, each in its row
+    yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [5, 2, 4], [6, 2, 1])
     yield lambda: A.as_strided(r(5, 3, 2, dtype=d), [2, 5, 5], [1, 6, 0])
     yield lambda: A.as_strided(r(30, dtype=d), [5, 6, 1], [6, 1, 1])
     yield lambda: A.glu_backward(r(5, 3, dtype=d), r(5, 6, dtype=d), 1)
@@ -573,9 +572,8 @@ def cases(flat):
         yield from once(floats, 5)
 
 
-WEIGHTS = torch.tensor(
-    [0.5, -0.25, 1.0, 0.25, -0.5], dtype=torch.float64
-)  # of partial sums: they add up to 1, for flags exactly
+# Weights of partial sums: they add up to 1, for flags exactly.
+WEIGHTS = torch.tensor([0.5, -0.25, 1.0, 0.25, -0.5], dtype=torch.float64)
 
 
 def judge(func, flat, spec, how, batch, zeros=()):

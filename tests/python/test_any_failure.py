@@ -113,9 +113,8 @@ def test_a_batch_of_a_step_that_failed_is_not_counted_and_the_next_try_is_as_the
 
             handle = model[0].weight.register_hook(hook)
             try:
-                koila_step(
-                    model, lambda m, a, b: ce(m, a, b) + m(a * 2).square().mean(), (x, y), 4
-                )  # two forwards a step
+                # two forwards a step
+                koila_step(model, lambda m, a, b: ce(m, a, b) + m(a * 2).square().mean(), (x, y), 4)
             except ValueError:
                 pass
             handle.remove()

@@ -187,9 +187,8 @@ def test_a_wrapper_made_by_parts_is_the_one_torch_makes_from_arguments(inference
             with torch.inference_mode(inference):
                 pair = _core.wrapper_pair((dtype, torch.device("cpu"), size, stride, offset))
             assert pair[1] is not None
-            known, made = (
-                facts_of(t) for t in pair
-            )  # asked alike: CPython 3.14 counts references by how they are asked for
+            # asked alike: CPython 3.14 counts references by how they are asked for
+            known, made = (facts_of(t) for t in pair)
             assert made == known
             with pytest.raises(RuntimeError, match="data pointer"):
                 torch._C.TensorBase.data_ptr(pair[1])

@@ -24,9 +24,8 @@ class Gpu:
     def __init__(self, monkeypatch, free=1 << 30, holes=()):
         self.free, self.listed, self.segments, self.total = free, 0, [], 1 << 34
         at = 0x7F0000000000
-        for i, hole in enumerate(
-            [20 * MIB, *holes]
-        ):  # the first is cached whole; a small one comes last
+        # the first is cached whole; a small one comes last
+        for i, hole in enumerate([20 * MIB, *holes]):
             used = 0 if i == 0 else 2 * MIB
             blocks = [
                 {
@@ -391,9 +390,8 @@ def test_snapshots_of_older_and_of_expandable_allocators_are_read(case, monkeypa
         for b in s["blocks"]:
             del b["address"], b["requested_size"]
         del s["segment_pool_id"], s["is_expandable"]
-    monkeypatch.setattr(
-        torch.cuda, "memory_snapshot", lambda: gpu.segments
-    )  # without the choice of traces
+    # without the choice of traces
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: gpu.segments)
     assert step(model, x).fit["fits"]
     gpu = Gpu(monkeypatch, free=256 * MIB)
     at = 0x7E0000000000

@@ -378,9 +378,8 @@ CONTRASTIVE = {
 def test_pairs_of_rows_are_never_whole(name, kind):
     batch, loss = CONTRASTIVE[name]
     compare(table, batch, loss, slices=[kind], gather_bytes_per_row=None if kind == WHOLE else 100)
-    if (
-        kind == ONE
-    ):  # in larger slices the plan may keep those of the matrix rather than make them twice
+    # With larger slices the plan may keep rows of the matrix instead of computing them twice.
+    if kind == ONE:
         whole = [
             t
             for t in koila.last_plan().largest
@@ -404,12 +403,12 @@ def test_pairs_of_rows_fit_where_their_matrix_does_not():
 
     whole, expected = step(koila.micro_batch(n))
     sliced, got = step(koila.budget(whole.base_bytes + n * n * 2))
-    assert (
-        whole.predicted_peak_bytes > 4 * n * n * 4
-    )  # as recorded: scores, their softmax both ways, gradients
+    # as recorded: scores, their softmax both ways, gradients
+    assert whole.predicted_peak_bytes > 4 * n * n * 4
+    # half the bytes of the scores alone
     assert (
         sliced.n_micro_batches > 1 and sliced.predicted_peak_bytes - sliced.base_bytes <= n * n * 2
-    )  # half the bytes of the scores alone
+    )
     assert torch.allclose(expected, got, rtol=1e-4, atol=1e-6)
 
 

@@ -196,9 +196,8 @@ def test_pooling_of_channels_last_images_is_sliced():
         ).double()
 
     def loss(model, x, y):
-        ce(
-            model, x.contiguous(memory_format=torch.channels_last), y
-        )  # a step whose loss nobody asks for
+        # a step whose loss is not used
+        ce(model, x.contiguous(memory_format=torch.channels_last), y)
         return ce(
             model.to(memory_format=torch.channels_last),
             x.contiguous(memory_format=torch.channels_last),

@@ -691,12 +691,12 @@ class Bagged(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, dict(padding_idx=4), dict(include_last_offset=True)], ids=str
 )
+# torch weighs sums only
 @pytest.mark.parametrize(
     "mode, weights", [("sum", False), ("sum", True), ("mean", False), ("max", False)]
-)  # torch weighs sums only
-@pytest.mark.parametrize(
-    "dtype, tol", [(D, 1e-12), (torch.float32, 1e-5)], ids=str
-)  # float32 has kernels of its own
+)
+# float32 has kernels of its own
+@pytest.mark.parametrize("dtype, tol", [(D, 1e-12), (torch.float32, 1e-5)], ids=str)
 def test_bags_of_one_length_are_sliced(dtype, tol, mode, options, weights):
     def program(wrap):
         model = Bagged(mode=mode, **options).to(dtype)

@@ -85,15 +85,17 @@ def test_every_operator_is_right_or_refused_by_name(shard):
     assert sum(r[0] == "same" for r in found.values()) > 0.5 * len(found)
 
 
+# an index out of range: known only when the values are computed
 IN_THE_DATA = {
     "gather",
     "scatter",
     "scatter_add",
-}  # an index out of range: known when the values are
+}
+# aminmax: out= of another dtype, found when it is written; as_strided_scatter: refused
 OTHER = {
     "aminmax",
     "as_strided_scatter",
-}  # out= of another dtype, found when it is written; memory outside of the tensor: refused
+}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -601,13 +601,14 @@ def test_settings_of_the_environment_count(monkeypatch):
         step="steady",
     )
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    # scale and growth tracker
     assert (
         scaled
         - expected(
             koila.plan(lambda x: model(x).sum(), meta(64, 64), device="a100-40gb"), step="steady"
         )
         == 1024
-    )  # scale and growth tracker
+    )
 
 
 def test_what_a_training_loop_adds_is_counted():
@@ -624,9 +625,8 @@ def test_what_a_training_loop_adds_is_counted():
             step="steady",
         )
     assert plans["amsgrad"] - plans["adam"] == plans["ddp"] - plans["plain"] == 16 << 20
-    assert plans["adam"] - plans["plain"] == pytest.approx(
-        3 * (16 << 20), abs=2 << 20
-    )  # two states, the square roots
+    # two states, the square roots
+    assert plans["adam"] - plans["plain"] == pytest.approx(3 * (16 << 20), abs=2 << 20)
     assert koila.plan(
         lambda x: model(x).sum(),
         meta(64, 2048),

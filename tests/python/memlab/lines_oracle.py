@@ -13,11 +13,9 @@ if TAKEN:
     for tool in (2, 3, 4):
         sys.monitoring.use_tool_id(tool, "somebody")
 
-sys.modules["torch"] = (
-    # not needed, and not to be found; the package itself insists on it, so only its parts are
-    # loaded
-    None
-)
+# torch is not needed and must not be found. The package itself insists on it, so only its parts are
+# loaded.
+sys.modules["torch"] = None
 package = types.ModuleType("koila")
 package.__path__ = find_spec("koila").submodule_search_locations
 sys.modules["koila"] = package

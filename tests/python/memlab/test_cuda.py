@@ -284,9 +284,8 @@ def test_every_line_shows_what_the_statistics_show(make):
     ours, theirs = alone(make, by_koila), alone(make, by_tracer)
     wrong = differences(ours, theirs, WORDS + HOOKED)
     assert not wrong, f"{memlab.backend()}\n" + "\n".join(wrong[:60])
-    busy = {
-        row: r for row, r in ours.items() if r["alloc"] or r["freed"]
-    }  # the others are not asked about
+    # only lines that allocate or free are compared
+    busy = {row: r for row, r in ours.items() if r["alloc"] or r["freed"]}
     wrong = differences(busy, {row: theirs[row] for row in busy}, READ)
     assert not wrong, "read at the ends of lines:\n" + "\n".join(wrong[:60])
 
@@ -299,9 +298,8 @@ def test_peaks_of_lines_are_those_of_the_allocators_history(make):
         for row in ours
         if ours[row]["allocated_bytes.all.peak"] != theirs.get(row)
     }
-    if (
-        make is large_tensors
-    ):  # the history has what was asked for, the allocator may hand out up to 1 MiB more
+    # The history has the requested bytes; the allocator may hand out up to 1 MiB more.
+    if make is large_tensors:
         wrong = {
             row: (a, b) for row, (a, b) in wrong.items() if b is None or not b < a <= b + (4 << 20)
         }

@@ -1188,11 +1188,12 @@ def test_backward_of_leaves_made_outside_profiled_code_is_nobody_s():
 
     with LineProfiler(work) as p:
         work()
+    # ExpBackward's 4000 are nobody's
     assert rows(p, work, "backward") == {
         0: (0,),
         1: (4000,),
         2: (0,),
-    }  # ExpBackward's 4000 are nobody's
+    }
 
 
 def test_node_numbers_of_threads_do_not_mix():
@@ -1231,15 +1232,13 @@ def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     assert last_plan().n_micro_batches == 4
     del hidden
     alloc, peak = rows(p, step, "alloc"), rows(p, step, "active_bytes.all.peak")
-    assert (
-        alloc[1][0] >= 64 * 1000 * 4
-    )  # all slices of hidden, though no line of the forward ran an operator
+    # all slices of hidden, though no line of the forward ran an operator
+    assert alloc[1][0] >= 64 * 1000 * 4
     assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
     assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
     assert last_plan().measured_peak_bytes == peak[4][0]
-    backward = rows(
-        p, step, "backward"
-    )  # what the nodes of a line captured is that line's, though it ran in one piece at the end
+    # Operators captured by the nodes of a line count for that line, although all ran at the end.
+    backward = rows(p, step, "backward")
     assert (
         backward[1][0] >= 1000 * 100 * 4 + 1000 * 4
         and backward[2][0] >= 1000 * 10 * 4

@@ -471,17 +471,15 @@ def test_names_are_written_into_a_snapshot_of_the_caching_allocator():
     m = torch.nn.Linear(100, 100)
     m(torch.ones(2, 100)).sum().backward()
     s = memlab.snapshot(m)
-    s._at = [
-        ("cuda:1" if device == "cpu" else device, *rest) for device, *rest in s._at
-    ]  # as if they were there
+    # as if the tensors were on a GPU
+    s._at = [("cuda:1" if device == "cpu" else device, *rest) for device, *rest in s._at]
     w, g, stray = m.weight.data_ptr(), m.weight.grad.data_ptr(), 1 << 50
     frames = [dict(filename="train.py", line=3, name="step")]
     first = min(w, g)
 
     def block(address, state="active_allocated"):
-        return dict(
-            address=address, size=40_000, requested_size=40_000, state=state, frames=frames
-        )  # on the CPU two may stand side by side
+        # a fixed size: on the CPU two tensors may lie side by side
+        return dict(address=address, size=40_000, requested_size=40_000, state=state, frames=frames)
 
     def event(action, address):
         return dict(action=action, addr=address, size=40_448, stream=0, time_us=1, frames=frames)
