@@ -1,15 +1,15 @@
-"""Cost of capture: microseconds per recorded operator, forward and backward, warm; and one operator
-alone.
+"""The cost of capture: microseconds per recorded operator, forward and backward, warm; also of
+single operators.
 
     python bench/bench_capture.py [--model tiny,gpt2,mlp,ops] [--repeat 40]
 
-Compute is kept tiny, so that what is measured is dispatch, autograd, the model's own Python and
-koila's handler. Three ways of running one step take turns, and the best of each counts:
+The models are tiny, so that dispatch, autograd, the model's own Python and koila's handler take
+most of the time. Three ways to run one step take turns, and the best of each counts:
 
-- plain: PyTorch as it is, with what little it computes;
-- floor: a tensor subclass whose handler does nothing at all, it hands out tensors that were made
-beforehand. What is left is the model's own Python, torch's
-  way to a Python handler and autograd: no tracer that sees operators below autograd can be faster;
+- plain: PyTorch without koila;
+- floor: a tensor subclass whose handler only returns tensors made beforehand. It measures the
+  model's own Python, torch's path to a Python handler, and autograd. No tracer that sees operators
+  below autograd can be faster;
 - capture: koila.
 """
 
@@ -76,8 +76,8 @@ class Ready(torch.Tensor):
 
 
 def floor_of(step: Callable[[torch.Tensor], Any], batch: torch.Tensor) -> Callable[[], float]:
-    """Seconds of `step` where the handler only hands out results. The first pass computes, and
-    remembers what every operator gave."""
+    """Seconds of `step` with a handler that only returns stored results. A first pass computes and
+    stores the result of every operator."""
     # What each dispatch returned, in order; None: its own first argument (an in-place operator).
     given: list[Any] = []
 

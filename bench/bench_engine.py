@@ -2,10 +2,10 @@
 
     python bench/bench_engine.py [--repeat 7] [--only NAME]
 
-For each model: time and peak of a step (forward and backward) done plainly, by hand at m rows, by
-koila at m, by koila on the whole batch. The four take turns, and a time is the best of its turns:
-neighbours on the machine hit all alike. Then what an operator costs to capture and to plan, and a
-step shaped like GPT-3 (96 layers), captured and planned on meta tensors.
+For each model: time and peak of a step (forward and backward), run in four ways: plain, by hand at
+m rows, by koila at m rows, by koila on the whole batch. The four take turns, so that load on the
+machine hits all alike, and a time is the best of its turns. Then the cost to capture and to plan
+an operator, and a step shaped like GPT-3 (96 layers), captured and planned on meta tensors.
 """
 
 import argparse
@@ -124,7 +124,8 @@ def resnet18():
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(w << 3, 10))
 
 
-MODELS = {  # model, batch, loss, rows a slice; by_hand: is it right to cut by hand?
+# model, batch, loss, rows a slice; by_hand: may it be cut by hand?
+MODELS = {
     "mlp": (mlp, lambda: (torch.randn(2048, 256), torch.randint(0, 10, (2048,))), ce, 512, True),
     "convnet": (
         conv,
@@ -252,7 +253,7 @@ def cost_of_an_operator(name, repeat):
 
 
 class Attention(nn.Module):
-    """One block of GPT-3's shape; written out, for ready-made ones look at values, and a meta
+    """One block of GPT-3's shape. Written out, because torch's own layers read values, and a meta
     tensor has none."""
 
     def __init__(self, width, heads):

@@ -1,13 +1,14 @@
-"""koila.memlab's cost, in ratios to the same program unprofiled, beside the peers that are
-installed. One run, interleaved; minima, for steps percentiles.
+"""The cost of koila.memlab as ratios to the same program without it, beside the installed peers.
+All run interleaved in one process; results are minima, and percentiles for steps.
 
     python bench/bench_memlab.py [--rounds 7] [--only step,line,...]
 
 The step is a training step of a tiny transformer on the CPU, one thread; single steps are timed, a
 hundred in a turn (`--only alone`: without the peers). Peers: pytorch_memlab, line_profiler,
-memory_profiler, memray, torch.profiler. Ratios compare; microseconds are this machine's. Nothing
-here asserts: bounds that CI can hold are instruction counts. `--only gpu`: a step of GPT-2 small's
-size on a GPU, and the tiny one there, by the wall clock, the step and every forward profiled.
+memory_profiler, memray, torch.profiler. Ratios can be compared; microseconds depend on the machine.
+Nothing here asserts: CI checks instruction counts instead (instructions.py). `--only gpu`: a step
+of GPT-2 small's size and the tiny one on a GPU, by the wall clock, with the step and every forward
+profiled.
 """
 
 import argparse
@@ -29,8 +30,8 @@ torch.set_num_threads(1)
 
 
 def clock(f, n):
-    """Seconds of processor time a call: on a shared machine it is what the wall clock is on an idle
-    one."""
+    """Seconds of processor time a call. On a shared machine it is close to the wall clock of an
+    idle one."""
     t = time.process_time()
     for _ in range(n):
         f()

@@ -1,10 +1,10 @@
-"""Time to know a step's plan without running it: a GPT-3 shaped step on the meta device, at 24, 48
-and 96 layers, recorded and planned.
+"""Time to record and plan a step without running it: shaped like GPT-3, on the meta device, at 24,
+48 and 96 layers.
 
     python bench/bench_plan_ahead.py
 
-Processor seconds of one thread, minimum of three; the first one also fills the memory of shapes. On
-a 2-core x86-64 machine that others use too:
+Processor seconds of one thread, minimum of three; the first one also fills the cache of shapes. On
+a busy 2-core x86-64 machine:
 
     layers  operators     first     again  us/operator
         24       2840    0.198s    0.063s  22.3

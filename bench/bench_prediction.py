@@ -1,27 +1,30 @@
-"""Predicted memory of training steps against what a GPU says, and what predicting costs.
+"""Predicted memory of training steps against the measured memory on a GPU; the cost of predicting.
 
     python bench/bench_prediction.py
         on a machine with CUDA: predicts, runs, and prints the errors
     python bench/bench_prediction.py --dry
-        predicts only; the truth is filled in later
+        predicts only
     python bench/bench_prediction.py --truth FILE
-        errors of predictions made here, against a file that --save or --keep wrote elsewhere
+        errors of predictions made here, against a file of measurements that --save or --keep wrote
     [--only NAME,NAME] [--gpu NAME|FILE] [--save FILE] [--keep FOLDER] [--rival] [--trace] [--jobs
     N] [--seconds N]
 
 Every configuration runs in fresh processes: one predicts (on meta tensors: no weights, no CUDA),
-one trains plainly, six steps, alone on the card. The models were fixed before any of them was
-measured, and none was used to tune anything. Errors are signed, predicted against true, of the
-highest allocated, reserved (torch's own counters) and device bytes (total less the least that was
-free, polled), kept apart; an under-estimate is a promise broken.
+one trains without koila, six steps, alone on the card. The models were fixed before any of them was
+measured, and none was used for tuning. Errors are signed (predicted against measured) and reported
+apart for the highest allocated and reserved bytes (torch's own counters) and device bytes (total
+less the least that was free, polled). A prediction that is too low counts as a broken promise.
 
---keep writes what one run on a GPU can tell into FOLDER: profile.json, facts.json (what each first
-use costs: context, libraries, workspaces), truths.json, predictions.json, table.md. --rival also
-runs two short real probes, at a quarter and half of the batch, and extrapolates linearly: the
-strongest cheap rival. --trace also records, for each configuration, NAME.operators.json.gz (every
-operator of the first two steps: bytes before, most inside, after) and NAME.history.pickle.gz (the
-allocator's history of the first two steps), to attribute differences. Neither disturbs the truths:
-they run after them."""
+--keep writes the results of one run on a GPU into FOLDER: profile.json, facts.json (the cost of
+each first use: context, libraries, workspaces), truths.json, predictions.json, table.md.
+
+--rival also runs two short real probes, at a quarter and half of the batch, and extrapolates
+linearly: the strongest cheap alternative.
+
+--trace also records, for each configuration, NAME.operators.json.gz (every operator of the first
+two steps: bytes before, most inside, after) and NAME.history.pickle.gz (the allocator's history of
+the first two steps), to attribute differences. --rival and --trace run after the measurements, so
+they do not disturb them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Instructions per event of the C mechanisms, by callgrind: a number that noise cannot move. Exits
-1 when one exceeds its bound.
+"""Instructions per event of the C mechanisms, by callgrind: noise does not change them. Exits 1 if
+one exceeds its bound.
 
 python bench/instructions.py        needs gcc and valgrind
 """
@@ -11,11 +11,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# The measured counts plus a quarter. Valgrind hides the steady counter, so they include
+# clock_gettime.
 BOUNDS = {
     "quiet": 185,
     "event": 1400,
     "ledger": 336,
-}  # what it was, plus a quarter; valgrind hides the steady counter, so clock_gettime is inside
+}
 WHAT = {
     "quiet": "line event, nothing allocated",
     "event": "line event with an allocation",

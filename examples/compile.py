@@ -1,5 +1,5 @@
-"""A model that went through `torch.compile`. On a lazy batch its original Python runs, is recorded,
-and is cut like any other; on a plain tensor the compiled code runs as before.
+"""A model compiled by `torch.compile`. On a lazy batch its original Python runs and is recorded and
+cut like any other. On a plain tensor the compiled code runs as before.
 
     python examples/compile.py
 """
@@ -18,9 +18,8 @@ def main():
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    compiled = torch.compile(
-        model, backend="aot_eager"
-    )  # any backend; this one needs no C++ compiler
+    # any backend; this one needs no C++ compiler
+    compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with koila.micro_batch(400):
         for _ in range(30):

@@ -1,5 +1,5 @@
-"""Two processes with DistributedDataParallel, each cutting its batch as it must: gradients are
-exchanged once a step, whatever the slices.
+"""Two processes with DistributedDataParallel. Each cuts its batch for its own budget; gradients are
+exchanged once a step, with any number of slices.
 
 python examples/ddp.py
 """

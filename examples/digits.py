@@ -1,9 +1,9 @@
-"""Train a convolutional net on scikit-learn's digits in a third of the memory that plain PyTorch
-needs: one line is added.
+"""Train a convolutional net on scikit-learn's digits in a third of the memory of plain PyTorch,
+with one added line.
 
     python examples/digits.py [--steps 40] [--report report.html]
 
-The budget is real: torch's allocator refuses what goes above it, for plain PyTorch and for koila
+The budget is real: torch's allocator refuses requests above it, for plain PyTorch and for koila
 alike.
 """
 
@@ -60,10 +60,10 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", help="write the last step's page here")
     args = parser.parse_args()
-    memlab.start()  # count what torch's CPU allocator holds, from here on
+    memlab.start()  # count the bytes of torch's CPU allocator from here on
     images, labels, test_images, test_labels = data()
 
-    # what plain PyTorch needs: a step of the whole training set. The first one warms up.
+    # The memory of plain PyTorch, for a step of the whole training set. The first step warms up.
     model = make_model()
 
     def plain_step():

@@ -1,5 +1,5 @@
-"""Two processes with fully sharded parameters (FSDP2). The module runs as it is, on real slices of
-each rank's batch; the ranks agree on how many, because the module talks to the other ranks in each.
+"""Two processes with fully sharded parameters (FSDP2). The module runs unchanged, on real slices of
+each rank's batch. It communicates in every slice, so the ranks agree on the number of slices.
 
     python examples/fsdp.py
 """
@@ -45,9 +45,8 @@ def work(rank, port):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     expected = train(rank, lambda *values: values, lambda model: model)
     with koila.micro_batch(200):  # the same on all ranks
-        loss, accuracy = train(
-            rank, lazy, koila.opaque
-        )  # lazy() in the loop, opaque() around the sharded model: all that is new
+        # the only additions: lazy() in the loop, opaque() around the sharded model
+        loss, accuracy = train(rank, lazy, koila.opaque)
     print(
         f"rank {rank}: {koila.last_plan().n_micro_batches} slices, loss {loss:.6f}, plain "
         f"{expected[0]:.6f}, accuracy {100 * accuracy:.0f} %",

@@ -1,8 +1,8 @@
-"""Reinforcement learning that looks at its numbers in the middle of a step: the KL divergence
-decides whether to go on, the entropy is logged.
+"""Reinforcement learning that reads values in the middle of a step: the KL divergence decides
+whether to go on, and the entropy is logged.
 
-A cart on a line must be brought to the middle and stopped; 256 of them at once. The update is
-PPO's, on all their steps as one batch.
+A cart on a line must be moved to the middle and stopped; 256 carts run at once. PPO updates the
+policy on all their steps as one batch.
 
     python examples/reinforce.py [--rounds 30]
 """

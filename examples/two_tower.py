@@ -1,10 +1,10 @@
-"""A contrastive model: one tower reads the upper half of a digit, the other the lower half, and
-each must find its other half in the batch.
+"""A contrastive model: one tower reads the upper half of a digit, the other the lower half. Each
+half must find the other in the batch.
 
-Every row sees every other row, so cutting the batch by hand changes the loss; koila computes one
-tower slice by slice and collects its embeddings, then the other tower with its rows of the matrix
-of scores, loss and backward, then the first tower again, backward: the numbers are the full
-batch's, and the matrix is never whole.
+Every row sees every other row, so cutting the batch by hand would change the loss. koila runs one
+tower slice by slice and collects its embeddings. Then it runs the other tower, with its rows of the
+matrix of scores, the loss and their backward. Last it runs the first tower again, with its
+backward. The numbers are those of the full batch, and the matrix is never whole.
 
     python examples/two_tower.py [--epochs 30]
 """

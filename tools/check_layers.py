@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The law of the rooms: which folder may see which, in includes and in calls; and in python/ext no
-file uses another that uses it.
+"""The law of the rooms: which folder may see which, by includes and by calls. In python/ext no two
+files may use each other, directly or through others.
 
     python tools/check_layers.py                    includes, read from the sources
     python tools/check_layers.py --objects build    and calls, read from the objects of a build (nm)
@@ -18,8 +18,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-# A room, and the rooms whose headers and functions it may use besides its own. A folder that is not
-# here is an error, so the law stays whole. "koila.h" is the whole public C interface.
+# Each room, with the rooms whose headers and functions it may use besides its own. A folder that is
+# missing here is an error, so the law stays complete. "koila.h" is the whole public C interface.
 CORE = {
     "src/base": [],
     "src/graph": ["src/base"],
@@ -47,7 +47,7 @@ EXTENSION = {
 }
 ROOMS = {**CORE, "cli": ["koila.h"], **EXTENSION}
 
-# Narrower doors: of this room, another wing sees these headers only.
+# Another wing may include only these headers of the room.
 DOORS = {
     ("python/ext/capture", "python/ext/memlab"): {"memlab/credit.h"},
     ("python/ext/run", "python/ext/memlab"): {"memlab/credit.h"},
@@ -63,7 +63,7 @@ PUBLIC = {
     "koila/predict.h": "src/predict",
     "koila/koila.h": "koila.h",
 }
-# Inside a room: nobody includes these but who is named; and no family of rules sees another.
+# Headers inside a room that only the named files may include; no family of rules sees another.
 PRIVATE = {
     "placement/placer.h": {"src/placement/place.c", "src/placement/rewrite.c"},
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How the text must read: what a formatter cannot see, and the formatters themselves.
+"""Check the text of the sources: the formatters, and rules that no formatter knows.
 
     python tools/check_text.py            every check; exit status 1 if one finds something
     python tools/check_text.py --whole    the functions that are long on purpose, with their reason
@@ -36,7 +36,7 @@ EXAMPLE_FILES = {"file.py", "script.py", "train.py"}
 
 
 class Finding(NamedTuple):
-    """Something that must be mended: where, and what."""
+    """Something to mend: its place and what it is."""
 
     path: str
     line: int
@@ -158,7 +158,7 @@ def tool(name: str) -> str:
 
 
 def unformatted() -> list[Finding]:
-    """What clang-format and ruff would change."""
+    """Places that clang-format and ruff would change."""
     out = []
     files = tracked((".c", ".h"), C_FOLDERS)
     p = subprocess.run(
@@ -234,7 +234,7 @@ def unexplained_functions() -> list[Finding]:
     ]
 
 
-# ---- comments that name what is gone
+# ---- comments with names that no longer exist
 
 
 def comments(name: str) -> Iterator[tuple[int, str]]:
@@ -255,7 +255,7 @@ def comments(name: str) -> Iterator[tuple[int, str]]:
 
 
 def words_of_code(name: str) -> set[str]:
-    """Identifiers outside comments, those inside strings too (C asks Python for names)."""
+    """Identifiers outside comments; also those in strings (C looks up Python functions by name)."""
     text = read(name)
     if name.endswith((".py", ".pyi")):
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)

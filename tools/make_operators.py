@@ -1,5 +1,8 @@
-"""docs/operators.md from src/graph/ops.def and src/placement/pseudo.def: `python
-tools/make_operators.py` writes it, `--check` fails when it is stale."""
+"""Make docs/operators.md from src/graph/ops.def and src/placement/pseudo.def.
+
+python tools/make_operators.py            write it
+python tools/make_operators.py --check    fail if it is stale
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Run the published pytorch_memlab's own test-suite against koila.memlab, under the old name.
-Nothing of it is kept here.
+"""Run the test suite of the published pytorch_memlab against koila.memlab, under the old name. This
+repository keeps no copy of the suite.
 
     pip download --no-deps pytorch_memlab==0.3.2       (or a checkout of its repository)
     python -m zipfile -e pytorch_memlab-0.3.2-py3-none-any.whl old
     python tools/published_suite.py old/test
 
-Prints one line a test and exits 1 when one fails. Without a GPU, `.cuda()` leaves things where they
-are, so that every test runs.
+Prints one line a test and exits 1 if one fails. Without a GPU, `.cuda()` returns its object
+unchanged, so that every test runs.
 """
 
 import argparse
@@ -64,9 +64,8 @@ def main() -> int:
         "--no-header",
         "--import-mode=importlib",
     ]
-    with (
-        tempfile.TemporaryDirectory() as cwd
-    ):  # away from the suite's own package, so that the alias is what is imported
+    # away from the suite's own package, so that the alias is imported
+    with tempfile.TemporaryDirectory() as cwd:
         passed = subprocess.run(
             [sys.executable, "-m", "pytest", *options, "-k", f"not {INTERRUPTS}", str(folder)],
             env=env,

@@ -1,15 +1,18 @@
-"""Records what PyTorch's CUDA allocator really does, and checks each recording against the model: a
-machine with a GPU only.
+"""Record histories of PyTorch's CUDA allocator, and check the model against each. Needs a GPU.
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
     python tools/record_history.py OUT --check     the check alone, of recordings made elsewhere
 
 Every case runs in a fresh process, with the history on before anything is allocated. It writes
 OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and OUT/NAME.json (torch.cuda.memory_stats() at
-the end, versions, settings). Three checks of each, against `koila simulate`: the replay is exact;
-the replay's statistics are torch's, key by key; and, where a program did nothing but allocate and
-free, its requests alone under its settings give the same statistics (so the model itself decided
-when memory runs out, when to collect, what to give back). Ends with a table, in OUT/table.md too.
+the end, versions, settings). `koila simulate` checks each recording in three ways:
+
+- the replay is exact;
+- the statistics of the replay equal torch's, key by key;
+- for programs that only allocate and free, the requests alone give the same statistics. The model
+  itself then decides when memory runs out, when to collect and which segments to give back.
+
+The result is a table, printed and written to OUT/table.md.
 
 Programs: `random` is a stream of sizes, frees, record_stream, synchronize and empty_cache drawn by
 splitmix64; `pure` only allocates and frees; the others are training steps, CUDA graphs, memory

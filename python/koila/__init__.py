@@ -1,8 +1,8 @@
-"""koila: a training step that fits in memory, with exactly the gradients of the full batch; and
-`koila.memlab`: where the memory went.
+"""koila: a training step that fits in memory, with exactly the gradients of the full batch.
+`koila.memlab`: where the memory goes.
 
-The engine is started when one of its names is first used, so that `import koila.memlab` stays cheap
-and changes nothing.
+The engine starts at the first use of one of its names, so `import koila.memlab` stays cheap and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# name -> the module it lives in: the one list of what koila offers
+# Public name -> its module. The only list of koila's names.
 _HOME = {
     "GatherError": "_errors",
     "KoilaError": "_errors",
@@ -72,7 +72,7 @@ def _get(name: str) -> Any:
     return value
 
 
-if not TYPE_CHECKING:  # a type checker is to object to names that are not there
+if not TYPE_CHECKING:  # a type checker must report unknown names
     __getattr__ = _get
 
 

@@ -1,5 +1,5 @@
-"""The functions that C asks for by name (``koila__ask`` in helpers.c): the facts about an operator,
-once (:func:`describe`), and small things now and then."""
+"""The functions that C calls by name (``koila__ask`` in helpers.c): :func:`describe`, once an
+operator, for its facts; the others seldom."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ._shapes import check_overlap, check_shared, check_strided, factory, shape
 from ._special import collective, decompose, handlers
 from ._tensor import LazyTensor
 
-# What C finds here by name, besides the functions below.
+# C looks up these names here, and the functions below.
 __all__ = [
     "StaleValueError",
     "UnsupportedError",
@@ -94,7 +94,7 @@ def real_meta(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def check_type(func: Any, cls: type[torch.Tensor]) -> None:
-    """Another class of tensor is among the arguments."""
+    """Refuse a tensor class with a dispatch of its own. func: the operator; None: in lazy()."""
     if issubclass(cls, LazyTensor) or cls.__torch_dispatch__ in (
         torch._C._disabled_torch_dispatch_impl,
     ):
@@ -108,8 +108,8 @@ def check_type(func: Any, cls: type[torch.Tensor]) -> None:
 
 
 def leave_inference(like: torch.Tensor) -> Any:
-    """In inference mode a view of a normal tensor is a normal tensor: a context, entered, under
-    which its wrapper is made; None when there is nothing to leave."""
+    """Leave inference mode to wrap a view of a normal tensor, which is a normal tensor too. Returns
+    the context, entered; None if there is nothing to leave."""
     if like.is_inference() or not torch.is_inference_mode_enabled():
         return None
     context = torch._C._InferenceMode(False)
@@ -184,8 +184,8 @@ _not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
 
 
 def _rules_of(func: Any) -> dict[type, Any] | None:
-    """Torch's functions for `func` by class of tensor: the dict itself, in which later ones
-    appear."""
+    """Torch's functions for `func` by class of tensor: the live dict, so later registrations
+    appear in it."""
     from torch._library.simple_registry import singleton
 
     rules = getattr(singleton.find(func.__qualname__).torch_dispatch_rules, "_data", None)
@@ -193,7 +193,7 @@ def _rules_of(func: Any) -> dict[type, Any] | None:
 
 
 def describe(func: Any) -> tuple[Any, ...]:
-    """The facts about an operator that C needs, see Note [Kinds] in record.h."""
+    """The facts that C needs about an operator, see Note [Kinds] in record.h."""
     schema = func._schema
     name = schema.name + ("." + schema.overload_name if schema.overload_name else "")
     base = schema.name.removeprefix("aten::")
@@ -234,8 +234,10 @@ def describe(func: Any) -> tuple[Any, ...]:
 
 
 def _writes_of(schema: Any) -> tuple[int, list[str], list[tuple[set[str], int]]]:
-    """The arguments that an operator writes: those by position as bits, those by name, and of each
-    (its labels in the schema, its position, or -1 - n for the n-th name from 1)."""
+    """The arguments that an operator writes: (bits of positions, names, sets).
+
+    sets: for each of them (its alias labels in the schema, its position; -1 - n for the n-th name,
+    counted from 1)."""
     written, names, sets = 0, [], []
     at = 0
     for argument in schema.arguments:
@@ -275,7 +277,7 @@ def _recorded_as(func: Any, name: str, writes: bool, random: bool) -> tuple[int,
     if base in _factories and not writes and "aten::" in func._schema.name:
         return FACTORY, None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    # silu_backward has both a decomposition and a kernel of its own, which is what eager runs.
+    # silu_backward has both a decomposition and a kernel of its own; eager runs the kernel.
     if has_kernel(name, "CompositeImplicitAutograd") and not any(
         has_kernel(name, key) for key in ("CPU", "CUDA")
     ):

@@ -61,7 +61,7 @@ def ranks_of(lazies: Sequence[torch.Tensor], /) -> Ranks | None: ...
 def forget() -> None: ...
 def register_rule(op: str, rule: str, /) -> None: ...
 
-# ---- signals wait (shield.c)
+# ---- signals are deferred (shield.c)
 shield: AbstractContextManager[object]
 
 # ---- capture (capture_module.c, tape.c, handle.c, wrapper.c, alias.c, whole.c)
@@ -147,9 +147,9 @@ def cpu_bytes_n_frees() -> int: ...
 def cpu_bytes_generation() -> int: ...
 def free_memory(root: str = ..., /) -> dict[str, Any]: ...
 
-# ---- the memory laboratory (python/ext/memlab)
+# ---- koila.memlab (python/ext/memlab)
 _Columns = tuple[str, ...]
-_Row = tuple[Any, ...]  # see `collect`: its columns are numbered in memlab/tensors.py
+_Row = tuple[Any, ...]  # of `collect`; its columns are numbered in memlab/tensors.py
 _Site = tuple[str, int]  # file, line
 
 class LineTable:

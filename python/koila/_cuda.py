@@ -1,5 +1,5 @@
-"""A GPU's memory as the planner sees it (cuda_state.c asks): what torch's caching allocator holds,
-what the device has left. Only `torch.cuda`'s public face."""
+"""A GPU's memory for the planner (called by cuda_state.c): the bytes that torch's caching allocator
+holds, and the bytes that the device has left. Uses only public functions of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ _CURRENT = [
 
 
 def index_of(code: int) -> int:
-    """The GPU that a step's tensors are on; -1: none. `code`: a device as koila/graph.h writes
-    it."""
+    """The index of the GPU of a step's tensors; -1: none. `code`: a device as in koila/graph.h."""
     return code & 0xFF if code >> 8 == 1 and torch.cuda.is_initialized() else -1
 
 
 def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """Bytes handed out, bytes of segments, free bytes of the device; and numbers that tell this
-    state of the allocator from others."""
+    """(allocated bytes, reserved bytes, free bytes of the device, state). `state` differs whenever
+    the allocator's state differs."""
     stats = torch.cuda.memory_stats(index)
     free, _ = torch.cuda.mem_get_info(index)
     stream = int(torch.cuda.current_stream(index).cuda_stream)
@@ -48,11 +47,11 @@ def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
 
 
 def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
-    """The device's profile as JSON, torch's version, the allocator's settings, the fraction of the
-    device that torch may take, the device's bytes, the stream, and cuBLAS's setting.
+    """(device profile as JSON, torch's version, the allocator's settings, the fraction of the
+    device that torch may use, the device's bytes, the stream, cuBLAS's setting).
 
     Raises:
-        RuntimeError: torch's memory comes from another allocator than the one that is modelled.
+        RuntimeError: torch uses another allocator than the one that is modelled.
     """
     if (
         os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -64,19 +63,19 @@ def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
     stream = int(torch.cuda.current_stream(index).cuda_stream)
     total = int(torch.cuda.get_device_properties(index).total_memory)
     return (
-        profile(index, 0),
+        profile(index, 0),  # no context bytes: the free bytes of now() are already without them
         torch.__version__,
         conf,
         float(fraction),
         total,
         stream,
         os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
-    )  # what the context takes is not free already
+    )
 
 
 def profile(index: int, context_bytes: int) -> str:
-    """The profile of a GPU that is here, as JSON. context_bytes: what is taken on it by others than
-    torch's allocator."""
+    """The profile of a present GPU, as JSON. context_bytes: bytes used on it outside of torch's
+    allocator."""
     p = torch.cuda.get_device_properties(index)
     values = {
         "sm_count": p.multi_processor_count,
@@ -95,13 +94,13 @@ def profile(index: int, context_bytes: int) -> str:
 
 
 def profile_now(index: int) -> str:
-    """The same, with what is taken now."""
+    """The profile with the context bytes of now."""
     free, total = torch.cuda.mem_get_info(index)
     return profile(index, max(0, total - free - int(torch.cuda.memory_reserved(index))))
 
 
 def segments(index: int) -> list[dict[str, Any]]:
-    """What `torch.cuda.memory_snapshot()` says of one device; without its traces where this torch
+    """The segments of one device from `torch.cuda.memory_snapshot()`, without traces if this torch
     can leave them out."""
     snapshot: Callable[..., list[dict[str, Any]]] = torch.cuda.memory_snapshot
     short = "include_traces" in inspect.signature(snapshot).parameters

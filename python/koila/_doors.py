@@ -1,5 +1,5 @@
-"""Doors of plain tensors through which a lazy tensor would pass unseen. They are guarded from the
-first lazy() on."""
+"""Attributes and functions of torch that bypass dispatch. A lazy tensor would pass through them
+unseen, so they are wrapped at the first lazy()."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _installed = False
 
 
 def install() -> None:
-    """Guard the attributes of plain tensors through which a lazy tensor would pass unseen. Once, at
-    the first lazy()."""
+    """Wrap them, once in a process."""
     global _installed
     if _installed:
         return
@@ -50,9 +49,8 @@ def install() -> None:
     _core.factories_setup()
     new = torch.nn.Parameter.__new__
 
-    def new_parameter(
-        cls: Any, data: Any = None, requires_grad: bool = True
-    ) -> Any:  # it takes the class of what it is given
+    # A Parameter takes the class of its data, so a settled factory is replaced by its memory.
+    def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         return new(
             cls,
             plain(data) if isinstance(data, LazyTensor) and _core.settle(data) else data,
@@ -98,14 +96,14 @@ def install() -> None:
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)
-        except Exception:  # already there, or of a kind that takes no classes
+        except Exception:  # registered already, or a kind that takes no classes
             pass
 
 
 def _quick_rules() -> None:
-    """Torch's question before every dispatch to Python (see koila__find_rule in operators.c), asked
-    of us. It fetches the function once in a process: nothing is gained, nor lost, where another
-    class was dispatched to before."""
+    """Replace the look-up that torch makes before every dispatch to Python by a quicker one, see
+    koila__find_rule in operators.c. Torch fetches the function once in a process: if it dispatched
+    to another class before, this has no effect."""
     from torch._library import simple_registry
 
     find = getattr(simple_registry, "find_torch_dispatch_rule", None)
@@ -115,9 +113,10 @@ def _quick_rules() -> None:
 
 
 def _lazy_states() -> None:
-    """Recurrent layers start from `torch.zeros`, a plain tensor, and write the first step into it:
-    everything after would be whole. Given a lazy input and no state, we pass the zeros as a lazy
-    factory, which is sliced like the input."""
+    """Give recurrent layers a lazy initial state for a lazy input.
+
+    Without a state they start from `torch.zeros`, a plain tensor, and the rest of the step would be
+    whole. A lazy factory is sliced like the input."""
     import types
 
     def states(self: Any, x: Any) -> Any:
@@ -147,8 +146,8 @@ def _lazy_states() -> None:
             def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
                 return original(self, input, states(self, input) if hx is None else hx)
 
-            # TorchScript compiles the source of what it unwraps, with the globals of what it is
-            # given: they must belong together
+            # TorchScript unwraps a function to find its source, but takes the globals of the
+            # wrapper. So the wrapper gets the globals of the original.
             at = original.__code__
             code = forward.__code__.replace(
                 co_firstlineno=at.co_firstlineno, co_filename=at.co_filename

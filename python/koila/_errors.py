@@ -1,7 +1,7 @@
-"""The exceptions of koila. Each says what, where and what to do.
+"""The exceptions of koila. Each text says what failed, where, and what to do.
 
-Importing this does not import torch: `OutOfMemory`, which is also torch's own, is made when first
-asked for.
+Importing this does not import torch: `OutOfMemory`, a subclass of torch's own error, is made at its
+first use.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 
 class KoilaError(Exception):
-    """The base of every error that is koila's own; an error of torch keeps its own type."""
+    """The base of all errors of koila; an error of torch keeps its type."""
 
 
 class UnsupportedError(KoilaError, RuntimeError):
-    """Something that koila cannot do exactly, and therefore does not do."""
+    """koila cannot do this exactly, and therefore refuses."""
 
 
 class StaleValueError(KoilaError, RuntimeError):
-    """A lazy value is asked for after a tensor it is computed from was changed."""
+    """A lazy value is asked for, but a tensor it is computed from was changed in between."""
 
 
 class GatherError(KoilaError, RuntimeError):
@@ -38,8 +38,7 @@ def __getattr__(name: str) -> Any:
     import torch
 
     class OutOfMemory(KoilaError, torch.OutOfMemoryError):
-        """Even the smallest slice does not fit. `missing_bytes` says by how much, 0 when
-        unknown."""
+        """Even the smallest slice does not fit. `missing_bytes`: the bytes short, 0 if unknown."""
 
         missing_bytes = 0
 

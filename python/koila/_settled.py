@@ -1,5 +1,5 @@
-"""Factories of the user's (torch.zeros and its like in the middle of a step) that became plain
-tensors in a lazy wrapper: Note [Settling] in factories.c."""
+"""Settled factories: tensors of torch.zeros and its like, called within a step, that became plain
+tensors in a lazy wrapper. See Note [Settling] in factories.c."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ._tensor import plain
 def settled_views(
     base: torch.Tensor, meta: tuple[Any, ...], fresh: bool, places: list[tuple[Any, ...]]
 ) -> list[torch.Tensor]:
-    """Memory for a factory that settles, with the contents of `base`, as its wrappers see it."""
+    """Memory for a factory that settles: the contents of `base`, one view for each place (size,
+    stride, offset)."""
     with torch.inference_mode(False), torch.no_grad():
         memory = base if fresh and tuple(base.stride()) == meta[3] else with_strides(base, meta)
         return [memory.as_strided(*place) for place in places]
@@ -22,9 +23,9 @@ def settled_views(
 
 def alias_of(x: torch.Tensor) -> torch.Tensor:
     """A plain tensor with the memory and the version counter of `x`, which has memory."""
-    key = (
-        torch._C.DispatchKey.ADInplaceOrView
-    )  # shares the counter; it is switched off while an operator is recorded
+    # This key's kernel shares the version counter; the key is excluded while operators are
+    # recorded.
+    key = torch._C.DispatchKey.ADInplaceOrView
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     guard = torch._C._DisableTorchDispatch()
     try:
@@ -37,8 +38,8 @@ def alias_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on a settled factory: it is a plain tensor, and only its class brought it here.
-    See Note [Settling] in factories.c."""
+    """Run an operator on a settled factory: a plain tensor that is dispatched here because of its
+    class only. See Note [Settling] in factories.c."""
     if lazies_of(args, kwargs):
         back = {id(s): t for t in tensors_of(args, kwargs) if (s := _core.settled(t)) is not None}
         a, k = map_call(lambda t: t if _core.is_lazy(t) else plain(t), args, kwargs)
@@ -71,6 +72,6 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def count_write(tensors: Any) -> None:
-    """Of the tensors in a list, nobody else counts the versions."""
+    """Count the versions of the tensors in a list, which torch does not do."""
     counted = tuple(t for t in tensors if not t.is_inference())
     torch._C._autograd._unsafe_set_version_counter(counted, tuple(t._version + 1 for t in counted))

@@ -31,8 +31,8 @@ def special(*names: str) -> Callable[[Handler], Handler]:
 
 
 def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.distributed: every rank calls it at the same place of its program, so it runs now, on
-    values. It writes its first argument, which schemas do not say."""
+    """An operator of torch.distributed. Every rank calls it at the same place of its program, so it
+    runs now, on values. It writes its first argument, although its schema does not say so."""
     name = func._schema.name.removeprefix("c10d::")
     writes = name not in ("send", "barrier", "monitored_barrier_")
     first = len(tensors_of(args[:1], {}))

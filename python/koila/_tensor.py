@@ -1,5 +1,5 @@
-"""The lazy tensor: a class of torch.Tensor whose operators are recorded in C
-(``koila._core.dispatch``), and the doors of its own: methods that never reach the dispatcher."""
+"""The lazy tensor: a subclass of torch.Tensor whose operators are recorded in C
+(``koila._core.dispatch``), with its own versions of the methods that never reach the dispatcher."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Tensor = torch.Tensor  # in the class below `torch` is its method
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of the full batch that is not computed yet. It becomes concrete by itself when
-    Python needs its value."""
+    """A tensor of the full batch that is not computed yet. It is computed when Python needs its
+    value."""
 
     __slots__ = ("_v",)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -34,8 +34,8 @@ class LazyTensor(torch.Tensor):
 
     run = torch
 
-    # torch.tensor([x.sum(), ...]) asks its items with the dispatcher switched off, so these five do
-    # not go through the dispatcher.
+    # torch.tensor([x.sum(), ...]) converts its items with the dispatcher switched off, so these
+    # five do not go through the dispatcher.
     def __float__(self) -> float:
         return float(plain(self))
 
@@ -115,8 +115,8 @@ class LazyTensor(torch.Tensor):
         _core.settle(self)
         return self.torch().as_subclass(cls)
 
-    # -- what needs memory: only a tensor made by torch.zeros and its like can still get some, see
-    # Note [Settling] in factories.c
+    # -- methods that need memory: only a tensor made by torch.zeros and its like can still get it,
+    # see Note [Settling] in factories.c
 
     def data_ptr(self) -> int:
         return _with_memory(self, "data_ptr()").data_ptr()
@@ -126,8 +126,8 @@ class LazyTensor(torch.Tensor):
         return self
 
     def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Any:
-        """A square matrix is written by index, one entry of each row, which slices can do; torch's
-        own method writes through a view that spans the rows."""
+        """Write a square matrix by index, one entry of each row, which can be sliced. Torch's own
+        method writes through a view that spans the rows."""
         if (
             self.dim() != 2
             or self.size(0) != self.size(1)
@@ -164,8 +164,8 @@ class LazyTensor(torch.Tensor):
             _core.settle(self)
         return torch._C.TensorBase.requires_grad_(self, requires_grad)
 
-    # A conjugate view is a flag on a plain tensor, and a wrapper has no such flag. A program that
-    # resolves it and then writes must not write into its base.
+    # A conjugate view is a flag of a plain tensor, which a wrapper lacks. A program that resolves
+    # the view and then writes must not write into its base.
 
     def is_conj(self) -> bool:
         return _core.is_conjugated(self) or super().is_conj()
@@ -212,7 +212,7 @@ class _Concrete(torch.autograd.Function):
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The concrete tensor behind `x`, without autograd; a plain tensor is returned as it is."""
+    """The concrete tensor of `x`, without autograd; a plain tensor is returned unchanged."""
     if not isinstance(x, LazyTensor):
         return x
     settled = _core.settled(x)
@@ -232,7 +232,7 @@ def _with_memory(x: torch.Tensor, what: str, args: str = "") -> torch.Tensor:
 
 
 def _with_grad_flag(x: LazyTensor) -> torch.Tensor:
-    _core.settle(x)  # copies of two views of one memory are then views of one memory too
+    _core.settle(x)  # so that copies of two views of one memory share memory too
     t = plain(x)
     return t.detach().requires_grad_() if x.requires_grad else t
 
@@ -241,8 +241,8 @@ _core.setup(LazyTensor, second_owner_adds_reference())
 
 
 def learn_wrappers() -> bool:
-    """Tell C where a tensor holds its dispatch keys, and return whether the quick way of making a
-    LazyTensor (wrapper.c) gives exactly what `_make_wrapper_subclass` gives."""
+    """Tell C where a tensor holds its dispatch keys. True if the quick construction of a LazyTensor
+    (wrapper.c) gives exactly the tensor of `_make_wrapper_subclass`."""
 
     def keys(t: torch.Tensor) -> int:
         return int(torch._C._dispatch_keys(t).raw_repr())

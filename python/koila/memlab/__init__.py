@@ -1,10 +1,13 @@
-"""koila.memlab: where the memory of a PyTorch program goes, with exact numbers, on a GPU and
-without one.
+"""koila.memlab: where the memory of a PyTorch program goes, with exact numbers, with or without a
+GPU.
 
-Which line needs it: `LineProfiler`, `@profile`, `%mlrun`. Which tensors fill it: `MemReporter`,
-`snapshot`, `diff`. What a block cost: `measure`. What filled it when it ran out: `on_oom`. Lending
-the device for a while: `Courtesy`. Replaces pytorch_memlab: change the import. Importing this
-installs nothing, prints nothing and starts nothing; all is set up at first use.
+- Which line needs it: `LineProfiler`, `@profile`, `%mlrun`.
+- Which tensors fill it: `MemReporter`, `snapshot`, `diff`.
+- Memory over time: `timeline`. The cost of a block: `measure`.
+- What filled it when it ran out: `on_oom`. Lending the device for a while: `Courtesy`.
+
+It replaces pytorch_memlab: change the import. Importing installs, prints and starts nothing; all is
+set up at first use.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def _get(name: str) -> Any:
     return value
 
 
-if not TYPE_CHECKING:  # a type checker is to object to names that are not there
+if not TYPE_CHECKING:  # a type checker must report unknown names
     __getattr__ = _get
 
 

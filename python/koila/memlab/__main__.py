@@ -1,9 +1,9 @@
-"""python -m koila.memlab: profile a script without changing it; look at and compare what was saved.
+"""python -m koila.memlab: profile a script without changing it; show and compare saved results.
 
 run  [-f FUNC]... [-c COLUMN]... [-g DEVICE] [-o FILE] [-t FILE] (script.py | -m module) args...
      FUNC: a function of the script ("train", "Net.forward") or "module:function"; none: every
-     function the script defines. The script's exit code is kept; the report goes to stderr, or to
-     FILE (.txt .html .json .csv). -t: also record the memory over time, and who held what at the
+     function the script defines. The script's exit code is kept. The report goes to stderr, or to
+     FILE (.txt .html .json .csv). -t: also record the memory over time, with its owners at the
      peak: .html, .pickle for PyTorch's memory viewer, .txt .json .csv.
 top  [-i SECONDS] (script.py | -m module) args...
      the memory while it runs, on stderr
@@ -118,13 +118,13 @@ def _add(
     args: argparse.Namespace,
     inside: list[tuple[str, types.CodeType]],
 ) -> None:
-    """Profile the function `wanted`; None: every one of the script, `inside`."""
+    """Profile the function `wanted`; None: all functions of the script, `inside`."""
     module, colon, path = (wanted or "").rpartition(":")
     own = {"__main__", args.m or os.path.splitext(os.path.basename(args.script))[0]}
     if colon and not (module in own and (not args.m or path in dict(inside))):
         profiler.add_function(_imported(module, path))
         return
-    if colon:  # the script's own function runs, not one made by importing the script once more
+    if colon:  # The script's own function runs, not that of a second import of the script.
         wanted = path
     chosen = [(name, c) for name, c in inside if wanted is None or name == wanted]
     if wanted and not chosen:

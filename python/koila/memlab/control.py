@@ -1,4 +1,4 @@
-"""measure, start, stop, backend: the exact numbers, and whether a device gives them."""
+"""measure, start, stop, backend: exact numbers, and which devices give them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from . import devices
 
 
 def measure(device: devices.Device | None = None) -> _core.Measure:
-    """What the block inside does to a device's memory, exactly.
+    """Measure exactly how the `with` block changes a device's memory.
 
     device: as for `LineProfiler`; None: the current accelerator, else the CPU.
     Returns a context manager with ints, live inside the block and final after it: `.start .end
-    .peak` (bytes on the device), `.rise` = peak - start, `.alloc .freed` (bytes handed out and
-    taken back inside), `.allocs .frees` (how often). Nestable; counts all threads.
+    .peak` (bytes on the device), `.rise` = peak - start, `.alloc .freed` (bytes allocated and freed
+    inside), `.allocs .frees` (their numbers). Nestable; counts all threads.
 
     Raises:
         UnsupportedError: this device does not report every event, see `backend()`.
@@ -31,7 +31,7 @@ def measure(device: devices.Device | None = None) -> _core.Measure:
 
 
 def check_hooked(index: int, call: str) -> None:
-    """Raise UnsupportedError where the device does not report every event."""
+    """Raise UnsupportedError if the device does not report every event."""
     devices.listen()
     if not _core.memlab_hooked(index):
         raise UnsupportedError(
@@ -40,10 +40,9 @@ def check_hooked(index: int, call: str) -> None:
 
 
 def start(trace: bool = False) -> None:
-    """Put the allocator hooks in now: for programs that want exact numbers from the first tensor.
+    """Install the allocator hooks now, for exact numbers from the first tensor.
 
-    trace: also keep file and line of every CPU block from now on; reports then say who asked for
-    it.
+    trace: also keep file and line of every CPU allocation from now on; reports then show them.
     """
     devices.listen()
     if trace and not _core.memlab_trace(True):
@@ -51,12 +50,12 @@ def start(trace: bool = False) -> None:
 
 
 def stop() -> None:
-    """Take the hooks off again. Blocks that were counted are still seen when they are freed."""
+    """Remove the hooks. Blocks that were counted are still noticed when they are freed."""
     _core.memlab_stop()
 
 
 def why_not_exact(index: int) -> str:
-    """Why single blocks of a device are not seen, for an error."""
+    """Why a device does not report single blocks: text for an error."""
     if index == 0:
         plan = _core.cpu_bytes_install()
         return plan.partition(": ")[2] or "the hook was overwritten by another tool"
@@ -67,8 +66,8 @@ def why_not_exact(index: int) -> str:
 
 
 def backend() -> dict[str, Any]:
-    """Where the numbers come from: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None, "why":
-    {device: reason}}; "why" names each device that is not counted by the hook."""
+    """How memory is counted: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None, "why":
+    {device: reason}}. "why" has every device that the hook does not count."""
     devices.listen()
     kind, count = _core.memlab_devices()
     answer: dict[str, Any] = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}

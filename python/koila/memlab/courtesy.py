@@ -21,7 +21,7 @@ _PATIENCE = "koila.memlab.Courtesy: {} was yielded; restore() it first"
 
 
 class _Away:
-    """One storage whose bytes are elsewhere. Knows it by a weak reference only."""
+    """One storage whose bytes are elsewhere; holds a weak reference to it."""
 
     def __init__(self, name: str, storage: torch.UntypedStorage, home: _Home) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,7 +30,7 @@ class _Away:
         self.ref, self.home = StorageWeakRef(storage), home
 
     def storage(self) -> Any:
-        """The storage, or None if it died."""
+        """The storage, or None if it was freed."""
         torch = sys.modules["torch"]
         return (
             None if self.ref.expired() else torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
@@ -43,20 +43,20 @@ def _bytes_of(storage: torch.UntypedStorage) -> Any:
 
 
 class Courtesy:
-    """Give the memory of all tensors back for a while, and go on afterwards as if nothing had been.
+    """Give back the memory of all tensors for a while, and restore them later, unchanged.
 
-    device: None all accelerators; "cpu" moves CPU storages out of PyTorch's memory. to: "cpu",
-    "pinned" or a directory.
+    device: None: all accelerators; "cpu" moves CPU storages out of PyTorch's memory.
+    to: "cpu", "pinned" or a directory.
     optimizers: for names in `.skipped` and in errors.
-    `.yield_memory()` -> bytes given back; `.restore()` -> bytes taken again; as a context manager
-    it yields on entry and restores on exit. `.yielded`: is anything away; `.skipped`: [(name,
-    bytes, reason)] of what could not be moved (shared, borrowed, not resizable).
+    `.yield_memory()` -> bytes given back; `.restore()` -> bytes taken again. As a context manager
+    it yields on entry and restores on exit. `.yielded`: True while storages are away. `.skipped`:
+    [(name, bytes, reason)] of storages that cannot be moved (shared, borrowed, not resizable).
 
-    Values come back bit-equal; aliases, versions, gradients and a graph in flight survive. All or
-    nothing: on failure everything is as it was. While yielded, an operator on a yielded tensor
-    raises RuntimeError on the yielding thread; reading it past the dispatcher (`tolist()`,
-    `numpy()`, another thread) is not caught on every version of torch. The accelerator's context
-    itself stays.
+    Values come back bit-equal; aliases, versions, gradients and a graph in flight survive. It is
+    all or nothing: on failure everything is as it was. While yielded, an operator on a yielded
+    tensor raises RuntimeError on the yielding thread. Reads that bypass the dispatcher
+    (`tolist()`, `numpy()`, another thread) are not caught on every version of torch. The
+    accelerator's context itself stays.
 
     Raises:
         ValueError: no such device, or `to` is none of the three.
@@ -281,8 +281,8 @@ def _refuse_graphs(torch: Any) -> None:
 
 @functools.cache
 def _poisons() -> tuple[Callable[[int, str], None], Callable[[int], None]] | None:
-    """torch's own two calls (set, clear) that make access to a storage raise, or None. Tried out,
-    because versions differ in having them."""
+    """torch's own two functions (set, clear) that make access to a storage raise; None if this
+    version lacks them. They are tried out."""
     import torch
 
     refuse: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -298,8 +298,8 @@ def _poisons() -> tuple[Callable[[int, str], None], Callable[[int], None]] | Non
 
 
 def _poison(storage: torch.UntypedStorage, text: str | None) -> None:
-    """Let torch itself refuse access to an emptied storage, where it can. text: what it says then;
-    None: access is allowed again."""
+    """Let torch refuse access to an emptied storage, if it can. text: the error's text; None: allow
+    access again."""
     poisons = _poisons()
     if poisons is None:
         return
@@ -332,7 +332,7 @@ def _guard(courtesy: Courtesy) -> Any:
             return func(*args, **(kwargs or {}))
 
         def leave(self) -> None:
-            """Take it off; if other modes were put on top meanwhile, it stays below them and does
+            """Remove it. If other modes were entered meanwhile, it stays below them and does
             nothing."""
             self.on = False
             if _get_current_dispatch_mode() is self:

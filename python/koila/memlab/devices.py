@@ -17,7 +17,7 @@ _warned = False
 
 
 def listen() -> None:
-    """Import torch if it can be had, and put the allocator hooks in."""
+    """Import torch if it is installed, and install the allocator hooks."""
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -26,11 +26,10 @@ def listen() -> None:
 
 
 def resolve(device: Device | None, call: str) -> int:
-    """The number of `device`; `call` is echoed in errors. Without an accelerator an index means the
-    CPU.
+    """The number of `device`. Without an accelerator an index means the CPU. call: for errors.
 
     Raises:
-        TypeError, ValueError: not a device, not parsable, or there are not so many.
+        TypeError, ValueError: not a device, not parsable, or an index too high.
     """
     global _warned
     listen()
@@ -83,5 +82,5 @@ def name(device: int) -> str:
 
 
 def index(name: str) -> int:
-    """The device of that `name()`."""
+    """The device with this `name()`."""
     return 1 + int(name.partition(":")[2]) if ":" in name else 0

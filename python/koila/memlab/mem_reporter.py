@@ -21,16 +21,16 @@ def readable_size(num_bytes: object) -> str:
 
 
 def _unit(device: str) -> int:
-    """What the device's allocator rounds up to."""
+    """The bytes to whose multiple the device's allocator rounds."""
     return 1 if device in {"cpu", "meta"} else 512
 
 
 class MemReporter:
-    """List every tensor there is, with its storage's bytes, and balance the books against the
-    allocator.
+    """List every tensor with its storage's bytes, and account for the rest of the allocator's
+    bytes.
 
-    model: a Module, or a dict of them: names its parameters and buffers. pre_collect: gc.collect()
-    before looking. It holds weak references only, and never keeps memory alive.
+    model: a Module, or a dict of them; gives names to parameters and buffers. pre_collect: call
+    gc.collect() first. Holds weak references only, and never keeps memory alive.
 
     >>> reporter = MemReporter(model)
     >>> reporter.report()
@@ -51,7 +51,7 @@ class MemReporter:
             self._names.optimizers.append(ref)
 
     def collect_tensor(self) -> None:
-        """Look at every tensor now."""
+        """Collect the tensors that exist now."""
         if self._pre_collect:
             gc.collect()
         self._rows = self._names.collect(shared_saved=True)
@@ -61,7 +61,7 @@ class MemReporter:
         }
 
     def get_stats(self) -> None:
-        """Group what was collected by device, into `device_tensor_stat`: {torch.device: [(name,
+        """Group the collected tensors by device, into `device_tensor_stat`: {torch.device: [(name,
         size, numel, bytes)]}."""
         torch = sys.modules.get("torch")
         self.device_tensor_stat = {}
@@ -87,8 +87,8 @@ class MemReporter:
     def print_stats(
         self, verbose: bool = False, target_device: devices.Device | None = None
     ) -> None:
-        """Print what was collected. verbose: say which row a shared storage belongs to, and list
-        saved tensors that share one."""
+        """Print the collected tensors. verbose: name the row of a shared storage, and list saved
+        tensors that share one."""
         sys.stdout.write(self.text(verbose, target_device))
 
     def text(self, verbose: bool = False, target_device: devices.Device | None = None) -> str:

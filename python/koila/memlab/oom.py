@@ -1,4 +1,4 @@
-"""on_oom: what filled the memory when it ran out. The exception goes on, unchanged."""
+"""on_oom: what filled the memory when it ran out. The exception is raised on, unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class on_oom(contextlib.ContextDecorator):
-    """When the memory runs out inside: print the request and its place, the largest storages with
-    their names (from models that the garbage collector knows and from local variables of the frames
-    passed), totals by kind, and the bytes that no tensor explains. Then the same exception goes on.
+    """Report when memory runs out inside. The same exception is raised on.
 
-    top: how many storages. stream: where to print; None: sys.stderr of that moment. Allocates
+    Printed: the request and its line, the largest storages with names, totals by kind, and the
+    bytes that no tensor explains. Names come from the models that the garbage collector knows and
+    from local variables of the frames in the traceback.
+
+    top: the number of storages. stream: where to print; None: sys.stderr at that moment. Allocates
     nothing on the device and changes no state of the allocator.
 
     >>> with on_oom():

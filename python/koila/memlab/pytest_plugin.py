@@ -66,7 +66,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, None]:
 
 @pytest.fixture
 def memlab() -> ModuleType:
-    """koila.memlab with its hooks in: memlab.measure(), memlab.snapshot(), ..."""
+    """koila.memlab with its hooks installed: memlab.measure(), memlab.snapshot(), ..."""
     import koila.memlab
 
     koila.memlab.start()

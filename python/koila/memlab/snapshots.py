@@ -1,4 +1,4 @@
-"""snapshot and diff: what filled the memory at one moment, and what changed between two."""
+"""snapshot and diff: the contents of memory at one moment, and the changes between two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = TypeVar("Key")
 
 
 class Row(NamedTuple):
-    """One tensor, or one block no tensor stands on. bytes: of its storage, 0 if another row has it;
+    """One tensor, or one block without a tensor. bytes: of its storage, 0 if another row has it;
     line: 'file:line' under start(trace=True)."""
 
     name: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     line: str | None
 
 
-_names = tensors.Names()  # counts anonymous tensors, one series of numbers for the process
+_names = tensors.Names()  # numbers anonymous tensors, one series for the process
 
 
 class Snapshot:
@@ -105,12 +105,11 @@ class Snapshot:
         return sum(r.bytes for r in self.rows if wanted is None or r.device == wanted)
 
     def annotate(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Write names into the result of `torch.cuda.memory._snapshot()` of the same moment, which
-        is changed and returned.
+        """Write names into `recorded`, the result of `torch.cuda.memory._snapshot()` of the same
+        moment. It is changed and returned.
 
-        A block that holds one of our rows, and the allocation that made it, get a first frame with
-        the row's name and kind: PyTorch's memory viewer, and `koila report`, then show it where
-        they show the line.
+        A block that holds one of our rows, and its allocation, get a first frame with the row's
+        name and kind. PyTorch's memory viewer and `koila report` show it in place of the line.
 
         >>> recorded = snapshot(model, optimizer).annotate(torch.cuda.memory._snapshot())
         >>> pickle.dump(recorded, open("named.pickle", "wb"))
@@ -141,7 +140,7 @@ class Snapshot:
                     _name_first(block, names[index, at])
                 at += block["size"]
         for index, trace in enumerate(recorded.get("device_traces", [])):
-            for event in reversed(trace):  # an address's newest allocation is the one alive
+            for event in reversed(trace):  # the newest allocation of an address is the live one
                 if event["action"] == "alloc" and (index, event["addr"]) in names:
                     _name_first(event, names.pop((index, event["addr"])))
         return recorded
@@ -233,7 +232,7 @@ def _aliases(names: tensors.Names) -> dict[str, tuple[str, ...]]:
 def snapshot(
     model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = ()
 ) -> Snapshot:
-    """What fills the memory now. model: a Module or a dict of them; optimizers: for the names of
+    """The contents of memory now. model: a Module or a dict of them; optimizers: give names to
     their states."""
     call = "snapshot(model)"
     return Snapshot(
@@ -248,8 +247,8 @@ _Changes = list[tuple[str, int]]
 
 
 class Diff:
-    """What changed: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`.
-    `.by_name_only`: other processes."""
+    """The changes: `.new`, `.gone`, `.grown` as [(name, bytes)] (bytes signed), `.total`, `str()`.
+    `.by_name_only`: the snapshots are from different processes."""
 
     def __init__(
         self, new: _Changes, gone: _Changes, grown: _Changes, by_name_only: bool = False
@@ -309,8 +308,8 @@ def _bytes_by_name(s: Snapshot) -> dict[str, int]:
 
 
 def bytes_by_name(rows: Iterable[tuple[str, str, int, str | None]]) -> dict[str, int]:
-    """rows: (name, kind, bytes, line). Blocks without a tensor have no name that stays: they count
-    together, by line."""
+    """rows: (name, kind, bytes, line). Blocks without a tensor have no lasting name: they are
+    summed by line."""
     return summed(
         (
             name

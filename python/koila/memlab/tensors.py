@@ -1,5 +1,5 @@
-"""All tensors with their names: what MemReporter prints and a Snapshot keeps. The walk itself is in
-C (report.c)."""
+"""All tensors with their names, for MemReporter and Snapshot. The walk itself is in C
+(report.c)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _counts_both_owners() -> bool:
 
 
 class Optimizer(Protocol):
-    """torch's, or what wraps one."""
+    """True for an optimizer of torch or a wrapper of one."""
 
     @property
     def param_groups(self) -> Any: ...
@@ -83,8 +83,8 @@ def check_optimizers(
 
 
 class Names:
-    """Which names tensors have: models, optimizers, and the numbers of the anonymous ones. Holds
-    weak references only."""
+    """The names of tensors, from models and optimizers; anonymous tensors get numbers. Holds weak
+    references only."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Names:
         return found
 
     def collect(self, shared_saved: bool = False, with_tensors: bool = False) -> list[Row]:
-        """Rows of every tensor there is now; see report.c. with_tensors: each ends with its
+        """Rows of all tensors that exist now; see report.c. with_tensors: each row ends with its
         tensor."""
         torch = sys.modules.get("torch")
         if torch is None:
@@ -149,12 +149,10 @@ class Names:
 
 
 def _mark_borrowed(rows: list[Row]) -> list[Row]:
-    """On an accelerator too a storage is borrowed that stands in none of its allocator's blocks, or
-    in one that another storage has (DLPack)."""
+    """Mark borrowed storages on accelerators: a storage that lies in no block of the allocator, or
+    in a block that another storage has (DLPack), is borrowed."""
     ours = {devices.name(1 + i) for i in range(_core.memlab_devices()[1])}
-    live: dict[
-        str, set[int] | None
-    ] = {}  # by device: addresses of blocks that no row stands on yet
+    live: dict[str, set[int] | None] = {}  # by device: addresses of blocks without a row so far
     for i, r in enumerate(rows):
         if r[DEVICE] not in ours or r[BYTES] <= 0:
             continue
@@ -173,10 +171,11 @@ def _mark_borrowed(rows: list[Row]) -> list[Row]:
 
 
 def books(rows: list[Row], device: str) -> dict[str, Any]:
-    """What the allocator of `device` holds, against what the rows show: truth == listed + the
-    items, `Unexplained` is what is left.
+    """Account for the bytes of the allocator of `device`: truth == listed + loose + rounding +
+    waiting + unexplained.
 
-    Keys: listed, truth, loose (bytes, blocks), rounding, waiting, unexplained, borrowed.
+    Keys: listed (bytes in rows), truth (bytes of the allocator), loose (bytes, blocks), rounding,
+    waiting, unexplained, borrowed.
     """
     if device == "cpu":
         listed, older, borrowed, n_loose, blocks = _core.cpu_books(rows)
@@ -202,8 +201,8 @@ def books(rows: list[Row], device: str) -> dict[str, Any]:
 
 
 def _accelerator(device: str, mine: list[Row]) -> tuple[int, tuple[int, int], int, int]:
-    """(truth, (loose bytes, blocks), rounding, waiting) of an accelerator, from the blocks its
-    allocator lists."""
+    """(allocator bytes, (loose bytes, blocks), rounding, waiting) of an accelerator, from the
+    blocks that its allocator lists."""
     number = devices.index(device)
     truth = _core.memlab_now(number)[0]
     found = {r[DATA]: -(-r[BYTES] // 512) * 512 for r in mine}
@@ -225,8 +224,8 @@ def _accelerator(device: str, mine: list[Row]) -> tuple[int, tuple[int, int], in
 
 
 def blocks_of(device: int) -> list[tuple[int, int, str]]:
-    """[(address, bytes, state)] of the blocks an accelerator's allocator lists, states as it calls
-    them; [] where it lists none."""
+    """[(address, bytes, state)] of the blocks that an accelerator's allocator lists, with its names
+    of states; [] if it lists none."""
     torch, (kind, _) = sys.modules["torch"], _core.memlab_devices()
     try:
         snapshot = getattr(torch, str(kind)).memory_snapshot
@@ -250,7 +249,7 @@ def blocks_of(device: int) -> list[tuple[int, int, str]]:
 
 
 def ready() -> None:
-    """Find out now what needs a few bytes of memory, for a report at a time when there are none."""
+    """Prepare now for a report when no memory is left: the look-ups here need a few bytes."""
     torch = sys.modules.get("torch")
     devices.listen()
     if torch is not None:
@@ -259,8 +258,8 @@ def ready() -> None:
 
 
 def names_around() -> Names:
-    """Names for a report that was given no model: of the modules that are nobody's child, and of
-    all optimizers."""
+    """Names for a report without a model: from all modules without a parent, and all
+    optimizers."""
     torch = sys.modules["torch"]
     objects = gc.get_objects()
     modules = [o for o in objects if issubclass(type(o), torch.nn.Module)]

@@ -1,4 +1,4 @@
-"""timeline: what memory did over time, by source line, and who held what at its highest."""
+"""timeline: memory over time by source line, and its owners at the peak."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ FORMATS = {
 
 
 class timeline:
-    """Record every allocator event of one device in the block inside, with the line and the module
-    that asked. One at a time.
+    """Record every allocator event of one device in the `with` block, with its line and module.
+    Only one timeline records at a time.
 
     model: a Module or a dict of them, whose submodules and parameters give names; optimizers:
     likewise. device: as for `measure`.
-    limit: events that are kept at most, 32 bytes each; what comes later is counted in `.n_lost` and
-    is in no number. After the block: `.start .peak .end` (bytes), `.n_events`, and of the moment of
-    the peak `.at_peak` [{name, kind, bytes, line, module}], `.by_kind() .by_module() .by_line()`;
-    `str()`; `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
+    limit: the number of events kept, 32 bytes each. Later ones are counted in `.n_lost` and are in
+    no other number.
 
-    A block that is gone by the end has the kind "gone": nobody can tell any more what it was, but
-    its line and its module are known.
+    After the block: `.start .peak .end` (bytes), `.n_events`; at the peak `.at_peak` [{name, kind,
+    bytes, line, module}], `.by_kind() .by_module() .by_line()`; `str()`; `.save(path)`: .txt .html
+    .json .csv, and .pickle, which PyTorch's memory viewer opens.
+
+    A block freed before the end has the kind "gone": its line and module are known, its name is
+    not.
 
     Raises:
-        UnsupportedError: this device does not tell of every event, see `backend()`.
+        UnsupportedError: this device does not report every event, see `backend()`.
         RuntimeError: another timeline is recording.
 
     >>> with timeline(model) as t:
@@ -75,7 +77,7 @@ class timeline:
         record = _core.Timeline(self._device, self._limit)
         self._was_tracing = _core.memlab_tracing()
         if self._device == 0:
-            _core.memlab_trace(True)  # without lines where they cannot be known
+            _core.memlab_trace(True)  # without lines if they cannot be known
         torch = sys.modules.get("torch")
         held = tensors.blocks_of(self._device) if self._device else []
         record.begin(
@@ -147,7 +149,7 @@ class timeline:
         return summed((r["kind"], r["bytes"]) for r in self.at_peak)
 
     def by_module(self) -> dict[str | None, int]:
-        """{module path: bytes} at the peak; None: asked for outside the model."""
+        """{module path: bytes} at the peak; None: allocated outside the model."""
         return summed((r["module"], r["bytes"]) for r in self.at_peak)
 
     def by_line(self) -> dict[str | None, int]:

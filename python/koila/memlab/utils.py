@@ -14,10 +14,10 @@ FORMATS = {".txt": "text", ".html": "html", ".json": "json", ".csv": "csv"}
 
 
 class ByteSize:
-    """A number of bytes that formats itself in the unit it is read in: `f"{ByteSize(40_400):.2f}"`
-    is '39.45K', its str '39K'.
+    """A number of bytes that formats itself in a readable unit: `f"{ByteSize(40_400):.2f}"` is
+    '39.45K', its str '39K'.
 
-    NaN and None: ''. What is not a number (a symbolic size): its str.
+    NaN and None: ''. Anything that is no number (a symbolic size): its str.
     """
 
     def __init__(self, num_bytes: Any) -> None:
@@ -47,8 +47,8 @@ calmsize = ByteSize
 
 
 def readable_size(num_bytes: object) -> str:
-    """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. What is not a number: its
-    str."""
+    """'39.45K': two decimals, B K M G T P, base 1024. NaN and None: ''. Anything that is no number:
+    its str."""
     size = calmsize(num_bytes)
     try:
         return format(size, ".2f")
@@ -60,7 +60,7 @@ def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
     """The format named by a path's suffix.
 
     Raises:
-        ValueError: none of the known suffixes.
+        ValueError: an unknown suffix.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in formats:
@@ -71,7 +71,7 @@ def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """One self-contained HTML page: nothing is loaded, no script."""
+    """One self-contained HTML page: no script, loads nothing."""
     return (
         f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
         f"{body}\n</body></html>\n"
@@ -84,7 +84,7 @@ def write(path: Path, text: str) -> None:
 
 
 def user_level() -> int:
-    """The `stacklevel` with which a warning of the caller names the first line outside this
+    """The `stacklevel` for which a warning of the caller names the first line outside of this
     package."""
     frame, level, package = sys._getframe(1), 1, __name__.rpartition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):

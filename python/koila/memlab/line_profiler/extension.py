@@ -1,5 +1,4 @@
-"""IPython: `%load_ext koila.memlab` gives %mlrun and %%mlrun. IPython itself is imported only
-then."""
+"""IPython: `%load_ext koila.memlab` adds %mlrun and %%mlrun, and only then imports IPython."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def _usage(text: str) -> Exception:
     return UsageError(f"%mlrun: {text}")
 
 
-# Whole because each case eats a part of the line that the next one goes on with.
+# Whole because each case removes a part of the line, and the next case continues with the rest.
 def parse_options(line: str) -> tuple[dict[str, Any], str]:
     """({option: value}, the rest of the line, untouched)."""
     options: dict[str, Any] = {
@@ -104,7 +103,7 @@ def _first_word(rest: str) -> str:
 def _functions(
     expressions: Iterable[str], namespace: dict[str, Any], profiler: LineProfiler
 ) -> list[str]:
-    """Add those that are there by now; the rest stays."""
+    """Add the functions that exist by now; the others stay in the list."""
     left = []
     for text in expressions:
         try:
@@ -121,8 +120,8 @@ def _functions(
 
 
 class _Cell:
-    """The code of a cell, run statement by statement, so that functions it defines can be found in
-    between."""
+    """The code of a cell, run statement by statement, so that functions it defines are found as
+    soon as they exist."""
 
     def __init__(self, source: str, file: str) -> None:
         self.file = file
@@ -137,7 +136,7 @@ class _Cell:
 
 
 def run(shell: Any, line: str, cell: str | None = None) -> Any:
-    """What %mlrun and %%mlrun do."""
+    """Run %mlrun or %%mlrun."""
     options, statement = parse_options(line)
     columns = (*(() if options["D"] else DEFAULT_COLUMNS), *options["c"])
     gpu = options["g"]
@@ -169,13 +168,11 @@ def run(shell: Any, line: str, cell: str | None = None) -> Any:
                     whole, "<cell>", file, 1, len(source.splitlines()), source.splitlines()
                 )
                 exec(whole, namespace)
-    except (
-        BaseException
-    ) as error:  # shown as IPython shows errors of cells; what was recorded is still written
+    except BaseException as error:  # shown like any error of a cell; the table is still written
         failed = error
     profiler.disable()
     if left and failed is None:
-        raise _usage(f"-f {left[0]}: not defined, not by the cell either")
+        raise _usage(f"-f {left[0]}: not defined, and the cell does not define it")
     display = profiler.display(columns=columns)
     if options["T"]:
         try:

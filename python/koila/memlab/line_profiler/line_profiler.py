@@ -1,4 +1,4 @@
-"""LineProfiler: names, options and words; what happens at a line is in C (monitor.c, linetab.c)."""
+"""LineProfiler: names, options and texts; line events are handled in C (monitor.c, linetab.c)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_columns(columns: _Columns) -> tuple[str, ...]:
     """A tuple of column names; a plain string is one column.
 
     Raises:
-        ValueError: not a column; the text lists what there is.
+        ValueError: not a column; the text lists the columns.
     """
     columns = (columns,) if isinstance(columns, str) else tuple(columns)
     _core.check_columns(columns)
@@ -35,7 +35,7 @@ def check_columns(columns: _Columns) -> tuple[str, ...]:
 
 
 def codes_of(obj: Any) -> list[tuple[types.CodeType, str]]:
-    """[(code, qualified name)] behind anything that has code; [] if there is none."""
+    """[(code, qualified name)] of any object with code; [] if it has none."""
     seen: set[int] = set()
     while id(obj) not in seen:
         seen.add(id(obj))
@@ -85,21 +85,21 @@ def _last_line(code: types.CodeType) -> int:
 
 
 class LineProfiler(_core.LineTable):
-    """Record, for each line of some functions, what it does to the memory of every device.
+    """Record the memory use of each line of some functions, on every device.
 
-    functions: anything with code behind it: functions, methods, properties, partials, modules
-    (their forward), async and generator ones.
-    target_gpu: the device a row shows: an index (without a GPU: the CPU), a torch.device, "cuda",
-    "cuda:1", "cpu"; may be set at any time.
-    stats: "auto" reads what only the GPU's allocator knows at most 1000 times a line, "full"
-    always, "hook" never. As a context manager it enables and returns itself; leaving disables.
+    functions: any objects with code: functions, methods, properties, partials, modules (their
+    forward), async and generator functions.
+    target_gpu: the device that rows show: an index (without a GPU: the CPU), a torch.device,
+    "cuda", "cuda:1", "cpu"; may be set at any time.
+    stats: how often the GPU allocator's own statistics are read: "auto" at most 1000 times a line,
+    "full" always, "hook" never. As a context manager it enables and returns itself; leaving
+    disables.
 
     >>> with LineProfiler(work) as p:
     ...     work()
     >>> p.print_stats()
 
-    It resets and empties nothing of yours, and does not see lines of functions that were not given
-    to it.
+    It resets and empties nothing, and sees only lines of the functions given to it.
     """
 
     def __new__(
@@ -133,8 +133,8 @@ class LineProfiler(_core.LineTable):
         self._target = device
 
     def add_function(self, func: Any) -> None:
-        """Record this function too, also while enabled. An object without code is a UserWarning and
-        ignored."""
+        """Record this function too, also while enabled. An object without code gives a UserWarning
+        and is ignored."""
         found = codes_of(func)
         if not found:
             warnings.warn(
@@ -177,12 +177,12 @@ class LineProfiler(_core.LineTable):
         these.
         columns: names as in DEFAULT_COLUMNS, or hits, time, rise, delta, alloc, freed, rss,
         backward.
-        device: show this device for every line, instead of the target at the time.
+        device: show this device for every line, instead of the target that was set at each line.
 
         Raises:
             KeyError: a function that was never registered.
             ValueError: not a column.
-            UnsupportedError: a column this device cannot have.
+            UnsupportedError: a column that this device cannot have.
         """
         columns = check_columns(columns)
         index = -1 if device is None else devices.resolve(device, "display(device)")
@@ -228,8 +228,8 @@ class LineProfiler(_core.LineTable):
         return found
 
     def _check_truth(self, columns: tuple[str, ...], index: int) -> None:
-        """Declare numbers void when another tool took the hook away in between; refuse columns that
-        then cannot be had."""
+        """Declare numbers void if another tool overwrote the hook in between; refuse columns that
+        cannot be known then."""
         device = self.target_device if index < 0 else index
         if device and self.stats_mode == 0 and _core.check_columns(columns):
             raise UnsupportedError(
@@ -263,7 +263,7 @@ def _shown(obj: object) -> str:
 
 
 class RecordsDisplay:
-    """A line table of one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as
+    """The line table at one moment: `str()`, `.print(stream)`, HTML in a notebook, `.save(path)` as
     .txt .html .json .csv."""
 
     def __init__(self, table: _core.LineTable, columns: tuple[str, ...], device: int = -1) -> None:

@@ -34,7 +34,7 @@ def _global() -> LineProfiler:
 
 
 def set_target_gpu(gpu_id: Device) -> None:
-    """From the line that is running on, rows of `@profile` show this device: an index, a
+    """Set the device that rows of `@profile` show from the running line on: an index, a
     torch.device, "cuda", "cuda:1", "cpu"."""
     global _target
     _global().target_gpu = gpu_id
@@ -42,8 +42,8 @@ def set_target_gpu(gpu_id: Device) -> None:
 
 
 def clear_global_line_profiler() -> None:
-    """Drop what `@profile` and `@profile_every` registered and recorded: at exit a function cleared
-    says that no data was collected."""
+    """Drop all functions and records of `@profile` and `@profile_every`. At exit the table of a
+    cleared function says that no data was collected."""
     if _profiler is not None:
         _profiler.disable()
         _profiler.clear()
@@ -104,8 +104,8 @@ def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
     """Profile a function line by line and print its table once at exit: `@profile`,
     `@profile(columns=...)`, `profile(f)`.
 
-    Returns the same object. An object without code is a UserWarning and returned unchanged.
-    `KOILA_MEMLAB=0` makes this do nothing.
+    Returns the same object. An object without code gives a UserWarning and is returned unchanged.
+    With `KOILA_MEMLAB=0` it does nothing.
     """
     names = check_columns(columns)
     if func is None:
@@ -118,8 +118,8 @@ def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
 def profile_every(
     output_interval: int = 1, enable: bool = True, columns: _Columns = DEFAULT_COLUMNS
 ) -> Callable[[_T], _T]:
-    """A decorator that prints the function's table after every `output_interval`-th call that
-    returned; numbers are cumulative.
+    """Decorate a function to print its table after every `output_interval`-th call that returns.
+    Numbers are cumulative.
 
     Returns a wrapper of the same kind (plain, async, generator, async generator); with
     `enable=False` the function itself.
