@@ -1,14 +1,14 @@
-/* alias.c — what views and in-place writes mean when values never change.
+/* alias.c — views and in-place writes on values that never change.
  *
- * Note [Groups]. A group is one storage. Its base has a newest value `cur`; every wrapper of the
- * group is (chain of view calls) applied to it. A write makes a new value of the whole base and
- * counts `gen` up; wrappers that are older find out when they are next read, and replay their chain
- * on `cur` as new nodes. Replays are remembered in the links (memo at memo_gen), so siblings share
- * them. So a wrapper can never show contents older than the last write, and the executor sees pure
- * values.
+ * Note [Groups]. A group is one storage. `cur` is the newest value of its base; every wrapper of
+ * the group is a chain of view calls applied to the base. A write makes a new value of the whole
+ * base and increments `gen`. A wrapper with an older `gen` replays its chain on `cur`, as new
+ * nodes, when it is next read. Replays are remembered in the links (memo at memo_gen), so siblings
+ * share them. Thus a wrapper never shows contents older than the last write, and the executor sees
+ * pure values.
  *
- * A group belongs to one tape. When it is needed in another, its base becomes a leaf there: sharded
- * still, if it was a batch leaf; else whole, after it was made concrete.
+ * A group belongs to one tape. When another tape needs it, its base becomes a leaf there: a batch
+ * leaf stays one; anything else is made concrete first and becomes a whole leaf.
  */
 #include "capture/capture.h"
 #include "capture/executor.h"
@@ -80,9 +80,10 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
         rc = -1;
         PyErr_NoMemory();
     }
-    for (uint32_t i = 0; i < n && rc == 0; i++) { /* one run for each tape among them */
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (done[i])
             continue;
+        /* one run for each tape */
         koila__tape *t = h[i]->group->tape;
         uint32_t m = 0;
         for (uint32_t j = i; j < n; j++) {
@@ -101,7 +102,7 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
             Py_INCREF(t);
             rc = koila__executor->run(t, want, m, false);
             t->ran = true;
-            /* of a closed one: a running total of past losses must not keep them all */
+            /* compact a closed tape again: a running total must not keep all past losses alive */
             t->compacted = false;
             Py_DECREF(t);
         }
@@ -121,7 +122,7 @@ PyObject *koila__concrete(koila__handle *h)
         return NULL;
     PyObject *r = h->group->tape->values[v].real;
     if (!r)
-        PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
+        PyErr_SetString(PyExc_SystemError, "koila: a value was run and has no tensor");
     return r;
 }
 
@@ -140,9 +141,10 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
         return -1;
     if (g->factory)
         koila__group_is_factory(fresh, g->no_lazy_data);
-    fresh->gen = g->gen + 1; /* so that no memo of a link holds */
+    fresh->gen = g->gen + 1; /* invalidates the memos of all links */
     g->refs++;
-    while (g->handles) { /* out of the old tape's lists, into the new one's */
+    /* from the lists of the old tape to those of the new one */
+    while (g->handles) {
         koila__handle *h = g->handles;
         koila__handle_move(h, fresh, h->chain, h->chain ? KOILA_NONE : v, h->meta, h->offset);
     }
@@ -154,7 +156,7 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     return 0;
 }
 
-/* Without running anything: 1 moved, 0 not concrete, -1 error. */
+/* Moves the group if no run is needed for it: 1 moved, 0 not concrete, -1 error. */
 static int move_concrete(koila__handle *h, koila__tape *to)
 {
     koila__group *g = h->group;
@@ -173,7 +175,7 @@ static int move_concrete(koila__handle *h, koila__tape *to)
     if (!h->chain || h->next_in_group || h->prev_in_group || h->gen != g->gen ||
         h->value == KOILA_NONE || !(real = from->values[h->value].real))
         return 0;
-    /* the only wrapper left shows a view: its own contents are all that anyone can see */
+    /* the only wrapper left is a view: nobody can see more than its own contents */
     Py_INCREF(real);
     const koila_value v = koila__tape_leaf_new(to, real, h->meta, KOILA_LEAF_REAL, 0, 0);
     koila__group *fresh = v == KOILA_NONE ? NULL : koila__group_new(to, v, h->meta);
@@ -205,10 +207,10 @@ int koila__move_to(koila__handle *h, koila__tape *to)
     if (rc < 0)
         return -1;
     if (h->group->tape == to)
-        return 0; /* somebody else moved it meanwhile */
+        return 0; /* the run has moved it already */
     rc = move_concrete(h, to);
     if (rc == 0)
-        PyErr_SetString(PyExc_SystemError, "koila: a value that was run has no tensor");
+        PyErr_SetString(PyExc_SystemError, "koila: a value was run and has no tensor");
     return rc > 0 ? 0 : -1;
 }
 
@@ -228,7 +230,7 @@ static koila__handle *next_movable(koila__tape *t)
 
 int koila__compact(koila__tape *t)
 {
-    /* each moves its whole group out of t, so this ends */
+    /* the loop ends: each round moves a whole group out of t */
     for (koila__handle *h; (h = next_movable(t));) {
         koila__tape *island = koila__tape_new();
         if (!island)

@@ -1,5 +1,5 @@
-/* arguments.c — a call's arguments, walked once: tokens, which with tensors replaced by their metas
- * are the call's signature, and the tensors. */
+/* arguments.c — walks a call's arguments once and collects the tensors and the tokens. The tokens,
+ * with each tensor replaced by its meta, are the call's signature. */
 #include "capture/record.h"
 
 /* ---- opaque arguments: devices, layouts, memory formats, complex numbers, generators */
@@ -55,7 +55,7 @@ void koila__walk_deinit(call_walk *w)
     Py_XDECREF(w->instead);
 }
 
-/* All zero but its kind, padding too: tokens are hashed as bytes. */
+/* All zero except its kind, and so is the padding: tokens are hashed as bytes. */
 koila_arg *koila__walk_push(call_walk *w, uint8_t kind)
 {
     if (w->n_tok == w->cap_tok) {
@@ -147,7 +147,7 @@ static int push_text(call_walk *w, PyObject *o)
     return push_id(w, KOILA_ARG_STR, id);
 }
 
-/* OverflowError beyond 64 bits. */
+/* Raises OverflowError beyond 64 bits. */
 static int push_int(call_walk *w, PyObject *o)
 {
     const long long i = PyLong_AsLongLong(o);
@@ -161,7 +161,7 @@ static int walk_rare(call_walk *w, PyObject *o)
         return push_id(w, KOILA_ARG_DTYPE, (uint32_t)dtype);
     if (PyUnicode_Check(o))
         return push_text(w, o);
-    if (PyFloat_Check(o)) /* a subclass, as below */
+    if (PyFloat_Check(o)) /* a subclass of float, as below */
         return push_float(w, PyFloat_AS_DOUBLE(o));
     if (PyLong_Check(o))
         return push_int(w, o);
@@ -173,7 +173,7 @@ static int push_lazy(call_walk *w, PyObject *o)
 {
     koila__handle *h = koila__handle_of(o);
     if (!h || !h->group) {
-        PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+        PyErr_SetString(PyExc_RuntimeError, "koila: this lazy tensor has no value yet");
         return -1;
     }
     h->wrapper = o;
@@ -195,7 +195,7 @@ static int walk_list(call_walk *w, PyObject *list)
     return 0;
 }
 
-/* The commonest first: this runs for every argument of every call. */
+/* Tests the commonest types first: this runs for every argument of every call. */
 static int walk_value(call_walk *w, PyObject *o, bool in_list)
 {
     PyTypeObject *type = Py_TYPE(o);

@@ -1,14 +1,14 @@
-/* capture.h — what a lazy tensor is, for all of capture. Those who record a call share record.h
- * too.
+/* capture.h — the types behind a lazy tensor, for all of capture. Files that record calls include
+ * record.h too.
  *
  *   class LazyTensor(torch.Tensor): __slots__ = ("_v",)
  *         # _v: a Value (koila__handle), made here, never seen by the user
  *
- *   group    one storage: `cur` is the newest value of the whole base, `gen` counts writes
+ *   group    one storage: `cur` is the newest value of the whole base, `gen` counts writes;
  *            see Note [Groups] in alias.c
  *   chain    the view calls from the base to a view; links share their prefix
- *   handle   what one wrapper stands for: (group, chain), and the value it had at `gen`; without a
- *            group: nothing, the wrapper is a plain tensor, see factories.c
+ *   handle   what one wrapper stands for: (group, chain), and its value at `gen`; without a group
+ *            the wrapper is a plain tensor, see Note [Settling] in factories.c
  */
 #ifndef KOILA_EXT_CAPTURE_H
 #define KOILA_EXT_CAPTURE_H
@@ -30,13 +30,13 @@ typedef struct koila__chain {
 
 typedef struct koila__group {
     uint32_t refs;     /* handles */
-    uint32_t gen;      /* number of writes (and moves to another tape) */
+    uint32_t gen;      /* number of writes and of moves to another tape */
     koila__tape *tape; /* owned */
     koila_value cur;
     koila_meta meta; /* of the base */
-    /* made by torch.zeros and its like, or from such tensors alone; may settle: factories.c */
+    /* made by torch.zeros and its like, or from such tensors alone: may settle, see factories.c */
     bool factory;
-    /* `factory`, and nothing lazy was written into it yet */
+    /* `factory` is set, and nothing lazy was written into it yet */
     bool no_lazy_data;
     struct koila__handle *handles; /* list, linked by next_in_group */
 } koila__group;
@@ -45,12 +45,12 @@ typedef struct koila__handle {
     PyObject_HEAD
     koila__group *group; /* owned */
     koila__chain *chain; /* owned; NULL: the base itself */
-    koila_value value;   /* at `gen`; KOILA_NONE when never asked since a write */
+    koila_value value;   /* at `gen`; KOILA_NONE if not read since a write */
     uint32_t gen;
     koila_meta meta;
     int64_t offset;
-    /* borrowed: the LazyTensor whose slot holds this. Settled (group NULL): owned, the plain
-     * tensor */
+    /* borrowed: the LazyTensor whose slot holds this. Once settled (group NULL): the plain tensor,
+     * owned */
     PyObject *wrapper;
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
@@ -60,44 +60,44 @@ typedef struct koila__handle {
 extern PyTypeObject koila__tape_type, koila__handle_type;
 
 /* ---- wrapper.c */
-/* learn the slot's place and how wrappers are made */
+/* Learns the offset of the slot `_v`, and how to make wrappers. */
 int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class);
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset); /* new; its slot is empty */
-/* (by arguments, by parts | None), of nothing: are they the same? */
+/* An empty tensor made both ways, for comparison: (by arguments, by parts or None). */
 PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset);
-/* of such a pair: what torch says their dispatch keys are */
+/* Learns the place of the dispatch keys from such a pair, whose keys torch reports. */
 bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys);
-/* wrappers are made by parts, where torch has what that needs */
+/* make wrappers by parts where torch has the functions for it */
 extern bool koila__by_parts;
 
 /* ---- factory_switch.c */
 enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.c */
-/* torch's function `f` of this kind can be ours, by this entry */
+/* `replacement` may replace the vectorcall entry of torch's function `f` of this kind. */
 void koila__switch_add(int kind, PyObject *f, vectorcallfunc replacement);
 PyObject *koila__switch_function(int kind); /* borrowed; NULL: left alone */
-void koila__switch_open(uint64_t tape);     /* uid of the open tape now, 0: none */
-void koila__switch_batch(uint64_t tape);    /* uid of the tape that the newest batch lies on */
-void koila__switch_hold(bool more);         /* not now, until as many `false` as `true` */
+void koila__switch_open(uint64_t tape);     /* uid of the open tape, 0: none */
+void koila__switch_batch(uint64_t tape);    /* uid of the tape with the newest batch */
+void koila__switch_hold(bool more);         /* true: off until the matching call with false */
 bool koila__switch_is_on(void);
 
 /* ---- tape.c */
-/* borrowed: the tape that lazy() joins, never a closed one; NULL: the next lazy() opens one */
+/* Borrowed: the tape that lazy() joins, never a closed one. NULL: the next lazy() opens one. */
 extern koila__tape *koila__open;
 /* The one writer of koila__open. It takes a reference of its own. */
 void koila__tape_set_open(koila__tape *t);
-/* The step of `t`, of which the caller holds a reference, has run. */
+/* The step of `t` has run. The caller holds a reference to `t`. */
 void koila__tape_close(koila__tape *t);
 koila__tape *koila__tape_new(void);
-int koila__tape_reserve(koila__tape *t); /* values[] covers every value of the graph */
+int koila__tape_reserve(koila__tape *t); /* makes values[] cover every value of the graph */
 /* KOILA_NONE + error */
 koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
 koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
                                  koila_leaf_kind kind, uint16_t axis, uint32_t dim);
 /* id 0: a new axis */
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
-/* is one of the sizes that of a batch? */
+/* Is one of the sizes that of a batch axis? */
 bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 /* before effects of an abandoned step; warns; -1 with an exception */
@@ -106,10 +106,10 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, Py
                            uint32_t words);
 
 /* ---- group.c */
-/* live handles of all tapes: is anything lazy now? */
+/* live handles of all tapes; 0: nothing is lazy now */
 extern uint64_t koila__n_handles;
 extern uint32_t koila__n_factories; /* live groups with `factory` */
-/* refs 0: the first wrapper owns it */
+/* Made with refs 0: the first wrapper owns it. */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
 void koila__group_free(koila__group *g);
 void koila__group_is_factory(koila__group *g, bool no_lazy_data);
@@ -117,27 +117,28 @@ void koila__group_is_factory(koila__group *g, bool no_lazy_data);
 koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta meta,
                                int64_t offset, uint32_t gen, koila_value v);
 void koila__chain_release(koila__chain *c);
-/* is this view of a complex base a conjugate one? To torch a flag on the tensor, which its views
- * inherit */
+/* Is this view of a complex base a conjugate one? In torch that is a flag on the tensor, which its
+ * views inherit. */
 bool koila__chain_conjugated(const koila__chain *c);
-/* into all lists; takes references on group and chain */
+/* Adds h to all lists; takes references on group and chain. */
 void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
                           koila_meta meta, int64_t offset);
-/* Out of all lists. The group to free, where it was the last, else NULL. Runs no Python code. */
+/* Removes h from all lists. Returns the group to free if h was its last handle, else NULL. Runs no
+ * Python code. */
 koila__group *koila__handle_detach(koila__handle *h);
 void koila__handle_set_value(koila__handle *h, koila_value v);
 /* Move `h` to group g and chain c (the slot of a tensor whose contents are replaced). */
 void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
                         koila_meta meta, int64_t offset);
-/* In the group's list, which is sorted by age: `h` comes next after `other`. */
+/* Puts `h` next after `other` in the group's list, which is sorted by age. */
 void koila__handle_stand_beside(koila__handle *h, koila__handle *other);
 
 /* ---- alias.c */
-/* groups of a closed tape whose base is concrete move to a tape of their own */
+/* Moves each group of a closed tape whose base is concrete to a tape of its own. */
 int koila__compact(koila__tape *t);
-/* its value now, replaying its chain after a write; KOILA_NONE + error */
+/* The current value of `h`; replays its chain after a write. KOILA_NONE + error. */
 koila_value koila__value_of(koila__handle *h);
-/* h's group becomes a leaf of another tape */
+/* Makes h's group a leaf of another tape. */
 int koila__move_to(koila__handle *h, koila__tape *to);
 PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
@@ -145,9 +146,9 @@ void koila__group_written(koila__group *g, koila_value v);
 
 /* ---- step.c */
 extern bool koila__owners_show;
-/* borrowed: the open tape, opened when there is none; NULL + error */
+/* Borrowed: the open tape; opens one if there is none. NULL + error. */
 koila__tape *koila__tape_current(void);
-/* the same, for a new lazy() call: may finish and close the one before */
+/* The same, for a new lazy() call: may first finish and close the open tape. */
 koila__tape *koila__tape_for_lazy(void);
 /* a handle of `t` died, of which the caller holds a reference: was it the last? */
 void koila__step_left(koila__tape *t);
@@ -176,7 +177,7 @@ static inline bool koila__is_lazy(PyObject *o)
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
                              int64_t offset);
-/* its wrapper is a plain tensor from now on: this one, in memory and version */
+/* From now on its wrapper is the plain tensor `plain`, with its memory and version counter. */
 void koila__handle_make_plain(koila__handle *h, PyObject *plain);
 
 /* ---- settle.c */
@@ -186,16 +187,17 @@ void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
 int koila__settle_add(PyObject *m);
 
 /* ---- factories.c */
-void koila__factories_step(koila_meta batch); /* a batch went lazy here, in this thread */
+void koila__factories_step(koila_meta batch); /* a batch went lazy in this thread */
 int koila__factories_add(PyObject *m);
 
 /* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */
-/* how many results the schema has; source[j]: -1 fresh, else a written argument */
+/* The number of results in the schema. source[j]: -1 for a fresh result, else the written
+ * argument. */
 int koila__op_sources(koila_op id, const int8_t **source);
 uint32_t koila__opaque_id(PyObject *o); /* KOILA_NONE + error */
 /* id of the user's line in t's graph, or KOILA_NONE */
 uint32_t koila__line_now(koila__tape *t);
-/* the default path of a call that met nothing special */
+/* Records a call that needs no special treatment. */
 PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs);
 int koila__module_add(PyObject *m);
 

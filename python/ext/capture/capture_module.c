@@ -1,5 +1,5 @@
-/* capture_module.c — what Python sees of capture: functions of koila._core on lazy tensors, tapes
- * and the memo. */
+/* capture_module.c — the functions of koila._core that Python calls on lazy tensors, tapes and the
+ * memo. */
 #include "ground/random.h"
 #include "capture/executor.h"
 #include "capture/record.h"
@@ -12,7 +12,7 @@ static koila__handle *handle_arg(PyObject *o)
     }
     koila__handle *h = koila__handle_of(o);
     if (!h)
-        PyErr_SetString(PyExc_RuntimeError, "koila: a lazy tensor that was never filled");
+        PyErr_SetString(PyExc_RuntimeError, "koila: this lazy tensor has no value yet");
     return h;
 }
 
@@ -79,7 +79,7 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     if (size == -1 && PyErr_Occurred())
         return NULL;
     if (size < 0) {
-        PyErr_SetString(PyExc_ValueError, "an axis has a size of at least 0");
+        PyErr_SetString(PyExc_ValueError, "axis(): the size must be at least 0");
         return NULL;
     }
     koila__tape *t = koila__tape_for_lazy();
@@ -90,7 +90,7 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
     return PyLong_FromUnsignedLong(axis);
 }
 
-/* The doors of plain tensors are guarded from the first lazy tensor on. */
+/* Before the first lazy tensor: guards the functions through which plain tensors meet lazy data. */
 static int guard_doors(void)
 {
     static bool guarded;
@@ -102,7 +102,7 @@ static int guard_doors(void)
     return guarded ? 0 : -1;
 }
 
-/* axis_arg: the axis of dimension `dim`, or None. -1 + error */
+/* Reads the axis of dimension `dim` from axis_arg; None: none. -1 + error. */
 static int read_axis(const koila__tape *t, koila_meta meta, PyObject *axis_arg, uint32_t dim,
                      uint16_t *axis)
 {
@@ -122,7 +122,7 @@ static int read_axis(const koila__tape *t, koila_meta meta, PyObject *axis_arg, 
     return 0;
 }
 
-/* A lazy tensor of its own for value v, which requires a gradient where `real` does. */
+/* A new lazy tensor for value v. It requires a gradient if `real` does. */
 static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObject *real)
 {
     koila__group *g = koila__group_new(t, v, meta);
@@ -291,8 +291,8 @@ static PyObject *py_run(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* run_whole([lazy, ...]): by the simple executor, which checks that each call returns what was
- * recorded; for tests */
+/* run_whole([lazy, ...]): runs them with the simple executor, which checks each result against the
+ * recorded meta; for tests */
 static PyObject *py_run_whole(PyObject *module, PyObject *seq)
 {
     PyObject *fast = PySequence_Fast(seq, "run_whole() takes a sequence of lazy tensors");
@@ -327,7 +327,7 @@ static PyObject *py_effect(PyObject *module, PyObject *args)
 }
 
 /* random(lazy, generator, state, words): the newest node of lazy's tape draws from the generator in
- * this state, so many words an element (0: not known) */
+ * this state, `words` words per element (0: not known) */
 static PyObject *py_random(PyObject *module, PyObject *args)
 {
     PyObject *lazy, *generator, *state;
@@ -351,7 +351,7 @@ static PyObject *py_random(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* become(lazy, other): lazy's slot now stands for what other's does */
+/* become(lazy, other): lazy now stands for the same value as other */
 static PyObject *py_become(PyObject *module, PyObject *args)
 {
     PyObject *a, *b;
@@ -368,7 +368,7 @@ static PyObject *py_become(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* rewrap(lazy): after torch.utils.swap_tensors a handle lives in another wrapper */
+/* rewrap(lazy): tells a handle its new wrapper after torch.utils.swap_tensors */
 static PyObject *py_rewrap(PyObject *module, PyObject *o)
 {
     if (koila__lazy_class && koila__is_lazy(o) && koila__handle_of(o))
@@ -376,8 +376,8 @@ static PyObject *py_rewrap(PyObject *module, PyObject *o)
     Py_RETURN_NONE;
 }
 
-/* stand_beside(lazy, other): in the order of age, that of group_wrappers, lazy is next to other
- * from now on, older than it */
+/* stand_beside(lazy, other): in the order by age (see group_wrappers) lazy is now next to other, as
+ * the older of the two */
 static PyObject *py_stand_beside(PyObject *module, PyObject *args)
 {
     PyObject *a, *b;
@@ -393,8 +393,8 @@ static PyObject *py_stand_beside(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* group_info(lazy) → (is a view, how many wrappers the group has, which group: a number while one
- * of them lives) */
+/* group_info(lazy) → (is a view, number of wrappers in the group, id of the group while it
+ * lives) */
 static PyObject *py_group_info(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
@@ -404,8 +404,7 @@ static PyObject *py_group_info(PyObject *module, PyObject *o)
                          (unsigned long long)(uintptr_t)h->group);
 }
 
-/* group_wrappers(lazy) → [every lazy tensor that shares its memory, itself included], newest first
- */
+/* group_wrappers(lazy) → all lazy tensors that share its memory, itself too, newest first */
 static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
@@ -437,8 +436,9 @@ static PyObject *py_lines(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+/* leaves_on(tape) → [(value id, real)], including batch leaves */
 static PyObject *py_leaves_on(PyObject *module, PyObject *args)
-{ /* leaves_on(tape) → [(value id, real)], batch leaves too */
+{
     koila__tape *t;
     if (!PyArg_ParseTuple(args, "O!", &koila__tape_type, &t))
         return NULL;
@@ -455,8 +455,9 @@ static PyObject *py_leaves_on(PyObject *module, PyObject *args)
     return r;
 }
 
+/* replace_leaf(tape, value id, tensor): the leaf reads `tensor` from now on */
 static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
-{ /* replace_leaf(tape, value id, tensor): its contents now come from `tensor` */
+{
     koila__tape *t;
     unsigned v;
     PyObject *real;
@@ -466,7 +467,7 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_IndexError, "no such value");
         return NULL;
     }
-    /* never found again by the old object: its slot becomes one that no version matches */
+    /* the old tensor must not find this leaf again: no version matches UINT32_MAX */
     for (uint32_t i = 0; i < t->n_leaf_slots; i++)
         if (t->leaves[i].real && t->leaves[i].value == v)
             t->leaves[i].version = UINT32_MAX;
@@ -563,14 +564,15 @@ static PyObject *get_closed(koila__tape *t, void *c) { return PyBool_FromLong(t-
 static PyObject *get_ran(koila__tape *t, void *c) { return PyBool_FromLong(t->ran); }
 
 static PyGetSetDef tape_getset[] = {
-    { "n_nodes", (getter)get_n_nodes, NULL, "recorded nodes", NULL },
-    { "n_values", (getter)get_n_values, NULL, "values, leaves included", NULL },
-    { "n_handles", (getter)get_n_handles, NULL, "live lazy tensors", NULL },
-    { "n_effects", (getter)get_n_effects, NULL, "real tensors that the step will write", NULL },
-    { "n_random", (getter)get_n_random, NULL, "random nodes", NULL },
-    { "hash", (getter)get_hash, NULL, "of everything that decides a plan", NULL },
+    { "n_nodes", (getter)get_n_nodes, NULL, "number of recorded nodes", NULL },
+    { "n_values", (getter)get_n_values, NULL, "number of values, including leaves", NULL },
+    { "n_handles", (getter)get_n_handles, NULL, "number of live lazy tensors", NULL },
+    { "n_effects", (getter)get_n_effects, NULL, "number of real tensors that the step will write",
+      NULL },
+    { "n_random", (getter)get_n_random, NULL, "number of random nodes", NULL },
+    { "hash", (getter)get_hash, NULL, "hash of everything that decides a plan", NULL },
     { "closed", (getter)get_closed, NULL, "its step has run", NULL },
-    { "ran", (getter)get_ran, NULL, "something was made concrete", NULL },
+    { "ran", (getter)get_ran, NULL, "some value was made concrete", NULL },
     { 0 },
 };
 static PyMethodDef tape_methods[] = {
@@ -579,7 +581,7 @@ static PyMethodDef tape_methods[] = {
       "The step is over: the next lazy() opens a new tape." },
     { "check", (PyCFunction)tape_check, METH_NOARGS, "Assert every invariant of the graph." },
     { "held", (PyCFunction)tape_held, METH_NOARGS,
-      "Ids of the values that the user can still ask for and that are not concrete." },
+      "Ids of the lazy values that the user can still ask for." },
     { 0 },
 };
 
@@ -591,18 +593,17 @@ static PyMethodDef methods[] = {
     { "find_rule", (PyCFunction)(void (*)(void))koila__find_rule, METH_FASTCALL,
       "find_rule(func, class): torch's find_torch_dispatch_rule, quick for LazyTensor" },
     { "find_rules", koila__find_rules, METH_O,
-      "find_rules(f): what find_rule asks for other classes" },
+      "find_rules(f): the function that find_rule calls for other classes" },
     { "record", (PyCFunction)(void (*)(void))koila__py_record, METH_FASTCALL,
-      "record(func, args, kwargs): the default path" },
+      "record(func, args, kwargs): record the call as one node" },
     { "setup", py_setup, METH_VARARGS,
       "setup(LazyTensor, whether C++ owners show as a Python reference)" },
     { "wrapper_pair", py_wrapper_pair, METH_O,
       "wrapper_pair((dtype, device, sizes, strides, offset)) -> (by arguments, by parts or None)" },
     { "learn_keys", py_learn_keys, METH_VARARGS,
-      "learn_keys(lazy, keys, made, keys): of such a pair; whether they lie where they can be "
-      "set" },
-    { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> what it was" },
-    { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one." },
+      "learn_keys(lazy, its keys, made, its keys) -> can dispatch keys be set in memory?" },
+    { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> the setting before" },
+    { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one if there is none." },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },
@@ -620,14 +621,15 @@ static PyMethodDef methods[] = {
     { "effect", py_effect, METH_VARARGS,
       "effect(lazy, real): after the step real's contents are lazy's" },
     { "random", py_random, METH_VARARGS,
-      "random(lazy, generator, state, words): the node that made lazy draws from a generator in "
+      "random(lazy, generator, state, words): the node that made lazy draws from the generator in "
       "this state" },
-    { "become", py_become, METH_VARARGS, "become(lazy, other): lazy stands for what other does" },
+    { "become", py_become, METH_VARARGS,
+      "become(lazy, other): lazy stands for the same value as other" },
     { "stand_beside", py_stand_beside, METH_VARARGS,
-      "stand_beside(lazy, other): as old as the other, of the same memory" },
-    { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle moved" },
+      "stand_beside(lazy, other): order lazy by age next to other, which shares its memory" },
+    { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle has a new wrapper" },
     { "group_info", py_group_info, METH_O,
-      "group_info(lazy) -> (is a view, wrappers of the group, which group)" },
+      "group_info(lazy) -> (is a view, number of wrappers in the group, id of the group)" },
     { "group_wrappers", py_group_wrappers, METH_O,
       "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
     { "leaves_on", py_leaves_on, METH_VARARGS, "leaves_on(tape) -> [(value id, tensor), ...]" },

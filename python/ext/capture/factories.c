@@ -4,34 +4,34 @@
  *   for t in range(T):
  *       outputs[t] = step(...)               # lazy data
  *
- * A plain `outputs` would make what is written into it concrete at once, and all that follows would
- * be whole. So while a step is open these four give a lazy factory, as x.new_zeros() does: no data
- * edge, made at the size of a slice when the step runs. Only for a call that could matter and that
- * nobody else has a hand in; see open_here() and make(). When in doubt the answer is the plain
- * tensor.
+ * If `outputs` were plain, every write into it would make the written data concrete at once, and
+ * nothing after that could be sliced. So while a step is open these four return a lazy factory, as
+ * x.new_zeros() does: a node without data edges, made at the size of a slice when the step runs.
+ * They do so only where it can matter and no mode or transform is involved; see open_here() and
+ * make(). When in doubt the result is the plain tensor.
  *
- * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call and is
- * seen by the modes of others. Another object at torch.zeros would be unknown to all who keep
- * tables of functions: Dynamo, TorchScript, torch.overrides, the constructors that torch.device()
- * as a context changes; and whoever wrote `from torch import zeros` would keep the old one. To turn
- * the plain tensor into a lazy one when lazy data is written is too late: the dispatcher holds it.
- * So the function *object* stays, and so does its method definition, from which CPython computes
- * its hash. What changes is its vectorcall pointer, by which CPython calls a function if it has
- * one, as torch's have not: it is ours while a step is open, see factory_switch.c. With a
- * mode of functions active ours only passes the call on; the mode then calls again, with the mode
- * off and its device filled in.
+ * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call, and
+ * other modes see it. Another object at torch.zeros would be missing from every table of functions
+ * (Dynamo, TorchScript, torch.overrides, the constructors that `with torch.device()` changes), and
+ * `from torch import zeros` would still give the old one. Turning the plain tensor into a lazy one
+ * when lazy data is written comes too late: the dispatcher already holds it. So the function
+ * *object* stays, and so does its method definition, from which CPython computes its hash. Only its
+ * vectorcall pointer changes. CPython calls a function through that pointer if it is set; torch
+ * leaves it NULL, and koila sets it while a step is open, see factory_switch.c. While a function
+ * mode is active, our entry only passes the call on; the mode then calls again, with itself off and
+ * its device filled in.
  *
- * Note [Settling]. The program asked for a plain tensor, and may do with it what a lazy one cannot:
- * take its pointer, share it with numpy, resize it. Then the tensor *settles*: it gets real memory,
- * in the same Python object, by torch's own `x.data = memory`, which leaves version counter,
- * autograd and views as they are; views of it get the same memory. What remains of the lazy tensor
- * is its class. Torch still asks dispatch() first, which runs the operator on that memory
- * (on_settled() in _settled.py). From then on it is what it would have been without us: exact, and
- * whole when lazy data is written into it. It also settles when something that is not lazy is
- * written into it: a plain tensor, or a number into a part without a batch dimension. `total +=
- * weights` and `mask[i, :n] = 1` in a loop over samples are known data, and nobody wants a node for
- * each sample. A number into a part with the batch, or a parameter (`outputs[0] = start`), is
- * recorded.
+ * Note [Settling]. The program asked for a plain tensor and may use it in ways that a lazy one does
+ * not support: take its pointer, share it with numpy, resize it. Then the tensor *settles*: the
+ * same Python object gets real memory by torch's own `x.data = memory`, which leaves version
+ * counter, autograd and views as they are; views of it get the same memory. Only the class of the
+ * lazy tensor remains. Torch still calls dispatch() first, which runs the operator on that memory
+ * (on_settled() in _settled.py). From then on the tensor behaves as it would without koila: it is
+ * exact, and lazy data written into it is made concrete, unsliced. It also settles when something
+ * that is not lazy is written into it: a plain tensor, or a number into a part without a batch
+ * dimension. `total += weights` and `mask[i, :n] = 1` in a loop over samples are known data, and a
+ * node for each sample would be waste. A number written into a part with the batch, or a parameter
+ * (`outputs[0] = start`), is recorded.
  */
 #include "capture/capture.h"
 
@@ -41,20 +41,22 @@
 
 enum { ZEROS, ONES, FULL, EMPTY };
 
-static struct step { /* whose step is open */
-    uint64_t tape;   /* uid */
+/* The open step: its thread, its process, and the devices of its batches. */
+static struct step {
+    uint64_t tape; /* uid */
     unsigned long thread;
     pid_t process;
     uint32_t n_devices;
     uint16_t devices[8];
 } step;
 
-static struct torch_facts { /* owned */
+/* What koila needs of torch; all owned. */
+static struct torch_facts {
     PyObject *n_function_modes, *n_dispatch_modes, *is_excluded, *autograd_key, *tracing_state,
         *functorch_level, *default_dtype, *default_device, *strided, *device;
     PyObject *full, *empty_strided; /* operators */
     PyObject *current_cuda_device;
-    char *libraries[2]; /* directories, with the last slash */
+    char *libraries[2]; /* directories of torch and koila, each with its final slash */
 } facts;
 
 /* ---- when */
@@ -74,8 +76,7 @@ void koila__factories_step(koila_meta batch)
     koila__switch_batch(step.tape);
 }
 
-/* Is there still something of the step that lazy data could come from? What is only a factory, or
- * concrete, is not. */
+/* Does the open step still have lazy data? Factories and concrete values are none. */
 static bool has_lazy_data(const koila__tape *t)
 {
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape) {
@@ -106,8 +107,9 @@ static bool is_none(PyObject *f)
     return yes;
 }
 
-/* Does the program itself call? Torch's own code (parameters, optimizers, compilers, samplers)
- * keeps its plain tensors, and so does ours. A mode only passes a call on. */
+/* Does the user's program make this call? Torch's own code (parameters, optimizers, compilers,
+ * samplers) and koila's keep their plain tensors. The frame of a mode only passes a call on and is
+ * skipped. */
 static bool program_calls(void)
 {
     PyFrameObject *f = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
@@ -116,7 +118,7 @@ static bool program_calls(void)
         const char *file = PyUnicode_AsUTF8(code->co_filename);
         const char *name = PyUnicode_AsUTF8(code->co_name);
         const bool mode = name && !strcmp(name, "__torch_function__");
-        bool yes = file && strncmp(file, "<eval_with_key>", 15); /* a graph that torch traced */
+        bool yes = file && strncmp(file, "<eval_with_key>", 15); /* not a graph that torch traced */
         for (int i = 0; i < 2 && yes; i++)
             yes = strncmp(file, facts.libraries[i], strlen(facts.libraries[i])) != 0;
         PyFrameObject *back = mode ? PyFrame_GetBack(f) : NULL;
@@ -129,9 +131,9 @@ static bool program_calls(void)
     return false;
 }
 
-/* A step is open in this thread and process, and nobody else has a say in what the call gives: no
- * mode, no vmap, no tracer; and we are not below autograd, inside an operator that is written in
- * Python. In inference mode a tensor is of another kind; evaluation keeps what it has. */
+/* Is a step open in this thread and process, with nothing else that decides the call's result: no
+ * mode, no vmap, no tracer, and not below autograd, inside an operator written in Python? Never in
+ * inference mode, whose tensors are of another kind. */
 static bool open_here(void)
 {
     if (!koila__switch_is_on() || step.thread != PyThread_get_thread_ident() ||
@@ -155,7 +157,7 @@ typedef struct call {
     PyObject *fill, *dtype, *device; /* borrowed; NULL: not given */
 } call;
 
-/* One more size; false: nothing to slice, or an error for torch to raise. */
+/* Appends one size. False: there is nothing to slice, or torch has an error to raise. */
 static bool read_size(PyObject *o, call *c)
 {
     if (c->n_dims == KOILA_MAX_DIMS)
@@ -163,7 +165,7 @@ static bool read_size(PyObject *o, call *c)
     PyObject *i = NULL;
     if (PyLong_CheckExact(o))
         i = Py_NewRef(o);
-    else if (!koila__is_tensor(o)) /* a tensor would have to be computed */
+    else if (!koila__is_tensor(o)) /* a tensor would have to be made concrete */
         i = PyNumber_Index(o);
     if (!i)
         return false;
@@ -182,7 +184,8 @@ static bool is_one_of(const char *key, const char *const *names)
     return false;
 }
 
-/* A keyword of the call; false: torch's. *size: borrowed, where it is that. */
+/* Reads one keyword of the call. `size=` is stored in *size, borrowed. False: the call is left to
+ * torch. */
 static bool read_keyword(int kind, PyObject *name, PyObject *value, call *c, PyObject **size)
 {
     static const char *const switches[] = { "requires_grad", "pin_memory", NULL };
@@ -208,7 +211,7 @@ static bool read_keyword(int kind, PyObject *name, PyObject *value, call *c, PyO
     return true;
 }
 
-/* Sizes as one list, or as the positional arguments themselves, which full() does not take. */
+/* Sizes come as one list or, except for full(), as the positional arguments themselves. */
 static bool read_sizes(int kind, PyObject *args, PyObject *size, call *c)
 {
     if (size && (PyTuple_Check(size) || PyList_Check(size))) {
@@ -227,7 +230,7 @@ static bool read_sizes(int kind, PyObject *args, PyObject *size, call *c)
     return true;
 }
 
-/* A call that we understand wholly; anything else is torch's. */
+/* Reads the call. False: it has something that koila does not know, and is left to torch. */
 static bool read_call(int kind, PyObject *args, PyObject *kwargs, call *c)
 {
     *c = (call){ 0 };
@@ -261,7 +264,7 @@ static fill_kind kind_of_fill(PyObject *fill)
     return PyFloat_CheckExact(fill) ? FLOAT_FILL : OTHER_FILL;
 }
 
-/* The dtype that torch would choose; -1: none of ours, perhaps with an exception. */
+/* The dtype that torch would choose; -1: one that koila lacks, perhaps with an exception. */
 static int chosen_dtype(const call *c, fill_kind kind)
 {
     if (c->dtype)
@@ -276,7 +279,8 @@ static int chosen_dtype(const call *c, fill_kind kind)
     return d;
 }
 
-/* The largest number that dtype d surely holds; 0: only truth values. -1: not one of ours. */
+/* The largest number that dtype d holds for certain; 0: only truth values; -1: koila lacks the
+ * dtype. */
 static double largest_of(int d)
 {
     switch (d) {
@@ -290,7 +294,7 @@ static double largest_of(int d)
     case KOILA_DTYPE_F16:
         return 65504.0;
     case KOILA_DTYPE_I64:
-        return 9e15; /* as a double, exactly */
+        return 9e15; /* a bound that a double holds exactly */
     case KOILA_DTYPE_I32:
         return 2147483647.0;
     case KOILA_DTYPE_I16:
@@ -311,8 +315,8 @@ static bool is_integral(int d)
            d == KOILA_DTYPE_I8 || d == KOILA_DTYPE_U8 || d == KOILA_DTYPE_BOOL;
 }
 
-/* The dtype that torch would choose, and only if it can surely hold the value, for out of range is
- * torch's error to raise. -1: not one of ours. */
+/* The dtype that torch would choose. -1: koila lacks it, or it may not hold the value; torch raises
+ * the error of a value out of range. */
 static int dtype_of(const call *c)
 {
     const fill_kind kind = kind_of_fill(c->fill);
@@ -334,7 +338,7 @@ static int dtype_of(const call *c)
     return fits && (d != KOILA_DTYPE_U8 || x >= 0.0) ? d : -1;
 }
 
-/* Where torch would put it, if the batch is there too; a new reference, or NULL. */
+/* The device that torch would choose, if a batch is on it: a new reference, else NULL. */
 static PyObject *device_of(const call *c)
 {
     PyObject *given;
@@ -350,7 +354,8 @@ static PyObject *device_of(const call *c)
     bool here = false;
     Py_XDECREF(given);
     if (index && koila__device_of(o, &device) == 0) {
-        if (index == Py_None && device >> 8 == 1) { /* "cuda" is the current one */
+        if (index == Py_None && device >> 8 == 1) {
+            /* "cuda" means the current device */
             PyObject *i = facts.current_cuda_device == Py_None
                               ? NULL
                               : PyObject_CallNoArgs(facts.current_cuda_device);
@@ -401,7 +406,7 @@ static PyObject *record_factory(int kind, const call *c, PyObject *size, PyObjec
     return r;
 }
 
-/* A lazy factory; or NULL, perhaps with an exception, when the call is for torch. */
+/* A lazy factory; NULL, perhaps with an exception: the call is left to torch. */
 static PyObject *make(int kind, PyObject *args, PyObject *kwargs)
 {
     call c;
@@ -442,7 +447,7 @@ static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObjec
         r = make(k, args, kwargs);
         if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
             goto done;
-        PyErr_Clear(); /* whatever it is, torch says it better */
+        PyErr_Clear(); /* torch raises a better error */
     }
     PyObject *f = koila__switch_function(k);
     r = ((PyCFunctionWithKeywords)(void (*)(void))PyCFunction_GET_FUNCTION(f))(
@@ -491,8 +496,9 @@ static PyObject *py_watching(PyObject *module, PyObject *unused)
     return PyBool_FromLong(there);
 }
 
+/* The directory of a package as its code objects name it: "/a/torch/". PyMem; NULL + error. */
 static char *directory_of(PyObject *module)
-{ /* "/a/torch/" of a package, as its code objects name it; PyMem */
+{
     PyObject *file = PyObject_GetAttrString(module, "__file__");
     const char *text = file ? PyUnicode_AsUTF8(file) : NULL;
     const char *last = text ? strrchr(text, '/') : NULL;
@@ -505,8 +511,9 @@ static char *directory_of(PyObject *module)
     return r;
 }
 
+/* A new reference to the attribute at a dotted path. An optional one that is missing is Py_None. */
 static PyObject *path_of(PyObject *from, const char *dotted, bool optional)
-{ /* new reference to an attribute of an attribute; Py_None for an optional one that is not there */
+{
     PyObject *o = Py_NewRef(from);
     char name[64];
     while (o && *dotted) {
@@ -524,7 +531,8 @@ static PyObject *path_of(PyObject *from, const char *dotted, bool optional)
     return o;
 }
 
-/* factories_setup(): once, at the first lazy(). What is not as expected stays torch's. */
+/* factories_setup(): once, at the first lazy(). A function that is not as expected is left
+ * alone. */
 static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 {
     static const char *const names[KOILA__N_FACTORY_KINDS] = { "zeros", "ones", "full", "empty" };
@@ -555,7 +563,7 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         *wanted[i].to = path_of(torch, wanted[i].path, wanted[i].optional);
         if (!*wanted[i].to) {
-            PyErr_Clear(); /* another torch: everything stays as it is */
+            PyErr_Clear(); /* an unknown version of torch: nothing is replaced */
             goto done;
         }
     }
@@ -587,7 +595,8 @@ done:
 static PyMethodDef methods[] = {
     { "hold_factories", py_hold_factories, METH_O,
       "hold_factories(on): while on, torch.zeros and its like make plain tensors" },
-    { "watching_factories", py_watching, METH_NOARGS, "Are torch.zeros and its like ours now?" },
+    { "watching_factories", py_watching, METH_NOARGS,
+      "Do torch.zeros and its like return lazy factories now?" },
     { "factories_setup", py_factories_setup, METH_NOARGS, "Learn torch's functions; once." },
     { 0 },
 };

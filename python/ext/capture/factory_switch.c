@@ -1,9 +1,9 @@
-/* factory_switch.c — are torch.zeros, ones, full and empty ours now? They are while a step is open
- * that a batch went lazy in, and the executor does not run. It knows nothing of tapes and handles,
- * so that whoever opens or closes a step can tell it. What ours do: factories.c. */
+/* factory_switch.c — decides when koila's entries replace torch.zeros, ones, full and empty: while
+ * a step with a batch is open and the executor does not run. This file knows neither tapes nor
+ * handles; those who open or close a step tell it. The entries themselves: factories.c. */
 #include "capture/capture.h"
 
-/* owned: torch.zeros, ...; NULL: not the kind we know, and left alone */
+/* owned: torch.zeros, ...; NULL: not the kind of function that koila knows, left alone */
 static PyCFunctionObject *function[KOILA__N_FACTORY_KINDS];
 static vectorcallfunc ours[KOILA__N_FACTORY_KINDS];
 static uint64_t open_tape, batch_tape; /* uid; 0: none */

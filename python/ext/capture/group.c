@@ -1,5 +1,5 @@
-/* group.c — one storage (a group), its views (chains), and the handles that stand for them: who is
- * in which list. */
+/* group.c — groups (one storage each), chains (views) and handles: their references and the lists
+ * that they are in. */
 #include "capture/capture.h"
 
 uint64_t koila__n_handles;
@@ -94,8 +94,8 @@ void koila__handle_stand_beside(koila__handle *h, koila__handle *other)
     other->next_in_group = h;
 }
 
-/* Leave group, tape and value. Returns the group to free, if it was the last. Runs no Python code.
- */
+/* Takes the handle off its group, tape and value. Returns the group to free, if this was its last
+ * handle. Runs no Python code. */
 koila__group *koila__handle_detach(koila__handle *h)
 {
     koila__group *g = h->group;
@@ -122,7 +122,7 @@ void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koil
                         koila_meta meta, int64_t offset)
 {
     if (c)
-        c->refs++; /* both may be what we leave */
+        c->refs++; /* the references keep c and g, which may be those that h leaves now */
     g->refs++;
     koila__group *last = koila__handle_detach(h);
     g->refs--;

@@ -1,8 +1,7 @@
-/* handle.c — the Value in a LazyTensor's slot: made with its wrapper, dies with it.
+/* handle.c — the Value in a LazyTensor's slot: it is made with its wrapper and dies with it.
  *
- *   class Value:       # one for each wrapper, owned by the wrapper's slot `_v`
- *       group, chain   # which storage, and which view of it
- *       value          # what it was at group.gen
+ * class Value: # one for each wrapper, owned by the wrapper's slot `_v` group, chain # which
+ * storage, and which view of it value # its value when group.gen was `gen`
  */
 #include "capture/capture.h"
 

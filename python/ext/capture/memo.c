@@ -1,21 +1,21 @@
-/* memo.c — a call seen before: its interned signature and what its results look like, found by its
- * tokens. A call never seen asks Python (_shapes.shape), which asks FakeTensor: the plain meta
- * kernels give wrong strides for some operators.
+/* memo.c — remembers each call by its tokens: its interned signature and the metas of its results.
+ * A new call asks Python (_shapes.shape), which asks FakeTensor, because the plain meta kernels
+ * give wrong strides for some operators.
  */
 #include "capture/record.h"
 
-/* Tokens of a key beside those of the call, in koila_arg.kind, where KOILA_ARG_* are small. */
+/* Kinds of the tokens that a key has beside the call's own; KOILA_ARG_* are smaller. */
 enum {
     KEY_KEYWORD = 100, /* u.id: interned name */
-    KEY_WRITTEN,       /* u.id: meta of the written base, n: links of its chain */
+    KEY_WRITTEN,       /* u.id: meta of the written base, n: number of links in its chain */
     KEY_LINK,          /* n: signature, u.id: output */
-    KEY_CALL,          /* n: positional arguments, u.id: operator; without autograd */
+    KEY_CALL,          /* n: number of positional arguments, u.id: operator; autograd is off */
     KEY_CALL_GRAD,     /* the same with autograd on */
 };
-/* What _shapes.shape says of a result: (tag, what). */
+/* The tag of a result in the answer of _shapes.shape: (tag, what). */
 enum { TAG_NONE, TAG_TENSOR, TAG_CONSTANT };
 
-/* entries; then everything is forgotten: a program that makes new constants all the time */
+/* At so many entries the memo is cleared: some programs make new constants all the time. */
 #define MEMO_CAP 65536
 #define MEMO_FIRST_SLOTS 1024
 static memo_entry **memo;
@@ -54,7 +54,7 @@ memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash)
     return NULL;
 }
 
-/* No entry is in use: node.c copies what it needs before Python can run. */
+/* No entry is in use here: node.c copies what it needs before Python can run. */
 void koila__memo_clear(void)
 {
     memo_entry **old = memo;
@@ -99,7 +99,7 @@ static int memo_add(memo_entry *e)
     return 0;
 }
 
-/* The chain of a written argument, newest link first. */
+/* Appends the chain of a written argument, newest link first. */
 static int push_written(call_walk *w, const koila__handle *h)
 {
     koila_arg *t = koila__walk_push(w, KEY_WRITTEN);
@@ -140,11 +140,11 @@ int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key)
     return 0;
 }
 
-/* ---- a call never seen */
+/* ---- a new call */
 
 #define MAX_WRITES 64
 
-/* The writes of a call: of which input, through which views. */
+/* The writes of a call: which input each writes, through which views. */
 typedef struct written {
     koila_write writes[MAX_WRITES];
     uint32_t n_writes;
@@ -184,8 +184,8 @@ static int collect_writes(const call_walk *w, bool overwrites, written *out)
     return 0;
 }
 
-/* A written input's token: its base's meta, which the node reads (Note [Writes] in graph.h), or
- * again its own. */
+/* Gives each written input's token the meta of its base, which the node reads (Note [Writes] in
+ * graph.h); with `base` false, its own meta again. */
 static void show_bases(call_walk *w, bool base)
 {
     for (uint32_t i = 0; w->n_written && i < w->n_in; i++) {
@@ -224,7 +224,7 @@ static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta
     return s ? -1 : 0;
 }
 
-/* said: (func, args, kwargs, meta, fill), a call that makes the same without reading a tensor. */
+/* said: (func, args, kwargs, meta, fill), a call with the same result that reads no tensor. */
 static int learn_factory(memo_entry *e, PyObject *said, bool grad)
 {
     PyObject *func, *args, *kwargs, *meta, *fill;
@@ -234,7 +234,7 @@ static int learn_factory(memo_entry *e, PyObject *said, bool grad)
     const op_info *op = koila__op_of(func);
     if (!op)
         return -1;
-    call_walk *w = PyMem_Malloc(sizeof *w); /* another is on the stack already */
+    call_walk *w = PyMem_Malloc(sizeof *w); /* too large for the stack, which holds one already */
     e->results = PyMem_Calloc(1, sizeof *e->results);
     if (!w || !e->results) {
         PyMem_Free(w);
@@ -317,7 +317,8 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
         rc = learn_factory(e, said, grad);
     } else if (said && PyTuple_Check(said)) {
         rc = learn_results(e, w, op, said, grad);
-    } else if (said) { /* the results depend on data: a callable says what to do instead */
+    } else if (said) {
+        /* the results depend on data: a callable replaces the recording */
         w->instead = said;
         said = NULL;
     }

@@ -1,5 +1,5 @@
-/* operators.c — what is known of each operator: found by the address of its OpOverload, described
- * once by Python (_capture.describe). */
+/* operators.c — what is known of each operator. It is found by the address of the OpOverload;
+ * Python describes it once (_capture.describe). */
 #include "capture/record.h"
 
 op_info *koila__op_slots[KOILA__OP_SLOTS];
@@ -88,9 +88,9 @@ fail:
     return NULL;
 }
 
-/* For each call torch asks a registry, in Python, whether somebody has registered a function for
- * (operator, class) that is to be called in place of the class' dispatch. For our class the answer
- * is looked up here, in the registry's own dict. */
+/* On each call torch asks a registry, in Python, for a function that replaces the dispatch of the
+ * class for this operator. For LazyTensor the answer is looked up here, in the registry's own
+ * dict. */
 /* owned: torch._library.simple_registry.find_torch_dispatch_rule */
 static PyObject *find_in_registry;
 

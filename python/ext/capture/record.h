@@ -1,19 +1,19 @@
-/* record.h — one call on its way to a node: what operators.c, arguments.c, memo.c, node.c and
- * dispatch.c share.
+/* record.h — how one call becomes a node: shared by operators.c, arguments.c, memo.c, node.c and
+ * dispatch.c.
  *
  *   op_info      what is known of an operator                      operators.c
  *   call_walk    the call's arguments: tokens and tensors          arguments.c
  *   memo_entry   its signature and what its results look like      memo.c
  *
- * Note [Kinds]. What an operator is, is decided once, in Python (_capture.describe):
+ * Note [Kinds]. Python decides the kind of each operator once (_capture.describe):
  *   PLAIN     fresh results
  *   VIEW      results in the group of the argument
  *   SAME      detach, alias: the same value in another wrapper
  *   WRITE     in-place and out=
  *   SPECIAL   a Python function decides (data-dependent, composite, random, ...)
  *   STRIDED   as_strided: its chain restarts at the base
- *   FACTORY   only metadata is read: rewritten into a call without tensors
- *   INDEX     plain, unless indexed by a mask or by row numbers
+ *   FACTORY   reads only metadata of its arguments: rewritten into a call without tensors
+ *   INDEX     PLAIN, unless indexed by a mask or by row numbers
  */
 #ifndef KOILA_EXT_RECORD_H
 #define KOILA_EXT_RECORD_H
@@ -21,7 +21,7 @@
 #include "capture/capture.h"
 
 enum { PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX };
-/* what a call returns: result_kind, as koila_sig_info has it */
+/* What a call returns: result_kind of koila_sig_info. */
 enum { RESULT_ONE, RESULT_TUPLE, RESULT_LIST, RESULT_NONE };
 
 /* ---- operators.c */
@@ -29,8 +29,8 @@ typedef struct op_info {
     PyObject *func; /* owned OpOverload; the key */
     koila_op id;
     uint8_t kind, result_kind, overwrites;
-    bool is_view; /* also of a SPECIAL one, when its handler records it */
-    /* each element written depends on the same element of each argument only */
+    bool is_view; /* also set for a SPECIAL operator whose handler records a view */
+    /* each written element depends only on the same element of each argument */
     bool elementwise;
     uint64_t written;     /* bit i: positional argument i is written */
     PyObject *written_kw; /* owned tuple of names */
@@ -59,7 +59,7 @@ static inline op_info *koila__op_of(PyObject *func)
     return op ? op : koila__op_describe(func);
 }
 
-/* of the module, as koila__find_rules */
+/* a function of the module, as koila__find_rules */
 PyObject *koila__find_rule(PyObject *module, PyObject *const *a, Py_ssize_t n);
 PyObject *koila__find_rules(PyObject *module, PyObject *f);
 
@@ -70,7 +70,7 @@ PyObject *koila__find_rules(PyObject *module, PyObject *f);
 
 typedef struct call_input {
     PyObject *object; /* borrowed from the arguments */
-    koila__handle *h; /* of a lazy one, else NULL */
+    koila__handle *h; /* if it is lazy, else NULL */
     koila_value value;
     uint32_t token;
     bool written;
@@ -82,9 +82,10 @@ typedef struct call_walk {
     uint32_t n_tok, cap_tok, n_in, cap_in, n_lazy, n_pos, n_kw, n_written, n_written_real;
     bool writing; /* the argument being walked is written */
     koila__tape *tape;
-    /* owned, or NULL: call this instead of recording; set without an exception */
+    /* owned, or NULL: call this instead of recording; no exception is set then */
     PyObject *instead;
-    /* Not set until used: to clear it for every call would cost more than the rest of the walk. */
+    /* Left uninitialised until used: clearing it on every call would cost more than the rest of the
+     * walk. */
     uint32_t kw[KOILA__N_KEYWORDS];
     koila_arg tok_inline[KOILA__N_TOKENS];
     call_input in_inline[KOILA__N_INPUTS];
@@ -92,7 +93,7 @@ typedef struct call_walk {
 
 void koila__walk_init(call_walk *w);
 void koila__walk_deinit(call_walk *w);
-/* one more token, all zero but its kind; NULL + error */
+/* Appends a token, all zero except its kind. NULL + error. */
 koila_arg *koila__walk_push(call_walk *w, uint8_t kind);
 int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs);
 int koila__arguments_init(void);
@@ -100,8 +101,8 @@ int koila__arguments_init(void);
 /* ---- memo.c */
 typedef struct memo_result {
     koila_meta meta;    /* KOILA_NONE: not a tensor */
-    int64_t offset;     /* of a view: beyond its argument's; of as_strided: in the storage */
-    PyObject *constant; /* owned; of a result that is no tensor */
+    int64_t offset;     /* view: added to its argument's offset; as_strided: in the storage */
+    PyObject *constant; /* owned; a result that is not a tensor */
 } memo_result;
 
 typedef struct memo_entry {
@@ -111,20 +112,20 @@ typedef struct memo_entry {
     uint8_t result_kind;
     bool no_inputs; /* a factory: the node reads nothing */
     bool no_node;   /* every result is a constant */
-    /* owned (func, args after self, kwargs) to write a fresh factory with, or NULL */
+    /* owned (func, args after self, kwargs) that fills a fresh factory, or NULL */
     PyObject *fill;
     memo_result *results; /* fresh ones only */
     koila_arg key[];
 } memo_entry;
 
-/* The key: tokens, keyword names, chains of written arguments, operator and grad mode. When all
- * inputs have their values. Appends to w->tok; w->n_tok stays. */
+/* Builds the key: tokens, keyword names, chains of written arguments, operator and grad mode. Call
+ * it when all inputs have their values. Appends to w->tok; w->n_tok stays. */
 int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key);
 uint64_t koila__memo_hash(const koila_arg *key, uint32_t n);
-/* borrowed, until Python runs: that may clear the memo */
+/* Borrowed, and valid until Python runs, which may clear the memo. */
 memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash);
-/* A call never seen: ask Python what it gives. Owned by the memo. NULL + error, or without one:
- * w->instead. */
+/* Asks Python for the results of a new call. Owned by the memo. NULL with an error; or NULL without
+ * one, and w->instead is set. */
 memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
                              bool grad, uint32_t n_key, uint64_t hash);
 uint32_t koila__memo_n(void);
@@ -135,13 +136,13 @@ extern int koila__lines_on;
 int koila__source_line_init(void);
 
 /* ---- node.c */
-/* one call as a node, or run now; the results, or NULL + error */
+/* Records one call as a node, or runs it now. The results, or NULL + error. */
 PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs);
-/* the same of a view, whose result may have to be made outside inference mode */
+/* The same for a view, whose result may have to be made outside inference mode. */
 PyObject *koila__record_view(const op_info *op, PyObject *args, PyObject *kwargs);
 
 /* ---- dispatch.c */
-/* of the module, as koila__py_record */
+/* a function of the module, as koila__py_record */
 PyObject *koila__dispatch(PyObject *module, PyObject *const *a, Py_ssize_t n);
 PyObject *koila__py_record(PyObject *module, PyObject *const *a, Py_ssize_t n);
 

@@ -1,11 +1,12 @@
-/* settle.c — a lazy factory becomes a plain tensor, in the same Python object: Note [Settling] in
- * factories.c. Which calls make one settle, and what is computed from factories alone. */
+/* settle.c — turns a lazy factory into a plain tensor, in the same Python object, see Note
+ * [Settling] in factories.c. Also decides which calls make one settle, and which results count as
+ * factories. */
 #include "capture/capture.h"
 #include "capture/executor.h"
 
 /* ---- settling */
 
-/* The base's contents as a plain tensor, a new reference; *fresh: nobody else has them. */
+/* The base's contents as a plain tensor, a new reference. *fresh: nothing else refers to it. */
 static PyObject *contents(koila__group *g, bool *fresh)
 {
     koila__tape *t = g->tape;
@@ -14,7 +15,8 @@ static PyObject *contents(koila__group *g, bool *fresh)
     *fresh = false;
     if (!t->values[v].real && info.node != KOILA_NONE) {
         const koila_sig sig = koila_node_get(t->graph, info.node).sig;
-        if (koila_sig_get(koila__table, sig)->n_inputs == 0) { /* as it was made */
+        if (koila_sig_get(koila__table, sig)->n_inputs == 0) {
+            /* never written: make it again */
             PyObject *f = koila__helper("enter_modes");
             PyObject *modes = f ? PyObject_CallNoArgs(f) : NULL;
             PyObject *out = NULL;
@@ -34,7 +36,7 @@ static PyObject *contents(koila__group *g, bool *fresh)
     return Py_XNewRef(t->values[v].real);
 }
 
-/* Every wrapper of the group, and where it lies in the base: (sizes, strides, offset). */
+/* Lists every wrapper of the group and its place in the base: (sizes, strides, offset). */
 static int find_places(const koila__group *g, PyObject *wrappers, PyObject *places)
 {
     for (const koila__handle *h = g->handles; h; h = h->next_in_group) {
@@ -53,7 +55,7 @@ static int find_places(const koila__group *g, PyObject *wrappers, PyObject *plac
     return 0;
 }
 
-/* wrappers[i] gets the memory of views[i]. The last thing that can fail is the first assignment. */
+/* Gives wrappers[i] the memory of views[i]. Nothing can fail after the first assignment. */
 static int give_memory(PyObject *wrappers, PyObject *views, PyObject *alias_of)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
@@ -69,7 +71,7 @@ static int give_memory(PyObject *wrappers, PyObject *views, PyObject *alias_of)
     return 0;
 }
 
-/* All wrappers of the group are plain tensors now, on the memory of `base`. */
+/* Makes all wrappers of the group plain tensors on the memory of `base`. */
 static int settle_on(koila__group *g, PyObject *base, bool fresh)
 {
     PyObject *meta = koila__meta_object(g->meta);
@@ -94,7 +96,7 @@ static int settle_on(koila__group *g, PyObject *base, bool fresh)
     return rc;
 }
 
-/* 1: `o` is a plain tensor now, 0: it cannot be, -1 with an exception. */
+/* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception. */
 static int settle(PyObject *o)
 {
     if (koila__is_settled(o))
@@ -105,7 +107,7 @@ static int settle(PyObject *o)
     koila__group *g = h->group;
     koila__tape *t = g->tape;
     Py_INCREF(t);
-    g->refs++; /* it stays while its wrappers leave */
+    g->refs++; /* keeps the group alive while its wrappers leave */
     bool fresh;
     PyObject *base = contents(g, &fresh);
     const int collecting = PyGC_Disable();
@@ -129,10 +131,11 @@ static bool requires_grad(PyObject *tensor)
 }
 
 typedef struct met {
-    PyObject *written[16]; /* borrowed: factories without lazy data, to be written */
+    PyObject *written[16]; /* borrowed: factories without lazy data that the call writes */
     uint32_t n_written;
-    bool settled, lazy_data; /* is there a settled one; is there lazy data among what is read */
-    uint32_t n_factories;    /* without lazy data */
+    bool settled;         /* some argument is a settled tensor */
+    bool lazy_data;       /* some argument that is read has lazy data */
+    uint32_t n_factories; /* other factories without lazy data */
 } met;
 
 static void look(met *m, PyObject *o, bool written)
@@ -168,8 +171,9 @@ static void look_at_call(met *m, uint64_t written, PyObject *written_kw, PyObjec
         look(m, value, written_kw && PySequence_Contains(written_kw, name) == 1);
 }
 
-/* Is a plain tensor read, other than a number or something of a parameter? Whoever adds up known
- * data may write that data next, and a recorded read would be out of date. */
+/* Does the call read a plain tensor that is neither a scalar nor needs a gradient? A program
+ * that adds up known data may overwrite that data next, and a recorded read would then be out of
+ * date. */
 static bool reads_known_data(PyObject *o, bool written)
 {
     if (PyList_Check(o) || PyTuple_Check(o)) {
@@ -203,7 +207,7 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
     for (uint32_t i = 0; i < m.n_written; i++) {
         const koila__handle *h = koila__handle_of(m.written[i]);
         if (!h->group)
-            continue; /* settled with the one before */
+            continue; /* settled together with an earlier one */
         const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
         if (m.lazy_data) {
             h->group->no_lazy_data = false;
@@ -219,7 +223,7 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
     return m.settled;
 }
 
-/* What is computed from factories alone could have been plain too, so it may settle. */
+/* Results computed from factories alone are factories too: without koila they would be plain. */
 void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
 {
     const bool many = PyTuple_Check(result) || PyList_Check(result);
@@ -245,13 +249,13 @@ static PyObject *py_settle(PyObject *module, PyObject *o)
     return rc < 0 ? NULL : PyBool_FromLong(rc);
 }
 
-/* settled(x): the plain tensor that a settled one is, or None */
+/* settled(x): the plain tensor behind a settled one, or None */
 static PyObject *py_settled(PyObject *module, PyObject *o)
 {
     return Py_NewRef(koila__is_settled(o) ? koila__handle_of(o)->wrapper : Py_None);
 }
 
-/* resettle(x, plain): its memory or its layout is another one now */
+/* resettle(x, plain): after the memory or the layout of x changed */
 static PyObject *py_resettle(PyObject *module, PyObject *args)
 {
     PyObject *o, *plain;
@@ -273,10 +277,9 @@ static PyObject *py_is_factory(PyObject *module, PyObject *o)
 static PyMethodDef methods[] = {
     { "settle", py_settle, METH_O,
       "settle(x): a factory and its views become plain tensors, in place; is x one now?" },
-    { "settled", py_settled, METH_O,
-      "settled(x): the plain tensor that a settled one is, or None" },
+    { "settled", py_settled, METH_O, "settled(x): the plain tensor behind a settled one, or None" },
     { "resettle", py_resettle, METH_VARARGS,
-      "resettle(x, plain): after its memory or layout changed" },
+      "resettle(x, plain): after the memory or the layout of x changed" },
     { "is_factory", py_is_factory, METH_O, "is_factory(x): may it settle?" },
     { 0 },
 };

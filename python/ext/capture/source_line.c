@@ -1,5 +1,5 @@
-/* source_line.c — which line of the user's records now: the nearest frame that is not torch's,
- * koila's or without a file. */
+/* source_line.c — finds the user's line that records now: the nearest frame with a file that is
+ * neither torch's nor koila's. */
 #include "memlab/credit.h"
 #include "capture/record.h"
 
@@ -11,7 +11,7 @@ static PyObject *line_files;
 #define LINE_SLOTS 8192
 static struct line_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
-    uint64_t tape;      /* uid, for addresses are reused: whose graph gave `id` */
+    uint64_t tape;      /* uid (addresses are reused) of the tape whose graph gave `id` */
     int lasti;
     uint32_t line, id;
 } line_slots[LINE_SLOTS];
@@ -51,7 +51,7 @@ static const char *file_of(PyCodeObject *code, bool *failed)
 uint32_t koila__line_now(koila__tape *t)
 {
     koila_graph *g = t->graph;
-    /* for koila.memlab; the node comes next */
+    /* koila.memlab learns how many nodes there were before this one */
     if (koila__lines_enabled)
         koila__nodes_captured(t->uid, koila_graph_n_nodes(g));
     if (!koila__lines_on)
@@ -81,7 +81,7 @@ uint32_t koila__line_now(koila__tape *t)
                 id = s->id;
                 break;
             }
-            /* which walks the table of lines from its start */
+            /* slow: it walks the code's table of lines from the start */
             const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f);
             if (koila_graph_line(g, file, line, &id) == KOILA_OK)
                 *s = (struct line_slot){ code, t->uid, lasti, line, id };

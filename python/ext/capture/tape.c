@@ -85,8 +85,9 @@ static inline uint32_t slot_of(const koila__tape *t, const PyObject *real)
     return (uint32_t)(((uintptr_t)real >> 4) * 0x9e3779b97f4a7c15u >> 32) & (t->n_leaf_slots - 1);
 }
 
+/* The slot of `real`, or the empty one where it belongs. NULL: there is no table yet. */
 static tape_leaf *find_leaf(const koila__tape *t, const PyObject *real)
-{ /* its slot, or the empty one where it belongs; NULL: no table yet */
+{
     if (!t->n_leaf_slots)
         return NULL;
     uint32_t i = slot_of(t, real);
@@ -227,7 +228,8 @@ void koila__tape_drop_effects(koila__tape *t)
  * modules counted for it (batches) is taken back. */
 void koila__tape_give_up(koila__tape *t)
 {
-    if (t->n_effects && !t->planned) { /* of a planned one koila.plan() takes it back */
+    /* for a planned step koila.plan() takes the counts back */
+    if (t->n_effects && !t->planned) {
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
         PyObject *uncount = koila__helper("uncount");

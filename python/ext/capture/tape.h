@@ -1,13 +1,14 @@
 /* tape.h — the tape (one recorded step), which capture fills and run/ executes.
  *
- *   class Tape:          # one is open at a time: lazy() joins it or opens a new one
- *       graph            # koila_graph: nodes in recorded order
- *       values[v].real   # the concrete tensor of value v: of leaves always, of others once made
- *       effects          # real tensors whose new contents are lazy (BatchNorm's running
- *                        # statistics); the run that ends the step commits them once
+ * One tape is open at a time: lazy() joins it, or opens a new one.
  *
- * The tape keeps no wrapper alive: values[v].handle is borrowed, and NULL once the Value has died
- * and nobody can ask for v any more.
+ *   graph            koila_graph: nodes in recorded order
+ *   values[v].real   the concrete tensor of value v: always set for a leaf, for others once made
+ *   effects          real tensors whose new contents are lazy (BatchNorm's running statistics);
+ *                    the run that ends the step writes them once
+ *
+ * The tape keeps no wrapper alive: values[v].handle is borrowed, and is NULL once nobody can ask
+ * for v any more.
  */
 #ifndef KOILA_EXT_TAPE_H
 #define KOILA_EXT_TAPE_H
@@ -19,16 +20,16 @@
 struct koila__handle; /* the Value object in LazyTensor's slot; handle.c */
 
 typedef struct tape_value {
-    PyObject *real; /* owned torch.Tensor or NULL: see above */
+    PyObject *real; /* owned torch.Tensor, or NULL: not concrete */
     /* borrowed: newest handle that can still ask for this value, or NULL */
     struct koila__handle *handle;
-    uint32_t version; /* leaves: `_version` of `real` when it was recorded */
+    uint32_t version; /* of a leaf: `_version` of `real` when it was recorded */
 } tape_value;
 
 typedef struct tape_effect {
-    PyObject *real; /* owned: the tensor outside whose contents become those of `value` */
+    PyObject *real; /* owned: the user's tensor, which gets the contents of `value` */
     koila_value value;
-    uint32_t version; /* of `real` when the effect was recorded */
+    uint32_t version; /* `_version` of `real` when the effect was recorded */
 } tape_effect;
 
 typedef struct koila__tape {
@@ -39,31 +40,32 @@ typedef struct koila__tape {
     tape_effect *effects;
     uint32_t n_effects, n_effects_alloc;
     uint32_t n_handles; /* live handles of this tape */
-    /* its step has run: the next lazy() opens a new tape, where its values become leaves */
+    /* its step has run; the next lazy() opens a new tape, in which values of this one become
+     * leaves */
     bool closed;
-    bool planned; /* recorded by koila.plan(): nothing of it ever happens */
-    /* the last step failed: its effects do not happen unless a later one succeeds */
+    bool planned; /* recorded by koila.plan(): it never runs */
+    /* the last run failed: the effects do not happen unless a later run succeeds */
     bool failed;
-    /* an axis was opened and its lazy leaf is still to come: needed, though without handles */
+    /* an axis was opened, and its leaf comes next: needed although there is no handle yet */
     bool waiting;
-    bool let_go; /* closed, and what nobody can ask for any more has been given up */
-    bool ran;    /* something was made concrete since it was opened */
+    bool let_go;                   /* closed, and values that nobody can ask for are released */
+    bool ran;                      /* something was made concrete since it was opened */
     struct koila__handle *handles; /* borrowed list of all live handles, linked by next_in_tape */
     /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
     struct tape_leaf *leaves;
     uint32_t n_leaves, n_leaf_slots;
-    struct tape_random *random; /* sorted by node, for they are recorded in order */
+    struct tape_random *random; /* sorted by node, since nodes are recorded in order */
     uint32_t n_random, n_random_alloc;
     /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape
      */
     uint64_t *axis_ids;
     uint32_t n_axis_ids;
-    bool compacted; /* closed, and what was concrete has left it */
+    bool compacted; /* closed, and its concrete values have left it */
     bool is_island; /* made for one concrete value that outlives its step */
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                              /* never reused in this process */
-    /* owned list or NULL: what was gathered while recording, as gathers_list() of plan_report.c has
-     * it */
+    /* owned list or NULL: gathers that happened while recording, as gathers_list() in plan_report.c
+     * makes them */
     PyObject *early;
     PyObject *weakrefs;
 } koila__tape;
@@ -71,7 +73,8 @@ typedef struct koila__tape {
 typedef struct tape_leaf {
     PyObject *real; /* borrowed from values[].real or effects[].real; NULL: empty slot */
     koila_meta meta;
-    koila_value value; /* what a read of `real` is now: its leaf, or the value of its effect */
+    /* the value that a read of `real` gives now: its leaf, or the value of its effect */
+    koila_value value;
     uint32_t version;
 } tape_leaf;
 
@@ -79,10 +82,10 @@ typedef struct tape_random {
     koila_node node;
     /* owned: torch's default generator of the device, which draws when the node runs */
     PyObject *generator;
-    /* owned bytes: the user's generator's state just before eager would have drawn */
+    /* owned bytes: state of the generator just before eager would have drawn */
     PyObject *state;
-    /* of the generator that each element takes, in the order of memory; 0: not known, only the
-     * whole can be drawn */
+    /* words of the generator per element, drawn in the order of memory; 0: not known, so only the
+     * whole tensor can be drawn */
     uint32_t words;
 } tape_random;
 
@@ -90,21 +93,20 @@ typedef struct tape_random {
 /* borrowed torch._ops.OpOverload; resolves "aten::sum.dim_IntList" by name too; NULL + error */
 PyObject *koila__op_object(koila_op op);
 PyObject *koila__opaque_object(uint32_t id); /* borrowed */
-/* The values of `t` that a user (not only autograd's saved tensors) can still ask for and that are
- * not concrete. Fills out[cap], returns how many there are. A view brings the base that it shares
- * with others along, but not when it is `wanted` for itself (a gradient). */
+/* The lazy values of `t` that the user, and not only autograd's saved tensors, can still ask for.
+ * Fills out[cap] and returns their number. A view also counts its shared base, unless the view
+ * itself is `wanted` (a gradient). */
 uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
                           koila_value *out, uint32_t cap);
-/* What was recorded of random node `n` (its state borrowed), or NULL without an error: not a random
- * node. */
+/* The record of random node `n`, its state borrowed; NULL without an error: not a random node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
-extern koila__tape *koila__tapes; /* all that are alive, linked by next_tape */
-bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is it a leaf? */
-/* The effects are committed: forget them. */
+extern koila__tape *koila__tapes; /* all live tapes, linked by next_tape */
+bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is `real` a leaf of t? */
+/* Forgets the effects, which are committed. */
 void koila__tape_drop_effects(koila__tape *t);
-void koila__tape_give_up(koila__tape *t); /* they do not happen: the step failed */
+void koila__tape_give_up(koila__tape *t); /* the step failed: its effects do not happen */
 void koila__tape_let_go(koila__tape *t);
-/* Value v of the tape is now `real` (reference taken over from the caller). */
+/* Makes `real` (taken over from the caller) the tensor of value v. */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 
 #endif

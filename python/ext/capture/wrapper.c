@@ -1,14 +1,14 @@
-/* wrapper.c — makes the torch.Tensor without storage that goes round a Value: most of what capture
- * itself costs.
+/* wrapper.c — makes the torch.Tensor without storage that wraps a Value. This is most of the cost
+ * of capture.
  *
- * torch.Tensor._make_wrapper_subclass parses 15 arguments, and that data pointers throw is asked
- * for in a second call: together several times what the tensor itself costs. So both happen once
- * for each dtype and device, for a prototype. Torch's C shim makes tensors of any sizes that share
- * its storage (nothing at all, but it throws, and says to be larger than any tensor), and the
- * function that wraps every tensor for Python puts them into our class. What only C++ can do is to
- * set the two dispatch keys that lead to Python; so we do it where the keys lie, which is learnt
- * from two tensors whose keys torch tells. Where anything of this is missing, or what comes out
- * differs in the least (learn_wrappers() in _tensor.py), each wrapper is made by arguments.
+ * torch.Tensor._make_wrapper_subclass parses 15 arguments, and a second call makes data pointers
+ * throw: together several times the cost of the tensor itself. So both happen only once for each
+ * dtype and device, for a prototype. Torch's C shim then makes tensors of any sizes on the
+ * prototype's storage (which is empty, throws on access and claims to be larger than any tensor),
+ * and the function that wraps every tensor for Python puts them into LazyTensor. Only C++ can set
+ * the two dispatch keys that lead to Python, so they are set in memory, at an offset that is learnt
+ * from two tensors whose keys torch reports. Where any of this is missing, or the result differs in
+ * any way (learn_wrappers() in _tensor.py), each wrapper is made by arguments.
  */
 #include "capture/capture.h"
 
@@ -21,14 +21,15 @@ bool koila__by_parts;
 static PyCFunctionWithKeywords make_wrapper;
 static PyObject *set_throw; /* torch._C._set_throw_on_mutable_data_ptr */
 
-static struct wrap { /* [n_wraps], by meta id */
-    /* owned, of make_wrapper: all by position, for torch looks a keyword up once per parameter */
+/* [n_wraps], by meta id */
+static struct wrap {
+    /* owned arguments of make_wrapper, all positional: torch looks up a keyword per parameter */
     PyObject *args;
-    tensor_handle like; /* borrowed from a prototype; NULL: by arguments */
+    tensor_handle like; /* borrowed from a prototype; NULL: made by arguments */
 } *wraps;
 static uint32_t n_wraps;
 
-static uint32_t keys_at; /* where in a TensorImpl its dispatch keys lie; 0: not known */
+static uint32_t keys_at; /* byte offset of the dispatch keys in a TensorImpl; 0: not known */
 static uint64_t python_keys;
 
 static struct prototype {
@@ -62,7 +63,7 @@ static PyObject *wrap_args(PyObject *size, PyObject *stride, int64_t offset, koi
 static PyObject *wrap_by_arguments(PyObject *args)
 {
     PyObject *w = args ? make_wrapper(NULL, args, NULL) : NULL;
-    /* whoever asks for the data pointer of nothing gets an error, not a crash */
+    /* asking for the data pointer of empty storage is an error then, not a crash */
     PyObject *ok = w ? PyObject_CallOneArg(set_throw, w) : NULL;
     if (!ok) {
         Py_XDECREF(w);
@@ -72,8 +73,10 @@ static PyObject *wrap_by_arguments(PyObject *args)
     return w;
 }
 
+/* A tensor whose storage the wrappers of this dtype and device share. NULL without an error:
+ * none. */
 static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
-{ /* NULL: none, without an error */
+{
     if (!koila__shim.wrap || !koila__shim.reinterpret || !koila__shim.drop)
         return NULL;
     for (uint32_t i = 0; i < n_prototypes; i++)
@@ -92,13 +95,14 @@ static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
         PyErr_Clear();
         return NULL;
     }
-    PyObject_GC_UnTrack(w); /* it holds nothing, and is no tensor of the user's to be found */
+    /* it refers to nothing, and gc.get_objects() must not list it as the user's */
+    PyObject_GC_UnTrack(w);
     prototypes[n_prototypes++] = (struct prototype){ w, dtype, device };
     return koila__tensor_handle(w);
 }
 
-/* The function that wraps throws when it cannot have an object, and nothing here could catch that:
- * it finds one made before. */
+/* Torch's wrapping function throws a C++ exception when it gets no object, and C cannot catch it.
+ * So the object is allocated before the call. */
 static PyObject *spare;
 
 static PyObject *lazy_alloc(PyTypeObject *type, Py_ssize_t n)
@@ -108,8 +112,9 @@ static PyObject *lazy_alloc(PyTypeObject *type, Py_ssize_t n)
     return o ? o : PyType_GenericAlloc(type, n);
 }
 
+/* A wrapper made from a prototype's parts; NULL with or without an exception. */
 static PyObject *wrap_by_parts(tensor_handle like, const koila_meta_info *m, int64_t offset)
-{ /* NULL with or without an exception */
+{
     tensor_handle h;
     if (koila__shim.reinterpret(like, m->n_dims, m->size, m->stride, offset, &h))
         return NULL;
@@ -126,7 +131,7 @@ static PyObject *wrap_by_parts(tensor_handle like, const koila_meta_info *m, int
 
 static PyObject *args_of(const koila_meta_info *m, int64_t offset)
 {
-    bool contiguous = offset == 0; /* an offset is only taken with strides */
+    bool contiguous = offset == 0; /* torch accepts an offset only together with strides */
     int64_t expect = 1;
     for (int i = m->n_dims - 1; i >= 0; i--) {
         if (m->stride[i] != expect)
@@ -181,8 +186,9 @@ PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset)
     return w;
 }
 
+/* The same tensor made both ways. The second is None where torch lacks the parts. */
 PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset)
-{ /* the same tensor made both ways; the second None: torch has not what that needs */
+{
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
     PyObject *args = args_of(m, offset);
     PyObject *a = wrap_by_arguments(args);
@@ -200,12 +206,13 @@ PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset)
     return Py_BuildValue("NN", a, b ? b : Py_NewRef(Py_None));
 }
 
+/* The keys are looked for in the 22 words of a TensorImpl, of which they are the last member. */
 bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint64_t made_keys)
-{ /* The keys are the last member of a TensorImpl of 22 words. */
+{
     const uint64_t *a = *(uint64_t **)(koila__tensor_handle(lazy));
     const uint64_t *b = *(uint64_t **)(koila__tensor_handle(made));
     if (keys_at)
-        return true; /* once: from then on both have the same */
+        return true; /* learnt before: both tensors have the same keys now */
     if (!koila__cdata || lazy_keys == made_keys || (made_keys & ~lazy_keys))
         return false;
     for (uint32_t i = 2; i < 22; i++)
