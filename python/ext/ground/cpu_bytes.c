@@ -1,26 +1,23 @@
 /* cpu_bytes.c — see cpu_bytes.h. The exact memory of PyTorch on the CPU.
  *
- * PyTorch has no count of its CPU memory, but every CPU tensor that it allocates itself comes from
- * one function, c10::alloc_cpu.
- *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is
- *           free(): we put our own two functions into libc10's slots for these (got.h). A limit
- *           refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
- *           success with a NULL block would make a tensor at address 0; any other error changes
- *           torch's text.)
- *   Plan B  where libc10 has its allocator linked in and imports no posix_memalign (aarch64
- *           wheels): our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every
- *           loaded object, and a refusal throws through c10's exported ThrowEnforceNotMet. This
- *           file is compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the
- *           reservation back.
- * Each plan is tested before it is used: a storage of 4099 bytes must show up in the table and
- * leave it again, else the hooks are removed and the answer is "unsupported". koila__cpu_bytes_ok()
- * compares the slots later, for other memory profilers write the same ones.
+ * PyTorch does not count its CPU memory, but every CPU tensor that it allocates itself comes from
+ * one function, c10::alloc_cpu. Plan A alloc_cpu is the only caller of posix_memalign in libc10.so,
+ * and c10::free_cpu is free(): we put our own two functions into libc10's slots for these (got.h).
+ * A limit refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
+ * success with a NULL block would make a tensor at address 0; any other error changes torch's
+ * text.) Plan B where libc10 has its allocator linked in and imports no posix_memalign (aarch64
+ * wheels): our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every loaded
+ * object, and a refusal throws through c10's exported ThrowEnforceNotMet. This file is compiled
+ * with -fexceptions: when the real alloc_cpu throws, a cleanup takes the reservation back. Each
+ * plan is tested before it is used: a storage of 4099 bytes must show up in the table and leave it
+ * again; otherwise the hooks are removed and the answer is "unsupported". Later
+ * koila__cpu_bytes_ok() compares the slots, since other memory profilers write the same ones.
  *
- * free() in libc10 also frees what is not a tensor, and blocks older than our hooks: what is not in
- * the table is passed on, uncounted. An entry leaves the table before the real free, for afterwards
- * another thread may be given the same address. Our free stays in place even when the allocating
- * side is removed, or the entries would go stale. The extension is linked with -z nodelete for the
- * same reason.
+ * free() in libc10 also frees other things than tensors, and blocks older than our hooks: a block
+ * that is not in the table is passed on, uncounted. An entry leaves the table before the real free,
+ * because afterwards another thread may be given the same address. Our free stays in place even
+ * when the allocating side is removed; otherwise entries would go stale. The extension is linked
+ * with -z nodelete for the same reason.
  *
  * The same in Python, if Python could see the calls:
  *     def alloc(n):
@@ -49,9 +46,9 @@ static koila__got_set slots;
 static enum { NOT_YET, ON, OFF, CANNOT } state;
 static char plan; /* 'A' or 'B' when ON or OFF */
 static const char *why = "not installed";
-static uint64_t generation;   /* how often the counters had to start again */
+static uint64_t generation;   /* number of times the counters were restarted */
 static uint64_t n_loads_seen; /* plan B: koila__got_n_loads() when the slots were last written */
-static bool kept;             /* somebody relies on the count being there for good */
+static bool kept;             /* a caller needs the count for good */
 
 KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
@@ -62,7 +59,7 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
     }
 }
 
-/* A granted block: remember it. false: no memory to remember it. */
+/* Enters a granted block into the table. False: no memory for the entry. */
 KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now)
 {
     koila_assert(p);
@@ -187,10 +184,10 @@ static void unpatch_alloc_side(void)
     koila__got_restore(&slots, plan == 'A' ? (void *)hook_posix_memalign : (void *)hook_alloc_cpu);
 }
 
-/* Make a storage and let it die: is it counted, with its size, and then no more? */
+/* Makes a storage and drops it. Was it counted with its size, and no longer after that? */
 static bool self_test(PyObject *torch)
 {
-    const uint64_t n_probe = 4099; /* a size that nothing else has */
+    const uint64_t n_probe = 4099; /* an unusual size */
     bool seen = false, gone = false;
     uint64_t n = 0;
     PyObject *storage =
@@ -207,7 +204,7 @@ static bool self_test(PyObject *torch)
     return seen && gone;
 }
 
-/* Find libc10's functions. Why that is impossible, or NULL. */
+/* Finds libc10's functions. NULL, or the reason why that is impossible. */
 static const char *find_functions(char which)
 {
     char path[PATH_BYTES];
@@ -224,16 +221,15 @@ static const char *find_functions(char which)
     return NULL;
 }
 
-/* Try one plan; NULL, or why it is impossible: then everything but an installed free is as before.
- */
+/* Tries one plan. NULL, or why it is impossible; then only an installed free stays changed. */
 static const char *try_plan(char which, PyObject *torch)
 {
     const char *missing = find_functions(which);
     plan = which;
     if (missing)
         return missing;
-    /* call the real functions once, so that lazy binding has happened and does not overwrite our
-     * pointers later */
+    /* lazy binding happens at the first call: now, so that it does not overwrite our pointers
+     * later */
     real_free_cpu(real_alloc_cpu(64));
     if (which == 'A' &&
         koila__got_patch(&slots, "libc10.so", "posix_memalign", (void *)hook_posix_memalign) <= 0)
@@ -249,7 +245,7 @@ static const char *try_plan(char which, PyObject *torch)
     return NULL;
 }
 
-/* Torch if it is imported wholly; a new reference or NULL, without an exception. */
+/* Torch if it is completely imported: a new reference, or NULL without an exception. */
 static PyObject *imported_torch(void)
 {
     PyObject *name = PyUnicode_FromString("torch");
@@ -270,7 +266,7 @@ static int install_first(char wanted, PyObject *torch)
     return why ? -1 : 0;
 }
 
-/* Somebody else may have written the slots, and newly loaded objects have new ones. */
+/* Checks the slots: another tool may have written them, and newly loaded objects have new ones. */
 static int install_again(void)
 {
     koila_assert(state == ON && (plan == 'A' || plan == 'B'));
@@ -284,7 +280,7 @@ static int install_again(void)
     return patched ? 0 : -1;
 }
 
-/* wanted: 'A' or 'B' insists on that plan, when none has been tried yet; 0: either. */
+/* wanted: 'A' or 'B' allows only that plan, if none was tried before; 0: either. */
 static int install(char wanted)
 {
     PyObject *torch = imported_torch();
@@ -423,7 +419,7 @@ uint32_t (*koila__cpu_bytes_get_tagger(void))(void)
     return atomic_load_explicit(&tagger, memory_order_acquire);
 }
 
-/* ---- fork: the child counts for itself, without a limit; what it inherited is its parent's */
+/* ---- fork: the child starts its own count, without a limit; inherited blocks are not counted */
 
 static void before_fork(void) { koila__ptrtab_fork_prepare(&ledger.blocks); }
 static void after_fork_parent(void) { koila__ptrtab_fork_parent(&ledger.blocks); }
@@ -435,7 +431,7 @@ PyDoc_STRVAR(cpu_bytes_install_doc,
              "cpu_bytes_install(plan=None) -> str\n\n"
              "Count PyTorch's CPU memory from now on. Returns 'A' or 'B' (see "
              "cpu_bytes.c) or 'unsupported: why'.\n"
-             "plan='A' or 'B' insists on one, at the first call only.");
+             "plan='A' or 'B' allows only that one; it has an effect at the first call only.");
 static PyObject *cpu_bytes_install(PyObject *self, PyObject *args)
 {
     const char *wanted = NULL;
@@ -514,7 +510,7 @@ PyDoc_STRVAR(free_memory_doc, "free_memory(root='') -> dict\n\n"
                               "there is no such limit. Keys: free, bound (the name of the "
                               "smallest), cgroup, rlimit_data, rlimit_as,\n"
                               "available. root: where proc and sys are looked for, for tests.");
-/* UINT64_MAX is None. */
+/* None for UINT64_MAX. */
 static PyObject *bytes_or_none(uint64_t n)
 {
     return n == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(n);
@@ -549,15 +545,15 @@ static PyObject *free_memory(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     { "cpu_bytes_install", cpu_bytes_install, METH_VARARGS, cpu_bytes_install_doc },
     { "cpu_bytes_uninstall", cpu_bytes_uninstall, METH_NOARGS,
-      "Stop counting new blocks; known blocks are still taken off when freed." },
+      "Stop counting new blocks; known blocks are still subtracted when freed." },
     { "cpu_bytes_ok", cpu_bytes_ok, METH_NOARGS,
-      "Is the count installed, and nobody has overwritten it?" },
+      "Is the count installed, and still in all its slots?" },
     { "cpu_bytes_current", cpu_bytes_current, METH_NOARGS,
-      "Bytes handed out and not got back, since the installation." },
+      "Bytes allocated since the installation and not yet freed." },
     { "cpu_bytes_peak", cpu_bytes_peak, METH_NOARGS,
       "Highest cpu_bytes_current() since the last reset." },
     { "cpu_bytes_reset_peak", cpu_bytes_reset_peak, METH_NOARGS,
-      "Let the peak be the current bytes." },
+      "Set the peak to the current bytes." },
     { "cpu_bytes_set_limit", cpu_bytes_set_limit, METH_O,
       "Refuse allocations that would bring cpu_bytes_current() above this; None: no limit." },
     { "cpu_bytes_get_limit", cpu_bytes_get_limit, METH_NOARGS, "The limit in bytes, or None." },
@@ -568,7 +564,7 @@ static PyMethodDef methods[] = {
     { "cpu_bytes_n_frees", cpu_bytes_n_frees, METH_NOARGS,
       "Counted blocks freed since the installation." },
     { "cpu_bytes_generation", cpu_bytes_generation, METH_NOARGS,
-      "How often the count was overwritten by others and started again." },
+      "Number of times other tools overwrote the hooks and the count restarted." },
     { "free_memory", free_memory, METH_VARARGS, free_memory_doc },
     { NULL, NULL, 0, NULL },
 };

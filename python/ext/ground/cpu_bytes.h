@@ -1,10 +1,9 @@
-/* cpu_bytes.h — how many bytes PyTorch's CPU allocator has handed out and not got back, exactly,
- * and a limit on them.
+/* cpu_bytes.h — the exact number of bytes in use from PyTorch's CPU allocator, and a limit on it.
  *
- * There is one count: the executor measures and limits with it, memlab listens to its events. See
- * cpu_bytes.c for how. "Current" counts blocks handed out since the installation; older blocks are
- * unknown, and freeing them changes nothing. Every function may be called on any thread, with or
- * without the GIL, except koila__cpu_bytes_install(), koila__cpu_bytes_listen(),
+ * There is one count: the executor measures and limits with it, and memlab listens to its events.
+ * How it works: cpu_bytes.c. "Current" counts blocks handed out since the installation; older
+ * blocks are unknown, and freeing them changes nothing. Every function may be called on any thread,
+ * with or without the GIL, except koila__cpu_bytes_install(), koila__cpu_bytes_listen(),
  * koila__cpu_bytes_uninstall() and koila__cpu_bytes_add_module().
  */
 #ifndef KOILA_EXT_CPU_BYTES_H
@@ -17,31 +16,31 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Count every block from now on. 0: done. -1: impossible here, koila__cpu_bytes_plan() says why; no
- * Python error is set. Idempotent and cheap when installed. If somebody overwrote our slots
- * meanwhile, the counters start again from zero, and koila__cpu_bytes_generation() is one more.
- * pre: the GIL is held. */
+/* Counts every block from now on. 0: done. -1 without a Python error: impossible here,
+ * koila__cpu_bytes_plan() says why. Idempotent and cheap once installed. If another tool has
+ * overwritten our slots, the counters restart from zero and koila__cpu_bytes_generation() increases
+ * by one. pre: the GIL is held. */
 int koila__cpu_bytes_install(void);
 /* The same for a listener that may stop again: koila__cpu_bytes_is_kept() stays false until
- * somebody calls koila__cpu_bytes_install(). */
+ * koila__cpu_bytes_install() is called. */
 int koila__cpu_bytes_listen(void);
 bool koila__cpu_bytes_is_kept(void);
-/* Stop counting new blocks; blocks already known are still taken off when they are freed. pre: the
- * GIL is held. */
+/* Stops counting new blocks; known blocks are still subtracted when they are freed. pre: the GIL is
+ * held. */
 void koila__cpu_bytes_uninstall(void);
 /* Installed, and the slots still ours (a few loads). */
 bool koila__cpu_bytes_ok(void);
 /* "A", "B", or "unsupported: why". Static storage. */
 const char *koila__cpu_bytes_plan(void);
-/* How often the counters had to start again from zero. */
+/* Number of times the counters restarted from zero. */
 uint64_t koila__cpu_bytes_generation(void);
 
 uint64_t koila__cpu_bytes_current(void);
-/* Where that number stands, for as long as the process lives. */
+/* The address of that number, valid as long as the process lives. */
 const _Atomic uint64_t *koila__cpu_bytes_current_slot(void);
 uint64_t koila__cpu_bytes_peak(void);
 void koila__cpu_bytes_reset_peak(void); /* peak = current */
-/* Set the peak slot to v and return what it held. For the peak of a stretch of work:
+/* Sets the peak to v and returns the old one. To measure the peak of some work:
  *   old = swap_peak(current()); work(); its_peak = peak(); swap_peak(max(old, its_peak)) */
 uint64_t koila__cpu_bytes_swap_peak(uint64_t v);
 
@@ -61,13 +60,13 @@ void koila__cpu_bytes_each(bool (*fn)(void *user, const void *p, uint64_t n_byte
                            void *user);
 
 /* fn runs on the allocating or freeing thread, maybe without the GIL, inside the allocator: plain C
- * only. It runs after the count changed: `now` is current() with this event in it. At most 4
- * listeners; -1 when there is no room. Adding twice is adding once. */
+ * only. It runs after the count has changed: `now` is current() including this event. At most 4
+ * listeners; -1 when there is no room. Adding one twice has no effect. */
 typedef void (*koila__cpu_bytes_event)(const void *p, int64_t delta_bytes, uint64_t now);
 int koila__cpu_bytes_add_event(koila__cpu_bytes_event fn);
 void koila__cpu_bytes_del_event(koila__cpu_bytes_event fn);
-/* fn names who asks for a block (its tag, 20 bits, 0 = nobody known). NULL: nobody is asked. Same
- * conditions as an event. */
+/* fn returns the tag of the code that allocates a block: 20 bits, 0: unknown. NULL: all tags are 0.
+ * Same conditions as for an event. */
 void koila__cpu_bytes_set_tagger(uint32_t (*fn)(void));
 uint32_t (*koila__cpu_bytes_get_tagger(void))(void);
 

@@ -1,8 +1,8 @@
 /* errors.c — see errors.h.
  *
- * Out of memory comes in many shapes: torch.OutOfMemoryError (CUDA, HIP and MPS allocators),
- * Python's MemoryError, and RuntimeErrors that only their text tells apart. All of them mean the
- * same to the executor: fewer rows may do.
+ * An out-of-memory is a torch.OutOfMemoryError (CUDA, HIP and MPS allocators), Python's
+ * MemoryError, or a RuntimeError that only its text identifies. All of them mean the same to the
+ * executor: fewer rows may fit.
  */
 #include "ground/errors.h"
 
@@ -13,7 +13,7 @@ static const struct {
     { "CUDA, HIP, MPS and XPU", "out of memory" },
     { "cuBLAS", "CUBLAS_STATUS_ALLOC_FAILED" },
     { "hipBLAS", "HIPBLAS_STATUS_ALLOC_FAILED" },
-    /* for want of a workspace; PyTorch has no text of its own for it */
+    /* a workspace did not fit; PyTorch adds no text of its own */
     { "cuDNN", "CUDNN_STATUS_NOT_SUPPORTED" },
     { "cuDNN", "CUDNN_STATUS_ALLOC_FAILED" },
     { "torch's CPU allocator", "can't allocate memory" },
@@ -28,7 +28,7 @@ enum { N_TEXTS = sizeof out_of_memory_texts / sizeof *out_of_memory_texts };
 
 typedef struct error_class {
     const char *module, *name;
-    PyObject *type; /* owned for good; NULL: not looked up yet */
+    PyObject *type; /* owned, never released; NULL: not looked up yet */
 } error_class;
 static error_class torch_out_of_memory = { "torch", "OutOfMemoryError", NULL };
 static error_class out_of_memory = { "koila._errors", "OutOfMemory", NULL };
@@ -52,7 +52,8 @@ static bool is_set(error_class *c)
 {
     if (!PyErr_Occurred())
         return false;
-    if (!c->type) { /* no attribute may be read while an exception is set */
+    if (!c->type) {
+        /* type_of() must not run while an exception is set */
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
         type_of(c);

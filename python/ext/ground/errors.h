@@ -1,4 +1,4 @@
-/* errors.h — what an out-of-memory looks like, and how koila's own errors are raised.
+/* errors.h — recognises an out-of-memory and raises koila's own errors.
  *
  * To make koila try again with smaller slices when one more library runs out of memory, add that
  * library's text to the table at the head of errors.c. Nothing else knows such texts.
@@ -13,18 +13,18 @@
 
 /* ---- the exception that is set; it stays set */
 bool koila__is_out_of_memory(void);
-bool koila__is_stale(void); /* a koila.StaleValueError */
+bool koila__is_stale(void); /* is it a koila.StaleValueError? */
 
 /* ---- raising; each returns NULL or -1, so that the caller can return it */
-/* A status of the core that is not about a step's memory. */
+/* Raises a status of the core, other than one about a step's memory. */
 PyObject *koila__raise(koila_status s);
 PyObject *koila__unsupported(const char *format, ...); /* UnsupportedError */
 int koila__raise_stale(const char *format, ...);       /* StaleValueError */
 int koila__raise_gather(PyObject *text);               /* GatherError; takes `text`, NULL passes */
-/* OutOfMemory, short of missing_bytes (0: unknown). The exception that is set becomes its cause. */
+/* Raises OutOfMemory, missing_bytes short (0: unknown), caused by the exception that is set. */
 int koila__raise_out_of_memory(const char *text, uint64_t missing_bytes);
-/* A planner's failure: OutOfMemory with `err`'s text and advice, or what `status` says. `call`
- * names what the user called. */
+/* Raises a planner's failure: OutOfMemory with the text of `err` and advice, or the error of
+ * `status`. `call` names the function that the user called. */
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *call);
 
 #endif

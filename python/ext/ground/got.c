@@ -1,8 +1,8 @@
 /* got.c — see got.h.
  *
- * A slot may lie in a page that RELRO made read-only. The page's protection is read from
- * /proc/self/maps, the page is made writable for the one aligned, atomic store, and gets its
- * protection back. A call through the slot meanwhile sees the old pointer or the new one, both
+ * A slot may lie in a page that RELRO made read-only. So its protection is read from
+ * /proc/self/maps, the page is made writable for one aligned, atomic store, and the protection is
+ * restored. A concurrent call through the slot reads the old pointer or the new one, and both are
  * valid.
  */
 #include "ground/got.h"
@@ -33,7 +33,7 @@ static bool is_slot_type(uint64_t type)
 static bool is_slot_type(uint64_t type) { return false; }
 #endif
 
-/* "rwx" as mprotect() takes it. */
+/* The bits that mprotect() takes for "rwx". */
 static int protection_bits(const char *rwx)
 {
     int prot = PROT_NONE;
@@ -95,7 +95,7 @@ typedef struct patch_request {
     bool failed;
 } patch_request;
 
-/* The slot of a set that is at this address, or where it would be added. */
+/* Index of the set's slot at this address, or the index at which it would be added. */
 static size_t slot_index(const koila__got_set *set, void **at)
 {
     size_t k = 0;
@@ -104,7 +104,7 @@ static size_t slot_index(const koila__got_set *set, void **at)
     return k;
 }
 
-/* Let one slot be ours, and remember what stood there. */
+/* Redirects one slot and remembers its original pointer. */
 static bool patch_slot(patch_request *r, void **at)
 {
     koila__got_set *set = r->set;
@@ -113,7 +113,7 @@ static bool patch_slot(patch_request *r, void **at)
     if (!known && set->n == KOILA__GOT_MAX)
         return false;
     void *before = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-    /* remembered before the store, for our function may run at once */
+    /* counted before the store, since our function may run at once */
     if (!known)
         set->slots[k] = (koila__got_slot){ at, before, r->ours };
     if (before != r->ours && !store(at, r->ours))
@@ -125,8 +125,7 @@ static bool patch_slot(patch_request *r, void **at)
     return true;
 }
 
-/* What the dynamic section of an object says about its relocations; addresses, 0: it says nothing.
- */
+/* The relocation tables in an object's dynamic section: addresses, 0 where an entry is missing. */
 typedef struct dynamic_info {
     uintptr_t symtab, strtab;
     struct {
@@ -206,8 +205,8 @@ static int patch_object(struct dl_phdr_info *info, size_t size, void *user)
     if (!dyn)
         return 0;
     const dynamic_info d = read_dynamic(dyn);
-    /* ld.so has relocated these in place, but the vdso's are plain offsets: it imports nothing, so
-     * skip it */
+    /* ld.so has relocated these in place. Only the vdso has plain offsets; it imports nothing, so
+     * skip it. */
     if (!d.symtab || !d.strtab || d.symtab < base)
         return 0;
     patch_table(r, base, &d, d.rela.at, d.rela.n_bytes);

@@ -16,7 +16,7 @@
 
 typedef struct koila__got_slot {
     void **at;      /* where the pointer is kept */
-    void *original; /* what stood there before us */
+    void *original; /* the pointer before us */
     void *ours;
 } koila__got_slot;
 
@@ -26,20 +26,20 @@ typedef struct koila__got_set {
     size_t n;
 } koila__got_set;
 
-/* In every loaded object but this one whose file name starts with `library` (NULL: any), redirect
- * `symbol` to `ours`. The slots are added to `set`, each only once. Returns how many slots were
- * found, -1 when one could not be written or there are too many. */
+/* Redirects `symbol` to `ours` in every loaded object whose file name starts with `library` (NULL:
+ * any), except this one. The slots are added to `set`, each only once. Returns the number of slots
+ * found, or -1 if one could not be written or there are too many. */
 int koila__got_patch(koila__got_set *set, const char *library, const char *symbol, void *ours);
 /* Do all slots that were redirected to `ours` (NULL: all of the set) still hold it? False when
  * there are none. */
 bool koila__got_holds(const koila__got_set *set, const void *ours);
-/* Put `original` back in the slots that still hold `ours`, and forget them. */
+/* Restores `original` in the slots that still hold `ours`, and removes them from the set. */
 void koila__got_restore(koila__got_set *set, const void *ours);
 /* Path of the loaded object whose file name starts with `library`; false if there is none. */
 bool koila__got_path(const char *library, char *path, size_t n_path);
 /* The address of an exported function of a loaded object, or NULL. */
 void *koila__got_symbol(const char *path, const char *symbol);
-/* How many objects were ever loaded: when it has changed, there may be new slots. */
+/* The number of objects ever loaded. When it has changed, there may be new slots. */
 uint64_t koila__got_n_loads(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* helpers.h — functions of koila._capture by name: what is rare is asked of Python. */
+/* helpers.h — functions of koila._capture by name: Python handles the rare cases. */
 #ifndef KOILA_EXT_HELPERS_H
 #define KOILA_EXT_HELPERS_H
 
@@ -7,10 +7,10 @@
 
 #include "koila/koila.h"
 
-/* the module koila._capture, for what is rare */
+/* the module koila._capture */
 extern PyObject *koila__helpers;
 PyObject *koila__helper(const char *name); /* new reference */
-/* koila._capture.name(a, b, c), up to the first NULL */
+/* Calls koila._capture.name(a, b, c) with the arguments before the first NULL. */
 PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c);
 
 #endif

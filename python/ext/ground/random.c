@@ -1,13 +1,14 @@
-/* random.c — the CPU generator, moved without drawing.
+/* random.c — moves the CPU generator forward without drawing.
  *
- * PyTorch's CPU generator is MT19937. An operator that takes the same number of its 32-bit words
- * for every element, in the order of memory (bernoulli_ of dropout where it does not go through
- * MKL, uniform_), can draw any rows of a tensor: the state is moved past the rows before them.
- * Whether an operator does so is tried on this build, never assumed: _words in koila._random.
+ * PyTorch's CPU generator is MT19937. Some operators take the same number of its 32-bit words for
+ * every element, in the order of memory: uniform_, and dropout's bernoulli_ where it does not use
+ * MKL. They can draw any rows of a tensor once the state has been moved past the rows before.
+ * Whether an operator does this is tested on the installed build, never assumed: _words in
+ * koila._random.
  *
- * A state is what torch.Generator.get_state() gives, bytes: seed u64, left i32, seeded i32, next
- * u64, state u64[624] (32 bits used), then what normal_ keeps. `left` counts down to the next
- * twist, `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).
+ * A state is the bytes of torch.Generator.get_state(): seed u64, left i32, seeded i32, next u64,
+ * state u64[624] (32 bits used), then the cache of normal_. `left` counts down to the next twist,
+ * `next` is the word to read (at/core/MT19937RNGEngine.h; Matsumoto and Nishimura 1998).
  */
 #include "ground/random.h"
 
@@ -39,7 +40,8 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
         return;
     memcpy(&left, state + AT_LEFT, sizeof left);
     memcpy(&next, state + AT_NEXT, sizeof next);
-    if (n < (uint64_t)left) { /* a draw counts `left` down first, and twists at 0 */
+    /* a draw first decrements `left`, and twists at 0 */
+    if (n < (uint64_t)left) {
         left -= (int32_t)n;
         next += n;
     } else {
@@ -63,7 +65,7 @@ static void mt19937_skip(uint8_t state[STATE_BYTES], uint64_t n)
     memcpy(state + AT_NEXT, &next, sizeof next);
 }
 
-/* ---- states as bytes objects: what a tape keeps is no memory of torch's */
+/* ---- states as bytes objects, so that a tape keeps none of torch's memory */
 
 /* The memory of a contiguous uint8 CPU tensor. NULL with an exception. */
 static uint8_t *memory_of(PyObject *state, Py_ssize_t *n)
@@ -96,10 +98,12 @@ int koila__generator_set(PyObject *generator, PyObject *bytes)
 {
     Py_ssize_t n;
     PyObject *state = PyObject_CallMethod(generator, "get_state", NULL);
-    PyObject *r = NULL; /* a tensor of the right size */
+    PyObject *r = NULL;
+    /* this tensor has the right size; its contents are replaced */
     uint8_t *p = state ? memory_of(state, &n) : NULL;
     if (p && n != PyBytes_GET_SIZE(bytes))
-        PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "koila: this is the state of another kind of generator");
     else if (p) {
         memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
         r = PyObject_CallMethod(generator, "set_state", "O", state);
@@ -114,7 +118,8 @@ PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words)
     if (!n_words)
         return Py_NewRef(bytes);
     if (PyBytes_GET_SIZE(bytes) != STATE_BYTES) {
-        PyErr_SetString(PyExc_RuntimeError, "koila: the state of another kind of generator");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "koila: this is the state of another kind of generator");
         return NULL;
     }
     PyObject *out = PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes), STATE_BYTES);
@@ -136,7 +141,7 @@ static PyObject *py_skip(PyObject *self, PyObject *args)
         return NULL;
     if (n != STATE_BYTES)
         return PyErr_Format(PyExc_ValueError,
-                            "koila: a CPU generator's state of %d bytes was expected, got %zd",
+                            "koila: expected the %d bytes of a CPU generator's state, got %zd",
                             STATE_BYTES, n);
     mt19937_skip(p, words);
     Py_RETURN_NONE;
@@ -144,8 +149,7 @@ static PyObject *py_skip(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     { "generator_skip", py_skip, METH_VARARGS,
-      "generator_skip(state, n): the uint8 tensor becomes the state after n more 32-bit words were "
-      "drawn" },
+      "generator_skip(state, n): move the state, a uint8 tensor, n 32-bit words forward" },
     { 0 },
 };
 

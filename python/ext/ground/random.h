@@ -6,11 +6,12 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* NULL or -1 comes with an exception; what is returned is a new reference. */
-PyObject *koila__state_bytes(PyObject *tensor);      /* of what torch.Generator.get_state() gives */
+/* NULL or -1 comes with an exception; returned objects are new references. */
+/* of the tensor that torch.Generator.get_state() returns */
+PyObject *koila__state_bytes(PyObject *tensor);
 PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
 int koila__generator_set(PyObject *generator, PyObject *bytes);
-/* the state n_words 32-bit words later */
+/* The state after n_words more 32-bit words. */
 PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words);
 int koila__random_add_module(PyObject *m);
 

@@ -232,7 +232,7 @@ static int shim_meta(PyObject *real, koila_meta *out)
 
 int koila__meta_of(PyObject *real, koila_meta *out)
 {
-    /* the shim gives sizes and strides of sparse tensors too */
+    /* check the layout: the shim has sizes and strides for sparse tensors too */
     PyObject *layout = layout_getter(real, layout_closure);
     const bool dense = layout == koila__strided;
     if (!layout)
@@ -275,7 +275,7 @@ static PyObject *make_probe(PyObject *torch)
     return PyObject_CallMethod(torch, "empty_strided", "((iii)(iii))", 2, 3, 4, 12, 1, 3);
 }
 
-/* Where in a tensor object its TensorImpl * lies: among the first words. -1 with an exception. */
+/* Finds the TensorImpl * among the first words of a tensor object. -1 with an exception. */
 static int learn_cdata(PyObject *probe)
 {
     PyObject *cdata = PyObject_GetAttrString(probe, "_cdata");
@@ -292,7 +292,7 @@ static int learn_cdata(PyObject *probe)
     return 0;
 }
 
-/* libtorch_cpu, which is loaded already; NULL: not found, without an exception. */
+/* Handle of libtorch_cpu, which is loaded already; NULL without an exception: not found. */
 static void *open_libtorch(PyObject *torch)
 {
     PyObject *file = PyObject_GetAttrString(torch, "__file__");
@@ -308,7 +308,7 @@ static void *open_libtorch(PyObject *torch)
     return lib;
 }
 
-/* false: too little is there */
+/* Looks up the shim. False: a function that is always needed is missing. */
 static bool find_functions(void *lib)
 {
 #define FIND(function, name) *(void **)&function = dlsym(lib, name)
@@ -322,9 +322,9 @@ static bool find_functions(void *lib)
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
-    /* two C++ names; without this one Python is asked */
+    /* the first of two C++ names; without it Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
-    Dl_info python; /* the other library: what reads an attribute of a tensor is in it */
+    Dl_info python; /* the library that holds the getters of tensor attributes */
     lib = dladdr((void *)version_getter, &python)
               ? dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
               : NULL;
@@ -335,10 +335,10 @@ static bool find_functions(void *lib)
            shim.get_device_type && shim.get_device_index;
 }
 
-/* Torch's number of complex32: making such a tensor, to ask it, prints a warning. */
+/* Torch's number of complex32. A constant, because making such a tensor prints a warning. */
 #define CODE_OF_C32 8
 
-/* Torch's numbers of the dtypes, each asked of a tensor. */
+/* Learns torch's number of each dtype from a tensor of that dtype. */
 static void learn_dtype_codes(PyObject *torch)
 {
     memset(dtype_of_code, -1, sizeof dtype_of_code);
@@ -370,7 +370,7 @@ static bool shim_tells_the_truth(PyObject *probe)
            stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
 }
 
-/* Where anything is missing the shim is not used. -1 with an exception. */
+/* Sets up the shim; it stays unused if anything is missing. -1 with an exception. */
 static int learn_shim(PyObject *torch)
 {
     PyObject *probe = make_probe(torch);
@@ -386,7 +386,7 @@ static int learn_shim(PyObject *torch)
     return rc;
 }
 
-/* A getset of a tensor, to be called without looking it up. */
+/* Finds the C getter of a tensor attribute, which saves the look-up at each call. */
 static int getset_of(const char *name, getter *get, void **closure)
 {
     PyObject *d = PyDict_GetItemString(((PyTypeObject *)torch_tensor_base)->tp_dict, name);

@@ -1,8 +1,7 @@
-/* real.h — torch's tensors, dtypes, devices and modes as C sees them, below everything that is
- * lazy.
+/* real.h — torch's tensors, dtypes, devices and modes, read from C. Nothing here is lazy.
  *
- * Torch's C shim (aoti_torch_*, found with dlsym and checked at start-up) tells what a tensor is;
- * where it is missing, torch's Python functions and attributes serve.
+ * Torch's C shim (aoti_torch_*, found with dlsym and checked at start-up) reads a tensor's
+ * properties; where it is missing, torch's Python functions and attributes are used.
  */
 #ifndef KOILA_EXT_REAL_H
 #define KOILA_EXT_REAL_H
@@ -12,38 +11,38 @@
 
 #include "koila/koila.h"
 
-extern koila_table *koila__table; /* the process' table, from the set-up on */
-/* KOILA_FACT_... of a recorded call's operator */
+extern koila_table *koila__table; /* the table of the process; set by koila__real_setup() */
+/* KOILA_FACT_* bits of a recorded call's operator. */
 static inline uint32_t koila__facts_of(koila_sig sig)
 {
     return koila_op_facts(koila__table, koila_sig_get(koila__table, sig)->op);
 }
-/* the table, and torch's entry points; -1 + error */
+/* Makes the table and looks up torch's entry points. -1 + error. */
 int koila__real_setup(PyObject *torch);
 
 bool koila__is_tensor(PyObject *o);
-/* -1 with an exception (sparse, unknown dtype) */
+/* The meta of a plain tensor. -1 with an exception: sparse, or an unknown dtype. */
 int koila__meta_of(PyObject *real, koila_meta *out);
 int koila__version_of(PyObject *real, uint32_t *out);
-/* self.data = data, torch's own; None or NULL + error */
+/* self.data = data by torch's own setter. None, or NULL + error. */
 PyObject *koila__tensor_data_set(PyObject *self, PyObject *data);
 
 PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
-int koila__dtype_of(PyObject *o);                /* -1: not a dtype we know, no exception */
+int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */
 PyObject *koila__device_object(uint16_t device); /* borrowed; NULL + error */
 int koila__device_of(PyObject *o, uint16_t *out);
 PyObject *koila__meta_object(koila_meta meta); /* new (dtype, device, sizes, strides) */
-/* (dtype, device, sizes, strides, offset) */
+/* The meta of a tuple (dtype, device, sizes, strides[, offset]). */
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset);
 PyObject *koila__ints_object(const int64_t *v, uint8_t n); /* new tuple */
 
 bool koila__grad_mode(void);
 int koila__set_grad_mode(bool on);
-bool koila__maybe_inference(void); /* false: surely not in inference mode */
+bool koila__maybe_inference(void); /* false: certainly not in inference mode */
 
 /* ---- for wrapper.c, which makes tensors */
 typedef void *tensor_handle; /* a TensorImpl ** */
-/* a function is NULL where this torch has it not */
+/* A function is NULL where this version of torch lacks it. */
 typedef struct koila__shim_tensors {
     int32_t (*reinterpret)(tensor_handle, int64_t, const int64_t *, const int64_t *, int64_t,
                            tensor_handle *);
@@ -51,7 +50,7 @@ typedef struct koila__shim_tensors {
     PyObject *(*wrap)(tensor_handle, PyTypeObject *);
 } koila__shim_tensors;
 extern koila__shim_tensors koila__shim;
-/* where in a tensor object its TensorImpl * lies; 0: not known */
+/* offset of the TensorImpl * in a tensor object; 0: not known */
 extern Py_ssize_t koila__cdata;
 extern PyObject *koila__strided; /* torch.strided */
 static inline tensor_handle koila__tensor_handle(PyObject *tensor)

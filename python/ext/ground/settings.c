@@ -1,7 +1,7 @@
 /* settings.c — see settings.h.
  *
  *   configure(*, micro_batch, budget, cpu_budget, strict, fastest, dry) -> the settings before, as
- *       a dict that configure(**it) takes; only what is given changes
+ *       a dict for configure(**dict); only the given settings change
  */
 #include "ground/settings.h"
 #include "ground/cpu_bytes.h"
@@ -26,7 +26,7 @@ static PyObject *settings_dict(void)
                          "dry", s->dry ? Py_True : Py_False);
 }
 
-/* `o`, a number or None for no limit; NULL: not given, so `otherwise`. */
+/* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
 static uint64_t bytes_of(PyObject *o, uint64_t otherwise)
 {
     if (!o)
@@ -79,7 +79,7 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 
 static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS,
-      "Change settings; returns those before as a dict." },
+      "Change settings; returns the old ones as a dict." },
     { NULL, NULL, 0, NULL },
 };
 

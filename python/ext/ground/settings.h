@@ -1,5 +1,5 @@
-/* settings.h — what the user set for the process: koila.budget(), micro_batch(), strict(), and
- * whether koila.plan() records. Written by koila._core.configure() alone. */
+/* settings.h — the user's settings for the process: koila.budget(), micro_batch(), strict(), and
+ * whether koila.plan() records. Only koila._core.configure() writes them. */
 #ifndef KOILA_EXT_SETTINGS_H
 #define KOILA_EXT_SETTINGS_H
 
@@ -11,17 +11,17 @@
 
 extern struct koila__settings {
     int64_t rows; /* forced rows of a slice; 0: automatic */
-    /* bytes that the device in use may hold in all; UINT64_MAX: what is free */
+    /* limit on all bytes held on the device in use; UINT64_MAX: as much as is free */
     uint64_t budget;
-    /* the same of the CPU, where it is a limit for everybody: beyond it torch itself raises */
+    /* the same on the CPU, where it holds for every allocation: torch itself raises beyond it */
     uint64_t cpu_budget;
     bool has_budget;
     bool strict;  /* refuse plans that gather */
-    bool fastest; /* time a few numbers of rows, keep the fastest */
-    bool dry;     /* koila.plan(): plans are made, nothing runs */
+    bool fastest; /* time a few slice sizes and keep the fastest */
+    bool dry;     /* koila.plan(): steps are planned, and nothing runs */
 } koila__settings;
 
-bool koila__is_planning(void); /* does koila.plan() record now? */
+bool koila__is_planning(void); /* is koila.plan() recording? */
 int koila__settings_add_module(PyObject *m);
 
 #endif

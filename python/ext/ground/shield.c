@@ -1,15 +1,13 @@
-/* shield.c — a section that Ctrl-C does not cut.
+/* shield.c — sections that Ctrl-C does not interrupt.
  *
- *   with _core.shield:                    # or koila__shield_enter ... koila__shield_leave ...
- *                                         # a signal that comes here waits: Python's handler runs
- *                                         after the section
+ *   with _core.shield:    # or koila__shield_enter() ... koila__shield_leave()
+ *       ...               # a signal waits here; Python's handler runs after the section
  *
- * Python runs its signal handlers between any two bytecodes, also in a __del__ (where the exception
- * is lost) and between the two lines that belong together. Inside a shield the handlers of the
- * signals that programs interrupt themselves with are held back below Python, so that a step either
- * has not changed anything or is done. Long work inside asks koila__check_signals, which lets what
- * came through at a point where the step can still be undone. The same signal a second time goes
- * through at once: somebody insists.
+ * Python runs its signal handlers between any two bytecodes, even in a __del__ (where the exception
+ * is lost) or between two statements that belong together. A shield delays the usual interrupting
+ * signals below Python, so that a step either is complete or has changed nothing. Long work inside
+ * calls koila__check_signals() where the step can still be undone; it delivers pending signals. A
+ * second signal of the same kind is delivered at once: the user insists.
  *
  * Only the main thread is shielded: Python runs handlers nowhere else.
  */
@@ -23,10 +21,10 @@
 static const int held_back[] = { SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGUSR1, SIGUSR2 };
 enum { N_SIGNALS = sizeof held_back / sizeof *held_back };
 
-static struct sigaction before[N_SIGNALS]; /* of those that `installed` marks */
+static struct sigaction before[N_SIGNALS]; /* valid where `installed` is set */
 static bool installed[N_SIGNALS];
 static volatile sig_atomic_t arrived[N_SIGNALS], any_arrived;
-/* a child that was forked inside a section has handlers that hold nothing back */
+/* Process that entered the section. A child forked inside it delivers signals at once. */
 static pid_t owner;
 static uint32_t depth;
 
@@ -92,7 +90,7 @@ int koila__shield_enter(void)
         installed[k] = sigaction(held_back[k], &ours, NULL) == 0;
     }
     if (PyErr_CheckSignals() == 0)
-        return 0; /* what came just before */
+        return 0; /* no handler of an earlier signal has raised */
     koila__shield_leave();
     return -1;
 }
@@ -145,7 +143,7 @@ static PyTypeObject shield_type = {
     .tp_basicsize = sizeof(PyObject),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = methods,
-    .tp_doc = "with _core.shield: signals that come inside are handled after it",
+    .tp_doc = "with _core.shield: signals that arrive inside are handled after it",
 };
 
 int koila__shield_init(PyObject *module)
