@@ -1,19 +1,20 @@
-/* call.c — one recorded call on real tensors.
+/* call.c — runs one recorded call on real tensors.
  *
- * A signature becomes a template once: the operator, its constants as Python objects, the keyword
- * names. A call then fills in the tensors. Calls go through OpOverload._op, torch's own door with
- * all argument types, custom operators and the true exception, at 1.2-2.2 µs.
+ * Each signature becomes a template once: the operator, its constants as Python objects, and the
+ * keyword names. A call then fills in the tensors. Calls go through torch's OpOverload._op, which
+ * supports all argument types and custom operators, raises torch's own exceptions, and takes
+ * 1.2-2.2 µs.
  */
 #include "ground/random.h"
 #include "run/run.h"
 
 enum {
-    FEW_ARGUMENTS = 24, /* that need no allocation */
+    FEW_ARGUMENTS = 24, /* arguments that need no allocation */
     FEW_INPUTS = 32,
-    MAX_ARGUMENTS = 64, /* one bit each */
-    MAX_WRITES = 64,    /* of an operator, as capture records them */
-    MAX_RESULTS = 8,    /* of a schema that writes (op_info.source) */
-    SOURCE_FRESH = -1,  /* a result that is no written argument (koila__op_sources) */
+    MAX_ARGUMENTS = 64, /* one bit of arguments.owned each */
+    MAX_WRITES = 64,    /* writes of an operator, as capture records them */
+    MAX_RESULTS = 8,    /* results of a schema that writes (op_info.source) */
+    SOURCE_FRESH = -1,  /* a result that is not a written argument (koila__op_sources) */
 };
 
 typedef struct template {
@@ -21,15 +22,16 @@ typedef struct template {
     PyObject *kw_names;  /* owned tuple, or NULL when there are none */
     PyObject **constant; /* [n_pos + n_kw] owned; NULL: it contains tensors */
     bool strided;        /* as_strided: addresses the storage */
-    /* a view that needs its input's dimensions to lie as they were recorded */
+    /* a view that is only possible in the recorded memory order of its input */
     bool joins;
 } template;
 
 static template *templates; /* [n_templates] by signature */
 static uint32_t n_templates;
 
+/* A constant as a new object; also a list of constants. */
 static PyObject *constant_of(const koila_arg *t, const koila_arg **end)
-{ /* new; a list of constants too */
+{
     *end = t + 1;
     switch (t->kind) {
     case KOILA_ARG_ABSENT:
@@ -149,9 +151,9 @@ static PyObject *ints(const koila__arg_fix *f)
     return list;
 }
 
-/* `base`, or a slice of it, with the strides it was recorded with, for as_strided: itself, unless
- * an element would lie elsewhere; then a copy. New reference. (A slice has them too: what is sliced
- * through as_strided has its rows outermost in memory.) */
+/* For as_strided: `base`, or a slice of it, in its recorded strides. Itself if they agree, else a
+ * copy; a new reference. (The strides of a slice agree too: a value sliced through as_strided has
+ * its rows outermost in memory.) */
 static PyObject *as_recorded(PyObject *base, koila_meta recorded)
 {
     koila_meta now;
@@ -172,9 +174,9 @@ static PyObject *as_recorded(PyObject *base, koila_meta recorded)
     return r;
 }
 
-/* A view of t raised. A shape function may say another memory order than its kernel gives (so may a
- * user's, of a custom operator): t copied into the order it was recorded with; NULL, with the
- * exception still set, when it lies so already (or it is another exception). */
+/* After a view of t has raised: t copied into its recorded memory order. A shape function, as of a
+ * user's custom operator, may predict another order than the kernel produces. NULL with the
+ * exception still set: t is in that order already, or the exception is of another kind. */
 static PyObject *in_recorded_order(PyObject *t, koila_meta recorded)
 {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError) || koila__is_out_of_memory())
@@ -188,7 +190,8 @@ static PyObject *in_recorded_order(PyObject *t, koila_meta recorded)
     Py_XDECREF(meta);
     if (r == t)
         Py_CLEAR(r);
-    else if (r || PyErr_Occurred()) { /* the copy, or no memory for it */
+    else if (r || PyErr_Occurred()) {
+        /* the copy, or the exception of making it */
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(trace);
@@ -207,7 +210,8 @@ typedef struct arguments {
     uint64_t owned;
 } arguments;
 
-static void own(arguments *a, uint32_t i, PyObject *o) /* takes o */
+/* Sets argument i to `o`, which it takes over. */
+static void own(arguments *a, uint32_t i, PyObject *o)
 {
     koila_assert(i < a->n && a->n <= MAX_ARGUMENTS);
     if (a->owned >> i & 1)
@@ -216,7 +220,7 @@ static void own(arguments *a, uint32_t i, PyObject *o) /* takes o */
     a->owned |= (uint64_t)1 << i;
 }
 
-/* A list that contains tensors, the next of `inputs`. */
+/* Builds a list that contains tensors, taking them from *inputs in order. */
 static PyObject *list_with_tensors(const koila_arg *token, PyObject *const **inputs)
 {
     PyObject *list = PyList_New(token->n);
@@ -285,7 +289,8 @@ static void arguments_deinit(arguments *a)
 
 /* ---- the call itself */
 
-/* as_strided(self, size, stride, offset): recorded offsets count from the base's first element. */
+/* as_strided(self, size, stride, offset): a recorded offset counts from the first element of the
+ * base. */
 static PyObject *invoke_strided(const template *t, const koila_sig_info *s, PyObject *const *args)
 {
     PyObject *self = as_recorded(args[0], s->inputs[0]);
@@ -304,8 +309,8 @@ static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObje
                               bool is_link)
 {
     PyObject *r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
-    /* values never change, so a copy is as good as a view; a link's copy would take the write with
-     * it */
+    /* values never change, so a copy may replace a view; but a write through a link would get lost
+     * in a copy */
     if (r || !t->joins || is_link)
         return r;
     PyObject *given = args[0];
@@ -319,8 +324,8 @@ static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObje
     return r;
 }
 
-/* `inputs` with the written views already in their slots. New reference to whatever the operator
- * returned. */
+/* Calls the operator on `inputs`, which hold the views to be written. A new reference to its
+ * result. */
 static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                         bool is_link)
 {
@@ -341,7 +346,7 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
     return r;
 }
 
-/* Result j of what an operator of this kind returned; borrowed, NULL: there is none. */
+/* Result j of r, as an operator of this result kind returned it. Borrowed; NULL: there is none. */
 static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
 {
     if (kind == 0)
@@ -357,8 +362,9 @@ static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
 
 typedef struct written {
     PyObject *few[FEW_INPUTS];
-    PyObject **in;               /* [n_inputs] new references: views of what is written */
-    PyObject *bases[MAX_WRITES]; /* [n_bases] new references: what is written, whole */
+    /* [n_inputs] new references; a written input is the view to write */
+    PyObject **in;
+    PyObject *bases[MAX_WRITES]; /* [n_bases] new references: the whole written tensors */
     uint32_t n_in, n_bases;
 } written;
 
@@ -386,8 +392,8 @@ static int written_init(written *w, const koila_sig_info *s, PyObject *const *in
     return 0;
 }
 
-/* The base of one write. A copy that as_strided makes on its way would take the write with it, so
- * where its chain begins with one the copy is the base. */
+/* Adds the base of one write. If its chain begins with as_strided, which may need a copy of the
+ * base, that copy becomes the base, so that the write is not lost. */
 static int add_base(written *w, const koila_write *write)
 {
     PyObject **slot = &w->in[write->input];
@@ -406,14 +412,14 @@ static int add_base(written *w, const koila_write *write)
     return 0;
 }
 
-/* *slot := its view along one link. */
+/* *slot := the view of it that one link makes. */
 static int follow_link(PyObject **slot, koila_link link, const koila__call_fix *fix)
 {
     const uint8_t kind = koila_sig_get(koila__table, link.sig)->result_kind;
     PyObject *all = invoke(link.sig, slot, fix, true);
     PyObject *view = all ? item(all, kind, link.output) : NULL;
     if (all && !view)
-        PyErr_SetString(PyExc_SystemError, "koila: a view call lost a result");
+        PyErr_SetString(PyExc_SystemError, "koila: a view call did not return the recorded result");
     if (view)
         Py_SETREF(*slot, Py_NewRef(view));
     Py_XDECREF(all);
@@ -422,7 +428,7 @@ static int follow_link(PyObject **slot, koila_link link, const koila__call_fix *
 
 static int follow_chains(written *w, const koila_sig_info *s, const koila__call_fix *link_fix)
 {
-    uint32_t at = 0; /* of all links of all writes */
+    uint32_t at = 0; /* index over all links of all writes */
     for (uint32_t i = 0; i < s->n_writes; i++)
         if (add_base(w, &s->writes[i]) < 0)
             return -1;
@@ -463,7 +469,7 @@ static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
         if (is_lost || PyErr_Occurred()) {
             if (!PyErr_Occurred())
                 PyErr_Format(PyExc_SystemError,
-                             "koila: %s did not return what it did when it was recorded",
+                             "koila: %s did not return the kind of result that was recorded",
                              koila_op_name(koila__table, s->op));
             while (j)
                 Py_CLEAR(outputs[--j]);

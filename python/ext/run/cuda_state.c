@@ -1,16 +1,16 @@
-/* cuda_state.c — the planner on a GPU: torch's caching allocator as a simulated cache in the state
- * it is in, and what was learned when that was wrong.
+/* cuda_state.c — plans on a GPU: simulates torch's caching allocator from its present state, and
+ * keeps margins for plans that ran out nevertheless.
  *
  *   look      bytes handed out, reserved, free on the device, and a number for the allocator's
  *             state (koila._cuda.now; a few microseconds)
- *   live      the cache, made anew from torch.cuda.memory_snapshot()'s segments when that number
- *             has changed; it may hold what is reserved and free, but no more than the budget
- *   plan      koila_plan_live on it; later: does a plan made before still fit?
+ *   live      the simulated cache, made again from the segments of torch.cuda.memory_snapshot()
+ *             when that number has changed; it may grow into the free memory up to the budget
+ *   plan      koila_plan_live on it; later: does an earlier plan still fit?
  *   ran out   the smallest margin that would have refused the plan is kept for its graph, and is
  *             doubled if it was not enough
  *
- * When anything here goes wrong (another allocator, an odd snapshot), the plan is made by the sum
- * of live bytes, as on a CPU; nothing is raised.
+ * If anything here goes wrong (another allocator, an unknown snapshot), the plan uses the sum of
+ * live bytes, as on a CPU; nothing is raised.
  */
 #include "base/idset.h"
 #include "run/run.h"
@@ -18,7 +18,7 @@
 #define MIB ((uint64_t)1 << 20)
 
 static struct {
-    uint64_t state; /* 0: nothing is there */
+    uint64_t state; /* of the allocator at the last look; 0: none yet */
     koila_cache *live;
     koila_device *device;
     uint64_t stream;
@@ -148,7 +148,7 @@ static bool read_segment(PyObject *d, koila_segment *out, koila_block *blocks, P
     return !PyErr_Occurred();
 }
 
-/* The cache of a list of segments; NULL if they are odd. */
+/* The simulated cache of a list of segments; NULL if a segment is not as expected. */
 static koila_cache *cache_of(PyObject *list, koila_cache_config *conf)
 {
     const Py_ssize_t n = list && PyList_Check(list) ? PyList_GET_SIZE(list) : -1;
@@ -187,7 +187,7 @@ static void forget_live(void)
     gpu.state = 0;
 }
 
-/* The live cache in the state that `room` was looked at in. false: there is none. */
+/* Brings the live cache to the allocator's state in `room`. False: there is none. */
 static bool bring_live(const koila__room *room)
 {
     if (gpu.state == room->state)
@@ -261,7 +261,8 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
         fit->struct_size = sizeof *fit;
     if (status != KOILA_OOM || o->rows > 0)
         return status;
-    /* by its sum one row is too much; but a step that only the margin forbids is tried */
+    /* a step that only its margin forbids is tried all the same, planned by the sum of live
+     * bytes */
     koila_error ignored = KOILA_ERROR_INIT;
     return with.margin_bytes ? koila_plan_new(part, targets, n_targets, o, NULL, out, &ignored)
                              : status;
@@ -297,13 +298,13 @@ void koila__gpu_ran_out(cached *c)
         const koila_fit_opts with = options_for(key);
         if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
             struct margin *m = margin_of(key, true);
-            /* twice: every out of memory costs the user time */
+            /* doubled at least, because every out-of-memory costs the user time */
             m->bytes = bytes > 2 * m->bytes ? bytes : 2 * m->bytes;
             if (!m->bytes)
                 m->bytes = 2 * MIB;
         }
     }
-    c->state = 0; /* to be asked again, with the margin */
+    c->state = 0; /* to be checked again, with the margin */
     PyErr_Restore(type, value, trace);
 }
 

@@ -1,10 +1,10 @@
-/* exec.c — a plan walked on real tensors: stages, slices, instructions (koila/plan.h).
+/* exec.c — executes a plan on real tensors: stages, slices, instructions (koila/plan.h).
  *
  * Out of memory. A slice that runs out is dropped, and its rows are run again in halves.
- * Accumulators that it had already added to are remembered and skipped; complete slices are never
- * run again; pieces that a slice fetched are given up only when it is complete. Anything else is
- * left to the caller (request.c), with the exception set and nothing outside changed. Where other
- * ranks run the same calls at the same time (ranks.c), no rank halves a slice alone.
+ * Accumulators that it had already added to are remembered and skipped. Complete slices are never
+ * run again, and the pieces that a slice fetched are released only when it is complete. Any other
+ * failure is left to the caller (request.c), with the exception set and nothing outside changed.
+ * Where other ranks run the same calls at the same time (ranks.c), no rank halves a slice alone.
  *
  * Invariant: when a slice is complete, no local value is left (koila_plan_check checks this of
  * every plan).
@@ -26,8 +26,8 @@ typedef VEC(piece) pieces;
 
 enum {
     MAX_GENERATORS = 17, /* the CPU and 16 GPUs */
-    MAX_WRITES = 64,     /* of an operator, as capture records them */
-    FEW_INPUTS = 16,     /* that need no allocation */
+    MAX_WRITES = 64,     /* writes of an operator, as capture records them */
+    FEW_INPUTS = 16,     /* inputs that need no allocation */
     FEW_OUTPUTS = 8,
 };
 
@@ -38,27 +38,29 @@ typedef struct exec {
     const koila_graph *g;
     const koila_table *table;
     const koila_node *node_from; /* nodes of c->part -> nodes of the tape */
-    PyObject **whole; /* [values] owned, as the next three: outside of loops, or collected */
+    /* [values] owned, like the next three arrays: values outside of loops, or collected */
+    PyObject **whole;
     PyObject **local; /* of the running slice */
-    PyObject **acc;   /* being collected: sums, and results that are put together */
+    PyObject **acc;   /* being collected: sums, and results joined from slices */
     pieces *kept;     /* rows kept for a later loop */
-    /* [instrs of the stage] accumulators that these rows were added to already */
+    /* [instrs of the stage] set: these rows were added to that accumulator already */
     uint8_t *done;
     uint32_t n_values;
-    int64_t begin, end, batch; /* of the running slice; whole stage: 0, 0, 0 */
+    int64_t begin, end, batch; /* rows of the running slice; 0, 0, 0 outside of loops */
     uint64_t n_run;
     uint32_t retries;
     bool measure;
-    PyObject *ranks; /* that run the same sharded calls at the same time (borrowed), NULL: none */
-    bool failure_announced;  /* a rank failed, and all of them know */
-    bool failed_inside_call; /* this one failed where no other can be told */
+    /* borrowed: the ranks that run the same sharded calls at the same time; NULL: none */
+    PyObject *ranks;
+    bool failure_announced;  /* a rank failed, and all ranks know */
+    bool failed_inside_call; /* this rank failed where it cannot tell the others */
     struct used {
-        PyObject *generator, *state; /* a generator of the user's, and how it was */
+        PyObject *generator, *state; /* a generator of the user, and its state before the step */
     } used[MAX_GENERATORS];
     uint32_t n_used;
     struct cursor {
-        /* of the generator, just before it draws element `at` of the node's result, counted in the
-         * order of memory */
+        /* state of the generator just before it draws element `at` (in the order of memory) of the
+         * node's result */
         PyObject *state;
         int64_t at;
     } *cursors; /* [nodes], NULL until the first rows are drawn */
@@ -91,8 +93,8 @@ static const koila_meta_info *meta_of(const exec *x, koila_value v)
     return koila_meta_get(x->table, koila_value_get(x->g, v).meta);
 }
 
-/* An uninitialised tensor of meta m, with dimension `dim` of extent `extent` when extent >= 0, laid
- * out densely in m's order of dimensions (contiguous where m->stride is NULL). */
+/* An uninitialised tensor of meta m. If extent >= 0, dimension `dim` has that size. It is dense, in
+ * m's order of dimensions (contiguous if m->stride is NULL). */
 static PyObject *empty_like_meta(const koila_meta_info *m, int32_t dim, int64_t extent)
 {
     int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS];
@@ -124,7 +126,8 @@ static PyObject *cast_to(PyObject *t, koila_dtype dtype)
     return out;
 }
 
-/* A view of t, of `rows` rows, in which dimension s.dim is two: [..., outer, rows * inner, ...] */
+/* A view of t, which has `rows` rows, with dimension s.dim split in two: [..., outer, rows * inner,
+ * ...] */
 static PyObject *unflattened(PyObject *t, koila_share s, int64_t rows)
 {
     PyObject *sizes = Py_BuildValue("(LL)", (long long)s.outer, (long long)(rows * s.inner));
@@ -134,7 +137,7 @@ static PyObject *unflattened(PyObject *t, koila_share s, int64_t rows)
     return split;
 }
 
-/* The way back; takes `rows`, which may be NULL. */
+/* Undoes unflattened(). Takes over `rows`, which may be NULL. */
 static PyObject *flattened(PyObject *rows, koila_share s)
 {
     if (!rows || s.outer == 1)
@@ -145,8 +148,8 @@ static PyObject *flattened(PyObject *rows, koila_share s)
     return flat;
 }
 
-/* The view of t, of `batch` rows, that rows [begin, end) own as `s` says; unflattened where s.outer
- * is not 1. */
+/* A view of t, which has `batch` rows, on rows [begin, end) as share `s` places them; unflattened
+ * where s.outer is not 1. */
 static PyObject *rows_of(PyObject *t, koila_share s, int64_t batch, int64_t begin, int64_t end)
 {
     koila_assert(0 <= begin && begin < end && end <= batch);
@@ -160,8 +163,8 @@ static PyObject *rows_of(PyObject *t, koila_share s, int64_t batch, int64_t begi
     return rows;
 }
 
-/* local v := rows of whole v. A dense value stays dense, so that the views recorded on it can be
- * taken of the slice too. */
+/* local v := rows of whole v. A dense value stays dense, so that recorded views work on the slice
+ * too. */
 static PyObject *slice_value(exec *x, koila_value v, koila_share s)
 {
     koila_assert(x->whole[v] && !x->local[v]);
@@ -180,7 +183,8 @@ static PyObject *slice_value(exec *x, koila_value v, koila_share s)
     return dense;
 }
 
-/* Room for all rows of v: in the order of v's dimensions where it is dense, else contiguous. */
+/* An uninitialised tensor for all rows of v: in v's order of dimensions if it is dense, else
+ * contiguous. */
 static PyObject *empty_whole(const exec *x, koila_value v)
 {
     koila_meta_info like = *meta_of(x, v);
@@ -189,7 +193,7 @@ static PyObject *empty_whole(const exec *x, koila_value v)
     return empty_like_meta(&like, -1, -1);
 }
 
-/* The slice's rows of v are part of the result. Not owned: somebody may still write to local v in
+/* Puts the slice's rows of v into the whole result. Not owned: local v may still be written in
  * place. */
 static int put_value(exec *x, koila_value v, bool owned)
 {
@@ -215,7 +219,7 @@ static int put_value(exec *x, koila_value v, bool owned)
     return done ? 0 : -1;
 }
 
-/* What the first slice adds, in the dtype that sums are accumulated in. */
+/* The addend of the first slice, in the dtype in which the sum is accumulated. */
 static PyObject *first_addend(const exec *x, koila_value v, koila_share s, bool owned)
 {
     const koila_dtype dtype = meta_of(x, v)->dtype;
@@ -226,7 +230,7 @@ static PyObject *first_addend(const exec *x, koila_value v, koila_share s, bool 
                  : PyObject_CallFunctionObjArgs(koila__torch.clone, x->local[v], NULL);
 }
 
-/* What combines two partial results; borrowed. */
+/* The operator that combines two partial results; borrowed. */
 static PyObject *combination_of(koila_partial_kind kind)
 {
     switch (kind) {
@@ -243,7 +247,7 @@ static PyObject *combination_of(koila_partial_kind kind)
     return NULL;
 }
 
-/* The slice's share of v is added to what earlier slices added. */
+/* Adds the slice's share of v to the accumulator. */
 static int add_value(exec *x, koila_value v, bool owned)
 {
     koila_assert(x->local[v]);
@@ -253,7 +257,7 @@ static int add_value(exec *x, koila_value v, bool owned)
         return x->acc[v] ? 0 : -1;
     }
     if (s.kind != KOILA_SHARE_PARTIAL)
-        return 0; /* the same in every slice */
+        return 0; /* v is the same in every slice */
     PyObject *combine = combination_of((koila_partial_kind)s.partial);
     PyObject *sum =
         combine ? PyObject_CallFunctionObjArgs(combine, x->acc[v], x->local[v], NULL) : NULL;
@@ -278,8 +282,8 @@ static int keep_value(exec *x, koila_value v)
     return 0;
 }
 
-/* local v := the kept rows of the slice: one piece as it is; or pieces cut and joined, if an
- * out-of-memory changed the slices since. */
+/* local v := the kept rows of the slice: one piece unchanged; or pieces cut and joined, if the
+ * slices have changed after an out-of-memory. */
 static PyObject *fetch_value(exec *x, koila_value v)
 {
     const koila_share s = koila_plan_share(x->plan, v);
@@ -318,7 +322,7 @@ static PyObject *fetch_value(exec *x, koila_value v)
     return flattened(joined, s);
 }
 
-/* Give up the pieces of v that lie in [begin, end). */
+/* Releases the pieces of v within [begin, end). */
 static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 {
     pieces *p = &x->kept[v];
@@ -333,7 +337,7 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
-/* The generator is about to be moved: its state is remembered, once. */
+/* Remembers the state of a generator, once, before it is changed. */
 static int borrow_generator(exec *x, PyObject *generator)
 {
     for (uint32_t i = 0; i < x->n_used; i++)
@@ -351,8 +355,9 @@ static int borrow_generator(exec *x, PyObject *generator)
     return 0;
 }
 
-/* The slice's rows of a random node that draws in the order of memory: the generator is moved to
- * each block of them. 0: done; 1: not possible for this layout; -1 with an exception. */
+/* Draws only the slice's rows of a random node that draws in the order of memory: moves the
+ * generator to each block of rows. 0: done; 1: not possible for this layout; -1 with an
+ * exception. */
 static int draw_rows(exec *x, koila_node n, const tape_random *random, const koila_sig_info *s,
                      koila_value v)
 {
@@ -360,7 +365,7 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
     const koila_meta_info *m = koila_meta_get(x->table, s->inputs[0]);
     const int64_t rows = n_rows(x);
     int64_t n_blocks = share.outer;
-    int64_t unit = share.inner; /* the whole in memory: n_blocks times batch times unit elements */
+    int64_t unit = share.inner; /* memory order of the whole: n_blocks * batch * unit elements */
     if (!koila_meta_is_dense(m))
         return 1;
     for (uint32_t d = 0; d < m->n_dims; d++) {
@@ -412,8 +417,9 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
     return status;
 }
 
-/* A random node on a slice. From the state recorded before its draw it draws only the slice's rows,
- * where it can; else it draws the whole batch, as eager does, and takes the rows from that. */
+/* Runs a random node on a slice, from the generator state recorded before its draw. It draws only
+ * the slice's rows where possible; else the whole batch, as eager does, of which it keeps the
+ * rows. */
 static int run_random_rows(exec *x, koila_node n, const tape_random *random,
                            const koila_sig_info *s, koila_value first)
 {
@@ -427,7 +433,7 @@ static int run_random_rows(exec *x, koila_node n, const tape_random *random,
     PyObject *base = NULL, *out[2] = { NULL };
     int status = -1;
     const bool writes = s->n_writes == 1 && s->n_fresh == 0 && s->writes[0].overwrites;
-    const bool like = s->n_writes == 0 && s->n_inputs == 1; /* reads the shape only */
+    const bool like = s->n_writes == 0 && s->n_inputs == 1; /* reads only the shape */
     if (s->n_inputs > 1 || s->n_outputs > 2 || (s->n_inputs == 1 && !writes && !like)) {
         PyErr_Format(PyExc_RuntimeError, "koila: %s cannot be drawn in slices",
                      koila_op_name(x->table, s->op));
@@ -456,8 +462,8 @@ done:
     return status;
 }
 
-/* From now on koila.memlab's line profiler credits memory to the line that node n was captured
- * on. */
+/* From now on koila.memlab's line profiler credits memory to the line on which node n was
+ * captured. */
 static void work_for_line(const exec *x, koila_node n)
 {
     const koila_graph *g = x->tape->graph;
@@ -471,10 +477,10 @@ static void work_for_line(const exec *x, koila_node n)
             koila__nodes_path_of_captured(x->tape->uid, x->node_from[recorded]);
 }
 
-/* The stride of a dimension of size 1 says nothing, but some of torch's kernels guess the memory
- * order from it: batch norm's backward on the CPU takes a gradient f64[1, 3, 6, 6]{3, 1, 18, 3} for
- * one of x's order, and is silently wrong. `view` invents such strides, in a slice of one row where
- * the program had many: there the rows are put outermost again. */
+/* The stride of a dimension of size 1 has no meaning, but some torch kernels infer the memory order
+ * from it: batch norm's backward on the CPU mistakes a gradient f64[1, 3, 6, 6]{3, 1, 18, 3} for
+ * one in x's order, and is silently wrong. `view` makes such strides in a slice of one row. This
+ * restores the row dimension as the outermost. */
 static int one_row_outermost(const koila_table *table, const koila_sig_info *s, PyObject **view)
 {
     const uint32_t is_view = KOILA_FACT_RESHAPES | KOILA_FACT_JOINS;
@@ -521,7 +527,7 @@ typedef struct adapted {
 typedef struct node_call {
     koila_node n;
     bool in_loop;
-    uint16_t steal; /* bit w: the tensor of write w is dead afterwards, so it is written itself */
+    uint16_t steal; /* bit w: the tensor of write w is dead afterwards, so it is written in place */
     koila_node_info info;
     const koila_sig_info *s;
     PyObject *few_inputs[FEW_INPUTS], *few_outputs[FEW_OUTPUTS];
@@ -531,8 +537,8 @@ typedef struct node_call {
     uint32_t n_made;
     adapted own;
     koila__call_fix own_fix;
-    adapted *links; /* [links of all writes' chains], and the fix of each; NULL: not in a loop */
-    koila__call_fix *link_fix;
+    adapted *links;            /* [links of all writes' chains]; NULL: not in a loop */
+    koila__call_fix *link_fix; /* the same for the fix of each link */
 } node_call;
 
 static int call_init(node_call *call)
@@ -562,7 +568,7 @@ static void call_deinit(node_call *call)
     PyMem_Free(call->link_fix);
 }
 
-/* Input `at` is `tensor` (taken over), which was made for this call. */
+/* Sets input `at` to `tensor` (taken over), which was made for this call. */
 static void use_made(node_call *call, uint32_t at, PyObject *tensor)
 {
     koila_assert(call->n_made <= MAX_WRITES);
@@ -582,7 +588,7 @@ static void find_inputs(const exec *x, node_call *call)
     }
 }
 
-/* What write w writes: uninitialised memory where it overwrites everything, else a copy. */
+/* A tensor for write w to write: uninitialised if the write overwrites all of it, else a copy. */
 static PyObject *written_tensor(const exec *x, const node_call *call, uint32_t w)
 {
     const koila_sig_info *s = call->s;
@@ -604,8 +610,8 @@ static int missing_input(const exec *x, const node_call *call, uint32_t i)
     return -1;
 }
 
-/* Values never change: a tensor that is written is the old version itself when that is dead, else
- * one of this call's own. */
+/* Values never change: a write goes into the old version if that is dead afterwards, else into a
+ * tensor made for this call. */
 static int prepare_writes(const exec *x, node_call *call)
 {
     const koila_sig_info *s = call->s;
@@ -624,7 +630,7 @@ static int prepare_writes(const exec *x, node_call *call)
     for (uint32_t i = 0; i < s->n_inputs; i++)
         if (!call->inputs[i])
             return missing_input(x, call, i);
-    /* a conjugate view is a flag on the tensor, which view_as_real refuses */
+    /* view_as_real refuses a conjugate view, which is a flag on the tensor */
     if (koila_op_facts(x->table, s->op) & KOILA_FACT_AS_REAL) {
         PyObject *resolved = PyObject_CallMethod(call->inputs[0], "resolve_conj", NULL);
         if (!resolved)
@@ -634,7 +640,7 @@ static int prepare_writes(const exec *x, node_call *call)
     return 0;
 }
 
-/* The call itself (link -1), or one link of its writes' chains, on the running slice. */
+/* Adapts the call itself (link -1), or one link of its writes' chains, to the running slice. */
 static koila__call_fix adapt_call(const exec *x, koila_node n, int32_t link, adapted *a)
 {
     koila__call_fix fix = { .fix = a->fixes };
@@ -673,8 +679,8 @@ static int adapt_to_slice(const exec *x, node_call *call)
     return 0;
 }
 
-/* A call that becomes another one in a slice: its only result, or NULL with or without an
- * exception. Without one it is none of these. */
+/* Runs the replacement of a call that differs in a slice. Its only result; NULL with an exception;
+ * or NULL without one: the call has no replacement. */
 static PyObject *instead_of_call(const node_call *call)
 {
     for (uint32_t i = 0; i < call->own.n; i++) {
@@ -716,7 +722,7 @@ static int make_outputs(const exec *x, node_call *call)
     return 0;
 }
 
-/* A mean over the batch counts as much as its slice has rows. */
+/* Weights a mean over the batch by the share of rows in the slice. */
 static int scale_outputs(const exec *x, node_call *call)
 {
     const double share = (double)n_rows(x) / (double)x->batch;
@@ -733,7 +739,7 @@ static int scale_outputs(const exec *x, node_call *call)
     return 0;
 }
 
-/* Its outputs are values now; or, when it failed, nothing. */
+/* Makes its outputs values; or releases them if the call failed. */
 static void hand_over(exec *x, const node_call *call, bool is_done)
 {
     PyObject **store = call->in_loop ? x->local : x->whole;
@@ -745,8 +751,8 @@ static void hand_over(exec *x, const node_call *call, bool is_done)
     }
 }
 
-/* The generator of a random node is as it was before the recorded draw. 0; 1: a slice of it is
- * drawn already; -1. */
+/* Sets the generator of a random node to its state before the recorded draw: 0. Or draws the rows
+ * of the slice right here: 1. -1 with an exception. */
 static int prepare_random(exec *x, const node_call *call)
 {
     if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
@@ -802,12 +808,12 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
 
 /* ---- one slice, one stage */
 
-/* Node n raised: a note on the exception names its operator, line and rows. (Before Python 3.11
- * exceptions take no notes.) */
+/* Node n raised: adds a note with its operator, line and rows to the exception. (Before Python 3.11
+ * exceptions have no notes.) */
 static void add_note(const exec *x, koila_node n, bool in_loop)
 {
     PyObject *type, *value, *trace, *text, *done = NULL;
-    /* tried again, or worded elsewhere */
+    /* will be retried, or gets its text elsewhere */
     if (koila__is_out_of_memory() || !PyErr_ExceptionMatches(PyExc_Exception))
         return;
     PyErr_Fetch(&type, &value, &trace);
@@ -833,7 +839,7 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
     PyErr_Restore(type, value, trace);
 }
 
-/* A call that the other ranks make now, too. They are met first. Inside it a budget is no limit: a
+/* Runs a call that all ranks make now, after meeting them. Inside it the budget is not enforced: a
  * rank that raised there would leave the others waiting. */
 static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 {
@@ -849,8 +855,8 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
-/* What a node used inside, and whether a shared call overdrew the budget: inside it the budget is
- * no limit, so overuse is detected when the call returns. */
+/* Runs a node and measures its workspace. A shared call that used more than the budget fails here:
+ * inside it the budget is not enforced, so overuse is detected when the call returns. */
 static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_shared)
 {
     const uint64_t before = koila__cpu_bytes_current();
@@ -860,7 +866,7 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const uint64_t now = koila__cpu_bytes_current();
     const uint64_t limit = koila__cpu_bytes_get_limit();
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
-    /* a view is planned as no memory at all: the bytes it took were a copy */
+    /* a view is planned with no memory at all, so bytes that it took were a copy */
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
     if (status == 0)
         koila__learn(sig, n_rows(x), x->batch, peak - (is_view && before < now ? before : now));
@@ -868,7 +874,7 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
         koila__cpu_bytes_swap_peak(old_peak);
     if (is_shared && status == 0 && peak > limit) {
         PyErr_Format(koila__torch.oom_type,
-                     "a sharded module used %llu bytes more than the budget inside",
+                     "a sharded module used %llu bytes more than the budget allows",
                      (unsigned long long)(peak - limit));
         status = -1;
     }
@@ -951,7 +957,7 @@ static void clear_local(exec *x)
 static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
                     const uint8_t *already);
 
-/* The slice is complete: pieces that nobody fetches any more go. */
+/* After a complete slice: releases the pieces that it fetched for the last time. */
 static void end_slice(exec *x, const koila_stage *st)
 {
     koila_assert(has_no_local(x));
@@ -962,8 +968,8 @@ static void end_slice(exec *x, const koila_stage *st)
     }
 }
 
-/* The slice failed, with the exception set. When that was for want of memory its rows are done
- * again in halves; accumulators that it had added to are not added to again. */
+/* The slice failed, with the exception set. If it ran out of memory, its rows run again in halves,
+ * without adding again to accumulators that it had added to. */
 static int run_in_halves(exec *x, const koila_stage *st)
 {
     const int64_t begin = x->begin;
@@ -989,8 +995,8 @@ static int run_in_halves(exec *x, const koila_stage *st)
     return status;
 }
 
-/* Rows [begin, end) of a loop, in slices of at most `rows`. already[instrs], or NULL: accumulators
- * that these rows were added to before. */
+/* Runs rows [begin, end) of a loop in slices of at most `rows`. already[instrs], or NULL:
+ * accumulators that these rows were added to before. */
 static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
                     const uint8_t *already)
 {
@@ -1011,7 +1017,8 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
     return 0;
 }
 
-/* What the loop collected is whole now; sums that were accumulated wider are cast back. */
+/* Makes the collected results whole values; sums that were accumulated in a wider dtype are cast
+ * back. */
 static int end_loop(exec *x, const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
@@ -1087,8 +1094,7 @@ static void exec_free(exec *x)
     }
 }
 
-/* The user's generators are as they were, whatever happened. -1 with an exception if that failed
- * and none was set. */
+/* Restores the user's generators. -1 with an exception if that failed and none was set before. */
 static int give_generators_back(exec *x)
 {
     PyObject *type, *value, *trace;
@@ -1154,8 +1160,8 @@ static int run_stages(exec *x, uint32_t n, PyObject **results)
     return status;
 }
 
-/* All ranks learn how it went: a failure is announced, unless it happened inside a call that they
- * share. The status on all ranks. */
+/* Tells all ranks the result. A failure is announced unless it happened inside a call that they
+ * share. Returns the common status. */
 static int tell_ranks(exec *x, int status, koila__announced *announced)
 {
     if (!x->ranks)

@@ -1,5 +1,5 @@
-/* part.c — the part of a tape that makes some targets: a graph of its own, whose leaves are what is
- * concrete by now, and the way back to the tape. */
+/* part.c — extracts the part of a tape that makes some targets: a graph of its own, whose leaves
+ * are the values concrete by now, with maps back to the tape. */
 #include "run/run.h"
 
 void koila__part_free(koila__part *p)
@@ -46,14 +46,14 @@ koila_graph *koila__part_give(koila__part *p)
     return graph;
 }
 
-/* Is v, of the tape, a leaf of the part that was a leaf when it was recorded? */
+/* Is value v of the tape a recorded leaf, and also in the part? */
 static bool is_recorded_leaf(const koila__tape *t, const koila__part *p, koila_value v)
 {
     return p->value_of[v] != KOILA_NONE && t->values[v].real &&
            koila_value_get(t->graph, v).node == KOILA_NONE;
 }
 
-/* ", read at file.py:12" of the first node that reads v; "" when no line is known. */
+/* Writes ", read at file.py:12" for the first node that reads v; "" if no line is known. */
 static void first_reader(const koila_graph *g, koila_value v, char *out, size_t room)
 {
     out[0] = '\0';
@@ -78,11 +78,11 @@ static int raise_stale_leaf(const koila__tape *t, koila_value v, uint32_t versio
                                  (long long)m->size[d]);
     first_reader(t->graph, v, where, sizeof where);
     return koila__raise_stale(
-        "what is asked for was recorded from a tensor %s[%s]%s, which has been written since "
+        "this value depends on a tensor %s[%s]%s, which has been written since it was recorded "
         "(version %u, recorded at %u): a parameter after optimizer.step(), or a "
         "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before "
-        "the write; or hold the value in a variable while backward() runs: what you "
-        "hold is saved as it passes by",
+        "the write; or hold the value in a variable while backward() runs, which then "
+        "computes and keeps it",
         koila_dtype_text(m->dtype), shape, where, version, t->values[v].version);
 }
 

@@ -1,16 +1,16 @@
-/* plan_cache.c — which plan: one made before, or a new one, which is kept.
+/* plan_cache.c — finds a plan made before, or makes a new one and keeps it.
  *
- * A plan is found again by the hash of the recorded part, the targets and the forced rows. It is
- * made anew when what it counted with has changed (an operator uses more inside than was known),
- * when it no longer fits, or when there is so much more memory that fewer slices may do. On a GPU
- * cuda_state.c says whether it fits.
+ * The key of a plan is the hash of the recorded part, the targets and the forced rows. A plan is
+ * made again when its assumptions have changed (an operator has a larger workspace than was known),
+ * when it no longer fits, or when there is so much more memory that fewer slices may fit. On a GPU
+ * cuda_state.c decides whether it fits.
  */
 #include "base/idset.h"
 #include "run/run.h"
 
 enum {
     N_CACHED = 32,
-    MOST_PLANNED_AGAIN = 2, /* times that a plan is made again for what its probes taught */
+    MOST_PLANNED_AGAIN = 2, /* times that probes may cause a plan to be made again */
 };
 static cached *cache[N_CACHED]; /* counted */
 static uint64_t clock_of_uses;
@@ -47,7 +47,7 @@ cached *koila__cached_variant(cached *of, koila_plan *plan)
     return c;
 }
 
-/* ---- made before */
+/* ---- finding a plan */
 
 static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint32_t n_targets,
                        int64_t rows)
@@ -58,7 +58,7 @@ static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint
     return key;
 }
 
-/* Would c be made again as it is, as far as can be told without asking the GPU's allocator? */
+/* Is c still the plan that would be made now? Decided without asking the GPU's allocator. */
 static bool still_holds(const cached *c, uint64_t key, const koila__room *room, int64_t rows)
 {
     if (c->key != key || c->generation != koila__learned_generation() || c->gpu != room->gpu ||
@@ -66,14 +66,14 @@ static bool still_holds(const cached *c, uint64_t key, const koila__room *room, 
         return false;
     if (rows > 0 || c->info.n_slices == 1)
         return true;
-    /* with a third more memory, or another budget of the user's, fewer slices may do */
+    /* with a third more memory, or another user's budget, fewer slices may fit */
     const bool is_similar = room->bytes / 4 <= c->budget / 3 || room->bytes == c->budget;
     return is_similar && (room->gpu >= 0 || c->user_budget == koila__settings.cpu_budget);
 }
 
-/* On a GPU: is c to be kept in the state its allocator is in? In another state fewer slices may do
- * with as many bytes. A plan is made to see that at the 1st, 2nd, 4th, ... change, for planning
- * takes longer than to ask whether it still fits. */
+/* On a GPU: should c be kept in the allocator's present state? In another state fewer slices may
+ * fit in as many bytes, which only a new plan can show. Planning takes longer than checking that c
+ * still fits, so it is done only at the 1st, 2nd, 4th, ... change of state. */
 static bool holds_in_state(cached *c, const koila__room *room, int64_t rows, uint32_t n_states)
 {
     if (room->gpu < 0)
@@ -84,7 +84,8 @@ static bool holds_in_state(cached *c, const koila__room *room, int64_t rows, uin
     return !try_anew && koila__gpu_still_fits(room, c);
 }
 
-/* Borrowed; NULL: none. *n_states: as cached.n_states, for the plan that is made then. */
+/* A cached plan that still holds, borrowed; NULL: none. *n_states: cached.n_states for a new
+ * plan. */
 static cached *find(uint64_t key, const koila__room *room, int64_t rows, uint32_t *n_states)
 {
     for (uint32_t i = 0; i < N_CACHED; i++) {
@@ -102,8 +103,8 @@ static cached *find(uint64_t key, const koila__room *room, int64_t rows, uint32_
     return NULL;
 }
 
-/* The last empty slot, so that find() meets newer plans first; or that of the plan that was not
- * used for the longest time. */
+/* The last empty slot, so that find() meets newer plans first; else the slot of the least recently
+ * used plan. */
 static cached **slot_for_new(void)
 {
     cached **oldest = &cache[N_CACHED - 1];
@@ -116,7 +117,7 @@ static cached **slot_for_new(void)
     return oldest;
 }
 
-/* ---- made anew */
+/* ---- making a plan */
 
 static koila_status make_plan(const koila_graph *part, const koila_value *targets,
                               uint32_t n_targets, const koila__room *room, int64_t rows,
@@ -130,12 +131,12 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
     const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
     if (status != KOILA_OOM || rows <= 0)
         return status;
-    o.budget_bytes = UINT64_MAX; /* forced rows: tried all the same, with the least memory */
+    o.budget_bytes = UINT64_MAX; /* forced rows are tried anyway, with the plan of least memory */
     return koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
 }
 
-/* Calls that were never seen are probed before, and at the rows that were planned; what that
- * teaches may change the plan. */
+/* Probes new calls before planning, and again at the planned rows. Their workspaces may change the
+ * plan. */
 static koila_status plan_and_probe(const koila_graph *part, const koila_value *targets,
                                    uint32_t n_targets, const koila__room *room, int64_t rows,
                                    koila_plan **out, koila_fit *fit, koila_error *err)
@@ -183,7 +184,7 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         koila_graph_free(part);
         return NULL;
     }
-    *c = (cached){ .refs = 2, /* the cache's and the caller's */
+    *c = (cached){ .refs = 2, /* one for the cache, one for the caller */
                    .key = key,
                    .generation = koila__learned_generation(),
                    .used = ++clock_of_uses,

@@ -1,10 +1,9 @@
-/* plan_report.c — what people and Python see of plans. Everything here is off the hot path.
+/* plan_report.c — reports plans to people and to Python. Nothing here is on the hot path.
  *
  *   koila__last_step_is(step)     after each step; last_plan() is then koila__step_dict() of it
  *
- * To tell one more fact: an item in koila__step_dict(), from the plan or from koila__step, and its
- * name in the class Plan of python/koila/_plan.py. A fact of the run itself, which is in neither,
- * is one more field of koila__step.
+ * To report one more fact, add an item in koila__step_dict() and its name in the class Plan of
+ * python/koila/_plan.py. A fact of the run that no plan has is also a new field of koila__step.
  */
 #include "run/run.h"
 
@@ -125,7 +124,7 @@ PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, co
     if (list && line)
         text = PyUnicode_FromFormat(
             "%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; "
-            "without it the step runs, and holds the whole for a while",
+            "without it the step runs and holds the whole tensor for a while",
             op ? op : op_of_node(plan, g.node), PyUnicode_GET_LENGTH(line) ? " at " : "", line,
             koila_dtype_text(m->dtype), list, whole, slice);
     Py_XDECREF(shape);
@@ -136,15 +135,16 @@ PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, co
 
 /* ---- the dict that koila._plan reads */
 
-static int set_item(PyObject *d, const char *key, PyObject *value) /* takes value */
+/* Takes over `value`. */
+static int set_item(PyObject *d, const char *key, PyObject *value)
 {
     const int status = value ? PyDict_SetItemString(d, key, value) : -1;
     Py_XDECREF(value);
     return status;
 }
 
-/* What operators whose result cannot be described before they run (nonzero, unique) gathered while
- * the step was recorded, then what the plan gathers. */
+/* First the gathers while the step was recorded, by operators whose result shape depends on data
+ * (nonzero, unique); then those of the plan. */
 static PyObject *gathers_list(PyObject *early, const koila_plan *plan, const koila_graph *part,
                               uint32_t n)
 {
@@ -232,7 +232,7 @@ PyObject *koila__step_dict(const koila__step *step)
     const koila_plan *plan = step->c->plan;
     const koila_graph *part = step->c->part;
     const koila_plan_info info = koila_plan_get(plan);
-    const uint64_t base = step->base_bytes; /* every byte count includes it */
+    const uint64_t base = step->base_bytes; /* added to every byte count */
     PyObject *d = PyDict_New();
     PyObject *loops = loops_list(plan, &info, base);
     if (!d || !loops) {
@@ -240,7 +240,7 @@ PyObject *koila__step_dict(const koila__step *step)
         Py_XDECREF(loops);
         return NULL;
     }
-    /* without a loop it runs whole, however many slices were asked for */
+    /* without a loop the step runs whole, whatever number of slices was requested */
     const bool is_cut = PyList_GET_SIZE(loops) > 0;
     const int64_t rows = is_cut ? info.rows : info.batch;
     int bad = set_item(d, "batch", PyLong_FromLongLong(info.batch));

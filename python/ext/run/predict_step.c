@@ -1,6 +1,6 @@
-/* predict_step.c — koila.plan(..., device=...): a recorded step on a GPU that is not here. Thin
- * over koila/predict.h: words become numbers, and the prediction becomes a dict.
- */
+/* predict_step.c — koila.plan(..., device=...): predicts a recorded step on a GPU that is not
+ * present. A thin layer over koila/predict.h: it turns words into numbers, and the prediction into
+ * a dict. */
 #include "run/run.h"
 
 static PyObject *range_of(koila_range r)
@@ -15,7 +15,7 @@ static PyObject *peaks_of(const koila_peaks *p)
                          range_of(p->reserved), "device", range_of(p->device));
 }
 
-/* *out := which of `words` (NULL at the end) `word` is, or ValueError. */
+/* *out := the index of `word` in `words` (NULL at the end), or ValueError. */
 static int word_of(const char *word, const char *const *words, const char *what, uint32_t *out)
 {
     for (uint32_t i = 0; words[i]; i++)
@@ -59,7 +59,7 @@ static int allocator_of(const koila__training *with, koila_cache_config *conf)
     return -1;
 }
 
-/* By name, or from JSON text. */
+/* The device profile of a name, or from JSON text. */
 static koila_device *device_of(const char *device)
 {
     koila_device *d = NULL;
@@ -73,7 +73,8 @@ static koila_device *device_of(const char *device)
     return NULL;
 }
 
-/* The list with `o` (taken over) at its end; NULL when either is, the list released then. */
+/* Appends `o` (taken over) and returns the list. If either is NULL: releases the list, returns
+ * NULL. */
 static PyObject *with_item(PyObject *list, PyObject *o)
 {
     if (list && (!o || PyList_Append(list, o) < 0))
@@ -108,7 +109,7 @@ static PyObject *largest_of(const koila_prediction *p)
     return list;
 }
 
-/* A part that is NULL makes the whole NULL, with that part's exception. */
+/* The prediction as a dict. NULL with the exception of the first part that fails. */
 static PyObject *prediction_dict(const koila_prediction *p, const koila_device *d)
 {
     return Py_BuildValue(

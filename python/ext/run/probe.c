@@ -1,21 +1,21 @@
-/* probe.c — what a convolution or a fused recurrent layer uses inside, known before its first step.
+/* probe.c — measures the workspace of convolutions and fused recurrent layers before their first
+ * step.
  *
- * On a CPU these operators copy their operands into the layouts that their kernels like, or unfold
- * them: often as many bytes again as their result, by rules that differ with shapes, threads and
- * the processor. The executor learns the bytes as operators run (koila__learn), but the first
- * step's plan would not know them. So each such call that was never seen is made on a few rows of
- * zeros: with two numbers of rows, which give a line; and, where the plan's slices are no larger,
- * with the slice's own (one row often takes another kernel). That is a small part of the step's
- * work, once for each shape.
+ * On a CPU these operators copy their operands into other layouts, or unfold them. The copies are
+ * often as large as the result; their size depends on shapes, threads and the processor. The
+ * executor learns the bytes as operators run (koila__learn), but that is too late for the plan of
+ * the first step. So each new call of this kind is run on a few rows of zeros: on two numbers of
+ * rows, which give a line, and on the rows of a slice where the plan's slices are that small (one
+ * row often takes another kernel). That is a small part of the step's work, once for each shape.
  *
- * A probe that fails (no memory, an odd call) teaches nothing, and the step goes on as it would
- * without it. */
+ * A probe that fails (no memory, an unusual call) is ignored. */
 #include "run/run.h"
 
 enum {
     MAX_INPUTS = 16,
     MAX_OUTPUTS = 8,
-    /* the result of mkldnn_rnn_layer that its backward takes last; only a forward can make it */
+    /* output of mkldnn_rnn_layer that its backward takes as last input; only a forward can make
+     * it */
     WORKSPACE = 3,
     RNN_INPUTS = 7,
     N_RNN_WEIGHTS = 4, /* inputs 1 to 4 */
@@ -25,7 +25,7 @@ enum {
  * w1..w4, hx[N, H], cx[N, H], ...), or their backwards. */
 typedef struct call {
     koila_sig sig;
-    koila_sig maker; /* rnn backward: the call that made its workspace; else KOILA_NONE */
+    koila_sig maker; /* rnn backward: the forward call that makes its workspace; else KOILA_NONE */
     bool is_rnn;
 } call;
 
@@ -50,7 +50,7 @@ static bool is_probed(const koila_graph *g, koila_node n, call *out)
            koila_sig_get(koila__table, out->maker)->n_inputs == RNN_INPUTS;
 }
 
-/* The dimension of input i that is the batch, or -1: it is whole. */
+/* The batch dimension of input i; -1: the input is whole. */
 static int batch_dim(const call *c, koila_sig sig, uint32_t i)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
@@ -83,12 +83,13 @@ static bool can_probe(const call *c, int64_t batch)
             return false;
         for (uint32_t d = 1; b == 0 && d < m->n_dims; d++)
             if (m->stride[d] > m->stride[0])
-                return false; /* rows do not lie together */
+                return false; /* the rows are not outermost in memory */
     }
     return true;
 }
 
-/* Zeros of `meta`, with `n` rows instead of `of` along dimension `dim` >= 0. New reference. */
+/* Zeros like `meta`; along dimension `dim` (if >= 0) they have `n` rows instead of `of`. New
+ * reference. */
 static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
@@ -101,7 +102,7 @@ static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
     if (!size || !stride || !kw)
         goto done;
     for (uint32_t d = 0; d < m->n_dims; d++) {
-        /* a slice is as dense as the whole */
+        /* strides beyond `dim` shrink too, so that the slice is as dense as the whole */
         const bool outer = dim >= 0 && m->stride[d] > m->stride[dim];
         PyTuple_SET_ITEM(size, d,
                          PyLong_FromLongLong((int)d == dim ? m->size[d] / of * n : m->size[d]));
@@ -122,8 +123,8 @@ done:
     return r;
 }
 
-/* One call of `sig` (c's own, or its maker) on `rows` of `batch` rows; outputs[MAX_OUTPUTS] are new
- * references or NULL. *inside: bytes it used beyond them. */
+/* Makes one call of `sig` (c's own, or its maker) on `rows` of `batch` rows. outputs[MAX_OUTPUTS]
+ * are new references or NULL. *inside: bytes used beyond them. */
 static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace,
                      PyObject **outputs, uint64_t *inside)
 {
@@ -170,7 +171,7 @@ done:
     }
 }
 
-/* The fewest rows that are ordinary: kernels take another way when threads get no row each. */
+/* The fewest typical rows: kernels take another path when there is less than a row per thread. */
 static int64_t few_rows(void)
 {
     PyObject *torch = PyImport_ImportModule("torch");
@@ -187,7 +188,7 @@ static bool can_measure(void)
     return !koila__settings.dry && koila__torch.ready && koila__cpu_bytes_ok();
 }
 
-/* The axis that the call's rows come from: its size, or 0. */
+/* The size of the batch axis that the call's rows come from, or 0. */
 static int64_t batch_of(const koila_graph *g, const call *c)
 {
     const koila_meta_info *m =

@@ -1,32 +1,32 @@
-/* ranks.c — processes that share a sharded module must call it equally often; otherwise they wait
- * for each other for ever.
+/* ranks.c — makes processes that share a sharded module call it equally often; otherwise they would
+ * wait for each other for ever.
  *
  * Each call of such a module (koila.opaque() of an FSDP2 module) talks to the other ranks. The plan
- * decides how often it is called, and each rank makes its own plan, from its own memory and rows;
- * besides, one rank may fail where the others do not. So the ranks talk at three points
+ * decides how often it is called, and each rank makes its own plan, from its own memory and rows.
+ * Also, one rank may fail where the others do not. So the ranks talk at three points
  * (koila._sharded.Ranks: one small all-reduce each):
  *
- *   exchange   before a plan with such calls runs, each rank says what it is about to call. Where
- *              that differs, all plan again with the largest number of slices. All raise where it
- *              still differs, or where one rank cannot go on (no memory, a gather that strict()
+ *   exchange   before a plan with such calls runs, the ranks compare their lists of calls. If they
+ *              differ, all plan again with the largest number of slices. All raise if the lists
+ *              still differ, or if one rank cannot go on (no memory, a gather that strict()
  *              refuses, a stale value).
- *   meet       before each such call: is everybody still there? A rank that failed between two
- *              calls comes to the next meeting and announces it, and all raise.
+ *   meet       before each such call: has any rank failed? A rank that failed between two calls
+ *              announces it at the next meeting, and all raise.
  *   meet       once more, after the last call of the plan.
  *
- * Invariant: a rank that came through the exchange comes to every meeting until a failure is
- * announced. Inside such a call a budget is no limit, since the other ranks would wait in the
- * middle of it: overuse is detected when the call returns (exec.c). A failure inside the module on
- * one rank only cannot be announced: that rank raises, and the others wait as they do in plain
+ * Invariant: a rank that has passed the exchange comes to every meeting until a failure is
+ * announced. Inside such a call the budget is not enforced, since raising there would leave the
+ * other ranks waiting: overuse is detected when the call returns (exec.c). A failure inside the
+ * module on one rank only cannot be announced: that rank raises, and the others wait, as in plain
  * PyTorch, until its process ends or their group times out. */
 #include "run/run.h"
 
-/* koila._opaque.ranks_of, or NULL: nothing is sharded in this process */
+/* koila._opaque.ranks_of; NULL: nothing is sharded in this process */
 static PyObject *ranks_of;
 
 void koila__ranks_ask(PyObject *ask) { Py_XSETREF(ranks_of, Py_NewRef(ask)); }
 
-/* The key of node n's call if that is koila::opaque or koila::opaque_backward (*backward), else
+/* The key of node n's call if it is koila::opaque or koila::opaque_backward (then *backward), else
  * -1. */
 static int64_t key_of(const koila_graph *g, koila_node n, bool *backward)
 {
@@ -39,7 +39,8 @@ static int64_t key_of(const koila_graph *g, koila_node n, bool *backward)
     return id->kind == KOILA_ARG_INT ? id->u.i : -1;
 }
 
-static bool add(PyObject *list, PyObject *item) /* takes item */
+/* Takes over `item`. */
+static bool add(PyObject *list, PyObject *item)
 {
     const bool ok = item && PyList_Append(list, item) == 0;
     Py_XDECREF(item);
@@ -102,8 +103,8 @@ int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t 
     return 0;
 }
 
-/* Tell the other ranks that this one failed with the exception that is set, and stays set. That
- * they may be gone is no second error. Returns the method's answer. */
+/* Tells the other ranks that this one failed. The exception stays set; an error of the call itself
+ * (the others may be gone) is ignored. Returns the method's answer. */
 static bool tell(PyObject *ranks, const char *method)
 {
     PyObject *type, *value, *trace;

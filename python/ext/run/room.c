@@ -1,4 +1,4 @@
-/* room.c — the memory that a step may use: the budget, or what is free; a GPU's is asked of
+/* room.c — the memory that a step may use: the budget, or the free memory. For a GPU it asks
  * cuda_state.c. */
 #include "run/run.h"
 
@@ -59,10 +59,10 @@ int koila__held_fits(const char *call)
         return 0;
     char text[400];
     snprintf(text, sizeof text,
-             "%s: torch holds %.1f MiB already, and the budget is %.1f MiB: %llu bytes too much "
-             "before anything is computed. A budget counts all that torch holds, "
-             "model, data and optimizer too. Try: a larger budget, a fraction (of what is free "
-             "beside it), or dropping what is not needed first",
+             "%s: torch already holds %.1f MiB, and the budget is %.1f MiB: %llu bytes too much "
+             "before anything is computed. A budget counts all memory of torch, including model, "
+             "data and optimizer. Try: a larger budget, a fraction (of the memory that is still "
+             "free), or deleting tensors that are no longer needed",
              call, (double)held / MIB, (double)budget / MIB, (unsigned long long)(held - budget));
     return koila__raise_out_of_memory(text, held - budget);
 }

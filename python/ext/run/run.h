@@ -1,4 +1,4 @@
-/* run.h — what the files of this room share. From the top:
+/* run.h — shared by the files of this folder. From the top:
  *
  *   run_module.c    functions of koila._core       predict_step.c  a GPU that is not here
  *   run.c           what capture asks for          whole.c         the simple executor of tests
@@ -11,8 +11,8 @@
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
  *   call.c          one recorded call
  *
- * Unless said otherwise a function that returns int or a pointer fails with -1 or NULL and an
- * exception, and pointers to Python objects are new references.
+ * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
+ * references.
  */
 #ifndef KOILA_EXT_RUN_H
 #define KOILA_EXT_RUN_H
@@ -26,13 +26,13 @@
 /* ---- run_module.c */
 int koila__run_module_add(PyObject *m);
 
-/* ---- torch_calls.c: what the executor calls of torch and koila._run, filled in by the setup */
+/* ---- torch_calls.c: functions of torch and koila._run that the executor calls; set at start-up */
 extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
         *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims;
     PyObject *oom_type; /* torch.OutOfMemoryError */
-    /* koila._run.guards: returns an object that holds the mode guards while it lives */
+    /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;
     PyObject *pseudo; /* dict of koila._run.PSEUDO */
     bool ready;
@@ -42,7 +42,8 @@ int koila__torch_setup(void);
 PyObject *koila__pseudo_object(const char *name);
 
 /* ---- call.c */
-typedef struct koila__arg_fix { /* positional value `arg` is replaced for this call */
+/* Replaces positional value `arg` for one call. */
+typedef struct koila__arg_fix {
     uint32_t arg;
     uint32_t n; /* number of ints; is_list tells a list from one int */
     bool is_list;
@@ -52,13 +53,13 @@ typedef struct koila__call_fix {
     uint32_t n_fix;
     const koila__arg_fix *fix;
 } koila__call_fix;
-/* Run signature `sig` on inputs[n_inputs] (borrowed real tensors; for a written input: the base
- * tensor, written in place, the caller has cloned it where needed). `fix` adapts the call itself,
- * link_fix[k] the k-th link of all writes' chains (either may be NULL). On success
- * outputs[n_outputs] are new references (NULL for a None result; for a write the base tensor
- * itself, or a copy laid out as recorded when as_strided needs that) and 0 is returned; on failure
- * -1 with torch's own exception set. Runs below autograd, in the signature's grad mode; the caller
- * holds the mode guards (koila._run.guards). */
+/* Runs signature `sig` on inputs[n_inputs], borrowed real tensors. A written input is its base
+ * tensor, which is written in place; the caller has cloned it where needed. `fix` adapts the call
+ * itself, link_fix[k] the k-th link of all writes' chains; either may be NULL. 0:
+ * outputs[n_outputs] are new references: NULL for a None result; for a write the base tensor
+ * itself, or a copy in recorded strides where as_strided needs that. -1: torch's own exception is
+ * set. Runs below autograd, in the signature's grad mode; the caller holds the mode guards
+ * (koila._run.guards). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs);
 
@@ -75,62 +76,62 @@ typedef struct koila__part {
     koila_value *targets;  /* [as many as were asked for], of the part */
 } koila__part;
 int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out);
-koila_graph *koila__part_give(koila__part *p); /* the caller's from now on */
+koila_graph *koila__part_give(koila__part *p); /* the caller owns it from now on */
 void koila__part_free(koila__part *p);
-/* StaleValueError when a leaf was written since it was recorded. */
+/* StaleValueError if a leaf was written after it was recorded. */
 int koila__part_check_versions(koila__tape *t, const koila__part *p);
 /* *out: bytes that the leaves hold, as koila._run.held_bytes counts them. */
 int koila__part_leaf_bytes(koila__tape *t, const koila__part *p, uint64_t *out);
 
 /* ---- room.c */
-/* The memory a step may use: of a GPU, or of the CPU (gpu -1). */
+/* The memory that a step may use on a GPU, or on the CPU (gpu -1). In bytes. */
 typedef struct koila__room {
-    uint64_t bytes; /* beyond what is held now */
-    uint64_t limit; /* in all; UINT64_MAX: no limit */
+    uint64_t bytes; /* available beyond `held` */
+    uint64_t limit; /* on all bytes held; UINT64_MAX: none */
     uint64_t held;
     int gpu;
-    uint64_t state; /* GPU: of its allocator, never 0 */
+    uint64_t state; /* GPU: state of its allocator, never 0 */
 } koila__room;
 koila__room koila__room_for(const koila_graph *part);
-/* `held` bytes more are held than was known: less room. */
+/* Subtracts `held` more bytes that are held. */
 void koila__room_holds(koila__room *room, uint64_t held);
-/* OutOfMemory when torch holds more than the budget before `call` begins: nothing can be allocated
- * then. */
+/* OutOfMemory if torch holds more than the budget before `call` begins: nothing could be
+ * allocated. */
 int koila__held_fits(const char *call);
 
 /* ---- plan_cache.c */
-/* A plan with the recorded part it was made for; shared by the cache and the last step's report. */
+/* A plan and the recorded part it was made for; shared by the cache and the last step's report. */
 typedef struct cached {
     uint32_t refs;
     uint64_t key, generation, used, budget;
-    /* cpu_budget when it was planned: under another one it is planned anew, for fewer slices may
-     * do */
+    /* cpu_budget at planning; under another one a new plan is made, since fewer slices may fit */
     uint64_t user_budget;
     koila_graph *part;
-    struct cached *part_of; /* whose it is; NULL: ours */
+    struct cached *part_of; /* the owner of `part`; NULL: this struct */
     koila_plan *plan;
     koila_plan_info info;
-    int gpu;           /* that it was planned for; -1: the CPU */
-    uint64_t state;    /* of the GPU's allocator when it was found to fit, 0: ask again */
-    uint32_t n_states; /* how often that was another one, of all plans of this step */
+    int gpu;           /* planned for this GPU; -1: the CPU */
+    uint64_t state;    /* state of the GPU's allocator in which it fits; 0: check again */
+    uint32_t n_states; /* number of changes of that state, over all plans of this step */
     koila_fit fit;     /* struct_size 0: the sum of live bytes decided */
 } cached;
 void koila__cached_release(cached *c); /* NULL is fine */
-/* `plan` (taken over) of `of`'s part, as a plan of its own. */
+/* Another plan (taken over) for the part of `of`, as a new entry. */
 cached *koila__cached_variant(cached *of, koila_plan *plan);
 /* A plan for targets of `part` (taken over) that fits `room`, with slices of `rows` rows (0: as few
  * slices as fit). A new reference, or NULL with *status and err filled and no exception. */
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
                         const koila__room *room, int64_t rows, koila_error *err,
                         koila_status *status);
-void koila__plan_cache_clear(void); /* and what was learned */
+void koila__plan_cache_clear(void); /* also drops learned workspaces */
 
-/* ---- workspaces.c: bytes that operators use inside, beyond their results, as seen. Rows `rows` of
- * `batch` rows; both 0: whole. Nothing here fails. */
+/* ---- workspaces.c: measured bytes that operators use beyond their results, for `rows` of `batch`
+ * rows; both 0: whole. Nothing here fails. */
 uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
-bool koila__learned(koila_sig sig, int64_t rows, int64_t batch); /* was just that seen? */
+/* was it measured for exactly these rows? */
+bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
-/* Changes when a plan made before would now be another one. */
+/* Changes whenever an earlier plan would come out differently now. */
 uint64_t koila__learned_generation(void);
 void koila__unlearn(void);
 
@@ -148,118 +149,119 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
                              const koila_plan_options *o, koila_plan **out, koila_fit *fit,
                              koila_error *err);
 bool koila__gpu_still_fits(const koila__room *room, cached *c);
-/* though it was said to fit: its graph gets a margin */
+/* Plan c ran out of memory although it fitted: its graph gets a margin. */
 void koila__gpu_ran_out(cached *c);
 PyObject *koila__fit_dict(const cached *c); /* for people; None where the sum decided */
 void koila__gpu_forget(void);
 
 /* ---- probe.c: what operators use inside that never ran here. Both learn; neither fails, neither
  * leaves anything allocated or an exception set. */
-/* before planning; rows: as forced, 0: not */
+/* Before planning. rows: forced rows of a slice, or 0. */
 void koila__probe_graph(const koila_graph *g, int64_t rows);
-/* at the rows that were planned, where they are few */
+/* After planning: at the planned rows of a slice, where they are few. */
 void koila__probe_plan(const koila_plan *plan);
 
 /* ---- ranks.c: sharded modules, which all ranks must call equally often */
 void koila__ranks_ask(PyObject *ask); /* koila._opaque.ranks_of */
-/* The koila._sharded.Ranks of the sharded calls in it, None where nothing is sharded. */
+/* The koila._sharded.Ranks of the sharded calls in `part`; None: nothing is sharded. */
 PyObject *koila__ranks_of(const koila_graph *part);
 /* Is node n a call that talks to the other ranks? (ranks NULL: no) */
 bool koila__ranks_share(PyObject *ranks, const koila_graph *g, koila_node n);
-/* The exchange: may plan c run? 0: all ranks are about to make the same calls, or *n_slices is not
- * 0 and is the number that all plan with now. -1: an exception, on all ranks. `settled`: the rows
- * are forced, or were agreed on before. */
+/* The exchange: may plan c run? 0: yes, all ranks will make the same calls; or, if *n_slices is not
+ * 0, all ranks plan again with that many slices. -1 with an exception on all ranks. `settled`: the
+ * rows are forced, or were agreed on before. */
 int koila__ranks_agree(PyObject *ranks, const cached *c, bool settled, uint32_t *n_slices);
-/* Instead of the exchange: this rank cannot go on, for the exception that is set and stays set. */
+/* Called instead of the exchange: this rank cannot go on. The exception stays set. */
 void koila__ranks_withdraw(PyObject *ranks);
-/* -1 with an exception: another rank failed, and every rank knows. */
+/* -1 with an exception: another rank failed, and all ranks know. */
 int koila__ranks_meet(PyObject *ranks);
-/* Instead of the next meeting: this rank failed with the exception that is set and stays set.
- * Returns whether all ranks that failed did so for want of memory. */
+/* Called instead of the next meeting: this rank failed. The exception stays set. Did all failed
+ * ranks run out of memory? */
 bool koila__ranks_failed(PyObject *ranks);
 
 /* ---- exec.c */
 /* Where ranks run a plan together: who announced a failure to all of them. */
 typedef enum koila__announced {
     KOILA__ANNOUNCED_BY_NOBODY,
-    KOILA__ANNOUNCED_BY_US, /* and they may all try again together */
+    KOILA__ANNOUNCED_BY_US, /* all ranks may try again together */
     KOILA__ANNOUNCED_BY_ANOTHER
 } koila__announced;
 typedef struct koila__exec_report {
     uint64_t n_run;             /* operators run */
     uint32_t retries;           /* slices that ran out of memory and were halved */
-    koila__announced announced; /* of a failure */
+    koila__announced announced; /* how a failure was announced */
 } koila__exec_report;
-/* Run plan c for part p; results[n] are new references. On failure nothing outside has changed.
- * `ranks`: that agreed on the plan, or NULL. *report is filled in either case. */
+/* Runs plan c for part p; results[n] are new references. On failure nothing outside has changed.
+ * `ranks`: those that agreed on the plan, or NULL. *report is always filled. */
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
                      uint32_t n, PyObject **results, koila__exec_report *report);
 
 /* ---- request.c */
 typedef struct koila__wanted {
-    const koila_value *wanted; /* somebody asks for them */
+    const koila_value *wanted; /* the values that are asked for */
     uint32_t n_wanted;
-    const koila_value *held; /* could still be asked for: made in passing, if that costs nothing */
+    const koila_value *held; /* could still be asked for: made too, if that costs nothing */
     uint32_t n_held;
-    bool effects; /* make the values of the tape's effects, too */
-    bool later;   /* but koila__commit_effects() is the caller's */
+    bool effects; /* also make the values of the tape's effects */
+    bool later;   /* the caller itself calls koila__commit_effects() */
 } koila__wanted;
 int koila__request(koila__tape *t, const koila__wanted *w);
 
 /* ---- effects.c */
-/* The effects whose values are concrete happen: all of them, or none and -1. */
+/* Writes the effects whose values are concrete: all of them, or none and -1. */
 int koila__commit_effects(koila__tape *t);
-/* Are all values of effects made in passing when targets are? */
+/* Does making the targets also make the values of all effects? */
 bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n);
 
 /* ---- strict.c */
-/* The operator that waits for the values of the run that is asked for, or NULL: strict() refuses
- * those that are sliced. */
+/* The operator that needs the values of the requested run, or NULL. strict() refuses to gather for
+ * it. */
 extern const char *koila__gathers_for;
-/* GatherError when strict() refuses plan c, of which the first n targets are asked for. */
+/* GatherError if strict() refuses plan c, whose first n targets are asked for. */
 int koila__strict_check(koila__tape *t, const cached *c, uint32_t n);
-/* Targets [n_must, n) are reordered: first those that strict() lets pass together with all before
- * them. Returns the end of these; or n, when what strict() refuses is among the first n_must. */
+/* Reorders targets [n_must, n) so that those which strict() accepts along with the first n_must
+ * come first, and returns their end. Returns n if strict() refuses one of the first n_must. */
 uint32_t koila__strict_pass(koila__tape *t, koila_value *targets, uint32_t n_must, uint32_t n);
 
 /* ---- plan_report.c */
-/* How a step went, or would go: what last_plan() and explain() tell. */
+/* How a step went or would go, as last_plan() and explain() report it. */
 typedef struct koila__step {
     cached *c;             /* counted */
-    PyObject *early;       /* owned tuple or NULL: what was gathered while the step was recorded */
-    uint64_t base_bytes;   /* held before it */
-    uint64_t budget_bytes; /* that it might hold in all; UINT64_MAX: what was free */
+    PyObject *early;       /* owned tuple or NULL: gathers while the step was recorded */
+    uint64_t base_bytes;   /* held before the step */
+    uint64_t budget_bytes; /* limit on all bytes held; UINT64_MAX: free memory */
     bool measured;
     uint64_t measured_peak_bytes;
     uint64_t n_run;   /* operators run, over all slices */
-    uint32_t retries; /* times that a slice, or all of them, became smaller */
+    uint32_t retries; /* times that one slice or all slices were made smaller */
 } koila__step;
 PyObject *koila__step_dict(const koila__step *step);
 /* The step that ran (or was planned) last. Valid until the next koila__last_step_is(). */
 const koila__step *koila__last_step(void);         /* NULL: none yet, without an exception */
-uint64_t koila__n_last_steps(void);                /* how often it has changed */
+uint64_t koila__n_last_steps(void);                /* number of times it has changed */
 void koila__last_step_is(const koila__step *step); /* takes its references over */
-/* `plan` (taken over) of the last step's part is its plan now. On failure not taken over. */
+/* Makes `plan` (taken over, except on failure) the plan of the last step. */
 int koila__last_step_adopt(koila_plan *plan);
 PyObject *koila__shape_of(const koila_meta_info *m);
-/* "file.py:12"; for no line `out` stays as it was */
+/* Writes "file.py:12"; without a line `out` is unchanged. */
 void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n);
 /* The n largest values at plan c's peak: " aten::mm 3.0 MiB input 1.0 MiB", cut at `room`. */
 void koila__largest_text(const cached *c, uint32_t n, char *out, size_t room);
-/* A gather worded for people: "aten::sort over the batch at train.py:41 needs f32[4096, 1000]
- * whole, 15.6 MiB; one slice is 512.0 KiB. ..." `op` at `line`: who needs it; NULL: node g.node. */
+/* The text of a gather: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6
+ * MiB; one slice is 512.0 KiB. ..." `op` at `line` is the operator that needs it; NULL: node
+ * g.node. */
 PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *line);
 int koila__save_graph(const koila_graph *g, const char *path);
 
 /* ---- predict_step.c */
-/* What a recorded step does not show: koila_predict_opts in words. */
+/* What a recorded step does not contain: the fields of koila_predict_opts in words. */
 typedef struct koila__training {
     const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
     /* strict_conf: conf was typed by the user */
     int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last,
         strict_conf;
 } koila__training;
-/* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the one that was predicted, the caller's. */
+/* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the predicted plan, owned by the caller. */
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_t memory,
                                int64_t rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);

@@ -27,8 +27,7 @@ static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
     return last ? koila__step_dict(last) : Py_NewRef(Py_None);
 }
 
-/* Handles of a list of lazy tensors: their tape (of the first) and values, concrete ones left out.
- */
+/* The tape of the first lazy tensor in a list, and the values of all that are not concrete. */
 static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_t *n)
 {
     PyObject *fast = PySequence_Fast(list, "expected a list of lazy tensors");
@@ -43,7 +42,8 @@ static koila__tape *values_of_list(PyObject *list, koila_value **values, uint32_
         koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
         if (!h)
             continue;
-        if (t && h->group->tape != t) { /* of another step: on its own */
+        if (t && h->group->tape != t) {
+            /* of another step: made on its own */
             if (!koila__concrete(h))
                 goto fail;
             continue;
@@ -66,8 +66,8 @@ fail:
     return NULL;
 }
 
-/* run_all(lazies, commit) -> None: all of them concrete in one run, with what the user holds;
- * commit also writes effects and closes the tape. */
+/* run_all(lazies, commit) -> None: makes all of them concrete in one run, and what else the user
+ * holds; commit also writes the effects and closes the tape. */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -102,8 +102,8 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     return (PyObject *)t;
 }
 
-/* finish_step(tape, done): what run_all(..., commit) made is handed over (done), so the effects
- * happen and the tape closes; or it was not: they do not happen. */
+/* finish_step(tape, done): after run_all(..., commit). done: its results were handed over, so the
+ * effects happen and the tape closes. Otherwise the effects do not happen. */
 static PyObject *py_finish_step(PyObject *self, PyObject *args)
 {
     koila__tape *t;
@@ -125,10 +125,10 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* take_all(lazies) -> list of plain tensors; empties `lazies`. Each concrete value is then let go
- * by the tape when nobody else can ask for it, so that whoever gets it may own its storage alone
- * (AccumulateGrad takes a gradient without a copy only then). Whether somebody can is known when
- * the wrappers are gone: a view's keeps that of its base alive. */
+/* take_all(lazies) -> list of plain tensors; empties `lazies`. The tape then releases each concrete
+ * value that nobody else can ask for, so that the caller may be the only owner of its storage
+ * (AccumulateGrad takes a gradient without a copy only then). This is decided after the wrappers
+ * are gone, because the wrapper of a view keeps that of its base alive. */
 typedef struct taken {
     koila__tape *tape;   /* owned */
     koila__group *group; /* counted; NULL: not lazy */
@@ -161,7 +161,7 @@ static void hold_groups(PyObject *lazies, taken *all, Py_ssize_t n)
     }
 }
 
-/* The tape gives up what only this call can still ask for. */
+/* Releases from the tape what only this call can still ask for. */
 static void let_go(const taken *all, Py_ssize_t i, Py_ssize_t n)
 {
     koila__tape *t = all[i].tape;
@@ -209,11 +209,11 @@ static PyObject *py_take_all(PyObject *self, PyObject *lazies)
     return out;
 }
 
-/* cut_of(lazy) -> (kind, dim, made, here): what slices of the batch are to this value. "slice":
- * they are cut along `dim`; "whole": it is made of the batch, and is one value for all slices (a
- * sum, what a gather makes); "plain": nothing of the batch is in it, or it is concrete and its step
- * is over; "": cannot be known. `made`: the line that made it, "" for what was handed to lazy();
- * `here`: the user's line now. */
+/* cut_of(lazy) -> (kind, dim, made, here): how slices of the batch cut this value. "slice": along
+ * `dim`; "whole": it depends on the batch and is one value for all slices (a sum, a gathered
+ * value); "plain": it does not depend on the batch, or is concrete and its step is over; "": not
+ * known. `made`: the line that made it, "" for an argument of lazy(); `here`: the user's line
+ * now. */
 static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
 {
     (void)self;
@@ -236,7 +236,7 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     if (t->values[v].real && t->closed)
         return Py_BuildValue("sIss", "plain", 0u, made, here);
 
-    koila_graph *part = NULL; /* as recorded, whatever is concrete by now */
+    koila_graph *part = NULL; /* as recorded: values that are concrete by now are recomputed */
     koila_value *value_of = PyMem_Malloc((koila_graph_n_values(t->graph) + 1) * sizeof *value_of);
     koila_node *node_from = PyMem_Malloc((koila_graph_n_nodes(t->graph) + 1) * sizeof *node_from);
     koila_plan *plan = NULL;
@@ -269,8 +269,8 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
 
-/* If the lazy tensor is sliced, the plan of its step will tell that `op`, which runs on values,
- * gathers it: 1. Else 0, or -1 with an exception. */
+/* `op` is about to read the values of `lazy`. If that is sliced, this enters the gather into the
+ * plan of its step and returns 1; else 0, or -1 with an exception. */
 static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 {
     const char *kind, *made, *here;
@@ -281,7 +281,7 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
         return -1;
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
     if (m->n_elements <= 1)
-        return 0; /* item() of a loss, which every program does */
+        return 0; /* every program calls item() on a loss */
     PyObject *cut = py_cut_of(NULL, lazy);
     PyObject *entry = NULL;
     int status = cut && PyArg_ParseTuple(cut, "sIss", &kind, &dim, &made, &here) ? 0 : -1;
@@ -297,9 +297,9 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
     return status;
 }
 
-/* gather([lazy, ...], operator): the operator is about to run on values while its step is recorded.
- * They become concrete, in one run. Sliced ones are gathered for it: the step's plan tells that,
- * and under strict() nothing runs. */
+/* gather([lazy, ...], operator): an operator needs these values while its step is recorded, so they
+ * become concrete in one run. Sliced ones are gathered: the step's plan reports that, and strict()
+ * refuses to run. */
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -326,7 +326,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
         status = koila__concrete_many(h, (uint32_t)n);
         koila__gathers_for = before;
     }
-    if (status < 0 && noted) { /* it does not run */
+    if (status < 0 && noted) {
+        /* it does not run: take the entries back */
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
         for (Py_ssize_t i = n; i-- > 0;) {
@@ -342,8 +343,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* swap_open(tape | None) -> the tape that lazy() joined until now, or None. koila.plan() records
- * beside an open step, not into it. */
+/* swap_open(tape | None) -> the tape that lazy() joined until now, or None. koila.plan() uses it to
+ * record next to an open step and not into it. */
 static PyObject *py_swap_open(PyObject *self, PyObject *tape)
 {
     (void)self;
@@ -423,8 +424,9 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, *, ...): the step planned last on a device profile (a name, or JSON text); what
- * the keywords say is koila_predict_opts in words. rows None: the most that fit. */
+/* predict(device, *, ...): predicts the step planned last on a device profile (a name, or JSON
+ * text). The keywords are the fields of koila_predict_opts in words. rows None: the most that
+ * fit. */
 static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "device",
@@ -496,7 +498,7 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     }
     if (status != KOILA_OK)
         return koila__raise(status);
-    koila__plan_cache_clear(); /* they were made without this rule */
+    koila__plan_cache_clear(); /* the cached plans were made without this rule */
     Py_RETURN_NONE;
 }
 
@@ -522,7 +524,7 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
     return ranks;
 }
 
-/* For tests: forget plans, and what was learned. */
+/* For tests: forgets plans and learned workspaces. */
 static PyObject *py_forget(PyObject *self, PyObject *ignored)
 {
     (void)self;
@@ -534,38 +536,38 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 static PyMethodDef methods[] = {
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
-    { "n_plans", py_n_plans, METH_NOARGS, "How often last_plan() has changed." },
+    { "n_plans", py_n_plans, METH_NOARGS, "Number of times last_plan() has changed." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
     { "run_all", py_run_all, METH_VARARGS,
       "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS,
-      "finish_step(tape, done): after run_all(..., True)." },
+      "finish_step(tape, done): commit or drop the effects after run_all(..., True)." },
     { "take_all", py_take_all, METH_O,
-      "take_all(list of lazies) -> their plain tensors, no longer held by the tape; the list is "
-      "emptied." },
-    { "swap_open", py_swap_open, METH_O, "swap_open(tape | None) -> the open tape until now." },
+      "take_all(list of lazies) -> their plain tensors, released by the tape; empties the list." },
+    { "swap_open", py_swap_open, METH_O,
+      "swap_open(tape | None) -> the tape that was open before." },
     { "cut_of", py_cut_of, METH_O,
       "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "gather", py_gather, METH_VARARGS,
-      "gather([lazy, ...], operator): it is about to run on values; they become concrete, in one "
-      "run. The plan tells what that gathers, strict() refuses it." },
+      "gather([lazy, ...], operator): make the values concrete that the operator needs, in one "
+      "run. The plan reports sliced ones as gathers; strict() refuses them." },
     { "explain", py_explain, METH_O,
-      "explain(lazies): the plan that would make them, as a dict; runs nothing." },
+      "explain(lazies): the plan for them as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS,
       "save_graph(lazies or None, path): the recorded graph as text." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
     { "predict", (PyCFunction)(void (*)(void))py_predict, METH_VARARGS | METH_KEYWORDS,
-      "The step planned last on a device, given by name or as JSON text; a dict. The keywords are "
-      "koila.plan()'s." },
+      "Predict the step planned last on a device, given by name or as JSON text; a dict. The "
+      "keywords are those of koila.plan()." },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS,
-      "register_rule(operator, rule): what koila.register_rule says." },
+      "register_rule(operator, rule): see koila.register_rule." },
     { "ranks_of", py_ranks_of, METH_O,
-      "ranks_of(lazies) -> koila._sharded.Ranks or None: who makes the sharded calls that they "
-      "need too." },
+      "ranks_of(lazies) -> koila._sharded.Ranks or None: the ranks that share their sharded "
+      "calls." },
     { "ranks_ask", py_ranks_ask, METH_O,
-      "ranks_ask(ranks_of): from now on steps with opaque calls ask it which ranks they share them "
-      "with." },
+      "ranks_ask(ranks_of): set the function that tells which ranks share a step's opaque "
+      "calls." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { NULL, NULL, 0, NULL },
 };

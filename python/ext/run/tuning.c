@@ -1,5 +1,5 @@
-/* tuning.c — micro_batch("fastest"): of the numbers of rows that fit, a few are timed in the first
- * runs of a step, and the fastest is kept. */
+/* tuning.c — micro_batch("fastest"): times a few of the slice sizes that fit in the first runs of a
+ * step, and keeps the fastest. */
 #include "run/run.h"
 
 #include <math.h>
@@ -7,11 +7,11 @@
 enum {
     N_TUNED = 16,  /* steps remembered */
     N_SIZES = 4,   /* the automatic size, 1/2, 1/4 and 1/8 of it */
-    N_TIMINGS = 2, /* of each; the smaller counts, so that the first step's start-up does not */
+    N_TIMINGS = 2, /* per size; the smaller counts, to exclude the start-up cost of the first run */
 };
 typedef struct tuning {
     uint64_t key;
-    uint64_t used; /* on `clock`; the oldest is replaced */
+    uint64_t used; /* time on `clock`; the oldest is replaced */
     int64_t rows[N_SIZES];
     double seconds[N_SIZES];
     uint32_t n_sizes; /* 0: an empty slot */
@@ -63,7 +63,7 @@ static tuning *new_tuning(uint64_t key, int64_t rows)
 void koila__tuned_record(uint64_t key, int64_t rows, double seconds)
 {
     tuning *t = tuning_of(key);
-    if (!t) /* its first run, with the automatic size */
+    if (!t) /* the first run, with the automatic size */
         t = new_tuning(key, rows);
     for (uint32_t i = 0; i < t->n_sizes; i++)
         if (t->rows[i] == rows && seconds < t->seconds[i])

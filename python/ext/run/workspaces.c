@@ -1,16 +1,16 @@
-/* workspaces.c — bytes that operators use inside, beyond their results: a copy of an operand in
- * another layout, an unfolded image. No rule tells them, so they are learned as operators run.
+/* workspaces.c — learns the workspaces of operators: bytes that they use beyond their results, such
+ * as a copy of an operand in another layout, or an unfolded image. No rule predicts them.
  *
- * By signature, a few numbers of rows and the bytes seen there are kept. They are a fixed part (a
- * weight in another layout) and a part that grows with the rows, so numbers in between lie on a
- * line. WHOLE: outside a loop, or all rows in one slice.
+ * For each signature a few row counts and their bytes are kept. A workspace has a fixed part (a
+ * weight in another layout) and a part that grows with the rows, so it is interpolated linearly in
+ * between. WHOLE: outside a loop, or all rows in one slice.
  */
 #include "run/run.h"
 
 enum {
-    N_SEEN = 6,         /* numbers of rows kept for a signature */
+    N_SEEN = 6,         /* row counts kept for a signature */
     SIGS_AHEAD = 64,    /* room for signatures still to come */
-    NOISE_BYTES = 4096, /* a smaller change, or one of less than 1 in NOISE_SHARE, is none */
+    NOISE_BYTES = 4096, /* smaller changes, or less than one part in NOISE_SHARE, are ignored */
     NOISE_SHARE = 50,
 };
 #define WHOLE INT64_MAX
@@ -60,8 +60,8 @@ static double rows_of(const workspace *w, uint32_t i)
     return w->at[i].rows == WHOLE ? (double)w->batch : (double)w->at[i].rows;
 }
 
-/* Bytes at x rows, by the first n entries, of which `above` is the first with more rows: on the
- * line through the two that are nearest, but never less than what was seen implies. */
+/* Bytes at x rows, on the line through the two nearest of the first n entries, of which `above` is
+ * the first with more rows. Never less than the measured bytes imply. */
 static uint64_t on_a_line(const workspace *w, uint32_t n, uint32_t above, double x)
 {
     const double smallest = (double)w->at[0].bytes * x / rows_of(w, 0);
@@ -78,7 +78,8 @@ static uint64_t on_a_line(const workspace *w, uint32_t n, uint32_t above, double
     const double a = rows_of(w, k);
     const double b = rows_of(w, k + 1);
     koila_assert(k + 1 < n);
-    if (b <= a) /* WHOLE is the batch of today, which was larger when row `a` was seen */
+    /* WHOLE means today's batch, which is smaller than the one at which entry k was measured */
+    if (b <= a)
         return w->at[n - 1].bytes;
     const double bytes_a = (double)w->at[k].bytes;
     const double bytes_b = (double)w->at[k + 1].bytes;
@@ -98,7 +99,7 @@ uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t
         return w->at[above].bytes;
     uint32_t n = w->n;
     if (!w->batch && w->at[n - 1].rows == WHOLE)
-        n--; /* it lies nowhere on a line of rows */
+        n--; /* without a known batch WHOLE has no place on the line */
     if (!n)
         return 0;
     if (rows == WHOLE && !w->batch)
@@ -113,7 +114,7 @@ bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
     return w && is_entry(w, entry_from(w, rows), rows);
 }
 
-/* Room for signature `sig`; false: no memory, so predictions are less exact and nothing worse. */
+/* Makes room for signature `sig`. False: no memory; then predictions are only less exact. */
 static bool make_room(koila_sig sig)
 {
     if (sig < learned.n)
@@ -129,7 +130,7 @@ static bool make_room(koila_sig sig)
     return true;
 }
 
-/* The entry of `rows` with at least `bytes`. */
+/* Finds or adds the entry of `rows`, and raises it to at least `bytes`. */
 static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes)
 {
     uint32_t i = entry_from(w, rows);
@@ -138,7 +139,8 @@ static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes)
             w->at[i].bytes = bytes;
         return &w->at[i];
     }
-    if (w->n == N_SEEN) { /* the smallest and the largest say most: one between them goes */
+    if (w->n == N_SEEN) {
+        /* the ends determine the line best: drop an entry between them */
         const uint32_t gone = i > 1 && i < N_SEEN ? i - 1 : N_SEEN / 2;
         w->n--;
         memmove(&w->at[gone], &w->at[gone + 1], (w->n - gone) * sizeof *w->at);
