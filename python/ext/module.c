@@ -1,5 +1,4 @@
-/* module.c — koila._core: the slots and the order in which the parts are added. Each part adds its
- * names to the module in one function. */
+/* module.c — the module koila._core. Each part of the extension adds its names in one function. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

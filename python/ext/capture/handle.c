@@ -1,7 +1,8 @@
 /* handle.c — the Value in a LazyTensor's slot: it is made with its wrapper and dies with it.
  *
- * class Value: # one for each wrapper, owned by the wrapper's slot `_v` group, chain # which
- * storage, and which view of it value # its value when group.gen was `gen`
+ *   class Value:       # one for each wrapper, owned by the wrapper's slot `_v`
+ *       group, chain   # which storage, and which view of it
+ *       value          # the value of that view when group.gen was `gen`
  */
 #include "capture/capture.h"
 

@@ -1,16 +1,18 @@
 /* cpu_bytes.c — see cpu_bytes.h. The exact memory of PyTorch on the CPU.
  *
  * PyTorch does not count its CPU memory, but every CPU tensor that it allocates itself comes from
- * one function, c10::alloc_cpu. Plan A alloc_cpu is the only caller of posix_memalign in libc10.so,
- * and c10::free_cpu is free(): we put our own two functions into libc10's slots for these (got.h).
- * A limit refuses by returning ENOMEM, and torch builds and throws its own exception. (Returning
- * success with a NULL block would make a tensor at address 0; any other error changes torch's
- * text.) Plan B where libc10 has its allocator linked in and imports no posix_memalign (aarch64
- * wheels): our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every loaded
- * object, and a refusal throws through c10's exported ThrowEnforceNotMet. This file is compiled
- * with -fexceptions: when the real alloc_cpu throws, a cleanup takes the reservation back. Each
- * plan is tested before it is used: a storage of 4099 bytes must show up in the table and leave it
- * again; otherwise the hooks are removed and the answer is "unsupported". Later
+ * one function, c10::alloc_cpu.
+ *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is
+ *           free(): our two functions go into libc10's slots for these (got.h). The limit refuses a
+ *           block by returning ENOMEM, and torch builds and throws its own exception. (Success with
+ *           a NULL block would make a tensor at address 0; any other error changes torch's text.)
+ *   Plan B  libc10 has its allocator linked in and does not import posix_memalign (aarch64 wheels):
+ *           our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every loaded
+ *           object, and the limit throws through c10's exported ThrowEnforceNotMet. This file is
+ *           compiled with -fexceptions: when the real alloc_cpu throws, a cleanup takes the
+ *           reservation back.
+ * Each plan is tested before it is used: a storage of 4099 bytes must show up in the table and
+ * leave it again; otherwise the hooks are removed and the answer is "unsupported". Later
  * koila__cpu_bytes_ok() compares the slots, since other memory profilers write the same ones.
  *
  * free() in libc10 also frees other things than tensors, and blocks older than our hooks: a block

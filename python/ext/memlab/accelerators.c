@@ -1,17 +1,16 @@
-/* accelerators.c — the devices there are, and what the allocators of accelerators do. An
- * accelerator is one or more lines of the table `libraries`; the rest of memlab knows devices by
- * number.
+/* accelerators.c — finds the devices and follows the allocators of accelerators. Each accelerator
+ * has one or more lines in the table `libraries`; the rest of memlab knows devices by number.
  *
  * Caching allocators call c10::reportMemoryUsageToProfiler(ptr, +-bytes, allocated, reserved,
  * device) for every block handed out or taken back, through one slot of libc10_cuda.so
- * (libc10_hip.so, libc10_xpu.so). We put ourselves there and call the original afterwards. Nothing
- * of the user's statistics is read or reset. It runs under the allocator's lock, on any thread,
- * without the GIL: atomics only.
+ * (libc10_hip.so, libc10_xpu.so). Our function goes into that slot and calls the original
+ * afterwards. The user's statistics are neither read nor reset by it. It runs under the allocator's
+ * lock, on any thread, without the GIL: atomics only.
  *
- * What it does not tell (an emptied cache, blocks that wait for another stream) is read from the
- * allocator's statistics once a call, and at every line while something waits. Other allocators
- * (cudaMallocAsync, pluggable ones) never call it; then the device is read through its statistics
- * at the ends of lines ("stats"), and what happened inside a line is not known.
+ * Some changes cause no event: an emptied cache, blocks that wait for another stream. They are read
+ * from the allocator's statistics once per call, and at every line while a block waits. Other
+ * allocators (cudaMallocAsync, pluggable ones) have no events; their statistics are read at the
+ * ends of lines ("stats"), and changes inside a line are not known.
  */
 #include "memlab/memlab.h"
 
@@ -26,23 +25,23 @@ enum { PATH_BYTES = 4096 };
 
 /* The libraries that hold a caching allocator. */
 static const struct library {
-    const char *file;     /* begins with this */
-    const char *device;   /* what torch calls its devices */
+    const char *file;     /* its file name begins with this */
+    const char *device;   /* torch's name of its devices */
     int type;             /* c10::DeviceType of its events */
     const char *release;  /* the runtime's function that frees a cached segment; NULL: not hooked */
-    const char *no_cache; /* set in the environment: nothing is cached; NULL: always is */
+    const char *no_cache; /* environment variable that turns caching off; NULL: none */
 } libraries[] = {
     { "libc10_cuda.so", "cuda", 1, "cudaFree", "PYTORCH_NO_CUDA_MEMORY_CACHING" },
     { "libc10_hip.so", "cuda", 6, "hipFree", "PYTORCH_NO_HIP_MEMORY_CACHING" },
     { "libc10_xpu.so", "xpu", 12, NULL, NULL },
 };
 
-/* What torch calls the devices 1 ..; NULL: there are none. */
+/* Torch's name of the devices from 1 on; NULL: there are none. */
 static const char *accelerator;
 static bool native_allocator = true;
-static bool counted; /* devices are counted, once torch was there */
+static bool counted; /* the devices were counted, which needs torch */
 
-/* Torch if it is imported, without importing it; a new reference or NULL, without an exception. */
+/* Torch if it is already imported: a new reference, or NULL without an exception. */
 static PyObject *imported_torch(void)
 {
     PyObject *name = PyUnicode_FromString("torch");
@@ -80,7 +79,7 @@ KOILA__HOT static void hook_report(void *p, int64_t delta, size_t allocated, siz
         real_report(p, delta, allocated, reserved, device);
 }
 
-/* How many devices of this name torch sees, without starting any. */
+/* The number of devices of this name that torch sees. Initialises none of them. */
 static int devices_of(PyObject *torch, const char *name)
 {
     PyObject *module = PyObject_GetAttrString(torch, name);
@@ -92,13 +91,13 @@ static int devices_of(PyObject *torch, const char *name)
     return n;
 }
 
-/* How many accelerators torch sees; sets their name. Only one kind is looked at. */
+/* The number of accelerators that torch sees, of the first kind that it has. Sets their name. */
 static int count_devices(PyObject *torch)
 {
     int n = 0;
     for (size_t i = 0; n <= 0 && i < KOILA_COUNT(libraries); i++) {
         if (i && strcmp(libraries[i].device, libraries[i - 1].device) == 0)
-            continue; /* already asked for */
+            continue; /* same device name as the line above */
         n = devices_of(torch, libraries[i].device);
         if (n > 0)
             accelerator = libraries[i].device;
@@ -108,8 +107,7 @@ static int count_devices(PyObject *torch)
     return n < KOILA__DEVICES_MAX - 1 ? n : KOILA__DEVICES_MAX - 1;
 }
 
-/* ---- what accelerators change without an event, and all that one without events does: read from
- * the allocator's own statistics */
+/* ---- the allocator's own statistics: changes without an event, and accelerators without events */
 
 enum {
     /* metrics; from S_REQUESTED_BYTES to S_RESERVED_BYTES in the order of koila__stats */
@@ -170,7 +168,7 @@ static bool find_memory_stats(void)
 }
 
 /* {metric: {pool: {stat: int}}} of an accelerator; a new reference, or NULL without an exception.
- * torch's public wrapper flattens it first, which takes 33 us. */
+ * Not through torch's public wrapper, which flattens it and takes 33 us. */
 static PyObject *raw_stats(int device)
 {
     if (!accelerator || !PyGILState_Check())
@@ -185,8 +183,8 @@ static PyObject *raw_stats(int device)
     PyErr_Restore(error_type, value, where);
     return stats;
 }
-/* 0: there is no such statistic. Keys of more parts (private pools of CUDA graphs) are never asked
- * for. */
+/* One statistic; 0: there is none. Keys with more parts (private pools of CUDA graphs) are not
+ * read. */
 static uint64_t stat_of(PyObject *stats, int metric, int pool, int stat)
 {
     const int path[] = { metric, pool, stat };
@@ -200,14 +198,15 @@ static uint64_t stat_of(PyObject *stats, int metric, int pool, int stat)
     return 0;
 }
 
-/* The current value of `bytes` or `count` for quantity q, whose pool it implies. */
+/* The current value of metric `bytes` or `count` for quantity q, in the pool that q implies. */
 static uint64_t quantity_of(PyObject *stats, int q, int bytes, int count)
 {
     static const int pool_of[] = { S_ALL, S_SMALL_POOL, S_LARGE_POOL }; /* as in koila__q */
     return stat_of(stats, q < KOILA__Q_N_ALL ? bytes : count, pool_of[q % N_POOLS], S_CURRENT);
 }
 
-/* `stats` were just read, reserved was `reserved_before` before. */
+/* Tells the meter the changes without events. `stats` were read just now; reserved bytes were
+ * `reserved_before`. */
 static void note_silent(int device, PyObject *stats, uint64_t reserved_before)
 {
     uint64_t waiting[KOILA__WAITS];
@@ -244,7 +243,8 @@ static bool read_stats(int device, koila__stats *out)
     return true;
 }
 
-/* Tell the meter what the statistics say. whole: also what a hook would have told. */
+/* Tells the meter the changes in the statistics. whole: also those that a hook would have
+ * reported. */
 static void read_device(int device, bool whole)
 {
     uint64_t now[KOILA__Q_ACTIVE], reserved = reserved_now(device);
@@ -263,8 +263,8 @@ static void read_device(int device, bool whole)
         koila__meter_set(METER, device, now);
 }
 
-/* The cache is emptied by cudaFree, which is hooked too: a line is then known to the byte. Where
- * that is not seen (segments that expand are unmapped), what is reserved is read once a call. */
+/* cudaFree empties the cache. It is hooked too, so the line that does it is exact. Expandable
+ * segments are unmapped instead, unseen; then the reserved bytes are read once per call. */
 static koila__got_set free_slots;
 static int (*real_free)(void *p);
 static _Atomic uint64_t n_released;
@@ -284,7 +284,7 @@ static void poll_devices(bool thorough)
     thorough |= released != released_seen;
     released_seen = released;
     for (int d = 1; d < METER->n_devices; d++)
-        /* without a cache there is nothing to lose */
+        /* without reserved bytes there is no cache to empty */
         if (!hooked || koila__meter_waits(METER, d) || (thorough && reserved_now(d)))
             read_device(d, !hooked);
 }
@@ -296,7 +296,7 @@ static void hook_release(const struct library *l)
     char path[PATH_BYTES];
     if (!l->release || !koila__got_path(l->file, path, sizeof path))
         return;
-    /* found from this library, for several runtimes may be loaded */
+    /* found through this library, since several runtimes may be loaded */
     void *symbol = koila__got_symbol(path, l->release);
     memcpy(&real_free, &symbol, sizeof symbol);
     if (real_free)
@@ -324,7 +324,7 @@ static void listen_to_accelerators(void)
     koila__memlab_lines.poll = poll_devices;
 }
 
-/* cudaMallocAsync, pluggable allocators and one whose caching is off do not go through the hook. */
+/* The hook does not see cudaMallocAsync, pluggable allocators, or an allocator with caching off. */
 static bool uses_native_allocator(PyObject *torch)
 {
     for (size_t i = 0; i < KOILA_COUNT(libraries); i++)
@@ -410,8 +410,8 @@ static PyMethodDef methods[] = {
     { "memlab_now", memlab_now, METH_O,
       "(allocated, reserved) bytes of a device: 0 the CPU, 1 + i accelerator i." },
     { "memlab_devices", memlab_devices, METH_NOARGS,
-      "(name of the accelerator or None, how many)." },
-    { "memlab_hooked", memlab_hooked, METH_O, "Is every event of this device seen?" },
+      "(name of the accelerator or None, number of them)." },
+    { "memlab_hooked", memlab_hooked, METH_O, "Does koila see every event of this device?" },
     { NULL, NULL, 0, NULL },
 };
 

@@ -1,10 +1,9 @@
-/* credit.c — memory that is used for a line while another line runs: what captured work and
- * autograd nodes allocate. See credit.h, and linetab.h for how a row is credited.
- */
+/* credit.c — credits memory to the line that caused it while another line runs: captured work and
+ * autograd nodes. See credit.h, and linetab.h for how a row is credited. */
 #include "memlab/memlab.h"
 
 __thread struct koila__work koila__memlab_work;
-int koila__lines_enabled; /* line tables */
+int koila__lines_enabled; /* number of enabled line tables */
 
 KOILA__HOT static void credit_event(int device, const void *p, int64_t delta, uint64_t now)
 {

@@ -1,12 +1,12 @@
-/* events.c — who tells the meter: the allocators' events, threads and forks.
+/* events.c — passes the allocators' events to the meter; handles threads and forks.
  *
  * cpu_bytes.c counts every block of the CPU and calls us after each event; accelerators.c does the
- * same for the others. An event goes to the meter, and then to at most two listeners, each one
- * pointer that is NULL while nobody wants it. Events come on any thread, under an allocator's lock,
- * without the GIL: atomics only.
+ * same for the other devices. An event goes to the meter, and then to at most two listeners. A
+ * listener is one pointer, NULL while it is off. Events come on any thread, under an allocator's
+ * lock, without the GIL: atomics only.
  *
- * Thread states may still be looked at by an event in flight when their thread ends, so their
- * memory is kept and used again.
+ * An event in flight may still read a thread's state when the thread ends. So states are never
+ * freed, only reused.
  */
 #include "memlab/memlab.h"
 
@@ -17,7 +17,7 @@
 koila__meter koila__memlab_meter;
 koila__lines koila__memlab_lines;
 __thread koila__stack *koila__memlab_stack;
-static __thread koila__flow *my_flow; /* NULL: not yet, or there are too many */
+static __thread koila__flow *my_flow; /* NULL: none yet, or too many threads */
 static _Atomic(koila__listener) listeners[KOILA__LISTENS_N];
 
 #define METER (&koila__memlab_meter)
@@ -98,10 +98,10 @@ bool koila__events_lost_cpu(uint64_t generation)
 
 static pthread_key_t thread_ends;
 static pthread_mutex_t spare_lock = PTHREAD_MUTEX_INITIALIZER;
-static koila__stack *spare_stacks[KOILA__THREADS_MAX]; /* of threads that ended */
+static koila__stack *spare_stacks[KOILA__THREADS_MAX]; /* of ended threads */
 static int n_spare_stacks;
 
-/* Once a thread, inside an allocator. */
+/* Runs once per thread, inside an allocator. */
 static __attribute__((noinline, cold)) koila__flow *take_flow(void)
 {
     my_flow = koila__meter_take_flow(METER);
@@ -167,8 +167,8 @@ static void after_fork_child(void)
 
 /* ---- Python */
 
-/* For tests: pretend to be an allocator. memlab_event(device, delta, thread=True); device 0 then
- * needs no torch. */
+/* For tests: acts as an allocator. memlab_event(device, delta, thread=True). Device 0 needs no
+ * torch then. */
 static PyObject *memlab_event(PyObject *self, PyObject *args)
 {
     int device, own = 1;

@@ -1,6 +1,5 @@
-/* find_tensors.c — all tensor objects: those that the garbage collector knows, and after
- * gc.freeze() also those that can be reached from modules and frames.
- */
+/* find_tensors.c — finds all tensor objects: those that the garbage collector lists and, after
+ * gc.freeze(), those that can be reached from modules and frames. */
 #include "memlab/tensors.h"
 
 #include <frameobject.h>
@@ -13,7 +12,7 @@ typedef struct finding {
     koila__ptrmap seen;
     bool failed; /* no memory */
 } finding;
-/* 0: stop, no memory. */
+/* Adds a tensor to the list. 0: stop, no memory. */
 static int add_tensor(finding *f, PyObject *o)
 {
     bool added;
@@ -52,11 +51,10 @@ static void add_known(finding *f, PyObject *gc)
 }
 #endif
 
-/* ---- what gc.freeze() hid: everything that can be reached from the modules and the running frames
- */
+/* ---- objects that gc.freeze() hid: all that modules and running frames reach */
 
-/* Fewer objects are frozen than torch's own modules have: then it was before torch was imported,
- * and no tensor is among them. CPython 3.12.0 and .1 start with 375. */
+/* With fewer frozen objects than torch's own modules have, gc.freeze() ran before torch was
+ * imported, and no tensor is frozen. CPython 3.12.0 and .1 start with 375. */
 enum { FROZEN_WITHOUT_TORCH = 20000 };
 typedef struct reaching {
     koila__ptrmap seen;
@@ -68,7 +66,8 @@ static int reach(PyObject *o, void *user)
 {
     reaching *r = user;
     bool added;
-    /* asyncio shows its free list: a reference to one of those, given up, would free it again */
+    /* asyncio traverses its free list: taking and dropping a reference to an entry would free it
+     * again */
     if (!o || Py_REFCNT(o) == 0 || !PyObject_IS_GC(o))
         return 0;
     if (!koila__vec_reserve(&koila__libc, &r->todo, 1) || !koila__ptrmap_put(&r->seen, o, &added)) {
@@ -79,12 +78,12 @@ static int reach(PyObject *o, void *user)
         r->todo.at[r->todo.n++] = Py_NewRef(o);
     return 0;
 }
-/* A running frame does not traverse its locals and older frames. */
+/* The locals of a running frame, and older frames: its own traversal leaves them out. */
 static void reach_from_frame(PyFrameObject *frame, reaching *r)
 {
     PyFrameObject *back = PyFrame_GetBack(frame);
     PyObject *locals = PyObject_GetAttrString((PyObject *)frame, "f_locals");
-    PyObject *values = locals ? PyMapping_Values(locals) : NULL; /* from 3.13 on a proxy */
+    PyObject *values = locals ? PyMapping_Values(locals) : NULL; /* 3.13 and later: a proxy */
     if (back)
         reach((PyObject *)back, r);
     for (Py_ssize_t i = 0; values && i < PyList_GET_SIZE(values); i++)

@@ -1,5 +1,5 @@
-/* line_table.c — the table of a line profiler: which functions it records, and what Python reads of
- * it. The rows themselves are in src/memory/linetab.c.
+/* line_table.c — the table of a line profiler for Python: its functions, and access to the rows,
+ * which are in src/memory/linetab.c.
  *
  * LineTable is equivalent to:
  *     class LineTable:                    # what one profiler has recorded
@@ -32,8 +32,8 @@ typedef struct line_table {
     VEC(entry) entries;
 } line_table;
 
-/* Watch the code of an entry, or no more, as the profilers want it now. While it runs it stays
- * watched, so that its end is seen. */
+/* Starts or stops watching the code of an entry, as the enabled profilers need it. Code that runs
+ * stays watched, so that its end is seen. */
 static int refresh(entry *e)
 {
     koila__code *c = e->func->code;
@@ -41,7 +41,7 @@ static int refresh(entry *e)
     return koila__monitor_code(e->code, runs || koila__code_wanted(c));
 }
 
-/* Give up the codes that nobody wants and that run no more. */
+/* Releases the codes that no profiler needs and that do not run. */
 static void reap(void)
 {
     const void *key = koila__lines_reap(LINES);
@@ -49,7 +49,7 @@ static void reap(void)
         Py_DECREF((PyObject *)key);
 }
 
-/* Must the code of an entry stay watched without it? */
+/* Must the code of an entry stay watched when the entry goes? */
 static bool is_wanted_by_others(const entry *e)
 {
     const koila__code *c = e->func->code;
@@ -68,7 +68,7 @@ static void drop_entries(line_table *t)
         if (t->wish.enabled && !is_wanted_by_others(e) && koila__monitor_code(e->code, false) < 0)
             PyErr_Clear();
         if (koila__func_free(LINES, e->func))
-            Py_DECREF(e->code); /* the reference of LINES */
+            Py_DECREF(e->code); /* the reference that LINES held */
         Py_DECREF(e->code);
         Py_DECREF(e->name);
         Py_DECREF(e->file);
@@ -99,7 +99,7 @@ static PyObject *table_add(line_table *t, PyObject *args)
         return PyErr_NoMemory();
     koila_assert(func->code->key == code);
     if (!known)
-        Py_INCREF(code); /* for LINES, given back by drop_entries() or reap() */
+        Py_INCREF(code); /* for LINES; drop_entries() or reap() releases it */
     entry *e = &t->entries.at[t->entries.n++];
     *e = (entry){ Py_NewRef(code),   Py_NewRef(name), Py_NewRef(file),
                   Py_NewRef(source), first_line,      func };
@@ -141,9 +141,9 @@ static PyObject *table_clear(line_table *t, PyObject *none)
     Py_RETURN_NONE;
 }
 
-/* ---- what is shown */
+/* ---- selecting and rendering rows */
 
-/* The entry number `item` (NULL: i) of a table; NULL with an exception set. */
+/* Entry number `item` (NULL: i) of a table; NULL with an exception set. */
 static entry *entry_at(line_table *t, PyObject *item, Py_ssize_t i)
 {
     Py_ssize_t k = item ? PyLong_AsSsize_t(item) : i;
@@ -263,8 +263,8 @@ static koila__format format_of(const char *name)
     return KOILA__FORMAT_TEXT;
 }
 
-/* What koila__lines_write() needs of an entry: text borrowed from it, and view->code, a PyMem
- * array. false with an exception set. */
+/* Fills the input of koila__lines_write() for an entry: text borrowed from it, and view->code, a
+ * PyMem array. False with an exception set. */
 static bool view_of(const entry *e, koila__view *view)
 {
     const char *name = PyUnicode_AsUTF8(e->name);
@@ -315,7 +315,8 @@ static PyObject *table_render(line_table *t, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-/* A table that stays as this one is now, of the chosen entries. Always a plain LineTable. */
+/* The type of frozen tables, always a plain LineTable: a copy of the chosen entries as they are
+ * now. */
 static PyTypeObject *table_type;
 static bool add_copy(line_table *copy, const entry *e)
 {
@@ -356,7 +357,7 @@ static bool put(PyObject *dict, const char *key, PyObject *value)
     return r == 0;
 }
 
-/* Every word, and every metric.pool.stat that this row has on this device. */
+/* Adds every named column, and every metric.pool.stat of this row on this device. */
 static bool put_columns(PyObject *dict, const koila__row *row, int device)
 {
     koila__column c = { .word = KOILA__WORD_HITS };
@@ -381,7 +382,7 @@ static bool put_columns(PyObject *dict, const koila__row *row, int device)
     return true;
 }
 
-/* One source line of an entry: its place, its text, its numbers. NULL with an exception set. */
+/* The dict of one source line: its place, text and numbers. NULL with an exception set. */
 static PyObject *record_of(const entry *e, Py_ssize_t r, int device)
 {
     const koila__func *f = e->func;
@@ -468,14 +469,13 @@ static PyMethodDef table_methods[] = {
     { "add", (PyCFunction)table_add, METH_VARARGS,
       "add(code, name, file, first_line, n_lines, source) -> bool: record this code too." },
     { "enable", (PyCFunction)table_enable, METH_NOARGS, "Record from now on." },
-    { "disable", (PyCFunction)table_disable, METH_NOARGS,
-      "Stop recording; what was recorded stays." },
+    { "disable", (PyCFunction)table_disable, METH_NOARGS, "Stop recording and keep the records." },
     { "clear", (PyCFunction)table_clear, METH_NOARGS, "Drop functions and records." },
     { "render", (PyCFunction)(void (*)(void))table_render, METH_VARARGS | METH_KEYWORDS,
       "render(format, columns, device=-1, which=None, all=False) -> str; format: text, html, json "
       "or csv." },
     { "frozen", (PyCFunction)table_frozen, METH_VARARGS,
-      "frozen(which=None) -> LineTable that stays as this one is now." },
+      "frozen(which=None) -> LineTable: a copy with the present records." },
     { "table_records", (PyCFunction)table_records, METH_VARARGS,
       "table_records(device=-1, which=None) -> list of dicts, one per source line." },
     { NULL, NULL, 0, NULL },
@@ -514,9 +514,10 @@ static PyObject *lines_check(PyObject *self, PyObject *none)
 }
 static PyMethodDef methods[] = {
     { "check_columns", check_columns, METH_O,
-      "check_columns(names) -> bool: must one be read from the allocator? ValueError if unknown." },
+      "check_columns(names) -> bool: does one need the allocator's statistics? ValueError if "
+      "unknown." },
     { "lines_way", lines_way, METH_NOARGS,
-      "How lines are seen: monitoring, frame evaluation or tracer." },
+      "How lines are observed: monitoring, frame evaluation or tracer." },
     { "lines_check", lines_check, METH_NOARGS, "Are this thread's activations consistent?" },
     { NULL, NULL, 0, NULL },
 };

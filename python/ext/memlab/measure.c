@@ -1,4 +1,4 @@
-/* measure.c — koila.memlab.measure(): what a block of code does to a device's memory.
+/* measure.c — koila.memlab.measure(): a device's memory while a block of code runs.
  *
  * Measure is equivalent to:
  *     class Measure:                 # a context manager
@@ -6,8 +6,7 @@
  *         start, end, peak, rise, alloc, freed, allocs, frees: int
  *                                    # live inside the block, final after it
  *
- * Spans may still be looked at by an event in flight when they are given up, so their memory is
- * kept and used again.
+ * An event in flight may still read a span when it ends. So spans are never freed, only reused.
  */
 #include "memlab/memlab.h"
 
@@ -24,7 +23,7 @@ typedef struct measure {
     PyObject_HEAD
     int device;
     koila__span *span;   /* NULL until entered */
-    uint64_t generation; /* of the CPU's count, at the beginning */
+    uint64_t generation; /* generation of the CPU's count at the beginning */
 } measure;
 
 static PyObject *measure_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -80,7 +79,7 @@ static PyObject *measure_exit(measure *m, PyObject *args)
     Py_RETURN_FALSE;
 }
 
-/* Small and large blocks together, from the first sum to the last. */
+/* The growth between two readings, of small and large blocks together. */
 static uint64_t inside(const uint64_t last[2], const uint64_t first[2])
 {
     return last[0] + last[1] - first[0] - first[1];
@@ -125,7 +124,8 @@ static PyGetSetDef measure_getset[] = {
     { "start", (getter)measure_get, NULL, "Bytes at the beginning.", (void *)START },
     { "end", (getter)measure_get, NULL, "Bytes at the end, or now.", (void *)END },
     { "peak", (getter)measure_get, NULL, "Highest bytes inside.", (void *)PEAK },
-    { "rise", (getter)measure_get, NULL, "peak - start: the room that was needed.", (void *)RISE },
+    { "rise", (getter)measure_get, NULL, "peak - start: the additional memory needed.",
+      (void *)RISE },
     { "alloc", (getter)measure_get, NULL, "Bytes handed out inside.", (void *)ALLOC },
     { "freed", (getter)measure_get, NULL, "Bytes taken back inside.", (void *)FREED },
     { "allocs", (getter)measure_get, NULL, "Blocks handed out inside.", (void *)ALLOCS },
@@ -134,7 +134,7 @@ static PyGetSetDef measure_getset[] = {
 };
 static PyType_Slot measure_slots[] = {
     { Py_tp_doc,
-      "What a block of code did to a device's memory, exactly; see koila.memlab.measure." },
+      "The exact effect of a block of code on a device's memory; see koila.memlab.measure." },
     { Py_tp_new, measure_new },
     { Py_tp_dealloc, measure_dealloc },
     { Py_tp_methods, measure_methods },

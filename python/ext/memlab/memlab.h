@@ -1,6 +1,5 @@
-/* memlab.h — what the files of koila.memlab in the extension share. One section per file, and a
- * file uses only sections above its own: there is no circle. credit.h is what capture and run may
- * see. */
+/* memlab.h — shared by the files of koila.memlab in the extension. There is one section per file,
+ * and a file uses only the sections above its own. capture and run see only credit.h. */
 #ifndef KOILA_EXT_MEMLAB_H
 #define KOILA_EXT_MEMLAB_H
 
@@ -13,8 +12,8 @@
 
 extern koila__meter koila__memlab_meter;
 extern koila__lines koila__memlab_lines;
-/* This thread's stack of activations; NULL until it runs profiled code. Hidden: the address needs
- * no search at run time. */
+/* This thread's stack of activations; NULL until it runs profiled code. Hidden visibility makes
+ * access fast. */
 extern __thread koila__stack *koila__memlab_stack __attribute__((visibility("hidden")));
 /* This thread's stack, made at the first call; NULL: no memory or too many threads. */
 koila__stack *koila__events_my_stack(void);
@@ -23,8 +22,8 @@ koila__stack *koila__events_my_stack(void);
  * now, reserved: the device's bytes after it; reserved is UINT64_MAX where nothing is reserved
  * beyond the blocks. Any thread, inside the allocator, without the GIL. */
 void koila__events_tell(int device, const void *p, int64_t delta, uint64_t now, uint64_t reserved);
-/* What is told of every event after the meter, under the same conditions. One function for each
- * purpose, which must tolerate a call after it was taken off: an event may be in flight. */
+/* Called after the meter for every event, under the same conditions. There is one function per
+ * purpose, which must tolerate a call after it was removed, since an event may be in flight. */
 typedef void (*koila__listener)(int device, const void *p, int64_t delta, uint64_t now);
 typedef enum koila__listens {
     KOILA__LISTENS_CREDIT,   /* credit.c, while a line profiler is enabled */
@@ -33,7 +32,7 @@ typedef enum koila__listens {
 } koila__listens;
 void koila__events_set_listener(koila__listens purpose, koila__listener fn); /* NULL: nobody */
 
-/* Listen to the CPU's allocator from now on. Idempotent. pre: the GIL is held. */
+/* Listens to the CPU's allocator from now on. Idempotent. pre: the GIL is held. */
 void koila__events_listen_to_cpu(void);
 /* Is every event of the CPU seen? */
 bool koila__events_hear_cpu(void);
@@ -44,29 +43,27 @@ int koila__events_add_module(PyObject *m);
 
 /* ---- accelerators.c: the devices, and the allocators of those that are not the CPU */
 
-/* Listen to every allocator there is, the CPU's and those of loaded accelerator libraries, from now
- * on. Idempotent. pre: the GIL is held. */
+/* Listens to the CPU's allocator and those of loaded accelerator libraries from now on. Idempotent.
+ * pre: the GIL is held. */
 void koila__memlab_listen(void);
 /* Is every event of this device (0: the CPU) seen? */
 bool koila__memlab_is_hooked(int device);
 int koila__accelerators_add_module(PyObject *m);
 
-/* ---- sites.c: who asks for memory */
+/* ---- sites.c: the line that allocates memory */
 
 typedef struct koila__site {
-    char *file; /* NULL: unknown; kept for ever */
+    char *file; /* NULL: unknown; never freed */
     int line;
-    /* the innermost torch.nn.Module whose method was running, an address only; NULL: none, or
-     * nobody wanted to know */
+    /* address of the innermost torch.nn.Module whose method ran; NULL: none, or not noted */
     const void *module;
     uint64_t hash;
 } koila__site;
-/* Who asks for memory on this thread now: the tag of a site, 0 when it is no Python code. Needs no
- * GIL. */
+/* The tag of the site that allocates on this thread now; 0: no Python code. Needs no GIL. */
 uint32_t koila__sites_who_asks(void);
 koila__site koila__sites_get(uint32_t tag);
 uint32_t koila__sites_n(void); /* tags are 0 .. n */
-/* Note modules too, instances of this class; NULL: no more. pre: the GIL is held. */
+/* Also notes modules, the instances of this class; NULL: stops that. pre: the GIL is held. */
 void koila__sites_note_modules(PyObject *class);
 int koila__sites_add_module(PyObject *m);
 
@@ -74,9 +71,9 @@ int koila__sites_add_module(PyObject *m);
 
 int koila__measure_add_module(PyObject *m);
 
-/* ---- nodes.c: which lines make autograd nodes (and two functions of credit.h) */
+/* ---- nodes.c: the lines that make autograd nodes (and two functions of credit.h) */
 
-/* Note it from now on, or no more. pre: the GIL is held. */
+/* Starts or stops noting them. pre: the GIL is held. */
 void koila__nodes_listen(bool want);
 /* An allocator event: if a node runs backward on this thread, its line is credited. Any thread,
  * without the GIL. */
@@ -84,20 +81,20 @@ void koila__nodes_credit(int device, int64_t delta);
 
 /* ---- credit.c: memory for a line while another one runs (see credit.h) */
 
-/* One more line table is enabled, or one less. pre: the GIL is held. */
+/* A line table was enabled or disabled. pre: the GIL is held. */
 void koila__credit_enable(bool on);
 
 /* ---- monitor.c: which line runs, from CPython's events */
 
-/* Watch the lines of this code object, or no more. -1: a Python error is set. */
+/* Starts or stops watching the lines of a code object. -1: a Python error is set. */
 int koila__monitor_code(PyObject *code, bool on);
-/* on: some code is watched, or one more. off: no line profiler is enabled any more. -1: a Python
+/* on: one more code object is watched. off: no line profiler is enabled any more. -1: a Python
  * error is set. */
 int koila__monitor_any(bool on);
 /* "monitoring", "frame evaluation" or "tracer". Static storage. */
 const char *koila__monitor_way(void);
 
-/* ---- line_table.c: what Python reads of the line profiler */
+/* ---- line_table.c: the line profiler for Python */
 
 int koila__line_table_add_module(PyObject *m);
 

@@ -1,6 +1,6 @@
-/* monitor.c — which line of which profiled function runs now, told to src/memory/linetab.c.
+/* monitor.c — reports the running line of each profiled function to src/memory/linetab.c.
  *
- * Unprofiled code must run at full speed, so nothing global is switched on:
+ * Unprofiled code must run at full speed, so nothing is switched on for all code if possible:
  *   3.12+       sys.monitoring, local events on the profiled code objects only: LINE, PY_START,
  *               PY_RESUME, PY_YIELD, PY_RETURN; the two that CPython offers globally only,
  *               PY_UNWIND and PY_THROW, cost nothing until an exception unwinds.
@@ -10,7 +10,7 @@
  *               one the tracer is off (cframe.use_tracing), unless a debugger or cProfile was there
  *               first: then all events are passed on.
  *   otherwise   (all tool ids taken) the plain C tracer on all threads.
- * Every way ends in three calls: koila__lines_enter(), koila__lines_line(), koila__lines_leave().
+ * All three call koila__lines_enter(), koila__lines_line() and koila__lines_leave().
  * Everything here runs with the GIL.
  */
 #include "memlab/memlab.h"
@@ -49,9 +49,9 @@ static bool on_top(koila__stack *s, const void *code)
 /* ==== the plain tracer: fallback everywhere, and the source of line events on 3.10 and 3.11 */
 
 typedef struct tracer {
-    Py_tracefunc before; /* whose events we pass on; NULL: nobody's */
+    Py_tracefunc before; /* the tracer before ours, which gets the events too; NULL: none */
     PyObject *before_obj;
-    int depth; /* profiled frames on this thread that need it */
+    int depth; /* profiled frames on this thread that need the tracer */
 } tracer;
 static __thread tracer my_tracer;
 
@@ -63,15 +63,15 @@ static int pass_on(PyFrameObject *frame, int what, PyObject *arg)
 #if PY_VERSION_HEX < 0x030C0000
 /* ==== 3.10 and 3.11: frame evaluation */
 
-/* What resume_line() says besides the line at which a generator resumes. NO_LINE: only a generator
- * object is made. */
+/* Results of resume_line() other than the line at which a generator resumes. NO_LINE: the call only
+ * makes a generator object. */
 enum { A_CALL = -1, NO_LINE = 0 };
 
 #if PY_VERSION_HEX >= 0x030B0000
 #include <opcode.h>
 typedef struct _PyInterpreterFrame frame_type;
-/* The first fields of CPython 3.11's struct _PyInterpreterFrame; its layout is fixed for the life
- * of 3.11. */
+/* The first fields of CPython 3.11's struct _PyInterpreterFrame; the layout is the same in all of
+ * 3.11. */
 typedef struct frame_head {
     PyFunctionObject *f_func;
     PyObject *f_globals, *f_builtins, *f_locals;
@@ -81,7 +81,7 @@ typedef struct frame_head {
     _Py_CODEUNIT *prev_instr;
 } frame_head;
 static PyCodeObject *code_of(frame_type *frame) { return ((frame_head *)frame)->f_code; }
-/* And of its PyFrameObject. */
+/* The first fields of its PyFrameObject. */
 typedef struct frame_object_head {
     PyObject_HEAD
     PyFrameObject *f_back;
@@ -95,7 +95,7 @@ static const void *traced_code(PyFrameObject *frame)
 }
 static int traced_line(PyFrameObject *frame)
 {
-    int line = ((frame_object_head *)frame)->f_lineno; /* set while a line is traced */
+    int line = ((frame_object_head *)frame)->f_lineno; /* set while a line is being traced */
     return line ? line : PyFrame_GetLineNumber(frame);
 }
 static int resume_line(frame_type *frame)
@@ -106,7 +106,7 @@ static int resume_line(frame_type *frame)
     if (f->prev_instr < first)
         return makes_generator ? NO_LINE : A_CALL;
     if (!makes_generator)
-        return A_CALL; /* prev_instr may stand after cell and free variable set-up */
+        return A_CALL; /* prev_instr may be after the set-up of cell and free variables */
     if (_Py_OPCODE(*f->prev_instr) == RETURN_GENERATOR)
         return A_CALL;
     return PyCode_Addr2Line(f->f_code, (int)((const char *)f->prev_instr - (const char *)first));
@@ -130,8 +130,9 @@ static int trace_lines(PyObject *obj, PyFrameObject *frame, int what, PyObject *
     return pass_on(frame, what, arg);
 }
 
-static _PyFrameEvalFunction next_eval; /* evaluates the frames; set while the hook is in */
-enum { TRACING = 255 };                /* cframe.use_tracing */
+/* the evaluator before ours; set while the hook is installed */
+static _PyFrameEvalFunction next_eval;
+enum { TRACING = 255 }; /* cframe.use_tracing */
 
 static void tracer_on(PyThreadState *ts)
 {
@@ -165,7 +166,7 @@ static PyObject *eval_profiled(PyThreadState *ts, frame_type *frame, int throwin
     if (!s)
         return next_eval(ts, frame, throwing);
     PyCodeObject *code = code_of(frame);
-    Py_INCREF(code); /* generators give up their code when they end */
+    Py_INCREF(code); /* a generator releases its code when it ends */
     tracer_on(ts);
     int tracing = ts->cframe->use_tracing;
     ts->cframe->use_tracing = TRACING;
@@ -224,7 +225,7 @@ static koila__stack *stack_for(PyObject *const *args, Py_ssize_t n, koila__code 
 }
 static int as_int(PyObject *number)
 {
-    /* monitoring passes lines and offsets as ints, and nobody else calls */
+    /* only monitoring calls this, and it passes lines and offsets as ints */
     PyLongObject *n = (PyLongObject *)number;
     return PyUnstable_Long_IsCompact(n) ? (int)PyUnstable_Long_CompactValue(n)
                                         : (int)PyLong_AsLong(number);
@@ -290,10 +291,10 @@ static const struct {
 
 static PyObject *monitoring(void) { return PySys_GetObject("monitoring"); } // borrowed
 
-/* Sets tool_id, to ALL_TAKEN if need be. -1: a Python error is set. */
+/* Takes a free tool id; ALL_TAKEN if there is none. -1: a Python error is set. */
 static int take_id(PyObject *mon)
 {
-    static const int ids[] = { 4, 3, 2 }; /* 2 last: cProfile insists on it */
+    static const int ids[] = { 4, 3, 2 }; /* 2 last: cProfile can use no other */
     for (size_t i = 0; i < KOILA_COUNT(ids); i++) {
         PyObject *r = PyObject_CallMethod(mon, "use_tool_id", "is", ids[i], "koila.memlab");
         if (r) {
@@ -347,8 +348,8 @@ static int take_tool(void)
     return r;
 }
 
-/* The plain tracer, when there is no tool id left. A generator whose last instruction is beyond its
- * prologue (in bytes) is resumed, not called. */
+/* For the plain tracer, when no tool id is left: a generator whose last instruction is beyond its
+ * prologue (in bytes) is being resumed, not called. */
 enum { LAST_OF_PROLOGUE = 8 };
 static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *arg)
 {
@@ -369,8 +370,8 @@ static int trace_all(PyObject *obj, PyFrameObject *frame, int what, PyObject *ar
     return pass_on(frame, what, arg);
 }
 
-/* Threads that start later: threading takes this for their tracer and calls it at their first
- * Python call. */
+/* The tracer that threading sets in threads that start later: it runs at their first Python
+ * call. */
 static PyObject *begin_thread(PyObject *self, PyObject *args)
 {
     if (tool_id == ALL_TAKEN)
@@ -378,9 +379,9 @@ static PyObject *begin_thread(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 static PyMethodDef begin_thread_def = { "begin_thread", begin_thread, METH_VARARGS, NULL };
-static PyObject *threads_before; /* threading.gettrace() before us; NULL: we are not in */
+static PyObject *threads_before; /* threading.gettrace() before ours; NULL: ours is not set */
 
-/* on: trace all threads, in place of what was there. off: this thread gets back its own tracer. */
+/* on: traces all threads, replacing their tracers. off: restores the tracer of this thread. */
 static int trace_everywhere(bool on)
 {
     PyThreadState *ts = PyThreadState_Get();
@@ -439,7 +440,8 @@ int koila__monitor_any(bool on)
     }
     PyObject *r =
         PyObject_CallMethod(monitoring(), "set_events", "ii", tool_id, on ? global_events : 0);
-    if (r && !on) { /* others may want the id */
+    if (r && !on) {
+        /* other tools may need the id */
         Py_DECREF(r);
         r = PyObject_CallMethod(monitoring(), "free_tool_id", "i", tool_id);
         tool_id = NO_TOOL;

@@ -1,23 +1,23 @@
-/* nodes.c — which source line made an autograd node, and for which line memory is allocated while
+/* nodes.c — finds the source line that made an autograd node, which gets the node's memory while
  * backward runs.
  *
  * Autograd numbers its nodes, per thread, in the order in which they are made, through one
- * function, at::sequence_number::get_and_increment(). As cpu_bytes.c does for memory, we put
- * ourselves into its slots in libtorch_cpu.so and libtorch_python.so, and note which lines of
- * profiled code are open when a number is given out (linetab.h). During backward,
+ * function, at::sequence_number::get_and_increment(). As cpu_bytes.c does for memory, we put our
+ * function into its slots in libtorch_cpu.so and libtorch_python.so, and note which lines of
+ * profiled code are open when a number is assigned (linetab.h). During backward,
  * torch::autograd::get_current_node() is the node that runs.
  *
- * A node holds its number and the number of the thread that made it, at offsets found by experiment
- * on nodes that we know: the numbers through Python's _sequence_nr(), the thread's through
+ * A node holds its number and the number of the thread that made it. Their offsets are found by
+ * experiment on nodes for which both are known, from Python's _sequence_nr() and from
  * RecordFunction::currentThreadId(). If anything is not as expected, no node is noted, and the
  * column `backward` is blank.
  *
- * get_current_node() returns an owning pointer by value, and our share must be given back. Either
- * the node counts its owners itself, in the low half of its second word (c10::intrusive_ptr; its
- * third word is then the number), or it is a std::shared_ptr, whose second word is a block that
- * counts them in the 32 bits after its vtable. The engine owns the node while it runs, so ours is
- * never the last share. Three words are declared, so that the result comes through a hidden
- * pointer, as that of a C++ class that is not trivial does.
+ * get_current_node() returns an owning pointer by value, and we must release our share. Either the
+ * node counts its owners itself, in the low half of its second word (c10::intrusive_ptr; its third
+ * word is then the number), or the pointer is a std::shared_ptr, whose second word points to a
+ * block that counts them in the 32 bits after its vtable. The engine owns the node while it runs,
+ * so ours is never the last share. The result is declared with three words, so that it is returned
+ * through a hidden pointer, like that of a non-trivial C++ class.
  */
 #include "memlab/memlab.h"
 
@@ -33,7 +33,7 @@ typedef struct owned_node {
     struct {
         void *vtable;
         _Atomic int32_t n_owners;
-    } *owners; /* of a shared_ptr */
+    } *owners; /* count of a shared_ptr */
     void *never_written;
 } owned_node;
 
@@ -42,10 +42,10 @@ static uint64_t (*thread_id)(void);
 static owned_node (*current_node)(void);
 static koila__got_set slots;
 static enum { NOT_YET, READY, CANNOT } state;
-static int at_number, at_thread; /* words in a node; 0: unknown */
-/* at_number of a node that counts its owners itself, and of one in a shared_ptr */
+static int at_number, at_thread; /* indices of words in a node; 0: unknown */
+/* at_number of a node that counts its owners itself, or is in a shared_ptr */
 enum { INTRUSIVE = 2, SHARED = 3 };
-enum { NODE_WORDS = 12 }; /* a node is larger in every version since 2.0 */
+enum { NODE_WORDS = 12 }; /* a node has more words in every version since 2.0 */
 static _Atomic bool on;
 static __thread uint64_t my_id;
 
@@ -62,7 +62,7 @@ KOILA__HOT static uint64_t hook_next_number(void)
     return number;
 }
 
-/* The node that runs backward on this thread; false: none, or nobody wants to know. */
+/* The node that runs backward on this thread. False: none, or nodes are not noted. */
 KOILA__HOT static bool running_node(uint64_t *number, uint64_t *thread)
 {
     if (!on || !atomic_load_explicit(&koila__memlab_lines.n_made, memory_order_relaxed))
@@ -77,7 +77,7 @@ KOILA__HOT static bool running_node(uint64_t *number, uint64_t *thread)
         __atomic_fetch_sub(&now.node[1], 1, __ATOMIC_ACQ_REL);
     else
         atomic_fetch_sub_explicit(&now.owners->n_owners, 1, memory_order_acq_rel);
-    return *number != UINT64_MAX; /* a leaf's AccumulateGrad has none: no line made it */
+    return *number != UINT64_MAX; /* AccumulateGrad of a leaf has no number: no line made it */
 }
 KOILA__HOT void koila__nodes_credit(int device, int64_t delta)
 {
@@ -86,7 +86,7 @@ KOILA__HOT void koila__nodes_credit(int device, int64_t delta)
         koila__lines_credit_node(&koila__memlab_lines, thread, number, device, (uint64_t)delta);
 }
 
-/* What a lazy backward captured: nodes of one tape, in order. */
+/* The nodes of one tape that a lazy backward captured, in order. */
 typedef struct captured_node {
     uint32_t node;
     koila__origin_path path;
@@ -103,7 +103,7 @@ void koila__nodes_captured(uint64_t tape, uint32_t node)
         captured.n = 0;
     captured_tape = tape;
     if (!koila__vec_reserve(&koila__libc, &captured, 1))
-        return; /* no line gets its memory */
+        return; /* no line is credited with its memory */
     captured.at[captured.n++] =
         (captured_node){ node, koila__lines_path_of(&koila__memlab_lines, thread, number) };
 }
@@ -123,7 +123,8 @@ koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node)
     return found ? captured.at[lo].path : (koila__origin_path){ 0 };
 }
 
-/* The words (a bit for each) of a Python wrapper's node that hold `number`, and this thread's. */
+/* Bit masks of the words in a Python wrapper's node that hold `number`, and this thread's
+ * number. */
 static void look_into(PyObject *wrapper, uint64_t number, uint64_t *numbers, uint64_t *threads)
 {
     const uint64_t *words = *(const uint64_t **)(wrapper + 1); /* the wrapper's shared_ptr */
@@ -151,7 +152,7 @@ static bool try_node(PyObject *x, uint64_t *before, uint64_t *numbers, uint64_t 
     return ok;
 }
 
-/* Make three nodes; which words hold their numbers, and which this thread's? */
+/* Makes three nodes to find the words that hold their numbers, and this thread's. */
 static bool find_offsets(PyObject *torch)
 {
     uint64_t always_number = ~0ull, always_thread = ~0ull, before = ~0ull;
@@ -171,7 +172,7 @@ static bool find_offsets(PyObject *torch)
         return false;
     at_number = __builtin_ctzll(always_number);
     always_thread &= ~(1ull << at_number);
-    /* the last: a small number may stand before it too */
+    /* the last match: an earlier word may hold the same small number */
     at_thread = always_thread ? 63 - __builtin_clzll(always_thread) : 0;
     return at_thread && (at_number == INTRUSIVE || at_number == SHARED);
 }

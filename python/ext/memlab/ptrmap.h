@@ -1,4 +1,4 @@
-/* ptrmap.h — addresses, each with a number: a map on the core's hash set. Zero is the empty map. */
+/* ptrmap.h — a map from addresses to numbers, on the core's hash set. All zero is the empty map. */
 #ifndef KOILA_EXT_PTRMAP_H
 #define KOILA_EXT_PTRMAP_H
 
@@ -14,7 +14,8 @@ typedef struct koila__ptrmap {
     VEC(koila__ptrmap_entry) entries;
 } koila__ptrmap;
 
-/* Where the number of p stands, 0 if p is new (*added), until the next call. NULL: no memory. */
+/* A pointer to the number of p, which is 0 if p is new (*added). Valid until the next call. NULL:
+ * no memory. */
 static inline uint64_t *koila__ptrmap_put(koila__ptrmap *m, const void *p, bool *added)
 {
     const uint64_t key = (uint64_t)(uintptr_t)p;
@@ -31,7 +32,7 @@ static inline uint64_t *koila__ptrmap_put(koila__ptrmap *m, const void *p, bool 
     }
     return &m->entries.at[id].value;
 }
-/* The same for a p that is there; NULL: it is not. */
+/* The same without adding p; NULL: it is not in the map. */
 static inline const uint64_t *koila__ptrmap_get(const koila__ptrmap *m, const void *p)
 {
     const uint32_t id = koila__idset_find_word(&m->set, m->entries.at, sizeof *m->entries.at,

@@ -1,17 +1,17 @@
-/* report.c — every tensor there is, under which name, and which storage it fills; and what only
- * autograd's graph holds.
+/* report.c — lists every tensor with its name and its storage, and the tensors that only autograd's
+ * graph holds.
  *
  *   1  find      all tensor objects (find_tensors.c).
  *   2  name      the caller's roots first (parameters, buffers, optimizer states), each followed by
- *      its parts and its .grad; then the rest, oldest first, under numbers that stay with a live
- *      tensor and are never used again.
+ *      its parts and its .grad; then the rest, oldest first, with numbers that a live tensor keeps
+ *      and that are never reused.
  *   3  graph     from every grad_fn along next_functions; each node's _raw_saved_* fields. A saved
- *      tensor with an unpack hook is not touched: reading it would run the user's hook, and re-run
- *      a checkpointed forward.
- * A storage belongs to the first row that shows it; later rows show 0 bytes. "Only autograd holds
- * it" is decided by who owns references, not by whether a Python object happens to exist, for
- * reading a saved tensor makes one that stays: since torch 2.10 a tensor object that C++ owns too
- * has one reference of C++'s; with none of Python's besides, only C++ owns it.
+ *      tensor with an unpack hook is not read: that would run the user's hook, and re-run a
+ *      checkpointed forward.
+ * A storage belongs to the first row that shows it; later rows show 0 bytes. Whether only autograd
+ * holds a tensor is decided by its references, not by the existence of a Python object, since
+ * reading a saved tensor makes one that stays. From torch 2.10 on, C++ has one reference to a
+ * tensor object that it owns; if Python has none, only C++ owns it.
  */
 #include "memlab/memlab.h"
 
@@ -21,8 +21,8 @@
 #include "memlab/ptrmap.h"
 #include "memlab/tensors.h"
 
-/* The cells of a row. bytes are the storage's in its first row and 0 after; -1: opaque. first: the
- * name of the storage's first row, None in that row itself. The tensor: only if asked for. */
+/* The cells of a row. bytes: of the storage in its first row, 0 in later ones; -1: opaque. first:
+ * the name of the storage's first row, None in that row itself. The tensor: only on request. */
 enum {
     ROW_NAME,
     ROW_KIND,
@@ -49,21 +49,21 @@ typedef struct span_of {
 
 typedef struct walk {
     PyObject *rows;  /* list of tuples, see add_row() */
-    PyObject *names; /* names[i] of the i-th storage seen: the row it belongs to */
-    /* tensors made by looking (parts, gradients): alive until the end, for their address is their
-     * identity */
+    PyObject *names; /* names[i]: the first row of the i-th storage */
+    /* tensors that reading has made (parts, gradients): kept until the end, since their address
+     * identifies them */
     PyObject *kept;
     koila__ptrmap storages;     /* StorageImpl -> index in names */
-    koila__ptrmap tensors;      /* tensor objects that have their rows */
-    koila__ptrmap owned;        /* tensor objects that get their rows as part of another */
+    koila__ptrmap tensors;      /* tensor objects with rows */
+    koila__ptrmap owned;        /* tensor objects listed as part of another */
     PyObject *devices, *dtypes; /* str of each, kept */
     PyObject *cpu;              /* "cpu" */
-    PyObject *saved_names;      /* "MulBackward0.self" -> how often */
+    PyObject *saved_names;      /* "MulBackward0.self" -> number of uses */
     PyObject *saved_fields;     /* node type -> names of its _raw_saved_ attributes */
     VEC(span_of) borrowed;      /* sorted, disjoint */
-    bool shared_saved;          /* list saved tensors that share a listed storage too */
-    bool both_owners;           /* torch 2.10 and later: see the essay */
-    /* end each row with its tensor: a strong reference, for the caller's moment */
+    bool shared_saved;          /* also list saved tensors that share a listed storage */
+    bool both_owners;           /* torch 2.10 and later: see the head of this file */
+    /* end each row with its tensor, a strong reference */
     bool with_tensors;
 } walk;
 
@@ -96,8 +96,8 @@ static uint32_t first_span(const walk *w, uintptr_t from)
     return lo;
 }
 
-/* How many of the bytes [from, to) are not yet covered by other borrowed storages; they are from
- * now on, unless there is no memory. */
+/* The number of bytes in [from, to) that no borrowed storage covers yet. They are covered from now
+ * on, unless there is no memory. */
 static uint64_t cover(walk *w, uintptr_t from, uintptr_t to)
 {
     const uint32_t lo = first_span(w, from);
@@ -117,7 +117,7 @@ static uint64_t cover(walk *w, uintptr_t from, uintptr_t to)
     }
     if (!koila__vec_reserve(&koila__libc, &w->borrowed, 1))
         return fresh;
-    /* `merged` in place of the spans [lo, end), which it holds */
+    /* `merged` replaces the spans [lo, end), which it contains */
     span_of *at = w->borrowed.at;
     memmove(at + lo + 1, at + end, (w->borrowed.n - end) * sizeof *at);
     w->borrowed.n = w->borrowed.n - (end - lo) + 1;
@@ -127,7 +127,7 @@ static uint64_t cover(walk *w, uintptr_t from, uintptr_t to)
     return fresh;
 }
 
-/* One of the few words a row has; made once. */
+/* One of the few words in rows; each is made once. */
 static PyObject *word(const char *text)
 {
     static const char *const texts[] = { "parameter", "buffer",    "grad",  "optimizer", "saved",
@@ -149,7 +149,7 @@ static const char *const owner_names[] = {
     [KOILA__OWNER_BORROWED] = "borrowed",
 };
 
-/* What a row says of the storage. */
+/* The cells of a row about its storage. */
 typedef struct place {
     PyObject *first; /* borrowed from w->names, or None */
     long long n_bytes;
@@ -157,7 +157,7 @@ typedef struct place {
     koila__owner owner;
 } place;
 
-/* The first row of a storage on the CPU that koila did not see being allocated. */
+/* Fills the first row of a CPU storage whose allocation koila did not see. */
 static void place_unknown(walk *w, PyObject *t, const koila__storage *s, place *p)
 {
     p->owner = koila__facts_owner_of_unknown(t);
@@ -208,7 +208,7 @@ static PyObject *dtype_text(walk *w, PyObject *t)
     return text;
 }
 
-/* Append one row. false: an exception is set, or no memory. */
+/* Appends one row. False: an exception is set, or no memory. */
 static bool add_row(walk *w, PyObject *name, const char *kind, PyObject *t, bool opaque,
                     const koila__storage *s)
 {
@@ -249,7 +249,7 @@ static bool add_row(walk *w, PyObject *name, const char *kind, PyObject *t, bool
 
 static bool add_tensor(walk *w, PyObject *name, const char *kind, PyObject *t);
 
-/* The rows of "name.part"; t may be NULL. */
+/* Adds the rows of "name.part"; t may be NULL. */
 static bool add_part(walk *w, PyObject *name, const char *part, const char *kind, PyObject *t)
 {
     if (!t)
@@ -283,7 +283,7 @@ static bool add_inner(void *user, PyObject *key, PyObject *inner)
     r->ok = !part || add_part(r->w, r->name, part + (part[0] == '_'), r->kind, inner);
     return r->ok;
 }
-/* The tensors inside a wrapper, or a row for itself if there are none. */
+/* Adds the tensors inside a wrapper, or a row for the wrapper itself if there are none. */
 static bool add_wrapper(walk *w, PyObject *name, const char *kind, PyObject *t, bool opaque,
                         const koila__storage *s)
 {
@@ -292,7 +292,7 @@ static bool add_wrapper(walk *w, PyObject *name, const char *kind, PyObject *t, 
     return inner.ok && (n > 0 || add_row(w, name, kind, t, opaque, s));
 }
 
-/* The row of t, or those of its parts. */
+/* Adds the row of t, or those of its parts. */
 static bool add_itself(walk *w, PyObject *name, const char *kind, PyObject *t)
 {
     koila__storage s;
@@ -313,7 +313,7 @@ static bool add_itself(walk *w, PyObject *name, const char *kind, PyObject *t)
     return add_row(w, name, kind, t, false, &s);
 }
 
-/* The rows of one tensor: itself, or its parts; then its gradient. Once. */
+/* Adds the rows of one tensor, unless it has them: itself or its parts, then its gradient. */
 static bool add_tensor(walk *w, PyObject *name, const char *kind, PyObject *t)
 {
     bool added;
@@ -354,7 +354,7 @@ static bool prepare_names(void)
     return name_of.unpack_hook && name_of.data && name_of.next_functions;
 }
 
-/* Append the names in `dict` that begin with SAVED_PREFIX. */
+/* Appends the names in `dict` that begin with SAVED_PREFIX. */
 static bool add_saved_names(PyObject *list, PyObject *dict)
 {
     PyObject *key, *value;
@@ -439,7 +439,7 @@ static bool add_saved(walk *w, PyObject *node, const char *field, Py_ssize_t ind
     return ok;
 }
 
-/* One node: what it saved. After backward the fields raise: freed. */
+/* Adds the tensors that a node saved. After backward they are freed, and reading a field raises. */
 static bool visit_node(walk *w, PyObject *node)
 {
     PyObject *fields = saved_fields(w->saved_fields, Py_TYPE(node)); // borrowed from the cache
@@ -464,7 +464,7 @@ static bool visit_node(walk *w, PyObject *node)
     return true;
 }
 
-/* Append a node to the list, unless it is there. */
+/* Appends a node to the list unless it is there. */
 static bool add_node(koila__ptrmap *seen, PyObject *nodes, PyObject *node)
 {
     bool added;
@@ -487,8 +487,8 @@ static bool add_next_nodes(koila__ptrmap *seen, PyObject *nodes, PyObject *node)
     return ok;
 }
 
-/* Every node from the tensors' grad_fn on, breadth first. Wrappers are kept alive while walking:
- * their address is the node's identity. */
+/* Visits every node from the tensors' grad_fn on, breadth first. Wrappers are kept alive meanwhile,
+ * since their address identifies the node. */
 static bool walk_graph(walk *w, PyObject *tensors)
 {
     PyObject *nodes = PyList_New(0);
@@ -523,7 +523,7 @@ static bool walk_init(walk *w)
     return w->rows && w->names && w->kept && w->devices && w->dtypes && w->saved_names &&
            w->saved_fields && w->cpu;
 }
-/* All but the rows. */
+/* Releases everything except the rows. */
 static void walk_deinit(walk *w)
 {
     Py_XDECREF(w->kept);
@@ -557,7 +557,8 @@ static bool note_inner(void *user, PyObject *key, PyObject *inner)
     bool added;
     return koila__ptrmap_put(user, inner, &added) != NULL;
 }
-/* Parts and gradients get their names from their owners: mark them before the rest is numbered. */
+/* Parts and gradients are named after their owners, so they are marked before the rest is
+ * numbered. */
 static bool mark_owned(walk *w, PyObject *tensors)
 {
     bool ok = true, added;
@@ -572,7 +573,7 @@ static bool mark_owned(walk *w, PyObject *tensors)
     return ok;
 }
 
-/* The tensors that have no rows yet and are nobody's part, under numbers. */
+/* Adds the tensors that have no rows yet and are not part of another, with numbers as names. */
 static bool add_rest(walk *w, PyObject *tensors, PyObject *numbers, PyObject *counter)
 {
     bool ok = true;
@@ -604,7 +605,7 @@ static PyObject *collect(PyObject *self, PyObject *args)
                           &with_tensors) ||
         koila__facts_prepare(torch) < 0)
         return NULL;
-    /* a hundred thousand row tuples would start a collection again and again */
+    /* a hundred thousand row tuples would start many collections */
     int collecting = PyGC_Disable();
     walk w = { .shared_saved = shared_saved,
                .both_owners = both_owners,
@@ -644,8 +645,8 @@ static bool is_text(PyObject *row, int cell, const char *text)
 {
     return PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(row, cell), text) == 0;
 }
-/* What the rows of the CPU say, and what they leave out: (listed, older, borrowed, loose bytes,
- * loose blocks). */
+/* Sums over the rows of the CPU, and the counted blocks without a row: (listed, older, borrowed,
+ * loose bytes, loose blocks). */
 static PyObject *cpu_books(PyObject *self, PyObject *rows)
 {
     if (!PyList_Check(rows))
@@ -681,7 +682,7 @@ static PyObject *cpu_books(PyObject *self, PyObject *rows)
 
 enum { NAME_COLUMNS = 40, SHAPE_COLUMNS = 20, SIZE_COLUMNS = 10 };
 
-/* A row's text, or `otherwise` where it is none. */
+/* The text of a cell, or `otherwise` if it has none. */
 static const char *text_of(PyObject *o, const char *otherwise)
 {
     const char *text = o ? PyUnicode_AsUTF8(o) : NULL;
@@ -695,7 +696,7 @@ static long long shown_bytes(PyObject *row, uint64_t unit)
     long long n = PyLong_AsLongLong(PyTuple_GET_ITEM(row, ROW_BYTES));
     return n > 0 ? (long long)(((uint64_t)n + unit - 1) / unit * unit) : n;
 }
-/* One line of a report. no_shape: what is shown for (). */
+/* One line of a report. no_shape: the text for the shape (). */
 static void write_row(koila__text *out, PyObject *row, bool verbose, PyObject *no_shape,
                       long long bytes)
 {
@@ -750,7 +751,8 @@ static PyObject *report_rows(PyObject *self, PyObject *args)
     return result;
 }
 
-/* Numbers of Python's, NumPy's and the like; false: it is none (a symbolic size has a `node`). */
+/* Reads a number of Python, NumPy and the like. False: not a number; a symbolic size has a
+ * `node`. */
 static bool as_size(PyObject *size, double *out)
 {
     bool exact = PyFloat_CheckExact(size) || PyLong_CheckExact(size);
@@ -787,8 +789,7 @@ static PyMethodDef methods[] = {
       "Find torch's descriptors and the layout of storages now." },
     { "collect", collect, METH_VARARGS, collect_doc },
     { "cpu_books", cpu_books, METH_O,
-      "(listed, older, borrowed) bytes of these rows on the CPU; (bytes, blocks) that none of them "
-      "stands on." },
+      "(listed, older, borrowed) bytes of these rows on the CPU; (bytes, blocks) without a row." },
     { "report_rows", report_rows, METH_VARARGS,
       "report_rows(rows, verbose, unit) -> (text, elements, bytes)." },
     { "size_text", size_text, METH_O, "'39.45K': a memory size as people read it." },

@@ -1,10 +1,11 @@
-/* sites.c — which line asked for a block: koila.memlab.start(trace=True), and timelines.
+/* sites.c — notes the line that allocates each block, for koila.memlab.start(trace=True) and
+ * timelines.
  *
- * The asking thread usually holds no GIL (torch gives it up around every operator), so Python
- * objects may only be read: this thread's own frames, which nobody else changes while it is here,
- * their code and the characters of its file name. A site is (file, line), copied, and the address
- * of the module whose method runs if a timeline wants it; its number is the block's tag. Frames of
- * torch and of koila are stepped over: the line is the user's.
+ * The allocating thread usually does not hold the GIL (torch releases it around every operator), so
+ * Python objects may only be read: this thread's own frames, which no other thread changes
+ * meanwhile, their code objects and the characters of the file names. A site is a copy of (file,
+ * line) and, for timelines, the address of the module whose method runs; its number is the block's
+ * tag. Frames of torch and koila are skipped, so the line is the user's.
  */
 #include "memlab/memlab.h"
 
@@ -23,7 +24,7 @@ static pthread_mutex_t site_lock = PTHREAD_MUTEX_INITIALIZER;
 static VEC(koila__site) sites;
 static PyObject *module_class; /* torch.nn.Module while modules are noted */
 
-/* torch keeps it alive */
+/* Borrowed: torch keeps the class alive. */
 void koila__sites_note_modules(PyObject *class) { module_class = class; }
 uint32_t koila__sites_n(void) { return sites.n; }
 koila__site koila__sites_get(uint32_t tag)
@@ -38,17 +39,16 @@ static void after_fork_child(void) { pthread_mutex_init(&site_lock, NULL); }
 
 #if PY_VERSION_HEX >= 0x030F0000 ||                                                                \
     (PY_VERSION_HEX >= 0x030E0000 &&                                                               \
-     defined Py_GIL_DISABLED) /* 3.14t runs copies of the bytecode, one a thread */
+     defined Py_GIL_DISABLED) /* 3.14t runs one copy of the bytecode per thread */
 #define CAN_TRACE 0
 uint32_t koila__sites_who_asks(void) { return 0; }
 #else
 #define CAN_TRACE 1
-enum { FRAMES_MAX = 1000 }; /* deeper ones are not looked at */
+enum { FRAMES_MAX = 1000 }; /* deeper frames are not read */
 #define FNV_PRIME 1099511628211u
 
 typedef struct any_frame any_frame;
-/* Each is the first fields of struct _PyInterpreterFrame, whose layout is fixed for the life of a
- * minor version. */
+/* The first fields of struct _PyInterpreterFrame. The layout is the same within a minor version. */
 #if PY_VERSION_HEX >= 0x030E0000
 struct any_frame {
     uintptr_t f_executable;
@@ -61,8 +61,8 @@ struct any_frame {
     char flags[8];
     uintptr_t fast[1];
 };
-/* The object of a reference whose two low bits say how it is counted; NULL: none, or a number
- * without an object. */
+/* The object of a tagged reference, whose two low bits are not part of the address; NULL: none, or
+ * a tagged number. */
 static PyObject *object_of(uintptr_t reference)
 {
     return (reference & 3) == 3 ? NULL : (PyObject *)(reference & ~(uintptr_t)3);
@@ -165,7 +165,7 @@ static uint64_t site_hash(const void *at, uint32_t id)
     return ((const koila__site *)at)[id].hash;
 }
 
-/* The tag of a new site, whose file name is copied; 0: no memory, or no tag left. */
+/* Adds a site, with a copy of its file name. Returns its tag; 0: no memory, or no tag left. */
 static uint32_t add_site(koila__site s)
 {
     const koila_allocator mem = koila__libc;
@@ -245,14 +245,13 @@ static PyObject *memlab_tracing(PyObject *self, PyObject *none)
 {
     return PyBool_FromLong(koila__cpu_bytes_get_tagger() != NULL);
 }
-/* (file, line) that asked for the block at an address, or None */
 /* (file, line) of a tag, or None. */
 static PyObject *site_tuple(uint32_t tag)
 {
     koila__site s = koila__sites_get(tag);
     return s.file ? Py_BuildValue("(si)", s.file, s.line) : Py_NewRef(Py_None);
 }
-/* (file, line) that asked for the block at an address, or None */
+/* (file, line) that allocated the block at an address, or None. */
 static PyObject *memlab_site(PyObject *self, PyObject *address)
 {
     uint64_t n;
@@ -298,10 +297,10 @@ static PyObject *memlab_blocks(PyObject *self, PyObject *none)
 
 static PyMethodDef methods[] = {
     { "memlab_trace", memlab_trace, METH_O,
-      "Keep file and line of every CPU allocation from now on; whether that is possible." },
+      "Keep file and line of every CPU allocation from now on. False: not possible here." },
     { "memlab_tracing", memlab_tracing, METH_NOARGS, "Are lines of allocations kept now?" },
     { "memlab_site", memlab_site, METH_O,
-      "(file, line) that asked for the CPU block at an address, or None." },
+      "(file, line) that allocated the CPU block at an address, or None." },
     { "memlab_blocks", memlab_blocks, METH_NOARGS,
       "Live CPU blocks: [(address, bytes, (file, line) or None)]." },
     { NULL, NULL, 0, NULL },

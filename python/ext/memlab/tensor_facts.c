@@ -1,10 +1,10 @@
-/* tensor_facts.c — what is known of one tensor: name, shape, storage, owner, parts, gradient.
+/* tensor_facts.c — reads the facts of one tensor: name, shape, storage, owner, parts, gradient.
  *
- * All attributes are read through torch's own descriptors of TensorBase, under DisableTorchFunction
- * (the caller's): overrides in subclasses are not run. Sizes and addresses of storages are read
- * from the StorageImpl itself. Of plain tensors, the storage, the offset in it and whether autograd
- * knows them are read from the TensorImpl. Where these stand is found by experiment on storages and
- * tensors that we know; if the experiment fails, torch's slower objects are asked.
+ * All attributes are read through torch's own descriptors of TensorBase, under the caller's
+ * DisableTorchFunction: overrides in subclasses do not run. Sizes and addresses of storages are
+ * read from the StorageImpl. For plain tensors the storage, the offset in it and whether autograd
+ * knows them are read from the TensorImpl. The offsets of these fields are found by experiment on
+ * known storages and tensors; if the experiment fails, torch's slower objects are used.
  */
 #include "memlab/tensors.h"
 
@@ -26,7 +26,7 @@ static struct {
     PyObject *strided;
 } of;
 static long at_bytes, at_data; /* offsets in a StorageImpl; 0: unknown */
-/* words: of a TensorImpl in the Python object, the others in a TensorImpl; 0: unknown */
+/* indices of words: at_impl in a Python object, the others in a TensorImpl; 0: unknown */
 static long at_impl, at_storage, at_offset, at_autograd;
 
 static PyObject *base_attribute(const char *name)
@@ -71,7 +71,7 @@ static uint64_t as_number(PyObject *o, uint64_t otherwise)
     return v;
 }
 
-/* The only bit that is set, or 0. */
+/* The index of the only bit that is set, or 0. */
 static long only_bit(uint64_t bits)
 {
     return bits && !(bits & (bits - 1)) ? __builtin_ctzll(bits) : 0;
@@ -84,8 +84,8 @@ static uint64_t as_address(PyObject *o)
     return v;
 }
 
-/* A StorageImpl, a tensor's Python object and a TensorImpl are larger than this many words in every
- * version since 2.0. Of the words before the FIRST one of the latter two we know what they are. */
+/* Words to search: a StorageImpl, a tensor's Python object and a TensorImpl have more in every
+ * version since 2.0. The words before FIRST in the latter two are known. */
 enum { STORAGE_WORDS = 10, OBJECT_FIRST = 2, OBJECT_WORDS = 7, IMPL_FIRST = 1, IMPL_WORDS = 21 };
 
 /* Bit i: words[i] is `wanted`, for first <= i < n. */
@@ -97,12 +97,12 @@ static uint64_t words_that_are(const uint64_t *words, int first, int n, uint64_t
     return found;
 }
 
-/* Where a StorageImpl keeps its size and its address: the same two offsets must show them for
- * storages of three sizes. */
+/* Finds the offsets of size and address in a StorageImpl: those that agree for storages of three
+ * sizes. */
 static void find_storage_offsets(PyObject *torch)
 {
     static const unsigned sizes[] = { 4099, 12345, 77 };
-    uint64_t sees_bytes = ~0ull, sees_data = ~0ull; /* bit i: word i has always held it */
+    uint64_t sees_bytes = ~0ull, sees_data = ~0ull; /* bit i: word i has held it every time */
     for (size_t k = 0; k < KOILA_COUNT(sizes); k++) {
         PyObject *s = PyObject_CallMethod(torch, "UntypedStorage", "I", sizes[k]);
         const uint64_t impl = s ? as_address(PyObject_GetAttrString(s, "_cdata")) : 0;
@@ -117,13 +117,13 @@ static void find_storage_offsets(PyObject *torch)
     at_data = sees_data ? __builtin_ctzll(sees_data) : 0;
 }
 
-/* Which words have always held what we look for, so far. */
+/* Bit masks: the words that have held each field in every tensor so far. */
 typedef struct sightings {
     uint64_t impl, storage, offset, autograd;
 } sightings;
 
-/* One tensor, at `offset` of a storage of its own. Autograd's word is the one that is zero until
- * somebody asks for a gradient. */
+/* Looks into a new tensor at `offset` of its own storage. Autograd's word is zero until a gradient
+ * is requested. */
 static void look_into(PyObject *torch, int offset, sightings *always)
 {
     sightings now = { 0 };
@@ -157,8 +157,8 @@ static void look_into(PyObject *torch, int offset, sightings *always)
     PyErr_Clear();
 }
 
-/* The same for tensors: where the Python object keeps its TensorImpl, and that its storage, its
- * offset in it, and autograd's part of it. */
+/* Finds the word of the TensorImpl in the Python object; and in the TensorImpl those of the
+ * storage, the offset in it, and autograd's data. */
 static void find_tensor_offsets(PyObject *torch)
 {
     static const int offsets[] = { 4099, 1237, 77 };
@@ -222,12 +222,12 @@ bool koila__facts_is_plain(PyObject *t)
            strcmp(type->tp_name, "Parameter") == 0 || strcmp(type->tp_name, "Buffer") == 0;
 }
 
-/* The TensorImpl's words of a plain tensor; NULL: to be asked through torch. */
+/* The words of a plain tensor's TensorImpl; NULL: read it through torch. */
 static const uint64_t *words_of(PyObject *t)
 {
     return at_impl && koila__facts_is_plain(t) ? ((const uint64_t *const *)t)[at_impl] : NULL;
 }
-/* Has nobody ever asked for t's gradient? Then it has none, and no grad_fn. */
+/* Was a gradient of t never requested? Then it has none, and no grad_fn. */
 static bool is_unknown_to_autograd(PyObject *t)
 {
     const uint64_t *words = at_autograd ? words_of(t) : NULL;
@@ -257,8 +257,8 @@ PyObject *koila__facts_shape(PyObject *t, uint64_t *numel)
     return shape;
 }
 
-/* From the StorageImpl itself; false: t has none. words: as words_of(), where the StorageImpl can
- * be found in them. */
+/* Reads the StorageImpl itself. False: t has none. words: as words_of(), if they hold the
+ * StorageImpl. */
 static bool read_storage(PyObject *t, const uint64_t *words, koila__storage *s)
 {
     const uint64_t address = words ? words[at_storage] : as_number(call(of.storage_address, t), 0);
@@ -339,7 +339,7 @@ static bool starts(const char *text, const char *with)
 {
     return strncmp(text, with, strlen(with)) == 0;
 }
-/* None if we do not know this layout. */
+/* Takes the parts of a sparse layout; none if the layout is unknown. */
 static void take_parts(PyObject *t, const char *layout, koila__parts *p)
 {
     if (strcmp(layout, "torch.sparse_coo") == 0) {

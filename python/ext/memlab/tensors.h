@@ -1,6 +1,6 @@
-/* tensors.h — what tensor_facts.c, find_tensors.c and report.c share: how a tensor is read without
- * running anybody's code, and where all tensors are. All with the GIL held; references are the
- * caller's unless they are called borrowed. */
+/* tensors.h — shared by tensor_facts.c, find_tensors.c and report.c: reads tensors without running
+ * user code, and finds all tensors. Hold the GIL for every call. References are new unless called
+ * borrowed. */
 #ifndef KOILA_EXT_TENSORS_H
 #define KOILA_EXT_TENSORS_H
 
@@ -16,8 +16,8 @@
 /* Find torch's descriptors and the layout of its objects, once. -1: a Python error is set. */
 int koila__facts_prepare(PyObject *torch);
 extern PyTypeObject *koila__tensor_base; /* torch._C.TensorBase; kept for good */
-/* By type and not by isinstance: no foreign __class__ runs. Here, for it is asked of every object
- * there is. */
+/* Tests the type and not isinstance(), so no user's __class__ runs. Inline, since it tests every
+ * object. */
 static inline bool koila__facts_is_tensor(PyObject *o)
 {
     PyTypeObject *type = Py_TYPE(o);
@@ -30,15 +30,16 @@ static inline bool koila__facts_is_tensor(PyObject *o)
 /* Is its type torch's own, or derived from torch's Tensor directly? */
 bool koila__facts_is_plain(PyObject *t);
 bool koila__facts_is_on_cpu(PyObject *t);
-/* NULL where it cannot be read. */
+/* Its torch.device; NULL: it cannot be read. */
 PyObject *koila__facts_device(PyObject *t);
 PyObject *koila__facts_dtype(PyObject *t);
-/* A tuple, () where it cannot be read; NULL: no memory. *numel: 0 then, and with symbolic sizes. */
+/* A tuple; () if it cannot be read; NULL: no memory. *numel is 0 in both cases, and for symbolic
+ * sizes. */
 PyObject *koila__facts_shape(PyObject *t, uint64_t *numel);
 
 typedef enum koila__owner {
-    KOILA__OWNER_ALLOCATOR, /* counted since the hook is in */
-    KOILA__OWNER_OLDER,     /* than the hook */
+    KOILA__OWNER_ALLOCATOR, /* counted since the hook was installed */
+    KOILA__OWNER_OLDER,     /* older than the hook */
     KOILA__OWNER_BORROWED   /* not from torch's allocator: NumPy's, mapped, shared */
 } koila__owner;
 typedef struct koila__storage {
@@ -47,9 +48,9 @@ typedef struct koila__storage {
     uintptr_t data; /* 0: a size without memory, then n_bytes is 0 */
 } koila__storage;
 bool koila__facts_storage(PyObject *t, koila__storage *s); /* false: t has none */
-/* In elements, from the beginning of its storage. */
+/* Offset from the beginning of its storage, in elements. */
 uint64_t koila__facts_offset(PyObject *t);
-/* Who owns a CPU storage that koila's count does not know? */
+/* The owner of a CPU storage that is not in koila's count. */
 koila__owner koila__facts_owner_of_unknown(PyObject *t);
 
 /* The tensors that a sparse or nested tensor is made of; NULL where there is none. Names are
@@ -64,23 +65,23 @@ bool koila__facts_is_sparse(PyObject *t);
 bool koila__facts_sparse_parts(PyObject *t, koila__parts *p); /* false: there are none */
 bool koila__facts_is_nested(PyObject *t);
 bool koila__facts_nested_parts(PyObject *t, koila__parts *p);
-/* The tensors inside a wrapper: values of its instance dictionary, looked at directly. Calls fn for
- * each (borrowed) until it returns false; how many there were. */
+/* Calls fn for each tensor (borrowed) in the instance dictionary of a wrapper, until fn returns
+ * false. Returns their number. */
 int koila__facts_each_inner(PyObject *t, bool (*fn)(void *user, PyObject *key, PyObject *inner),
                             void *user);
 
-/* The gradient of t where reading it gives no warning, or NULL. */
+/* The gradient of t if it can be read without a warning, else NULL. */
 PyObject *koila__facts_grad(PyObject *t);
 /* The autograd node that made t, or NULL. */
 PyObject *koila__facts_grad_fn(PyObject *t);
-/* Is C++ the only owner of this object? `ours`: references that we hold ourselves. Always false
- * unless both_owners: torch 2.10 and later (see report.c). */
+/* Is C++ the only owner of this object? `ours`: references that the caller holds. Always false
+ * without both_owners: torch 2.10 and later (see report.c). */
 bool koila__facts_only_cxx_owns(PyObject *t, Py_ssize_t ours, bool both_owners);
 
 /* "Tensor7": numbers is {id: (weakref, n)}, counter a list with the next number. NULL with an
  * exception set. */
 PyObject *koila__facts_numbered_name(PyObject *numbers, PyObject *counter, PyObject *t);
-/* Forget the numbers of tensors that are dead. false: an exception is set. */
+/* Forgets the numbers of dead tensors. False: an exception is set. */
 bool koila__facts_forget_dead(PyObject *numbers);
 
 /* ---- find_tensors.c */

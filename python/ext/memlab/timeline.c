@@ -98,7 +98,7 @@ static PyObject *timeline_begin(timeline *t, PyObject *args)
         return NULL;
     if (recording || t->solved || t->running)
         return PyErr_Format(PyExc_RuntimeError, "timeline: %s",
-                            recording ? "another one is recording" : "this one is over");
+                            recording ? "another one is recording" : "this one has ended");
     if (t->device == 0)
         koila__cpu_bytes_each(add_first, t);
     for (Py_ssize_t i = 0; t->device && i < PyList_GET_SIZE(held); i++) {
@@ -138,7 +138,7 @@ static void timeline_dealloc(timeline *t)
 static bool is_over(const timeline *t)
 {
     if (!t->solved)
-        PyErr_SetString(PyExc_RuntimeError, "timeline: it is not over yet");
+        PyErr_SetString(PyExc_RuntimeError, "timeline: it has not ended yet");
     return t->solved;
 }
 
@@ -211,7 +211,7 @@ static PyObject *timeline_events(timeline *t, PyObject *none)
     return out;
 }
 
-/* Tags of one line, whatever module ran, are one group. */
+/* All tags of one line are one group, whatever module ran. */
 typedef struct groups {
     uint32_t *of; /* group, by tag */
     char **names; /* by group; the first is "" */
@@ -311,12 +311,12 @@ static PyMethodDef timeline_methods[] = {
     { "begin", (PyCFunction)timeline_begin, METH_VARARGS,
       "begin(module_class or None, [(address, bytes)] of an accelerator's live blocks): record "
       "from now on." },
-    { "end", (PyCFunction)timeline_end, METH_NOARGS, "Record no more." },
+    { "end", (PyCFunction)timeline_end, METH_NOARGS, "Stop recording." },
     { "at_peak", (PyCFunction)timeline_at_peak, METH_NOARGS,
       "[(address, bytes, (file, line) or None, module, ns, still there)] of what was live at the "
       "peak." },
     { "events", (PyCFunction)timeline_events, METH_NOARGS,
-      "[(address, +-bytes, (file, line) or None, ns)], blocks of the beginning first." },
+      "[(address, +-bytes, (file, line) or None, ns)], blocks live at the beginning first." },
     { "page", (PyCFunction)timeline_page, METH_VARARGS, "page(title, sections) -> HTML." },
     { NULL, NULL, 0, NULL },
 };
