@@ -30,8 +30,8 @@ _FRAMES_LOOKED_AT = 16  # from the operator up to the module that called it
 
 
 def _remember_count(value: Any, mean: torch.Tensor) -> None:
-    """The calling module has counted this batch already, in plain torch; its statistics are written
-    when the step is complete. Both happen or neither: see uncount()."""
+    """Remember the counter that the calling module has already increased, in plain torch. If the
+    step fails, its statistics are not written and uncount() decreases the counter again."""
     frame: Any = sys._getframe(2)
     for _ in range(_FRAMES_LOOKED_AT):
         if frame is None:
@@ -46,8 +46,8 @@ def _remember_count(value: Any, mean: torch.Tensor) -> None:
 
 
 def uncount(tape: Any) -> None:
-    """The step failed and its statistics are not written: take back the batches it counted. A
-    counter that was written since stays as it is."""
+    """Take back the batches counted by a step that failed before its statistics were written. A
+    counter that was written since is left alone."""
     for counter, version in reversed(_counted.pop(tape, ())):
         if counter._version == version:
             with torch.no_grad():
@@ -102,13 +102,13 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _no_workspace() -> torch.Tensor:
-    """In place of the workspace of a backward kernel that is not used."""
+    """A placeholder for the workspace of a backward kernel that is not used."""
     return torch.empty(0, dtype=torch.uint8)
 
 
 @special("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
 def _batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The native backward in place of the vendors', which cannot be sliced: both read the same
+    """Record the native backward instead of a vendor's, which cannot be sliced. Both read the same
     saved mean and inverse deviation."""
     x, gradient, weight, mean, var, saved_mean, saved_invstd, eps = args[:8]
     return _core.record(

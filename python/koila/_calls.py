@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def is_dense(t: torch.Tensor) -> bool:
-    """Is it described by its sizes and strides?"""
+    """Do sizes and strides describe it?"""
     return t.layout is torch.strided and not t.is_nested
 
 
@@ -24,8 +24,8 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
 
 
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
-    """`t`, of any sizes, dense in memory with its dimensions in the order of `meta`'s strides: `t`
-    itself when it is so already, else a copy."""
+    """`t`, of any sizes, dense in memory with its dimensions in the order of `meta`'s strides.
+    Returns `t` itself if it is so already, else a copy."""
     dims = sorted(range(t.dim()), key=lambda d: (-meta[3][d], d))
     dense = torch.empty_permuted(t.size(), dims, dtype=t.dtype, device=t.device)
     if all(n <= 1 or a == b for n, a, b in zip(t.size(), t.stride(), dense.stride())):
@@ -103,8 +103,8 @@ def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gather(func: Any, args: Any, kwargs: Any) -> None:
-    """The operator is about to run on values: make every lazy argument concrete, in one run. Those
-    that are sliced are listed in `last_plan().gathers`, and `strict()` refuses them."""
+    """Make every lazy argument concrete, in one run, for an operator that runs on values. Sliced
+    arguments are listed in `last_plan().gathers`, and `strict()` refuses them."""
     _core.gather(lazies_of(args, kwargs), func.name().removesuffix(".default"))
 
 
@@ -116,8 +116,8 @@ def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator whose result cannot be described before it runs. Lazy tensors that it writes
-    get the written contents."""
+    """Run an operator whose result is not known before it runs. Lazy tensors that it writes get the
+    written contents."""
     flags = which_written(func, args, kwargs)
     if not any(flags):
         return run_on_reals(func, args, kwargs)
@@ -126,8 +126,8 @@ def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: list[bool]) -> Any:
-    """Call the operator now. `flags`: is it written, for every tensor of the call in order. What a
-    lazy tensor would get is written into a copy and recorded as a write of that copy."""
+    """Call the operator now. `flags`: for every tensor of the call in order, is it written? For a
+    lazy tensor the operator writes a copy, and a write of that copy is recorded."""
     _core.concrete_all(lazies_of(args, kwargs))
     at = iter(flags)
     copies: list[tuple[Any, torch.Tensor]] = []
@@ -155,8 +155,8 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
 
 
 def _waited(work: Any) -> Any:
-    """Wait for a collective. Returns finished work for the caller to wait for: some kinds of work
-    write once more, or hang, when they are waited for twice."""
+    """Wait for a collective. Returns finished work for the caller, because some kinds of work write
+    again, or hang, at a second wait."""
     from torch._C import _distributed_c10d as c10d
 
     work.wait()
@@ -166,8 +166,8 @@ def _waited(work: Any) -> Any:
 
 
 def write_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lazy data is written into a plain tensor: it becomes concrete now, and what was recorded from
-    that memory keeps its contents."""
+    """Write lazy data into a plain tensor: it becomes concrete now. Leaves recorded from that
+    memory keep its old contents."""
     flags = which_written(func, args, kwargs)
     tensors = tensors_of(args, kwargs)
     written = [t for t, w in zip(tensors, flags) if w]

@@ -1,5 +1,4 @@
-"""While a step is recorded that will not run: what it writes is put back, and a GPU that is not
-there is stood in for."""
+"""Recording a step that will not run: its writes are undone, and a missing GPU is simulated."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ class AsOnCuda(TorchFunctionMode):
 
     def __init__(self, home: torch.device) -> None:
         super().__init__()
-        self._home = home  # where what is "moved" to CUDA stays
+        self._home = home  # where tensors "moved" to CUDA stay
         self._moves = not torch.cuda.is_available()
         self.casts_parameters = False
 
@@ -155,7 +154,7 @@ class AsOnCuda(TorchFunctionMode):
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:
-        """A meta tensor in half precision; a parameter's cast is made once."""
+        """Cast a meta tensor to half precision; the cast of a parameter is made once."""
         if not (
             isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float32
         ):
@@ -169,8 +168,8 @@ class AsOnCuda(TorchFunctionMode):
         return self._casts[id(x)][1]
 
     def _engine(self, *args: Any, **kwargs: Any) -> Any:
-        """Enter the mode once more for a backward: inside a function that a mode was asked about it
-        is not asked again, and what a checkpoint runs again there has to be cast too."""
+        """Enter the mode once more for a backward. A mode is off inside the functions it handles,
+        but the forward that a checkpoint runs again there must be cast too."""
         self._depth += 1
         TorchFunctionMode.__enter__(self)
         try:
@@ -182,7 +181,7 @@ class AsOnCuda(TorchFunctionMode):
                 self._casts.clear()
 
     def _stay(self, x: Any) -> Any:
-        """A CUDA device becomes the one that the step is recorded on."""
+        """Replace a CUDA device by the device on which the step is recorded."""
         if isinstance(x, torch.device):
             return self._home if x.type == "cuda" else x
         return self._home if isinstance(x, str) and x.split(":")[0] == "cuda" else x

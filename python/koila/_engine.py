@@ -2,7 +2,7 @@
 route backward through koila, read KOILA_BUDGET."""
 
 from . import _torch  # noqa: F401  first: it says which torch is needed
-from . import _capture  # noqa: F401  what C asks, and with it the class that the dispatcher knows
+from . import _capture  # noqa: F401  the functions that C calls, and LazyTensor with them
 from . import _backward, _core
 from ._budget import from_environment
 

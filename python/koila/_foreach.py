@@ -20,8 +20,8 @@ _LIMITS = {
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One ordinary operator per tensor, as the kernel without a fast path does; then the version
-    counters, which nobody else counts."""
+    """Run one ordinary operator per tensor, like the kernel without a fast path. Then count the
+    versions, which torch does not do for tensors in a list."""
     name = func._schema.name.removeprefix("aten::_foreach_")
     results = []
     for i in range(len(args[0])):

@@ -1,4 +1,4 @@
-"""Hooks of tensors, put to sleep while a backward runs that is not the user's own."""
+"""Hooks of tensors, disabled while koila runs a backward of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEFORE, AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def quiet_hooks(tensors: Iterable[torch.Tensor], kind: str) -> list[tuple[Any, dict[int, Any]]]:
-    """Take the hooks of that kind away from real tensors; returns what wake_hooks needs."""
+    """Remove the hooks of that kind from real tensors. Returns the argument for wake_hooks."""
     saved = []
     for t in tensors:
         hooks = getattr(t, kind, None)

@@ -1,4 +1,4 @@
-"""Indexing: masks, positions that a program computes anew, and bags of one length."""
+"""Indexing: by masks, by an arange of the program, and bags of one length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Index with a mask: only the mask is made concrete, and its positions are recorded. A write of
-    one number needs not even that, see _filled(). For `x[torch.arange(B), i]` see _as_factory()."""
+    """Index with a mask: only the mask is made concrete, and its positions are recorded. To write
+    one number needs no positions, see _filled(). For `x[torch.arange(B), i]` see _as_factory()."""
     filled = _filled(func, args, kwargs)
     if filled is not None:
         return filled
@@ -68,8 +68,8 @@ def _check_mask(self: torch.Tensor, mask: torch.Tensor, at: int) -> None:
 
 
 def _as_factory(index: torch.Tensor) -> Any:
-    """A plain tensor that holds 0, 1, 2, ... is recorded as the operator that makes it, so that
-    each slice makes its own. Decided by the values: where they come from does not matter."""
+    """Record a plain tensor with the values 0, 1, 2, ... as the arange that makes it, so that each
+    slice makes its own. Only the values count, not their origin."""
     n = index.numel()
     if (
         _core.is_lazy(index)
@@ -91,8 +91,8 @@ def _as_factory(index: torch.Tensor) -> Any:
     "_embedding_bag_per_sample_weights_backward",
 )
 def _embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Offsets of bags of one length (an index of two dimensions) are recorded as the operator that
-    makes them, as in _as_factory(): each slice makes those of its own bags."""
+    """Record the offsets of bags of one length (an index of two dimensions) as the operator that
+    makes them, like _as_factory(): each slice makes the offsets of its own bags."""
     name = func._schema.name.removeprefix("aten::")
     if name == "_embedding_bag_backward" and args[9]:  # a sparse gradient
         return run_on_reals(func, args, kwargs)

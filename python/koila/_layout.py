@@ -1,5 +1,5 @@
-"""Operators that change how a tensor lies in memory, or that depend on it: `t_` and its like,
-`squeeze`, `as_strided`."""
+"""Operators that change a tensor's memory layout or depend on it: `t_` and its like, `squeeze`,
+`as_strided`."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ _kept: list[torch.Tensor] = []
 
 @functools.cache
 def _can_swap() -> bool:
-    """May two tensors that C++ also owns exchange what they stand for? Tried once: the references
-    that C++ holds must move along."""
+    """Can two tensors that C++ also owns exchange their contents? Tried once: the references that
+    C++ holds must move along."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(2, 3, requires_grad=True) * 1
         view, twin = x.view(-1), x.t()
@@ -110,13 +110,13 @@ def _can_swap() -> bool:
 def _in_place(name: str) -> Callable[..., Any]:
     """A method like `t_`, also where memory is shared.
 
-    Plain autograd remembers where a view lies in its base's memory; of a subclass it remembers the
-    function, and would replay it on the changed base. So after the change every view of a base is
-    replaced by the view by memory that plain autograd would take it for, the oldest first: autograd
-    adds the gradients of what was made last first, and another order of the same numbers is another
-    sum in the last bit. (Plain autograd makes each of them at its next use; where views are used in
-    another order than they were made in, the last bit differs.) A view `v` itself becomes `v.t()`,
-    in the same object, by torch's own exchange of contents.
+    For a plain tensor autograd remembers where a view lies in its base's memory. For a subclass it
+    remembers the view's function, and would replay it on the changed base. So after the change
+    every view of a base is replaced by a view by memory, as plain autograd would make it. The
+    oldest comes first: autograd adds the gradients of the newest first, and the order decides the
+    last bit of the sum. (Plain autograd makes each view at its next use; if views are used in
+    another order than they were made, the last bit differs.) A view `v` itself becomes `v.t()`, in
+    the same object, by torch's own exchange of contents.
     """
     write, make = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
@@ -176,14 +176,14 @@ def _change(write: Callable[..., Any], self: LazyTensor, args: Any, kwargs: Any)
 
 
 def _follows(view: torch.Tensor) -> bool:
-    """Does autograd let the view follow a write to its base? Of the others (outputs of unbind or
-    split, views made under no_grad) it raises eager's error when they are used."""
+    """Does autograd let the view follow a write to its base? For the others (outputs of unbind or
+    split, views made under no_grad) it raises eager's error at their next use."""
     return torch._C._autograd._get_creation_meta(view) == torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _exchangeable(view: torch.Tensor) -> bool:
-    """May another view of the same base take the place of this one, all that hangs on it included?
-    Looks at nothing that would have autograd replay it."""
+    """Can another view of the same base replace this one? Not if it has hooks or retains its
+    gradient. Reads nothing that makes autograd replay the view."""
     if (
         view._backward_hooks
         or view.retains_grad
@@ -202,7 +202,8 @@ for _name in ("t_", "squeeze_", "unsqueeze_", "transpose_", "swapdims_", "swapax
 
 @special("squeeze")
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By name: a slice of one row has a batch dimension of size 1 that the whole does not have."""
+    """Record squeeze() with the dimensions it removes: a slice of one row also has size 1 in its
+    batch dimension, which must stay."""
     x, dims = args[0], list(args[1:]) + list(kwargs.values())
     if not dims:
         named = list(range(x.dim()))

@@ -18,12 +18,12 @@ from ._errors import UnsupportedError
 
 
 class _Call:
-    """A way of calling an opaque function: everything but the tensors.
+    """A call of an opaque function without its tensors.
 
-    Recorded operators name it by `key`. It lives while the function does, and while a step holds
-    such an operator. `results`: how its results are nested, and where they have a tensor rather
-    than None. `shapes`: of a sharded module, the shapes and dtypes of its results by those of its
-    inputs.
+    Recorded operators refer to it by `key`. It lives as long as the function, and as long as a step
+    holds such an operator. `results`: the nesting of the results, and which of them are tensors
+    rather than None. `shapes`: for a sharded module, the shapes and dtypes of its results by those
+    of its inputs.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class _Call:
     def __call__(
         self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The tensors of the results; None among them is left out, and put back by `nested`."""
+        """The tensors of the results. None is left out here and put back by `nested`."""
         args, kwargs = self.rebuild(inputs)
         if self.module is not None and self.names:
             result = torch.func.functional_call(
@@ -87,8 +87,8 @@ _MAX_KNOWN = 64  # ways of calling one function that are kept
 
 
 def ranks_of(keys: list[int]) -> _sharded.Ranks | None:
-    """The ranks that opaque calls `keys` talk to; None: nothing of them is sharded. The executor
-    asks (ranks.c)."""
+    """The ranks with which the opaque calls `keys` communicate; None: nothing is sharded. Called by
+    the executor (ranks.c)."""
     shards = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
     return _sharded.Ranks(shards) if shards else None
 
@@ -102,7 +102,8 @@ def _forward(
 
 
 class _WithAutograd:
-    """Calls of the executor run below autograd; this puts it back for the recomputation inside."""
+    """Switch autograd on for the recomputation inside a call of the executor, which runs below
+    it."""
 
     _keys = (
         "AutogradFunctionality",
@@ -201,8 +202,8 @@ def _fake_forward(
 def _shapes_of_rows(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the results, from a run on two real rows of zeros: a compiled module or
-    a custom kernel has no shape function."""
+    """Shapes and dtypes of the results, from a run on two real rows of zeros, because a compiled
+    module or a custom kernel has no shape function."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
     module = _calls[id].module
@@ -252,7 +253,7 @@ class _Opaque(torch.autograd.Function):
 
 
 class _Runner:
-    """Calls `function` as it is, or records that it is called where an argument is lazy."""
+    """Calls `function`; with a lazy argument it records the call instead."""
 
     def __init__(self, function: Callable[..., Any], module: torch.nn.Module | None) -> None:
         self._function, self._module = function, module
@@ -299,8 +300,8 @@ class _Runner:
         names: list[str],
         shards: list[torch.Tensor],
     ) -> _Call:
-        """The same call again is the same operator to the recorder, which keeps its shapes and its
-        plan."""
+        """The `_Call` for these arguments. An equal call gets the same one, so that the recorder
+        reuses its shapes and its plan."""
 
         def rebuild(tensors: list[torch.Tensor]) -> Any:
             values = list(constants)
@@ -329,8 +330,8 @@ class _Runner:
 
 
 class OpaqueModule(torch.nn.Module):
-    """What `opaque(module)` returns: a module with the one given inside, as `.module`; parameters,
-    buffers and modes are that one's."""
+    """The result of `opaque(module)`: a module around the given one, `.module`, with its
+    parameters, buffers and modes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What the executor (python/ext/run) needs of Python: mode guards, free memory of the device, and
-the operators that only rewrites use."""
+"""The Python part of the executor (python/ext/run): mode guards, free memory of the device, and the
+operators that only rewrites use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Guards(BelowAutograd):
             torch.set_autocast_enabled(device, True)
 
 
-_SHARE_OF_FREE = 0.9  # the rest is left to other programs
+_SHARE_OF_FREE = 0.9  # the rest is for other programs
 
 
 def guards() -> _Guards:
@@ -39,15 +39,15 @@ def guards() -> _Guards:
 
 
 def free_bytes() -> int | None:
-    """Bytes of the CPU's memory that a step may use beyond what is live; None when it is not known.
-    (A GPU's: `_cuda.py`.)"""
+    """Bytes of the CPU's memory that a step may use beyond the live bytes; None if unknown. (For a
+    GPU: `_cuda.py`.)"""
     free = _core.free_memory()["free"]
     return None if free is None else int(free * _SHARE_OF_FREE)
 
 
 def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
-    """Bytes that are held while a step runs that reads these leaves, for a step that is only
-    planned. leaves: (tensor, is it a batch?); a batch on meta stands for its shape alone."""
+    """Bytes held while a step with these leaves runs, for a step that is only planned. leaves:
+    (tensor, is it a batch?); a batch on meta gives only its shape."""
     storages = {}
     for t, is_batch in leaves:
         if t.layout is torch.strided and not (is_batch and t.device.type == "meta"):
@@ -123,7 +123,7 @@ def _offsets(indices: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _bags(indices: torch.Tensor, step: int) -> torch.Tensor:
-    """The number of the bag that each index is in."""
+    """The bag number of each index."""
     n_bags = indices.numel() // step
     bags = torch.arange(n_bags, dtype=indices.dtype, device=indices.device)
     return bags.repeat_interleave(step)

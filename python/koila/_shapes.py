@@ -1,5 +1,5 @@
-"""The results of calls that were never seen before: FakeTensor describes them (:func:`shape`), and
-its errors are corrected; factories; and the memory that a write may not overlap."""
+"""The shapes of results of new calls, from FakeTensor with its errors corrected (:func:`shape`).
+Also factories, and checks that a write overlaps no memory that it reads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _meta_of_result(t: torch.Tensor) -> tuple[Any, ...]:
 
 def real_error(func: Any, args: Any, kwargs: Any) -> bool:
     """Raise eager's error for these shapes, by running the call on zeros of the same kind. True: it
-    works; False: it was not tried, too large or not safe on zeros."""
+    works; False: not tried, because it is too large or not safe on zeros."""
     tensors = tensors_of(args, kwargs)
     if sum(t.numel() * t.element_size() for t in tensors) > _MOST_TRIED or not _harmless(func):
         return False
@@ -174,8 +174,9 @@ def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 def _instead_of_write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any], written: list[int]
 ) -> Any:
-    """What to call instead where the tensors `written` (numbers of tensors of the call) cannot be
-    written as recorded: they would be resized, or have elements that share memory; else None."""
+    """A function to call instead if the tensors `written` (their numbers in the call) cannot be
+    written as recorded, because they would be resized or have elements that share memory. Else
+    None."""
     tensors = tensors_of(args, kwargs)
     for i in written:
         if fakes[i].size() != tensors[i].size():
@@ -204,7 +205,7 @@ def _out_of(func: Any, result: Any) -> tuple[int, Any]:
 
 
 def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) -> _Out:
-    """The results as the kernels make them, where the shape functions say otherwise."""
+    """Correct results for which shape functions and kernels differ: as the kernels make them."""
     if func is aten._native_batch_norm_legit_functional.default:
         # New running statistics are clones of the old; the shape function widens half precision.
         out[3:] = [(_TENSOR, _meta_of_result(f)) for f in fakes[-2:]]
@@ -268,13 +269,13 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
         if more < rows:
             size += (size - n_bytes(few)) * (rows - more) // (more - few)
     except RuntimeError:
-        # No memory for a few rows: the plan then knows less, and the step may still run.
+        # No memory for a few rows: the plan is then less exact, and the step may still run.
         return said
     return said[0], said[1], (size,), (1,), 0
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of lazy tensors: the same elements, in the same order?"""
+    """Do two lazy tensors have the same elements, in the same order?"""
     alike = (
         a.size() == b.size()
         and a.stride() == b.stride()
@@ -341,8 +342,8 @@ _ALIKE = frozenset(
 
 
 def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
-    """Kernels of _ALIKE want operands of one dtype, and their shape functions do not look; a few
-    overlook a shape. There eager is asked: it nearly always objects."""
+    """Kernels of _ALIKE need operands of one dtype, which their shape functions do not check; a few
+    accept wrong shapes. Then eager is tried, which nearly always raises."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
     dtypes = {t.dtype for t in tensors_of(args, kwargs)}
     if name.startswith("bitwise"):
@@ -437,7 +438,7 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
     end_a, end_b = last(at_a, dims_a), last(at_b, dims_b)
     if end_a < at_b or end_b < at_a:
         return False, False
-    if not dims_a or (len(dims_a) == 1 and dims_a[0][0] == 1):  # a has no holes
+    if not dims_a or (len(dims_a) == 1 and dims_a[0][0] == 1):  # a has no gaps
         within = at_a <= at_b and end_b <= end_a
         if within or at_a <= at_b <= end_a or at_a <= end_b <= end_a:
             return True, within
@@ -452,8 +453,8 @@ def shared_places(a: Layout, b: Layout) -> tuple[bool, bool]:
 
 
 def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
-    """`y.mul_(y[:, :1])`, `y.addmm_(y, y)`: eager lets some such writes pass and then reads what it
-    has just written, in an order that is its own. Values cannot follow that."""
+    """Refuse writes such as `y.mul_(y[:, :1])` and `y.addmm_(y, y)`. Eager allows some of them and
+    then reads elements that it has just written, in an order that koila cannot reproduce."""
     if (
         written.element_size() != other.element_size()
         or shared_places(layout_of(written), layout_of(other))[0]

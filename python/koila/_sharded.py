@@ -1,12 +1,12 @@
-"""Fully sharded modules (FSDP): what they compute is not recorded, because their parameters are
-gathered for a moment and let go again.
+"""Fully sharded modules (FSDP). They cannot be recorded, because their parameters are gathered only
+for a moment.
 
-On a lazy batch such a module is refused, by name; `koila.opaque(module)` runs it as it is on real
-slices, and what is here then lets its gradients, one shard a rank, go the way of all others: summed
-over slices, handed over at the end of the step.
+On a lazy batch such a module is refused, by name. `koila.opaque(module)` runs it unchanged on real
+slices. This module then treats its gradients, one shard a rank, like all others: they are summed
+over slices and handed over at the end of the step.
 
-Invariant: before the other ranks could wait for it, a rank tells them what it alone decides or
-meets (a plan, a failure, shapes it never saw).
+Invariant: a rank tells the others its own decisions and events (a plan, a failure, new shapes)
+before they could wait for it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _guarded = False
 
 
 def refuse_recording() -> None:
-    """From now on a fully sharded module raises when it meets a lazy argument. Called by `lazy()`;
-    does nothing in programs that do not shard."""
+    """Make fully sharded modules raise on a lazy argument. Called by `lazy()`; does nothing in
+    programs that do not shard."""
     global _guarded
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if _guarded or fsdp is None:
@@ -41,9 +41,9 @@ def refuse_recording() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     for owner, name, advice in (
-        # The first function of a call: nothing is half done when it raises.
+        # The first function of a call: it raises before anything is done.
         (FSDPState, "_root_pre_forward", _WRAP),
-        # The one after it, where an earlier call broke off.
+        # The function after it, reached if an earlier call was aborted.
         (FSDPParamGroup, "pre_forward", _WRAP),
         (fsdp.FullyShardedDataParallel, "forward", _USE_FSDP2),
     ):
@@ -62,7 +62,7 @@ def _refusing(method: Any, what_to_do: str) -> Any:
         tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         if any(_core.is_lazy(x) for x in tensors):
             if hasattr(self, "_training_state"):
-                # The next call is a first one again.
+                # So that the next call counts as a first one.
                 self._training_state = type(self._training_state).IDLE
             raise UnsupportedError(
                 "a fully sharded module (FSDP) on a lazy batch: its parameters are there only "
@@ -99,7 +99,7 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
-    """Lift the budget meanwhile: a refusal on one rank would leave the others waiting."""
+    """Lift the budget inside: a refusal on one rank would leave the others waiting."""
     limit = _core.cpu_bytes_get_limit()
     _core.cpu_bytes_set_limit(None)
     try:
@@ -130,9 +130,9 @@ def _largest(meshes: list[Any], mine: list[int]) -> list[int]:
 
 
 def rows_shapes(call: Any, inputs: list[torch.Tensor], find: Callable[[], Any]) -> None:
-    """Make sure that `call.shapes` knows the results of these inputs; where it does not, `find()`
-    runs the module to learn them. All ranks run it when one of them has to, because it talks to the
-    others, and ranks see different shapes (a last batch of fewer rows, longer sentences)."""
+    """Make sure that `call.shapes` has the results for these inputs. If not, `find()` runs the
+    module to learn them. If one rank must run it, all do, because it communicates. Ranks may see
+    different shapes (a last batch of fewer rows, longer sentences)."""
     kind = shapes_key(inputs)
     if _largest(_meshes_of(call.shards), [kind not in call.shapes])[0]:
         guards = _run.guards()
@@ -149,16 +149,16 @@ def shapes_key(inputs: list[torch.Tensor]) -> Any:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
-# States of a rank. The largest over all ranks is the state of the step: for want of memory it can
-# be tried again with more slices, if nothing worse happened anywhere.
+# States of a rank. The largest over all ranks is the state of the step. After a lack of memory it
+# is tried again with more slices, if nothing worse happened on any rank.
 _FINE, _NO_MEMORY, _FAILED = 0, 1, 2
 
 
 class Ranks:
     """The ranks that share the sharded modules of one step, for the executor (ranks.c).
 
-    Each method but `shares` is a collective, one small all-reduce: where one rank calls `withdraw`
-    the others call `agree`, and where one calls `failed` the others call `meet`."""
+    Each method but `shares` is a collective, one small all-reduce. If one rank calls `withdraw`,
+    the others call `agree`; if one calls `failed`, the others call `meet`."""
 
     def __init__(self, shards: dict[int, list[Any]]) -> None:
         self._number = {key: i for i, key in enumerate(shards)}
@@ -227,8 +227,8 @@ class Ranks:
 
 
 def withdraw(outputs: Sequence[Any], error: BaseException) -> None:
-    """A backward of `outputs` could not be recorded here. Where the step calls sharded modules,
-    tell the other ranks, which are about to run it, that this one will not."""
+    """Handle a backward of `outputs` that could not be recorded on this rank. If the step calls
+    sharded modules, tell the other ranks, which are about to run it."""
     lazies = [t for t in outputs if isinstance(t, torch.Tensor) and _core.is_lazy(t)]
     if lazies:
         with contextlib.suppress(Exception):  # the others may be gone; `error` is what counts
@@ -264,8 +264,7 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
 
 def ends_in(leaf: torch.Tensor) -> Any:
-    """The tensor whose `.grad` receives a leaf's gradient: the leaf, or the sharded parameter that
-    it is a part of."""
+    """The tensor whose `.grad` receives a leaf's gradient: the leaf, or its sharded parameter."""
     return getattr(leaf, "_koila_parameter", leaf)
 
 
@@ -274,9 +273,9 @@ def gradients(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Backward of one slice through a sharded module: the gradients of `inputs`, then of this
-    rank's part of every parameter, reduced over the ranks. `.grad` of the parameters is as before,
-    and their hooks, which FSDP would call, wait for the end of the step."""
+    """Backward of one slice through a sharded module. Returns the gradients of `inputs`, then of
+    this rank's part of every parameter, reduced over the ranks. It leaves `.grad` of the
+    parameters unchanged; their hooks, which FSDP would call, run at the end of the step."""
     before, after_hooks = [p.grad for p in parameters], quiet_hooks(parameters, AFTER)
     try:
         for p in parameters:

@@ -1,5 +1,5 @@
-"""The torch that koila runs on: a torch that is too old is refused, and what differs between
-versions is tried out rather than assumed."""
+"""The torch that koila runs on. A torch that is too old is refused; differences between versions
+are tried out, not assumed."""
 
 from __future__ import annotations
 
