@@ -59,7 +59,7 @@ static struct torch_facts {
     char *libraries[2]; /* directories of torch and koila, each with its final slash */
 } facts;
 
-/* ---- when */
+/* ---- when a call gives a factory */
 
 void koila__factories_step(koila_meta batch)
 {
@@ -149,7 +149,7 @@ static bool open_here(void)
     return above && program_calls() && has_lazy_data(koila__open);
 }
 
-/* ---- what */
+/* ---- reading the call and recording the factory */
 
 typedef struct call {
     int64_t size[KOILA_MAX_DIMS];

@@ -63,7 +63,7 @@ static bool is_set(error_class *c)
     return c->type && PyErr_ExceptionMatches(c->type);
 }
 
-/* ---- what is set */
+/* ---- kinds of the exception that is set */
 
 static bool has_out_of_memory_text(void)
 {

@@ -30,7 +30,7 @@ typedef enum koila__listens {
     KOILA__LISTENS_TIMELINE, /* timeline.c, while one records */
     KOILA__LISTENS_N
 } koila__listens;
-void koila__events_set_listener(koila__listens purpose, koila__listener fn); /* NULL: nobody */
+void koila__events_set_listener(koila__listens purpose, koila__listener fn); /* NULL: none */
 
 /* Listens to the CPU's allocator from now on. Idempotent. pre: the GIL is held. */
 void koila__events_listen_to_cpu(void);

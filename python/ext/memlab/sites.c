@@ -18,8 +18,8 @@
 #include "ground/cpu_bytes.h"
 #include "memory/ptrtab.h"
 
-/* Site i has tag i + 1. The array and the set of known sites grow inside an allocator, which is
- * safe: the C library's malloc is not what the hooks see, and nothing here calls Python. */
+/* Site i has tag i + 1. The array and the set of known sites grow inside an allocator. That is
+ * safe: the hooks do not see the C library's malloc, and nothing here calls Python. */
 static pthread_mutex_t site_lock = PTHREAD_MUTEX_INITIALIZER;
 static VEC(koila__site) sites;
 static PyObject *module_class; /* torch.nn.Module while modules are noted */

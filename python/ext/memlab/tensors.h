@@ -53,8 +53,7 @@ uint64_t koila__facts_offset(PyObject *t);
 /* The owner of a CPU storage that is not in koila's count. */
 koila__owner koila__facts_owner_of_unknown(PyObject *t);
 
-/* The tensors that a sparse or nested tensor is made of; NULL where there is none. Names are
- * static. */
+/* The tensors inside a sparse or nested tensor; NULL where there is none. Names are static. */
 enum { KOILA__PARTS = 3 };
 typedef struct koila__parts {
     PyObject *part[KOILA__PARTS];

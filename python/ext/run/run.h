@@ -68,7 +68,7 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
 
-/* ---- part.c: the part of a tape that makes some targets, and the way back. Arrays are PyMem. */
+/* ---- part.c: the part of a tape that makes some targets, with maps back. Arrays are PyMem. */
 typedef struct koila__part {
     koila_graph *graph;    /* owned until koila__part_give() */
     koila_value *value_of; /* [values of the tape] -> of the part; KOILA_NONE: not in it */
@@ -139,10 +139,10 @@ void koila__unlearn(void);
 int64_t koila__tuned_rows(uint64_t key); /* for its next run; 0: as many as fit */
 void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
 
-/* ---- cuda_state.c: none of these fails or leaves an exception; without a GPU, or where its
- * allocator is not the one that is modelled, the sum of live bytes decides */
+/* ---- cuda_state.c. These functions do not fail and leave no exception. Without a GPU, or with an
+ * allocator that is not modelled, the sum of live bytes decides. */
 int koila__gpu_of(const koila_graph *g);            /* the GPU that g's leaves are on, -1: none */
-bool koila__gpu_look(int index, koila__room *room); /* false: it cannot be asked */
+bool koila__gpu_look(int index, koila__room *room); /* false: it cannot be read */
 /* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
 koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
                              const koila_value *targets, uint32_t n_targets,
@@ -151,11 +151,11 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
 bool koila__gpu_still_fits(const koila__room *room, cached *c);
 /* Plan c ran out of memory although it fitted: its graph gets a margin. */
 void koila__gpu_ran_out(cached *c);
-PyObject *koila__fit_dict(const cached *c); /* for people; None where the sum decided */
+PyObject *koila__fit_dict(const cached *c); /* for reports; None where the sum decided */
 void koila__gpu_forget(void);
 
-/* ---- probe.c: what operators use inside that never ran here. Both learn; neither fails, neither
- * leaves anything allocated or an exception set. */
+/* ---- probe.c: learns the workspaces of operators that never ran here. These functions do not
+ * fail, and leave no memory and no exception behind. */
 /* Before planning. rows: forced rows of a slice, or 0. */
 void koila__probe_graph(const koila_graph *g, int64_t rows);
 /* After planning: at the planned rows of a slice, where they are few. */
