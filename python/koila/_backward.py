@@ -105,9 +105,9 @@ _depth = _Depth()
 
 
 def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
-    """The leaves behind outputs (the variables of AccumulateGrad nodes), in the order in which
-    autograd meets them; and whether some node runs a backward of its own (a reentrant checkpoint),
-    which autograd allows only when no `inputs` are named."""
+    """(leaves, nested). leaves: the variables of AccumulateGrad nodes behind outputs, in autograd's
+    order. nested: some node runs a backward of its own (a reentrant checkpoint), which autograd
+    allows only without `inputs`."""
     found: list[torch.Tensor] = []
     reentrant = False
     seen: set[Any] = set()
@@ -149,8 +149,8 @@ def _any_lazy(values: Sequence[Any]) -> bool:
 
 
 def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with the leaf's strides: AccumulateGrad then takes it as it is. It would copy
-    any other, at a time when running out of memory can no longer be undone."""
+    """The gradient with the leaf's strides, which AccumulateGrad takes without a copy. It would
+    copy any other gradient, at a time when running out of memory can no longer be undone."""
     if (
         leaf.grad is not None
         or gradient.layout is not torch.strided
@@ -174,7 +174,7 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
             t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends
         ]
         before = [t.grad for t in ends]
-        one = torch.empty(0)  # no bytes: from here on nothing may fail for want of memory
+        one = torch.empty(0)  # takes no memory: from here on nothing may run out of it
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)  # type: ignore[no-untyped-call]
     _core.hold_factories(True)  # hooks run here, and an optimizer in one of them makes its state
@@ -349,8 +349,8 @@ def _backward(
 
 
 def _computed(gradients: list[torch.Tensor], create: bool) -> list[torch.Tensor]:
-    """The gradients as plain tensors. `create`: differentiable, what is computed from them goes on
-    into the lazy graph; else the list that was given is emptied."""
+    """The gradients as plain tensors. `create`: they are differentiable, with the lazy graph behind
+    them; else the given list is emptied."""
     if not create:
         return _core.take_all(gradients)
     with torch.enable_grad():

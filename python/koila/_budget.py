@@ -1,5 +1,5 @@
-"""How much memory a step may use, and how it is cut: words and numbers in, `_core.configure`
-out."""
+"""The settings of memory and slices: texts and numbers are checked here and given to
+`_core.configure`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Budget = _Amount | Mapping[str, _Amount] | Mapping[torch.device, _Amount]
 
 
 class _Amounts(TypedDict):
-    """What `_core.configure` is told of a budget, in bytes."""
+    """A budget in bytes, as `_core.configure` takes it."""
 
     budget: int | None
     cpu_budget: int | None
@@ -70,8 +70,8 @@ def _held(device: torch.device) -> int:
 
 
 def _device_in_use() -> torch.device:
-    """Where steps run: the current GPU if there is one. CUDA is not started for the answer: the
-    first GPU is the current one until somebody says otherwise."""
+    """The device of steps: the current GPU if there is one. This does not start CUDA: until it is
+    started, the first GPU is the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
@@ -108,8 +108,8 @@ def _parsed(asked: object, call: str) -> tuple[float, bool]:
 
 
 def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
-    """Bytes of `asked` on `device`; a fraction is of what is free there now, on top of what torch
-    holds already. here: refuse more than the device has."""
+    """Bytes of `asked` on `device`. A fraction is of the bytes free there now, and is added to
+    those that torch holds. here: refuse more than the device has."""
     amount, fraction = _parsed(asked, call)
     if not math.isfinite(amount) or amount <= 0:
         raise _refuse(asked, "a budget above zero", call)
@@ -125,9 +125,9 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
 
 
 def _resolve(asked: Budget, call: str) -> _Amounts:
-    """What `_core.configure` wants: bytes for the device in use, and for the CPU beside a GPU;
-    None: what is free when the step is planned. One amount on a machine with a GPU is the GPU's:
-    the CPU, where data sets lie, is not limited by it."""
+    """The budget for `_core.configure`: bytes for the device in use, and for the CPU beside a GPU.
+    None: the bytes free when the step is planned. On a machine with a GPU a single amount is the
+    GPU's: it does not limit the CPU, which holds the data sets."""
     if asked is None:
         return {"budget": None, "cpu_budget": None}
     here = _device_in_use()
@@ -171,8 +171,8 @@ class _Setting(contextlib.ContextDecorator):
         _core.configure(**self._before.pop())
 
     def __call__(self, func: _F) -> _F:
-        """As a decorator: the body runs under the setting, of generators and coroutines too (where
-        calling runs nothing of it yet)."""
+        """As a decorator: the body runs under the setting. This holds for generators and coroutines
+        too, whose body runs after the call."""
         if inspect.isgeneratorfunction(func):
             # around each resumption, as torch.no_grad() does
             return cast(_F, _wrap_generator(lambda: self, func))
@@ -188,9 +188,9 @@ class _Setting(contextlib.ContextDecorator):
 
 
 class budget(_Setting):
-    """Torch may hold at most this much memory, model and data included. Steps are cut so that they
-    stay within it; on the CPU torch itself refuses to go beyond. On a machine with a GPU one amount
-    is the GPU's; a dict gives the CPU's too.
+    """Limit the memory that torch may hold, model and data included. Steps are cut to stay within
+    it. On the CPU torch itself refuses requests beyond it. On a machine with a GPU one amount is
+    the GPU's; a dict gives the CPU's too.
 
     Args:
         amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry,
@@ -245,8 +245,8 @@ class micro_batch(_Setting):
 
 
 class strict(_Setting):
-    """A gather larger than a slice raises `GatherError` naming operator, shape and line, instead of
-    using the memory, and before anything has run.
+    """Make a gather larger than a slice raise `GatherError`, before anything has run. The error
+    names operator, shape and line.
 
     Operators that run while the step is recorded (`nonzero`, `unique`, masks) raise too, if their
     input would be computed in slices. An input that is whole already (the batch as it was given, a

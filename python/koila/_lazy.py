@@ -1,5 +1,5 @@
-"""`lazy()`: find the tensors in the given values, check their batch sizes, and wrap them. Two
-passes, look and check, then wrap: a call that fails wraps nothing.
+"""`lazy()`: find the tensors in the given values, check their batch sizes, and wrap them. All
+checks come before the first wrapping, so a call that fails wraps nothing.
 
 Everything here runs once per `lazy()` call, never once per operator.
 """
@@ -175,7 +175,7 @@ def lazy(first: _T, second: _U, third: _V, /, *, batch: Batch = 0) -> tuple[_T, 
 def lazy(*values: Any, batch: Batch = 0) -> Any: ...
 def lazy(*values: Any, batch: Batch = 0) -> Any:
     """Return the same values, lazy: everything computed from them runs one slice of the batch at a
-    time, within the memory there is.
+    time, within the available memory.
 
     Args:
         values: tensors, or dicts, lists, (named) tuples, dataclasses and mappings that hold them,
@@ -201,8 +201,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         >>> float(((x.sum(1) - y) ** 2).mean()) >= 0
         True
 
-    It does not make anything smaller that has no batch dimension (parameters, their gradients, the
-    optimizer's state).
+    Tensors without a batch dimension (parameters, their gradients, the optimizer's state) do not
+    become smaller.
     """
     call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
     if not values:
@@ -293,8 +293,8 @@ def _check_sizes(found: _Found, call: str) -> None:
 
 
 def _stays(t: torch.Tensor, dim: int, call: str) -> bool:
-    """Does `lazy(t)` of a lazy tensor return it as it is? Not when it is a plain tensor by now (a
-    state kept from an earlier step): that is made lazy anew.
+    """Does `lazy(t)` return the lazy tensor `t` unchanged? Not if it is plain by now (a state kept
+    from an earlier step): then it is made lazy anew.
 
     Raises:
         ValueError: the value is cut along another axis, or is one value for the whole batch. `lazy`

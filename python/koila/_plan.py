@@ -1,5 +1,4 @@
-"""What a step did, or would do, in words: `last_plan()`, `explain()`, and a page that needs nothing
-but a browser."""
+"""How a step ran, or would run, as text: `last_plan()`, `explain()`, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -384,8 +383,8 @@ def last_plan() -> Plan | None:
 
 
 def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`values`, and for a loss (a scalar with a graph behind it) the gradients that its backward
-    would leave, recorded and not run."""
+    """`values`; for a loss (a scalar with a graph) also the gradients of its backward, which is
+    recorded and not run."""
     out = list(values)
     for loss in values:
         if loss.numel() == 1 and loss.requires_grad:

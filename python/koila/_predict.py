@@ -1,5 +1,5 @@
-"""Know before you run: `plan()` a step without computing anything, on this machine's memory or on a
-GPU that is not here; `measure_device()`."""
+"""`plan()`: the memory of a step without computing it, on this machine or on a GPU that is not
+here. `measure_device()`: the profile of a present GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def plan(
     sdpa: str = "auto",
     conf: str | None = None,
 ) -> Prediction:
-    """What a step will need, computing nothing: the step is recorded on shapes and planned.
+    """Predict the memory of a step without computing it: the step is recorded on shapes and
+    planned.
 
     step: called with the inputs made lazy; runs forward and backward, or returns the loss (backward
     is then called on it). It must not read values.
@@ -212,8 +213,8 @@ def _profile_of(device: str | os.PathLike[str] | torch.device | None) -> str | N
 
 
 def _plain_input(t: torch.Tensor, _dim: Any, where: str) -> torch.Tensor:
-    """A batch that is lazy already belongs to a step of its own: the plan is made beside it, of the
-    plain tensor."""
+    """The plain tensor of a batch that is lazy already: that batch belongs to another step, so the
+    plan must not record on it."""
     if not _core.is_lazy(t):
         return t
     if not _core.is_concrete(t):

@@ -1,5 +1,5 @@
-"""Random operators: the user's generator moves as eager would move it, and what a slice draws is a
-part of what the whole would have drawn."""
+"""Random operators. The user's generator advances as in eager, and the numbers of a slice are a
+part of the numbers of the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _advance_one: dict[Any, bool] = {}
 
 
 def _generator(device: torch.device) -> Any:
-    """The generator that draws on this device when nobody names another."""
+    """The default generator of this device."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -30,7 +30,7 @@ def _generator(device: torch.device) -> Any:
 
 
 def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record the state the generator had, then advance it exactly as eager would."""
+    """Record the state of the generator, then advance it exactly as eager does."""
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
@@ -60,8 +60,8 @@ _known_words: dict[Any, int] = {}
 
 
 def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many 32-bit words of the CPU generator each element takes, one element after the other in
-    memory; 0: it does not draw that way here, or it is not known."""
+    """The number of 32-bit words of the CPU generator that each element takes, in the order of
+    memory. 0: not drawn that way on this build, or unknown."""
     if func not in _in_order:
         return 0
     if (func, dtype) not in _known_words:
@@ -111,7 +111,7 @@ def _takes(
 
 
 def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: Any) -> None:
-    """Draw as eager draws; one element where that provably leaves the same state."""
+    """Draw as eager does; only one element if that provably leaves the same state."""
     size, stride = tuple(like.size()), tuple(like.stride())
     if _draws_once(func, like.dtype) and like.numel() > 0:
         size, stride = (1,), (1,)
@@ -124,8 +124,8 @@ def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: A
 
 
 def _draws_once(func: Any, dtype: torch.dtype) -> bool:
-    """Does one number from the generator serve any size? For bernoulli_(p) through MKL it does.
-    Tried on this build, not assumed."""
+    """Does a draw of any size take one number from the generator, as bernoulli_(p) through MKL
+    does? Tried on this build, not assumed."""
     if func is not aten.bernoulli_.float:
         return False
     key = (func, dtype)

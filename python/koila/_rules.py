@@ -1,4 +1,4 @@
-"""`register_rule()`: what a user says of an operator that koila does not know."""
+"""`register_rule()`: a user's rule for an operator that koila does not know."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from . import _core
 
 
 def register_rule(op: Any, *alternatives: str) -> None:
-    """Say how a custom operator behaves when the batch is sliced, so that it need not be gathered.
+    """Tell how a custom operator behaves when the batch is sliced, so that it need not be gathered.
 
-    op: an `OpOverload` (`torch.ops.mylib.op.default`), a packet with one overload, what
-        `torch.library.custom_op` returns, or a name such as `"mylib::op"`.
-    alternatives: each names what every tensor argument is, `->`, and what every result is: `R`
-        whole, `S<d>` sliced along dimension d, `P` a partial sum over slices. The first that fits
-        is taken: `register_rule("mylib::mm", "S0,R->S0", "R,S1->S1", "S1,S0->P")`.
+    op: an `OpOverload` (`torch.ops.mylib.op.default`), a packet with one overload, the result of
+        `torch.library.custom_op`, or a name such as `"mylib::op"`.
+    alternatives: each gives the placement of every tensor argument, `->`, and that of every result:
+        `R` whole, `S<d>` sliced along dimension d, `P` a partial sum over slices. The first that
+        fits is taken: `register_rule("mylib::mm", "S0,R->S0", "R,S1->S1", "S1,S0->P")`.
 
     The rule is not checked: a wrong rule gives wrong numbers. Arguments that hold sizes are not
     adapted to the slice.
