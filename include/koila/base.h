@@ -1,8 +1,8 @@
 /* koila/base.h — status codes, the caller's error buffer, and the host allocator.
  *
  * Every function that can fail returns koila_status (0 = ok). The last parameter `err` is the
- * caller's buffer, may be NULL, and is written on failure only; all other outputs are untouched on
- * failure. The library keeps no global state, prints nothing, never exits.
+ * caller's buffer, may be NULL, and is written on failure only; other outputs are untouched then.
+ * The library keeps no global state, prints nothing, never exits.
  */
 #ifndef KOILA_BASE_H
 #define KOILA_BASE_H
@@ -48,14 +48,14 @@ typedef struct koila_error {
     koila_status code;
     uint64_t offset; /**< byte of the input at which it went wrong, or 0 */
     char text[240];  /**< NUL-terminated; cut if longer */
-    /** OOM: bytes that are short; 0: not known, or not about memory. Written only where
+    /** OOM: how many bytes are missing; 0: not known, or not about memory. Written only if
      * `struct_size` has room for it. */
     uint64_t missing_bytes;
 } koila_error;
 #define KOILA_ERROR_INIT { (uint32_t)sizeof(koila_error), KOILA_OK, 0, { 0 }, 0 }
 
 /** Host memory: one function for allocate, grow and free, as Lua's. `n == 0` frees and returns
- * NULL; otherwise like realloc. `old_n` is the size given when `p` was made. */
+ * NULL; otherwise like realloc. `old_n` is the current size of `p`. */
 typedef struct koila_allocator {
     void *(*fn)(void *user, void *p, size_t old_n, size_t n);
     void *user;

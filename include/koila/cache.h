@@ -1,8 +1,8 @@
 /* koila/cache.h — PyTorch's CUDA caching allocator, simulated byte for byte, without a GPU.
  *
- * A koila_cache is one device. It is told what a program asks for (malloc, release, record_stream,
- * ...) and answers with the same addresses, segments, events and statistics as torch.cuda's own
- * allocator would. One thread at a time; no global state.
+ * A koila_cache is one device. It receives a program's requests (malloc, release, record_stream,
+ * ...) and answers with the addresses, segments, events and statistics of torch.cuda's own
+ * allocator. One thread at a time; no global state.
  *
  *   koila_cache_config conf;
  *   koila_cache_config_init(&conf, "2.13");
@@ -22,13 +22,13 @@ extern "C" {
 typedef struct koila_cache koila_cache;
 
 /* Growing. Structs the caller fills or owns begin with `struct_size`, set to their sizeof, so that
- * an older caller and a newer library (or the reverse) agree on how much of them there is; new
- * fields are only added at the end. What a function returns whole says in struct_size how much was
- * written, and grows with a new soname only. The exceptions, and why they are safe:
- *   koila_pool     two words that name a thing, passed by value like a number: it never grows
- *   koila_block    there are as many as live tensors, so each array's owner says its stride once
- *                  (koila_segment.block_size); one that a callback is shown is the library's, read
- *                  through the pointer, and may be longer than the caller knows
+ * an older caller and a newer library (or the reverse) agree on their length; new fields are only
+ * added at the end. A struct that a function returns by value states its length in struct_size, and
+ * grows with a new soname only. The exceptions, and why they are safe:
+ *   koila_pool     two words, passed by value like a number: it never grows
+ *   koila_block    one per live tensor, so the owner of an array states its stride once
+ *                  (koila_segment.block_size); a block passed to a callback belongs to the library
+ *                  and may be longer than the caller knows
  *   koila_counter  part of koila_cache_stat, whose struct_size counts it */
 
 /** A memory pool as torch names it: {0, 0} is the default, {0, n} belongs to a graph capture, {n,
@@ -44,7 +44,7 @@ typedef struct koila_pool {
 
 #define KOILA_NO_LIMIT UINT64_MAX
 
-/* bit, meaning. What differs between torch versions; the table of versions is in
+/* Differences between torch versions: name, bit, meaning. The table of versions is in
  * src/allocator/cache_config.c. */
 #define KOILA_CACHE_RULE_MAP(X)                                                                    \
     X(ROUNDING_SETTABLE, 0, "max_non_split_rounding_mb is a setting, not 20 MiB")                  \
@@ -59,7 +59,7 @@ typedef struct koila_pool {
     X(OOM_REJECT, 8, "throw_on_cudamalloc_oom")                                                    \
     X(POOL_ID_IN_TRACE, 9, "trace entries name their pool")                                        \
     X(SEARCH_AFTER_RELEASE, 10,                                                                    \
-      "the free set is searched again after release-all (no torch does this yet)")
+      "free blocks are searched again after release-all (no torch does this yet)")
 typedef enum koila_cache_rule {
 #define KOILA_CACHE_RULE_ENUM(name, bit, text) KOILA_RULE_##name = 1 << (bit),
     KOILA_CACHE_RULE_MAP(KOILA_CACHE_RULE_ENUM)
@@ -67,10 +67,10 @@ typedef enum koila_cache_rule {
 } koila_cache_rule;
 
 typedef enum koila_completion {
-    /** frees waiting for another stream end at the next sync, retry or empty_cache, first freed
-     * first */
+    /** frees that wait for another stream complete at the next sync, retry or empty_cache, in the
+     * order of freeing */
     KOILA_COMPLETE_WORST,
-    KOILA_COMPLETE_BEST /**< they end before the next malloc */
+    KOILA_COMPLETE_BEST /**< they complete before the next malloc */
 } koila_completion;
 
 typedef struct koila_cache_config {
@@ -83,7 +83,7 @@ typedef struct koila_cache_config {
     uint64_t total_bytes;
     uint64_t outside_bytes; /**< context, other processes, libraries' own memory */
     uint64_t cap_bytes;     /**< set_per_process_memory_fraction, in bytes; 0 = none */
-    /** totalGlobalMem, sizes expandable reservations; 0 = total_bytes, or 24 GiB */
+    /** totalGlobalMem: gives the size of expandable reservations; 0 = total_bytes, or 24 GiB */
     uint64_t device_bytes;
     uint64_t first_address;                /**< of the first segment; default 0x700000000000 */
     uint64_t max_split_bytes;              /**< KOILA_NO_LIMIT = not set */
@@ -93,7 +93,7 @@ typedef struct koila_cache_config {
     /** from the configuration string, 0 = not set; see koila_cache_config_fraction */
     double memory_fraction;
     uint32_t divisions[16]; /**< roundup_power2_divisions; 0 and 1 are off */
-    /** max_non_split_rounding_bytes was given, so does not follow large_segment_bytes */
+    /** max_non_split_rounding_bytes was given; otherwise it follows large_segment_bytes */
     uint8_t rounding_set;
     uint8_t expandable;
     uint8_t oom_reject; /**< throw_on_cudamalloc_oom */
@@ -108,9 +108,9 @@ typedef struct koila_cache_config {
  * Expected: KOILA_BAD_ARGUMENT (no version in the string), KOILA_UNSUPPORTED (before 2.0); `c` is
  * then untouched. */
 KOILA_API koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_version);
-/** Apply a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0, for what a user typed: unknown keys,
- * trailing text and numbers out of range are refused, and '=' may stand for ':'. `strict` == 0, for
- * what a snapshot recorded: read as torch reads it. NULL and "" change nothing.
+/** Apply a PYTORCH_CUDA_ALLOC_CONF string. `strict` != 0 is for a string typed by a user: unknown
+ * keys, trailing text and numbers out of range are refused, and '=' may stand for ':'. `strict` ==
+ * 0 is for a string from a snapshot: it is read as torch reads it. NULL and "" change nothing.
  * Expected: KOILA_BAD_INPUT (`e` names key and range), KOILA_UNSUPPORTED (backends that are not
  * this allocator). */
 KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const char *conf, int strict,
@@ -119,8 +119,8 @@ KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const cha
  * totalGlobalMem, `info_total` cudaMemGetInfo's. */
 KOILA_API koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction,
                                                    uint64_t total_global, uint64_t info_total);
-/** The rows of the version table, newest last: version, how verified, in words what is new. NULL
- * past the end. */
+/** Row i of the version table, newest last. Returns what is new in words; `verified` says how that
+ * is known. NULL past the end. */
 KOILA_API const char *koila_cache_profile(size_t i, uint32_t *version, const char **verified);
 
 /** An empty cache. `c` and `mem` are copied (`mem` NULL: the C library). On success `*out` is
@@ -163,9 +163,9 @@ typedef struct koila_segment {
 /* its first two fields */
 #define KOILA_SEGMENT_SIZES (uint32_t)sizeof(koila_segment), (uint32_t)sizeof(koila_block)
 
-/** A cache in a given state. Segments in any order; everything is copied. Statistics start from
- * this state, with it as their peak. Where expandable reservations begin and end is inferred: one
- * per pool and stream as far as its address space reaches.
+/** A cache in a given state. Segments may come in any order; everything is copied. Statistics start
+ * from this state, which is also their peak. The bounds of expandable reservations are inferred:
+ * one per pool and stream, as far as its address space reaches.
  * Expected: KOILA_BAD_INPUT (`e->offset` = index of the segment: blocks that do not tile, overlap,
  * a size of 2^60 or more); KOILA_BAD_ARGUMENT (struct_size, block_size not set). */
 KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c,
@@ -175,7 +175,7 @@ KOILA_API koila_status koila_cache_from_segments(const koila_cache_config *c,
 KOILA_API void koila_cache_free(koila_cache *c);
 
 /** `bytes` == 0 gives address 0 and is no event.
- * Expected: KOILA_OOM; the state is then what torch leaves behind. KOILA_NO_MEMORY. */
+ * Expected: KOILA_OOM; the state is then the one torch leaves. KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_malloc(koila_cache *c, uint64_t bytes, uint64_t stream,
                                           koila_pool pool, uint64_t *addr);
 /** Address 0 is fine. Expected: KOILA_BAD_ARGUMENT (not handed out). */
@@ -183,10 +183,10 @@ KOILA_API koila_status koila_cache_release(koila_cache *c, uint64_t addr);
 /** Tensor.record_stream: the block's next release waits for `stream`.
  * Expected: KOILA_BAD_ARGUMENT, KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_record_stream(koila_cache *c, uint64_t addr, uint64_t stream);
-/** One released block that waited for another stream is done.
+/** Completes the free of one released block that waits for another stream.
  * Expected: KOILA_BAD_ARGUMENT (not waiting). */
 KOILA_API koila_status koila_cache_complete(koila_cache *c, uint64_t addr);
-/** All waiting blocks are done. */
+/** Completes the free of every waiting block. */
 KOILA_API void koila_cache_sync(koila_cache *c);
 /** torch.cuda.empty_cache(). Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_empty(koila_cache *c);
@@ -201,11 +201,11 @@ typedef enum koila_pool_flags {
     KOILA_POOL_USE_ON_OOM = 2,    /**< MemPool(use_on_oom=True) */
     KOILA_POOL_USER_ALLOCATOR = 4 /**< has its own allocator: never expandable */
 } koila_pool_flags;
-/** One more holder (a graph or MemPool) of a private pool, made if new. Its memory can go back only
- * when the last holder is gone. */
+/** Adds a holder (a graph or MemPool) of a private pool, and makes the pool if it is new. Its
+ * memory can be returned only when the last holder has dropped it. */
 KOILA_API koila_status koila_cache_pool_hold(koila_cache *c, koila_pool pool, uint32_t flags);
 KOILA_API koila_status koila_cache_pool_drop(koila_cache *c, koila_pool pool);
-/** Numbers of graph captures and of pool routings under way. */
+/** The numbers of graph captures and pool routings in progress. */
 KOILA_API void koila_cache_set_capturing(koila_cache *c, uint32_t n_captures, uint32_t n_routings);
 
 /* name, torch.cuda.memory_stats key */
@@ -261,7 +261,7 @@ typedef enum koila_event_kind {
     KOILA_EVENT_SNAPSHOT
 } koila_event_kind;
 
-/** The library's, for the time of the callback. */
+/** Owned by the library; valid during the callback. */
 typedef struct koila_event {
     uint32_t struct_size;
     koila_event_kind kind;
@@ -271,26 +271,27 @@ typedef struct koila_event {
     koila_pool pool;
 } koila_event;
 
-/** Callbacks may not call back into the cache, but for koila_cache_stats. A block function returns
+/** Callbacks may call no function of the cache except koila_cache_stats. A block function returns
  * false to stop. */
 typedef bool (*koila_block_fn)(void *user, const koila_block *block);
 typedef void (*koila_event_fn)(void *user, const koila_event *event);
 /** All blocks in address order, unmapped ones too. Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_walk(const koila_cache *c, koila_block_fn f, void *user);
-/** `f` sees every event from now on, in torch's order, after the statistics have counted it; NULL
- * ends it. */
+/** From now on `f` sees every event, in torch's order, after the statistics have counted it. NULL
+ * stops this. */
 KOILA_API void koila_cache_observe(koila_cache *c, koila_event_fn f, void *user);
 
-/** Remember this state. 0: no memory. Marks nest; a mark costs memory for what changes after it,
- * until it is forgotten. */
+/** Marks this state, to return to it. 0: no memory. Marks nest; until a mark is forgotten, every
+ * later change costs memory. */
 KOILA_API uint64_t koila_cache_mark(koila_cache *c);
-/** Back to the state at `mark`, which stays; later marks end. Costs the events since.
+/** Returns to the state at `mark`, which stays valid; later marks end. Time is proportional to the
+ * events since.
  * Expected: KOILA_BAD_ARGUMENT (no such mark). */
 KOILA_API koila_status koila_cache_rewind(koila_cache *c, uint64_t mark);
-/** End `mark` and later ones, keep the state. */
+/** Ends `mark` and later ones; the state stays. */
 KOILA_API koila_status koila_cache_forget(koila_cache *c, uint64_t mark);
 
-/** What a request of n bytes becomes: its rounded size, and the size of a new segment for it. */
+/** The rounded size of a request of n bytes, and the size of a new segment for it. */
 KOILA_API void koila_cache_sizes(const koila_cache_config *c, uint64_t n, uint64_t *rounded,
                                  uint64_t *segment);
 

@@ -1,5 +1,5 @@
-/* koila/device.h — a device profile: what a prediction must know of a GPU, each number with how it
- * was got and how far off it may be. It knows no graph.
+/* koila/device.h — a device profile: the numbers that a prediction needs of a GPU, each with its
+ * origin and its possible error. It knows no graph.
  *
  *   koila_device_builtin("h100-80gb", NULL, &dev, &err);
  */
@@ -34,20 +34,20 @@ typedef enum koila_device_field {
 } koila_device_field;
 
 typedef struct koila_device_value {
-    /** the real number is taken to lie in value - spread .. value + spread */
+    /** the real number is assumed to lie in value - spread .. value + spread */
     uint64_t value, spread;
     const char *how;  /**< "measured", "vendor" or "estimated"; borrowed from the device */
     const char *date; /**< "" if not said */
 } koila_device_value;
 
 /** A profile from JSON: {"koila_device": 1, "name": "...", "fields": {"total_bytes": {"value": n,
- * "how": "measured", "spread": n, "date": "..."}, ...}}. Needed: sm_count, compute_capability,
- * total_bytes, context_bytes; the others have estimates. On success `*out` is yours:
+ * "how": "measured", "spread": n, "date": "..."}, ...}}. Required: sm_count, compute_capability,
+ * total_bytes, context_bytes; the others are estimated if missing. On success `*out` is yours:
  * koila_device_free().
  * Expected: KOILA_BAD_INPUT (`e` names field and reason), KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_device_open(const char *json, size_t n, const koila_allocator *mem,
                                          koila_device **out, koila_error *e);
-/** A built-in profile by name, letters of either case.
+/** A built-in profile by name; case does not matter.
  * Expected: KOILA_BAD_ARGUMENT (`e` names the nearest). */
 KOILA_API koila_status koila_device_builtin(const char *name, const koila_allocator *mem,
                                             koila_device **out, koila_error *e);

@@ -5,20 +5,20 @@
  * strides) and *call signatures* (operator, argument tokens, metas of tensor arguments, metas of
  * results). Graphs refer to one table, so a node is only (signature, inputs, outputs). A graph is a
  * list of nodes in recorded order over values in SSA form: an in-place write makes a new value of
- * the written base (Note [Writes] below). Leaves are batched inputs (`batch`: sharded along one
- * axis) or anything real met on the way (parameters, masks).
+ * the written base (Note [Writes] below). A leaf is either a batched input (`batch`: sharded along
+ * one axis) or another tensor from outside (`real`: parameters, masks).
  *
  * Sizes and strides are in elements, n_bytes in bytes. Ids are dense and start at 0; KOILA_NONE is
  * "no id". Pointers returned by getters are borrowed and stay valid until the table (or graph) is
  * freed; arrays inside koila_graph may move when the graph grows.
  *
  * Note [Writes]. A node whose signature has n_writes > 0 is an in-place or out= operator. For write
- * w, input `w.input` is the *base* value (oldest storage owner, never a view); `w.chain` are the
- * view calls (their signatures, and which result) leading from the base to the tensor the operator
- * really writes. The node means: take the base, walk the chain, run the operator on that view. Its
- * outputs are first the fresh results (sig.n_fresh), then one new base value per write, with the
- * base's meta. The operator's return of `self` is no output. An `overwrites` write does not read
- * the old contents and has an empty chain (copy_, fill_, zero_, bernoulli_, normal_, out=).
+ * w, input `w.input` is the *base* value (oldest storage owner, never a view); `w.chain` lists the
+ * view calls (signature, and which result) from the base to the tensor that the operator really
+ * writes. The node means: take the base, walk the chain, run the operator on that view. Its outputs
+ * are first the fresh results (sig.n_fresh), then one new base value per write, with the base's
+ * meta. A returned `self` is not an output. An `overwrites` write does not read the old contents
+ * and has an empty chain (copy_, fill_, zero_, bernoulli_, normal_, out=).
  */
 #ifndef KOILA_GRAPH_H
 #define KOILA_GRAPH_H
@@ -83,7 +83,7 @@ typedef struct koila_meta_info {
     uint64_t n_storage_bytes;
 } koila_meta_info;
 
-/** What an operator is, whatever its arguments. */
+/** Flags of an operator, independent of its arguments. */
 enum {
     KOILA_OP_VIEW = 1,    /**< results alias the first tensor argument's storage */
     KOILA_OP_INPLACE = 2, /**< writes an argument (in-place or out=) */
@@ -93,12 +93,12 @@ enum {
     KOILA_OP_OPAQUE = 16,
 };
 
-/** What koila knows of an operator by its name: the last column of src/graph/ops.def. Flags, above,
- * come from the recorder. In-place operators have the facts of their functional twin. */
+/** Facts that koila knows of an operator by its name: the last column of src/graph/ops.def. The
+ * flags above come from the recorder. An in-place operator has the facts of its functional twin. */
 enum {
     KOILA_FACT_ARANGE = 1 << 0,       /**< arange(end), arange(start, end), ... of numbers */
     KOILA_FACT_ARANGE_START = 1 << 1, /**< an arange whose arguments begin start, end */
-    KOILA_FACT_ARANGE_STEP = 1 << 2,  /**< and go on with the step */
+    KOILA_FACT_ARANGE_STEP = 1 << 2,  /**< the third argument is the step */
     KOILA_FACT_RESHAPES = 1 << 3,     /**< the same elements in the same order, in another shape */
     KOILA_FACT_BROADCASTS = 1 << 4,   /**< expand */
     KOILA_FACT_SAME_VALUES = 1 << 5, /**< the same values in the same shape; the dtype may change */
@@ -107,8 +107,8 @@ enum {
     KOILA_FACT_ZEROS = 1 << 8,       /**< results are all 0 */
     KOILA_FACT_FILLS = 1 << 9,       /**< results are argument 1 everywhere */
     KOILA_FACT_EMPTY = 1 << 10,      /**< memory without values */
-    KOILA_FACT_MAY_ALIAS = 1 << 11,  /**< no view, but may give its input, or a view of it */
-    KOILA_FACT_SPLITS_UNSAFELY = 1 << 12, /**< results share memory without saying so to autograd */
+    KOILA_FACT_MAY_ALIAS = 1 << 11,  /**< may return its input, or a view of it */
+    KOILA_FACT_SPLITS_UNSAFELY = 1 << 12, /**< results share memory, which autograd is not told */
     KOILA_FACT_JOINS = 1 << 13,           /**< refuses strides that do not fit: view and the like */
     KOILA_FACT_STRIDED = 1 << 14,         /**< as_strided: the strides of the storage are given */
     KOILA_FACT_CONJUGATES = 1 << 15,      /**< _conj: a view with a flag on it */
@@ -143,8 +143,8 @@ typedef enum koila_arg_kind {
     KOILA_ARG_BOOL,
     KOILA_ARG_STR,   /**< `id`: interned text */
     KOILA_ARG_DTYPE, /**< `id`: koila_dtype */
-    /** `id`: an object of the graph's owner (device, layout, memory format, complex); has a label
-     * for people */
+    /** `id`: an object of the graph's owner (device, layout, memory format, complex), with a
+     * readable label */
     KOILA_ARG_OPAQUE,
     KOILA_ARG_LIST, /**< the next `n` tokens, none of them a list */
 } koila_arg_kind;
@@ -201,14 +201,14 @@ typedef struct koila_graph koila_graph;
  * KOILA_MAX_DIMS, negative or overflowing sizes. */
 
 KOILA_API koila_status koila_table_new(const koila_allocator *mem, koila_table **out);
-KOILA_API void koila_table_free(koila_table *t); /**< NULL is fine; graphs of it must be gone */
-/** Intern an operator by its full name "aten::add.Tensor" (no overload name: "aten::mm"). Flags of
- * the first call stay. */
+KOILA_API void koila_table_free(koila_table *t); /**< NULL is fine; free its graphs first */
+/** Intern an operator by its full name "aten::add.Tensor" (no overload name: "aten::mm"). The flags
+ * given first are kept. */
 KOILA_API koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags,
                                       koila_op *out);
 KOILA_API const char *koila_op_name(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_op_flags(const koila_table *t, koila_op op);
-/** KOILA_FACT_...; found when the operator is interned, so this reads an array. */
+/** KOILA_FACT_... bits. They are found when the operator is interned; this reads an array. */
 KOILA_API uint32_t koila_op_facts(const koila_table *t, koila_op op);
 KOILA_API uint32_t koila_table_n_ops(const koila_table *t);
 KOILA_API koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out);
@@ -224,13 +224,13 @@ KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta
 /** Does the tensor fill its storage: no gaps, no element shared by two indices? */
 KOILA_API bool koila_meta_is_dense(const koila_meta_info *m);
 /** stride[like->n_dims] of a dense tensor of size[like->n_dims] whose dimensions lie in memory in
- * the order of like's strides; of equal strides the last dimension is the inner one. like->stride
+ * the order of like's strides; among equal strides the last dimension is innermost. like->stride
  * NULL: contiguous. */
 KOILA_API void koila_dense_strides(const koila_meta_info *like, const int64_t *size,
                                    int64_t *stride);
-/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": per alternative what each
- * tensor argument and each result is: R whole, S<d>
- *  sliced along dimension d, P partial sum. It is the caller's claim. Replaces an earlier one.
+/** A placement rule for a custom operator, such as "S0,R->S0; S1,S0->P": each alternative gives the
+ * placement of every tensor argument and every result: R whole, S<d> sliced along dimension d, P
+ * partial sum. The rule is trusted, not verified. It replaces an earlier one.
  *      Expected: BAD_INPUT with the offset in `rule`. */
 KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const char *rule,
                                         koila_error *err);
@@ -294,15 +294,15 @@ KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node 
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
  * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
-/** The part of `g` that makes `targets`, with the values whose known[v] is nonzero as REAL leaves
- * instead of being made (BATCH leaves stay; `known`
- *  may be NULL). Where no BATCH leaf is left, known values as large as an axis along a
- *      dimension are the BATCH leaves. Ids are dense and decided by the part alone, so equal steps
- *      give equal graphs and hashes whatever else was recorded around them.
- *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: first n_nodes of
- *      *out entries are the nodes of g they come from.
- *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the two arrays are then
- *      in no particular state. */
+/** The part of `g` that makes `targets`. A value whose known[v] is nonzero becomes a REAL leaf
+ * instead of being made (BATCH leaves stay; `known` may be NULL). If no BATCH leaf is left, each
+ * known value with a dimension as large as an axis becomes a BATCH leaf. Ids are dense and depend
+ * on the part alone, so equal steps give equal graphs and hashes, whatever was recorded around
+ * them.
+ *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: the first entries,
+ *  one for each node of *out, are the nodes of g that they come from.
+ *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the contents of the two
+ *  arrays are then undefined. */
 KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
                                            uint32_t n_targets, const uint8_t *known,
                                            const koila_allocator *mem, koila_graph **out,
@@ -312,12 +312,12 @@ KOILA_API bool koila_graph_check(const koila_graph *g, koila_error *err);
 
 /* ---- text form: reads back to an equal graph. For the command line, fuzzing and bug reports. */
 
-/** Where text goes: called with pieces; a nonzero return stops with KOILA_BAD_ARGUMENT. */
+/** Receives the text in pieces; a nonzero return stops with KOILA_BAD_ARGUMENT. */
 typedef int (*koila_write_fn)(void *user, const char *text, size_t n);
 KOILA_API koila_status koila_graph_print(const koila_graph *g, koila_write_fn write, void *user);
-/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. Text of the version
- * that is printed ends with its counts, so that text which was
- *  cut is BAD_INPUT; version 1 had no end, and is read too. */
+/** Parse text into a fresh graph over `table`. BAD_INPUT with the byte offset. Printed text ends
+ * with its counts, so truncated text is BAD_INPUT; version 1, which has no such end, is read too.
+ */
 KOILA_API koila_status koila_graph_parse(koila_table *table, const char *text, size_t n,
                                          koila_graph **out, koila_error *err);
 /** The graph as a Graphviz drawing: leaves, operators, and an edge per use with the meta of the

@@ -8,7 +8,7 @@
  *   graph.h     a recorded training step: operators, metas, signatures, values, nodes, axes; its
  *               text form
  *   plan.h      how to run it in slices of the batch
- *   predict.h   what it will need on a GPU that is not here
+ *   predict.h   the memory it will need on a GPU that need not be present
  */
 #ifndef KOILA_H
 #define KOILA_H

@@ -1,17 +1,17 @@
-/* koila/plan.h — how to run a recorded step in slices of the batch: loops, barriers, what to keep,
- * and what it will need in bytes.
+/* koila/plan.h — how to run a recorded step in slices of the batch: loops, barriers, kept values,
+ * and the bytes it will need.
  *
  * A plan is a list of *stages*, each a list of *instructions* over the nodes and values of a
  * lowered graph (the recorded one, with operators that hide a reduction over the batch written
  * out). A whole stage runs once, on whole values; a loop stage runs once per slice of one axis:
  *
- *   RUN n     run node n                                      on local values (slices and partials)
- *             or, in a whole stage, whole ones
+ *   RUN n     run node n                                      loop: on local values (slices and
+ *                                                             partials); whole stage: on whole ones
  *   SLICE v   local v := this slice's rows of whole v         (a view)
  *   ADD v     whole v := combine(whole v, local v)            first slice: local v becomes whole v
  *   PUT v     rows of whole v := local v                      the gather of a sharded value
  *   KEEP v    kept v [this slice] := local v                  for a later loop
- *   FETCH v   local v := kept v [this slice]                  `last`: the kept piece is given up
+ *   FETCH v   local v := kept v [this slice]                  `last`: the kept piece is released
  *   FREE v    local v (loop) or whole v (whole stage) is dead
  *
  * Invariants: every RUN finds its inputs made; each local value is freed exactly once per slice;
@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/** immutable once made; reads nothing of the recorded graph any more */
+/** immutable once made; independent of the recorded graph */
 typedef struct koila_plan koila_plan;
 
 typedef enum koila_instr_kind {
@@ -40,9 +40,9 @@ typedef enum koila_instr_kind {
 } koila_instr_kind;
 
 enum { /* koila_instr.flags */
-       /** ADD: local v may become the accumulator as it is (it owns its storage, dense, nothing
-        * else uses it); PUT: the same when the slice is all rows. Without it a copy must be made:
-        * others may write to the storage */
+       /** ADD: local v itself may become the accumulator (it owns its dense storage and nothing
+        * else uses it); PUT: the same when the slice is all rows. Without this flag a copy must be
+        * made: others may write to the storage */
        KOILA_INSTR_OWNED = 1,
        KOILA_INSTR_LAST = 2, /**< FETCH: the last use of the kept piece */
 };
@@ -50,11 +50,11 @@ enum { /* koila_instr.flags */
 typedef struct koila_instr {
     uint8_t kind;
     uint8_t flags;
-    /** RUN of a node with writes: bit w = the base of write w is dead afterwards: written in place;
-     * else it is cloned first. SLICE: which input of `user` */
+    /** RUN of a node with writes: bit w: the base of write w is dead afterwards and is written in
+     * place; bit clear: it is cloned first. SLICE: which input of `user` */
     uint16_t steal;
     uint32_t id; /**< node (RUN) or value */
-    /** SLICE: the node whose need says which slice; koila_plan_need(plan, user, steal) */
+    /** SLICE: the node that needs the slice; koila_plan_need(plan, user, steal) says which */
     koila_node user;
 } koila_instr;
 
@@ -88,54 +88,53 @@ typedef struct koila_share {
     int64_t outer, inner;
 } koila_share;
 
-/** The dtype in which ADD accumulates a value of `dtype`: a partial sum of half precision in
- * float32, unless one slice is all rows (`all_rows`); everything else in its own. What was
- * accumulated wider is cast back when the loop ends. */
+/** The dtype in which ADD accumulates a value of `dtype`: float32 for a partial sum of half
+ * precision, unless one slice is all rows (`all_rows`); `dtype` itself for everything else. A wider
+ * accumulator is cast back when the loop ends. */
 KOILA_API koila_dtype koila_accumulator_dtype(koila_dtype dtype, koila_share share, bool all_rows);
 
 typedef enum koila_slice_kind {
     KOILA_SLICE_VIEW, /**< of the whole value's storage */
-    KOILA_SLICE_COPY, /**< storage of its own; dense, in the order of the value's dimensions, where
-                         the value is dense */
+    /** storage of its own; if the value is dense, so is the copy, with the same dimension order */
+    KOILA_SLICE_COPY,
 } koila_slice_kind;
-/** How SLICE makes the rows `cut` of a whole value of meta `whole`. A view where the rows lie in
- * one block: the dimension is the outermost in memory, or the slice is all rows. A view also where
- * the value is not dense, since a view of it has gaps anyway. A copy always where cut.outer != 1.
+/** How SLICE makes the rows `cut` of a whole value of meta `whole`. A copy whenever cut.outer != 1.
+ * Otherwise a view if the rows lie in one block (the dimension is the outermost in memory, or the
+ * slice is all rows), and also if the value is not dense, since a view of it has gaps anyway.
  */
 KOILA_API koila_slice_kind koila_slice_form(const koila_meta_info *whole, koila_share cut,
                                             bool all_rows);
 
 typedef enum koila_keep_policy {
-    /** the cheapest in work that fits; with forced rows and no budget: the least memory at moderate
-     * work */
+    /** the least work that fits; with forced rows and no budget: the least memory at moderate work
+     */
     KOILA_KEEP_AUTO,
-    KOILA_KEEP_ALL,  /**< keep what a later loop needs of expensive operators */
+    KOILA_KEEP_ALL,  /**< keep results of expensive operators that a later loop needs */
     KOILA_KEEP_NONE, /**< recompute everything */
 } koila_keep_policy;
 
 typedef struct koila_plan_options {
     uint32_t struct_size;
-    /** what the step may need beyond what is live before it; UINT64_MAX = no limit */
+    /** bytes the step may use beyond those live before it; UINT64_MAX = no limit */
     uint64_t budget_bytes;
     int64_t rows;  /**< force slices of so many rows; 0 = the fewest slices that fit */
     uint32_t keep; /**< koila_keep_policy */
-    /** Bytes an operator uses inside beyond inputs and outputs, for a call on `rows` of `batch`
-     * rows (both 0: whole). NULL = 0. `user` is passed on. */
+    /** Bytes of workspace that an operator uses beyond its inputs and outputs, for a call on `rows`
+     * of `batch` rows (both 0: whole). NULL: always 0. `user` is passed on. */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    /** Shall this plan be taken? Asked about plans that fit the budget by their sum of live bytes:
-     * fewest slices first, then least work. Once one is taken, some of the numbers of slices passed
-     * over are asked about too, since fitting is not monotone in them. `p` exists during the call
-     * only; it has no gathers, no curve and no peak node yet. NULL: the budget decides. When none
-     * is taken, koila_plan_new() gives the last that was found. Never asked with forced rows and no
-     * budget. */
+    /** Shall this plan be taken? Called for plans whose sum of live bytes fits the budget: fewest
+     * slices first, then least work. Once one is taken, some of the skipped slice counts are tried
+     * too, since fitting is not monotone in them. `p` exists during the call only; it has no
+     * gathers, no curve and no peak node yet. NULL: the budget decides. If none is taken,
+     * koila_plan_new() returns the last one found. Not called with forced rows and no budget. */
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
 } koila_plan_options;
 
 typedef struct koila_plan_info {
     uint32_t struct_size;
-    int64_t batch, rows; /**< of the main axis: all rows, rows a slice */
+    int64_t batch, rows; /**< of the main axis: all rows, rows per slice */
     uint32_t n_slices;   /**< of the main axis */
     uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
     uint64_t budget_bytes;
@@ -143,14 +142,13 @@ typedef struct koila_plan_info {
     uint32_t n_recorded; /**< nodes the targets need, as recorded */
     double replay_ratio; /**< work run in all slices / work recorded, by estimated time */
     uint32_t n_gathers;
-    /** of the lowered graph: what runs at the peak; KOILA_NONE when nothing runs */
+    /** node of the lowered graph that runs at the peak; KOILA_NONE: nothing runs */
     koila_node peak_node;
 } koila_plan_info;
 
-/** Plan how to make `targets` (recorded values). Reads `graph` and keeps nothing of it but its
- * table.
- *  Expected: OOM (one row a slice needs more than the budget; err names the largest values; if
- *      `out` is wanted nevertheless pass budget UINT64_MAX),
+/** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.
+ *  Expected: OOM (even one row per slice needs more than the budget; err names the largest values;
+ *  a budget of UINT64_MAX gives that plan),
  *  BAD_ARGUMENT, NO_MEMORY, UNSUPPORTED. */
 KOILA_API koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
                                       uint32_t n_targets, const koila_plan_options *options,
@@ -165,7 +163,7 @@ KOILA_API const koila_stage *koila_plan_stage(const koila_plan *p, uint32_t stag
 KOILA_API koila_value koila_plan_target(const koila_plan *p, uint32_t target);
 /** lowered value of a recorded leaf, KOILA_NONE when not needed */
 KOILA_API koila_value koila_plan_leaf(const koila_plan *p, koila_value recorded);
-/** the recorded node it stands for */
+/** the recorded node that `lowered` stands for */
 KOILA_API koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered);
 KOILA_API koila_share koila_plan_share(const koila_plan *p, koila_value v);
 KOILA_API koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input);
@@ -173,8 +171,7 @@ KOILA_API bool koila_plan_in_loop(const koila_plan *p, koila_node n);
 /** Number of slices and the rows [*begin, *end) of slice i of an axis. */
 KOILA_API uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis);
 KOILA_API int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis);
-/** Gathers: values that had to be made whole because an operator has no sharded rule. Index <
- * n_gathers. */
+/** Gathers: values that are made whole because an operator has no sharded rule. i < n_gathers. */
 typedef struct koila_gather {
     koila_node node; /**< of the lowered graph: the operator that needs it whole */
     koila_value value;
@@ -195,7 +192,7 @@ KOILA_API uint32_t koila_plan_largest(const koila_plan *p, koila_gather *out, ui
  */
 KOILA_API uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows);
 
-/** How call arguments follow a slice of `rows` rows. */
+/** How the arguments of a call are adapted to a slice of `rows` rows. */
 typedef enum koila_adapt_kind {
     KOILA_ADAPT_INTS,
     KOILA_ADAPT_INT,
@@ -205,7 +202,7 @@ typedef enum koila_adapt_kind {
 } koila_adapt_kind;
 typedef struct koila_adapt {
     uint8_t kind;
-    uint8_t arg;     /**< INTS, INT: positional value that is replaced */
+    uint8_t arg;     /**< INTS, INT: the positional value to replace */
     uint16_t output; /**< SCALE: output multiplied by rows / batch */
     uint32_t n;      /**< INTS: how many; SQUEEZE: dims */
     int64_t ints[KOILA_MAX_DIMS];
@@ -215,13 +212,13 @@ typedef struct koila_adapt {
  * KOILA_MAX_ADAPTS, returns how many. */
 KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
                                     koila_adapt *out);
-/** The plan as a table for people: facts, then every stage with its instructions. One line an
- * instruction; runs of FREE share one. */
+/** The plan as a table for people: facts, then every stage with its instructions, one per line;
+ * successive FREEs share a line. */
 KOILA_API koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user);
-/** The plan as a Graphviz drawing: a box a stage, an operator where it runs (again where it runs
- * again), barriers and kept pieces as edges between boxes. */
+/** The plan as a Graphviz drawing: a box per stage, with the operators it runs (again in each stage
+ * that runs them again); barriers and kept pieces are edges between boxes. */
 KOILA_API koila_status koila_plan_dot(const koila_plan *p, koila_write_fn write, void *user);
-/** Every invariant of this header. */
+/** Checks every invariant of this header. */
 KOILA_API bool koila_plan_check(const koila_plan *p, koila_error *err);
 
 #ifdef __cplusplus

@@ -19,12 +19,13 @@ extern "C" {
 /* immutable once open, may be shared between threads */
 typedef struct koila_snapshot koila_snapshot;
 
-/** Where the bytes are: in memory (`data`), or behind `read`, which is asked once, forward. */
+/** Where the bytes are: in memory (`data`), or behind `read`, which is called until its end, once
+ * through. */
 typedef struct koila_source {
     uint32_t struct_size;
     const void *data; /**< or NULL */
     uint64_t n_bytes; /**< of data */
-    /** Up to n bytes into p; returns how many, 0 at the end, -1 on a failure. */
+    /** Reads up to n bytes into p; returns how many, 0 at the end, -1 on failure. */
     int64_t (*read)(void *user, void *p, size_t n);
     void *user;
 } koila_source;
@@ -33,13 +34,13 @@ typedef struct koila_limits {
     uint32_t struct_size;
     uint32_t max_nesting;      /**< default 64 */
     uint64_t max_string_bytes; /**< default 16 MiB */
-    /** host memory in all; default and upper bound 32 x input + 64 MiB */
+    /** total host memory; default and upper bound 32 x input + 64 MiB */
     uint64_t max_memory_bytes;
     koila_allocator mem; /**< empty: the C library's */
 } koila_limits;
 
 /** `lim` may be NULL. On success `*out` is yours: koila_snapshot_free(). The source is not needed
- * any more.
+ * afterwards.
  * Expected: KOILA_BAD_INPUT (`e->offset` is the byte), KOILA_NO_MEMORY. Nothing stays allocated
  * then. */
 KOILA_API koila_status koila_snapshot_open(const koila_source *src, const koila_limits *lim,
@@ -61,7 +62,7 @@ typedef struct koila_snapshot_info {
 KOILA_API void koila_snapshot_get_info(const koila_snapshot *s, koila_snapshot_info *out);
 
 typedef struct koila_entry {
-    uint32_t struct_size; /**< set by the caller: so much of it is filled */
+    uint32_t struct_size; /**< set by the caller: this many bytes are filled */
     koila_event_kind kind;
     uint64_t addr, size, stream; /**< oom: addr = device_free */
     int64_t time_us;             /**< 0: not recorded */
@@ -79,7 +80,7 @@ KOILA_API bool koila_snapshot_entry(const koila_snapshot *s, uint32_t device, ui
  * bytes further on. Borrowed until koila_snapshot_free. */
 KOILA_API const koila_segment *koila_snapshot_segments(const koila_snapshot *s, uint32_t device,
                                                        size_t *n);
-/** The stack of a live block of those, KOILA_NO_STACK if not recorded. */
+/** The stack of a live block of such a segment; KOILA_NO_STACK if not recorded. */
 KOILA_API uint32_t koila_snapshot_block_stack(const koila_snapshot *s, const koila_block *block);
 
 typedef struct koila_frame {
@@ -120,29 +121,29 @@ typedef enum koila_verdict {
 typedef struct koila_replay_result {
     uint32_t struct_size;
     koila_verdict verdict;
-    /** differs: expected and recorded; not checkable: why; exact: why the end was not checked, or
-     * "" */
+    /** KOILA_DIFFERS: expected and recorded; KOILA_NOT_CHECKABLE: why; KOILA_EXACT: why the end was
+     * not checked, or "" */
     char reason[240];
     uint64_t at_entry;                                               /**< of a difference */
     uint64_t n_entries, n_addresses, n_segment_events, n_end_blocks; /**< what was checked */
     /** external decisions */
     uint64_t n_retries, n_retry_or_empty, n_empty, n_cap_set, n_expandable_switched, n_collected;
-    /** live before the first entry; of them with an assumed size */
+    /** blocks live before the first entry, and those of them with an assumed size */
     uint64_t n_start_blocks, n_assumed;
-    /** expandable: where a reservation begins and ends was inferred */
+    /** the bounds of an expandable reservation were inferred */
     bool reservations_inferred;
     bool end_checked;
     uint32_t torch_version;
     const char *verified;  /**< how the rules of that version are known */
     koila_cache_stat stat; /**< from the first entry on */
-    /** peak_entry: where reserved was highest first */
+    /** peak_entry: the first entry with the highest reserved */
     uint64_t peak_allocated, peak_active, peak_reserved, peak_entry;
     uint64_t peak_allocated_entry;
-    /** the peak of reserved is after the entry where the replay stopped: sums of what the trace
-     * says; what was lost is not known */
+    /** the peak of reserved comes after the entry where the replay stopped; it was added up from
+     * the trace, so the lost bytes are not known */
     bool peak_added_up;
-    /* where bytes were lost, when `reserved` was at its peak; they add up to reserved - requested
-     * (+ waiting) */
+    /* bytes lost, by cause, when `reserved` was at its peak; with `waiting` they add up to reserved
+     * - requested */
     uint64_t at_peak_requested, lost_rounding, lost_unsplit, lost_pinned, lost_whole, waiting;
     uint64_t n_ooms;
     uint64_t first_oom_entry; /**< UINT64_MAX: none */
@@ -151,7 +152,7 @@ typedef struct koila_replay_result {
 /** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is
  * set by the call.
  * Expected: KOILA_NO_MEMORY, KOILA_UNSUPPORTED, KOILA_BAD_ARGUMENT (no such device),
- * KOILA_BAD_INPUT (the trace tells everything, and frees what is not allocated, or allocates what
+ * KOILA_BAD_INPUT (a complete trace frees an address that is not allocated, or allocates one that
  * is). A difference is not an error. */
 KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device,
                                     const koila_cache_config *c, koila_replay_result *out,
@@ -159,7 +160,7 @@ KOILA_API koila_status koila_replay(const koila_snapshot *s, uint32_t device,
 
 typedef struct koila_whatif_result {
     uint32_t struct_size;
-    /** approximate_start: blocks live before recording were laid out afresh */
+    /** approximate_start: the blocks live before the recording were laid out anew */
     bool fits, approximate_start;
     koila_cache_stat stat;                             /**< of the run, start included */
     uint64_t n_ooms, first_oom_entry, first_oom_bytes; /**< first_oom_entry: UINT64_MAX = none */
@@ -171,8 +172,8 @@ KOILA_API koila_status koila_whatif(const koila_snapshot *s, uint32_t device,
                                     const koila_cache_config *c, koila_whatif_result *out,
                                     koila_error *e);
 
-/** The requests of a recording as a timeline: `f` is called after each entry with the state then.
- * For pictures; same rules as replay. */
+/** The requests of a recording as a timeline: `f` is called after each entry, with the state at
+ * that moment. For drawings; the rules are those of replay. */
 typedef struct koila_moment {
     uint32_t struct_size;
     uint64_t entry;
@@ -183,9 +184,9 @@ typedef struct koila_moment {
     uint32_t stack;
 } koila_moment;
 typedef void (*koila_moment_fn)(void *user, const koila_moment *m);
-/** Replays as far as the recording allows, then (after a difference) adds up what the trace says.
- * `c` NULL: koila_snapshot_config. After entry `until` (UINT64_MAX: the last) `blocks` (may be
- * NULL) sees every block of that moment, if the replay got so far: `*exact` says whether it did. */
+/** Replays as far as the recording allows; after a difference the numbers of the trace are added
+ * up. `c` NULL: koila_snapshot_config. After entry `until` (UINT64_MAX: the last) `blocks` (may be
+ * NULL) sees every block of that moment if the replay reached it; `*exact` tells whether it did. */
 KOILA_API koila_status koila_timeline(const koila_snapshot *s, uint32_t device,
                                       const koila_cache_config *c, koila_moment_fn f, void *f_user,
                                       uint64_t until, koila_block_fn blocks, void *blocks_user,
