@@ -28,7 +28,7 @@ static double convolution_backward(const koila_meta_info *grad, const koila_meta
     return 2.0 * elements(grad) * elements(weight) / (double)weight->size[0];
 }
 
-/* Every element of the result looks at its window, one comparison after another. */
+/* Every element of the result compares the elements of its window, one by one. */
 static double pooling(const koila_sig_info *s, const koila_meta_info *out)
 {
     const koila_arg *list = s->n_pos > 1 ? &s->tokens[s->start[1]] : NULL;

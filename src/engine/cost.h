@@ -5,9 +5,10 @@
 #include "koila/graph.h"
 
 typedef struct koila__cost {
-    /* bytes moved, or as many as the multiply-adds are worth (plan_costs.h); 0 for a view */
+    /* bytes moved, or the multiply-adds converted to bytes if that is more (plan_costs.h); 0 for a
+     * view */
     double work;
-    bool expensive; /* worth keeping its results instead of running it again */
+    bool expensive; /* keeping its results is cheaper than running it again */
 } koila__cost;
 
 koila__cost koila__cost_of(const koila_table *t, const koila_sig_info *sig);

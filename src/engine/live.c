@@ -2,11 +2,11 @@
  * value of a slice of b rows has b/batch of its bytes. So the peak is found by replaying the
  * events.
  *
- * All slices but the first (which makes the accumulators) and a ragged last one do the same, and
- * what a loop leaves behind grows by the same bytes in each. So only the first, the second, the
- * last full and the ragged slice are walked, and the growth between them is multiplied. When only
- * the peak is asked for, the first two are walked in one pass. A simulation is O(events), whatever
- * the number of slices.
+ * All slices except the first (which makes the accumulators) and a ragged last one do the same, and
+ * each leaves the same number of bytes behind. So only the first, the second, the last full and the
+ * ragged slice are walked, and the growth between them is multiplied. When only the peak is asked
+ * for, the first two are walked in one pass. A simulation is O(events), whatever the number of
+ * slices.
  *
  *   live == sum of bytes of storages made and not freed        (asserted: never below zero) */
 #include "engine/live.h"
@@ -34,13 +34,13 @@ typedef struct walk {
     koila_node peak_node, slice_node; /* what runs at the peak of all, of this slice */
     koila__live_curve_fn curve;
     void *curve_user;
-    /* bytes each storage holds now; before the slice that is multiplied. When o->top is asked for
+    /* bytes of each storage now, and before the slice that is multiplied; only with o->top
      */
     uint64_t *held, *held_before;
     bool stopped, saw_top;
 } walk;
 
-/* The largest storages now, in order; of equals the first. */
+/* Finds the largest storages now, in order; among equals the first. */
 static void look_at_top(walk *w)
 {
     koila__live_top *t = w->o->top;
@@ -58,8 +58,8 @@ static void look_at_top(walk *w)
     }
 }
 
-/* The walk is at `now` bytes; of moments equally high the first counts, and of that moment the
- * operator that runs. */
+/* Updates the peak at `now` bytes. Of equally high moments the first counts, with the operator
+ * running then. */
 static inline void see(walk *w, uint32_t stage, koila_node running, uint64_t now)
 {
     if (now < w->slice_peak)
@@ -95,8 +95,8 @@ static uint64_t combine_bytes(const koila__placed *p, koila_value v)
 
 /* Whole because it is one line for each kind of event, and is inlined into the walks.
  *
- * What event e adds to the bytes alive (modulo 2^64), in the first slice or in another one.
- * *inside: what is held beyond that for the moment. */
+ * Returns the bytes that event e adds (modulo 2^64), in the first slice or in another one. *inside:
+ * bytes held beyond that during the event. */
 static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e,
                                                              int64_t rows, int64_t batch,
                                                              bool first, uint64_t *inside)
@@ -157,7 +157,7 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
 #undef META
 }
 
-/* v holds so much more from now on (modulo 2^64). */
+/* From now on v holds `changed` more bytes (modulo 2^64). */
 static inline void put(walk *w, koila_value v, uint64_t changed)
 {
     koila_assert(changed <= INT64_MAX || 0 - changed <= w->live);
@@ -166,7 +166,7 @@ static inline void put(walk *w, koila_value v, uint64_t changed)
         w->held[v] += changed > INT64_MAX && 0 - changed > w->held[v] ? 0 - w->held[v] : changed;
 }
 
-/* Is the storage of the next event's value that of e's value from now on? */
+/* Does the next event's value take over the storage of e's value? */
 static bool takes_over(const koila__event *e, bool first, bool cut)
 {
     return e->kind == KOILA__KEPT || (first && e->kind == KOILA__ADD_OWNED) ||
@@ -209,10 +209,10 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         w->stage_peak = w->slice_peak;
 }
 
-/* n slices, the first of them as the first one (`first`) or all alike; for the highest number of
- * bytes alone, which is what plans are compared by. One pass over the events tells what a first
- * slice does and what each of the others does, both as if they began here. Differences of bytes are
- * modulo 2^64: they may be negative. */
+/* Walks n slices for the peak alone, by which plans are compared. The first of them is the loop's
+ * first slice (`first`), or all are alike. One pass over the events tells what a first slice does
+ * and what each of the others does, both as if they began here. Differences of bytes are modulo
+ * 2^64: they may be negative. */
 static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first, uint64_t n)
 {
     const koila__stage *st = &w->s->stages[stage];
@@ -262,7 +262,7 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         return;
     const uint64_t growth = later - given_up - from;
     const uint64_t n_later = n - first;
-    /* of the highest of them */
+    /* at the start of the highest of them */
     const uint64_t begin = w->live - from + (growth <= INT64_MAX ? growth * (n_later - 1) : 0);
     see(w, stage, KOILA_NONE,
         begin <= INT64_MAX ? capped_sum(later_top, begin) : later_top + begin);
@@ -270,7 +270,7 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
 }
 #undef LOCAL
 
-/* The bytes that the storages of a stage hold now are those before the slice that is multiplied. */
+/* Remembers the bytes of the storages of a stage, before the slice that is multiplied. */
 static void mark_held(walk *w, uint32_t stage)
 {
     const koila__stage *st = &w->s->stages[stage];
@@ -279,7 +279,7 @@ static void mark_held(walk *w, uint32_t stage)
             w->held_before[st->events[e].value] = w->held[st->events[e].value];
 }
 
-/* n slices do as the one did that began with `before` bytes. */
+/* n more slices repeat the one that began with `before` bytes. */
 static void multiply_slice(walk *w, uint32_t stage, uint64_t before, uint64_t n)
 {
     const koila__stage *st = &w->s->stages[stage];
@@ -332,7 +332,7 @@ static void walk_loop(walk *w, uint32_t stage)
             if (i == 1)
                 mark_held(w, stage);
             walk_slice(w, stage, rows, batch, i == 0);
-            if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between do as this one did */
+            if (i == 1 && n_full > 3 && !w->stopped) { /* the slices between repeat this one */
                 const int64_t n_skipped = n_full - 3;
                 multiply_slice(w, stage, before, (uint64_t)n_skipped);
                 i += n_skipped;

@@ -5,10 +5,10 @@
 
 #include "engine/schedule.h"
 
-/* What holds most when a walk first reaches so many bytes. */
+/* The largest storages at the moment when a walk first reaches `at_bytes`. */
 typedef struct koila__live_top {
-    uint64_t at_bytes;          /* in: the peak, for what is alive at the peak */
-    const koila_allocator *mem; /* in: for what is needed during the walk */
+    uint64_t at_bytes;          /* in: pass the peak for the values alive at the peak */
+    const koila_allocator *mem; /* in: for memory needed during the walk */
     /* in: room; out: how many, at most cap; 0 also when the host is out of memory */
     uint32_t cap, n;
     koila_value *value; /* [cap] the storages, largest first */
@@ -19,10 +19,10 @@ typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
-    bool bytes_only;      /* of the result only peak_bytes is wanted, and no curve: faster */
+    bool bytes_only;      /* only peak_bytes of the result is wanted, and no curve: faster */
     koila__live_top *top; /* filled too; NULL: not wanted. Not with bytes_only */
-    /* the walk may end as soon as it is above this, and peak_bytes is then some number above it; 0:
-     * it goes to the end */
+    /* the walk may end as soon as it exceeds this; peak_bytes is then some number above it. 0: no
+     * limit */
     uint64_t limit;
 } koila__live_options;
 
@@ -34,7 +34,7 @@ typedef struct koila__live {
 
 typedef bool (*koila__live_curve_fn)(void *user, uint32_t stage, koila_node node, uint64_t bytes);
 
-/* No more slices of a loop than these are walked; the others do as one of them. */
+/* At most so many slices of a loop are walked; the others repeat one of them. */
 enum { KOILA__LIVE_MAX_WALKED = 4 };
 /* Replay the schedule's memory events: exact sum of live storages plus each running operator's
  * workspace. stage_peaks[n_stages] may be NULL; `curve` (may be NULL) sees every operator of the

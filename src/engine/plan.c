@@ -2,23 +2,25 @@
  *
  * One slice is the recorded order as it is (bit-equal to eager), so it is tried first. Otherwise
  * the graph is placed, scheduled under a few keep policies (schedule.h), and simulated in 2, 4, 8,
- * … slices until a policy fits the budget. Of the policies that fit the one with the least work
+ * … slices until a policy fits the budget. Among those that fit, the policy with the least work
  * wins. They are tried in order of work, so the first that fits needs no rival, and the others are
  * never scheduled. Keeping everything is the least work, since every other policy keeps less and
  * runs more; recomputing everything is the most. A schedule does not depend on the number of rows:
  * each is made once.
  *
- * Where something is gathered all this is done twice: what comes after it stays whole, or is sliced
- * again (Note [After a gather] in place.c). The better plan wins.
+ * If something is gathered, all this is done twice: the values after the gather stay whole, or are
+ * sliced again (Note [After a gather] in place.c). The better plan wins.
  *
  * A plan that provably cannot fit is never built:
- *   - the whole step, when a count of its bytes (koila__schedule_whole_bytes) is above the budget;
- *   - slices, when the results alone are: then only the smallest peak is looked for, for the error;
+ *   - the whole step, when a lower bound of its bytes (koila__schedule_whole_bytes) exceeds the
+ *   budget;
+ *   - slices, when the results alone exceed it: then only the smallest peak is sought, for the
+ *   error;
  *   - a policy that holds more between two loops than the best one needs at its peak.
  *
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
  * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
- * asked about each plan that fits by its sum. */
+ * called for each plan whose sum fits. */
 #include "engine/plan_inside.h"
 
 #include "engine/live.h"
@@ -32,9 +34,10 @@
 typedef struct candidate {
     koila__keep keep;
     koila__schedule schedule;
-    enum { UNTRIED, CARRIED_OUT, REFUSED } state; /* REFUSED: or lost */
+    enum { UNTRIED, CARRIED_OUT, REFUSED } state; /* REFUSED: impossible, or worse than another */
     bool never_fits;
-    uint64_t last_peak; /* of the most slices, when it never fits and no other such has less */
+    /* with the most slices; set if it never fits and has the least peak of such candidates */
+    uint64_t last_peak;
 } candidate;
 
 /* Rows of a slice of every axis when the main one is cut into n. */
@@ -47,7 +50,7 @@ static void rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
     }
 }
 
-/* Are slices the same in m as in n? With two axes one may be cut the same and the other not. */
+/* Do m slices and n slices have the same rows? With two axes, one may agree and the other not. */
 static bool same_rows(const koila_graph *g, int64_t m, int64_t n)
 {
     for (uint32_t a = 0; a < g->axes.n; a++)
@@ -56,16 +59,16 @@ static bool same_rows(const koila_graph *g, int64_t m, int64_t n)
     return true;
 }
 
-/* Rows of a slice of every axis as they are asked for. */
+/* Rows of a slice of every axis as the options force them. */
 static void rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows)
 {
     for (uint32_t a = 0; a < g->axes.n; a++)
         rows[a] = o->rows < g->axes.at[a] ? o->rows : g->axes.at[a];
 }
 
-/* Does no number of slices fit the budget, whatever operators use inside? Fewer rows hold no more
- * when no slice is ragged: what grows with the rows of a slice shrinks, and what the slices before
- * have left is made up of the same rows. */
+/* Does no number of slices fit the budget, even without workspaces? With no ragged slice, fewer
+ * rows never hold more: bytes that grow with the rows of a slice shrink, and earlier slices leave
+ * the bytes of the same rows. */
 static bool never_fits(const koila__placed *p, const koila__schedule *s,
                        const koila_plan_options *o, int64_t most_slices, int64_t *rows)
 {
@@ -145,7 +148,7 @@ static uint32_t policies(uint32_t n_loops, uint32_t keep, koila__keep *out)
     return n;
 }
 
-/* What the parts of koila_plan_new() share. */
+/* The state that the parts of koila_plan_new() share. */
 typedef struct planning {
     const koila_graph *graph;
     const koila_value *targets;
@@ -156,7 +159,7 @@ typedef struct planning {
     koila_plan *plan;
     int64_t largest_axis;
     bool is_empty;   /* an axis has no rows: nothing to slice */
-    bool whole_fits; /* in one slice, by its sum */
+    bool whole_fits; /* one slice fits by its sum of live bytes */
 } planning;
 
 typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t,
@@ -170,7 +173,7 @@ static koila_status place(planning *q, place_fn how, koila_value *targets, koila
     koila_status status = map_targets(placed, q->targets, q->n_targets, targets, q->err);
     if (status == KOILA_OK && !bytes_add_up(placed->graph))
         status = koila__fail(q->err, KOILA_UNSUPPORTED, 0,
-                             "plan: the sizes of all values do not add up to a number of bytes");
+                             "plan: the sizes of all values add up to more than 64 bits");
     if (status == KOILA_OK)
         *out = placed;
     else
@@ -178,7 +181,7 @@ static koila_status place(planning *q, place_fn how, koila_value *targets, koila
     return status;
 }
 
-/* What is known of a plan before anything is simulated, with p->rows set. */
+/* Sets the facts of a plan that need no simulation; p->rows is set. */
 static void set_info(koila_plan *p, const koila_plan_options *o)
 {
     const koila_graph *g = p->placed->graph;
@@ -196,8 +199,8 @@ static void set_info(koila_plan *p, const koila_plan_options *o)
     p->info.peak_node = KOILA_NONE;
 }
 
-/* Is there no limit but forced rows? Then little memory is what was asked for; with a limit, little
- * work. */
+/* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
+ */
 static bool is_frugal(const koila_plan_options *o)
 {
     return o->rows > 0 && o->budget_bytes == UINT64_MAX;
@@ -219,7 +222,7 @@ static bool accepted(const planning *q, koila__placed *placed, const koila__sche
     return q->options->accepts(q->options->accepts_user, &view);
 }
 
-/* As it was recorded, in one slice. *fits: within the budget, and accepted. */
+/* Plans the step as recorded, in one slice. *fits: within the budget, and accepted. */
 static koila_status plan_whole(planning *q, bool *fits)
 {
     koila_plan *p = q->plan;
@@ -263,13 +266,13 @@ typedef struct search {
     candidate candidates[MAX_POLICIES];
     uint32_t n_policies;
     int64_t batch;  /* rows of the main axis */
-    bool is_sorted; /* the candidates are, by work */
-    /* the placement and its targets; rows and peak of the candidate that is taken; at the end its
-     * schedule too */
+    bool is_sorted; /* the candidates are sorted by work */
+    /* the placement and its targets; rows and peak of the taken candidate; at the end also its
+     * schedule */
     sliced found;
-    uint32_t taken; /* that candidate */
-    /* of the candidates that never fit the one with the least peak, for the error; the others are
-     * given up at once */
+    uint32_t taken; /* the taken candidate */
+    /* the candidate with the least peak of those that never fit, for the error; the others are
+     * dropped at once */
     candidate *hopeless;
     struct {              /* the last candidate that fitted by its sum and was not accepted */
         int64_t n_slices; /* 0: there was none */
@@ -278,12 +281,12 @@ typedef struct search {
     } refused;
 } search;
 
-/* Carries a policy out, unless that was tried before. */
+/* Makes the schedule of a policy, unless that was tried before. */
 static koila_status make_candidate(search *x, candidate *c)
 {
     if (c->state != UNTRIED)
         return KOILA_OK;
-    /* its work is cheaper to know than its instructions are to write */
+    /* its work is cheaper to find than its instructions */
     if (c->keep.max_instrs && isinf(koila__schedule_work(x->scheduler, c->keep))) {
         c->state = REFUSED;
         return KOILA_OK;
@@ -294,7 +297,7 @@ static koila_status make_candidate(search *x, candidate *c)
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
-/* The policies between the first and the last: least work first. */
+/* Sorts the policies between the first and the last: least work first. */
 static void sort_candidates(search *x)
 {
     candidate *c = x->candidates;
@@ -337,7 +340,7 @@ static uint64_t search_peak(const search *x, const candidate *c, uint64_t bound)
     return koila__plan_peak(x->found.placed, &c->schedule, x->q->options, x->found.rows, bound);
 }
 
-/* Candidate k is taken, with that peak in the rows that are set. */
+/* Takes candidate k, whose peak in the current rows is `peak`. */
 static void take(search *x, uint32_t k, uint64_t peak)
 {
     koila_assert(k < x->n_policies && x->candidates[k].state == CARRIED_OUT);
@@ -371,8 +374,8 @@ static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
 
 /* `low` slices were refused, `high` taken: finds fewer slices that are taken by bisection, then
  * tries the next two smaller numbers, since fitting is not monotone. On return, rows and peak
- * belong to the smallest accepted slice count. A number whose rows, of every axis, are those of a
- * number tried before is not tried again. */
+ * belong to the smallest accepted slice count. A number that gives every axis the rows of an
+ * earlier number is not tried again. */
 static koila_status refine(search *x, int64_t low, int64_t high)
 {
     enum { N_MORE_TRIES = 2 };
@@ -395,7 +398,7 @@ static koila_status refine(search *x, int64_t low, int64_t high)
             low = n;
     }
     int n_tries = 0;
-    /* high - 1 was refused, or has the rows of a number that was */
+    /* high - 1 was refused, or has the rows of a refused number */
     for (int64_t n = high - 2; n > 1 && n_tries < N_MORE_TRIES; n--) {
         if (same_rows(g, n, n + 1))
             continue;
@@ -408,9 +411,9 @@ static koila_status refine(search *x, int64_t low, int64_t high)
     return KOILA_OK;
 }
 
-/* What take_least() knows of policy 0, which keeps all. */
+/* Facts of policy 0, which keeps everything, for take_least(). */
 typedef struct most_kept {
-    double work;      /* the least there is; 0: not known yet */
+    double work;      /* the least of all policies; 0: not known yet */
     koila__kept kept; /* by it */
     bool goes_last;
 } most_kept;
@@ -430,8 +433,8 @@ static most_kept know_first(search *x)
     return first;
 }
 
-/* Does a policy lose before its long list of instructions is written? It would do more work than it
- * may, or keep more than the one that is taken needs at its peak. */
+/* Can a policy be rejected before its instructions are written? It would exceed its work limit, or
+ * keep more bytes than the peak of the taken candidate. */
 static bool loses_unmade(search *x, const candidate *c)
 {
     const double work = koila__schedule_work(x->scheduler, c->keep);
@@ -440,7 +443,7 @@ static bool loses_unmade(search *x, const candidate *c)
     return x->taken != KOILA_NONE && koila__scheduler_kept(x->scheduler).n_bytes > x->found.peak;
 }
 
-/* Candidate k replaces the one that is taken if its peak is smaller; policy 0 also if it is equal.
+/* Candidate k replaces the taken one if its peak is smaller; policy 0 also if it is equal.
  */
 static void take_if_less(search *x, uint32_t k)
 {
@@ -455,9 +458,9 @@ static void take_if_less(search *x, uint32_t k)
     take(x, k, peak);
 }
 
-/* In the rows that are set: takes the policy with the smallest peak, of equals the first policy.
- * `moderate`: of those that do not cost much more than the first. Policy 0 is tried last when its
- * work is known without its schedule: what it keeps is often too much by itself. */
+/* In the current rows, takes the policy with the smallest peak, among equals the first. `moderate`:
+ * only policies that cost little more than the first. Policy 0 is tried last when its work is known
+ * without its schedule, since its kept values alone are often too much. */
 static koila_status take_least(search *x, bool moderate)
 {
     x->taken = KOILA_NONE;
@@ -482,18 +485,18 @@ static koila_status take_least(search *x, bool moderate)
     return x->taken == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
 }
 
-/* What came of trying every policy in one number of slices. */
+/* The outcome of trying every policy in one number of slices. */
 typedef struct attempt {
     int64_t n_slices;
-    bool is_last; /* there are no more slices to be had */
+    bool is_last; /* no larger number of slices exists */
     uint32_t n_carried_out;
-    uint32_t n_hopeless; /* of them: fit in no number of slices */
+    uint32_t n_hopeless; /* candidates that fit in no number of slices */
     uint32_t best;       /* the candidate with the smallest peak, or KOILA_NONE */
-    uint64_t least_peak; /* of it; exact in the last attempt only */
+    uint64_t least_peak; /* its peak; exact in the last attempt only */
 } attempt;
 
-/* Does a new candidate fit in no number of slices? The one of those that needs least stays, for the
- * peak that the error tells. Changes the rows. */
+/* Does a new candidate fit in no number of slices? Of such candidates the one with the least peak
+ * is kept, for the error message. Changes the rows. */
 static bool is_hopeless(search *x, candidate *c)
 {
     if (!never_fits(x->found.placed, &c->schedule, x->q->options, x->batch, x->found.rows))
@@ -518,7 +521,7 @@ static uint64_t bound_of(const search *x, const attempt *r)
     return r->best == KOILA_NONE ? 0 : r->least_peak;
 }
 
-/* Simulates candidate k. If it fits it is taken, and found.accepted tells what the caller says. */
+/* Simulates candidate k. If it fits it is taken, and found.accepted is the caller's answer. */
 static void try_candidate(search *x, attempt *r, uint32_t k)
 {
     const koila_plan_options *o = x->q->options;
@@ -571,8 +574,8 @@ static koila_status try_slices(search *x, attempt *r)
     return KOILA_OK;
 }
 
-/* The last attempt ended without an accepted plan. What fits by its sum and was refused is better
- * than what does not fit at all. When nothing fits, the caller sees it by the peak. */
+/* The last attempt ended without an accepted plan. A plan that fits by its sum but was refused is
+ * better than one that does not fit. When nothing fits, the peak tells the caller. */
 static void take_best_of_last(search *x, const attempt *r)
 {
     if (x->refused.n_slices && r->least_peak > x->q->options->budget_bytes) {
@@ -583,8 +586,8 @@ static void take_best_of_last(search *x, const attempt *r)
     take(x, r->best, r->least_peak);
 }
 
-/* The fewest slices that fit, and of the policies that fit then the best; when nothing does, the
- * smallest peak of the most slices. */
+/* Finds the fewest slices that fit, and the best policy for them; when nothing fits, the smallest
+ * peak with the most slices. */
 static koila_status choose(search *x)
 {
     const koila_plan_options *o = x->q->options;
@@ -611,13 +614,13 @@ static koila_status choose(search *x)
             return KOILA_OK;
         }
         if (r.n_hopeless == r.n_carried_out)
-            n_slices = x->batch; /* the last try, for the peak that is told */
+            n_slices = x->batch; /* the last try, for the reported peak */
         before = n_slices;
         n_slices = n_slices < x->batch / 2 ? n_slices * 2 : x->batch;
     }
 }
 
-/* Placed in that way, the fewest slices under the best policy; *out is yours on KOILA_OK:
+/* Places with `how`, then finds the fewest slices and the best policy; *out is yours on KOILA_OK:
  * sliced_free(). */
 static koila_status slice(planning *q, place_fn how, sliced *out)
 {
@@ -652,8 +655,8 @@ static koila_status slice(planning *q, place_fn how, sliced *out)
     return status;
 }
 
-/* Is b the better way? Fewer slices if they fit, then less work; where memory is what counts, the
- * smaller peak, for moderately more work. */
+/* Is b the better way? Fewer slices if they fit, then less work; for a frugal plan, the smaller
+ * peak at moderately more work. */
 static bool is_better(const planning *q, const sliced *b, const sliced *a)
 {
     const koila_plan_options *o = q->options;
@@ -680,8 +683,8 @@ static bool gathers(const koila__placed *p)
     return false;
 }
 
-/* In slices; where something is gathered, also with what was gathered sliced again. On
- * KOILA_UNSUPPORTED nothing of the plan has changed. */
+/* Plans in slices; if something is gathered, also with gathered values sliced again. On
+ * KOILA_UNSUPPORTED the plan is unchanged. */
 static koila_status plan_sliced(planning *q)
 {
     koila_plan *p = q->plan;
@@ -706,7 +709,7 @@ static koila_status plan_sliced(planning *q)
     }
     if (q->whole_fits && best.peak > q->options->budget_bytes) {
         sliced_free(&best);
-        return KOILA_UNSUPPORTED; /* whole it was only not accepted */
+        return KOILA_UNSUPPORTED; /* whole it fits, and was only not accepted */
     }
     koila__placed_free(p->placed);
     koila__schedule_deinit(&p->schedule);

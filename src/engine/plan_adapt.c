@@ -1,11 +1,11 @@
-/* plan_adapt.c — a recorded call adapted to a slice of `rows` rows: the arguments that say sizes,
- * strides or extents of the whole batch. Which arguments these are is told by the fixes that the
- * rules of placement have put down (koila__fix). */
+/* plan_adapt.c — a recorded call adapted to a slice of `rows` rows: its arguments that hold sizes,
+ * strides or extents of the whole batch. The placement rules have listed these arguments as fixes
+ * (koila__fix). */
 #include "engine/plan_inside.h"
 
 #include "graph/table.h"
 
-/* What the fixes of a call are about: the call, and one of its values that is sliced. */
+/* The subject of a fix: a call, and one of its sliced values. */
 typedef struct subject {
     const koila_sig_info *call;
     const koila_meta_info *meta; /* recorded; NULL: the value is None */
@@ -49,7 +49,7 @@ static void adapt_rows(const subject *x, int64_t rows, int64_t batch, koila_adap
         a->ints[i] = batch ? first[is_list + i].u.i / batch * rows : 0;
 }
 
-/* DIMS: those of the dims a squeeze names (all, when it names none) that have size 1 as recorded.
+/* DIMS: of the dims that a squeeze names (all, when it names none), those of recorded size 1.
  */
 static void adapt_dims(const koila_table *t, const subject *x, koila_adapt *a)
 {
@@ -72,7 +72,7 @@ static void adapt_dims(const koila_table *t, const subject *x, koila_adapt *a)
     }
 }
 
-/* The value of node n that a fix of it is about. */
+/* The subject of a fix of node n. */
 static subject subject_of(const koila_plan *p, koila_node n, uint32_t which, bool of_input)
 {
     const koila_graph *g = p->placed->graph;
@@ -103,7 +103,7 @@ static const koila_sig_info *link_call(const koila_graph *g, koila_node n, uint3
     return s;
 }
 
-/* The result of a link that a fix of it is about. */
+/* The subject of a fix of a link: the link's result. */
 static subject subject_of_link(const koila_plan *p, koila_node n, uint32_t link, uint32_t which)
 {
     const koila_graph *g = p->placed->graph;

@@ -4,8 +4,8 @@
 
 #include "graph/table.h"
 
-/* WHOLE, LOCAL, KEPT: there is such a tensor of the value now. MADE: it is being collected, and is
- * whole when the loop ends. */
+/* WHOLE, LOCAL, KEPT: the value has such a tensor now. MADE: it is being collected, and is whole
+ * when the loop ends. */
 enum { WHOLE = 1, LOCAL = 2, KEPT = 4, MADE = 8 };
 
 typedef struct checker {
@@ -66,7 +66,7 @@ static bool check_free(checker *c, koila_value v)
     HOLDS(c, c->flags[v] & mine && c->g->values.at[v].meta != KOILA_NONE,
           "value %u is freed but not there", v);
     HOLDS(c, c->is_loop || c->g->values.at[v].node != KOILA_NONE,
-          "value %u is freed but is not ours", v);
+          "value %u is freed but does not belong to the plan", v);
     c->flags[v] &= (uint8_t)~mine;
     c->n_live--;
     return true;

@@ -15,16 +15,17 @@
  * multiply-adds cost more than moving its bytes. */
 #define KOILA_COST_EXPENSIVE_RATIO 1.0
 
-/* A cheap operator's result is worth keeping too when making it again from what is kept moves so
- * many times its bytes: eight pointwise operators read and write 16 times their size. It bounds
- * what a chain of barriers without dense kernels recomputes. */
+/* A cheap operator's result is worth keeping too when recomputing it from kept values moves this
+ * many times its bytes: eight pointwise operators read and write 16 times their size. This bounds
+ * the recomputation of a chain of barriers without dense kernels. */
 #define KOILA_COST_CHAIN 32.0
 
 /* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy
- * is refused; a few times the work is the most anybody wants. */
+ * is refused: nobody wants more than a few times the work. */
 #define KOILA_COST_MAX_LOOPS 8192
 #define KOILA_COST_MAX_INSTRS 64
-/* The same for recomputing everything when nobody asked for that: about five times the work. */
+/* The same for recomputing everything when that policy was not requested: about five times the
+ * work. */
 #define KOILA_COST_MAX_INSTRS_AUTO 12
 
 /* With forced rows and no budget: the least memory among the policies that cost at most this many

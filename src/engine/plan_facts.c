@@ -1,5 +1,5 @@
-/* plan_facts.c — what is told about a plan: its getters, and what people want to know of it: peaks,
- * the curve, the largest values, gathers, and why a plan does not fit. */
+/* plan_facts.c — the facts of a plan: its getters, peaks, the curve, the largest values, gathers,
+ * and why a plan does not fit. */
 #include "engine/plan_inside.h"
 
 #include "engine/live.h"
@@ -139,7 +139,8 @@ static const char *size_text(char out[32], uint64_t bytes)
     return out;
 }
 
-/* "f32[64, 128] 32.0 KiB aten::mm train.py:12", cut to the room. How long it is uncut. */
+/* "f32[64, 128] 32.0 KiB aten::mm train.py:12", cut to the room. Returns its length before the cut.
+ */
 static size_t name_value(char *out, size_t room, const koila_plan *p, const koila_graph *recorded,
                          const koila_gather *value)
 {
@@ -171,7 +172,7 @@ static size_t name_value(char *out, size_t room, const koila_plan *p, const koil
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded, koila_error *err)
 {
     enum { N_NAMED = 3 };
-    char largest[150] = ""; /* of what is named the first that have room */
+    char largest[150] = ""; /* the first names for which there is room */
     char needs[32];
     char there[32];
     size_t used = 0;
@@ -237,7 +238,7 @@ uint32_t koila_plan_curve(const koila_plan *p, koila_curve_point *out, uint32_t 
             memcpy(out, p->curve, p->n_curve * sizeof *out);
         return p->n_curve;
     }
-    /* of each run of points the highest, so the peak survives */
+    /* the highest of each group of points, so the peak survives */
     for (uint32_t i = 0; i < cap; i++) {
         const uint64_t begin = (uint64_t)i * p->n_curve / cap;
         const uint64_t end = (uint64_t)(i + 1) * p->n_curve / cap;

@@ -23,13 +23,14 @@ struct koila_plan {
     koila__arena arena;
 };
 
-/* The peak in slices of rows[axes]; above `limit` (0: none) only a number above it. */
+/* The peak in slices of rows[axes]. If it exceeds `limit` (0: none), the result is only some number
+ * above `limit`. */
 uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
                           const koila_plan_options *o, const int64_t *rows, uint64_t limit);
-/* Fills what people are told: peaks, the largest values, and of a plan that fits its gathers and
- * its curve. Expected: NO_MEMORY. */
+/* Fills the facts for users: peaks and the largest values; if the plan fits, also gathers and the
+ * curve. Expected: NO_MEMORY. */
 koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o);
-/* Words OOM for a plan above its budget. */
+/* Writes the OOM message of a plan above its budget. */
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded, koila_error *err);
 
 #endif

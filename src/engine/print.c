@@ -1,5 +1,5 @@
 /* print.c — a plan as a table of stages and instructions, and plans and graphs as drawings for
- * Graphviz. It reads the plan through koila/plan.h only, so it shows what an executor is told.
+ * Graphviz. It reads the plan through koila/plan.h only, so it shows exactly what an executor gets.
  *
  *   5 slices of 7 rows (batch 32), 2 loops, every operator 1.00 times, peak 12.3 MiB at
  *       aten::mm (train.py:12)
@@ -255,14 +255,15 @@ koila_status koila_graph_dot(const koila_graph *g, koila_write_fn write, void *u
     return koila__out_finish(&o);
 }
 
-/* What was drawn so far: the stage, + 1, that ran a node last, or made a value whole, or keeps it.
+/* The drawing so far, as stage + 1: which ran a node last, which made a value whole, which keeps
+ * it.
  */
 typedef struct drawn {
     uint32_t *ran;          /* [node] */
     uint32_t *whole, *kept; /* [value] */
 } drawn;
 
-/* The box of stage k with the operators it runs; dashed: run by another stage before. */
+/* The box of stage k with the operators it runs; dashed: an earlier stage ran it too. */
 static void dot_stage(koila__out *o, const koila_plan *p, uint32_t k, drawn *d)
 {
     const koila_stage *st = koila_plan_stage(p, k);
@@ -280,7 +281,7 @@ static void dot_stage(koila__out *o, const koila_plan *p, uint32_t k, drawn *d)
     koila__out_str(o, "  }\n");
 }
 
-/* An edge from where stage k finds value v to node n. */
+/* An edge to node n from the place where stage k finds value v. */
 static void dot_edge(koila__out *o, const koila_graph *g, const drawn *d, uint32_t k, koila_node n,
                      koila_value v)
 {

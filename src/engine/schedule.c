@@ -2,37 +2,37 @@
  *
  * An edge that needs a whole value of something sharded or partial is a *barrier*. The level of a
  * node is the largest number of barriers on a path to it; the nodes of one level and axis can share
- * one loop over the slices. Loops are demand-driven: loop j makes its *targets* (values some
- * barrier needs, and results), and runs whatever slices those need, in recorded order. A result
- * nobody waits for goes to the loop where it adds the least work, so all gradients and the loss of
- * an ordinary step share the last loop, while a weight gradient in a net of barriers (BatchNorm) is
- * made where its inputs pass by.
+ * one loop over the slices. Loops are demand-driven: loop j makes its *targets* (results, and
+ * values that a barrier needs), and runs the nodes that those need, in recorded order. A result
+ * that no later loop needs goes to the loop where it adds the least work. So all gradients and the
+ * loss of an ordinary step share the last loop, while a weight gradient in a net of barriers
+ * (BatchNorm) is made in the loop that has its inputs.
  *
- * A value that two loops need is recomputed in the second, or kept from the first. Keeping is
- * decided walking the loops in order, with two numbers (koila__keep): results of expensive
- * operators are kept over a gap of at most `horizon` loops, or for good when they cross a
- * checkpoint. horizon = infinity keeps everything expensive; 0 recomputes everything (a contrastive
- * loss then is GradCache); horizon = spacing + 2 is the classic walk: forward keeps only the
- * frontier and the checkpoints, the first backward loop that enters a segment recomputes it from
- * its checkpoint and keeps it for the loops that follow (Chen et al. 2016, with sqrt(n) segments).
+ * A value that two loops need is kept from the first or recomputed in the second. A walk over the
+ * loops in order decides which, by two numbers (koila__keep): results of expensive operators are
+ * kept over a gap of at most `horizon` loops, or for good when they cross a checkpoint. horizon =
+ * infinity keeps everything expensive; 0 recomputes everything (a contrastive loss then is
+ * GradCache); horizon = spacing + 2 is the classic walk: forward keeps only the frontier and the
+ * checkpoints, the first backward loop that enters a segment recomputes it from its checkpoint and
+ * keeps it for the loops that follow (Chen et al. 2016, with sqrt(n) segments).
  *
- * Order inside a loop is the recorded order, so an in-place write finds its old version dead unless
- * somebody really needs it. One exception: a view that is only a target (the `t` of a weight
- * gradient, recorded at the end of backward) runs right behind its producer.
+ * The order inside a loop is the recorded order, so at an in-place write the old version is dead
+ * unless a later node really needs it. One exception: a view that is only a target (the `t` of a
+ * weight gradient, recorded at the end of backward) runs right behind its producer.
  *
- * A value that was made whole by an earlier loop, and is sharded, is sliced from the whole one: it
- * is never recomputed. So demands stop there, as they stop at kept pieces.
+ * A sharded value that an earlier loop made whole is sliced from the whole one and never
+ * recomputed. So the demand search stops there, as it does at kept pieces.
  *
  * Time: everything is a pass over nodes and uses, or over the loops that each node runs in (64 to a
  * cell), or over the instructions. A policy that recomputes so much that its instructions grow out
  * of proportion (KOILA_COST_MAX_INSTRS) is refused.
  *
  * Note [Steal]. A write happens in place when the base dies there, is the only value alive on its
- * storage (or on its part of it, when the storage was cut by unsafe_split and nobody holds the
- * uncut one), and the storage belongs to this scope: it is no piece, no leaf, no accumulator and no
- * slice of a whole value. Everything else is written in a copy, which is always right. A write that
- * overwrites without reading does not use its base: the result is new memory, and the base may have
- * been freed long before.
+ * storage (or on its part of it, when unsafe_split cut the storage and no uncut value is alive),
+ * and the storage belongs to this scope: it is no piece, no leaf, no accumulator and no slice of a
+ * whole value. Any other write goes to a copy, which is always right. A write that overwrites
+ * without reading does not use its base: its result is new memory, and the base may have been freed
+ * long before.
  *
  * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the
  * instructions and checks that every local value is made before it is used and freed exactly once
@@ -54,15 +54,15 @@ typedef struct loop_info {
     uint16_t axis;
 } loop_info;
 
-/* Input number `at` of all inputs, as every pass wants it; results[n] .. results[n + 1] and
- * inputs[n] .. inputs[n + 1] are those of node n. */
+/* One use of a value: an entry of the flat inputs. Those of node n are span[n].in ..
+ * span[n].in_end. */
 typedef struct use {
     koila_value value;
-    koila_node from, user; /* who made it, or KOILA_NONE; who has it as input */
-    /* of the uses of the value by needed nodes that read it, or KOILA_NONE */
+    koila_node from, user; /* the producer, or KOILA_NONE; the node with this input */
+    /* the next use of the value by a needed node that reads it, or KOILA_NONE */
     uint32_t next;
     bool reads, local; /* see reads(); find_local(): only what is read */
-    bool is_whole;     /* reads the whole value as it is: a loop has nothing to do for it */
+    bool is_whole;     /* reads the whole value as it is: no slice is needed */
 } use;
 
 typedef struct span {
@@ -77,13 +77,13 @@ typedef struct cell {
     uint32_t word, next;
 } cell;
 
-/* Whose storage a value lives on; decides what happens when the last value on it is gone. */
+/* Who owns a storage; decides what happens when the last value on it is dead. */
 typedef enum owner {
-    /* lives elsewhere too: a leaf, a whole value a slice is a view of, a piece just kept */
+    /* not owned here: a leaf, a whole value that is viewed, a piece just kept */
     OWNER_NONE,
-    OWNER_SCOPE, /* made in this scope and nobody else's: may be written in place */
-    OWNER_PIECE, /* a kept piece in its last use: given up when the slice is complete */
-    /* a slice of a whole value that had to be copied, but for a slice that is all rows */
+    OWNER_SCOPE, /* owned by this scope alone: may be written in place */
+    OWNER_PIECE, /* a kept piece in its last use: released when the slice is complete */
+    /* a copied slice of a whole value; a slice of all rows is no copy */
     OWNER_SLICE,
     OWNER_CUT,       /* a slice of several blocks: always a copy */
     OWNER_COLLECTED, /* whole, made slice by slice: dense */
@@ -96,11 +96,12 @@ typedef struct sig_cost {
 } sig_cost;
 
 typedef struct life {
-    koila_value root; /* storage it lives in, named by the value that made it, or see pass_on() */
+    /* its storage, named by the value that allocated it, or see pass_on() */
+    koila_value root;
     uint32_t alive;   /* as root: values alive on that storage */
-    koila_value made; /* as root: the value that made it: what events call it */
-    /* the part of the storage it may touch: its root for all of it, else the result of an
-     * unsafe_split it comes from */
+    koila_value made; /* as root: the value that allocated it, by which events name it */
+    /* the part of the storage it may touch: the root for all of it, else the unsafe_split result
+     * from which it comes */
     koila_value region;
     /* as region: values alive there; sum over the regions of a root == alive of the root */
     uint32_t touching;
@@ -119,7 +120,7 @@ struct koila__scheduler {
     const koila_graph *g;
     koila_allocator mem;
     koila__arena tmp;
-    koila__arena spare; /* of a schedule that nobody wanted: the next one is made in it */
+    koila__arena spare; /* memory of a recycled schedule, for the next one */
     koila__keep keep;
     uint32_t n_nodes, n_values;
 
@@ -127,11 +128,11 @@ struct koila__scheduler {
     uint32_t *level; /* [node] */
     uint32_t n_levels;
     uint32_t *natural;    /* [node] loop of its level and axis; KOILA_NONE outside loops */
-    sig_cost *cost;       /* [signature]: calls repeat, each is looked at once */
+    sig_cost *cost;       /* [signature]: calls repeat, so each is computed once */
     bool *is_expensive;   /* [node] its results are worth keeping */
     bool *is_keepable;    /* [value] */
     bool *is_result;      /* [value] final target */
-    bool *is_barrier;     /* [value] made whole for somebody */
+    bool *is_barrier;     /* [value] some use needs it whole */
     uint32_t *made_whole; /* [value] loop that makes it whole, or KOILA_NONE */
     span *span;           /* [node] */
     use *uses;            /* [flat input] */
@@ -144,16 +145,16 @@ struct koila__scheduler {
     uint32_t n_loops;
     uint32_t *home;  /* [node] first loop that runs it, or KOILA_NONE */
     VEC(cell) cells; /* of all sets */
-    loop_set *exec;  /* [node] loops that run it when only expensive results are kept */
+    loop_set *exec;  /* [node] loops that run it when exactly the expensive results are kept */
     loop_set *use;   /* [value] keepable only, else KOILA_NONE: loops that read it locally */
     bool no_memory;  /* a set could not grow */
 
-    bool *kept; /* [value] a piece of every slice is there now */
+    bool *kept; /* [value] its pieces, one per slice, are held now */
     /* [loop], [value]: kept pieces by the loop that uses them next */
     koila_value *kept_first, *kept_next;
     bool *given_up;    /* [value] its piece was fetched for the last time in the current loop */
     uint32_t *in_loop; /* [node] == loop + 1: runs in that loop */
-    /* [node / 64] the same, of the current loop, for reading in order; zero between loops */
+    /* [node / 64] in_loop of the current loop as bits, for reading in order; zero between loops */
     uint64_t *order_bits;
     uint32_t *stack; /* DFS; then the order of the current loop */
     uint32_t *mark;  /* [node] epoch */
@@ -167,10 +168,10 @@ struct koila__scheduler {
     /* [value] instruction number of its last use in the current stage's emission order */
     uint32_t *last_use;
     uint32_t *last_run; /* [node] last loop that can possibly run it, or KOILA_NONE */
-    /* who is alive on which storage: whole values, values of the running slice */
+    /* which values are alive on which storage: whole values; values of the running slice */
     scope whole, slice;
-    scope s; /* the one emission is in */
-    /* [value] whose need the slice of a whole value was cut for; user KOILA_NONE: not a slice */
+    scope s; /* the scope of the current emission */
+    /* [value] the use for which a whole value was sliced; user KOILA_NONE: not a slice */
     slice_of *sliced;
     uint32_t *whole_last; /* [value] last stage that reads whole v */
     instr_vec instrs;
@@ -181,7 +182,7 @@ struct koila__scheduler {
     koila__kept work_kept; /* koila__scheduler_kept() */
 };
 
-/* while it is being filled, and then while a policy is carried out */
+/* the name where it is written: while it is filled, and while a policy is scheduled */
 typedef koila__scheduler work_state;
 
 #define TRY_ALLOC(p)                                                                               \
@@ -217,8 +218,8 @@ static koila_value input_of(const work_state *w, koila_node n, uint32_t i)
     return w->uses[w->span[n].in + i].value;
 }
 
-/* Does node n read input i? The base of an overwriting write is only a place: nobody makes it for
- * that, and nobody waits for it. */
+/* Does node n read input i? The base of an overwriting write is not read: it is neither made nor
+ * waited for. */
 static bool reads(const koila_sig_info *s, uint32_t i)
 {
     bool is_base = false;
@@ -238,8 +239,8 @@ static bool maybe_alias(const koila_table *t, koila_op op)
     return (t->ops.at[op].flags & KOILA_OP_VIEW) || (t->ops.at[op].facts & KOILA_FACT_MAY_ALIAS);
 }
 
-/* Does use i of node n read the local value (made by another node of the same loop)? Else it reads
- * the whole one, or a slice of it. */
+/* Does input i of node n read the local value (made by another node of the same loop)? If not, it
+ * reads the whole value or a slice of it. */
 static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
 {
     if (!w->p->node[n].in_loop || !made_in_loop(w, v) ||
@@ -257,10 +258,10 @@ static const use *use_at(const work_state *w, uint32_t at)
 static const use *uses_of(const work_state *w, koila_value v) { return use_at(w, w->first_use[v]); }
 static const use *next_use_of(const work_state *w, const use *u) { return use_at(w, u->next); }
 
-/* Is sharded v whole before loop j, so that the loop slices it instead of making it again? */
+/* Is sharded v whole before loop j? Then the loop slices it instead of recomputing it. */
 static bool sliced_in(const work_state *w, koila_value v, uint32_t j)
 {
-    /* KOILA_NONE is above every loop */
+    /* KOILA_NONE is greater than every loop */
     return w->made_whole[v] < j && w->p->value[v].kind == KOILA_S;
 }
 
@@ -314,7 +315,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
     }
 }
 
-/* level[n], and which values are made whole for somebody. */
+/* Finds level[n], and the values that some use needs whole. */
 static void find_levels(work_state *w)
 {
     w->n_levels = 1;
@@ -390,13 +391,13 @@ static koila_status make_loops(work_state *w)
     return KOILA_OK;
 }
 
-/* Expensive: a dense kernel; or what took many passes over memory since the last value worth
- * keeping, so that a long chain of cheap operators across many barriers is not run from its
- * beginning in every loop. */
+/* A node is expensive if it is a dense kernel, or if recomputing it from the last values worth
+ * keeping takes many passes over memory. The second case spares every loop from running a long
+ * chain of cheap operators across many barriers from its beginning. */
 static koila_status find_costs(work_state *w)
 {
     const koila_table *t = w->g->table;
-    /* work from values worth keeping to this one, counted as a tree */
+    /* work from values worth keeping to this node, counted as a tree */
     double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain);
     w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
     TRY_ALLOC(chain && w->cost);
@@ -426,8 +427,8 @@ static koila_status find_costs(work_state *w)
 
 /* ---- which loop makes what */
 
-/* *set gets `bits` of word `word`. *before: the last cell known to be in front of it, or
- * KOILA_NONE; moves on. */
+/* Adds `bits` of word `word` to *set. *before: a cell known to be in front of it, or KOILA_NONE; is
+ * advanced. */
 static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t word, uint64_t bits)
 {
     uint32_t next = *before == KOILA_NONE ? *set : w->cells.at[*before].next;
@@ -480,7 +481,7 @@ static bool runs_in(const work_state *w, koila_node n, uint32_t j)
     return false;
 }
 
-/* What may be kept at all: values of operators worth it that are cut into slices. */
+/* Values that may be kept at all: sliced results of expensive operators. */
 static void find_keepable(work_state *w)
 {
     for (uint32_t v = 0; v < w->n_values; v++) {
@@ -510,8 +511,8 @@ static void find_homes(work_state *w)
     }
 }
 
-/* Work that loop j does not do yet and does for v, when what is worth keeping is kept from the
- * loops before; runs it there when `add`. Negative when it is more than `limit`. */
+/* The work that making v adds to loop j, if everything worth keeping is kept from the loops before.
+ * With `add` the loop then runs it. Negative when it exceeds `limit`. */
 static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
 {
     double work = 0;
@@ -528,7 +529,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
     VISIT(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
-        work += work_of(w, n) + 1; /* + 1: a view is not quite nothing */
+        work += work_of(w, n) + 1; /* + 1: a view costs a little too */
         if (!add && work > limit)
             return -1;
         if (add) {
@@ -558,10 +559,10 @@ static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
     return j;
 }
 
-/* The loop for result v, which nobody waits for: the first that runs its producer anyway. Else, of
- * its own loop, the first that runs all its inputs, and the last ones, where it adds least. The
- * choices are asked with a limit that doubles, so that asking costs about what the answer does, and
- * each answer is work that is then done: linear in all. */
+/* The loop for result v, which no loop waits for: the first that runs its producer anyway; else,
+ * among its own loop, the first that runs all its inputs, and the last loops, the one where v adds
+ * the least work. The choices are evaluated under a limit that doubles, so an evaluation costs
+ * about as much as the work it finds; that work is then scheduled, so the total is linear. */
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
@@ -583,7 +584,7 @@ static uint32_t best_loop(work_state *w, koila_value v)
     for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
         uint32_t best = KOILA_NONE;
         double best_work = 0;
-        for (uint32_t k = n_choices; k-- > 0;) { /* of equals the earliest loop */
+        for (uint32_t k = n_choices; k-- > 0;) { /* among equals the earliest loop */
             const double work = demand(w, v, choice[k], false, limit);
             if (work >= 0 && (best == KOILA_NONE || work < best_work)) {
                 best = choice[k];
@@ -604,7 +605,7 @@ static void assign_targets(work_state *w)
     for (uint32_t v = 0; v < w->n_values; v++)
         if (w->is_barrier[v])
             demand(w, v, w->made_whole[v], true, 0);
-    /* late results first: they decide where earlier ones pass by */
+    /* late results first: they decide which loops run the earlier ones */
     for (uint32_t v = w->n_values; v-- > 0;) {
         if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v))
             continue;
@@ -621,7 +622,7 @@ static void assign_targets(work_state *w)
     find_homes(w);
 }
 
-/* Adds the loops in which consumers read v locally, when consumers run where exec says. */
+/* Adds the loops in which consumers read v locally, if consumers run in their exec loops. */
 static void add_uses(work_state *w, koila_value v, loop_set *out)
 {
     /* after that it is sliced */
@@ -644,8 +645,8 @@ static void add_uses(work_state *w, koila_value v, loop_set *out)
     }
 }
 
-/* exec[n]: the loops that run n when results of expensive nodes are always kept and everything else
- * is run again where it is needed. */
+/* exec[n]: the loops that run n when results of expensive nodes are always kept and all others are
+ * recomputed where needed. */
 static koila_status find_exec(work_state *w)
 {
     memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
@@ -695,7 +696,7 @@ static bool keeps(const work_state *w, koila_value v, uint32_t j)
 
 /* ---- emission */
 
-/* Room for what is emitted next; then nothing fails. */
+/* Reserves room, so that the next emissions cannot fail. */
 static bool room(work_state *w, uint32_t n_instrs, uint32_t n_events)
 {
     return koila__vec_reserve(&w->mem, &w->instrs, n_instrs) &&
@@ -739,8 +740,8 @@ static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
     s[s[v].region].touching++;
 }
 
-/* The value is gone; its storage too when it was the last one there. `own`: the event that ends a
- * storage of the scope itself. */
+/* Ends the value, and its storage if this was the last value on it. `own`: the event that ends a
+ * storage owned by the scope. */
 static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
     const koila_value r = w->s[v].root;
@@ -804,7 +805,7 @@ static void pass_on(work_state *w, koila_value v, koila_node user)
     w->s[heir].owned = first.owned;
 }
 
-/* Whose storage a slice of whole v is. */
+/* The owner of the storage of a slice of whole v. */
 static owner slice_owner(const work_state *w, koila_value v, koila_placement placement)
 {
     const koila_meta_info *m = koila__value_meta(w->g, v);
@@ -814,8 +815,8 @@ static owner slice_owner(const work_state *w, koila_value v, koila_placement pla
     return koila_slice_form(m, cut, false) == KOILA_SLICE_COPY ? OWNER_SLICE : OWNER_NONE;
 }
 
-/* Input i of node n of loop j is not there: a slice of a whole value, or a piece of an earlier
- * loop. */
+/* Makes input i of node n of loop j, which is missing: a slice of a whole value, or a piece of an
+ * earlier loop. */
 static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t j)
 {
     const use *const u = &w->uses[w->span[n].in + i];
@@ -827,7 +828,7 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
         if (cut.user == KOILA_NONE ? local
                                    : koila__placement_equal(need_of(w, cut.user, cut.input), need))
             return KOILA_OK;
-        /* one node, one value, two cuts: there is one place for it */
+        /* one node needs two cuts of one value: there is room for one only */
         if (cut.user == n || cut.user == KOILA_NONE)
             return KOILA_UNSUPPORTED;
         /* cut along another dimension: cut again */
@@ -837,7 +838,7 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
     }
     const bool fetch = local && w->kept[v];
     koila_assert(fetch || need.kind == KOILA_S);
-    /* not made: a broken invariant */
+    /* was not made: a broken invariant */
     if (!fetch && local && !sliced_in(w, v, j))
         return KOILA_BAD_ARGUMENT;
     koila_instr in = { .kind = KOILA_DO_SLICE, .steal = (uint16_t)i, .id = v, .user = n };
@@ -884,7 +885,7 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     return true;
 }
 
-/* v is kept after loop j: at least until its next use, for what decides it only changes there. */
+/* v stays kept after loop j, at least until its next use: the decision can only change there. */
 static void keep_until_next(work_state *w, koila_value v, uint32_t j)
 {
     const uint32_t u = next_use(w, v, j);
@@ -894,7 +895,7 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
     w->kept_first[u] = v;
 }
 
-/* What a local result owes to others: the whole value, the piece for later loops. `number` as in
+/* Collects a local result: into the whole value, and as a piece for later loops. `number` as in
  * emit_node. Returns the event that ends its storage. */
 static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j)
 {
@@ -954,7 +955,7 @@ typedef struct emission {
     koila__event_kind free_event; /* ends a storage of this scope */
 } emission;
 
-/* Makes the inputs that a node of a loop reads and that are not there. */
+/* Makes the missing inputs that a node of a loop reads. */
 static koila_status emit_inputs(work_state *w, const emission *x)
 {
     const use *const in = w->uses + w->span[x->n].in;
@@ -964,13 +965,13 @@ static koila_status emit_inputs(work_state *w, const emission *x)
             continue;
         const bool there =
             u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE;
-        if (!there) /* most of the time it is */
+        if (!there) /* usually it is there */
             KOILA_TRY(emit_input(w, x->n, (uint32_t)(u - in), x->j));
     }
     return KOILA_OK;
 }
 
-/* The results live: on storage of their own, or on that of an input. */
+/* Begins the results: on storage of their own, or on that of an input. */
 static void begin_results(work_state *w, const emission *x)
 {
     const koila_sig_info *s = x->s;
@@ -1002,7 +1003,7 @@ static void end_inputs(work_state *w, const emission *x)
     const use *const end = w->uses + w->span[x->n].in_end;
     for (const use *u = w->uses + w->span[x->n].in; u < end; u++) {
         const koila_value v = u->value;
-        /* last_use knows only what is read */
+        /* last_use is set only for inputs that are read */
         if (w->last_use[v] != x->number || !u->reads || !w->s[v].here)
             continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
@@ -1010,14 +1011,14 @@ static void end_inputs(work_state *w, const emission *x)
     }
 }
 
-/* What the results owe: accumulators and pieces; those that nobody reads are freed. */
+/* Collects the results into accumulators and pieces; those that nobody reads are freed. */
 static void end_results(work_state *w, const emission *x)
 {
     for (koila_value v = w->span[x->n].out; v < w->span[x->n].out_end; v++) {
         koila__event_kind how = x->free_event;
         if (!exists(w, v))
             continue;
-        /* most owe nothing */
+        /* most are not collected */
         if (x->j != KOILA_NONE && (w->made_whole[v] == x->j || w->use[v] != KOILA_NONE))
             how = emit_collect(w, v, x->number, x->j);
         if (w->last_use[v] != x->number)
@@ -1075,7 +1076,7 @@ static koila_status finish_stage(work_state *w, koila__schedule *out, bool is_lo
 }
 
 /* A node that only views one value of the same loop and whose results are nothing but targets of
- * it: may run right behind its producer. */
+ * it: it may run directly after its producer. */
 static bool hoistable(const work_state *w, koila_node n, uint32_t j)
 {
     if (!w->is_mere_view[n])
@@ -1090,8 +1091,8 @@ static bool hoistable(const work_state *w, koila_node n, uint32_t j)
     return true;
 }
 
-/* What loop j runs: from its targets back to leaves, whole values and kept pieces. [*lo, *hi] are
- * the first and last. */
+/* Finds the nodes that loop j runs: from its targets back to leaves, whole values and kept pieces.
+ * *lo and *hi are the first and last. */
 static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, double *work)
 {
     uint32_t top = 0;
@@ -1125,7 +1126,7 @@ static void find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
 #undef ENTER
 }
 
-/* Recorded order into w->stack, with hoisted views right behind their producers. */
+/* Writes the recorded order into w->stack, with hoisted views directly after their producers. */
 static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
 {
     uint32_t n_order = 0;
@@ -1133,7 +1134,7 @@ static uint32_t find_order(work_state *w, uint32_t j, uint32_t lo, uint32_t hi)
     for (uint32_t k = lo >> 6; k <= hi >> 6; k++) {
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            /* comes behind its producer */
+            /* comes after its producer */
             if (w->is_mere_view[n] && hoistable(w, n, j) && w->uses[w->span[n].in].local &&
                 w->in_loop[w->uses[w->span[n].in].from] == j + 1)
                 continue;
@@ -1160,7 +1161,7 @@ static bool is_too_much(const work_state *w, double work)
     return w->keep.max_work > 0 && work > w->keep.max_work;
 }
 
-/* The pieces that loop j used are kept for the next loop that needs them, or given up. */
+/* Keeps the pieces that loop j used for the next loop that needs them, or releases them. */
 static koila_status end_pieces(work_state *w, uint32_t j)
 {
     koila_value next;
@@ -1172,7 +1173,7 @@ static koila_status end_pieces(work_state *w, uint32_t j)
             keep_until_next(w, v, j);
             continue;
         }
-        if (!w->given_up[v]) { /* its producer ran again for another result, so nobody fetched it */
+        if (!w->given_up[v]) { /* not fetched: its producer ran again for another result */
             begin_value(w->s, v, OWNER_PIECE);
             TRY_ALLOC(room(w, 2, 1));
             emit(w, (koila_instr){ .kind = KOILA_DO_FETCH, .flags = KOILA_INSTR_LAST, .id = v });
@@ -1184,7 +1185,7 @@ static koila_status end_pieces(work_state *w, uint32_t j)
     return KOILA_OK;
 }
 
-/* Has the running slice let go of all its values? */
+/* Are all values of the running slice dead? */
 static bool none_is_here(const work_state *w)
 {
     for (koila_value v = 0; v < w->n_values; v++)
@@ -1218,8 +1219,8 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
     return finish_stage(w, out, true, w->loops[j].axis);
 }
 
-/* Nodes that run once, of one level; and before them the end of whole values whose last reader was
- * a loop before. */
+/* Emits the nodes of one level that run once; before them, ends the whole values whose last reader
+ * was an earlier loop. */
 static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t level,
                                uint32_t *next_ending)
 {
@@ -1237,8 +1238,8 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
     uint32_t k = 0;
     for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n], k++) {
         out->work += work_of(w, n);
-        /* a result, or a value that a later stage reads, does not end here, whatever the order
-         * within this stage says */
+        /* a result, or a value that a later stage reads, does not end here, whatever its last use
+         * in this stage */
 #define LAST_USE(v_)                                                                               \
     do {                                                                                           \
         const koila_value v = (v_);                                                                \
@@ -1261,8 +1262,8 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
     return finish_stage(w, out, false, 0);
 }
 
-/* The last loop that can run needed node n of a loop, whatever is kept: it may be run again up to
- * the last loop that (transitively) needs it. KOILA_NONE: none runs it. */
+/* The last loop that can run needed node n, whatever is kept: it may be recomputed up to the last
+ * loop that (transitively) needs it. KOILA_NONE: no loop runs it. */
 static uint32_t find_last_run(const work_state *w, koila_node n)
 {
     uint32_t last = w->home[n];
@@ -1275,7 +1276,7 @@ static uint32_t find_last_run(const work_state *w, koila_node n)
             uint32_t l = w->last_run[u->user];
             if (l == KOILA_NONE || !u->local)
                 continue;
-            if (sliced_in(w, v, l)) /* beyond it is sliced */
+            if (sliced_in(w, v, l)) /* from there on it is sliced */
                 l = w->made_whole[v];
             if (l > last)
                 last = l;
@@ -1285,7 +1286,7 @@ static uint32_t find_last_run(const work_state *w, koila_node n)
     return last;
 }
 
-/* Node n, of that stage, reads whole values. */
+/* Node n of `stage` reads whole values: updates whole_last. */
 static void see_readers(work_state *w, koila_node n, uint32_t stage)
 {
     for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
@@ -1366,8 +1367,8 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     return is_too_much(w, s->work) ? KOILA_UNSUPPORTED : KOILA_OK;
 }
 
-/* Everything of fixed size, zeroed but for chains, which are empty, and what forget_demand() and
- * forget_emission() set before anybody looks. */
+/* Makes the arrays of fixed size. They are zeroed, except chains, which are empty, and arrays that
+ * forget_demand() and forget_emission() set before their first use. */
 static koila_status make_arrays(work_state *w)
 {
     const uint32_t N = w->n_nodes + 1;
@@ -1418,8 +1419,8 @@ static koila_status make_arrays(work_state *w)
     return KOILA_OK;
 }
 
-/* Nothing of a policy asked about before is left: of what is kept and runs; and of what was
- * emitted. */
+/* These two reset the state of an earlier policy: forget_demand() its kept values and loops,
+ * forget_emission() its instructions. */
 static void forget_demand(work_state *w)
 {
     const uint32_t N = w->n_nodes + 1;
@@ -1456,7 +1457,7 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_last(w));
-    /* what only was needed to get here: the first schedule is made in it */
+    /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
     w->level = w->natural = w->exec = w->last_run = NULL;
     w->is_barrier = w->is_keepable = NULL;
@@ -1510,8 +1511,8 @@ void koila__scheduler_free(koila__scheduler *w)
 
 uint32_t koila__scheduler_n_loops(const koila__scheduler *w) { return w->n_loops; }
 
-/* Through aliases back to who made the storage. Of the values on the way one is what stays: whole,
- * or collected. Each maker counts once. */
+/* Each result is followed through aliases back to the node that made its storage. Of the values on
+ * the way one stays: whole, or collected. Each such node counts once. */
 uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
 {
     uint64_t sum = 0;
@@ -1527,7 +1528,7 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
             if (koila__value_meta(w->g, x)->n_bytes < least)
                 least = koila__value_meta(w->g, x)->n_bytes;
         }
-        /* not ours, or written in place, perhaps */
+        /* a leaf, or perhaps written in place */
         if (n == KOILA_NONE || sig_of(w, n)->n_writes || w->mark[n] == w->epoch)
             continue;
         w->mark[n] = w->epoch;
@@ -1540,15 +1541,15 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
 
 koila__kept koila__scheduler_kept(const koila__scheduler *w) { return w->work_kept; }
 
-/* What kept v holds in all slices; nothing when it may share its storage. */
+/* Bytes of kept v in all slices; 0 when it may share its storage. */
 static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
 {
     const koila_node n = producer(w, v);
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
-/* As emit_loop(), but for what is emitted. *n_emitted: at least: each run, and the end of each
- * result. *n_held: bytes of pieces and results. */
+/* Like emit_loop(), but emits nothing. *n_emitted: a lower bound of instructions: each run, and the
+ * end of each result. *n_held: bytes of pieces and results. */
 static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted,
                          uint64_t *n_held)
 {
@@ -1596,7 +1597,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     w->work_kept = (koila__kept){ .is_sure = true };
     forget_demand(w);
     const uint64_t most = max_emitted(w);
-    /* in the order of make_stages(): sums of doubles depend on it */
+    /* in the order of make_stages(): sums of doubles depend on the order */
     for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
         for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n])
             work += work_of(w, n);
@@ -1641,20 +1642,20 @@ koila_status koila__schedule_init(koila__schedule *out, const koila__placed *p,
     return status;
 }
 
-/* Of koila__schedule_whole_bytes(). */
+/* State of koila__schedule_whole_bytes(). */
 typedef struct whole_step {
     const koila_graph *g;
-    /* [value] the node after the last that uses the storage it lives on; KOILA_NONE: for ever; 0:
-     * nobody needs it */
+    /* [value] the node after the last one that uses its storage; KOILA_NONE: lives to the end; 0:
+     * not needed */
     koila_node *end;
-    /* [node] bytes that begin there, less those that end there, modulo 2^64 */
+    /* [node] bytes that begin there minus bytes that end there, modulo 2^64 */
     uint64_t *rise;
     uint64_t sum; /* of all bytes */
     bool adds_up;
 } whole_step;
 
-/* What node n makes, and until when its inputs are needed. What is written in place, or in a copy,
- * is left out. */
+/* Counts the results of node n, and how long its inputs are needed. Results of writes are left out:
+ * they may be in place or copies. */
 static void count_node(whole_step *x, koila_node n)
 {
     const koila_graph *g = x->g;

@@ -1,5 +1,5 @@
-/* share.c — what the planner and whoever carries a plan out must agree on: where a value lives, in
- * which dtype a partial sum is accumulated, and whether a slice of a whole value is a view. */
+/* share.c — facts that the planner and an executor must agree on: where a value lives, in which
+ * dtype a partial sum is accumulated, and whether a slice of a whole value is a view. */
 #include "engine/share.h"
 
 koila_share koila__share_of(koila_placement x)

@@ -1,4 +1,4 @@
-/* share.h — a placement as koila/plan.h says it. Internal to src/. */
+/* share.h — a placement in the terms of koila/plan.h. Internal to src/. */
 #ifndef KOILA_SRC_SHARE_H
 #define KOILA_SRC_SHARE_H
 

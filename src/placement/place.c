@@ -1,39 +1,39 @@
 /* place.c — which values are whole, which are sliced, which are partial sums: one walk over the
  * recorded graph.
  *
- * For each node the placements of its inputs are known. Its operator's rule (rules.h) says what
- * placement each input must have and what the results then have. There are three attempts, from
+ * For each node the placements of its inputs are known. Its operator's rule (rules.h) gives the
+ * placement that each input must have, and those of the results. There are three attempts, from
  * cheap to always right:
  *   1. the rule as it is;
- *   2. the rule with every P input made whole first (where an operator has a P and an S input, the
- *       P must become whole: its running value means nothing);
+ *   2. the rule with every P input made whole first (if an operator has a P and an S input, the P
+ *   must become whole: its running value has no meaning);
  *   3. *gather*: every input R, every result R, run once on whole values.
  * An operator without a rule goes to attempt 3. So a missing rule costs memory, never correctness.
  *
- * FREE. A factory has no data edge, and at first nothing says whether its rows belong to a batch.
- * It, and every node with a rule whose inputs are only R and FREE, stays FREE until a use needs it
- * as S (then resolve_s() asks the rules of its producers, back to the factories) or as R
- * (resolve_r()). A use decides by position, through its own rule; that some size equals the batch
- * decides nothing. A factory of zeros may also become P: zeros are a partial sum of zeros, so
- * scattering rows into zeros needs no whole value. Values that no use has decided become R.
+ * FREE. A factory has no data edge, so at first it is unknown whether its rows belong to a batch.
+ * It stays FREE, like every node with a rule and only R and FREE inputs, until a use needs it as S
+ * (then resolve_s() asks the rules of its producers, back to the factories) or as R (resolve_r()).
+ * The use decides by position, through its own rule; an equal size alone decides nothing. A factory
+ * of zeros may also become P: zeros are a partial sum of zeros, so scattering rows into zeros needs
+ * no whole value. Values that stay undecided become R.
  *
  * Note [Writes to placed values]. An in-place call runs its functional twin's rule on the written
  * *view*: the base's placement is carried forward through the chain of view calls by their own
- * rules. When the twin's result is S and the base is R or FREE, each placement that the base could
- * have is carried forward, and the base gets the one that arrives as exactly that S. If there is
- * none, the call is gathered.
+ * rules. When the twin's result is S and the base is R or FREE, each possible placement of the base
+ * is carried forward, and the base gets the one that becomes exactly that S. If there is none, the
+ * call is gathered.
  *
- * Note [Rewrites]. A rule may emit calls instead of answering (rewrite.h): statistics of BatchNorm,
- * the denominator of nll_loss. Emitted calls are placed here like recorded ones, by their own
- * rules, so a rewrite is only a longer program for the same values. koila__place_whole() asks no
- * rule: one slice runs the recorded calls.
+ * Note [Rewrites]. A rule may emit calls instead of giving placements (rewrite.h): statistics of
+ * BatchNorm, the denominator of nll_loss. Emitted calls are placed here like recorded ones, by
+ * their own rules, so a rewrite is only a longer program for the same values. koila__place_whole()
+ * asks no rule: one slice runs the recorded calls.
  *
  * Note [After a gather]. The result of a gathered call is whole, and so is everything computed from
  * it alone. koila__place_cut() slices it again: where a dimension of it is the batch (the one an
- * input was sliced along, else one of that size) the calls that follow get an alias of it that is
- * sliced there, and those that need it whole get the original. Slicing a whole value is exact
- * whatever its rows mean; only the choice of the dimension is a guess. It saves memory and costs
- * loops, so the planner tries both.
+ * input was sliced along, else one of that size) later calls get an alias of it that is sliced
+ * there, and calls that need it whole get the original. Slicing a whole value is always exact; only
+ * the choice of the dimension is a guess. It saves memory and costs loops, so the planner tries
+ * both.
  *
  * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor; here slices run one after another
  * on one device, where theirs run on several at once.
@@ -41,9 +41,9 @@
 #include "placement/placer.h"
 #include "graph/table.h"
 
-enum { MAX_DEPTH = 256 }; /* of resolving: a deeper FREE value becomes R, which is right too */
+enum { MAX_DEPTH = 256 }; /* of resolving: a deeper FREE value becomes R, which is always right */
 
-/* What a rule answers for one call, or a gather. */
+/* A rule's answer for one call, or a gather. */
 typedef struct attempt {
     koila__case c;
     koila__fix fix[KOILA__MAX_FIXES];
@@ -95,7 +95,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     const uint32_t n_out = sig->n_outputs;
     koila__case *c = &a->c;
     memset(a, 0, sizeof *a);
-    /* two blocks: the three arrays of placements, and the four of pointers, values and flags */
+    /* two blocks: three arrays of placements; four arrays of pointers, values and flags */
     koila_placement *cin = koila__arena_room(&p->scratch, ((size_t)2 * n_in + n_out) * sizeof *cin);
     const koila_meta_info **in_meta = koila__arena_room(
         &p->scratch, (n_in + n_out) * sizeof *in_meta + n_out * sizeof *c->replaced + n_in);
@@ -111,7 +111,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
         const bool of_axis = koila__is_r(placed[i]) || placed[i].axis == axis;
         cin[i] = of_axis ? placed[i] : koila__r();
         zero[i] = cin[i].kind == KOILA_FREE && in && p->zero.at[in[i]];
-        /* a value that is given twice can be P for one of the two only */
+        /* a value passed twice can be P for only one of the two inputs */
         for (uint32_t k = 0; k < n_in && zero[i]; k++)
             zero[i] = k == i || in[k] != in[i];
         c->need[i] = koila__is_r(cin[i]) ? koila__r() : cin[i];
@@ -138,7 +138,7 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     return p->status == KOILA_OK;
 }
 
-/* May input i be needed as the rule says? */
+/* Is the rule's need of input i allowed? */
 static bool sound_need(const koila__case *c, uint32_t i)
 {
     const koila_placement need = c->need[i];
@@ -160,7 +160,7 @@ static bool is_unread(const koila__case *c, uint32_t i)
     return i < 32 && ((c->unread >> i) & 1) && koila__placement_equal(c->need[i], c->in[i]);
 }
 
-/* Is the rule's answer sound in form? Else the call is gathered. Sets a->loop. */
+/* Is the rule's answer well-formed? If not, the call is gathered. Sets a->loop. */
 static bool sound(attempt *a)
 {
     const koila__case *c = &a->c;
@@ -221,7 +221,7 @@ static bool forward(koila__placer *p, const koila_write *w, koila_placement base
     return true;
 }
 
-/* Tried outer counts of a dimension: 1 to this, and all. */
+/* Outer counts tried for a dimension: 1 to MAX_OUTER, and the full size. */
 enum { MAX_OUTER = 64 };
 
 typedef bool (*try_fn)(void *user, koila_placement s);
@@ -298,7 +298,7 @@ static const koila_meta_info *written_meta(const koila__placer *p, const koila_s
     return koila__meta(p->table, koila__sig(p->table, last.sig)->outputs[last.output]);
 }
 
-/* Shows the written view of write w where the case has its base. False: it cannot be placed. */
+/* Replaces the base of write w in the case by the written view. False: it cannot be placed. */
 static bool show_view(koila__placer *p, koila__case *c, uint32_t w)
 {
     const koila_write *wr = &c->sig->writes[w];
@@ -321,7 +321,7 @@ static bool show_view(koila__placer *p, koila__case *c, uint32_t w)
     return true;
 }
 
-/* Shows the base again. */
+/* Puts the base back into the case. */
 static void show_base(koila__placer *p, koila__case *c, uint32_t w, koila_placement base)
 {
     const uint32_t i = c->sig->writes[w].input;
@@ -331,8 +331,8 @@ static void show_base(koila__placer *p, koila__case *c, uint32_t w, koila_placem
     zeros_of(c)[i] = koila__is_r(base) && c->in_value && p->zero.at[c->in_value[i]];
 }
 
-/* How the written view is wanted, in *view; false: as wanted it cannot be. c->want is of the base
- * when the call comes in. */
+/* Sets *view to the wanted placement of the written view; false: impossible. On entry c->want is of
+ * the base. */
 static bool want_of_view(koila__placer *p, koila__case *c, const koila_placement *base,
                          koila_placement *view)
 {
@@ -343,7 +343,7 @@ static bool want_of_view(koila__placer *p, koila__case *c, const koila_placement
         c->want = view;
         return forward(p, &sig->writes[0], *want, c->axis, NULL, view);
     }
-    /* a number written over rows: the rows stay where they were */
+    /* a number written over rows: their placement stays */
     for (uint32_t w = 0; w < sig->n_writes; w++)
         if (sig->writes[w].overwrites && koila__is_s(base[w]) && !koila__is_opaque(base[w])) {
             *view = base[w];
@@ -352,8 +352,8 @@ static bool want_of_view(koila__placer *p, koila__case *c, const koila_placement
     return true;
 }
 
-/* From what the view of write w needs and becomes to what its base, placed `base`, does. `want`:
- * how the base is wanted, or NULL. */
+/* Converts need and result of the view of write w to those of its base, which is placed `base`.
+ * `want`: the wanted placement of the base, or NULL. */
 static bool base_of_view(koila__placer *p, attempt *a, uint32_t w, koila_placement base,
                          const koila_placement *want)
 {
@@ -362,7 +362,7 @@ static bool base_of_view(koila__placer *p, attempt *a, uint32_t w, koila_placeme
     koila_placement *need = &c->need[wr->input];
     koila_placement *out = &c->out[c->sig->n_fresh + w];
     const koila_placement view = *out;
-    if (wr->overwrites) { /* the result is as the rule says; the base costs nothing */
+    if (wr->overwrites) { /* the result is placed by the rule; the base costs nothing */
         if (!koila__is_r(base))
             *need = base;
         else
@@ -389,7 +389,7 @@ static bool base_of_view(koila__placer *p, attempt *a, uint32_t w, koila_placeme
     return true;
 }
 
-/* The chains of all writes as they run on a slice, in a->link. */
+/* Writes the chains of all writes, adapted to a slice, to a->link. */
 static bool place_links(koila__placer *p, attempt *a)
 {
     const koila_sig_info *sig = a->c.sig;
@@ -436,8 +436,8 @@ static bool attempt_writes(koila__placer *p, attempt *a, koila__rule rule)
     return place_links(p, a);
 }
 
-/* Is no input needed sliced in another way than it is placed? (A barrier cannot be put in front of
- * a node that exists.) */
+/* Does every sliced need agree with the input's placement? (A barrier cannot be put in front of an
+ * existing node.) */
 static bool slices_as_placed(const attempt *a)
 {
     for (uint32_t i = 0; i < a->c.n_in; i++)
@@ -483,8 +483,8 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
         const koila_write *w = &sig->writes[0];
         if (attempt_writes(p, a, rule))
             return true;
-        /* Note [Rewrites] of a write: where the base itself is read and written, its next value is
-         * the one that the twin is rewritten to */
+        /* Note [Rewrites] of a write: if the base itself is read and written, its next value is the
+         * result of the rewritten twin */
         if (p->status != KOILA_OK || !may_emit || sig->n_outputs != 1 || w->n_links || w->input ||
             w->overwrites || !case_init(p, a, sig, in, placed, axis))
             return false;
@@ -495,8 +495,8 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
     a->c.may_emit = may_emit;
     if (!rule(&a->c) || p->status != KOILA_OK)
         return false;
-    /* The calls of a rewrite were checked themselves. An unsound answer is no broken invariant: a
-     * graph read from text may hold calls whose shapes contradict themselves. */
+    /* The calls of a rewrite have been checked. An unsound answer breaks no invariant: a graph read
+     * from text may hold calls with contradictory shapes. */
     return is_rewritten(a) || sound(a);
 }
 
@@ -524,7 +524,7 @@ static bool is_range(const koila__placer *p, const koila_sig_info *sig, int64_t 
     return m->n_dims == 1 && is_int(sig, has_start ? 1 : 0, *n) && !koila__dtype_is_float(m->dtype);
 }
 
-/* Does this call of one input keep whole numbers as they are, and in their row-major order? */
+/* Does this call of one input keep whole numbers, and their row-major order? */
 static bool keeps_numbers(const koila__placer *p, const koila_sig_info *sig)
 {
     const uint32_t facts = facts_of(p, sig);
@@ -557,9 +557,10 @@ static koila_value first_input(const koila__placer *p, koila_value v)
     return koila_node_inputs(p->to, p->to->values.at[v].node)[0];
 }
 
-/* v was made from range(n) by calls that keep numbers. Which of its dimensions carries them? After
- * a broadcast nothing is reshaped (its sizes no longer allow it), so it is the one that carries
- * them just below the broadcasts, where exactly one dimension is not 1; counted from the right. */
+/* Which dimension of v holds the numbers of the range(n) from which it was made? Nothing is
+ * reshaped after a broadcast, since the sizes no longer allow it. So it is the dimension, counted
+ * from the right, that holds them just before the broadcasts, where exactly one dimension is not 1.
+ */
 static bool carrying_dim(const koila__placer *p, koila_value v, int64_t n, uint32_t *from_right)
 {
     const uint32_t through = KOILA_FACT_BROADCASTS | KOILA_FACT_SAME_VALUES;
@@ -729,8 +730,8 @@ void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want)
         resolve_s(p, v, want);
 }
 
-/* Zeros are a partial sum of zeros: the whole FREE tree above v becomes P, each slice makes its
- * own. */
+/* Zeros are a partial sum of zeros: the whole FREE tree above v becomes P, and each slice makes its
+ * own zeros. */
 static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
 {
     VEC(koila_value) stack = { 0 };
@@ -772,7 +773,7 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
     return ok || fail(p, KOILA_NO_MEMORY);
 }
 
-/* FREE value x becomes what a use needs; one that cannot be S becomes R, and is sliced. */
+/* Places FREE value x as a use needs it; if it cannot be S it becomes R, and is sliced. */
 static bool resolve(koila__placer *p, koila_value x, koila_placement need)
 {
     if (need.kind == KOILA_P)
@@ -782,9 +783,9 @@ static bool resolve(koila__placer *p, koila_value x, koila_placement need)
     return p->status == KOILA_OK && resolve_r(p, x);
 }
 
-/* The node is placed as the attempt says, and its FREE inputs as it needs them. Two inputs with a
- * common FREE ancestor may need different things of it: the first wins, and the node is gathered
- * if that does not suit the second. */
+/* Places the node by the attempt, and its FREE inputs as it needs them. Two inputs with a common
+ * FREE ancestor may need different placements of it: the first wins, and the node is gathered if
+ * the second cannot use that. */
 static bool settle(koila__placer *p, koila_node id, const attempt *a)
 {
     const koila_node_info n = p->to->nodes.at[id];
@@ -799,7 +800,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
         if (p->value.at[x].kind == KOILA_FREE && !resolve(p, x, c->need[i]))
             return false;
     }
-    for (uint32_t i = 0; i < c->n_in; i++) { /* when all are decided */
+    for (uint32_t i = 0; i < c->n_in; i++) { /* after all have been placed */
         const koila_placement is = p->value.at[p->to->inputs.at[n.first_input + i]];
         const koila_placement need = c->need[i];
         koila_assert(is.kind != KOILA_FREE);
@@ -822,7 +823,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
     return true;
 }
 
-/* Is there something to decide later for this call, whose inputs are all R or FREE? */
+/* Can the placement of this call, whose inputs are all R or FREE, be decided later? */
 static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed)
 {
     const koila__rule rule = op_rule(p, sig->op)->rule;
@@ -869,7 +870,7 @@ static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_val
 
 /* ---- one call */
 
-/* Appends the call to the lowered graph: placed as `a` says; without `a` FREE or, if it is not,
+/* Appends the call to the lowered graph, placed by `a`; without `a` it is FREE if possible, else
  * whole. */
 static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, const koila_value *in,
                    const attempt *a, bool is_free_call, koila_value *results)
@@ -907,7 +908,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     return set_whole(p, node, &stack) && drain_r(p, &stack);
 }
 
-/* An alias of v that needs v placed `at` and is placed so. */
+/* Makes an alias of v that needs v placed `at` and is itself placed `at`. */
 static bool alias(koila__placer *p, koila_value v, koila_placement at, uint16_t axis,
                   koila_value *out)
 {
@@ -943,8 +944,8 @@ bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
-/* How a whole value of meta m is cut: as the first input that is cut along a dimension of the same
- * extent, else along the first dimension of the batch's size; R when there is none. */
+/* The cut of a whole value of meta m: that of the first input that is cut along a dimension of the
+ * same extent, else along the first dimension of the batch's size; R when there is none. */
 static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
                               const koila_meta_info *m, const koila_placement *placed,
                               uint16_t axis)
@@ -964,7 +965,7 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
     return koila__r();
 }
 
-/* Note [After a gather]: results[] become sliced aliases of themselves, where they can. */
+/* Note [After a gather]: replaces results[] by sliced aliases where possible. */
 static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed,
                 uint16_t axis, koila_value *results)
 {
@@ -1035,8 +1036,8 @@ static bool attempt_gather(koila__placer *p, attempt *a, const koila_sig_info *s
     return true;
 }
 
-/* The values that the call takes: a value that is sliced in another way than it is needed is taken
- * from its whole, and one that was cut and is needed whole from what it was cut from. */
+/* Finds the input values of the call. A value that is sliced otherwise than needed is replaced by
+ * its whole form; a cut value that is needed whole, by the value from which it was cut. */
 static bool take_inputs(koila__placer *p, const attempt *a, const koila_value *in,
                         koila_value *from)
 {
@@ -1140,7 +1141,7 @@ static void reach(const koila__placer *p, const koila_value *targets, uint32_t n
     }
 }
 
-/* A node that is still FREE: S when an input has become so meanwhile, else R. */
+/* Settles a node that is still FREE: S if an input has become S meanwhile, else R. */
 static bool settle_free(koila__placer *p, koila_node id)
 {
     const koila_node_info n = p->to->nodes.at[id];
@@ -1169,7 +1170,7 @@ static bool settle_free(koila__placer *p, koila_node id)
     return p->status == KOILA_OK && set_whole(p, id, &stack) && drain_r(p, &stack);
 }
 
-/* The same source lines under the same numbers. */
+/* Copies the source lines under the same numbers. */
 static bool lower_lines(koila__placer *p)
 {
     for (uint32_t l = 0; l < p->from->lines.n; l++) {
@@ -1183,7 +1184,7 @@ static bool lower_lines(koila__placer *p)
     return true;
 }
 
-/* Recorded node n, if the targets need one of its results. */
+/* Lowers recorded node n if the targets need one of its results. */
 static bool lower_node(koila__placer *p, koila_node n, koila_value *lowered)
 {
     const koila_node_info info = p->from->nodes.at[n];
@@ -1230,7 +1231,7 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     for (uint32_t n = 0; n < p->to->nodes.n && !p->whole; n++)
         if (!settle_free(p, n))
             return false;
-    for (uint32_t t = 0; t < n_targets && p->cut; t++) { /* targets are whole: the originals */
+    for (uint32_t t = 0; t < n_targets && p->cut; t++) { /* targets are whole: take the originals */
         koila_value *v = &lowered[targets[t]];
         if (*v != KOILA_NONE && p->whole_of.at[*v] != KOILA_NONE)
             *v = p->whole_of.at[*v];
@@ -1252,7 +1253,7 @@ static void find_sizes(const koila_graph *g, const koila_placement *value, koila
     }
 }
 
-/* The axes of the recorded graph, under the same numbers. */
+/* Copies the axes of the recorded graph under the same numbers. */
 static bool lower_axes(koila__placer *p)
 {
     for (uint32_t x = 0; x < koila_graph_n_axes(p->from); x++) {
@@ -1396,7 +1397,7 @@ static bool check_value(const koila__placed *p, koila_value v, koila_error *err)
     const koila_graph *g = p->graph;
     const koila_placement q = p->value[v];
     const koila_value_info info = koila_value_get(g, v);
-    HOLDS(q.kind != KOILA_FREE, "value %u: nobody decided", v);
+    HOLDS(q.kind != KOILA_FREE, "value %u: still FREE", v);
     if (q.kind == KOILA_R)
         return true;
     HOLDS(info.meta != KOILA_NONE, "value %u: a result that does not exist is placed", v);

@@ -7,30 +7,31 @@
  *   P(combine)            each slice has a value of the full shape; the whole value is their
  *                         combination (sum, max, min, moments)
  *   FREE                  made by a factory, or by pointwise operators of such values, and not yet
- *                         needed: becomes the S of its first sharded use, else R
+ *                         needed: becomes the S of its first sharded use, or R if there is none
  * Each value belongs to at most one axis; a node that meets two axes keeps one and needs the values
  * of the other whole. Results that do not exist (meta KOILA_NONE) are R. Empty results of a call in
  * a loop (the statistics of BatchNorm in eval mode) are P.
  *
  * A use that needs R of an S or P value is a *barrier*; a use that needs S of an R value is a free
- * slice. An `overwrites` write has no data edge to its base: need is then what costs nothing (the
- * base's own placement, or the result's when the base is R), and the executor may allocate the
- * result (meta of the base, size of the slice) instead of reading the base.
+ * slice. An `overwrites` write has no data edge to its base: its need is then the one that costs
+ * nothing (the base's own placement, or the result's when the base is R), and the executor may
+ * allocate the result (meta of the base, size of the slice) without reading the base.
  *
- * Note [Opaque]. S(0, 0, 0), with outer == inner == 0: every slice has its own, of whatever size,
- * and it cannot be made whole (the workspace of an RNN layer). It is only ever needed as it is; its
- * operator is KOILA_OP_OPAQUE and runs again in each loop that needs it.
+ * Note [Opaque]. S(0, 0, 0), with outer == inner == 0: every slice has its own value, of any size,
+ * and no whole value exists (the workspace of an RNN layer). A use must need it exactly as it is;
+ * its operator is KOILA_OP_OPAQUE and runs again in each loop that needs it.
  *
- * Note [Random]. A KOILA_OP_RANDOM call in a loop draws what the whole batch would and takes its
- * rows. The executor can do that when the numbers do not depend on a tensor: factories, in-place
+ * Note [Random]. A KOILA_OP_RANDOM call in a loop draws the numbers of the whole batch and takes
+ * its rows. The executor can do that if the numbers do not depend on a tensor: factories, in-place
  * fills that overwrite a whole base, and native_dropout, which is only ever recorded on an empty
  * tensor for its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is
  * gathered.
  *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it:
- * most nodes are copied; a rule may instead emit a few nodes that hide no reduction (nll_loss mean,
- * BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or whose
- * rule says false, is *gathered*: every input needed R, results R, run once. That is always right.
+ * most nodes are copied; a rule may instead emit a few nodes without a hidden reduction (nll_loss
+ * mean, BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or
+ * whose rule returns false, is *gathered*: every input needed R, results R, run once. That is
+ * always right.
  *
  * The folder is one room because the walk and the rules call each other: the walk asks a rule about
  * each call, and a rule that rewrites hands its calls back to the walk (placer.h).
@@ -57,8 +58,8 @@ typedef struct koila_placement {
     int64_t outer, inner;
 } koila_placement;
 
-/* How a recorded call is adapted when it runs on a slice of b of `batch` rows. At most
- * KOILA__MAX_FIXES a node; positions are of positional values. */
+/* How a recorded call is adapted to a slice of b of `batch` rows. At most KOILA__MAX_FIXES a node;
+ * positions are of positional values. */
 typedef enum koila__fix_kind {
     KOILA__FIX_NONE,
     /* argument `arg` is a list of sizes of output `output`: the entry of its sliced dimension :=
@@ -101,7 +102,7 @@ typedef struct koila__placed_node {
     const koila__placed_link *link;
     uint16_t axis;   /* of the loop it runs in, when sharded */
     uint8_t in_loop; /* runs once per slice; else once, on whole values */
-    /* some input is S and is needed R: activations are collected (a P input made whole is no
+    /* some input is S and is needed R: activations are collected (making a P input whole is no
      * gather) */
     uint8_t gathered;
     koila_node recorded; /* the recorded node it comes from */
@@ -115,8 +116,8 @@ typedef struct koila__size {
 typedef struct koila__placed {
     koila_graph *graph;     /* the lowered graph; owned */
     koila_placement *value; /* [n_values of graph]; never FREE */
-    /* [n_values of graph]: whole when it is R or P, of a slice when it is S, 0 when it does not
-     * exist */
+    /* [n_values of graph]: of the whole value when it is R or P, of a slice when it is S; 0 when it
+     * does not exist */
     koila__size *size;
     /* [flat inputs of graph]: what each use needs; parallel to koila_node_inputs (need +
      * first_input) */
@@ -125,14 +126,14 @@ typedef struct koila__placed {
     /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the
      * targets */
     koila_value *lowered;
-    /* elements that were asked for `value`, `need`, `node` */
+    /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;
     koila__arena arena; /* of the rest */
 } koila__placed;
 
 /** Places what `targets` (values of the recorded graph) need. When two axes meet in a node, the one
  * with more rows is kept. On success the caller owns *out: koila__placed_free(). Expected:
- * NO_MEMORY; BAD_ARGUMENT for a target that is no value; UNSUPPORTED where an opaque value would
+ * NO_MEMORY; BAD_ARGUMENT for a target that is no value; UNSUPPORTED when an opaque value would
  * have to be made whole. */
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets,
                           uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
@@ -141,8 +142,8 @@ koila_status koila__place(const koila_graph *recorded, const koila_value *target
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err);
-/** The same graph with everything R and every node outside loops: how one slice runs (bit-equal to
- * eager). */
+/** Places the same graph with everything R and every node outside loops: the plan of one slice
+ * (bit-equal to eager). */
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets,
                                 uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                                 koila_error *err);

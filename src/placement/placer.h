@@ -21,8 +21,8 @@ struct koila__placer {
     koila__arena scratch;
     VEC(koila_placement) value; /* [values of to] */
     VEC(uint8_t) zero;          /* [values of to] FREE and all zeros */
-    /* [values of to] the whole of this S or P value: made for uses that slice it in another way, or
-     * the value that it was cut from; KOILA_NONE when there is neither */
+    /* [values of to] the whole form of this S or P value: made for uses that slice it otherwise, or
+     * the value from which it was cut; KOILA_NONE: neither exists */
     VEC(koila_value) whole_of;
     VEC(koila_placement) need;    /* [flat inputs of to] */
     VEC(koila__placed_node) node; /* [nodes of to] */
@@ -40,10 +40,10 @@ struct koila__placer {
  * p->status set. */
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in,
                         koila_value *results);
-/** *out is S or P value v whole: an alias of v, made outside loops, that can be sliced along
- * another dimension. False as above. */
+/** *out: a whole alias of S or P value v, made outside loops, that can be sliced along another
+ * dimension. False as above. */
 bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);
-/** A FREE v becomes `want` if it can; a v that is decided stays as it is. */
+/** Places a FREE v as `want` if possible; a v that is already placed is unchanged. */
 void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want);
 koila_placement koila__placer_placement(const koila__placer *p, koila_value v);
 

@@ -184,11 +184,11 @@ static uint32_t memory_order(const koila_meta_info *m, int64_t *order)
     return n;
 }
 
-/* Note [Layouts]. A view that was recorded of a result needs the memory order that was recorded,
- * and the emitted calls need not give it: a softmax is contiguous whatever its input was, the
- * quotient that stands for it lies as its input does. A call of one result as large as an input is
- * laid out as the first such input that is not expanded (TensorIterator's rule); where `out` says
- * otherwise a copy makes it true. */
+/* Note [Layouts]. A recorded view of a result needs the recorded memory order, but the emitted
+ * calls may give another: a softmax is always contiguous, while the quotient that replaces it has
+ * its input's layout. A call of one result as large as an input gets the layout of the first such
+ * input that is not expanded (TensorIterator's rule); if `out` has another layout, a copy is added.
+ */
 static bool laid_out(const koila__call *k, const koila_meta_info *out)
 {
     int64_t mine[KOILA_MAX_DIMS], its[KOILA_MAX_DIMS];

@@ -57,10 +57,11 @@ koila_meta koila__emit_meta(koila__case *c, const koila_meta_info *like, koila_d
 koila_meta koila__emit_meta_like(koila__case *c, const koila_meta_info *like, koila_dtype dtype);
 const koila_meta_info *koila__emit_meta_of(const koila__case *c, koila_value v);
 koila_meta koila__emit_meta_id(const koila__case *c, koila_value v);
-/** v whole, for calls that must not follow its slices: an alias made outside loops, or v itself
- * when it is whole already. */
+/** A whole form of v, for calls that must not be sliced with it: an alias made outside loops, or v
+ * itself when it is whole already. */
 koila_value koila__emit_whole(koila__case *c, koila_value v);
-/** v, placed `want` (S) if it is still FREE and can be: done before a sum over it needs it whole.
+/** Places v as `want` (S) if it is still FREE and can be S; called before a sum over it needs it
+ * whole.
  */
 koila_value koila__emit_sliced(koila__case *c, koila_value v, koila_placement want);
 /** The placement an emitted (or input) value has now. */
@@ -74,7 +75,7 @@ koila_value koila__emit_scalar(koila__case *c, const char *op, koila_value a, do
                                koila_meta out);
 koila_value koila__emit_expand(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
 koila_value koila__emit_view(koila__case *c, koila_value a, uint32_t n_dims, const int64_t *size);
-/* a itself when it is d already */
+/* a itself when its dtype is d already */
 koila_value koila__emit_cast(koila__case *c, koila_value a, koila_dtype d);
 /* to out's dtype; result meta is `out` */
 koila_value koila__emit_cast_as(koila__case *c, koila_value a, koila_meta out);

@@ -1,5 +1,5 @@
-/* rules.c — the words placement rules are written in: reading arguments, aligning broadcasts. No
- * rule lives here. */
+/* rules.c — the helpers that placement rules are written with: reading arguments, aligning
+ * broadcasts. It has no rules. */
 #include "placement/rules.h"
 
 bool koila__any_p(const koila__case *c)
@@ -63,7 +63,7 @@ bool koila__out_all(koila__case *c, koila_placement p)
         const bool fits = p.kind != KOILA_S || koila__fits(c, p, c->out_meta[j]);
         if (!fits && c->out_meta[j]->n_elements)
             return false;
-        /* an empty result (a buffer this device does not use) adds up to an empty one */
+        /* empty results (a buffer that this device does not use) add up to an empty one */
         c->out[j] = fits ? p : koila__p(c, KOILA_SUM);
     }
     return true;

@@ -1,30 +1,30 @@
-/* rules.h — what a placement rule sees and must answer; the words that rules are written in.
+/* rules.h — the input and output of a placement rule, and the helpers that rules are written with.
  *
  * A rule looks at the placements of a call's inputs. They are all of one axis: inputs of another
- * axis were made R first. FREE inputs are R in every other way (koila__is_r). The rule answers true
+ * axis were made R first. Otherwise a FREE input counts as R (koila__is_r). The rule answers true
  * after writing
  *   need[i]  what each input must be (preset: in[i], and R for FREE). R for an S or P input is a
- *            barrier. S is a free slice for an R or FREE input; for an input that is placed in
- *            another way it is a barrier and then a slice. P is for a P input, or for a FREE one
- *            with zero[i]. A call that needs a P needs no S and gives only P, for a partial sum may
- *            not meet a row. Excepted are operators that add rows into the P (index_add,
- *            scatter_add, index_put with accumulate): their rules set c->accumulates.
+ *            barrier. S is a free slice for an R or FREE input; for an input that is placed
+ *            otherwise it is a barrier and then a slice. P is for a P input, or for a FREE one with
+ *            zero[i]. A call that needs a P needs no S and gives only P, because a partial sum may
+ *            not be combined with rows. Exceptions are operators that add rows into the P
+ *            (index_add, scatter_add, index_put with accumulate): their rules set c->accumulates.
  *   out[j]   the placement of each result (preset: R). When a need or a result is not R the call
  *            runs in the loop: then *every* result that exists is S or P.
  *   fix[]    how the call's arguments follow the slice (koila__fix in place.h)
  * or false: gather.
  *
- * A rule may only answer what is *algebraically exact* for all values of the arguments; the rule
- * oracle runs every call whole and sliced and compares. A rule must read the placement of every
- * tensor argument: a P input that it overlooks gives silently wrong results.
+ * A rule's answer must be *algebraically exact* for all values of the arguments; the rule oracle
+ * runs every call whole and sliced and compares. A rule must read the placement of every tensor
+ * argument: an overlooked P input gives silently wrong results.
  *
  * A rule may rewrite instead: emit other calls with koila__emit_* (rewrite.h) and set
  * c->replaced[j] to the value that stands for result j; allowed only when c->may_emit. The emitted
  * calls are placed by their own rules.
  *
  * `want` is set when a FREE result is being resolved: a use needs result 0 (for writes: the written
- * view) as *want. A rule that can make it so with no sharded input (factories, expand, pointwise)
- * does; the others ignore it, and the walk tries placements of the FREE inputs.
+ * view) as *want. A rule that can place it so without a sharded input (factories, expand,
+ * pointwise) does; the others ignore it, and the walk tries placements of the FREE inputs.
  */
 #ifndef KOILA_SRC_RULES_H
 #define KOILA_SRC_RULES_H
@@ -52,12 +52,12 @@ typedef struct koila__case {
     uint32_t n_fix;
     const koila_placement *want; /* see above; usually NULL */
     bool may_emit;
-    /* the result is the P input plus what this slice's rows add to it */
+    /* the result is the P input plus the contribution of this slice's rows */
     bool accumulates;
     /* bit i: the call does not read input i for these arguments (a random state without dropout);
-     * need[i] is as it is placed */
+     * need[i] is its placement */
     uint32_t unread;
-    /* preset KOILA_NONE; set all results that exist to rewrite */
+    /* preset KOILA_NONE; to rewrite, set it for all results that exist */
     koila_value *replaced;
 } koila__case;
 
@@ -103,7 +103,7 @@ static inline bool koila__is_sum(koila_placement p)
     return p.kind == KOILA_P && p.combine == KOILA_SUM;
 }
 
-/* A result that each slice has for itself and nobody can make whole: the workspace of a recurrent
+/* A result of which each slice has its own and no whole form exists: the workspace of a recurrent
  * layer. Note [Opaque] in place.h. */
 static inline koila_placement koila__opaque(const koila__case *c) { return koila__s(c, 0, 0, 0); }
 static inline bool koila__is_opaque(koila_placement p)
@@ -123,8 +123,8 @@ uint32_t koila__lead_among(const koila__case *c, uint32_t n);
  * inner == 0), which
  *  fits every tensor with a dimension. */
 bool koila__fits(const koila__case *c, koila_placement p, const koila_meta_info *m);
-/** Make input i exactly p (S), at the price of a barrier when it is placed otherwise; false when p
- * does not fit it. */
+/** Input i must be exactly p (S): a barrier when it is placed otherwise; false when p does not fit
+ * it. */
 bool koila__need(koila__case *c, uint32_t i, koila_placement p);
 /** Input i whole: a barrier when it is S or P. */
 void koila__need_r(koila__case *c, uint32_t i);
@@ -132,7 +132,7 @@ void koila__need_r(koila__case *c, uint32_t i);
  * has that dimension at full size, else R.
  *  (An S input placed otherwise costs a barrier.) */
 void koila__need_aligned(koila__case *c, uint32_t i, koila_placement p, uint32_t n_dims);
-/** Every result that exists is p, empty ones P; false when p does not fit one of the others. */
+/** Every result that exists is p, except empty ones, which are P; false when p does not fit one. */
 bool koila__out_all(koila__case *c, koila_placement p);
 /** Result 0 is placed as input i; true. */
 bool koila__out_like(koila__case *c, uint32_t i);
@@ -151,7 +151,7 @@ bool koila__need_rows(koila__case *c, uint32_t n, koila_placement p);
  * the others (an arange, seen through views and
  *  integer casts; place.c looks up who made it). n is its size there. */
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim);
-/** Input i holds 0, step, 2 * step, ... and was made by the arange that says so; step > 0. */
+/** Input i holds 0, step, 2 * step, ... and was made by such an arange; step > 0. */
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step);
 
 /* ---- arguments (rules.c). Positions count positional values; defaults may have been left out. */
@@ -184,10 +184,10 @@ bool koila__kw_int(const koila__case *c, const char *name, int64_t otherwise, in
 bool koila__kw_number(const koila__case *c, const char *name, double otherwise, double *out);
 
 bool koila__dtype_is_float(koila_dtype d);
-/** What sums over the batch are kept in: float32 for half precision, else the type itself. */
+/** The dtype of sums over the batch: float32 for half precision, else the type itself. */
 koila_dtype koila__accumulate_type(koila_dtype d);
-/** What koila::moments gives: float32 for half precision, float64 for float32 (as PyTorch's own CPU
- * statistics), else the type itself. */
+/** The dtype of koila::moments: float32 for half precision, float64 for float32 (as PyTorch's own
+ * CPU statistics), else the type itself. */
 koila_dtype koila__moments_type(koila_dtype d);
 bool koila__dtype_is_complex(koila_dtype d);
 

@@ -1,11 +1,11 @@
 /* rules_custom.c — rules that users give: koila.register_rule("mylib::op", "S0,R->S0; R,S1->S1"),
  * and koila.opaque().
  *
- * A user's rule is a list of alternatives. Each names, in order, what every tensor argument is and
- * what every result is: R whole, S<d> sliced along dimension d, P partial sum. The first
- * alternative that takes every sliced or partial input as it is now applies. Whether the algebra is
- * right is the user's claim; everything else (sizes, axes, free slices of whole inputs) is checked
- * as for any rule.
+ * A user's rule is a list of alternatives. Each names, in order, the placement of every tensor
+ * argument and every result: R whole, S<d> sliced along dimension d, P partial sum. The first
+ * alternative that accepts every sliced or partial input as it is applies. The algebra is the
+ * user's responsibility; everything else (sizes, axes, free slices of whole inputs) is checked as
+ * for any rule.
  *
  *   rule  := alternative (";" alternative)*       alternative := items "->" items
  *   items := item ("," item)*                     item        := "R" | "S" digit+ | "P"
@@ -110,7 +110,7 @@ const char *koila__user_rule_of(const koila_table *t, koila_op op)
     return NULL;
 }
 
-/* The rows of the batch along dimension dim: as the largest sliced input has them. */
+/* The S along dimension dim with the block structure of the largest sliced input. */
 static koila_placement rows_along(const koila__case *c, uint32_t dim)
 {
     const uint32_t lead = koila__lead(c);
@@ -199,7 +199,7 @@ bool koila__rule_opaque_backward(koila__case *c)
         !koila__arg_tensors(c, 1, &first, &n_inputs) || !rows_of_dim_0(c, 0, c->n_in, c->in[lead]))
         return false;
     for (uint32_t i = 0; i < n_grads; i++)
-        /* a gradient that is whole is sliced as the results are */
+        /* a whole gradient is sliced like the results */
         if (!koila__need(c, i, c->in[lead]))
             return false;
     for (uint32_t j = 0; j < c->n_out; j++) {

@@ -38,7 +38,7 @@ bool koila__rule_embedding_backward(koila__case *c)
  * The bags of a slice begin at 0, step, ...: their offsets are not those of the whole. So the calls
  * are rewritten as koila::embedding_bag (pseudo.def). Bags of differing lengths are gathered. */
 
-/* The S of the bags, from an input that has a row for each of them or for each entry. */
+/* The S of the bags, derived from an input with a row per bag or per entry. */
 static bool bags_of(const koila__case *c, uint32_t of_bags, uint32_t of_entries, uint32_t weights,
                     int64_t step, koila_placement *p)
 {
@@ -59,8 +59,8 @@ static koila_placement entries(koila_placement bags, int64_t step)
     return bags;
 }
 
-/* Are there such bags, one for each row of `rows`, and no sums among what is read? `at`: the
- * position of the entries, the offsets follow. */
+/* Is there one such bag for each row of `rows`, and is no input that is read a sum? `at`: position
+ * of the entries; the offsets follow them. */
 static bool even_bags(const koila__case *c, uint32_t at, uint32_t weights,
                       const koila_meta_info *rows, int64_t *step)
 {
@@ -108,7 +108,7 @@ static bool embedding_bag(koila__case *c, bool trains)
         return false;
     if (!c->out_meta[1] || !c->out_meta[1]->n_elements)
         return true;
-    /* for whoever reads offset2bag (no rule does): whole, the numbers of the whole */
+    /* offset2bag for any reader (no rule is one): whole, numbering all bags */
     koila__emit_begin(c, &k, "aten::repeat_interleave.self_int", 0);
     koila__emit_value(&k, c->in_value[2]);
     koila__emit_int(&k, step);
@@ -124,8 +124,8 @@ bool koila__rule_embedding_bag_forward(koila__case *c) { return embedding_bag(c,
 
 /* _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, max_indices, n, by_freq,
  * mode, sparse, per_sample_weights?, padding_idx) -> [n, E]. offset2bag numbers the bags of the
- * whole: a slice makes its own. The rewritten call gets only what its mode reads, for the rest may
- * be a sum (when it is empty). */
+ * whole: a slice makes its own. The rewritten call gets only the inputs that its mode reads, since
+ * the others may be sums (when empty). */
 bool koila__rule_embedding_bag_backward(koila__case *c)
 {
     int64_t step, mode, padding;
@@ -190,7 +190,7 @@ bool koila__rule_bags(koila__case *c)
     if (!koila__need(c, 1, entries(p, step)) ||
         (weights != KOILA_NONE && !koila__need(c, weights, entries(p, step))))
         return false;
-    /* a result that the kernel leaves empty is so in every slice; P, as a loop has no R */
+    /* a result that the kernel leaves empty is empty in every slice: P, as a loop has no R */
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j])
             continue;
@@ -265,7 +265,7 @@ bool koila__rule_gather(koila__case *c)
         return false;
     const koila_placement p = koila__is_s(c->in[1]) ? c->in[1] : c->in[0];
     c->out[0] = p;
-    if (p.dim != d) /* PyTorch allows sizes that differ here; those do not fit */
+    if (p.dim != d) /* PyTorch allows different sizes here; such inputs do not fit */
         return koila__need(c, 0, p) && koila__need(c, 1, p);
     if (!koila__is_s(c->in[1]))
         return false;
@@ -344,7 +344,8 @@ bool koila__rule_index_select(koila__case *c)
     return true;
 }
 
-/* Along `dim` of index_add or index_copy: are index or source sliced there? *p: so is source. */
+/* Are index or source sliced along `dim` of index_add or index_copy? *p: the placement of source.
+ */
 static bool sliced_along(const koila__case *c, uint32_t dim, koila_placement *p)
 {
     if (koila__is_s(c->in[2]) && c->in[2].dim == dim) {
@@ -449,7 +450,7 @@ static uint32_t hole_in_result(const indexing *x, uint32_t d)
     return x->neighbours && d < x->first ? before : before + x->n_index;
 }
 
-/* The S of I that a sharded index tensor calls for; the others follow by broadcasting. */
+/* The S of I that a sharded index tensor requires; the others follow by broadcasting. */
 static bool index_rows_of(koila__case *c, const indexing *x, koila_placement *p)
 {
     uint32_t lead = KOILA_NONE;
@@ -460,7 +461,7 @@ static bool index_rows_of(koila__case *c, const indexing *x, koila_placement *p)
     if (lead == KOILA_NONE)
         return false;
     *p = koila__moved(c->in[lead], c->in[lead].dim + x->n_index - c->in_meta[lead]->n_dims);
-    /* a batch of one row broadcast to more is nobody's rows */
+    /* a batch of one row that is broadcast to more has no rows to follow */
     for (uint32_t i = 1; i <= x->n; i++) {
         const koila_meta_info *m = c->in_meta[i];
         const uint32_t missing = x->n_index - m->n_dims;
@@ -471,8 +472,8 @@ static bool index_rows_of(koila__case *c, const indexing *x, koila_placement *p)
     return true;
 }
 
-/* x[rows, i, j, ...] with rows = 0 .. B-1: each sample looks into itself. Rewritten so that the row
- * numbers are the slice's own. */
+/* x[rows, i, j, ...] with rows = 0 .. B-1: each sample indexes its own row. Rewritten so that the
+ * row numbers are the slice's own. */
 static bool rows_of_self(koila__case *c, const indexing *x, uint32_t *dim)
 {
     if (!c->may_emit || !koila__is_s(c->in[0]) || c->in[0].dim != 0 || x->input[0] == KOILA_NONE ||
@@ -548,8 +549,8 @@ static uint32_t values_dim(const koila__case *c, const indexing *x)
     return c->in[values].dim + x->n_result - c->in_meta[values]->n_dims;
 }
 
-/* The batch is a dimension of x that is not indexed: which one, and as what; KOILA_NONE: it is
- * another. */
+/* The unindexed dimension of x that is the batch, and its placement; KOILA_NONE: the batch is an
+ * indexed dimension. */
 static uint32_t sliced_hole(const koila__case *c, const indexing *x, koila_placement *p)
 {
     const koila_placement values = c->in[c->n_in - 1];

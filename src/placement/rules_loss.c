@@ -1,5 +1,5 @@
-/* rules_loss.c — losses that reduce inside. The graph is recorded at full size, so 1/N is the whole
- * N; a slice must not put its own there.
+/* rules_loss.c — losses that reduce inside. The graph is recorded at full size, so 1/N uses the
+ * whole N; a slice must not use its own.
  *
  *   reduction none   row by row
  *   reduction sum    a partial sum
@@ -12,8 +12,8 @@
 
 enum { NONE = 0, MEAN = 1, SUM = 2 };
 
-/* loss(input, target, ..., reduction at pos): input, target and what follows up to the reduction
- * are broadcast against each other */
+/* loss(input, target, ..., reduction at pos): all arguments before the reduction are broadcast
+ * against each other */
 static bool pointwise_loss(koila__case *c, uint32_t pos)
 {
     int64_t reduction;
@@ -53,7 +53,7 @@ bool koila__rule_loss3(koila__case *c) { return pointwise_loss(c, 3); }
 bool koila__rule_loss4(koila__case *c) { return pointwise_loss(c, 4); }
 
 /* loss_backward(grad, input, target, ..., reduction at pos): with mean the operator divides by the
- * slice's own N; times b / batch it is the whole's */
+ * slice's own N; the factor b / batch makes that the whole N */
 static bool pointwise_loss_backward(koila__case *c, uint32_t pos)
 {
     int64_t reduction;
@@ -155,7 +155,7 @@ static koila_value not_target(koila__case *c, uint32_t x, koila_value target, in
                               koila__emit_meta(c, t, KOILA_DTYPE_BOOL, 2, full));
 }
 
-/* v, and 0 elsewhere */
+/* v where the class is the row's target, 0 elsewhere */
 static koila_value where_target(koila__case *c, koila_value v, koila_value elsewhere,
                                 koila_meta out)
 {
@@ -167,7 +167,7 @@ static koila_value where_target(koila__case *c, koila_value v, koila_value elsew
     return koila__emit_end(&k, out);
 }
 
-/* times the weights of the classes */
+/* v times the weights of the classes */
 static koila_value by_class(koila__case *c, koila_value v, uint32_t weight, koila_dtype type,
                             koila_meta out)
 {
@@ -250,8 +250,8 @@ static bool nll_loss_mean(koila__case *c, uint32_t weight, int64_t ignore)
     return c->replaced[0] != KOILA_NONE && c->replaced[1] != KOILA_NONE;
 }
 
-/* From the S of one of scores x[N, C, ...] and targets [N, ...] to that of the other: the classes
- * are dimension 1 of x. */
+/* Converts the S of targets [N, ...] to that of scores x[N, C, ...]: the classes are dimension 1 of
+ * x. */
 static koila_placement of_scores(koila_placement targets)
 {
     return koila__moved(targets, targets.dim + (targets.dim >= 1));
@@ -266,7 +266,7 @@ static bool are_scores_and_targets(const koila_meta_info *x, const koila_meta_in
     return t->n_dims > 0 && t->n_dims + 1u == x->n_dims;
 }
 
-/* The results where rows are not averaged. */
+/* Places the results when rows are not averaged. */
 static bool nll_loss_results(koila__case *c, int64_t reduction, koila_placement targets)
 {
     c->out[0] = reduction == NONE ? targets : koila__p(c, KOILA_SUM);

@@ -6,8 +6,8 @@
  * R is not linear, and P beside S is refused: the running partial means nothing to a row. */
 #include "placement/rules.h"
 
-/* The S of the result, when one is called for: that of the largest S input, aligned from the right,
- * or what is wanted. */
+/* The S of the result, if it must be S: that of the largest S input, aligned from the right, or the
+ * wanted one. */
 static bool lead_of(const koila__case *c, uint32_t n_dims, koila_placement *p)
 {
     const uint32_t lead = koila__lead(c);
@@ -54,7 +54,7 @@ static bool keeps_p(koila__case *c)
     return koila__out_all(c, koila__p(c, KOILA_SUM));
 }
 
-/* The call is linear in input 0: it stays P, every other input is whole, by a barrier when it is P
+/* The call is linear in input 0, which stays P. Every other input is whole, by a barrier if it is P
  * too (the denominator of a mean). */
 static bool keeps_first_p(koila__case *c)
 {
@@ -115,7 +115,7 @@ bool koila__rule_div(koila__case *c)
     return koila__input_at(c, 0) == 0 && keeps_first_p(c);
 }
 
-/* Does every number of type a stay itself in type b, so that a sum may be converted term by term?
+/* Does type b hold every number of type a exactly? Then a sum may be converted term by term.
  */
 static bool widens(koila_dtype a, koila_dtype b)
 {
@@ -192,8 +192,8 @@ bool koila__rule_copy(koila__case *c)
     return koila__out_all(c, koila__p(c, KOILA_SUM));
 }
 
-/* Random in-place fills: the numbers drawn depend on where each element lies in the whole, not on
- * what was there. Into a view, or with a tensor of parameters, they are drawn whole. */
+/* Random in-place fills: the numbers depend on the position of each element in the whole, not on
+ * its old value. Into a view, or with a tensor of parameters, they are drawn whole. */
 bool koila__rule_fill(koila__case *c)
 {
     const koila_sig_info *s = c->sig;

@@ -5,7 +5,7 @@
  * batch == sum / batch, exactly a partial sum. */
 #include "placement/rewrite.h"
 
-/* Where dimension d of the input is after reducing `set`. */
+/* The position of dimension d of the input after reducing `set`. */
 static uint32_t after(uint32_t set, bool keepdim, uint32_t d)
 {
     uint32_t gone = 0;
@@ -109,7 +109,7 @@ bool koila__rule_moments(koila__case *c)
     return true;
 }
 
-/* ---- reductions over the batch that are no sum: rewritten */
+/* ---- reductions over the batch that are no sums: rewritten */
 
 /* input 0 reduced over `set`: its sizes with 1 (keepdim) or without them */
 static uint32_t reduced_sizes(const koila__case *c, uint32_t set, bool keepdim, int64_t *size)
@@ -141,7 +141,7 @@ static koila_value reduced(koila__case *c, const char *op, koila_value x, uint32
     return koila__emit_end(&k, koila__emit_meta(c, c->in_meta[0], dtype, n_dims, size));
 }
 
-/* v stands for result j: cast to its dtype, and its very meta */
+/* Replaces result j by v, cast to its dtype and with exactly its meta */
 static bool replace(koila__case *c, uint32_t j, koila_value v)
 {
     const koila_meta_info *m = koila__emit_meta_of(c, v);
@@ -258,7 +258,7 @@ bool koila__rule_logsumexp(koila__case *c)
     return replace(c, 0, v);
 }
 
-/* The reduction of |x| that gives the norm of an order; NULL: it is another one, or 2. */
+/* The reduction of |x| that gives the norm of an order; NULL: there is none, or the order is 2. */
 static const char *norm_reduction(double ord)
 {
     const double inf = __builtin_inf();

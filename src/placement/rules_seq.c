@@ -48,7 +48,7 @@ bool koila__rule_flash_cpu_backward(koila__case *c)
 }
 
 /* Attention kernels of CUDA. Without dropout the random state they return is never read: it is a P
- * that nobody adds up, and stays in its loop. */
+ * that is never combined, and stays in its loop. */
 static void rest_unread(koila__case *c, uint32_t first)
 {
     for (uint32_t j = first; j < c->n_out; j++)
@@ -97,8 +97,8 @@ static bool attention(koila__case *c, uint32_t n_full, uint32_t pos_bias, uint32
 bool koila__rule_efficient_attention(koila__case *c) { return attention(c, 3, 3, 5); }
 bool koila__rule_flash_attention(koila__case *c) { return attention(c, 3, 0, 3); }
 
-/* The S input with the most elements among those that are read, the bias aside; KOILA_NONE when
- * there is none, or one is P. */
+/* The largest S input among those that are read, except the bias; KOILA_NONE when there is none, or
+ * one is P. */
 static uint32_t lead_of_read(const koila__case *c, uint32_t bias)
 {
     uint32_t lead = KOILA_NONE;
@@ -162,8 +162,8 @@ bool koila__rule_flash_attention_backward(koila__case *c)
 }
 
 /* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H],
- * cy[N, H], workspace. Time comes first here whatever batch_first says: the caller has transposed.
- * `batch_sizes` (packed sequences) must be empty. */
+ * cy[N, H], workspace. Time is always dimension 0 here, whatever batch_first says: the caller has
+ * transposed. `batch_sizes` (packed sequences) must be empty. */
 static bool is_empty_list(const koila__case *c, uint32_t pos)
 {
     const koila_arg *a = koila__arg(c, pos);

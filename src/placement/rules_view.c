@@ -62,8 +62,8 @@ bool koila__rule_view(koila__case *c)
            koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
 }
 
-/* _reshape_alias(x, sizes, strides): the strides are those of the whole, so it is rewritten as a
- * view */
+/* _reshape_alias(x, sizes, strides): the strides belong to the whole, so it is rewritten as a view
+ */
 bool koila__rule_reshape_alias(koila__case *c)
 {
     const koila_arg *sizes = koila__arg(c, 1);
@@ -161,7 +161,7 @@ bool koila__rule_unsqueeze(koila__case *c)
 }
 
 /* squeeze, squeeze.dim, squeeze.dims: a slice may have one row where the whole has many, so the
- * dims are named at run (KOILA__FIX_DIMS) */
+ * dims are named when the call runs (KOILA__FIX_DIMS) */
 bool koila__rule_squeeze(koila__case *c)
 {
     uint32_t set, n, gone = 0;
@@ -181,7 +181,7 @@ bool koila__rule_squeeze(koila__case *c)
     return koila__fix_add(c, KOILA__FIX_DIMS, 1, 0);
 }
 
-/* Is v a whole number of rows of p (a boundary between blocks of `outer`)? */
+/* Is v a boundary between the blocks of p? */
 static bool at_block(const koila__case *c, koila_placement p, int64_t v, int64_t *block)
 {
     const int64_t n = c->batch * p.inner;
@@ -208,8 +208,8 @@ static bool slice_bound(const koila__case *c, uint32_t pos, int64_t size, int64_
     return true;
 }
 
-/* The bound at `pos` follows the slice. It is a whole number of batches, or counts from the end, or
- * lies beyond it: there it stays. */
+/* Adapts the bound at `pos` to the slice. A bound beyond the end stays; any other, also one that
+ * counts from the end, is a whole number of batches and is scaled. */
 static bool fix_bound(koila__case *c, uint32_t pos, int64_t size)
 {
     const koila_arg *a = koila__arg(c, pos);
@@ -305,8 +305,8 @@ static bool is_skipped(const koila_meta_info *m, uint32_t n_dims)
     return m->n_dims == 1 && m->size[0] == 0 && n_dims != 1;
 }
 
-/* Input i of a cat along the batch has *blocks blocks of p's rows. A whole tensor counts too when
- * it has so many rows (zeros of a slice's gradient). */
+/* Input i of a cat along the batch has *blocks blocks of p's rows. A whole tensor of whole blocks
+ * counts too (zeros of a slice's gradient). */
 static bool cat_blocks(koila__case *c, uint32_t i, koila_placement p, int64_t *blocks)
 {
     if (!at_block(c, p, c->in_meta[i]->size[p.dim], blocks) ||
@@ -460,8 +460,8 @@ bool koila__rule_unfold(koila__case *c)
     return true;
 }
 
-/* views that only forget or reinterpret: detach, alias, real, imag, view_as_real (one dim more at
- * the end), view_as_complex (one less) */
+/* views that keep or reinterpret all elements: detach, alias, real, imag, view_as_real (one dim
+ * more at the end), view_as_complex (one less) */
 bool koila__rule_alias(koila__case *c)
 {
     if (koila__any_p(c))
@@ -507,8 +507,8 @@ bool koila__rule_diagonal_backward(koila__case *c)
     return koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
 }
 
-/* Elements of one entry of dimension d, when d is the outermost in memory and the other dimensions
- * fill an entry without gaps; else 0. */
+/* Elements of one entry of dimension d, if d is outermost in memory and each entry is dense; else
+ * 0. */
 static int64_t dense_entry(const koila_meta_info *x, uint32_t d)
 {
     int64_t n = 1;
@@ -524,8 +524,8 @@ static int64_t dense_entry(const koila_meta_info *x, uint32_t d)
     return all == x->n_elements && x->stride[d] == n ? n : 0;
 }
 
-/* Does a slice's memory, `unit` elements for each row of the batch, hold a slice of the result when
- * its rows are along dimension d, `inner` of them? The result begins at `offset`. */
+/* Does a slice's memory, `unit` elements for each row of the batch, hold a slice of the result,
+ * whose rows are `inner` entries along dimension d? The result begins at `offset`. */
 static bool stays_in_unit(const koila_meta_info *out, uint32_t d, int64_t inner, int64_t offset,
                           int64_t unit)
 {
@@ -536,10 +536,10 @@ static bool stays_in_unit(const koila_meta_info *out, uint32_t d, int64_t inner,
     return last < unit;
 }
 
-/* as_strided(x, size, stride, offset) addresses x's memory. There a block of `inner` rows is `unit`
- * elements, one block after the other. When the result has such blocks too, each within its own
- * `unit` elements, the memory of a slice of x is that of a slice of the result. (Adaptive pooling
- * of channels_last images ends in an as_strided.) */
+/* as_strided(x, size, stride, offset) addresses x's memory. There each block of `inner` rows takes
+ * `unit` elements, one block after the other. If the result has such blocks too, each within its
+ * own `unit` elements, the memory of a slice of x holds a slice of the result. (Adaptive pooling of
+ * channels_last images ends in an as_strided.) */
 bool koila__rule_as_strided(koila__case *c)
 {
     const koila_arg *sizes = koila__arg(c, 1);
