@@ -173,7 +173,7 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
     return KOILA_OK;
 }
 
-/* The first dimension of a value that is as large as an axis, the newest axis first. */
+/* Finds the first dimension of a value whose size is that of an axis, the newest axis first. */
 static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis, uint32_t *dim)
 {
     const koila_meta_info *m = koila__meta(g->table, meta);
@@ -187,8 +187,8 @@ static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis,
     return false;
 }
 
-/* What koila_graph_extract() shares among its parts. NEEDED and UNNEEDED are what value_of and
- * node_from say before they hold ids. */
+/* The state that the parts of koila_graph_extract() share. value_of and node_from hold NEEDED and
+ * UNNEEDED before they hold ids. */
 typedef struct extraction {
     const koila_graph *g;
     const uint8_t *known; /* may be NULL */
@@ -237,9 +237,10 @@ static koila_status copy_axes_and_lines(const extraction *x)
     return KOILA_OK;
 }
 
-/* Leaves, in recorded order. When everything that came from a batch is known, the known values are
- * the batch (any slice of a whole value is sound); as plain leaves they would leave nothing to cut:
- * `total = torch.zeros(()); total += loss_1; total += loss_2` read all the rows that loss_2 needs.
+/* Copies the leaves, in recorded order. If everything that came from a batch is known, the known
+ * values become the batch (any slice of a whole value is sound). As plain leaves they would leave
+ * nothing to slice: `total = torch.zeros(()); total += loss_1; total += loss_2` would read all the
+ * rows that loss_2 needs.
  */
 static koila_status copy_leaves(const extraction *x)
 {
@@ -265,7 +266,7 @@ static koila_status copy_leaves(const extraction *x)
     return KOILA_OK;
 }
 
-/* Nodes, in recorded order. inputs: room for those of any node. */
+/* Copies the nodes, in recorded order. inputs: room for the inputs of any node. */
 static koila_status copy_nodes(const extraction *x, koila_value *inputs)
 {
     const koila_graph *g = x->g;

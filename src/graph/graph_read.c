@@ -1,16 +1,16 @@
-/* graph_read.c — text in the grammar of graph_text.h as a graph.
+/* graph_read.c — reads text in the grammar of graph_text.h as a graph.
  *
  * Text may be hostile: every id is checked, every value is written out where it is made (so a graph
  * is never more than a constant times larger than its text), and no byte is read more than twice.
- * Numbers are read here and not by the C library, whose answer depends on the locale. */
+ * Numbers are not read by the C library, whose result depends on the locale. */
 #include "graph/graph_text.h"
 
 #include <math.h>
 
 /* ---- decimal numbers */
 
-/* m * 10^e, when that is exact but for one rounding: m and 10^|e| are doubles (Clinger 1990, the
- * fast path). */
+/* *out = m * 10^e. False unless it is exact up to one rounding: m and 10^|e| are doubles (Clinger
+ * 1990, the fast path). */
 static bool decimal(uint64_t m, int64_t e, double *out)
 {
     static const double power[] = { 1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
@@ -34,7 +34,7 @@ static bool push_digit(uint64_t *m, uint32_t digit)
 /* Digits [. digits] from s[*at] on are m * 10^-n_fraction. False: no digit, or too many. */
 static bool read_digits(const char *s, size_t n, size_t *at, uint64_t *m, int64_t *n_fraction)
 {
-    size_t n_zeros = 0; /* of the fraction, with no other digit behind them yet */
+    size_t n_zeros = 0; /* pending zeros at the end of the fraction */
     bool dot = false;
     bool any = false;
     for (; *at < n; ++*at) {
@@ -91,7 +91,7 @@ bool koila__read_decimal(const char *s, size_t n, double *out)
            decimal(m, e - n_fraction, out);
 }
 
-/* ---- the parser. Every function answers a koila_status; the offset of BAD_INPUT is the byte where
+/* ---- the parser. Every function returns a koila_status; the offset of BAD_INPUT is the byte where
  * reading stopped. */
 
 typedef struct call { /* one call being read */
@@ -137,7 +137,7 @@ typedef struct parser {
             return NO_MEM(p);                                                                      \
     } while (0)
 
-/* What a function of the table or graph answered, said of the text. */
+/* Turns the status of a function of the table or graph into an error about the text. */
 static koila_status worded(parser *p, koila_status status, const char *what)
 {
     if (status == KOILA_OK)
@@ -238,7 +238,7 @@ static koila_status read_hex_float(parser *p, double *out)
     return isinf(*out) ? BAD(p, "a number beyond a double") : KOILA_OK;
 }
 
-/* Skips what may be a decimal number; true when it is digits and nothing else. */
+/* Skips a possible decimal number; true when it consists of digits only. */
 static bool skip_decimal(parser *p)
 {
     const size_t first = p->at;
@@ -286,7 +286,7 @@ static koila_status read_number(parser *p, koila_arg *out)
     return KOILA_OK;
 }
 
-/* What follows a backslash, as a character. */
+/* Reads the escape that follows a backslash. */
 static koila_status read_escape(parser *p, int *out)
 {
     const int e = peek(p);
@@ -361,7 +361,7 @@ static koila_status read_name(parser *p)
     return KOILA_OK;
 }
 
-/* A dtype's word, if it is there. Only words that are not names in a longer word are taken. */
+/* A dtype's word, if it is there. A dtype inside a longer word is not taken. */
 static bool take_dtype(parser *p, koila_dtype *out)
 {
     blanks(p);
@@ -483,7 +483,7 @@ static koila_status read_opaque(parser *p)
     return KOILA_OK;
 }
 
-/* %<value>: a tensor that is there. */
+/* %<value>: a tensor that exists. */
 static koila_status read_tensor(parser *p, call *c, koila_arg *a)
 {
     koila_value v = 0;

@@ -18,7 +18,7 @@
  *   %6 = aten::add_.Tensor(%3, 1.5) -> {} writes 0 via aten::select.int(f32[32, 16], 0, 3) ->
  *       f32[16] :0
  *   end 7 4
- *         numbers of values and nodes: a graph whose text was cut is refused
+ *         numbers of values and nodes: truncated text is refused
  *
  *   file   = "koila graph 2" NL { [ line ] NL } "end" N N { NL }      a line that begins with // is
  *          a comment. "koila graph 1": the same without an end
@@ -84,7 +84,7 @@ void koila__out_meta(koila__out *o, const koila_meta_info *m);
 void koila__out_arguments(koila__out *o, const koila_table *t, const koila_sig_info *s,
                           const koila_value *inputs, const uint32_t *opaque_names);
 
-/* ---- what the reader and the writer share */
+/* ---- shared by the reader and the writer */
 
 #define KOILA__NAN_BITS ((uint64_t)0x7ff8000000000000) /* of "nan"; others are "nan:<bits>" */
 

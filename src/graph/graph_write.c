@@ -1,6 +1,6 @@
 /* graph_write.c — a graph as text, in the grammar of graph_text.h, and the buffered writer that
- * print.c shares. Numbers are formatted here and not left to the C library alone, whose answer
- * depends on the locale. */
+ * print.c shares. Numbers are not formatted by the C library alone, whose result depends on the
+ * locale. */
 #include "graph/graph_text.h"
 
 #include <math.h>
@@ -71,8 +71,8 @@ void koila__out_quoted(koila__out *o, const char *s)
     koila__out_str(o, "\"");
 }
 
-/* Makes what "%g" printed free of the locale: its point becomes '.'. Is it without a point and an
- * exponent? */
+/* Undoes the locale in the output of "%g": its point becomes '.'. Returns whether it has neither
+ * point nor exponent. */
 static bool undo_locale(char *text, size_t n)
 {
     bool is_int = true;
@@ -341,7 +341,7 @@ const koila__op_flag koila__op_flags[KOILA__N_OP_FLAGS] = { { "view", KOILA_OP_V
                                                             { "factory", KOILA_OP_FACTORY },
                                                             { "opaque", KOILA_OP_OPAQUE } };
 
-/* What was declared so far. */
+/* The declarations written so far. */
 typedef struct declared {
     uint8_t *ops;     /* [ops of the table] */
     uint8_t *sigs;    /* [signatures of the table] */

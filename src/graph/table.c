@@ -1,8 +1,8 @@
-/* table.c — interning. What repeats from step to step (operators, metas, call signatures) is stored
- * once and named by a dense id, so that recording a node is an array append and comparing two steps
- * is comparing ids. Everything interned lives in the table's arena and never moves. Each kind has:
- * a hash of its contents, a comparison, and an id set. New entries are made completely before the
- * set learns of them. */
+/* table.c — interning. Operators, metas and call signatures repeat from step to step; each is
+ * stored once and named by a dense id, so that recording a node is an array append and comparing
+ * two steps is comparing ids. Everything interned lives in the table's arena and never moves. Each
+ * kind has: a hash of its contents, a comparison, and an id set. A new entry is complete before it
+ * enters the set. */
 #include "graph/table.h"
 
 _Static_assert(KOILA__NO_ID == KOILA_NONE, "ids of sets are ids of the graph");
@@ -134,7 +134,8 @@ static bool meta_same(const void *t, uint32_t id, const void *key)
            memcmp(a->stride, b->stride, a->n_dims * sizeof *a->stride) == 0;
 }
 
-/* Strides of a contiguous tensor, and how many elements it has. False: that is no size. */
+/* Computes the strides of a contiguous tensor and its number of elements. False: not valid sizes.
+ */
 static bool contiguous(uint32_t n_dims, const int64_t *size, int64_t *stride, uint64_t *n_elements)
 {
     uint64_t n = 1;
@@ -227,7 +228,7 @@ const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
 
 bool koila_meta_is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
 
-/* The innermost dimension that is not done. */
+/* The innermost dimension not yet done. */
 static uint32_t innermost(const koila_meta_info *m, const bool *done)
 {
     uint32_t found = KOILA_NONE;
@@ -348,7 +349,7 @@ static bool sig_same(const void *t, uint32_t id, const void *key)
     return true;
 }
 
-/* Does the token name what exists? */
+/* Does the token name an existing id? */
 static bool is_token(const koila_table *t, const koila_arg *a)
 {
     switch ((koila_arg_kind)a->kind) {
@@ -371,11 +372,11 @@ static bool is_token(const koila_table *t, const koila_arg *a)
     return false;
 }
 
-/* Counts the values that the tokens are, and the tensors among them. False: a token is none. */
+/* Counts the values that the tokens form, and the tensors among them. False: a token is invalid. */
 static bool count_values(const koila_table *t, const koila_sig_info *d, uint32_t *n_values,
                          uint32_t *n_tensors)
 {
-    uint32_t n_rest = 0; /* of a list: tokens that are still to come */
+    uint32_t n_rest = 0; /* remaining tokens of a list */
     *n_values = 0;
     *n_tensors = 0;
     for (uint32_t i = 0; i < d->n_tokens; i++) {

@@ -9,7 +9,8 @@
 
 typedef struct koila__op {
     const char *name;
-    const char *twin; /* of an in-place operator its functional twin's name, else its own */
+    /* the functional twin's name of an in-place operator, else the operator's own */
+    const char *twin;
     uint32_t flags;
     uint32_t facts;
     uint32_t line; /* of ops.def, or KOILA_NONE */
@@ -68,7 +69,7 @@ static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koi
     return g->table->metas.at[g->values.at[v].meta];
 }
 
-/* Room for so many more; false when the host is out of memory. */
+/* Makes room for so many more; false when the host is out of memory. */
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
 
 static inline uint64_t koila__hash_text(const char *s)

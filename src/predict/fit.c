@@ -1,4 +1,4 @@
-/* fit.c — which plan fits: the search that koila_plan_new() asks, and the planner on a device that
+/* fit.c — which plan fits: the callback of koila_plan_new(), and the planner on a device that
  * is here.
  *
  * On a live device leaves and whatever else is alive are in the cache already. A plan is run in
@@ -7,7 +7,8 @@
  */
 #include "predict/simulation.h"
 
-/* The smallest segment that torch's cache asks the driver for: finer margins are hardly different.
+/* The smallest segment that torch's cache asks the driver for: finer margins make hardly a
+ * difference.
  */
 #define MARGIN_STEP ((uint64_t)2 << 20)
 
@@ -22,7 +23,7 @@ bool koila__fit_accepts(void *user, const koila_plan *p)
     bool yes = false;
     if (x->status || x->n_simulations >= most)
         return false;
-    /* another policy for the number of slices just refused: only if it needs clearly less */
+    /* try another policy for the refused number of slices only if it needs clearly less */
     if (info.n_slices == x->refused_slices && !is_one_row &&
         info.peak_bytes > x->refused_bytes - x->refused_bytes / 8)
         return false;
@@ -56,7 +57,7 @@ int64_t koila__rows_of_slices(const koila_graph *g, int64_t n)
 
 typedef struct live_device {
     const koila_device *d;
-    koila_cache *cache; /* borrowed; as before when a function returns */
+    koila_cache *cache; /* borrowed; unchanged when a function returns */
     koila_fit_opts o;
     koila_fit last;     /* of the last plan tried */
     koila_fit accepted; /* of the last plan that fits */
@@ -69,8 +70,8 @@ static koila_status worded(koila_status status, koila_error *e)
     return status == KOILA_OK ? status : koila__fail(e, status, 0, "%s", koila_status_text(status));
 }
 
-/* The plan's sum of live bytes alone does not fit beside the margin. What is cached counts as left,
- * so the margin must hold for the sum too. */
+/* Does the plan's sum of live bytes leave less than the margin? Cached bytes count as left, so the
+ * margin must hold for the sum too. */
 static bool exceeds_margin(const live_device *x, const koila_plan *p)
 {
     const uint64_t left = koila__cache_left(x->cache);
@@ -89,7 +90,7 @@ static koila_status run_in_cache(live_device *x, koila__sim *s, koila_fit *f)
     s->c = x->cache;
     s->stream = x->o.stream;
     s->ends_at_oom = true;
-    /* what is alive is in the cache already: here leaves are storages without bytes */
+    /* the cache already holds the leaves: here they are storages without bytes */
     for (koila_value v = 0; v < s->n_values && !s->status; v++)
         if (koila_value_get(s->g, v).node == KOILA_NONE)
             s->whole[v] = koila__storage_new(s, 0, v);
@@ -171,8 +172,8 @@ koila_status koila_fits(const koila_graph *g, const koila_device *d, koila_cache
     return status;
 }
 
-/* The caller's budget, but at most what the cache has left: a plan above that cannot fit. Rows that
- * are forced without a budget are planned whatever they need. */
+/* The caller's budget, but at most the bytes left in the cache: a plan above that cannot fit. Rows
+ * forced without a budget are planned whatever they need. */
 static uint64_t live_budget(const live_device *x, const koila_plan_options *po)
 {
     const uint64_t left = koila__cache_left(x->cache);
@@ -183,15 +184,15 @@ static uint64_t live_budget(const live_device *x, const koila_plan_options *po)
     return usable < po->budget_bytes ? usable : po->budget_bytes;
 }
 
-/* What is known of the plan that came out of a search. Tries it again where the search did not, or
- * where its last accepted plan is another one. */
+/* The fit of the plan found by a search. Tries the plan again if the search did not, or if another
+ * plan was accepted last. */
 static koila_status fit_of(live_device *x, const koila__fit_search *search, const koila_plan *plan,
                            koila_fit *fit)
 {
     if (search->status)
         return search->status;
     if (!search->n_simulations)
-        KOILA_TRY(try_plan(x, plan)); /* forced rows: tells what is to be expected */
+        KOILA_TRY(try_plan(x, plan)); /* forced rows: only to report what to expect */
     const bool is_accepted = search->accepted_graph == koila_plan_graph(plan) &&
                              search->accepted_rows == koila_plan_get(plan).rows;
     if (search->accepted && !is_accepted) {

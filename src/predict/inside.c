@@ -53,9 +53,9 @@ koila__inside_kind koila__inside_of(const koila_table *t, koila_op op)
     return koila_op_facts(t, op) & KOILA_FACT_PSEUDO ? KOILA__INSIDE_REDUCE : KOILA__INSIDE_UNKNOWN;
 }
 
-/* ---- words the formulas are written in */
+/* ---- helpers of the formulas */
 
-/* `n` of the whole batch, for the slice: rounded up, for sizes are whole numbers. */
+/* The slice's share of `n` of the whole batch, rounded up. */
 static uint64_t scaled(const koila__cuda_call *k, uint64_t n)
 {
     return (uint64_t)((double)n * k->part + 0.999);
@@ -180,8 +180,8 @@ static bool attention_of(const koila__cuda_call *k, bool backward, attention *a)
 
 /* [read: flash_api.cpp] flash's forward runs a block of threads for each 64 queries. */
 enum { FLASH_QUERIES = 64, FLASH_MOST_SPLITS = 128 };
-#define FLASH_FULL 0.8         /* no cut when the blocks fill this much of the device */
-#define FLASH_GOOD_ENOUGH 0.85 /* of the best cut's filling: then fewer cuts are better */
+#define FLASH_FULL 0.8         /* no split when the blocks fill this much of the device */
+#define FLASH_GOOD_ENOUGH 0.85 /* of the best split's filling: then fewer splits are better */
 
 /* [read: flash_api.cpp, set_params_splitkv] keys in a block, by the size of a head. */
 static uint64_t flash_keys_in_block(uint64_t head)
@@ -191,10 +191,11 @@ static uint64_t flash_keys_in_block(uint64_t head)
     return head <= 128 ? 128 : 64;
 }
 
-/* Into how many parts flash's forward cuts the keys [read: flash_api.cpp, num_splits_heuristic]:
- * it cuts when `blocks` of queries are too few to fill the multiprocessors. Of the cuts that change
- * the blocks a part gets, it takes the fewest that fill at least FLASH_GOOD_ENOUGH of what the best
- * one does. Multiprocessors count twice, for a block takes half of one. */
+/* The number of parts into which flash's forward splits the keys [read: flash_api.cpp,
+ * num_splits_heuristic]. It splits when `blocks` of queries are too few to fill the
+ * multiprocessors. Of the numbers that change the blocks per part, it takes the smallest whose
+ * filling is at least FLASH_GOOD_ENOUGH of the best one's. Multiprocessors count twice, since a
+ * block takes half of one. */
 static uint64_t flash_splits(uint64_t blocks, uint64_t sms, uint64_t key_blocks)
 {
     const uint64_t places = 2 * sms;
@@ -414,7 +415,7 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
     case KOILA__INSIDE_RNN_GRAD:
         add_temp(&t, pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k));
         return t;
-    case KOILA__INSIDE_UNKNOWN: /* in the high end as much as its results */
+    case KOILA__INSIDE_UNKNOWN: /* high end: as many bytes as its results */
         add_temp(&t, pick(k->level, 0, 0, out_bytes));
         return t;
     default:
@@ -448,7 +449,7 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
     return field_at(d, KOILA_DEVICE_CUBLAS_BYTES, level);
 }
 
-/* ---- what CUDA records otherwise than a CPU */
+/* ---- differences between recordings on CUDA and on a CPU */
 
 static uint32_t facts_of(const koila_graph *g, koila_node n)
 {
@@ -461,7 +462,7 @@ static bool is_safe_softmax(const koila_graph *g, koila_node n)
     return facts_of(g, n) & KOILA_FACT_SAFE_SOFTMAX;
 }
 
-/* Is v made by a factory that leaves its contents open? */
+/* Is v made by a factory that leaves its contents undefined? */
 static bool is_empty_tensor(const koila_graph *g, koila_value v)
 {
     const koila_node maker = koila_value_get(g, v).node;
@@ -540,9 +541,9 @@ enum { MOST_PASSES = 32 };
 
 /* Note [Square matrices]. On a CPU attention with dropout runs as bmm, _safe_softmax, dropout, bmm,
  * with scores and probabilities in memory. CUDA's fused kernels take dropout and never make them.
- * So what _safe_softmax reads and writes, and what is joined to it by pointwise operators and views
- * alone (at both ends stands a bmm), counts nothing; but the high end keeps it, for which kernel
- * runs is not known. */
+ * So the tensors that _safe_softmax reads and writes count nothing, nor do those connected to them
+ * by pointwise operators and views alone (both ends are a bmm). The high end still counts them,
+ * since it is not known which kernel runs. */
 void koila__find_squares(const koila_graph *g, const koila__inside_kind *kinds, uint8_t *is_square)
 {
     const koila_table *t = koila_graph_table(g);

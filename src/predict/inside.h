@@ -1,15 +1,14 @@
-/* inside.h — what an operator that was recorded on a CPU does to CUDA's memory: the temporaries of
- * its kernels, and results of another size than the recorded ones. Internal to src/predict/.
+/* inside.h — the effect on CUDA's memory of an operator recorded on a CPU: the temporaries of its
+ * kernels, and results whose size differs from the recorded one. Internal to src/predict/.
  *
- * All sizes are in bytes. Nothing here can fail, allocates, or knows the simulated cache.
+ * All sizes are in bytes. No function here can fail, allocates, or uses the simulated cache.
  */
 #ifndef KOILA_SRC_INSIDE_H
 #define KOILA_SRC_INSIDE_H
 
 #include "koila/predict.h"
 
-/* Three runs bound what is not known exactly: with the least, the likely and the most that
- * operators may use. */
+/* Three runs bound the unknowns: operators use the least, the likely and the most memory. */
 typedef enum koila__level {
     KOILA__LOW,
     KOILA__EXPECTED,
@@ -17,7 +16,7 @@ typedef enum koila__level {
     KOILA__N_LEVELS
 } koila__level;
 
-/* What the operators of one row group of cuda_ops.def have in common. */
+/* The kind of an operator: a group of rows of cuda_ops.def. */
 typedef enum koila__inside_kind {
     KOILA__INSIDE_VIEW,    /* the first result shares the first input's storage */
     KOILA__INSIDE_NOTHING, /* results only */
@@ -60,9 +59,10 @@ typedef struct koila__temps {
 
 /* out_bytes: of all results of the call, as allocated. */
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes);
-/* Bytes of result `output` on CUDA, where `bytes` were recorded for the slice. */
+/* Bytes on CUDA of result `output`, whose recorded size for the slice is `bytes`. */
 uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_t bytes);
-/* Of one cuBLAS workspace: CUBLAS_WORKSPACE_CONFIG's bytes where it has any, else the profile's. */
+/* Bytes of one cuBLAS workspace: those of CUBLAS_WORKSPACE_CONFIG if it has any, else the
+ * profile's. */
 uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
                              koila__level level);
 
@@ -73,7 +73,7 @@ void koila__find_masks(const koila_graph *g, uint8_t *is_mask);
 void koila__find_squares(const koila_graph *g, const koila__inside_kind *kinds, uint8_t *is_square);
 bool koila__has_safe_softmax(const koila_graph *g);
 
-/* The device is one on which torch tries cuDNN's attention first, given a cuDNN that is new enough.
+/* Would torch try cuDNN's attention first on this device, with a new enough cuDNN?
  */
 bool koila__may_prefer_cudnn(const koila_device *d);
 

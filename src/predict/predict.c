@@ -1,8 +1,8 @@
-/* predict.c — what a recorded step will need on a GPU that is not here.
+/* predict.c — the memory that a recorded step will need on a GPU that need not be present.
  *
  * The step was recorded on a CPU, below autograd, with true shapes. The planner turns it into
  * instructions (the whole batch is one slice), and these are run on the simulated cache of the
- * device. What is not known exactly is run three times: low, expected, high.
+ * device. Because some sizes are not known exactly, it runs three times: low, expected, high.
  *
  *   run    steps until two in a row leave the same reserved bytes and peaks, at most MAX_STEPS
  *   fits   all three runs again, under the limit: no request fails
@@ -12,11 +12,11 @@
 /* Steps of one run: caches that are still growing after so many are reported as not settled. */
 enum { MAX_STEPS = 16 };
 
-/* Slices in which a step is shown that fits in no number of them: more would help little, and take
- * long to simulate. */
+/* Number of slices in which a step that never fits is shown: more would help little, and take long
+ * to simulate. */
 enum { MANY_SLICES = 64 };
 
-/* What is to be predicted, with defaults filled in. */
+/* The input of a prediction, with defaults filled in. */
 typedef struct prediction_input {
     const koila_graph *g;  /* borrowed */
     const koila_device *d; /* borrowed */
@@ -33,7 +33,7 @@ enum { FIRST, STEADY, N_PHASES };
 
 typedef struct peaks {
     uint64_t allocated, reserved;
-    uint64_t device; /* reserved, as the driver rounds it; the context comes on top */
+    uint64_t device; /* reserved, as the driver rounds it; without the context */
 } peaks;
 
 typedef struct run_result {
@@ -173,7 +173,7 @@ static koila_status run_level(const prediction_input *x, const koila_plan *plan,
     s.look = list_largest;
     s.look_user = how->out;
     s.look_at_bytes = how->look_at_bytes;
-    s.ends_at_oom = how->limit != 0; /* then only whether it fits is asked for */
+    s.ends_at_oom = how->limit != 0; /* then only fitting matters */
     if (!status)
         status = open_cache(x, how->limit, &s.c, e);
     if (!status) {
@@ -215,8 +215,9 @@ static koila_status fits_from_start(void *user, const koila_plan *p, bool *yes)
     return KOILA_OK;
 }
 
-/* At least what is left for a step, in *left: the memory without context and leaves, and what the
- * plan counts for dropout masks and square matrices beyond their bytes on CUDA. */
+/* Sets *left to an upper bound of the bytes left for a step: the memory without context and leaves,
+ * plus the bytes that the plan counts for dropout masks and square matrices beyond those on CUDA.
+ */
 static koila_status left_for_step(const prediction_input *x, uint64_t *left)
 {
     koila__sim s;
@@ -263,7 +264,7 @@ static koila_status plan_that_fits(prediction_input *x, koila_plan **plan, koila
     return KOILA_OK;
 }
 
-/* Forced rows, or the most rows that fit. *hopeless: none do, and the plan only shows what is
+/* Forced rows, or the most rows that fit. *hopeless: none fit, and the plan only shows how much is
  * missing. */
 static koila_status choose_plan(prediction_input *x, koila_plan **plan, bool *hopeless,
                                 koila_error *e)
@@ -401,8 +402,8 @@ static void list_unknown(koila_prediction *p, const koila_graph *g)
 
 /* ---- the prediction */
 
-/* *to := the range with one more run in it. More asked for is not always more reserved, so low and
- * high are the least and the most of the three runs. */
+/* Adds one run to the range *to. Larger requests do not always reserve more, so low and high are
+ * the least and the most of the three runs. */
 static void include(koila_range *to, koila__level level, uint64_t bytes)
 {
     const bool is_first = level == KOILA__LOW;
@@ -415,7 +416,7 @@ static void include(koila_range *to, koila__level level, uint64_t bytes)
     koila_assert(to->low <= bytes && bytes <= to->high);
 }
 
-/* Everything outside the cache: not larger because less is asked for inside. */
+/* Adds the memory outside the cache; its range does not depend on the level of the run. */
 static void add_context(koila_range *device, koila_device_value context)
 {
     device->low += context.value - context.spread;
@@ -463,7 +464,7 @@ static koila_status run_limited(const prediction_input *x, const koila_plan *pla
     return KOILA_OK;
 }
 
-/* What runs at the peak of the expected run, and where it was called. */
+/* Reports the operator at the peak of the expected run, and its source line. */
 static void tell_peak(koila_prediction *p, const koila_graph *lowered, koila_node n)
 {
     const koila_table *t = koila_graph_table(lowered);
@@ -474,7 +475,7 @@ static void tell_peak(koila_prediction *p, const koila_graph *lowered, koila_nod
     line_text(lowered, n, p->peak_line, sizeof p->peak_line);
 }
 
-/* Predicts one plan; on success p is complete but for the notes. */
+/* Predicts one plan; on success p is complete except for the notes. */
 static koila_status predict_one(const prediction_input *x, const koila_plan *plan,
                                 koila_prediction *p, koila_error *e)
 {

@@ -2,7 +2,7 @@
  *
  * A storage is made with a value and dies with the last value that shares it; a call's temporaries
  * live until it returns. Each of these is a koila_cache_malloc or a koila_cache_release, so
- * rounding, splitting and fragmentation are not estimated but happen.
+ * rounding, splitting and fragmentation are simulated, not estimated.
  */
 #include "predict/simulation.h"
 
@@ -126,14 +126,15 @@ uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes)
     return s->is_mask[v] ? bytes / koila_dtype_bytes(koila__sim_meta(s, v)->dtype) : bytes;
 }
 
-/* Of a loop's collected value: dense, also where the recorded one has gaps or repeats elements. */
+/* Bytes of a loop's collected value: dense, even if the recorded one has gaps or repeats elements.
+ */
 static uint64_t dense_bytes(const koila__sim *s, koila_value v)
 {
     const koila_meta_info *m = koila__sim_meta(s, v);
     return m ? m->n_bytes : 0;
 }
 
-/* Of a result of the slice or whole stage that runs. */
+/* Bytes of a result of the current slice or whole stage. */
 static uint64_t made_bytes(const koila__sim *s, koila_value v)
 {
     return s->in_loop ? koila_plan_value_bytes(s->plan, v, s->rows) : koila__whole_bytes(s, v);
@@ -151,7 +152,7 @@ static koila__storage_id storage_of(const koila__sim *s, koila_value v)
     return s->local[v] ? s->local[v] : s->whole[v];
 }
 
-/* cuBLAS takes its workspace with the first product of each thread and keeps it for ever. Backward
+/* cuBLAS takes its workspace with the first product of each thread and never releases it. Backward
  * has a thread of its own, which records without grad mode. */
 static void first_product(koila__sim *s, bool grad_mode)
 {
@@ -185,7 +186,7 @@ static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *
     return out_bytes;
 }
 
-/* Results of writes: in the base's storage where bit w of `steal` says so, else in a copy. */
+/* Results of writes: in the base's storage if bit w of `steal` is set, else in a copy. */
 static void make_written(koila__sim *s, koila_node n, const koila_sig_info *sig, uint16_t steal)
 {
     const koila_value first = koila_node_get(s->g, n).first_output + sig->n_fresh;
@@ -230,7 +231,8 @@ static void run_node(koila__sim *s, koila_node n, uint16_t steal)
 
 /* ---- the other instructions */
 
-/* Of what ADD adds up in: float32 for a sum of half precision in a loop that is really cut. */
+/* Bytes of the accumulator of ADD: float32 for a sum of half precision in a loop that is really
+ * cut. */
 static uint64_t accumulator_bytes(const koila__sim *s, koila_value v, bool all_rows)
 {
     const koila_meta_info *m = koila__sim_meta(s, v);
@@ -357,7 +359,7 @@ static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int6
     koila_check(koila__sim_check(s));
 }
 
-/* Slices that neither keep nor fetch pieces may do the same to the cache, one as the other. */
+/* Slices that neither keep nor fetch pieces may have equal effects on the cache. */
 static bool may_repeat(const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++)
@@ -366,8 +368,8 @@ static bool may_repeat(const koila_stage *st)
     return true;
 }
 
-/* All slices of a loop. A slice that leaves blocks where the one before left them, and asked
- * nothing of the driver, is followed by others of its size that do the same: these are not run. */
+/* All slices of a loop. If a slice leaves the blocks as the one before did, and needed no driver
+ * call, all later slices of its size do the same, and are not run. */
 static void run_loop(koila__sim *s, const koila_stage *st, int64_t rows, int64_t batch)
 {
     const uint32_t n = koila_plan_slices(s->plan, st->axis);

@@ -1,5 +1,5 @@
 /* simulation.h — a plan that runs on a simulated cache instead of a GPU: the state of that run, and
- * what each file of src/predict/ does to it. Internal to src/predict/.
+ * the part of each file of src/predict/. Internal to src/predict/.
  *
  *   simulate.c   storages, slices, accumulators: the plan's instructions as requests to the cache
  *   training.c   what a training step holds besides its plan: leaves, optimizer, buckets
@@ -11,7 +11,7 @@
  * instructions (koila__sim_check() has them as code):
  *   sum of refs == slots of whole, local, kept and last_out that are not 0
  *   between two slices every slot of local is 0
- *   what the simulation holds in the cache == storages with refs > 0, and `state`
+ *   the simulation's blocks in the cache == storages with refs > 0, and `state`
  */
 #ifndef KOILA_SRC_SIMULATION_H
 #define KOILA_SRC_SIMULATION_H
@@ -40,7 +40,7 @@ typedef struct koila__sim {
     koila_predict_opts o;   /* copied; zeros: a step without optimizer */
     koila_cache *c;         /* whoever opens the simulation sets it; not freed here */
     uint64_t stream;        /* that requests come from, as c names it */
-    koila__level level;     /* how much operators use that is not known exactly */
+    koila__level level;     /* low, expected or high use of memory by operators */
     uint32_t n_stages;      /* of the plan */
     uint32_t n_values;      /* of g */
     uint32_t n_ops;         /* of t, when the simulation was opened */
@@ -49,7 +49,7 @@ typedef struct koila__sim {
     koila_allocator mem;
     koila__arena arena; /* every array below that has no capacity of its own */
 
-    /* ---- what is known of values and operators before anything runs */
+    /* ---- facts of values and operators, known before the run */
     uint8_t *is_target;        /* [n_values] made by the step, and alive after it */
     uint8_t *is_grad;          /* [n_values] a target of a parameter's sizes: its gradient */
     uint8_t *is_mask;          /* [n_values] Note [Masks] */
@@ -81,7 +81,7 @@ typedef struct koila__sim {
     VEC(koila__storage_id) last_out; /* loss and outputs of the step before, until rebound */
     bool has_cublas[2];              /* its workspace of backward [0], of forward [1] is there */
 
-    /* ---- what came of it */
+    /* ---- the outcome */
     koila_status status;  /* the first failure: then nothing more is requested */
     bool ends_at_oom;     /* in: a request that fails is a failure, KOILA_OOM */
     bool oom;             /* some request failed */
@@ -98,8 +98,8 @@ typedef struct koila__sim {
 
 /* ---- simulate.c. A failure of the host's memory is kept in s->status. */
 
-/* What is known of the values of a graph, whatever the plan. `o` may be NULL. Close it whatever
- * comes out: koila__sim_close(). Expected: NO_MEMORY. */
+/* Finds the facts of a graph's values that do not depend on a plan. `o` may be NULL. Close it also
+ * after a failure: koila__sim_close(). Expected: NO_MEMORY. */
 koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_device *d,
                              const koila_predict_opts *o, koila__level level);
 /* The same for the lowered graph of a plan, which can then run. Expected: NO_MEMORY; UNSUPPORTED
@@ -116,7 +116,7 @@ void koila__sim_run_plan(koila__sim *s);
 /* A request to the cache, and its release. 0: no bytes, or it failed. */
 uint64_t koila__sim_take(koila__sim *s, uint64_t bytes);
 void koila__sim_give(koila__sim *s, uint64_t addr);
-/* A request that is released by nobody: it lives as long as the model. */
+/* A request that is never released: it lives as long as the model. */
 void koila__sim_take_state(koila__sim *s, uint64_t bytes);
 /* A storage with one reference; 0 when the host is out of memory. */
 koila__storage_id koila__storage_new(koila__sim *s, uint64_t bytes, koila_value v);
@@ -126,7 +126,7 @@ void koila__storage_drop(koila__sim *s, koila__storage_id *slot);          /* on
 /* Sizes of a value, in bytes. NULL, 0: it does not exist. */
 const koila_meta_info *koila__sim_meta(const koila__sim *s, koila_value v);
 uint64_t koila__whole_bytes(const koila__sim *s, koila_value v);
-/* What a storage of v counts on CUDA that was recorded with `bytes`. */
+/* Bytes on CUDA of a storage of v that was recorded with `bytes`. */
 uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes);
 
 /* ---- training.c */
@@ -136,13 +136,13 @@ uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes);
 typedef VEC(koila_value) koila__values;
 koila_status koila__find_targets(const koila_graph *g, const koila_allocator *mem,
                                  koila__values *out);
-/* Says of the first n_targets of the plan which of them are gradients. */
+/* Finds which of the first n_targets of the plan are gradients. */
 void koila__sim_set_targets(koila__sim *s, uint32_t n_targets);
-/* A parameter, mask or table that the recording met, rather than made. */
+/* Is v a parameter, mask or table: used by the recording but not made by it? */
 bool koila__is_real_leaf(const koila__sim *s, koila_value v);
-/* A leaf that shares the storage of another one: koila__sim_load_leaves(). */
+/* Does the leaf share the storage of another one? See koila__sim_load_leaves(). */
 bool koila__is_transposed_leaf(const koila__sim *s, koila_value v);
-/* What is on the device before the first step. */
+/* Loads the tensors that are on the device before the first step. */
 void koila__sim_load_leaves(koila__sim *s);
 /* One training step; `first`: it makes the optimizer's state. */
 void koila__sim_step(koila__sim *s, bool first);
@@ -155,7 +155,7 @@ typedef struct koila__fit_search {
     /* in: does p fit? *yes is written on success */
     koila_status (*fits)(void *user, const koila_plan *p, bool *yes);
     void *user;
-    koila_status status;     /* of the first try that failed: then nothing is tried any more */
+    koila_status status;     /* of the first try that failed: nothing is tried afterwards */
     uint32_t n_simulations;  /* tries */
     uint32_t refused_slices; /* of the last plan that did not fit; 0: none */
     uint64_t refused_bytes;  /* its peak */

@@ -1,4 +1,4 @@
-/* training.c — what a training step holds that its recording does not show: leaves that are there
+/* training.c — the memory of a training step that its recording does not show: leaves that exist
  * before it, results that outlive it, and everything between backward and the next forward.
  *
  *   step   the new batch is copied in, then the old one is dropped; gradients of the last step are
@@ -33,7 +33,7 @@ bool koila__is_real_leaf(const koila__sim *s, koila_value v)
     return x.node == KOILA_NONE && x.leaf_kind == KOILA_LEAF_REAL && x.meta != KOILA_NONE;
 }
 
-/* Takes `bytes` and remembers where, to be given back by give_all(). */
+/* Takes `bytes` and remembers the address, for give_all() to release. */
 static void take_into(koila__sim *s, addresses *list, uint64_t bytes)
 {
     if (!koila__vec_push(&s->mem, list, koila__sim_take(s, bytes)))
@@ -64,7 +64,7 @@ static bool is_contiguous(const koila_meta_info *m)
 /* The same dtype, and the same sizes in any order: a parameter and its transpose. */
 static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
 {
-    uint32_t taken = 0; /* bit k: size[k] of b has its partner */
+    uint32_t taken = 0; /* bit k: size[k] of b is matched */
     if (a->dtype != b->dtype || a->n_dims != b->n_dims || a->n_elements != b->n_elements)
         return false;
     for (uint32_t i = 0; i < a->n_dims; i++) {
@@ -93,7 +93,7 @@ static bool is_twin(const koila__sim *s, koila_value twin, koila_value v)
            same_sizes(koila__sim_meta(s, twin), koila__sim_meta(s, v));
 }
 
-/* Parameters, masks, tables. A weight is often met twice, as itself and transposed: a leaf that is
+/* Parameters, masks, tables. A weight often occurs twice, as itself and transposed: a leaf that is
  * not contiguous shares the storage of a contiguous one of the same sizes, one for one. */
 void koila__sim_load_leaves(koila__sim *s)
 {
@@ -155,7 +155,7 @@ koila_status koila__find_targets(const koila_graph *g, const koila_allocator *me
     return KOILA_OK;
 }
 
-/* A target of a parameter's sizes is taken to be its gradient. */
+/* A target with the sizes of a parameter is assumed to be its gradient. */
 static bool looks_like_gradient(const koila__sim *s, koila_value v)
 {
     const koila_meta_info *m = koila__sim_meta(s, v);
@@ -219,7 +219,7 @@ static void clip_gradients(koila__sim *s)
             most_chunks = chunks;
         take_into(s, &temps, FLOAT_BYTES);
     }
-    /* partial norms; all norms; the norm of these; the factor; the factor held below 1 */
+    /* partial norms; all norms; the norm of these; the factor; the factor clamped to 1 */
     const uint64_t sizes[] = { n_grads * most_chunks * FLOAT_BYTES, n_grads * FLOAT_BYTES,
                                FLOAT_BYTES, FLOAT_BYTES, FLOAT_BYTES };
     for (size_t i = 0; i < KOILA_COUNT(sizes) && n_grads; i++)
@@ -367,7 +367,7 @@ static void forget_last_step(koila__sim *s)
     }
 }
 
-/* What is no result dies with the step; so do the results of the step before. */
+/* Ends every value that is no result, and the results of the step before. */
 static void end_step(koila__sim *s)
 {
     for (koila_value v = 0; v < s->n_values && !s->status; v++)
