@@ -1,5 +1,5 @@
-/* cmd_plan.c — koila plan: a recorded step's memory on a GPU that is not here, as three ranges and
- * a verdict. */
+/* cmd_plan.c — koila plan: the memory of a recorded step on a GPU that need not be present, as
+ * three ranges and a verdict. */
 #include "cmd.h"
 
 typedef struct plan_options {

@@ -1,10 +1,10 @@
 /* cmd_report.c — koila report: a memory snapshot as one page that needs no network and no script.
  *
- * The trace may have any length, the page may not: time is cut into N_COLUMNS columns, and each
- * keeps the least and the most of every curve, so a peak of one event is still drawn. Maps merge
- * what is thinner than a pixel. Every text from the file goes through put_text(), which cuts and
- * escapes it; stacks are left out once the page has MAX_STACKS bytes. So no file makes a page of
- * more than 5 MiB.
+ * The trace may have any length, but the size of the page is bounded: time is cut into N_COLUMNS
+ * columns, and each keeps the least and the most of every curve, so a peak of one event is still
+ * drawn. Maps merge what is thinner than a pixel. Every text from the file goes through put_text(),
+ * which cuts and escapes it; stacks are left out once the page has MAX_STACKS bytes. So no file
+ * makes a page of more than 5 MiB.
  *
  *   pass 1  replay         verdict, where the peaks are, what was lost
  *   pass 2  timeline       the columns; what is live, until the peak of allocated bytes; the limit
@@ -78,7 +78,7 @@ static void live_put(live_table *t, const live_one *x)
             return;
         }
         for (size_t i = 0; i < t->cap; i++)
-            /* freed ones stay behind */
+            /* skips freed entries */
             if (t->at[i].addr && t->at[i].used)
                 live_put(&bigger, &t->at[i]);
         free(t->at);
@@ -179,7 +179,7 @@ static void see_first(void *user, const koila_moment *m)
     }
     c->any = true;
     progress_done = m->entry;
-    /* addr: what the device had free then */
+    /* addr: free bytes of the device at that moment */
     if (m->kind == KOILA_EVENT_OOM && !p->limit && m->addr && m->addr < (uint64_t)1 << 44) {
         p->limit = m->reserved + m->addr;
         p->limit_seen = true;
@@ -213,7 +213,8 @@ static void see_again(void *user, const koila_moment *m)
             p->largest[i].died = m->entry;
 }
 
-/* What was there before the first event and never left is still there at the end, with its stack.
+/* A block from before the first event that was never freed is still there at the end, with its
+ * stack.
  */
 static void find_stacks(report *p)
 {
@@ -284,7 +285,7 @@ static void put_text(FILE *f, const char *s)
 {
     char cut[MAX_TEXT + 1];
     size_t n = strlen(s);
-    if (n > MAX_TEXT) { /* its end says more than its start: files */
+    if (n > MAX_TEXT) { /* the end of a file name says more than its start */
         s += n - MAX_TEXT;
         while (((unsigned char)*s & 0xC0) == 0x80)
             s++;
@@ -645,7 +646,7 @@ static void put_end_map(report *p)
     free(end);
 }
 
-/* What happened in the replay. */
+/* Notes on the events of the replay. */
 static void put_event_notes(report *p)
 {
     FILE *f = p->f;
@@ -675,7 +676,7 @@ static void put_event_notes(report *p)
         fputs("<li>Where expandable reservations begin and end is inferred.\n", f);
 }
 
-/* What the file and the rules leave open. */
+/* Notes on gaps in the file and the rules. */
 static void put_other_notes(report *p)
 {
     FILE *f = p->f;
@@ -723,7 +724,7 @@ static void put_page(report *p)
     fprintf(f, "</ul>\n<p class=dim>koila %s</p></body></html>\n", koila_version());
 }
 
-/* What this process can reserve at most, as far as the options say. */
+/* Finds how much this process can reserve at most, as far as the options tell. */
 static void find_limit(report *p)
 {
     if (!p->memory)

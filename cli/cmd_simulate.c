@@ -1,5 +1,5 @@
-/* cmd_simulate.c — koila simulate: replay a snapshot, say whether it is exact, what the peak was,
- * where bytes were lost, what if. */
+/* cmd_simulate.c — koila simulate: replay a snapshot; print whether it is exact, its peak, the lost
+ * bytes, and the result under other settings. */
 #include "cmd.h"
 
 typedef struct simulate_options {

@@ -1,5 +1,5 @@
-/* progress.c — one line on a terminal about what takes long. A timer writes it, so the work itself
- * only counts; nothing is shown in the first second, nor where standard error is no terminal. The
+/* progress.c — one line of progress on a terminal. A timer writes it, so the work itself only
+ * counts; nothing is shown in the first second, nor where standard error is no terminal. The
  * handler uses write() and numbers made by hand: the rest is not safe there. */
 #include "cmd.h"
 

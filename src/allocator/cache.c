@@ -1,5 +1,5 @@
-/* cache.c — PyTorch's CUDA caching allocator as a pure function of what it is asked, rule for rule
- * (docs/allocator.md says which).
+/* cache.c — PyTorch's CUDA caching allocator as a pure function of its requests, rule for rule
+ * (docs/allocator.md lists the rules).
  *
  *   cache_state.h    blocks, segments, lanes, pools; the invariants; how they are written
  *   cache_lanes.h    the ordered sets that best fit searches
@@ -227,7 +227,7 @@ static bool driver_gives(koila_cache *c, koila_event_kind kind, uint64_t size, u
            granules(size) <= limit - c->s.outside - c->s.stat.device_bytes;
 }
 
-/* Absorb a neighbour that touches `dst` and is as free as dst is. Returns the bytes won. */
+/* Absorb a neighbour that touches `dst` and has its state. Returns the bytes gained. */
 uint64_t koila__cache_try_merge(koila_cache *c, uint32_t dst, uint32_t src, koila_block_state kind)
 {
     if (!src || c->blocks[src].state != (uint32_t)kind)
@@ -686,7 +686,7 @@ typedef struct request {
 
 static inline bool collects(const koila_cache *c) { return c->s.cap && c->conf.gc_threshold > 0.0; }
 
-/* The free block torch would take, left in its lane; 0 = miss. */
+/* Finds the free block that torch would take, without removing it; 0 = miss. */
 static inline uint32_t search(const koila_cache *c, uint32_t lane_i, const request *q)
 {
     const lane *l = c->lanes[lane_i];

@@ -1,12 +1,12 @@
-/* cache.h — what replay and the planner need of the cache beyond its public face. */
+/* cache.h — functions of the cache for replay and the planner, beyond the public ones. */
 #ifndef KOILA_SRC_CACHE_H
 #define KOILA_SRC_CACHE_H
 
 #include "base/base.h"
 #include "koila/cache.h"
 
-/* Stands in for the CUDA driver: replay gives recorded addresses here, and says where cudaMalloc
- * must have failed. These two may call koila_cache_complete and nothing else. */
+/* Replaces the CUDA driver: replay returns recorded addresses here, and fails where cudaMalloc must
+ * have failed. These two may call koila_cache_complete and nothing else. */
 typedef struct koila__cache_driver {
     void *user;
     /* A new segment (cudaMalloc), a new reservation (`size` is its address space) or pages at a
@@ -34,11 +34,11 @@ void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf);
 /* For a what-if, behind a mark: peaks start from here, and `margin` bytes of the device (if it has
  * a limit) are not there. */
 void koila__cache_begin(koila_cache *c, uint64_t margin);
-/* Bytes that are not handed out nor waiting to be free: what requests can get at the most.
- * UINT64_MAX: no limit. */
+/* Bytes neither handed out nor waiting to be free: an upper bound for requests. UINT64_MAX: no
+ * limit. */
 uint64_t koila__cache_left(const koila_cache *c);
-/* A number that says where blocks are and what state they are in: two moments of one cache that
- * share it go on alike. 0: cannot tell. */
+/* A fingerprint of the blocks' places and states: two moments of one cache with the same number
+ * behave alike afterwards. 0: unknown. */
 uint64_t koila__cache_layout(const koila_cache *c);
 
 /* handed out, or freed and waiting for another stream */
@@ -48,8 +48,8 @@ const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c); /* borrowe
 /* Every invariant of cache_state.h's first screen. debug_level 3 runs it around each public call.
  */
 bool koila__cache_check(const koila_cache *c);
-/* A number that two caches share iff their visible state is the same: blocks, segments, counters.
- * For tests of rewind. */
+/* A number that is equal for two caches iff their visible state is equal: blocks, segments,
+ * counters. For tests of rewind. */
 uint64_t koila__cache_fingerprint(const koila_cache *c);
 /* Tests plant a fault here: shortens one block. */
 void koila__cache_break(koila_cache *c);

@@ -1,10 +1,10 @@
-/* cache_state.h — what a simulated cache consists of, and the only ways to write it. Shared by
+/* cache_state.h — the state of a simulated cache, and the only functions that write it. Shared by
  * cache.c and the cache_*.c beside it.
  *
  *   block     a run of bytes of one segment: free, handed out ("used"), waiting for another stream
  *             ("pending"), or unmapped
- *   segment   what came from the driver in one piece; for expandable memory a whole reservation of
- *             address space
+ *   segment   memory that the driver gave in one piece; for expandable memory a whole reservation
+ *             of address space
  *   lane      the free blocks of one (pool, small or large, stream), ordered by (size, address);
  *             and its unmapped ones by address
  *
@@ -16,9 +16,9 @@
  *                    allocated_bytes == sum of used,  active_bytes == sum of used and pending
  *   lanes            hold exactly the free (unmapped) blocks, in order
  *
- * Memory. A public call first reserves the block slots and undo space it could need at worst; after
- * that nothing can fail, so running out of host memory leaves the cache as it was. Everything is an
- * index into arrays, never a pointer.
+ * Memory. A public call first reserves the block slots and undo space of its worst case; after that
+ * nothing can fail, so when host memory runs out the cache is unchanged. Everything is an index
+ * into arrays, never a pointer.
  *
  * What-if. After koila_cache_mark() every block is saved once, before its first change (tag <
  * epoch), and every root, hash slot and segment with each change; rewind plays that log backwards.
@@ -277,7 +277,7 @@ static inline uint64_t page_of(const koila_cache *c, bool small)
     return small ? SMALL_SEGMENT : c->conf.large_segment_bytes;
 }
 
-/* Of a device whose size nobody told. Only the length of reservations depends on it. */
+/* Size of a device when none is given. Only the length of reservations depends on it. */
 #define ASSUMED_DEVICE ((uint64_t)24 << 30)
 static inline uint64_t device_size(const koila_cache *c)
 {
@@ -367,10 +367,10 @@ static inline void splice(koila_cache *c, uint32_t b, uint32_t prev, uint32_t ne
 
 /* ---- cache.c, for the files beside it */
 
-/* Room for one call at its worst; false: no host memory, nothing changed. */
+/* Reserves room for the worst case of one call; false: no host memory, nothing changed. */
 bool koila__cache_reserve(koila_cache *c);
 bool koila__cache_grow(koila_cache *c, void *array, uint32_t *cap, uint32_t want, size_t size);
-/* Made when first named. NULL and NO_LANE: no host memory. */
+/* Made at the first use. NULL and NO_LANE: no host memory. */
 pool *koila__cache_pool(koila_cache *c, koila_pool id);
 uint32_t koila__cache_lane(koila_cache *c, pool *p, bool small, uint64_t stream);
 #define NO_LANE UINT32_MAX

@@ -1,9 +1,9 @@
-/* device.c — device profiles: what prediction must know of a GPU, each number with how it was got
- * and how far off it may be.
+/* device.c — device profiles: the numbers that a prediction needs of a GPU, each with its origin
+ * and its possible error.
  *
  * The built-in table holds vendors' counts (SMs, capability, memory) and estimates (what is usable,
- * the context); nothing in it was measured by us, and the output says so. koila.measure_device()
- * writes a measured profile.
+ * the context); we measured none of them, and the output says so. koila.measure_device() writes a
+ * measured profile.
  */
 #include "base/alloc.h"
 #include "base/base.h"
@@ -67,7 +67,7 @@ static void set(koila_device *d, koila_device_field f, uint64_t value, uint64_t 
     x->set = true;
 }
 
-/* What a profile does not say. */
+/* Fills in estimates of fields that a profile lacks. */
 static void fill_in(koila_device *d)
 {
     const uint64_t capability = d->of[KOILA_DEVICE_CAPABILITY].value;
@@ -329,7 +329,7 @@ static koila_status take_fields(json *j, koila_device *d)
     return take(j, '}') ? KOILA_OK : bad(j, "'}' was expected after the fields", "");
 }
 
-/* What no profile can do without, and what is nonsense. */
+/* Checks required fields and ranges. */
 static koila_status check_profile(json *j, const koila_device *d)
 {
     static const koila_device_field needed[] = { KOILA_DEVICE_SM_COUNT, KOILA_DEVICE_CAPABILITY,

@@ -39,8 +39,8 @@ typedef struct replay {
     /* result */
     koila_replay_result *out;
     bool stopped, no_memory;
-    bool bad_input; /* stopped by what no program can have done; out->reason says what */
-    bool whole;     /* everything begins inside the trace */
+    bool bad_input; /* stopped at an impossible request; out->reason describes it */
+    bool whole;     /* every block begins inside the trace */
     /* the end state contradicts the trace: the start comes from the trace, the end is not checked
      */
     bool trace_only;
@@ -66,8 +66,8 @@ static inline bool is_segment_event(int kind)
  * then. */
 koila_pool koila__replay_pool_at(const replay *r, uint64_t i);
 
-/* The first call decides the verdict; the text becomes out->reason. A difference is "not checkable"
- * where the recording leaves something open. */
+/* The first call decides the verdict; the text becomes out->reason. A difference counts as "not
+ * checkable" if the recording leaves something open. */
 void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const char *fmt, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 4, 5)))

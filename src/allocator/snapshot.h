@@ -1,5 +1,5 @@
-/* snapshot.h — what the reader leaves behind, for replay.c; and the builder that pickle and JSON
- * both feed.
+/* snapshot.h — the result of the reader, for replay.c, and the builder that the pickle and JSON
+ * readers share.
  *
  *   entry     48 bytes, in chunks that never move:   time 8 | addr 8 | size 8 | stream 8 | stack 4
  *             | pool 4 | kind 1 (has_pool 1)

@@ -1,4 +1,4 @@
-/* freemem.h — how much memory this process can still take before somebody stops it.
+/* freemem.h — how much memory this process can still take before a limit stops it.
  *
  *   cgroup       least of (limit - usage) over this process's control group and its ancestors,
  *                version 1 or 2

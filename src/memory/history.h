@@ -1,9 +1,9 @@
-/* history.h — every block handed out and taken back in a stretch of a program: what memory did over
- * time, and who held what at its highest.
+/* history.h — every block handed out and taken back during a part of a program: memory over time,
+ * and its owners at the peak.
  *
  * One event a change, in order; the blocks that were live at the beginning come first. Afterwards
- * each event knows its other one (the free of an allocation, the allocation of a free), so that
- * what is live at event k is
+ * each event knows its counterpart (the free of an allocation, the allocation of a free), so the
+ * blocks live at event k are
  *   { allocations i <= k : other[i] > k }
  * The tag of an allocation says who asked (memlab: a source line); 0 is nobody known. Freed blocks
  * keep the tag of their allocation.

@@ -1,4 +1,5 @@
-/* ledger.h — what an allocator has handed out and not got back, to the byte, and a limit on it.
+/* ledger.h — the bytes that an allocator has handed out and not got back, exactly, and a limit on
+ * them.
  *
  *   current == sum of bytes in `blocks` + reservations in flight        at any moment
  *   current <= limit
@@ -18,7 +19,7 @@ typedef struct koila__ledger {
     /* refuse the allocation that brings this from 1 to 0; 0: none */
     _Atomic uint64_t fail_in;
     _Atomic uint64_t n_refused; /* allocations not granted */
-    /* frees of blocks that are not ours: older than the ledger, or not tensors */
+    /* frees of unknown blocks: older than the ledger, or not tensors */
     _Atomic uint64_t n_unknown;
     /* commits of an address still in the table: a free was missed */
     _Atomic uint64_t n_replaced;

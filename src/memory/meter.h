@@ -1,4 +1,4 @@
-/* meter.h — what every device's memory did inside a stretch of work, from allocator events alone.
+/* meter.h — the memory of every device during a stretch of work, from allocator events alone.
  *
  * An event is (device, thread, +-bytes). From events we keep, per device, quantities as they are
  * now (koila__q), and:
