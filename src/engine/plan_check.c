@@ -27,15 +27,6 @@ typedef struct checker {
         }                                                                                          \
     } while (0)
 
-/* Does the call read its input u? A base that is overwritten is not read. */
-static bool is_read(const koila_sig_info *s, uint32_t u)
-{
-    for (uint32_t w = 0; w < s->n_writes; w++)
-        if (s->writes[w].input == u && s->writes[w].overwrites)
-            return false;
-    return true;
-}
-
 static bool check_run(checker *c, koila_node n)
 {
     const koila_sig_info *s = koila__node_sig(c->g, n);
@@ -46,8 +37,8 @@ static bool check_run(checker *c, koila_node n)
         const koila_value v = c->g->inputs.at[node->first_input + u];
         const bool whole = !c->is_loop || c->p->placed->need[node->first_input + u].kind == KOILA_R;
         const uint8_t any_of = whole ? WHOLE | LOCAL : LOCAL;
-        HOLDS(c, !is_read(s, u) || c->flags[v] & any_of, "node %u (%s): input %u is not there", n,
-              name, u);
+        HOLDS(c, !koila__reads(s, u) || c->flags[v] & any_of, "node %u (%s): input %u is not there",
+              n, name, u);
     }
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         if (s->outputs[o] == KOILA_NONE)

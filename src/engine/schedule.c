@@ -61,7 +61,7 @@ typedef struct use {
     koila_node from, user; /* the producer, or KOILA_NONE; the node with this input */
     /* the next use of the value by a needed node that reads it, or KOILA_NONE */
     uint32_t next;
-    bool reads, local; /* see reads(); find_local(): only what is read */
+    bool reads, local; /* see koila__reads(); find_local(): only what is read */
     bool is_whole;     /* reads the whole value as it is: no slice is needed */
 } use;
 
@@ -218,21 +218,6 @@ static koila_value input_of(const work_state *w, koila_node n, uint32_t i)
     return w->uses[w->span[n].in + i].value;
 }
 
-/* Does node n read input i? The base of an overwriting write is not read: it is neither made nor
- * waited for. */
-static bool reads(const koila_sig_info *s, uint32_t i)
-{
-    bool is_base = false;
-    for (uint32_t k = 0; k < s->n_writes; k++) {
-        if (s->writes[k].input != i)
-            continue;
-        if (!s->writes[k].overwrites)
-            return true;
-        is_base = true;
-    }
-    return !is_base;
-}
-
 /* May the operator's results be its input, or views of it? */
 static bool maybe_alias(const koila_table *t, koila_op op)
 {
@@ -294,8 +279,8 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         for (uint32_t i = sig->n_inputs; i-- > 0;) {
             const koila_value v = w->g->inputs.at[info->first_input + i];
             use *u = &w->uses[info->first_input + i];
-            *u =
-                (use){ v, producer(w, v), n, KOILA_NONE, .reads = !sig->n_writes || reads(sig, i) };
+            *u = (use){ v, producer(w, v), n, KOILA_NONE,
+                        .reads = !sig->n_writes || koila__reads(sig, i) };
             u->local = u->reads && find_local(w, n, i, v);
             u->is_whole = !u->local && need_of(w, n, i).kind == KOILA_R;
             if (!w->needed[n] || !u->reads)
@@ -1680,7 +1665,7 @@ static void count_node(whole_step *x, koila_node n)
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         const koila_value v = g->inputs.at[info->first_input + i];
         const koila_node until = alias && i == 0 && !s->n_writes ? last : n + 1;
-        if (x->end[v] < until && reads(s, i))
+        if (x->end[v] < until && koila__reads(s, i))
             x->end[v] = until;
     }
 }

@@ -68,6 +68,20 @@ static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koi
 {
     return g->table->metas.at[g->values.at[v].meta];
 }
+/* Does a call read its input i? The base of an overwriting write is only a place: nobody makes it
+ * for that, and nobody waits for it. */
+static inline bool koila__reads(const koila_sig_info *s, uint32_t i)
+{
+    bool is_base = false;
+    for (uint32_t k = 0; k < s->n_writes; k++) {
+        if (s->writes[k].input != i)
+            continue;
+        if (!s->writes[k].overwrites)
+            return true;
+        is_base = true;
+    }
+    return !is_base;
+}
 
 /* Makes room for so many more; false when the host is out of memory. */
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
