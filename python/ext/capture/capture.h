@@ -73,6 +73,7 @@ bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint6
 extern bool koila__by_parts;
 
 /* ---- factory_switch.c */
+enum { KOILA__MAX_WRITES = 64 };     /* tensors that one operator writes; more is refused */
 enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.c */
 /* `replacement` may replace the vectorcall entry of torch's function `f` of this kind. */
 void koila__switch_add(int kind, PyObject *f, vectorcallfunc replacement);

@@ -142,11 +142,9 @@ int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key)
 
 /* ---- a new call */
 
-#define MAX_WRITES 64
-
 /* The writes of a call: which input each writes, through which views. */
 typedef struct written {
-    koila_write writes[MAX_WRITES];
+    koila_write writes[KOILA__MAX_WRITES];
     uint32_t n_writes;
     koila_link *links; /* owned, PyMem */
 } written;
@@ -155,8 +153,8 @@ typedef struct written {
 static int collect_writes(const call_walk *w, bool overwrites, written *out)
 {
     uint32_t n_links = 0;
-    if (w->n_written > MAX_WRITES) {
-        koila__unsupported("an operator that writes more than %d tensors", MAX_WRITES);
+    if (w->n_written > KOILA__MAX_WRITES) {
+        koila__unsupported("an operator that writes more than %d tensors", KOILA__MAX_WRITES);
         return -1;
     }
     for (uint32_t i = 0; i < w->n_in; i++)

@@ -12,7 +12,6 @@ enum {
     FEW_ARGUMENTS = 24, /* arguments that need no allocation */
     FEW_INPUTS = 32,
     MAX_ARGUMENTS = 64, /* one bit of arguments.owned each */
-    MAX_WRITES = 64,    /* writes of an operator, as capture records them */
     MAX_RESULTS = 8,    /* results of a schema that writes (op_info.source) */
     SOURCE_FRESH = -1,  /* a result that is not a written argument (koila__op_sources) */
 };
@@ -364,7 +363,7 @@ typedef struct written {
     PyObject *few[FEW_INPUTS];
     /* [n_inputs] new references; a written input is the view to write */
     PyObject **in;
-    PyObject *bases[MAX_WRITES]; /* [n_bases] new references: the whole written tensors */
+    PyObject *bases[KOILA__MAX_WRITES]; /* [n_bases] new references: the whole written tensors */
     uint32_t n_in, n_bases;
 } written;
 
@@ -380,7 +379,7 @@ static void written_deinit(written *w)
 
 static int written_init(written *w, const koila_sig_info *s, PyObject *const *inputs)
 {
-    koila_assert(s->n_writes <= MAX_WRITES);
+    koila_assert(s->n_writes <= KOILA__MAX_WRITES);
     w->n_in = w->n_bases = 0;
     w->in = s->n_inputs <= FEW_INPUTS ? w->few : PyMem_Malloc(s->n_inputs * sizeof *w->in);
     if (!w->in) {

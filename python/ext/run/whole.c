@@ -5,7 +5,6 @@
 
 enum {
     MOST_TENSORS = 256, /* of one call: inputs, and outputs */
-    MAX_WRITES = 64,
 };
 
 typedef struct whole_run {
@@ -96,9 +95,9 @@ static int call_with_state(const tape_random *random, koila_sig sig, PyObject *c
 static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObject **out)
 {
     const koila_value *inputs = koila_node_inputs(w->g, n);
-    PyObject *in[MOST_TENSORS], *copies[MAX_WRITES];
+    PyObject *in[MOST_TENSORS], *copies[KOILA__MAX_WRITES];
     uint32_t n_copies = 0;
-    koila_assert(s->n_writes <= MAX_WRITES);
+    koila_assert(s->n_writes <= KOILA__MAX_WRITES);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         PyObject *real = w->t->values[inputs[i]].real;
         in[i] = real ? real : w->env[inputs[i]];
