@@ -35,7 +35,6 @@ from ._tensor import LazyTensor
 
 # C looks up these names here, and the functions below.
 __all__ = [
-    "StaleValueError",
     "UnsupportedError",
     "alias_of",
     "check_overlap",

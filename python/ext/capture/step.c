@@ -216,13 +216,8 @@ koila__tape *koila__tape_for_lazy(void)
  * statistics stay as they were, with a warning; all else is reported as unraisable. */
 static void report_abandoned(koila__tape *t)
 {
-    PyObject *error, *said, *where;
-    PyErr_Fetch(&error, &said, &where);
-    PyObject *stale = koila__helper("StaleValueError");
-    if (stale && error && PyErr_GivenExceptionMatches(error, stale)) {
-        Py_CLEAR(error);
-        Py_CLEAR(said);
-        Py_CLEAR(where);
+    if (koila__is_stale()) {
+        PyErr_Clear();
         if (PyErr_WarnFormat(
                 PyExc_RuntimeWarning, 1,
                 "koila: a training-mode forward pass was left without backward, and what it "
@@ -231,9 +226,6 @@ static void report_abandoned(koila__tape *t)
                 t->n_effects) == 0)
             koila__tape_give_up(t);
     }
-    Py_XDECREF(stale);
-    if (error)
-        PyErr_Restore(error, said, where);
     if (PyErr_Occurred())
         PyErr_WriteUnraisable((PyObject *)t);
 }
