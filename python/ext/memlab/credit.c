@@ -2,13 +2,18 @@
  * autograd nodes. See credit.h, and linetab.h for how a row is credited. */
 #include "memlab/memlab.h"
 
-__thread struct koila__work koila__memlab_work;
+/* The captured work that runs on this thread. */
+static __thread struct work {
+    const void *key; /* the code that it was captured in; NULL: no work runs for a profiled line */
+    int line;
+    koila__origin_path path; /* of the autograd node that captured it; path 0: none did */
+} running;
 int koila__lines_enabled; /* number of enabled line tables */
 
 KOILA__HOT static void credit_event(int device, const void *p, int64_t delta, uint64_t now)
 {
     koila__nodes_credit(device, delta);
-    const struct koila__work *work = &koila__memlab_work;
+    const struct work *work = &running;
     if (work->key)
         koila__lines_credit_line(&koila__memlab_lines, work->key, work->line, device, delta, now);
     if (work->path.path && delta > 0)
@@ -30,7 +35,7 @@ static bool is_inside(const koila__code *c, int line)
 
 void koila__lines_work_for(const char *file, int line)
 {
-    struct koila__work *work = &koila__memlab_work;
+    struct work *work = &running;
     work->key = NULL;
     work->line = line;
     work->path = (koila__origin_path){ 0 };
@@ -46,4 +51,9 @@ void koila__lines_work_for(const char *file, int line)
         work->key = c->key;
         first = c->first_line;
     }
+}
+
+void koila__lines_work_of(uint64_t tape, uint32_t node)
+{
+    running.path = koila__nodes_path_of_captured(tape, node);
 }

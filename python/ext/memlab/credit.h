@@ -7,24 +7,19 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "memory/linetab.h"
-
-/* The code and the line that captured the work which runs now on this thread; NULL: none runs. */
-extern __thread struct koila__work {
-    const void *key;
-    int line;
-    koila__origin_path path; /* of the autograd node that captured it; path 0: none */
-} koila__memlab_work __attribute__((visibility("hidden")));
+#include <stdint.h>
 
 /* Node `node` of tape `tape` is captured now on this thread. If that happens in a backward, notes
  * the lines of the autograd node that captures it. Kept for the newest tape only, because a
  * backward runs what it has captured. pre: the GIL is held. */
 void koila__nodes_captured(uint64_t tape, uint32_t node);
-koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node);
 
 /* From now on work captured on line `line` of `file` runs on this thread, and its memory is
  * credited to that line if it is profiled. NULL: that work has ended. pre: the GIL is held. */
 void koila__lines_work_for(const char *file, int line);
+/* That work is node `node` of tape `tape`: where an autograd node captured it, its memory is also
+ * credited to the lines of that. Until the next koila__lines_work_for(). pre: the GIL is held. */
+void koila__lines_work_of(uint64_t tape, uint32_t node);
 /* Is any line profiler enabled? */
 extern int koila__lines_enabled;
 

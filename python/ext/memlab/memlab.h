@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include "memlab/credit.h"
+#include "memory/linetab.h"
 
 /* ---- events.c: the state that every allocator event changes, and who listens */
 
@@ -71,13 +72,16 @@ int koila__sites_add_module(PyObject *m);
 
 int koila__measure_add_module(PyObject *m);
 
-/* ---- nodes.c: the lines that make autograd nodes (and two functions of credit.h) */
+/* ---- nodes.c: the lines that make autograd nodes (and koila__nodes_captured() of credit.h) */
 
 /* Starts or stops noting them. pre: the GIL is held. */
 void koila__nodes_listen(bool want);
 /* An allocator event: if a node runs backward on this thread, its line is credited. Any thread,
  * without the GIL. */
 void koila__nodes_credit(int device, int64_t delta);
+/* The lines of the autograd node that captured node `node` of tape `tape`; path 0: none did. pre:
+ * the GIL is held. */
+koila__origin_path koila__nodes_path_of_captured(uint64_t tape, uint32_t node);
 
 /* ---- credit.c: memory for a line while another one runs (see credit.h) */
 

@@ -473,8 +473,7 @@ static void work_for_line(const exec *x, koila_node n)
     koila__lines_work_for(line == KOILA_NONE ? NULL : koila_graph_line_file(g, line),
                           (int)koila_graph_line_number(g, line));
     if (recorded != KOILA_NONE)
-        koila__memlab_work.path =
-            koila__nodes_path_of_captured(x->tape->uid, x->node_from[recorded]);
+        koila__lines_work_of(x->tape->uid, x->node_from[recorded]);
 }
 
 /* The stride of a dimension of size 1 has no meaning, but some torch kernels infer the memory order
