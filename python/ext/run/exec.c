@@ -26,7 +26,6 @@ typedef VEC(piece) pieces;
 
 enum {
     MAX_GENERATORS = 17, /* the CPU and 16 GPUs */
-    MAX_WRITES = 64,     /* writes of an operator, as capture records them */
     FEW_INPUTS = 16,     /* inputs that need no allocation */
     FEW_OUTPUTS = 8,
 };
@@ -530,9 +529,9 @@ typedef struct node_call {
     koila_node_info info;
     const koila_sig_info *s;
     PyObject *few_inputs[FEW_INPUTS], *few_outputs[FEW_OUTPUTS];
-    PyObject **inputs;              /* [n_inputs] borrowed */
-    PyObject **outputs;             /* [n_outputs] new references */
-    PyObject *made[MAX_WRITES + 1]; /* owned: inputs made for this call */
+    PyObject **inputs;                     /* [n_inputs] borrowed */
+    PyObject **outputs;                    /* [n_outputs] new references */
+    PyObject *made[KOILA__MAX_WRITES + 1]; /* owned: inputs made for this call */
     uint32_t n_made;
     adapted own;
     koila__call_fix own_fix;
@@ -570,7 +569,7 @@ static void call_deinit(node_call *call)
 /* Sets input `at` to `tensor` (taken over), which was made for this call. */
 static void use_made(node_call *call, uint32_t at, PyObject *tensor)
 {
-    koila_assert(call->n_made <= MAX_WRITES);
+    koila_assert(call->n_made <= KOILA__MAX_WRITES);
     call->made[call->n_made] = tensor;
     call->n_made++;
     call->inputs[at] = tensor;
@@ -614,7 +613,7 @@ static int missing_input(const exec *x, const node_call *call, uint32_t i)
 static int prepare_writes(const exec *x, node_call *call)
 {
     const koila_sig_info *s = call->s;
-    koila_assert(s->n_writes <= MAX_WRITES);
+    koila_assert(s->n_writes <= KOILA__MAX_WRITES);
     for (uint32_t w = 0; w < s->n_writes; w++) {
         const uint32_t at = s->writes[w].input;
         if (w < 16 && call->steal >> w & 1)
