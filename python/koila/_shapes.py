@@ -108,7 +108,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             real_error(func, args, kwargs)
         except Exception as e:
             raise e.with_traceback(None) from None
-    written = [i for i, w in enumerate(which_written(func, args, kwargs)) if w]
+    written = _numbers_of_written(func, args, kwargs)
     instead = _instead_of_write(func, args, kwargs, fakes, written)
     if instead is not None:
         return instead
@@ -171,13 +171,20 @@ def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         raise error.with_traceback(None) from None
 
 
+def _numbers_of_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Of the tensors of the call in order. Most operators write none, which their schema tells."""
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        return []
+    return [i for i, w in enumerate(which_written(func, args, kwargs)) if w]
+
+
 def _instead_of_write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any], written: list[int]
 ) -> Any:
     """A function to call instead if the tensors `written` (their numbers in the call) cannot be
     written as recorded, because they would be resized or have elements that share memory. Else
     None."""
-    tensors = tensors_of(args, kwargs)
+    tensors = tensors_of(args, kwargs) if written else []
     for i in written:
         if fakes[i].size() != tensors[i].size():
             if _core.settle(tensors[i]):
