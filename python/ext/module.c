@@ -6,6 +6,7 @@
 
 #include "run/run.h"
 #include "memlab/memlab.h"
+#include "ground/errors.h"
 #include "ground/random.h"
 #include "ground/settings.h"
 #include "ground/shield.h"
@@ -27,7 +28,8 @@ static int exec(PyObject *m)
         return -1;
     if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0)
         return -1;
-    if (koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0)
+    if (koila__errors_add_module(m) < 0 || koila__settings_add_module(m) < 0 ||
+        koila__run_module_add(m) < 0)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0)
         return -1;

@@ -13,6 +13,9 @@ from ._tensor import LazyTensor
 
 __version__: str
 
+# ---- errors (errors.c)
+def is_out_of_memory(error: BaseException, /) -> bool: ...
+
 # ---- settings and plans (settings.c, run_module.c, plan_report.c)
 def configure(
     *,

@@ -178,3 +178,26 @@ int koila__raise_no_fit(koila_status status, const koila_error *err, const char 
         koila__raise(status);
     return -1;
 }
+
+/* ---- the module */
+
+static PyObject *py_is_out_of_memory(PyObject *self, PyObject *error)
+{
+    (void)self;
+    if (!PyExceptionInstance_Check(error))
+        return PyErr_Format(PyExc_TypeError, "is_out_of_memory() takes an exception, not %.100s",
+                            Py_TYPE(error)->tp_name);
+    PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), Py_NewRef(error),
+                  PyException_GetTraceback(error));
+    const bool yes = koila__is_out_of_memory();
+    PyErr_Clear();
+    return PyBool_FromLong(yes);
+}
+
+static PyMethodDef methods[] = {
+    { "is_out_of_memory", py_is_out_of_memory, METH_O,
+      "is_out_of_memory(error): does it say that memory ran out?" },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__errors_add_module(PyObject *m) { return PyModule_AddFunctions(m, methods); }

@@ -15,6 +15,8 @@
 bool koila__is_out_of_memory(void);
 bool koila__is_stale(void); /* is it a koila.StaleValueError? */
 
+int koila__errors_add_module(PyObject *m); /* adds is_out_of_memory(error) */
+
 /* ---- raising; each returns NULL or -1, so that the caller can return it */
 /* Raises a status of the core, other than one about a step's memory. */
 PyObject *koila__raise(koila_status s);

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import _core, _errors
-from . import devices, oom, tensors, utils
+from . import devices, tensors, utils
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +250,7 @@ def devices_there() -> int:
 
 
 def is_no_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, OSError)) or oom.is_out_of_memory(error)
+    return isinstance(error, OSError) or _core.is_out_of_memory(error)
 
 
 def _synchronize(torch: Any) -> None:

@@ -13,17 +13,6 @@ from .. import _core
 from . import tensors, utils
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch's or koila's OutOfMemoryError, or the CPU allocator's RuntimeError."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    return "DefaultCPUAllocator" in text and (
-        "can't allocate memory" in text or "not enough memory" in text
-    )
-
-
 class on_oom(contextlib.ContextDecorator):
     """Report when memory runs out inside. The same exception is raised on.
 
@@ -54,7 +43,9 @@ class on_oom(contextlib.ContextDecorator):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> Literal[False]:
-        if error is None or not is_out_of_memory(error) or getattr(error, "_koila_autopsy", False):
+        if error is None or getattr(error, "_koila_autopsy", False):
+            return False
+        if not _core.is_out_of_memory(error):
             return False
         stream = sys.stderr if self.stream is None else self.stream
         try:
