@@ -74,7 +74,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     else:
         x, weight, bias, mean, var, training, momentum, eps = args
     vendor = name in ("cudnn_batch_norm", "miopen_batch_norm")
-    if training and vendor and mean is None:
+    if vendor and (mean is None or not training):  # nothing is written: the native one as it is
         results = _core.record(aten.native_batch_norm.default, args, kwargs)
         return (*results, _no_workspace()) if name == "cudnn_batch_norm" else results
     if not training or mean is None or var is None:

@@ -309,7 +309,8 @@ typedef struct gradient {
 } gradient;
 
 /* Both sums in one kernel: the gradient in eval mode, with the mean of the batch in the place of
- * the running mean, invstd ** -2 in that of the variance, and eps 0. */
+ * the running mean, invstd ** -2 in that of the variance, and eps 0. The CPU's kernel reads these;
+ * CUDA's reads the saved statistics in every mode, and asserts that they are there. */
 static bool batch_norm_sums(koila__case *c, gradient *g)
 {
     const koila_meta sum = g->weight == KOILA_NONE ? g->stat : c->sig->inputs[g->weight];
@@ -323,11 +324,12 @@ static bool batch_norm_sums(koila__case *c, gradient *g)
     koila__emit_begin(c, &k, "aten::native_batch_norm_backward", 0);
     koila__emit_value(&k, g->dy);
     koila__emit_value(&k, g->x);
-    koila__emit_optional(&k, g->weight);
+    /* CUDA allocates gw like the weight. The sums do not depend on its values. */
+    koila__emit_value(&k, g->weight == KOILA_NONE ? g->invstd : c->in_value[g->weight]);
     koila__emit_value(&k, koila__emit_cast(c, g->mean, type));
     koila__emit_value(&k, koila__emit_cast(c, var, type));
-    koila__emit_none(&k);
-    koila__emit_none(&k);
+    koila__emit_value(&k, g->mean);
+    koila__emit_value(&k, g->invstd);
     koila__emit_bool(&k, false);
     koila__emit_float(&k, 0.0);
     koila__emit_bools(&k, mask, 3);
