@@ -26,7 +26,7 @@ from ._errors import StaleValueError, UnsupportedError
 from ._foreach import foreach
 from ._index import special_index
 from ._layout import as_strided, metadata_write
-from ._random import random_write
+from ._random import attention, attention_backward, random_write
 from ._run import PSEUDO
 from ._settled import alias_of, on_settled, settled_views
 from ._shapes import check_overlap, check_shared, check_strided, factory, shape
@@ -179,7 +179,11 @@ _indexing = {
     "_unsafe_index",
     "_unsafe_index_put",
 }
-_not_really_random = {"_scaled_dot_product_flash_attention_for_cpu"}
+_not_really_random = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    *attention,
+    *attention_backward,
+}
 
 
 def _rules_of(func: Any) -> dict[type, Any] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ._torch import torch
 from . import _core
-from ._calls import redispatch, write_real
+from ._calls import redispatch, run_on_reals, write_real
 from ._errors import UnsupportedError
 from ._special import special
 
@@ -193,3 +193,27 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})
     out = redispatch(aten.mul.Tensor, (x, mask), {})
     return redispatch(aten.mul.Tensor, (out, 0.0 if p == 1 else 1.0 / (1.0 - p)), {}), mask
+
+
+# Attention kernels of CUDA have torch's tag of what draws. Forward draws with dropout alone;
+# backward never does: it is given the generator's state of then.
+attention = {
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
+}
+attention_backward = {
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+}
+
+
+@special(*attention)
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With dropout the numbers of an element depend on its place in the whole: it runs whole, now,
+    and the generator moves."""
+    position = [a.name for a in func._schema.arguments].index("dropout_p")
+    p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return _core.record(func, args, kwargs) if p == 0 else run_on_reals(func, args, kwargs)

@@ -466,6 +466,37 @@ static bool is_rewritten(const attempt *a)
     return false;
 }
 
+/* Is input i an empty partial sum: a buffer that this device does not use? It is the same in every
+ * slice, so the rule sees it whole, and the call does not end the loop that made it. */
+static bool is_empty_p(const koila__case *c, const koila_placement *placed, uint32_t i)
+{
+    return i < 32 && koila__is_sum(placed[i]) && placed[i].axis == c->axis &&
+           c->in_meta[i]->n_elements == 0;
+}
+
+static void show_empties_whole(koila__case *c, const koila_placement *placed)
+{
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (is_empty_p(c, placed, i)) {
+            inputs_of(c)[i] = koila__r();
+            c->need[i] = koila__r();
+        }
+}
+
+/* The empties as they are placed, or whole. */
+static void need_empties(koila__case *c, const koila_placement *placed, bool as_placed)
+{
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (is_empty_p(c, placed, i)) {
+            inputs_of(c)[i] = placed[i];
+            c->need[i] = as_placed ? placed[i] : koila__r();
+            if (as_placed)
+                c->unread |= 1u << i;
+            else
+                c->unread &= ~(1u << i);
+        }
+}
+
 /* Attempt 1 of the head: case_init and the operator's rule. False: gather, or p->status is set. */
 static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig,
                          const koila_value *in, const koila_placement *placed, uint16_t axis,
@@ -493,11 +524,19 @@ static bool attempt_rule(koila__placer *p, attempt *a, const koila_sig_info *sig
         return rule(&a->c) && p->status == KOILA_OK && a->c.replaced[0] != KOILA_NONE;
     }
     a->c.may_emit = may_emit;
+    show_empties_whole(&a->c, placed);
     if (!rule(&a->c) || p->status != KOILA_OK)
         return false;
-    /* The calls of a rewrite have been checked. An unsound answer breaks no invariant: a graph read
-     * from text may hold calls with contradictory shapes. */
-    return is_rewritten(a) || sound(a);
+    if (is_rewritten(a)) /* its calls have been checked */
+        return true;
+    need_empties(&a->c, placed, true);
+    /* An unsound answer breaks no invariant: a graph read from text may hold calls with
+     * contradictory shapes. */
+    if (!sound(a))
+        return false;
+    if (!a->loop)
+        need_empties(&a->c, placed, false);
+    return true;
 }
 
 /* ---- where a value comes from */

@@ -32,7 +32,7 @@ bool koila__rule_pointwise(koila__case *c)
     if (!lead_of(c, n_dims, &p) || !koila__out_all(c, p))
         return false;
     for (uint32_t j = 1; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_dims != n_dims)
+        if (c->out_meta[j] && c->out_meta[j]->n_elements && c->out_meta[j]->n_dims != n_dims)
             return false;
     for (uint32_t i = 0; i < c->n_in; i++)
         koila__need_aligned(c, i, p, n_dims);

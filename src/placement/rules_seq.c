@@ -160,6 +160,13 @@ bool koila__rule_flash_attention_backward(koila__case *c)
     static const uint32_t state[] = { 6, 7, 12, 13 };
     return attention_backward(c, 0, state, 4, 10);
 }
+bool koila__rule_cudnn_attention_backward(koila__case *c)
+/* (grad, q, k, v, out, lse, seed, offset, bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+ * is_causal) */
+{
+    static const uint32_t state[] = { 6, 7, 9, 10 };
+    return attention_backward(c, 8, state, 4, 13);
+}
 
 /* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H],
  * cy[N, H], workspace. Time is always dimension 0 here, whatever batch_first says: the caller has

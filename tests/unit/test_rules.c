@@ -236,3 +236,80 @@ TEST(rules__transposed_rows_are_gathered_once_and_sliced_again)
     CHECK_EQ(n_gathered(&m), 1);
     maker_deinit(&m);
 }
+
+/* ---- attention kernels of CUDA */
+
+#define N_ATTENTION 3
+
+/* q, k, v [7, 2, 5, 8] through kernel `which` of CUDA and back. *grad: the gradient of q. */
+static koila_value attention_of_cuda(maker *m, int which, double dropout, koila_value *grad)
+{
+    const shape full = f32(7, 2, 5, 8);
+    const shape none = NO_RESULT;
+    const shape seed = i64(1);
+    const koila_value x = batch(m, 0, full);
+    koila_value y;
+    if (which == 0) {
+        const shape out[4] = { full, f32(7, 2, 32), seed, seed };
+        y = calls(m, "aten::_scaled_dot_product_efficient_attention", 4, out, "tttnbdb", x, x, x, 1,
+                  dropout, 0);
+        const shape back[4] = { full, full, full, none };
+        *grad = calls(m, "aten::_scaled_dot_product_efficient_attention_backward", 4, back,
+                      "ttttnttttdlb", x, x, x, x, y, y + 1, y + 2, y + 3, dropout, 4, 1, 1, 1, 0, 0);
+        return y;
+    }
+    const shape out[9] = { full, f32(7, 2, 5), none, none, none, none, seed, seed, f32(0) };
+    const shape back[3] = { full, full, full };
+    if (which == 1) {
+        y = calls(m, "aten::_scaled_dot_product_flash_attention", 9, out, "tttdbb", x, x, x,
+                  dropout, 0, 0);
+        *grad = calls(m, "aten::_scaled_dot_product_flash_attention_backward", 3, back,
+                      "ttttttnniidbtt", x, x, x, x, y, y + 1, 5, 5, dropout, 0, y + 6, y + 7);
+        return y;
+    }
+    y = calls(m, "aten::_scaled_dot_product_cudnn_attention", 9, out, "tttnbdbb", x, x, x, 1,
+              dropout, 0, 0);
+    *grad = calls(m, "aten::_scaled_dot_product_cudnn_attention_backward", 3, back,
+                  "ttttttttnnniidb", x, x, x, x, y, y + 1, y + 6, y + 7, 5, 5, dropout, 0);
+    return y;
+}
+
+TEST(rules__attention_of_cuda_is_cut_without_dropout_and_whole_with_it)
+{
+    for (int which = 0; which < N_ATTENTION; which++)
+        for (int dropout = 0; dropout < 2; dropout++) {
+            maker m;
+            maker_init(&m, NULL);
+            koila_value grad;
+            const koila_value y = attention_of_cuda(&m, which, dropout * 0.5, &grad);
+            const koila_value both = call(&m, "aten::add.Tensor", f32(7, 2, 5, 8), "tt", y, grad);
+            place(&m, both);
+            CHECK_AT(&m, y, dropout ? R_ : S(0, 1, 1));
+            CHECK_AT(&m, grad, dropout ? R_ : S(0, 1, 1));
+            CHECK_EQ(n_gathered(&m) > 0, dropout);
+            maker_deinit(&m);
+        }
+}
+
+/* A buffer that this device leaves empty is no reason to make anything whole. */
+TEST(rules__an_empty_buffer_does_not_end_the_loop)
+{
+    for (int on_cuda = 0; on_cuda < 2; on_cuda++) {
+        maker m;
+        maker_init(&m, NULL);
+        const koila_value x = batch(&m, 0, f32(7, 5));
+        const shape out[2] = { f32(7, 5), on_cuda ? f32(0) : f32(7, 5) };
+        const koila_value y = calls(&m, "aten::log_sigmoid_forward", 2, out, "t", x);
+        const koila_value g =
+            call(&m, "aten::log_sigmoid_backward", f32(7, 5), "ttt", x, x, y + 1);
+        const koila_value both = call(&m, "aten::add.Tensor", f32(7, 5), "tt", y, g);
+        place(&m, both);
+        CHECK_AT(&m, y, S(0, 1, 1));
+        CHECK_AT(&m, g, S(0, 1, 1));
+        const koila_node n = koila_value_get(m.placed->graph, m.placed->lowered[g]).node;
+        const koila_node_info info = koila_node_get(m.placed->graph, n);
+        CHECK(m.placed->need[info.first_input + 2].kind != KOILA_R);
+        CHECK_EQ(n_gathered(&m), 0);
+        maker_deinit(&m);
+    }
+}
