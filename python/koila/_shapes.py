@@ -216,6 +216,10 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
     if func is aten._native_batch_norm_legit_functional.default:
         # New running statistics are clones of the old; the shape function widens half precision.
         out[3:] = [(_TENSOR, _meta_of_result(f)) for f in fakes[-2:]]
+    if func in _batch_norms and args[0].device.type == "cuda" and not args[5]:
+        # No statistics are saved in evaluation; the shape function has those that were given.
+        like = args[3] if args[1] is None else args[1]
+        out[1:3] = [(_TENSOR, (like.dtype, like.device, (0,), (1,), 0))] * 2
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
     if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
@@ -233,6 +237,12 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
     return out
 
 
+# (x, weight, bias, running_mean, running_var, training, momentum, eps)
+_batch_norms = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit_functional.default,
+}
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
 # it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
 # (torch 2.14's group norm).
