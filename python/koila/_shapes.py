@@ -89,7 +89,7 @@ def real_error(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 # Kinds of results, as memo.c reads them.
-_ONE, _TUPLE, _LIST, _NOTHING = range(4)
+_ONE, _TUPLE, _LIST, _NOTHING, _ENDS_IN_LIST = range(5)
 # Kinds of one result in it.
 _NONE, _TENSOR, _CONSTANT = range(3)
 _Out = list[tuple[int, Any]]
@@ -113,6 +113,9 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if instead is not None:
         return instead
     many = isinstance(result, (list, tuple))
+    ends_in_list = isinstance(result, tuple) and bool(result) and isinstance(result[-1], list)
+    if ends_in_list:  # gradients of cuDNN's recurrent layers: those of the weights are a list
+        result = (*result[:-1], *_unmasked(func, args, result[-1]))
     results = list(result) if many else [] if result is None else [result]
     if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in results):
         return value_dependent  # how many elements it stores is known only when it exists
@@ -121,6 +124,8 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _NOTHING
     elif many:
         kind = _LIST if isinstance(result, list) else _TUPLE
+    if ends_in_list:
+        kind = _ENDS_IN_LIST
     returned = {id(fakes[i]) for i in written}
     out = [_out_of(func, r) for r in results if id(r) not in returned]
     return kind, _corrected(func, args, fakes, out)
@@ -201,6 +206,14 @@ def _instead_of_write(
     return None
 
 
+def _unmasked(func: Any, args: tuple[Any, ...], results: list[Any]) -> list[Any]:
+    """The last of a call's results, a list: it is empty where the output mask leaves it out."""
+    for argument, value in zip(func._schema.arguments, args):
+        if argument.name == "output_mask" and not value[-1]:
+            return []
+    return results
+
+
 def _out_of(func: Any, result: Any) -> tuple[int, Any]:
     if isinstance(result, torch.Tensor):
         return _TENSOR, _meta_of_result(result)
@@ -232,7 +245,7 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
     for argument, value in zip(func._schema.arguments, args):
         # Shape functions may describe results that the mask leaves out.
-        if argument.name == "output_mask" and len(value) <= len(out):
+        if argument.name == "output_mask":
             out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
     return out
 

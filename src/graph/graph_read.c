@@ -629,24 +629,35 @@ static koila_status read_args(parser *p, call *c, bool link)
     return expect(p, ')');
 }
 
+/* Up to the bracket that closes them. */
+static koila_status read_results(parser *p, call *c, char close)
+{
+    if (take(p, close))
+        return KOILA_OK;
+    do {
+        koila_meta meta = KOILA_NONE;
+        if (!take_word(p, "None"))
+            KOILA_TRY(read_meta(p, &meta));
+        PUSH(p, &c->outputs, meta);
+    } while (take(p, ','));
+    return expect(p, close);
+}
+
 static koila_status read_result(parser *p, call *c)
 {
+    enum { TUPLE = 1, ENDS_IN_LIST = 4 };
     static const char open[] = "<([{";
     static const char close[] = ">)]}";
     koila_meta meta = KOILA_NONE;
-    for (uint8_t kind = 0; kind < 4; kind++) {
+    for (uint8_t kind = 0; kind < ENDS_IN_LIST; kind++) {
         if (!take(p, open[kind]))
             continue;
         c->result_kind = kind;
-        if (take(p, close[kind]))
-            return KOILA_OK;
-        do {
-            meta = KOILA_NONE;
-            if (!take_word(p, "None"))
-                KOILA_TRY(read_meta(p, &meta));
-            PUSH(p, &c->outputs, meta);
-        } while (take(p, ','));
-        return expect(p, close[kind]);
+        if (kind != TUPLE || !take(p, '['))
+            return read_results(p, c, close[kind]);
+        c->result_kind = ENDS_IN_LIST;
+        KOILA_TRY(read_results(p, c, ']'));
+        return expect(p, ')');
     }
     c->result_kind = 0;
     KOILA_TRY(read_meta(p, &meta));

@@ -270,8 +270,8 @@ typedef struct printer {
 /* inputs NULL: a link of a chain; its tensor is shown by its meta. */
 static void out_call(const printer *p, const koila_sig_info *s, const koila_value *inputs)
 {
-    static const char *const open[] = { "<", "(", "[", "{" };
-    static const char *const close[] = { ">", ")", "]", "}" };
+    static const char *const open[] = { "<", "(", "[", "{", "([" };
+    static const char *const close[] = { ">", ")", "]", "}", "])" };
     koila__out *o = p->o;
     koila_assert(s->result_kind < KOILA_COUNT(open));
     out_name(o, koila_op_name(p->t, s->op));

@@ -419,7 +419,7 @@ static bool is_write(const koila_table *t, const koila_write *w, uint32_t n_inpu
 /* Counts TENSOR tokens and checks that ids exist and values cover the tokens exactly. */
 static koila_status check_desc(const koila_table *t, const koila_sig_info *d, uint32_t *n_inputs)
 {
-    enum { MOST_VALUES = 4096, N_RESULT_KINDS = 4 };
+    enum { MOST_VALUES = 4096, N_RESULT_KINDS = 5 };
     uint32_t n_tensors;
     uint32_t n_values;
     if (d->op >= t->ops.n || d->n_pos > MOST_VALUES || d->n_kw > MOST_VALUES ||

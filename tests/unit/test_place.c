@@ -341,11 +341,11 @@ TEST(place__the_sums_of_batch_norm_are_given_all_that_cuda_asks_for)
         const koila_value x = batch(&m, 0, f32(7, 3, 4, 5));
         const koila_value stat = real(&m, f32(3));
         const shape back[3] = { f32(7, 3, 4, 5), f32(3), f32(3) };
-        const koila_value g =
-            has_weight ? calls(&m, "aten::native_batch_norm_backward", 3, back, "tttnnttbdl", x, x,
-                               stat, stat, stat, 1, 1e-5, 3, 1, 1, 1)
-                       : calls(&m, "aten::native_batch_norm_backward", 3, back, "ttnnnttbdl", x, x,
-                               stat, stat, 1, 1e-5, 3, 1, 1, 1);
+        const koila_value g = has_weight
+                                  ? calls(&m, "aten::native_batch_norm_backward", 3, back,
+                                          "tttnnttbdl", x, x, stat, stat, stat, 1, 1e-5, 3, 1, 1, 1)
+                                  : calls(&m, "aten::native_batch_norm_backward", 3, back,
+                                          "ttnnnttbdl", x, x, stat, stat, 1, 1e-5, 3, 1, 1, 1);
         const koila_value all = call(&m, "aten::cat", f32(1), "T", 3, g, g + 1, g + 2);
         uint32_t n_found = 0;
         place(&m, all);

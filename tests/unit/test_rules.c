@@ -254,8 +254,9 @@ static koila_value attention_of_cuda(maker *m, int which, double dropout, koila_
         y = calls(m, "aten::_scaled_dot_product_efficient_attention", 4, out, "tttnbdb", x, x, x, 1,
                   dropout, 0);
         const shape back[4] = { full, full, full, none };
-        *grad = calls(m, "aten::_scaled_dot_product_efficient_attention_backward", 4, back,
-                      "ttttnttttdlb", x, x, x, x, y, y + 1, y + 2, y + 3, dropout, 4, 1, 1, 1, 0, 0);
+        *grad =
+            calls(m, "aten::_scaled_dot_product_efficient_attention_backward", 4, back,
+                  "ttttnttttdlb", x, x, x, x, y, y + 1, y + 2, y + 3, dropout, 4, 1, 1, 1, 0, 0);
         return y;
     }
     const shape out[9] = { full, f32(7, 2, 5), none, none, none, none, seed, seed, f32(0) };
@@ -300,8 +301,7 @@ TEST(rules__an_empty_buffer_does_not_end_the_loop)
         const koila_value x = batch(&m, 0, f32(7, 5));
         const shape out[2] = { f32(7, 5), on_cuda ? f32(0) : f32(7, 5) };
         const koila_value y = calls(&m, "aten::log_sigmoid_forward", 2, out, "t", x);
-        const koila_value g =
-            call(&m, "aten::log_sigmoid_backward", f32(7, 5), "ttt", x, x, y + 1);
+        const koila_value g = call(&m, "aten::log_sigmoid_backward", f32(7, 5), "ttt", x, x, y + 1);
         const koila_value both = call(&m, "aten::add.Tensor", f32(7, 5), "tt", y, g);
         place(&m, both);
         CHECK_AT(&m, y, S(0, 1, 1));

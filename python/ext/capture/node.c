@@ -180,6 +180,28 @@ static PyObject *pack(uint8_t kind, PyObject **items, uint32_t n)
     return r;
 }
 
+/* The same for a call of op, of which the last result may be a list: its items are the last ones. */
+static PyObject *pack_of(const op_info *op, uint8_t kind, PyObject **items, uint32_t n)
+{
+    if (kind != RESULT_ENDS_IN_LIST)
+        return pack(kind, items, n);
+    const uint32_t first = op->n_results - 1u; /* item of the list */
+    koila_assert(op->n_results > 0 && first <= n);
+    PyObject *list = pack(RESULT_LIST, items + first, n - first);
+    PyObject *r = list ? PyTuple_New((Py_ssize_t)first + 1) : NULL;
+    for (uint32_t i = 0; i < first; i++) {
+        if (r)
+            PyTuple_SET_ITEM(r, i, items[i]);
+        else
+            Py_DECREF(items[i]);
+    }
+    if (r)
+        PyTuple_SET_ITEM(r, first, list);
+    else
+        Py_XDECREF(list);
+    return r;
+}
+
 /* The written arguments, as the schema's results name them. */
 static PyObject *give_written(const op_info *op, PyObject *args, PyObject *kwargs, PyObject **fresh,
                               uint32_t n_fresh)
@@ -458,18 +480,18 @@ static PyObject *finish_call(const call_walk *w, const op_info *op, outcome *c,
                 koila__group_written(w->in[i].h->group, written++);
         return give_written(op, args, kwargs, c->items, c->n);
     }
-    PyObject *r = pack(c->result_kind, c->items, c->n);
+    PyObject *r = pack_of(op, c->result_kind, c->items, c->n);
     return c->fill && r ? fill_factory(r, c->fill) : r;
 }
 
 /* A call whose results all are constants: no node. */
-static PyObject *give_constants(const memo_entry *e)
+static PyObject *give_constants(const op_info *op, const memo_entry *e)
 {
     PyObject *items[64];
     const uint32_t n = e->n_results < 64 ? e->n_results : 64;
     for (uint32_t i = 0; i < n; i++)
         items[i] = Py_NewRef(e->results[i].constant);
-    return pack(e->result_kind, items, n);
+    return pack_of(op, e->result_kind, items, n);
 }
 
 static PyObject *record_on_tape(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs)
@@ -483,7 +505,7 @@ static PyObject *record_on_tape(call_walk *w, const op_info *op, PyObject *args,
     if (!e)
         return NULL;
     if (e->no_node)
-        return give_constants(e);
+        return give_constants(op, e);
     outcome c;
     koila_value first_out;
     PyObject *r = NULL;

@@ -22,7 +22,7 @@
 
 enum { PLAIN, VIEW, SAME, WRITE, SPECIAL, STRIDED, FACTORY, INDEX };
 /* What a call returns: result_kind of koila_sig_info. */
-enum { RESULT_ONE, RESULT_TUPLE, RESULT_LIST, RESULT_NONE };
+enum { RESULT_ONE, RESULT_TUPLE, RESULT_LIST, RESULT_NONE, RESULT_ENDS_IN_LIST };
 
 /* ---- operators.c */
 typedef struct op_info {

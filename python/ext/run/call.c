@@ -13,6 +13,8 @@ enum {
     FEW_INPUTS = 32,
     MAX_ARGUMENTS = 64, /* one bit of arguments.owned each */
     MAX_RESULTS = 8,    /* results of a schema that writes (op_info.source) */
+    LIST = 2,           /* koila_sig_info.result_kind */
+    ENDS_IN_LIST = 4,   /* the same */
     SOURCE_FRESH = -1,  /* a result that is not a written argument (koila__op_sources) */
 };
 
@@ -350,6 +352,11 @@ static PyObject *item(PyObject *r, uint8_t kind, uint32_t j)
 {
     if (kind == 0)
         return j == 0 ? r : NULL;
+    if (kind == ENDS_IN_LIST && PyTuple_Check(r) && PyTuple_GET_SIZE(r)) {
+        const uint32_t first = (uint32_t)PyTuple_GET_SIZE(r) - 1; /* item of the list */
+        if (j >= first)
+            return item(PyTuple_GET_ITEM(r, first), LIST, j - first);
+    }
     if (PyTuple_Check(r))
         return j < PyTuple_GET_SIZE(r) ? PyTuple_GET_ITEM(r, j) : NULL;
     if (PyList_Check(r))
