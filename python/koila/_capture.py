@@ -180,6 +180,7 @@ _indexing = {
     "_unsafe_index_put",
 }
 _not_really_random = {
+    "_cudnn_rnn",
     "_scaled_dot_product_flash_attention_for_cpu",
     *attention,
     *attention_backward,

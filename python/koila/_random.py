@@ -210,6 +210,39 @@ attention_backward = {
 }
 
 
+@special("_cudnn_rnn")
+def _cudnn_rnn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN draws dropout between layers, by place in the whole: then it runs whole, now."""
+    weight_buf, dropout, train = args[3], args[11], args[12]
+    if (dropout and train) or _core.configure()["dry"]:
+        return run_on_reals(func, args, kwargs)
+    hidden = [_contiguous(h) for h in args[4:6]]
+    results = _core.record(func, (*args[:4], *hidden, *args[6:]), kwargs)
+    # The kernel gives back the argument itself, which the schema does not say.
+    return results if weight_buf is None else (*results[:4], weight_buf)
+
+
+@special("_cudnn_rnn_backward")
+def _cudnn_rnn_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    batch_first, batch_sizes = args[14], args[18]
+    hidden, output = [_contiguous(h) for h in args[4:6]], args[6]
+    if batch_first and not batch_sizes:  # the kernel's memory has time first
+        turn = (output, 0, 1)
+        output = _contiguous(redispatch(aten.transpose.int, turn, {}))
+        output = redispatch(aten.transpose.int, (output, 0, 1), {})
+    else:
+        output = _contiguous(output)
+    return _core.record(func, (*args[:4], *hidden, output, *args[7:]), kwargs)
+
+
+def _contiguous(t: Any) -> Any:
+    """Rows of a whole are not contiguous where the batch is no first dimension; cuDNN's layers
+    refuse such states, and would misread such results."""
+    if t is None or not _core.is_lazy(t):
+        return t
+    return redispatch(aten.clone.default, (t,), {"memory_format": torch.contiguous_format})
+
+
 @special(*attention)
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With dropout the numbers of an element depend on its place in the whole: it runs whole, now,

@@ -48,9 +48,23 @@ def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
                 return fakes[-1]
 
             a, k = map_call(fake, args, kwargs)
-            return func(*a, **k), fakes
+            return _shape_functions.get(func, func)(*a, **k), fakes
     finally:
         log.disabled = quiet
+
+
+def _cudnn_rnn_backward(*args: Any) -> Any:
+    """Torch would run the kernel, on zeros of all rows."""
+    x, weights, hx, cx, batch_first, batch_sizes = *args[:2], *args[4:6], args[14], args[18]
+    gx = x.new_empty(x.size())
+    if batch_first and not batch_sizes:
+        gx = x.new_empty((x.size(1), x.size(0), x.size(2))).transpose(0, 1)
+    gcx = None if cx is None else cx.new_empty(cx.size())
+    return gx, hx.new_empty(hx.size()), gcx, [w.new_empty(w.size()) for w in weights]
+
+
+# Where torch has none.
+_shape_functions: dict[Any, Any] = {aten._cudnn_rnn_backward.default: _cudnn_rnn_backward}
 
 
 def _fake_log() -> Any:
@@ -235,6 +249,14 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         out[1:3] = [(_TENSOR, (like.dtype, like.device, (0,), (1,), 0))] * 2
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
+    if func is aten._cudnn_rnn.default:
+        dtype, device, size, stride, offset = out[0][1]
+        if args[10] and not args[14]:  # batch_first, not packed: memory has time first
+            stride = (size[2], size[0] * size[2], 1)
+        out[0] = (_TENSOR, (dtype, device, size, stride, offset))
+        if args[5] is None:
+            out[2] = (_TENSOR, (dtype, *out[2][1][1:]))
+        out[3] = (_TENSOR, _cudnn_reserve(args, out[3][1]))
     if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
         dtype, device, size, _, offset = out[0][1]
         like = torch.empty(
@@ -300,6 +322,38 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
             size += (size - n_bytes(few)) * (rows - more) // (more - few)
     except RuntimeError:
         # No memory for a few rows: the plan is then less exact, and the step may still run.
+        return said
+    return said[0], said[1], (size,), (1,), 0
+
+
+def _cudnn_reserve(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same of cuDNN's recurrent layers in training."""
+    x, weights, buffer, hidden = args[0], args[1], args[3], args[4:6]
+    batch_first, train, batch_sizes = args[10], args[12], args[14]
+    at = 0 if batch_first else 1
+    if not train or batch_sizes or x.dim() != 3 or x.size(at) == 0:
+        return said
+
+    def n_bytes(n: int) -> int:
+        def zeros(t: torch.Tensor | None, dim: int | None = None) -> torch.Tensor | None:
+            if t is None:
+                return None
+            size = [n if d == dim else s for d, s in enumerate(t.size())]
+            return torch.zeros(size, dtype=t.dtype, device=t.device)
+
+        with torch._C._AutoDispatchBelowAutograd():
+            state = [zeros(h, 1) for h in hidden]
+            call = (zeros(x, at), [zeros(w) for w in weights], args[2], zeros(buffer), *state)
+            return int(aten._cudnn_rnn.default(*call, *args[6:])[3].numel())
+
+    rows = x.size(at)
+    more = min(rows, 8)
+    few = (more + 1) // 2
+    try:
+        size = n_bytes(more)
+        if more < rows:
+            size += (size - n_bytes(few)) * (rows - more) // (more - few)
+    except RuntimeError:
         return said
     return said[0], said[1], (size,), (1,), 0
 

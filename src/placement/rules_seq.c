@@ -232,6 +232,85 @@ bool koila__rule_rnn_layer_backward(koila__case *c)
     return true;
 }
 
+/* cuDNN's layers: x [T, N, C], or [N, T, C] with batch_first; hx and cx [layers, N, H]. Sequences
+ * are not packed, and nothing is dropped between the layers. */
+typedef struct cudnn_layers {
+    koila_placement x, h;
+} cudnn_layers;
+
+/* pos_first is batch_first's; dropout, train, bidirectional and batch_sizes follow. */
+static bool cudnn_layers_of(const koila__case *c, uint32_t pos_first, cudnn_layers *l)
+{
+    bool is_batch_first, train;
+    double dropout;
+    if (koila__any_p(c) || !koila__arg_bool(c, pos_first, false, &is_batch_first) ||
+        !koila__arg_number(c, pos_first + 1, 0, &dropout) ||
+        !koila__arg_bool(c, pos_first + 2, false, &train) || (train && dropout != 0) ||
+        !is_empty_list(c, pos_first + 4) || c->in_meta[0]->n_dims != 3)
+        return false;
+    const uint32_t dim = is_batch_first ? 0 : 1;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (!koila__is_s(c->in[i]) || koila__is_opaque(c->in[i]))
+            continue;
+        l->x = koila__moved(c->in[i], dim);
+        l->h = koila__moved(c->in[i], 1);
+        return koila__fits(c, l->x, c->in_meta[0]);
+    }
+    return false;
+}
+
+/* Input at `pos` of the call, when there is one, must be p. */
+static bool need_at(koila__case *c, uint32_t pos, koila_placement p)
+{
+    const uint32_t i = koila__input_at(c, pos);
+    return i == KOILA_NONE ? koila__is_absent(c, pos) : koila__need(c, i, p);
+}
+
+/* _cudnn_rnn(x, weights, stride0, weight_buf?, hx, cx?, mode, hidden, proj, layers, batch_first,
+ * dropout, train, bidirectional, batch_sizes, dropout_state?) -> out, hy, cy, reserve, weight_buf.
+ * The last is the argument of that name, which capture reads in its place. */
+bool koila__rule_cudnn_rnn(koila__case *c)
+{
+    cudnn_layers l;
+    if (c->n_out != 5 || !c->out_meta[3] || !cudnn_layers_of(c, 10, &l))
+        return false;
+    if (koila__input_at(c, 3) == KOILA_NONE || koila__input_at(c, 4) == KOILA_NONE)
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        koila__need_r(c, i);
+    if (!need_at(c, 0, l.x) || !need_at(c, 4, l.h) || !need_at(c, 5, l.h))
+        return false;
+    c->out[0] = l.x;
+    c->out[1] = l.h;
+    c->out[2] = koila__is_absent(c, 5) ? koila__p(c, KOILA_SUM) : l.h;
+    c->out[3] = koila__opaque(c);
+    c->out[4] = koila__p(c, KOILA_SUM);
+    return true;
+}
+
+/* _cudnn_rnn_backward(x, weights, stride0, weight_buf, hx, cx?, out, grad_out?, grad_hy?, grad_cy?,
+ * mode, hidden, proj, layers, batch_first, dropout, train, bidirectional, batch_sizes,
+ * dropout_state?, reserve, mask) -> gx, ghx, gcx, [gw...] */
+bool koila__rule_cudnn_rnn_backward(koila__case *c)
+{
+    cudnn_layers l;
+    const uint32_t work = koila__input_at(c, 20);
+    if (c->n_out < 3 || work == KOILA_NONE || !koila__is_opaque(c->in[work]) ||
+        !cudnn_layers_of(c, 14, &l))
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (i != work)
+            koila__need_r(c, i);
+    if (!need_at(c, 0, l.x) || !need_at(c, 6, l.x) || !need_at(c, 7, l.x) || !need_at(c, 4, l.h) ||
+        !need_at(c, 5, l.h) || !need_at(c, 8, l.h) || !need_at(c, 9, l.h))
+        return false;
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j])
+            c->out[j] = j < 3 ? l.h : koila__p(c, KOILA_SUM);
+    c->out[0] = l.x;
+    return true;
+}
+
 /* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases
  * whole. The workspace has a row per sample. */
 static bool fused_cell(koila__case *c, uint32_t n_results)

@@ -46,6 +46,10 @@ NO_CPU_SAMPLE = {
     "aten::_scaled_dot_product_efficient_attention_backward",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_cudnn_rnn",
+    "aten::_cudnn_rnn_backward",
     # needs the opaque workspace of its forward: test_programs.py
     "aten::mkldnn_rnn_layer_backward",
     "aten::_embedding_bag",

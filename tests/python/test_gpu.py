@@ -275,7 +275,8 @@ def test_fused_attention(backend, m):
     assert_same(expected, got, tol, f"{backend}, slices of {m}")
     assert koila.last_plan().n_micro_batches == -(-12 // m)
     big = [g for g in koila.last_plan().gathers if g.n_bytes > 12 * 64]
-    assert not big, big
+    if p == 0:  # dropout draws by place in the whole: it runs whole
+        assert not big, big
 
 
 class Rnn(nn.Module):
@@ -309,6 +310,43 @@ def test_cudnn_recurrent_layers(kind, m):
         return {"loss:loss": plain(loss)}
 
     check(step, lambda: Rnn(make, **options).cuda().double(), m, tol=1e-10)
+
+
+@pytest.mark.parametrize("m", KINDS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+def test_cudnn_layers_are_cut_with_a_state_of_rows(make, batch_first, m):
+    """Two layers: rows of a state are not contiguous, and its gradient is sliced as well. Backward
+    comes twice."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start, self.rnn = (
+                nn.Linear(16, 2 * 24),
+                make(16, 24, num_layers=2, batch_first=batch_first),
+            )
+            self.head = nn.Linear(24, 4)
+
+        def forward(self, x):
+            h = self.start(x[:, 0]).unflatten(1, (2, 24)).transpose(0, 1).contiguous()
+            state = (h, h.tanh()) if make is nn.LSTM else h
+            y, last = self.rnn(x if batch_first else x.transpose(0, 1), state)
+            y = y if batch_first else y.transpose(0, 1)
+            last = last[0] if make is nn.LSTM else last
+            return self.head(y.contiguous().view(-1, 7, 24).mean(1) + last[1])
+
+    def step(model, wrap):
+        x = torch.randn(12, 7, 16, dtype=D, device="cuda")
+        y = torch.randint(0, 4, (12,), device="cuda")
+        x, y = wrap(x, y)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {"loss:loss": plain(loss)}
+
+    check(step, lambda: Net().cuda().double(), m, tol=1e-10)
+    assert not [g for g in koila.last_plan().gathers if "rnn" in g.operator]
 
 
 @pytest.mark.parametrize("m", KINDS)

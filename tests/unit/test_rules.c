@@ -313,3 +313,39 @@ TEST(rules__an_empty_buffer_does_not_end_the_loop)
         maker_deinit(&m);
     }
 }
+
+/* cuDNN's layers: an LSTM with one layer, x [4, 7, 3], weights [20, 3] and [20, 5]. *grad: that of
+ * x; 1, 2: of the states; 3, 4: of the weights. */
+static koila_value cudnn_lstm(maker *m, double dropout, koila_value *grad)
+{
+    const shape state = f32(1, 7, 5);
+    const shape seen[5] = { f32(4, 7, 5), state, state, SHAPE(KOILA_DTYPE_U8, 1920), f32(160) };
+    const shape back[5] = { f32(4, 7, 3), state, state, f32(20, 3), f32(20, 5) };
+    const koila_value x = batch(m, 1, f32(4, 7, 3));
+    const koila_value h = call(m, "aten::zeros", state, "l", 3, 1, 7, 5);
+    const koila_value w = real(m, f32(20, 3));
+    const koila_value u = real(m, f32(20, 5));
+    const koila_value all = real(m, f32(160));
+    const koila_value y = calls(m, "aten::_cudnn_rnn", 5, seen, "tTitttiiiibdbbln", x, 2, w, u, 2,
+                                all, h, h, 2, 5, 0, 1, 0, dropout, 1, 0, 0);
+    *grad = calls(m, "aten::_cudnn_rnn_backward", 5, back, "tTittttttniiiibdbblntl", x, 2, w, u, 2,
+                  all, h, h, y, y, h, 2, 5, 0, 1, 0, dropout, 1, 0, 0, y + 3, 4, 1, 1, 1, 1);
+    return y;
+}
+
+TEST(rules__layers_of_cudnn_are_cut_without_dropout_and_whole_with_it)
+{
+    for (int dropout = 0; dropout < 2; dropout++) {
+        maker m;
+        maker_init(&m, NULL);
+        koila_value grad;
+        const koila_value y = cudnn_lstm(&m, dropout * 0.5, &grad);
+        const koila_value all = call(&m, "aten::cat", f32(1), "T", 4, y, grad, grad + 1, grad + 4);
+        place(&m, all);
+        CHECK_AT(&m, y, dropout ? R_ : S(1, 1, 1));
+        CHECK_AT(&m, grad, dropout ? R_ : S(1, 1, 1));
+        CHECK_AT(&m, grad + 1, dropout ? R_ : S(1, 1, 1));
+        CHECK_AT(&m, grad + 4, dropout ? R_ : P_);
+        maker_deinit(&m);
+    }
+}
