@@ -126,20 +126,9 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     instead = _instead_of_write(func, args, kwargs, fakes, written)
     if instead is not None:
         return instead
-    many = isinstance(result, (list, tuple))
-    ends_in_list = isinstance(result, tuple) and bool(result) and isinstance(result[-1], list)
-    if ends_in_list:  # gradients of cuDNN's recurrent layers: those of the weights are a list
-        result = (*result[:-1], *_unmasked(func, args, result[-1]))
-    results = list(result) if many else [] if result is None else [result]
+    kind, results = _flat(func, args, result)
     if any(isinstance(r, torch.Tensor) and not is_dense(r) for r in results):
         return value_dependent  # how many elements it stores is known only when it exists
-    kind = _ONE
-    if result is None or (many and len(func._schema.returns) == 0):
-        kind = _NOTHING
-    elif many:
-        kind = _LIST if isinstance(result, list) else _TUPLE
-    if ends_in_list:
-        kind = _ENDS_IN_LIST
     returned = {id(fakes[i]) for i in written}
     out = [_out_of(func, r) for r in results if id(r) not in returned]
     return kind, _corrected(func, args, fakes, out)
@@ -218,6 +207,21 @@ def _instead_of_write(
             # Most operators refuse to write such a tensor, and the shape functions do not look.
             real_error(func, args, kwargs)
     return None
+
+
+def _flat(func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, list[Any]]:
+    """What kind of result it is, and its items one after the other."""
+    if result is None:
+        return _NOTHING, []
+    if not isinstance(result, (list, tuple)):
+        return _ONE, [result]
+    if len(func._schema.returns) == 0:
+        return _NOTHING, list(result)
+    if isinstance(result, list):
+        return _LIST, result
+    if result and isinstance(result[-1], list):  # cuDNN's recurrent layers: gradients of weights
+        return _ENDS_IN_LIST, [*result[:-1], *_unmasked(func, args, result[-1])]
+    return _TUPLE, list(result)
 
 
 def _unmasked(func: Any, args: tuple[Any, ...], results: list[Any]) -> list[Any]:

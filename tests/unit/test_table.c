@@ -186,7 +186,7 @@ TEST(table__calls_that_contradict_themselves_are_refused)
     REFUSED(d.n_pos = 0);
     REFUSED(d.n_kw = UINT32_MAX, d.n_pos = 2); /* wraps to one value */
     REFUSED(d.outputs = (koila_meta[]){ m + 1 });
-    REFUSED(d.result_kind = 4);
+    REFUSED(d.result_kind = 5);
     const koila_arg bad[] = { { .kind = KOILA_ARG_TENSOR, .u.id = m + 1 },
                               { .kind = KOILA_ARG_STR, .u.id = 99 },
                               { .kind = KOILA_ARG_DTYPE, .u.id = KOILA_N_DTYPES },

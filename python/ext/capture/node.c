@@ -180,7 +180,7 @@ static PyObject *pack(uint8_t kind, PyObject **items, uint32_t n)
     return r;
 }
 
-/* The same for a call of op, of which the last result may be a list: its items are the last ones. */
+/* The same for a call of op. Its last result may be a list, whose items are the last ones. */
 static PyObject *pack_of(const op_info *op, uint8_t kind, PyObject **items, uint32_t n)
 {
     if (kind != RESULT_ENDS_IN_LIST)
