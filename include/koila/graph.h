@@ -187,8 +187,8 @@ typedef struct koila_sig_info {
     uint32_t n_outputs;       /**< n_fresh + n_writes (filled by the table) */
     /** [n_fresh] on input, [n_outputs] when read; KOILA_NONE for a result that is None */
     const koila_meta *outputs;
-    /** of the call: 0 one tensor, 1 tuple, 2 list, 3 nothing or `self`, 4 tuple that ends in a list,
-     * whose items are the last results */
+    /** of the call: 0 one tensor, 1 tuple, 2 list, 3 nothing or `self`, 4 tuple that ends in a
+     * list, whose items are the last results */
     uint8_t result_kind;
     uint8_t grad_mode; /**< grad mode at capture; part of the signature */
     uint32_t n_writes;

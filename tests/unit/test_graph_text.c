@@ -199,10 +199,9 @@ static bool make_everything(maker *m, koila_table *shared)
     koila_sig_info nothing = { .op = op2, .result_kind = 0 };
     DO(koila_table_sig(m->table, &nothing, &sig));
     DO(koila_graph_node(m->graph, sig, NULL, KOILA_NONE, &first));
-    koila_sig_info ends_in_list = { .op = op2,
-                                    .n_fresh = 2,
-                                    .outputs = (koila_meta[]){ strided, KOILA_NONE },
-                                    .result_kind = 4 };
+    koila_sig_info ends_in_list = {
+        .op = op2, .n_fresh = 2, .outputs = (koila_meta[]){ strided, KOILA_NONE }, .result_kind = 4
+    };
     DO(koila_table_sig(m->table, &ends_in_list, &sig));
     DO(koila_graph_node(m->graph, sig, NULL, KOILA_NONE, &first));
     DO(koila_graph_leaf(m->graph, other, KOILA_LEAF_REAL, 0, 0, "late", &c));
