@@ -138,7 +138,9 @@ static bool memo_put(reader *r, uint64_t slot)
         r->memo[r->n_memo++] = make(K_MARK, 0);
     value v = r->stack[r->n_stack - 1];
     open_one *o = koila__snap_open_of(r, v);
-    if (o) {
+    if (o && o->is_closed) {
+        v = o->out;
+    } else if (o) {
         if (o->memo)
             return BAD(r, "broken pickle: a container is remembered twice");
         o->memo = (uint32_t)slot + 1;
@@ -153,15 +155,39 @@ static bool memo_put(reader *r, uint64_t slot)
     return true;
 }
 
+static bool is_unfinished(reader *r)
+{
+    return BAD(r, "broken pickle: a reference to an unfinished container");
+}
+
+/* A reference to a container that may still be filled: torch shares one list of frames between a
+ * segment and its blocks. A writer refers to what it has written whole, unless a container holds
+ * itself; so it is taken as it is, and filling it later is refused. Each is closed once and holds
+ * only what was closed before it: no cycles. */
+static bool close_shared(reader *r, uint64_t slot)
+{
+    const value v = r->memo[slot];
+    open_one *o = koila__snap_open_of(r, v);
+    if (!o || !r->n_stack)
+        return is_unfinished(r);
+    value *top = &r->stack[r->n_stack - 1];
+    if (*top != v)
+        return koila__snap_close(r, o);
+    return o->n ? finish(r, top) : is_unfinished(r);
+}
+
 static bool memo_get(reader *r, uint64_t slot)
 {
     if (slot >= r->n_memo || kind_of(r->memo[slot]) == K_MARK)
         return BAD(r, "broken pickle: memo slot %llu is empty", (unsigned long long)slot);
+    const enum kind remembered = kind_of(r->memo[slot]);
+    if ((remembered == K_DICT || remembered == K_LIST) && !close_shared(r, slot))
+        return false;
     value v = r->memo[slot];
     switch (kind_of(v)) {
     case K_DICT:
     case K_LIST:
-        return BAD(r, "broken pickle: a reference to an unfinished container");
+        return is_unfinished(r);
     case K_ENTRY:
     case K_ENTRIES:
     case K_SEGMENT:
@@ -308,6 +334,8 @@ static bool fill_dict(reader *r, uint64_t first)
                    koila__snap_kind_names[kind_of(r->stack[first - 1])]);
     if (o != &r->open[r->n_open - 1])
         return BAD(r, "broken pickle: a dict is filled before another inside it is finished");
+    if (o->is_closed)
+        return is_unfinished(r);
     for (uint64_t i = first; i < r->n_stack; i += 2)
         if (!dict_add(r, o, r->stack[i], r->stack[i + 1]))
             return false;
@@ -325,6 +353,8 @@ static bool fill_list(reader *r, uint64_t first)
                    koila__snap_kind_names[kind_of(r->stack[first - 1])]);
     if (o != &r->open[r->n_open - 1])
         return BAD(r, "broken pickle: a list is filled before another inside it is finished");
+    if (o->is_closed)
+        return is_unfinished(r);
     for (uint64_t i = first; i < r->n_stack; i++)
         if (!koila__snap_list_add(r, o, r->stack[i]))
             return false;

@@ -131,11 +131,13 @@ typedef struct wide {
 
 typedef struct open_one {
     bool is_dict;
+    bool is_closed;    /* `out` is what it became, for it was referred to: nothing may be added */
     uint8_t list_kind; /* kind of its elements so far, K_NONE = none yet */
     uint32_t memo;     /* slot + 1 to be updated when finished */
     uint64_t items, n; /* first in items[]; count */
     uint64_t first;    /* lists of records: the first one's number */
     uint64_t serial;
+    value out;
 } open_one;
 
 typedef struct reader {
@@ -235,6 +237,8 @@ open_one *koila__snap_open_of(reader *r, value v); /* NULL: not under constructi
 bool koila__snap_list_add(reader *r, open_one *o, value v);
 /* the innermost open container becomes its record */
 bool koila__snap_finish_open(reader *r, value *v);
+/* Any open container becomes its record where it is; it leaves open[] when it is finished. */
+bool koila__snap_close(reader *r, open_one *o);
 
 static inline bool finish(reader *r, value *v)
 {

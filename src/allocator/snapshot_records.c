@@ -984,7 +984,34 @@ static bool no_segments(reader *r, const open_one *o)
     return BAD(r, "no \"segments\": found keys %s", names[0] ? names : "(none)");
 }
 
-/* The innermost open container becomes its record. */
+/* What an open container holds becomes its record. The outermost dict must be a snapshot. */
+static bool build_open(reader *r, open_one *o, value *out)
+{
+    koila_assert(!o->is_closed && o->items <= r->n_items);
+    const bool outermost = o == &r->open[0];
+    open_one done = *o;
+    if (!done.is_dict)
+        return finish_list(r, &done, out);
+    if (!build_record(r, items_of(r, &done), done.n, out))
+        return false;
+    return !outermost || kind_of(*out) == K_TOP || no_segments(r, &done);
+}
+
+bool koila__snap_close(reader *r, open_one *o)
+{
+    value out = 0;
+    if (o->is_closed)
+        return true;
+    if (!build_open(r, o, &out))
+        return false;
+    o->is_closed = true;
+    o->out = out;
+    if (o->memo)
+        r->memo[o->memo - 1] = out;
+    o->memo = 0;
+    return true;
+}
+
 bool koila__snap_finish_open(reader *r, value *v)
 {
     open_one *o = koila__snap_open_of(r, *v);
@@ -992,18 +1019,10 @@ bool koila__snap_finish_open(reader *r, value *v)
         return BAD(r, "broken pickle: a container is used twice");
     if (o != &r->open[r->n_open - 1])
         return BAD(r, "broken pickle: a container is used before another inside it is finished");
-    koila_assert(o->items <= r->n_items);
-    open_one done = *o;
-    value out = 0;
-    if (!(done.is_dict ? build_record(r, items_of(r, &done), done.n, &out)
-                       : finish_list(r, o, &out)))
+    if (!koila__snap_close(r, o))
         return false;
-    if (done.is_dict && r->n_open == 1 && kind_of(out) != K_TOP)
-        return no_segments(r, &done);
-    r->n_items = done.items;
+    r->n_items = o->items;
     r->n_open--;
-    if (done.memo)
-        r->memo[done.memo - 1] = out;
-    *v = out;
+    *v = o->out;
     return true;
 }

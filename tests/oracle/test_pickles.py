@@ -35,6 +35,19 @@ def variants(d):
 
     yield "shared", shared(d)
     yield "fresh", json.loads(json.dumps(d))
+    for kind, frames in (("no", []), ("one", [{"name": "f", "filename": "f.py", "line": 3}])):
+        yield f"{kind} frame, in one list", one_list(json.loads(json.dumps(d)), frames)
+    again = {"name": "g", "filename": "f.py", "line": 4}
+    yield "recursion", one_list(json.loads(json.dumps(d)), [again] * 100)
+
+
+def one_list(d, frames):
+    """torch's C++ code gives a segment and its blocks the same list object."""
+    for segment in d["segments"]:
+        segment["frames"] = frames
+        for block in segment["blocks"]:
+            block["frames"] = frames
+    return d
 
 
 def tuples(x):
@@ -70,6 +83,7 @@ def run(koila):
             {"stage": "START", "name": "step", "device": 0, "time_us": 1000003}
         ]
         for kind, v in variants(d):
+            want = simulate(json.dumps(v).encode())
             for writer, write in writers():
                 got = simulate(write(v))
                 if got == want:

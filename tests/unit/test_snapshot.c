@@ -169,6 +169,69 @@ TEST(snapshot__the_same_record_twice_is_refused)
            "broken pickle: ");
 }
 
+#define SEGMENT_HEAD                                                                               \
+    "\x80\x04](}(\x8c\x07"                                                                         \
+    "addressM\x00\x10\x8c\x0atotal_sizeM\x00\x04\x8c\x06"                                          \
+    "frames"
+#define TWO_BLOCKS                                                                                 \
+    "\x8c\x06"                                                                                     \
+    "blocks](}(\x8c\x04sizeM\x00\x02\x8c\x05state\x8c\x08inactive\x8c\x06"                         \
+    "framesh\x07u}(\x8c\x04sizeM\x00\x02\x8c\x05state\x8c\x08inactive\x8c\x06"                     \
+    "framesh\x07ue"
+
+/* torch keeps one list of frames for a segment and its blocks; the segment is still under
+ * construction where its blocks refer to that list. */
+TEST(snapshot__a_list_is_shared_by_what_is_under_construction)
+{
+    static const char none[] = SEGMENT_HEAD "]q\x07" TWO_BLOCKS "ue.";
+    static const char three[] = SEGMENT_HEAD "]q\x07(}q\x08(\x8c\x08"
+                                             "filename\x8c\x01"
+                                             "fuh\x08h\x08"
+                                             "e" TWO_BLOCKS "ue.";
+    const struct {
+        const char *p;
+        size_t n, n_frames;
+    } v[] = { { none, sizeof none - 1, 0 }, { three, sizeof three - 1, 3 } };
+    for (size_t i = 0; i < KOILA_COUNT(v); i++) {
+        koila_snapshot *s;
+        koila_error e = KOILA_ERROR_INIT;
+        CHECK_EQ(open_n(v[i].p, v[i].n, &s, &e), KOILA_OK);
+        if (!s) {
+            printf("  %s\n", e.text);
+            continue;
+        }
+        size_t n;
+        koila_frame f;
+        const koila_segment *g = koila_snapshot_segments(s, 0, &n);
+        CHECK_EQ(n, 1);
+        CHECK_EQ(g->n_blocks, 2);
+        for (size_t b = 0; b < 2; b++) {
+            const uint32_t stack = koila_snapshot_block_stack(s, &g->blocks[b]);
+            for (uint32_t k = 0; k < v[i].n_frames; k++)
+                CHECK(koila_snapshot_frame(s, stack, k, &f) && !strcmp(f.filename, "f"));
+            CHECK(!koila_snapshot_frame(s, stack, (uint32_t)v[i].n_frames, &f));
+        }
+        koila_snapshot_free(s);
+    }
+    /* what was referred to is complete: nothing can hold itself, at any distance */
+    REFUSE("\x80\x02]q\x00(h\x00"
+           "e.",
+           "a reference to an unfinished container");
+    REFUSE("\x80\x02]q\x00(]q\x01(h\x00"
+           "ee.",
+           "a reference to an unfinished container");
+    REFUSE("\x80\x02]}q\x00(X\x01\x00\x00\x00xh\x00"
+           "ua.",
+           "a reference to an unfinished container");
+    REFUSE("\x80\x02}q\x00(X\x01\x00\x00\x00xh\x00"
+           "u.",
+           "found keys (none)");
+    REFUSE("\x80\x02]q\x00(K\x01"
+           "eh\x00"
+           "a.",
+           "is filled like an open list");
+}
+
 TEST(snapshot__a_small_file_is_read)
 {
     static const char json[] =
