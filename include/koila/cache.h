@@ -59,7 +59,9 @@ typedef struct koila_pool {
     X(OOM_REJECT, 8, "throw_on_cudamalloc_oom")                                                    \
     X(POOL_ID_IN_TRACE, 9, "trace entries name their pool")                                        \
     X(SEARCH_AFTER_RELEASE, 10,                                                                    \
-      "free blocks are searched again after release-all (no torch does this yet)")
+      "free blocks are searched again after release-all (no torch does this yet)")                 \
+    X(OLDEST_SEGMENT, 11, "of equal free blocks the oldest segment's goes first, then by address") \
+    X(POOL_DEATH_FREES, 12, "a MemPool's memory goes back when its last holder is gone")
 typedef enum koila_cache_rule {
 #define KOILA_CACHE_RULE_ENUM(name, bit, text) KOILA_RULE_##name = 1 << (bit),
     KOILA_CACHE_RULE_MAP(KOILA_CACHE_RULE_ENUM)

@@ -196,8 +196,12 @@ uint32_t koila__cache_seg_new(koila_cache *c, uint32_t lane_i, uint64_t addr, ui
     else
         s = c->s.n_segs++;
     koila_assert(s && s < c->segs_cap && lane_i < c->n_lanes);
-    *wr_seg(c, s) =
-        (segment){ .addr = addr, .size = size, .lane = lane_i, .expandable = expandable };
+    const bool by_age = c->conf.rules & KOILA_RULE_OLDEST_SEGMENT;
+    *wr_seg(c, s) = (segment){ .addr = addr,
+                               .size = size,
+                               .number = by_age ? ++c->s.n_made : 0,
+                               .lane = lane_i,
+                               .expandable = expandable };
     c->s.n_reservations += expandable;
     uint32_t b = koila__cache_block_new(c, s, lane_i, addr, size);
     wr_seg(c, s)->first = b;
@@ -512,13 +516,13 @@ static void complete_pending(koila_cache *c)
     }
 }
 
-/* Every free block of a pool that the driver can take back, in (stream, size, address) order.
+/* Every free block of a pool that the driver can take back, in the order of the lanes.
  * Expandable ones after the others. */
 static void release_pool(koila_cache *c, const pool *p, bool small)
 {
     for (uint32_t i = 0; i < p->n_lanes[small]; i++) {
         const lane *l = c->lanes[p->lanes[small][i]];
-        for (uint32_t b = lane_at_least(c, l, 0, 0), next; b; b = next) {
+        for (uint32_t b = lane_at_least(c, l, 0), next; b; b = next) {
             next = lane_next(c, l, b);
             if (!in_expandable(c, b) && is_alone(c, b))
                 release_block(c, b);
@@ -529,7 +533,7 @@ static void release_pool(koila_cache *c, const pool *p, bool small)
     uint32_t first = 0, last = 0;
     for (uint32_t i = 0; i < p->n_lanes[small]; i++) {
         const lane *l = c->lanes[p->lanes[small][i]];
-        for (uint32_t b = lane_at_least(c, l, 0, 0); b; b = lane_next(c, l, b)) {
+        for (uint32_t b = lane_at_least(c, l, 0); b; b = lane_next(c, l, b)) {
             if (!in_expandable(c, b))
                 continue;
             if (last)
@@ -572,16 +576,16 @@ static bool release_available(koila_cache *c, uint32_t lane_i, uint64_t r)
     const uint64_t k = r > max_split ? r : max_split;
     if (max_split == KOILA_NO_LIMIT)
         return false;
-    for (uint32_t b = lane_at_least(c, l, k, 0); b; b = lane_next(c, l, b)) {
+    for (uint32_t b = lane_at_least(c, l, k); b; b = lane_next(c, l, b)) {
         if (in_expandable(c, b) || !is_alone(c, b))
             continue;
         release_block(c, b);
         return true;
     }
     uint64_t total = 0;
-    for (uint32_t b = lane_below(c, l, KOILA_NO_LIMIT, 0), next;
-         b && total < k && c->blocks[b].size >= max_split; b = next) {
-        next = lane_below(c, l, c->blocks[b].size, c->blocks[b].addr);
+    for (uint32_t b = lane_last(c, l), next; b && total < k && c->blocks[b].size >= max_split;
+         b = next) {
+        next = lane_prev(c, l, b);
         if (in_expandable(c, b) || !is_alone(c, b))
             continue;
         total += c->blocks[b].size;
@@ -599,7 +603,7 @@ static size_t collect(koila_cache *c, uint64_t target, size_t n_rounds)
     size_t n_released = 0;
     for (uint32_t i = 0; i < p->n_lanes[0]; i++) {
         const lane *l = c->lanes[p->lanes[0][i]];
-        for (uint32_t b = lane_at_least(c, l, 0, 0); b; b = lane_next(c, l, b))
+        for (uint32_t b = lane_at_least(c, l, 0); b; b = lane_next(c, l, b))
             if (is_alone(c, b) && !in_expandable(c, b)) {
                 age += (uint32_t)(now - c->blocks[b].born);
                 n++;
@@ -610,7 +614,7 @@ static size_t collect(koila_cache *c, uint64_t target, size_t n_rounds)
         any = false;
         for (uint32_t i = 0; i < p->n_lanes[0]; i++) {
             const lane *l = c->lanes[p->lanes[0][i]];
-            for (uint32_t b = lane_at_least(c, l, 0, 0), next; b; b = next) {
+            for (uint32_t b = lane_at_least(c, l, 0), next; b; b = next) {
                 next = lane_next(c, l, b);
                 const uint32_t its_age = now - c->blocks[b].born;
                 if (!is_alone(c, b) || in_expandable(c, b) || (double)its_age < mean)
@@ -692,7 +696,7 @@ static inline uint32_t search(const koila_cache *c, uint32_t lane_i, const reque
     const lane *l = c->lanes[lane_i];
     const uint64_t r = q->r;
     const uint64_t max_split = c->conf.max_split_bytes;
-    uint32_t b = lane_at_least(c, l, r, 0);
+    uint32_t b = lane_at_least(c, l, r);
     if (!b)
         return 0;
     if (c->s.n_reservations && in_expandable(c, b)) {

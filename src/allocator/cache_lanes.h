@@ -1,10 +1,10 @@
 /* cache_lanes.h — ordered sets of free blocks, and of unmapped ones. In a header, so that the
  * search in cache.c is one piece of code.
  *
- * Free blocks. Best fit needs "the smallest block >= r, ties to the lowest address" in an ordered
- * set. One tree per lane is ten cache misses deep; so a lane has one bin per size class (32 to an
- * octave, in units of 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks
- * there. The treap lives in the blocks (left, right), its priorities are a hash of the block's
+ * Free blocks. Best fit needs "the smallest block >= r, ties to the oldest segment, then to the
+ * lowest address" in an ordered set (before torch 2.13 all segments are of one age). One tree per
+ * lane is ten cache misses deep; so a lane has one bin per size class (32 to an octave, in units of
+ * 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks there. The treap lives in the blocks (left, right), its priorities are a hash of the block's
  * index: inserting never allocates, the shape does not depend on history, and a bin of ten thousand
  * equal blocks still costs a logarithm.
  */
@@ -25,10 +25,17 @@ static inline uint32_t bin_of(const lane *l, uint64_t size)
     return bin < N_BINS ? bin : N_BINS - 1;
 }
 
-static inline bool before(const block *x, const block *y, bool by_size)
+/* Free blocks are in the order (size, age of the segment, address), unmapped ones by address. */
+static inline bool before(const koila_cache *c, const block *x, const block *y, bool by_size)
 {
-    if (by_size && x->size != y->size)
-        return x->size < y->size;
+    if (by_size) {
+        if (x->size != y->size)
+            return x->size < y->size;
+        const uint64_t x_number = c->segs[x->seg].number;
+        const uint64_t y_number = c->segs[y->seg].number;
+        if (x_number != y_number)
+            return x_number < y_number;
+    }
     return x->addr < y->addr;
 }
 
@@ -83,7 +90,7 @@ static inline void tree_insert(koila_cache *c, uint32_t b, uint32_t bin)
     int side = 0;
     while (at && priority(at) >= priority(b)) {
         parent = at;
-        side = before(&c->blocks[at], x, by_size);
+        side = before(c, &c->blocks[at], x, by_size);
         at = c->blocks[at].link[side];
     }
     set_link(c, lane_i, bin, parent, side, b);
@@ -91,7 +98,7 @@ static inline void tree_insert(koila_cache *c, uint32_t b, uint32_t bin)
     uint32_t hook[2] = { b, b };
     int hook_side[2] = { LEFT, RIGHT };
     while (at) {
-        int s = before(&c->blocks[at], x, by_size) ? LEFT : RIGHT;
+        int s = before(c, &c->blocks[at], x, by_size) ? LEFT : RIGHT;
         wr(c, hook[s])->link[hook_side[s]] = at;
         hook[s] = at;
         hook_side[s] = !s;
@@ -112,7 +119,7 @@ static inline void tree_erase(koila_cache *c, uint32_t b, uint32_t bin)
     while (at != b) {
         koila_assert(at);
         parent = at;
-        side = before(&c->blocks[at], x, by_size);
+        side = before(c, &c->blocks[at], x, by_size);
         at = c->blocks[at].link[side];
     }
     uint32_t l = x->link[LEFT];
@@ -147,18 +154,34 @@ static inline void free_erase(koila_cache *c, uint32_t b)
     tree_erase(c, b, bin_of(c->lanes[c->blocks[b].lane], c->blocks[b].size));
 }
 
-/* first in a bin with (size, addr) >= the key */
+/* The first of a bin with at least `size` bytes; 0: none. */
 static inline uint32_t bin_at_least(const koila_cache *c, const lane *l, uint32_t bin,
-                                    uint64_t size, uint64_t addr)
+                                    uint64_t size)
 {
     uint32_t best = 0;
     for (uint32_t at = l->root[bin]; at;) {
         const block *x = &c->blocks[at];
-        if (x->size > size || (x->size == size && x->addr >= addr)) {
+        if (x->size >= size) {
             best = at;
             at = x->link[LEFT];
         } else
             at = x->link[RIGHT];
+    }
+    return best;
+}
+
+/* The nearest of a bin on one side of block b, which may be in it or not; 0: none. */
+static inline uint32_t bin_near(const koila_cache *c, const lane *l, uint32_t bin, uint32_t b,
+                                int side)
+{
+    const block *y = &c->blocks[b];
+    uint32_t best = 0;
+    for (uint32_t at = l->root[bin]; at;) {
+        const block *x = &c->blocks[at];
+        const bool found = side == RIGHT ? before(c, y, x, true) : before(c, x, y, true);
+        if (found)
+            best = at;
+        at = x->link[found ? !side : side];
     }
     return best;
 }
@@ -172,15 +195,11 @@ static inline uint32_t bin_end(const koila_cache *c, const lane *l, uint32_t bin
     return at;
 }
 
-static inline uint32_t lane_at_least(const koila_cache *c, const lane *l, uint64_t size,
-                                     uint64_t addr)
+/* The first block of the bins after `bin`, the last one of those before it; 0: they are empty. */
+static inline uint32_t after_bin(const koila_cache *c, const lane *l, uint32_t bin)
 {
-    uint32_t bin = bin_of(l, size);
-    uint32_t found = l->root[bin] ? bin_at_least(c, l, bin, size, addr) : 0;
-    if (found || !l->binned)
-        return found;
     uint32_t word = (bin + 1) >> 6;
-    if (word >= N_BIN_WORDS)
+    if (!l->binned || word >= N_BIN_WORDS)
         return 0;
     uint64_t bits = l->bits[word] & (~(uint64_t)0 << ((bin + 1) & 63));
     if (!bits) {
@@ -192,26 +211,10 @@ static inline uint32_t lane_at_least(const koila_cache *c, const lane *l, uint64
     }
     return bin_end(c, l, word * 64 + (uint32_t)__builtin_ctzll(bits), LEFT);
 }
-static inline uint32_t lane_next(const koila_cache *c, const lane *l, uint32_t b)
+static inline uint32_t before_bin(const koila_cache *c, const lane *l, uint32_t bin)
 {
-    return lane_at_least(c, l, c->blocks[b].size, c->blocks[b].addr + 1);
-}
-
-/* last with (size, addr) < the key */
-static inline uint32_t lane_below(const koila_cache *c, const lane *l, uint64_t size, uint64_t addr)
-{
-    uint32_t bin = bin_of(l, size);
-    uint32_t best = 0;
-    for (uint32_t at = l->root[bin]; at;) {
-        const block *x = &c->blocks[at];
-        if (x->size < size || (x->size == size && x->addr < addr)) {
-            best = at;
-            at = x->link[RIGHT];
-        } else
-            at = x->link[LEFT];
-    }
-    if (best || !bin)
-        return best;
+    if (!bin)
+        return 0;
     uint32_t word = (bin - 1) >> 6;
     uint64_t bits = l->bits[word] & (~(uint64_t)0 >> (63 - ((bin - 1) & 63)));
     if (!bits) {
@@ -222,6 +225,31 @@ static inline uint32_t lane_below(const koila_cache *c, const lane *l, uint64_t 
         bits = l->bits[word];
     }
     return bin_end(c, l, word * 64 + 63 - (uint32_t)__builtin_clzll(bits), RIGHT);
+}
+
+/* ---- the free blocks of a lane, in order; 0: none */
+
+static inline uint32_t lane_at_least(const koila_cache *c, const lane *l, uint64_t size)
+{
+    const uint32_t bin = bin_of(l, size);
+    const uint32_t found = l->root[bin] ? bin_at_least(c, l, bin, size) : 0;
+    return found ? found : after_bin(c, l, bin);
+}
+static inline uint32_t lane_next(const koila_cache *c, const lane *l, uint32_t b)
+{
+    const uint32_t bin = bin_of(l, c->blocks[b].size);
+    const uint32_t found = bin_near(c, l, bin, b, RIGHT);
+    return found ? found : after_bin(c, l, bin);
+}
+static inline uint32_t lane_last(const koila_cache *c, const lane *l)
+{
+    return before_bin(c, l, l->binned ? N_BINS : 1);
+}
+static inline uint32_t lane_prev(const koila_cache *c, const lane *l, uint32_t b)
+{
+    const uint32_t bin = bin_of(l, c->blocks[b].size);
+    const uint32_t found = bin_near(c, l, bin, b, LEFT);
+    return found ? found : before_bin(c, l, bin);
 }
 
 /* first unmapped at or above an address */

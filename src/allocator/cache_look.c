@@ -289,10 +289,10 @@ static bool check_lanes(const koila_cache *c, const tally *t)
     uint64_t n_free = 0, n_unmapped = 0, n_pending = 0;
     for (uint32_t i = 0; i < c->n_lanes; i++) {
         const lane *l = c->lanes[i];
-        for (uint32_t b = lane_at_least(c, l, 0, 0), next; b; b = next) {
+        for (uint32_t b = lane_at_least(c, l, 0), next; b; b = next) {
             HOLDS(c->blocks[b].state == KOILA_BLOCK_FREE && c->blocks[b].lane == i);
             next = lane_next(c, l, b);
-            HOLDS(!next || before(&c->blocks[b], &c->blocks[next], true));
+            HOLDS(!next || before(c, &c->blocks[b], &c->blocks[next], true));
             HOLDS(++n_free <= t->count[KOILA_BLOCK_FREE]);
         }
         for (uint32_t b = unmapped_at_least(c, l, 0); b;

@@ -5,8 +5,8 @@
  *             ("pending"), or unmapped
  *   segment   memory that the driver gave in one piece; for expandable memory a whole reservation
  *             of address space
- *   lane      the free blocks of one (pool, small or large, stream), ordered by (size, address);
- *             and its unmapped ones by address
+ *   lane      the free blocks of one (pool, small or large, stream), ordered by (size, age of the
+ *             segment, address); and its unmapped ones by address
  *
  * These hold between any two calls, in these names, and koila__cache_check() asserts them:
  *   per segment      sum of block.size == segment.size,  blocks are linked in address order
@@ -64,6 +64,8 @@ enum { DEAD = KOILA_BLOCK_UNMAPPED + 1 };
 
 typedef struct segment {
     uint64_t addr, size;
+    /* in the order in which they were made; all 0 where ties go by address alone */
+    uint64_t number;
     uint32_t first; /* block; dead segments: 0 */
     uint32_t lane;
     uint32_t next_dead;
@@ -100,6 +102,7 @@ typedef struct use {
 typedef struct scalars {
     koila_cache_stat stat;
     uint64_t total, outside, cap, next_addr;
+    uint64_t n_made;                 /* segments ever made, where their age counts */
     uint32_t n_blocks, n_slots_used; /* live blocks; slots of blocks[] ever used, including 0 */
     uint32_t dead_block, dead_seg, n_segs, dead_use, n_uses;
     uint32_t pending_first, pending_last, n_out; /* n_out: hashed */

@@ -45,9 +45,10 @@ class Block:
 
 
 class Segment:
-    __slots__ = ("addr", "size", "stream", "small", "expandable", "blocks")
+    __slots__ = ("addr", "size", "stream", "small", "expandable", "blocks", "number")
 
-    def __init__(self, addr, size, stream, small, expandable):
+    def __init__(self, addr, size, stream, small, expandable, number):
+        self.number = number  # in the order in which segments were made
         self.addr, self.size, self.stream, self.small, self.expandable = (
             addr,
             size,
@@ -72,8 +73,10 @@ class Cache:
         expandable=False,
         device=24 << 30,
         best=False,
+        oldest_first=True,
         fault=None,
     ):
+        self.oldest_first, self.made = oldest_first, 0
         self.total, self.cap, self.max_split, self.large, self.gc = total, cap, max_split, large, gc
         self.rounding = large if rounding is None else rounding
         self.divisions, self.expandable, self.device, self.best, self.fault = (
@@ -123,8 +126,17 @@ class Cache:
         ]
         return sorted(
             found,
-            key=lambda b: (b.seg.stream, b.size, -b.addr if self.fault == "tie_high" else b.addr),
+            key=lambda b: (
+                b.seg.stream,
+                b.size,
+                *((0, -b.addr) if self.fault == "tie_high" else (b.seg.number, b.addr)),
+            ),
         )
+
+    def new_number(self):
+        """Ties go to the oldest segment from torch 2.13 on; before it, by address alone."""
+        self.made += self.oldest_first
+        return self.made
 
     def alone(self, b):
         return len(b.seg.blocks) == 1
@@ -364,7 +376,7 @@ class Cache:
                     start = s.blocks[first]
         if start is None:
             space = -(-(self.device + self.device // 8) // page) * page
-            s = Segment(self.next_addr, space, stream, small, True)
+            s = Segment(self.next_addr, space, stream, small, True, self.new_number())
             self.next_addr += -(-space // (2 * MIB)) * 2 * MIB
             start = Block(s.addr, space, s, "unmapped")
             s.blocks.append(start)
@@ -391,7 +403,7 @@ class Cache:
             return self.expand(r, small, stream)
         if not self.fits(n):
             return None
-        s = Segment(self.next_addr, n, stream, small, False)
+        s = Segment(self.next_addr, n, stream, small, False, self.new_number())
         self.next_addr += -(-n // (2 * MIB)) * 2 * MIB
         s.blocks.append(Block(s.addr, n, s))
         self.segs.append(s)

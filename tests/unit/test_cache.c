@@ -368,11 +368,54 @@ TEST(cache__a_large_block_is_split_only_when_more_than_1_mib_remains)
     koila_cache_free(c);
 }
 
-TEST(cache__equal_blocks_tie_to_the_lowest_address)
+/* A driver whose segments come at falling addresses. */
+static bool give_falling(void *user, koila_event_kind kind, uint64_t size, uint64_t stream,
+                         uint64_t *addr)
+{
+    uint64_t *next = user;
+    (void)stream;
+    if (kind == KOILA_EVENT_SEGMENT_MAP)
+        return true;
+    *next -= size;
+    *addr = *next;
+    return true;
+}
+
+/* Three equal segments and a request for one: its place, counted in the order of the segments. */
+static int which_of_three(const char *torch, const char *conf_text)
+{
+    koila_cache_config conf;
+    koila_cache *c = NULL;
+    uint64_t next = (uint64_t)1 << 46;
+    uint64_t at[3], got = 0;
+    koila__cache_driver driver = { &next, give_falling, NULL };
+    CHECK_EQ(koila_cache_config_init(&conf, torch), KOILA_OK);
+    CHECK_EQ(koila_cache_config_parse(&conf, conf_text, 1, NULL), KOILA_OK);
+    CHECK_EQ(koila_cache_new(&conf, NULL, &c, NULL), KOILA_OK);
+    koila__cache_set_driver(c, &driver);
+    for (int i = 0; i < 3; i++)
+        CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &at[i]), KOILA_OK);
+    for (int i = 2; i >= 0; i--)
+        CHECK_EQ(koila_cache_release(c, at[i]), KOILA_OK);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &got), KOILA_OK);
+    CHECK(koila__cache_check(c));
+    koila_cache_free(c);
+    for (int i = 0; i < 3; i++)
+        if (got == at[i])
+            return i;
+    return -1;
+}
+
+TEST(cache__equal_blocks_tie_to_the_oldest_segment_and_before_2_13_to_the_lowest_address)
 {
     koila_cache_config conf = settings("", 0);
     koila_cache_free(
         play(&conf, "a=12 b=12 c=12 -c -a d=12", "S0:12 a:0 S12:12 b:12 S24:12 c:24 d:0"));
+    /* within a segment by address */
+    koila_cache_free(
+        play(&conf, "a=0.5 b=0.25 c=0.5 d=0.5 -c -a e=0.5", "S0:2 a:0 b:0.5 c:786432b d:1310720b e:0"));
+    CHECK_EQ(which_of_three("2.13", ""), 0);
+    CHECK_EQ(which_of_three("2.12", ""), 2);
 }
 
 TEST(cache__the_smallest_block_that_fits_is_taken)
