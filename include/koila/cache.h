@@ -199,12 +199,15 @@ KOILA_API koila_status koila_cache_set_limit(koila_cache *c, uint64_t total, uin
 KOILA_API void koila_cache_set_expandable(koila_cache *c, bool on);
 
 typedef enum koila_pool_flags {
-    KOILA_POOL_NO_SPLIT = 1,      /**< MemPool(no_split=True) */
-    KOILA_POOL_USE_ON_OOM = 2,    /**< MemPool(use_on_oom=True) */
-    KOILA_POOL_USER_ALLOCATOR = 4 /**< has its own allocator: never expandable */
+    KOILA_POOL_NO_SPLIT = 1,       /**< MemPool(no_split=True) */
+    KOILA_POOL_USE_ON_OOM = 2,     /**< MemPool(use_on_oom=True) */
+    KOILA_POOL_USER_ALLOCATOR = 4, /**< has its own allocator: never expandable */
+    /** a MemPool: from torch 2.13 on its memory goes back with its last holder, at once */
+    KOILA_POOL_FREED_AT_DEATH = 8
 } koila_pool_flags;
 /** Adds a holder (a graph or MemPool) of a private pool, and makes the pool if it is new. Its
- * memory can be returned only when the last holder has dropped it. */
+ * memory can be returned only when the last holder has dropped it: at the next release-all, or at
+ * once with KOILA_POOL_FREED_AT_DEATH. */
 KOILA_API koila_status koila_cache_pool_hold(koila_cache *c, koila_pool pool, uint32_t flags);
 KOILA_API koila_status koila_cache_pool_drop(koila_cache *c, koila_pool pool);
 /** The numbers of graph captures and pool routings in progress. */

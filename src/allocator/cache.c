@@ -551,6 +551,36 @@ static void release_pool(koila_cache *c, const pool *p, bool small)
     }
 }
 
+static void complete_pending_of(koila_cache *c, const pool *p)
+{
+    for (uint32_t b = c->s.pending_first, next; b; b = next) {
+        next = c->blocks[b].link[1];
+        if (pool_of(c, b) != p)
+            continue;
+        queue_take(c, b);
+        complete(c, b);
+    }
+}
+
+/* A pool without holders, alone. */
+static void release_dead_pool(koila_cache *c, const pool *p)
+{
+    koila_assert(p != &c->pools[0] && !p->n_holders);
+    if (c->driver.before_sync)
+        c->driver.before_sync(c->driver.user);
+    c->s.stat.num_sync_all_streams++;
+    complete_pending_of(c, p);
+    release_pool(c, p, true);
+    release_pool(c, p, false);
+}
+
+void koila__cache_free_pool(koila_cache *c, koila_pool id)
+{
+    const pool *p = pool_find(c, id);
+    if (p && p->n_segments && !p->n_holders && koila__cache_reserve(c))
+        release_dead_pool(c, pool_find(c, id));
+}
+
 static void release_all(koila_cache *c)
 {
     if (c->driver.before_sync)
@@ -1052,6 +1082,8 @@ koila_status koila_cache_pool_hold(koila_cache *c, koila_pool id, uint32_t flags
     p = wr_pool(c, (uint32_t)(p - c->pools));
     if (!(c->conf.rules & KOILA_RULE_NO_SPLIT_POOLS))
         flags &= ~(uint32_t)KOILA_POOL_NO_SPLIT;
+    if (!(c->conf.rules & KOILA_RULE_POOL_DEATH_FREES))
+        flags &= ~(uint32_t)KOILA_POOL_FREED_AT_DEATH;
     p->flags |= flags;
     p->n_holders++;
     return KOILA_OK;
@@ -1065,6 +1097,9 @@ koila_status koila_cache_pool_drop(koila_cache *c, koila_pool id)
     if (!koila__cache_reserve(c))
         return KOILA_NO_MEMORY;
     wr_pool(c, (uint32_t)(p - c->pools))->n_holders--;
+    if (!p->n_holders && (p->flags & KOILA_POOL_FREED_AT_DEATH) && p->n_segments)
+        release_dead_pool(c, p);
+    koila_check(koila__cache_check(c));
     return KOILA_OK;
 }
 

@@ -10,8 +10,8 @@
  *
  * What a program did besides allocating is not in the file. If the plain explanation does not
  * reproduce the entries up to the next request byte for byte, the cache is rewound and these are
- * tried in order, and counted: empty_cache before it; a cap; expandable switched; both; garbage
- * collection. Nothing else may explain a difference. (A cap looks like a failed cudaMalloc, but for
+ * tried in order, and counted: empty_cache before it; a cap; expandable switched; both; MemPools
+ * that die (counted as empty_cache); garbage collection. Nothing else may explain a difference. (A cap looks like a failed cudaMalloc, but for
  * throw_on_cudamalloc_oom: there the request fails at once.)
  *
  * Private pools that are released together: torch walks a hash map, so there its order means
@@ -23,6 +23,8 @@
 #include "allocator/replay.h"
 
 #include "base/base.h"
+
+#define SMALL_SEGMENT ((uint64_t)2 << 20)
 
 static const koila_segment *end_segment(const replay *r, uint64_t addr)
 {
@@ -111,6 +113,10 @@ static int write_open_question(const replay *r, char *p, size_t room)
         return snprintf(p, room, "release_lock_on_cudamalloc with several threads; ");
     if (o->reservations_inferred && r->n_start)
         return snprintf(p, room, "where a reservation begins and ends was inferred; ");
+    if (r->tie_of_old)
+        return snprintf(p, room,
+                        "which of the segments from before the recording is older is not "
+                        "recorded; ");
     if (has_private_pools(r) && !r->s->has_pool_ids)
         return snprintf(p, room, "memory pools whose entries are not marked; ");
     return 0;
@@ -136,8 +142,31 @@ void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const cha
     o->at_entry = at;
 }
 
+/* The segment of before the first entry that holds an address; NULL: none. */
+static const koila_segment *start_segment(const replay *r, uint64_t addr)
+{
+    for (uint64_t i = 0; i < r->n_start; i++)
+        if (r->start[i].addr <= addr && addr - r->start[i].addr < r->start[i].size)
+            return &r->start[i];
+    return NULL;
+}
+
+/* Is entry `i` what was expected, but in another segment from before the first entry? Ties go to
+ * the oldest segment, and the order in which those were made is not recorded. */
+static bool is_tie_of_old(const replay *r, uint64_t i)
+{
+    if (!(r->conf.rules & KOILA_RULE_OLDEST_SEGMENT) || i >= r->n)
+        return false;
+    const snap_entry *x = entry(r, i);
+    const koila_segment *recorded = start_segment(r, x->addr);
+    const koila_segment *expected = start_segment(r, r->expected.addr);
+    return x->kind == r->expected.kind && x->size == r->expected.size && recorded && expected &&
+           recorded != expected;
+}
+
 static void stop_at_difference(replay *r, uint64_t i)
 {
+    r->tie_of_old = is_tie_of_old(r, i);
     char expected[80], recorded[80];
     name_event(expected, sizeof expected, r->expected.kind, r->expected.addr, r->expected.size);
     if (i < r->n)
@@ -309,7 +338,12 @@ static bool hold_pool(replay *r, koila_pool p)
     for (uint32_t i = 0; i < r->holds.n; i++)
         if (r->holds.at[i].owner == p.owner && r->holds.at[i].id == p.id)
             return true;
-    if (!koila__vec_push(&r->mem, &r->holds, p) || koila_cache_pool_hold(r->c, p, 0) != KOILA_OK) {
+    uint32_t flags = 0;
+    for (uint32_t i = 0; i < r->s->n_pools && r->no_split; i++)
+        if (r->s->pools[i].owner == p.owner && r->s->pools[i].id == p.id && r->no_split[i])
+            flags = KOILA_POOL_NO_SPLIT;
+    if (!koila__vec_push(&r->mem, &r->holds, p) ||
+        koila_cache_pool_hold(r->c, p, flags) != KOILA_OK) {
         r->no_memory = true;
         return false;
     }
@@ -332,7 +366,17 @@ static void drop_pools(replay *r, uint64_t from, uint64_t to)
 
 /* ---- one request, several explanations */
 
-enum { EMPTY_FIRST = 1, SWITCH = 2, COLLECT = 4, CAP = 8 };
+enum { EMPTY_FIRST = 1, SWITCH = 2, COLLECT = 4, CAP = 8, POOLS_DIE = 16 };
+
+/* MemPools die: those whose releases are recorded in [from, to), in that order. */
+static void free_dead_pools(replay *r, uint64_t from, uint64_t to)
+{
+    for (uint64_t i = from; i < to && !r->differs; i++) {
+        const koila_pool p = koila__replay_pool_at(r, i);
+        if (is_release(entry(r, i)->kind) && !is_default(p) && i >= r->at)
+            koila__cache_free_pool(r->c, p);
+    }
+}
 
 /* Do all entries from `from` up to and including `last` follow, if the request at `last` (none if
  * last == r->n or not a request) is made this way? Leaves the cache as it was if not. */
@@ -353,6 +397,8 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
         r->conf.expandable = !r->conf.expandable;
         koila_cache_set_expandable(r->c, r->conf.expandable);
     }
+    if (how & POOLS_DIE)
+        free_dead_pools(r, from, last);
     if ((how & EMPTY_FIRST) && koila_cache_empty(r->c) != KOILA_OK)
         r->no_memory = true;
     if ((how & COLLECT) && !r->differs)
@@ -400,7 +446,7 @@ static void count_way(replay *r, unsigned how, bool oom)
     koila_replay_result *o = r->out;
     if (how & SWITCH)
         o->n_expandable_switched++;
-    if (how & EMPTY_FIRST)
+    if (how & (EMPTY_FIRST | POOLS_DIE))
         o->n_empty++;
     else if (how & CAP)
         o->n_cap_set++;
@@ -412,8 +458,10 @@ static void count_way(replay *r, unsigned how, bool oom)
 static bool may_explain(const replay *r, unsigned how, bool request, bool oom)
 {
     const bool rejects = r->conf.oom_reject && (r->conf.rules & KOILA_RULE_OOM_REJECT);
+    if ((how & POOLS_DIE) && r->holds.n == 0)
+        return false;
     if (!request)
-        return how & EMPTY_FIRST;
+        return how & (EMPTY_FIRST | POOLS_DIE);
     return !(how & CAP) || (oom && rejects);
 }
 
@@ -421,7 +469,9 @@ enum { MAX_COLLECTIONS = 64 };
 
 static void explain(replay *r, uint64_t from, uint64_t last, bool request)
 {
-    static const unsigned ways[] = { 0, EMPTY_FIRST, CAP, SWITCH, SWITCH | EMPTY_FIRST };
+    static const unsigned ways[] = {
+        0, EMPTY_FIRST, CAP, SWITCH, SWITCH | EMPTY_FIRST, POOLS_DIE, POOLS_DIE | EMPTY_FIRST
+    };
     const bool oom = request && entry(r, last)->kind == KOILA_EVENT_OOM;
     koila_replay_result *o = r->out;
     koila_event first = { 0 }; /* what the plainest explanation expected, and where */
@@ -872,8 +922,74 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
     return KOILA_OK;
 }
 
+/* What is known of one private pool while its entries are read. */
+typedef struct pool_seen {
+    uint64_t stream, size;
+    bool fresh;  /* a segment of `size` was made for `stream`, and none was released since */
+    bool inside; /* something was allocated behind the start of a segment */
+    bool proven; /* a second one was made where the first had room for any two requests */
+} pool_seen;
+
+/* One entry of a private pool; `made` are the segments that are there. */
+static void see_pool_entry(const replay *r, const snap_entry *x, pool_seen *p, omap *made)
+{
+    const bool shares = x->size == SMALL_SEGMENT || x->size == r->conf.large_segment_bytes;
+    const bool known = koila__omap_find(made, x->addr);
+    switch (x->kind) {
+    case KOILA_EVENT_SEGMENT_ALLOC:
+        if (!known)
+            koila__omap_put(made, x->addr);
+        p->proven |= shares && p->fresh && p->size == x->size && p->stream == x->stream;
+        if (shares) {
+            p->fresh = true;
+            p->size = x->size;
+            p->stream = x->stream;
+        }
+        break;
+    case KOILA_EVENT_SEGMENT_FREE:
+        koila__omap_drop(made, x->addr);
+        p->fresh = false;
+        break;
+    case KOILA_EVENT_ALLOC:
+        p->inside |= !known;
+        break;
+    default:
+        break;
+    }
+}
+
+/* MemPool(no_split=True) is not recorded. Two requests of a size class always share a segment that
+ * is not made to measure; a pool where they never do, and where every block begins its segment,
+ * does not split. Expected: KOILA_NO_MEMORY. */
+static koila_status find_no_split_pools(replay *r)
+{
+    const uint32_t n = r->s->n_pools;
+    if (!(r->conf.rules & KOILA_RULE_NO_SPLIT_POOLS) || !r->s->has_pool_ids)
+        return KOILA_OK;
+    omap made = { .mem = r->mem };
+    pool_seen *seen = koila__realloc(&r->mem, NULL, 0, n * sizeof *seen);
+    r->no_split = koila__realloc(&r->mem, NULL, 0, n);
+    if (seen && r->no_split) {
+        memset(seen, 0, n * sizeof *seen);
+        for (uint64_t i = 0; i < r->n; i++) {
+            const snap_entry *x = entry(r, i);
+            koila_assert(x->pool < n);
+            if (x->has_pool && !is_default(r->s->pools[x->pool]))
+                see_pool_entry(r, x, &seen[x->pool], &made);
+        }
+        for (uint32_t i = 0; i < n; i++)
+            r->no_split[i] = seen[i].proven && !seen[i].inside;
+    }
+    const bool ok = seen && r->no_split && !made.failed;
+    koila__release(&r->mem, seen, n * sizeof *seen);
+    koila__omap_free(&made);
+    return ok ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
 void koila__replay_teardown(replay *r)
 {
+    if (r->no_split)
+        koila__release(&r->mem, r->no_split, r->s->n_pools);
     koila_cache_free(r->c);
     koila__omap_free(&r->released);
     koila__release(&r->mem, r->after, r->after_cap * sizeof *r->after);
@@ -886,6 +1002,8 @@ void koila__replay_teardown(replay *r)
 koila_status koila__replay_begin(replay *r, koila_error *e)
 {
     KOILA_TRY(koila__replay_start(r, e));
+    if (find_no_split_pools(r))
+        return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     for (uint64_t i = 0; i < r->n_start; i++)
         if (!hold_pool(r, r->start[i].pool))
             return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");

@@ -36,11 +36,13 @@ typedef struct replay {
     omap released;
     uint64_t released_end; /* the entry after the last of them */
     VEC(koila_pool) holds; /* private pools seen so far */
+    uint8_t *no_split;     /* per pool of the snapshot: is it one that never splits? */
     /* result */
     koila_replay_result *out;
     bool stopped, no_memory;
-    bool bad_input; /* stopped at an impossible request; out->reason describes it */
-    bool whole;     /* every block begins inside the trace */
+    bool tie_of_old; /* the difference is which of two older segments is the oldest */
+    bool bad_input;  /* stopped at an impossible request; out->reason describes it */
+    bool whole;      /* every block begins inside the trace */
     /* the end state contradicts the trace: the start comes from the trace, the end is not checked
      */
     bool trace_only;

@@ -412,8 +412,8 @@ TEST(cache__equal_blocks_tie_to_the_oldest_segment_and_before_2_13_to_the_lowest
     koila_cache_free(
         play(&conf, "a=12 b=12 c=12 -c -a d=12", "S0:12 a:0 S12:12 b:12 S24:12 c:24 d:0"));
     /* within a segment by address */
-    koila_cache_free(
-        play(&conf, "a=0.5 b=0.25 c=0.5 d=0.5 -c -a e=0.5", "S0:2 a:0 b:0.5 c:786432b d:1310720b e:0"));
+    koila_cache_free(play(&conf, "a=0.5 b=0.25 c=0.5 d=0.5 -c -a e=0.5",
+                          "S0:2 a:0 b:0.5 c:786432b d:1310720b e:0"));
     CHECK_EQ(which_of_three("2.13", ""), 0);
     CHECK_EQ(which_of_three("2.12", ""), 2);
 }
@@ -562,6 +562,37 @@ TEST(cache__a_pool_gives_back_only_after_its_last_holder)
     CHECK_EQ(now(c, KOILA_STAT_RESERVED_BYTES), 0);
     CHECK_EQ(koila_cache_pool_drop(c, graph), KOILA_BAD_ARGUMENT);
     koila_cache_free(c);
+}
+
+TEST(cache__a_mem_pool_gives_back_at_its_death_from_2_13_on)
+{
+    for (int newer = 0; newer < 2; newer++) {
+        koila_cache_config conf;
+        CHECK_EQ(koila_cache_config_init(&conf, newer ? "2.13" : "2.12"), KOILA_OK);
+        koila_cache *c = cache_of(&conf);
+        const koila_pool dies = { 0, 3 };
+        uint64_t a, b, kept, other;
+        CHECK_EQ(koila_cache_pool_hold(c, dies, KOILA_POOL_FREED_AT_DEATH), KOILA_OK);
+        CHECK_EQ(koila_cache_malloc(c, 30 * MIB, 0, dies, &a), KOILA_OK);
+        CHECK_EQ(koila_cache_malloc(c, 700, 0, dies, &b), KOILA_OK);
+        CHECK_EQ(koila_cache_malloc(c, 40 * MIB, 0, dies, &kept), KOILA_OK);
+        CHECK_EQ(koila_cache_malloc(c, 50 * MIB, 0, KOILA_POOL_DEFAULT, &other), KOILA_OK);
+        CHECK_EQ(koila_cache_record_stream(c, b, 7), KOILA_OK);
+        koila_cache_release(c, a);
+        koila_cache_release(c, b); /* waits for stream 7 */
+        koila_cache_release(c, other);
+        transcript t = { .base = conf.first_address };
+        koila_cache_observe(c, write_down, &t);
+        CHECK_EQ(koila_cache_pool_drop(c, dies), KOILA_OK);
+        CHECK_STR(t.text, newer ? "F30:2 F0:30" : "");
+        CHECK_EQ(now(c, KOILA_STAT_RESERVED_BYTES), (newer ? 90 : 122) * MIB);
+        /* what outlives the pool goes back as before */
+        koila_cache_release(c, kept);
+        CHECK_EQ(koila_cache_empty(c), KOILA_OK);
+        CHECK_EQ(now(c, KOILA_STAT_RESERVED_BYTES), 0);
+        CHECK(koila__cache_check(c));
+        koila_cache_free(c);
+    }
 }
 
 TEST(cache__small_before_large_in_pools_and_large_before_small_by_default)
