@@ -2,6 +2,8 @@
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
     python tools/record_history.py OUT --check     the check alone, of recordings made elsewhere
+    ... --koila build/koila     the command that checks: else that of the installed package, of this
+                                tree's build folder, or on PATH
 
 Every case runs in a fresh process, with the history on before anything is allocated. It writes
 OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and OUT/NAME.json (torch.cuda.memory_stats() at
@@ -429,11 +431,19 @@ def record(name: str, out: Path) -> dict[str, Any]:
 # ---- the checks
 
 
-def koila_command() -> str:
-    import koila
+def koila_command(given: str | None) -> str:
+    """The command of --koila, of the installed package, of this tree's build, or on PATH."""
+    if given:
+        return given
+    places = [ROOT / "build" / "koila"]
+    with contextlib.suppress(ImportError):
+        import koila
 
-    beside = Path(koila.__file__).resolve().parent.parent / "bin" / "koila"
-    return str(beside) if beside.exists() else shutil.which("koila") or "koila"
+        places.insert(0, Path(koila.__file__).resolve().parent.parent / "bin" / "koila")
+    found = next((str(p) for p in places if p.exists()), None) or shutil.which("koila")
+    if not found:
+        sys.exit("no koila command: build it, put it on PATH, or name it with --koila")
+    return found
 
 
 def simulate(koila: str, file: Path, *options: str) -> tuple[int, dict[str, Any], str]:
@@ -571,6 +581,7 @@ def main() -> int:
         "--seconds", type=float, default=600.0, help="no recording is started after so many"
     )
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--koila", help="the command that checks; else looked for")
     parser.add_argument("--child", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -581,6 +592,7 @@ def main() -> int:
     names = [n for n in args.only.split(",") if n] or list(cases())
     for unknown in set(names) - set(cases()):
         parser.error(f"no case {unknown}; there are {', '.join(cases())}")
+    koila = koila_command(args.koila)
     started = time.monotonic()
 
     def one(name: str) -> None:
@@ -608,7 +620,6 @@ def main() -> int:
     if not args.check:
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(one, names))
-    koila = koila_command()
     found = {}
     for name in names:
         if (args.out / f"{name}.json").exists():

@@ -903,7 +903,7 @@ def test_a_snapshot_of_pytorchs_gets_our_names_and_opens_in_its_viewer(tmp_path)
     events = [
         e
         for e in named["device_traces"][0]
-        if e["frames"] and e["frames"][0]["filename"] == "koila.memlab"
+        if e.get("frames") and e["frames"][0]["filename"] == "koila.memlab"
     ]
     assert {e["addr"] for e in events} >= set(expected)
     assert [len(s["blocks"]) for s in plain["segments"]] == [
