@@ -84,6 +84,14 @@ static uint64_t n_decisions(const koila_replay_result *r)
            r->n_expandable_switched + r->n_collected;
 }
 
+/* Statistics that a recording does not tell: an empty_cache that freed nothing leaves no entry, and
+ * one right before a new segment looks like that segment's retry. */
+static void put_uncertain_json(const koila_replay_result *r)
+{
+    printf(",\"stats_uncertain\":[\"num_sync_all_streams\"%s]",
+           r->n_retry_or_empty ? ",\"num_alloc_retries\"" : "");
+}
+
 static const char *json_bool(bool x) { return x ? "true" : "false"; }
 static void put_number(const char *key, uint64_t value)
 {
@@ -185,6 +193,7 @@ static void put_result_json(const simulate_options *o, const koila_snapshot *s,
     put_number("ooms", r->n_ooms);
     fputs(",\"stats\":", stdout);
     put_stat(stdout, &r->stat);
+    put_uncertain_json(r);
     if (w)
         put_whatif_json(o, s, w);
     puts("}");

@@ -193,6 +193,7 @@ def test_where_there_is_a_gpu_one_amount_is_the_gpu_s_and_the_cpu_has_its_own(mo
     """Data sets lie in the CPU's memory. And asking for a budget does not start CUDA, which could
     not be forked afterwards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # whatever ran before
     for name in ("current_device", "mem_get_info", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("CUDA would start"))
     with koila.budget("1MiB"):
