@@ -142,7 +142,9 @@ static bool add_segment(undo *u, uint64_t i, const snap_entry *x, koila_pool p, 
         drop_later_segments(u, addr, addr + size);
     node *below = seg_below(u, addr);
     const node *above = seg_above(u, addr);
-    if ((below && end_of(below) > addr) || (above && addr + size > above->key))
+    /* none has no bytes or ends past the last address: it could lie twice at one place */
+    if (!size || addr + size < addr || koila__omap_find(&u->segs, addr) ||
+        (below && end_of(below) > addr) || (above && addr + size > above->key))
         return contradicts(u, i);
     if (expandable) { /* whole again with what it was cut from */
         if (above && above->is_expandable && above->key == addr + size &&
@@ -254,6 +256,8 @@ static bool load_end(undo *u)
         for (size_t i = 0; i < g->n_blocks; i++) {
             if (g->blocks[i].state == KOILA_BLOCK_FREE)
                 continue;
+            if (koila__omap_find(&u->blocks, g->blocks[i].addr))
+                return contradicts(u, r->n);
             uint32_t b = koila__omap_put(&u->blocks, g->blocks[i].addr);
             if (!b)
                 return false;
@@ -365,13 +369,17 @@ static koila_status undo_all(replay *r, bool trace_only, uint64_t *at)
  * where the trace lacks entries; when the host is out of memory made->failed is set. */
 static void put_stretch(omap *made, uint64_t addr, uint64_t size)
 {
-    const uint32_t b = koila__omap_put(made, addr);
+    uint32_t b = koila__omap_find(made, addr);
+    if (!b)
+        b = koila__omap_put(made, addr);
     if (b)
         made->at[b].size = size;
 }
 static bool add_stretch(omap *made, uint64_t addr, uint64_t size)
 {
     const uint32_t b = koila__omap_near(made, addr + 1, 0);
+    if (addr + size < addr)
+        return false; /* past the last address */
     if (b && end_of(&made->at[b]) > addr)
         return false; /* made twice */
     if (b && end_of(&made->at[b]) == addr)
