@@ -1,5 +1,6 @@
 """What several of memlab's test files say alike."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def fresh(body, code=0, **environment):
         "import gc, json, sys, torch\nimport koila._core as core\n"
         "from koila import memlab\nfrom koila.memlab import *\n"
     )
+    head += inspect.getsource(ran)
     return python(
         "-W", "ignore", "-c", head + textwrap.dedent(body), code=code, **environment
     ).stdout
