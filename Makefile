@@ -2,6 +2,7 @@
 # make test   all tests: C units, oracles, the command line and the law of the rooms (unit), Python and the placement oracles (python); ends in pytest's summary line
 # make text   how the text reads: format, width, long functions, comments (tools/check_text.py)
 # make format clang-format and ruff format, over the whole tree
+# make test-gpu   the GPU path on a simulated device (tests/fakecuda), in an environment of its own with PyTorch's CUDA build: 526 MB, no GPU
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -27,7 +28,7 @@ text: $(VENV)/requirements
 	$(PY) tools/check_text.py
 
 format: $(VENV)/requirements
-	$(VENV)/bin/clang-format -i $(shell git ls-files '*.c' '*.h')
+	$(VENV)/bin/clang-format -i $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp')
 	$(VENV)/bin/ruff format .
 
 unit: $(VENV)/requirements

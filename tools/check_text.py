@@ -30,6 +30,7 @@ REASON = "Whole because"  # above a function that is longer or more complex, wit
 
 SHIPPED = ("src/", "include/", "cli/", "python/")
 C_FOLDERS = (*SHIPPED, "tests/", "fuzz/", "bench/")
+C_OR_CPP = (".c", ".h", ".cpp", ".hpp")
 
 # A user's files, in examples of what is printed or typed.
 EXAMPLE_FILES = {"file.py", "script.py", "train.py"}
@@ -142,9 +143,9 @@ def broken_statements() -> list[Finding]:
 
 
 def long_lines() -> list[Finding]:
-    """Lines of C and Python beyond 100 columns (ruff finds Python's as E501; tables are exempt)."""
+    """Lines of C and C++ beyond 100 columns (ruff finds Python's as E501; tables are exempt)."""
     out = []
-    for name in tracked((".c", ".h"), C_FOLDERS):
+    for name in tracked(C_OR_CPP, C_FOLDERS):
         for n, line in enumerate(read(name).splitlines(), 1):
             if len(line) > COLUMNS:
                 out.append(Finding(name, n, f"{len(line)} columns"))
@@ -160,7 +161,7 @@ def tool(name: str) -> str:
 def unformatted() -> list[Finding]:
     """Places that clang-format and ruff would change."""
     out = []
-    files = tracked((".c", ".h"), C_FOLDERS)
+    files = tracked(C_OR_CPP, C_FOLDERS)
     p = subprocess.run(
         [tool("clang-format"), "--dry-run", *files],
         cwd=ROOT,

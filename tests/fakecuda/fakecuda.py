@@ -1,0 +1,37 @@
+"""Turns the numbers of the simulated device on. PyTorch finds `load` by the entry point
+torch.backends when it is imported. FAKECUDA_NUMBERS=0 leaves kernels that do nothing."""
+
+import ctypes
+import os
+from pathlib import Path
+
+_library = None
+
+
+def load() -> None:
+    global _library
+    import torch
+
+    if os.environ.get("FAKECUDA_NUMBERS", "1") != "0" and torch.version.cuda:
+        file = Path(__file__).parent / "fakecuda_numbers.so"
+        torch.ops.load_library(str(file))
+        _library = ctypes.CDLL(str(file))
+        _library.fakecuda_computed.restype = ctypes.c_longlong
+        _library.fakecuda_untrue.restype = ctypes.c_longlong
+
+
+def numbers(on: bool) -> None:
+    """Do operators compute (True), or do they only allocate?"""
+    if _library:
+        _library.fakecuda_numbers(int(on))
+
+
+def computed() -> int:
+    """How many operators were computed."""
+    return _library.fakecuda_computed() if _library else 0
+
+
+def untrue() -> int:
+    """How many of the computed operators allocated differently from a device: CUDA's own host code
+    did not run to the end, or it returned another shape than the CPU."""
+    return _library.fakecuda_untrue() if _library else 0

@@ -1,0 +1,495 @@
+// Every operator with a CUDA kernel is wrapped. The wrapper runs the operator on CPU tensors over
+// the same memory (arguments that are written are copied first), then the real kernel of CUDA,
+// whose host code allocates, advances generators and raises as on a device, and whose device code
+// does nothing; then it writes the numbers into what the real one returned. What an operator's host
+// code itself calls is not computed again, except what it reads back.
+#include "numbers.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_set>
+
+extern "C" {
+void fakecuda_answer(size_t n_bytes, uint64_t value);
+int fakecuda_answer_taken(void);
+}
+
+namespace fakecuda
+{
+
+using at::IValue;
+using at::Tensor;
+
+static std::atomic<bool> on{ true };
+static std::atomic<int64_t> n_computed{ 0 }, n_untrue{ 0 };
+static thread_local int depth = 0;
+
+struct Inside {
+    Inside() { depth++; }
+    ~Inside() { depth--; }
+};
+
+at::Generator Draw::generator() const
+{
+    uint64_t z = static_cast<uint64_t>(seed) * 0x9E3779B97F4A7C15ull +
+                 static_cast<uint64_t>(offset) * 0xD1B54A32D192ED03ull + 1;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return at::make_generator<at::CPUGeneratorImpl>(z ^ (z >> 31));
+}
+
+static Draw draw_of(const at::Generator &g)
+{
+    Tensor state = g.get_state();
+    int64_t p[2] = { 0, 0 }; // eight bytes each: the seed, the offset
+    std::memcpy(p, state.data_ptr(), std::min<size_t>(sizeof p, state.nbytes()));
+    return { p[0], p[1] };
+}
+
+// ---- the same memory, as seen by the CPU
+
+static bool on_device(const Tensor &t)
+{
+    return t.defined() && t.is_cuda() && t.layout() == at::kStrided && !t.is_quantized() &&
+           t.has_storage();
+}
+
+static Tensor as_cpu(const Tensor &t)
+{
+    auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
+    Tensor out = t.numel() == 0 ? at::empty_strided(t.sizes(), t.strides(), options)
+                                : at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
+    if (t.is_conj())
+        out._set_conj(true);
+    if (t.is_neg())
+        out._set_neg(true);
+    return out;
+}
+
+static Tensor seen(const Tensor &t, bool written)
+{
+    if (!t.defined())
+        return t;
+    Tensor c = on_device(t) ? as_cpu(t) : t;
+    return written ? c.clone(at::MemoryFormat::Preserve) : c;
+}
+
+static IValue seen(const IValue &v, bool written)
+{
+    if (v.isTensor())
+        return seen(v.toTensor(), written);
+    if (v.isTensorList()) {
+        c10::List<Tensor> out;
+        for (const Tensor &t : v.toTensorVector())
+            out.push_back(seen(t, written));
+        return out;
+    }
+    if (v.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> out;
+        for (const std::optional<Tensor> &t : v.toOptionalTensorList())
+            out.push_back(t && t->defined() ? std::optional<Tensor>(seen(*t, written))
+                                            : std::nullopt);
+        return out;
+    }
+    if (v.isDevice() && v.toDevice().is_cuda())
+        return at::Device(at::kCPU);
+    return v;
+}
+
+// floating-point numbers of fewer than 32 bits, and what is computed of them, for operators that
+// the CPU has not for these
+static bool narrow(const Tensor &t)
+{
+    return t.defined() && at::isFloatingType(t.scalar_type()) && t.element_size() < 4;
+}
+
+static Tensor widened(const Tensor &t) { return narrow(t) ? t.to(at::kFloat) : t; }
+
+static IValue widened(const IValue &v)
+{
+    if (v.isTensor())
+        return widened(v.toTensor());
+    if (v.isTensorList()) {
+        c10::List<Tensor> out;
+        for (const Tensor &t : v.toTensorVector())
+            out.push_back(widened(t));
+        return out;
+    }
+    return v;
+}
+
+static bool write(const Tensor &to, const Tensor &from)
+{
+    if (!to.defined() || !from.defined())
+        return true;
+    if (to.sizes() != from.sizes())
+        return false;
+    Tensor t = on_device(to) ? as_cpu(to) : to;
+    if (t.data_ptr() != from.data_ptr() && t.numel())
+        t.copy_(from);
+    return true;
+}
+
+static Tensor on_cuda(const Tensor &like)
+{
+    Tensor out = at::empty_strided(like.sizes(), like.strides(), like.options().device(at::kCUDA));
+    write(out, like);
+    return out;
+}
+
+static IValue on_cuda(const IValue &v)
+{
+    if (v.isTensor())
+        return v.toTensor().defined() ? IValue(on_cuda(v.toTensor())) : v;
+    if (v.isTensorList()) {
+        c10::List<Tensor> out;
+        for (const Tensor &t : v.toTensorVector())
+            out.push_back(on_cuda(t));
+        return out;
+    }
+    return v;
+}
+
+// ---- one operator
+
+// what the stub libraries cannot be asked: the real one is not run, only its results are allocated
+static const std::unordered_set<std::string> beyond = {
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+};
+
+// does the message say that one of the stub libraries has no such function?
+static bool refused_by_a_stub(const std::string &message)
+{
+    for (const char *word :
+         { "cusolver", "CUSOLVER", "CUSPARSE", "CUDNN_STATUS_NOT_SUPPORTED", "MAGMA" })
+        if (message.find(word) != std::string::npos)
+            return true;
+    return false;
+}
+
+class Wrapper final : public c10::OperatorKernel
+{
+  public:
+    Wrapper(const c10::OperatorHandle &op, c10::SafeKernelFunction original)
+        : original_(std::move(original))
+    {
+        const auto &schema = op.schema();
+        name_ = schema.name();
+        full_ = schema.overload_name().empty() ? name_ : name_ + "." + schema.overload_name();
+        n_arguments_ = schema.arguments().size();
+        for (size_t i = 0; i < n_arguments_; i++) {
+            const auto &a = schema.arguments()[i];
+            written_.push_back(a.alias_info() && a.alias_info()->isWrite());
+            if (a.type()->str().find("Generator") != std::string::npos)
+                generator_at_ = static_cast<int>(i);
+        }
+        for (const auto &r : schema.returns())
+            returned_.push_back(r.alias_info() && r.alias_info()->isWrite());
+        seeded_ = generator_at_ >= 0 || op.hasTag(at::Tag::nondeterministic_seeded);
+        counted_ = op.hasTag(at::Tag::dynamic_output_shape);
+        emulate_ = emulation(full_);
+        has_cpu_ = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+    }
+
+    void operator()(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack)
+    {
+        if (!on || (depth && !counted_) || !touches(*stack)) {
+            original_.callBoxed(op, keys, stack);
+            return;
+        }
+        Inside inside;
+        n_computed++;
+        Stack arguments(stack->end() - n_arguments_, stack->end());
+        Draw draw = seeded_ ? drawn(arguments) : Draw{};
+        Stack mine;
+        std::exception_ptr refused;
+        try {
+            mine = compute(op, arguments, draw);
+        } catch (...) {
+            refused = std::current_exception(); // perhaps the real one has better words for it
+        }
+        size_t below = stack->size() - n_arguments_;
+        if (((counted_ && full_ != "aten::nonzero") || beyond.count(full_)) && !refused) {
+            n_untrue++;
+            give(stack, below, on_cuda_all(computed_));
+            return;
+        }
+        if (full_ == "aten::nonzero" && !refused)
+            fakecuda_answer(sizeof(int), static_cast<uint64_t>(computed_.at(0).toTensor().size(0)));
+        std::exception_ptr not_here;
+        try {
+            original_.callBoxed(op, keys, stack);
+        } catch (const std::exception &e) {
+            std::string words = e.what();
+            if (refused || !refused_by_a_stub(words))
+                throw;
+            not_here = std::current_exception();
+        }
+        fakecuda_answer(0, 0);
+        if (refused)
+            std::rethrow_exception(refused);
+        Stack results;
+        results.swap(computed_);
+        bool fits = !not_here;
+        for (size_t i = 0; i < n_arguments_; i++)
+            if (written_[i])
+                fits = write_back(arguments[i], mine[i]) && fits;
+        if (not_here) {
+            n_untrue++;
+            Stack out;
+            for (size_t i = 0; i < returned_.size(); i++)
+                out.push_back(returned_[i] ? returned_argument(op, arguments, i)
+                                           : on_cuda(results[i]));
+            give(stack, below, std::move(out));
+            return;
+        }
+        for (size_t i = 0; i < returned_.size(); i++) {
+            IValue &real = stack->at(below + i);
+            if (returned_[i])
+                continue;
+            if (!fill(real, results[i])) {
+                n_untrue++;
+                if (std::getenv("FAKECUDA_WORDS"))
+                    fprintf(stderr, "fakecuda: %s: result %zu has another shape than on the CPU\n",
+                            full_.c_str(), i);
+                real = on_cuda(results[i]);
+            }
+        }
+    }
+
+  private:
+    bool touches(const Stack &stack) const
+    {
+        for (size_t i = 0; i < n_arguments_; i++) {
+            const IValue &v = stack[stack.size() - n_arguments_ + i];
+            if (v.isTensor() && on_device(v.toTensor()))
+                return true;
+            if (v.isTensorList() && v.toTensorVector().size() && on_device(v.toTensorVector()[0]))
+                return true;
+        }
+        return false;
+    }
+
+    Draw drawn(const Stack &arguments) const
+    {
+        if (generator_at_ >= 0 && arguments[generator_at_].isGenerator())
+            return draw_of(arguments[generator_at_].toGenerator());
+        for (const IValue &v : arguments)
+            if (v.isTensor() && on_device(v.toTensor()))
+                return draw_of(at::globalContext().defaultGenerator(v.toTensor().device()));
+        return draw_of(at::globalContext().defaultGenerator(at::Device(at::kCUDA, 0)));
+    }
+
+    // leaves the results in computed_, returns the arguments as they are afterwards
+    Stack compute(const c10::OperatorHandle &op, const Stack &arguments, const Draw &draw)
+    {
+        auto skip =
+            c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+            c10::DispatchKeySet({ c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                  c10::DispatchKey::PythonDispatcher,
+                                  c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                  c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                  c10::DispatchKey::Functionalize });
+        c10::impl::ExcludeDispatchKeyGuard guard(skip);
+        Stack mine;
+        for (size_t i = 0; i < n_arguments_; i++)
+            mine.push_back(static_cast<int>(i) == generator_at_ ? IValue(draw.generator())
+                                                                : seen(arguments[i], written_[i]));
+        Stack work = mine;
+        if (emulate_) {
+            emulate_(work, draw);
+        } else if (seeded_ && generator_at_ < 0) {
+            run_seeded(op, work, draw);
+        } else {
+            try {
+                op.callBoxed(&work);
+            } catch (const std::exception &) {
+                work.clear();
+                bool any = false;
+                for (const IValue &v : mine)
+                    any |= (v.isTensor() && narrow(v.toTensor())) ||
+                           (v.isTensorList() && v.toTensorVector().size() &&
+                            narrow(v.toTensorVector()[0]));
+                if (!any)
+                    throw;
+                for (IValue &v : mine)
+                    v = widened(v);
+                work = mine;
+                op.callBoxed(&work);
+            }
+        }
+        computed_.swap(work);
+        return mine;
+    }
+
+    // an operator that draws without saying from which generator draws from the CPU's default one,
+    // which is lent to it
+    static void run_seeded(const c10::OperatorHandle &op, Stack &work, const Draw &draw)
+    {
+        static std::mutex one_at_a_time;
+        std::lock_guard<std::mutex> hold(one_at_a_time);
+        at::Generator g = at::globalContext().defaultGenerator(at::kCPU);
+        Tensor before = g.get_state().clone();
+        g.set_state(draw.generator().get_state());
+        try {
+            op.callBoxed(&work);
+        } catch (...) {
+            g.set_state(before);
+            throw;
+        }
+        g.set_state(before);
+    }
+
+    static bool write_back(const IValue &real, const IValue &mine)
+    {
+        if (real.isTensor())
+            return write(real.toTensor(), mine.toTensor());
+        bool fits = true;
+        if (real.isTensorList())
+            for (size_t i = 0; i < real.toTensorVector().size(); i++)
+                fits = write(real.toTensorVector()[i], mine.toTensorVector()[i]) && fits;
+        return fits;
+    }
+
+    static bool fill(IValue &real, const IValue &result)
+    {
+        if (result.isTensor())
+            return real.isTensor() && write(real.toTensor(), result.toTensor());
+        if (result.isTensorList()) {
+            auto a = real.toTensorVector(), b = result.toTensorVector();
+            if (a.size() != b.size())
+                return false;
+            for (size_t i = 0; i < a.size(); i++)
+                if (!write(a[i], b[i]))
+                    return false;
+            return true;
+        }
+        if (!result.isNone())
+            real = result;
+        return true;
+    }
+
+    static Stack on_cuda_all(const Stack &results)
+    {
+        Stack out;
+        for (const IValue &v : results)
+            out.push_back(on_cuda(v));
+        return out;
+    }
+
+    IValue returned_argument(const c10::OperatorHandle &op, const Stack &arguments, size_t i) const
+    {
+        size_t k = 0;
+        for (size_t a = 0; a < n_arguments_; a++)
+            if (written_[a] && k++ == i)
+                return arguments[a];
+        TORCH_CHECK(false, "fakecuda: ", full_, " returns an argument that it does not write");
+    }
+
+    static void give(Stack *stack, size_t below, Stack results)
+    {
+        stack->resize(below);
+        for (IValue &v : results)
+            stack->push_back(std::move(v));
+    }
+
+    c10::SafeKernelFunction original_;
+    std::string name_, full_;
+    size_t n_arguments_ = 0;
+    std::vector<bool> written_, returned_;
+    int generator_at_ = -1;
+    bool seeded_ = false, counted_ = false, has_cpu_ = false;
+    Emulation emulate_ = nullptr;
+    static thread_local Stack computed_;
+};
+thread_local Stack Wrapper::computed_;
+
+// ---- which operators
+
+// these give out memory or say where it is; they compute nothing, or what they copy is copied truly
+// by the runtime
+static const std::unordered_set<std::string> untouched = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::_resize_output_",
+    "aten::set_",
+    "aten::as_strided",
+    "aten::record_stream",
+    "aten::is_set_to",
+    "aten::is_pinned",
+    "aten::_pin_memory",
+    "aten::_local_scalar_dense",
+    "aten::_efficientzerotensor",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::_cudnn_init_dropout_state",
+    "aten::_nested_view_from_buffer",
+    "aten::_to_sparse",
+    "aten::_to_sparse_csr",
+    "aten::_to_sparse_csc",
+    "aten::_to_sparse_bsr",
+    "aten::_to_sparse_bsc",
+    "aten::lift",
+    "aten::_assert_async",
+    "aten::_cudnn_rnn_flatten_weight",
+    "aten::_use_cudnn_ctc_loss",
+    "aten::_use_miopen_ctc_loss",
+    "aten::_use_cudnn_rnn_flatten_weight",
+};
+
+static bool is_view(const c10::FunctionSchema &schema)
+{
+    for (const auto &r : schema.returns())
+        if (r.alias_info() && !r.alias_info()->isWrite())
+            return true;
+    return false;
+}
+
+struct Quiet : c10::WarningHandler { // that kernels are overridden is what is wanted
+    void process(const c10::Warning &) override {}
+};
+
+static void wrap_all()
+{
+    static Quiet quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    static auto *library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA,
+                                              __FILE__, __LINE__);
+    auto &dispatcher = c10::Dispatcher::singleton();
+    auto names = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
+    names.push_back({ "aten::copy_", "" });
+    for (const auto &name : names) {
+        if (name.name.rfind("aten::", 0) != 0 || untouched.count(name.name))
+            continue;
+        auto op = dispatcher.findSchema(name);
+        if (!op || is_view(op->schema()))
+            continue;
+        auto original = op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA);
+        std::string full =
+            name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+        library->impl(full.c_str() + 6, torch::CppFunction::makeFromBoxedFunctor(
+                                            std::make_unique<Wrapper>(*op, std::move(original))));
+    }
+}
+
+static const struct Once {
+    Once() { wrap_all(); }
+} wrapped;
+
+} // namespace fakecuda
+
+extern "C" {
+void fakecuda_numbers(int enabled) { fakecuda::on = enabled != 0; }
+long long fakecuda_computed(void) { return fakecuda::n_computed; }
+long long fakecuda_untrue(void) { return fakecuda::n_untrue; }
+}

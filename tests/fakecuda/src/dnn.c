@@ -1,0 +1,300 @@
+/* cuDNN by its older interface: descriptors that hold nothing, algorithms that need no workspace
+ * (FAKECUDA_CUDNN_WORKSPACE: bytes), and no computing. */
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+size_t parse_bytes(const char *text, size_t otherwise);
+static size_t workspace(void) { return parse_bytes(getenv("FAKECUDA_CUDNN_WORKSPACE"), 0); }
+
+size_t cudnnGetVersion(void) { return 92000; }
+size_t cudnnGetCudartVersion(void) { return 13000; }
+const char *cudnnGetErrorString(int e)
+{
+    return e == 0 ? "CUDNN_STATUS_SUCCESS" : "CUDNN_STATUS_NOT_SUPPORTED";
+}
+
+void cudnnGetLastErrorString(char *out, size_t n)
+{
+    snprintf(out, n, "the stub of cuDNN has no such function");
+}
+
+int cudnnGetProperty(int which, int *value)
+{
+    static const int version[] = { 9, 20, 0 };
+    *value = which >= 0 && which < 3 ? version[which] : 0;
+    return 0;
+}
+
+struct thing {
+    void *stream;
+    int type, dims, size[8], stride[8];
+};
+#define MAKES(kind)                                                                                \
+    int cudnnCreate##kind(struct thing **out)                                                      \
+    {                                                                                              \
+        *out = calloc(1, sizeof **out);                                                            \
+        return *out ? 0 : 1;                                                                       \
+    }
+#define THING(kind)                                                                                \
+    MAKES(kind)                                                                                    \
+    int cudnnDestroy##kind(struct thing *t)                                                        \
+    {                                                                                              \
+        free(t);                                                                                   \
+        return 0;                                                                                  \
+    }
+MAKES()
+THING(TensorDescriptor)
+THING(FilterDescriptor)
+THING(ConvolutionDescriptor)
+THING(ActivationDescriptor)
+THING(DropoutDescriptor)
+THING(RNNDescriptor)
+THING(RNNDataDescriptor)
+THING(SpatialTransformerDescriptor)
+THING(CTCLossDescriptor)
+MAKES(PoolingDescriptor)
+
+int cudnnSetStream(struct thing *h, void *stream)
+{
+    h->stream = stream;
+    return 0;
+}
+
+int cudnnGetStream(struct thing *h, void **stream)
+{
+    *stream = h->stream;
+    return 0;
+}
+
+int cudnnSetTensorNdDescriptor(struct thing *t, int type, int n, const int *size, const int *stride)
+{
+    t->type = type;
+    t->dims = n;
+    for (int i = 0; i < n && i < 8; i++) {
+        t->size[i] = size[i];
+        t->stride[i] = stride[i];
+    }
+    return 0;
+}
+
+int cudnnSetFilterNdDescriptor(struct thing *t, int type, int format, int n, const int *size)
+{
+    t->type = type;
+    t->dims = n;
+    for (int i = 0; i < n && i < 8; i++)
+        t->size[i] = size[i];
+    return 0;
+}
+
+int cudnnSetConvolutionNdDescriptor(struct thing *t) { return 0; }
+int cudnnSetConvolutionGroupCount(struct thing *t) { return 0; }
+int cudnnSetConvolutionMathType(struct thing *t) { return 0; }
+int cudnnSetActivationDescriptor(struct thing *t) { return 0; }
+
+/* what one algorithm costs: the layout of cudnnConvolution*AlgoPerf_t */
+struct cost {
+    int algorithm, status;
+    float ms;
+    size_t memory;
+    int determinism, math, reserved[3];
+};
+
+static int only_one(int *n, struct cost *costs)
+{
+    memset(costs, 0, sizeof *costs);
+    costs->algorithm = 1;
+    costs->ms = 1;
+    costs->determinism = 1;
+    costs->memory = workspace();
+    *n = 1;
+    return 0;
+}
+
+#define CONVOLUTION(which)                                                                         \
+    int cudnnGetConvolution##which##Algorithm_v7(void *h, void *a, void *b, void *c, void *d,      \
+                                                 int wanted, int *n, struct cost *costs)           \
+    {                                                                                              \
+        return only_one(n, costs);                                                                 \
+    }                                                                                              \
+    int cudnnFindConvolution##which##AlgorithmEx(void *h, void *a, void *ap, void *b, void *bp,    \
+                                                 void *c, void *d, void *dp, int wanted, int *n,   \
+                                                 struct cost *costs)                               \
+    {                                                                                              \
+        return only_one(n, costs);                                                                 \
+    }                                                                                              \
+    int cudnnGetConvolution##which##WorkspaceSize(void *h, void *a, void *b, void *c, void *d,     \
+                                                  int algorithm, size_t *n)                        \
+    {                                                                                              \
+        *n = workspace();                                                                          \
+        return 0;                                                                                  \
+    }                                                                                              \
+    int cudnnConvolution##which(void *h) { return 0; }
+CONVOLUTION(Forward)
+CONVOLUTION(BackwardData)
+CONVOLUTION(BackwardFilter)
+int cudnnConvolutionBiasActivationForward(void *h) { return 0; }
+
+/* batch normalisation */
+int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, int ops, void *x,
+                                                             void *z, void *y, void *p, void *a,
+                                                             size_t *n)
+{
+    *n = 0;
+    return 0;
+}
+
+int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int ops, void *a,
+                                                         void *x, size_t *n)
+{
+    *n = 0;
+    return 0;
+}
+
+int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int mode, int ops, void *x, void *y,
+                                                      void *dy, void *dz, void *dx, void *p,
+                                                      void *a, size_t *n)
+{
+    *n = 0;
+    return 0;
+}
+
+int cudnnBatchNormalizationForwardTrainingEx(void *h) { return 0; }
+int cudnnBatchNormalizationForwardInference(void *h) { return 0; }
+int cudnnBatchNormalizationBackwardEx(void *h) { return 0; }
+
+/* recurrent layers: the weights of all gates of all layers, then the biases, without gaps; a
+ * workspace of the gates, and a reserve of gates and states */
+struct recurrent {
+    void *stream;
+    int cell, bias, directions, type, input, hidden, projection, layers;
+};
+
+int cudnnSetRNNDescriptor_v8(struct recurrent *r, int algorithm, int cell, int bias, int direction,
+                             int input_mode, int type, int precision, int math, int input,
+                             int hidden, int projection, int layers)
+{
+    *r = (struct recurrent){ NULL,   cell,       bias != 0, direction == 1 ? 2 : 1, type, input,
+                             hidden, projection, layers };
+    return projection == hidden || projection == 0 ? 0 : 3000;
+}
+
+static size_t width_of(int type)
+{
+    if (type == 1)
+        return 8;
+    return type == 2 || type == 9 ? 2 : 4;
+}
+
+static size_t gates(const struct recurrent *r)
+{
+    if (r->cell == 2)
+        return 4;
+    return r->cell == 3 ? 3 : 1;
+}
+
+static size_t inputs_of(const struct recurrent *r, int layer)
+{
+    return layer == 0 ? (size_t)r->input : (size_t)r->hidden * (size_t)r->directions;
+}
+
+/* numbers of weights before a pseudo-layer's, of both kinds of matrices */
+static size_t before(const struct recurrent *r, int pseudo)
+{
+    size_t n = 0;
+    for (int i = 0; i < pseudo; i++)
+        n += gates(r) * (size_t)r->hidden * (inputs_of(r, i / r->directions) + (size_t)r->hidden);
+    return n;
+}
+
+int cudnnGetRNNWeightSpaceSize(void *h, struct recurrent *r, size_t *n)
+{
+    size_t layers = (size_t)(r->layers * r->directions);
+    *n = (before(r, (int)layers) + (r->bias ? layers * 2 * gates(r) * (size_t)r->hidden : 0)) *
+         width_of(r->type);
+    return 0;
+}
+
+int cudnnGetRNNWeightParams(void *h, struct recurrent *r, int pseudo, size_t size, char *space,
+                            int gate, struct thing *m, void **matrix, struct thing *b, void **bias)
+{
+    size_t g = gates(r);
+    size_t hidden = (size_t)r->hidden;
+    size_t in = inputs_of(r, pseudo / r->directions);
+    size_t w = width_of(r->type);
+    size_t k = (size_t)gate % g;
+    int of_state = (size_t)gate >= g;
+    if ((size_t)gate >= 2 * g)
+        return 3000; /* a projection */
+    size_t columns = of_state ? hidden : in;
+    size_t at = before(r, pseudo) + (of_state ? g * hidden * in : 0) + k * hidden * columns;
+    if (m)
+        *m = (struct thing){ NULL, r->type, 3, { 1, r->hidden, (int)columns }, { 1, 1, 1 } };
+    if (b)
+        *b = (struct thing){ NULL, r->type, 3, { 1, r->hidden, 1 }, { 1, 1, 1 } };
+    if (matrix)
+        *matrix = space + at * w;
+    size_t biases = before(r, r->layers * r->directions);
+    size_t row = ((size_t)pseudo * 2 + (size_t)of_state) * g * hidden + k * hidden;
+    if (bias)
+        *bias = r->bias ? space + (biases + row) * w : NULL;
+    return 0;
+}
+
+int cudnnGetTensorNdDescriptor(struct thing *t, int wanted, int *type, int *n, int *size,
+                               int *stride)
+{
+    *type = t->type;
+    *n = t->dims;
+    for (int i = 0; i < wanted; i++) {
+        size[i] = i < t->dims ? t->size[i] : 1;
+        stride[i] = i < t->dims ? t->stride[i] : 1;
+    }
+    return 0;
+}
+
+int cudnnSetRNNDataDescriptor(struct thing *t, int type, int layout, int length, int batch,
+                              int vector)
+{
+    t->type = type;
+    t->dims = 3;
+    t->size[0] = length;
+    t->size[1] = batch;
+    t->size[2] = vector;
+    return 0;
+}
+
+int cudnnGetRNNTempSpaceSizes(void *h, struct recurrent *r, int training, struct thing *x,
+                              size_t *work, size_t *reserve)
+{
+    size_t cells = (size_t)x->size[0] * (size_t)x->size[1] * (size_t)r->hidden *
+                   (size_t)(r->layers * r->directions) * width_of(r->type);
+    if (work)
+        *work = cells * gates(r);
+    if (reserve)
+        *reserve = training ? cells * (gates(r) + 2) : 0;
+    return 0;
+}
+
+int cudnnRNNForward(void *h) { return 0; }
+int cudnnRNNBackwardData_v8(void *h) { return 0; }
+int cudnnRNNBackwardWeights_v8(void *h) { return 0; }
+
+/* dropout: the state is the seed, where numbers find it */
+int cudnnDropoutGetStatesSize(void *h, size_t *n)
+{
+    *n = 2 << 20;
+    return 0;
+}
+
+int cudnnRestoreDropoutDescriptor(struct thing *t) { return 0; }
+
+int cudnnSetDropoutDescriptor(struct thing *t, void *h, float p, void *states, size_t n,
+                              unsigned long long seed)
+{
+    if (states && n >= sizeof seed)
+        memcpy(states, &seed, sizeof seed);
+    return 0;
+}

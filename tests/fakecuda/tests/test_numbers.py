@@ -1,0 +1,313 @@
+"""The same model, batch and steps on the simulated device and on the CPU give the same losses,
+gradients and parameters. Run with the environment that build.sh made."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(20, 50),
+            nn.GELU(),
+            nn.LayerNorm(50),
+            nn.Linear(50, 30),
+            nn.Tanh(),
+            nn.Linear(30, 7),
+        )
+
+    def batch(self, dtype):
+        return torch.randn(16, 20, dtype=dtype), torch.randint(0, 7, (16,))
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, stride=2),
+            nn.GroupNorm(4, 16),
+            nn.SiLU(),
+            nn.ConvTranspose2d(16, 4, 2),
+            nn.BatchNorm2d(4),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16, 5),
+        )
+
+    def batch(self, dtype):
+        return torch.randn(8, 3, 16, 16, dtype=dtype), torch.randint(0, 5, (8,))
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y, label_smoothing=0.1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.embed, self.rnn, self.head = (
+            nn.Embedding(40, 12),
+            kind(12, 16, 2, batch_first=True, bidirectional=True),
+            nn.Linear(32, 40),
+        )
+
+    def batch(self, dtype):
+        x = torch.randint(0, 40, (6, 9))
+        return x, x
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.rnn(self.embed(x))[0]).flatten(0, 1), y.flatten())
+
+
+class Attention(nn.Module):
+    def __init__(self, masked=False):
+        super().__init__()
+        self.masked = masked
+        self.embed, self.layer, self.head = (
+            nn.Embedding(40, 32),
+            nn.TransformerEncoderLayer(32, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True),
+            nn.Linear(32, 40),
+        )
+
+    def batch(self, dtype):
+        x = torch.randint(0, 40, (3, 11))
+        return x, x
+
+    def forward(self, x, y):
+        h = self.embed(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            x.shape[1], device=x.device, dtype=h.dtype
+        )
+        h = self.layer(h, mask, is_causal=not self.masked)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+class Indices(nn.Module):
+    """Gathers, scatters, sorts, masks and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(10, 6))
+
+    def batch(self, dtype):
+        return torch.randn(10, 6, dtype=dtype), torch.randint(0, 10, (12,))
+
+    def forward(self, x, y):
+        h = (x * self.w)[y]
+        h = h[h > -0.5].exp().cumsum(0)
+        s, i = h.sort(descending=True)
+        t = torch.zeros_like(x).index_add(0, y, x[y] * self.w[y])
+        u = self.w.gather(1, x.argsort(1)).topk(3, 1).values
+        return (
+            s[:5].sum()
+            + i.sum() * 0
+            + t.pow(2).mean()
+            + u.prod(1).sum()
+            + torch.where(x > 0, self.w, 0).norm()
+            + self.w.std()
+        )
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=100,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def batch(self, dtype):
+            x = torch.randint(0, 100, (4, 16))
+            return x, x
+
+        def forward(self, x, y):
+            return self.model(input_ids=x, labels=y).loss
+
+    return Wrapped()
+
+
+MODELS = {
+    "mlp": Mlp,
+    "convolutions": Convolutions,
+    "lstm": Recurrent,
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "attention": Attention,
+    "attention-masked": lambda: Attention(True),
+    "indices": Indices,
+    "gpt2": gpt2,
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+}
+
+
+def run(model, batch, device, make, steps):
+    model = copy.deepcopy(model).to(device)
+    optimizer = make(model.parameters())
+    losses, grads = [], None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*(t.to(device) for t in batch))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grads = [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, grads, {k: v.cpu() for k, v in model.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def without_cudnn_rnn(request):
+    if any(name in request.node.name for name in ("lstm", "gru", "rnn")):
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    else:
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name, dtype):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype)
+    batch = model.batch(dtype)
+    there, here = (run(model, batch, d, OPTIMIZERS["sgd"], 3) for d in ("cuda", "cpu"))
+    tolerance = (
+        {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 2e-5}
+    )
+    for a, b in zip(there, here):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name):
+    torch.manual_seed(0)
+    model = Mlp().double()
+    batch = model.batch(torch.float64)
+    there, here = (run(model, batch, d, OPTIMIZERS[name], 4) for d in ("cuda", "cpu"))
+    for a, b in zip(there, here):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_backends(backend, dropout):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (
+        torch.randn(2, 4, 33, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        torch.manual_seed(3)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        g = torch.autograd.grad(a.float().square().sum(), (q, k, v))
+        torch.manual_seed(3)
+        b = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    assert torch.equal(a, b)
+    if not dropout:
+        c = F.scaled_dot_product_attention(
+            *(t.detach().cpu().float() for t in (q, k, v)), is_causal=True
+        )
+        torch.testing.assert_close(a.detach().cpu().float(), c, rtol=2e-2, atol=2e-2)
+    else:  # the slope along a direction: the mask that was drawn is the mask of the gradient
+        q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
+        kind = SDPBackend.MATH if backend == "FLASH_ATTENTION" else getattr(SDPBackend, backend)
+
+        def f(x):
+            torch.manual_seed(3)
+            with sdpa_kernel(kind):
+                return (
+                    F.scaled_dot_product_attention(x, k, v, is_causal=True, dropout_p=dropout)
+                    .square()
+                    .sum()
+                )
+
+        d = torch.randn_like(q)
+        (g,) = torch.autograd.grad(f(q), q)
+        slope = (f((q + 1e-2 * d).detach()) - f((q - 1e-2 * d).detach())) / 2e-2
+        torch.testing.assert_close((g * d).sum(), slope, rtol=2e-2, atol=2e-2)
+
+
+def test_draws_follow_seed_and_offset():
+    torch.manual_seed(1)
+    a = [
+        torch.randn(5, device="cuda"),
+        torch.rand(5, device="cuda"),
+        F.dropout(torch.ones(50, device="cuda"), 0.5),
+        torch.randperm(9, device="cuda"),
+        torch.randint(0, 9, (7,), device="cuda"),
+    ]
+    state = torch.cuda.get_rng_state()
+    b = torch.randn(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(b, torch.randn(3, device="cuda"))
+    torch.manual_seed(1)
+    c = [
+        torch.randn(5, device="cuda"),
+        torch.rand(5, device="cuda"),
+        F.dropout(torch.ones(50, device="cuda"), 0.5),
+        torch.randperm(9, device="cuda"),
+        torch.randint(0, 9, (7,), device="cuda"),
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(a, c))
+    assert not torch.equal(a[0][:3], b)
+
+
+def test_autocast_and_scaler():
+    torch.manual_seed(0)
+    model, scaler = Mlp().cuda(), torch.amp.GradScaler()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = (t.cuda() for t in model.batch(torch.float32))
+    first = None
+    for _ in range(10):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        first = first or loss.item()
+    assert loss.item() < first
+
+
+def test_linear_algebra():
+    a = torch.randn(5, 5, device="cuda", dtype=torch.float64)
+    a = a @ a.t() + torch.eye(5, device="cuda", dtype=torch.float64)
+    torch.testing.assert_close(
+        a @ torch.linalg.inv(a), torch.eye(5, device="cuda", dtype=torch.float64)
+    )
+    torch.testing.assert_close(torch.linalg.cholesky(a) @ torch.linalg.cholesky(a).t(), a)
+    e, v = torch.linalg.eigh(a)
+    torch.testing.assert_close(v @ e.diag() @ v.t(), a)
+    torch.testing.assert_close(
+        torch.linalg.solve(a, a[:, 0]).cpu(), torch.eye(5, dtype=torch.float64)[0]
+    )
+    torch.testing.assert_close(torch.fft.irfft(torch.fft.rfft(a)[..., :3], 5).cpu(), a.cpu())
