@@ -14,9 +14,19 @@ PY      = $(VENV)/bin/python
 ORACLES = $(addprefix tests/oracle/test_,programs.py fuzz.py rules.py)
 SOURCES = $(shell find include src cli python meson.build meson_options.txt pyproject.toml -type f -not -name '*.pyc')
 
+# The simulated GPU: its environment, its memory, and the suites that run there with every tensor on it.
+CUDA_VENV   ?= .venv-cuda
+CUDA_TORCH  ?= torch===2.13.0
+CUDA_MEMORY ?= 8GiB
+CUDA_PY      = $(CUDA_VENV)/bin/python
+CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers
+CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py random.py)
+CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
+FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
+
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test text format unit python bench clean
+.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known bench clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
@@ -39,6 +49,22 @@ unit: $(VENV)/requirements
 python: $(VENV)/installed
 	$(PY) -m pytest tests/python $(ORACLES) -q -n $(JOBS) --dist worksteal --durations=10
 
+# Where PyTorch's CUDA wheel cannot be had: one line, and success.
+test-gpu:
+	@if $(MAKE) -s $(CUDA_VENV)/torch 2>/dev/null; then \
+		$(MAKE) -s gpu-suites; \
+	else \
+		echo "make test-gpu: nothing was run, for $(CUDA_TORCH) with CUDA cannot be had ($(CUDA_VENV)/torch.log)"; \
+	fi
+
+gpu-suites: $(CUDA_VENV)/installed
+	FAKECUDA_MEMORY=$(CUDA_MEMORY) $(CUDA_PY) -m pytest tests/fakecuda/tests -q -n $(JOBS)
+	FAKECUDA_MEMORY=$(CUDA_MEMORY) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) -q -n $(JOBS) --dist worksteal
+
+# Only the tests of known_failures.txt: which of them pass by now?
+test-gpu-known: $(CUDA_VENV)/installed
+	FAKECUDA_MEMORY=$(CUDA_MEMORY) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) --only-known-failures -q -n $(JOBS) -rp
+
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py
 
@@ -57,5 +83,22 @@ $(VENV)/installed: $(SOURCES) $(VENV)/requirements
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	@touch $@
 
+$(CUDA_VENV)/torch:
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_PY) -m pip install --quiet --no-deps "$(CUDA_TORCH)" 2>$(CUDA_VENV)/torch.log
+	@touch $@
+
+$(CUDA_VENV)/device: $(FAKECUDA) | $(CUDA_VENV)/torch
+	tests/fakecuda/build.sh $(CUDA_VENV)
+	@touch $@
+
+$(CUDA_VENV)/requirements: requirements-test.txt | $(CUDA_VENV)/device
+	$(CUDA_PY) -m pip install --quiet -c requirements-test.txt $(CUDA_NEEDS)
+	@touch $@
+
+$(CUDA_VENV)/installed: $(SOURCES) $(CUDA_VENV)/requirements $(CUDA_VENV)/device
+	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" $(CUDA_PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
 clean:
-	rm -rf build $(VENV) report.html
+	rm -rf build $(VENV) $(CUDA_VENV) report.html
