@@ -97,7 +97,7 @@ $(CUDA_VENV)/requirements: requirements-test.txt | $(CUDA_VENV)/device
 	@touch $@
 
 $(CUDA_VENV)/installed: $(SOURCES) $(CUDA_VENV)/requirements $(CUDA_VENV)/device
-	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" $(CUDA_PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	PATH="$(abspath $(CUDA_VENV))/bin:$$PATH" $(CUDA_PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	@touch $@
 
 clean:
