@@ -37,7 +37,7 @@ def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(ValueError, match="5056 bytes was expected, got 8"):
+    with pytest.raises(ValueError, match="5056 bytes of a CPU generator's state, got 8"):
         _core.generator_skip(torch.zeros(8, dtype=torch.uint8), 1)
 
 
