@@ -20,7 +20,7 @@ CUDA_TORCH  ?= torch===2.13.0
 CUDA_MEMORY ?= 8GiB
 CUDA_PY      = $(CUDA_VENV)/bin/python
 CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers
-CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py random.py capture_models.py)
+CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py random.py capture_models.py exactness_programs.py)
 CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
 FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
 
