@@ -11,8 +11,9 @@
  * What a program did besides allocating is not in the file. If the plain explanation does not
  * reproduce the entries up to the next request byte for byte, the cache is rewound and these are
  * tried in order, and counted: empty_cache before it; a cap; expandable switched; both; MemPools
- * that die (counted as empty_cache); garbage collection. Nothing else may explain a difference. (A cap looks like a failed cudaMalloc, but for
- * throw_on_cudamalloc_oom: there the request fails at once.)
+ * that die (counted as empty_cache); garbage collection. Nothing else may explain a difference. (A
+ * cap looks like a failed cudaMalloc, but for throw_on_cudamalloc_oom: there the request fails at
+ * once.)
  *
  * Private pools that are released together: torch walks a hash map, so there its order means
  * nothing. The recorded run of such releases is kept as a set, and each release the rules name must
