@@ -315,6 +315,7 @@ static bool batch_norm_sums(koila__case *c, gradient *g)
 {
     const koila_meta sum = g->weight == KOILA_NONE ? g->stat : c->sig->inputs[g->weight];
     const koila_dtype type = koila_meta_get(c->table, sum)->dtype;
+    const bool on_cpu = koila_meta_get(c->table, g->stat)->device == 0;
     const koila_value inv2 =
         koila__emit_binary(c, "aten::mul.Tensor", g->invstd, g->invstd, g->stat);
     const koila_value var = koila__emit_unary(c, "aten::reciprocal", inv2, g->stat);
@@ -325,11 +326,20 @@ static bool batch_norm_sums(koila__case *c, gradient *g)
     koila__emit_value(&k, g->dy);
     koila__emit_value(&k, g->x);
     /* CUDA allocates gw like the weight. The sums do not depend on its values. */
-    koila__emit_value(&k, g->weight == KOILA_NONE ? g->invstd : c->in_value[g->weight]);
+    if (on_cpu)
+        koila__emit_optional(&k, g->weight);
+    else
+        koila__emit_value(&k, g->weight == KOILA_NONE ? g->invstd : c->in_value[g->weight]);
     koila__emit_value(&k, koila__emit_cast(c, g->mean, type));
     koila__emit_value(&k, koila__emit_cast(c, var, type));
-    koila__emit_value(&k, g->mean);
-    koila__emit_value(&k, g->invstd);
+    /* the CPU's kernel refuses float statistics beside a weight of half precision */
+    if (on_cpu) {
+        koila__emit_none(&k);
+        koila__emit_none(&k);
+    } else {
+        koila__emit_value(&k, g->mean);
+        koila__emit_value(&k, g->invstd);
+    }
     koila__emit_bool(&k, false);
     koila__emit_float(&k, 0.0);
     koila__emit_bools(&k, mask, 3);

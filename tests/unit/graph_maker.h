@@ -22,6 +22,7 @@ typedef struct maker {
     koila_graph *graph;
     koila__placed *placed;
     koila_status status;
+    uint16_t device; /* of every tensor made from now on, as koila_meta_info has it; 0: the CPU */
     const koila_allocator *mem;
     koila_link link[4]; /* chain of the next write */
     uint32_t n_links;
@@ -59,7 +60,7 @@ __attribute__((unused)) static koila_meta meta_of(maker *m, shape s)
 {
     koila_meta id = KOILA_NONE;
     if (m->status == KOILA_OK && s.dtype != KOILA_N_DTYPES)
-        m->status = koila_table_meta(m->table, s.dtype, 0, s.n, s.size, NULL, &id);
+        m->status = koila_table_meta(m->table, s.dtype, m->device, s.n, s.size, NULL, &id);
     return id;
 }
 __attribute__((unused)) static uint16_t axis(maker *m, int64_t size)
