@@ -138,7 +138,7 @@ static void timeline_dealloc(timeline *t)
 static bool is_over(const timeline *t)
 {
     if (!t->solved)
-        PyErr_SetString(PyExc_RuntimeError, "timeline: it has not ended yet");
+        PyErr_SetString(PyExc_RuntimeError, "timeline: it is not over yet");
     return t->solved;
 }
 
