@@ -406,7 +406,7 @@ static koila_status too_new(const koila_cache_config *c, const char *key, const 
     return koila__fail(e, KOILA_BAD_INPUT, 0, "%s: not known to torch %u.%u, from %s on", key,
                        c->torch_version / 100, c->torch_version % 100, first_torch);
 }
-/* What torch checks only after it has read all settings. */
+/* The checks that torch makes after it has read all settings. */
 static koila_status check_together(koila_cache_config *c, bool strict, koila_error *e)
 {
     const unsigned large_mib = (unsigned)(c->large_segment_bytes / MIB);

@@ -1140,7 +1140,7 @@ static koila_status find_losses(const replay *r, const koila_cache *c, koila_rep
     return KOILA_OK;
 }
 
-/* Once more, up to the peak, to look around there. */
+/* Replays again up to the peak, so that the state there can be read. */
 static koila_status find_losses_at_peak(const replay *r, const koila_cache_config *c,
                                         koila_error *e)
 {

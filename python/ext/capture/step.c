@@ -112,8 +112,8 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
 
 /* ---- opening */
 
-/* What is concrete in a closed tape leaves it, so that the tape and everything it recorded can die:
- * losses kept in a list must not keep their batches. */
+/* Concrete values leave a closed tape, so that the tape and its record can be freed: losses kept in
+ * a list must not keep their batches. */
 static int compact_closed(void)
 {
     for (koila__tape *t = koila__tapes; t;) {
