@@ -3,6 +3,7 @@
 # make text   how the text reads: format, width, long functions, comments (tools/check_text.py)
 # make format clang-format and ruff format, over the whole tree
 # make test-gpu   the GPU path on a simulated device (tests/fakecuda), in an environment of its own with PyTorch's CUDA build: 526 MB, no GPU
+# make gpu-report all of it on a real GPU, with the torch you have: prints where hardware and simulation differ, writes one file to send back
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make clean  remove what these made
 
@@ -22,11 +23,14 @@ CUDA_PY      = $(CUDA_VENV)/bin/python
 CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers
 CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py random.py capture_models.py exactness_programs.py)
 CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
+GPU_VENV    ?= .venv-gpu
+GPU_PY       = $(GPU_VENV)/bin/python
+GPU_REPORT  ?= gpu-report.json
 FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known bench clean
+.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known gpu-report bench clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
@@ -65,6 +69,10 @@ gpu-suites: $(CUDA_VENV)/installed
 test-gpu-known: $(CUDA_VENV)/installed
 	FAKECUDA_MEMORY=$(CUDA_MEMORY) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) --only-known-failures -q -n $(JOBS) -rp
 
+# The environment sees the packages of $(PYTHON), so the torch that is measured is the one in use.
+gpu-report: $(GPU_VENV)/installed
+	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) --suites $(CUDA_SUITES)
+
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py
 
@@ -100,5 +108,15 @@ $(CUDA_VENV)/installed: $(SOURCES) $(CUDA_VENV)/requirements $(CUDA_VENV)/device
 	PATH="$(abspath $(CUDA_VENV))/bin:$$PATH" $(CUDA_PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	@touch $@
 
+$(GPU_VENV)/requirements: requirements-test.txt
+	$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu-report: torch sees no GPU")'
+	$(PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	$(GPU_PY) -m pip install --quiet -c requirements-test.txt $(CUDA_NEEDS)
+	@touch $@
+
+$(GPU_VENV)/installed: $(SOURCES) $(GPU_VENV)/requirements
+	PATH="$(abspath $(GPU_VENV))/bin:$$PATH" $(GPU_PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
 clean:
-	rm -rf build $(VENV) $(CUDA_VENV) report.html
+	rm -rf build $(VENV) $(CUDA_VENV) $(GPU_VENV) report.html $(GPU_REPORT)

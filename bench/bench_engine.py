@@ -1,6 +1,6 @@
 """The engine against plain PyTorch and hand-written micro-batching, in one run, as ratios.
 
-    python bench/bench_engine.py [--repeat 7] [--only NAME]
+    python bench/bench_engine.py [--repeat 7] [--only NAME] [--device cuda]
 
 For each model: time and peak of a step (forward and backward), run in four ways: plain, by hand at
 m rows, by koila at m rows, by koila on the whole batch. The four take turns, so that load on the
@@ -181,12 +181,25 @@ def whole(model, loss, batch, m):
 
 
 def once(step, model, loss, batch, m):
+    """Seconds and peak bytes of one step, on the default device."""
     model.zero_grad(set_to_none=True)
+    if torch.get_default_device().type == "cuda":
+        return once_on_gpu(step, model, loss, batch, m)
     base = _core.cpu_bytes_current()
     _core.cpu_bytes_reset_peak()
     start = time.perf_counter()
     step(model, loss, batch, m)
     return time.perf_counter() - start, _core.cpu_bytes_peak() - base
+
+
+def once_on_gpu(step, model, loss, batch, m):
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    step(model, loss, batch, m)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated() - base
 
 
 def compare(name, repeat):
@@ -309,7 +322,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--only")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
+    torch.set_default_device(args.device)
     _core.cpu_bytes_install()
     cpu = next(
         (
@@ -319,8 +334,9 @@ def main():
         ),
         platform.machine(),
     )
+    gpu = f"{torch.cuda.get_device_name()}, " if args.device == "cuda" else ""
     print(
-        f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python "
+        f"{gpu}{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python "
         f"{platform.python_version()}; ms and MiB, best of {args.repeat}"
     )
     head = (
