@@ -453,7 +453,8 @@ static void cudnn_rnn(Stack &s, const Draw &)
     s.push_back(r[0].contiguous());
     s.push_back(r[1].contiguous());
     s.push_back(r.size() > 2 ? r[2].contiguous() : at::empty({ 0 }, r[0].options()));
-    s.push_back(at::zeros({ a[12].toBool() ? r[0].nbytes() * 4 : 0 }, at::kByte));
+    s.push_back(
+        at::zeros({ a[12].toBool() ? static_cast<int64_t>(r[0].nbytes()) * 4 : 0 }, at::kByte));
     s.push_back(optional(a[3]).defined() ? optional(a[3]) : at::empty({ 0 }, r[0].options()));
 }
 
@@ -494,6 +495,49 @@ static void cudnn_rnn_backward(Stack &s, const Draw &)
     s.push_back(g[1]);
     s.push_back(cx.defined() ? g[2] : Tensor());
     s.push_back(c10::List<Tensor>(std::vector<Tensor>(g.begin() + next, g.end())));
+}
+
+// ---- embedding_bag: the CPU's sums, and beside them what CUDA's kernel writes: the bag of each
+// entry, the entries of each bag that are not padding (with include_last_offset one number more,
+// which nobody writes), and the row of each maximum (-1 in an empty bag; with a sum or mean none)
+
+static void embedding_bag(Stack &s, const Draw &)
+{
+    // weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights?,
+    // include_last_offset, padding_idx
+    auto a = taken(s);
+    Tensor w = a[0].toTensor(), indices = a[1].toTensor(), offsets = a[2].toTensor();
+    int64_t mode = a[4].toInt(), padding = a[8].toInt();
+    auto r = at::_embedding_bag(wide(w), indices, offsets, a[3].toBool(), mode, a[5].toBool(),
+                                maybe(a[6]) ? std::optional<Tensor>(wide(a[6].toTensor()))
+                                            : std::nullopt,
+                                a[7].toBool(), padding);
+    Tensor out = std::get<0>(r), starts = offsets.narrow(0, 0, out.size(0)).contiguous();
+    Tensor at_entry = at::arange(indices.numel(), starts.options());
+    Tensor bag = at::searchsorted(starts, at_entry, false, true) - 1;
+    Tensor counted = indices.ne(padding).to(at::kLong);
+    Tensor sizes = at::zeros({ offsets.size(0) }, at::kLong).index_add(0, bag, counted);
+    s.push_back(as(out, w));
+    s.push_back(bag.to(indices.scalar_type()));
+    s.push_back(sizes.to(indices.scalar_type()));
+    s.push_back(mode == 2 ? std::get<3>(r).masked_fill(
+                                sizes.narrow(0, 0, out.size(0)).eq(0).unsqueeze(1), -1)
+                          : at::empty({ 0 }, indices.options()));
+}
+
+static void embedding_bag_dense_backward(Stack &s, const Draw &)
+{
+    // grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode,
+    // per_sample_weights?, padding_idx
+    auto a = taken(s);
+    Tensor g = a[0].toTensor();
+    s.push_back(
+        as(at::_embedding_bag_dense_backward(
+               wide(g), a[1].toTensor(), a[2].toTensor(), a[3].toTensor().narrow(0, 0, g.size(0)),
+               a[4].toTensor(), a[5].toInt(), a[6].toBool(), a[7].toInt(),
+               maybe(a[8]) ? std::optional<Tensor>(wide(a[8].toTensor())) : std::nullopt,
+               a[9].toInt()),
+           g));
 }
 
 // ---- dropout
@@ -582,6 +626,9 @@ Emulation emulation(const std::string &name)
         { "aten::_scaled_dot_product_cudnn_attention_backward", cudnn_attention_backward },
         { "aten::_cudnn_rnn", cudnn_rnn },
         { "aten::_cudnn_rnn_backward", cudnn_rnn_backward },
+        { "aten::_embedding_bag", embedding_bag },
+        { "aten::_embedding_bag_forward_only", embedding_bag },
+        { "aten::_embedding_bag_dense_backward", embedding_bag_dense_backward },
         { "aten::native_dropout", native_dropout },
         { "aten::log_sigmoid_forward", log_sigmoid },
         { "aten::log_sigmoid_backward", log_sigmoid_backward },

@@ -54,55 +54,25 @@ static Draw draw_of(const at::Generator &g)
     return { p[0], p[1] };
 }
 
-// ---- the same memory, as seen by the CPU
-
-static bool on_device(const Tensor &t)
+c10::DispatchKeySet keys_above_kernels()
 {
-    return t.defined() && t.is_cuda() && t.layout() == at::kStrided && !t.is_quantized() &&
-           t.has_storage();
+    return c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+           c10::DispatchKeySet({ c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                 c10::DispatchKey::PythonDispatcher,
+                                 c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                 c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                 c10::DispatchKey::Functionalize });
 }
 
-static Tensor as_cpu(const Tensor &t)
+void count(bool untrue)
 {
-    auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
-    Tensor out = t.numel() == 0 ? at::empty_strided(t.sizes(), t.strides(), options)
-                                : at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
-    if (t.is_conj())
-        out._set_conj(true);
-    if (t.is_neg())
-        out._set_neg(true);
-    return out;
+    n_computed++;
+    n_untrue += untrue;
 }
 
-static Tensor seen(const Tensor &t, bool written)
-{
-    if (!t.defined())
-        return t;
-    Tensor c = on_device(t) ? as_cpu(t) : t;
-    return written ? c.clone(at::MemoryFormat::Preserve) : c;
-}
+bool enabled() { return on; }
 
-static IValue seen(const IValue &v, bool written)
-{
-    if (v.isTensor())
-        return seen(v.toTensor(), written);
-    if (v.isTensorList()) {
-        c10::List<Tensor> out;
-        for (const Tensor &t : v.toTensorVector())
-            out.push_back(seen(t, written));
-        return out;
-    }
-    if (v.isOptionalTensorList()) {
-        c10::List<std::optional<Tensor>> out;
-        for (const std::optional<Tensor> &t : v.toOptionalTensorList())
-            out.push_back(t && t->defined() ? std::optional<Tensor>(seen(*t, written))
-                                            : std::nullopt);
-        return out;
-    }
-    if (v.isDevice() && v.toDevice().is_cuda())
-        return at::Device(at::kCPU);
-    return v;
-}
+// ---- one operator
 
 // floating-point numbers of fewer than 32 bits, and what is computed of them, for operators that
 // the CPU has not for these
@@ -125,40 +95,6 @@ static IValue widened(const IValue &v)
     }
     return v;
 }
-
-static bool write(const Tensor &to, const Tensor &from)
-{
-    if (!to.defined() || !from.defined())
-        return true;
-    if (to.sizes() != from.sizes())
-        return false;
-    Tensor t = on_device(to) ? as_cpu(to) : to;
-    if (t.data_ptr() != from.data_ptr() && t.numel())
-        t.copy_(from);
-    return true;
-}
-
-static Tensor on_cuda(const Tensor &like)
-{
-    Tensor out = at::empty_strided(like.sizes(), like.strides(), like.options().device(at::kCUDA));
-    write(out, like);
-    return out;
-}
-
-static IValue on_cuda(const IValue &v)
-{
-    if (v.isTensor())
-        return v.toTensor().defined() ? IValue(on_cuda(v.toTensor())) : v;
-    if (v.isTensorList()) {
-        c10::List<Tensor> out;
-        for (const Tensor &t : v.toTensorVector())
-            out.push_back(on_cuda(t));
-        return out;
-    }
-    return v;
-}
-
-// ---- one operator
 
 // what the stub libraries cannot be asked: the real one is not run, only its results are allocated
 static const std::unordered_set<std::string> beyond = {
@@ -220,7 +156,7 @@ class Wrapper final : public c10::OperatorKernel
         size_t below = stack->size() - n_arguments_;
         if (((counted_ && full_ != "aten::nonzero") || beyond.count(full_)) && !refused) {
             n_untrue++;
-            give(stack, below, on_cuda_all(computed_));
+            give(stack, below, on_cuda_all(computed_, device_of(arguments)));
             return;
         }
         if (full_ == "aten::nonzero" && !refused)
@@ -248,7 +184,7 @@ class Wrapper final : public c10::OperatorKernel
             Stack out;
             for (size_t i = 0; i < returned_.size(); i++)
                 out.push_back(returned_[i] ? returned_argument(op, arguments, i)
-                                           : on_cuda(results[i]));
+                                           : on_cuda(results[i], device_of(arguments)));
             give(stack, below, std::move(out));
             return;
         }
@@ -261,7 +197,7 @@ class Wrapper final : public c10::OperatorKernel
                 if (std::getenv("FAKECUDA_WORDS"))
                     fprintf(stderr, "fakecuda: %s: result %zu has another shape than on the CPU\n",
                             full_.c_str(), i);
-                real = on_cuda(results[i]);
+                real = on_cuda(results[i], device_of(arguments));
             }
         }
     }
@@ -279,27 +215,30 @@ class Wrapper final : public c10::OperatorKernel
         return false;
     }
 
+    static c10::Device device_of(const Stack &arguments)
+    {
+        for (const IValue &v : arguments) {
+            if (v.isTensor() && on_device(v.toTensor()))
+                return v.toTensor().device();
+            if (v.isTensorList())
+                for (const Tensor &t : v.toTensorVector())
+                    if (on_device(t))
+                        return t.device();
+        }
+        TORCH_INTERNAL_ASSERT(false); // touches() has seen one
+    }
+
     Draw drawn(const Stack &arguments) const
     {
         if (generator_at_ >= 0 && arguments[generator_at_].isGenerator())
             return draw_of(arguments[generator_at_].toGenerator());
-        for (const IValue &v : arguments)
-            if (v.isTensor() && on_device(v.toTensor()))
-                return draw_of(at::globalContext().defaultGenerator(v.toTensor().device()));
-        return draw_of(at::globalContext().defaultGenerator(at::Device(at::kCUDA, 0)));
+        return draw_of(at::globalContext().defaultGenerator(device_of(arguments)));
     }
 
     // leaves the results in computed_, returns the arguments as they are afterwards
     Stack compute(const c10::OperatorHandle &op, const Stack &arguments, const Draw &draw)
     {
-        auto skip =
-            c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-            c10::DispatchKeySet({ c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                  c10::DispatchKey::PythonDispatcher,
-                                  c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                  c10::DispatchKey::FuncTorchDynamicLayerBackMode,
-                                  c10::DispatchKey::Functionalize });
-        c10::impl::ExcludeDispatchKeyGuard guard(skip);
+        c10::impl::ExcludeDispatchKeyGuard guard(keys_above_kernels());
         Stack mine;
         for (size_t i = 0; i < n_arguments_; i++)
             mine.push_back(static_cast<int>(i) == generator_at_ ? IValue(draw.generator())
@@ -378,11 +317,11 @@ class Wrapper final : public c10::OperatorKernel
         return true;
     }
 
-    static Stack on_cuda_all(const Stack &results)
+    static Stack on_cuda_all(const Stack &results, c10::Device device)
     {
         Stack out;
         for (const IValue &v : results)
-            out.push_back(on_cuda(v));
+            out.push_back(on_cuda(v, device));
         return out;
     }
 
@@ -431,6 +370,7 @@ static const std::unordered_set<std::string> untouched = {
     "aten::_pin_memory",
     "aten::_local_scalar_dense",
     "aten::_efficientzerotensor",
+    "aten::_embedding_bag_backward", // made of operators, as on a device
     "aten::_has_compatible_shallow_copy_type",
     "aten::_cudnn_init_dropout_state",
     "aten::_nested_view_from_buffer",
@@ -447,7 +387,7 @@ static const std::unordered_set<std::string> untouched = {
     "aten::_use_cudnn_rnn_flatten_weight",
 };
 
-static bool is_view(const c10::FunctionSchema &schema)
+bool is_view(const c10::FunctionSchema &schema)
 {
     for (const auto &r : schema.returns())
         if (r.alias_info() && !r.alias_info()->isWrite())
@@ -483,7 +423,11 @@ static void wrap_all()
 }
 
 static const struct Once {
-    Once() { wrap_all(); }
+    Once()
+    {
+        wrap_all();
+        wrap_sparse();
+    }
 } wrapped;
 
 } // namespace fakecuda
