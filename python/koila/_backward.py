@@ -227,6 +227,7 @@ def _record(
     saved = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
     if not _depth.level:
         _depth.callbacks = []
+        _core.line_waits(True)  # a GPU's backward runs on another thread
     _depth.level += 1
     outer_nested, _depth.nested = _depth.nested, []
     try:
@@ -241,6 +242,7 @@ def _record(
         _depth.nested = outer_nested
         _hooks.wake_hooks(saved)
         if not _depth.level:
+            _core.line_waits(False)
             _depth.hide()
     own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

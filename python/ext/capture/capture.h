@@ -198,6 +198,8 @@ int koila__op_sources(koila_op id, const int8_t **source);
 uint32_t koila__opaque_id(PyObject *o); /* KOILA_NONE + error */
 /* id of the user's line in t's graph, or KOILA_NONE */
 uint32_t koila__line_now(koila__tape *t);
+/* The user's line now is the one that waits for a backward, until that ends. pre: the GIL */
+void koila__line_waits(bool begins);
 /* Records a call that needs no special treatment. */
 PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs);
 int koila__module_add(PyObject *m);

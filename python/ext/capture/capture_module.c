@@ -436,6 +436,15 @@ static PyObject *py_lines(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_line_waits(PyObject *module, PyObject *arg)
+{
+    const int v = PyObject_IsTrue(arg);
+    if (v < 0)
+        return NULL;
+    koila__line_waits(v);
+    Py_RETURN_NONE;
+}
+
 /* leaves_on(tape) → [(value id, real)], including batch leaves */
 static PyObject *py_leaves_on(PyObject *module, PyObject *args)
 {
@@ -604,6 +613,8 @@ static PyMethodDef methods[] = {
       "learn_keys(lazy, its keys, made, its keys) -> can dispatch keys be set in memory?" },
     { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> the setting before" },
     { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one if there is none." },
+    { "line_waits", py_line_waits, METH_O,
+      "line_waits(begins): what another thread records belongs to the line that is running" },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },

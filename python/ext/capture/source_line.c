@@ -1,5 +1,6 @@
 /* source_line.c — finds the user's line that records now: the nearest frame with a file that is
- * neither torch's nor koila's. */
+ * neither torch's nor koila's. A GPU's backward runs on a thread of torch's, where there is no such
+ * frame: there it is the line that waits for that backward. */
 #include "memlab/credit.h"
 #include "capture/record.h"
 
@@ -19,6 +20,11 @@ static struct code_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
     const char *file;   /* NULL: library */
 } code_slots[LINE_SLOTS];
+/* the line that called a backward which records now; file: kept by line_files, or NULL: none */
+static struct waiting_line {
+    const char *file;
+    uint32_t line;
+} waiting;
 
 static const char *file_of(PyCodeObject *code, bool *failed)
 {
@@ -48,53 +54,79 @@ static const char *file_of(PyCodeObject *code, bool *failed)
     return s->file;
 }
 
-uint32_t koila__line_now(koila__tape *t)
+/* The user's nearest frame on this thread, a new reference, and its file; NULL: there is none. */
+static PyFrameObject *user_frame(const char **file)
 {
-    koila_graph *g = t->graph;
-    /* koila.memlab learns how many nodes there were before this one */
-    if (koila__lines_enabled)
-        koila__nodes_captured(t->uid, koila_graph_n_nodes(g));
-    if (!koila__lines_on)
-        return KOILA_NONE;
     PyFrameObject *f = PyEval_GetFrame();
-    if (!f)
-        return KOILA_NONE;
-    Py_INCREF(f);
-    uint32_t id = KOILA_NONE;
+    Py_XINCREF(f);
+    bool failed = false;
     for (int depth = 0; f && depth < 64; depth++) {
         PyCodeObject *code = PyFrame_GetCode(f);
         Py_DECREF(code); /* the frame keeps it */
-        bool failed = false;
-        const char *file = file_of(code, &failed);
-        if (failed)
-            break;
-        if (file) {
-#if PY_VERSION_HEX >= 0x030b0000
-            const int lasti = PyFrame_GetLasti(f);
-#else
-            const int lasti = -PyFrame_GetLineNumber(f) - 1;
-#endif
-            struct line_slot *s =
-                &line_slots[(((uintptr_t)code >> 5) * 31 + (unsigned)lasti) & (LINE_SLOTS - 1)];
-            const bool known = s->code == code && s->lasti == lasti;
-            if (known && s->tape == t->uid) {
-                id = s->id;
-                break;
-            }
-            /* slow: it walks the code's table of lines from the start */
-            const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f);
-            if (koila_graph_line(g, file, line, &id) == KOILA_OK)
-                *s = (struct line_slot){ code, t->uid, lasti, line, id };
-            else
-                id = KOILA_NONE;
-            break;
-        }
-        PyFrameObject *back = PyFrame_GetBack(f);
+        *file = file_of(code, &failed);
+        if (*file)
+            return f;
+        PyFrameObject *back = failed ? NULL : PyFrame_GetBack(f);
         Py_DECREF(f);
         f = back;
     }
     Py_XDECREF(f);
+    return NULL;
+}
+
+/* The line of frame `f`, in the graph of `t`. */
+static uint32_t line_of(PyFrameObject *f, const char *file, koila__tape *t)
+{
+    PyCodeObject *code = PyFrame_GetCode(f);
+    Py_DECREF(code); /* the frame keeps it */
+#if PY_VERSION_HEX >= 0x030b0000
+    const int lasti = PyFrame_GetLasti(f);
+#else
+    const int lasti = -PyFrame_GetLineNumber(f) - 1;
+#endif
+    struct line_slot *s =
+        &line_slots[(((uintptr_t)code >> 5) * 31 + (unsigned)lasti) & (LINE_SLOTS - 1)];
+    const bool known = s->code == code && s->lasti == lasti;
+    if (known && s->tape == t->uid)
+        return s->id;
+    /* slow: it walks the code's table of lines from the start */
+    const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f);
+    uint32_t id;
+    if (koila_graph_line(t->graph, file, line, &id) != KOILA_OK)
+        return KOILA_NONE;
+    *s = (struct line_slot){ code, t->uid, lasti, line, id };
     return id;
+}
+
+uint32_t koila__line_now(koila__tape *t)
+{
+    /* koila.memlab learns how many nodes there were before this one */
+    if (koila__lines_enabled)
+        koila__nodes_captured(t->uid, koila_graph_n_nodes(t->graph));
+    if (!koila__lines_on)
+        return KOILA_NONE;
+    const char *file = NULL;
+    PyFrameObject *f = user_frame(&file);
+    if (f) {
+        const uint32_t id = line_of(f, file, t);
+        Py_DECREF(f);
+        return id;
+    }
+    uint32_t id = KOILA_NONE;
+    if (waiting.file && koila_graph_line(t->graph, waiting.file, waiting.line, &id) != KOILA_OK)
+        return KOILA_NONE;
+    return id;
+}
+
+void koila__line_waits(bool begins)
+{
+    waiting = (struct waiting_line){ 0 };
+    const char *file = NULL;
+    PyFrameObject *f = begins && koila__lines_on ? user_frame(&file) : NULL;
+    if (!f)
+        return;
+    waiting = (struct waiting_line){ file, (uint32_t)PyFrame_GetLineNumber(f) };
+    Py_DECREF(f);
 }
 
 int koila__source_line_init(void)
