@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from ._torch import torch, use_count
+from ._torch import set_data, torch, use_count
 from ._batch_norm import uncount
 from ._calls import (
     clone_exactly,
@@ -50,6 +50,7 @@ __all__ = [
     "on_settled",
     "redispatch",
     "run_on_reals",
+    "set_data",
     "settled_views",
     "shape",
     "uncount",

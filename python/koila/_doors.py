@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import DATA, GRAD, torch
+from ._torch import DATA, GRAD, set_data, torch
 from . import _core
 from ._errors import UnsupportedError
 from ._settled import alias_of
@@ -23,7 +23,7 @@ def install() -> None:
         return
     _installed = True
 
-    def set_data(self: torch.Tensor, value: Any) -> None:
+    def guarded_data(self: torch.Tensor, value: Any) -> None:
         if _core.is_lazy(self):
             _set_lazy_data(self, value)
         else:
@@ -40,7 +40,7 @@ def install() -> None:
 
     torch.Tensor.data = property(
         DATA.__get__,
-        set_data,
+        guarded_data,
         DATA.__delete__ if hasattr(DATA, "__delete__") else None,
         DATA.__doc__,
     )  # type: ignore[assignment]
@@ -176,5 +176,5 @@ def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:
     else:
         _core.tape_open()
         other = _core.lazy_leaf(value.detach(), None, 0)
-    DATA.__set__(self, other)
+    set_data(self, other)
     _core.become(self, other)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 from collections.abc import Callable
 
-from ._torch import DATA, second_owner_adds_reference, torch, use_count
+from ._torch import second_owner_adds_reference, set_data, torch, use_count
 from . import _core
 from ._calls import redispatch
 from ._errors import UnsupportedError
@@ -76,7 +76,7 @@ def metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "version without underscore"
         )
     if name == "aten::as_strided_":  # adaptive pooling calls it on its fresh result
-        DATA.__set__(self, twin)
+        set_data(self, twin)
     else:
         guard = torch._C._DisableTorchDispatch()
         func(*args, **kwargs)

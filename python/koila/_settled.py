@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import DATA, torch
+from ._torch import set_data, torch
 from . import _core
 from ._calls import lazies_of, map_call, map_tensors, redispatch, tensors_of, with_strides
 from ._tensor import plain
@@ -46,7 +46,7 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = redispatch(func, tuple(a), k)
         for t in back.values():
             if (s := plain(t)).size() != t.size():  # out= of another size
-                DATA.__set__(t, s)
+                set_data(t, s)
         return map_tensors(lambda t: back.get(id(t), t), result)
     guard = torch._C._DisableTorchDispatch()
     try:

@@ -38,6 +38,14 @@ if VERSION < OLDEST:  # pragma: no cover - needs an old torch
 DATA: Any = torch._C.TensorBase.data
 GRAD: Any = torch._C.TensorBase.grad
 
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data` by torch's own setter, which would hand it to modes of functions (a
+    default device is one), and these to torch.Tensor's, which is guarded."""
+    with torch._C.DisableTorchFunction():
+        DATA.__set__(tensor, data)
+
+
 # The number of a tensor's C++ owners.
 use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 

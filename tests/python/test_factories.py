@@ -576,22 +576,37 @@ def test_modes_of_functions_see_the_call_once():
 
 def test_devices_and_dtypes_by_default():
     x = batch()
-    with torch.device("cpu"):
+    with torch.device(DEVICE):
         assert is_lazy(torch.zeros(B, 2))
     with torch.device("meta"):
         assert torch.zeros(B, 2).is_meta
     try:
-        torch.set_default_device("cpu")
+        torch.set_default_device(DEVICE)
         assert is_lazy(torch.zeros(B, 2))
         torch.set_default_device("meta")
         assert torch.zeros(B, 2).is_meta
-        torch.set_default_device(None)
+        torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
         torch.set_default_dtype(torch.float64)
         assert torch.zeros(B, 2).dtype is torch.float64 and is_lazy(torch.zeros(B, 2))
     finally:
-        torch.set_default_device(None)
+        torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
         torch.set_default_dtype(torch.float32)
     del x
+
+
+def test_settled_while_a_default_device_is_set():
+    """A default device is a mode of functions, and torch hands such a mode what koila assigns to
+    `.data` too."""
+    x = batch()
+    w = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    with torch.device(DEVICE):
+        t = torch.zeros(B, 3, dtype=torch.float64)
+        h = x * 2
+        h.data = x * 3
+        (h @ w).sum().backward()
+        assert torch.allclose(w.grad, (plain(x) * 3).sum(0)[:, None])
+        t.data_ptr()
+        assert not is_lazy(t) and float(t.add_(1).sum()) == 3 * B
 
 
 def test_modes_of_dispatch_transforms_and_tracers_get_plain_tensors():

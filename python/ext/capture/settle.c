@@ -60,7 +60,7 @@ static int give_memory(PyObject *wrappers, PyObject *views, PyObject *alias_of)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
         PyObject *w = PyList_GET_ITEM(wrappers, i);
-        PyObject *ok = koila__tensor_data_set(w, PyList_GET_ITEM(views, i));
+        PyObject *ok = koila__ask("set_data", w, PyList_GET_ITEM(views, i), NULL);
         PyObject *plain = ok ? PyObject_CallOneArg(alias_of, w) : NULL;
         Py_XDECREF(ok);
         if (!plain)

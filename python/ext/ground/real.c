@@ -16,7 +16,6 @@ static PyObject *devices_cuda;    /* list: cuda:i */
 static PyObject *device_cpu;
 static getter version_getter, layout_getter;
 static void *version_closure, *layout_closure;
-static PyObject *data_descriptor; /* torch._C.TensorBase.data */
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 koila_table *koila__table;
@@ -262,11 +261,6 @@ int koila__version_of(PyObject *real, uint32_t *out)
     return 0;
 }
 
-PyObject *koila__tensor_data_set(PyObject *self, PyObject *data)
-{
-    return PyObject_CallMethod(data_descriptor, "__set__", "OO", self, data);
-}
-
 /* ---- start-up */
 
 /* A tensor of sizes and strides that are easily told apart; see shim_tells_the_truth(). */
@@ -421,8 +415,7 @@ int koila__real_setup(PyObject *torch)
         !koila__strided || !devices_other || !devices_cuda)
         return -1;
     device_cpu = PyObject_CallFunction(torch_device, "s", "cpu");
-    data_descriptor = PyObject_GetAttrString(torch_tensor_base, "data");
-    if (!device_cpu || !data_descriptor)
+    if (!device_cpu)
         return -1;
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
         dtypes[d] = PyObject_GetAttrString(torch, koila_dtype_torch((koila_dtype)d));

@@ -24,8 +24,6 @@ bool koila__is_tensor(PyObject *o);
 /* The meta of a plain tensor. -1 with an exception: sparse, or an unknown dtype. */
 int koila__meta_of(PyObject *real, koila_meta *out);
 int koila__version_of(PyObject *real, uint32_t *out);
-/* self.data = data by torch's own setter. None, or NULL + error. */
-PyObject *koila__tensor_data_set(PyObject *self, PyObject *data);
 
 PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
 int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */
