@@ -26,7 +26,8 @@ from ._errors import StaleValueError, UnsupportedError
 from ._foreach import foreach
 from ._index import special_index
 from ._layout import as_strided, metadata_write
-from ._random import attention, attention_backward, random_write
+from . import _attention
+from ._random import random_write
 from ._run import PSEUDO
 from ._settled import alias_of, on_settled, settled_views
 from ._shapes import check_overlap, check_shared, check_strided, factory, shape
@@ -183,8 +184,8 @@ _indexing = {
 _not_really_random = {
     "_cudnn_rnn",
     "_scaled_dot_product_flash_attention_for_cpu",
-    *attention,
-    *attention_backward,
+    *_attention.forwards,
+    *_attention.backwards,
 }
 
 

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _advance_one: dict[Any, bool] = {}
 
 
-def _generator(device: torch.device) -> Any:
+def default_generator(device: torch.device) -> Any:
     """The default generator of this device."""
     if device.type == "cpu":
         return torch.default_generator
@@ -38,7 +38,7 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
-    given, default = kwargs.pop("generator", None), _generator(self.device)
+    given, default = kwargs.pop("generator", None), default_generator(self.device)
     generator = default if given is None else given
     state = generator.get_state()
     words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0
@@ -181,7 +181,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if _is_fused(x.device):
         # One kernel that draws by position: its mask is the same for all tensors of this shape.
         like = redispatch(aten.empty_like.default, (x,), {})
-        generator = _generator(x.device)
+        generator = default_generator(x.device)
         state = generator.get_state()
         _, mask = _core.record(func, (like, p, True), {})
         _core.random(mask, generator, state, 0)
@@ -193,21 +193,6 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})
     out = redispatch(aten.mul.Tensor, (x, mask), {})
     return redispatch(aten.mul.Tensor, (out, 0.0 if p == 1 else 1.0 / (1.0 - p)), {}), mask
-
-
-# Attention kernels of CUDA have torch's tag of what draws. Forward draws with dropout alone;
-# backward never does: it is given the generator's state of then.
-attention = {
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_efficient_attention_forward",
-    "_flash_attention_forward",
-}
-attention_backward = {
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-}
 
 
 @special("_cudnn_rnn")
@@ -241,12 +226,3 @@ def _contiguous(t: Any) -> Any:
     if t is None or not _core.is_lazy(t):
         return t
     return redispatch(aten.clone.default, (t,), {"memory_format": torch.contiguous_format})
-
-
-@special(*attention)
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With dropout the numbers of an element depend on its place in the whole: it runs whole, now,
-    and the generator moves."""
-    position = [a.name for a in func._schema.arguments].index("dropout_p")
-    p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-    return _core.record(func, args, kwargs) if p == 0 else run_on_reals(func, args, kwargs)

@@ -168,6 +168,28 @@ bool koila__rule_cudnn_attention_backward(koila__case *c)
     return attention_backward(c, 8, state, 4, 13);
 }
 
+/* koila::dropout_attention(q, k, v, bias?, draws, ...) -> out, sums; its backward(grad, q, k, v,
+ * bias?, out, sums, draws, ...) -> gq, gk, gv. `draws` says of each row of the batch where its
+ * random numbers begin; only those of the first row of a slice are read, so a slice must be of rows
+ * that follow each other. */
+static bool dropout_attention(koila__case *c, uint32_t pos_bias)
+{
+    const uint32_t bias = koila__input_at(c, pos_bias);
+    const uint32_t lead = koila__lead(c);
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 || c->in[lead].outer != 1)
+        return false;
+    const koila_placement p = c->in[lead];
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i == bias)
+            koila__need_aligned(c, i, p, 4);
+        else if (!koila__need(c, i, p))
+            return false;
+    }
+    return koila__out_all(c, p);
+}
+bool koila__rule_dropout_attention(koila__case *c) { return dropout_attention(c, 3); }
+bool koila__rule_dropout_attention_backward(koila__case *c) { return dropout_attention(c, 4); }
+
 /* mkldnn_rnn_layer(x[T, N, C], w0, w1, w2, w3, hx[N, H], cx[N, H], ...) -> out[T, N, H], hy[N, H],
  * cy[N, H], workspace. Time is always dimension 0 here, whatever batch_first says: the caller has
  * transposed. `batch_sizes` (packed sequences) must be empty. */

@@ -161,6 +161,18 @@ typedef struct attention {
 /* q, k, v and a mask; backward has the gradient before them and results behind them. */
 enum { SDPA_INPUTS = 3, SDPA_GRAD_INPUTS = 6 };
 
+/* Are there more inputs than the `n` that every attention has? States of the generator, which are
+ * integers, do not count. */
+static bool has_mask(const koila__cuda_call *k, uint32_t n)
+{
+    uint32_t n_found = 0;
+    for (uint32_t i = 0; i < k->sig->n_inputs; i++) {
+        const koila_dtype d = koila_meta_get(k->t, k->sig->inputs[i])->dtype;
+        n_found += d != KOILA_DTYPE_I64 && d != KOILA_DTYPE_U64;
+    }
+    return n_found > n;
+}
+
 static bool attention_of(const koila__cuda_call *k, bool backward, attention *a)
 {
     const koila_meta_info *q = input_meta(k, backward ? 1 : 0);
@@ -259,10 +271,9 @@ static koila__temps attention_temps(const koila__cuda_call *k, bool backward)
     attention a;
     if (!attention_of(k, backward, &a))
         return t;
-    const uint32_t n_without_mask = backward ? SDPA_GRAD_INPUTS : SDPA_INPUTS;
-    const bool has_mask = k->sig->n_inputs > n_without_mask;
+    const bool masked = has_mask(k, backward ? SDPA_GRAD_INPUTS : SDPA_INPUTS);
     const uint64_t rows = a.batch * a.heads * a.queries;
-    switch (back_end(k, input_meta(k, backward ? 1 : 0), has_mask)) {
+    switch (back_end(k, input_meta(k, backward ? 1 : 0), masked)) {
     case KOILA_SDPA_MATH:
         add_temp(&t, rows * a.keys * a.element); /* scores */
         add_temp(&t, rows * a.keys * a.element); /* probabilities */
@@ -297,8 +308,8 @@ enum { EFFICIENT_QUERIES = 32 };
 static uint64_t logsumexp_bytes(const koila__cuda_call *k, uint64_t bytes)
 {
     const koila_meta_info *q = input_meta(k, 0);
-    const bool has_mask = k->sig->n_inputs > SDPA_INPUTS;
-    if (q->n_dims != 4 || q->size[2] <= 0 || back_end(k, q, has_mask) != KOILA_SDPA_EFFICIENT)
+    const bool masked = has_mask(k, SDPA_INPUTS);
+    if (q->n_dims != 4 || q->size[2] <= 0 || back_end(k, q, masked) != KOILA_SDPA_EFFICIENT)
         return bytes;
     const uint64_t queries = (uint64_t)q->size[2];
     return bytes / queries * round_up(queries, EFFICIENT_QUERIES);

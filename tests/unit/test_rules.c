@@ -292,6 +292,41 @@ TEST(rules__attention_of_cuda_is_cut_without_dropout_and_whole_with_it)
         }
 }
 
+/* koila::dropout_attention of q, k, v [7, 2, 5, 8] and of the numbers of 7 rows, and back. */
+TEST(rules__attention_with_dropout_is_cut_by_rows_that_know_where_their_numbers_begin)
+{
+    const shape full = f32(7, 2, 5, 8);
+    const shape sums = f32(7, 2, 32);
+    const shape out[2] = { full, sums };
+    const shape back[3] = { full, full, full };
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, full);
+    const koila_value draws = real(&m, i64(7, 2));
+    const koila_value y =
+        calls(&m, "koila::dropout_attention", 2, out, "tttntbdbnb", x, x, x, draws, 1, 0.5, 0, 0);
+    const koila_value grad = calls(&m, "koila::dropout_attention_backward", 3, back, "ttttntttdbnb",
+                                   x, x, x, x, y, y + 1, draws, 0.5, 0, 0);
+    place(&m, call(&m, "aten::add.Tensor", full, "tt", y, grad));
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, y + 1, S(0, 1, 1));
+    CHECK_AT(&m, grad + 2, S(0, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+
+    /* heads alone cannot be cut: a slice reads only where its first row begins */
+    maker_init(&m, NULL);
+    const koila_value by_heads = batch(&m, 1, f32(2, 7, 5, 8));
+    const koila_value two = real(&m, i64(2, 2));
+    const shape turned[2] = { f32(2, 7, 5, 8), f32(2, 7, 32) };
+    const koila_value z = calls(&m, "koila::dropout_attention", 2, turned, "tttntbdbnb", by_heads,
+                                by_heads, by_heads, two, 1, 0.5, 0, 0);
+    place(&m, z);
+    CHECK_AT(&m, z, R_);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
+
 /* A buffer that this device leaves empty is no reason to make anything whole. */
 TEST(rules__an_empty_buffer_does_not_end_the_loop)
 {

@@ -214,9 +214,26 @@ struct Attention {
     Tensor mask;
 };
 
+// Which elements of [B, H, L, S] are kept. As in the kernels, the numbers of each head of each row
+// begin `distance` after those of the one before.
+static Tensor kept_by(const Draw &draw, at::IntArrayRef sizes, double keep, int64_t distance)
+{
+    Tensor mask = at::empty(sizes, at::kBool);
+    for (int64_t row = 0; row < sizes[0]; row++)
+        for (int64_t head = 0; head < sizes[1]; head++) {
+            Draw own{ draw.seed, draw.offset + (row * sizes[1] + head) * distance };
+            mask[row][head] =
+                at::rand({ sizes[2], sizes[3] }, own.generator(), at::kFloat).lt(keep);
+        }
+    return mask;
+}
+
+constexpr int64_t flash_distance = 32; // numbers of a head: the lanes of a warp
+
+// distance 0: that of the efficient kernels, a number for each element of a head's matrix.
 static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &bias,
                         double dropout, bool causal, const std::optional<double> &scale,
-                        const Draw &draw)
+                        const Draw &draw, int64_t distance = 0)
 {
     Attention t;
     t.q = wide(q);
@@ -239,7 +256,7 @@ static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const
     t.keep = 1 - dropout;
     t.dropped = t.p;
     if (dropout > 0) {
-        t.mask = at::rand(t.p.sizes(), draw.generator(), t.p.options()).lt(t.keep);
+        t.mask = kept_by(draw, t.p.sizes(), t.keep, distance ? distance : t.p[0][0].numel());
         t.dropped = t.p * t.mask / t.keep;
     }
     return t;
@@ -316,7 +333,7 @@ static void flash(Stack &s, const Draw &draw)
     auto a = taken(s); // query, key, value, dropout_p, is_causal, return_debug_mask, scale?
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), Tensor(), a[3].toDouble(), a[4].toBool(),
-                         scale_of(a[6]), draw);
+                         scale_of(a[6]), draw, flash_distance);
     s.push_back(as(at::matmul(t.dropped, t.v), q));
     s.push_back(t.bias);
     s.push_back(Tensor());
@@ -339,8 +356,8 @@ static void flash_backward(Stack &s, const Draw &)
         Tensor state = a[12].toTensor().view(at::kLong);
         draw = { state[0].item<int64_t>(), state[1].item<int64_t>() };
     }
-    Attention t =
-        attend(q, k, v, Tensor(), a[10].toDouble(), a[11].toBool(), scale_of(a[14]), draw);
+    Attention t = attend(q, k, v, Tensor(), a[10].toDouble(), a[11].toBool(), scale_of(a[14]), draw,
+                         flash_distance);
     auto g = attend_backward(t, a[0].toTensor(), k, v);
     for (int i = 0; i < 3; i++)
         s.push_back(as(g[i], q));

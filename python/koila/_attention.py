@@ -1,0 +1,311 @@
+"""Fused attention of a GPU. Without dropout it is recorded as it is; with dropout as an operator of
+koila's own, which draws any rows of the batch as the whole would.
+
+The kernels draw from Philox, a generator that gives any of its numbers at once: the numbers of
+batch row b begin at the generator's offset plus b times a distance. So a slice runs the same kernel
+with the generator moved to its first row. Distances:
+
+- memory-efficient: heads * queries * keys (mem_eff_attention/kernel_forward.h and _backward.h,
+  dropout_batch_head_rng_offset: a number of its own for each element of the attention matrix);
+- flash: heads * 32 (flash_attn, dropout.h: a number for each head and lane of a warp; the place in
+  the matrix selects the subsequence).
+
+Whether the installed kernels do so is tried, never assumed: _draws_by_row. cuDNN's attention with
+dropout runs whole, and so does one whose rows cannot begin at a multiple of 4, which is all that a
+generator can be moved to."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+from collections.abc import Iterator
+
+from ._torch import torch
+from . import _core
+from ._calls import run_on_reals
+from ._random import default_generator
+from ._special import special
+
+aten = torch.ops.aten
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+_FLASH = aten._scaled_dot_product_flash_attention.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
+# Attention kernels of CUDA have torch's tag of what draws. Forward draws with dropout alone;
+# backward never does: it is given the generator's state of then.
+forwards = {
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
+}
+backwards = {
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+}
+
+_OFFSET_STEP = 4  # of a CUDA generator: numbers of one Philox block
+_FLASH_NUMBERS = 32  # of a head: the lanes of a warp
+_UINT64 = 1 << 64
+
+
+class _Call(NamedTuple):
+    """An attention with dropout, forward or backward, without its tensors."""
+
+    p: float
+    causal: bool
+    scale: float | None
+    flash: bool
+
+
+def _distance(q: torch.Tensor, k: torch.Tensor, flash: bool) -> int:
+    """How far the numbers of a row of the batch are from those of the next. q, k: [B, H, L, D]."""
+    heads, queries = q.shape[1], q.shape[2]
+    return heads * (_FLASH_NUMBERS if flash else queries * k.shape[2])
+
+
+# ---- the operators
+
+
+@contextlib.contextmanager
+def _drawing_at(device: torch.device, seed: int, offset: int) -> Iterator[None]:
+    """The default generator of `device` stands there, and afterwards again where it stood."""
+    generator = default_generator(device)
+    before = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _first_draw(draws: torch.Tensor) -> tuple[int, int]:
+    """Seed and offset of the first row; a seed from 2^63 on is negative."""
+    seed, offset = draws[0].tolist() if len(draws) else (0, 0)
+    return seed, offset
+
+
+def _kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, with_sums: bool, call: _Call
+) -> tuple[Any, ...]:
+    if call.flash:
+        return tuple(_FLASH(q, k, v, call.p, call.causal, False, scale=call.scale))
+    return tuple(_EFFICIENT(q, k, v, bias, with_sums, call.p, call.causal, scale=call.scale))
+
+
+def _kernel_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    draw: tuple[int, int],
+    call: _Call,
+) -> tuple[torch.Tensor, ...]:
+    if call.flash:
+        # as the forward kernel returns them; it does not use the second either
+        state = torch.tensor([draw[0] % _UINT64, draw[1]], dtype=torch.uint64).to(q.device)
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)
+        arguments = (grad, q, k, v, out, sums, None, None, q.shape[2], k.shape[2])
+        gradients = _FLASH_BACKWARD(
+            *arguments, call.p, call.causal, state, unused, scale=call.scale
+        )
+        return tuple(gradients)
+    seed, offset = (torch.tensor(n, dtype=torch.int64) for n in draw)
+    wanted = [True, True, True, False]
+    before = (grad, q, k, v, bias, out, sums, seed, offset)
+    gradients = _EFFICIENT_BACKWARD(*before, call.p, wanted, call.causal, scale=call.scale)
+    return tuple(gradients[:3])
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    draws: torch.Tensor,
+    with_sums: bool,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    flash: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with _drawing_at(q.device, *_first_draw(draws)):
+        out, sums = _kernel(q, k, v, bias, with_sums, _Call(p, causal, scale, flash))[:2]
+    return out, sums
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: Any,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    draws: torch.Tensor,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    flash: bool,
+) -> tuple[torch.Tensor, ...]:
+    call = _Call(p, causal, scale, flash)
+    return _kernel_backward(grad, q, k, v, bias, out, sums, _first_draw(draws), call)
+
+
+def _fake_forward(q: Any, k: Any, v: Any, bias: Any, draws: Any, *rest: Any) -> Any:
+    return _kernel(q, k, v, bias, rest[0], _Call(*rest[1:]))[:2]
+
+
+def _fake_backward(grad: Any, q: Any, k: Any, v: Any, bias: Any, *rest: Any) -> Any:
+    out, sums, _, *call = rest
+    return _kernel_backward(grad, q, k, v, bias, out, sums, (0, 0), _Call(*call))
+
+
+_library: Any = None
+
+
+def _operators() -> Any:
+    """koila::dropout_attention and koila::dropout_attention_backward, made at their first use.
+
+    draws: int64[B, 2] on the CPU, the generator's seed and offset of every row; it is cut like the
+    rows of q. sums: the logsumexp of each query."""
+    global _library
+    if _library is None:
+        library = torch.library.Library("koila", "FRAGMENT")
+        rest = "float p, bool causal, float? scale, bool flash)"
+        library.define(
+            "dropout_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor draws, "
+            f"bool with_sums, {rest} -> (Tensor, Tensor)"
+        )
+        library.define(
+            "dropout_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, "
+            f"Tensor out, Tensor sums, Tensor draws, {rest} -> (Tensor, Tensor, Tensor)"
+        )
+        for name, kernel, fake in (
+            ("dropout_attention", _forward, _fake_forward),
+            ("dropout_attention_backward", _backward, _fake_backward),
+        ):
+            library.impl(name, kernel, "CUDA")
+            torch.library.register_fake(f"koila::{name}", fake, lib=library)
+        _library = library
+    return torch.ops.koila
+
+
+# ---- are rows drawn as said above?
+
+_tried: dict[tuple[Any, ...], bool] = {}
+
+
+def _draws_by_row(q: torch.Tensor, k: torch.Tensor, call: _Call) -> bool:
+    """Do the kernels of this build draw any row as the whole does, and does the generator move by
+    the sum of the distances? Tried once for each dtype and size of a head."""
+    key = (call.flash, q.dtype, q.shape[3], q.device)
+    if key not in _tried:
+        try:
+            _tried[key] = _try_rows(q.dtype, q.shape[3], q.device, call.flash)
+        except RuntimeError:  # no kernel for this: eager will say so in its own words
+            _tried[key] = False
+    return _tried[key]
+
+
+def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) -> bool:
+    rows, heads, length = 3, 2, 36  # more than one tile of 32
+    call = _Call(0.5, False, None, flash)
+    source = torch.Generator().manual_seed(20)
+    shape = (4, rows, heads, length, head)
+    q, k, v, grad = torch.randn(shape, generator=source, device="cpu").to(device, dtype)
+    distance = _distance(q, k, flash)
+    seed, offset = 20, 4 * _OFFSET_STEP
+
+    def part(begin: int, end: int, at: int) -> tuple[list[torch.Tensor], int]:
+        x, y, z, g = (t[begin:end] for t in (q, k, v, grad))
+        with _drawing_at(device, seed, at):
+            out, sums = _kernel(x, y, z, None, True, call)[:2]
+            moved = default_generator(device).get_offset() - at
+        back = _kernel_backward(g, x, y, z, None, out, sums, (seed, at), call)
+        return [out, *back], moved
+
+    whole, moved = part(0, rows, offset)
+    other, _ = part(1, rows, offset)  # begins at the wrong number: it must differ
+    own, _ = part(1, rows, offset + distance)
+    return (
+        moved == rows * distance
+        and not torch.equal(other[0], whole[0][1:])
+        and all(torch.equal(a, b[1:]) for a, b in zip(own, whole))
+    )
+
+
+# ---- recording
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults included."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return {**given, **{a.name: value for a, value in zip(schema, args)}, **kwargs}
+
+
+def _draws_of_rows(rows: int, distance: int, seed: int, offset: int) -> torch.Tensor:
+    """int64[rows, 2]: seed and offset of each row. A seed above 2^63 is kept as its 64 bits."""
+    signed = seed - _UINT64 if seed >= _UINT64 // 2 else seed
+    draws = torch.full((rows, 2), signed, dtype=torch.int64, device="cpu")
+    draws[:, 1] = torch.arange(rows, device="cpu") * distance + offset
+    return draws
+
+
+@special(*forwards)
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a = _named(func, args, kwargs)
+    if a["dropout_p"] == 0:
+        return _core.record(func, args, kwargs)
+    if func not in (_EFFICIENT, _FLASH) or _core.configure()["dry"]:
+        return run_on_reals(func, args, kwargs)
+    q, k, v, bias = a["query"], a["key"], a["value"], a.get("attn_bias")
+    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), func is _FLASH)
+    distance = _distance(q, k, call.flash)
+    generator = default_generator(q.device)
+    if distance % _OFFSET_STEP or not _draws_by_row(q, k, call) or a.get("return_debug_mask"):
+        return run_on_reals(func, args, kwargs)
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    draws = _draws_of_rows(q.shape[0], distance, seed, offset)
+    with_sums = call.flash or a["compute_log_sumexp"]
+    out, sums = _core.record(
+        _operators().dropout_attention.default, (q, k, v, bias, draws, with_sums, *call), {}
+    )
+    generator.set_offset(offset + q.shape[0] * distance)
+    if not call.flash:
+        return out, sums, *(torch.tensor(n, dtype=torch.int64) for n in draws[0].tolist())
+    state = torch.tensor([seed, offset], dtype=torch.uint64, device="cpu").to(q.device)
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)
+    debug_mask = torch.empty((0,), dtype=q.dtype, device=q.device)
+    return out, sums, None, None, q.shape[2], k.shape[2], state, unused, debug_mask
+
+
+@special(*backwards)
+def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a = _named(func, args, kwargs)
+    flash = func is _FLASH_BACKWARD
+    if a["dropout_p"] == 0 or func not in (_EFFICIENT_BACKWARD, _FLASH_BACKWARD):
+        return _core.record(func, args, kwargs)
+    q, k, bias = a["query"], a["key"], a.get("attn_bias")
+    # flash keeps both numbers in the first
+    state = [a["philox_seed"]] if flash else [a["philox_seed"], a["philox_offset"]]
+    distance = _distance(q, k, flash)
+    wants_bias = bias is not None and a["grad_input_mask"][3]
+    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
+    is_cut = not any(_core.is_lazy(t) for t in state) and not wants_bias
+    if not is_cut or distance % _OFFSET_STEP or not _draws_by_row(q, k, call):
+        return _core.record(func, args, kwargs)
+    seed, offset = state[0].tolist() if flash else (t.item() for t in state)
+    grad = a["grad_out"] if flash else a["grad_out_"]
+    draws = _draws_of_rows(q.shape[0], distance, seed, offset)
+    tensors = (grad, q, k, a["value"], bias, a["out"], a["logsumexp"], draws)
+    gradients = _core.record(_operators().dropout_attention_backward.default, (*tensors, *call), {})
+    return tuple(gradients) if flash else (*gradients, None)
