@@ -50,6 +50,7 @@ static void read_environment(void)
     the.call_us = s && *s ? strtoull(s, NULL, 10) : 5;
     s = getenv("FAKECUDA_KERNEL_US");
     the.kernel_us = s && *s ? strtoull(s, NULL, 10) : 0;
+    the.others = getenv("FAKECUDA_OTHERS");
     s = getenv("FAKECUDA_ADDRESSES");
     the.addresses = s && *s ? *s : 'f';
     s = getenv("FAKECUDA_TRACE");

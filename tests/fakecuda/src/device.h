@@ -22,6 +22,7 @@ struct config {
     size_t total_bytes; /* FAKECUDA_MEMORY, 80994 MiB: with suffix KiB, MiB, GiB or none */
     /* FAKECUDA_CONTEXT, 520 MiB: what the driver itself takes on a device once it is used */
     size_t context_bytes;
+    const char *others; /* FAKECUDA_OTHERS: a file, bytes held by other processes; NULL: none */
     uint64_t call_us;   /* FAKECUDA_CALL_US, 5: what a call takes */
     uint64_t kernel_us; /* FAKECUDA_KERNEL_US, 0: what a kernel takes */
     char addresses;     /* FAKECUDA_ADDRESSES, first: where allocations go (memory.c) */

@@ -4,6 +4,7 @@
 #include "device.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -67,10 +68,25 @@ static bool take_out(uintptr_t base, enum kind kind, struct range *out)
     return true;
 }
 
+/* Bytes that other processes hold on each device: what the file FAKECUDA_OTHERS says now. */
+static size_t others_bytes(void)
+{
+    char text[64] = "";
+    const char *path = config()->others;
+    FILE *f = path ? fopen(path, "re") : NULL;
+    if (!f)
+        return 0;
+    size_t n = fgets(text, sizeof text, f) ? parse_bytes(text, 0) : 0;
+    fclose(f);
+    return n;
+}
+
+static size_t less(size_t a, size_t b) { return a > b ? a - b : 0; }
+
 static bool charge(int device, size_t n_bytes)
 {
     const struct config *c = config();
-    size_t limit = c->total_bytes - c->context_bytes;
+    size_t limit = less(c->total_bytes - c->context_bytes, others_bytes());
     if (n_bytes > limit || used[device] > limit - n_bytes)
         return false;
     used[device] += n_bytes;
@@ -156,12 +172,15 @@ void touch_device(int device)
 size_t device_used_bytes(int device)
 {
     pthread_mutex_lock(&lock);
-    size_t n = used[device] + (touched[device] ? config()->context_bytes : 0);
+    size_t n = used[device] + (touched[device] ? config()->context_bytes : 0) + others_bytes();
     pthread_mutex_unlock(&lock);
     return n;
 }
 
-size_t device_free_bytes(int device) { return config()->total_bytes - device_used_bytes(device); }
+size_t device_free_bytes(int device)
+{
+    return less(config()->total_bytes, device_used_bytes(device));
+}
 
 int device_of(const void *p, enum kind *kind, uintptr_t *base, size_t *size)
 {
