@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ._errors import UnsupportedError
+
 _CURRENT = [
     f"{what}.{pool}.current"
     for what in (
@@ -33,7 +35,18 @@ def index_of(code: int) -> int:
 
 def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
     """(allocated bytes, reserved bytes, free bytes of the device, state). `state` differs whenever
-    the allocator's state differs."""
+    the allocator's state differs.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured. A plan depends on the memory that is free
+            now, and a step that runs out is cut again: a captured graph can do neither.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a lazy step cannot be captured into a CUDA graph, because its slices depend on the "
+            "memory that is free when it runs. Capture the plain step, or run this one outside of "
+            "torch.cuda.graph()"
+        )
     stats = torch.cuda.memory_stats(index)
     free, _ = torch.cuda.mem_get_info(index)
     stream = int(torch.cuda.current_stream(index).cuda_stream)

@@ -65,6 +65,14 @@ def _settings_are_put_back():
 
 
 @pytest.fixture
+def no_default_device():
+    """Under KOILA_DEVICE=cuda too: for tests that name the device of each tensor."""
+    torch.set_default_device(None)
+    yield
+    torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
+
+
+@pytest.fixture
 def ctrl_c():
     """SIGINT raises KeyboardInterrupt; a shell that starts us in the background has it ignored, and
     then Python installs no handler."""

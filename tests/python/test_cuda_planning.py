@@ -13,6 +13,8 @@ from torch import nn
 import koila
 from koila import _core, _cuda
 
+pytestmark = pytest.mark.usefixtures("no_default_device")
+
 MIB = 1 << 20
 BATCH, WIDTH, WIDE = 256, 64, 8192  # a layer's result is 8 MiB, 32 KiB a row
 
@@ -63,11 +65,13 @@ class Gpu:
             )
         )
         monkeypatch.setattr(_cuda, "index_of", lambda code: 0)
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         for name in (
             "memory_stats",
             "mem_get_info",
             "memory_snapshot",
             "current_stream",
+            "is_current_stream_capturing",
             "get_device_properties",
             "get_allocator_backend",
             "get_per_process_memory_fraction",
@@ -117,6 +121,9 @@ class Gpu:
 
     def current_stream(self, device=None):
         return types.SimpleNamespace(cuda_stream=0)
+
+    def is_current_stream_capturing(self):
+        return False
 
     def get_device_properties(self, device=None):
         return types.SimpleNamespace(

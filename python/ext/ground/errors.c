@@ -90,6 +90,7 @@ bool koila__is_out_of_memory(void)
 }
 
 bool koila__is_stale(void) { return is_set(&stale); }
+bool koila__is_unsupported(void) { return is_set(&unsupported); }
 
 /* ---- raising */
 

@@ -13,7 +13,8 @@
 
 /* ---- the exception that is set; it stays set */
 bool koila__is_out_of_memory(void);
-bool koila__is_stale(void); /* is it a koila.StaleValueError? */
+bool koila__is_stale(void);       /* is it a koila.StaleValueError? */
+bool koila__is_unsupported(void); /* is it a koila.UnsupportedError? */
 
 int koila__errors_add_module(PyObject *m); /* adds is_out_of_memory(error) */
 

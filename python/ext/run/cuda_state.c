@@ -55,7 +55,7 @@ int koila__gpu_of(const koila_graph *g)
     return index >= 0 && index < 255 ? (int)index : -1;
 }
 
-bool koila__gpu_look(int index, koila__room *room)
+int koila__gpu_look(int index, koila__room *room)
 {
     PyObject *r = ask("now", index);
     PyObject *numbers = NULL;
@@ -67,9 +67,11 @@ bool koila__gpu_look(int index, koila__room *room)
         ok = !PyErr_Occurred();
     }
     Py_XDECREF(r);
+    if (koila__is_unsupported())
+        return -1;
     PyErr_Clear();
     if (!ok)
-        return false;
+        return 0;
     room->gpu = index;
     room->held = held;
     room->limit = reserved + free;
@@ -77,7 +79,7 @@ bool koila__gpu_look(int index, koila__room *room)
         room->limit = koila__settings.budget;
     room->bytes = room->limit > held ? room->limit - held : 0;
     room->state = koila__mix(state, room->limit) | 1;
-    return true;
+    return 1;
 }
 
 /* ---- the snapshot's segments */
@@ -294,7 +296,7 @@ void koila__gpu_ran_out(cached *c)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     const uint64_t key = koila_graph_hash(c->part);
-    if (koila__gpu_look(c->gpu, &room) && bring_live(&room)) {
+    if (koila__gpu_look(c->gpu, &room) > 0 && bring_live(&room)) {
         const koila_fit_opts with = options_for(key);
         if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
             struct margin *m = margin_of(key, true);
@@ -304,6 +306,7 @@ void koila__gpu_ran_out(cached *c)
                 m->bytes = 2 * MIB;
         }
     }
+    PyErr_Clear();
     c->state = 0; /* to be checked again, with the margin */
     PyErr_Restore(type, value, trace);
 }

@@ -122,7 +122,8 @@ static next find_plan(request *q)
 {
     koila_error err = KOILA_ERROR_INIT;
     koila_status status = KOILA_OK;
-    q->room = koila__room_for(q->part.graph);
+    if (koila__room_for(q->part.graph, &q->room) < 0)
+        return FAILED;
     if (koila__settings.dry) { /* what the step reads will be held beside it */
         uint64_t held;
         if (koila__part_leaf_bytes(q->tape, &q->part, &held) < 0)

@@ -18,29 +18,35 @@ static bool free_bytes(uint64_t *out)
     return known;
 }
 
-koila__room koila__room_for(const koila_graph *part)
+/* The CPU's, or that of a GPU that cannot be read. */
+static void look_at_cpu(koila__room *room)
 {
-    koila__room room = { .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
-    if (koila__settings.dry) {
-        if (koila__settings.has_budget)
-            room.bytes = room.limit = koila__settings.budget;
-        return room;
-    }
-    const int gpu = koila__gpu_of(part);
-    if (gpu >= 0 && koila__gpu_look(gpu, &room))
-        return room;
     const uint64_t held = koila__cpu_bytes_current();
     uint64_t free;
     if (koila__settings.cpu_budget != UINT64_MAX) {
-        room.limit = koila__settings.cpu_budget;
-        koila__room_holds(&room, held);
+        room->limit = koila__settings.cpu_budget;
+        koila__room_holds(room, held);
     } else if (free_bytes(&free)) {
-        room.held = held;
-        room.bytes = free;
-        room.limit = free + held;
+        room->held = held;
+        room->bytes = free;
+        room->limit = free + held;
     } else
-        room.held = held;
-    return room;
+        room->held = held;
+}
+
+int koila__room_for(const koila_graph *part, koila__room *out)
+{
+    *out = (koila__room){ .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
+    if (koila__settings.dry) {
+        if (koila__settings.has_budget)
+            out->bytes = out->limit = koila__settings.budget;
+        return 0;
+    }
+    const int gpu = koila__gpu_of(part);
+    const int seen = gpu >= 0 ? koila__gpu_look(gpu, out) : 0;
+    if (seen == 0)
+        look_at_cpu(out);
+    return seen < 0 ? -1 : 0;
 }
 
 void koila__room_holds(koila__room *room, uint64_t held)

@@ -92,7 +92,8 @@ typedef struct koila__room {
     int gpu;
     uint64_t state; /* GPU: state of its allocator, never 0 */
 } koila__room;
-koila__room koila__room_for(const koila_graph *part);
+/* -1 with UnsupportedError while the GPU's work is captured into a graph. */
+int koila__room_for(const koila_graph *part, koila__room *out);
 /* Subtracts `held` more bytes that are held. */
 void koila__room_holds(koila__room *room, uint64_t held);
 /* OutOfMemory if torch holds more than the budget before `call` begins: nothing could be
@@ -139,10 +140,11 @@ void koila__unlearn(void);
 int64_t koila__tuned_rows(uint64_t key); /* for its next run; 0: as many as fit */
 void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
 
-/* ---- cuda_state.c. These functions do not fail and leave no exception. Without a GPU, or with an
+/* ---- cuda_state.c. All but the look do not fail and leave no exception. Without a GPU, or with an
  * allocator that is not modelled, the sum of live bytes decides. */
-int koila__gpu_of(const koila_graph *g);            /* the GPU that g's leaves are on, -1: none */
-bool koila__gpu_look(int index, koila__room *room); /* false: it cannot be read */
+int koila__gpu_of(const koila_graph *g); /* the GPU that g's leaves are on, -1: none */
+/* 1; 0: it cannot be read; -1: UnsupportedError, its work is captured into a graph. */
+int koila__gpu_look(int index, koila__room *room);
 /* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
 koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
                              const koila_value *targets, uint32_t n_targets,

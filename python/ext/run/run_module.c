@@ -367,11 +367,12 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         return NULL;
     koila__tape *t = values_of_list(list, &values, &n);
     koila__part part = { 0 };
+    koila__room room;
     PyObject *d = NULL;
-    if (t && koila__part_make(t, values, n, &part) == 0) {
+    if (t && koila__part_make(t, values, n, &part) == 0 &&
+        koila__room_for(part.graph, &room) == 0) {
         koila_error err = KOILA_ERROR_INIT;
         koila_status status = KOILA_OK;
-        const koila__room room = koila__room_for(part.graph);
         const koila__step step = {
             .c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
                                  koila__settings.rows, &err, &status),

@@ -53,9 +53,10 @@ static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
     if (!n)
         return false;
     if (koila__part_make(t, targets, n, &part) == 0) {
-        const koila__room room = koila__room_for(part.graph);
-        c = koila__plan_for(koila__part_give(&part), part.targets, n, &room, koila__settings.rows,
-                            &err, &status);
+        koila__room room;
+        if (koila__room_for(part.graph, &room) == 0)
+            c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
+                                koila__settings.rows, &err, &status);
         koila__part_free(&part);
     }
     const bool refused = !c || koila__strict_check(t, c, n) < 0;
