@@ -7,8 +7,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <unordered_map>
 
 namespace fakecuda
@@ -206,6 +208,28 @@ static void gru_cell_backward(Stack &s, const Draw &)
     s.push_back(a[2].toBool() ? as(gh.sum(0), like) : Tensor());
 }
 
+// ---- RMS norm, whose backward the CPU takes apart
+
+static void rms_norm_backward(Stack &s, const Draw &)
+{
+    auto a = taken(s); // grad, input, normalized_shape, rstd, weight?, output_mask
+    Tensor like = a[1].toTensor(), x = wide(like), rstd = wide(a[3].toTensor());
+    Tensor weight = optional(a[4]), g = wide(a[0].toTensor()), normal = x * rstd;
+    auto mask = a[5].toBoolList();
+    std::vector<int64_t> inner, outer;
+    int64_t first = x.dim() - static_cast<int64_t>(a[2].toDimVector().size());
+    for (int64_t d = 0; d < x.dim(); d++)
+        (d < first ? outer : inner).push_back(d);
+    Tensor gn = weight.defined() ? g * wide(weight) : g;
+    Tensor gx = (gn - normal * (gn * normal).mean(inner, true)) * rstd;
+    s.push_back(mask[0] ? as(gx, like) : Tensor());
+    Tensor gw = g * normal;
+    if (mask[1] && weight.defined())
+        s.push_back(as(outer.empty() ? gw : gw.sum(outer), weight));
+    else
+        s.push_back(Tensor());
+}
+
 // ---- attention
 
 struct Attention {
@@ -363,6 +387,23 @@ static void flash_backward(Stack &s, const Draw &)
         s.push_back(as(g[i], q));
 }
 
+// as the host code of cuDNN's attention lays its result out: in the query's order of dimensions
+static Tensor laid_out_as(const Tensor &t, const Tensor &query)
+{
+    if (t.sizes() == query.sizes())
+        return at::empty_like(query).copy_(t);
+    std::vector<int64_t> order(t.dim()), strides(t.dim());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return query.stride(a) > query.stride(b); });
+    int64_t stride = 1;
+    for (auto d = order.rbegin(); d != order.rend(); ++d) {
+        strides[*d] = stride;
+        stride *= t.size(*d);
+    }
+    return at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+}
+
 static void cudnn_attention(Stack &s, const Draw &draw)
 {
     // query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask,
@@ -371,7 +412,7 @@ static void cudnn_attention(Stack &s, const Draw &draw)
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), optional(a[3]), a[5].toDouble(), a[6].toBool(),
                          scale_of(a[8]), draw);
-    s.push_back(as(at::matmul(t.dropped, t.v), q).transpose(1, 2).contiguous().transpose(1, 2));
+    s.push_back(laid_out_as(as(at::matmul(t.dropped, t.v), q), q));
     s.push_back(a[4].toBool() ? t.bias.unsqueeze(-1) : Tensor());
     s.push_back(Tensor());
     s.push_back(Tensor());
@@ -395,7 +436,7 @@ static void cudnn_attention_backward(Stack &s, const Draw &)
         attend(q, k, v, optional(a[8]), a[13].toDouble(), a[14].toBool(), scale_of(a[15]), draw);
     auto g = attend_backward(t, a[0].toTensor(), k, v);
     for (int i = 0; i < 3; i++)
-        s.push_back(as(g[i], q).transpose(1, 2).contiguous().transpose(1, 2));
+        s.push_back(at::empty_like(a[i + 1].toTensor()).copy_(g[i]));
 }
 
 // ---- recurrent layers of cuDNN: the CPU's own, and their gradients by running them again
@@ -635,6 +676,7 @@ Emulation emulation(const std::string &name)
         { "aten::_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward },
         { "aten::_thnn_fused_gru_cell", gru_cell },
         { "aten::_thnn_fused_gru_cell_backward", gru_cell_backward },
+        { "aten::_fused_rms_norm_backward", rms_norm_backward },
         { "aten::_scaled_dot_product_efficient_attention", efficient },
         { "aten::_scaled_dot_product_efficient_attention_backward", efficient_backward },
         { "aten::_scaled_dot_product_flash_attention", flash },

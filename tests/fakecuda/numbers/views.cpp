@@ -98,6 +98,8 @@ static bool write_sparse(const Tensor &to, const Tensor &from)
     return true;
 }
 
+// Elements of an expanded tensor share memory. Operators that may write one (fill_, zero_) leave
+// the same number in all of them; copy_ refuses to.
 bool write(const Tensor &to, const Tensor &from)
 {
     if (!to.defined() || !from.defined())
@@ -106,9 +108,15 @@ bool write(const Tensor &to, const Tensor &from)
         return write_sparse(to, from);
     if (to.sizes() != from.sizes())
         return false;
-    Tensor t = on_device(to) ? as_cpu(to) : to;
-    if (t.data_ptr() != from.data_ptr() && t.numel())
-        t.copy_(from);
+    Tensor t = on_device(to) ? as_cpu(to) : to, f = from;
+    if (t.data_ptr() == f.data_ptr() || !t.numel())
+        return true;
+    for (int64_t d = 0; d < t.dim(); d++)
+        if (t.stride(d) == 0 && t.size(d) > 1) {
+            t = t.narrow(d, 0, 1);
+            f = f.narrow(d, 0, 1);
+        }
+    t.copy_(f);
     return true;
 }
 

@@ -93,6 +93,23 @@ class Attention(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
+class Normed(nn.Module):
+    """RMS norms over one dimension and two, with a weight and without."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.RMSNorm(12), nn.Unflatten(1, (3, 4)))
+        self.rest = nn.RMSNorm((3, 4), elementwise_affine=False)
+        self.both = nn.RMSNorm((3, 4))
+
+    def batch(self, dtype):
+        return torch.randn(10, 6, dtype=dtype), torch.randn(10, 3, 4, dtype=dtype)
+
+    def forward(self, x, y):
+        h = self.net(x)
+        return F.mse_loss(self.both(self.rest(h).tanh() + h), y)
+
+
 class Indices(nn.Module):
     """Gathers, scatters, sorts, masks and counts."""
 
@@ -157,6 +174,7 @@ MODELS = {
     "attention": Attention,
     "attention-masked": lambda: Attention(True),
     "indices": Indices,
+    "rms-norm": Normed,
     "gpt2": gpt2,
 }
 OPTIMIZERS = {
@@ -254,6 +272,25 @@ def test_attention_backends(backend, dropout):
         (g,) = torch.autograd.grad(f(q), q)
         slope = (f((q + 1e-2 * d).detach()) - f((q - 1e-2 * d).detach())) / 2e-2
         torch.testing.assert_close((g * d).sum(), slope, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_cudnn_attention_is_laid_out_like_the_query(turned):
+    q = torch.randn(2, 5, 3, 8, device="cuda", dtype=torch.half)
+    q = q.transpose(1, 2) if turned else q
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q.requires_grad_(), q, q)
+    assert out.stride() == q.stride()
+    assert torch.autograd.grad(out.sum(), q)[0].stride() == q.stride()
+
+
+def test_an_expanded_tensor_can_be_filled_and_nothing_else():
+    base = torch.zeros(3, 1, 4, device="cuda")
+    wide = base.expand(3, 2, 4)
+    assert wide.fill_(2.0).sum().item() == 48 and base.sum().item() == 24
+    assert wide.zero_().sum().item() == 0
+    with pytest.raises(RuntimeError, match="more than one element of the written-to"):
+        wide.add_(1)
 
 
 def test_draws_follow_seed_and_offset():
