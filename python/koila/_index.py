@@ -67,16 +67,21 @@ def _check_mask(self: torch.Tensor, mask: torch.Tensor, at: int) -> None:
             )
 
 
+def _can_be_read(t: torch.Tensor) -> bool:
+    """Is it on the host, or on a GPU that can be waited for? (Not in the capture of a graph.)"""
+    if t.device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing()
+    return t.device.type == "cpu"
+
+
 def _as_factory(index: torch.Tensor) -> Any:
     """Record a plain tensor with the values 0, 1, 2, ... as the arange that makes it, so that each
     slice makes its own. Only the values count, not their origin."""
     n = index.numel()
-    if (
-        _core.is_lazy(index)
-        or index.device.type != "cpu"
-        or n not in index.size()
-        or not torch.equal(index.flatten(), torch.arange(n, dtype=index.dtype))
-    ):
+    if _core.is_lazy(index) or n not in index.size() or not _can_be_read(index):
+        return index
+    count = torch.arange(n, dtype=index.dtype, device="cpu")
+    if not torch.equal(index.flatten().cpu(), count):
         return index
     rows = _core.record(aten.arange.default, (n,), {"dtype": index.dtype, "device": index.device})
     if index.dim() == 1:

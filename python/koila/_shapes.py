@@ -244,15 +244,34 @@ def _out_of(func: Any, result: Any) -> tuple[int, Any]:
 
 def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) -> _Out:
     """Correct results for which shape functions and kernels differ: as the kernels make them."""
+    device_type = fakes[0].device.type if fakes else ""
     if func is aten._native_batch_norm_legit_functional.default:
         # New running statistics are clones of the old; the shape function widens half precision.
         out[3:] = [(_TENSOR, _meta_of_result(f)) for f in fakes[-2:]]
-    if func in _batch_norms and args[0].device.type == "cuda" and not args[5]:
+    if device_type == "cuda":
+        _correct_on_cuda(func, args, out)
+    if func is aten.mkldnn_rnn_layer.default:
+        out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
+    if func in _laid_out_as and out[0][0]:
+        memory_format = _format_of(func, args, device_type, fakes[_laid_out_as[func]])
+        if memory_format is not None:
+            dtype, device, size, _, offset = out[0][1]
+            like = torch.empty(size, device="meta", memory_format=memory_format)
+            out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
+    for argument, value in zip(func._schema.arguments, args):
+        # Shape functions may describe results that the mask leaves out.
+        if argument.name == "output_mask":
+            out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
+    return out
+
+
+def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
+    if func in _never_training or (func in _batch_norms and not args[5]):
         # No statistics are saved in evaluation; the shape function has those that were given.
         like = args[3] if args[1] is None else args[1]
         out[1:3] = [(_TENSOR, (like.dtype, like.device, (0,), (1,), 0))] * 2
-    if func is aten.mkldnn_rnn_layer.default:
-        out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
+    if func in _states_on_the_host:
+        out[2:4] = [(_TENSOR, (o[0], torch.device("cpu"), *o[2:])) for _, o in out[2:4]]
     if func is aten._cudnn_rnn.default:
         dtype, device, size, stride, offset = out[0][1]
         if args[10] and not args[14]:  # batch_first, not packed: memory has time first
@@ -261,19 +280,16 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         if args[5] is None:
             out[2] = (_TENSOR, (dtype, *out[2][1][1:]))
         out[3] = (_TENSOR, _cudnn_reserve(args, out[3][1]))
-    if func in _laid_out_as and args[0].device.type == "cpu" and out[0][0]:
-        dtype, device, size, _, offset = out[0][1]
-        like = torch.empty(
-            size,
-            device="meta",
-            memory_format=torch._prims_common.suggest_memory_format(fakes[_laid_out_as[func]]),
-        )
-        out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
-    for argument, value in zip(func._schema.arguments, args):
-        # Shape functions may describe results that the mask leaves out.
-        if argument.name == "output_mask":
-            out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
-    return out
+
+
+def _format_of(func: Any, args: tuple[Any, ...], device_type: str, like: Any) -> Any:
+    """The memory format in which a kernel of `_laid_out_as` makes result 0; None: the shape
+    function's."""
+    if device_type == "cuda" and func is _norm_backward and not args[7]:
+        return torch.contiguous_format  # in evaluation
+    if device_type == "cpu" or (device_type == "cuda" and func is _norm_backward):
+        return torch._prims_common.suggest_memory_format(like)
+    return None
 
 
 # (x, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -282,6 +298,10 @@ _batch_norms = {
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit_functional.default,
 }
+_never_training = {aten._native_batch_norm_legit_no_training.default}
+# Of these, results 2 and 3 are the state of the generator, numbers of the host.
+_states_on_the_host = {aten._scaled_dot_product_efficient_attention.default}
+_norm_backward = aten.native_batch_norm_backward.default
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
 # it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
 # (torch 2.14's group norm).
@@ -292,7 +312,7 @@ _laid_out_as = {
     aten._native_batch_norm_legit.no_stats: 0,
     aten._native_batch_norm_legit_functional.default: 0,
     aten._native_batch_norm_legit_no_training.default: 0,
-    aten.native_batch_norm_backward.default: 1,
+    _norm_backward: 1,
 }
 
 

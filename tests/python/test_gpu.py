@@ -122,6 +122,60 @@ def test_values_moved_back_to_the_cpu(m):
     check(step, lambda: mlp().double().cuda(), m)
 
 
+# ---- results as its kernels lay them out
+
+
+def image(how, shape=(4, 6, 5, 5)):
+    x = torch.randn(shape, device="cuda")
+    if how == "permuted":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x.contiguous(memory_format=torch.channels_last) if how == "channels last" else x
+
+
+def as_recorded(func, *args):
+    """Every result is recorded with the dtype, device, sizes and strides that the kernel gives
+    it."""
+    from koila._shapes import shape
+
+    results = func(*args)
+    results = results if isinstance(results, tuple) else (results,)
+    for j, (real, (_, meta)) in enumerate(zip(results, shape(func, args, {})[1], strict=True)):
+        if meta is None or not isinstance(real, torch.Tensor):  # left out by the mask, a number
+            continue
+        found = (real.dtype, real.device, tuple(real.size()), tuple(real.stride()))
+        assert meta[:4] == found, f"{func}, result {j}"
+
+
+@pytest.mark.parametrize("of_gradient", ["contiguous", "channels last", "permuted"])
+@pytest.mark.parametrize("of_input", ["contiguous", "channels last", "permuted"])
+def test_norms_are_recorded_as_their_kernels_lay_them_out(of_input, of_gradient):
+    aten = torch.ops.aten
+    x, g = image(of_input), image(of_gradient)
+    w, b, mean, var = torch.randn(4, 6, device="cuda").abs()
+    none = torch.empty(0, device="cuda")
+    for training in (True, False):
+        saved = (mean, var) if training else (none, none)
+        as_recorded(aten.native_batch_norm.default, x, w, b, mean, var, training, 0.1, 1e-5)
+        for mask in ([True, True, True], [True, False, False]):
+            backward = aten.native_batch_norm_backward.default
+            as_recorded(backward, g, x, w, mean, var, *saved, training, 1e-5, mask)
+    never = aten._native_batch_norm_legit_no_training.default
+    as_recorded(never, x, w, b, mean, var, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_is_recorded_as_its_kernels_lay_it_out(turned):
+    aten = torch.ops.aten
+    q = torch.randn(2, 9, 3, 8, device="cuda", dtype=torch.half)
+    q = q.transpose(1, 2) if turned else q
+    as_recorded(aten._scaled_dot_product_flash_attention.default, q, q, q)
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    as_recorded(efficient, q, q, q, None, True)
+    out = efficient(q, q, q, None, True)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    as_recorded(backward, q, q, q, q, None, *out, 0.0, [True, True, True, False])
+
+
 # ---- generators
 
 

@@ -23,17 +23,22 @@ D = torch.float64
     st.lists(st.integers(0, 2000), min_size=1, max_size=4),
 )
 def test_a_generator_skipped_is_a_generator_drawn_from(seed, before, steps):
-    real = torch.Generator(DEVICE).manual_seed(seed)
+    """Of the CPU, wherever the tests run: a GPU's is moved by its offset alone."""
+
+    def rand(n, generator):
+        return torch.rand(n, generator=generator, device="cpu")
+
+    real = torch.Generator("cpu").manual_seed(seed)
     if before:
-        torch.rand(before, generator=real)  # one word each
+        rand(before, real)  # one word each
     skipped = real.get_state()
     for n in steps:
         if n:
-            torch.rand(n, generator=real)
+            rand(n, real)
         _core.generator_skip(skipped, n)
-    other = torch.Generator(DEVICE)
+    other = torch.Generator("cpu")
     other.set_state(skipped)
-    assert torch.equal(torch.rand(1000, generator=real), torch.rand(1000, generator=other))
+    assert torch.equal(rand(1000, real), rand(1000, other))
 
 
 def test_what_is_no_state_is_refused():
@@ -68,9 +73,9 @@ def draw_twice(x, layout, draw):
     torch.manual_seed(5)
     torch.rand(3)
     y = draw(layout(x))
-    loss = (y * torch.arange(y.numel(), dtype=D).reshape(y.shape)).sum() + F.dropout(
-        x, 0.5
-    ).square().sum()
+    loss = (
+        y * torch.arange(y.numel(), dtype=D, device=y.device).reshape(y.shape)
+    ).sum() + F.dropout(x, 0.5).square().sum()
     loss.backward()
     return plain(y), plain(loss), random_state()
 
@@ -78,8 +83,12 @@ def draw_twice(x, layout, draw):
 @pytest.mark.parametrize("m", [4, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slices_draw_eager_s_numbers(layout, m):
+    slices_draw_eager_s_numbers(layout, m, DEVICE)
+
+
+def slices_draw_eager_s_numbers(layout, m, device):
     view, shape = LAYOUTS[layout]
-    data = torch.randn(shape, dtype=D)
+    data = torch.randn(shape, dtype=D, device=device)
     for name, draw in DRAWS.items():
         a = data.clone().requires_grad_()
         expected = draw_twice(a, view, draw)
@@ -97,23 +106,24 @@ def test_slices_draw_eager_s_numbers(layout, m):
 def test_a_wrong_number_of_words_is_found(monkeypatch):
     monkeypatch.setattr(_random, "_words", lambda func, *_: 3 if func in _random._in_order else 0)
     with pytest.raises(AssertionError):
-        test_slices_draw_eager_s_numbers("rows", 4)
+        slices_draw_eager_s_numbers("rows", 4, "cpu")  # words are the CPU generator's
 
 
 def test_operators_whose_words_are_not_known_draw_the_whole(monkeypatch):
     monkeypatch.setattr(_random, "_words", lambda *_: 0)
     for layout in LAYOUTS:
-        test_slices_draw_eager_s_numbers(layout, 4)
+        slices_draw_eager_s_numbers(layout, 4, "cpu")
 
 
 @pytest.mark.skipif(not _core.cpu_bytes_ok(), reason="torch's CPU memory cannot be counted here")
 def test_a_slice_draws_only_its_rows():
-    """Not the whole batch's numbers: neither the time of it nor the memory."""
+    """Not the whole batch's numbers: neither the time of it nor the memory. On the CPU: a GPU's
+    kernels draw by place in the whole."""
     if not _random._words(torch.ops.aten.bernoulli_.float, torch.float32, (0.5,), {}):
         pytest.skip("bernoulli_ does not follow the generator on this build")
     model, data = (
-        nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)),
-        torch.randn(256, 8),
+        nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.5), nn.Linear(512, 1)).to("cpu"),
+        torch.randn(256, 8, device="cpu"),
     )
     with koila.micro_batch(4):
         for _ in range(2):

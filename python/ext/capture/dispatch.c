@@ -6,7 +6,7 @@
 #include "capture/record.h"
 
 /* Is `o`, at place i of an index, a mask, or could it be the numbers of the `rows` (NULL: not lazy)
- * that are indexed? */
+ * that are indexed? Those are looked at on the CPU (device type 0) and on CUDA (1). */
 static bool selects_rows(PyObject *o, Py_ssize_t i, const koila_meta_info *rows)
 {
     koila_meta m;
@@ -20,7 +20,7 @@ static bool selects_rows(PyObject *o, Py_ssize_t i, const koila_meta_info *rows)
     const koila_meta_info *index = koila_meta_get(koila__table, m);
     if (index->dtype == KOILA_DTYPE_BOOL || index->dtype == KOILA_DTYPE_U8)
         return true;
-    return i == 0 && rows && rows->n_dims && index->n_dims && index->device == 0 && !lazy &&
+    return i == 0 && rows && rows->n_dims && index->n_dims && index->device >> 8 <= 1 && !lazy &&
            index->n_elements == (uint64_t)rows->size[0];
 }
 
