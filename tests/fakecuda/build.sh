@@ -40,7 +40,7 @@ for f in numbers views sparse emulations; do
     o=$work/objects/$f.o
     [ "$o" -nt "$here/numbers/$f.cpp" ] && [ "$o" -nt "$here/numbers/numbers.hpp" ] ||
         g++ -std=c++20 -O1 -fPIC -Wall -Wno-sign-compare -isystem "$site/torch/include" \
-            -c "$here/numbers/$f.cpp" -o "$o"
+            -isystem "$include" -c "$here/numbers/$f.cpp" -o "$o"
 done
 g++ -shared -o "$site/fakecuda_numbers.so" "$work"/objects/{numbers,views,sparse,emulations}.o \
     -L"$site/torch/lib" -ltorch_cpu -ltorch_cuda -lc10 "$lib/libcudart.so.13" \

@@ -12,7 +12,16 @@ import sys
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parent / "src"
-RUNTIME = ["config.c", "errors.c", "properties.c", "memory.c", "streams.c", "launch.c", "driver.c"]
+RUNTIME = [
+    "config.c",
+    "errors.c",
+    "properties.c",
+    "memory.c",
+    "streams.c",
+    "captures.c",
+    "launch.c",
+    "driver.c",
+]
 
 CUDART = "libcudart.so.13"  # first: the others are linked against it
 FLAGS = ["-O2", "-g", "-fPIC", "-std=gnu11", "-Wall", "-Wextra"]

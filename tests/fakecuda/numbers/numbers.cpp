@@ -17,9 +17,16 @@
 #include <mutex>
 #include <unordered_set>
 
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 extern "C" {
 void fakecuda_answer(size_t n_bytes, uint64_t value);
-int fakecuda_answer_taken(void);
+int fakecuda_any_capture(void);
+int fakecuda_captured(cudaStream_t stream);
+int fakecuda_add_node(cudaStream_t stream, cudaError_t (*run)(void *, cudaStream_t), void *data,
+                      void (*release)(void *));
+void fakecuda_shadow(int by);
 }
 
 namespace fakecuda
@@ -33,9 +40,26 @@ static std::atomic<int64_t> n_computed{ 0 }, n_untrue{ 0 };
 static thread_local int depth = 0;
 
 struct Inside {
-    Inside() { depth++; }
-    ~Inside() { depth--; }
+    Inside()
+    {
+        depth++;
+        fakecuda_shadow(1);
+    }
+    ~Inside()
+    {
+        depth--;
+        fakecuda_shadow(-1);
+    }
 };
+
+cudaStream_t captured_stream(c10::Device device)
+{
+    if (!fakecuda_any_capture())
+        return nullptr;
+    c10::impl::VirtualGuardImpl guard(at::kCUDA);
+    auto *stream = static_cast<cudaStream_t>(guard.getStreamNativeHandle(guard.getStream(device)));
+    return fakecuda_captured(stream) ? stream : nullptr;
+}
 
 at::Generator Draw::generator() const
 {
@@ -44,6 +68,22 @@ at::Generator Draw::generator() const
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return at::make_generator<at::CPUGeneratorImpl>(z ^ (z >> 31));
+}
+
+// In a capture the generator says where seed and offset will lie when the graph runs, and how far
+// the graph has come.
+struct CapturedDraw {
+    const int64_t *seed = nullptr, *offset = nullptr;
+    int64_t further = 0;
+    Draw now() const { return seed ? Draw{ *seed, *offset + further } : Draw{}; }
+};
+
+static CapturedDraw captured_draw(const at::Generator &g)
+{
+    auto *cuda = at::check_generator<at::CUDAGeneratorImpl>(g);
+    at::PhiloxCudaState state = cuda->philox_cuda_state(0);
+    TORCH_INTERNAL_ASSERT(state.captured_);
+    return { state.seed_.ptr, state.offset_.ptr, static_cast<int64_t>(state.offset_intragraph_) };
 }
 
 static Draw draw_of(const at::Generator &g)
@@ -143,9 +183,14 @@ class Wrapper final : public c10::OperatorKernel
             return;
         }
         Inside inside;
+        Stack given(stack->end() - n_arguments_, stack->end());
+        if (cudaStream_t stream = captured_stream(device_of(given))) {
+            record(op, keys, stack, given, stream);
+            return;
+        }
         n_computed++;
-        Stack arguments(stack->end() - n_arguments_, stack->end());
-        Draw draw = seeded_ ? drawn(arguments) : Draw{};
+        const Stack &arguments = given;
+        Draw draw = seeded_ ? draw_of(generator_of(arguments)) : Draw{};
         Stack mine;
         std::exception_ptr refused;
         try {
@@ -203,6 +248,90 @@ class Wrapper final : public c10::OperatorKernel
     }
 
   private:
+    // ---- in a capture: nothing is computed; a node of the graph computes it over the same memory
+
+    struct Recorded {
+        Wrapper *wrapper;
+        c10::OperatorHandle op;
+        Stack arguments, results; // as the CPU sees them; they own nothing of the device
+        CapturedDraw draw;
+    };
+
+    void record(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack,
+                const Stack &arguments, cudaStream_t stream)
+    {
+        size_t below = stack->size() - n_arguments_;
+        CapturedDraw draw = seeded_ ? captured_draw(generator_of(arguments)) : CapturedDraw{};
+        Stack asked = *stack;
+        bool alone = beyond.count(full_);
+        try {
+            if (!alone)
+                original_.callBoxed(op, keys, stack);
+        } catch (const std::exception &e) {
+            if (!refused_by_a_stub(e.what()))
+                throw;
+            *stack = asked;
+            alone = true;
+        }
+        if (alone) { // what it returns has the shapes of what it would compute now
+            n_untrue++;
+            Stack mine = compute(op, arguments, draw.now());
+            Stack results, out;
+            results.swap(computed_);
+            for (size_t i = 0; i < returned_.size(); i++)
+                out.push_back(returned_[i] ? returned_argument(op, arguments, i)
+                                           : on_cuda(results[i], device_of(arguments)));
+            give(stack, below, std::move(out));
+        }
+        auto kept = std::make_unique<Recorded>(Recorded{ this, op, {}, {}, draw });
+        for (size_t i = 0; i < n_arguments_; i++)
+            kept->arguments.push_back(as_recorded(arguments[i]));
+        for (size_t i = 0; i < returned_.size(); i++)
+            kept->results.push_back(returned_[i] ? IValue() : seen(stack->at(below + i), false));
+        fakecuda_add_node(stream, replay, kept.release(), forget);
+    }
+
+    // a number that lies on the host was given to the kernel when it was recorded; what copy_ reads
+    // is read when the graph runs
+    IValue as_recorded(const IValue &v) const
+    {
+        bool number = v.isTensor() && v.toTensor().defined() && v.toTensor().is_cpu() &&
+                      v.toTensor().dim() == 0 && name_ != "aten::copy_";
+        return number ? IValue(v.toTensor().detach().clone()) : seen(v, false);
+    }
+
+    static cudaError_t replay(void *data, cudaStream_t)
+    {
+        const Recorded &r = *static_cast<Recorded *>(data);
+        if (!on)
+            return cudaSuccess;
+        Inside inside;
+        n_computed++;
+        try {
+            Stack mine = r.wrapper->compute(r.op, r.arguments, r.draw.now());
+            Stack results;
+            results.swap(computed_);
+            bool fits = true;
+            for (size_t i = 0; i < mine.size(); i++)
+                if (r.wrapper->written_[i])
+                    fits = write_back(r.arguments[i], mine[i]) && fits;
+            for (size_t i = 0; i < r.results.size(); i++) {
+                IValue to = r.results[i];
+                if (!r.wrapper->returned_[i])
+                    fits = fill(to, results[i]) && fits;
+            }
+            n_untrue += !fits;
+        } catch (const std::exception &e) { // on a device, a kernel's assertion
+            fprintf(stderr, "fakecuda: %s in a graph: %s\n", r.wrapper->full_.c_str(), e.what());
+            return cudaErrorAssert;
+        }
+        return cudaSuccess;
+    }
+
+    static void forget(void *data) { delete static_cast<Recorded *>(data); }
+
+    // ----
+
     bool touches(const Stack &stack) const
     {
         for (size_t i = 0; i < n_arguments_; i++) {
@@ -228,11 +357,11 @@ class Wrapper final : public c10::OperatorKernel
         TORCH_INTERNAL_ASSERT(false); // touches() has seen one
     }
 
-    Draw drawn(const Stack &arguments) const
+    at::Generator generator_of(const Stack &arguments) const
     {
         if (generator_at_ >= 0 && arguments[generator_at_].isGenerator())
-            return draw_of(arguments[generator_at_].toGenerator());
-        return draw_of(at::globalContext().defaultGenerator(device_of(arguments)));
+            return arguments[generator_at_].toGenerator();
+        return at::globalContext().defaultGenerator(device_of(arguments));
     }
 
     // leaves the results in computed_, returns the arguments as they are afterwards

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <cuda_runtime_api.h>
 
 #include <string>
 
@@ -34,6 +35,7 @@ at::IValue on_cuda(const at::IValue &v, c10::Device device);
 c10::DispatchKeySet keys_above_kernels();
 void count(bool untrue); // one more operator computed
 bool enabled();
+cudaStream_t captured_stream(c10::Device device); // the current stream, if it is captured
 bool is_view(const c10::FunctionSchema &schema);
 
 // ---- sparse.cpp: wraps the operators of sparse tensors

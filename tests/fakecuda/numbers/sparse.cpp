@@ -65,6 +65,10 @@ class SparseWrapper final : public c10::OperatorKernel
             original_.callBoxed(op, keys, stack);
             return;
         }
+        if (cudaStream_t stream = captured_stream(*device)) { // it would read a count back
+            cudaError_t e = cudaStreamSynchronize(stream);
+            TORCH_CHECK(e == cudaSuccess, "CUDA error: ", cudaGetErrorString(e));
+        }
         size_t n = written_.size();
         Stack arguments(stack->end() - n, stack->end()), mine;
         for (size_t i = 0; i < n; i++)

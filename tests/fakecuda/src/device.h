@@ -47,7 +47,26 @@ void *symbol_memory(size_t n_bytes);
 int current_device(void);
 void touch_device(int device);
 void pass_time(void);
-void work_on(cudaStream_t stream, uint64_t us);
+cudaError_t work_on(cudaStream_t stream, uint64_t us); /* an error: its capture is invalid */
 void wait_for_device(int device);
+
+/* captures.c */
+
+/* What a graph does when it is launched: `run` (NULL: nothing that is seen), which takes `us` of
+ * the stream. `release` (or NULL) is called on `data` with the last graph that holds the node. */
+struct node {
+    cudaError_t (*run)(void *data, cudaStream_t stream);
+    void (*release)(void *data);
+    void *data;
+    uint64_t us;
+    size_t *after, n_after; /* the captures' own: the nodes that it depends on */
+};
+/* One more node of the capture that the stream takes part in; an error releases the data. */
+cudaError_t add_node(cudaStream_t stream, struct node node);
+bool is_captured(cudaStream_t stream);
+bool in_shadow(void);
+/* May this thread call what is potentially unsafe while streams are captured? If not, the captures
+ * are invalid, and this is cudaErrorStreamCaptureUnsupported. */
+cudaError_t safe_now(void);
 
 #endif

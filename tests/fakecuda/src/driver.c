@@ -132,8 +132,9 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
                         unsigned by, unsigned bz, unsigned shared, CUstream stream, void **args,
                         void **extra)
 {
-    work_on((cudaStream_t)stream, config()->kernel_us);
-    return CUDA_SUCCESS;
+    return work_on((cudaStream_t)stream, config()->kernel_us) == cudaSuccess
+               ? CUDA_SUCCESS
+               : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 }
 
 CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,

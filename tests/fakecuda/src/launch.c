@@ -123,8 +123,7 @@ static cudaError_t launch(const void *kernel, void **args, cudaStream_t stream)
     if (args && strstr(name, "spin_kernel"))
         us = (uint64_t)(*(int64_t *)args[0] / 1700); /* its one argument is in cycles */
     trace("kernel %s", name);
-    work_on(stream, us);
-    return cudaSuccess;
+    return work_on(stream, us);
 }
 
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,

@@ -205,8 +205,9 @@ cudaError_t cudaMalloc(void **out, size_t size)
     pass_time();
     touch_device(device);
     *out = NULL;
-    if (!size)
-        return cudaSuccess;
+    cudaError_t e = safe_now();
+    if (e != cudaSuccess || !size)
+        return e;
     size_t backed = size > SIZE_MAX - GRANULE ? SIZE_MAX : round_up(size, GRANULE);
     pthread_mutex_lock(&lock);
     bool ok = charge(device, backed);
@@ -225,8 +226,9 @@ cudaError_t cudaMalloc(void **out, size_t size)
 cudaError_t cudaFree(void *p)
 {
     touch_device(current_device());
-    if (!p)
-        return cudaSuccess;
+    cudaError_t e = safe_now();
+    if (e != cudaSuccess || !p)
+        return e;
     struct range r;
     pthread_mutex_lock(&lock);
     bool ok = take_out((uintptr_t)p, DEVICE_MEMORY, &r);
@@ -430,6 +432,8 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 cudaError_t cudaHostAlloc(void **out, size_t size, unsigned flags)
 {
     touch_device(current_device());
+    if (safe_now() != cudaSuccess)
+        return cudaErrorStreamCaptureUnsupported;
     *out = map_aligned(round_up(size, 4096), 4096, PROT_READ | PROT_WRITE);
     pthread_mutex_lock(&lock);
     bool ok = *out && insert((struct range){ (uintptr_t)*out, round_up(size, 4096), 0,
@@ -518,31 +522,66 @@ void fakecuda_answer(size_t n_bytes, uint64_t value)
 
 int fakecuda_answer_taken(void) { return answer.n_bytes == 0; }
 
-static cudaError_t copy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
+static void copy_now(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
 {
-    pass_time();
     if (n && n == answer.n_bytes && kind == cudaMemcpyDeviceToHost) {
         memcpy(to, &answer.value, n);
         answer.n_bytes = 0;
-        return cudaSuccess;
+        return;
     }
     trace("copy of %zu bytes, kind %d", n, (int)kind);
     memmove(to, from, n);
+}
+
+/* copies and fills as nodes of a graph */
+struct recorded {
+    void *to;
+    const void *from; /* NULL: filled with `value` */
+    size_t n;
+    int value;
+};
+
+static cudaError_t do_recorded(void *data, cudaStream_t stream)
+{
+    const struct recorded *r = data;
+    if (r->from)
+        memmove(r->to, r->from, r->n);
+    else
+        memset(r->to, r->value, r->n);
     return cudaSuccess;
+}
+
+static cudaError_t add_recorded(cudaStream_t stream, struct recorded r)
+{
+    struct recorded *kept = malloc(sizeof *kept);
+    if (!kept)
+        return fail(cudaErrorMemoryAllocation);
+    *kept = r;
+    return add_node(stream, (struct node){ .run = in_shadow() ? NULL : do_recorded,
+                                           .release = free,
+                                           .data = kept,
+                                           .us = config()->kernel_us });
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
 {
-    cudaError_t e = copy(to, from, n, kind);
+    cudaError_t e = safe_now();
+    if (e != cudaSuccess)
+        return e;
+    pass_time();
+    copy_now(to, from, n, kind);
     wait_for_device(current_device());
-    return e;
+    return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind,
                             cudaStream_t stream)
 {
+    if (is_captured(stream))
+        return add_recorded(stream, (struct recorded){ .to = to, .from = from, .n = n });
     work_on(stream, config()->kernel_us);
-    return copy(to, from, n, kind);
+    copy_now(to, from, n, kind);
+    return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device,
@@ -555,10 +594,11 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
                               size_t width, size_t height, enum cudaMemcpyKind kind,
                               cudaStream_t stream)
 {
-    work_on(stream, config()->kernel_us);
-    for (size_t i = 0; i < height; i++)
-        copy((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width, kind);
-    return cudaSuccess;
+    cudaError_t e = cudaSuccess;
+    for (size_t i = 0; i < height && e == cudaSuccess; i++)
+        e = cudaMemcpyAsync((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width,
+                            kind, stream);
+    return e;
 }
 
 /* zeros over whole pages are had by giving the pages back: large buffers that no one reads cost
@@ -580,6 +620,8 @@ static void fill(void *to, int value, size_t n)
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t stream)
 {
+    if (is_captured(stream))
+        return add_recorded(stream, (struct recorded){ .to = to, .n = n, .value = value });
     work_on(stream, config()->kernel_us);
     fill(to, value, n);
     return cudaSuccess;
@@ -592,7 +634,8 @@ cudaError_t cudaMemset(void *to, int value, size_t n)
 
 CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t n, CUstream stream)
 {
-    work_on((cudaStream_t)stream, config()->kernel_us);
+    if (work_on((cudaStream_t)stream, config()->kernel_us) != cudaSuccess)
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     for (size_t i = 0; i < n; i++)
         ((unsigned *)to)[i] = value;
     return CUDA_SUCCESS;

@@ -1,36 +1,16 @@
-/* Devices, streams, events, graphs, and the clock they share. Everything has happened by the time a
+/* Devices, streams, events, and the clock they share. Everything has happened by the time a
  * call returns; the clock only says when an event counts as complete, so that what depends on it
  * (memory that another stream still uses, say) sees a device that runs behind the host, the same
  * every time. */
-#include "device.h"
+#include "streams.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 static uint64_t now_us, device_busy[MAX_DEVICES];
 static __thread int current;
-static unsigned long long n_captures;
 
-struct capture {
-    unsigned long long id;
-    struct CUstream_st *origin;
-    int references;
-};
-
-struct CUstream_st {
-    int device, priority;
-    uint64_t busy_until;
-    struct capture *capture;
-    struct CUstream_st *next;
-};
-
-struct CUevent_st {
-    uint64_t done_at;
-    struct capture *capture;
-};
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct CUstream_st defaults[MAX_DEVICES], *all;
 
 static uint64_t now(void) { return __atomic_load_n(&now_us, __ATOMIC_RELAXED); }
@@ -71,33 +51,37 @@ void wait_for_device(int device)
 cudaError_t cudaDeviceSynchronize(void)
 {
     touch_device(current);
-    wait_for_device(current);
-    return cudaSuccess;
+    cudaError_t e = device_not_captured(current);
+    if (e == cudaSuccess)
+        wait_for_device(current);
+    return e;
 }
 
 /* ---- streams */
 
-static struct CUstream_st *resolve(cudaStream_t s)
-{
-    return (uintptr_t)s <= 2 ? &defaults[current] : s;
-}
+struct CUstream_st *resolve(cudaStream_t s) { return (uintptr_t)s <= 2 ? &defaults[current] : s; }
+
+struct CUstream_st *each_stream(struct CUstream_st *after) { return after ? after->next : all; }
 
 static int device_of_stream(const struct CUstream_st *s)
 {
     return s >= defaults && s < defaults + MAX_DEVICES ? (int)(s - defaults) : s->device;
 }
 
-void work_on(cudaStream_t stream, uint64_t us)
+cudaError_t work_on(cudaStream_t stream, uint64_t us)
 {
     struct CUstream_st *s = resolve(stream);
     pass_time();
+    if (s->capture)
+        return add_node(stream, (struct node){ .us = us });
     uint64_t t = now();
-    if (s->capture || !us)
-        return;
+    if (!us)
+        return cudaSuccess;
     s->busy_until = (s->busy_until > t ? s->busy_until : t) + us;
     int d = device_of_stream(s);
     if (device_busy[d] < s->busy_until)
         device_busy[d] = s->busy_until;
+    return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
@@ -116,10 +100,10 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int 
         return fail(cudaErrorMemoryAllocation);
     s->device = current;
     s->priority = priority;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     s->next = all;
     all = s;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     *out = s;
     return cudaSuccess;
 }
@@ -133,14 +117,15 @@ cudaError_t cudaStreamCreate(cudaStream_t *out) { return cudaStreamCreateWithPri
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&streams_lock);
     for (struct CUstream_st **at = &all; *at; at = &(*at)->next)
         if (*at == stream) {
             *at = stream->next;
+            free(stream->ends.list);
             free(stream);
             break;
         }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&streams_lock);
     return cudaSuccess;
 }
 
@@ -152,17 +137,21 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority)
 
 cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
+    struct CUstream_st *s = resolve(stream);
     pass_time();
-    return resolve(stream)->busy_until <= now() ? cudaSuccess : fail(cudaErrorNotReady);
+    cudaError_t e = not_captured(s->capture, cudaErrorStreamCaptureUnsupported);
+    if (e != cudaSuccess)
+        return e;
+    return s->busy_until <= now() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
     struct CUstream_st *s = resolve(stream);
-    if (s->capture)
-        return fail(cudaErrorStreamCaptureUnsupported);
-    wait_until(s->busy_until);
-    return cudaSuccess;
+    cudaError_t e = not_captured(s->capture, cudaErrorStreamCaptureUnsupported);
+    if (e == cudaSuccess)
+        wait_until(s->busy_until);
+    return e;
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data,
@@ -172,10 +161,29 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
     return cudaSuccess;
 }
 
+struct host_call {
+    cudaHostFn_t call;
+    void *data;
+};
+
+static cudaError_t call_host(void *data, cudaStream_t stream)
+{
+    const struct host_call *h = data;
+    h->call(h->data);
+    return cudaSuccess;
+}
+
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data)
 {
-    call(data);
-    return cudaSuccess;
+    if (!is_captured(stream)) {
+        call(data);
+        return cudaSuccess;
+    }
+    struct host_call *h = malloc(sizeof *h);
+    if (!h)
+        return fail(cudaErrorMemoryAllocation);
+    *h = (struct host_call){ call, data };
+    return add_node(stream, (struct node){ .run = call_host, .release = free, .data = h });
 }
 
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr p, cuuint32_t value, unsigned flags)
@@ -195,6 +203,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags)
 cudaError_t cudaEventCreate(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
+    if (event)
+        free(event->ends.list);
     free(event);
     return cudaSuccess;
 }
@@ -203,31 +213,46 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     struct CUstream_st *s = resolve(stream);
     pass_time();
+    if (s->capture)
+        return record_in_capture(event, s);
     uint64_t t = now();
     event->done_at = s->busy_until > t ? s->busy_until : t;
-    event->capture = s->capture;
+    event->capture = NULL;
     return cudaSuccess;
+}
+
+/* a node that records: of the stream that the graph is launched on, by the time it is launched */
+static cudaError_t record_again(void *event, cudaStream_t stream)
+{
+    return cudaEventRecord(event, stream);
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags)
 {
+    if ((flags & cudaEventRecordExternal) && resolve(stream)->capture)
+        return add_node(stream, (struct node){ .run = record_again, .data = event });
     return cudaEventRecord(event, stream);
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     pass_time();
-    if (event->capture)
-        return fail(cudaErrorCapturedEvent);
+    cudaError_t e = not_captured(event->capture, cudaErrorCapturedEvent);
+    if (e == cudaSuccess)
+        e = safe_now();
+    if (e != cudaSuccess)
+        return e;
     return event->done_at <= now() ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
-    if (event->capture)
-        return fail(cudaErrorCapturedEvent);
-    wait_until(event->done_at);
-    return cudaSuccess;
+    cudaError_t e = not_captured(event->capture, cudaErrorCapturedEvent);
+    if (e == cudaSuccess)
+        e = safe_now();
+    if (e == cudaSuccess)
+        wait_until(event->done_at);
+    return e;
 }
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
@@ -239,134 +264,11 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
 {
     struct CUstream_st *s = resolve(stream);
-    if (event->capture && !s->capture)
-        s->capture = event->capture;
-    else if (s->busy_until < event->done_at)
+    if (flags == cudaEventWaitExternal && s->capture)
+        return add_node(stream, (struct node){ 0 });
+    if (event->capture || s->capture)
+        return wait_in_capture(s, event);
+    if (s->busy_until < event->done_at)
         s->busy_until = event->done_at;
     return cudaSuccess;
-}
-
-/* ---- graphs: a capture is begun, joined by other streams, and ended; what it held is nothing */
-
-struct CUgraph_st {
-    int nothing;
-};
-struct CUgraphExec_st {
-    int nothing;
-};
-static struct CUgraph_st being_captured;
-
-static cudaError_t begin(cudaStream_t stream)
-{
-    struct CUstream_st *s = resolve(stream);
-    struct capture *c = calloc(1, sizeof *c);
-    if (!c)
-        return fail(cudaErrorMemoryAllocation);
-    c->id = __atomic_add_fetch(&n_captures, 1, __ATOMIC_RELAXED);
-    c->origin = s;
-    s->capture = c;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
-{
-    return begin(stream);
-}
-
-cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
-                                          const cudaGraphNode_t *after,
-                                          const cudaGraphEdgeData *data, size_t n,
-                                          enum cudaStreamCaptureMode mode)
-{
-    return begin(stream);
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
-{
-    struct capture *c = resolve(stream)->capture;
-    if (!c)
-        return fail(cudaErrorInvalidValue);
-    pthread_mutex_lock(&lock);
-    for (struct CUstream_st *s = all; s; s = s->next)
-        if (s->capture == c)
-            s->capture = NULL;
-    pthread_mutex_unlock(&lock);
-    resolve(stream)->capture = NULL; /* the capture itself stays: events recorded in it name it */
-    *graph = calloc(1, sizeof **graph);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
-{
-    *status =
-        resolve(stream)->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                     unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **data,
-                                     size_t *n)
-{
-    struct capture *c = resolve(stream)->capture;
-    *status = c ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    if (id)
-        *id = c ? c->id : 0;
-    if (graph)
-        *graph = c ? &being_captured : NULL;
-    if (nodes)
-        *nodes = NULL;
-    if (data)
-        *data = NULL;
-    if (n)
-        *n = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t *nodes,
-                                                const cudaGraphEdgeData *data, size_t n,
-                                                unsigned flags)
-{
-    return cudaSuccess;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
-{
-    static __thread enum cudaStreamCaptureMode mine = cudaStreamCaptureModeGlobal;
-    enum cudaStreamCaptureMode before = mine;
-    mine = *mode;
-    *mode = before;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph)
-{
-    if (graph != &being_captured)
-        free(graph);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *out, cudaGraph_t graph,
-                                          unsigned long long flags)
-{
-    *out = calloc(1, sizeof **out);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph)
-{
-    free(graph);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream)
-{
-    work_on(stream, config()->kernel_us);
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n)
-{
-    *n = 1;
-    return cudaSuccess; /* none would be warned about */
 }
