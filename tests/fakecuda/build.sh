@@ -36,13 +36,13 @@ lib=$site/nvidia/cu13/lib # where the wheel's libraries look
 "$venv/bin/python" "$here/make_stubs.py" "$site/torch/lib" "$include" "$lib" "$work/objects"
 
 # The numbers.
-for f in numbers views sparse emulations; do
+for f in numbers views sparse emulations host_memory; do
     o=$work/objects/$f.o
     [ "$o" -nt "$here/numbers/$f.cpp" ] && [ "$o" -nt "$here/numbers/numbers.hpp" ] ||
         g++ -std=c++20 -O1 -fPIC -Wall -Wno-sign-compare -isystem "$site/torch/include" \
             -isystem "$include" -c "$here/numbers/$f.cpp" -o "$o"
 done
-g++ -shared -o "$site/fakecuda_numbers.so" "$work"/objects/{numbers,views,sparse,emulations}.o \
+g++ -shared -o "$site/fakecuda_numbers.so" "$work"/objects/{numbers,views,sparse,emulations,host_memory}.o \
     -L"$site/torch/lib" -ltorch_cpu -ltorch_cuda -lc10 "$lib/libcudart.so.13" \
     -Wl,-rpath,'$ORIGIN/torch/lib' -Wl,-rpath,'$ORIGIN/nvidia/cu13/lib' \
     -Wl,--allow-shlib-undefined

@@ -359,6 +359,7 @@ class Wrapper final : public c10::OperatorKernel
 
     at::Generator generator_of(const Stack &arguments) const
     {
+        Hidden hidden;
         if (generator_at_ >= 0 && arguments[generator_at_].isGenerator())
             return arguments[generator_at_].toGenerator();
         return at::globalContext().defaultGenerator(device_of(arguments));
@@ -367,6 +368,7 @@ class Wrapper final : public c10::OperatorKernel
     // leaves the results in computed_, returns the arguments as they are afterwards
     Stack compute(const c10::OperatorHandle &op, const Stack &arguments, const Draw &draw)
     {
+        Hidden hidden;
         c10::impl::ExcludeDispatchKeyGuard guard(keys_above_kernels());
         Stack mine;
         for (size_t i = 0; i < n_arguments_; i++)
@@ -554,6 +556,7 @@ static void wrap_all()
 static const struct Once {
     Once()
     {
+        hide_host_memory();
         wrap_all();
         wrap_sparse();
     }

@@ -14,6 +14,17 @@ namespace fakecuda
 
 using torch::jit::Stack;
 
+// ---- host_memory.cpp
+
+// While it lives, what the CPU allocates on this thread is not seen as memory of the program.
+struct Hidden {
+    Hidden();
+    ~Hidden();
+    Hidden(const Hidden &) = delete;
+    Hidden &operator=(const Hidden &) = delete;
+};
+void hide_host_memory(); // once, before the first Hidden
+
 // ---- views.cpp: the same memory, as seen by the CPU
 
 bool on_device(const at::Tensor &t); // a strided tensor of the device

@@ -75,6 +75,7 @@ class SparseWrapper final : public c10::OperatorKernel
             mine.push_back(seen(arguments[i], written_[i]));
         Stack work = mine;
         {
+            Hidden hidden;
             c10::impl::ExcludeDispatchKeyGuard guard(keys_above_kernels());
             op.callBoxed(&work);
         }

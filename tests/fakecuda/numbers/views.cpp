@@ -102,6 +102,7 @@ static bool write_sparse(const Tensor &to, const Tensor &from)
 // the same number in all of them; copy_ refuses to.
 bool write(const Tensor &to, const Tensor &from)
 {
+    Hidden hidden;
     if (!to.defined() || !from.defined())
         return true;
     if (is_sparse(to) || is_sparse(from))
