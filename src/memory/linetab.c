@@ -631,6 +631,18 @@ void koila__lines_enter(koila__lines *l, koila__stack *s, koila__code *c, int li
     begin_window(l, a, row, koila__ticks(), n_events, &m);
 }
 
+/* Is there nothing to record of the open window but that it passed? Statistics that are read at
+ * every end are something. */
+static bool is_quiet(const koila__lines *l, const koila__activation *a, uint64_t n_events)
+{
+    if (a->row < 0 || n_events != a->opened_events)
+        return false;
+    for (const koila__func *f = l->read_stats ? a->code->funcs : NULL; f; f = f->next)
+        if (f->wish->enabled && f->wish->stats_mode == KOILA__STATS_FULL)
+            return false;
+    return true;
+}
+
 /* The usual case by itself: one profiler, nothing happened since the window was opened, and the row
  * that ends has seen this state. */
 static bool pass_quietly(const koila__lines *l, koila__activation *a, int row, uint64_t ticks,
@@ -675,7 +687,7 @@ void koila__lines_line(koila__lines *l, koila__stack *s, koila__code *c, int lin
     uint64_t ticks = koila__ticks();
     uint64_t n_events = koila__meter_events(l->meter);
     int row = row_of(c, line);
-    bool quiet = a->row >= 0 && n_events == a->opened_events;
+    bool quiet = is_quiet(l, a, n_events);
     if (quiet && row >= 0 && pass_quietly(l, a, row, ticks, n_events))
         return;
     moment m;
@@ -706,7 +718,7 @@ void koila__lines_leave(koila__lines *l, koila__stack *s)
     if (a->row >= 0) {
         uint64_t n_events = koila__meter_events(l->meter);
         moment m;
-        bool quiet = n_events == a->opened_events;
+        bool quiet = is_quiet(l, a, n_events);
         bool has_stats = !quiet && read_end_stats(l, a, a->row, -1);
         if (!quiet)
             take_moment(l, s, a->w.saved, &m);

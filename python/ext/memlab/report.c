@@ -11,7 +11,8 @@
  * A storage belongs to the first row that shows it; later rows show 0 bytes. Whether only autograd
  * holds a tensor is decided by its references, not by the existence of a Python object, since
  * reading a saved tensor makes one that stays. From torch 2.10 on, C++ has one reference to a
- * tensor object that it owns; if Python has none, only C++ owns it.
+ * tensor object that it owns; if Python has none, only C++ owns it. Such a tensor that no graph
+ * shows comes last.
  */
 #include "memlab/memlab.h"
 
@@ -573,7 +574,8 @@ static bool mark_owned(walk *w, PyObject *tensors)
     return ok;
 }
 
-/* Adds the tensors that have no rows yet and are not part of another, with numbers as names. */
+/* Adds the tensors that have no rows yet and are not part of another, with numbers as names; not
+ * those that only C++ owns. */
 static bool add_rest(walk *w, PyObject *tensors, PyObject *numbers, PyObject *counter)
 {
     bool ok = true;
@@ -581,6 +583,25 @@ static bool add_rest(walk *w, PyObject *tensors, PyObject *numbers, PyObject *co
         PyObject *t = PyList_GET_ITEM(tensors, i);
         if (koila__ptrmap_get(&w->tensors, t) || koila__ptrmap_get(&w->owned, t) ||
             koila__facts_only_cxx_owns(t, 1, w->both_owners))
+            continue;
+        PyObject *name = koila__facts_numbered_name(numbers, counter, t);
+        ok = name && add_tensor(w, name, "tensor", t);
+        Py_XDECREF(name);
+    }
+    return ok;
+}
+
+/* Adds, with numbers as names, the tensors that only C++ owns and that no node of a graph shows:
+ * torch's checkpoint() keeps its inputs in saved tensors of its own. post: no storage with bytes
+ * that a tensor of `tensors` has is without a row. */
+static bool add_unseen(walk *w, PyObject *tensors, PyObject *numbers, PyObject *counter)
+{
+    bool ok = true;
+    for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *t = PyList_GET_ITEM(tensors, i);
+        koila__storage s;
+        if (koila__ptrmap_get(&w->tensors, t) || koila__ptrmap_get(&w->owned, t) ||
+            !koila__facts_storage(t, &s) || !s.n_bytes || koila__ptrmap_get(&w->storages, s.impl))
             continue;
         PyObject *name = koila__facts_numbered_name(numbers, counter, t);
         ok = name && add_tensor(w, name, "tensor", t);
@@ -613,7 +634,8 @@ static PyObject *collect(PyObject *self, PyObject *args)
     bool ok = walk_init(&w);
     PyObject *all = koila__find_tensors();
     ok = ok && all && koila__facts_forget_dead(numbers) && add_roots(&w, roots) &&
-         mark_owned(&w, all) && add_rest(&w, all, numbers, counter) && walk_graph(&w, all);
+         mark_owned(&w, all) && add_rest(&w, all, numbers, counter) && walk_graph(&w, all) &&
+         add_unseen(&w, all, numbers, counter);
     Py_XDECREF(all);
     walk_deinit(&w);
     if (collecting)

@@ -215,7 +215,7 @@ class _Home:
         self._buffer: Any = None
         n = storage.nbytes()
         if to == "pinned":
-            self._buffer = torch.empty(n, dtype=torch.uint8, pin_memory=True)
+            self._buffer = torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=True)
         elif to == "cpu":
             try:
                 self._map = mmap.mmap(-1, n)

@@ -162,6 +162,25 @@ WAITING = """
 """
 
 
+def test_full_statistics_are_read_at_the_end_of_every_line(library):
+    run(
+        library,
+        """
+        block(0, 4096)
+        def work():
+            a = 1
+            block(0, 512)
+            b = 2
+        found = {}
+        for stats in "auto", "full":
+            with memlab.LineProfiler(work, stats=stats) as p: work()
+            found[stats] = rows(p, work, "requested_bytes.all.current")
+        assert found["auto"] == {0: (None,), 1: (None,), 2: (4508,), 3: (None,)}, found
+        assert found["full"] == {0: (4508,), 1: (4508,), 2: (5020,), 3: (5020,)}, found
+    """,
+    )
+
+
 def test_what_waits_for_another_stream_is_active_and_not_allocated(library):
     run(
         library,

@@ -91,9 +91,9 @@ class LineProfiler(_core.LineTable):
     forward), async and generator functions.
     target_gpu: the device that rows show: an index (without a GPU: the CPU), a torch.device,
     "cuda", "cuda:1", "cpu"; may be set at any time.
-    stats: how often the GPU allocator's own statistics are read: "auto" at most 1000 times a line,
-    "full" always, "hook" never. As a context manager it enables and returns itself; leaving
-    disables.
+    stats: when the GPU allocator's own statistics are read: "auto" at the end of lines that
+    allocate or free, at most 1000 times a line; "full" at the end of every line; "hook" never.
+    As a context manager it enables and returns itself; leaving disables.
 
     >>> with LineProfiler(work) as p:
     ...     work()
