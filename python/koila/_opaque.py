@@ -3,6 +3,7 @@ recorded."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.utils import _device, _pytree as pytree
 
 from . import _core, _sharded
 from ._errors import UnsupportedError
@@ -23,11 +24,13 @@ class _Call:
     Recorded operators refer to it by `key`. It lives as long as the function, and as long as a step
     holds such an operator. `results`: the nesting of the results, and which of them are tensors
     rather than None. `shapes`: for a sharded module, the shapes and dtypes of its results by those
-    of its inputs.
+    of its inputs. `device`: the default device of the program at the call, for the function runs
+    later, where another may be set.
     """
 
     __slots__ = (
         "__weakref__",
+        "device",
         "function",
         "key",
         "module",
@@ -48,6 +51,7 @@ class _Call:
     ) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.shards = names, shards
+        self.device = _device.CURRENT_DEVICE
         self.results: tuple[Any, list[bool]] | None = None
         self.shapes: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.key = next(_keys)
@@ -58,12 +62,13 @@ class _Call:
     ) -> list[torch.Tensor]:
         """The tensors of the results. None is left out here and put back by `nested`."""
         args, kwargs = self.rebuild(inputs)
-        if self.module is not None and self.names:
-            result = torch.func.functional_call(
-                self.module, dict(zip(self.names, parameters)), args, kwargs
-            )
-        else:
-            result = self.function(*args, **kwargs)
+        with contextlib.nullcontext() if self.device is None else self.device:
+            if self.module is not None and self.names:
+                result = torch.func.functional_call(
+                    self.module, dict(zip(self.names, parameters)), args, kwargs
+                )
+            else:
+                result = self.function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(result)
         if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
             raise UnsupportedError(
@@ -317,6 +322,7 @@ class _Runner:
             tuple(names),
             tuple(map(id, shards)),
             tuple((type(c), c) for c in constants),
+            _device.CURRENT_DEVICE,
         )
         try:
             call = self._known.get(alike)

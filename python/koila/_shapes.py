@@ -476,8 +476,8 @@ def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
 
 def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A written tensor shares memory with another argument: run eager's own check, on memory of the
-    same shape. Large tensors are left out, because their memory would cost as much as theirs:
-    check_shared() then refuses real overlaps."""
+    same shape and device, for each device has its own order of checks. Large tensors are left out,
+    because their memory would cost as much as theirs: check_shared() then refuses real overlaps."""
     memory: dict[int, torch.Tensor] = {}
     sizes: dict[int, int] = {}
     for t in lazies_of(args, kwargs):
@@ -485,13 +485,18 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         sizes[group] = max(sizes.get(group, 0), _end(t) * t.element_size())
     if sum(sizes.values()) > _MOST_CHECKED:
         return
+    planned = _core.configure()["dry"]  # perhaps for a device that is not here
 
     def stand_in(t: torch.Tensor) -> torch.Tensor:
         if not _core.is_lazy(t):
-            return torch.zeros_like(t)
+            return torch.zeros_like(t, device="cpu" if planned else t.device)
         group = _core.group_info(t)[2]
         if group not in memory:
-            memory[group] = torch.zeros(sizes[group] + 15 & ~15, dtype=torch.uint8)
+            memory[group] = torch.zeros(
+                sizes[group] + 15 & ~15,
+                dtype=torch.uint8,
+                device="cpu" if planned else t.device,
+            )
         return memory[group].view(t.dtype).as_strided(t.size(), t.stride(), t.storage_offset())
 
     a, k = map_call(stand_in, args, kwargs)

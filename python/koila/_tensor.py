@@ -174,7 +174,7 @@ class LazyTensor(torch.Tensor):
         return self.clone() if _core.is_conjugated(self) else super().resolve_conj()
 
     def is_shared(self) -> bool:
-        return _core.settled(self) is not None and plain(self).is_shared()
+        return self.is_cuda or (_core.settled(self) is not None and plain(self).is_shared())
 
     def pin_memory(self, *args: Any) -> Any:
         return plain(self).pin_memory(*args) if _core.settled(self) is not None else self
