@@ -1,8 +1,10 @@
 """One thread a process (bit-equality is a claim about the same kernels), koila's settings put back
 after each test, long tests on demand.
 
-KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests of exactness run on
-a GPU, with the kernels that give the same bits twice."""
+KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests run on a GPU, with
+the kernels that give the same bits twice. Left out there is what is marked
+`about_the_cpu("why")`: a claim about the host's memory, or about what a host's tensors alone can
+do."""
 
 import os
 import signal
@@ -26,6 +28,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: runs only with KOILA_LONG=1")
+    config.addinivalue_line(
+        "markers", "about_the_cpu(why): a claim about the CPU, left out where KOILA_DEVICE is not"
+    )
 
 
 def leave_known_failures_out(config, items):
@@ -44,7 +49,14 @@ def leave_known_failures_out(config, items):
     items[:] = kept
 
 
+def leave_claims_about_the_cpu_out(config, items):
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("about_the_cpu")])
+    items[:] = [i for i in items if not i.get_closest_marker("about_the_cpu")]
+
+
 def pytest_collection_modifyitems(config, items):
+    if DEVICE != "cpu":
+        leave_claims_about_the_cpu_out(config, items)
     if config.getoption("--known-failures"):
         leave_known_failures_out(config, items)
     if not LONG:

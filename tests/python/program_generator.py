@@ -223,10 +223,13 @@ def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> tor
             target = t.detach()
             torch.mul(t, 2, out=target)
             return target
+        version = t._version
         if kind == 3:
             torch._foreach_mul_([t], 0.5)
-            return t
-        torch._foreach_add_([t], [t.clone()])
+        else:
+            torch._foreach_add_([t], [t.clone()])
+        if t.is_cuda and t._version == version:  # some of CUDA's own kernels do not count
+            torch.autograd.graph.increment_version(t)
         return t
 
 

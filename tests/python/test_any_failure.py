@@ -36,6 +36,7 @@ def world(model):
     return {**model_state(model), "rng": torch.get_rng_state()}
 
 
+@pytest.mark.about_the_cpu("it refuses allocations of the host")
 @pytest.mark.parametrize("name", STEPS)
 def test_every_refused_allocation_ends_well(name):
     make, data, loss = STEPS[name]
@@ -125,6 +126,7 @@ def test_a_batch_of_a_step_that_failed_is_not_counted_and_the_next_try_is_as_the
     assert all(torch.equal(expected[k], got[k]) for k in expected)
 
 
+@pytest.mark.about_the_cpu("it refuses allocations of the host")
 def test_the_hand_written_loop_would_lose_its_gradients():
     """The planted fault: the same check catches a loop that leaves half a gradient behind."""
     make, data, loss = STEPS["mlp"]

@@ -5,6 +5,7 @@ import signal
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from helpers import model_state, plain, run_python
@@ -70,7 +71,7 @@ def unchanged(before, model):
         (("a string",), {}, ["at least one tensor", "str"]),
         ((3,), {}, ["at least one tensor", "int"]),
         ((None,), {}, ["at least one tensor", "NoneType"]),
-        ((torch.ones(2).numpy(),), {}, ["at least one tensor", "ndarray", "torch.as_tensor(x)"]),
+        ((np.ones(2),), {}, ["at least one tensor", "ndarray", "torch.as_tensor(x)"]),
         ((nn.Linear(2, 2),), {}, ["at least one tensor", "Linear", "The model stays as it is"]),
         (
             (nn.Sequential(nn.Linear(2, 2)),),

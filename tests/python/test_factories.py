@@ -279,7 +279,7 @@ def test_buffers_inside_a_checkpoint(reentrant):
 
     def loss(model, x):
         def inner(h):
-            out = torch.zeros(h.shape[0], T, H, dtype=x.dtype)
+            out = torch.zeros(h.shape[0], T, H, dtype=x.dtype, device=x.device)
             for t in range(T):
                 h = torch.tanh(x @ model.w + h)
                 out[:, t] = h
@@ -300,7 +300,7 @@ def test_buffers_inside_autograd_functions():
 
         @staticmethod
         def backward(ctx, gradient):
-            back = torch.zeros(gradient.shape[0], 3, dtype=gradient.dtype)
+            back = torch.zeros(gradient.shape[0], 3, dtype=gradient.dtype, device=DEVICE)
             back += 2 * gradient
             return back
 
@@ -312,6 +312,7 @@ def test_buffers_inside_autograd_functions():
     )
 
 
+@pytest.mark.about_the_cpu("a peak in bytes of the host")
 @pytest.mark.parametrize("axis", (0, 1))
 @pytest.mark.parametrize("m", (8, 16))
 def test_the_loop_s_peak_is_not_above_hand_written_micro_batching(axis, m):
@@ -375,7 +376,7 @@ def test_which_calls_are_lazy():
         torch.zeros(torch.Size((3, B, 2))),
         torch.zeros(size=(B,)),
         torch.zeros(np.int64(B)),
-        torch.ones(2, B, 2, device="cpu"),
+        torch.ones(2, B, 2, device=DEVICE),
         torch.full((B,), 3),
         torch.full(fill_value=2.0, size=(B, 2)),
         torch.empty(B, device=x.device, dtype=torch.bool),
@@ -383,7 +384,7 @@ def test_which_calls_are_lazy():
             B,
             2,
             dtype=None,
-            device=torch.device("cpu"),
+            device=torch.device(DEVICE),
             requires_grad=False,
             pin_memory=False,
             layout=torch.strided,
@@ -471,8 +472,8 @@ def test_another_thread_and_a_forked_process_get_plain_tensors():
     thread.join()
     assert found == [torch.Tensor] and is_lazy(torch.zeros(B, 2))
     pid = os.fork()
-    if pid == 0:
-        os._exit(0 if type(torch.zeros(B, 2)) is torch.Tensor else 1)
+    if pid == 0:  # where a GPU cannot be used
+        os._exit(0 if type(torch.zeros(B, 2, device="cpu")) is torch.Tensor else 1)
     assert os.waitpid(pid, 0)[1] == 0
     del x
 
@@ -530,7 +531,7 @@ def test_inside_operators_the_executor_and_hooks_they_are_plain():
 
     @torch.library.custom_op("koila_test_factories::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(x.shape[0], 3, dtype=x.dtype)
+        out = torch.zeros(x.shape[0], 3, dtype=x.dtype, device=x.device)
         found.append(type(out))
         return out + 2 * x
 
@@ -722,6 +723,7 @@ def test_compiled_functions_on_plain_tensors_are_not_compiled_again():
 # ---- a plain tensor for all that a program may do with it
 
 
+@pytest.mark.about_the_cpu("NumPy, ctypes and apply_ reach the host's memory only")
 def test_its_memory_is_shared_with_whoever_asks_for_it():
     x = batch()
     t = torch.zeros(B, 4, dtype=torch.float64)
@@ -780,7 +782,7 @@ def test_autograd_finds_what_was_overwritten(settled):
     x = batch().requires_grad_()
     t = torch.ones(B, 3, dtype=torch.float64)
     if settled:
-        t.numpy()
+        t.data_ptr()
     y = x * t
     t[0, 0] = 3
     with pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -796,7 +798,7 @@ def test_a_buffer_that_was_exposed_still_gives_the_right_gradient(when):
             assert out.data_ptr()
         out[:] = torch.tanh(x @ model.w)
         if when == "after":
-            assert out.data_ptr() and out.detach().numpy().shape == (x.shape[0], H)
+            assert out.data_ptr() and out.detach().numpy(force=True).shape == (x.shape[0], H)
         return out.pow(2).mean()
 
     compare(
@@ -810,7 +812,7 @@ def test_a_buffer_that_was_exposed_still_gives_the_right_gradient(when):
 def test_pickle_and_copies_are_plain():
     x = batch()
     untouched, exposed, written = (torch.zeros(B, 3, dtype=torch.float64) for _ in range(3))
-    exposed.numpy()
+    exposed.data_ptr()
     written[:] = x
     for t in (untouched, exposed, written):
         file = io.BytesIO()
@@ -833,22 +835,22 @@ def test_pickle_and_copies_are_plain():
 def test_sizes_layout_and_storage_can_change():
     x = batch()
     t = torch.zeros(B, 4)
-    assert t.resize_(2, 3).shape == (2, 3) and t.numpy().shape == (2, 3)
+    assert t.resize_(2, 3).shape == (2, 3) and t.numpy(force=True).shape == (2, 3)
     t = torch.zeros(B, 4)
     assert float(t.set_(torch.ones(5)).sum()) == 5
     t = torch.zeros(B, 4)
     t.data = torch.ones(2, 2)
     assert t.shape == (2, 2) and plain(t).sum() == 4
     t = torch.zeros(B, 4)
-    t.numpy()
+    t.data_ptr()
     t.data = torch.ones(2, 2)
-    assert t.shape == (2, 2) and t.numpy().sum() == 4 and float((t + 1).sum()) == 8
+    assert t.shape == (2, 2) and t.numpy(force=True).sum() == 4 and float((t + 1).sum()) == 8
     t = torch.zeros(B, 4)
-    t.numpy()
+    t.data_ptr()
     assert (
         t.t_().shape == (4, B)
         and t.unsqueeze_(0).shape == (1, 4, B)
-        and t.numpy().shape == (1, 4, B)
+        and t.numpy(force=True).shape == (1, 4, B)
         and t.squeeze_(0).transpose_(0, 1).shape == (B, 4)
     )
     t = torch.empty(B, 2)
@@ -901,7 +903,7 @@ def test_running_statistics():
         mean, var = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.float64)
         for settled in (False, True):
             if settled:
-                mean.numpy(), var.numpy()
+                mean.data_ptr(), var.data_ptr()
             y = F.batch_norm(x, mean, var, training=True, momentum=0.3)
             z = y * mean + var
         w = torch.ones(B, dtype=torch.float64, requires_grad=True)
@@ -934,9 +936,10 @@ def test_what_survives_the_step():
         plain(never + 1), torch.ones(B, H, dtype=torch.float64)
     )
     assert torch.allclose(plain(written), expected) and torch.allclose(plain(totals), expected)
-    a = never.numpy()
+    alias = never.detach()
+    never.data_ptr()
     never += 1
-    assert a.sum() == B * H
+    assert alias.sum() == B * H
     for seed in (1, 2):
         x = batch(seed=seed)
         h = torch.tanh(x @ model.w)
@@ -1020,6 +1023,7 @@ def test_a_step_that_is_only_planned():
     assert not _core.watching_factories()
 
 
+@pytest.mark.about_the_cpu("bytes of the host")
 def test_no_memory_stays():
     if not installed():
         pytest.skip("torch's allocator cannot be observed here")
@@ -1074,6 +1078,7 @@ def test_random_programs_with_buffers(block):
     assert outcomes["exact"] > 75, outcomes
 
 
+@pytest.mark.about_the_cpu("a fault planted in the memory that NumPy shares")
 def test_memory_that_is_not_shared_would_be_noticed(monkeypatch):
     """The planted fault: each view of a tensor that settles gets memory of its own."""
     right = _capture.settled_views

@@ -13,7 +13,10 @@ from zoo import ConvNet, gpt2, vit
 import koila
 from koila import _backward, _core, lazy
 
-pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here"),
+    pytest.mark.about_the_cpu("peaks in bytes of the host; a GPU: test_gpu, test_cuda_planning"),
+]
 
 
 def ce(model, x, y):

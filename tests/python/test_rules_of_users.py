@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from conftest import DEVICE
 from helpers import SLICES, compare, compare_programs, plain
 from torch import nn
 from torch.nn import functional as F
@@ -310,8 +311,8 @@ def ops():
     for name in ("cube", "unruled"):
         lib.define(f"{name}(Tensor x) -> Tensor")
         lib.define(f"{name}_backward(Tensor g, Tensor x) -> Tensor")
-        lib.impl(name, lambda x: x.pow(3), "CPU")
-        lib.impl(name + "_backward", lambda g, x: 3 * g * x.square(), "CPU")
+        lib.impl(name, lambda x: x.pow(3), DEVICE.upper())
+        lib.impl(name + "_backward", lambda g, x: 3 * g * x.square(), DEVICE.upper())
         torch.library.register_fake(f"mytest::{name}", torch.empty_like, lib=lib)
         torch.library.register_fake(
             f"mytest::{name}_backward", lambda g, x: torch.empty_like(g), lib=lib
@@ -327,7 +328,7 @@ def ops():
             lib=lib,
         )
     lib.define("weigh(Tensor x, Tensor w) -> Tensor")
-    lib.impl("weigh", lambda x, w: x @ w, "CPU")
+    lib.impl("weigh", lambda x, w: x @ w, DEVICE.upper())
     torch.library.register_fake(
         "mytest::weigh", lambda x, w: x.new_empty(x.shape[0], w.shape[1]), lib=lib
     )
@@ -427,7 +428,7 @@ def test_a_wrong_claim_gives_wrong_numbers_which_the_comparison_sees(ops):
     """The planted fault: the oracle above would notice a rule that lies."""
     lib = torch.library.Library("mytest", "FRAGMENT")
     lib.define("centre(Tensor x) -> Tensor")
-    lib.impl("centre", lambda x: x - x.mean(0), "CPU")
+    lib.impl("centre", lambda x: x - x.mean(0), DEVICE.upper())
     torch.library.register_fake("mytest::centre", torch.empty_like, lib=lib)
     koila.register_rule("mytest::centre", "S0->S0")
     x = torch.randn(B, 5, dtype=torch.float64)

@@ -17,7 +17,10 @@ from torch.nn import functional as F
 import koila
 from koila import lazy
 
-pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here"),
+    pytest.mark.about_the_cpu("under a limit of the host; a GPU: test_gpu"),
+]
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FRACTIONS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0] if LONG else [0.3, 0.5, 0.8, 1.0]
