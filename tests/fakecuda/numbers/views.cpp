@@ -26,6 +26,8 @@ bool is_sparse(const Tensor &t)
 static Tensor as_cpu(const Tensor &t)
 {
     auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
+    if (t._is_zerotensor()) // it has no memory
+        return at::zeros(t.sizes(), options);
     Tensor out = t.numel() == 0 ? at::empty_strided(t.sizes(), t.strides(), options)
                                 : at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
     if (t.is_conj())

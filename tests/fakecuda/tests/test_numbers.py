@@ -348,3 +348,24 @@ def test_linear_algebra():
         torch.linalg.solve(a, a[:, 0]).cpu(), torch.eye(5, dtype=torch.float64)[0]
     )
     torch.testing.assert_close(torch.fft.irfft(torch.fft.rfft(a)[..., :3], 5).cpu(), a.cpu())
+
+
+def test_a_zero_tensor_without_memory_is_read_as_zeros():
+    """The gradient of sgn; somebody else holds it, so autograd copies it."""
+    zero = torch._efficientzerotensor((4, 3), device="cuda")
+    assert torch.equal(torch.ones(4, 3, device="cuda").copy_(zero).cpu(), torch.zeros(4, 3))
+    x = torch.randn(4, 3, device="cuda", requires_grad=True)
+    kept = []
+    y = x.sgn()
+    y.register_hook(lambda g: kept.append(g))
+    x.register_hook(lambda g: kept.append(g))
+    y.sum().backward()
+    assert torch.equal(x.grad.cpu(), torch.zeros(4, 3)) and len(kept) == 2
+
+
+def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory():
+    x = torch.randn(6, 4, device="cuda")
+    e, again = (x.unsqueeze(1).expand(6, 3, 4) for _ in range(2))
+    assert e.copy_(e) is e and e.copy_(again) is e
+    with pytest.raises(RuntimeError, match="single memory location"):
+        e.copy_(torch.ones(6, 1, 4, device="cuda"))
