@@ -76,7 +76,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     vendor = name in ("cudnn_batch_norm", "miopen_batch_norm")
     if vendor and (mean is None or not training):  # nothing is written: the native one as it is
         results = _core.record(aten.native_batch_norm.default, args, kwargs)
-        return (*results, _no_workspace()) if name == "cudnn_batch_norm" else results
+        return (*results, _no_workspace(x)) if name == "cudnn_batch_norm" else results
     if not training or mean is None or var is None:
         return _core.record(func, args, kwargs)
     out, saved_mean, saved_invstd, new_mean, new_var = _core.record(
@@ -97,13 +97,22 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         # instance_norm: its statistics are temporaries that it reads at once
         _core.run(_core.tape_of(new_mean), [], True)
     if name in ("_batch_norm_with_update", "cudnn_batch_norm"):
-        return out, saved_mean, saved_invstd, _no_workspace()
+        return out, saved_mean, saved_invstd, _no_workspace(x)
     return out, saved_mean, saved_invstd
 
 
-def _no_workspace() -> torch.Tensor:
+def _no_workspace(x: torch.Tensor) -> torch.Tensor:
     """A placeholder for the workspace of a backward kernel that is not used."""
-    return torch.empty(0, dtype=torch.uint8)
+    planned = _core.configure()["dry"]  # perhaps for a device that is not here
+    return torch.empty(0, dtype=torch.uint8, device="cpu" if planned else x.device)
+
+
+@special("batch_norm_backward")
+def _chosen_batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """It chooses the kernel itself. On a GPU that is cuDNN's, which needs the workspace."""
+    if not args[1].is_cuda or kwargs:
+        return _core.record(func, args, kwargs)
+    return _core.record(aten.native_batch_norm_backward.default, args[:10], {})
 
 
 @special("cudnn_batch_norm_backward", "miopen_batch_norm_backward")
