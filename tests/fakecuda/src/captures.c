@@ -1,7 +1,7 @@
 /* Captures and graphs. While a stream is captured, what is put on it is recorded as nodes and does
- * not happen; a graph that is launched does them in the order in which they were recorded. A capture
- * keeps the rules of CUDA: who may join it, what it forbids to whom, and that an operation that it
- * forbids makes it invalid. */
+ * not happen; a graph that is launched does them in the order in which they were recorded. A
+ * capture keeps the rules of CUDA: who may join it, what it forbids to whom, and that an operation
+ * that it forbids makes it invalid. */
 #include "streams.h"
 
 #include <stdlib.h>

@@ -145,11 +145,23 @@ cudaError_t cudaDeviceGetPCIBusId(char *id, int n, int device)
 
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 {
-    *can = valid(device) && valid(peer) && device != peer;
+    if (!valid(device) || !valid(peer))
+        return fail(cudaErrorInvalidDevice);
+    *can = device != peer;
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
+{
+    static bool enabled[MAX_DEVICES][MAX_DEVICES];
+    int device = current_device();
+    if (!valid(peer) || peer == device)
+        return fail(cudaErrorInvalidDevice);
+    if (flags)
+        return fail(cudaErrorInvalidValue);
+    bool before = __atomic_exchange_n(&enabled[device][peer], true, __ATOMIC_RELAXED);
+    return before ? fail(cudaErrorPeerAccessAlreadyEnabled) : cudaSuccess;
+}
 
 cudaError_t cudaDriverGetVersion(int *version)
 {

@@ -68,6 +68,15 @@ static int device_of_stream(const struct CUstream_st *s)
     return s >= defaults && s < defaults + MAX_DEVICES ? (int)(s - defaults) : s->device;
 }
 
+static void busy(struct CUstream_st *s, uint64_t until)
+{
+    if (s->busy_until < until)
+        s->busy_until = until;
+    int d = device_of_stream(s);
+    if (device_busy[d] < until)
+        device_busy[d] = until;
+}
+
 cudaError_t work_on(cudaStream_t stream, uint64_t us)
 {
     struct CUstream_st *s = resolve(stream);
@@ -77,10 +86,7 @@ cudaError_t work_on(cudaStream_t stream, uint64_t us)
     uint64_t t = now();
     if (!us)
         return cudaSuccess;
-    s->busy_until = (s->busy_until > t ? s->busy_until : t) + us;
-    int d = device_of_stream(s);
-    if (device_busy[d] < s->busy_until)
-        device_busy[d] = s->busy_until;
+    busy(s, (s->busy_until > t ? s->busy_until : t) + us);
     return cudaSuccess;
 }
 
@@ -268,7 +274,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
         return add_node(stream, (struct node){ 0 });
     if (event->capture || s->capture)
         return wait_in_capture(s, event);
-    if (s->busy_until < event->done_at)
-        s->busy_until = event->done_at;
+    busy(s, event->done_at);
     return cudaSuccess;
 }
