@@ -43,7 +43,7 @@ LIBRARIES = {
     "libcusolver.so.12": ([], (), "libcusolver.so.12", 9, []),
     "libcupti.so.13": ([], (), "libcupti.so.13", 15, []),
     "libcusparseLt.so.0": ([], ("cusparseLt",), None, 10, []),
-    "libnccl.so.2": ([], ("nccl",), None, 3, []),
+    "libnccl.so.2": (["nccl.c"], ("nccl",), None, 3, []),
     "libcufile.so.0": ([], ("cuFile",), None, 5001, []),
     "libnvshmem_host.so.3": ([], ("nvshmem",), "NVSHMEM", 7, []),
 }
