@@ -167,22 +167,33 @@ static bool find_memory_stats(void)
     return memory_stats != NULL;
 }
 
-/* {metric: {pool: {stat: int}}} of an accelerator; a new reference, or NULL without an exception.
- * Not through torch's public wrapper, which flattens it and takes 33 us. */
-static PyObject *raw_stats(int device)
+/* Statistics are read while a function is left, perhaps by an exception, which is kept meanwhile. */
+typedef struct error {
+    PyObject *type, *value, *where;
+} error;
+
+/* {metric: {pool: {stat: int}}} of an accelerator; a new reference, given back with drop_stats().
+ * NULL, and nothing is kept: there are none. Not through torch's public wrapper, which flattens it
+ * and takes 33 us. */
+static PyObject *raw_stats(int device, error *kept)
 {
     if (!accelerator || !PyGILState_Check())
         return NULL;
-    PyObject *error_type, *value, *where;
-    PyErr_Fetch(&error_type, &value, &where);
+    PyErr_Fetch(&kept->type, &kept->value, &kept->where);
     bool found = memory_stats || find_memory_stats();
     PyObject *index = found ? PyLong_FromLong(device - 1) : NULL;
     PyObject *stats = index ? PyObject_CallOneArg(memory_stats, index) : NULL;
     Py_XDECREF(index);
-    PyErr_Clear();
-    PyErr_Restore(error_type, value, where);
+    if (!stats)
+        PyErr_Restore(kept->type, kept->value, kept->where);
     return stats;
 }
+static void drop_stats(PyObject *stats, const error *kept)
+{
+    Py_DECREF(stats);
+    PyErr_Restore(kept->type, kept->value, kept->where);
+}
+
 /* One statistic; 0: there is none. Keys with more parts (private pools of CUDA graphs) are not
  * read. */
 static uint64_t stat_of(PyObject *stats, int metric, int pool, int stat)
@@ -228,7 +239,8 @@ static uint64_t reserved_now(int device)
 static bool read_stats(int device, koila__stats *out)
 {
     uint64_t reserved = reserved_now(device);
-    PyObject *stats = raw_stats(device);
+    error kept;
+    PyObject *stats = raw_stats(device, &kept);
     if (!stats)
         return false;
     for (int i = 0; i < KOILA__STATS; i++) {
@@ -239,7 +251,7 @@ static bool read_stats(int device, koila__stats *out)
         out->freed[i] = stat_of(stats, metric, pool, S_FREED);
     }
     note_silent(device, stats, reserved);
-    Py_DECREF(stats);
+    drop_stats(stats, &kept);
     return true;
 }
 
@@ -249,7 +261,8 @@ static void read_device(int device, bool whole)
 {
     uint64_t now[KOILA__Q_ACTIVE], reserved = reserved_now(device);
     bool changed = false;
-    PyObject *stats = raw_stats(device);
+    error kept;
+    PyObject *stats = raw_stats(device, &kept);
     if (!stats)
         return;
     note_silent(device, stats, reserved);
@@ -258,7 +271,7 @@ static void read_device(int device, bool whole)
         changed |= now[q] != koila__meter_now(METER, device, (koila__q)q);
     }
     now[KOILA__Q_RESERVED] = reserved_now(device);
-    Py_DECREF(stats);
+    drop_stats(stats, &kept);
     if (changed)
         koila__meter_set(METER, device, now);
 }

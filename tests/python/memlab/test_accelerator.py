@@ -181,6 +181,32 @@ def test_full_statistics_are_read_at_the_end_of_every_line(library):
     )
 
 
+def test_an_exception_passes_a_line_whose_statistics_are_read(library):
+    run(
+        library,
+        """
+        def work():
+            block(0, 512)
+            raise KeyError("mine")
+        def several():
+            try:
+                yield block(0, 512)
+            finally:
+                fake.free_later(0, 512)            # read at every line from now on
+        for stats in "auto", "full":
+            with memlab.LineProfiler(work, several, stats=stats) as p:
+                try: work()
+                except KeyError as error: assert error.args == ("mine",)
+                else: raise AssertionError
+                for made in several(), several():
+                    next(made)
+                    made.close()
+            found = rows(p, work, "alloc", "requested_bytes.all.current")
+            assert found[1][0] == 512 and found[1][1] > 0, found
+    """,
+    )
+
+
 def test_what_waits_for_another_stream_is_active_and_not_allocated(library):
     run(
         library,
