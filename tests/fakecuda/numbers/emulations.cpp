@@ -499,15 +499,37 @@ static Draw draw_in(const Tensor &state)
     return d;
 }
 
+// The weights in the shapes of torch.nn: those that autocast has laid out in one piece of memory are
+// columns. Of each layer: two matrices, two biases or none, a projection or none.
+static std::vector<Tensor> shaped(const std::vector<Tensor> &weights, int64_t mode, int64_t hidden,
+                                  int64_t projected, int64_t per_layer)
+{
+    const int64_t gates[] = { 1, 1, 4, 3 };
+    const int64_t rows = hidden * gates[mode];
+    std::vector<Tensor> out;
+    for (size_t i = 0; i < weights.size(); i++) {
+        const int64_t k = static_cast<int64_t>(i) % per_layer;
+        if (k < 2)
+            out.push_back(weights[i].reshape({ rows, -1 }));
+        else if (projected != 0 && k == per_layer - 1)
+            out.push_back(weights[i].reshape({ projected, -1 }));
+        else
+            out.push_back(weights[i].reshape({ rows }));
+    }
+    return out;
+}
+
 static void cudnn_rnn(Stack &s, const Draw &)
 {
     // input, weight[], stride0, weight_buf?, hx, cx?, mode, hidden, proj, layers, batch_first,
     // dropout, train, bidirectional, batch_sizes, dropout_state?
     auto a = taken(s);
     Lent lent(draw_in(optional(a[15])));
-    auto r = recur(a[6].toInt(), a[0].toTensor(), a[4].toTensor(), optional(a[5]),
-                   a[1].toTensorVector(), a[2].toInt(), a[9].toInt(), a[11].toDouble(),
-                   a[12].toBool(), a[13].toBool(), a[10].toBool(), ints(a[14]));
+    auto r =
+        recur(a[6].toInt(), a[0].toTensor(), a[4].toTensor(), optional(a[5]),
+              shaped(a[1].toTensorVector(), a[6].toInt(), a[7].toInt(), a[8].toInt(), a[2].toInt()),
+              a[2].toInt(), a[9].toInt(), a[11].toDouble(), a[12].toBool(), a[13].toBool(),
+              a[10].toBool(), ints(a[14]));
     s.push_back(r[0].contiguous());
     s.push_back(r[1].contiguous());
     s.push_back(r.size() > 2 ? r[2].contiguous() : at::empty({ 0 }, r[0].options()));
@@ -537,7 +559,8 @@ static void cudnn_rnn_backward(Stack &s, const Draw &)
         leaves.push_back(cx);
     leaves.insert(leaves.end(), w.begin(), w.end());
     Lent lent(draw_in(optional(a[19])));
-    auto r = recur(a[10].toInt(), x, hx, cx, w, a[2].toInt(), a[13].toInt(), a[15].toDouble(),
+    auto whole = shaped(w, a[10].toInt(), a[11].toInt(), a[12].toInt(), a[2].toInt());
+    auto r = recur(a[10].toInt(), x, hx, cx, whole, a[2].toInt(), a[13].toInt(), a[15].toDouble(),
                    a[16].toBool(), a[17].toBool(), a[14].toBool(), ints(a[18]));
     for (size_t i = 0; i < r.size(); i++)
         if (optional(a[7 + i]).defined()) {

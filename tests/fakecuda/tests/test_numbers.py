@@ -369,3 +369,19 @@ def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory():
     assert e.copy_(e) is e and e.copy_(again) is e
     with pytest.raises(RuntimeError, match="single memory location"):
         e.copy_(torch.ones(6, 1, 4, device="cuda"))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_under_autocast(kind):
+    """Autocast gives cuDNN the weights as columns of one piece of memory."""
+    torch.manual_seed(0)
+    layer, x = kind(5, 7, 2, batch_first=True), torch.randn(3, 4, 5)
+    wide, narrow = (copy.deepcopy(layer).cuda() for _ in range(2))
+    expected = wide(x.cuda())[0]
+    with torch.autocast("cuda"):
+        found = narrow(x.cuda())[0]
+    assert found.dtype == torch.float16 and torch.allclose(found.float(), expected, atol=0.03)
+    expected.square().sum().backward()
+    found.float().square().sum().backward()
+    for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=0.05 * float(p.grad.abs().max()) + 1e-3)
