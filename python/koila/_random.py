@@ -198,13 +198,33 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @special("_cudnn_rnn")
 def _cudnn_rnn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cuDNN draws dropout between layers, by place in the whole: then it runs whole, now."""
-    weight_buf, dropout, train = args[3], args[11], args[12]
-    if (dropout and train) or _core.configure()["dry"]:
+    x, weights, stride, weight_buf = args[:4]
+    dropout, train = args[11], args[12]
+    if (dropout and train) or _core.configure()["dry"] or any(map(_core.is_lazy, weights)):
         return run_on_reals(func, args, kwargs)
+    if weight_buf is None:
+        weight_buf = _flat(weights, stride, x.size(-1), args)
     hidden = [_contiguous(h) for h in args[4:6]]
-    results = _core.record(func, (*args[:4], *hidden, *args[6:]), kwargs)
+    results = _core.record(func, (x, weights, stride, weight_buf, *hidden, *args[6:]), kwargs)
     # The kernel gives back the argument itself, which the schema does not say.
-    return results if weight_buf is None else (*results[:4], weight_buf)
+    return (*results[:4], weight_buf)
+
+
+def _flat(weights: Any, stride: int, n_features: int, args: tuple[Any, ...]) -> Any:
+    """The weights in one piece of memory, as the kernel makes them for itself where they are not
+    (always so in bfloat16). The aliases move into it, the weights stay where they are."""
+    mode, hidden, projected, layers, batch_first = args[6:11]
+    return aten._cudnn_rnn_flatten_weight.default(
+        [w.detach() for w in weights],
+        stride,
+        n_features,
+        mode,
+        hidden,
+        projected,
+        layers,
+        batch_first,
+        args[13],
+    )
 
 
 @special("_cudnn_rnn_backward")
