@@ -333,21 +333,49 @@ bool koila__rule_cudnn_rnn_backward(koila__case *c)
     return true;
 }
 
-/* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace: rows; biases
- * whole. The workspace has a row per sample. */
-static bool fused_cell(koila__case *c, uint32_t n_results)
+/* Cells of one step, as a GPU runs them: the first n_rows inputs have a row per sample, the others
+ * (biases) are whole. Of the results, the first n_rows_out have rows; the others, gradients of
+ * biases, are sums over the rows. */
+static bool fused_cell(koila__case *c, uint32_t n_rows, uint32_t n_rows_out)
 {
-    const uint32_t lead = koila__lead_among(c, 3);
-    if (koila__any_p(c) || c->n_in < 3 || lead == KOILA_NONE || c->in[lead].dim != 0 ||
-        koila__input_at(c, 0) != 0 || koila__input_at(c, 2) != 2)
+    const uint32_t lead = koila__lead_among(c, n_rows);
+    if (koila__any_p(c) || c->n_in < n_rows || lead == KOILA_NONE || c->in[lead].dim != 0)
         return false;
+    const koila_placement rows = c->in[lead];
     for (uint32_t i = 0; i < c->n_in; i++) {
-        if (i >= 3)
+        if (i >= n_rows)
             koila__need_r(c, i);
-        else if (!koila__need(c, i, c->in[lead]))
+        else if (!koila__need(c, i, rows))
             return false;
     }
-    return c->n_out == n_results && koila__out_all(c, c->in[lead]);
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j])
+            c->out[j] = j < n_rows_out ? rows : koila__p(c, KOILA_SUM);
+    return true;
 }
-bool koila__rule_lstm_cell(koila__case *c) { return fused_cell(c, 3); }
-bool koila__rule_gru_cell(koila__case *c) { return fused_cell(c, 2); }
+
+/* _thnn_fused_lstm_cell(input_gates, hidden_gates, cx, biases?) -> hy, cy, workspace */
+bool koila__rule_lstm_cell(koila__case *c)
+{
+    return c->n_out == 3 && koila__input_at(c, 2) == 2 && fused_cell(c, 3, 3);
+}
+
+/* _thnn_fused_lstm_cell_backward_impl(grad_hy?, grad_cy?, cx, cy, workspace, has_bias) -> ggates,
+ * gcx, gbias */
+bool koila__rule_lstm_cell_backward(koila__case *c)
+{
+    return c->n_out == 3 && fused_cell(c, c->n_in, 2);
+}
+
+/* _thnn_fused_gru_cell(input_gates, hidden_gates, hx, biases?) -> hy, workspace */
+bool koila__rule_gru_cell(koila__case *c)
+{
+    return c->n_out == 2 && koila__input_at(c, 2) == 2 && fused_cell(c, 3, 2);
+}
+
+/* _thnn_fused_gru_cell_backward(grad_hy, workspace, has_bias) -> ginput_gates, ghidden_gates, ghx,
+ * ginput_bias, ghidden_bias */
+bool koila__rule_gru_cell_backward(koila__case *c)
+{
+    return c->n_out == 5 && fused_cell(c, c->n_in, 3);
+}

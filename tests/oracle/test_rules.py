@@ -37,7 +37,9 @@ HERE = Path(__file__).resolve()
 # inside rewrites (whole programs have these)
 NO_CPU_SAMPLE = {
     "aten::_thnn_fused_lstm_cell",
+    "aten::_thnn_fused_lstm_cell_backward_impl",
     "aten::_thnn_fused_gru_cell",
+    "aten::_thnn_fused_gru_cell_backward",
     "aten::_fused_rms_norm",
     "aten::_fused_rms_norm_backward",
     "aten::bernoulli.float",
