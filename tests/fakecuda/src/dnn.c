@@ -1,5 +1,5 @@
-/* cuDNN by its older interface: descriptors that hold nothing, algorithms that need no workspace
- * (FAKECUDA_CUDNN_WORKSPACE: bytes), and no computing. */
+/* cuDNN by its older interface: descriptors that hold sizes, algorithms that need no workspace
+ * unless FAKECUDA_CUDNN_WORKSPACE says so, and no computing. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -7,7 +7,6 @@
 #include <string.h>
 
 size_t parse_bytes(const char *text, size_t otherwise);
-static size_t workspace(void) { return parse_bytes(getenv("FAKECUDA_CUDNN_WORKSPACE"), 0); }
 
 size_t cudnnGetVersion(void) { return 92000; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
@@ -102,39 +101,67 @@ struct cost {
     int determinism, math, reserved[3];
 };
 
-static int only_one(int *n, struct cost *costs)
+static size_t width_of(int type)
+{
+    if (type == 1)
+        return 8;
+    return type == 2 || type == 9 ? 2 : 4;
+}
+
+/* Bytes of the columns by which a convolution becomes one matrix product: for each position of y,
+ * the inputs that its filter sees. */
+static size_t columns(const struct thing *x, const struct thing *w, const struct thing *y)
+{
+    size_t n = width_of(x->type) * (size_t)x->size[0] * (size_t)x->size[1];
+    for (int i = 2; i < x->dims && i < 8; i++)
+        n *= (size_t)w->size[i] * (size_t)y->size[i];
+    return n;
+}
+
+static size_t workspace(const struct thing *x, const struct thing *w, const struct thing *y)
+{
+    const char *said = getenv("FAKECUDA_CUDNN_WORKSPACE");
+    if (said && !strcmp(said, "columns"))
+        return columns(x, w, y);
+    return parse_bytes(said, 0);
+}
+
+static int only_one(int *n, struct cost *costs, size_t memory)
 {
     memset(costs, 0, sizeof *costs);
     costs->algorithm = 1;
     costs->ms = 1;
     costs->determinism = 1;
-    costs->memory = workspace();
+    costs->memory = memory;
     *n = 1;
     return 0;
 }
 
-#define CONVOLUTION(which)                                                                         \
-    int cudnnGetConvolution##which##Algorithm_v7(void *h, void *a, void *b, void *c, void *d,      \
-                                                 int wanted, int *n, struct cost *costs)           \
-    {                                                                                              \
-        return only_one(n, costs);                                                                 \
-    }                                                                                              \
-    int cudnnFindConvolution##which##AlgorithmEx(void *h, void *a, void *ap, void *b, void *bp,    \
-                                                 void *c, void *d, void *dp, int wanted, int *n,   \
+/* x, w and y name those of the four descriptors a, b, c (the convolution's) and d. */
+#define CONVOLUTION(which, x, w, y)                                                                \
+    int cudnnGetConvolution##which##Algorithm_v7(void *h, struct thing *a, struct thing *b,        \
+                                                 void *c, struct thing *d, int wanted, int *n,     \
                                                  struct cost *costs)                               \
     {                                                                                              \
-        return only_one(n, costs);                                                                 \
+        return only_one(n, costs, workspace(x, w, y));                                             \
     }                                                                                              \
-    int cudnnGetConvolution##which##WorkspaceSize(void *h, void *a, void *b, void *c, void *d,     \
-                                                  int algorithm, size_t *n)                        \
+    int cudnnFindConvolution##which##AlgorithmEx(                                                  \
+        void *h, struct thing *a, void *ap, struct thing *b, void *bp, void *c, struct thing *d,   \
+        void *dp, int wanted, int *n, struct cost *costs)                                          \
     {                                                                                              \
-        *n = workspace();                                                                          \
+        return only_one(n, costs, workspace(x, w, y));                                             \
+    }                                                                                              \
+    int cudnnGetConvolution##which##WorkspaceSize(void *h, struct thing *a, struct thing *b,       \
+                                                  void *c, struct thing *d, int algorithm,         \
+                                                  size_t *n)                                       \
+    {                                                                                              \
+        *n = workspace(x, w, y);                                                                   \
         return 0;                                                                                  \
     }                                                                                              \
     int cudnnConvolution##which(void *h) { return 0; }
-CONVOLUTION(Forward)
-CONVOLUTION(BackwardData)
-CONVOLUTION(BackwardFilter)
+CONVOLUTION(Forward, a, b, d)
+CONVOLUTION(BackwardData, d, a, b)
+CONVOLUTION(BackwardFilter, a, d, b)
 int cudnnConvolutionBiasActivationForward(void *h) { return 0; }
 
 /* batch normalisation */
@@ -179,13 +206,6 @@ int cudnnSetRNNDescriptor_v8(struct recurrent *r, int algorithm, int cell, int b
     *r = (struct recurrent){ NULL,   cell,       bias != 0, direction == 1 ? 2 : 1, type, input,
                              hidden, projection, layers };
     return projection == hidden || projection == 0 ? 0 : 3000;
-}
-
-static size_t width_of(int type)
-{
-    if (type == 1)
-        return 8;
-    return type == 2 || type == 9 ? 2 : 4;
 }
 
 static size_t gates(const struct recurrent *r)
