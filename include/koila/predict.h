@@ -145,6 +145,14 @@ typedef struct koila_fit_opts {
     /** of the device's memory, to be left alone: by so much have earlier steps needed more than was
      * predicted (koila_fit_margin) */
     uint64_t margin_bytes;
+    /** cuBLAS has its workspace already, from an earlier product in the thread that runs the step
+     */
+    bool has_cublas_workspace;
+    /** Was it measured what a call uses inside, on `rows` of `batch` rows (both 0: whole)? Then
+     * *bytes stand for the temporaries that its kind of operator is known for. NULL: nothing was.
+     * `user` is passed on. */
+    bool (*measured)(void *user, koila_sig sig, int64_t rows, int64_t batch, uint64_t *bytes);
+    void *user;
 } koila_fit_opts;
 
 typedef struct koila_fit {

@@ -5,10 +5,10 @@ The kernels draw from Philox, a generator that gives any of its numbers at once:
 batch row b begin at the generator's offset plus b times a distance. So a slice runs the same kernel
 with the generator moved to its first row. Distances:
 
-- memory-efficient: heads * queries * keys (mem_eff_attention/kernel_forward.h and _backward.h,
-  dropout_batch_head_rng_offset: a number of its own for each element of the attention matrix);
-- flash: heads * 32 (flash_attn, dropout.h: a number for each head and lane of a warp; the place in
-  the matrix selects the subsequence).
+- memory-efficient: heads * queries * keys (torch's mem_eff_attention kernels: a number of its own
+  for each element of the attention matrix, dropout_batch_head_rng_offset);
+- flash: heads * 32 (torch's flash_attn kernels: a number for each head and lane of a warp; the
+  place in the matrix selects the subsequence).
 
 Whether the installed kernels do so is tried, never assumed: _draws_by_row. cuDNN's attention with
 dropout runs whole, and so does one whose rows cannot begin at a multiple of 4, which is all that a

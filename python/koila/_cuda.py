@@ -59,6 +59,12 @@ def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
     )
 
 
+def allocated(index: int) -> tuple[int, int, int]:
+    """Bytes of torch's allocator: handed out now, the most of them so far, given back in all."""
+    stats = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
+    return stats["current"], stats["peak"], stats["freed"]
+
+
 def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
     """(device profile as JSON, torch's version, the allocator's settings, the fraction of the
     device that torch may use, the device's bytes, the stream, cuBLAS's setting).

@@ -89,6 +89,11 @@ static koila_status run_in_cache(live_device *x, koila__sim *s, koila_fit *f)
     koila__cache_begin(x->cache, x->o.margin_bytes);
     s->c = x->cache;
     s->stream = x->o.stream;
+    /* a plan runs in one thread, so its products share one workspace of cuBLAS */
+    s->one_cublas = true;
+    s->has_cublas[0] = s->has_cublas[1] = x->o.has_cublas_workspace;
+    s->measured = x->o.measured;
+    s->measured_user = x->o.user;
     s->ends_at_oom = true;
     /* the cache already holds the leaves: here they are storages without bytes */
     for (koila_value v = 0; v < s->n_values && !s->status; v++)

@@ -153,12 +153,14 @@ static koila__storage_id storage_of(const koila__sim *s, koila_value v)
 }
 
 /* cuBLAS takes its workspace with the first product of each thread and never releases it. Backward
- * has a thread of its own, which records without grad mode. */
+ * has a thread of its own, which records without grad mode; unless one thread runs all. */
 static void first_product(koila__sim *s, bool grad_mode)
 {
     if (s->has_cublas[grad_mode])
         return;
     s->has_cublas[grad_mode] = true;
+    if (s->one_cublas)
+        s->has_cublas[!grad_mode] = true;
     koila__sim_take(s, koila__cublas_bytes(s->d, &s->o, s->level));
 }
 
@@ -203,9 +205,22 @@ static void make_written(koila__sim *s, koila_node n, const koila_sig_info *sig,
     }
 }
 
+/* What call k uses inside: as it was measured, else as its kind of operator is known to. */
+static koila__temps temporaries_of(const koila__sim *s, koila_sig sig, const koila__cuda_call *k,
+                                   uint64_t out_bytes)
+{
+    const bool is_slice = s->in_loop && s->batch > 0;
+    koila__temps t = { .n = 1 };
+    if (s->measured && s->measured(s->measured_user, sig, is_slice ? s->rows : 0,
+                                   is_slice ? s->batch : 0, &t.bytes[0]))
+        return t;
+    return koila__temporaries(k, out_bytes);
+}
+
 static void run_node(koila__sim *s, koila_node n, uint16_t steal)
 {
-    const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, n).sig);
+    const koila_sig id = koila_node_get(s->g, n).sig;
+    const koila_sig_info *sig = koila_sig_get(s->t, id);
     const bool is_known = sig->op < s->n_ops;
     const bool is_slice = s->in_loop && s->batch > 0;
     const koila__cuda_call k = { .t = s->t,
@@ -222,7 +237,7 @@ static void run_node(koila__sim *s, koila_node n, uint16_t steal)
         first_product(s, sig->grad_mode != 0);
     const uint64_t out_bytes = make_fresh(s, n, &k);
     make_written(s, n, sig, steal);
-    const koila__temps temps = koila__temporaries(&k, out_bytes);
+    const koila__temps temps = temporaries_of(s, id, &k, out_bytes);
     for (uint32_t i = 0; i < temps.n; i++)
         addr[i] = koila__sim_take(s, temps.bytes[i]);
     for (uint32_t i = temps.n; i-- > 0;)

@@ -50,9 +50,12 @@ typedef struct koila__sim {
     koila__arena arena; /* every array below that has no capacity of its own */
 
     /* ---- facts of values and operators, known before the run */
-    uint8_t *is_target;        /* [n_values] made by the step, and alive after it */
-    uint8_t *is_grad;          /* [n_values] a target of a parameter's sizes: its gradient */
-    uint8_t *is_mask;          /* [n_values] Note [Masks] */
+    uint8_t *is_target; /* [n_values] made by the step, and alive after it */
+    uint8_t *is_grad;   /* [n_values] a target of a parameter's sizes: its gradient */
+    uint8_t *is_mask;   /* [n_values] Note [Masks] */
+    /* as in koila_fit_opts, or NULL */
+    bool (*measured)(void *user, koila_sig sig, int64_t rows, int64_t batch, uint64_t *bytes);
+    void *measured_user;
     uint8_t *is_square;        /* [n_values] Note [Square matrices] */
     koila__inside_kind *kinds; /* [n_ops] */
 
@@ -80,6 +83,7 @@ typedef struct koila__sim {
     VEC(uint64_t) state;             /* addresses: optimizer, buckets, parameters behind casts */
     VEC(koila__storage_id) last_out; /* loss and outputs of the step before, until rebound */
     bool has_cublas[2];              /* its workspace of backward [0], of forward [1] is there */
+    bool one_cublas;                 /* both are the same */
 
     /* ---- the outcome */
     koila_status status;  /* the first failure: then nothing more is requested */

@@ -78,6 +78,14 @@ class Gpu:
         ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
         _core.forget()
+        self.run_a_product()
+
+    def run_a_product(self):
+        """From then on cuBLAS has its workspace, and no step is planned with another one."""
+        self.free += 1 << 30  # a state of the allocator that no test has
+        (koila.lazy(torch.ones(2, 2)) @ torch.ones(2, 2)).torch()
+        self.free -= 1 << 30
+        self.listed = 0
 
     @staticmethod
     def segment(at, blocks, kind):
@@ -273,11 +281,11 @@ def test_a_budget_holds_for_all_that_torch_reserves(case, monkeypatch):
     model, x = case
     gpu = Gpu(monkeypatch)
     reserved = sum(s["total_size"] for s in gpu.segments)
-    with koila.budget(reserved + 36 * MIB):
+    with koila.budget(reserved + 2 * MIB):
         plan = step(model, x)
     assert (
         plan.n_micro_batches > 1
-        and plan.fit["peak_reserved"] <= plan.budget_bytes == reserved + 36 * MIB
+        and plan.fit["peak_reserved"] <= plan.budget_bytes == reserved + 2 * MIB
     )
 
 

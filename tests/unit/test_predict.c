@@ -568,13 +568,12 @@ static koila_cache *cache_of(uint64_t total, const koila_segment *s, size_t n)
     return c;
 }
 
-/* The plan of `g`'s last value on `live`; its rows. `margin` bytes are not counted with. */
-static int64_t rows_on(const koila_graph *g, koila_cache *live, uint64_t margin, koila_fit *f)
+/* The plan of `g`'s last value on `live`, with options `o`; its rows. */
+static int64_t rows_with(const koila_graph *g, koila_cache *live, koila_fit_opts o, koila_fit *f)
 {
     koila_device *d = gpu("a100-40gb");
     const koila_value target = koila_graph_n_values(g) - 1;
     const koila_plan_options po = { .struct_size = sizeof po, .budget_bytes = UINT64_MAX };
-    const koila_fit_opts o = { .struct_size = sizeof o, .margin_bytes = margin };
     koila_plan *p = NULL;
     koila_error e = KOILA_ERROR_INIT;
     const uint64_t before = koila__cache_fingerprint(live);
@@ -585,6 +584,13 @@ static int64_t rows_on(const koila_graph *g, koila_cache *live, uint64_t margin,
     koila_plan_free(p);
     koila_device_free(d);
     return rows;
+}
+
+/* The same. `margin` bytes are not counted with. */
+static int64_t rows_on(const koila_graph *g, koila_cache *live, uint64_t margin, koila_fit *f)
+{
+    const koila_fit_opts o = { .struct_size = sizeof o, .margin_bytes = margin };
+    return rows_with(g, live, o, f);
 }
 
 /* 20 segments of 20 MiB, each with 2 MiB handed out in the middle: 360 MiB are free, and no 9 MiB
@@ -604,6 +610,52 @@ static koila_cache *fragmented(uint64_t total)
                                 .n_blocks = 3 };
     }
     return cache_of(total, s, N);
+}
+
+/* koila_fit_opts.measured: 16 KiB a row inside every call. */
+static bool sixteen_kib_a_row(void *user, koila_sig sig, int64_t rows, int64_t batch,
+                              uint64_t *bytes)
+{
+    (void)user;
+    (void)sig;
+    *bytes = (uint64_t)(batch ? rows : 8192) * (16 << 10);
+    return true;
+}
+
+TEST(live_plan__what_was_measured_inside_a_call_counts)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, loss);
+    koila_fit f = { 0 };
+    const uint64_t left = 140 * MIB; /* the results alone need 128 */
+    koila_cache *c = cache_of(left, NULL, 0);
+    const koila_fit_opts nothing = { .struct_size = sizeof nothing, .has_cublas_workspace = true };
+    koila_fit_opts measured = nothing;
+    measured.measured = sixteen_kib_a_row;
+    CHECK_EQ(rows_with(g, c, nothing, &f), 8192);
+    /* a row is 16 KiB of results and 16 KiB inside */
+    const int64_t rows = rows_with(g, c, measured, &f);
+    CHECK(f.fits && rows > 2048 && rows * (32 << 10) <= (int64_t)left);
+    koila_cache_free(c);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
+TEST(live_plan__cublas_takes_its_workspace_once_or_has_it)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, loss);
+    koila_fit f = { 0 }, with = { 0 };
+    koila_cache *c = cache_of(400 * MIB, NULL, 0);
+    koila_fit_opts o = { .struct_size = sizeof o };
+    rows_with(g, c, o, &with);
+    o.has_cublas_workspace = true;
+    rows_with(g, c, o, &f);
+    CHECK(with.peak_allocated > f.peak_allocated);
+    CHECK_EQ(f.peak_allocated >> 20, 128);
+    koila_cache_free(c);
+    koila_graph_free(g);
+    koila_table_free(t);
 }
 
 TEST(live_plan__bytes_in_pieces_are_not_bytes_and_whole_ones_are)

@@ -16,6 +16,10 @@ static const struct {
     /* a workspace did not fit; PyTorch adds no text of its own */
     { "cuDNN", "CUDNN_STATUS_NOT_SUPPORTED" },
     { "cuDNN", "CUDNN_STATUS_ALLOC_FAILED" },
+    /* the same, of a convolution none of whose algorithms found room */
+    { "cuDNN", "Unable to find a valid cuDNN algorithm" },
+    { "cuDNN", "GET was unable to find an engine to execute this computation" },
+    { "cuDNN", "FIND was unable to find an engine to execute this computation" },
     { "torch's CPU allocator", "can't allocate memory" },
     { "torch's CPU allocator on Windows", "not enough memory" },
     { "C++", "std::bad_alloc" },

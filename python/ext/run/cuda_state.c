@@ -7,7 +7,9 @@
  *             when that number has changed; it may grow into the free memory up to the budget
  *   plan      koila_plan_live on it; later: does an earlier plan still fit?
  *   ran out   the smallest margin that would have refused the plan is kept for its graph, and is
- *             doubled if it was not enough
+ *             doubled if it was not enough; it ends when a step of the graph has learned more of
+ *             what its operators use inside, since plans count with that
+ *   inside    what cuDNN and its like ask for inside an operator, which no formula tells
  *
  * If anything here goes wrong (another allocator, an unknown snapshot), the plan uses the sum of
  * live bytes, as on a CPU; nothing is raised.
@@ -22,7 +24,8 @@ static struct {
     koila_cache *live;
     koila_device *device;
     uint64_t stream;
-    char cublas[64]; /* CUBLAS_WORKSPACE_CONFIG, "" if not set */
+    char cublas[64];          /* CUBLAS_WORKSPACE_CONFIG, "" if not set */
+    uint64_t ran_products[4]; /* a bit for each GPU: a step has run a product there */
 } gpu;
 
 enum { N_MARGINS = 64 };
@@ -240,13 +243,34 @@ static struct margin *margin_of(uint64_t key, bool make)
     return make ? oldest : NULL;
 }
 
-static koila_fit_opts options_for(uint64_t key)
+static uint64_t *bit_of(int index, uint64_t *bit)
+{
+    koila_assert(index >= 0 && index < 256);
+    *bit = (uint64_t)1 << (index % 64);
+    return &gpu.ran_products[index / 64];
+}
+
+void koila__gpu_ran_product(int index)
+{
+    uint64_t bit;
+    *bit_of(index, &bit) |= bit;
+}
+
+static bool has_run_product(int index)
+{
+    uint64_t bit;
+    return *bit_of(index, &bit) & bit;
+}
+
+static koila_fit_opts options_for(int index, uint64_t key)
 {
     const struct margin *m = margin_of(key, false);
     return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts),
                              .stream = gpu.stream,
                              .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL,
-                             .margin_bytes = m ? m->bytes : 0 };
+                             .margin_bytes = m ? m->bytes : 0,
+                             .has_cublas_workspace = has_run_product(index),
+                             .measured = koila__workspace_known };
 }
 
 koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
@@ -256,7 +280,7 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
 {
     if (room->gpu < 0 || !bring_live(room))
         return koila_plan_new(part, targets, n_targets, o, NULL, out, err);
-    const koila_fit_opts with = options_for(koila_graph_hash(part));
+    const koila_fit_opts with = options_for(room->gpu, koila_graph_hash(part));
     koila_status status = koila_plan_live(part, targets, n_targets, o, gpu.device, gpu.live, &with,
                                           NULL, out, fit, err);
     if (status == KOILA_OK && !fit->struct_size)
@@ -276,7 +300,7 @@ bool koila__gpu_still_fits(const koila__room *room, cached *c)
         return true;
     if (!bring_live(room))
         return true;
-    const koila_fit_opts with = options_for(koila_graph_hash(c->part));
+    const koila_fit_opts with = options_for(room->gpu, koila_graph_hash(c->part));
     koila_fit fit;
     if (koila_fits_plan(c->plan, gpu.device, gpu.live, &with, &fit, NULL) != KOILA_OK)
         return true;
@@ -297,7 +321,7 @@ void koila__gpu_ran_out(cached *c)
     PyErr_Fetch(&type, &value, &trace);
     const uint64_t key = koila_graph_hash(c->part);
     if (koila__gpu_look(c->gpu, &room) > 0 && bring_live(&room)) {
-        const koila_fit_opts with = options_for(key);
+        const koila_fit_opts with = options_for(c->gpu, key);
         if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
             struct margin *m = margin_of(key, true);
             /* doubled at least, because every out-of-memory costs the user time */
@@ -309,6 +333,33 @@ void koila__gpu_ran_out(cached *c)
     PyErr_Clear();
     c->state = 0; /* to be checked again, with the margin */
     PyErr_Restore(type, value, trace);
+}
+
+void koila__gpu_has_learned(const cached *c)
+{
+    struct margin *m = c->gpu < 0 ? NULL : margin_of(koila_graph_hash(c->part), false);
+    if (m)
+        m->bytes = 0;
+}
+
+/* ---- what operators use inside */
+
+bool koila__gpu_bytes(int index, koila__gpu_count *out)
+{
+    PyObject *r = ask("allocated", index);
+    unsigned long long now = 0, peak = 0, freed = 0;
+    const bool ok = r && PyArg_ParseTuple(r, "KKK", &now, &peak, &freed);
+    Py_XDECREF(r);
+    PyErr_Clear();
+    *out = (koila__gpu_count){ now, peak, freed };
+    return ok;
+}
+
+uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after)
+{
+    const uint64_t at_peak = after->peak > after->now ? after->peak - after->now : 0;
+    const uint64_t freed = after->freed - before->freed;
+    return after->peak > before->peak || at_peak < freed ? at_peak : freed;
 }
 
 PyObject *koila__fit_dict(const cached *c)
@@ -328,4 +379,5 @@ void koila__gpu_forget(void)
 {
     forget_live();
     memset(margins, 0, sizeof margins);
+    memset(gpu.ran_products, 0, sizeof gpu.ran_products);
 }

@@ -879,18 +879,63 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     return status;
 }
 
+/* Does a library of the GPU's vendor choose what a call of this operator uses inside? */
+static bool is_chosen_by_library(const koila_table *t, koila_op op)
+{
+    switch (koila_facts_dense(koila_op_facts(t, op))) {
+    case KOILA_FACT_DENSE_CONV:
+    case KOILA_FACT_DENSE_CONV_BACKWARD:
+    case KOILA_FACT_DENSE_ATTENTION:
+    case KOILA_FACT_DENSE_ATTENTION_BACKWARD:
+        return true;
+    default:
+        return koila_op_flags(t, op) & KOILA_OP_OPAQUE; /* cuDNN's recurrent layers */
+    }
+}
+
+/* Must the call be measured? On a GPU once for each number of rows, since asking takes time. */
+static bool is_news_on_gpu(const exec *x, const koila_instr *in)
+{
+    const koila_sig sig = koila_node_get(x->g, in->id).sig;
+    return x->c->gpu >= 0 && is_chosen_by_library(x->table, koila_sig_get(x->table, sig)->op) &&
+           !koila__learned(sig, n_rows(x), x->batch);
+}
+
+static bool is_product(const koila_table *t, koila_op op)
+{
+    const uint32_t kind = koila_facts_dense(koila_op_facts(t, op));
+    return kind == KOILA_FACT_DENSE_CONTRACT || kind == KOILA_FACT_DENSE_CONTRACT_BIASED;
+}
+
+/* run_measured() of a GPU. */
+static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
+{
+    koila__gpu_count before, after;
+    const bool is_read = koila__gpu_bytes(x->c->gpu, &before);
+    const int status = run_node(x, in, in_loop);
+    if (status == 0 && is_read && koila__gpu_bytes(x->c->gpu, &after))
+        koila__learn(koila_node_get(x->g, in->id).sig, n_rows(x), x->batch,
+                     koila__gpu_inside(&before, &after));
+    return status;
+}
+
 static int run_one(exec *x, const koila_instr *in, bool in_loop)
 {
     int status;
     const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
     if (x->measure)
         status = run_measured(x, in, in_loop, is_shared);
+    else if (!is_shared && is_news_on_gpu(x, in))
+        status = run_measured_on_gpu(x, in, in_loop);
     else
         status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
     if (status < 0) {
         add_note(x, in->id, in_loop);
         return -1;
     }
+    const koila_sig sig = koila_node_get(x->g, in->id).sig;
+    if (x->c->gpu >= 0 && is_product(x->table, koila_sig_get(x->table, sig)->op))
+        koila__gpu_ran_product(x->c->gpu);
     return koila__check_signals();
 }
 

@@ -258,6 +258,8 @@ static next execute(request *q)
     const bool ran_out = status < 0 && koila__is_out_of_memory();
     if (told.retries || ran_out)
         koila__gpu_ran_out(q->c);
+    if (status == 0 && q->c->generation != koila__learned_generation())
+        koila__gpu_has_learned(q->c);
     if (q->is_timed && status == 0)
         koila__tuned_record(q->key, q->c->info.rows, seconds_now() - started);
     const uint64_t peak = koila__cpu_bytes_peak();

@@ -129,6 +129,9 @@ void koila__plan_cache_clear(void); /* also drops learned workspaces */
 /* ---- workspaces.c: measured bytes that operators use beyond their results, for `rows` of `batch`
  * rows; both 0: whole. Nothing here fails. */
 uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
+/* The same, as koila_fit_opts.measured: false if nothing was measured of `sig`. */
+bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t batch,
+                            uint64_t *bytes);
 /* was it measured for exactly these rows? */
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
@@ -153,6 +156,19 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
 bool koila__gpu_still_fits(const koila__room *room, cached *c);
 /* Plan c ran out of memory although it fitted: its graph gets a margin. */
 void koila__gpu_ran_out(cached *c);
+/* A run of plan c has learned more of what operators use inside: its graph's margin ends. */
+void koila__gpu_has_learned(const cached *c);
+/* A step has run a matrix product there: from then on cuBLAS keeps its workspace. */
+void koila__gpu_ran_product(int index);
+/* Bytes of torch's allocator on a GPU: handed out now and at most, and given back in all. */
+typedef struct koila__gpu_count {
+    uint64_t now, peak, freed;
+} koila__gpu_count;
+bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be read */
+/* Bytes that a call used beyond its results, from the counts before and after it. Exact if it
+ * raised the peak. Else an upper bound: what it gave back inside, or what the peak leaves room for.
+ */
+uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after);
 PyObject *koila__fit_dict(const cached *c); /* for reports; None where the sum decided */
 void koila__gpu_forget(void);
 

@@ -107,6 +107,13 @@ uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t
     return on_a_line(w, n, above, rows == WHOLE ? (double)w->batch : (double)rows);
 }
 
+bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t batch,
+                            uint64_t *bytes)
+{
+    *bytes = koila__workspace_of(ignored, sig, rows, batch);
+    return workspace_at(sig) != NULL;
+}
+
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
 {
     const workspace *w = workspace_at(sig);

@@ -1,0 +1,119 @@
+"""What cuDNN asks for inside a convolution: no formula tells, so koila learns it as steps run. The
+simulated device asks for the columns of a convolution as a matrix product."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import lazy
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or "(fake)" not in torch.cuda.get_device_name(),
+    reason="only the simulated device says what it asks for: make test-gpu",
+)
+
+ROWS = 48
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def columns(monkeypatch):
+    monkeypatch.setenv("FAKECUDA_CUDNN_WORKSPACE", "columns")
+    koila._core.forget()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def model():
+    torch.manual_seed(0)
+    layers = []
+    for width in (3, 16, 16):
+        layers += [nn.Conv2d(width, 16, 3, padding=1), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    batch = torch.randn(ROWS, 3, 32, 32).double(), torch.randint(10, (ROWS,))
+    return net.to("cuda").double(), *(t.to("cuda") for t in batch)
+
+
+def by_hand(net, x, y, rows):
+    """The gradients of micro-batches of `rows` rows, and the step's peak in bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(0, ROWS, rows):
+        loss = F.cross_entropy(net(x[i : i + rows]), y[i : i + rows], reduction="sum") / ROWS
+        loss.backward()
+    return gradients(net), torch.cuda.max_memory_allocated()
+
+
+def step(net, x, y):
+    torch.cuda.reset_peak_memory_stats()
+    images, labels = lazy(x, y)
+    F.cross_entropy(net(images), labels).backward()
+    return gradients(net), torch.cuda.max_memory_allocated()
+
+
+def gradients(net):
+    out = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    return out
+
+
+def allow(n_bytes):
+    """From here on torch may reserve so many bytes in all."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(n_bytes / torch.cuda.mem_get_info()[1])
+
+
+def fits_by_hand(net, x, y, rows):
+    torch.cuda.empty_cache()
+    try:
+        by_hand(net, x, y, rows)
+    except RuntimeError:
+        net.zero_grad()
+        return False
+    return True
+
+
+def test_a_second_step_is_predicted_with_what_the_first_one_used():
+    net, x, y = model()
+    step(net, x, y)
+    before = koila.last_plan()
+    _, measured = step(net, x, y)
+    predicted = koila.last_plan().predicted_peak_bytes
+    assert abs(predicted - measured) < 0.02 * measured
+    assert before.predicted_peak_bytes < 0.9 * measured  # planted: what it would be unlearned
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35])
+def test_a_step_finishes_where_micro_batching_by_hand_does(share):
+    net, x, y = model()
+    by_hand(net, x, y, ROWS)  # cuBLAS' workspaces stay
+    expected, most = by_hand(net, x, y, ROWS)
+    _, least = by_hand(net, x, y, 1)
+    koila._core.forget()
+    allow(least + share * (most - least) + 8 * MIB)
+    assert not fits_by_hand(net, x, y, ROWS) or share > 0.6
+    hand = next(n for n in range(1, ROWS + 1) if fits_by_hand(net, x, y, -(-ROWS // n)))
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        found, _ = step(net, x, y)
+    plan = koila.last_plan()
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, expected))
+    assert plan.n_micro_batches <= 2 * hand and plan.retries == 0
+
+
+def test_a_convolution_that_finds_no_room_is_cut():
+    """torch says "Unable to find a valid cuDNN algorithm", which names no memory."""
+    x = torch.randn(ROWS, 3, 64, 64).double().to("cuda")
+    weight = torch.ones(1, 3, 7, 7, device="cuda", dtype=torch.float64, requires_grad=True)
+    torch.cuda.empty_cache()
+    allow(torch.cuda.memory_reserved() + 32 * MIB)  # of 181 MiB
+    with pytest.raises(RuntimeError, match="Unable to find a valid cuDNN algorithm"):
+        F.conv2d(x, weight)
+    torch.cuda.empty_cache()
+    F.conv2d(lazy(x), weight).sum().backward()
+    assert koila.last_plan().n_micro_batches > 1
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    windows = x.unfold(2, 58, 1).unfold(3, 58, 1).sum((0, 4, 5))
+    assert torch.allclose(weight.grad[0], windows, rtol=0, atol=1e-9)
