@@ -156,9 +156,12 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
 
 def _waited(work: Any) -> Any:
     """Wait for a collective. Returns finished work for the caller, because some kinds of work write
-    again, or hang, at a second wait."""
+    again, or hang, at a second wait. NCCL gives no work for a call that is not asynchronous: what
+    comes after it on the stream waits."""
     from torch._C import _distributed_c10d as c10d
 
+    if c10d.Work.unbox(work) is None:
+        return work
     work.wait()
     done: Any = torch.futures.Future()
     done.set_result(None)

@@ -67,14 +67,32 @@ gloo = pytest.mark.skipif(
 )
 
 
+on_both = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=gloo),
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(
+                not torch.cuda.is_available() or not torch.distributed.is_nccl_available(),
+                reason="no CUDA device, or no NCCL",
+            ),
+        ),
+    ],
+)
+
+
+# on a GPU, every tensor that names no device, and the collectives of NCCL
 BEGINNING = """
 import faulthandler, os, sys, torch, torch.distributed as dist
 import koila
 faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for ever says where
 torch.set_num_threads(1)
-rank, port = int(sys.argv[1]), sys.argv[2]
+rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2)
+torch.set_default_device(device)
+backend = "gloo" if device == "cpu" else "nccl"
+dist.init_process_group(backend, rank=rank, world_size=2)
 """
 
 ENDING = """
@@ -88,7 +106,7 @@ os._exit(0)
 """
 
 
-def two_processes(code):
+def two_processes(code, device="cpu"):
     import socket
     from concurrent.futures import ThreadPoolExecutor
 
@@ -99,7 +117,10 @@ def two_processes(code):
         outs = list(
             pool.map(
                 lambda rank: run_python(
-                    BEGINNING + code + ENDING, args=(rank, port), timeout=300, env=rendezvous()
+                    BEGINNING + code + ENDING,
+                    args=(rank, port, device),
+                    timeout=300,
+                    env=rendezvous(),
                 ),
                 range(2),
             )
@@ -107,18 +128,20 @@ def two_processes(code):
     assert all("right" in o for o in outs)
 
 
-@gloo
-def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters():
-    two_processes(DDP)
+@on_both
+def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters(device):
+    two_processes(DDP, device)
 
 
 SHARDED = """
 from torch import nn
 from torch.nn import functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 D = torch.float64
+mesh = init_device_mesh(device, (2,))
 
 
 class Block(nn.Module):
@@ -136,15 +159,16 @@ def make():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 5), Block(), nn.Linear(5, 3)).double()
     for part in net:
-        fully_shard(part)
-    return fully_shard(net)
+        fully_shard(part, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def train(wrap, run):
     net = make()
     # a sharded part, and one that is not
     model = nn.Sequential(run(net), nn.Linear(3, 3, dtype=D))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    # of sharded parameters and others together, no foreach
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     torch.manual_seed(10 + rank)
     out = []
     for step in range(4):
@@ -172,7 +196,9 @@ for a, b in zip(expected, got):
     assert torch.allclose(a, b, rtol=1e-11, atol=1e-13), (a - b).abs().max()
 
 net, x = make(), torch.randn(7, 5, dtype=D)
-old = FullyShardedDataParallel(nn.Linear(5, 3, dtype=D), device_id=torch.device("cpu"))
+old = FullyShardedDataParallel(
+    nn.Linear(5, 3, dtype=D), device_id=torch.get_default_device()
+)
 for call in (
     lambda: net(koila.lazy(x)),
     lambda: net(input=koila.lazy(x)),
@@ -193,19 +219,21 @@ assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
 """
 
 
-@gloo
-def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused():
-    two_processes(SHARDED)
+@on_both
+def test_fsdp2_through_opaque_is_plain_fsdp2_and_without_it_is_refused(device):
+    two_processes(SHARDED, device)
 
 
 APART = """
 import contextlib, gc
 from torch import nn
 from torch.nn import functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from koila import _core
 
 D = torch.float64
+mesh = init_device_mesh(device, (2,))
 _core.cpu_bytes_install()
 
 
@@ -213,8 +241,8 @@ def train(wrap, run, n, settings, look, after):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 512), nn.Tanh(), nn.Linear(512, 3)).double()
     for part in net:
-        fully_shard(part)
-    model, out = run(fully_shard(net)), []
+        fully_shard(part, mesh=mesh)
+    model, out = run(fully_shard(net, mesh=mesh)), []
     torch.manual_seed(10 + rank)
     for k in range(3):
         given = torch.randn(n[k], 5, dtype=D)
@@ -425,7 +453,8 @@ import warnings
 warnings.simplefilter("ignore")
 import torch.distributed.nn.functional as dnn
 
-given = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+generator = torch.Generator(device).manual_seed(rank)
+given = torch.randn(6, 5, dtype=torch.float64, generator=generator)
 
 
 def like(t, n=None):
@@ -501,9 +530,9 @@ for f in (logged, waits, gathers, into, scatters, casts, sends, exchanges, objec
 """
 
 
-@gloo
-def test_collectives_take_the_values_and_give_them_back():
-    two_processes(COLLECTIVES)
+@on_both
+def test_collectives_take_the_values_and_give_them_back(device):
+    two_processes(COLLECTIVES, device)
 
 
 @pytest.mark.parametrize("kind", ["whole", "ragged", "one"])

@@ -1,6 +1,6 @@
 /* NCCL between processes of this machine, through shared memory. Each pair of ranks has a ring of
- * bytes in either direction, and every collective is made of sends and receives over the rings; what
- * is reduced is reduced in the order of ranks, with a rounding at each step as in NCCL's types.
+ * bytes in either direction, and every collective is made of sends and receives over the rings;
+ * what is reduced is reduced in the order of ranks, rounded at each step to its type.
  *
  * A call returns when its data have come: the host waits where on a device the stream would. Ranks
  * that enter collectives in another order than through the host (a message of another library
@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* numbers and layouts of nccl.h 2.28 */
+/* numbers and layouts of NCCL's public header, 2.28 */
 typedef struct {
     char internal[128];
 } ncclUniqueId;
