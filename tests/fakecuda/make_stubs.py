@@ -39,7 +39,7 @@ LIBRARIES = {
     "libcufft.so.12": (["fft.c"], (), "libcufft.so.12", 16, []),
     "libnvrtc.so.13": (["nvrtc.c"], (), "libnvrtc.so.13", 11, []),
     "libcurand.so.10": ([], ("curand",), None, 203, []),
-    "libcusparse.so.12": ([], (), "libcusparse.so.12", 10, []),
+    "libcusparse.so.12": (["sparse.c"], (), "libcusparse.so.12", 10, []),
     "libcusolver.so.12": ([], (), "libcusolver.so.12", 9, []),
     "libcupti.so.13": ([], (), "libcupti.so.13", 15, []),
     "libcusparseLt.so.0": ([], ("cusparseLt",), None, 10, []),

@@ -348,6 +348,15 @@ def test_linear_algebra():
         torch.linalg.solve(a, a[:, 0]).cpu(), torch.eye(5, dtype=torch.float64)[0]
     )
     torch.testing.assert_close(torch.fft.irfft(torch.fft.rfft(a)[..., :3], 5).cpu(), a.cpu())
+    b = torch.randn(3, 5, 4, device="cuda")  # many that are not square: MAGMA, which needs cuSPARSE
+    for there, here in zip(torch.linalg.lu_factor(b), torch.linalg.lu_factor(b.cpu())):
+        assert torch.equal(there.cpu(), here)
+
+
+def test_the_mode_of_many_numbers():
+    x = torch.randint(0, 9, (3000,), device="cuda")
+    for there, here in zip(x.mode(), x.cpu().mode()):
+        assert torch.equal(there.cpu(), here)
 
 
 def test_a_zero_tensor_without_memory_is_read_as_zeros():
