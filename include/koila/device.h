@@ -23,7 +23,8 @@ typedef struct koila_device koila_device; /* immutable once open, may be shared 
     X(CONTEXT_BYTES, "context_bytes",                                                              \
       "CUDA context with lazy loading, kernels used by a training step included")                  \
     X(CUBLAS_BYTES, "cublas_workspace_bytes", "cuBLAS workspace, one for each thread and stream")  \
-    X(CONV_BYTES, "conv_workspace_bytes", "the largest convolution workspace")                     \
+    X(CONV_BYTES, "conv_workspace_bytes",                                                          \
+      "the largest convolution workspace; 0 without a spread: cuDNN asks for nothing at all")      \
     X(CUDNN, "cudnn_version",                                                                      \
       "10000 * major + 100 * minor + patch, as torch.backends.cudnn.version(); 0: not known")
 typedef enum koila_device_field {

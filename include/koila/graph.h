@@ -292,12 +292,36 @@ KOILA_API koila_node_info koila_node_get(const koila_graph *g, koila_node n);
 KOILA_API koila_value_info koila_value_get(const koila_graph *g, koila_value v);
 /** borrowed until the graph grows */
 KOILA_API const koila_value *koila_node_inputs(const koila_graph *g, koila_node n);
+/** Nobody outside of the graph holds value v any more, when the nodes appended so far have run:
+ * then plain PyTorch frees it. Decides no plan; it is for predictions.
+ * Expected: BAD_ARGUMENT, NO_MEMORY. */
+KOILA_API koila_status koila_graph_drop(koila_graph *g, koila_value v);
+typedef struct koila_drop {
+    koila_value value;
+    uint32_t n_nodes; /**< that were appended before */
+} koila_drop;
+KOILA_API uint32_t koila_graph_n_drops(const koila_graph *g);
+/** i < koila_graph_n_drops(g), in the order of the calls */
+KOILA_API koila_drop koila_graph_drop_get(const koila_graph *g, uint32_t i);
+/** Leaf v lies in storage number `storage`, of so many bytes: leaves with the same number share it.
+ * Decides no plan; for predictions. Expected: BAD_ARGUMENT, NO_MEMORY. */
+KOILA_API koila_status koila_graph_stored(koila_graph *g, koila_value v, uint32_t storage,
+                                          uint64_t bytes);
+typedef struct koila_stored {
+    uint32_t storage; /**< KOILA_NONE: never told */
+    uint64_t bytes;
+} koila_stored;
+KOILA_API koila_stored koila_graph_stored_get(const koila_graph *g, koila_value v);
+/** The drops and storages of `from`, a graph with the same nodes, replace those of `to`; `from` is
+ * left with none. */
+KOILA_API void koila_graph_take_lives(koila_graph *to, koila_graph *from);
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
  * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
 /** The part of `g` that makes `targets`. A value whose known[v] is nonzero becomes a REAL leaf
  * instead of being made (BATCH leaves stay; `known` may be NULL). If no BATCH leaf is left, each
- * known value with a dimension as large as an axis becomes a BATCH leaf. Ids are dense and depend
+ * known value with a dimension as large as an axis becomes a BATCH leaf. Drops of values of the
+ * part are those of the part. Ids are dense and depend
  * on the part alone, so equal steps give equal graphs and hashes, whatever was recorded around
  * them.
  *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: the first entries,

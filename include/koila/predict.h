@@ -114,6 +114,10 @@ typedef struct koila_prediction {
         /** operators of which it is not known what they use inside; they widen the high end */
         [KOILA_PREDICT_NOT_MODELLED];
     uint32_t n_not_modelled;
+    /** of the whole batch in plain PyTorch, which keeps values for as long as the program and
+     * autograd hold them, not until their last use (koila_graph_drop() says how long; a value of
+     * which it is not known lives until its last use) */
+    koila_peaks plain_first, plain_steady;
 } koila_prediction;
 
 /** Predicts the step that makes all values of g that nobody uses. `c` NULL: defaults of the newest

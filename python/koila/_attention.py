@@ -265,8 +265,10 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a = _named(func, args, kwargs)
     if a["dropout_p"] == 0:
         return _core.record(func, args, kwargs)
-    if func not in (_EFFICIENT, _FLASH) or _core.configure()["dry"]:
+    if func not in (_EFFICIENT, _FLASH):
         return run_on_reals(func, args, kwargs)
+    if _core.configure()["dry"]:
+        return _planned(func, a)
     q, k, v, bias = a["query"], a["key"], a["value"], a.get("attn_bias")
     call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), func is _FLASH)
     distance = _distance(q, k, call.flash)
@@ -288,6 +290,23 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out, sums, None, None, q.shape[2], k.shape[2], state, unused, debug_mask
 
 
+def _planned(func: Any, a: dict[str, Any]) -> Any:
+    """A planned step draws nothing, and its device may not be here: rows are taken to be drawn by
+    their own numbers, as all builds so far do."""
+    q, k, flash = a["query"], a["key"], func is _FLASH
+    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
+    draws = _draws_of_rows(q.shape[0], _OFFSET_STEP, 0, 0)
+    out, sums = _core.record(
+        _operators().dropout_attention.default,
+        (q, k, a["value"], a.get("attn_bias"), draws, True, *call),
+        {},
+    )
+    nothing = torch.zeros((), dtype=torch.int64, device="cpu")
+    if not flash:
+        return out, sums, nothing, nothing
+    return out, sums, None, None, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+
 @special(*backwards)
 def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a = _named(func, args, kwargs)
@@ -301,11 +320,14 @@ def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     wants_bias = bias is not None and a["grad_input_mask"][3]
     call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
     is_cut = not any(_core.is_lazy(t) for t in state) and not wants_bias
-    if not is_cut or distance % _OFFSET_STEP or not _draws_by_row(q, k, call):
-        return _core.record(func, args, kwargs)
-    seed, offset = state[0].tolist() if flash else (t.item() for t in state)
     grad = a["grad_out"] if flash else a["grad_out_"]
-    draws = _draws_of_rows(q.shape[0], distance, seed, offset)
+    if is_cut and _core.configure()["dry"]:
+        draws = _draws_of_rows(q.shape[0], _OFFSET_STEP, 0, 0)
+    elif not is_cut or distance % _OFFSET_STEP or not _draws_by_row(q, k, call):
+        return _core.record(func, args, kwargs)
+    else:
+        seed, offset = state[0].tolist() if flash else (t.item() for t in state)
+        draws = _draws_of_rows(q.shape[0], distance, seed, offset)
     tensors = (grad, q, k, a["value"], bias, a["out"], a["logsumexp"], draws)
     gradients = _core.record(_operators().dropout_attention_backward.default, (*tensors, *call), {})
     return tuple(gradients) if flash else (*gradients, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -70,6 +71,78 @@ class UndoWrites(TorchDispatchMode):
         torch.set_rng_state(self._random)
 
 
+_plain_attention: Any = functional.scaled_dot_product_attention
+
+
+class Attention:
+    """`scaled_dot_product_attention` as a CUDA device runs it: the fused operator of the back end
+    that torch chooses there (sdp_utils.cpp), where this machine would write it out."""
+
+    HOPPER, BLACKWELL, AMPERE = 90, 100, 80
+    CUDNN_SINCE, CUDNN_HEAD, FLASH_HEAD = 91501, 128, 256
+
+    def __init__(self, capability: int, cudnn: int, back_end: str) -> None:
+        """cudnn: its version, 0 when cuDNN comes last. back_end: as in `plan(sdpa=)`."""
+        self._back_end = back_end
+        self._has_flash = capability >= self.AMPERE
+        self._has_cudnn = capability in (self.HOPPER, self.BLACKWELL) and cudnn >= self.CUDNN_SINCE
+
+    def _chosen(self, q: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> str:
+        head = q.shape[-1]
+        if self._back_end != "auto":
+            return self._back_end
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return "efficient" if q.dtype is torch.float32 else "math"
+        if self._has_cudnn and not dropout and head <= self.CUDNN_HEAD and head % 8 == 0:
+            return "cudnn"
+        if self._has_flash and mask is None and head <= self.FLASH_HEAD and head % 8 == 0:
+            return "flash"
+        return "efficient"
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        q, k, v, mask = query, key, value, attn_mask
+        kind = self._chosen(q, mask, dropout_p) if q.ndim == 4 else "math"
+        narrow = q.dtype in (torch.float16, torch.bfloat16)
+        if (
+            kind == "math"
+            or not _core.is_lazy(q)
+            or not q.dtype == k.dtype == v.dtype
+            or (mask is not None and (mask.requires_grad or kind == "flash"))
+            or (kind in ("flash", "cudnn") and not narrow)
+        ):
+            return _plain_attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa and kind != "flash":
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        if kind == "flash":
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if mask is not None:
+            if mask.dtype is torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+            mask = mask.to(q.dtype).expand(*q.shape[:2], q.shape[2], k.shape[2])
+        if kind == "cudnn":
+            return torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, mask, True, dropout_p, is_causal, False, scale=scale
+            )[0]
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+
+
 _autocast: Any = torch.autocast  # whose methods are exchanged for a while
 
 
@@ -84,11 +157,11 @@ class AsOnCuda(TorchFunctionMode):
 
     _float32 = frozenset(
         "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss "
-        "cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm"
+        "cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm"
         " hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax "
         "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss"
         " native_layer_norm nll_loss norm pdist poisson_nll_loss pow __pow__ __rpow__ prod "
-        "reciprocal __rdiv__ renorm rms_norm rsqrt sinh smooth_l1_loss"
+        "reciprocal __rdiv__ renorm rms_norm rsqrt sinh smooth_l1_loss square"
         " soft_margin_loss softmax softmin softplus sum tan triplet_margin_loss".split()
     )
     _half = frozenset(
@@ -103,9 +176,11 @@ class AsOnCuda(TorchFunctionMode):
         "cat stack".split()
     )
 
-    def __init__(self, home: torch.device) -> None:
+    def __init__(self, home: torch.device, attention: Attention | None) -> None:
+        """attention: how the device chooses; None: attention stays as it is recorded here."""
         super().__init__()
         self._home = home  # where tensors "moved" to CUDA stay
+        self._attention = attention
         self._moves = not torch.cuda.is_available()
         self.casts_parameters = False
 
@@ -138,31 +213,34 @@ class AsOnCuda(TorchFunctionMode):
 
         def __exit__(this: Any, *exc: Any) -> Any:
             mode._depth -= getattr(this, "_koila_for_cuda", False)
-            if not mode._depth:
-                mode._casts.clear()
             return leave(this, *exc)
 
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = __init__, __enter__, __exit__
         self._plain_engine, _backward._original = _backward._original, self._engine
+        # also where functions of torch call it, inside which no mode is on
+        if self._attention is not None:
+            functional.scaled_dot_product_attention = self._attention
         TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         TorchFunctionMode.__exit__(self, *exc)
+        functional.scaled_dot_product_attention = _plain_attention
         self._casts.clear()
         _backward._original = self._plain_engine
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:
-        """Cast a meta tensor to half precision; the cast of a parameter is made once."""
+        """Cast a meta tensor to half precision. A plain tensor, such as a parameter, is cast once:
+        what a checkpoint casts again is the same leaf (`src/predict/plain.c`)."""
         if not (
             isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float32
         ):
             return x
         dtype = torch.get_autocast_dtype("cpu")
-        if not (x.is_leaf and x.requires_grad) or _core.is_lazy(x):
+        if _core.is_lazy(x):
             return x.to(dtype)
-        self.casts_parameters = True
+        self.casts_parameters |= x.is_leaf and x.requires_grad
         if id(x) not in self._casts:
             self._casts[id(x)] = (x, x.to(dtype))
         return self._casts[id(x)][1]
@@ -177,8 +255,6 @@ class AsOnCuda(TorchFunctionMode):
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._depth -= 1
-            if not self._depth:
-                self._casts.clear()
 
     def _stay(self, x: Any) -> Any:
         """Replace a CUDA device by the device on which the step is recorded."""
@@ -212,10 +288,49 @@ class AsOnCuda(TorchFunctionMode):
                 args = tuple(self._stay(a) for a in args)
                 kwargs = {k: self._stay(v) for k, v in kwargs.items()}
         if self._depth and torch.is_autocast_enabled("cpu"):
+            if func is functional.cross_entropy:
+                return _cross_entropy(*args, **kwargs)
             cast = self._cast_of(name, args, kwargs)
             if cast is not None:
-                args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
+                args, kwargs = tree_map(_once(cast), (args, kwargs))
+        if func is _plain_attention and self._attention is not None:
+            func = self._attention
         return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """As under CUDA's autocast: log_softmax, which is told its dtype, stays in half precision
+    (cross_entropy_loss in LossNLL.cpp), and nll_loss runs in float32."""
+    narrow = input.dtype in (torch.float16, torch.bfloat16)
+    if not narrow or label_smoothing or target.dtype.is_floating_point:
+        return functional.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    logs = functional.log_softmax(input, 1 if input.ndim > 1 else 0, dtype=input.dtype).float()
+    return functional.nll_loss(logs, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _once(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The cast that gives one result for one tensor: attention asks whether query is key."""
+    made: dict[int, Any] = {}
+
+    def memo(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return cast(x)
+        if id(x) not in made:
+            made[id(x)] = cast(x)
+        return made[id(x)]
+
+    return memo
 
 
 def _widen_half(x: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import _core, _cuda
 from ._budget import _Amount, _bytes, readable
-from ._dry import AsOnCuda, UndoWrites
+from ._dry import AsOnCuda, Attention, UndoWrites
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
@@ -120,7 +120,8 @@ def plan(
     open_step = _core.swap_open(None)
     try:
         _core.configure(budget=user_budget, micro_batch=micro_batch)
-        raw, casts = _recorded(step, inputs, batch, on_cuda=profile is not None)
+        attention = None if profile is None else _attention_of(profile, sdpa)
+        raw, casts = _recorded(step, inputs, batch, attention)
         if profile is None:
             return Prediction(raw, None)
         allocator = conf
@@ -166,15 +167,15 @@ _SHARDED = (
 
 
 def _recorded(
-    step: Callable[..., Any], inputs: Any, batch: Any, on_cuda: bool
+    step: Callable[..., Any], inputs: Any, batch: Any, attention: Attention | None
 ) -> tuple[dict[str, Any], bool]:
     """Record and plan a step on lazy inputs, computing nothing: its raw plan, and whether autocast
-    casts parameters. on_cuda: record it as it would run on a GPU."""
+    casts parameters. attention: that of the GPU on which it would run; None: it runs here."""
     tensors = (t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
     home = next((t.device for t in tensors), torch.device("cpu"))
-    stand_in = AsOnCuda(home)
+    stand_in = AsOnCuda(home, attention)
     n_plans = _core.n_plans()
-    with UndoWrites() as writes, stand_in if on_cuda else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+    with UndoWrites() as writes, stand_in if attention else contextlib.nullcontext():  # type: ignore[no-untyped-call]
         values = lazy(*inputs, batch=batch)
         result = step(*(values if isinstance(values, tuple) else (values,)))
         if isinstance(result, torch.Tensor) and _core.is_lazy(result):
@@ -189,6 +190,12 @@ def _recorded(
             "does neither"
         )
     return raw, writes.casts_parameters or stand_in.casts_parameters
+
+
+def _attention_of(profile: str, back_end: str) -> Attention:
+    last = bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"))
+    cudnn = 0 if last else _core.device_field(profile, "cudnn_version")
+    return Attention(_core.device_field(profile, "compute_capability"), cudnn, back_end)
 
 
 def _profile_of(device: str | os.PathLike[str] | torch.device | None) -> str | None:

@@ -26,6 +26,8 @@ void koila_graph_free(koila_graph *g)
     koila__vec_free(&mem, &g->values);
     koila__vec_free(&mem, &g->leaf_names);
     koila__vec_free(&mem, &g->axes);
+    koila__vec_free(&mem, &g->drops);
+    koila__vec_free(&mem, &g->stored);
     koila__vec_free(&mem, &g->lines);
     koila__idset_free(&mem, &g->line_set);
     koila__release(&mem, g, sizeof *g);
@@ -173,6 +175,53 @@ koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *
     return KOILA_OK;
 }
 
+/* ---- where leaves lie, and when values are dropped */
+
+koila_status koila_graph_drop(koila_graph *g, koila_value v)
+{
+    const koila_drop drop = { .value = v, .n_nodes = g->nodes.n };
+    if (v >= g->values.n)
+        return KOILA_BAD_ARGUMENT;
+    return koila__vec_push(&g->mem, &g->drops, drop) ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+uint32_t koila_graph_n_drops(const koila_graph *g) { return g->drops.n; }
+
+koila_drop koila_graph_drop_get(const koila_graph *g, uint32_t i)
+{
+    koila_assert(i < g->drops.n);
+    return g->drops.at[i];
+}
+
+koila_status koila_graph_stored(koila_graph *g, koila_value v, uint32_t storage, uint64_t bytes)
+{
+    if (v >= g->values.n || g->values.at[v].node != KOILA_NONE)
+        return KOILA_BAD_ARGUMENT;
+    while (g->stored.n <= v) {
+        const koila_stored none = { .storage = KOILA_NONE };
+        if (!koila__vec_push(&g->mem, &g->stored, none))
+            return KOILA_NO_MEMORY;
+    }
+    g->stored.at[v] = (koila_stored){ .storage = storage, .bytes = bytes };
+    return KOILA_OK;
+}
+
+koila_stored koila_graph_stored_get(const koila_graph *g, koila_value v)
+{
+    return v < g->stored.n ? g->stored.at[v] : (koila_stored){ .storage = KOILA_NONE };
+}
+
+void koila_graph_take_lives(koila_graph *to, koila_graph *from)
+{
+    koila_assert(to != from && to->nodes.n == from->nodes.n);
+    koila__vec_free(&to->mem, &to->drops);
+    koila__vec_free(&to->mem, &to->stored);
+    memcpy(&to->drops, &from->drops, sizeof to->drops);
+    memcpy(&to->stored, &from->stored, sizeof to->stored);
+    memset(&from->drops, 0, sizeof from->drops);
+    memset(&from->stored, 0, sizeof from->stored);
+}
+
 /* Finds the first dimension of a value whose size is that of an axis, the newest axis first. */
 static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis, uint32_t *dim)
 {
@@ -290,6 +339,23 @@ static koila_status copy_nodes(const extraction *x, koila_value *inputs)
     return KOILA_OK;
 }
 
+/* Copies the drops of values of the part; node_from has the nodes by now. */
+static koila_status copy_drops(const extraction *x)
+{
+    koila_graph *const part = x->part;
+    uint32_t n_nodes = 0;
+    for (uint32_t i = 0; i < x->g->drops.n; i++) {
+        koila_drop drop = x->g->drops.at[i];
+        while (n_nodes < part->nodes.n && x->node_from[n_nodes] < drop.n_nodes)
+            n_nodes++;
+        drop.n_nodes = n_nodes;
+        drop.value = x->value_of[drop.value];
+        if (drop.value != KOILA_NONE && !koila__vec_push(&part->mem, &part->drops, drop))
+            return KOILA_NO_MEMORY;
+    }
+    return KOILA_OK;
+}
+
 static koila_status extract(const extraction *x)
 {
     uint32_t most_inputs = 0;
@@ -304,7 +370,7 @@ static koila_status extract(const extraction *x)
         return KOILA_NO_MEMORY;
     const koila_status status = copy_nodes(x, inputs);
     koila__release(&x->g->mem, inputs, n_bytes);
-    return status;
+    return status ? status : copy_drops(x);
 }
 
 koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,

@@ -47,6 +47,8 @@ struct koila_graph {
     /* by value id, KOILA_NONE when none; only as long as the last named leaf */
     VEC(uint32_t) leaf_names;
     VEC(int64_t) axes;
+    VEC(koila_drop) drops;    /* n_nodes never falls */
+    VEC(koila_stored) stored; /* by value id; only as long as the last that was told */
     VEC(koila__line) lines;
     koila__idset line_set;
     uint64_t axes_hash, hash; /* of the axes, and of the rest: an axis may be added at any time */

@@ -104,6 +104,19 @@ static void add_temp(koila__temps *t, uint64_t bytes)
     t->bytes[t->n++] = bytes;
 }
 
+/* Bytes of the dense copy that a kernel makes of input i first; 0: the input is contiguous. */
+static uint64_t copy_bytes(const koila__cuda_call *k, uint32_t i)
+{
+    const koila_meta_info *m = input_meta(k, i);
+    int64_t stride = 1;
+    for (uint32_t d = m ? m->n_dims : 0; d-- > 0;) {
+        if (m->size[d] != 1 && m->stride[d] != stride)
+            return scaled(k, m->n_elements) * koila_dtype_bytes(m->dtype);
+        stride *= m->size[d];
+    }
+    return 0;
+}
+
 /* ---- attention */
 
 /* [read: sdp_utils.cpp, check_cudnn_*] cuDNN's attention takes heads of at most 128 elements, in
@@ -142,9 +155,16 @@ static bool takes_flash(const koila__cuda_call *k, const koila_meta_info *q, boo
 static koila_sdpa back_end(const koila__cuda_call *k, const koila_meta_info *q, bool has_mask)
 {
     const bool half = koila__is_half(q->dtype);
+    if (k->kind == KOILA__INSIDE_FLASH || k->kind == KOILA__INSIDE_FLASH_GRAD)
+        return KOILA_SDPA_FLASH;
+    if (k->kind == KOILA__INSIDE_EFFICIENT || k->kind == KOILA__INSIDE_EFFICIENT_GRAD)
+        return KOILA_SDPA_EFFICIENT;
+    if (k->kind == KOILA__INSIDE_CUDNN || k->kind == KOILA__INSIDE_CUDNN_GRAD)
+        return KOILA_SDPA_CUDNN;
     if (k->o->sdpa)
         return (koila_sdpa)k->o->sdpa;
-    if (half && takes_cudnn(k, q))
+    if (half && k->kind != KOILA__INSIDE_DRAWN && k->kind != KOILA__INSIDE_DRAWN_GRAD &&
+        takes_cudnn(k, q))
         return KOILA_SDPA_CUDNN;
     if (half && takes_flash(k, q, has_mask))
         return KOILA_SDPA_FLASH;
@@ -265,6 +285,39 @@ static void flash_padding(const attention *a, koila__temps *t)
                         a->element);
 }
 
+/* [read: mem_eff_attention/kernel_backward.h] the kernel accumulates the gradient of the queries in
+ * tiles of float32, each with a lock and a counter. For wide heads tiles have other sizes, and hold
+ * about as much. */
+enum { EFFICIENT_TILE = 64, EFFICIENT_LOCK_BYTES = 16 };
+
+static void efficient_backward(const attention *a, const koila_meta_info *grad, bool half,
+                               koila__temps *t)
+{
+    const int64_t *const stride = grad->stride; /* batch, heads, queries, head */
+    const bool is_dense =
+        stride[3] == 1 && stride[1] == grad->size[3] && stride[2] == grad->size[1] * grad->size[3];
+    const uint64_t copy = is_dense ? 0 : a->batch * a->heads * a->queries * a->head * a->element;
+    const uint64_t rows = a->batch * a->heads * a->queries;
+    const uint64_t tiles = ceil_div(a->queries, EFFICIENT_TILE) * ceil_div(a->head, EFFICIENT_TILE);
+    const uint64_t tile_bytes =
+        (uint64_t)EFFICIENT_TILE * EFFICIENT_TILE * FLOAT_BYTES + EFFICIENT_LOCK_BYTES;
+    if (!half) { /* delta, the sum of gradient times output, is no part of the kernel */
+        add_temp(t, copy);
+        add_temp(t, rows * a->head * FLOAT_BYTES);
+        add_temp(t, rows * FLOAT_BYTES);
+        t->n_early = t->n;
+    }
+    add_temp(t, copy);               /* of the gradient, with heads next to each other */
+    add_temp(t, rows * FLOAT_BYTES); /* delta */
+    add_temp(t, a->batch * a->heads * tiles * tile_bytes);
+}
+
+bool koila__is_silent(const koila_device *d)
+{
+    const koila_device_value v = koila_device_get(d, KOILA_DEVICE_CONV_BYTES);
+    return v.value == 0 && v.spread == 0;
+}
+
 static koila__temps attention_temps(const koila__cuda_call *k, bool backward)
 {
     koila__temps t = { .n = 0 };
@@ -285,19 +338,14 @@ static koila__temps attention_temps(const koila__cuda_call *k, bool backward)
             flash_forward(k, &a, &t);
         flash_padding(&a, &t);
         return t;
-    case KOILA_SDPA_EFFICIENT: {
-        if (!backward)
-            return t;
-        /* [estimated] float32 accumulators, which only some kernels have */
-        const uint64_t accumulator = pick(k->level, 0, 0, rows * a.head * FLOAT_BYTES);
-        add_temp(&t, rows * FLOAT_BYTES); /* delta */
-        add_temp(&t, accumulator);
-        add_temp(&t, accumulator);
+    case KOILA_SDPA_EFFICIENT:
+        if (backward)
+            efficient_backward(&a, input_meta(k, 0), koila__is_half(input_meta(k, 1)->dtype), &t);
         return t;
-    }
     default: /* cuDNN; its workspace [estimated] */
         add_temp(&t, rows * FLOAT_BYTES);
-        add_temp(&t, pick(k->level, 0, 16 * MIB, 64 * MIB));
+        if (!koila__is_silent(k->d))
+            add_temp(&t, pick(k->level, 0, 16 * MIB, 64 * MIB));
         return t;
     }
 }
@@ -339,6 +387,8 @@ static koila__temps layer_norm_grad(const koila__cuda_call *k)
     const koila_meta_info *x = input_meta(k, 0);
     if (!x || !x->n_dims || !last_size(x))
         return t;
+    add_temp(&t, copy_bytes(k, 0));
+    add_temp(&t, copy_bytes(k, 1));
     const uint64_t n = last_size(x);
     const uint64_t rows = scaled(k, x->n_elements / n);
     const uint64_t sms = field(k->d, KOILA_DEVICE_SM_COUNT);
@@ -392,24 +442,63 @@ static uint64_t sort_bytes(const koila__cuda_call *k)
 static uint64_t batch_norm_bytes(const koila__cuda_call *k)
 {
     const koila_meta_info *x = input_meta(k, 0);
-    return x ? pick(k->level, 0, 0, scaled(k, x->n_elements / 8)) : 0;
+    return x && !koila__is_silent(k->d) ? pick(k->level, 0, 0, scaled(k, x->n_elements / 8)) : 0;
+}
+
+/* A loss of a number, of many elements. */
+static bool is_reduced_loss(const koila__cuda_call *k)
+{
+    const koila_meta_info *x = input_meta(k, 0);
+    const koila_meta_info *out = output_meta(k, 0);
+    return x && out && x->n_dims && !out->n_dims;
+}
+
+static uint64_t losses_bytes(const koila__cuda_call *k)
+{
+    const koila_meta_info *x = input_meta(k, 0);
+    return scaled(k, x->n_elements) * koila_dtype_bytes(x->dtype);
 }
 
 /* Gates of a recurrent layer's time step: numbers for each row and hidden unit. */
 enum { RNN_GATES = 4 };
 
+static bool is_attention(koila__inside_kind kind)
+{
+    return kind == KOILA__INSIDE_SDPA || kind == KOILA__INSIDE_FLASH ||
+           kind == KOILA__INSIDE_EFFICIENT || kind == KOILA__INSIDE_CUDNN ||
+           kind == KOILA__INSIDE_DRAWN;
+}
+
+static bool is_attention_grad(koila__inside_kind kind)
+{
+    return kind == KOILA__INSIDE_SDPA_GRAD || kind == KOILA__INSIDE_FLASH_GRAD ||
+           kind == KOILA__INSIDE_EFFICIENT_GRAD || kind == KOILA__INSIDE_CUDNN_GRAD ||
+           kind == KOILA__INSIDE_DRAWN_GRAD;
+}
+
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
 {
     koila__temps t = { .n = 0 };
-    switch (k->kind) {
-    case KOILA__INSIDE_SDPA:
+    if (is_attention(k->kind))
         return attention_temps(k, false);
-    case KOILA__INSIDE_SDPA_GRAD:
+    if (is_attention_grad(k->kind))
         return attention_temps(k, true);
+    switch (k->kind) {
+    case KOILA__INSIDE_TWICE_LOSS:
+        if (is_reduced_loss(k))
+            add_temp(&t, losses_bytes(k));
+        return t;
+    case KOILA__INSIDE_LAYER_NORM:
+        add_temp(&t, copy_bytes(k, 0));
+        return t;
     case KOILA__INSIDE_LAYER_NORM_GRAD:
         return layer_norm_grad(k);
     case KOILA__INSIDE_EMBEDDING_GRAD:
         return embedding_grad(k);
+    case KOILA__INSIDE_SUM:
+        return koila__reduction(k, 1);
+    case KOILA__INSIDE_NORM:
+        return koila__reduction(k, 2);
     case KOILA__INSIDE_REDUCE: /* partial results of the blocks [estimated] */
         add_temp(&t, pick(k->level, 0, out_bytes ? 64 * KIB : 0, MIB));
         return t;
@@ -424,7 +513,8 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
         return t;
     case KOILA__INSIDE_RNN: /* cuDNN's workspace: about the gates of all time steps [estimated] */
     case KOILA__INSIDE_RNN_GRAD:
-        add_temp(&t, pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k));
+        if (!koila__is_silent(k->d))
+            add_temp(&t, pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k));
         return t;
     case KOILA__INSIDE_UNKNOWN: /* high end: as many bytes as its results */
         add_temp(&t, pick(k->level, 0, 0, out_bytes));
@@ -443,9 +533,12 @@ uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_
     /* The CPU's workspace stands for cuDNN's reserve: gates, cell states and their tangents of all
      * time steps [estimated]. */
     if (k->kind == KOILA__INSIDE_RNN && output == RNN_WORKSPACE)
-        return bytes ? pick(k->level, 5, 6, 8) * rnn_bytes(k) : 0;
+        return bytes && !koila__is_silent(k->d) ? pick(k->level, 5, 6, 8) * rnn_bytes(k) : 0;
     if (k->kind == KOILA__INSIDE_SDPA && output == SDPA_LOGSUMEXP && out && k->sig->n_inputs > 1)
         return logsumexp_bytes(k, bytes);
+    if ((k->kind == KOILA__INSIDE_LOSS || k->kind == KOILA__INSIDE_TWICE_LOSS) &&
+        is_reduced_loss(k))
+        return losses_bytes(k);
     /* mean and rstd of half-precision inputs are float32 on CUDA */
     if (k->kind == KOILA__INSIDE_LAYER_NORM && output > 0 && out && koila__is_half(out->dtype))
         return bytes / koila_dtype_bytes(out->dtype) * FLOAT_BYTES;

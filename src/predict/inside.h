@@ -20,14 +20,26 @@ typedef enum koila__level {
 typedef enum koila__inside_kind {
     KOILA__INSIDE_VIEW,    /* the first result shares the first input's storage */
     KOILA__INSIDE_NOTHING, /* results only */
-    KOILA__INSIDE_REDUCE,
+    KOILA__INSIDE_REDUCE,  /* partial results, estimated */
+    KOILA__INSIDE_SUM,     /* dims are argument 1: partial results as computed by reduce.c */
+    KOILA__INSIDE_NORM,    /* dims are argument 2 */
     KOILA__INSIDE_GEMM,
     KOILA__INSIDE_CONV,
     KOILA__INSIDE_LAYER_NORM,
     KOILA__INSIDE_LAYER_NORM_GRAD,
     KOILA__INSIDE_BATCH_NORM,
-    KOILA__INSIDE_SDPA, /* scaled dot product attention */
+    KOILA__INSIDE_SDPA,      /* scaled dot product attention, of the back end that torch chooses */
+    KOILA__INSIDE_FLASH,     /* of this one */
+    KOILA__INSIDE_EFFICIENT, /* of this one */
+    KOILA__INSIDE_CUDNN,     /* of this one */
+    KOILA__INSIDE_DRAWN,     /* flash or efficient, with an input more: the draws of dropout */
     KOILA__INSIDE_SDPA_GRAD,
+    KOILA__INSIDE_FLASH_GRAD,
+    KOILA__INSIDE_EFFICIENT_GRAD,
+    KOILA__INSIDE_CUDNN_GRAD,
+    KOILA__INSIDE_DRAWN_GRAD,
+    KOILA__INSIDE_LOSS,       /* all elements' losses are kept by the result */
+    KOILA__INSIDE_TWICE_LOSS, /* and there once more while they are reduced */
     KOILA__INSIDE_EMBEDDING_GRAD,
     KOILA__INSIDE_SORT,
     KOILA__INSIDE_RNN,
@@ -50,15 +62,18 @@ typedef struct koila__cuda_call {
 } koila__cuda_call;
 
 enum { KOILA__MAX_TEMPS = 8 };
-/* Temporaries of one call, in the order in which they are allocated. They live together, from the
- * results to the end of the call. */
+/* Temporaries of one call, in the order in which they are allocated, after the results. The first
+ * n_early of them end before the others begin, which live to the end of the call. */
 typedef struct koila__temps {
     uint64_t bytes[KOILA__MAX_TEMPS];
     uint32_t n; /* <= KOILA__MAX_TEMPS */
+    uint32_t n_early;
 } koila__temps;
 
 /* out_bytes: of all results of the call, as allocated. */
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes);
+/* reduce.c: of a reduction whose dims are argument pos_dims. */
+koila__temps koila__reduction(const koila__cuda_call *k, uint32_t pos_dims);
 /* Bytes on CUDA of result `output`, whose recorded size for the slice is `bytes`. */
 uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_t bytes);
 /* Bytes of one cuBLAS workspace: those of CUBLAS_WORKSPACE_CONFIG if it has any, else the
@@ -73,6 +88,9 @@ void koila__find_masks(const koila_graph *g, uint8_t *is_mask);
 void koila__find_squares(const koila_graph *g, const koila__inside_kind *kinds, uint8_t *is_square);
 bool koila__has_safe_softmax(const koila_graph *g);
 
+/* Does the profile say that cuDNN asks for no memory at all (conv_workspace_bytes is 0, without a
+ * spread)? So is a simulated device. */
+bool koila__is_silent(const koila_device *d);
 /* Would torch try cuDNN's attention first on this device, with a new enough cuDNN?
  */
 bool koila__may_prefer_cudnn(const koila_device *d);

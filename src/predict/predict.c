@@ -163,13 +163,36 @@ static koila_status run_steps(koila__sim *s, run_result *r)
     return KOILA_OK;
 }
 
-/* Runs the plan as training steps. On success *r is filled; not fitting is no failure. */
+static koila_status open_sim(const prediction_input *x, const koila_plan *plan, koila__level level,
+                             koila__sim *s)
+{
+    if (plan)
+        return koila__sim_open_plan(s, plan, x->d, &x->o, level);
+    KOILA_TRY(koila__sim_open(s, x->g, x->d, &x->o, level));
+    return koila__sim_open_plain(s);
+}
+
+/* Tells s the targets: of the plan, or of the recorded step. */
+static void set_targets(const prediction_input *x, const koila_plan *plan, koila__sim *s)
+{
+    if (!plan) {
+        koila__sim_set_targets(s, x->targets.at, x->targets.n);
+        return;
+    }
+    for (uint32_t i = 0; i < x->targets.n; i++) {
+        const koila_value v = koila_plan_target(plan, i);
+        koila__sim_set_targets(s, &v, 1);
+    }
+}
+
+/* Runs the plan, or plain PyTorch when it is NULL, as training steps. On success *r is filled; not
+ * fitting is no failure. */
 static koila_status run_level(const prediction_input *x, const koila_plan *plan,
                               const run_options *how, run_result *r, koila_error *e)
 {
     koila__sim s;
     *r = (run_result){ .peak_node = KOILA_NONE };
-    koila_status status = koila__sim_open_plan(&s, plan, x->d, &x->o, how->level);
+    koila_status status = open_sim(x, plan, how->level, &s);
     s.look = list_largest;
     s.look_user = how->out;
     s.look_at_bytes = how->look_at_bytes;
@@ -177,8 +200,10 @@ static koila_status run_level(const prediction_input *x, const koila_plan *plan,
     if (!status)
         status = open_cache(x, how->limit, &s.c, e);
     if (!status) {
-        koila__sim_set_targets(&s, x->targets.n);
+        set_targets(x, plan, &s);
         koila__sim_load_leaves(&s);
+        if (!plan)
+            koila__sim_sort_ends(&s);
         status = s.status ? s.status : run_steps(&s, r);
     }
     if (status == KOILA_OOM)
@@ -322,7 +347,9 @@ static void note_device(koila_prediction *p, const prediction_input *x, const bo
 
 static void note_operators(koila_prediction *p, const prediction_input *x, const bool *seen)
 {
-    const bool has_attention = seen[KOILA__INSIDE_SDPA] || seen[KOILA__INSIDE_SDPA_GRAD];
+    const bool has_attention = seen[KOILA__INSIDE_SDPA] || seen[KOILA__INSIDE_SDPA_GRAD] ||
+                               seen[KOILA__INSIDE_FLASH] || seen[KOILA__INSIDE_EFFICIENT] ||
+                               seen[KOILA__INSIDE_CUDNN] || seen[KOILA__INSIDE_DRAWN];
     const bool knows_cudnn = field(x, KOILA_DEVICE_CUDNN) != 0;
     note(p, "recorded on a CPU: results are taken to have the same shapes and dtypes on CUDA");
     if (has_attention && x->o.sdpa)
@@ -425,13 +452,13 @@ static void add_context(koila_range *device, koila_device_value context)
     koila_assert(device->low <= device->expected && device->expected <= device->high);
 }
 
-/* The ranges of p from three unlimited runs; of[] has the results. */
+/* The ranges of first and steady step from three unlimited runs of the plan, or of plain PyTorch
+ * when it is NULL; of[] has the results. */
 static koila_status run_unlimited(const prediction_input *x, const koila_plan *plan,
-                                  koila_prediction *p, run_result of[KOILA__N_LEVELS],
+                                  koila_peaks *const to[N_PHASES], run_result of[KOILA__N_LEVELS],
                                   koila_error *e)
 {
     const koila_device_value context = koila_device_get(x->d, KOILA_DEVICE_CONTEXT_BYTES);
-    koila_peaks *const to[N_PHASES] = { [FIRST] = &p->first, [STEADY] = &p->steady };
     for (int i = KOILA__LOW; i < KOILA__N_LEVELS; i++) {
         const koila__level level = (koila__level)i;
         const run_options how = { .level = level };
@@ -480,7 +507,10 @@ static koila_status predict_one(const prediction_input *x, const koila_plan *pla
                                 koila_prediction *p, koila_error *e)
 {
     run_result of[KOILA__N_LEVELS];
-    KOILA_TRY(run_unlimited(x, plan, p, of, e));
+    koila_peaks *const planned[] = { [FIRST] = &p->first, [STEADY] = &p->steady };
+    koila_peaks *const plain[] = { [FIRST] = &p->plain_first, [STEADY] = &p->plain_steady };
+    KOILA_TRY(run_unlimited(x, NULL, plain, of, e));
+    KOILA_TRY(run_unlimited(x, plan, planned, of, e));
     KOILA_TRY(run_limited(x, plan, p, e));
     const run_result *expected = &of[KOILA__EXPECTED];
     if (expected->peak_bytes) {

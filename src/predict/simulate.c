@@ -198,7 +198,7 @@ static void make_written(koila__sim *s, koila_node n, const koila_sig_info *sig,
         const koila_value v = first + w;
         if (home[v])
             continue;
-        if (w < 16 && steal >> w & 1)
+        if (s->is_plain || (w < 16 && steal >> w & 1))
             home[v] = koila__storage_hold(s, storage_of(s, inputs[sig->writes[w].input]));
         else
             home[v] = koila__storage_new(s, koila__cuda_bytes(s, v, made_bytes(s, v)), v);
@@ -217,7 +217,17 @@ static koila__temps temporaries_of(const koila__sim *s, koila_sig sig, const koi
     return koila__temporaries(k, out_bytes);
 }
 
-static void run_node(koila__sim *s, koila_node n, uint16_t steal)
+/* Requests of these sizes, released together. */
+static void use(koila__sim *s, const uint64_t *bytes, uint32_t n)
+{
+    uint64_t addr[KOILA__MAX_TEMPS];
+    for (uint32_t i = 0; i < n; i++)
+        addr[i] = koila__sim_take(s, bytes[i]);
+    for (uint32_t i = n; i-- > 0;)
+        koila__sim_give(s, addr[i]);
+}
+
+void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
 {
     const koila_sig id = koila_node_get(s->g, n).sig;
     const koila_sig_info *sig = koila_sig_get(s->t, id);
@@ -231,17 +241,14 @@ static void run_node(koila__sim *s, koila_node n, uint16_t steal)
                                      is_known ? s->kinds[sig->op] : koila__inside_of(s->t, sig->op),
                                  .level = s->level,
                                  .part = is_slice ? (double)s->rows / (double)s->batch : 1.0 };
-    uint64_t addr[KOILA__MAX_TEMPS];
     s->at_node = n;
     if (k.kind == KOILA__INSIDE_GEMM)
         first_product(s, sig->grad_mode != 0);
     const uint64_t out_bytes = make_fresh(s, n, &k);
     make_written(s, n, sig, steal);
     const koila__temps temps = temporaries_of(s, id, &k, out_bytes);
-    for (uint32_t i = 0; i < temps.n; i++)
-        addr[i] = koila__sim_take(s, temps.bytes[i]);
-    for (uint32_t i = temps.n; i-- > 0;)
-        koila__sim_give(s, addr[i]);
+    use(s, temps.bytes, temps.n_early);
+    use(s, temps.bytes + temps.n_early, temps.n - temps.n_early);
 }
 
 /* ---- the other instructions */
@@ -329,7 +336,7 @@ static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
 {
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
-        run_node(s, in->id, in->steal);
+        koila__sim_run_node(s, in->id, in->steal);
         return;
     case KOILA_DO_SLICE:
         if (!s->local[in->id])

@@ -2,6 +2,7 @@
  * the part of each file of src/predict/. Internal to src/predict/.
  *
  *   simulate.c   storages, slices, accumulators: the plan's instructions as requests to the cache
+ *   plain.c      the same for plain PyTorch: the recorded operators in their order
  *   training.c   what a training step holds besides its plan: leaves, optimizer, buckets
  *   inside.c     temporaries of operators (inside.h)
  *   fit.c        which plan fits; the planner on a live device
@@ -31,9 +32,15 @@ typedef struct koila__storage {
     koila__storage_id next_unused; /* while refs == 0; 0 ends the list */
 } koila__storage;
 
+/* When a value ends: after so many nodes, and there in which order. */
+typedef struct koila__ending {
+    uint32_t n_nodes, order;
+    koila_value value;
+} koila__ending;
+
 typedef struct koila__sim {
     /* ---- what runs, and where. All borrowed */
-    const koila_plan *plan; /* NULL: koila__sim_open() alone */
+    const koila_plan *plan; /* NULL: koila__sim_open() alone, or plain PyTorch */
     const koila_graph *g;   /* the plan's lowered graph; the recorded one without a plan */
     const koila_table *t;   /* of g */
     const koila_device *d;  /* the profile of the device */
@@ -58,6 +65,18 @@ typedef struct koila__sim {
     void *measured_user;
     uint8_t *is_square;        /* [n_values] Note [Square matrices] */
     koila__inside_kind *kinds; /* [n_ops] */
+
+    /* ---- plain PyTorch */
+    bool is_plain;
+    /* [n_ends <= 2 * n_values] of values that end in the step, in their order */
+    koila__ending *ends;
+    /* [n_values] of casts: in which part of the step they were read; nodes after which those of a
+     * checkpoint's forward end, or 0 */
+    uint8_t *was_read;
+    uint32_t *early_end;
+    uint32_t *release; /* [nodes + 1] when autograd next gives up what it saved */
+    uint32_t n_ends;
+    koila_value *twin; /* [n_values] of a cast: the first leaf with the same storage; else itself */
 
     /* ---- storages */
     VEC(koila__storage) storages; /* [0] is none */
@@ -111,6 +130,8 @@ koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_de
 koila_status koila__sim_open_plan(koila__sim *s, const koila_plan *plan, const koila_device *d,
                                   const koila_predict_opts *o, koila__level level);
 void koila__sim_close(koila__sim *s);
+/* One operator, on the slice that runs: results, temporaries. steal: see koila_instr. */
+void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal);
 /* The first two equations above, between two slices; true after a failure, which may leave a slice
  * half done. */
 bool koila__sim_check(const koila__sim *s);
@@ -133,6 +154,18 @@ uint64_t koila__whole_bytes(const koila__sim *s, koila_value v);
 /* Bytes on CUDA of a storage of v that was recorded with `bytes`. */
 uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes);
 
+/* ---- plain.c */
+
+/* After koila__sim_open(): the step runs as plain PyTorch does. Then koila__sim_set_targets() and
+ * koila__sim_load_leaves(), koila__sim_sort_ends(), once. Expected: NO_MEMORY. */
+koila_status koila__sim_open_plain(koila__sim *s);
+void koila__sim_sort_ends(koila__sim *s);
+/* Is v autocast's copy of a parameter? It is a leaf, because what happens to parameters alone is
+ * not recorded; plain PyTorch makes it for the first operator that reads it. */
+bool koila__is_cast(const koila__sim *s, koila_value v);
+/* Every recorded operator once. */
+void koila__sim_run_plain(koila__sim *s);
+
 /* ---- training.c */
 
 /* Values that nobody uses are the targets of a step: gradients, loss, outputs. On success *out is
@@ -140,8 +173,8 @@ uint64_t koila__cuda_bytes(const koila__sim *s, koila_value v, uint64_t bytes);
 typedef VEC(koila_value) koila__values;
 koila_status koila__find_targets(const koila_graph *g, const koila_allocator *mem,
                                  koila__values *out);
-/* Finds which of the first n_targets of the plan are gradients. */
-void koila__sim_set_targets(koila__sim *s, uint32_t n_targets);
+/* The step makes targets[n], some of which are gradients. */
+void koila__sim_set_targets(koila__sim *s, const koila_value *targets, uint32_t n);
 /* Is v a parameter, mask or table: used by the recording but not made by it? */
 bool koila__is_real_leaf(const koila__sim *s, koila_value v);
 /* Does the leaf share the storage of another one? See koila__sim_load_leaves(). */

@@ -93,30 +93,70 @@ static bool is_twin(const koila__sim *s, koila_value twin, koila_value v)
            same_sizes(koila__sim_meta(s, twin), koila__sim_meta(s, v));
 }
 
-/* Parameters, masks, tables. A weight often occurs twice, as itself and transposed: a leaf that is
- * not contiguous shares the storage of a contiguous one of the same sizes, one for one. */
+/* Bytes of a leaf before the step. */
+static uint64_t loaded_bytes(const koila__sim *s, koila_value v)
+{
+    return koila__is_cast(s, v) ? 0 : koila__whole_bytes(s, v);
+}
+
+/* The float32 parameter behind each half-precision cast of it. Plain PyTorch makes the cast in the
+ * step: what was loaded for it ends here. */
+static void load_parameters_of_casts(koila__sim *s)
+{
+    for (koila__storage_id i = 1; i < s->storages.n && !s->status; i++)
+        if (s->storages.at[i].refs && is_half_value(s, s->storages.at[i].value))
+            koila__sim_take_state(s, 2 * koila__whole_bytes(s, s->storages.at[i].value));
+    for (koila_value v = 0; v < s->n_values && s->is_plain; v++)
+        if (koila__is_cast(s, v) && s->whole[v])
+            s->twin[v] = s->storages.at[s->whole[v]].value;
+    for (koila_value v = 0; v < s->n_values && s->is_plain; v++)
+        if (koila__is_cast(s, v))
+            koila__storage_drop(s, &s->whole[v]);
+}
+
+/* A leaf whose storage was told: one for all leaves in it. */
+static void load_stored(koila__sim *s, koila_value v)
+{
+    const koila_stored x = koila_graph_stored_get(s->g, v);
+    koila_value first = 0;
+    while (first < v &&
+           (!s->whole[first] || koila_graph_stored_get(s->g, first).storage != x.storage))
+        first++;
+    if (first < v)
+        s->whole[v] = koila__storage_hold(s, s->whole[first]);
+    else
+        s->whole[v] = koila__storage_new(s, koila__is_cast(s, v) ? 0 : x.bytes, v);
+}
+
+/* A leaf that is not contiguous shares the storage of a contiguous one of the same sizes, one for
+ * one: a weight often occurs twice, as itself and transposed. */
+static void load_transposed(koila__sim *s, koila_value v)
+{
+    koila_value twin = 0;
+    while (twin < s->n_values && !is_twin(s, twin, v))
+        twin++;
+    if (twin < s->n_values)
+        s->whole[v] = koila__storage_hold(s, s->whole[twin]);
+    else
+        s->whole[v] = koila__storage_new(s, loaded_bytes(s, v), v);
+}
+
+/* Parameters, masks, tables. */
 void koila__sim_load_leaves(koila__sim *s)
 {
-    for (koila_value v = 0; v < s->n_values && !s->status; v++)
-        if (koila__is_real_leaf(s, v) && is_contiguous(koila__sim_meta(s, v)))
-            s->whole[v] = koila__storage_new(s, koila__whole_bytes(s, v), v);
     for (koila_value v = 0; v < s->n_values && !s->status; v++) {
-        if (!koila__is_real_leaf(s, v) || s->whole[v])
+        if (!koila__is_real_leaf(s, v))
             continue;
-        koila_value twin = 0;
-        while (twin < s->n_values && !is_twin(s, twin, v))
-            twin++;
-        if (twin < s->n_values)
-            s->whole[v] = koila__storage_hold(s, s->whole[twin]);
-        else
-            s->whole[v] = koila__storage_new(s, koila__whole_bytes(s, v), v);
+        if (koila_graph_stored_get(s->g, v).storage != KOILA_NONE)
+            load_stored(s, v);
+        else if (is_contiguous(koila__sim_meta(s, v)))
+            s->whole[v] = koila__storage_new(s, loaded_bytes(s, v), v);
     }
-    if (!s->o.autocast)
-        return;
-    /* the float32 parameter behind each half-precision cast of it */
-    for (koila__storage_id i = 1; i < s->storages.n && !s->status; i++)
-        if (is_half_value(s, s->storages.at[i].value))
-            koila__sim_take_state(s, 2 * s->storages.at[i].bytes);
+    for (koila_value v = 0; v < s->n_values && !s->status; v++)
+        if (koila__is_real_leaf(s, v) && !s->whole[v])
+            load_transposed(s, v);
+    if (s->o.autocast)
+        load_parameters_of_casts(s);
 }
 
 /* ---- targets and gradients */
@@ -155,22 +195,29 @@ koila_status koila__find_targets(const koila_graph *g, const koila_allocator *me
     return KOILA_OK;
 }
 
-/* A target with the sizes of a parameter is assumed to be its gradient. */
+/* A target with the sizes of a parameter is assumed to be its gradient. Under autocast a leaf may
+ * be the cast of a float32 parameter, whose gradient is float32. */
 static bool looks_like_gradient(const koila__sim *s, koila_value v)
 {
     const koila_meta_info *m = koila__sim_meta(s, v);
     if (!m || !m->n_dims)
         return false;
-    for (koila_value leaf = 0; leaf < s->n_values; leaf++)
-        if (koila__is_real_leaf(s, leaf) && same_sizes(koila__sim_meta(s, leaf), m))
+    for (koila_value leaf = 0; leaf < s->n_values; leaf++) {
+        if (!koila__is_real_leaf(s, leaf))
+            continue;
+        koila_meta_info like = *koila__sim_meta(s, leaf);
+        if (s->o.autocast && koila__is_half(like.dtype) && m->dtype == KOILA_DTYPE_F32)
+            like.dtype = KOILA_DTYPE_F32;
+        if (same_sizes(&like, m))
             return true;
+    }
     return false;
 }
 
-void koila__sim_set_targets(koila__sim *s, uint32_t n_targets)
+void koila__sim_set_targets(koila__sim *s, const koila_value *targets, uint32_t n)
 {
-    for (uint32_t i = 0; i < n_targets; i++) {
-        const koila_value v = koila_plan_target(s->plan, i);
+    for (uint32_t i = 0; i < n; i++) {
+        const koila_value v = targets[i];
         if (v >= s->n_values)
             continue;
         s->is_target[v] = 1;
@@ -385,7 +432,10 @@ void koila__sim_step(koila__sim *s, bool first)
     s->at_node = KOILA_NONE;
     bind_batch(s);
     forget_last_step(s);
-    koila__sim_run_plan(s);
+    if (s->is_plain)
+        koila__sim_run_plain(s);
+    else
+        koila__sim_run_plan(s);
     if (s->o.autocast)
         widen_gradients(s);
     end_step(s);

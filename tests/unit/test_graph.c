@@ -205,6 +205,32 @@ TEST(graph__a_part_does_not_know_what_was_recorded_around_it)
     rg_deinit(&r);
 }
 
+TEST(graph__a_part_has_the_drops_of_its_own_values)
+{
+    random_graph r;
+    CHECK(rg_init(&r, NULL, 12, NULL, 0, 20) == KOILA_OK);
+    koila_value *value_of = malloc((r.g->values.n + 1) * sizeof *value_of);
+    koila_node *node_from = malloc((r.g->nodes.n + 1) * sizeof *node_from);
+    for (koila_value v = 0; v < r.g->values.n; v++)
+        CHECK_EQ(koila_graph_drop(r.g, v), KOILA_OK);
+    koila_graph *part = NULL;
+    CHECK_EQ(koila_graph_extract(r.g, r.targets, 1, NULL, NULL, &part, value_of, node_from),
+             KOILA_OK);
+    uint32_t n = 0;
+    for (koila_value v = 0; v < r.g->values.n; v++) {
+        if (value_of[v] == KOILA_NONE)
+            continue;
+        const koila_drop drop = koila_graph_drop_get(part, n++);
+        CHECK_EQ(drop.value, value_of[v]);
+        CHECK_EQ(drop.n_nodes, part->nodes.n); /* after all of r.g, therefore of the part */
+    }
+    CHECK_EQ(koila_graph_n_drops(part), n);
+    koila_graph_free(part);
+    free(value_of);
+    free(node_from);
+    rg_deinit(&r);
+}
+
 TEST(graph__the_nth_allocation_may_fail)
 {
     failing_allocator fail = { 0 };

@@ -151,11 +151,11 @@ TEST(predict__an_optimizer_adds_its_state)
 }
 
 /* The first step's allocated bytes of a graph, as `o` says, on an A100: 108 multiprocessors. */
-static koila_prediction of_text(const char *text, koila_predict_opts o)
+static koila_prediction on_gpu(const char *name, const char *text, koila_predict_opts o)
 {
     koila_table *t;
     koila_graph *g = parse(&t, text);
-    koila_device *d = gpu("a100-40gb");
+    koila_device *d = gpu(name);
     koila_prediction p = { 0 };
     koila_error e = KOILA_ERROR_INIT;
     o.struct_size = sizeof o;
@@ -164,6 +164,14 @@ static koila_prediction of_text(const char *text, koila_predict_opts o)
     koila_graph_free(g);
     koila_table_free(t);
     return p;
+}
+static koila_prediction of_text(const char *text, koila_predict_opts o)
+{
+    return on_gpu("a100-40gb", text, o);
+}
+static koila_prediction on_h100(const char *text)
+{
+    return on_gpu("h100-80gb", text, (koila_predict_opts){ .rows = 0 });
 }
 #define OPTS(...)                                                                                  \
     (koila_predict_opts) { __VA_ARGS__ }
@@ -230,11 +238,93 @@ TEST(predict__a_slice_of_a_value_with_gaps_is_a_view)
     /* 32 MiB of rows that do not lie together: copied, beside the sum and its accumulator */
     static const char dense[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 1 "
                                 "f32[64, 8192, 128]\n%1 = aten::sum(%0) -> f32[]\n";
-    CHECK_EQ(of_text(dense, OPTS(.rows = 1024)).first.allocated.low, (256 + 32) * MIB + 2 * 512);
+    /* and 2,048 + 512 bytes of partial results and their counters */
+    const uint64_t partial = 2048 + 512;
+    CHECK_EQ(of_text(dense, OPTS(.rows = 1024)).first.allocated.low,
+             (256 + 32) * MIB + 2 * 512 + partial);
     /* the same of every second block of a tensor: 127 blocks of 4 MiB from the first to the last */
     static const char gaps[] = "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 1 f32[64, 8192, "
                                "128]{2097152, 128, 1}\n%1 = aten::sum(%0) -> f32[]\n";
-    CHECK_EQ(of_text(gaps, OPTS(.rows = 1024)).first.allocated.low, 127 * 4 * MIB + 2 * 512);
+    CHECK_EQ(of_text(gaps, OPTS(.rows = 1024)).first.allocated.low,
+             127 * 4 * MIB + 2 * 512 + partial);
+}
+
+/* Bytes as the simulated device of tests/fakecuda tells them, an H100. */
+TEST(predict__partial_results_of_a_reduction_are_those_of_its_launch)
+{
+    /* of 2048 columns: 64 blocks share an output, of 128 threads that hold 4 of them */
+    static const char columns[] =
+        "koila graph 1\naxis 4096\n%0 = batch axis 0 dim 0 f32[4096, 2048]"
+        "\n%1 = aten::sum.dim_IntList(%0, [0], true) -> f32[1, 2048]\n";
+    CHECK_EQ(on_h100(columns).plain_first.allocated.expected, (32 + 64) * MIB + 8192 + 512);
+    /* half precision is added up in float32 */
+    static const char half[] = "koila graph 1\naxis 4096\n%0 = batch axis 0 dim 0 bf16[4096, 512]\n"
+                               "%1 = aten::sum.dim_IntList(%0, [0], true) -> bf16[1, 512]\n";
+    CHECK_EQ(on_h100(half).plain_first.allocated.expected, (4 + 16) * MIB + 1024 + 512);
+    /* of everything */
+    static const char all[] = "koila graph 1\naxis 16\n%0 = batch axis 0 dim 0 f32[16, 1024, 256]\n"
+                              "%1 = aten::mean(%0) -> f32[]\n";
+    CHECK_EQ(on_h100(all).plain_first.allocated.expected, 16 * MIB + 512 + 2048 + 512);
+    /* of rows: no block shares an output */
+    static const char rows[] = "koila graph 1\naxis 4096\n%0 = batch axis 0 dim 0 f32[4096, 2048]\n"
+                               "%1 = aten::sum.dim_IntList(%0, [1]) -> f32[4096]\n";
+    CHECK_EQ(on_h100(rows).plain_first.allocated.expected, 32 * MIB + 4096 * 4);
+}
+
+TEST(predict__the_losses_of_all_elements_stay_behind_a_loss)
+{
+    static const char mse[] = "koila graph 1\naxis 1024\n%0 = batch axis 0 dim 0 f32[1024, 1024]\n"
+                              "%1 = batch axis 0 dim 0 f32[1024, 1024]\n"
+                              "%2 = aten::mse_loss(%0, %1) -> f32[]\n%3 = aten::exp(%0) -> "
+                              "f32[1024, 1024]\n%4 = aten::exp(%3) -> f32[1024, 1024]\n";
+    /* at the end: two batches, the loss and two results */
+    CHECK_EQ(on_h100(mse).plain_first.allocated.expected, 5 * 4 * MIB);
+}
+
+TEST(predict__plain_pytorch_frees_what_is_dropped_and_keeps_what_is_held)
+{
+    static const char chain[] =
+        "koila graph 1\naxis 1024\n%0 = batch axis 0 dim 0 f32[1024, 1024]\n"
+        "%1 = aten::exp(%0) -> f32[1024, 1024]\n%2 = aten::exp(%1) -> f32[1024, 1024]\n"
+        "%3 = aten::exp(%2) -> f32[1024, 1024]\n%4 = aten::exp(%3) -> f32[1024, 1024]\n";
+    koila_table *t;
+    koila_graph *g = parse(&t, chain);
+    koila_device *d = gpu("h100-80gb");
+    koila_prediction p;
+    /* nothing is known: until the last use */
+    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+    CHECK_EQ(p.plain_first.allocated.expected, 3 * 4 * MIB);
+    /* held to the end: the plan does not care */
+    CHECK_EQ(koila_graph_drop(g, 1), KOILA_OK);
+    CHECK_EQ(koila_graph_drop(g, 99), KOILA_BAD_ARGUMENT);
+    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+    CHECK_EQ(p.plain_first.allocated.expected, 4 * 4 * MIB);
+    CHECK_EQ(p.first.allocated.expected, 3 * 4 * MIB);
+    koila_device_free(d);
+    koila_graph_free(g);
+    koila_table_free(t);
+}
+
+TEST(predict__leaves_of_one_storage_count_once)
+{
+    static const char two[] = "koila graph 1\naxis 8\n%0 = batch axis 0 dim 0 f32[8, 256]\n"
+                              "%1 = real f32[256, 1024]\n%2 = real f32[256, 1024]\n"
+                              "%3 = aten::mm(%0, %1) -> f32[8, 1024] grad\n"
+                              "%4 = aten::mm(%0, %2) -> f32[8, 1024] grad\n";
+    koila_table *t;
+    koila_graph *g = parse(&t, two);
+    koila_device *d = gpu("h100-80gb");
+    koila_prediction apart;
+    koila_prediction together;
+    CHECK_EQ(koila_predict(g, d, NULL, NULL, &apart, NULL), KOILA_OK);
+    CHECK_EQ(koila_graph_stored(g, 1, 7, MIB), KOILA_OK);
+    CHECK_EQ(koila_graph_stored(g, 2, 7, MIB), KOILA_OK);
+    CHECK_EQ(koila_graph_stored(g, 3, 7, MIB), KOILA_BAD_ARGUMENT); /* no leaf */
+    CHECK_EQ(koila_predict(g, d, NULL, NULL, &together, NULL), KOILA_OK);
+    CHECK_EQ(apart.plain_first.allocated.expected - together.plain_first.allocated.expected, MIB);
+    koila_device_free(d);
+    koila_graph_free(g);
+    koila_table_free(t);
 }
 
 /* One call of attention: heads of q [b, 8, sq, d], of k and v [b, 8, 2048, d]; bytes beyond q, k, v

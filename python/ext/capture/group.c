@@ -7,6 +7,14 @@ uint32_t koila__n_factories;
 
 /* ---- a handle's value, group and tape */
 
+/* Nobody can ask for value v of t any more. Only a planned step is told so (for predictions); where
+ * there is no memory for it, they are only less exact. */
+static void tell_drop(koila__tape *t, koila_value v)
+{
+    if (t->planned && !t->closed && v < koila_graph_n_values(t->graph))
+        (void)koila_graph_drop(t->graph, v);
+}
+
 static void link_value(koila__handle *h, koila_value v)
 {
     h->value = v;
@@ -34,6 +42,8 @@ static void unlink_value(koila__handle *h)
         h->group->tape->values[h->value].handle = h->next_of_value;
     if (h->next_of_value)
         h->next_of_value->prev_of_value = h->prev_of_value;
+    if (!h->group->tape->values[h->value].handle && h->group->cur != h->value)
+        tell_drop(h->group->tape, h->value);
     h->value = KOILA_NONE;
     h->next_of_value = h->prev_of_value = NULL;
 }
@@ -152,6 +162,7 @@ void koila__group_free(koila__group *g)
     koila__tape *t = g->tape;
     koila_assert(!g->handles && koila__n_factories >= g->factory);
     koila__n_factories -= g->factory;
+    tell_drop(t, g->cur);
     PyObject_Free(g);
     Py_DECREF(t);
 }

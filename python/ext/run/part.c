@@ -11,6 +11,58 @@ void koila__part_free(koila__part *p)
     *p = (koila__part){ 0 };
 }
 
+/* What is still held when a planned step ends lives until then. Where there is no memory for that,
+ * predictions are less exact. */
+static void tell_held(const koila__tape *t, const koila__part *p)
+{
+    for (const koila__handle *h = t->handles; h; h = h->next_in_tape) {
+        const koila_value v = p->value_of[h->group->cur];
+        if (v != KOILA_NONE)
+            (void)koila_graph_drop(p->graph, v);
+    }
+}
+
+/* The address of `real`'s StorageImpl, and its bytes. 0: torch does not say. */
+static uintptr_t storage_of(PyObject *real, uint64_t *bytes)
+{
+    PyObject *s = PyObject_CallMethod(real, "untyped_storage", NULL);
+    PyObject *at = s ? PyObject_GetAttrString(s, "_cdata") : NULL;
+    PyObject *n = at ? PyObject_CallMethod(s, "nbytes", NULL) : NULL;
+    uintptr_t address = 0;
+    if (n) {
+        *bytes = PyLong_AsUnsignedLongLong(n);
+        address = (uintptr_t)PyLong_AsUnsignedLongLong(at);
+    }
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        address = 0;
+    }
+    Py_XDECREF(n);
+    Py_XDECREF(at);
+    Py_XDECREF(s);
+    return address;
+}
+
+/* The storages of the part's leaves, numbered by the first leaf in each. */
+static void tell_storages(const koila__tape *t, const koila__part *p)
+{
+    const uint32_t n = koila_graph_n_values(t->graph);
+    uintptr_t *address = PyMem_Calloc(n + 1, sizeof *address);
+    for (koila_value v = 0; address && v < n; v++) {
+        uint64_t bytes = 0;
+        uint32_t first = 0;
+        if (p->value_of[v] == KOILA_NONE || !t->values[v].real)
+            continue;
+        address[v] = storage_of(t->values[v].real, &bytes);
+        if (!address[v])
+            continue;
+        while (address[first] != address[v])
+            first++;
+        (void)koila_graph_stored(p->graph, p->value_of[v], first, bytes);
+    }
+    PyMem_Free(address);
+}
+
 int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out)
 {
     const uint32_t n_values = koila_graph_n_values(t->graph);
@@ -31,6 +83,10 @@ int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koi
         koila__part_free(out);
         koila__raise(status);
         return -1;
+    }
+    if (t->planned) {
+        tell_held(t, out);
+        tell_storages(t, out);
     }
     for (uint32_t i = 0; i < n; i++) {
         out->targets[i] = out->value_of[targets[i]];

@@ -168,6 +168,8 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         koila_assert(c->refs > 0);
         c->used = ++clock_of_uses;
         c->refs++;
+        if (koila_graph_n_drops(part)) /* equal steps may hold their values for other times */
+            koila_graph_take_lives(c->part, part);
         koila_graph_free(part);
         return c;
     }

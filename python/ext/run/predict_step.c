@@ -113,8 +113,9 @@ static PyObject *largest_of(const koila_prediction *p)
 static PyObject *prediction_dict(const koila_prediction *p, const koila_device *d)
 {
     return Py_BuildValue(
-        "{s:s,s:N,s:N,s:K,s:O,s:K,s:I,s:L,s:L,s:s,s:s,s:N,s:N,s:N}", "device", koila_device_name(d),
-        "first", peaks_of(&p->first), "steady", peaks_of(&p->steady), "memory_bytes",
+        "{s:s,s:N,s:N,s:{s:N,s:N},s:K,s:O,s:K,s:I,s:L,s:L,s:s,s:s,s:N,s:N,s:N}", "device",
+        koila_device_name(d), "first", peaks_of(&p->first), "steady", peaks_of(&p->steady), "plain",
+        "first", peaks_of(&p->plain_first), "steady", peaks_of(&p->plain_steady), "memory_bytes",
         (unsigned long long)p->memory_bytes, "fits", p->fits ? Py_True : Py_False, "spare_bytes",
         (unsigned long long)p->spare_bytes, "n_slices", p->n_slices, "batch", (long long)p->batch,
         "rows", (long long)p->rows, "peak_op", p->peak_op, "peak_line", p->peak_line, "largest",
@@ -149,6 +150,19 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_
     } else
         PyErr_NoMemory();
     PyMem_Free(p);
+    koila_device_free(d);
+    return out;
+}
+
+PyObject *koila__device_field(const char *device, const char *key)
+{
+    koila_device *d = device_of(device);
+    PyObject *out = NULL;
+    for (int i = 0; d && i < KOILA_N_DEVICE_FIELDS && !out; i++)
+        if (strcmp(koila_device_field_key((koila_device_field)i), key) == 0)
+            out = PyLong_FromUnsignedLongLong(koila_device_get(d, (koila_device_field)i).value);
+    if (d && !out && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "a device profile has no field %s", key);
     koila_device_free(d);
     return out;
 }

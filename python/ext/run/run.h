@@ -283,5 +283,7 @@ typedef struct koila__training {
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_t memory,
                                int64_t rows, const koila__training *with, koila_plan **plan);
 PyObject *koila__device_names(void);
+/* of a profile: a name, or JSON text. ValueError when there is no such profile or field */
+PyObject *koila__device_field(const char *device, const char *key);
 
 #endif

@@ -485,6 +485,15 @@ static PyObject *py_device_names(PyObject *self, PyObject *ignored)
     return koila__device_names();
 }
 
+static PyObject *py_device_field(PyObject *self, PyObject *args)
+{
+    const char *device, *key;
+    (void)self;
+    return PyArg_ParseTuple(args, "ss:device_field", &device, &key)
+               ? koila__device_field(device, key)
+               : NULL;
+}
+
 static PyObject *py_register_rule(PyObject *self, PyObject *args)
 {
     const char *op, *rule;
@@ -560,6 +569,8 @@ static PyMethodDef methods[] = {
     { "predict", (PyCFunction)(void (*)(void))py_predict, METH_VARARGS | METH_KEYWORDS,
       "Predict the step planned last on a device, given by name or as JSON text; a dict. The "
       "keywords are those of koila.plan()." },
+    { "device_field", py_device_field, METH_VARARGS,
+      "device_field(device, key): a number of a profile, given by name or as JSON text." },
     { "device_names", py_device_names, METH_NOARGS, "Names of the built-in device profiles." },
     { "register_rule", py_register_rule, METH_VARARGS,
       "register_rule(operator, rule): see koila.register_rule." },
