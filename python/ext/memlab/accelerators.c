@@ -167,7 +167,7 @@ static bool find_memory_stats(void)
     return memory_stats != NULL;
 }
 
-/* Statistics are read while a function is left, perhaps by an exception, which is kept meanwhile. */
+/* Statistics are read while a function is left, perhaps by an exception: it is kept meanwhile. */
 typedef struct error {
     PyObject *type, *value, *where;
 } error;

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/base.h"
+#include "memlab/memlab.h"
 
 /* ---- torch's own descriptors, found once */
 
@@ -21,7 +22,7 @@ static struct {
         *requires_grad, *is_cpu;
     /* methods */
     PyObject *use_count, *storage_offset, *untyped_storage, *indices, *values, *crow, *ccol, *col,
-        *row, *nested_values;
+        *row, *nested_values, *is_pinned;
     PyObject *storage_address, *has_storage; /* functions of torch._C */
     PyObject *strided;
 } of;
@@ -197,7 +198,7 @@ int koila__facts_prepare(PyObject *torch)
         { &of.indices, "_indices" },     { &of.values, "_values" },
         { &of.crow, "crow_indices" },    { &of.ccol, "ccol_indices" },
         { &of.col, "col_indices" },      { &of.row, "row_indices" },
-        { &of.nested_values, "values" },
+        { &of.nested_values, "values" }, { &of.is_pinned, "is_pinned" },
     };
     for (size_t i = 0; i < KOILA_COUNT(attributes); i++)
         *attributes[i].at = base_attribute(attributes[i].name);
@@ -305,8 +306,25 @@ uint64_t koila__facts_offset(PyObject *t)
     return words ? words[at_offset] : as_number(call(of.storage_offset, t), 0);
 }
 
+/* Has a GPU been started? To ask whether an address is pinned would start one. */
+static bool is_a_gpu_started(void)
+{
+    bool started = false;
+    PyObject *c = PyImport_ImportModule("torch._C");
+    for (int d = 1; c && !started && d < koila__memlab_meter.n_devices; d++) {
+        PyObject *has = PyObject_CallMethod(c, "_cuda_hasPrimaryContext", "i", d - 1);
+        started = is_true(has);
+        PyErr_Clear();
+    }
+    Py_XDECREF(c);
+    PyErr_Clear();
+    return started;
+}
+
 koila__owner koila__facts_owner_of_unknown(PyObject *t)
 {
+    if (is_a_gpu_started() && is_true(call(of.is_pinned, t)))
+        return KOILA__OWNER_BORROWED;
     PyObject *s = call(of.untyped_storage, t);
     if (!s)
         return KOILA__OWNER_BORROWED;

@@ -40,7 +40,7 @@ PyObject *koila__facts_shape(PyObject *t, uint64_t *numel);
 typedef enum koila__owner {
     KOILA__OWNER_ALLOCATOR, /* counted since the hook was installed */
     KOILA__OWNER_OLDER,     /* older than the hook */
-    KOILA__OWNER_BORROWED   /* not from torch's allocator: NumPy's, mapped, shared */
+    KOILA__OWNER_BORROWED   /* not from torch's allocator: NumPy's, mapped, shared, pinned */
 } koila__owner;
 typedef struct koila__storage {
     void *impl; /* the StorageImpl; not NULL in a storage that was found */

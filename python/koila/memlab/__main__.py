@@ -142,12 +142,13 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline:
         utils.format_of(args.timeline, timelines.FORMATS)
     code, namespace = _load(args)
-    profiler = LineProfiler(target_gpu=int(args.gpu) if args.gpu.isdigit() else args.gpu)
+    device = int(args.gpu) if args.gpu.isdigit() else args.gpu
+    profiler = LineProfiler(target_gpu=device)
     inside = codes_inside(code)
     for wanted in args.function or [None]:
         _add(profiler, wanted, args, inside)
     devices.listen()
-    record = timelines.timeline() if args.timeline else None
+    record = timelines.timeline(device=device) if args.timeline else None
     with record or contextlib.nullcontext(), profiler:
         status = _execute(code, namespace)
     try:

@@ -6,6 +6,25 @@ import subprocess
 import sys
 import textwrap
 
+import torch
+
+# Where tensors that name no device are made; those of other threads name it. Scripts in processes
+# of their own make theirs on the CPU and ask for it.
+HERE = os.environ.get("KOILA_DEVICE", "cpu")
+
+
+def block(n):
+    """The bytes of a block for n bytes: a GPU's allocator hands out multiples of 512 (and for more
+    than 1 MiB sometimes more)."""
+    return n if HERE == "cpu" else -(-n // 512) * 512
+
+
+def bytes_now():
+    """The bytes in tensors, by another count than memlab's where there is one."""
+    from koila import _core
+
+    return _core.cpu_bytes_current() if HERE == "cpu" else torch.cuda.memory_allocated()
+
 
 def python(*args, code=0, timeout=240, cwd=None, **environment):
     """Run in a process of its own, which must exit with `code`: its CompletedProcess."""

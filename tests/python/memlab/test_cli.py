@@ -23,7 +23,9 @@ SCRIPT = textwrap.dedent("""
 
 def test_run_reports_on_stderr_and_keeps_the_exit_code(tmp_path):
     (tmp_path / "s.py").write_text(SCRIPT)
-    p = cli("run", "-f", "train", "-c", "alloc", "s.py", "3", "--x", code=3, cwd=tmp_path)
+    p = cli(
+        "run", "-g", "cpu", "-f", "train", "-c", "alloc", "s.py", "3", "--x", code=3, cwd=tmp_path
+    )
     assert (
         p.stdout == "['3', '--x'] 2\n"
         and "## train" in p.stderr
@@ -53,7 +55,7 @@ def test_a_function_of_the_script_itself_is_the_one_that_runs(tmp_path):
         "torch.zeros(1000)\nf()\nprint('ran')\nsys.exit(4)\n"
     )
     for name in ("s:f", "__main__:f"):
-        p = cli("run", "-f", name, "-o", "t.txt", "s.py", cwd=tmp_path, code=4)
+        p = cli("run", "-g", "cpu", "-f", name, "-o", "t.txt", "s.py", cwd=tmp_path, code=4)
         assert p.stdout == "ran\n" and "3.91K" in (tmp_path / "t.txt").read_text() and not p.stderr
     for name, said in (("s:g", "it has f"), ("nowhere:f", "nowhere"), ("json:nope", "nope")):
         p = cli("run", "-f", name, "s.py", cwd=tmp_path, code=2)
@@ -65,7 +67,7 @@ def test_a_function_of_the_script_itself_is_the_one_that_runs(tmp_path):
         "import torch\ndef g():\n    return torch.zeros(1000)\n"
     )
     (tmp_path / "pack" / "__main__.py").write_text("import pack\npack.g()\n")
-    assert "3.91K" in cli("run", "-f", "pack:g", "-m", "pack", cwd=tmp_path).stderr
+    assert "3.91K" in cli("run", "-g", "cpu", "-f", "pack:g", "-m", "pack", cwd=tmp_path).stderr
 
 
 def test_failing_scripts_show_their_own_traceback(tmp_path):

@@ -713,6 +713,114 @@ def test_expandable_segments_are_counted_the_same():
     assert out == "hook\n"
 
 
+def test_two_devices_are_told_apart():
+    """On a machine with one GPU: only what the simulated device can show."""
+    out = fresh("""
+        if torch.cuda.device_count() < 2:
+            sys.exit(print("one device") or 0)
+        from koila.memlab import tensors
+        torch.empty(1, device="cuda:1")
+        def work():
+            a = torch.ones(1000, device="cuda:0")
+            b = a.to("cuda:1")
+            with torch.cuda.device(1):
+                c = torch.ones(3000, device="cuda")
+            del b
+            return a, c
+        work()
+        with LineProfiler(work, target_gpu=1) as p: kept = work()
+        shown = [r["alloc"] for r in ran(p, work)]
+        of = {d: [r["alloc"] for r in ran(p, work, device=d)] for d in ("cpu", 0, "cuda:1")}
+        assert shown == of["cuda:1"] == [0, 0, 4096, 0, 12288, 0, 0], (shown, of)
+        assert of[0] == [0, 4096, 0, 0, 0, 0, 0] and not any(of["cpu"]), of
+        assert [r["freed"] for r in ran(p, work)] == [0, 0, 0, 0, 0, 4096, 0]
+        def switching():
+            a = torch.empty(1000, device="cuda:0")
+            b = torch.empty(2000, device="cuda:1")
+            p.target_gpu = 0
+            c = torch.empty(3000, device="cuda:0")
+            d = torch.empty(4000, device="cuda:1")
+        with LineProfiler(switching, target_gpu="cuda:1") as p: switching()
+        found = [r["alloc"] for r in ran(p, switching)]
+        assert found == [0, 0, 8192, 0, 12288, 0], found
+        with memlab.measure("cuda:1") as one, memlab.measure("cuda:0") as zero:
+            x = torch.empty(5000, device="cuda:1")
+        assert (one.alloc, one.allocs, zero.alloc) == (20480, 1, 0)
+        with memlab.timeline(device="cuda:1") as t:
+            y, z = torch.empty(600, device="cuda:1"), torch.empty(700, device="cuda:0")
+        assert (t.n_events, t.end - t.start) == (1, 2560)
+        names = tensors.Names()
+        for d in (0, 1):
+            torch.cuda.synchronize(d)
+            b = tensors.books(names.collect(), f"cuda:{d}")
+            now = torch.cuda.memory_allocated(d)
+            assert (b["truth"], b["unexplained"], b["loose"][0]) == (now, 0, 0), (d, b, now)
+            assert b["listed"] + b["rounding"] == now
+        torch.cuda.empty_cache()
+        before = [torch.cuda.memory_allocated(d) for d in (0, 1)]
+        free = torch.cuda.mem_get_info(1)[0]
+        c = Courtesy(device="cuda:1")
+        n = c.yield_memory()
+        assert n == 4 * (3000 + 5000 + 600), (n, c.skipped)
+        assert [torch.cuda.memory_allocated(d) for d in (0, 1)] == [before[0], 0]
+        assert torch.cuda.memory_reserved(1) == 0 and torch.cuda.mem_get_info(1)[0] > free
+        assert float(kept[0].sum()) == 1000                    # the other device's stays
+        assert c.restore() == n
+        assert [torch.cuda.memory_allocated(d) for d in (0, 1)] == before
+        c = Courtesy()                                         # all devices
+        assert c.yield_memory() == n + 4 * (1000 + 700), c.skipped
+        assert [torch.cuda.memory_allocated(d) for d in (0, 1)] == [0, 0]
+        assert c.restore() == n + 6800 and float(kept[1].sum()) == 3000
+        print("two")
+    """, FAKECUDA_DEVICES="2")  # fmt: skip
+    if out == "one device\n":
+        pytest.skip("one GPU: run it on the simulated device, or on two GPUs")
+    assert out == "two\n", out
+
+
+def test_pinned_memory_is_borrowed_and_counts_for_no_device():
+    settle()
+    with memlab.measure("cuda") as gpu, memlab.measure("cpu") as cpu:
+        x = torch.empty(5000, dtype=torch.uint8, device="cpu", pin_memory=True)
+    assert (gpu.alloc, cpu.alloc) == (0, 0)
+    rows = [r for r in tensors.Names().collect() if r[tensors.DATA] == x.data_ptr()]
+    assert [(r[tensors.BYTES], r[tensors.OWNER]) for r in rows] == [(5000, "borrowed")], rows
+    c = Courtesy(device="cpu")
+    c.yield_memory()
+    c.restore()
+    assert any(n == 5000 for _, n, _ in c.skipped), c.skipped
+
+
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_courtesy_gives_back_and_takes_exactly_what_tensors_hold(expandable):
+    out = fresh("""
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            a = torch.full((3 << 20,), 2.0, device="cuda")      # 12 MiB
+        b = torch.full((1000,), 3.0, device="cuda")
+        view = b[10:20]
+        c = a.half()                                            # 6 MiB
+        a.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        free = torch.cuda.mem_get_info()[0]
+        for to in ("cpu", "pinned"):
+            lent = Courtesy(to=to)
+            assert lent.yield_memory() == (12 << 20) + 4000 + (6 << 20), lent.skipped
+            assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (0, 0)
+            assert torch.cuda.mem_get_info()[0] == free + before[1]
+            assert core.memlab_now(1) == (0, 0)
+            assert lent.restore() == (12 << 20) + 4000 + (6 << 20)
+            assert torch.cuda.memory_allocated() == before[0] == core.memlab_now(1)[0]
+            assert float(a.sum()) == 6 << 20 and float(view.sum()) == 30
+            assert view.data_ptr() == b.data_ptr() + 40 and bool((c == 2).all())
+            torch.cuda.empty_cache()
+        print(memlab.backend()["cuda"])
+    """, PYTORCH_CUDA_ALLOC_CONF=f"expandable_segments:{expandable}")  # fmt: skip
+    assert out == "hook\n"
+
+
 def test_nothing_of_cuda_is_started_by_looking():
     out = fresh("""
         memlab.start()

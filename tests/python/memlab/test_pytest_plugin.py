@@ -23,7 +23,7 @@ def test_marker_fails_what_needs_more_and_the_fixture_measures(tmp_path):
             torch.zeros(9)
             assert False, "mine"
         def test_fixture(memlab):
-            with memlab.measure() as m: torch.zeros(10)
+            with memlab.measure("cpu") as m: torch.zeros(10)
             assert m.alloc == 40
     """)
     )

@@ -546,7 +546,7 @@ def test_diff_of_snapshots_and_of_records():
     def work(n):
         return torch.empty(n, dtype=torch.uint8)
 
-    p = memlab.LineProfiler(work)
+    p = memlab.LineProfiler(work, target_gpu="cpu")
     with p:
         work(100)
     first = p.records()
@@ -580,7 +580,7 @@ def test_trace_says_who_made_a_tensor():
 def test_measure_is_exact_and_nests():
     with memlab.measure("cpu") as m:
         a = torch.empty(1000, dtype=torch.uint8)
-        with memlab.measure() as inner:
+        with memlab.measure("cpu") as inner:
             b = torch.empty(500, dtype=torch.uint8)
             assert inner.end - inner.start == 500
             del b
@@ -609,7 +609,7 @@ def test_measure_is_exact_and_nests():
 def test_measure_sees_other_threads():
     import threading
 
-    with memlab.measure() as m:
+    with memlab.measure("cpu") as m:
         t = threading.Thread(target=lambda: torch.empty(100, dtype=torch.uint8))
         t.start()
         t.join()
@@ -617,7 +617,7 @@ def test_measure_sees_other_threads():
 
 
 def test_truth_of_a_measure_is_the_sum_of_storages():
-    with memlab.measure() as m:
+    with memlab.measure("cpu") as m:
         live = [torch.empty(n, dtype=torch.uint8) for n in range(1, 1000)]
     assert m.alloc == sum(t.untyped_storage().nbytes() for t in live) == 499500
 
@@ -706,7 +706,7 @@ def test_backend_and_unsupported():
         memlab.stop()
         assert not core.cpu_bytes_ok()
         from koila.memlab.control import measure
-        with measure() as m:       # first use installs again
+        with measure("cpu") as m:       # first use installs again
             torch.empty(10)
         assert m.alloc == 40
     """)

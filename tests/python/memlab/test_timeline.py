@@ -7,15 +7,19 @@ import pickle
 import re
 import sys
 import threading
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
 import torch
-from memlab_helpers import cli
+from memlab_helpers import HERE as DEVICE
+from memlab_helpers import block, cli
 
 from koila import memlab
-from koila.memlab import measure, timeline
+from koila.memlab import timeline as timeline_of
 
+measure = partial(memlab.measure, DEVICE)
+timeline = partial(timeline_of, device=DEVICE)  # not a GPU that is beside the tensors
 HERE = os.path.abspath(__file__)
 
 
@@ -65,17 +69,19 @@ def test_who_held_what_at_the_peak_by_line_kind_and_module():
         == sum(t.by_line().values())
         == t.peak
     )
-    assert t.by_line()[large] == 5_000_000 and line_of("# after the peak") not in t.by_line()
-    assert t.by_line()[own] == 50 * 1000 * 4  # relu's result; the linear's own is the line before
+    assert t.by_line()[large] == block(5_000_000) and line_of("# after the peak") not in t.by_line()
+    assert t.by_line()[own] == block(
+        50 * 1000 * 4
+    )  # relu's result; the linear's own is the line before
     assert (
-        t.by_kind()["parameter"] == sum(p.nbytes for p in net.parameters())
+        t.by_kind()["parameter"] == sum(block(p.nbytes) for p in net.parameters())
         and t.by_kind()["gone"] >= 50 * 1000 * 4
     )
     modules = t.by_module()
     assert (
-        modules["0"] == 200_000
-        and modules["0.a"] == 100 * 1000 * 4 + 4000
-        and modules["1"] == 1000 * 40 + 40 + 2000
+        modules["0"] == block(200_000)
+        and modules["0.a"] == block(100 * 1000 * 4) + block(4000)
+        and modules["1"] == block(1000 * 40) + block(40) + block(2000)
     )
     assert modules[None] >= 5_000_000
     assert [r["kind"] for r in t.at_peak if r["line"] == large] == ["tensor"]
@@ -158,7 +164,7 @@ def test_pytorch_s_own_viewer_opens_the_pickle(tmp_path):
 def test_threads_are_all_in_it():
     def work():
         for _ in range(300):
-            torch.empty(100)
+            torch.empty(100, device=DEVICE)
 
     with timeline() as t, measure() as m:
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -200,5 +206,5 @@ def test_command_writes_a_timeline(tmp_path):
     (tmp_path / "s.py").write_text(
         "import torch\ndef f():\n    x = torch.empty(1_000_000)\n    return x\nf()\n"
     )
-    cli("run", "-t", "t.json", "s.py", cwd=tmp_path)
+    cli("run", "-g", "cpu", "-t", "t.json", "s.py", cwd=tmp_path)
     assert json.loads((tmp_path / "t.json").read_text())["peak"] == 4_000_000
