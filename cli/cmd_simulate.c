@@ -81,15 +81,46 @@ static void put_stat(FILE *f, const koila_cache_stat *s)
 static uint64_t n_decisions(const koila_replay_result *r)
 {
     return r->n_retries + r->n_retry_or_empty + r->n_empty + r->n_cap_set +
-           r->n_expandable_switched + r->n_collected;
+           r->n_expandable_switched + r->n_collected + r->n_start_learned;
 }
 
-/* Statistics that a recording does not tell: an empty_cache that freed nothing leaves no entry, and
- * one right before a new segment looks like that segment's retry. */
+static bool starts_with(const char *name, const char *start)
+{
+    return !strncmp(name, start, strlen(start));
+}
+
+/* Does the recording leave this statistic open? An empty_cache that freed nothing leaves no entry,
+ * and one right before a new segment looks like that segment's retry. Between the last request that
+ * shows expandable segments off and the first that shows them on, the rest of a block may have been
+ * split off or not. Of the time before a window nobody has counted anything. */
+static bool is_uncertain(const koila_replay_result *r, const char *name)
+{
+    static const char *const by_split[] = { "allocated_bytes.", "active_bytes.", "inactive_split.",
+                                            "inactive_split_bytes." };
+    if (!strcmp(name, "num_sync_all_streams"))
+        return true;
+    if (r->n_retry_or_empty && !strcmp(name, "num_alloc_retries"))
+        return true;
+    for (size_t i = 0; r->n_expandable_switched && i < sizeof by_split / sizeof *by_split; i++)
+        if (starts_with(name, by_split[i]))
+            return true;
+    const char *dot = strrchr(name, '.');
+    return r->n_start_segments && (!dot || strcmp(dot, ".current"));
+}
+
 static void put_uncertain_json(const koila_replay_result *r)
 {
-    printf(",\"stats_uncertain\":[\"num_sync_all_streams\"%s]",
-           r->n_retry_or_empty ? ",\"num_alloc_retries\"" : "");
+    char name[64];
+    uint64_t unused;
+    bool any = false;
+    fputs(",\"stats_uncertain\":[", stdout);
+    for (size_t i = 0; koila_cache_stat_at(&r->stat, i, name, &unused); i++) {
+        if (!is_uncertain(r, name))
+            continue;
+        printf("%s\"%s\"", any ? "," : "", name);
+        any = true;
+    }
+    putchar(']');
 }
 
 static const char *json_bool(bool x) { return x ? "true" : "false"; }
@@ -114,6 +145,8 @@ static void put_replay_json(const koila_replay_result *r)
     put_number("cap_set", r->n_cap_set);
     put_number("expandable_switched", r->n_expandable_switched);
     put_number("collected", r->n_collected);
+    put_number("start_learned", r->n_start_learned);
+    put_number("start_segments", r->n_start_segments);
     put_number("start_blocks", r->n_start_blocks);
     put_number("start_blocks_assumed", r->n_assumed);
     printf(",\"reservations_inferred\":%s,\"end_checked\":%s}", json_bool(r->reservations_inferred),
@@ -236,10 +269,16 @@ static void put_whatif(const simulate_options *o, const koila_snapshot *s,
 
 static void put_decisions(const koila_replay_result *r)
 {
-    static const char *const names[] = { "retry",   "retry or empty_cache", "empty_cache",
-                                         "cap set", "expandable switched",  "garbage collection" };
-    const uint64_t n[] = { r->n_retries, r->n_retry_or_empty,      r->n_empty,
-                           r->n_cap_set, r->n_expandable_switched, r->n_collected };
+    static const char *const names[] = { "retry",
+                                         "retry or empty_cache",
+                                         "empty_cache",
+                                         "cap set",
+                                         "expandable switched",
+                                         "garbage collection",
+                                         "learned of the start" };
+    const uint64_t n[] = { r->n_retries,      r->n_retry_or_empty,      r->n_empty,
+                           r->n_cap_set,      r->n_expandable_switched, r->n_collected,
+                           r->n_start_learned };
     bool any = false;
     for (size_t i = 0; i < sizeof n / sizeof *n; i++) {
         if (!n[i])

@@ -1,11 +1,13 @@
-"""Record histories of PyTorch's CUDA allocator, and check the model against each. Needs a GPU.
+"""Record histories of PyTorch's CUDA allocator, and check the model against each. Needs a GPU, or
+the simulated one (tests/fakecuda); FAKECUDA_NUMBERS=0 is enough there.
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
     python tools/record_history.py OUT --check     the check alone, of recordings made elsewhere
     ... --koila build/koila     the command that checks: else that of the installed package, of this
                                 tree's build folder, or on PATH
 
-Every case runs in a fresh process, with the history on before anything is allocated. It writes
+Every case runs in a process of its own (a fork of this one, which imports torch and never touches
+the device), with the history on before anything is allocated. It writes
 OUT/NAME.pickle (torch.cuda.memory._dump_snapshot) and OUT/NAME.json (torch.cuda.memory_stats() at
 the end, versions, settings). `koila simulate` checks each recording in three ways:
 
@@ -28,11 +30,12 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -467,6 +470,7 @@ DECISIONS = (
     "cap_set",
     "expandable_switched",
     "collected",
+    "start_learned",
 )
 
 
@@ -574,6 +578,68 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+SECONDS_A_CASE = 120
+
+
+def record_in_a_child(name: str, out: Path) -> int:
+    """Forks a process that records `name` and ends; returns its id. It leaves OUT/NAME.json, with
+    an "error" where something went wrong."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    result = out / f"{name}.json"
+    status = 1
+    try:
+        signal.alarm(SECONDS_A_CASE)  # its default action ends the process
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = cases()[name].conf
+        said = record(name, out)
+        result.write_text(json.dumps(said, indent=1))
+        status = 0
+    except BaseException:
+        result.write_text(json.dumps({"error": traceback.format_exc()[-1500:]}))
+    finally:
+        os._exit(status)
+
+
+def record_all(names: list[str], out: Path, jobs: int, seconds: float) -> None:
+    """Records all cases, `jobs` at a time; none is started when `seconds` have passed."""
+    import torch._dynamo  # what an optimizer imports: once, not once a case
+
+    started = time.monotonic()
+    running: dict[int, str] = {}
+
+    def wait_for_one() -> None:
+        child, status = os.wait()
+        name = running.pop(child)
+        if os.WIFSIGNALED(status):
+            error = f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+            (out / f"{name}.json").write_text(json.dumps({"error": error}))
+
+    for name in names:
+        if len(running) >= jobs:
+            wait_for_one()
+        if time.monotonic() - started >= seconds:
+            error = f"not started within {seconds:.0f} s"
+            (out / f"{name}.json").write_text(json.dumps({"error": error}))
+            continue
+        running[record_in_a_child(name, out)] = name
+    while running:
+        wait_for_one()
+
+
+def check_all(koila: str, names: list[str], out: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in names:
+        if (out / f"{name}.json").exists():
+            try:
+                found[name] = check(koila, name, out)
+            except Exception as e:
+                found[name] = {"verdict": f"check failed: {type(e).__name__}: {e}"}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -586,51 +652,16 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--koila", help="the command that checks; else looked for")
-    parser.add_argument("--child", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.child:
-        said = record(args.only, args.out)
-        (args.out / f"{args.only}.json").write_text(json.dumps(said, indent=1))
-        return 0
     names = [n for n in args.only.split(",") if n] or list(cases())
     for unknown in set(names) - set(cases()):
         parser.error(f"no case {unknown}; there are {', '.join(cases())}")
     koila = koila_command(args.koila)
     started = time.monotonic()
-
-    def one(name: str) -> None:
-        error = f"not started within {args.seconds:.0f} s"
-        if time.monotonic() - started < args.seconds:
-            env = {
-                **os.environ,
-                "PYTORCH_CUDA_ALLOC_CONF": cases()[name].conf,
-                "PYTHONWARNINGS": "ignore",
-            }
-            try:
-                r = subprocess.run(
-                    [sys.executable, __file__, str(args.out), "--child", "--only", name],
-                    capture_output=True,
-                    text=True,
-                    env=env,
-                    timeout=50,
-                )
-                error = "" if r.returncode == 0 else r.stderr[-1500:] or f"exit {r.returncode}"
-            except subprocess.TimeoutExpired:
-                error = "took longer than 50 s"
-        if error:
-            (args.out / f"{name}.json").write_text(json.dumps({"error": error}))
-
     if not args.check:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(one, names))
-    found = {}
-    for name in names:
-        if (args.out / f"{name}.json").exists():
-            try:
-                found[name] = check(koila, name, args.out)
-            except Exception as e:
-                found[name] = {"verdict": f"check failed: {type(e).__name__}: {e}"}
+        record_all(names, args.out, args.jobs, args.seconds)
+    found = check_all(koila, names, args.out)
     lines = table(found)
     first = next(
         (args.out / f"{n}.pickle" for n in names if (args.out / f"{n}.pickle").exists()), None

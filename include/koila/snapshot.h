@@ -147,6 +147,11 @@ typedef struct koila_replay_result {
     uint64_t at_peak_requested, lost_rounding, lost_unsplit, lost_pinned, lost_whole, waiting;
     uint64_t n_ooms;
     uint64_t first_oom_entry; /**< UINT64_MAX: none */
+    /** segments there before the first entry; 0 where the trace holds everything */
+    uint64_t n_start_segments;
+    /** of the external decisions: facts about the state before the first entry that were inferred
+     * from what followed (which segment is older, how long a block was that died in the window) */
+    uint64_t n_start_learned;
 } koila_replay_result;
 
 /** Replay the recorded requests of one device; `c` NULL: koila_snapshot_config. out->struct_size is

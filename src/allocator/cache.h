@@ -43,6 +43,10 @@ uint64_t koila__cache_left(const koila_cache *c);
  * behave alike afterwards. 0: unknown. */
 uint64_t koila__cache_layout(const koila_cache *c);
 
+/* The ages of segments, oldest first: each is named by an address in it. For a cache that was just
+ * made by koila_cache_from_segments(); without effect where ties go by address alone. */
+void koila__cache_set_ages(koila_cache *c, const uint64_t *list, size_t n);
+
 /* handed out, or freed and waiting for another stream */
 bool koila__cache_is_out(const koila_cache *c, uint64_t addr);
 const koila_cache_stat *koila__cache_stats_ref(const koila_cache *c); /* borrowed, live */

@@ -215,6 +215,47 @@ static koila_status load_all(koila_cache *c, const koila_segment **list, const k
     return KOILA_OK;
 }
 
+/* The segment that holds an address: they were made in the order of addresses. */
+static uint32_t segment_of(const koila_cache *c, uint64_t addr)
+{
+    uint32_t lo = 1;
+    uint32_t hi = c->s.n_segs;
+    while (lo < hi) {
+        const uint32_t mid = (lo + hi) / 2;
+        if (c->segs[mid].addr + c->segs[mid].size <= addr)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    koila_assert(lo < c->s.n_segs && c->segs[lo].addr <= addr);
+    return lo;
+}
+
+void koila__cache_set_ages(koila_cache *c, const uint64_t *list, size_t n)
+{
+    uint64_t number = 0;
+    koila_assert(!c->n_marks && !c->s.dead_seg);
+    if (!(c->conf.rules & KOILA_RULE_OLDEST_SEGMENT))
+        return;
+    for (uint32_t s = 1; s < c->s.n_segs; s++)
+        for (uint32_t b = c->segs[s].first; b; b = c->blocks[b].next)
+            if (c->blocks[b].state == KOILA_BLOCK_FREE)
+                free_erase(c, b);
+    for (uint32_t s = 1; s < c->s.n_segs; s++)
+        c->segs[s].number = 0;
+    for (size_t i = 0; i < n; i++) {
+        segment *g = &c->segs[segment_of(c, list[i])];
+        if (!g->number)
+            g->number = ++number;
+    }
+    for (uint32_t s = 1; s < c->s.n_segs; s++)
+        for (uint32_t b = c->segs[s].first; b; b = c->blocks[b].next)
+            if (c->blocks[b].state == KOILA_BLOCK_FREE)
+                free_insert(c, b);
+    koila_assert(number <= c->s.n_made);
+    koila_check(koila__cache_check(c));
+}
+
 koila_status koila_cache_from_segments(const koila_cache_config *conf, const koila_allocator *mem,
                                        const koila_segment *s, size_t n, koila_cache **out,
                                        koila_error *e)

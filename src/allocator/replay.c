@@ -19,7 +19,7 @@
  * nothing. The recorded run of such releases is kept as a set, and each release the rules name must
  * be in it.
  *
- * The state before the first entry: replay_start.c. Other limits and settings: replay_whatif.c.
+ * The state before the first entry: replay_start.c, replay_learn.c. Other limits and settings: replay_whatif.c.
  */
 #include "allocator/replay.h"
 
@@ -143,8 +143,7 @@ void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const cha
     o->at_entry = at;
 }
 
-/* The segment of before the first entry that holds an address; NULL: none. */
-static const koila_segment *start_segment(const replay *r, uint64_t addr)
+const koila_segment *koila__replay_start_segment(const replay *r, uint64_t addr)
 {
     for (uint64_t i = 0; i < r->n_start; i++)
         if (r->start[i].addr <= addr && addr - r->start[i].addr < r->start[i].size)
@@ -159,14 +158,20 @@ static bool is_tie_of_old(const replay *r, uint64_t i)
     if (!(r->conf.rules & KOILA_RULE_OLDEST_SEGMENT) || i >= r->n)
         return false;
     const snap_entry *x = entry(r, i);
-    const koila_segment *recorded = start_segment(r, x->addr);
-    const koila_segment *expected = start_segment(r, r->expected.addr);
+    const koila_segment *recorded = koila__replay_start_segment(r, x->addr);
+    const koila_segment *expected = koila__replay_start_segment(r, r->expected.addr);
     return x->kind == r->expected.kind && x->size == r->expected.size && recorded && expected &&
            recorded != expected;
 }
 
 static void stop_at_difference(replay *r, uint64_t i)
 {
+    if (r->stopped)
+        return;
+    if (koila__replay_learn(r, &r->expected, i)) {
+        r->stopped = r->begins_anew = true;
+        return;
+    }
     r->tie_of_old = is_tie_of_old(r, i);
     char expected[80], recorded[80];
     name_event(expected, sizeof expected, r->expected.kind, r->expected.addr, r->expected.size);
@@ -477,6 +482,8 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
     koila_replay_result *o = r->out;
     koila_event first = { 0 }; /* what the plainest explanation expected, and where */
     uint64_t first_at = from;
+    koila_event release = { 0 }; /* the first release that was expected, and another recorded */
+    uint64_t release_at = from;
     bool tried = false;
     for (size_t k = 0; k < KOILA_COUNT(ways); k++) {
         if (!may_explain(r, ways[k], request, oom))
@@ -490,6 +497,10 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
         if (!tried) {
             first = r->expected;
             first_at = r->at;
+        }
+        if (!release.kind && r->expected.kind == KOILA_EVENT_SEGMENT_FREE) {
+            release = r->expected;
+            release_at = r->at;
         }
         tried = true;
     }
@@ -505,6 +516,10 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
     if (request && entry(r, last)->kind == KOILA_EVENT_ALLOC &&
         koila__cache_is_out(r->c, entry(r, last)->addr)) {
         stop_at_impossible(r, last, "allocates", "is allocated already");
+        return;
+    }
+    if (release.kind && koila__replay_learn(r, &release, release_at)) {
+        r->stopped = r->begins_anew = true;
         return;
     }
     r->expected = first;
@@ -996,6 +1011,7 @@ void koila__replay_teardown(replay *r)
     koila__release(&r->mem, r->after, r->after_cap * sizeof *r->after);
     koila__release(&r->mem, r->made_at, r->n_segs * sizeof(uint64_t));
     koila__vec_free(&r->mem, &r->holds);
+    koila__vec_free(&r->mem, &r->assumed);
     koila__release(&r->mem, r->start, r->start_cap * sizeof *r->start);
     koila__release(&r->mem, r->start_blocks, r->n_start_blocks * sizeof *r->start_blocks);
 }
@@ -1113,6 +1129,8 @@ static koila_status replay_trace(replay *r, koila_error *e)
     KOILA_TRY(koila__replay_begin(r, e));
     if (!r->stopped)
         KOILA_TRY(run(r, e));
+    if (r->begins_anew)
+        return KOILA_OK;
     if (!r->stopped && !r->trace_only)
         check_end(r);
     if (r->stopped && r->c)
@@ -1124,7 +1142,7 @@ static koila_status replay_trace(replay *r, koila_error *e)
     if (r->stopped)
         return KOILA_OK;
     const uint64_t n_decisions = o->n_retries + o->n_retry_or_empty + o->n_empty + o->n_cap_set +
-                                 o->n_expandable_switched + o->n_collected;
+                                 o->n_expandable_switched + o->n_collected + o->n_start_learned;
     o->verdict = n_decisions ? KOILA_EXACT_WITH_DECISIONS : KOILA_EXACT;
     return KOILA_OK;
 }
@@ -1140,6 +1158,23 @@ static koila_status find_losses(const replay *r, const koila_cache *c, koila_rep
     return KOILA_OK;
 }
 
+/* Replays until nothing more is learned of the state before the first entry. `r` is the last of
+ * these replays, to be torn down by the caller. */
+static koila_status replay_and_learn(replay *r, const koila_snapshot *s, uint32_t device,
+                                     const koila_cache_config *c, learned *l,
+                                     koila_replay_result *out, koila_error *e)
+{
+    for (;;) {
+        KOILA_TRY(koila__replay_setup(r, s, device, c, out, e));
+        r->learned = l;
+        out->n_start_learned = l->sizes.n + l->orders.n;
+        KOILA_TRY(r->n ? replay_trace(r, e) : replay_state_only(r, e));
+        if (!r->begins_anew)
+            return KOILA_OK;
+        koila__replay_teardown(r);
+    }
+}
+
 /* Replays again up to the peak, so that the state there can be read. */
 static koila_status find_losses_at_peak(const replay *r, const koila_cache_config *c,
                                         koila_error *e)
@@ -1147,6 +1182,7 @@ static koila_status find_losses_at_peak(const replay *r, const koila_cache_confi
     replay again;
     koila_replay_result ignored;
     koila_status status = koila__replay_setup(&again, r->s, r->device, c, &ignored, e);
+    again.learned = r->learned;
     again.until = r->out->peak_entry;
     if (!status)
         status = koila__replay_begin(&again, e);
@@ -1163,9 +1199,8 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
 {
     replay r;
     koila_replay_result result;
-    koila_status status = koila__replay_setup(&r, s, device, c, &result, e);
-    if (!status)
-        status = r.n ? replay_trace(&r, e) : replay_state_only(&r, e);
+    learned l = { .mem = s->mem };
+    koila_status status = replay_and_learn(&r, s, device, c, &l, &result, e);
     if (!status) {
         result.stat.struct_size = 0;
         koila_cache_stats(r.c, &result.stat);
@@ -1175,9 +1210,27 @@ koila_status koila_replay(const koila_snapshot *s, uint32_t device, const koila_
             status = find_losses_at_peak(&r, c, e);
     }
     koila__replay_teardown(&r);
+    koila__learned_free(&l);
     if (!status)
         *out = result;
     return status;
+}
+
+/* A replay at its first entry, with all that can be learned of the state there. */
+static koila_status begin_learned(replay *r, const koila_snapshot *s, uint32_t device,
+                                  const koila_cache_config *c, learned *l, koila_replay_result *out,
+                                  koila_error *e)
+{
+    KOILA_TRY(koila__replay_setup(r, s, device, c, out, e));
+    KOILA_TRY(koila__replay_begin(r, e));
+    if (!r->n_start)
+        return KOILA_OK;
+    koila__replay_teardown(r);
+    KOILA_TRY(replay_and_learn(r, s, device, c, l, out, e));
+    koila__replay_teardown(r);
+    KOILA_TRY(koila__replay_setup(r, s, device, c, out, e));
+    r->learned = l;
+    return koila__replay_begin(r, e);
 }
 
 koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koila_cache_config *c,
@@ -1186,12 +1239,11 @@ koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koil
 {
     replay r;
     koila_replay_result out;
-    koila_status status = koila__replay_setup(&r, s, device, c, &out, e);
+    learned l = { .mem = s->mem };
+    koila_status status = begin_learned(&r, s, device, c, &l, &out, e);
     r.f = f;
     r.f_user = f_user;
     r.until = until;
-    if (!status)
-        status = koila__replay_begin(&r, e);
     if (!status && !r.stopped)
         status = run(&r, e);
     if (!status) {
@@ -1202,5 +1254,6 @@ koila_status koila_timeline(const koila_snapshot *s, uint32_t device, const koil
             status = koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
     }
     koila__replay_teardown(&r);
+    koila__learned_free(&l);
     return status;
 }

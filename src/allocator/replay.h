@@ -1,5 +1,5 @@
 /* replay.h — one replay under way: what replay.c (the walk), replay_start.c (the state before the
- * first entry) and replay_whatif.c share. */
+ * first entry), replay_learn.c (what is learned of that state) and replay_whatif.c share. */
 #ifndef KOILA_SRC_REPLAY_H
 #define KOILA_SRC_REPLAY_H
 
@@ -9,6 +9,25 @@
 #include "allocator/snapshot.h"
 
 enum { N_EVENT_KINDS = KOILA_EVENT_SNAPSHOT + 1 };
+
+/* A block of before the first entry, and a size that it has at least. */
+typedef struct start_size {
+    uint64_t addr, size;
+} start_size;
+/* Two segments of before the first entry, by their addresses. */
+typedef struct segment_order {
+    uint64_t older, newer;
+} segment_order;
+/* What earlier replays have found out about the state before the first entry. */
+typedef struct learned {
+    koila_allocator mem;
+    VEC(start_size) sizes;
+    VEC(segment_order) orders;
+    uint64_t n_again; /* entries that were replayed more than once */
+} learned;
+typedef struct assumed_block {
+    uint64_t addr, least; /* least: the rounded request */
+} assumed_block;
 
 typedef struct replay {
     const koila_snapshot *s;
@@ -40,6 +59,9 @@ typedef struct replay {
     /* result */
     koila_replay_result *out;
     bool stopped, no_memory;
+    learned *learned; /* borrowed; NULL: nothing, and nothing is to be learned */
+    VEC(assumed_block) assumed;
+    bool begins_anew; /* stopped, because something was learned */
     bool tie_of_old; /* the difference is which of two older segments is the oldest */
     bool bad_input;  /* stopped at an impossible request; out->reason describes it */
     bool whole;      /* every block begins inside the trace */
@@ -83,6 +105,18 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
                                  koila_error *e);
 koila_status koila__replay_begin(replay *r, koila_error *e);
 void koila__replay_teardown(replay *r);
+
+/* The segment of before the first entry that holds an address; NULL: none. */
+const koila_segment *koila__replay_start_segment(const replay *r, uint64_t addr);
+
+/* replay_learn.c. One more fact about the state before the first entry, from an event that was
+ * expected and entry `i`, which is not that; false: none follows. */
+bool koila__replay_learn(replay *r, const koila_event *expected, uint64_t i);
+/* Tells r->c the ages of the segments of before the first entry. Expected: KOILA_NO_MEMORY. */
+koila_status koila__replay_set_ages(replay *r);
+/* The size of a block of before the first entry, as far as it was learned. */
+uint64_t koila__learned_size(const learned *l, uint64_t addr, uint64_t least);
+void koila__learned_free(learned *l);
 
 /* replay_start.c. Makes r->c, and r->start (which replay owns) if anything was there before the
  * first entry. */

@@ -22,7 +22,7 @@
  * always exact: round(requested). Large pool: at max_split and above the whole segment; else with d
  * the smallest distance, over its life in the window, to the next live block or the segment's end:
  * a free large block is never 1 MiB or less, so d - r <= 1 MiB means the gap belongs to it.
- * Otherwise r, counted as assumed. */
+ * Otherwise r, counted as assumed, until replay_learn.c finds out more. */
 
 typedef struct undo {
     replay *r;
@@ -284,7 +284,10 @@ static uint64_t dead_size(replay *r, const node *b, const node *g)
     if (b->distance >= rounded && b->distance - rounded <= MIB)
         return b->distance;
     r->out->n_assumed++;
-    return rounded;
+    const assumed_block x = { b->key, rounded };
+    if (!koila__vec_push(&r->mem, &r->assumed, x))
+        r->no_memory = true;
+    return koila__learned_size(r->learned, b->key, rounded);
 }
 
 static koila_status lay_out(undo *u)
@@ -340,8 +343,11 @@ static koila_status lay_out(undo *u)
         }
         r->out->reservations_inferred |= s->is_expandable;
     }
-    r->n_start = n_segs;
-    return koila_cache_from_segments(&r->conf, &r->mem, r->start, n_segs, &r->c, NULL);
+    r->n_start = r->out->n_start_segments = n_segs;
+    if (r->no_memory)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(koila_cache_from_segments(&r->conf, &r->mem, r->start, n_segs, &r->c, NULL));
+    return koila__replay_set_ages(r);
 }
 
 /* All of it backwards. KOILA_BAD_INPUT: u->at contradicts what came later, or the blocks do not

@@ -1,7 +1,9 @@
 #!/bin/bash
 # Makes an environment with PyTorch's CUDA build on the simulated device: build.sh VENV [WHEEL]
 #
-# WHEEL: the CUDA wheel of torch; without it, torch===2.13.0 comes from the package index (526 MB).
+# WHEEL: the CUDA wheel of torch; without it, torch===2.13.0 comes from the package index (526 MB),
+# or the version that TORCH_VERSION names: the wheels of 2.10 (CUDA 12) to 2.15 work.
+# FAKECUDA_NUMBERS=0 leaves the numbers out: kernels that do nothing, made in a few seconds.
 # Needs gcc, g++, binutils, pip with a package index, and a Python that the wheel is for. Called
 # again, it builds only the stubs and what changed of the numbers.
 set -euo pipefail
@@ -23,17 +25,39 @@ sed -i -E '/^Requires-Dist: (nvidia|cuda|triton)/d' \
 pip install -q filelock typing_extensions sympy networkx jinja2 fsspec numpy 'setuptools>=77'
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 
-# The headers of the runtime, for signatures and layouts (2.4 MB).
+# The headers of the runtime, for signatures and layouts (2.4 MB), of the wheel's CUDA version.
+cuda=$(sed -n "s/^cuda.*= '\([0-9]*\.[0-9]*\)'.*/\1/p" "$site/torch/version.py")
 work=$venv/fakecuda
-include=$work/nvidia/cu13/include
 mkdir -p "$work/wheels" "$work/objects"
+case $cuda in
+12.*)
+    headers="nvidia-cuda-runtime-cu12==$cuda.* nvidia-cuda-nvcc-cu12==$cuda.*"
+    include=$work/nvidia/cuda_runtime/include
+    lib=$site/nvidia/cuda_runtime/lib # one of the folders where the wheel's libraries look
+    ;;
+*)
+    headers="nvidia-cuda-runtime==$cuda.* nvidia-cuda-crt==$cuda.*"
+    include=$work/nvidia/cu${cuda%.*}/include
+    lib=$site/nvidia/cu${cuda%.*}/lib
+    ;;
+esac
 if [ ! -d "$work/nvidia" ]; then
-    pip download -q --no-deps -d "$work/wheels" \
-        'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
+    # shellcheck disable=SC2086
+    pip download -q --no-deps -d "$work/wheels" $headers
     for w in "$work"/wheels/*.whl; do "$venv/bin/python" -m zipfile -e "$w" "$work"; done
+    if [ -d "$work/nvidia/cuda_nvcc/include/crt" ]; then
+        cp -r "$work/nvidia/cuda_nvcc/include/crt" "$include/"
+    fi
 fi
-lib=$site/nvidia/cu13/lib # where the wheel's libraries look
 "$venv/bin/python" "$here/make_stubs.py" "$site/torch/lib" "$include" "$lib" "$work/objects"
+
+cp "$here/fakecuda.py" "$site/"
+if [ "${FAKECUDA_NUMBERS:-1}" = 0 ]; then
+    rm -f "$site/fakecuda_numbers.so"
+    cd "$venv"
+    bin/python -c 'import torch; print(torch.__version__, torch.empty(5, device="cuda").numel())'
+    exit
+fi
 
 # The numbers.
 for f in numbers views sparse emulations host_memory; do
@@ -43,12 +67,11 @@ for f in numbers views sparse emulations host_memory; do
             -isystem "$include" -c "$here/numbers/$f.cpp" -o "$o"
 done
 g++ -shared -o "$site/fakecuda_numbers.so" "$work"/objects/{numbers,views,sparse,emulations,host_memory}.o \
-    -L"$site/torch/lib" -ltorch_cpu -ltorch_cuda -lc10 "$lib/libcudart.so.13" \
-    -Wl,-rpath,'$ORIGIN/torch/lib' -Wl,-rpath,'$ORIGIN/nvidia/cu13/lib' \
+    -L"$site/torch/lib" -ltorch_cpu -ltorch_cuda -lc10 "$lib"/libcudart.so.* \
+    -Wl,-rpath,'$ORIGIN/torch/lib' -Wl,-rpath,'$ORIGIN/'"${lib#"$site"/}" \
     -Wl,--allow-shlib-undefined
 
 # The entry point by which torch finds them.
-cp "$here/fakecuda.py" "$site/"
 mkdir -p "$site/fakecuda-0.dist-info"
 printf 'Metadata-Version: 2.1\nName: fakecuda\nVersion: 0\n' >"$site/fakecuda-0.dist-info/METADATA"
 printf '[torch.backends]\nfakecuda = fakecuda:load\n' >"$site/fakecuda-0.dist-info/entry_points.txt"

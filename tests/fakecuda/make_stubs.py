@@ -3,9 +3,9 @@
     python make_stubs.py TORCH_LIB INCLUDE OUT WORK
 
 TORCH_LIB is torch/lib of the unpacked wheel, INCLUDE has the headers of the CUDA runtime, OUT
-receives the libraries, WORK the objects. The undefined symbols of the wheel say what a library must
-export. A symbol that src/ does not define becomes a function that returns the library's code for
-"not supported"."""
+receives the libraries, WORK the objects. The wheel says which versions of the libraries it is
+linked against, and its undefined symbols say what a library must export. A symbol that src/ does
+not define becomes a function that returns the library's code for "not supported"."""
 
 import subprocess
 import sys
@@ -23,30 +23,34 @@ RUNTIME = [
     "driver.c",
 ]
 
-CUDART = "libcudart.so.13"  # first: the others are linked against it
+CUDART = "libcudart"  # first: the others are linked against it
 FLAGS = ["-O2", "-g", "-fPIC", "-std=gnu11", "-Wall", "-Wextra"]
 FLAGS += ["-Wno-builtin-declaration-mismatch", "-Wno-unused-parameter"]
 
-# soname: (sources, prefixes of its symbols where they carry no version, their version, what a
+SONAME = "the soname"  # the version of the symbols of most libraries
+
+# library: (sources, prefixes of its symbols where they carry no version, their version, what a
 # function returns that src/ does not define, flags)
 LIBRARIES = {
-    CUDART: (RUNTIME, (), CUDART, 801, []),
-    "libcuda.so.1": ([], (), None, 801, []),
-    "libnvidia-ml.so.1": (["nvml.c"], (), None, 3, []),
-    "libcublas.so.13": (["blas.c"], (), "libcublas.so.13", 0, []),
-    "libcublasLt.so.13": (["blas.c"], (), "libcublasLt.so.13", 0, ["-DLT"]),
-    "libcudnn.so.9": (["dnn.c"], (), "libcudnn.so.9", 3000, []),
-    "libcufft.so.12": (["fft.c"], (), "libcufft.so.12", 16, []),
-    "libnvrtc.so.13": (["nvrtc.c"], (), "libnvrtc.so.13", 11, []),
-    "libcurand.so.10": ([], ("curand",), None, 203, []),
-    "libcusparse.so.12": (["sparse.c"], (), "libcusparse.so.12", 10, []),
-    "libcusolver.so.12": ([], (), "libcusolver.so.12", 9, []),
-    "libcupti.so.13": ([], (), "libcupti.so.13", 15, []),
-    "libcusparseLt.so.0": ([], ("cusparseLt",), None, 10, []),
-    "libnccl.so.2": (["nccl.c"], ("nccl",), None, 3, []),
-    "libcufile.so.0": ([], ("cuFile",), None, 5001, []),
-    "libnvshmem_host.so.3": ([], ("nvshmem",), "NVSHMEM", 7, []),
+    CUDART: (RUNTIME, (), SONAME, 801, []),
+    "libcuda": ([], (), None, 801, []),
+    "libnvidia-ml": (["nvml.c"], (), None, 3, []),
+    "libcublas": (["blas.c"], (), SONAME, 0, []),
+    "libcublasLt": (["blas.c"], (), SONAME, 0, ["-DLT"]),
+    "libcudnn": (["dnn.c"], (), SONAME, 3000, []),
+    "libcufft": (["fft.c"], (), SONAME, 16, []),
+    "libnvrtc": (["nvrtc.c"], (), SONAME, 11, []),
+    "libcurand": ([], ("curand",), None, 203, []),
+    "libcusparse": (["sparse.c"], (), SONAME, 10, []),
+    "libcusolver": ([], (), SONAME, 9, []),
+    "libcupti": ([], (), SONAME, 15, []),
+    "libcusparseLt": ([], ("cusparseLt",), None, 10, []),
+    "libnccl": (["nccl.c"], ("nccl",), None, 3, []),
+    "libcufile": ([], ("cuFile",), None, 5001, []),
+    "libnvshmem_host": ([], ("nvshmem",), "NVSHMEM", 7, []),
 }
+# Found by name while torch runs: no library of the wheel is linked against these.
+ASKED_FOR_LATER = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
 
 
 def symbols(file: Path, which: str) -> set[str]:
@@ -78,9 +82,25 @@ def symbols_of_wheel(torch_lib: Path) -> tuple[set[str], set[str]]:
     return wanted, offered
 
 
-def names_of(soname: str, wanted: set[str], offered: set[str]) -> set[str]:
+def sonames_of_wheel(torch_lib: Path) -> dict[str, str]:
+    """Which version of each library the wheel is linked against: "libcudart" -> its soname."""
+    found = dict(ASKED_FOR_LATER)
+    for file in torch_lib.glob("*.so"):
+        out = subprocess.run(
+            ["objdump", "-p", str(file)], check=True, capture_output=True, text=True
+        ).stdout
+        for line in out.splitlines():
+            library, dot, _ = line.removeprefix("  NEEDED ").strip().partition(".so.")
+            if line.startswith("  NEEDED") and dot and library in LIBRARIES:
+                found[library] = line.split()[1]
+    return found
+
+
+def names_of(library: str, soname: str, wanted: set[str], offered: set[str]) -> set[str]:
     """The functions that this library must export."""
-    _, prefixes, version, _, _ = LIBRARIES[soname]
+    _, prefixes, version, _, _ = LIBRARIES[library]
+    if version == SONAME:
+        version = soname
     names = set()
     for s in wanted:
         name, _, tag = s.partition("@")
@@ -91,8 +111,13 @@ def names_of(soname: str, wanted: set[str], offered: set[str]) -> set[str]:
     return names
 
 
-def build(soname: str, names: set[str], include: Path, out: Path, work: Path) -> None:
-    sources, _, version, code, extra = LIBRARIES[soname]
+def build(
+    library: str, sonames: dict[str, str], names: set[str], include: Path, out: Path, work: Path
+) -> None:
+    soname = sonames[library]
+    sources, _, version, code, extra = LIBRARIES[library]
+    if version == SONAME:
+        version = soname
     objects = []
     for source in sources:
         o = work / f"{soname}.{source}.o"
@@ -107,10 +132,10 @@ def build(soname: str, names: set[str], include: Path, out: Path, work: Path) ->
     link = ["gcc", "-shared", "-fPIC", "-O1", "-w", "-o", str(out / soname)]
     link += [f"-Wl,-soname,{soname}", f"-Wl,--version-script,{script}", "-Wl,-rpath,$ORIGIN"]
     link += [str(stub), *map(str, objects)]
-    if soname != CUDART:
-        link += ["-Wl,--no-as-needed", str(out / CUDART)]
+    if library != CUDART:
+        link += ["-Wl,--no-as-needed", str(out / sonames[CUDART])]
     subprocess.run([*link, "-lpthread"], check=True)
-    listed = ": " + " ".join(missing) if soname == CUDART else ""
+    listed = ": " + " ".join(missing) if library == CUDART else ""
     n_written = len(names) - len(missing)
     print(f"{soname}: {n_written} functions, {len(missing)} stubs (return {code}){listed}")
 
@@ -119,8 +144,11 @@ def main(torch_lib: Path, include: Path, out: Path, work: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     wanted, offered = symbols_of_wheel(torch_lib)
-    for soname in LIBRARIES:
-        build(soname, names_of(soname, wanted, offered), include, out, work)
+    sonames = sonames_of_wheel(torch_lib)
+    for library in LIBRARIES:
+        if library in sonames:
+            names = names_of(library, sonames[library], wanted, offered)
+            build(library, sonames, names, include, out, work)
 
 
 if __name__ == "__main__":

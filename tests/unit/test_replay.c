@@ -152,6 +152,75 @@ TEST(replay__a_window_is_rebuilt_or_refused_but_never_called_different)
     CHECK(exact * 100 >= n * 85);
 }
 
+/* A driver whose segments come at falling addresses, so that the oldest segment is the highest. */
+static bool give_falling(void *user, koila_event_kind kind, uint64_t size, uint64_t stream,
+                         uint64_t *addr)
+{
+    uint64_t *next = user;
+    (void)stream;
+    if (kind == KOILA_EVENT_SEGMENT_ALLOC || (int)kind == KOILA__RESERVATION)
+        *addr = *next -= (size + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);
+    return true;
+}
+
+TEST(replay__which_of_two_older_segments_is_the_oldest_is_learned_from_the_ties_that_follow)
+{
+    koila_cache_config conf;
+    koila_cache *c = make_cache(0, &conf);
+    uint64_t next = (uint64_t)0x700000000000, a[3], again;
+    const koila__cache_driver driver = { .user = &next, .give = give_falling };
+    memset(&rec, 0, sizeof rec);
+    koila__cache_set_driver(c, &driver);
+    koila_cache_observe(c, record_event, &rec);
+    for (int i = 0; i < 3; i++)
+        koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &a[i]);
+    CHECK(a[0] > a[1] && a[1] > a[2]);
+    const size_t from = rec.n;
+    for (int i = 0; i < 3; i++)
+        koila_cache_release(c, a[i]);
+    for (int i = 0; i < 3; i++) {
+        koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &again);
+        CHECK_EQ(again, a[i]);
+    }
+    record_end(&rec, c);
+    const koila_replay_result whole = replay_of(&rec, 0, true);
+    CHECK_EQ(whole.verdict, KOILA_EXACT);
+    CHECK_EQ(whole.n_start_segments, 0);
+    const koila_replay_result window = replay_of(&rec, from, true);
+    CHECK_EQ(window.verdict, KOILA_EXACT_WITH_DECISIONS);
+    CHECK_EQ(window.n_start_segments, 3);
+    CHECK(window.n_start_learned >= 2);
+    /* without a tie there is nothing to learn */
+    rec.e[rec.n - 3].addr += 512;
+    CHECK(replay_of(&rec, from, true).verdict > KOILA_EXACT_WITH_DECISIONS);
+    koila_cache_free(c);
+}
+
+TEST(replay__windows_of_a_device_with_falling_addresses_are_exact)
+{
+    unsigned n = 0, exact = 0, learned = 0;
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        koila_cache_config conf;
+        koila_cache *c = make_cache(0, &conf);
+        uint64_t next = (uint64_t)0x700000000000;
+        const koila__cache_driver driver = { .user = &next, .give = give_falling };
+        koila__cache_set_driver(c, &driver);
+        memset(&rec, 0, sizeof rec);
+        fake_program(&rec, c, 4000 + seed, 800, 5);
+        const size_t from = request_at_or_after(rec.n / 4 + (seed * 37) % (rec.n / 2), rec.n);
+        const koila_replay_result out = replay_of(&rec, from, true);
+        n++;
+        exact += out.verdict <= KOILA_EXACT_WITH_DECISIONS;
+        learned += out.n_start_learned != 0;
+
+        CHECK(out.verdict != KOILA_DIFFERS);
+        koila_cache_free(c);
+    }
+    printf("  %u windows: %u exact, %u with something learned\n", n, exact, learned);
+    CHECK(exact * 100 >= n * 95);
+    CHECK(learned * 3 >= n);
+}
+
 TEST(replay__any_change_to_a_recording_is_noticed)
 {
     koila_cache_config conf;
