@@ -380,7 +380,20 @@ static uint32_t expandable_room(const koila_cache *c, const lane *l, uint64_t si
     return 0;
 }
 
-/* A new reservation: one unmapped block. 0: no address space, or not as the driver says. */
+/* One unmapped block, a reservation of its own. */
+static uint32_t reservation_new(koila_cache *c, uint32_t lane_i, uint64_t addr)
+{
+    const uint64_t space = reservation_size(c, c->lanes[lane_i]->pool & 1);
+    const uint32_t s = koila__cache_seg_new(c, lane_i, addr, space, true);
+    const uint32_t b = c->segs[s].first;
+    wr(c, b)->state = KOILA_BLOCK_UNMAPPED;
+    tree_insert(c, b, UNMAPPED_BIN);
+    return b;
+}
+
+/* A new reservation. 0: no address space, not as the driver says, or too short for `size`. It stays
+ * then as well, as it does where its pages cannot be mapped: torch maps whatever it has, which no
+ * device can hold, for it is longer than the device. */
 static uint32_t reserve_space(koila_cache *c, uint32_t lane_i, uint64_t size)
 {
     const lane *l = c->lanes[lane_i];
@@ -388,19 +401,15 @@ static uint32_t reserve_space(koila_cache *c, uint32_t lane_i, uint64_t size)
         return 0;
     const uint64_t space = reservation_size(c, l->pool & 1);
     uint64_t addr = c->s.next_addr;
-    /* torch would trip over an assertion; no device has this much */
-    if (size > space || addr > SPACE_MAX - granules(space))
+    if (addr > SPACE_MAX - granules(space))
         return 0;
     if (!c->driver.give)
         c->s.next_addr += granules(space);
     else if (!c->driver.give(c->driver.user, (koila_event_kind)KOILA__RESERVATION, space, l->stream,
                              &addr))
         return 0;
-    const uint32_t s = koila__cache_seg_new(c, lane_i, addr, space, true);
-    const uint32_t b = c->segs[s].first;
-    wr(c, b)->state = KOILA_BLOCK_UNMAPPED;
-    tree_insert(c, b, UNMAPPED_BIN);
-    return b;
+    const uint32_t b = reservation_new(c, lane_i, addr);
+    return size > space ? 0 : b;
 }
 
 static uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
@@ -916,6 +925,23 @@ static koila_status prepare(koila_cache *c, uint64_t bytes, uint64_t stream, koi
                   ? list[0]
                   : koila__cache_lane(c, p, q->small, stream);
     return q->lane == NO_LANE ? KOILA_NO_MEMORY : KOILA_OK;
+}
+
+koila_status koila__cache_add_reservation(koila_cache *c, uint64_t bytes, uint64_t stream,
+                                          koila_pool id, uint64_t addr)
+{
+    request q;
+    KOILA_TRY(prepare(c, bytes, stream, id, &q));
+    const uint64_t space = reservation_size(c, q.small);
+    if (device_size(c) > SPACE_MAX / 4 || !q.expandable || addr > SPACE_MAX - granules(space))
+        return KOILA_BAD_ARGUMENT;
+    for (uint32_t s = 1; s < c->s.n_segs; s++)
+        if (c->segs[s].first && c->segs[s].addr < addr + space &&
+            addr < c->segs[s].addr + c->segs[s].size)
+            return KOILA_BAD_ARGUMENT;
+    reservation_new(c, q.lane, addr);
+    koila_check(koila__cache_check(c));
+    return KOILA_OK;
 }
 
 static inline void count_search(koila_cache *c, const request *q)

@@ -5,6 +5,9 @@
 #include "base/base.h"
 #include "koila/cache.h"
 
+/* Size of a device when none is given. Only the length of reservations depends on it. */
+#define ASSUMED_DEVICE ((uint64_t)24 << 30)
+
 /* Replaces the CUDA driver: replay returns recorded addresses here, and fails where cudaMalloc must
  * have failed. These two may call koila_cache_complete and nothing else. */
 typedef struct koila__cache_driver {
@@ -42,6 +45,12 @@ uint64_t koila__cache_left(const koila_cache *c);
 /* A fingerprint of the blocks' places and states: two moments of one cache with the same number
  * behave alike afterwards. 0: unknown. */
 uint64_t koila__cache_layout(const koila_cache *c);
+
+/* An empty reservation of expandable memory at `addr`, for requests like this one: torch leaves one
+ * behind when it cannot map pages in it. Expected: KOILA_NO_MEMORY, KOILA_BAD_ARGUMENT (something
+ * is there, or the pool is not expandable). */
+koila_status koila__cache_add_reservation(koila_cache *c, uint64_t bytes, uint64_t stream,
+                                          koila_pool pool, uint64_t addr);
 
 /* The ages of segments, oldest first: each is named by an address in it. For a cache that was just
  * made by koila_cache_from_segments(); without effect where ties go by address alone. */

@@ -280,8 +280,6 @@ static inline uint64_t page_of(const koila_cache *c, bool small)
     return small ? SMALL_SEGMENT : c->conf.large_segment_bytes;
 }
 
-/* Size of a device when none is given. Only the length of reservations depends on it. */
-#define ASSUMED_DEVICE ((uint64_t)24 << 30)
 static inline uint64_t device_size(const koila_cache *c)
 {
     if (c->conf.device_bytes)

@@ -26,6 +26,7 @@
 #include "base/base.h"
 
 #define SMALL_SEGMENT ((uint64_t)2 << 20)
+#define MAX_DEVICE ((uint64_t)1 << 50)
 
 static const koila_segment *end_segment(const replay *r, uint64_t addr)
 {
@@ -299,7 +300,7 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
         return false;
     if ((int)kind == KOILA__RESERVATION) {
         if (!x || x->kind != KOILA_EVENT_SEGMENT_MAP || x->stream != stream) {
-            r->driver_failed = true;
+            r->driver_failed = r->reservation_left = true;
             return false;
         }
         r->out->reservations_inferred = true;
@@ -471,6 +472,23 @@ static bool may_explain(const replay *r, unsigned how, bool request, bool oom)
     return !(how & CAP) || (oom && rejects);
 }
 
+/* Pages are mapped elsewhere than expected: are they in a reservation that an earlier request left
+ * behind? Then the cache has it now. */
+static bool finds_left_reservation(replay *r, uint64_t last, const koila_event *expected,
+                                   uint64_t at)
+{
+    const snap_entry *x = at < r->n ? entry(r, at) : NULL;
+    const snap_entry *request = entry(r, last);
+    if (!r->reservation_left || !x || x->kind != KOILA_EVENT_SEGMENT_MAP ||
+        expected->kind != KOILA_EVENT_SEGMENT_MAP || x->addr == expected->addr)
+        return false;
+    const koila_status status = koila__cache_add_reservation(
+        r->c, request->size, request->stream, koila__replay_pool_at(r, last), x->addr);
+    r->no_memory |= status == KOILA_NO_MEMORY;
+    r->out->reservations_inferred |= status == KOILA_OK;
+    return status == KOILA_OK;
+}
+
 enum { MAX_COLLECTIONS = 64 };
 
 static void explain(replay *r, uint64_t from, uint64_t last, bool request)
@@ -516,6 +534,10 @@ static void explain(replay *r, uint64_t from, uint64_t last, bool request)
     if (request && entry(r, last)->kind == KOILA_EVENT_ALLOC &&
         koila__cache_is_out(r->c, entry(r, last)->addr)) {
         stop_at_impossible(r, last, "allocates", "is allocated already");
+        return;
+    }
+    if (request && finds_left_reservation(r, last, &first, first_at)) {
+        explain(r, from, last, request);
         return;
     }
     if (release.kind && koila__replay_learn(r, &release, release_at)) {
@@ -926,15 +948,21 @@ koila_status koila__replay_setup(replay *r, const koila_snapshot *s, uint32_t de
             return koila__fail(e, KOILA_NO_MEMORY, 0, "the host is out of memory");
         memset(r->made_at, 0, r->n_segs * sizeof(uint64_t));
     }
+    uint64_t reserved = 0, most = 0;
     for (uint64_t i = 0; i < r->n; i++) {
         const snap_entry *x = entry(r, i);
         r->n_of[x->kind]++;
+        reserved = reserved_after(x, reserved);
+        most = reserved > most ? reserved : most;
         if (x->kind != KOILA_EVENT_SEGMENT_ALLOC)
             continue;
         const koila_segment *g = end_segment(r, x->addr);
         if (g && g->addr == x->addr)
             r->made_at[g - r->segs] = i;
     }
+    /* the device is not recorded; reservations are at least as long as what was mapped */
+    if (!r->conf.device_bytes && most > ASSUMED_DEVICE)
+        r->conf.device_bytes = most < MAX_DEVICE ? most : MAX_DEVICE;
     return KOILA_OK;
 }
 

@@ -61,6 +61,9 @@ typedef struct replay {
     bool stopped, no_memory;
     learned *learned; /* borrowed; NULL: nothing, and nothing is to be learned */
     VEC(assumed_block) assumed;
+    /* a request found no room in its reservations, and no pages were mapped: an empty one was left,
+     * at an address that is not recorded */
+    bool reservation_left;
     bool begins_anew; /* stopped, because something was learned */
     bool tie_of_old; /* the difference is which of two older segments is the oldest */
     bool bad_input;  /* stopped at an impossible request; out->reason describes it */

@@ -57,7 +57,9 @@ static struct cudaDeviceProp properties(int device)
     p.memoryPoolsSupported = 1;
     p.clusterLaunch = 1;
     p.unifiedFunctionPointers = 1;
+#if CUDART_VERSION >= 13000
     p.hostNumaId = -1;
+#endif
     return p;
 }
 
