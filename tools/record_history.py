@@ -404,6 +404,7 @@ def cases() -> dict[str, Case]:
 
 def record(name: str, out: Path) -> dict[str, Any]:
     case = cases()[name]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # a simulated device has none
     torch.cuda.init()
     total = torch.cuda.get_device_properties(0).total_memory
     fraction = (case.cap * MIB + 0.5) / total if case.cap else 0.0

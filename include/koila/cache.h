@@ -31,8 +31,8 @@ typedef struct koila_cache koila_cache;
  *                  and may be longer than the caller knows
  *   koila_counter  part of koila_cache_stat, whose struct_size counts it */
 
-/** A memory pool as torch names it: {0, 0} is the default, {0, n} belongs to a graph capture, {n,
- * 0} to a torch.cuda.MemPool. */
+/** A memory pool as torch names it: {0, 0} is the default, {0, n} a torch.cuda.MemPool or what
+ * torch.cuda.graph_pool_handle() gives, {n, 0} belongs to a graph capture that was given no pool. */
 typedef struct koila_pool {
     uint64_t owner, id;
 } koila_pool;
@@ -61,7 +61,8 @@ typedef struct koila_pool {
     X(SEARCH_AFTER_RELEASE, 10,                                                                    \
       "free blocks are searched again after release-all (no torch does this yet)")                 \
     X(OLDEST_SEGMENT, 11, "of equal free blocks the oldest segment's goes first, then by address") \
-    X(POOL_DEATH_FREES, 12, "a MemPool's memory goes back when its last holder is gone")
+    X(POOL_DEATH_FREES, 12, "a MemPool's memory goes back when its last holder is gone")           \
+    X(OLDEST_BLOCK, 13, "of equal free blocks the one that was split off first goes first")
 typedef enum koila_cache_rule {
 #define KOILA_CACHE_RULE_ENUM(name, bit, text) KOILA_RULE_##name = 1 << (bit),
     KOILA_CACHE_RULE_MAP(KOILA_CACHE_RULE_ENUM)

@@ -170,9 +170,15 @@ uint32_t koila__cache_block_new(koila_cache *c, uint32_t seg, uint32_t lane_i, u
     block *x = wr(c, b);
     koila_assert(b && size);
     uint32_t tag = x->tag;
-    *x = (block){
-        .addr = addr, .size = size, .seg = seg, .lane = lane_i, .tag = tag, .state = DEAD
-    };
+    if ((c->conf.rules & KOILA_RULE_OLDEST_BLOCK) && c->s.n_made < LAST_NUMBER)
+        c->s.n_made++;
+    *x = (block){ .addr = addr,
+                  .size = size,
+                  .seg = seg,
+                  .lane = lane_i,
+                  .tag = tag,
+                  .state = DEAD,
+                  .number = c->conf.rules & KOILA_RULE_OLDEST_BLOCK ? (uint32_t)c->s.n_made : 0 };
     c->s.n_blocks++;
     return b;
 }
@@ -791,6 +797,9 @@ static inline uint64_t hand_out(koila_cache *c, uint32_t b, const request *q)
         splice(c, high, b, c->blocks[b].next);
         x = wr(c, b);
         x->size = q->r;
+        const uint32_t number = x->number; /* what is handed out is the new block */
+        x->number = c->blocks[high].number;
+        wr(c, high)->number = number;
         free_insert(c, high);
         if (was_split && !expandable) {
             stat_down(c, KOILA_STAT_INACTIVE_SPLIT_BYTES, small, q->r);

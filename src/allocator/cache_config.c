@@ -29,10 +29,12 @@ static const profile profiles[] = {
     { 210, KOILA_RULE_OOM_POOLS_FIRST | KOILA_RULE_NO_SPLIT_POOLS, KOILA_RULE_OOM_POOLS_LAST,
       "read", "use_on_oom before retries; no_split pools" },
     { 211, KOILA_RULE_LARGE_SEGMENT, 0, "told", "large_segment_size_mb" },
+    { 212, KOILA_RULE_OLDEST_BLOCK | KOILA_RULE_POOL_ID_IN_TRACE, 0, "told",
+      "ties to the oldest block; pool_id in traces" },
     { 213,
-      KOILA_RULE_ROUTING_KEEPS_RETRY | KOILA_RULE_OOM_REJECT | KOILA_RULE_POOL_ID_IN_TRACE |
-          KOILA_RULE_OLDEST_SEGMENT | KOILA_RULE_POOL_DEATH_FREES,
-      0, "told",
+      KOILA_RULE_ROUTING_KEEPS_RETRY | KOILA_RULE_OOM_REJECT | KOILA_RULE_OLDEST_SEGMENT |
+          KOILA_RULE_POOL_DEATH_FREES,
+      KOILA_RULE_OLDEST_BLOCK, "told",
       "release-all stopped by real captures only; throw_on_cudamalloc_oom; pool_id in traces; ties "
       "to the oldest segment; a MemPool's death frees its memory" },
 };

@@ -2,7 +2,7 @@
  * search in cache.c is one piece of code.
  *
  * Free blocks. Best fit needs "the smallest block >= r, ties to the oldest segment, then to the
- * lowest address" in an ordered set (before torch 2.13 all segments are of one age). One tree per
+ * lowest address" in an ordered set (in torch 2.12 the oldest block; before, all are of one age). One tree per
  * lane is ten cache misses deep; so a lane has one bin per size class (32 to an octave, in units of
  * 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks there. The treap
  * lives in the blocks (left, right), its priorities are a hash of the block's index: inserting
@@ -26,7 +26,8 @@ static inline uint32_t bin_of(const lane *l, uint64_t size)
     return bin < N_BINS ? bin : N_BINS - 1;
 }
 
-/* Free blocks are in the order (size, age of the segment, address), unmapped ones by address. */
+/* Free blocks are in the order (size, age of the segment or of the block, address), unmapped ones
+ * by address. */
 static inline bool before(const koila_cache *c, const block *x, const block *y, bool by_size)
 {
     if (by_size) {
@@ -36,6 +37,8 @@ static inline bool before(const koila_cache *c, const block *x, const block *y, 
         const uint64_t y_number = c->segs[y->seg].number;
         if (x_number != y_number)
             return x_number < y_number;
+        if (x->number != y->number)
+            return x->number < y->number;
     }
     return x->addr < y->addr;
 }

@@ -6,7 +6,7 @@
  *   segment   memory that the driver gave in one piece; for expandable memory a whole reservation
  *             of address space
  *   lane      the free blocks of one (pool, small or large, stream), ordered by (size, age of the
- *             segment, address); and its unmapped ones by address
+ *             segment or of the block, address); and its unmapped ones by address
  *
  * These hold between any two calls, in these names, and koila__cache_check() asserts them:
  *   per segment      sum of block.size == segment.size,  blocks are linked in address order
@@ -58,8 +58,10 @@ typedef struct block {
     uint32_t uses; /* list of other streams recorded on it, 0 = none */
     uint32_t tag;  /* epoch it was last saved in */
     uint32_t born; /* the pool's search counter when it was inserted; its age counts from here */
-    uint32_t state;
+    uint32_t state : 3;
+    uint32_t number : 29; /* in the order in which blocks were made; all 0 where that is no rule */
 } block;
+enum { LAST_NUMBER = (1 << 29) - 1 }; /* later blocks share it: their ties go by address */
 enum { DEAD = KOILA_BLOCK_UNMAPPED + 1 };
 
 typedef struct segment {
@@ -102,7 +104,7 @@ typedef struct use {
 typedef struct scalars {
     koila_cache_stat stat;
     uint64_t total, outside, cap, next_addr;
-    uint64_t n_made;                 /* segments ever made, where their age counts */
+    uint64_t n_made;                 /* segments or blocks ever made, where their age counts */
     uint32_t n_blocks, n_slots_used; /* live blocks; slots of blocks[] ever used, including 0 */
     uint32_t dead_block, dead_seg, n_segs, dead_use, n_uses;
     uint32_t pending_first, pending_last, n_out; /* n_out: hashed */

@@ -156,7 +156,7 @@ const koila_segment *koila__replay_start_segment(const replay *r, uint64_t addr)
  * the oldest segment, and the order in which those were made is not recorded. */
 static bool is_tie_of_old(const replay *r, uint64_t i)
 {
-    if (!(r->conf.rules & KOILA_RULE_OLDEST_SEGMENT) || i >= r->n)
+    if (!(r->conf.rules & (KOILA_RULE_OLDEST_SEGMENT | KOILA_RULE_OLDEST_BLOCK)) || i >= r->n)
         return false;
     const snap_entry *x = entry(r, i);
     const koila_segment *recorded = koila__replay_start_segment(r, x->addr);
@@ -385,6 +385,20 @@ static void free_dead_pools(replay *r, uint64_t from, uint64_t to)
     }
 }
 
+/* Asks the cache for what entry `i` asks for. A request of a private pool is made while a graph is
+ * captured or, by torch's books before 2.13 no different, while a MemPool is in use: nothing is
+ * released for it then. */
+static void ask(replay *r, uint64_t i)
+{
+    const snap_entry *x = entry(r, i);
+    const koila_pool pool = koila__replay_pool_at(r, i);
+    uint64_t addr;
+    koila_cache_set_capturing(r->c, pool.owner != 0, !is_default(pool));
+    if (koila_cache_malloc(r->c, x->size, x->stream, pool, &addr) == KOILA_NO_MEMORY)
+        r->no_memory = true;
+    koila_cache_set_capturing(r->c, 0, 0);
+}
+
 /* Do all entries from `from` up to and including `last` follow, if the request at `last` (none if
  * last == r->n or not a request) is made this way? Leaves the cache as it was if not. */
 static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsigned how,
@@ -412,16 +426,14 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
         koila__cache_collect(r->c, n_rounds);
     if (request && !r->differs) {
         const snap_entry *x = entry(r, last);
-        uint64_t addr, segment;
+        uint64_t segment;
         if (how & CAP) { /* the highest under which it fails */
             koila_cache_sizes(&r->conf, x->size, NULL, &segment);
             koila_cache_set_limit(r->c, 0, 0,
                                   r->stat->of[KOILA_STAT_RESERVED_BYTES][KOILA_STAT_ALL].current +
                                       segment - 1);
         }
-        if (koila_cache_malloc(r->c, x->size, x->stream, koila__replay_pool_at(r, last), &addr) ==
-            KOILA_NO_MEMORY)
-            r->no_memory = true;
+        ask(r, last);
         if (how & CAP)
             koila_cache_set_limit(r->c, 0, 0, r->conf.cap_bytes);
     }
@@ -688,7 +700,6 @@ typedef struct completions {
  * be rewound if not. */
 static bool follows_split(replay *r, const completions *x, uint64_t n_before)
 {
-    uint64_t addr;
     r->at = x->i;
     r->differs = r->driver_failed = false;
     forget_released(r);
@@ -704,10 +715,7 @@ static bool follows_split(replay *r, const completions *x, uint64_t n_before)
     if (r->differs)
         return false;
     drop_pools(r, x->last, x->end);
-    const snap_entry *request = entry(r, x->end);
-    if (koila_cache_malloc(r->c, request->size, request->stream, koila__replay_pool_at(r, x->end),
-                           &addr) == KOILA_NO_MEMORY)
-        r->no_memory = true;
+    ask(r, x->end);
     return !r->differs && !r->no_memory && r->at == x->end + 1;
 }
 

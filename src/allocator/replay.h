@@ -65,9 +65,9 @@ typedef struct replay {
      * at an address that is not recorded */
     bool reservation_left;
     bool begins_anew; /* stopped, because something was learned */
-    bool tie_of_old; /* the difference is which of two older segments is the oldest */
-    bool bad_input;  /* stopped at an impossible request; out->reason describes it */
-    bool whole;      /* every block begins inside the trace */
+    bool tie_of_old;  /* the difference is which of two older segments is the oldest */
+    bool bad_input;   /* stopped at an impossible request; out->reason describes it */
+    bool whole;       /* every block begins inside the trace */
     /* the end state contradicts the trace: the start comes from the trace, the end is not checked
      */
     bool trace_only;

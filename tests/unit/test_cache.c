@@ -406,7 +406,13 @@ static int which_of_three(const char *torch, const char *conf_text)
     return -1;
 }
 
-TEST(cache__equal_blocks_tie_to_the_oldest_segment_and_before_2_13_to_the_lowest_address)
+static bool count_reservation(void *user, const koila_block *b)
+{
+    *(unsigned *)user += b->state == KOILA_BLOCK_UNMAPPED;
+    return true;
+}
+
+TEST(cache__equal_blocks_tie_to_the_oldest_segment_and_before_2_12_to_the_lowest_address)
 {
     koila_cache_config conf = settings("", 0);
     koila_cache_free(
@@ -415,7 +421,49 @@ TEST(cache__equal_blocks_tie_to_the_oldest_segment_and_before_2_13_to_the_lowest
     koila_cache_free(play(&conf, "a=0.5 b=0.25 c=0.5 d=0.5 -c -a e=0.5",
                           "S0:2 a:0 b:0.5 c:786432b d:1310720b e:0"));
     CHECK_EQ(which_of_three("2.13", ""), 0);
-    CHECK_EQ(which_of_three("2.12", ""), 2);
+    CHECK_EQ(which_of_three("2.12", ""), 0);
+    CHECK_EQ(which_of_three("2.11", ""), 2);
+}
+
+/* Two equal segments, of which the first was split and is whole again: which one is taken? */
+static int which_after_a_split(const char *torch)
+{
+    koila_cache_config conf;
+    koila_cache *c = NULL;
+    uint64_t at[2], low, got = 0;
+    CHECK_EQ(koila_cache_config_init(&conf, torch), KOILA_OK);
+    CHECK_EQ(koila_cache_new(&conf, NULL, &c, NULL), KOILA_OK);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(koila_cache_malloc(c, 30 * MIB, 0, KOILA_POOL_DEFAULT, &at[i]), KOILA_OK);
+    CHECK_EQ(koila_cache_release(c, at[0]), KOILA_OK);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &low), KOILA_OK);
+    CHECK_EQ(low, at[0]);
+    CHECK_EQ(koila_cache_release(c, low), KOILA_OK);
+    CHECK_EQ(koila_cache_release(c, at[1]), KOILA_OK);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &got), KOILA_OK);
+    CHECK(koila__cache_check(c));
+    koila_cache_free(c);
+    return got == at[1];
+}
+
+TEST(cache__in_2_12_equal_blocks_tie_to_the_block_that_was_made_first)
+{
+    CHECK_EQ(which_after_a_split("2.11"), 0);
+    CHECK_EQ(which_after_a_split("2.12"), 1); /* the low part was a new block, and remained */
+    CHECK_EQ(which_after_a_split("2.13"), 0);
+}
+
+TEST(cache__an_expandable_reservation_that_could_not_be_mapped_stays)
+{
+    koila_cache_config conf = settings("expandable_segments:True", 64 * MIB);
+    koila_cache *c = cache_of(&conf);
+    uint64_t a, b;
+    CHECK_EQ(koila_cache_malloc(c, 20 * MIB, 0, KOILA_POOL_DEFAULT, &a), KOILA_OK);
+    CHECK_EQ(koila_cache_malloc(c, 200 * MIB, 0, KOILA_POOL_DEFAULT, &b), KOILA_OOM);
+    unsigned n = 0;
+    koila_cache_walk(c, count_reservation, &n);
+    CHECK_EQ(n, 3); /* the first's, and one of each try: before and after release-all */
+    koila_cache_free(c);
 }
 
 TEST(cache__the_smallest_block_that_fits_is_taken)

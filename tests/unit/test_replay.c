@@ -327,8 +327,9 @@ TEST(replay__a_pool_is_held_until_the_recording_frees_it)
         if (out.verdict != KOILA_EXACT_WITH_DECISIONS)
             printf("  %s\n", out.reason);
         CHECK_EQ(out.verdict, KOILA_EXACT_WITH_DECISIONS);
-        CHECK_EQ(out.n_empty, marked);
-        CHECK_EQ(out.n_retry_or_empty, 1);
+        /* entries are marked from 2.12 on; before 2.13 no request of a pool releases anything */
+        CHECK_EQ(out.n_empty, 1);
+        CHECK_EQ(out.n_retry_or_empty, marked);
         koila_cache_free(c);
     }
 }

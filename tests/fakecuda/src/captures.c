@@ -287,10 +287,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                     unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **data,
-                                     size_t *n)
+static cudaError_t capture_info(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                unsigned long long *id, cudaGraph_t *graph,
+                                const cudaGraphNode_t **nodes, const cudaGraphEdgeData **data,
+                                size_t *n)
 {
     struct capture *c = resolve(stream)->capture;
     *status = status_of(c);
@@ -307,12 +307,35 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
     return cudaSuccess;
 }
 
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **data,
+                                     size_t *n)
+{
+    return capture_info(stream, status, id, graph, nodes, data, n);
+}
+
 cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t *nodes,
                                                 const cudaGraphEdgeData *data, size_t n,
                                                 unsigned flags)
 {
     return cudaSuccess;
 }
+#else /* CUDA 12: before edges had data */
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, cudaGraph_t *graph,
+                                     const cudaGraphNode_t **nodes, size_t *n)
+{
+    return capture_info(stream, status, id, graph, nodes, NULL, n);
+}
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t *nodes,
+                                                size_t n, unsigned flags)
+{
+    return cudaSuccess;
+}
+#endif
 
 /* ---- graphs */
 
