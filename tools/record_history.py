@@ -3,7 +3,7 @@ the simulated one (tests/fakecuda); FAKECUDA_NUMBERS=0 is enough there.
 
     python tools/record_history.py OUT [--only NAME,NAME] [--jobs 6] [--seconds 240]
     python tools/record_history.py OUT --check     the check alone, of recordings made elsewhere
-    ... --koila build/koila     the command that checks: else that of the installed package, of this
+    ... --koila build/koila     the command that checks: else the one beside this Python, in this
                                 tree's build folder, or on PATH
 
 Every case runs in a process of its own (a fork of this one, which imports torch and never touches
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -436,14 +437,10 @@ def record(name: str, out: Path) -> dict[str, Any]:
 
 
 def koila_command(given: str | None) -> str:
-    """The command of --koila, of the installed package, of this tree's build, or on PATH."""
+    """The command of --koila, beside this Python, of this tree's build, or on PATH."""
     if given:
         return given
-    places = [ROOT / "build" / "koila"]
-    with contextlib.suppress(ImportError):
-        import koila
-
-        places.insert(0, Path(koila.__file__).resolve().parent.parent / "bin" / "koila")
+    places = [Path(sys.executable).parent / "koila", ROOT / "build" / "koila"]
     found = next((str(p) for p in places if p.exists()), None) or shutil.which("koila")
     if not found:
         sys.exit("no koila command: build it, put it on PATH, or name it with --koila")
@@ -606,8 +603,7 @@ def record_in_a_child(name: str, out: Path) -> int:
 
 def record_all(names: list[str], out: Path, jobs: int, seconds: float) -> None:
     """Records all cases, `jobs` at a time; none is started when `seconds` have passed."""
-    import torch._dynamo  # what an optimizer imports: once, not once a case
-
+    importlib.import_module("torch._dynamo")  # optimizers import it: once, not once a case
     started = time.monotonic()
     running: dict[int, str] = {}
 
