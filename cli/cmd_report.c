@@ -682,10 +682,8 @@ static void put_other_notes(report *p)
     FILE *f = p->f;
     const koila_replay_result *r = &p->r;
     char a[32];
-    if (strcmp(r->verified, "recording"))
-        fprintf(f,
-                "<li>The rules of torch %u.%u are not yet proved on a recording of that version.\n",
-                r->torch_version / 100, r->torch_version % 100);
+    fprintf(f, "<li>The rules of torch %u.%u are %s.\n", r->torch_version / 100,
+            r->torch_version % 100, koila_cache_verified_words(r->verified));
     if (p->info.n_unknown_keys)
         fprintf(f,
                 "<li>%s keys of the file are not known to this version of koila and were passed "

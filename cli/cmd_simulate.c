@@ -406,13 +406,9 @@ static int simulate(const simulate_options *o, const koila_snapshot *s,
         put_result_json(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
     else
         put_result(o, s, &info, conf, &r, o->has_whatif ? &w : NULL);
-    if (strcmp(r.verified, "recording") && r.verdict != KOILA_STATE_ONLY)
-        fprintf(stderr,
-                "koila: note: the rules of torch %u.%u are %s, not yet proved on a recording of "
-                "that version\n",
-                r.torch_version / 100, r.torch_version % 100,
-                strcmp(r.verified, "read") ? "known from descriptions of its changes"
-                                           : "read in its source");
+    if (r.verdict != KOILA_STATE_ONLY)
+        fprintf(stderr, "koila: note: the rules of torch %u.%u are %s\n", r.torch_version / 100,
+                r.torch_version % 100, koila_cache_verified_words(r.verified));
     if (o->has_whatif && !w.fits)
         return EXIT_NO_FIT;
     if (o->check && r.verdict > KOILA_EXACT_WITH_DECISIONS)

@@ -32,7 +32,7 @@ typedef struct koila_cache koila_cache;
  *   koila_counter  part of koila_cache_stat, whose struct_size counts it */
 
 /** A memory pool as torch names it: {0, 0} is the default, {0, n} a torch.cuda.MemPool or what
- * torch.cuda.graph_pool_handle() gives, {n, 0} belongs to a graph capture that was given no pool. */
+ * torch.cuda.graph_pool_handle() gives, {n, 0} that of a graph capture that was given none. */
 typedef struct koila_pool {
     uint64_t owner, id;
 } koila_pool;
@@ -80,7 +80,9 @@ typedef struct koila_cache_config {
     uint32_t struct_size;
     uint32_t torch_version; /**< 100 * major + minor of the row of rules in use, for example 210 */
     uint32_t rules;         /**< koila_cache_rule bits */
-    /** how that row is known: "recording", "read" or "told"; static storage */
+    /** how that row is known; static storage. "simulated": that version's own allocator, on a
+     * simulated device, was replayed without a difference. "read" in its source, "told" by a change's
+     * description, "later": the newest row, for a version after it */
     const char *verified;
     /** device memory cudaMalloc can hand out, 0 = no limit; `outside_bytes` is part of it */
     uint64_t total_bytes;
@@ -122,6 +124,8 @@ KOILA_API koila_status koila_cache_config_parse(koila_cache_config *c, const cha
  * totalGlobalMem, `info_total` cudaMemGetInfo's. */
 KOILA_API koila_status koila_cache_config_fraction(koila_cache_config *c, double fraction,
                                                    uint64_t total_global, uint64_t info_total);
+/** What such a word says, as the end of "the rules of torch 2.13 are ...". */
+KOILA_API const char *koila_cache_verified_words(const char *verified);
 /** Row i of the version table, newest last. Returns what is new in words; `verified` says how that
  * is known. NULL past the end. */
 KOILA_API const char *koila_cache_profile(size_t i, uint32_t *version, const char **verified);

@@ -2,8 +2,9 @@
  * PYTORCH_CUDA_ALLOC_CONF, read as torch reads it.
  *
  * A row says what is new from that version on; later rows inherit. `verified` says how we know:
- * "recording" (replayed a recording of that version without a difference), "read" (read in that
- * version's source), "told" (known from a change's description).
+ * "simulated" (recordings of that version's own allocator on a simulated device are replayed without
+ * a difference: tools/allocator_matrix.py), "read" (read in that version's source), "told" (known from
+ * a change's description). None has been checked on hardware.
  *
  * The string: key:value,key:value,...  where a value may be a list [a:b,c:d]. Blanks do not count.
  * A string found in a snapshot was accepted by torch, whose integers are read like C's strtol
@@ -27,17 +28,35 @@ static const profile profiles[] = {
     { 209, KOILA_RULE_NEW_CAP | KOILA_RULE_SKIP_EXPANDABLE, 0, "told",
       "per_process_memory_fraction; no cap at 1.0; expandable blocks skipped" },
     { 210, KOILA_RULE_OOM_POOLS_FIRST | KOILA_RULE_NO_SPLIT_POOLS, KOILA_RULE_OOM_POOLS_LAST,
-      "read", "use_on_oom before retries; no_split pools" },
-    { 211, KOILA_RULE_LARGE_SEGMENT, 0, "told", "large_segment_size_mb" },
-    { 212, KOILA_RULE_OLDEST_BLOCK | KOILA_RULE_POOL_ID_IN_TRACE, 0, "told",
+      "simulated", "use_on_oom before retries; no_split pools" },
+    { 211, KOILA_RULE_LARGE_SEGMENT, 0, "simulated", "large_segment_size_mb" },
+    { 212, KOILA_RULE_OLDEST_BLOCK | KOILA_RULE_POOL_ID_IN_TRACE, 0, "simulated",
       "ties to the oldest block; pool_id in traces" },
     { 213,
       KOILA_RULE_ROUTING_KEEPS_RETRY | KOILA_RULE_OOM_REJECT | KOILA_RULE_OLDEST_SEGMENT |
           KOILA_RULE_POOL_DEATH_FREES,
-      KOILA_RULE_OLDEST_BLOCK, "told",
-      "release-all stopped by real captures only; throw_on_cudamalloc_oom; pool_id in traces; ties "
-      "to the oldest segment; a MemPool's death frees its memory" },
+      KOILA_RULE_OLDEST_BLOCK, "simulated",
+      "release-all stopped by real captures only; throw_on_cudamalloc_oom; ties to the oldest "
+      "segment; a MemPool's death frees its memory" },
+    { 214, 0, 0, "simulated", "nothing" },
+    { 215, 0, 0, "simulated", "nothing" },
 };
+
+const char *koila_cache_verified_words(const char *verified)
+{
+    static const char *const words[][2] = {
+        { "simulated",
+          "checked against that version's own allocator on a simulated device, never on hardware" },
+        { "read", "read in its source, not yet proved on a recording of that version" },
+        { "told", "known from descriptions of its changes, not yet proved on a recording of that "
+                  "version" },
+        { "later", "those of the newest version that koila knows" },
+    };
+    for (size_t i = 0; i < KOILA_COUNT(words); i++)
+        if (!strcmp(verified, words[i][0]))
+            return words[i][1];
+    return "of unknown origin";
+}
 
 const char *koila_cache_profile(size_t i, uint32_t *version, const char **verified)
 {
@@ -81,6 +100,8 @@ koila_status koila_cache_config_init(koila_cache_config *c, const char *torch_ve
         c->rules = (c->rules & ~profiles[i].drops) | profiles[i].adds;
         c->verified = profiles[i].verified;
     }
+    if (version > profiles[KOILA_COUNT(profiles) - 1].version)
+        c->verified = "later";
     koila_assert(c->verified); /* the first profile is at or below this version */
     c->torch_version = version;
     c->first_address = 0x700000000000;

@@ -19,7 +19,8 @@
  * nothing. The recorded run of such releases is kept as a set, and each release the rules name must
  * be in it.
  *
- * The state before the first entry: replay_start.c, replay_learn.c. Other limits and settings: replay_whatif.c.
+ * The state before the first entry: replay_start.c, replay_learn.c. Other limits and settings:
+ * replay_whatif.c.
  */
 #include "allocator/replay.h"
 
@@ -96,9 +97,19 @@ static bool has_private_pools(const replay *r)
     return false;
 }
 
+/* Memory is made although there is room: so a request of a memory pool would, and its pool may be
+ * gone by the end. */
+static bool passes_over_room(const replay *r, uint64_t at)
+{
+    if (at >= r->n || r->expected.kind != KOILA_EVENT_ALLOC)
+        return false;
+    const int kind = entry(r, at)->kind;
+    return kind == KOILA_EVENT_SEGMENT_ALLOC || kind == KOILA_EVENT_SEGMENT_MAP;
+}
+
 /* Writes why a difference proves nothing here, and returns its length; 0: a difference proves that
  * the rules were not followed. */
-static int write_open_question(const replay *r, char *p, size_t room)
+static int write_open_question(const replay *r, uint64_t at, char *p, size_t room)
 {
     const koila_replay_result *o = r->out;
     if (is_kind_missing(r))
@@ -119,7 +130,7 @@ static int write_open_question(const replay *r, char *p, size_t room)
         return snprintf(p, room,
                         "which of the segments from before the recording is older is not "
                         "recorded; ");
-    if (has_private_pools(r) && !r->s->has_pool_ids)
+    if (!r->s->has_pool_ids && (has_private_pools(r) || passes_over_room(r, at)))
         return snprintf(p, room, "memory pools whose entries are not marked; ");
     return 0;
 }
@@ -133,7 +144,7 @@ void koila__replay_stop(replay *r, koila_verdict verdict, uint64_t at, const cha
     koila_replay_result *o = r->out;
     int n = 0;
     if (verdict == KOILA_DIFFERS)
-        n = write_open_question(r, o->reason, sizeof o->reason);
+        n = write_open_question(r, at, o->reason, sizeof o->reason);
     koila_assert(n >= 0 && (size_t)n < sizeof o->reason);
     if (n > 0)
         verdict = KOILA_NOT_CHECKABLE;
@@ -503,61 +514,72 @@ static bool finds_left_reservation(replay *r, uint64_t last, const koila_event *
 
 enum { MAX_COLLECTIONS = 64 };
 
-static void explain(replay *r, uint64_t from, uint64_t last, bool request)
+/* What the ways of explaining expected, each at the entry where it failed. */
+typedef struct expectations {
+    koila_event plainest, release; /* release: the first where a segment was to go */
+    uint64_t plainest_at, release_at;
+    bool any;
+} expectations;
+
+static void note_expected(const replay *r, expectations *x)
+{
+    if (!x->any) {
+        x->plainest = r->expected;
+        x->plainest_at = r->at;
+    }
+    if (!x->release.kind && r->expected.kind == KOILA_EVENT_SEGMENT_FREE) {
+        x->release = r->expected;
+        x->release_at = r->at;
+    }
+    x->any = true;
+}
+
+/* False: nothing follows, or no memory. */
+static bool try_ways(replay *r, uint64_t from, uint64_t last, bool request, expectations *x)
 {
     static const unsigned ways[] = {
         0, EMPTY_FIRST, CAP, SWITCH, SWITCH | EMPTY_FIRST, POOLS_DIE, POOLS_DIE | EMPTY_FIRST
     };
     const bool oom = request && entry(r, last)->kind == KOILA_EVENT_OOM;
-    koila_replay_result *o = r->out;
-    koila_event first = { 0 }; /* what the plainest explanation expected, and where */
-    uint64_t first_at = from;
-    koila_event release = { 0 }; /* the first release that was expected, and another recorded */
-    uint64_t release_at = from;
-    bool tried = false;
-    for (size_t k = 0; k < KOILA_COUNT(ways); k++) {
+    for (size_t k = 0; k < KOILA_COUNT(ways) && !r->no_memory; k++) {
         if (!may_explain(r, ways[k], request, oom))
             continue;
         if (follows(r, from, last, request, ways[k], 0)) {
             count_way(r, ways[k], oom);
-            return;
+            return true;
         }
-        if (r->no_memory)
-            return;
-        if (!tried) {
-            first = r->expected;
-            first_at = r->at;
-        }
-        if (!release.kind && r->expected.kind == KOILA_EVENT_SEGMENT_FREE) {
-            release = r->expected;
-            release_at = r->at;
-        }
-        tried = true;
+        note_expected(r, x);
     }
     const size_t n_rounds = request && r->conf.gc_threshold > 0.0 ? MAX_COLLECTIONS : 0;
-    for (size_t rounds = 1; rounds <= n_rounds; rounds++) {
+    for (size_t rounds = 1; rounds <= n_rounds && !r->no_memory; rounds++) {
         if (follows(r, from, last, request, COLLECT, rounds)) {
-            o->n_collected++;
-            return;
+            r->out->n_collected++;
+            return true;
         }
-        if (r->no_memory)
-            return;
     }
+    return false;
+}
+
+static void explain(replay *r, uint64_t from, uint64_t last, bool request)
+{
+    expectations x = { .plainest_at = from };
+    if (try_ways(r, from, last, request, &x) || r->no_memory)
+        return;
     if (request && entry(r, last)->kind == KOILA_EVENT_ALLOC &&
         koila__cache_is_out(r->c, entry(r, last)->addr)) {
         stop_at_impossible(r, last, "allocates", "is allocated already");
         return;
     }
-    if (request && finds_left_reservation(r, last, &first, first_at)) {
+    if (request && finds_left_reservation(r, last, &x.plainest, x.plainest_at)) {
         explain(r, from, last, request);
         return;
     }
-    if (release.kind && koila__replay_learn(r, &release, release_at)) {
+    if (x.release.kind && koila__replay_learn(r, &x.release, x.release_at)) {
         r->stopped = r->begins_anew = true;
         return;
     }
-    r->expected = first;
-    stop_at_difference(r, first_at);
+    r->expected = x.plainest;
+    stop_at_difference(r, x.plainest_at);
 }
 
 static void tell(replay *r, uint64_t i, uint64_t allocated, uint64_t active, uint64_t reserved)

@@ -368,15 +368,22 @@ static uint64_t seen_large_segment(const koila_snapshot *s, uint32_t device)
     return 0;
 }
 
-/* A snapshot does not say which torch wrote it. The oldest that writes what is in it; NULL: the
- * newest known. */
+/* A snapshot does not say which torch wrote it. The oldest that writes what is in it, 2.11 for 2.10
+ * (which has fewer settings, and else the same rules); 2.13 where nothing tells. */
 static const char *guess_version(const koila_snapshot *s)
 {
+    const snap_settings *x = &s->settings;
+    if (s->has_pool_ids && s->has_host_traces)
+        return "2.14";
+    if (s->has_pool_ids && x->present && x->has_capture_reuse && !x->has_pinned_cached)
+        return "2.12";
     if (s->has_pool_ids)
         return "2.13";
+    if (x->present && x->has_capture_reuse)
+        return "2.11";
     if (s->settings.has_new_keys)
         return "2.10";
-    return s->settings.present ? "2.6" : NULL;
+    return s->settings.present ? "2.6" : "2.13";
 }
 
 static void apply_large_segment(const koila_snapshot *s, uint32_t device, koila_cache_config *c)

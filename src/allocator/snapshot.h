@@ -55,6 +55,8 @@ typedef struct snap_settings {
     double gc, fraction;
     uint32_t divisions[16];
     bool has_new_keys; /* per_process_memory_fraction: 2.9 or later */
+    /* keys that tell the version: from 2.10 on, and from 2.13 on */
+    bool has_capture_reuse, has_pinned_cached;
 } snap_settings;
 
 struct koila_snapshot {
@@ -93,6 +95,7 @@ struct koila_snapshot {
     snap_settings settings;
     uint64_t n_unknown_keys, n_skipped, n_bytes;
     bool is_json, has_traces, has_pool_ids;
+    bool has_host_traces; /* from 2.14 on */
     /* what the caller sees */
     koila_segment *out_segments;
     uint32_t n_out_segments, *device_first, n_device_first; /* device_first[d] .. [d + 1] */

@@ -68,7 +68,10 @@ enum { MAX_FRAMES = 1024, MAX_DEVICES = 1024 };
     X(RELEASE_LOCK, "release_lock_on_cudamalloc")                                                  \
     X(DIVISIONS, "roundup_power2_divisions")                                                       \
     X(FRACTION, "per_process_memory_fraction")                                                     \
-    X(OOM_REJECT, "throw_on_cudamalloc_oom")
+    X(OOM_REJECT, "throw_on_cudamalloc_oom")                                                       \
+    X(CAPTURE_REUSE, "graph_capture_record_stream_reuse")                                          \
+    X(PINNED_CACHED, "max_cached_size")                                                            \
+    X(HOST_TRACES, "host_traces")
 /* clang-format on */
 enum {
 #define KEY_ENUM(name, text) KEY_##name,

@@ -614,6 +614,8 @@ static bool build_settings(reader *r, const fields *f, value *out)
     if (HAS(f, FRACTION) && !get_real(r, V(f, FRACTION), &x.fraction))
         return wrong_type(r, at, KEY_FRACTION, V(f, FRACTION));
     x.has_new_keys = x.has_fraction = HAS(f, FRACTION);
+    x.has_capture_reuse = HAS(f, CAPTURE_REUSE);
+    x.has_pinned_cached = HAS(f, PINNED_CACHED);
     if (HAS(f, EXPANDABLE_SEGMENTS)) {
         if (!get_bits(r, at, KEY_EXPANDABLE_SEGMENTS, V(f, EXPANDABLE_SEGMENTS), &n))
             return false;
@@ -679,6 +681,7 @@ static bool build_top(reader *r, const fields *f, value *out)
     }
     if (HAS(f, ALLOCATOR_SETTINGS) && kind_of(V(f, ALLOCATOR_SETTINGS)) != K_SETTINGS)
         s->settings.present = false;
+    s->has_host_traces = HAS(f, HOST_TRACES);
     *out = make(K_TOP, 0);
     return true;
 }

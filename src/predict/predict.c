@@ -340,9 +340,8 @@ static void note_device(koila_prediction *p, const prediction_input *x, const bo
             note(p, "%s is estimated: %llu +- %llu", koila_device_field_key(f),
                  (unsigned long long)v.value, (unsigned long long)v.spread);
     }
-    if (strcmp(x->conf.verified, "recording"))
-        note(p, "the allocator's rules of torch %u.%u are %s, not yet proved on a recording",
-             x->conf.torch_version / 100, x->conf.torch_version % 100, x->conf.verified);
+    note(p, "the allocator's rules of torch %u.%u are %s", x->conf.torch_version / 100,
+         x->conf.torch_version % 100, koila_cache_verified_words(x->conf.verified));
 }
 
 static void note_operators(koila_prediction *p, const prediction_input *x, const bool *seen)

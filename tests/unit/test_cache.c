@@ -165,7 +165,7 @@ TEST(config__a_version_is_its_row_and_all_before_it)
                           KOILA_RULE_NEW_CAP | KOILA_RULE_SKIP_EXPANDABLE);
     CHECK_EQ(koila_cache_config_init(&c, "2.10"), KOILA_OK);
     CHECK(!(c.rules & KOILA_RULE_OOM_POOLS_LAST) && (c.rules & KOILA_RULE_OOM_POOLS_FIRST));
-    CHECK_STR(c.verified, "read");
+    CHECK_STR(c.verified, "simulated");
     CHECK_EQ(koila_cache_config_fraction(&c, 1.0, 1000, 900), KOILA_OK);
     CHECK_EQ(c.cap_bytes, 0);
     CHECK_EQ(koila_cache_config_fraction(&c, 0.5, 1001, 900), KOILA_OK);
@@ -173,6 +173,22 @@ TEST(config__a_version_is_its_row_and_all_before_it)
     koila_cache_config_init(&c, "2.5");
     CHECK_EQ(koila_cache_config_fraction(&c, 1.0, 1000, 900), KOILA_OK);
     CHECK_EQ(c.cap_bytes, 900);
+}
+
+TEST(config__what_is_claimed_of_a_version_is_what_was_checked)
+{
+    static const char *const v[][2] = { { "2.8", "told" },       { "2.9", "told" },
+                                        { "2.10", "simulated" }, { "2.12.1", "simulated" },
+                                        { "2.13", "simulated" }, { "2.15", "simulated" },
+                                        { "2.16", "later" } };
+    for (size_t i = 0; i < KOILA_COUNT(v); i++) {
+        koila_cache_config c;
+        CHECK_EQ(koila_cache_config_init(&c, v[i][0]), KOILA_OK);
+        CHECK_STR(c.verified, v[i][1]);
+    }
+    CHECK(strstr(koila_cache_verified_words("simulated"), "never on hardware"));
+    CHECK(strstr(koila_cache_verified_words("told"), "not yet proved"));
+    CHECK_STR(koila_cache_verified_words("x"), "of unknown origin");
 }
 
 /* ---- one request on a fresh cache */

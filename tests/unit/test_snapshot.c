@@ -402,6 +402,39 @@ TEST(snapshot__no_prefix_and_no_changed_byte_does_harm)
     }
 }
 
+TEST(snapshot__the_version_of_torch_is_told_by_the_keys_that_it_writes)
+{
+    static const struct {
+        const char *pool, *settings, *top;
+        uint32_t version;
+    } v[] = {
+        { "", "\"expandable_segments\":false", "", 206 },
+        { "", "\"graph_capture_record_stream_reuse\":false", "", 211 },
+        { ",\"pool_id\":[0,0]", "\"graph_capture_record_stream_reuse\":false", "", 212 },
+        { ",\"pool_id\":[0,0]",
+          "\"graph_capture_record_stream_reuse\":false,\"max_cached_size\":-1", "", 213 },
+        { ",\"pool_id\":[0,0]", "\"expandable_segments\":false", "", 213 },
+        { ",\"pool_id\":[0,0]",
+          "\"graph_capture_record_stream_reuse\":false,\"max_cached_size\":-1",
+          ",\"host_traces\":[]", 214 },
+    };
+    for (size_t i = 0; i < KOILA_COUNT(v); i++) {
+        char text[600];
+        koila_snapshot *s;
+        koila_cache_config c;
+        koila_error e = KOILA_ERROR_INIT;
+        const int n = snprintf(
+            text, sizeof text,
+            "{\"segments\":[],\"device_traces\":[[{\"action\":\"oom\",\"device_free\":1,\"size\":1,"
+            "\"stream\":0%s}]],\"allocator_settings\":{\"PYTORCH_CUDA_ALLOC_CONF\":\"\",%s}%s}",
+            v[i].pool, v[i].settings, v[i].top);
+        CHECK_EQ(open_n(text, (size_t)n, &s, &e), KOILA_OK);
+        CHECK_EQ(koila_snapshot_config(s, 0, NULL, &c, &e), KOILA_OK);
+        CHECK_EQ(c.torch_version, v[i].version);
+        koila_snapshot_free(s);
+    }
+}
+
 TEST(snapshot__what_is_passed_over_is_counted)
 {
     static const char text[] =
