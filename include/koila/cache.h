@@ -80,9 +80,9 @@ typedef struct koila_cache_config {
     uint32_t struct_size;
     uint32_t torch_version; /**< 100 * major + minor of the row of rules in use, for example 210 */
     uint32_t rules;         /**< koila_cache_rule bits */
-    /** how that row is known; static storage. "simulated": that version's own allocator, on a
-     * simulated device, was replayed without a difference. "read" in its source, "told" by a change's
-     * description, "later": the newest row, for a version after it */
+    /** how that row is known; static storage. "simulated": recordings of that version's own
+     * allocator on a simulated device are replayed without a difference. "read" in its source,
+     * "told" by a change's description. "later": the newest row, for a version after it */
     const char *verified;
     /** device memory cudaMalloc can hand out, 0 = no limit; `outside_bytes` is part of it */
     uint64_t total_bytes;

@@ -2,9 +2,9 @@
  * PYTORCH_CUDA_ALLOC_CONF, read as torch reads it.
  *
  * A row says what is new from that version on; later rows inherit. `verified` says how we know:
- * "simulated" (recordings of that version's own allocator on a simulated device are replayed without
- * a difference: tools/allocator_matrix.py), "read" (read in that version's source), "told" (known from
- * a change's description). None has been checked on hardware.
+ * "simulated" (recordings of that version's own allocator on a simulated device are replayed
+ * without a difference: tools/allocator_matrix.py), "read" (read in that version's source), "told"
+ * (known from a change's description). None has been checked on hardware.
  *
  * The string: key:value,key:value,...  where a value may be a list [a:b,c:d]. Blanks do not count.
  * A string found in a snapshot was accepted by torch, whose integers are read like C's strtol

@@ -2,12 +2,12 @@
  * search in cache.c is one piece of code.
  *
  * Free blocks. Best fit needs "the smallest block >= r, ties to the oldest segment, then to the
- * lowest address" in an ordered set (in torch 2.12 the oldest block; before, all are of one age). One
- * tree per lane is ten cache misses deep; so a lane has one bin per size class (32 to an octave, in units of
- * 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks there. The treap
- * lives in the blocks (left, right), its priorities are a hash of the block's index: inserting
- * never allocates, the shape does not depend on history, and a bin of ten thousand equal blocks
- * still costs a logarithm.
+ * lowest address" in an ordered set (in torch 2.12 to the oldest block; before, all are of one
+ * age). One tree per lane is ten cache misses deep; so a lane has one bin per size class (32 to an
+ * octave, in units of 512 B), a bitmap of non-empty bins, and in each bin a treap of the few blocks
+ * there. The treap lives in the blocks (left, right), its priorities are a hash of the block's
+ * index: inserting never allocates, the shape does not depend on history, and a bin of ten thousand
+ * equal blocks still costs a logarithm.
  */
 #ifndef KOILA_SRC_CACHE_LANES_H
 #define KOILA_SRC_CACHE_LANES_H
