@@ -491,16 +491,17 @@ struct Lent {
     Tensor before;
 };
 
+// the state of dropout, or the reserve of a forward, which begins with it (dnn.c)
 static Draw draw_in(const Tensor &state)
 {
-    Draw d;
-    if (state.defined() && state.numel() >= 16)
-        std::memcpy(&d.seed, state.contiguous().data_ptr(), sizeof d.seed);
-    return d;
+    int64_t words[2] = { 0, 0 };
+    if (state.defined() && state.nbytes() >= sizeof words)
+        std::memcpy(words, state.contiguous().data_ptr(), sizeof words);
+    return { words[0], words[1] };
 }
 
-// The weights in the shapes of torch.nn: those that autocast has laid out in one piece of memory are
-// columns. Of each layer: two matrices, two biases or none, a projection or none.
+// The weights in the shapes of torch.nn: those that autocast has laid out in one piece of memory
+// are columns. Of each layer: two matrices, two biases or none, a projection or none.
 static std::vector<Tensor> shaped(const std::vector<Tensor> &weights, int64_t mode, int64_t hidden,
                                   int64_t projected, int64_t per_layer)
 {
@@ -533,8 +534,7 @@ static void cudnn_rnn(Stack &s, const Draw &)
     s.push_back(r[0].contiguous());
     s.push_back(r[1].contiguous());
     s.push_back(r.size() > 2 ? r[2].contiguous() : at::empty({ 0 }, r[0].options()));
-    s.push_back(
-        at::zeros({ a[12].toBool() ? static_cast<int64_t>(r[0].nbytes()) * 4 : 0 }, at::kByte));
+    s.push_back(Tensor()); // the reserve is CUDA's own
     s.push_back(optional(a[3]).defined() ? optional(a[3]) : at::empty({ 0 }, r[0].options()));
 }
 
@@ -558,7 +558,7 @@ static void cudnn_rnn_backward(Stack &s, const Draw &)
     if (cx.defined())
         leaves.push_back(cx);
     leaves.insert(leaves.end(), w.begin(), w.end());
-    Lent lent(draw_in(optional(a[19])));
+    Lent lent(draw_in(a[20].toTensor()));
     auto whole = shaped(w, a[10].toInt(), a[11].toInt(), a[12].toInt(), a[2].toInt());
     auto r = recur(a[10].toInt(), x, hx, cx, whole, a[2].toInt(), a[13].toInt(), a[15].toDouble(),
                    a[16].toBool(), a[17].toBool(), a[14].toBool(), ints(a[18]));

@@ -2,11 +2,11 @@
  * unless FAKECUDA_CUDNN_WORKSPACE says so, and no computing. */
 #include <stddef.h>
 #include <stdint.h>
+#include "device.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-size_t parse_bytes(const char *text, size_t otherwise);
 
 size_t cudnnGetVersion(void) { return 92000; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
@@ -27,9 +27,15 @@ int cudnnGetProperty(int which, int *value)
     return 0;
 }
 
+/* what dropout draws from, where numbers find it: the seed, and how many masks were drawn */
+struct drawn {
+    int64_t seed, n;
+};
+
 struct thing {
     void *stream;
     int type, dims, size[8], stride[8];
+    struct drawn *drawn; /* of a dropout descriptor: in its states */
 };
 #define MAKES(kind)                                                                                \
     int cudnnCreate##kind(struct thing **out)                                                      \
@@ -197,14 +203,17 @@ int cudnnBatchNormalizationBackwardEx(void *h) { return 0; }
 struct recurrent {
     void *stream;
     int cell, bias, directions, type, input, hidden, projection, layers;
+    struct drawn *drawn;
 };
 
 int cudnnSetRNNDescriptor_v8(struct recurrent *r, int algorithm, int cell, int bias, int direction,
                              int input_mode, int type, int precision, int math, int input,
-                             int hidden, int projection, int layers)
+                             int hidden, int projection, int layers, struct thing *dropout)
 {
-    *r = (struct recurrent){ NULL,   cell,       bias != 0, direction == 1 ? 2 : 1, type, input,
-                             hidden, projection, layers };
+    *r = (struct recurrent){
+        NULL,   cell,       bias != 0, direction == 1 ? 2 : 1,         type, input,
+        hidden, projection, layers,    dropout ? dropout->drawn : NULL
+    };
     return projection == hidden || projection == 0 ? 0 : 3000;
 }
 
@@ -251,9 +260,9 @@ int cudnnGetRNNWeightParams(void *h, struct recurrent *r, int pseudo, size_t siz
     size_t columns = of_state ? hidden : in;
     size_t at = before(r, pseudo) + (of_state ? g * hidden * in : 0) + k * hidden * columns;
     if (m)
-        *m = (struct thing){ NULL, r->type, 3, { 1, r->hidden, (int)columns }, { 1, 1, 1 } };
+        *m = (struct thing){ NULL, r->type, 3, { 1, r->hidden, (int)columns }, { 1, 1, 1 }, NULL };
     if (b)
-        *b = (struct thing){ NULL, r->type, 3, { 1, r->hidden, 1 }, { 1, 1, 1 } };
+        *b = (struct thing){ NULL, r->type, 3, { 1, r->hidden, 1 }, { 1, 1, 1 }, NULL };
     if (matrix)
         *matrix = space + at * w;
     size_t biases = before(r, r->layers * r->directions);
@@ -298,23 +307,43 @@ int cudnnGetRNNTempSpaceSizes(void *h, struct recurrent *r, int training, struct
     return 0;
 }
 
-int cudnnRNNForward(void *h) { return 0; }
+/* The next mask of each layer is another one: the state counts, and the reserve, which backward is
+ * given, begins with the state that forward drew from. In a graph it draws the same at each replay. */
+int cudnnRNNForward(void *h, struct recurrent *r, int training, const int *lengths, void *x_is,
+                    void *x, void *y_is, void *y, void *h_is, void *hx, void *hy, void *c_is,
+                    void *cx, void *cy, size_t n_weights, void *weights, size_t n_work, void *work,
+                    size_t n_reserve, void *reserve)
+{
+    if (!training || !r->drawn || n_reserve < sizeof *r->drawn)
+        return 0;
+    memcpy(reserve, r->drawn, sizeof *r->drawn);
+    if (!is_captured(((struct thing *)h)->stream))
+        r->drawn->n++;
+    return 0;
+}
+
 int cudnnRNNBackwardData_v8(void *h) { return 0; }
 int cudnnRNNBackwardWeights_v8(void *h) { return 0; }
 
-/* dropout: the state is the seed, where numbers find it */
 int cudnnDropoutGetStatesSize(void *h, size_t *n)
 {
     *n = 2 << 20;
     return 0;
 }
 
-int cudnnRestoreDropoutDescriptor(struct thing *t) { return 0; }
+int cudnnRestoreDropoutDescriptor(struct thing *t, void *h, float p, void *states)
+{
+    t->drawn = states;
+    return 0;
+}
 
 int cudnnSetDropoutDescriptor(struct thing *t, void *h, float p, void *states, size_t n,
                               unsigned long long seed)
 {
-    if (states && n >= sizeof seed)
-        memcpy(states, &seed, sizeof seed);
+    if (states && n < sizeof *t->drawn)
+        return 3;
+    t->drawn = states;
+    if (states)
+        *t->drawn = (struct drawn){ (int64_t)seed, 0 };
     return 0;
 }

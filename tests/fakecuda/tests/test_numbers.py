@@ -394,3 +394,24 @@ def test_recurrent_layers_under_autocast(kind):
     found.float().square().sum().backward()
     for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, atol=0.05 * float(p.grad.abs().max()) + 1e-3)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_between_layers_of_cudnn(kind):
+    """Another mask each time; the gradient's is that of its forward, also if others were drawn in
+    between."""
+    torch.manual_seed(0)
+    net = kind(4, 64, 2, dropout=0.5).cuda()
+    x = torch.randn(3, 2, 4, device="cuda")
+    first, second = (net(x)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    net.eval()
+    assert torch.equal(net(x)[0], net(x)[0])
+    net.train()
+    net.zero_grad()
+    grads = torch.autograd.grad(first.sum(), list(net.parameters()), retain_graph=True)
+    net(x)
+    again = torch.autograd.grad(first.sum(), list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(grads, again))
+    other = torch.autograd.grad(second.sum(), list(net.parameters()))
+    assert not all(torch.equal(a, b) for a, b in zip(grads, other))
