@@ -252,12 +252,11 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         _correct_on_cuda(func, args, out)
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
-    if func in _laid_out_as and out[0][0]:
-        memory_format = _format_of(func, args, device_type, fakes[_laid_out_as[func]])
-        if memory_format is not None:
-            dtype, device, size, _, offset = out[0][1]
-            like = torch.empty(size, device="meta", memory_format=memory_format)
-            out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
+    memory_format = _format_of(func, args, fakes, device_type) if out and out[0][0] else None
+    if memory_format is not None:
+        dtype, device, size, _, offset = out[0][1]
+        like = torch.empty(size, device="meta", memory_format=memory_format)
+        out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
     for argument, value in zip(func._schema.arguments, args):
         # Shape functions may describe results that the mask leaves out.
         if argument.name == "output_mask":
@@ -282,14 +281,16 @@ def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
         out[3] = (_TENSOR, _cudnn_reserve(args, out[3][1]))
 
 
-def _format_of(func: Any, args: tuple[Any, ...], device_type: str, like: Any) -> Any:
-    """The memory format in which a kernel of `_laid_out_as` makes result 0; None: the shape
-    function's."""
-    if device_type == "cuda" and func is _norm_backward and not args[7]:
-        return torch.contiguous_format  # in evaluation
-    if device_type == "cpu" or (device_type == "cuda" and func is _norm_backward):
-        return torch._prims_common.suggest_memory_format(like)
-    return None
+def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: str) -> Any:
+    """The memory format in which the kernel makes result 0, where the shape function has another;
+    else None."""
+    if device_type == "cuda":
+        if func in _contiguous_on_cuda or (func is _norm_backward and not args[7]):
+            return torch.contiguous_format
+        like = _laid_out_as_on_cuda.get(func)
+    else:
+        like = _laid_out_as.get(func) if device_type == "cpu" else None
+    return None if like is None else torch._prims_common.suggest_memory_format(fakes[like])
 
 
 # (x, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -314,6 +315,13 @@ _laid_out_as = {
     aten._native_batch_norm_legit_no_training.default: 0,
     _norm_backward: 1,
 }
+# The same of CUDA's. (Batch norm's gradient is contiguous in evaluation.)
+_laid_out_as_on_cuda = {
+    _norm_backward: 1,
+    aten.upsample_bilinear2d.default: 0,
+    aten.upsample_trilinear3d.default: 0,
+}
+_contiguous_on_cuda = {aten._log_softmax_backward_data.default}
 
 
 def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -148,7 +148,7 @@ def as_recorded(func, *args):
 
 @pytest.mark.parametrize("of_gradient", ["contiguous", "channels last", "permuted"])
 @pytest.mark.parametrize("of_input", ["contiguous", "channels last", "permuted"])
-def test_norms_are_recorded_as_their_kernels_lay_them_out(of_input, of_gradient):
+def test_results_are_recorded_as_kernels_lay_them_out(of_input, of_gradient):
     aten = torch.ops.aten
     x, g = image(of_input), image(of_gradient)
     w, b, mean, var = torch.randn(4, 6, device="cuda").abs()
@@ -159,6 +159,10 @@ def test_norms_are_recorded_as_their_kernels_lay_them_out(of_input, of_gradient)
         for mask in ([True, True, True], [True, False, False]):
             backward = aten.native_batch_norm_backward.default
             as_recorded(backward, g, x, w, mean, var, *saved, training, 1e-5, mask)
+    as_recorded(aten.upsample_bilinear2d.default, x, [3, 3], False)
+    deep = x[:, :, None].contiguous(memory_format=torch.channels_last_3d)
+    as_recorded(aten.upsample_trilinear3d.default, deep, [2, 3, 3], False)
+    as_recorded(aten._log_softmax_backward_data.default, g, x, 1, torch.float32)
     never = aten._native_batch_norm_legit_no_training.default
     as_recorded(never, x, w, b, mean, var, 0.1, 1e-5)
 
