@@ -1,7 +1,5 @@
 /* cuDNN by its older interface: descriptors that hold sizes, algorithms that need no workspace
  * unless FAKECUDA_CUDNN_WORKSPACE says so, and no computing. */
-#include <stddef.h>
-#include <stdint.h>
 #include "device.h"
 
 #include <stdio.h>
@@ -308,7 +306,8 @@ int cudnnGetRNNTempSpaceSizes(void *h, struct recurrent *r, int training, struct
 }
 
 /* The next mask of each layer is another one: the state counts, and the reserve, which backward is
- * given, begins with the state that forward drew from. In a graph it draws the same at each replay. */
+ * given, begins with the state that forward drew from. In a graph it draws the same at each
+ * replay. */
 int cudnnRNNForward(void *h, struct recurrent *r, int training, const int *lengths, void *x_is,
                     void *x, void *y_is, void *y, void *h_is, void *hx, void *hy, void *c_is,
                     void *cx, void *cy, size_t n_weights, void *weights, size_t n_work, void *work,
