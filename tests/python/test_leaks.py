@@ -1,8 +1,10 @@
 """Nothing stays: after many steps, good and bad, torch's bytes, the objects of the extension and
 the process are what they were."""
 
+import pytest
 from helpers import run_python
 
+pytestmark = pytest.mark.about_the_cpu("bytes and resident memory of the host")
 PRELUDE = """
 import gc, weakref, torch, koila, psutil
 from koila import lazy, _core

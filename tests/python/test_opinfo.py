@@ -2,7 +2,8 @@
 wrong, and what is refused is listed by name.
 
 By default every operator with one sample and ragged slices; KOILA_LONG=1: four samples, slices
-even, ragged and of one row. `tests/python/opinfo_refused.txt` lists what is refused and why;
+even, ragged and of one row. On a GPU every eighth operator by default, for each runs three times as
+long on a simulated one. `tests/python/opinfo_refused.txt` lists what is refused and why;
 `python test_opinfo.py --update` writes it.
 """
 
@@ -13,11 +14,11 @@ import sys
 import time
 
 import pytest
-from conftest import LONG
+from conftest import DEVICE, LONG
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIST = os.path.join(HERE, "opinfo_refused.txt")
-N_SHARDS = 8
+N_SHARDS = 8 if DEVICE == "cpu" or LONG else 64  # of which eight run
 
 
 def sweep(shard, n_samples, kinds):
@@ -72,7 +73,7 @@ def listed():
         return {line.split("\t")[0] for line in f if line.strip() and not line.startswith("#")}
 
 
-@pytest.mark.parametrize("shard", range(N_SHARDS))
+@pytest.mark.parametrize("shard", range(8))
 def test_every_operator_is_right_or_refused_by_name(shard):
     found = sweep(shard, 4, "even,ragged,one") if LONG else sweep(shard, 1, "ragged")
     bad = {op: r for op, r in found.items() if r[0] in ("wrong", "crashed", "raised")}
@@ -107,7 +108,7 @@ def test_what_is_an_error_in_eager_is_the_same_error_at_the_same_line():
 
     found = {"same": 0}
     for op in one_op.op_db:
-        for e in op.error_inputs("cpu") if op.error_inputs_func is not None else ():
+        for e in op.error_inputs(DEVICE) if op.error_inputs_func is not None else ():
             t = one_op.first_batched(e.sample_input)
             if t is None:
                 continue
@@ -158,7 +159,7 @@ def test_a_fault_of_the_size_of_the_dtype_s_rounding_is_caught(op, dtype, relati
     info = next(o for o in one_op.op_db if o.name == op)
     sample = next(
         s
-        for s in info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=True)
+        for s in info.sample_inputs(DEVICE, getattr(torch, dtype), requires_grad=True)
         if one_op.first_batched(s) is not None
     )
     assert one_op.one(info, sample, ["even"]) == ("same", "")

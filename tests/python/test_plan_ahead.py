@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import koila
 from koila import _core
 
+pytestmark = pytest.mark.about_the_cpu("steps of the CPU, planned; on a GPU: test_cuda_planning")
 BATCH = 512
 
 
