@@ -531,8 +531,11 @@ def test_threads_sum_up_to_what_the_allocator_handed_out():
 
     settle()
     torch.cuda.reset_accumulated_memory_stats()
+    base, kept = torch.cuda.memory_allocated(), []
     with LineProfiler(work) as p:
-        threads = [threading.Thread(target=work, args=(1000 * k,)) for k in range(1, 7)]
+        threads = [
+            threading.Thread(target=lambda n=1000 * k: kept.append(work(n))) for k in range(1, 7)
+        ]
         for t in threads:
             t.start()
         for t in threads:
@@ -541,7 +544,8 @@ def test_threads_sum_up_to_what_the_allocator_handed_out():
     rows = ran(p, work)
     assert sum(r["alloc"] for r in rows) == stats["allocated_bytes.all.allocated"]
     assert rows[0]["hits"] == 6 and rows[2]["hits"] == 300
-    assert sum(r["freed"] for r in rows) + core.memlab_now(1)[0] >= sum(r["alloc"] for r in rows)
+    held = core.memlab_now(1)[0] - base
+    assert sum(r["freed"] for r in rows) + held == sum(r["alloc"] for r in rows) and len(kept) == 6
 
 
 def test_backward_runs_on_a_thread_of_its_own_and_its_memory_is_in_the_line_that_waits_for_it():
