@@ -140,6 +140,8 @@ uint64_t koila__cache_left(const koila_cache *c)
     uint64_t most = cap;
     if (c->s.total && (!cap || device < cap))
         most = device;
+    if (most < reserved(c)) /* a limit forbids new segments: those that are there stay */
+        most = reserved(c);
     return most > held ? most - held : 0;
 }
 

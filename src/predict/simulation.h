@@ -108,6 +108,7 @@ typedef struct koila__sim {
     koila_status status;  /* the first failure: then nothing more is requested */
     bool ends_at_oom;     /* in: a request that fails is a failure, KOILA_OOM */
     bool oom;             /* some request failed */
+    bool may_do_without;  /* a request of now that fails is no failure */
     uint64_t peak_bytes;  /* highest bytes allocated in c after a request */
     koila_node at_node;   /* that runs; KOILA_NONE: none */
     koila_node peak_node; /* that ran at the peak */

@@ -261,6 +261,18 @@ def test_the_choice_is_the_most_rows_of_all_that_fit(case, monkeypatch, hole):
     assert not most or chosen.micro_batch == most, fits
 
 
+def test_cached_blocks_are_used_whatever_fraction_of_the_gpu_torch_may_take(case, monkeypatch):
+    """Only new segments count against the fraction: 180 MiB of free blocks stay."""
+    model, x = case
+    gpu = Gpu(monkeypatch, holes=[3 * MIB] * 60)
+    reserved = gpu.memory_stats()["reserved_bytes.all.current"]
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda device: reserved / 2 / gpu.total
+    )
+    plan = step(model, x)
+    assert plan.fit["fits"] and plan.fit["peak_reserved"] == reserved
+
+
 def test_a_plan_is_kept_while_the_allocator_is_as_it_was(case, monkeypatch):
     model, x = case
     gpu = Gpu(monkeypatch, free=0, holes=[3 * MIB] * 60)

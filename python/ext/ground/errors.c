@@ -22,6 +22,7 @@ static const struct {
     { "cuDNN", "FIND was unable to find an engine to execute this computation" },
     { "torch's CPU allocator", "can't allocate memory" },
     { "torch's CPU allocator on Windows", "not enough memory" },
+    { "cuDNN", "unable to find an engine to execute this computation" }, /* a convolution */
     { "C++", "std::bad_alloc" },
     { "oneDNN", "could not create a primitive" },
     { "oneDNN", "could not create a memory" },
