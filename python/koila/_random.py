@@ -200,9 +200,12 @@ def _cudnn_rnn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cuDNN draws dropout between layers, by place in the whole: then it runs whole, now."""
     x, weights, stride, weight_buf = args[:4]
     dropout, train = args[11], args[12]
-    if (dropout and train) or _core.configure()["dry"] or any(map(_core.is_lazy, weights)):
+    apart = weight_buf is None
+    if (dropout and train) or _core.configure()["dry"]:
         return run_on_reals(func, args, kwargs)
-    if weight_buf is None:
+    if apart and any(map(_core.is_lazy, weights)):
+        return run_on_reals(func, args, kwargs)
+    if apart:
         weight_buf = _flat(weights, stride, x.size(-1), args)
     hidden = [_contiguous(h) for h in args[4:6]]
     results = _core.record(func, (x, weights, stride, weight_buf, *hidden, *args[6:]), kwargs)
