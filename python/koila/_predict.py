@@ -23,7 +23,8 @@ from ._plan import Plan
 
 class Prediction(Plan):
     """A plan that was never run. With `device=`: `prediction` holds, in bytes, (low, expected,
-    high) of `allocated`, `reserved` and `device` for the first and the steady step, `fits`,
+    high) of `allocated`, `reserved` and `device` for the `first` and the `steady` step, the same in
+    `plain` for the whole batch in plain PyTorch, `fits`,
     `spare_bytes`, `notes` (every assumption) and `not_modelled` (operators whose inner memory is
     not known)."""
 

@@ -117,6 +117,32 @@ static uint64_t copy_bytes(const koila__cuda_call *k, uint32_t i)
     return 0;
 }
 
+/* [read: cuda/Blas.cpp, prepare_matrix_for_cublas] cuBLAS takes a matrix by rows or by columns. An
+ * operand that is neither, such as an expanded gradient, is copied. */
+static uint64_t operand_copy(const koila__cuda_call *k, uint32_t i)
+{
+    const koila_meta_info *m = input_meta(k, i);
+    if (!m || m->n_dims < 2)
+        return 0;
+    const int64_t rows = m->size[m->n_dims - 2];
+    const int64_t columns = m->size[m->n_dims - 1];
+    const int64_t down = m->stride[m->n_dims - 2];
+    const int64_t along = m->stride[m->n_dims - 1];
+    const bool by_rows = along == 1 && (rows <= 1 || down >= (columns > 1 ? columns : 1));
+    const bool by_columns = down == 1 && (columns <= 1 || along >= (rows > 1 ? rows : 1));
+    return by_rows || by_columns ? 0 : scaled(k, m->n_elements) * koila_dtype_bytes(m->dtype);
+}
+
+/* Of the two factors; a bias comes before them. */
+static koila__temps operand_copies(const koila__cuda_call *k)
+{
+    koila__temps t = { .n = 0 };
+    const uint32_t first = k->sig->n_inputs > 2;
+    for (uint32_t i = first; i < k->sig->n_inputs && i < first + 2; i++)
+        add_temp(&t, operand_copy(k, i));
+    return t;
+}
+
 /* ---- attention */
 
 /* [read: sdp_utils.cpp, check_cudnn_*] cuDNN's attention takes heads of at most 128 elements, in
@@ -462,6 +488,11 @@ static uint64_t losses_bytes(const koila__cuda_call *k)
 /* Gates of a recurrent layer's time step: numbers for each row and hidden unit. */
 enum { RNN_GATES = 4 };
 
+static uint64_t rnn_workspace(const koila__cuda_call *k)
+{
+    return koila__is_silent(k->d) ? 0 : pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k);
+}
+
 static bool is_attention(koila__inside_kind kind)
 {
     return kind == KOILA__INSIDE_SDPA || kind == KOILA__INSIDE_FLASH ||
@@ -488,8 +519,12 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
         if (is_reduced_loss(k))
             add_temp(&t, losses_bytes(k));
         return t;
+    case KOILA__INSIDE_GEMM:
+        return operand_copies(k);
+    case KOILA__INSIDE_DENSE:
     case KOILA__INSIDE_LAYER_NORM:
         add_temp(&t, copy_bytes(k, 0));
+        add_temp(&t, copy_bytes(k, 1));
         return t;
     case KOILA__INSIDE_LAYER_NORM_GRAD:
         return layer_norm_grad(k);
@@ -513,8 +548,7 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
         return t;
     case KOILA__INSIDE_RNN: /* cuDNN's workspace: about the gates of all time steps [estimated] */
     case KOILA__INSIDE_RNN_GRAD:
-        if (!koila__is_silent(k->d))
-            add_temp(&t, pick(k->level, 0, 1, 2) * RNN_GATES * rnn_bytes(k));
+        add_temp(&t, rnn_workspace(k));
         return t;
     case KOILA__INSIDE_UNKNOWN: /* high end: as many bytes as its results */
         add_temp(&t, pick(k->level, 0, 0, out_bytes));

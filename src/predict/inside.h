@@ -25,6 +25,7 @@ typedef enum koila__inside_kind {
     KOILA__INSIDE_NORM,    /* dims are argument 2 */
     KOILA__INSIDE_GEMM,
     KOILA__INSIDE_CONV,
+    KOILA__INSIDE_DENSE, /* the first two inputs are copied where they are not contiguous */
     KOILA__INSIDE_LAYER_NORM,
     KOILA__INSIDE_LAYER_NORM_GRAD,
     KOILA__INSIDE_BATCH_NORM,
