@@ -1378,7 +1378,8 @@ def test_the_command_line_on_a_gpu(tmp_path):
         run("run", "-g", "cuda:0", "-o", name, "s.py")
         assert (tmp_path / name).stat().st_size > 100
     assert "active_bytes" in run("view", "o.json").stdout
-    assert "cuda:0" in run("top", "-i", "0.01", "s.py").stderr
+    (tmp_path / "long.py").write_text(SCRIPT + "import time\ntime.sleep(0.5)\n")  # many intervals
+    assert "cuda:0" in run("top", "-i", "0.01", "long.py").stderr
 
 
 def test_the_magic_on_a_gpu(capsys):
