@@ -516,6 +516,42 @@ def test_on_another_stream(m):
     check(step, lambda: mlp().double().cuda(), m)
 
 
+def test_a_batch_copied_on_a_side_stream():
+    """As prefetching loaders do: pinned, copied without waiting, recorded on the stream of use."""
+
+    def step(model, wrap):
+        side = torch.cuda.Stream()
+        x, y = (t.pin_memory() for t in data())
+        with torch.cuda.stream(side):
+            x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        for t in (x, y):
+            t.record_stream(torch.cuda.current_stream())
+        x, y = wrap(x, y)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return {"loss:loss": plain(loss)}
+
+    check(step, lambda: mlp().double().cuda(), 5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs: FAKECUDA_DEVICES=2")
+@pytest.mark.parametrize("m", KINDS)
+def test_a_model_on_two_gpus(m):
+    def step(model, wrap):
+        x, y = wrap(*data())
+        h = model[1](model[0](x.to("cuda:0")).to("cuda:1"))
+        loss = F.cross_entropy(h, y.to("cuda:1"))
+        loss.backward()
+        return {"loss:loss": plain(loss)}
+
+    def make():
+        first, second = mlp(out=16), mlp()
+        return nn.ModuleList([first.double().to("cuda:0"), second.double().to("cuda:1")])
+
+    check(step, make, m)
+
+
 def test_a_step_in_another_thread():
     def step(model, wrap):
         found = []
