@@ -205,16 +205,13 @@ static void make_written(koila__sim *s, koila_node n, const koila_sig_info *sig,
     }
 }
 
-/* What call k uses inside: as it was measured, else as its kind of operator is known to. */
-static koila__temps temporaries_of(const koila__sim *s, koila_sig sig, const koila__cuda_call *k,
-                                   uint64_t out_bytes)
+/* Was it measured what a call uses inside? Then that is *out. */
+static bool measured_temporaries(const koila__sim *s, koila_sig sig, koila__temps *out)
 {
     const bool is_slice = s->in_loop && s->batch > 0;
-    koila__temps t = { .n = 1 };
-    if (s->measured && s->measured(s->measured_user, sig, is_slice ? s->rows : 0,
-                                   is_slice ? s->batch : 0, &t.bytes[0]))
-        return t;
-    return koila__temporaries(k, out_bytes);
+    *out = (koila__temps){ .n = 1 };
+    return s->measured && s->measured(s->measured_user, sig, is_slice ? s->rows : 0,
+                                      is_slice ? s->batch : 0, &out->bytes[0]);
 }
 
 /* Requests of these sizes, released together. */
@@ -246,10 +243,13 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
         first_product(s, sig->grad_mode != 0);
     const uint64_t out_bytes = make_fresh(s, n, &k);
     make_written(s, n, sig, steal);
-    const koila__temps temps = temporaries_of(s, id, &k, out_bytes);
+    koila__temps temps;
+    const bool is_measured = measured_temporaries(s, id, &temps);
+    if (!is_measured)
+        temps = koila__temporaries(&k, out_bytes);
     /* [read: Conv_v8.cpp, try_plans] where a convolution's workspace does not fit, torch takes an
-     * engine with a smaller one */
-    s->may_do_without = k.kind == KOILA__INSIDE_CONV;
+     * engine with a smaller one; what was measured is of the engine that was taken */
+    s->may_do_without = k.kind == KOILA__INSIDE_CONV && !is_measured;
     use(s, temps.bytes, temps.n_early);
     use(s, temps.bytes + temps.n_early, temps.n - temps.n_early);
     s->may_do_without = false;

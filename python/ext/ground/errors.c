@@ -18,11 +18,9 @@ static const struct {
     { "cuDNN", "CUDNN_STATUS_ALLOC_FAILED" },
     /* the same, of a convolution none of whose algorithms found room */
     { "cuDNN", "Unable to find a valid cuDNN algorithm" },
-    { "cuDNN", "GET was unable to find an engine to execute this computation" },
-    { "cuDNN", "FIND was unable to find an engine to execute this computation" },
+    { "cuDNN", "unable to find an engine to execute this computation" },
     { "torch's CPU allocator", "can't allocate memory" },
     { "torch's CPU allocator on Windows", "not enough memory" },
-    { "cuDNN", "unable to find an engine to execute this computation" }, /* a convolution */
     { "C++", "std::bad_alloc" },
     { "oneDNN", "could not create a primitive" },
     { "oneDNN", "could not create a memory" },

@@ -612,13 +612,16 @@ static void embedding_bag_dense_backward(Stack &s, const Draw &)
     // per_sample_weights?, padding_idx
     auto a = taken(s);
     Tensor g = a[0].toTensor();
-    s.push_back(
-        as(at::_embedding_bag_dense_backward(
-               wide(g), a[1].toTensor(), a[2].toTensor(), a[3].toTensor().narrow(0, 0, g.size(0)),
-               a[4].toTensor(), a[5].toInt(), a[6].toBool(), a[7].toInt(),
-               maybe(a[8]) ? std::optional<Tensor>(wide(a[8].toTensor())) : std::nullopt,
-               a[9].toInt()),
-           g));
+    // with include_last_offset there is one more; for a sum, which does not read them, maybe none
+    Tensor sizes = a[3].toTensor();
+    if (sizes.size(0) > g.size(0))
+        sizes = sizes.narrow(0, 0, g.size(0));
+    s.push_back(as(at::_embedding_bag_dense_backward(
+                       wide(g), a[1].toTensor(), a[2].toTensor(), sizes, a[4].toTensor(),
+                       a[5].toInt(), a[6].toBool(), a[7].toInt(),
+                       maybe(a[8]) ? std::optional<Tensor>(wide(a[8].toTensor())) : std::nullopt,
+                       a[9].toInt()),
+                   g));
 }
 
 // ---- dropout
