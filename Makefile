@@ -20,12 +20,17 @@ CUDA_VENV   ?= .venv-cuda
 CUDA_TORCH  ?= torch===2.13.0
 CUDA_MEMORY ?= 8GiB
 CUDA_PY      = $(CUDA_VENV)/bin/python
-CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers
-CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py random.py capture_models.py exactness_programs.py)
-CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
-GPU_VENV    ?= .venv-gpu
-GPU_PY       = $(GPU_VENV)/bin/python
-GPU_REPORT  ?= gpu-report.json
+CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers ipython
+CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py exactness_programs.py random.py low_precision.py) \
+	$(addprefix tests/python/test_,capture_models.py capture_programs.py capture_doors.py rules_of_users.py interrupts.py bad_input.py plan_report.py) \
+	$(addprefix tests/python/memlab/test_,lines.py timeline.py)
+# those that only a GPU can run
+CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(addsuffix .py,attention gathers workspaces planning survival replay))
+# alone in its process, for it counts all that the allocator holds
+CUDA_ALONE  ?= tests/python/test_cuda_inside.py
+# with a GPU in sight, but tensors where the tests put them
+CUDA_BESIDE ?= $(addprefix tests/python/,$(addprefix memlab/test_,cuda.py courtesy.py tensors.py))
+ON_CUDA      = FAKECUDA_MEMORY=$(CUDA_MEMORY) FAKECUDA_DEVICES=2
 FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
 
 export OMP_NUM_THREADS = 1
@@ -62,8 +67,12 @@ test-gpu:
 	fi
 
 gpu-suites: $(CUDA_VENV)/installed
-	FAKECUDA_MEMORY=$(CUDA_MEMORY) $(CUDA_PY) -m pytest tests/fakecuda/tests -q -n $(JOBS)
-	FAKECUDA_MEMORY=$(CUDA_MEMORY) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) -q -n $(JOBS) --dist worksteal
+	FAKECUDA_MEMORY=$(CUDA_MEMORY) $(CUDA_PY) -m pytest tests/fakecuda/tests -q -n $(JOBS) --dist worksteal
+	$(ON_CUDA) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) -q -n $(JOBS) --dist worksteal
+	$(ON_CUDA) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_OWN) $(CUDA_KNOWN) -q -n $(JOBS) --dist loadfile
+	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_ALONE) -q
+	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_BESIDE) -q -n $(JOBS) --dist worksteal
+	$(ON_CUDA) $(CUDA_PY) -m pytest tests/python/test_together.py -k cuda -q
 
 # Only the tests of known_failures.txt: which of them pass by now?
 test-gpu-known: $(CUDA_VENV)/installed
@@ -71,7 +80,7 @@ test-gpu-known: $(CUDA_VENV)/installed
 
 # The environment sees the packages of $(PYTHON), so the torch that is measured is the one in use.
 gpu-report: $(GPU_VENV)/installed
-	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) --suites $(CUDA_SUITES)
+	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) --suites $(CUDA_SUITES) $(CUDA_OWN) --beside $(CUDA_ALONE) $(CUDA_BESIDE)
 
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py

@@ -78,16 +78,25 @@ def commit() -> str:
 # ---- the parts: each returns what it found, as JSON
 
 
-def run_tests(suites: list[str], processes: int) -> dict[str, Any]:
-    """Runs `suites` with every tensor on the GPU. Tests that passed are counted by file, all others
-    are named with their first line of reason."""
+def run_tests(suites: list[str], beside: list[str], processes: int) -> dict[str, Any]:
+    """Runs `suites` with every tensor on the GPU, and those `beside` it with tensors where they
+    say. Tests that passed are counted by file, all others are named with their first line of
+    reason."""
+    found = run_pytest(suites, processes, {"KOILA_DEVICE": "cuda"})
+    if beside and "error" not in found:
+        more = run_pytest(beside, processes, {})
+        found = more if "error" in more else {k: {**found[k], **more[k]} for k in found}
+    return found
+
+
+def run_pytest(suites: list[str], processes: int, environment: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", *suites, "-q", f"--junitxml={xml}"]
         command += ["-o", "junit_family=xunit2"]
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "KOILA_DEVICE": "cuda"})
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment})
         if not xml.exists():
             return {"error": f"pytest ended with status {done.returncode} and left no result"}
         return count_outcomes(xml)
@@ -241,14 +250,16 @@ def failed(report: dict[str, Any]) -> bool:
 # ---- the command
 
 
-def make_report(parts: list[str], suites: list[str], processes: int) -> dict[str, Any]:
+def make_report(
+    parts: list[str], suites: list[str], beside: list[str], processes: int
+) -> dict[str, Any]:
     report: dict[str, Any] = {"format": FORMAT, "device": describe_device(), "seconds": {}}
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             print(f"gpu_report: {part} ...", file=sys.stderr, flush=True)
             started = time.monotonic()
             if part == "tests":
-                report[part] = run_tests(suites, processes)
+                report[part] = run_tests(suites, beside, processes)
             elif part == "replay":
                 report[part] = run_replay(Path(folder) / part)
             elif part == "prediction":
@@ -269,7 +280,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-report.json"))
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--suites", nargs="*", default=[], help="the test files to run")
+    parser.add_argument(
+        "--suites", nargs="*", default=[], help="test files, all tensors on the GPU"
+    )
+    parser.add_argument(
+        "--beside", nargs="*", default=[], help="test files, tensors where they say"
+    )
     parser.add_argument("--keep", type=Path, help="write what a simulated device says into FILE")
     parser.add_argument("--read", type=Path, help="print the summary of this report")
     parser.add_argument(
@@ -288,7 +304,7 @@ def main() -> int:
     else:
         if "tests" in parts and not args.suites:
             parser.error("--suites names the test files; make gpu-report gives them")
-        report = make_report(parts, args.suites, args.processes)
+        report = make_report(parts, args.suites, args.beside, args.processes)
         if args.keep and not report["device"]["simulated"]:
             parser.error("--keep is for a simulated device; this GPU is a real one")
         (args.keep or args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
