@@ -1,18 +1,56 @@
-"""The marker and the fixture, in a pytest of their own."""
+"""The marker and the fixture, in a pytest of their own, which finds the plugin as in an environment
+where koila is installed."""
 
+import os
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
-from importlib.metadata import entry_points
 
 import pytest
+from koila_pytest import size_of
 
-from koila.memlab.pytest_plugin import size_of
+ROOT = pathlib.Path(__file__).parents[3]
+
+# Before pytest starts: torch cannot be imported, or koila can be imported by nobody.
+NO_TORCH = "sys.modules['torch'] = None"
+NO_KOILA = "sys.modules['koila'] = None"
+
+
+def installed(folder):
+    """Writes what installing koila tells other programs into `folder`: its entry points."""
+    metadata = folder / "koila-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: koila\nVersion: 0\n")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    entry = re.search(r'\[project\.entry-points\.pytest11\]\n(\w+) = "([\w.]+)"', text)
+    (metadata / "entry_points.txt").write_text(f"[pytest11]\n{entry[1]} = {entry[2]}\n")
+    return folder
+
+
+def run_pytest(tmp_path, tests, *options, before="pass"):
+    """The output of pytest over these tests, in which koila counts as installed."""
+    folder = tmp_path / "tests"
+    folder.mkdir(parents=True)
+    (folder / "test_it.py").write_text(textwrap.dedent(tests))
+    path = [str(installed(tmp_path / "site")), *sys.path]
+    program = f"import sys\n{before}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-p", "no:cacheprovider", *options, str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)},
+    )
+    return done.stdout + done.stderr
 
 
 def test_marker_fails_what_needs_more_and_the_fixture_measures(tmp_path):
-    (tmp_path / "test_it.py").write_text(
-        textwrap.dedent("""
+    told = run_pytest(
+        tmp_path,
+        """
         import pytest, torch
         @pytest.mark.limit_tensor_memory("4KiB", device="cpu")
         def test_fits(): torch.zeros(1024)
@@ -25,22 +63,52 @@ def test_marker_fails_what_needs_more_and_the_fixture_measures(tmp_path):
         def test_fixture(memlab):
             with memlab.measure("cpu") as m: torch.zeros(10)
             assert m.alloc == 40
-    """)
+        """,
+        "--strict-markers",
     )
-    # pytest finds it by itself where koila is installed as a wheel, and not after `meson install`
-    name = "koila.memlab.pytest_plugin"
-    ask = [] if any(e.value == name for e in entry_points(group="pytest11")) else ["-p", name]
-    p = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ask, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    assert "2 failed, 2 passed" in told, told
+    assert "needed 4.00K of tensor memory (4100 bytes), limit 4.00K (4096 bytes)" in told
+    assert "mine" in told
+
+
+PLAIN = """
+    import sys
+    def test_plain():
+        loaded = [m for m in sys.modules if m.partition(".")[0] in ("koila", "torch")]
+        assert loaded == LOADED and "koila_pytest" in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ["before", "loaded"],
+    [("pass", []), (NO_TORCH, ["torch"]), (NO_KOILA, ["koila"])],
+    ids=["as it is", "without torch", "without koila"],
+)
+def test_tests_that_do_not_ask_for_it_import_neither_torch_nor_koila(tmp_path, before, loaded):
+    told = run_pytest(tmp_path, PLAIN.replace("LOADED", repr(loaded)), before=before)
+    assert "1 passed" in told, told
+
+
+def test_without_torch_the_test_that_asks_fails_and_says_why(tmp_path):
+    told = run_pytest(
+        tmp_path,
+        """
+        import pytest
+        @pytest.mark.limit_tensor_memory("4KiB")
+        def test_marked(): pass
+        def test_fixture(memlab): pass
+        def test_plain(): pass
+        """,
+        before=NO_TORCH,
     )
-    assert "2 failed, 2 passed" in p.stdout, p.stdout + p.stderr
-    assert (
-        "needed 4.00K of tensor memory (4100 bytes), limit 4.00K (4096 bytes)" in p.stdout
-        and "mine" in p.stdout
-    )
+    assert "1 failed, 1 passed, 1 error" in told and "torch" in told, told
+
+
+def test_pytest_tells_of_the_marker_and_the_fixture(tmp_path):
+    told = run_pytest(tmp_path, "", "--markers", before=NO_TORCH)
+    assert "@pytest.mark.limit_tensor_memory(limit, device=None): fail if" in told, told
+    told = run_pytest(tmp_path / "again", "", "--fixtures", before=NO_TORCH)
+    assert "memlab" in told and "koila_pytest.py" in told, told
 
 
 def test_sizes():

@@ -1,7 +1,8 @@
 """pytest: the marker `limit_tensor_memory("24MiB", device="cpu")` and the fixture `memlab`.
 
-koila.memlab is imported only when one of them is used: pytest loads this plugin in every project of
-an environment.
+pytest loads this plugin in every project of an environment, also in one without torch. So this
+module lies outside the package, whose import imports torch, and imports koila.memlab when a test
+uses one of the two.
 """
 
 from __future__ import annotations
