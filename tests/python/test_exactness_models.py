@@ -182,6 +182,21 @@ def test_batchnorm_in_eval_mode_does_not_touch_its_statistics():
     )
 
 
+@pytest.mark.parametrize("rows", [None, 4, 1])
+def test_a_recurrent_layer_evaluates_without_gradients(rows):
+    """Its kernel leaves the workspace out, which a recording says has no elements."""
+    torch.manual_seed(0)
+    layer = nn.LSTM(16, 16, batch_first=True).eval()
+    x = torch.randn(16, 4, 16)
+    with torch.no_grad():
+        y, (h, c) = layer(x)
+        with koila.micro_batch(rows):
+            y2, (h2, c2) = layer(koila.lazy(x))
+            assert y2.mean().item() == pytest.approx(y.mean().item(), abs=1e-6)
+            for a, b in ((y, y2), (h, h2), (c, c2)):
+                assert (a - koila.run(b)).abs().max() <= (0 if rows is None else 1e-6)
+
+
 def test_pooling_of_channels_last_images_is_sliced():
     """It ends in `as_strided_`, and its gradient is a copy through `as_strided` into zeros: each
     row of it is a slice's own."""

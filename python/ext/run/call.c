@@ -465,20 +465,29 @@ static PyObject *fresh_result(const koila_sig_info *s, PyObject *r, uint32_t j)
     return NULL;
 }
 
-/* outputs[n_fresh] := new references of r's results. */
+/* Does result j stand for nothing? Some kernels leave a result without elements out: a recurrent
+ * layer's workspace, in evaluation. */
+static bool is_left_out(const koila_sig_info *s, uint32_t j, const PyObject *o)
+{
+    const koila_meta meta = s->outputs[j];
+    return meta == KOILA_NONE ||
+           (o == Py_None && koila_meta_get(koila__table, meta)->n_elements == 0);
+}
+
+/* outputs[n_fresh] := new references of r's results; NULL for one that stands for nothing. */
 static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
 {
     for (uint32_t j = 0; j < s->n_fresh; j++) {
         PyObject *o = fresh_result(s, r, j);
-        const bool is_none = s->outputs[j] == KOILA_NONE;
+        const bool is_none = is_left_out(s, j, o);
         const bool is_lost = !is_none && (!o || !koila__is_tensor(o));
         if (is_lost || PyErr_Occurred()) {
             if (!PyErr_Occurred())
                 PyErr_Format(PyExc_SystemError,
                              "koila: %s did not return the kind of result that was recorded",
                              koila_op_name(koila__table, s->op));
-            while (j)
-                Py_CLEAR(outputs[--j]);
+            while (j--)
+                Py_CLEAR(outputs[j]); /* evaluates its argument twice */
             return -1;
         }
         outputs[j] = is_none ? NULL : Py_NewRef(o);
