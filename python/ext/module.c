@@ -6,6 +6,7 @@
 
 #include "run/run.h"
 #include "memlab/memlab.h"
+#include "ground/autograd_nodes.h"
 #include "ground/errors.h"
 #include "ground/random.h"
 #include "ground/settings.h"
@@ -31,7 +32,7 @@ static int exec(PyObject *m)
     if (koila__errors_add_module(m) < 0 || koila__settings_add_module(m) < 0 ||
         koila__run_module_add(m) < 0)
         return -1;
-    if (koila__cpu_bytes_add_module(m) < 0)
+    if (koila__cpu_bytes_add_module(m) < 0 || koila__autograd_nodes_add(m) < 0)
         return -1;
     for (size_t i = 0; i < sizeof memlab / sizeof *memlab; i++)
         if (memlab[i](m) < 0)

@@ -108,16 +108,31 @@ def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
     """(leaves, nested). leaves: the variables of AccumulateGrad nodes behind outputs, in autograd's
     order. nested: some node runs a backward of its own (a reentrant checkpoint), which autograd
     allows only without `inputs`."""
-    found: list[torch.Tensor] = []
-    reentrant = False
-    seen: set[Any] = set()
-    stack = []
+    found: dict[int, torch.Tensor] = {}
+    roots = []
     for o in outputs:
         node = getattr(o, "node", None) or getattr(o, "grad_fn", None)
         if node is not None:
-            stack.append(node)
-        elif isinstance(o, torch.Tensor) and o.requires_grad and not any(o is f for f in found):
-            found.append(o)
+            roots.append(node)
+        elif isinstance(o, torch.Tensor) and o.requires_grad:
+            found.setdefault(id(o), o)
+    told = _core.leaves_behind(roots) if _nodes_are_known else None
+    behind, reentrant = told or _leaves_behind(roots)
+    for leaf in behind:
+        found.setdefault(id(leaf), leaf)
+    return list(found.values()), reentrant
+
+
+_nodes_are_known = False  # may C walk graphs?
+
+
+def _leaves_behind(roots: list[Any]) -> tuple[list[torch.Tensor], bool]:
+    """What _core.leaves_behind() finds, where torch's nodes lie in memory in an unknown way. Each
+    node that is looked at here gets a Python object, see autograd_nodes.h."""
+    found: list[torch.Tensor] = []
+    reentrant = False
+    seen: set[Any] = set()
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -132,6 +147,35 @@ def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
             if up is not None and up not in seen:
                 stack.append(up)
     return found, reentrant
+
+
+def _learn_nodes() -> bool:
+    """Show C a few nodes and what Python says of them. Is that enough to walk any graph?"""
+    with torch.enable_grad():
+        a, b = (torch.ones(1, device="cpu", requires_grad=True) for _ in range(2))
+        product = (a * b).grad_fn
+        function: Any = _HandOver.apply([], a, b)  # type: ignore[no-untyped-call]
+        sum_ = (function + a).grad_fn
+        root = torch.cat([function + a, function, b * a])
+    assert product is not None and sum_ is not None
+    (leaf, _), (other, _) = product.next_functions
+    known = _core.learn_nodes(
+        torch.Tensor,
+        torch._C._FunctionBase,
+        a,
+        leaf,
+        other,
+        product,
+        function.grad_fn,
+        sum_,
+    )
+    if not known:
+        return False
+    # both walks find the same leaves, the same objects
+    roots = [root.grad_fn, function.grad_fn]
+    walked, _ = _leaves_behind(roots)
+    told = _core.leaves_behind(roots)
+    return told is not None and [id(t) for t in told[0]] == [id(t) for t in walked]
 
 
 def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:
@@ -395,6 +439,11 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
 def install() -> None:
     """Route every backward through here. Idempotent; without lazy values torch's own function is
     called at once."""
+    global _nodes_are_known
+    try:
+        _nodes_are_known = _learn_nodes()
+    except Exception:  # another torch, or a mode of somebody else's: Python walks
+        _nodes_are_known = False
     torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine

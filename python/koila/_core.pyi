@@ -16,6 +16,20 @@ __version__: str
 # ---- errors (errors.c)
 def is_out_of_memory(error: BaseException, /) -> bool: ...
 
+# ---- torch's backward graph (autograd_nodes.c)
+def learn_nodes(
+    tensor_class: type[torch.Tensor],
+    function_class: type,
+    leaf: torch.Tensor,
+    leaf_node: object,
+    other_node: object,
+    product_node: object,
+    function_node: object,
+    sum_node: object,
+    /,
+) -> bool: ...
+def leaves_behind(nodes: list[Any], /) -> tuple[list[torch.Tensor], bool] | None: ...
+
 # ---- settings and plans (settings.c, run_module.c, plan_report.c)
 def configure(
     *,

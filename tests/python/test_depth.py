@@ -1,0 +1,173 @@
+"""Deep programs, and long ones: nothing recurses as deep as a program is long, nothing takes time
+that grows faster than it, and what is remembered of calls is bounded.
+
+Such a program runs in a fresh process. KOILA_LONG=1: a million operators, 100,000 steps."""
+
+import os
+
+import pytest
+import torch
+from helpers import run_python
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from koila import _backward, _core, lazy
+
+LONG = bool(os.environ.get("KOILA_LONG"))
+
+# ---- leaves, found without a Python object for each node
+
+
+class _Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, constant):
+        return x * w.detach(), x + 1
+
+    @staticmethod
+    def backward(ctx, gx, gy):
+        return gx + gy, gx, None
+
+
+def _graphs():
+    """(name, outputs whose leaves are looked for)"""
+    a, b, c = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    yield "one leaf twice", [(a * a).sum()]
+    yield "a leaf and what comes from it", [a, (a * b).sum()]
+    yield "in order", [(c * a).sum(), (b + c).sum()]
+    yield "missing edges", [torch.cat([a, torch.ones(3, 3), b @ c]).sum()]
+    yield "functions", [_Two.apply(a * 2, b, torch.ones(()))[1] + c]
+    yield "a function at the root", [_Two.apply(a, b, None)[0]]
+    yield "a function of constants", [_Two.apply(torch.ones(3), b, None)[0]]
+    yield "written in place", [a.clone().mul_(b).add_(c)[0].sum()]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.GELU(), nn.Linear(4, 2))
+    yield "a model", [model(torch.randn(5, 3)).logsumexp(1).mean()]
+    yield "a recurrent layer", [nn.LSTM(3, 4, 2)(torch.randn(5, 2, 3))[0].sum()]
+    yield "a reentrant checkpoint", [checkpoint(lambda x: x * b, a * 1, use_reentrant=True) + c]
+    yield "a checkpoint", [checkpoint(lambda x: x * b, a * 1, use_reentrant=False) + c]
+    yield "an edge", [torch.autograd.graph.get_gradient_edge(a * b)]
+    x = lazy(torch.randn(4, 3))
+    yield "lazy", [F.mse_loss(model(x), torch.ones(4, 2)), (x @ a).sum()]
+    yield "a lazy leaf", [(lazy(torch.randn(4, 3)).requires_grad_() * a[0]).sum()]
+
+
+def test_leaves_are_those_that_next_functions_names():
+    assert _backward._nodes_are_known
+    for name, outputs in _graphs():
+        nodes = [n for o in outputs if (n := getattr(o, "node", None) or o.grad_fn) is not None]
+        told = _core.leaves_behind(nodes)
+        walked, reentrant = _backward._leaves_behind(nodes)
+        assert told is not None, name
+        assert [id(t) for t in told[0]] == [id(t) for t in walked], name
+        assert told[1] == reentrant, name
+        found, again = _backward._leaves(outputs)
+        assert len({id(t) for t in found}) == len(found) and again == reentrant, name
+
+
+def test_gradients_are_the_same_without_the_layout_of_nodes(monkeypatch):
+    def gradients():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        F.mse_loss(model(lazy(torch.randn(6, 3))), torch.zeros(6, 2)).backward()
+        return [p.grad for p in model.parameters()]
+
+    one = gradients()
+    monkeypatch.setattr(_backward, "_nodes_are_known", False)
+    for a, b in zip(one, gradients(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_leaf_among_the_outputs_gets_its_gradient_once():
+    w = torch.ones(1, requires_grad=True)
+    x = lazy(torch.full((4, 1), 2.0))
+    with koila.micro_batch(2):
+        torch.autograd.backward([w, (x * w).sum()], [torch.ones(1), torch.ones(())])
+    assert w.grad.item() == 9
+
+
+# ---- depth
+
+PRELUDE = """
+import os, sys, threading, torch, koila
+from koila import lazy
+torch.set_num_threads(1)
+n = int(sys.argv[1])
+x0, w = torch.randn(8, 4), torch.full((4,), 0.5, requires_grad=True)
+
+def in_a_small_thread(f):
+    failed = []
+    def g():
+        try:
+            f()
+        except BaseException as e:
+            failed.append(e)
+            raise
+    threading.stack_size(256 << 10)
+    t = threading.Thread(target=g)
+    t.start()
+    t.join()
+    assert not failed, failed
+"""
+
+
+@pytest.mark.parametrize("ends", ["never", "backward"])
+def test_a_chain_of_operators_is_freed(ends):
+    run_python(
+        PRELUDE
+        + f"""
+def chain(x):
+    y = x * w
+    for _ in range(n):
+        y = y + 1
+    return y.sum()
+
+
+def f():
+    loss = chain(lazy(x0))
+    if {ends == "backward"}:
+        loss.backward()
+        assert torch.equal(w.grad, x0.sum(0)), w.grad
+    del loss
+
+in_a_small_thread(f)
+""",
+        args=[1_000_000 if LONG else 20_000],
+        timeout=900,
+    )
+
+
+def test_an_unrolled_recurrent_net_trains():
+    run_python(
+        PRELUDE
+        + """
+U, W = (torch.randn(4, 4).mul_(0.1).requires_grad_() for _ in range(2))
+x0 = torch.randn(n, 8, 4)
+
+
+def net(xs):
+    h = torch.zeros(8, 4)
+    for x in xs:
+        h = torch.tanh(x @ W + h @ U)
+    return h.square().sum()
+
+
+def step(wrap):
+    U.grad = W.grad = None
+    x = wrap(x0)
+    loss = net(x.unbind())
+    loss.backward()
+    del loss
+    return U.grad, W.grad
+
+
+def f():
+    for eager, got in zip(step(lambda x: x), step(lambda x: lazy(x, batch=1)), strict=True):
+        assert torch.allclose(got, eager, atol=1e-4 * eager.abs().max().item()), (eager, got)
+
+
+in_a_small_thread(f)
+""",
+        args=[100_000 if LONG else 4_000],
+        timeout=900,
+    )
