@@ -190,7 +190,9 @@ typedef struct koila_sig_info {
     /** of the call: 0 one tensor, 1 tuple, 2 list, 3 nothing or `self`, 4 tuple that ends in a
      * list, whose items are the last results */
     uint8_t result_kind;
-    uint8_t grad_mode; /**< grad mode at capture; part of the signature */
+    /** bit 0: grad mode at capture; higher bits: settings of the recorder that decide the result.
+     * Part of the signature */
+    uint8_t grad_mode;
     uint32_t n_writes;
     const koila_write *writes;
 } koila_sig_info;

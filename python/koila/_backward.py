@@ -27,7 +27,7 @@ import torch
 from torch.autograd import graph as _graph
 
 from . import _core, _hooks, _lazy, _sharded
-from ._torch import GRAD, run_backward
+from ._torch import GRAD, ModesAside, run_backward
 
 _original = run_backward  # _dry.py puts its own in front of it for a while
 
@@ -40,7 +40,8 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.box = box
         ctx.set_materialize_grads(False)
-        return torch.empty(0)
+        with ModesAside():
+            return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -218,7 +219,8 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
             t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends
         ]
         before = [t.grad for t in ends]
-        one = torch.empty(0)  # takes no memory: from here on nothing may run out of it
+        with ModesAside():
+            one = torch.empty(0)  # takes no memory: from here on nothing may run out of it
     with torch.enable_grad():
         root = _HandOver.apply(gradients, *leaves)  # type: ignore[no-untyped-call]
     _core.hold_factories(True)  # hooks run here, and an optimizer in one of them makes its state

@@ -108,6 +108,13 @@ def check_type(func: Any, cls: type[torch.Tensor]) -> None:
     )
 
 
+def set_torch(dtype: torch.dtype, deterministic: int) -> None:
+    """Set the default dtype and deterministic algorithms (0 off, 1 on, 2 warn), see
+    koila__call_mode."""
+    torch._C._set_default_dtype(dtype)
+    torch._C._set_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 2)
+
+
 def leave_inference(like: torch.Tensor) -> Any:
     """Leave inference mode to wrap a view of a normal tensor, which is a normal tensor too. Returns
     the context, entered; None if there is nothing to leave."""

@@ -18,18 +18,28 @@ from . import _core, _sharded
 from ._errors import UnsupportedError
 
 
+def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices on which autocast is on, with its dtype there."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+
+
 class _Call:
     """A call of an opaque function without its tensors.
 
     Recorded operators refer to it by `key`. It lives as long as the function, and as long as a step
     holds such an operator. `results`: the nesting of the results, and which of them are tensors
     rather than None. `shapes`: for a sharded module, the shapes and dtypes of its results by those
-    of its inputs. `device`: the default device of the program at the call, for the function runs
-    later, where another may be set.
+    of its inputs. `device` and `autocast`: the program's default device and autocast at the call,
+    for the function runs later, where others may be set.
     """
 
     __slots__ = (
         "__weakref__",
+        "autocast",
         "device",
         "function",
         "key",
@@ -52,6 +62,7 @@ class _Call:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.shards = names, shards
         self.device = _device.CURRENT_DEVICE
+        self.autocast = _autocast_now()
         self.results: tuple[Any, list[bool]] | None = None
         self.shapes: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.key = next(_keys)
@@ -62,7 +73,11 @@ class _Call:
     ) -> list[torch.Tensor]:
         """The tensors of the results. None is left out here and put back by `nested`."""
         args, kwargs = self.rebuild(inputs)
-        with contextlib.nullcontext() if self.device is None else self.device:
+        with contextlib.ExitStack() as settings:
+            if self.device is not None:
+                settings.enter_context(self.device)
+            for device, dtype in self.autocast:
+                settings.enter_context(torch.autocast(device, dtype))
             if self.module is not None and self.names:
                 result = torch.func.functional_call(
                     self.module, dict(zip(self.names, parameters)), args, kwargs
@@ -323,6 +338,7 @@ class _Runner:
             tuple(map(id, shards)),
             tuple((type(c), c) for c in constants),
             _device.CURRENT_DEVICE,
+            _autocast_now(),
         )
         try:
             call = self._known.get(alike)

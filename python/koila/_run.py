@@ -6,17 +6,26 @@ from __future__ import annotations
 from typing import Any
 
 from . import _core
-from ._torch import BelowAutograd, torch
+from ._torch import BelowAutograd, ModesAside as ModesAside, torch
 
 
 class _Guards(BelowAutograd):
-    """Below autograd, no autocast and no torch functions while the object lives; the grad mode,
-    which each call sets to the one it was recorded in, is put back at the end."""
+    """Below autograd, no autocast, no inference mode and no torch functions while the object lives;
+    the grad mode, which each call sets to the one it was recorded in, is put back at the end. (A
+    value that is asked for in inference mode may be used outside, where eager's is a normal
+    tensor.)"""
 
-    __slots__ = ("_autocast", "_grad")
+    __slots__ = ("_autocast", "_grad", "_inference", "_range")
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
+        self._inference = self._range = None
+        if torch._C._autograd._profiler_enabled():
+            self._range = torch._C._profiler._RecordFunctionFast("koila: run")
+            self._range.__enter__()
+        if torch.is_inference_mode_enabled():
+            self._inference = torch._C._InferenceMode(False)
+            self._inference.__enter__()
         super().__init__(torch._C.DisableTorchFunctionSubclass)
         self._autocast = []
         for device in ("cpu", "cuda"):
@@ -26,10 +35,17 @@ class _Guards(BelowAutograd):
 
     def __del__(self) -> None:
         super().__del__()
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
         torch._C._set_grad_enabled(self._grad)
         for device in self._autocast:
             torch.set_autocast_enabled(device, True)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
 
+
+n_dispatch_modes = torch._C._len_torch_dispatch_stack
+n_function_modes = torch._C._len_torch_function_stack
 
 _SHARE_OF_FREE = 0.9  # the rest is for other programs
 

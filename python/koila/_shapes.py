@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ._torch import torch
@@ -109,6 +110,23 @@ _NONE, _TENSOR, _CONSTANT = range(3)
 _Out = list[tuple[int, Any]]
 
 
+def _unreported(f: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """`f`, unseen by a profiler: its calls compute nothing."""
+
+    @functools.wraps(f)
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        if not torch._C._autograd._profiler_enabled():
+            return f(func, args, kwargs)
+        torch._C._autograd._enable_record_function(False)
+        try:
+            return f(func, args, kwargs)
+        finally:
+            torch._C._autograd._enable_record_function(True)
+
+    return call
+
+
+@_unreported
 def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives: (result kind, [(0, None) | (1, meta) | (2, constant)]) of the fresh
     results, or a callable to call instead."""
@@ -603,6 +621,7 @@ def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> No
         )
 
 
+@_unreported
 def factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """A factory that reads only metadata as (func, args, kwargs, meta, fill): a call without
     tensors, and the call that fills its result, or None."""

@@ -72,6 +72,36 @@ def second_owner_adds_reference() -> bool:
         )
 
 
+class ModesAside:
+    """Takes the modes (TorchDispatchMode, TorchFunctionMode) off torch's stacks, until `back()`.
+    Why: python/ext/run/modes.c. It is also a context."""
+
+    __slots__ = ("_dispatch", "_functions")
+
+    def __init__(self) -> None:
+        functions = range(torch._C._len_torch_function_stack())
+        self._functions = [torch._C._pop_torch_function_stack() for _ in functions]
+        self._dispatch: Any = None
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            self._dispatch = _disable_current_modes()
+            self._dispatch.__enter__()
+
+    def back(self) -> None:
+        if self._dispatch is not None:
+            self._dispatch.__exit__(None, None, None)
+        for mode in reversed(self._functions):
+            torch._C._push_on_torch_function_stack(mode)
+        self._dispatch, self._functions = None, []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        self.back()
+
+
 _SEEN_ABOVE = tuple(
     getattr(torch._C.DispatchKey, k) for k in ("Conjugate", "Negative", "ZeroTensor")
 )

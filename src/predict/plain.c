@@ -64,7 +64,7 @@ static void find_ends(koila__sim *s)
 
 static bool is_forward(const koila__sim *s, koila_node n)
 {
-    return koila_sig_get(s->t, koila_node_get(s->g, n).sig)->grad_mode;
+    return koila_sig_get(s->t, koila_node_get(s->g, n).sig)->grad_mode & 1;
 }
 
 static koila_node first_of_backward(const koila__sim *s)

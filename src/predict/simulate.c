@@ -240,7 +240,7 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
                                  .part = is_slice ? (double)s->rows / (double)s->batch : 1.0 };
     s->at_node = n;
     if (k.kind == KOILA__INSIDE_GEMM)
-        first_product(s, sig->grad_mode != 0);
+        first_product(s, sig->grad_mode & 1);
     const uint64_t out_bytes = make_fresh(s, n, &k);
     make_written(s, n, sig, steal);
     koila__temps temps;

@@ -9,8 +9,8 @@ enum {
     KEY_KEYWORD = 100, /* u.id: interned name */
     KEY_WRITTEN,       /* u.id: meta of the written base, n: number of links in its chain */
     KEY_LINK,          /* n: signature, u.id: output */
-    KEY_CALL,          /* n: number of positional arguments, u.id: operator; autograd is off */
-    KEY_CALL_GRAD,     /* the same with autograd on */
+    /* n: number of positional arguments << 8 | koila__call_mode(), u.id: operator */
+    KEY_CALL,
 };
 /* The tag of a result in the answer of _shapes.shape: (tag, what). */
 enum { TAG_NONE, TAG_TENSOR, TAG_CONSTANT };
@@ -117,7 +117,7 @@ static int push_written(call_walk *w, const koila__handle *h)
     return 0;
 }
 
-int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key)
+int koila__memo_key(call_walk *w, const op_info *op, uint8_t mode, uint32_t *n_key)
 {
     const uint32_t n = w->n_tok;
     koila_arg *t;
@@ -130,10 +130,10 @@ int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key)
     for (uint32_t i = 0; w->n_written && i < w->n_in; i++)
         if (w->in[i].written && push_written(w, w->in[i].h) < 0)
             return -1;
-    t = koila__walk_push(w, grad ? KEY_CALL_GRAD : KEY_CALL);
+    t = koila__walk_push(w, KEY_CALL);
     if (!t)
         return -1;
-    t->n = w->n_pos;
+    t->n = w->n_pos << 8 | mode;
     t->u.id = op->id;
     *n_key = w->n_tok;
     w->n_tok = n;
@@ -193,7 +193,7 @@ static void show_bases(call_walk *w, bool base)
     }
 }
 
-static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta *outputs,
+static int make_sig(call_walk *w, const op_info *op, uint8_t mode, const koila_meta *outputs,
                     uint32_t n_out, uint8_t result_kind, koila_sig *out)
 {
     koila_sig_info d = { .op = op->id,
@@ -205,7 +205,7 @@ static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta
                          .n_fresh = n_out,
                          .outputs = outputs,
                          .result_kind = result_kind,
-                         .grad_mode = grad };
+                         .grad_mode = mode };
     written all = { .links = NULL };
     if (w->n_written) {
         if (collect_writes(w, op->overwrites, &all) < 0)
@@ -223,7 +223,7 @@ static int make_sig(call_walk *w, const op_info *op, bool grad, const koila_meta
 }
 
 /* said: (func, args, kwargs, meta, fill), a call with the same result that reads no tensor. */
-static int learn_factory(memo_entry *e, PyObject *said, bool grad)
+static int learn_factory(memo_entry *e, PyObject *said, uint8_t mode)
 {
     PyObject *func, *args, *kwargs, *meta, *fill;
     if (!PyArg_ParseTuple(said, "OO!O!O!O", &func, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
@@ -247,7 +247,7 @@ static int learn_factory(memo_entry *e, PyObject *said, bool grad)
     if (rc == 0)
         rc = koila__meta_from(meta, &e->results[0].meta, NULL);
     if (rc == 0)
-        rc = make_sig(w, op, grad, &e->results[0].meta, 1, RESULT_ONE, &e->sig);
+        rc = make_sig(w, op, mode, &e->results[0].meta, 1, RESULT_ONE, &e->sig);
     koila__walk_deinit(w);
     PyMem_Free(w);
     return rc;
@@ -268,7 +268,8 @@ static int learn_result(memo_result *r, PyObject *item)
 }
 
 /* said: (result kind, [(tag, what), ...]) of the fresh results. */
-static int learn_results(memo_entry *e, call_walk *w, const op_info *op, PyObject *said, bool grad)
+static int learn_results(memo_entry *e, call_walk *w, const op_info *op, PyObject *said,
+                         uint8_t mode)
 {
     PyObject *list;
     int result_kind;
@@ -292,13 +293,13 @@ static int learn_results(memo_entry *e, call_walk *w, const op_info *op, PyObjec
         e->no_node &= metas[j] == KOILA_NONE;
     }
     if (rc == 0 && !e->no_node)
-        rc = make_sig(w, op, grad, metas, n, e->result_kind, &e->sig);
+        rc = make_sig(w, op, mode, metas, n, e->result_kind, &e->sig);
     PyMem_Free(metas);
     return rc;
 }
 
 memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
-                             bool grad, uint32_t n_key, uint64_t hash)
+                             uint8_t mode, uint32_t n_key, uint64_t hash)
 {
     memo_entry *e = PyMem_Calloc(1, sizeof *e + n_key * sizeof(koila_arg));
     if (!e) {
@@ -312,9 +313,9 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
     PyObject *said = koila__ask(factory ? "factory" : "shape", op->func, args, kwargs);
     int rc = -1;
     if (said && factory) {
-        rc = learn_factory(e, said, grad);
+        rc = learn_factory(e, said, mode);
     } else if (said && PyTuple_Check(said)) {
-        rc = learn_results(e, w, op, said, grad);
+        rc = learn_results(e, w, op, said, mode);
     } else if (said) {
         /* the results depend on data: a callable replaces the recording */
         w->instead = said;

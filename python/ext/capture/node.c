@@ -396,13 +396,13 @@ static void outcome_free(outcome *c)
 /* The entry of this call: remembered, or made. NULL with an exception, or with w->instead. */
 static memo_entry *find_entry(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs)
 {
-    const bool grad = koila__grad_mode();
+    const uint8_t mode = koila__call_mode();
     uint32_t n_key;
-    if (koila__memo_key(w, op, grad, &n_key) < 0)
+    if (koila__memo_key(w, op, mode, &n_key) < 0)
         return NULL;
     const uint64_t hash = koila__memo_hash(w->tok, n_key);
     memo_entry *e = koila__memo_find(w->tok, n_key, hash);
-    return e ? e : koila__memo_miss(w, op, args, kwargs, grad, n_key, hash);
+    return e ? e : koila__memo_miss(w, op, args, kwargs, mode, n_key, hash);
 }
 
 static int append_node(const call_walk *w, const outcome *c, koila_value *first_out)

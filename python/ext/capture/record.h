@@ -118,16 +118,16 @@ typedef struct memo_entry {
     koila_arg key[];
 } memo_entry;
 
-/* Builds the key: tokens, keyword names, chains of written arguments, operator and grad mode. Call
+/* Builds the key: tokens, keyword names, chains of written arguments, operator and mode. Call
  * it when all inputs have their values. Appends to w->tok; w->n_tok stays. */
-int koila__memo_key(call_walk *w, const op_info *op, bool grad, uint32_t *n_key);
+int koila__memo_key(call_walk *w, const op_info *op, uint8_t mode, uint32_t *n_key);
 uint64_t koila__memo_hash(const koila_arg *key, uint32_t n);
 /* Borrowed, and valid until Python runs, which may clear the memo. */
 memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash);
 /* Asks Python for the results of a new call. Owned by the memo. NULL with an error; or NULL without
  * one, and w->instead is set. */
 memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
-                             bool grad, uint32_t n_key, uint64_t hash);
+                             uint8_t mode, uint32_t n_key, uint64_t hash);
 uint32_t koila__memo_n(void);
 void koila__memo_clear(void);
 

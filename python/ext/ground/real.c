@@ -32,6 +32,10 @@ static struct shim {
     bool (*grad_mode)(void);
     void (*set_grad_mode)(bool);
     bool (*inference_mode)(void);
+    int8_t (*default_dtype)(void); /* a torch::ScalarType */
+    const void *(*context)(void);  /* at::globalContext() */
+    bool (*deterministic)(const void *context);
+    bool (*deterministic_warns)(const void *context);
     bool works;
 } shim;
 
@@ -60,6 +64,49 @@ int koila__set_grad_mode(bool on)
     PyObject *r = PyObject_CallOneArg(set_grad_enabled, on ? Py_True : Py_False);
     Py_XDECREF(r);
     return r ? 0 : -1;
+}
+
+/* ---- the settings that recorded calls depend on */
+
+enum { CODE_OF_F32 = 6, N_DEFAULT_DTYPES = 4 };
+static const koila_dtype default_dtypes[N_DEFAULT_DTYPES] = { KOILA_DTYPE_F32, KOILA_DTYPE_F64,
+                                                              KOILA_DTYPE_F16, KOILA_DTYPE_BF16 };
+
+static uint8_t default_dtype_now(void)
+{
+    const int8_t code = shim.default_dtype ? shim.default_dtype() : CODE_OF_F32;
+    if (code == CODE_OF_F32 || code < 0)
+        return 0;
+    for (uint8_t i = 0; i < N_DEFAULT_DTYPES; i++)
+        if (dtype_of_code[code] == (int8_t)default_dtypes[i])
+            return i;
+    return 0;
+}
+
+uint8_t koila__call_mode(void)
+{
+    uint8_t mode = (uint8_t)(koila__grad_mode() | default_dtype_now() << 1);
+    if (shim.context) {
+        const void *context = shim.context();
+        if (shim.deterministic(context))
+            mode |= shim.deterministic_warns(context) ? 2 << 3 : 1 << 3;
+    }
+    return mode;
+}
+
+int koila__set_call_mode(uint8_t mode)
+{
+    const uint8_t now = koila__call_mode();
+    if ((now ^ mode) >> 1) {
+        PyObject *dtype = koila__dtype_object(default_dtypes[mode >> 1 & 3]);
+        PyObject *deterministic = PyLong_FromLong(mode >> 3);
+        PyObject *done = deterministic ? koila__ask("set_torch", dtype, deterministic, NULL) : NULL;
+        Py_XDECREF(deterministic);
+        Py_XDECREF(done);
+        if (!done)
+            return -1;
+    }
+    return (now ^ mode) & 1 ? koila__set_grad_mode(mode & 1) : 0;
 }
 
 bool koila__maybe_inference(void) { return !shim.inference_mode || shim.inference_mode(); }
@@ -318,6 +365,13 @@ static bool find_functions(void *lib)
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
     /* the first of two C++ names; without it Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
+    /* without them a change between recording and run is not seen */
+    FIND(shim.default_dtype, "_ZN3c1031get_default_dtype_as_scalartypeEv");
+    FIND(shim.context, "_ZN2at13globalContextEv");
+    FIND(shim.deterministic, "_ZNK2at7Context23deterministicAlgorithmsEv");
+    FIND(shim.deterministic_warns, "_ZNK2at7Context31deterministicAlgorithmsWarnOnlyEv");
+    if (!shim.deterministic || !shim.deterministic_warns)
+        shim.context = NULL;
     Dl_info python; /* the library that holds the getters of tensor attributes */
     lib = dladdr((void *)version_getter, &python)
               ? dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)

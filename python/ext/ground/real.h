@@ -36,6 +36,12 @@ PyObject *koila__ints_object(const int64_t *v, uint8_t n); /* new tuple */
 
 bool koila__grad_mode(void);
 int koila__set_grad_mode(bool on);
+/* What of torch's settings decides the result of a recorded call, in one byte: bit 0 autograd, bits
+ * 1-2 the default dtype (f32, f64, f16, bf16), bits 3-4 deterministic algorithms (off, on, warn).
+ * It is koila_sig_info.grad_mode. */
+uint8_t koila__call_mode(void);
+/* Sets them. -1 + error, with nothing changed */
+int koila__set_call_mode(uint8_t mode);
 bool koila__maybe_inference(void); /* false: certainly not in inference mode */
 
 /* ---- for wrapper.c, which makes tensors */

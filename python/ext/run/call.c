@@ -325,6 +325,16 @@ static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObje
     return r;
 }
 
+/* Sets torch's settings back; an exception that is set stays. */
+static void give_mode_back(uint8_t mode)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (koila__set_call_mode(mode) < 0)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, value, trace);
+}
+
 /* Calls the operator on `inputs`, which hold the views to be written. A new reference to its
  * result. */
 static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
@@ -334,16 +344,16 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
     if (!t)
         return NULL;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    const bool grad = koila__grad_mode();
-    if (grad != s->grad_mode && koila__set_grad_mode(s->grad_mode) < 0)
+    const uint8_t mode = koila__call_mode();
+    if (mode != s->grad_mode && koila__set_call_mode(s->grad_mode) < 0)
         return NULL;
     arguments a;
     PyObject *r = NULL;
     if (arguments_init(&a, t, s, inputs, fix) == 0)
         r = t->strided ? invoke_strided(t, s, a.at) : invoke_plain(t, s, a.at, is_link);
     arguments_deinit(&a);
-    if (grad != s->grad_mode)
-        koila__set_grad_mode(grad);
+    if (mode != s->grad_mode)
+        give_mode_back(mode);
     return r;
 }
 

@@ -53,10 +53,8 @@ static int overwrite(PyObject *real, PyObject *contents)
     return done ? 0 : -1;
 }
 
-int koila__commit_effects(koila__tape *t)
+static int commit(koila__tape *t)
 {
-    if (!t->n_effects)
-        return 0;
     if (keep_old_contents(t) < 0)
         return -1;
     for (uint32_t i = 0; i < t->n_effects; i++) {
@@ -67,6 +65,16 @@ int koila__commit_effects(koila__tape *t)
     }
     koila__tape_drop_effects(t);
     return 0;
+}
+
+int koila__commit_effects(koila__tape *t)
+{
+    PyObject *modes;
+    if (!t->n_effects)
+        return 0;
+    if (koila__modes_aside(&modes) < 0)
+        return -1;
+    return koila__modes_back(modes, commit(t));
 }
 
 bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n)

@@ -379,9 +379,14 @@ int koila__request(koila__tape *t, const koila__wanted *w)
 {
     if (koila__shield_enter() < 0)
         return -1;
-    koila__switch_hold(true); /* operators written in Python make plain tensors */
-    const int status = run_request(t, w);
-    koila__switch_hold(false);
+    PyObject *modes;
+    int status = koila__modes_aside(&modes);
+    if (status == 0) {
+        koila__switch_hold(true); /* operators written in Python make plain tensors */
+        status = run_request(t, w);
+        koila__switch_hold(false);
+        status = koila__modes_back(modes, status);
+    }
     koila__shield_leave();
     return status;
 }

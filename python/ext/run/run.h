@@ -9,7 +9,7 @@
  *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
  *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
- *   call.c          one recorded call
+ *   call.c          one recorded call              modes.c         other people's modes, put aside
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
  * references.
@@ -35,6 +35,8 @@ extern struct koila__torch_calls {
     /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;
     PyObject *pseudo; /* dict of koila._run.PSEUDO */
+    /* the lengths of torch's stacks of modes, and koila._torch.ModesAside */
+    PyObject *n_dispatch_modes, *n_function_modes, *modes_aside;
     bool ready;
 } koila__torch;
 int koila__torch_setup(void);
@@ -224,6 +226,14 @@ typedef struct koila__wanted {
     bool later;   /* the caller itself calls koila__commit_effects() */
 } koila__wanted;
 int koila__request(koila__tape *t, const koila__wanted *w);
+
+/* ---- modes.c */
+/* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were
+ * none. */
+int koila__modes_aside(PyObject **aside);
+/* Steals `aside`. Gives `status`, or -1 with an exception where a mode could not be put back; an
+ * exception that is set stays. */
+int koila__modes_back(PyObject *aside, int status);
 
 /* ---- effects.c */
 /* Writes the effects whose values are concrete: all of them, or none and -1. */
