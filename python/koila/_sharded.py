@@ -100,12 +100,11 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
     """Lift the budget inside: a refusal on one rank would leave the others waiting."""
-    limit = _core.cpu_bytes_get_limit()
-    _core.cpu_bytes_set_limit(None)
+    limit = _core.cpu_bytes_own_limit(None)
     try:
         yield
     finally:
-        _core.cpu_bytes_set_limit(limit)
+        _core.cpu_bytes_own_limit(limit)
 
 
 def _meshes_of(parameters: Iterable[Any]) -> list[Any]:

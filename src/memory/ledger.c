@@ -22,6 +22,8 @@ static void zero(koila__ledger *l)
 void koila__ledger_init(koila__ledger *l, const koila_allocator *mem)
 {
     zero(l);
+    STORE(l->windows, 0);
+    STORE(l->windows_taken, 0);
     koila__ptrtab_init(&l->blocks, mem);
 }
 void koila__ledger_deinit(koila__ledger *l) { koila__ptrtab_deinit(&l->blocks); }
@@ -45,11 +47,19 @@ KOILA__HOT static bool is_to_fail(koila__ledger *l)
     return left == 1;
 }
 
-KOILA__HOT bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
+bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
 {
+    return koila__ledger_reserve_within(l, n, UINT64_MAX, now);
+}
+
+KOILA__HOT bool koila__ledger_reserve_within(koila__ledger *l, uint64_t n, uint64_t limit,
+                                             uint64_t *now)
+{
+    const uint64_t limit_of_all = LOAD(l->limit);
     if (is_to_fail(l))
         goto refuse;
-    uint64_t limit = LOAD(l->limit);
+    if (limit_of_all < limit)
+        limit = limit_of_all;
     if (limit == UINT64_MAX) {
         *now = ADD(l->current, n) + n;
         return true;
@@ -88,7 +98,37 @@ KOILA__HOT bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n
         now -= replaced;
     }
     koila__raise(&l->peak, now);
+    for (uint32_t open = LOAD(l->windows); open; open &= open - 1)
+        koila__raise(&l->window_peaks[__builtin_ctz(open)], now);
     return true;
+}
+
+int koila__ledger_open(koila__ledger *l)
+{
+    uint32_t taken = LOAD(l->windows_taken);
+    uint32_t bit;
+    do {
+        if (taken == UINT32_MAX)
+            return -1;
+        bit = ~taken & (taken + 1);
+    } while (!atomic_compare_exchange_weak_explicit(&l->windows_taken, &taken, taken | bit,
+                                                    memory_order_acquire, memory_order_relaxed));
+    const int window = __builtin_ctz(bit);
+    STORE(l->window_peaks[window], LOAD(l->current));
+    atomic_fetch_or_explicit(&l->windows, bit, memory_order_relaxed);
+    koila__raise(&l->window_peaks[window], LOAD(l->current));
+    return window;
+}
+
+uint64_t koila__ledger_close(koila__ledger *l, int window)
+{
+    if (window < 0)
+        return LOAD(l->current);
+    const uint32_t bit = (uint32_t)1 << window;
+    atomic_fetch_and_explicit(&l->windows, ~bit, memory_order_relaxed);
+    const uint64_t peak = LOAD(l->window_peaks[window]);
+    atomic_fetch_and_explicit(&l->windows_taken, ~bit, memory_order_release);
+    return peak;
 }
 
 KOILA__HOT bool koila__ledger_release(koila__ledger *l, const void *p, uint64_t *n, uint64_t *now)

@@ -34,6 +34,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "memory/account.h"
 #include "memory/freemem.h"
 #include "ground/got.h"
 #include "memory/ledger.h"
@@ -61,21 +62,24 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
     }
 }
 
-/* Enters a granted block into the table. False: no memory for the entry. */
-KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now)
+/* Enters a granted block into the table, and into the account `a`. False: no memory for the
+ * entry. */
+KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now, koila__account *a)
 {
     koila_assert(p);
     uint32_t (*ask)(void) = atomic_load_explicit(&tagger, memory_order_acquire);
     if (!koila__ledger_commit(&ledger, p, n, ask ? ask() : 0, now))
         return false;
+    koila__account_add(a, (int64_t)n);
     tell(p, (int64_t)n, now);
     return true;
 }
 KOILA__HOT static void forget(void *p)
 {
-    uint64_t n, now;
+    uint64_t n, now, limit;
     if (!koila__ledger_release(&ledger, p, &n, &now))
         return;
+    koila__account_add(koila__account_now(&limit), -(int64_t)n);
     tell(p, -(int64_t)n, now);
 }
 
@@ -83,8 +87,9 @@ KOILA__HOT static void forget(void *p)
 
 KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n)
 {
-    uint64_t now;
-    if (!koila__ledger_reserve(&ledger, n, &now))
+    uint64_t now, limit;
+    koila__account *account = koila__account_now(&limit);
+    if (!koila__ledger_reserve_within(&ledger, n, limit, &now))
         return ENOMEM;
     void *p = NULL;
     int r = posix_memalign(&p, alignment, n);
@@ -92,7 +97,7 @@ KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n
         koila__ledger_cancel(&ledger, n);
         return r;
     }
-    if (!remember(p, n, now)) {
+    if (!remember(p, n, now, account)) {
         free(p);
         return ENOMEM;
     }
@@ -136,10 +141,11 @@ static void take_back(reservation *r)
 
 static void *hook_alloc_cpu(size_t n)
 {
-    uint64_t now;
+    uint64_t now, limit;
     if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES)
         return real_alloc_cpu(n);
-    if (!koila__ledger_reserve(&ledger, n, &now))
+    koila__account *account = koila__account_now(&limit);
+    if (!koila__ledger_reserve_within(&ledger, n, limit, &now))
         refuse(n);
     __attribute__((cleanup(take_back))) reservation r = { n, true };
     void *p = real_alloc_cpu(n);
@@ -147,7 +153,7 @@ static void *hook_alloc_cpu(size_t n)
         return NULL;
     koila_assert(r.pending && r.n == n);
     r.pending = false;
-    if (!remember(p, n, now)) {
+    if (!remember(p, n, now, account)) {
         real_free_cpu(p);
         refuse(n);
     }
@@ -356,18 +362,10 @@ void koila__cpu_bytes_reset_peak(void)
 {
     atomic_store_explicit(&ledger.peak, koila__cpu_bytes_current(), memory_order_relaxed);
 }
-uint64_t koila__cpu_bytes_swap_peak(uint64_t v)
-{
-    return atomic_exchange_explicit(&ledger.peak, v, memory_order_relaxed);
-}
-void koila__cpu_bytes_set_limit(uint64_t bytes)
-{
-    atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed);
-}
-uint64_t koila__cpu_bytes_get_limit(void)
-{
-    return atomic_load_explicit(&ledger.limit, memory_order_relaxed);
-}
+int koila__cpu_bytes_open(void) { return koila__ledger_open(&ledger); }
+uint64_t koila__cpu_bytes_close(int window) { return koila__ledger_close(&ledger, window); }
+void koila__cpu_bytes_set_limit(uint64_t bytes) { koila__account_set_limit(bytes); }
+uint64_t koila__cpu_bytes_get_limit(void) { return koila__account_get_limit(); }
 void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
 int64_t koila__cpu_bytes_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
@@ -425,7 +423,14 @@ uint32_t (*koila__cpu_bytes_get_tagger(void))(void)
 
 static void before_fork(void) { koila__ptrtab_fork_prepare(&ledger.blocks); }
 static void after_fork_parent(void) { koila__ptrtab_fork_parent(&ledger.blocks); }
-static void after_fork_child(void) { koila__ledger_fork_child(&ledger); }
+static void after_fork_child(void)
+{
+    koila__ledger_fork_child(&ledger);
+    koila__accounts_fork_child();
+}
+
+/* A thread that runs Python works for itself. Its state is found in its own storage: no lock. */
+static bool runs_python(void) { return PyGILState_GetThisThreadState() != NULL; }
 
 /* ---- Python */
 
@@ -467,23 +472,38 @@ static PyObject *cpu_bytes_reset_peak(PyObject *self, PyObject *none)
     koila__cpu_bytes_reset_peak();
     Py_RETURN_NONE;
 }
+/* Reads a limit, or None for none. False: an exception is set. */
+static bool read_limit(PyObject *bytes, uint64_t *limit)
+{
+    *limit = bytes == Py_None ? UINT64_MAX : PyLong_AsUnsignedLongLong(bytes);
+    return !PyErr_Occurred();
+}
+static PyObject *limit_or_none(uint64_t limit)
+{
+    return limit == UINT64_MAX ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(limit);
+}
 static PyObject *cpu_bytes_set_limit(PyObject *self, PyObject *bytes)
 {
-    uint64_t limit = UINT64_MAX;
-    if (bytes != Py_None) {
-        limit = PyLong_AsUnsignedLongLong(bytes);
-        if (PyErr_Occurred())
-            return NULL;
-    }
-    koila__cpu_bytes_set_limit(limit);
+    uint64_t limit;
+    if (!read_limit(bytes, &limit))
+        return NULL;
+    atomic_store_explicit(&ledger.limit, limit, memory_order_relaxed);
     Py_RETURN_NONE;
+}
+static PyObject *cpu_bytes_own_limit(PyObject *self, PyObject *bytes)
+{
+    uint64_t limit;
+    const uint64_t before = koila__cpu_bytes_get_limit();
+    if (!read_limit(bytes, &limit))
+        return NULL;
+    koila__cpu_bytes_set_limit(limit);
+    return limit_or_none(before);
 }
 static PyObject *cpu_bytes_get_limit(PyObject *self, PyObject *none)
 {
-    uint64_t limit = koila__cpu_bytes_get_limit();
-    if (limit == UINT64_MAX)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(limit);
+    const uint64_t own = koila__cpu_bytes_get_limit();
+    const uint64_t all = atomic_load_explicit(&ledger.limit, memory_order_relaxed);
+    return limit_or_none(own < all ? own : all);
 }
 static PyObject *cpu_bytes_fail_nth(PyObject *self, PyObject *arg)
 {
@@ -557,7 +577,10 @@ static PyMethodDef methods[] = {
     { "cpu_bytes_reset_peak", cpu_bytes_reset_peak, METH_NOARGS,
       "Set the peak to the current bytes." },
     { "cpu_bytes_set_limit", cpu_bytes_set_limit, METH_O,
-      "Refuse allocations that would bring cpu_bytes_current() above this; None: no limit." },
+      "Refuse allocations of any thread that would bring cpu_bytes_current() above this; None: no "
+      "limit." },
+    { "cpu_bytes_own_limit", cpu_bytes_own_limit, METH_O,
+      "The same for this thread alone, as budgets use it; returns the limit before, or None." },
     { "cpu_bytes_get_limit", cpu_bytes_get_limit, METH_NOARGS, "The limit in bytes, or None." },
     { "cpu_bytes_fail_nth", cpu_bytes_fail_nth, METH_O,
       "Refuse the nth allocation from now, for tests; 0: none." },
@@ -576,6 +599,7 @@ int koila__cpu_bytes_add_module(PyObject *m)
     static bool ready;
     if (!ready) {
         koila__ledger_init(&ledger, NULL);
+        koila__accounts_init(runs_python);
         if (pthread_atfork(before_fork, after_fork_parent, after_fork_child) != 0) {
             PyErr_NoMemory();
             return -1;

@@ -40,12 +40,15 @@ uint64_t koila__cpu_bytes_current(void);
 const _Atomic uint64_t *koila__cpu_bytes_current_slot(void);
 uint64_t koila__cpu_bytes_peak(void);
 void koila__cpu_bytes_reset_peak(void); /* peak = current */
-/* Sets the peak to v and returns the old one. To measure the peak of some work:
- *   old = swap_peak(current()); work(); its_peak = peak(); swap_peak(max(old, its_peak)) */
-uint64_t koila__cpu_bytes_swap_peak(uint64_t v);
+/* The peak of a stretch, whatever thread allocates: koila__cpu_bytes_close() of what
+ * koila__cpu_bytes_open() gives. Any number at once; beyond 32 the answer is current(). What one
+ * operator uses: src/memory/account.h. */
+int koila__cpu_bytes_open(void);
+uint64_t koila__cpu_bytes_close(int window);
 
-/* Bytes that koila__cpu_bytes_current() may not exceed; UINT64_MAX: no limit. Beyond it torch
- * raises its own "can't allocate memory". */
+/* Bytes that koila__cpu_bytes_current() may not exceed by what this thread, or the threads that
+ * help it, allocates; UINT64_MAX: no limit. Other threads are not refused. Beyond it torch raises
+ * its own "can't allocate memory". */
 void koila__cpu_bytes_set_limit(uint64_t bytes);
 uint64_t koila__cpu_bytes_get_limit(void);
 /* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */

@@ -853,28 +853,29 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
-/* Runs a node and measures its workspace. A shared call that used more than the budget fails here:
- * inside it the budget is not enforced, so overuse is detected when the call returns. */
+/* Runs a node and measures its workspace: what this thread and its helpers allocated for it. A
+ * shared call that used more than the budget fails here: inside it the budget is not enforced, so
+ * overuse is detected when the call returns. */
 static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_shared)
 {
-    const uint64_t before = koila__cpu_bytes_current();
-    const uint64_t old_peak = koila__cpu_bytes_swap_peak(before);
-    int status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
-    const uint64_t peak = koila__cpu_bytes_peak();
-    const uint64_t now = koila__cpu_bytes_current();
-    const uint64_t limit = koila__cpu_bytes_get_limit();
+    koila__use use;
+    int64_t peak, now;
+    const uint64_t limit = is_shared ? koila__cpu_bytes_get_limit() : UINT64_MAX;
+    const int window = is_shared ? koila__cpu_bytes_open() : -1;
+    koila__use_begin(&use);
+    const int status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
+    const bool is_known = koila__use_end(&use, &peak, &now);
+    const uint64_t held = koila__cpu_bytes_close(window);
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
     /* a view is planned with no memory at all, so bytes that it took were a copy */
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
-    if (status == 0)
-        koila__learn(sig, n_rows(x), x->batch, peak - (is_view && before < now ? before : now));
-    if (old_peak > peak)
-        koila__cpu_bytes_swap_peak(old_peak);
-    if (is_shared && status == 0 && peak > limit) {
+    if (status == 0 && is_known)
+        koila__learn(sig, n_rows(x), x->batch, (uint64_t)(peak - (is_view && now > 0 ? 0 : now)));
+    if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",
-                     (unsigned long long)(peak - limit));
-        status = -1;
+                     (unsigned long long)(held - limit));
+        return -1;
     }
     return status;
 }
@@ -893,12 +894,13 @@ static bool is_chosen_by_library(const koila_table *t, koila_op op)
     }
 }
 
-/* Must the call be measured? On a GPU once for each number of rows, since asking takes time. */
+/* Must the call be measured? On a GPU until two runs agree, for each number of rows, since asking
+ * takes time. */
 static bool is_news_on_gpu(const exec *x, const koila_instr *in)
 {
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
     return x->c->gpu >= 0 && is_chosen_by_library(x->table, koila_sig_get(x->table, sig)->op) &&
-           !koila__learned(sig, n_rows(x), x->batch);
+           !koila__learned_surely(sig, n_rows(x), x->batch);
 }
 
 static bool is_product(const koila_table *t, koila_op op)
@@ -1230,9 +1232,13 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
                .node_from = p->node_from,
                .measure = koila__cpu_bytes_ok() && c->gpu < 0,
                .ranks = ranks };
+    const bool works = koila__work_begin();
+    koila__learned_run();
     int status = exec_init(&x, p);
     if (status == 0)
         status = run_stages(&x, n, results);
+    if (works)
+        koila__work_end();
     exec_free(&x);
     *report = (koila__exec_report){ .n_run = x.n_run, .retries = x.retries };
     status = tell_ranks(&x, status, &report->announced);

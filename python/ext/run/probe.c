@@ -124,7 +124,8 @@ done:
 }
 
 /* Makes one call of `sig` (c's own, or its maker) on `rows` of `batch` rows. outputs[MAX_OUTPUTS]
- * are new references or NULL. *inside: bytes used beyond them. */
+ * are new references or NULL. *inside: bytes used beyond them. False: it failed, or what it used is
+ * not known. */
 static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, PyObject *workspace,
                      PyObject **outputs, uint64_t *inside)
 {
@@ -138,15 +139,16 @@ static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, 
             inputs[i] = zeros(s->inputs[i], batch_dim(c, sig, i), rows, batch);
         ok = inputs[i] != NULL;
     }
-    if (ok) {
-        const uint64_t old = koila__cpu_bytes_swap_peak(koila__cpu_bytes_current());
+    if (ok && koila__work_begin()) {
+        koila__use use;
+        int64_t peak = 0, now = 0;
+        koila__use_begin(&use);
         ok = koila__call(sig, inputs, NULL, NULL, outputs) == 0;
-        const uint64_t peak = koila__cpu_bytes_peak();
-        const uint64_t now = koila__cpu_bytes_current();
-        *inside = peak - now;
-        if (old > peak)
-            koila__cpu_bytes_swap_peak(old);
-    }
+        ok = koila__use_end(&use, &peak, &now) && ok;
+        *inside = (uint64_t)(peak - now);
+        koila__work_end();
+    } else
+        ok = false;
     PyErr_Clear();
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);
@@ -163,7 +165,7 @@ static void probe(const call *c, int64_t rows, int64_t batch)
         (!try_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE]))
         goto done;
     if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside))
-        koila__learn(c->sig, rows, batch, inside);
+        koila__learn_probed(c->sig, rows, batch, inside);
 done:
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++) {
         Py_XDECREF(forward[i]);

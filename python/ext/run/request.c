@@ -141,6 +141,8 @@ static next find_plan(request *q)
         return GO_ON;
     if (status == KOILA_OOM && q->n > q->n_must)
         return retry_without_largest(q);
+    if (status == KOILA_OOM && !koila__settings.dry && koila__learned_misfit(q->key))
+        return RETRY; /* once: now less is known of what operators use inside */
     if (status != KOILA_OOM || q->room.gpu >= 0 || koila__held_fits("one step") == 0)
         koila__raise_no_fit(status, &err, "one step");
     return FAILED;
@@ -247,7 +249,7 @@ static next execute(request *q)
         return FAILED;
     }
     const uint64_t base = koila__cpu_bytes_current();
-    const uint64_t peak_before = koila__cpu_bytes_swap_peak(base);
+    const int window = koila__cpu_bytes_open();
     const double started = seconds_now();
     koila__interrupted = false;
     const int status = koila__exec_plan(
@@ -262,9 +264,7 @@ static next execute(request *q)
         koila__gpu_has_learned(q->c);
     if (q->is_timed && status == 0)
         koila__tuned_record(q->key, q->c->info.rows, seconds_now() - started);
-    const uint64_t peak = koila__cpu_bytes_peak();
-    if (peak_before > peak)
-        koila__cpu_bytes_swap_peak(peak_before);
+    const uint64_t peak = koila__cpu_bytes_close(window);
     if (ran_out)
         return after_out_of_memory(q, told.announced);
     if (status < 0)

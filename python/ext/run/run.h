@@ -22,6 +22,7 @@
 #include "ground/cpu_bytes.h"
 #include "ground/errors.h"
 #include "ground/settings.h"
+#include "memory/account.h"
 
 /* ---- run_module.c */
 int koila__run_module_add(PyObject *m);
@@ -136,7 +137,16 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
                             uint64_t *bytes);
 /* was it measured for exactly these rows? */
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
+/* More than once, and alike? */
+bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch);
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+/* The same, measured apart from any step. */
+void koila__learn_probed(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+/* A plan is about to run: what is learned until the next one belongs to it. */
+void koila__learned_run(void);
+/* No plan fits the step of this key. True: some of what was learned is doubted now, so that one
+ * may. */
+bool koila__learned_misfit(uint64_t key);
 /* Changes whenever an earlier plan would come out differently now. */
 uint64_t koila__learned_generation(void);
 void koila__unlearn(void);

@@ -4,6 +4,15 @@
  * For each signature a few row counts and their bytes are kept. A workspace has a fixed part (a
  * weight in another layout) and a part that grows with the rows, so it is interpolated linearly in
  * between. WHOLE: outside a loop, or all rows in one slice.
+ *
+ * What is kept is the most of the last runs, not the most ever: one sample that was too large must
+ * not make plans worse for good. A run is one plan, executed.
+ *
+ *   seen again, always with less    after HEALS_AFTER runs the most of those counts
+ *   never seen again, because the   the signature was measured at other rows in so many runs: what
+ *   plans avoid those rows          was seen once only is doubted, that is, left out; measured
+ *                                   alike once more, it is kept for good
+ *   no plan fits any more           so many times for one step: all that was seen once is doubted
  */
 #include "run/run.h"
 
@@ -12,22 +21,33 @@ enum {
     SIGS_AHEAD = 64,    /* room for signatures still to come */
     NOISE_BYTES = 4096, /* smaller changes, or less than one part in NOISE_SHARE, are ignored */
     NOISE_SHARE = 50,
+    HEALS_AFTER = 8,
 };
 #define WHOLE INT64_MAX
 
 typedef struct seen {
     int64_t rows;
     uint64_t bytes;
+    uint64_t lately; /* the most since a sample was as large as `bytes` */
+    uint32_t n_less; /* runs since then */
+    uint32_t run;    /* of the signature, in which it was seen last */
+    bool is_sure;    /* measured alike more than once, or by a probe */
 } seen;
 typedef struct workspace {
     seen at[N_SEEN]; /* ascending rows */
+    seen doubted;    /* the last one that was left out; rows 0: none */
     int64_t batch;   /* 0: not known */
     uint32_t n;
+    uint32_t run;  /* number of runs in which it was measured */
+    uint64_t when; /* the last of them, on `learned.clock` */
 } workspace;
 static struct {
     workspace *at; /* [n] by signature */
     uint32_t n;
     uint64_t generation;
+    uint64_t misfit;    /* the key of the step for which no plan fitted last */
+    uint32_t n_misfits; /* so many times in a row */
+    uint64_t clock;     /* number of runs */
 } learned;
 
 /* NULL: nothing was seen of it. */
@@ -137,15 +157,41 @@ static bool make_room(koila_sig sig)
     return true;
 }
 
-/* Finds or adds the entry of `rows`, and raises it to at least `bytes`. */
-static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes)
+static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + NOISE_BYTES; }
+static bool is_alike(uint64_t a, uint64_t b) { return !is_more(a, b) && !is_more(b, a); }
+
+/* One more sample of entry e, in a run that e has not seen (is_next) or has. */
+static void see_again(seen *e, uint64_t bytes, bool is_next)
 {
-    uint32_t i = entry_from(w, rows);
-    if (is_entry(w, i, rows)) {
-        if (bytes > w->at[i].bytes)
-            w->at[i].bytes = bytes;
-        return &w->at[i];
+    if (is_alike(bytes, e->bytes))
+        e->is_sure = true;
+    if (!is_more(e->bytes, bytes)) {
+        e->bytes = bytes > e->bytes ? bytes : e->bytes;
+        e->lately = 0;
+        e->n_less = 0;
+        return;
     }
+    e->n_less += is_next;
+    if (e->n_less > HEALS_AFTER) { /* the first sample of this run is one of the next ones */
+        e->bytes = e->lately > bytes ? e->lately : bytes;
+        e->lately = 0;
+        e->n_less = 0;
+    } else if (bytes > e->lately)
+        e->lately = bytes;
+}
+
+/* Entry i is left out, until it is measured again. */
+static void doubt(workspace *w, uint32_t i)
+{
+    w->doubted = w->at[i];
+    w->n--;
+    memmove(&w->at[i], &w->at[i + 1], (w->n - i) * sizeof *w->at);
+    learned.generation++;
+}
+
+/* Makes room at i for an entry of `rows`. */
+static seen *insert(workspace *w, uint32_t i)
+{
     if (w->n == N_SEEN) {
         /* the ends determine the line best: drop an entry between them */
         const uint32_t gone = i > 1 && i < N_SEEN ? i - 1 : N_SEEN / 2;
@@ -157,23 +203,87 @@ static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes)
     koila_assert(i <= w->n && w->n < N_SEEN);
     memmove(&w->at[i + 1], &w->at[i], (w->n - i) * sizeof *w->at);
     w->n++;
-    w->at[i] = (seen){ rows, bytes };
     return &w->at[i];
 }
 
-static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + NOISE_BYTES; }
+/* Finds or adds the entry of `rows`, and enters a sample. */
+static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes, bool is_sure)
+{
+    const uint32_t i = entry_from(w, rows);
+    seen *e = is_entry(w, i, rows) ? &w->at[i] : NULL;
+    if (e) {
+        see_again(e, bytes, e->run != w->run);
+        e->is_sure |= is_sure;
+    } else {
+        const bool was_right = w->doubted.rows == rows && is_alike(w->doubted.bytes, bytes);
+        e = insert(w, i);
+        *e = (seen){ .rows = rows, .bytes = bytes, .is_sure = is_sure || was_right };
+    }
+    e->run = w->run;
+    return e;
+}
 
-void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
+/* The signature is measured: the first time in this run? Then what was seen only once, long ago, is
+ * doubted. */
+static void count_run(workspace *w)
+{
+    if (w->when == learned.clock)
+        return;
+    w->when = learned.clock;
+    w->run++;
+    for (uint32_t i = w->n; i-- > 0;)
+        if (!w->at[i].is_sure && w->run - w->at[i].run > HEALS_AFTER)
+            doubt(w, i);
+}
+
+static void learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, bool is_sure)
 {
     if (!make_room(sig))
         return;
-    const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
     workspace *w = &learned.at[sig];
+    count_run(w);
+    const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
     if (batch)
         w->batch = batch;
-    const seen *now = add_entry(w, rows_or_whole(rows, batch), bytes);
-    if (is_more(now->bytes, counted_with) || is_more(counted_with, now->bytes))
+    const seen *now = add_entry(w, rows_or_whole(rows, batch), bytes, is_sure);
+    if (!is_alike(now->bytes, counted_with))
         learned.generation++;
+}
+
+void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
+{
+    learn(sig, rows, batch, bytes, false);
+}
+
+void koila__learn_probed(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
+{
+    learn(sig, rows, batch, bytes, true);
+}
+
+bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch)
+{
+    const workspace *w = workspace_at(sig);
+    rows = rows_or_whole(rows, batch);
+    const uint32_t i = w ? entry_from(w, rows) : 0;
+    return w && is_entry(w, i, rows) && w->at[i].is_sure && !w->at[i].n_less;
+}
+
+void koila__learned_run(void) { learned.clock++; }
+
+bool koila__learned_misfit(uint64_t key)
+{
+    const uint64_t before = learned.generation;
+    if (learned.misfit != key)
+        learned.n_misfits = 0;
+    learned.misfit = key;
+    if (++learned.n_misfits <= HEALS_AFTER)
+        return false;
+    learned.n_misfits = 0;
+    for (uint32_t s = 0; s < learned.n; s++)
+        for (uint32_t i = learned.at[s].n; i-- > 0;)
+            if (!learned.at[s].at[i].is_sure)
+                doubt(&learned.at[s], i);
+    return learned.generation != before;
 }
 
 uint64_t koila__learned_generation(void) { return learned.generation; }
