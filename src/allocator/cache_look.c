@@ -124,9 +124,15 @@ static bool mix_block(void *user, const koila_block *b)
 uint64_t koila__cache_layout(const koila_cache *c)
 {
     hashing x = { 1469598103934665603u };
-    /* garbage collection goes by ages too */
-    return c->conf.gc_threshold <= 0.0 && koila_cache_walk(c, mix_block, &x) == KOILA_OK ? x.h | 1
-                                                                                         : 0;
+    /* garbage collection goes by the ages of free blocks, ties by how old a block or its segment
+     * is; blocks are renumbered whenever they are split */
+    if (c->conf.gc_threshold > 0.0 || c->conf.rules & KOILA_RULE_OLDEST_BLOCK ||
+        koila_cache_walk(c, mix_block, &x) != KOILA_OK)
+        return 0;
+    for (uint32_t i = 1; i < c->s.n_segs; i++)
+        if (c->segs[i].first)
+            x.h += mix(c->segs[i].number, c->segs[i].addr);
+    return x.h | 1;
 }
 
 uint64_t koila__cache_left(const koila_cache *c)

@@ -469,6 +469,53 @@ TEST(cache__in_2_12_equal_blocks_tie_to_the_block_that_was_made_first)
     CHECK_EQ(which_after_a_split("2.13"), 0);
 }
 
+/* Two moments with the same blocks. Where their layouts have the same number, the same block is
+ * taken next. */
+static void check_that_equal_layouts_behave_alike(const char *torch, bool expect_equal)
+{
+    koila_cache_config conf;
+    koila_cache *c = NULL;
+    uint64_t next = (uint64_t)1 << 46;
+    uint64_t at[2], first = 0, second = 0;
+    koila__cache_driver driver = { &next, give_falling, NULL };
+    CHECK_EQ(koila_cache_config_init(&conf, torch), KOILA_OK);
+    CHECK_EQ(koila_cache_new(&conf, NULL, &c, NULL), KOILA_OK);
+    koila__cache_set_driver(c, &driver);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(koila_cache_malloc(c, 30 * MIB, 0, KOILA_POOL_DEFAULT, &at[i]), KOILA_OK);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(koila_cache_release(c, at[i]), KOILA_OK);
+    const uint64_t before = koila__cache_layout(c);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &first), KOILA_OK);
+    CHECK_EQ(koila_cache_release(c, first), KOILA_OK);
+    const uint64_t split = koila__cache_layout(c);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &second), KOILA_OK);
+    CHECK_EQ(koila_cache_release(c, second), KOILA_OK);
+    CHECK_EQ(before && before == split, expect_equal);
+    CHECK(!(before && before == split) || first == second);
+    /* the same segments, made in the other order */
+    CHECK_EQ(koila_cache_empty(c), KOILA_OK);
+    uint64_t again[2];
+    for (int i = 0; i < 2; i++) {
+        next = at[1 - i] + 30 * MIB;
+        CHECK_EQ(koila_cache_malloc(c, 30 * MIB, 0, KOILA_POOL_DEFAULT, &again[i]), KOILA_OK);
+        CHECK_EQ(again[i], at[1 - i]);
+    }
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(koila_cache_release(c, again[i]), KOILA_OK);
+    const uint64_t reversed = koila__cache_layout(c);
+    CHECK_EQ(koila_cache_malloc(c, 12 * MIB, 0, KOILA_POOL_DEFAULT, &second), KOILA_OK);
+    CHECK(!(before && before == reversed) || first == second);
+    koila_cache_free(c);
+}
+
+TEST(cache__moments_of_equal_layout_behave_alike)
+{
+    check_that_equal_layouts_behave_alike("2.11", true);
+    check_that_equal_layouts_behave_alike("2.12", false);
+    check_that_equal_layouts_behave_alike("2.13", true);
+}
+
 TEST(cache__an_expandable_reservation_that_could_not_be_mapped_stays)
 {
     koila_cache_config conf = settings("expandable_segments:True", 64 * MIB);
