@@ -27,6 +27,7 @@ int fakecuda_captured(cudaStream_t stream);
 int fakecuda_add_node(cudaStream_t stream, cudaError_t (*run)(void *, cudaStream_t), void *data,
                       void (*release)(void *));
 void fakecuda_shadow(int by);
+unsigned long fakecuda_reads_inside(void);
 }
 
 namespace fakecuda
@@ -50,6 +51,13 @@ struct Inside {
         depth--;
         fakecuda_shadow(-1);
     }
+};
+
+// While it lives, operators count as called at that depth.
+struct At {
+    int before = depth;
+    explicit At(int at) { depth = at; }
+    ~At() { depth = before; }
 };
 
 cudaStream_t captured_stream(c10::Device device)
@@ -143,6 +151,16 @@ static const std::unordered_set<std::string> beyond = {
     "aten::mode", // of many numbers: asserts that a kernel has found one
 };
 
+// their host code calls operators and reads the results back (is the input finite?): those are
+// computed too
+static const std::unordered_set<std::string> reads_back = {
+    "aten::linalg_eig",           "aten::linalg_eig.out",
+    "aten::linalg_eigvals",       "aten::linalg_eigvals.out",
+    "aten::linalg_matrix_exp",    "aten::segment_reduce",
+    "aten::normal.Tensor_Tensor", "aten::normal.Tensor_Tensor_out",
+    "aten::normal.float_Tensor",  "aten::normal.float_Tensor_out",
+};
+
 // does the message say that one of the stub libraries has no such function?
 static bool refused_by_a_stub(const std::string &message)
 {
@@ -222,8 +240,12 @@ class Wrapper final : public c10::OperatorKernel
         }
         if (full_ == "aten::nonzero" && !refused)
             fakecuda_answer(sizeof(int), static_cast<uint64_t>(computed_.at(0).toTensor().size(0)));
+        Stack results;
+        results.swap(computed_);
         std::exception_ptr not_here;
+        unsigned long n_reads = fakecuda_reads_inside();
         try {
+            At level(reads_back.count(full_) ? 0 : depth);
             original_.callBoxed(op, keys, stack);
         } catch (const std::exception &e) {
             std::string words = e.what();
@@ -232,10 +254,10 @@ class Wrapper final : public c10::OperatorKernel
             not_here = std::current_exception();
         }
         fakecuda_answer(0, 0);
+        if (fakecuda_reads_inside() != n_reads && !reads_back.count(full_))
+            say("reads back what was not computed");
         if (refused)
             std::rethrow_exception(refused);
-        Stack results;
-        results.swap(computed_);
         bool fits = !not_here;
         for (size_t i = 0; i < n_arguments_; i++)
             if (written_[i])
@@ -255,15 +277,19 @@ class Wrapper final : public c10::OperatorKernel
                 continue;
             if (!fill(real, results[i])) {
                 n_untrue++;
-                if (std::getenv("FAKECUDA_WORDS"))
-                    fprintf(stderr, "fakecuda: %s: result %zu has another shape than on the CPU\n",
-                            full_.c_str(), i);
+                say("a result has another shape than on the CPU");
                 real = on_cuda(results[i], device_of(arguments));
             }
         }
     }
 
   private:
+    void say(const char *words) const
+    {
+        if (std::getenv("FAKECUDA_WORDS"))
+            fprintf(stderr, "fakecuda: %s: %s\n", full_.c_str(), words);
+    }
+
     // ---- in a capture: nothing is computed; a node of the graph computes it over the same memory
 
     struct Recorded {

@@ -522,6 +522,11 @@ void fakecuda_answer(size_t n_bytes, uint64_t value)
 
 int fakecuda_answer_taken(void) { return answer.n_bytes == 0; }
 
+/* How often this thread's host code, inside of an operator, has read memory of the device that no
+ * answer was given for. */
+static __thread unsigned long n_reads_inside;
+unsigned long fakecuda_reads_inside(void) { return n_reads_inside; }
+
 static void copy_now(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
 {
     if (n && n == answer.n_bytes && kind == cudaMemcpyDeviceToHost) {
@@ -530,6 +535,7 @@ static void copy_now(void *to, const void *from, size_t n, enum cudaMemcpyKind k
         return;
     }
     trace("copy of %zu bytes, kind %d", n, (int)kind);
+    n_reads_inside += n && kind == cudaMemcpyDeviceToHost && in_shadow();
     memmove(to, from, n);
 }
 
