@@ -48,6 +48,7 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if (s := plain(t)).size() != t.size():  # out= of another size
                 set_data(t, s)
         return map_tensors(lambda t: back.get(id(t), t), result)
+    written = [(t, t._version) for t in _in_written_lists(func, args) if not t.is_inference()]
     guard = torch._C._DisableTorchDispatch()
     try:
         result = func(*args, **kwargs)
@@ -61,14 +62,19 @@ def on_settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for t in tensors_of(args, kwargs):
             if _core.settled(t) is not None:
                 _core.resettle(t, alias_of(t))
-    for write, a in zip(func._schema.arguments, args):
-        if (
-            write.alias_info is not None
-            and write.alias_info.is_write
-            and isinstance(a, (list, tuple))
-        ):
-            count_write(a)
+    # kernels that take whole lists on a GPU count themselves
+    count_write([t for t, version in written if t._version == version])
     return result
+
+
+def _in_written_lists(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [
+        t
+        for write, a in zip(func._schema.arguments, args)
+        if write.alias_info is not None and write.alias_info.is_write
+        if isinstance(a, (list, tuple))
+        for t in a
+    ]
 
 
 def count_write(tensors: Any) -> None:
