@@ -17,6 +17,7 @@ generator can be moved to."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 from collections.abc import Iterator
 
@@ -61,6 +62,18 @@ class _Call(NamedTuple):
     flash: bool
 
 
+class _Given(NamedTuple):
+    """The tensors of a backward, in the order of its operator."""
+
+    grad: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: Any
+    out: torch.Tensor
+    sums: torch.Tensor  # the logsumexp of each query
+
+
 def _distance(q: torch.Tensor, k: torch.Tensor, flash: bool) -> int:
     """How far the numbers of a row of the batch are from those of the next. q, k: [B, H, L, D]."""
     heads, queries = q.shape[1], q.shape[2]
@@ -98,16 +111,9 @@ def _kernel(
 
 
 def _kernel_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: Any,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    draw: tuple[int, int],
-    call: _Call,
+    given: _Given, draw: tuple[int, int], call: _Call
 ) -> tuple[torch.Tensor, ...]:
+    grad, q, k, v, bias, out, sums = given
     if call.flash:
         # as the forward kernel returns them; it does not use the second either
         state = torch.tensor([draw[0] % _UINT64, draw[1]], dtype=torch.uint64).to(q.device)
@@ -141,31 +147,24 @@ def _forward(
     return out, sums
 
 
-def _backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: Any,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    draws: torch.Tensor,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    flash: bool,
-) -> tuple[torch.Tensor, ...]:
-    call = _Call(p, causal, scale, flash)
-    return _kernel_backward(grad, q, k, v, bias, out, sums, _first_draw(draws), call)
+def _in_parts(arguments: tuple[Any, ...]) -> tuple[_Given, torch.Tensor, _Call]:
+    """The arguments of koila::dropout_attention_backward: its tensors, `draws`, the rest."""
+    n = len(_Given._fields)
+    return _Given(*arguments[:n]), arguments[n], _Call(*arguments[n + 1 :])
+
+
+def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    given, draws, call = _in_parts(arguments)
+    return _kernel_backward(given, _first_draw(draws), call)
 
 
 def _fake_forward(q: Any, k: Any, v: Any, bias: Any, draws: Any, *rest: Any) -> Any:
     return _kernel(q, k, v, bias, rest[0], _Call(*rest[1:]))[:2]
 
 
-def _fake_backward(grad: Any, q: Any, k: Any, v: Any, bias: Any, *rest: Any) -> Any:
-    out, sums, _, *call = rest
-    return _kernel_backward(grad, q, k, v, bias, out, sums, (0, 0), _Call(*call))
+def _fake_backward(*arguments: Any) -> Any:
+    given, _, call = _in_parts(arguments)
+    return _kernel_backward(given, (0, 0), call)
 
 
 _library: Any = None
@@ -229,7 +228,7 @@ def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) 
         with _drawing_at(device, seed, at):
             out, sums = _kernel(x, y, z, None, True, call)[:2]
             moved = default_generator(device).get_offset() - at
-        back = _kernel_backward(g, x, y, z, None, out, sums, (seed, at), call)
+        back = _kernel_backward(_Given(g, x, y, z, None, out, sums), (seed, at), call)
         return [out, *back], moved
 
     whole, moved = part(0, rows, offset)
@@ -243,6 +242,17 @@ def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) 
 
 
 # ---- recording
+
+
+@functools.cache
+def _position_of_dropout(func: Any) -> int:
+    return [a.name for a in func._schema.arguments].index("dropout_p")
+
+
+def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    at = _position_of_dropout(func)
+    p: float = args[at] if at < len(args) else kwargs.get("dropout_p", 0.0)
+    return p
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -262,11 +272,11 @@ def _draws_of_rows(rows: int, distance: int, seed: int, offset: int) -> torch.Te
 
 @special(*forwards)
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    a = _named(func, args, kwargs)
-    if a["dropout_p"] == 0:
+    if _dropout(func, args, kwargs) == 0:
         return _core.record(func, args, kwargs)
     if func not in (_EFFICIENT, _FLASH):
         return run_on_reals(func, args, kwargs)
+    a = _named(func, args, kwargs)
     if _core.configure()["dry"]:
         return _planned(func, a)
     q, k, v, bias = a["query"], a["key"], a["value"], a.get("attn_bias")
@@ -309,10 +319,11 @@ def _planned(func: Any, a: dict[str, Any]) -> Any:
 
 @special(*backwards)
 def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_ours = func is _EFFICIENT_BACKWARD or func is _FLASH_BACKWARD
+    if not is_ours or _dropout(func, args, kwargs) == 0:
+        return _core.record(func, args, kwargs)
     a = _named(func, args, kwargs)
     flash = func is _FLASH_BACKWARD
-    if a["dropout_p"] == 0 or func not in (_EFFICIENT_BACKWARD, _FLASH_BACKWARD):
-        return _core.record(func, args, kwargs)
     q, k, bias = a["query"], a["key"], a.get("attn_bias")
     # flash keeps both numbers in the first
     state = [a["philox_seed"]] if flash else [a["philox_seed"], a["philox_offset"]]
@@ -328,6 +339,7 @@ def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         seed, offset = state[0].tolist() if flash else (t.item() for t in state)
         draws = _draws_of_rows(q.shape[0], distance, seed, offset)
-    tensors = (grad, q, k, a["value"], bias, a["out"], a["logsumexp"], draws)
-    gradients = _core.record(_operators().dropout_attention_backward.default, (*tensors, *call), {})
+    given = _Given(grad, q, k, a["value"], bias, a["out"], a["logsumexp"])
+    operator = _operators().dropout_attention_backward.default
+    gradients = _core.record(operator, (*given, draws, *call), {})
     return tuple(gradients) if flash else (*gradients, None)
