@@ -4,6 +4,7 @@ the bit; and every call returns what was recorded."""
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
 
 from koila import _core, lazy
@@ -125,20 +126,7 @@ def test_transformer_encoder(dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_gpt2(dropout):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=3,
-        n_head=2,
-        n_embd=16,
-        vocab_size=50,
-        n_positions=16,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = transformers.GPT2LMHeadModel(config).train()
+    model = zoo.gpt2(dropout, n_layer=3, n_embd=16, vocab_size=50, use_cache=True).train()
     ids = torch.randint(0, 50, (6, 12))
     same(model, (ids,), lambda m, x: m(input_ids=x, labels=x).loss)
 

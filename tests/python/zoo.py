@@ -149,52 +149,39 @@ class UNet(nn.Module):
         return self.out(a)
 
 
-def gpt2(**kw):
+def gpt2(dropout=0.0, **kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(
-        vocab_size=31,
-        n_positions=16,
-        n_embd=12,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
+    base = dict(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, use_cache=False)
+    base |= dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     base |= dict(bos_token_id=0, eos_token_id=0)
     return hf.GPT2LMHeadModel(hf.GPT2Config(**(base | kw)))
 
 
-def bert(**kw):
+LAYERS = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20)
+
+
+def llama(dropout=0.0, **kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(
-        vocab_size=29,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=20,
-        max_position_embeddings=16,
-    )
-    base |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+    base = LAYERS | dict(vocab_size=31, max_position_embeddings=16, use_cache=False)
+    base |= dict(attention_dropout=dropout)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**(base | kw)))
+
+
+def bert(dropout=0.0, **kw):
+    hf = pytest.importorskip("transformers")
+
+    base = LAYERS | dict(vocab_size=29, max_position_embeddings=16, num_labels=3)
+    base |= dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return hf.BertForSequenceClassification(hf.BertConfig(**(base | kw)))
 
 
-def vit(**kw):
+def vit(dropout=0.0, **kw):
     hf = pytest.importorskip("transformers")
 
-    base = dict(
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=20,
-        image_size=8,
-        patch_size=4,
-        num_channels=3,
-        num_labels=5,
-    )
+    base = LAYERS | dict(image_size=8, patch_size=4, num_channels=3, num_labels=5)
+    base |= dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return hf.ViTForImageClassification(hf.ViTConfig(**(base | kw)))
 
 
