@@ -110,9 +110,7 @@ def _kernel(
     return tuple(_EFFICIENT(q, k, v, bias, with_sums, call.p, call.causal, scale=call.scale))
 
 
-def _kernel_backward(
-    given: _Given, draw: tuple[int, int], call: _Call
-) -> tuple[torch.Tensor, ...]:
+def _kernel_backward(given: _Given, draw: tuple[int, int], call: _Call) -> tuple[torch.Tensor, ...]:
     grad, q, k, v, bias, out, sums = given
     if call.flash:
         # as the forward kernel returns them; it does not use the second either

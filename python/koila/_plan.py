@@ -49,6 +49,11 @@ class Gather(_Gather):
         return gather
 
     @property
+    def instead(self) -> str:
+        """What a program can do so that the operator is cut; `""`: nothing is known."""
+        return _core.instead_of(self.operator)
+
+    @property
     def n_bytes(self) -> int:
         """`bytes`, by the name that loops and large tensors have."""
         return self.bytes
@@ -209,6 +214,8 @@ class Plan:
                     "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
                     for row in (names, *rows)
                 ]
+        for instead in dict.fromkeys(g.instead for g in self.gathers):
+            lines += ["", instead] if instead else []
         return "\n".join(lines)
 
     def __repr__(self) -> str:

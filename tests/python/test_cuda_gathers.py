@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+import zoo
 from helpers import assert_same, model_state, plain, random_state
 from torch import nn
 from torch.nn import functional as F
@@ -70,83 +71,29 @@ def sliced(make, batch, loss_of, tol=1e-12, axis=0, strict=True):
 
 
 def refused(make, batch, loss_of, plan, operator):
-    """The plan names what ran whole, and strict() refuses it."""
-    assert any(operator in g.operator for g in plan.gathers)
-    with pytest.raises(koila.GatherError, match=operator), koila.micro_batch(M), koila.strict():
-        step(make, batch, loss_of, lazily)
+    """The plan names what ran whole, strict() refuses it, and both say what is cut instead."""
+    instead = max(g.instead for g in plan.gathers if operator in g.operator)
+    assert instead and instead in str(plan)
+    with koila.micro_batch(M), koila.strict():
+        with pytest.raises(koila.GatherError, match=operator) as refusal:
+            step(make, batch, loss_of, lazily)
+    assert instead in str(refusal.value)
 
 
 # ---- attention
 
 
 def gpt2(dropout, dtype):
-    hf = pytest.importorskip("transformers")
-    config = hf.GPT2Config(
-        vocab_size=31,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
-    )
-    return hf.GPT2LMHeadModel(config).to(dtype)
+    return zoo.gpt2(dropout, n_embd=32, n_head=4, attn_implementation="sdpa").to(dtype)
 
 
-def llama(dropout, dtype):
-    hf = pytest.importorskip("transformers")
-    config = hf.LlamaConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        attention_dropout=dropout,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return hf.LlamaForCausalLM(config).to(dtype)
+def of_layers(make, **kw):
+    size = dict(hidden_size=32, num_attention_heads=4, intermediate_size=24)
+    return lambda dropout, dtype: make(dropout, **size, **kw, attn_implementation="sdpa").to(dtype)
 
 
-def bert(dropout, dtype):
-    hf = pytest.importorskip("transformers")
-    config = hf.BertConfig(
-        vocab_size=31,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        num_labels=3,
-        attn_implementation="sdpa",
-    )
-    return hf.BertForSequenceClassification(config).to(dtype)
-
-
-def vit(dropout, dtype):
-    hf = pytest.importorskip("transformers")
-    config = hf.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=24,
-        image_size=8,
-        patch_size=4,
-        num_channels=3,
-        num_labels=5,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation="sdpa",
-    )
-    return hf.ViTForImageClassification(config).to(dtype)
+llama, vit = of_layers(zoo.llama), of_layers(zoo.vit)
+bert = of_layers(zoo.bert, vocab_size=31)
 
 
 def tokens(dtype):
@@ -254,6 +201,15 @@ def test_dropout_between_recurrent_layers_runs_whole(kind):
         out = step(make, lambda: sequences(True), ce, lazily)
     assert out["loss:loss"].isfinite() and koila.last_plan().n_micro_batches == B // M
     refused(make, lambda: sequences(True), ce, koila.last_plan(), "_cudnn_rnn")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_sliced_without_cudnn(kind):
+    """As limits.md recommends."""
+    with torch.backends.cudnn.flags(enabled=False):
+        sliced(
+            lambda: Recurrent(kind, 2, True, False, DROPOUT).double(), lambda: sequences(True), ce
+        )
 
 
 # ---- convolutions and norms

@@ -109,6 +109,27 @@ void koila__largest_text(const cached *c, uint32_t n, char *out, size_t room)
     }
 }
 
+const char *koila__instead_of(const char *op)
+{
+    static const struct {
+        const char *op, *instead;
+    } known[] = {
+        { "aten::_scaled_dot_product_cudnn_attention",
+          "cuDNN does not tell which numbers its dropout draws. Flash and memory-efficient "
+          "attention are cut: torch.nn.attention.sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
+          "SDPBackend.EFFICIENT_ATTENTION])" },
+        { "aten::_cudnn_rnn",
+          "cuDNN does not tell which numbers its dropout between layers draws. PyTorch's own "
+          "layers are cut: torch.backends.cudnn.flags(enabled=False) around the step" },
+    };
+    for (size_t i = 0; i < KOILA_COUNT(known); i++) {
+        const size_t n = strlen(known[i].op);
+        if (strncmp(known[i].op, op, n) == 0 && (!op[n] || strcmp(op + n, "_backward") == 0))
+            return known[i].instead;
+    }
+    return "";
+}
+
 PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *at)
 {
     const koila_plan *plan = c->plan;
@@ -121,12 +142,14 @@ PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, co
     char whole[32], slice[32];
     readable(whole, sizeof whole, g.bytes);
     readable(slice, sizeof slice, koila_plan_value_bytes(plan, g.value, c->info.rows));
+    const char *name = op ? op : op_of_node(plan, g.node);
+    const char *instead = koila__instead_of(name);
     if (list && line)
         text = PyUnicode_FromFormat(
             "%s over the batch%s%U needs %s%S whole, %s; one slice is %s. strict() refuses that; "
-            "without it the step runs and holds the whole tensor for a while",
-            op ? op : op_of_node(plan, g.node), PyUnicode_GET_LENGTH(line) ? " at " : "", line,
-            koila_dtype_text(m->dtype), list, whole, slice);
+            "without it the step runs and holds the whole tensor for a while%s%s",
+            name, PyUnicode_GET_LENGTH(line) ? " at " : "", line, koila_dtype_text(m->dtype), list,
+            whole, slice, *instead ? ". " : "", instead);
     Py_XDECREF(shape);
     Py_XDECREF(list);
     Py_XDECREF(line);

@@ -285,6 +285,8 @@ PyObject *koila__shape_of(const koila_meta_info *m);
 void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n);
 /* The n largest values at plan c's peak: " aten::mm 3.0 MiB input 1.0 MiB", cut at `room`. */
 void koila__largest_text(const cached *c, uint32_t n, char *out, size_t room);
+/* What a program can do so that operator `op` is cut, as a sentence; "": nothing is known. */
+const char *koila__instead_of(const char *op);
 /* The text of a gather: "aten::sort over the batch at train.py:41 needs f32[4096, 1000] whole, 15.6
  * MiB; one slice is 512.0 KiB. ..." `op` at `line` is the operator that needs it; NULL: node
  * g.node. */

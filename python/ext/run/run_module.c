@@ -485,6 +485,13 @@ static PyObject *py_device_names(PyObject *self, PyObject *ignored)
     return koila__device_names();
 }
 
+static PyObject *py_instead_of(PyObject *self, PyObject *op)
+{
+    const char *name = PyUnicode_AsUTF8(op);
+    (void)self;
+    return name ? PyUnicode_FromString(koila__instead_of(name)) : NULL;
+}
+
 static PyObject *py_device_field(PyObject *self, PyObject *args)
 {
     const char *device, *key;
@@ -561,6 +568,8 @@ static PyMethodDef methods[] = {
     { "gather", py_gather, METH_VARARGS,
       "gather([lazy, ...], operator): make the values concrete that the operator needs, in one "
       "run. The plan reports sliced ones as gathers; strict() refuses them." },
+    { "instead_of", py_instead_of, METH_O,
+      "instead_of(operator): what a program can do so that it is cut, '' if nothing is known." },
     { "explain", py_explain, METH_O,
       "explain(lazies): the plan for them as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS,
