@@ -3,6 +3,7 @@ unseen, so they are wrapped at the first lazy()."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ._torch import DATA, GRAD, set_data, torch
@@ -46,6 +47,7 @@ def install() -> None:
     )  # type: ignore[assignment]
     torch.Tensor.grad = property(GRAD.__get__, set_grad, GRAD.__delete__, GRAD.__doc__)  # type: ignore[assignment]
 
+    os.register_at_fork(after_in_child=_core.forked)
     _core.factories_setup()
     new = torch.nn.Parameter.__new__
 

@@ -153,6 +153,9 @@ koila__tape *koila__tape_current(void);
 koila__tape *koila__tape_for_lazy(void);
 /* a handle of `t` died, of which the caller holds a reference: was it the last? */
 void koila__step_left(koila__tape *t);
+/* In a forked process: the steps of the parent are the parent's. Here their effects do not happen,
+ * lazy() joins none of them, and their values can still be asked for. */
+void koila__steps_forked(void);
 
 /* ---- handle.c */
 extern uint32_t koila__n_settled; /* wrappers that are plain tensors */

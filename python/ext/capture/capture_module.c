@@ -427,6 +427,12 @@ static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_forked(PyObject *module, PyObject *unused)
+{
+    koila__steps_forked();
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_lines(PyObject *module, PyObject *on)
 {
     const int v = PyObject_IsTrue(on);
@@ -647,6 +653,7 @@ static PyMethodDef methods[] = {
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
     { "memo_clear", py_memo_clear, METH_NOARGS, "Forget every call seen." },
+    { "forked", py_forked, METH_NOARGS, "forked(): let go of the parent's steps" },
     { "lines", py_lines, METH_O, "lines(on): record source lines" },
     { 0 },
 };

@@ -21,8 +21,9 @@
  *   (none)   koila__open is NULL. A tape that left OPEN without closing has no handles.
  *
  * Beside the state: `waiting` (an axis was opened, its leaf is still to come), `planned` (recorded
- * by koila.plan(): nothing of it happens), `failed` (the last run failed: no effects), `ran`
- * (something was made concrete), `let_go` and `compacted` (CLOSED only).
+ * by koila.plan(): nothing of it happens), `failed` (the last run failed: no effects), `refused_at`
+ * (it failed, and nothing was recorded since: the step is over), `ran` (something was made
+ * concrete), `let_go` and `compacted` (CLOSED only).
  */
 #include "capture/capture.h"
 #include "capture/executor.h"
@@ -167,51 +168,6 @@ static bool backward_may_come(koila__tape *t)
     return waits;
 }
 
-/* No backward can come: what the user still holds of tape `t` is made now, in one run. */
-static int run_what_is_held(koila__tape *t)
-{
-    const uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
-    koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
-    if (!v) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
-    const uint32_t n_held = m < n ? m : n;
-    if (t->failed)
-        koila__tape_give_up(t);
-    int rc = koila__tape_drop_overwritten(t);
-    if (rc == 0 && (n_held || t->n_effects))
-        rc = koila__executor->run_held(t, v, n_held);
-    PyMem_Free(v);
-    return rc;
-}
-
-/* Several lazy() calls join one step. */
-koila__tape *koila__tape_for_lazy(void)
-{
-    koila__tape *t = koila__open;
-    if (!t)
-        return koila__tape_current();
-    const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__is_planning() &&
-        (idle || (backward_may_come(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
-        return t;
-    Py_INCREF(t);
-    int rc = 0;
-    if (t->n_handles && !t->planned && !koila__is_planning())
-        rc = run_what_is_held(t);
-    if (rc == 0)
-        koila__tape_close(t);
-    Py_DECREF(t);
-    return rc < 0 ? NULL : koila__tape_current();
-}
-
-/* ---- ending */
-
-/* koila__tape_let_go() walks all handles, at each death: only when few are left */
-#define MAX_HANDLES_LOOKED_AT 16
-
 /* The run of an abandoned step failed, an exception is set. Where a leaf was written since, its
  * statistics stay as they were, with a warning; all else is reported as unraisable. */
 static void report_abandoned(koila__tape *t)
@@ -229,6 +185,71 @@ static void report_abandoned(koila__tape *t)
     if (PyErr_Occurred())
         PyErr_WriteUnraisable((PyObject *)t);
 }
+
+/* No backward can come: what the user still holds of tape `t` is made now, in one run. */
+static int run_what_is_held(koila__tape *t)
+{
+    const uint32_t n = koila__tape_held(t, NULL, 0, NULL, 0);
+    koila_value *v = PyMem_Malloc((n + 1) * sizeof *v);
+    if (!v) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const uint32_t m = koila__tape_held(t, NULL, 0, v, n);
+    const uint32_t n_held = m < n ? m : n;
+    int rc = koila__tape_drop_overwritten(t);
+    if (rc == 0 && (n_held || t->n_effects))
+        rc = koila__executor->run_held(t, v, n_held);
+    PyMem_Free(v);
+    return rc;
+}
+
+/* Is the step of `t` over, although its tensors live (a traceback, sys.last_value or a logger holds
+ * them)? It is when its last run failed and the program recorded nothing since. */
+static bool is_over(const koila__tape *t)
+{
+    return t->refused_at == koila_graph_n_nodes(t->graph) + 1;
+}
+
+/* The values of `t` that are held are made, and it is closed, also if that fails: what is left of
+ * an old step must not stop each new one. */
+static int end_step(koila__tape *t)
+{
+    int rc = 0;
+    if (is_over(t))
+        koila__tape_give_up(t);
+    else if (t->n_handles && !t->planned && !koila__is_planning())
+        rc = run_what_is_held(t);
+    if (rc < 0 && koila__is_stale()) {
+        report_abandoned(t);
+        rc = 0;
+    }
+    if (rc < 0)
+        koila__tape_give_up(t);
+    koila__tape_close(t);
+    return rc;
+}
+
+/* Several lazy() calls join one step. */
+koila__tape *koila__tape_for_lazy(void)
+{
+    koila__tape *t = koila__open;
+    if (!t)
+        return koila__tape_current();
+    const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
+    if (t->n_handles && t->planned == koila__is_planning() && !is_over(t) &&
+        (idle || (backward_may_come(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
+        return t;
+    Py_INCREF(t);
+    const int rc = end_step(t);
+    Py_DECREF(t);
+    return rc < 0 ? NULL : koila__tape_current();
+}
+
+/* ---- ending */
+
+/* koila__tape_let_go() walks all handles, at each death: only when few are left */
+#define MAX_HANDLES_LOOKED_AT 16
 
 /* Nobody can ask for anything any more, but BatchNorm's statistics must still happen: see Note
  * [Effects] in tape.c. */
@@ -256,4 +277,16 @@ void koila__step_left(koila__tape *t)
         koila__tape_let_go(t);
     if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t)
         koila__tape_set_open(NULL);
+}
+
+void koila__steps_forked(void)
+{
+    koila__tape *t = (koila__tape *)Py_XNewRef((PyObject *)koila__tapes);
+    while (t) {
+        koila__tape_drop_effects(t); /* what torch's modules counted stays, in shared memory too */
+        koila__tape_close(t);
+        koila__tape *next = (koila__tape *)Py_XNewRef((PyObject *)t->next_tape);
+        Py_DECREF(t);
+        t = next;
+    }
 }

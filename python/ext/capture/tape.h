@@ -46,6 +46,9 @@ typedef struct koila__tape {
     bool planned; /* recorded by koila.plan(): it never runs */
     /* the last run failed: the effects do not happen unless a later run succeeds */
     bool failed;
+    /* the last run that somebody asked for failed, when so many nodes were there, plus one; 0: it
+     * did not */
+    uint32_t refused_at;
     /* an axis was opened, and its leaf comes next: needed although there is no handle yet */
     bool waiting;
     bool let_go;                   /* closed, and values that nobody can ask for are released */

@@ -365,6 +365,8 @@ static int run_request(koila__tape *t, const koila__wanted *w)
     }
     if (what != PLANNED && w->effects && (status < 0 || !w->later))
         t->failed = status < 0;
+    if (q.is_wanted)
+        t->refused_at = status < 0 ? koila_graph_n_nodes(t->graph) + 1 : 0;
     if (q.is_awaited)
         koila__ranks_withdraw(q.ranks);
     end_try(&q);

@@ -112,6 +112,7 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!p:finish_step", &koila__tape_type, &t, &done))
         return NULL;
     t->failed = !done;
+    t->refused_at = done ? 0 : koila_graph_n_nodes(t->graph) + 1;
     if (koila__settings.dry)
         done = 0;
     if (done) {

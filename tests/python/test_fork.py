@@ -1,0 +1,131 @@
+"""A process that forks in the middle of a step: the child lets go of the parent's step without
+effects, may use `lazy` itself, and may ask for the parent's values."""
+
+from helpers import run_python
+
+START = """
+import gc, os, sys
+import torch, koila
+from koila import lazy
+from torch import nn
+
+def pair():
+    torch.manual_seed(7)
+    model, other = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        for _ in range(2)
+    )
+    model[1].share_memory()
+    other.load_state_dict(model.state_dict())
+    return model, other
+
+def right(model, other, x, loss):
+    expected = other(x).square().mean()
+    expected.backward()
+    assert torch.allclose(koila.run(loss.detach()), expected)
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.allclose(a.grad, b.grad, atol=1e-5), (a.grad, b.grad)
+    for a, b in zip(model.buffers(), other.buffers()):
+        assert torch.allclose(a.double(), b.double()), (a, b)
+
+def step(model, other):
+    x = torch.randn(6, 4)
+    loss = model(lazy(x)).square().mean()
+    loss.backward()
+    assert koila.last_plan().n_micro_batches == 2
+    right(model, other, x, loss)
+
+def child(f, ends_as):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            f()
+        except BaseException as e:
+            print(type(e).__name__, e, file=sys.stderr)
+            os._exit(3)
+        if ends_as == "program":
+            os._exit(0) if sys.exc_info()[0] else sys.exit(0)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, "the child failed"
+
+koila.micro_batch(4).__enter__()
+"""
+
+
+def test_a_forked_child_lets_go_of_the_step():
+    """Running statistics lie in shared memory, so that what a child does to them shows."""
+    run_python(
+        START
+        + """
+def nothing():
+    pass
+
+def drop():
+    global loss
+    del loss
+    gc.collect()
+
+def read():
+    assert abs(float(loss.detach()) - value) < 1e-6
+
+def backward():
+    loss.backward()
+
+def other_step():
+    step(*pair())
+
+def drop_and_step():
+    drop()
+    step(*pair())
+
+for f in (nothing, drop, read, backward, other_step, drop_and_step):
+    for ends_as in ("program", "worker"):
+        model, other = pair()
+        x = torch.randn(6, 4)
+        loss = model(lazy(x)).square().mean()
+        with torch.no_grad():
+            value = float(pair()[0](x).square().mean())
+        child(f, ends_as)
+        assert koila._core.current_tape() is koila._core.tape_of(loss)
+        loss.backward()
+        right(model, other, x, loss)
+
+from torch.utils.data import DataLoader, TensorDataset
+import multiprocessing
+
+model, other = pair()
+x = torch.randn(6, 4)
+loss = model(lazy(x)).square().mean()
+for (batch,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4, num_workers=2):
+    assert batch.shape == (4, 4)
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.map(abs, [-1]) == [1]
+loss.backward()
+right(model, other, x, loss)
+"""
+    )
+
+
+def test_a_child_that_kept_the_effects_would_be_noticed():
+    p = run_python(
+        START
+        + """
+from koila import _core
+
+os.register_at_fork = lambda **_: None
+model, other = pair()
+x = torch.randn(6, 4)
+loss = model(lazy(x)).square().mean()
+
+def drop():
+    global loss
+    del loss
+    gc.collect()
+
+child(drop, "worker")
+loss.backward()
+right(model, other, x, loss)
+""",
+        check=False,
+    )
+    assert p.returncode != 0 and "AssertionError" in p.stderr
