@@ -131,6 +131,8 @@ enum {
     KOILA_FACT_DENSE_RNN_BACKWARD = 8 << 24,
     KOILA_FACT_DENSE_POOL = 9 << 24,
     KOILA_FACT_DENSE_MASK = 15 << 24,
+    /** takes rows of whole tensors wherever the result is cut: its use decides its placement */
+    KOILA_FACT_SPREADS = 1 << 28,
 };
 /** KOILA_FACT_DENSE_..., or 0. */
 static inline uint32_t koila_facts_dense(uint32_t facts) { return facts & KOILA_FACT_DENSE_MASK; }

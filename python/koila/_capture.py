@@ -222,7 +222,7 @@ def describe(func: Any) -> tuple[Any, ...]:
     flags = _F_VIEW * func.is_view | _F_INPLACE * writes | _F_RANDOM * random
     if schema.name in ("aten::empty_strided", "aten::full"):
         flags |= _F_FACTORY
-    if base in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"):
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "koila::packed_rnn"):
         flags |= _F_OPAQUE
     if len(schema.returns) == 0:
         result_kind = 3

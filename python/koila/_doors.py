@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ._torch import DATA, GRAD, set_data, torch
-from . import _core
+from . import _core, _packed
 from ._errors import UnsupportedError
 from ._settled import alias_of
 from ._tensor import LazyTensor, plain
@@ -95,6 +95,7 @@ def install() -> None:
 
     _quick_rules()
     _lazy_states()
+    _packed.install()
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)
@@ -121,6 +122,13 @@ def _lazy_states() -> None:
     whole. A lazy factory is sliced like the input."""
     import types
 
+    def recur(self: Any, x: Any, hx: Any) -> Any:
+        if not isinstance(x, torch.nn.utils.rnn.PackedSequence):
+            return None
+        if hasattr(self, "_update_flat_weights"):
+            self._update_flat_weights()
+        return _packed.recur(self, x, hx)
+
     def states(self: Any, x: Any) -> Any:
         data, sizes = (
             (x.data, x.batch_sizes)
@@ -146,6 +154,9 @@ def _lazy_states() -> None:
 
         def wrap(original: Any) -> Any:
             def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
+                result = recur(self, input, hx)
+                if result is not None:
+                    return result
                 return original(self, input, states(self, input) if hx is None else hx)
 
             # TorchScript unwraps a function to find its source, but takes the globals of the

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _core, _sharded
+from . import _core, _packed, _sharded
 from ._errors import UnsupportedError
 
 _T = TypeVar("_T")
@@ -70,6 +70,13 @@ def _rebuild_sequence(value: Any, new: list[Any]) -> Any:
     return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
 
 
+def _taker(value: Any, leaf: _Leaf, packed: Any) -> Any:
+    """Who takes this value in tree_map(); None: what is in it goes on."""
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        return packed
+    return leaf if isinstance(value, torch.Tensor) else None
+
+
 def _is_container(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple))
@@ -102,15 +109,18 @@ def _below(dims: Batch, key: Any, keys: list[Any], where: str) -> Batch:
     )
 
 
-def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> Any:
-    """`value` with `leaf(tensor, dim, where)` in place of every tensor. A container in which
-    nothing changed is returned as it is."""
-    if isinstance(value, torch.Tensor):
-        return leaf(value, dims, where)
+def tree_map(
+    leaf: _Leaf, value: Any, dims: Batch = None, where: str = "", packed: Any = None
+) -> Any:
+    """`value` with `leaf(tensor, dim, where)` in place of every tensor, and `packed(sequence, dim,
+    where)` in place of every PackedSequence, which without `packed` is a tuple like any other. A
+    container in which nothing changed is returned as it is."""
+    if take := _taker(value, leaf, packed):
+        return take(value, dims, where)
     if _is_mapping(value):
         keys = list(value.keys())
         new = {
-            k: tree_map(leaf, value[k], _below(dims, k, keys, where), f"{where}[{k!r}]")
+            k: tree_map(leaf, value[k], _below(dims, k, keys, where), f"{where}[{k!r}]", packed)
             for k in keys
         }
         return value if all(new[k] is value[k] for k in keys) else _rebuild_mapping(value, new)
@@ -118,7 +128,7 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
         names = getattr(value, "_fields", None)  # a named tuple's dims may be given by name
         keys = list(names) if names and isinstance(dims, Mapping) else list(range(len(value)))
         out = [
-            tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]")
+            tree_map(leaf, item, _below(dims, keys[i], keys, where), f"{where}[{i}]", packed)
             for i, item in enumerate(value)
         ]
         same = all(a is b for a, b in zip(out, value, strict=True))
@@ -126,7 +136,9 @@ def tree_map(leaf: _Leaf, value: Any, dims: Batch = None, where: str = "") -> An
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         keys = [f.name for f in dataclasses.fields(value)]
         fields = {
-            k: tree_map(leaf, getattr(value, k), _below(dims, k, keys, where), f"{where}.{k}")
+            k: tree_map(
+                leaf, getattr(value, k), _below(dims, k, keys, where), f"{where}.{k}", packed
+            )
             for k in keys
         }
         if all(fields[k] is getattr(value, k) for k in keys):
@@ -215,10 +227,12 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         if isinstance(batch, (list, tuple)) and len(batch) == 1:
             if not (isinstance(value, (list, tuple)) and len(value) == 1):
                 batch = batch[0]  # in_dims=(0,) for one argument
-    found, n_tensors = _look(value, batch, call)
+    found, n_tensors, n_packed = _look(value, batch, call)
     if n_tensors == 0:
         raise _no_tensor(values, call)
     if not found:
+        if n_packed:  # lazy already
+            return value
         if not _has_int(batch):
             raise ValueError(f"{call}: expected at least one batched value, got none")
         return value
@@ -242,7 +256,14 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
             made[key] = _wrap(_core.concrete(t) if id(t) in again else t, axis, d)
         return made[key]
 
-    return tree_map(wrap, value, batch)
+    def wrap_packed(packed: Any, dim: Batch, where: str) -> Any:
+        if dim is None or _core.is_lazy(packed.data):
+            return packed
+        return _packed.lazy_packed(
+            packed, lambda t: _wrap(t, None, 0), lambda t: _core.lazy_leaf(t, axis, 0)
+        )
+
+    return tree_map(wrap, value, batch, "", wrap_packed)
 
 
 def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:
@@ -254,10 +275,11 @@ def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:
 _Found = list[tuple[torch.Tensor, int, str]]  # (tensor, batch dimension, where in the values)
 
 
-def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int]:
-    """The batched tensors of `value`, and how many tensors there are. Errors begin with `call`."""
+def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int]:
+    """The batched tensors of `value` (for a packed sequence, a tensor with its rows), how many
+    tensors there are, and how many sequences that are lazy already. Errors begin with `call`."""
     found: _Found = []
-    n_tensors = 0
+    n_tensors = n_packed = 0
 
     def look(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
         nonlocal n_tensors
@@ -267,13 +289,28 @@ def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int]:
             found.append((t, d, where))
         return t
 
+    def look_packed(packed: Any, dim: Batch, where: str) -> Any:
+        nonlocal n_tensors, n_packed
+        n_tensors += 1
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise ValueError(
+                f"expected an int or None for a PackedSequence{where and f' at {where}'}, got "
+                f"{type(dim).__name__}"
+            )
+        if dim is not None and _core.is_lazy(packed.data):
+            n_packed += 1
+        elif dim is not None:
+            _check_sliceable(packed.data)
+            found.append((packed.batch_sizes.new_empty(int(packed.batch_sizes[0])), 0, where))
+        return packed
+
     try:
-        tree_map(look, value, batch)
+        tree_map(look, value, batch, "", look_packed)
     except ValueError as e:
         raise ValueError(f"{call}: {e}") from None
     except UnsupportedError as e:
         raise UnsupportedError(f"{call}: {e}") from None
-    return found, n_tensors
+    return found, n_tensors, n_packed
 
 
 def _check_sizes(found: _Found, call: str) -> None:
@@ -332,7 +369,7 @@ class _Given(torch.autograd.Function):
     """Makes a tensor with a graph behind it lazy: its gradient goes on into that graph."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, t: torch.Tensor, axis: int | None, dim: int) -> torch.Tensor:
         return _core.lazy_leaf(t.detach(), axis, dim)
 
     @staticmethod
@@ -340,7 +377,7 @@ class _Given(torch.autograd.Function):
         return gradient, None, None
 
 
-def _wrap(t: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+def _wrap(t: torch.Tensor, axis: int | None, dim: int) -> torch.Tensor:
     if t.requires_grad and t.grad_fn is not None and torch.is_grad_enabled():
         given: torch.Tensor = _Given.apply(t, axis, dim)  # type: ignore[no-untyped-call]
         return given

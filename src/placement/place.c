@@ -876,6 +876,8 @@ static bool is_free(koila__placer *p, const koila_sig_info *sig, const koila_pla
         if (out->n_elements > in->n_elements)
             return true;
     }
+    if (facts_of(p, sig) & KOILA_FACT_SPREADS)
+        return true;
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         if (placed[i].kind == KOILA_FREE)
             return true;

@@ -333,6 +333,83 @@ bool koila__rule_cudnn_rnn_backward(koila__case *c)
     return true;
 }
 
+/* ---- packed sequences: koila::packed_rnn and its like, see python/koila/_recurrent.py. x and all
+ * that is padded is [T, B, ...]; `places` [B, 2] holds the length of each row and its rank. Rows
+ * are independent, and those of a slice are a packed batch again. */
+
+/* The rows of a padded tensor, from the first of n inputs that is cut along them. */
+static bool padded_rows(const koila__case *c, uint32_t n, koila_placement *rows)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t dim = c->in_meta[i]->n_dims == 2 ? 0 : 1;
+        if (koila__is_s(c->in[i]) && !koila__is_opaque(c->in[i]) && c->in[i].dim == dim) {
+            *rows = koila__moved(c->in[i], 1);
+            return true;
+        }
+    }
+    return false;
+}
+
+/* packed_rnn(x, places, hx?, cx?, weights, ...) -> out, h, c, workspace */
+bool koila__rule_packed_rnn(koila__case *c)
+{
+    koila_placement rows;
+    if (c->n_out != 4 || c->n_in < 2 || !padded_rows(c, c->n_in, &rows))
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        koila__need_r(c, i);
+    if (!need_at(c, 0, rows) || !need_at(c, 1, koila__moved(rows, 0)) || !need_at(c, 2, rows) ||
+        !need_at(c, 3, rows))
+        return false;
+    for (uint32_t j = 0; j < 3; j++)
+        c->out[j] = c->out_meta[j]->n_elements ? rows : koila__p(c, KOILA_SUM);
+    c->out[3] = koila__opaque(c);
+    return true;
+}
+
+/* packed_rnn_backward(g_out?, g_h?, g_c?, x, places, hx?, cx?, weights, workspace, ...) -> gx, ghx,
+ * gcx, [gw...] */
+bool koila__rule_packed_rnn_backward(koila__case *c)
+{
+    const uint32_t work = koila__input_at(c, 8);
+    koila_placement rows;
+    if (c->n_out < 3 || work == KOILA_NONE || !koila__is_opaque(c->in[work]) ||
+        !padded_rows(c, c->n_in, &rows))
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++)
+        if (i != work)
+            koila__need_r(c, i);
+    if (!need_at(c, 4, koila__moved(rows, 0)))
+        return false;
+    static const uint32_t padded[] = { 0, 1, 2, 3, 5, 6 };
+    for (uint32_t k = 0; k < sizeof padded / sizeof padded[0]; k++)
+        if (!need_at(c, padded[k], rows))
+            return false;
+    for (uint32_t j = 0; j < c->n_out; j++)
+        c->out[j] = j < 3 && c->out_meta[j]->n_elements ? rows : koila__p(c, KOILA_SUM);
+    return true;
+}
+
+/* unpack_rows(data, places, offsets) -> padded. From whole data each slice takes its rows. */
+bool koila__rule_unpack_rows(koila__case *c)
+{
+    koila_placement rows;
+    if (c->n_in != 3 || c->n_out != 1)
+        return false;
+    if (koila__is_s(c->in[1]) && c->in[1].dim == 0)
+        rows = koila__moved(c->in[1], 1);
+    else if (c->want && koila__is_s(*c->want) && c->want->dim == 1)
+        rows = *c->want;
+    else
+        return false;
+    koila__need_r(c, 0);
+    koila__need_r(c, 2);
+    if (!koila__need(c, 1, koila__moved(rows, 0)) || !koila__fits(c, rows, c->out_meta[0]))
+        return false;
+    c->out[0] = rows;
+    return true;
+}
+
 /* Cells of one step, as a GPU runs them: the first n_rows inputs have a row per sample, the others
  * (biases) are whole. Of the results, the first n_rows_out have rows; the others, gradients of
  * biases, are sums over the rows. */

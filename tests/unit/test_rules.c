@@ -222,6 +222,68 @@ TEST(rules__an_opaque_workspace_stays_in_its_loop)
     maker_deinit(&m);
 }
 
+/* koila::packed_rnn of x[9, 7, 5], 7 rows of up to 9 steps, and back. *y: results of the forward.
+ * Returns those of the backward. */
+static koila_value packed_rnn(maker *m, koila_value x, koila_value *y)
+{
+    const koila_value places = real(m, i64(7, 2));
+    const koila_value w = real(m, f32(24, 5));
+    const koila_value u = real(m, f32(24, 6));
+    const shape out[4] = { f32(9, 7, 6), f32(1, 7, 6), f32(1, 7, 6), f32(700) };
+    const shape back[5] = { f32(9, 7, 5), f32(1, 7, 6), f32(1, 7, 6), f32(24, 5), f32(24, 6) };
+    *y = calls(m, "koila::packed_rnn", 4, out, "ttnnTibbib", x, places, 2, w, u, 0, 0, 0, 9, 1);
+    return calls(m, "koila::packed_rnn_backward", 5, back, "tnnttnnTtibbbb", *y, x, places, 2, w, u,
+                 *y + 3, 0, 0, 0, 1, 1);
+}
+
+TEST(rules__a_packed_layer_is_cut_by_rows)
+{
+    maker m;
+    koila_value y;
+    maker_init(&m, NULL);
+    koila_value g = packed_rnn(&m, batch(&m, 1, f32(9, 7, 5)), &y);
+    place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 3));
+    CHECK_EQ(m.status, KOILA_OK);
+    CHECK_AT(&m, y, S(1, 1, 1));
+    CHECK(koila__is_opaque(at(&m, y + 3)));
+    CHECK_AT(&m, g, S(1, 1, 1));
+    CHECK_AT(&m, g + 1, S(1, 1, 1));
+    CHECK_AT(&m, g + 3, P_);
+    CHECK_EQ(n_gathered(&m), 1); /* the cat at the end */
+    maker_deinit(&m);
+
+    /* a batch in the dimension of the features or of the steps is none of rows */
+    for (uint32_t dim = 0; dim < 3; dim += 2) {
+        maker_init(&m, NULL);
+        g = packed_rnn(&m, batch(&m, dim, f32(9, 7, 5)), &y);
+        place(&m, g);
+        CHECK_EQ(m.status, KOILA_OK);
+        CHECK_AT(&m, y, R_);
+        CHECK_AT(&m, g, R_);
+        maker_deinit(&m);
+    }
+}
+
+TEST(rules__rows_of_a_whole_packed_tensor_go_where_they_are_needed)
+{
+    maker m;
+    for (int is_used = 0; is_used < 2; is_used++) {
+        maker_init(&m, NULL);
+        const koila_value data = real(&m, f32(40, 5));
+        const koila_value places = real(&m, i64(7, 2));
+        const koila_value offsets = real(&m, i64(7));
+        const koila_value x = batch(&m, 1, f32(7, 7, 5)); /* as many steps as rows */
+        const koila_value y =
+            call(&m, "koila::unpack_rows", f32(7, 7, 5), "ttt", data, places, offsets);
+        const koila_value both = call(&m, "aten::mul.Tensor", f32(7, 7, 5), "tt", x, y);
+        place(&m, is_used ? both : y);
+        CHECK_EQ(m.status, KOILA_OK);
+        CHECK_AT(&m, y, is_used ? S(1, 1, 1) : R_);
+        CHECK_EQ(n_gathered(&m), 0);
+        maker_deinit(&m);
+    }
+}
+
 TEST(rules__transposed_rows_are_gathered_once_and_sliced_again)
 { /* a + a.t(): the second use needs the other dimension, so a is made whole by a node of its own */
     maker m;

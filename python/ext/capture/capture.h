@@ -52,6 +52,7 @@ typedef struct koila__handle {
     /* borrowed: the LazyTensor whose slot holds this. Once settled (group NULL): the plain tensor,
      * owned */
     PyObject *wrapper;
+    bool is_unheld; /* no variable of the user reaches the wrapper: it is not saved for one */
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
     struct koila__handle *next_of_value, *prev_of_value;

@@ -376,6 +376,15 @@ static PyObject *py_rewrap(PyObject *module, PyObject *o)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_unheld(PyObject *module, PyObject *o)
+{
+    koila__handle *h = handle_arg(o);
+    if (!h)
+        return NULL;
+    h->is_unheld = true;
+    Py_RETURN_NONE;
+}
+
 /* stand_beside(lazy, other): in the order by age (see group_wrappers) lazy is now next to other, as
  * the older of the two */
 static PyObject *py_stand_beside(PyObject *module, PyObject *args)
@@ -645,6 +654,8 @@ static PyMethodDef methods[] = {
     { "stand_beside", py_stand_beside, METH_VARARGS,
       "stand_beside(lazy, other): order lazy by age next to other, which shares its memory" },
     { "rewrap", py_rewrap, METH_O, "rewrap(lazy): its handle has a new wrapper" },
+    { "unheld", py_unheld, METH_O,
+      "unheld(lazy): no variable of the user reaches it, so no step saves its value for one" },
     { "group_info", py_group_info, METH_O,
       "group_info(lazy) -> (is a view, number of wrappers in the group, id of the group)" },
     { "group_wrappers", py_group_wrappers, METH_O,

@@ -70,6 +70,7 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
     koila_assert(v == KOILA_NONE || v < koila_graph_n_values(g->tape->graph));
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
+    h->is_unheld = false;
     koila__handle_attach(h, g, c, v, meta, offset);
     *(koila__handle **)((char *)w + koila__slot) = h;
     return w;

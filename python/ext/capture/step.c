@@ -90,7 +90,7 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
      */
     const int collecting = PyGC_Disable();
     for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        if (h->wrapper && use_count && !user_holds(h->wrapper, use_count))
+        if (h->is_unheld || (h->wrapper && use_count && !user_holds(h->wrapper, use_count)))
             continue;
         const koila_value v = koila__value_of(h); /* may record the replay of its chain */
         if (v == KOILA_NONE) {
