@@ -121,25 +121,42 @@ def of_random_sizes(model, batch, fraction, need):
     return kept
 
 
+CONTEXT = 600 * MIB  # of a device's memory: more than a process takes before its first tensor
+
+
+def hold(n_bytes, ready, done):
+    """In a process of its own: keeps so much of the device until `done`."""
+    taken = torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
+    ready.set()
+    done.wait()
+    del taken
+
+
+def another_process_takes(n_bytes):
+    """Returns what gives it back."""
+    spawn = multiprocessing.get_context("spawn")
+    ready, done = spawn.Event(), spawn.Event()
+    other = spawn.Process(target=hold, args=(n_bytes, ready, done))
+    other.start()
+    if not ready.wait(timeout=120):
+        other.kill()
+        raise RuntimeError(f"the process that was to take {n_bytes} bytes did not start")
+
+    def give_back():
+        done.set()
+        other.join()
+
+    return give_back
+
+
 def others_take(n_bytes):
     """Another process takes all that is free but n_bytes. Returns what gives it back."""
     free = torch.cuda.mem_get_info()[0]
-    if fakecuda:
-        with open(os.environ[OTHERS], "w") as f:
-            f.write(str(free - n_bytes))
-        return lambda: os.remove(os.environ[OTHERS])
-    ready, done = multiprocessing.Event(), multiprocessing.Event()
-
-    def hold():
-        taken = torch.empty(free - n_bytes - (600 * MIB), dtype=torch.uint8, device="cuda")
-        ready.set()
-        done.wait()
-        del taken
-
-    other = multiprocessing.get_context("spawn").Process(target=hold)
-    other.start()
-    ready.wait()
-    return done.set
+    if not fakecuda:
+        return another_process_takes(max(free - n_bytes - CONTEXT, 0))
+    with open(os.environ[OTHERS], "w") as f:
+        f.write(str(free - n_bytes))
+    return lambda: os.remove(os.environ[OTHERS])
 
 
 def limited(situation, limit, mode):

@@ -3,13 +3,14 @@ PyTorch's gradients: under a cap, under a budget, after steps of random sizes th
 in pieces, and beside another process. Plain PyTorch runs out in most of these."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from cuda_survival_worker import FRACTIONS, OTHERS, SITUATIONS
+from cuda_survival_worker import FRACTIONS, OTHERS, SITUATIONS, another_process_takes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU is needed")
 
@@ -78,3 +79,11 @@ def test_memory_that_others_take_while_a_step_runs_is_survived(tmp_path):
     found = worker(tmp_path, "taken", "mlp", "others")
     assert found["retries"] > 0 and found["slices"] > 1
     assert max(found["errors"]) <= 1e-12
+
+
+def test_another_process_takes_memory_and_gives_it_back():
+    """As on a real GPU. A simulated one is not shared among processes: here, that it starts, says
+    that it has the memory, and ends."""
+    give_back = another_process_takes(32 << 20)
+    assert give_back() is None
+    assert not multiprocessing.active_children()
