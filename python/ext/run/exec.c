@@ -880,33 +880,37 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     return status;
 }
 
-/* Does a library of the GPU's vendor choose what a call of this operator uses inside? */
-static bool is_chosen_by_library(const koila_table *t, koila_op op)
+/* What a call on a GPU is to the executor; asked once a call. */
+typedef enum gpu_call {
+    GPU_PLAIN, /* or not on a GPU */
+    GPU_PRODUCT,
+    GPU_BY_LIBRARY, /* a library of the GPU's vendor chooses what it uses inside */
+} gpu_call;
+
+static gpu_call call_on_gpu(const exec *x, const koila_instr *in)
 {
-    switch (koila_facts_dense(koila_op_facts(t, op))) {
+    if (x->c->gpu < 0)
+        return GPU_PLAIN;
+    const koila_op op = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig)->op;
+    switch (koila_facts_dense(koila_op_facts(x->table, op))) {
+    case KOILA_FACT_DENSE_CONTRACT:
+    case KOILA_FACT_DENSE_CONTRACT_BIASED:
+        return GPU_PRODUCT;
     case KOILA_FACT_DENSE_CONV:
     case KOILA_FACT_DENSE_CONV_BACKWARD:
     case KOILA_FACT_DENSE_ATTENTION:
     case KOILA_FACT_DENSE_ATTENTION_BACKWARD:
-        return true;
-    default:
-        return koila_op_flags(t, op) & KOILA_OP_OPAQUE; /* cuDNN's recurrent layers */
+        return GPU_BY_LIBRARY;
+    default: /* opaque: cuDNN's recurrent layers */
+        return koila_op_flags(x->table, op) & KOILA_OP_OPAQUE ? GPU_BY_LIBRARY : GPU_PLAIN;
     }
 }
 
-/* Must the call be measured? On a GPU until two runs agree, for each number of rows, since asking
- * takes time. */
-static bool is_news_on_gpu(const exec *x, const koila_instr *in)
+/* Is it unknown what the call uses inside? It is measured until two runs agree, for each number of
+ * rows, since asking takes time. */
+static bool is_news(const exec *x, const koila_instr *in)
 {
-    const koila_sig sig = koila_node_get(x->g, in->id).sig;
-    return x->c->gpu >= 0 && is_chosen_by_library(x->table, koila_sig_get(x->table, sig)->op) &&
-           !koila__learned_surely(sig, n_rows(x), x->batch);
-}
-
-static bool is_product(const koila_table *t, koila_op op)
-{
-    const uint32_t kind = koila_facts_dense(koila_op_facts(t, op));
-    return kind == KOILA_FACT_DENSE_CONTRACT || kind == KOILA_FACT_DENSE_CONTRACT_BIASED;
+    return !koila__learned_surely(koila_node_get(x->g, in->id).sig, n_rows(x), x->batch);
 }
 
 /* run_measured() of a GPU. */
@@ -925,9 +929,10 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
 {
     int status;
     const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
+    const gpu_call call = call_on_gpu(x, in);
     if (x->measure)
         status = run_measured(x, in, in_loop, is_shared);
-    else if (!is_shared && is_news_on_gpu(x, in))
+    else if (call == GPU_BY_LIBRARY && !is_shared && is_news(x, in))
         status = run_measured_on_gpu(x, in, in_loop);
     else
         status = is_shared ? run_shared(x, in, in_loop) : run_node(x, in, in_loop);
@@ -935,8 +940,7 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
         add_note(x, in->id, in_loop);
         return -1;
     }
-    const koila_sig sig = koila_node_get(x->g, in->id).sig;
-    if (x->c->gpu >= 0 && is_product(x->table, koila_sig_get(x->table, sig)->op))
+    if (call == GPU_PRODUCT)
         koila__gpu_ran_product(x->c->gpu);
     return koila__check_signals();
 }
