@@ -83,7 +83,7 @@ class Plan:
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
-            is `None` where they were not counted.
+            is `None` where they were not counted; on a GPU, where an earlier peak was higher.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
             that the step reads.
         budget_bytes: bytes that torch may hold; `None`: what was free.

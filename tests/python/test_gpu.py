@@ -757,3 +757,23 @@ def test_leaks():
     for _ in range(100):
         step()
     assert torch.cuda.memory_allocated() == held
+
+
+def test_the_measured_peak_is_torchs_own_and_its_statistics_stay_the_users():
+    model, (x, y) = mlp().double().cuda(), (t.cuda() for t in data(b=48))
+
+    def step():
+        loss = F.cross_entropy(model(lazy(x)), lazy(y))
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        return koila.last_plan().measured_peak_bytes
+
+    with koila.micro_batch(12):
+        step()  # what is made once: gradients, workspaces
+        assert step() == torch.cuda.max_memory_allocated()
+        assert koila.last_plan().measured_peak_bytes > koila.last_plan().base_bytes
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # a higher peak, of the user's
+        highest = torch.cuda.max_memory_allocated()
+        F.cross_entropy(model(lazy(x)), lazy(y)).backward()
+    assert koila.last_plan().measured_peak_bytes is None
+    assert torch.cuda.max_memory_allocated() == highest

@@ -7,6 +7,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "python" / "koila"
 
+
 def modules_of(folder, package):
     """{module name: file}. A package goes by its own name."""
     found = {}

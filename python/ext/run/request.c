@@ -240,14 +240,32 @@ static next after_out_of_memory(request *q, koila__announced announced)
     return FAILED;
 }
 
+/* On a GPU torch's allocator keeps the highest peak since the user reset it, and koila does not
+ * reset it: the step's own is known where it rose, or where it stood at what was held. `before`:
+ * NULL where it could not be read. */
+static void measure_peak(request *q, uint64_t cpu_peak, const koila__gpu_count *before)
+{
+    koila__gpu_count after;
+    if (q->room.gpu < 0) {
+        q->step.measured = koila__cpu_bytes_ok();
+        q->step.measured_peak_bytes = cpu_peak;
+        return;
+    }
+    q->step.measured = before && koila__gpu_bytes(q->room.gpu, &after) &&
+                       (after.peak > before->peak || before->peak == before->now);
+    q->step.measured_peak_bytes = q->step.measured ? after.peak : 0;
+}
+
 static next execute(request *q)
 {
     koila__exec_report told;
+    koila__gpu_count gpu;
     q->results = PyMem_Calloc(q->n + 1, sizeof *q->results);
     if (!q->results) {
         PyErr_NoMemory();
         return FAILED;
     }
+    const bool is_counted = q->room.gpu >= 0 && koila__gpu_bytes(q->room.gpu, &gpu);
     const uint64_t base = koila__cpu_bytes_current();
     const int window = koila__cpu_bytes_open();
     const double started = seconds_now();
@@ -271,8 +289,7 @@ static next execute(request *q)
         return q->ranks == Py_None && !koila__interrupted && PyErr_ExceptionMatches(PyExc_Exception)
                    ? retry_without_held(q)
                    : FAILED;
-    q->step.measured = koila__cpu_bytes_ok() && q->room.gpu < 0;
-    q->step.measured_peak_bytes = peak;
+    measure_peak(q, peak, is_counted ? &gpu : NULL);
     q->step.base_bytes = q->room.gpu < 0 ? base : q->room.held;
     report(q);
     return MADE;

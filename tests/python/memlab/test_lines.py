@@ -1242,8 +1242,8 @@ def test_a_lazy_step_s_memory_is_credited_to_the_lines_that_were_captured():
     assert alloc[1][0] >= 64 * 1000 * 4
     assert 0 < alloc[2][0] < alloc[1][0] and alloc[4][0] >= alloc[1][0] + alloc[2][0]
     assert peak[4][0] == max(v for (v,) in peak.values()) and peak[1][0] > peak[0][0]
-    if HERE == "cpu":
-        assert last_plan().measured_peak_bytes == peak[4][0]
+    measured = last_plan().measured_peak_bytes
+    assert measured == peak[4][0] or (HERE != "cpu" and measured is None)
     # Operators captured by the nodes of a line count for that line, although all ran at the end.
     backward = rows(p, step, "backward")
     assert (
