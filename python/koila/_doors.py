@@ -122,19 +122,15 @@ def _lazy_states() -> None:
     whole. A lazy factory is sliced like the input."""
     import types
 
+    packed, lazy = torch.nn.utils.rnn.PackedSequence, LazyTensor  # seen by `forward` as a closure
+
     def recur(self: Any, x: Any, hx: Any) -> Any:
-        if not isinstance(x, torch.nn.utils.rnn.PackedSequence):
-            return None
         if hasattr(self, "_update_flat_weights"):
             self._update_flat_weights()
         return _packed.recur(self, x, hx)
 
     def states(self: Any, x: Any) -> Any:
-        data, sizes = (
-            (x.data, x.batch_sizes)
-            if isinstance(x, torch.nn.utils.rnn.PackedSequence)
-            else (x, None)
-        )
+        data, sizes = (x.data, x.batch_sizes) if isinstance(x, packed) else (x, None)
         if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
             return None
         rows = (
@@ -154,9 +150,10 @@ def _lazy_states() -> None:
 
         def wrap(original: Any) -> Any:
             def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
-                result = recur(self, input, hx)
-                if result is not None:
-                    return result
+                if isinstance(input, packed) and isinstance(input.data, lazy):
+                    result = recur(self, input, hx)
+                    if result is not None:
+                        return result
                 return original(self, input, states(self, input) if hx is None else hx)
 
             # TorchScript unwraps a function to find its source, but takes the globals of the

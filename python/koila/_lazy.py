@@ -244,6 +244,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     if first.device.type == "cpu":
         _core.held_fits(call)
     _sharded.refuse_recording()
+    _packed.forget()
     axis = _core.axis(first.shape[d0])
     made: dict[tuple[int, int], Any] = {}
 

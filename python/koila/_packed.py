@@ -21,7 +21,9 @@ where a layer takes it.
 
 from __future__ import annotations
 
+import threading
 import types
+import weakref
 from typing import Any, NamedTuple
 from collections.abc import Callable
 
@@ -42,7 +44,7 @@ class Layout(NamedTuple):
     places: Tensor  # int64[B, 2]: length and rank; lazy where the batch was packed before lazy()
     rows: Tensor  # int64[N]: of each packed element its number in the padded [T * B]
     offsets: Tensor  # int64[T]: where each step begins in the packed tensor
-    batch_sizes: Tensor
+    batch_sizes: Tensor  # an alias of the sequence's, which owns this
     order: Tensor | None  # sorted_indices
     per_row: int  # elements of a row that a plan counts with
 
@@ -68,7 +70,8 @@ def _layout(batch_sizes: Tensor, order: Tensor | None, places: Tensor | None = N
     if places is None:
         places = torch.stack([lengths, ranks], 1)
     offsets = batch_sizes.cumsum(0) - batch_sizes
-    return Layout(lengths, places, numbers[runs], offsets, batch_sizes, order, _per_row(lengths))
+    sizes = batch_sizes.detach()
+    return Layout(lengths, places, numbers[runs], offsets, sizes, order, _per_row(lengths))
 
 
 def _layout_of(packed: Any) -> Layout | None:
@@ -93,7 +96,34 @@ class _Padded(NamedTuple):
 
 
 def _at(data: Tensor, padded: Tensor) -> tuple[Any, ...]:
-    return (*_core.handle_info(data), *_core.handle_info(padded))
+    (tape, v), (other, w) = _core.handle_info(data), _core.handle_info(padded)
+    versions = () if data.is_inference() else (data._version, padded._version)
+    return id(tape), v, id(other), w, versions
+
+
+class _Formed(threading.local):
+    """The packed tensors of this thread with a padded form. A form keeps the record of its step, so
+    it goes with the step."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Tensor]] = []
+
+
+_formed = _Formed()
+
+
+def forget() -> None:
+    """Drop the padded forms of steps that are over."""
+    left = []
+    for ref in _formed.refs:
+        data: Any = ref()
+        if data is None or not hasattr(data, "_koila_padded"):
+            continue
+        if _core.tape_of(data._koila_padded.padded).closed:
+            del data._koila_padded
+        else:
+            left.append(ref)
+    _formed.refs = left
 
 
 def _pack(padded: Tensor, layout: Layout, ends_in_zeros: bool) -> Tensor:
@@ -103,6 +133,7 @@ def _pack(padded: Tensor, layout: Layout, ends_in_zeros: bool) -> Tensor:
     if _core.is_lazy(data) and _core.is_lazy(padded):
         _core.unheld(padded)
         data._koila_padded = _Padded(padded, layout, ends_in_zeros, _at(data, padded))  # type: ignore[attr-defined]
+        _formed.refs.append(weakref.ref(data))
     return data
 
 
@@ -455,22 +486,32 @@ def lazy_packed(
 # ---- installing
 
 
-def _instead(function: Any, replacement: Callable[..., Any], text: str) -> None:
-    """`function` calls `replacement(original, *arguments)` from now on, also where it was imported
-    by name before. text: the new body, as source."""
-    original = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    original.__kwdefaults__ = function.__kwdefaults__
-    name = f"_koila_{function.__name__}"
-    function.__globals__[name] = lambda *arguments: replacement(original, *arguments)
+def _instead(function: Any, replacement: Callable[..., Any], head: str, of: str) -> None:
+    """`function`, also where it was imported by name before, calls `replacement(original,
+    *arguments)` where one of the values `of` is lazy. Any other call sees torch's code alone: no
+    frame of koila's, which torch.compile would try to compile.
+
+    head: of its definition."""
+    name, known = function.__name__, function.__globals__
+    original = types.FunctionType(function.__code__, known, name)
+    original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    known[f"_koila_plain_{name}"] = original
+    known[f"_koila_lazy_{name}"] = lambda *given: replacement(original, *given)
+    known["_koila_LazyTensor"] = LazyTensor
+    arguments = ", ".join(argument.partition("=")[0] for argument in head.split(", "))
     scope: dict[str, Any] = {}
-    exec(text.format(call=name), scope)
-    (made,) = (f for f in scope.values() if isinstance(f, types.FunctionType))
+    exec(
+        f"def {name}({head}):\n"
+        f"    for value in ({of},):\n"
+        "        if isinstance(value, _koila_LazyTensor):\n"
+        f"            return _koila_lazy_{name}({arguments})\n"
+        f"    return _koila_plain_{name}({arguments})",
+        scope,
+    )
     at = function.__code__
     # TorchScript finds a function's source by its file and line
-    function.__code__ = made.__code__.replace(
-        co_filename=at.co_filename, co_firstlineno=at.co_firstlineno, co_name=at.co_name
+    function.__code__ = scope[name].__code__.replace(
+        co_filename=at.co_filename, co_firstlineno=at.co_firstlineno
     )
 
 
@@ -478,12 +519,12 @@ def install() -> None:
     _instead(
         rnn.pack_padded_sequence,
         pack_padded_sequence,
-        "def f(input, lengths, batch_first=False, enforce_sorted=True):\n"
-        "    return {call}(input, lengths, batch_first, enforce_sorted)",
+        "input, lengths, batch_first=False, enforce_sorted=True",
+        "input, lengths",
     )
     _instead(
         rnn.pad_packed_sequence,
         pad_packed_sequence,
-        "def f(sequence, batch_first=False, padding_value=0.0, total_length=None):\n"
-        "    return {call}(sequence, batch_first, padding_value, total_length)",
+        "sequence, batch_first=False, padding_value=0.0, total_length=None",
+        "getattr(sequence, 'data', None)",
     )

@@ -2,6 +2,9 @@
 plain PyTorch gives: to the bit when it is not cut."""
 
 import copy
+import gc
+import sys
+import weakref
 
 import pytest
 import torch
@@ -421,6 +424,94 @@ def test_states_that_go_on_into_the_next_step():
     compare_programs(program, B)
 
 
+def test_a_packed_sequence_that_is_used_in_two_steps():
+    def program(wrap):
+        torch.manual_seed(2)
+        layer, head = torch.nn.GRU(C, H), torch.nn.Linear(H, 3)
+        optimizer = torch.optim.SGD([*layer.parameters(), *head.parameters()], 0.1)
+        x, y = wrap(*batch())
+        kept = pack_padded_sequence(x, LENGTHS, True, False)
+        given = wrap(packed_batch())
+        losses = {}
+        for step in range(3):
+            for name, packed in (("kept", kept), ("given", given)):
+                out, h = layer(packed)
+                loss = F.cross_entropy(head(h[-1]), y) + pad_packed_sequence(out)[0].mean()
+                loss.backward()
+                losses[f"{name} {step}"] = plain(loss)
+            optimizer.step()
+        return {**losses, **model_state(layer), **model_state(head)}
+
+    compare_programs(program, B, split=False)
+
+
+def test_a_step_is_let_go_although_its_packed_results_are_held():
+    model, held, tapes = Net(), [], []
+    for _ in range(3):
+        x, y = lazy(*batch())
+        packed = pack_padded_sequence(model.features(x), LENGTHS, True, False)
+        out, (h, _) = model.recurrent(packed)
+        (F.cross_entropy(model.head(h[-1]), y) + out.data.mean()).backward()
+        held.append((packed, out))
+        tapes.append(koila._core.tape_of(x))
+    del x, y, packed, out, h
+    lazy(torch.zeros(2))
+    assert [t.n_handles for t in tapes] == [0, 0, 0]
+
+
+def test_layouts_are_in_no_circle():
+    gc.collect()
+    gc.disable()
+    try:
+        layout = weakref.ref(pack_padded_sequence(lazy(batch()[0]), LENGTHS, True, False).data)
+        sizes = pack_padded_sequence(lazy(batch()[0]), LENGTHS, True, False).batch_sizes
+        rows = weakref.ref(sizes._koila_layout.rows)
+        del sizes
+        assert layout() is None and rows() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "cell", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.RNNCell], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("buffer", ["list", "rows first", "time first"])
+def test_recurrences_by_hand_over_time_are_cut_and_run_once(cell, buffer):
+    class ByHand(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = cell(C, H), torch.nn.Linear(H, 3)
+
+        def forward(self, x):
+            state, outs = None, []
+            rows_first = torch.zeros(len(x), x.shape[1], H)
+            time_first = torch.zeros(x.shape[1], len(x), H)
+            for t in range(x.shape[1]):
+                state = self.cell(x[:, t], state)
+                h = state[0] if isinstance(state, tuple) else state
+                outs.append(h)
+                if buffer == "rows first":
+                    rows_first[:, t] = h
+                elif buffer == "time first":
+                    time_first[t] = h
+            if buffer == "list":
+                return self.head(torch.stack(outs, 1).sum(1))
+            return self.head(rows_first.sum(1) if buffer == "rows first" else time_first.sum(0))
+
+    compare(ByHand, batch, lambda m, x, y: F.cross_entropy(m(x), y), gather_bytes_per_row=0)
+
+    def run(steps):
+        x, y = lazy(torch.randn(B, steps, C), torch.randint(0, 3, (B,)))
+        with koila.micro_batch(3), koila.strict():
+            F.cross_entropy(ByHand()(x), y).backward()
+        plan = koila.last_plan()
+        assert plan.n_run <= 4 * plan.n_recorded
+        return plan.n_recorded
+
+    few, more, most = run(4), run(8), run(12)
+    assert most - more == more - few  # linear in the steps
+
+
 def test_errors_are_eagers():
     x = torch.randn(B, T, C)
     calls = [
@@ -452,6 +543,23 @@ def test_lengths_that_do_not_fit_are_packed_as_eager_packs_them():
         got = pack_padded_sequence(lazy(x), lengths, True, False)
         assert torch.equal(expected.data, plain(got.data))
         assert torch.equal(expected.batch_sizes, got.batch_sizes)
+
+
+def test_plain_programs_run_no_code_of_packed_ones():
+    """torch.compile would try to compile a frame of koila's."""
+    lazy(torch.zeros(2))
+    files = set()
+
+    def look(frame, event, argument):
+        files.add(frame.f_code.co_filename)
+
+    layer, x = torch.nn.LSTM(C, H), torch.randn(B, T, C)
+    sys.setprofile(look)
+    try:
+        pad_packed_sequence(layer(pack_padded_sequence(x, LENGTHS, True, False))[0])
+    finally:
+        sys.setprofile(None)
+    assert files and not [f for f in files if f.endswith(("koila/_packed.py", "_recurrent.py"))]
 
 
 def test_plain_programs_keep_torchs_functions():
