@@ -7,6 +7,7 @@
 #include "run/run.h"
 #include "memlab/memlab.h"
 #include "ground/autograd_nodes.h"
+#include "ground/context.h"
 #include "ground/errors.h"
 #include "ground/random.h"
 #include "ground/settings.h"
@@ -29,8 +30,8 @@ static int exec(PyObject *m)
         return -1;
     if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0)
         return -1;
-    if (koila__errors_add_module(m) < 0 || koila__settings_add_module(m) < 0 ||
-        koila__run_module_add(m) < 0)
+    if (koila__errors_add_module(m) < 0 || koila__context_add_module(m) < 0 ||
+        koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0 || koila__autograd_nodes_add(m) < 0)
         return -1;

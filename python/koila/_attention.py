@@ -275,7 +275,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func not in (_EFFICIENT, _FLASH):
         return run_on_reals(func, args, kwargs)
     a = _named(func, args, kwargs)
-    if _core.configure()["dry"]:
+    if _core.is_planning():
         return _planned(func, a)
     q, k, v, bias = a["query"], a["key"], a["value"], a.get("attn_bias")
     call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), func is _FLASH)
@@ -330,7 +330,7 @@ def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
     is_cut = not any(_core.is_lazy(t) for t in state) and not wants_bias
     grad = a["grad_out"] if flash else a["grad_out_"]
-    if is_cut and _core.configure()["dry"]:
+    if is_cut and _core.is_planning():
         draws = _draws_of_rows(q.shape[0], _OFFSET_STEP, 0, 0)
     elif not is_cut or distance % _OFFSET_STEP or not _draws_by_row(q, k, call):
         return _core.record(func, args, kwargs)

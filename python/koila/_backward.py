@@ -1,7 +1,8 @@
 """Backward through lazy values.
 
 `torch.autograd.backward` and `torch.autograd.grad` end in one function, `_engine_run_backward`,
-which is replaced at import:
+which is replaced at import. A backward that meets nothing lazy goes on to torch's own at
+once (which ones do is decided in whose.c); of the others:
 
 1. Autograd itself takes the gradients of the *leaves* of the graph. Nothing is computed: operators
    on lazy values are recorded. Tensor hooks of real leaves wait for pass 2.
@@ -29,7 +30,14 @@ from torch.autograd import graph as _graph
 from . import _core, _hooks, _lazy, _sharded
 from ._torch import GRAD, ModesAside, run_backward
 
-_original = run_backward  # _dry.py puts its own in front of it for a while
+
+def _original(*args: Any, **kwargs: Any) -> Any:
+    """torch's own backward of lazy outputs: all that it meets is recorded, and no more."""
+    outer = _core.backward_begins(_core.context())
+    try:
+        return run_backward(*args, **kwargs)
+    finally:
+        _core.backward_ends(outer)
 
 
 class _HandOver(torch.autograd.Function):
@@ -37,8 +45,8 @@ class _HandOver(torch.autograd.Function):
     so that AccumulateGrad can take them as they are."""
 
     @staticmethod
-    def forward(ctx: Any, box: list[Any], *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.box = box
+    def forward(ctx: Any, box: list[Any], callbacks: list[Any], *leaves: torch.Tensor) -> Any:
+        ctx.box, ctx.callbacks = box, callbacks
         ctx.set_materialize_grads(False)
         with ModesAside():
             return torch.empty(0)
@@ -46,14 +54,13 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         gradients, ctx.box[:] = tuple(ctx.box), []
-        callbacks, _depth.callbacks = _depth.callbacks, []
-        for callback in callbacks:
+        for callback in ctx.callbacks:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
-        return (None, *gradients)
+        return (None, None, *gradients)
 
 
 class _Depth:
-    """How deep we are inside pass 1, where a nested backward is part of the recording.
+    """How deep one context is inside pass 1, where a nested backward is part of the recording.
 
     The gradients of its real leaves are collected here, for the outer step. Its caller may read
     `.grad` of a leaf at once (a checkpoint does, of its detached arguments), so until pass 1 ends
@@ -69,6 +76,8 @@ class _Depth:
         # leaves whose `.grad` autograd itself accumulates at the moment
         self.accumulating: list[torch.Tensor] = []
         self.callbacks: list[Any] = []  # queued for the end of backward
+        # torch's backward; _dry.py puts its own in front of it for a while
+        self.engine: Any = run_backward
 
     def show(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if any(leaf is known for known in self.accumulating):
@@ -96,13 +105,19 @@ class _Engine:
         return getattr(self._engine, name)
 
     def queue_callback(self, callback: Any) -> None:
-        if _depth.level:
-            _depth.callbacks.append(callback)
+        context = _core.backward_context((), None)
+        depth = None if context is None else depth_of(context)
+        if depth is not None and depth.level:
+            depth.callbacks.append(callback)
         else:
             self._engine.queue_callback(callback)
 
 
-_depth = _Depth()
+def depth_of(context: _core.Context) -> _Depth:
+    if context.backward is None:
+        context.backward = _Depth()
+    depth: _Depth = context.backward
+    return depth
 
 
 def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
@@ -207,7 +222,9 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
 
-def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool) -> None:
+def _hand_over(
+    depth: _Depth, leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool
+) -> None:
     """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before.
     create: the gradients have a graph behind them, which is kept."""
     ends = [_sharded.ends_in(leaf) for leaf in leaves]
@@ -222,10 +239,13 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
         with ModesAside():
             one = torch.empty(0)  # takes no memory: from here on nothing may run out of it
     with torch.enable_grad():
-        root = _HandOver.apply(gradients, *leaves)  # type: ignore[no-untyped-call]
+        callbacks, depth.callbacks = depth.callbacks, []
+        root = _HandOver.apply(gradients, callbacks, *leaves)  # type: ignore[no-untyped-call]
     _core.hold_factories(True)  # hooks run here, and an optimizer in one of them makes its state
     try:
-        _original((root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True)
+        depth.engine(
+            (root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True
+        )
     except BaseException:
         for leaf, end, grad, old in zip(leaves, ends, before, contents):
             leaf.grad = None
@@ -239,19 +259,26 @@ def _hand_over(leaves: list[torch.Tensor], gradients: list[torch.Tensor], create
 
 
 def _by_accumulation(
-    outputs: Sequence[Any], grads: Any, retain: bool, create: bool, leaves: list[torch.Tensor]
+    depth: _Depth,
+    outputs: Sequence[Any],
+    grads: Any,
+    retain: bool,
+    create: bool,
+    leaves: list[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """The gradients of leaves, accumulated into empty `.grad`s and taken out again."""
     before = [leaf.grad for leaf in leaves]
     after_hooks = _hooks.quiet_hooks(leaves, _hooks.AFTER)
-    outer, _depth.accumulating = _depth.accumulating, [*_depth.accumulating, *leaves]
+    outer, depth.accumulating = depth.accumulating, [*depth.accumulating, *leaves]
     try:
         for leaf in leaves:
             leaf.grad = None
-        _original(outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True)
+        depth.engine(
+            outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True
+        )
         return [leaf.grad for leaf in leaves]
     finally:
-        _depth.accumulating = outer
+        depth.accumulating = outer
         for leaf, grad in zip(leaves, before):
             leaf.grad = grad
         _hooks.wake_hooks(after_hooks)
@@ -261,6 +288,7 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _record(
+    depth: _Depth,
     outputs: Sequence[Any],
     grads: Any,
     retain: bool,
@@ -271,25 +299,25 @@ def _record(
     """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer
     step."""
     saved = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
-    if not _depth.level:
-        _depth.callbacks = []
+    if not depth.level:
+        depth.callbacks = []
         _core.line_waits(True)  # a GPU's backward runs on another thread
-    _depth.level += 1
-    outer_nested, _depth.nested = _depth.nested, []
+    depth.level += 1
+    outer_nested, depth.nested = depth.nested, []
     try:
-        given = _gradients(outputs, grads, retain, create, leaves, reentrant)
-        nested = _depth.nested
+        given = _gradients(depth, outputs, grads, retain, create, leaves, reentrant)
+        nested = depth.nested
     except BaseException as e:
-        if _depth.level == 1:
+        if depth.level == 1:
             _sharded.withdraw(outputs, e)
         raise
     finally:
-        _depth.level -= 1
-        _depth.nested = outer_nested
+        depth.level -= 1
+        depth.nested = outer_nested
         _hooks.wake_hooks(saved)
-        if not _depth.level:
+        if not depth.level:
             _core.line_waits(False)
-            _depth.hide()
+            depth.hide()
     own = [(leaf, g) for leaf, g in zip(leaves, given) if g is not None]
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     # A leaf that is gone was a detached copy that its backward has read and dropped.
@@ -297,13 +325,14 @@ def _record(
     for leaf, gradient in [*own, *alive]:
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
-    if not _depth.level:
+    if not depth.level:
         return list(pairs.values())
-    _pass_on(own, list(pairs.values()), create)
+    _pass_on(depth, own, list(pairs.values()), create)
     return None
 
 
 def _gradients(
+    depth: _Depth,
     outputs: Sequence[Any],
     grads: Any,
     retain: bool,
@@ -313,8 +342,8 @@ def _gradients(
 ) -> Sequence[torch.Tensor | None]:
     """torch's backward, recorded: the gradient of each leaf."""
     if reentrant:
-        return _by_accumulation(outputs, grads, retain, create, leaves)
-    found: Sequence[torch.Tensor | None] = _original(
+        return _by_accumulation(depth, outputs, grads, retain, create, leaves)
+    found: Sequence[torch.Tensor | None] = depth.engine(
         outputs,
         grads,
         retain,
@@ -326,17 +355,17 @@ def _gradients(
     return found
 
 
-def _pass_on(own: _Pairs, pairs: _Pairs, create: bool) -> None:
+def _pass_on(depth: _Depth, own: _Pairs, pairs: _Pairs, create: bool) -> None:
     """A backward inside a recorded one: its gradients belong to the outer step. `own`: those that
     it found itself; `pairs`: with those of backwards inside it."""
     for leaf, gradient in own:
         if not _core.is_lazy(leaf):
-            _depth.show(leaf, gradient)
+            depth.show(leaf, gradient)
     for leaf, gradient in pairs:
         if _core.is_lazy(leaf):
             _accumulate_lazy(leaf, gradient, create)
         else:
-            _depth.nested.append((weakref.ref(leaf), gradient))
+            depth.nested.append((weakref.ref(leaf), gradient))
 
 
 def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
@@ -352,6 +381,7 @@ def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
 
 
 def _backward(
+    depth: _Depth,
     outputs: Sequence[Any],
     grads: Any,
     retain: bool,
@@ -368,16 +398,16 @@ def _backward(
     else:
         leaves, reentrant = _leaves(outputs)
     if not leaves:
-        _original(outputs, grads, retain, create, inputs, **kwargs)
+        depth.engine(outputs, grads, retain, create, inputs, **kwargs)
         return
-    pairs = _record(outputs, grads, retain, create, leaves, reentrant)
+    pairs = _record(depth, outputs, grads, retain, create, leaves, reentrant)
     if pairs is None:
         return
     real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
     real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], create)
     lazies = _lazies(g for _, g in pairs) or _lazies(outputs)
     step = _core.run_all(lazies, not retain) if lazies else None
-    if _core.configure()["dry"]:  # koila.plan(): nothing was computed
+    if _core.is_planning():  # koila.plan(): nothing was computed
         return
     # Gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
     # were.
@@ -385,7 +415,7 @@ def _backward(
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
         if targets:
-            _hand_over(targets, _computed(wanted, create), create)
+            _hand_over(depth, targets, _computed(wanted, create), create)
         else:
             _computed(wanted, create)
     except BaseException:
@@ -405,12 +435,12 @@ def _computed(gradients: list[torch.Tensor], create: bool) -> list[torch.Tensor]
         return [g.torch() if _core.is_lazy(g) else g for g in gradients]
 
 
-def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+def _run_lazily(depth: _Depth, t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     grads, retain, create, inputs = args[:4]
     if kwargs.get("accumulate_grad"):
-        return _backward(t_outputs, grads, retain, create, inputs or (), kwargs)
-    result = _original(t_outputs, *args, **kwargs)
-    if create or _depth.level or not _any_lazy(result):
+        return _backward(depth, t_outputs, grads, retain, create, inputs or (), kwargs)
+    result = depth.engine(t_outputs, *args, **kwargs)
+    if create or depth.level or not _any_lazy(result):
         return result
     # gradients of real tensors
     wanted = [
@@ -420,7 +450,7 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not any(wanted):
         return result
     step = _core.run_all([g for g, wants in zip(result, wanted) if wants], not retain)
-    if _core.configure()["dry"]:
+    if _core.is_planning():
         return result
     found = tuple(
         _core.concrete(g) if wants else g for g, wants in zip(result, wanted, strict=True)
@@ -431,11 +461,18 @@ def _run_lazily(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _core.is_recording():
-        return _original(t_outputs, *args, **kwargs)
+    context = _core.backward_context(t_outputs, args[0] if args else None)
+    if context is None:
+        return run_backward(t_outputs, *args, **kwargs)
     # Ctrl-C stops the run inside, or waits until gradients and buffers are both done.
     with _core.shield:
-        return _run_lazily(t_outputs, *args, **kwargs)
+        before = _core.lend(context)  # to a thread of torch's, which has none itself
+        outer = _core.backward_begins(context)
+        try:
+            return _run_lazily(depth_of(context), t_outputs, *args, **kwargs)
+        finally:
+            _core.backward_ends(outer)
+            _core.give_back(before)
 
 
 def install() -> None:

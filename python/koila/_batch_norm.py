@@ -13,10 +13,6 @@ from ._special import special
 
 aten = torch.ops.aten
 
-# False while explain() records a backward that nobody called: a checkpoint in it runs its forward
-# again.
-effects_count = True
-
 # tape -> counters of its forwards, with their versions
 _Counters = list[tuple[torch.Tensor, int]]
 _counted: weakref.WeakKeyDictionary[Any, _Counters] = weakref.WeakKeyDictionary()
@@ -89,7 +85,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             redispatch(aten.copy_.default, (buffer, value), {})
         elif not _core.is_lazy(value):
             write_real(aten.copy_.default, (buffer, value), {})
-        elif effects_count:
+        elif not _core.context().explains:  # there a checkpoint's forward runs once more
             _core.effect(value, buffer)
             if buffer is mean:
                 _remember_count(value, mean)
@@ -103,7 +99,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _no_workspace(x: torch.Tensor) -> torch.Tensor:
     """A placeholder for the workspace of a backward kernel that is not used."""
-    planned = _core.configure()["dry"]  # perhaps for a device that is not here
+    planned = _core.is_planning()  # perhaps for a device that is not here
     return torch.empty(0, dtype=torch.uint8, device="cpu" if planned else x.device)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import math
@@ -153,11 +154,31 @@ def _resolve(asked: Budget, call: str) -> _Amounts:
     return chosen
 
 
-class _Setting(contextlib.ContextDecorator):
-    """Set on entry, put back on exit; may be nested, reused, and used as a decorator."""
+# Settings that are entered and not left, in this thread or task, the innermost first: (setting,
+# what it put aside, the rest).
+_Entered = tuple["_Setting", dict[str, Any], Any]
+_entered: contextvars.ContextVar[_Entered | None] = contextvars.ContextVar(
+    "koila settings entered", default=None
+)
 
-    def __init__(self) -> None:
-        self._before: list[dict[str, Any]] = []
+
+def _left(setting: _Setting, entered: _Entered | None) -> tuple[dict[str, Any] | None, Any]:
+    """What `setting` put aside when it was entered last, and the rest. None: it was entered
+    elsewhere (a generator is closed by another task)."""
+    if entered is None:
+        return None, None
+    found, before, rest = entered
+    if found is setting:
+        return before, rest
+    found_before, less = _left(setting, rest)
+    return found_before, (found, before, less)
+
+
+class _Setting(contextlib.ContextDecorator):
+    """Set on entry, put back on exit; may be nested, reused, and used as a decorator.
+
+    It holds in the thread or asyncio task that enters it, and in tasks made inside; one object may
+    be entered in several of them at once."""
 
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -165,10 +186,15 @@ class _Setting(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         new = self._settings()
         before = _core.configure(**new)
-        self._before.append({name: before[name] for name in new})
+        if "budget" in new:
+            new["own_budget"] = True
+        _entered.set((self, {name: before[name] for name in new}, _entered.get()))
 
     def __exit__(self, *exc: object) -> None:
-        _core.configure(**self._before.pop())
+        before, rest = _left(self, _entered.get())
+        _entered.set(rest)
+        if before is not None:
+            _core.configure(**before)
 
     def __call__(self, func: _F) -> _F:
         """As a decorator: the body runs under the setting. This holds for generators and coroutines
@@ -214,9 +240,13 @@ class budget(_Setting):
 
 
 def set_budget(amount: Budget) -> None:
-    """`budget(amount)` from here on. The environment variable `KOILA_BUDGET` does the same at
-    import."""
-    _core.configure(**_resolve(amount, f"set_budget({amount!r})"))
+    """The budget of the process from here on, in all its threads: it holds wherever no `budget()`
+    is entered (inside one, also there until it ends). The environment variable `KOILA_BUDGET` does
+    the same at import."""
+    amounts = _resolve(amount, f"set_budget({amount!r})")
+    _core.configure_process(**amounts)
+    if _core.configure()["own_budget"]:
+        _core.configure(**amounts)
 
 
 class micro_batch(_Setting):
@@ -260,4 +290,4 @@ class strict(_Setting):
 def from_environment() -> None:
     asked = os.environ.get("KOILA_BUDGET", "").strip()
     if asked:
-        _core.configure(**_resolve(asked, f"KOILA_BUDGET={asked}"))
+        _core.configure_process(**_resolve(asked, f"KOILA_BUDGET={asked}"))

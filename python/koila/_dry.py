@@ -216,7 +216,8 @@ class AsOnCuda(TorchFunctionMode):
             return leave(this, *exc)
 
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = __init__, __enter__, __exit__
-        self._plain_engine, _backward._original = _backward._original, self._engine
+        self._depth_here = _backward.depth_of(_core.context())
+        self._plain_engine, self._depth_here.engine = self._depth_here.engine, self._engine
         # also where functions of torch call it, inside which no mode is on
         if self._attention is not None:
             functional.scaled_dot_product_attention = self._attention
@@ -227,7 +228,7 @@ class AsOnCuda(TorchFunctionMode):
         TorchFunctionMode.__exit__(self, *exc)
         functional.scaled_dot_product_attention = _plain_attention
         self._casts.clear()
-        _backward._original = self._plain_engine
+        self._depth_here.engine = self._plain_engine
         _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
 
     def _narrow(self, x: Any) -> Any:

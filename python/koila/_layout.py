@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
 from collections.abc import Callable
 
@@ -45,8 +46,11 @@ class _SharedLayout(UnsupportedError):
     then replay the views on the changed tensor."""
 
 
-# The tensor whose layout may change although it has views: _in_place() looks after them.
-_changing: torch.Tensor | None = None
+class _Changing(threading.local):
+    tensor: torch.Tensor | None = None  # may change its layout although it has views
+
+
+_changing = _Changing()  # _in_place() looks after the views
 
 
 def metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +66,7 @@ def metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "underscore, or x.torch()"
         )
     _, n, _ = _core.group_info(self)
-    shared = self._is_view() or (n > 1 and self is not _changing)
+    shared = self._is_view() or (n > 1 and self is not _changing.tensor)
     try:
         twin = redispatch(_twins[name], args, kwargs)
     except UnsupportedError:
@@ -167,12 +171,11 @@ def _change_base(write: Callable[..., Any], self: LazyTensor, args: Any, kwargs:
 
 def _change(write: Callable[..., Any], self: LazyTensor, args: Any, kwargs: Any) -> Any:
     """Call `write`, and let it change the layout of `self` although other wrappers share it."""
-    global _changing
-    _changing = self
+    _changing.tensor = self
     try:
         return write(self, *args, **kwargs)
     finally:
-        _changing = None
+        _changing.tensor = None
 
 
 def _follows(view: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backward, _batch_norm, _core, _hooks
+from . import _backward, _core, _hooks
 from ._budget import readable
 from ._dry import UndoWrites
 from ._lazy import tree_map
@@ -393,13 +393,14 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """`values`; for a loss (a scalar with a graph) also the gradients of its backward, which is
     recorded and not run."""
     out = list(values)
+    context = _core.context()
     for loss in values:
         if loss.numel() == 1 and loss.requires_grad:
             leaves, reentrant = _backward._leaves([loss])
             if reentrant:  # such a checkpoint runs inside backward() only: only the forward is told
                 continue
             hooks = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
-            _batch_norm.effects_count = False
+            context.explains = True
             try:
                 with UndoWrites():  # type: ignore[no-untyped-call]
                     found = _backward._original(
@@ -412,7 +413,7 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
                         accumulate_grad=False,
                     )
             finally:
-                _batch_norm.effects_count = True
+                context.explains = False
                 _hooks.wake_hooks(hooks)
             out += [g for g in found if g is not None and _core.is_lazy(g)]
     return out

@@ -34,7 +34,7 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
-    if _core.configure()["dry"]:
+    if _core.is_planning():
         # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
@@ -166,7 +166,7 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_fused(device: torch.device) -> bool:
-    return device.type != "cpu" and not _core.configure()["dry"]
+    return device.type != "cpu" and not _core.is_planning()
 
 
 @special("native_dropout")
@@ -201,7 +201,7 @@ def _cudnn_rnn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, weights, stride, weight_buf = args[:4]
     dropout, train = args[11], args[12]
     apart = weight_buf is None
-    if (dropout and train) or _core.configure()["dry"]:
+    if (dropout and train) or _core.is_planning():
         return run_on_reals(func, args, kwargs)
     if apart and any(map(_core.is_lazy, weights)):
         return run_on_reals(func, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,27 +21,36 @@ _MOST_TRIED = 1 << 28  # bytes of zeros on which a call is tried for its error
 _MOST_CHECKED = 1 << 24  # bytes of memory on which eager checks for overlaps
 _MOST_MARKED = 1 << 26  # elements that are marked to find shared ones
 
-_fake_mode: Any = None
+
+class _Here(threading.local):
+    """One for each thread: a mode is entered in one at a time."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.quiet = False  # its log is not told what fails now
+
+
+@functools.cache
+def _here() -> _Here:
+    here = _Here()
+    _fake_log().addFilter(lambda _: not here.quiet)
+    return here
 
 
 def fake_mode() -> Any:
-    global _fake_mode
-    if _fake_mode is None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        _fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _fake_mode
+    return _here().fake_mode
 
 
 def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     """Run on fakes. Returns the result and the fakes of the tensor arguments, in order."""
     fakes: list[Any] = []
-    mode = fake_mode()
-    log = _fake_log()
-    # It prints every failure. Ours are the user's shape errors, and they are raised.
-    quiet, log.disabled = log.disabled, True
+    here = _here()
+    # The mode logs every failure. Ours are the user's shape errors, and they are raised.
+    quiet, here.quiet = here.quiet, True
     try:
-        with mode:
+        with here.fake_mode:
 
             def fake(t: torch.Tensor) -> Any:
                 fakes.append(
@@ -51,7 +61,7 @@ def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
             a, k = map_call(fake, args, kwargs)
             return _shape_functions.get(func, func)(*a, **k), fakes
     finally:
-        log.disabled = quiet
+        here.quiet = quiet
 
 
 def _cudnn_rnn_backward(*args: Any) -> Any:
@@ -95,12 +105,18 @@ def real_error(func: Any, args: Any, kwargs: Any) -> bool:
         args,
         kwargs,
     )
-    state = torch.default_generator.get_state()
-    try:
-        func(*a, **k)
-        return True
-    finally:
-        torch.default_generator.set_state(state)
+    names = [s.name for s in func._schema.arguments]
+    if "generator" in names[len(a) :]:  # the user's does not move
+        k = {**k, "generator": torch.Generator()}
+    elif torch.Tag.nondeterministic_seeded in func.tags:
+        state = torch.default_generator.get_state()
+        try:
+            func(*a, **k)
+            return True
+        finally:
+            torch.default_generator.set_state(state)
+    func(*a, **k)
+    return True
 
 
 # Kinds of results, as memo.c reads them.
@@ -511,7 +527,7 @@ def check_overlap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         sizes[group] = max(sizes.get(group, 0), _end(t) * t.element_size())
     if sum(sizes.values()) > _MOST_CHECKED:
         return
-    planned = _core.configure()["dry"]  # perhaps for a device that is not here
+    planned = _core.is_planning()  # perhaps for a device that is not here
 
     def stand_in(t: torch.Tensor) -> torch.Tensor:
         if not _core.is_lazy(t):

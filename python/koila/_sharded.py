@@ -100,11 +100,11 @@ def shards(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 @contextlib.contextmanager
 def _no_limit() -> Iterator[None]:
     """Lift the budget inside: a refusal on one rank would leave the others waiting."""
-    limit = _core.cpu_bytes_own_limit(None)
+    _core.cpu_bytes_lift_limit(True)
     try:
         yield
     finally:
-        _core.cpu_bytes_own_limit(limit)
+        _core.cpu_bytes_lift_limit(False)
 
 
 def _meshes_of(parameters: Iterable[Any]) -> list[Any]:
@@ -276,6 +276,7 @@ def gradients(
     this rank's part of every parameter, reduced over the ranks. It leaves `.grad` of the
     parameters unchanged; their hooks, which FSDP would call, run at the end of the step."""
     before, after_hooks = [p.grad for p in parameters], quiet_hooks(parameters, AFTER)
+    outer = _core.backward_begins(_core.context())
     try:
         for p in parameters:
             p.grad = None
@@ -294,6 +295,7 @@ def gradients(
                 *(None if p.grad is None else p.grad.to_local() for p in parameters),
             ]
     finally:
+        _core.backward_ends(outer)
         wake_hooks(after_hooks)
         for p, grad in zip(parameters, before):
             p.grad = grad

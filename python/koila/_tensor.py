@@ -204,6 +204,7 @@ class _Concrete(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: torch.Tensor) -> torch.Tensor:
+        _core.has_exit(lazy)
         return plain(lazy).detach()
 
     @staticmethod

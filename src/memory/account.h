@@ -46,7 +46,8 @@ void koila__account_add(koila__account *a, int64_t bytes); /* a NULL: nothing; b
 
 /* ---- the calling thread's work */
 
-/* All bytes of the process above which the calling thread, and those that help it, are refused. */
+/* All bytes of the process above which the calling thread, and those that help it, are refused, in
+ * place of the ledger's limit; UINT64_MAX: it has none of its own. */
 void koila__account_set_limit(uint64_t bytes);
 uint64_t koila__account_get_limit(void);
 /* From now on this thread works; each begin has its end. False: there are no accounts left, and

@@ -55,11 +55,10 @@ bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now)
 KOILA__HOT bool koila__ledger_reserve_within(koila__ledger *l, uint64_t n, uint64_t limit,
                                              uint64_t *now)
 {
-    const uint64_t limit_of_all = LOAD(l->limit);
     if (is_to_fail(l))
         goto refuse;
-    if (limit_of_all < limit)
-        limit = limit_of_all;
+    if (limit == UINT64_MAX)
+        limit = LOAD(l->limit);
     if (limit == UINT64_MAX) {
         *now = ADD(l->current, n) + n;
         return true;

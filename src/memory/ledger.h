@@ -39,7 +39,7 @@ void koila__ledger_deinit(koila__ledger *l);
 /* false: refuse, the limit or fail_nth says so. true: n bytes are counted, *now is `current` with
  * them. */
 bool koila__ledger_reserve(koila__ledger *l, uint64_t n, uint64_t *now);
-/* The same where the caller has a limit of its own: the smaller one refuses. */
+/* The same where the caller has a limit of its own, in place of l's; UINT64_MAX: it has none. */
 bool koila__ledger_reserve_within(koila__ledger *l, uint64_t n, uint64_t limit, uint64_t *now);
 /* The block is at p. false: no host memory to remember it, the reservation is undone and the caller
  * must give the block back. */

@@ -86,7 +86,7 @@ def modes():
         ),
         "functions": torch._C._is_torch_function_enabled(),
         "handler": signal.getsignal(signal.SIGINT),
-        "depth": _backward._depth.level,
+        "depth": _backward.depth_of(_core.context()).level,
         "settings": _core.configure(),
     }
 
@@ -152,7 +152,7 @@ def test_a_backward_without_its_shield_is_found(monkeypatch):
     monkeypatch.setattr(_core, "shield", contextlib.nullcontext())
     with koila.micro_batch(4), pytest.raises((AssertionError, pytest.fail.Exception)):
         sweep(net(), torch.randn(12, 6, dtype=D), 3)
-    _backward._depth.level = 0
+    _backward.depth_of(_core.context()).level = 0
     torch.set_grad_enabled(True)
 
 

@@ -161,6 +161,8 @@ static int move_concrete(koila__handle *h, koila__tape *to)
 {
     koila__group *g = h->group;
     koila__tape *from = g->tape;
+    if (from->has_exit)
+        koila__tape_has_exit(to);
     PyObject *real = from->values[g->cur].real;
     const koila_value_info info = koila_value_get(from->graph, g->cur);
     if (real && info.node == KOILA_NONE && info.leaf_kind == KOILA_LEAF_BATCH) {
@@ -232,7 +234,7 @@ int koila__compact(koila__tape *t)
 {
     /* the loop ends: each round moves a whole group out of t */
     for (koila__handle *h; (h = next_movable(t));) {
-        koila__tape *island = koila__tape_new();
+        koila__tape *island = koila__tape_new(t->context);
         if (!island)
             return -1;
         island->closed = island->is_island = island->compacted = true;

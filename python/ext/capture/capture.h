@@ -79,19 +79,21 @@ enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.
 /* `replacement` may replace the vectorcall entry of torch's function `f` of this kind. */
 void koila__switch_add(int kind, PyObject *f, vectorcallfunc replacement);
 PyObject *koila__switch_function(int kind); /* borrowed; NULL: left alone */
-void koila__switch_open(uint64_t tape);     /* uid of the open tape, 0: none */
-void koila__switch_batch(uint64_t tape);    /* uid of the tape with the newest batch */
-void koila__switch_hold(bool more);         /* true: off until the matching call with false */
-bool koila__switch_is_on(void);
+/* That many more open tapes have a batch: 1, 0 or -1. */
+void koila__switch_batch(int n_more);
 
 /* ---- tape.c */
-/* Borrowed: the tape that lazy() joins, never a closed one. NULL: the next lazy() opens one. */
-extern koila__tape *koila__open;
-/* The one writer of koila__open. It takes a reference of its own. */
-void koila__tape_set_open(koila__tape *t);
+/* Borrowed: the tape that lazy() joins here, never a closed one. NULL: the next one opens one. */
+koila__tape *koila__tape_open(void);
+/* The one writer of a context's open tape; t is a tape of c, or NULL. It takes a reference. */
+void koila__tape_set_open(koila__context *c, koila__tape *t);
+bool koila__tape_is_open(const koila__tape *t); /* in its context */
 /* The step of `t` has run. The caller holds a reference to `t`. */
 void koila__tape_close(koila__tape *t);
-koila__tape *koila__tape_new(void);
+koila__tape *koila__tape_new(koila__context *c);
+/* Live tapes with has_exit; koila__tape_has_exit() sets that. */
+extern uint32_t koila__n_exits;
+void koila__tape_has_exit(koila__tape *t);
 int koila__tape_reserve(koila__tape *t); /* makes values[] cover every value of the graph */
 /* KOILA_NONE + error */
 koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
@@ -146,6 +148,25 @@ PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + err
 int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
 
+/* ---- turn.c */
+/* Until the matching leave no other thread records in `t` or runs it; calls nest. Waits for that,
+ * with the GIL released. -1 + error: the wait would never end, or a signal ended it. The caller
+ * keeps `t` alive. */
+int koila__tape_enter(koila__tape *t);
+void koila__tape_leave(koila__tape *t);
+bool koila__tape_is_busy(const koila__tape *t); /* is another thread in it? */
+
+/* ---- whose.c */
+/* *to: the context that this thread must work for in a call, a new reference; NULL: its own. -1 +
+ * error: a plain backward came upon lazy tensors. */
+int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to);
+/* A call on lazy tensors gave `result`, which is not lazy: may a backward come back through it? */
+void koila__note_exit(PyObject *args, PyObject *kwargs, PyObject *result);
+/* The value of `h` is taken: by a torch.autograd.Function, whose result is plain then? */
+void koila__note_value_taken(koila__handle *h);
+int koila__whose_setup(void); /* learns torch's functions, once */
+int koila__whose_add(PyObject *m);
+
 /* ---- step.c */
 extern bool koila__owners_show;
 /* Borrowed: the open tape; opens one if there is none. NULL + error. */
@@ -192,7 +213,9 @@ void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
 int koila__settle_add(PyObject *m);
 
 /* ---- factories.c */
-void koila__factories_step(koila_meta batch); /* a batch went lazy in this thread */
+void koila__factories_step(koila__tape *t, koila_meta batch); /* a batch went lazy in t */
+/* true: off for the running code, until the matching call with false. */
+int koila__factories_hold(bool more);
 int koila__factories_add(PyObject *m);
 
 /* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */

@@ -23,8 +23,8 @@ static PyObject *py_setup(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Op", &lazy_class, &owners_show))
         return NULL;
     PyObject *torch = PyImport_ImportModule("torch");
-    const bool ok =
-        torch && koila__real_setup(torch) == 0 && koila__wrapper_setup(torch, lazy_class) == 0;
+    const bool ok = torch && koila__real_setup(torch) == 0 &&
+                    koila__wrapper_setup(torch, lazy_class) == 0 && koila__whose_setup() == 0;
     Py_XDECREF(torch);
     if (!ok)
         return NULL;
@@ -70,7 +70,8 @@ static PyObject *py_tape_open(PyObject *module, PyObject *unused)
 }
 static PyObject *py_current_tape(PyObject *module, PyObject *unused)
 {
-    return Py_NewRef(koila__open ? (PyObject *)koila__open : Py_None);
+    koila__tape *t = koila__tape_open();
+    return Py_NewRef(t ? (PyObject *)t : Py_None);
 }
 
 static PyObject *py_axis(PyObject *module, PyObject *arg)
@@ -170,7 +171,7 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
         return NULL;
     t->waiting = false;
     if (batched)
-        koila__factories_step(meta);
+        koila__factories_step(t, meta);
     return w;
 }
 
@@ -188,7 +189,10 @@ static PyObject *py_is_lazy(PyObject *module, PyObject *o)
 static PyObject *py_concrete(PyObject *module, PyObject *o)
 {
     koila__handle *h = handle_arg(o);
-    return h ? Py_XNewRef(koila__concrete(h)) : NULL;
+    if (!h)
+        return NULL;
+    koila__note_value_taken(h);
+    return Py_XNewRef(koila__concrete(h));
 }
 
 static PyObject *py_concrete_all(PyObject *module, PyObject *seq)
@@ -206,6 +210,8 @@ static PyObject *py_concrete_all(PyObject *module, PyObject *seq)
     for (Py_ssize_t i = 0; i < n; i++)
         if (!(h[i] = handle_arg(PySequence_Fast_GET_ITEM(fast, i))))
             goto done;
+    for (Py_ssize_t i = 0; i < n; i++)
+        koila__note_value_taken(h[i]);
     if (koila__concrete_many(h, (uint32_t)n) < 0)
         goto done;
     r = PyList_New(n);
@@ -679,7 +685,8 @@ int koila__module_add(PyObject *m)
         return -1;
     if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0)
         return -1;
-    if (PyModule_AddFunctions(m, methods) < 0 || koila__settle_add(m) < 0)
+    if (PyModule_AddFunctions(m, methods) < 0 || koila__settle_add(m) < 0 ||
+        koila__whose_add(m) < 0)
         return -1;
     return koila__factories_add(m);
 }

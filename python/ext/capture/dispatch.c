@@ -82,7 +82,22 @@ static int check_types(PyObject *func, PyObject *types)
     return 0;
 }
 
-static PyObject *dispatch_call(PyObject *func, PyObject *args, PyObject *kwargs)
+/* Is `result` a lazy tensor, or some of them? */
+static bool is_lazy_result(PyObject *result)
+{
+    if (Py_TYPE(result) == koila__lazy_class)
+        return !koila__is_settled(result);
+    if (!PyTuple_Check(result) && !PyList_Check(result))
+        return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); i++) {
+        PyObject *o = PySequence_Fast_GET_ITEM(result, i);
+        if (o != Py_None && !is_lazy_result(o))
+            return false;
+    }
+    return true;
+}
+
+static PyObject *dispatch_here(PyObject *func, PyObject *args, PyObject *kwargs)
 {
     const op_info *op = koila__op_of(func);
     if (!op)
@@ -96,6 +111,27 @@ static PyObject *dispatch_call(PyObject *func, PyObject *args, PyObject *kwargs)
         met ? koila__ask("on_settled", func, args, kwargs) : dispatch_op(op, args, kwargs);
     if (r && koila__n_factories)
         koila__factories_derive(args, kwargs, r);
+    if (r && !is_lazy_result(r))
+        koila__note_exit(args, kwargs, r);
+    return r;
+}
+
+static PyObject *dispatch_call(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    static _Thread_local bool is_own; /* calls of this thread are its own context's */
+    if (is_own)
+        return dispatch_here(func, args, kwargs);
+    koila__context *to;
+    if (koila__lend_for_call(args, kwargs, &to) < 0)
+        return NULL;
+    if (!to) {
+        is_own = !koila__context_lent();
+        return dispatch_here(func, args, kwargs);
+    }
+    koila__context *before = koila__context_lend(to);
+    PyObject *r = dispatch_here(func, args, kwargs);
+    koila__context_give_back(before);
+    Py_DECREF(to);
     return r;
 }
 

@@ -41,15 +41,6 @@
 
 enum { ZEROS, ONES, FULL, EMPTY };
 
-/* The open step: its thread, its process, and the devices of its batches. */
-static struct step {
-    uint64_t tape; /* uid */
-    unsigned long thread;
-    pid_t process;
-    uint32_t n_devices;
-    uint16_t devices[8];
-} step;
-
 /* What koila needs of torch; all owned. */
 static struct torch_facts {
     PyObject *n_function_modes, *n_dispatch_modes, *is_excluded, *autograd_key, *tracing_state,
@@ -61,19 +52,38 @@ static struct torch_facts {
 
 /* ---- when a call gives a factory */
 
-void koila__factories_step(koila_meta batch)
+void koila__factories_step(koila__tape *t, koila_meta batch)
 {
-    if (step.tape != koila__open->uid)
-        step = (struct step){ .tape = koila__open->uid };
-    step.thread = PyThread_get_thread_ident();
-    step.process = getpid();
     const uint16_t device = koila_meta_get(koila__table, batch)->device;
+    const uint32_t most = sizeof t->devices / sizeof *t->devices;
     uint32_t i = 0;
-    while (i < step.n_devices && step.devices[i] != device)
+    t->process = getpid();
+    while (i < t->n_devices && t->devices[i] != device)
         i++;
-    if (i == step.n_devices && i < 8)
-        step.devices[step.n_devices++] = device;
-    koila__switch_batch(step.tape);
+    if (i < t->n_devices || i == most)
+        return;
+    t->devices[t->n_devices++] = device;
+    if (t->n_devices == 1 && koila__tape_is_open(t))
+        koila__switch_batch(1);
+}
+
+int koila__factories_hold(bool more)
+{
+    koila__context *c = koila__context_now();
+    if (!c)
+        return -1;
+    koila_assert(more || c->n_holds > 0);
+    c->n_holds += more ? 1 : -1;
+    return 0;
+}
+
+/* Borrowed: the step in which the running code gets factories, or NULL. A thread that only works
+ * for another's context gets none. */
+static koila__tape *step_here(void)
+{
+    const koila__context *c = koila__context_lent() ? NULL : koila__context_peek();
+    koila__tape *t = c && !c->n_holds ? (koila__tape *)c->open : NULL;
+    return t && t->n_devices && t->process == getpid() ? t : NULL;
 }
 
 /* Does the open step still have lazy data? Factories and concrete values are none. */
@@ -131,13 +141,12 @@ static bool program_calls(void)
     return false;
 }
 
-/* Is a step open in this thread and process, with nothing else that decides the call's result: no
- * mode, no vmap, no tracer, and not below autograd, inside an operator written in Python? Never in
- * inference mode, whose tensors are of another kind. */
-static bool open_here(void)
+/* Does nothing but the open step `t` decide the call's result: no mode, no vmap, no tracer, and not
+ * below autograd, inside an operator written in Python? Never in inference mode, whose tensors are
+ * of another kind. */
+static bool decides(const koila__tape *t)
 {
-    if (!koila__switch_is_on() || step.thread != PyThread_get_thread_ident() ||
-        step.process != getpid() || koila__maybe_inference())
+    if (koila__maybe_inference())
         return false;
     const long own_modes = koila__is_planning(); /* koila.plan() watches what the step writes */
     if (!gives(facts.n_function_modes, 0) || !gives(facts.n_dispatch_modes, own_modes) ||
@@ -146,7 +155,7 @@ static bool open_here(void)
     PyObject *excluded = PyObject_CallOneArg(facts.is_excluded, facts.autograd_key);
     const bool above = excluded == Py_False;
     Py_XDECREF(excluded);
-    return above && program_calls() && has_lazy_data(koila__open);
+    return above && program_calls() && has_lazy_data(t);
 }
 
 /* ---- reading the call and recording the factory */
@@ -339,7 +348,7 @@ static int dtype_of(const call *c)
 }
 
 /* The device that torch would choose, if a batch is on it: a new reference, else NULL. */
-static PyObject *device_of(const call *c)
+static PyObject *device_of(const koila__tape *t, const call *c)
 {
     PyObject *given;
     if (c->device)
@@ -363,8 +372,8 @@ static PyObject *device_of(const call *c)
             device = n >= 0 && n < 255 ? (uint16_t)(0x100 + n) : UINT16_MAX;
             Py_XDECREF(i);
         }
-        for (uint32_t i = 0; i < step.n_devices; i++)
-            here |= step.devices[i] == device;
+        for (uint32_t i = 0; i < t->n_devices; i++)
+            here |= t->devices[i] == device;
     }
     Py_XDECREF(o);
     Py_XDECREF(index);
@@ -410,13 +419,19 @@ static PyObject *record_factory(int kind, const call *c, PyObject *size, PyObjec
 static PyObject *make(int kind, PyObject *args, PyObject *kwargs)
 {
     call c;
-    if (!koila__open || !read_call(kind, args, kwargs, &c) || (kind == FULL) != (c.fill != NULL) ||
-        !koila__tape_has_batch(koila__open, c.size, c.n_dims) || !open_here())
+    koila__tape *t = step_here();
+    if (!t || !read_call(kind, args, kwargs, &c) || (kind == FULL) != (c.fill != NULL) ||
+        !koila__tape_has_batch(t, c.size, c.n_dims))
         return NULL;
-    const int dtype = dtype_of(&c);
-    PyObject *device = dtype < 0 ? NULL : device_of(&c);
-    if (!device)
+    Py_INCREF(t);
+    const int dtype = decides(t) ? dtype_of(&c) : -1;
+    PyObject *device = dtype < 0 ? NULL : device_of(t, &c);
+    const bool is_open = koila__tape_is_open(t);
+    Py_DECREF(t);
+    if (!device || !is_open) {
+        Py_XDECREF(device);
         return NULL;
+    }
     PyObject *size, *stride, *r = NULL;
     PyObject *kw =
         Py_BuildValue("{sOsO}", "dtype", koila__dtype_object((koila_dtype)dtype), "device", device);
@@ -443,7 +458,7 @@ static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObjec
     for (Py_ssize_t i = 0; i < n_names; i++)
         if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0)
             goto done;
-    if (koila__switch_is_on()) {
+    if (step_here()) {
         r = make(k, args, kwargs);
         if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
             goto done;
@@ -482,8 +497,7 @@ static PyObject *py_hold_factories(PyObject *module, PyObject *on)
     const int more = PyObject_IsTrue(on);
     if (more < 0)
         return NULL;
-    koila__switch_hold(more);
-    Py_RETURN_NONE;
+    return koila__factories_hold(more) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *py_watching(PyObject *module, PyObject *unused)
@@ -493,7 +507,7 @@ static PyObject *py_watching(PyObject *module, PyObject *unused)
         const PyCFunctionObject *f = (PyCFunctionObject *)koila__switch_function(k);
         there |= f && f->vectorcall;
     }
-    return PyBool_FromLong(there);
+    return PyBool_FromLong(there && step_here());
 }
 
 /* The directory of a package as its code objects name it: "/a/torch/". PyMem; NULL + error. */

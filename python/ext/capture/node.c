@@ -26,7 +26,7 @@ static bool is_batch_leaf(const koila__handle *h)
  * borrowed, the tape to record in, when the answer is ON_TAPE. */
 static place choose_among(const call_walk *w, koila__tape *one, bool mixed, koila__tape **to)
 {
-    koila__tape *open = koila__open;
+    koila__tape *open = koila__tape_open();
     bool any_open = false, any_batch = false, concrete = true;
     for (uint32_t i = 0; i < w->n_in; i++) {
         koila__handle *h = w->in[i].h;
@@ -59,11 +59,18 @@ static int move_inputs(call_walk *w, koila__tape *to)
         koila__handle *h = w->in[i].h;
         if (!h)
             continue;
-        rc = koila__move_to(h, to);
+        koila__tape *from = h->group->tape;
+        Py_INCREF(from);
+        rc = koila__tape_enter(from);
+        if (rc == 0) {
+            rc = koila__move_to(h, to);
+            koila__tape_leave(from);
+        }
+        Py_DECREF(from);
         w->tok[w->in[i].token].u.id = h->meta;
     }
     w->tape = to;
-    Py_DECREF(to); /* kept by the handles now in it, or by koila__open */
+    Py_DECREF(to); /* kept by the handles now in it, or by its context */
     return rc;
 }
 
@@ -92,6 +99,28 @@ static place choose_tape(call_walk *w)
     koila__tape *to = NULL;
     const place where = choose_among(w, one, mixed, &to);
     return where == ON_TAPE && move_inputs(w, to) < 0 ? FAILED : where;
+}
+
+/* choose_tape(), and enters w->tape. Whoever had to wait for it chooses again: meanwhile a tensor
+ * may have moved to another tape. */
+static place take_turn(call_walk *w)
+{
+    for (;;) {
+        const place where = choose_tape(w);
+        if (where != ON_TAPE)
+            return where;
+        koila__tape *t = w->tape;
+        Py_INCREF(t);
+        const bool waits = koila__tape_is_busy(t);
+        const int status = koila__tape_enter(t);
+        if (status == 0 && waits)
+            koila__tape_leave(t);
+        Py_DECREF(t); /* kept by its handles, or by its context */
+        if (status < 0)
+            return FAILED;
+        if (!waits)
+            return ON_TAPE;
+    }
 }
 
 /* A tensor could not become a leaf, an exception says why. Is it sparse or nested? Then the
@@ -528,13 +557,16 @@ PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs
         r = koila__ask("write_real", op->func, args, kwargs);
         goto done;
     }
-    const place where = choose_tape(&w);
+    const place where = take_turn(&w);
     if (where == ON_REALS) {
         r = koila__ask("run_on_reals", op->func, args, kwargs);
     } else if (where == ON_TAPE) {
         koila__tape *t = w.tape;
         Py_INCREF(t);
         r = record_on_tape(&w, op, args, kwargs);
+        koila__tape_leave(t);
+        if (t->left_meanwhile)
+            koila__step_left(t);
         Py_DECREF(t);
     }
 done:

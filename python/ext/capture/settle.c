@@ -108,6 +108,8 @@ static int settle(PyObject *o)
     koila__tape *t = g->tape;
     Py_INCREF(t);
     g->refs++; /* keeps the group alive while its wrappers leave */
+    if (!g->no_lazy_data)
+        koila__tape_has_exit(t); /* it keeps the graph of what was written into it */
     bool fresh;
     PyObject *base = contents(g, &fresh);
     const int collecting = PyGC_Disable();

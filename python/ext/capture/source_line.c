@@ -20,11 +20,6 @@ static struct code_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
     const char *file;   /* NULL: library */
 } code_slots[LINE_SLOTS];
-/* the line that called a backward which records now; file: kept by line_files, or NULL: none */
-static struct waiting_line {
-    const char *file;
-    uint32_t line;
-} waiting;
 
 static const char *file_of(PyCodeObject *code, bool *failed)
 {
@@ -113,19 +108,29 @@ uint32_t koila__line_now(koila__tape *t)
         return id;
     }
     uint32_t id = KOILA_NONE;
-    if (waiting.file && koila_graph_line(t->graph, waiting.file, waiting.line, &id) != KOILA_OK)
+    const koila__context *c = koila__context_peek();
+    if (!c)
+        c = t->context;
+    if (c->waiting_file &&
+        koila_graph_line(t->graph, c->waiting_file, c->waiting_line, &id) != KOILA_OK)
         return KOILA_NONE;
     return id;
 }
 
 void koila__line_waits(bool begins)
 {
-    waiting = (struct waiting_line){ 0 };
+    koila__context *c = koila__context_now();
+    if (!c) {
+        PyErr_Clear(); /* its operators have no line */
+        return;
+    }
+    c->waiting_file = NULL;
     const char *file = NULL;
     PyFrameObject *f = begins && koila__lines_on ? user_frame(&file) : NULL;
     if (!f)
         return;
-    waiting = (struct waiting_line){ file, (uint32_t)PyFrame_GetLineNumber(f) };
+    c->waiting_file = file;
+    c->waiting_line = (uint32_t)PyFrame_GetLineNumber(f);
     Py_DECREF(f);
 }
 

@@ -15,10 +15,12 @@
  *                        and has moved to a tape of its own (compacted)    +--+
  *                                                       all values concrete: leaves let go
  *
- *   OPEN     koila__open is the tape: lazy() joins it, operators are recorded in it. One at a time.
+ *   OPEN     its context's open tape: lazy() joins it, operators are recorded in it. One at a time
+ *            in each context (context.h).
  *   CLOSED   its step has run. What is recorded later on its tensors goes on in it, until they
  *            meet the open tape and move there. Never opened again.
- *   (none)   koila__open is NULL. A tape that left OPEN without closing has no handles.
+ *   (none)   the context has none. A tape that left OPEN without closing has no handles, or another
+ *            thread goes on with it.
  *
  * Beside the state: `waiting` (an axis was opened, its leaf is still to come), `planned` (recorded
  * by koila.plan(): nothing of it happens), `failed` (the last run failed: no effects), `refused_at`
@@ -118,7 +120,7 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
 static int compact_closed(void)
 {
     for (koila__tape *t = koila__tapes; t;) {
-        if (!t->closed || t->compacted) {
+        if (!t->closed || t->compacted || koila__tape_is_busy(t)) {
             t = t->next_tape;
             continue;
         }
@@ -137,14 +139,17 @@ static int compact_closed(void)
 
 koila__tape *koila__tape_current(void)
 {
-    if (koila__open)
-        return koila__open;
-    koila__tape *t = koila__tape_new();
+    koila__context *c = koila__context_now();
+    if (!c)
+        return NULL;
+    if (c->open)
+        return (koila__tape *)c->open;
+    koila__tape *t = koila__tape_new(c);
     if (!t)
         return NULL;
-    koila__tape_set_open(t);
+    koila__tape_set_open(c, t);
     Py_DECREF(t);
-    return compact_closed() < 0 ? NULL : koila__open;
+    return compact_closed() < 0 ? NULL : koila__tape_open();
 }
 
 /* in one tape without a backward: an evaluation loop that forgot no_grad() must not be recorded to
@@ -233,9 +238,14 @@ static int end_step(koila__tape *t)
 /* Several lazy() calls join one step. */
 koila__tape *koila__tape_for_lazy(void)
 {
-    koila__tape *t = koila__open;
+    koila__tape *t = koila__tape_open();
     if (!t)
         return koila__tape_current();
+    if (t->thread != PyThread_get_thread_ident()) {
+        /* another thread records in it what this one made lazy (a loader's): its own step */
+        koila__tape_set_open(t->context, NULL);
+        return koila__tape_current();
+    }
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
     if (t->n_handles && t->planned == koila__is_planning() && !is_over(t) &&
         (idle || (backward_may_come(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
@@ -270,19 +280,24 @@ static void finish_abandoned(koila__tape *t)
 
 void koila__step_left(koila__tape *t)
 {
-    koila_assert(!koila__open || !koila__open->closed);
+    koila_assert(!t->closed || !koila__tape_is_open(t));
+    t->left_meanwhile = koila__tape_is_busy(t);
+    if (t->left_meanwhile)
+        return; /* another thread is in it, and looks when it leaves */
     if (t->n_effects && !t->n_handles)
         finish_abandoned(t);
     if (t->closed && t->n_handles < MAX_HANDLES_LOOKED_AT)
         koila__tape_let_go(t);
-    if (!t->n_handles && !t->n_effects && !t->waiting && koila__open == t)
-        koila__tape_set_open(NULL);
+    if (!t->n_handles && !t->n_effects && !t->waiting && koila__tape_is_open(t))
+        koila__tape_set_open(t->context, NULL);
 }
 
 void koila__steps_forked(void)
 {
     koila__tape *t = (koila__tape *)Py_XNewRef((PyObject *)koila__tapes);
     while (t) {
+        if (koila__tape_is_busy(t))
+            t->n_entered = 0;        /* that thread is the parent's */
         koila__tape_drop_effects(t); /* what torch's modules counted stays, in shared memory too */
         koila__tape_close(t);
         koila__tape *next = (koila__tape *)Py_XNewRef((PyObject *)t->next_tape);

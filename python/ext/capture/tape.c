@@ -15,33 +15,50 @@
 
 #include <structmember.h>
 
-koila__tape *koila__open;
 static uint64_t next_axis_id = 1, next_uid;
 koila__tape *koila__tapes;
+uint32_t koila__n_exits;
 
-void koila__tape_set_open(koila__tape *t)
+koila__tape *koila__tape_open(void)
 {
-    koila_assert(!t || !t->closed);
-    koila__tape *old = koila__open;
-    koila__open = (koila__tape *)Py_XNewRef((PyObject *)t);
-    koila__switch_open(t ? t->uid : 0);
+    const koila__context *c = koila__context_peek();
+    return c ? (koila__tape *)c->open : NULL;
+}
+
+void koila__tape_set_open(koila__context *c, koila__tape *t)
+{
+    koila_assert(!t || (!t->closed && t->context == c));
+    koila__tape *old = (koila__tape *)c->open;
+    c->open = Py_XNewRef((PyObject *)t);
+    koila__switch_batch(old && old->n_devices ? -1 : 0);
+    koila__switch_batch(t && t->n_devices ? 1 : 0);
     Py_XDECREF(old);
 }
 
+bool koila__tape_is_open(const koila__tape *t) { return t->context->open == (const PyObject *)t; }
+
 void koila__tape_close(koila__tape *t)
 {
-    koila_assert(Py_REFCNT(t) > 1 || koila__open != t);
+    koila_assert(Py_REFCNT(t) > 1 || !koila__tape_is_open(t));
     t->closed = true;
-    if (koila__open == t)
-        koila__tape_set_open(NULL);
+    if (koila__tape_is_open(t))
+        koila__tape_set_open(t->context, NULL);
 }
 
-koila__tape *koila__tape_new(void)
+void koila__tape_has_exit(koila__tape *t)
+{
+    koila__n_exits += !t->has_exit;
+    t->has_exit = true;
+}
+
+koila__tape *koila__tape_new(koila__context *c)
 {
     koila__tape *t = PyObject_New(koila__tape, &koila__tape_type);
     if (!t)
         return NULL;
     memset((char *)t + offsetof(koila__tape, graph), 0, sizeof *t - offsetof(koila__tape, graph));
+    t->context = (koila__context *)Py_NewRef((PyObject *)c);
+    t->thread = PyThread_get_thread_ident();
     t->uid = ++next_uid;
     t->planned = koila__is_planning();
     t->next_tape = koila__tapes;
@@ -358,7 +375,7 @@ void koila__tape_let_go(koila__tape *t)
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
         if (h->value == KOILA_NONE || h->gen != h->group->gen || !t->values[h->value].real)
             return;
-    koila_assert(koila__open != t);
+    koila_assert(!koila__tape_is_open(t));
     t->let_go = true;
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
@@ -370,7 +387,7 @@ void koila__tape_let_go(koila__tape *t)
 
 static void tape_dealloc(koila__tape *t)
 {
-    koila_assert(koila__open != t && !t->handles && !t->n_handles);
+    koila_assert(!koila__tape_is_open(t) && !t->handles && !t->n_handles && !t->n_entered);
     if (t->prev_tape)
         t->prev_tape->next_tape = t->next_tape;
     else
@@ -388,7 +405,9 @@ static void tape_dealloc(koila__tape *t)
         Py_DECREF(t->random[i].generator);
         Py_DECREF(t->random[i].state);
     }
+    koila__n_exits -= t->has_exit;
     Py_XDECREF(t->early);
+    Py_DECREF(t->context);
     PyMem_Free(t->values);
     PyMem_Free(t->effects);
     PyMem_Free(t->random);

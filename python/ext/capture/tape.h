@@ -1,6 +1,7 @@
 /* tape.h — the tape (one recorded step), which capture fills and run/ executes.
  *
- * One tape is open at a time: lazy() joins it, or opens a new one.
+ * One tape is open at a time in each context (a thread, an asyncio task): lazy() joins it, or opens
+ * a new one.
  *
  *   graph            koila_graph: nodes in recorded order
  *   values[v].real   the concrete tensor of value v: always set for a leaf, for others once made
@@ -14,8 +15,11 @@
 #define KOILA_EXT_TAPE_H
 
 #include "base/base.h"
+#include "ground/context.h"
 #include "ground/real.h"
 #include "ground/settings.h"
+
+#include <sys/types.h>
 
 struct koila__handle; /* the Value object in LazyTensor's slot; handle.c */
 
@@ -39,7 +43,19 @@ typedef struct koila__tape {
     uint32_t n_values_alloc;
     tape_effect *effects;
     uint32_t n_effects, n_effects_alloc;
-    uint32_t n_handles; /* live handles of this tape */
+    uint32_t n_handles;      /* live handles of this tape */
+    koila__context *context; /* owned: the one that it was made in, or that took it over */
+    /* the thread that recorded in it last; while n_entered is not 0 no other may, see turn.c */
+    unsigned long thread;
+    uint32_t n_entered;
+    bool left_meanwhile; /* its last handle died elsewhere meanwhile: koila__step_left() */
+    /* A plain tensor with a graph behind it was made from its values: a backward may come back
+     * through it. */
+    bool has_exit;
+    /* The devices of its batches, and the process that made them lazy: see factories.c. */
+    uint16_t devices[8];
+    uint32_t n_devices;
+    pid_t process;
     /* its step has run; the next lazy() opens a new tape, in which values of this one become
      * leaves */
     bool closed;

@@ -53,6 +53,24 @@ static uint64_t generation;   /* number of times the counters were restarted */
 static uint64_t n_loads_seen; /* plan B: koila__got_n_loads() when the slots were last written */
 static bool kept;             /* a caller needs the count for good */
 
+/* Owned: the context of contextvars in which this thread's own limit holds. Other asyncio tasks of
+ * this thread have the process's. NULL: it holds in all. */
+static _Thread_local PyObject *limited;
+static _Thread_local uint32_t n_lifts; /* while it is not 0 nothing is refused to this thread */
+/* An own limit that refuses nothing. UINT64_MAX: there is none, and the process's counts. */
+static const uint64_t NO_LIMIT = UINT64_MAX - 1;
+
+/* The limit for an event whose account says `own`. Needs no GIL: a thread reads its own state. */
+KOILA__HOT static uint64_t limit_here(uint64_t own)
+{
+    if (n_lifts)
+        return NO_LIMIT;
+    if (own == UINT64_MAX || !limited)
+        return own;
+    const PyThreadState *thread = PyGILState_GetThisThreadState();
+    return thread && thread->context != limited ? UINT64_MAX : own;
+}
+
 KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 {
     for (int i = 0; i < N_LISTENERS; i++) {
@@ -89,7 +107,7 @@ KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n
 {
     uint64_t now, limit;
     koila__account *account = koila__account_now(&limit);
-    if (!koila__ledger_reserve_within(&ledger, n, limit, &now))
+    if (!koila__ledger_reserve_within(&ledger, n, limit_here(limit), &now))
         return ENOMEM;
     void *p = NULL;
     int r = posix_memalign(&p, alignment, n);
@@ -145,7 +163,7 @@ static void *hook_alloc_cpu(size_t n)
     if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES)
         return real_alloc_cpu(n);
     koila__account *account = koila__account_now(&limit);
-    if (!koila__ledger_reserve_within(&ledger, n, limit, &now))
+    if (!koila__ledger_reserve_within(&ledger, n, limit_here(limit), &now))
         refuse(n);
     __attribute__((cleanup(take_back))) reservation r = { n, true };
     void *p = real_alloc_cpu(n);
@@ -364,8 +382,33 @@ void koila__cpu_bytes_reset_peak(void)
 }
 int koila__cpu_bytes_open(void) { return koila__ledger_open(&ledger); }
 uint64_t koila__cpu_bytes_close(int window) { return koila__ledger_close(&ledger, window); }
-void koila__cpu_bytes_set_limit(uint64_t bytes) { koila__account_set_limit(bytes); }
-uint64_t koila__cpu_bytes_get_limit(void) { return koila__account_get_limit(); }
+void koila__cpu_bytes_set_limit(uint64_t bytes)
+{
+    atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed);
+}
+uint64_t koila__cpu_bytes_get_limit(void)
+{
+    const uint64_t own = limit_here(koila__account_get_limit());
+    return own != UINT64_MAX ? own : atomic_load_explicit(&ledger.limit, memory_order_relaxed);
+}
+void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes)
+{
+    PyObject *before = limited;
+    PyObject *context = PyThreadState_Get()->context;
+    if (!on && before != context)
+        return; /* another task's, which goes on */
+    limited = on ? Py_XNewRef(context) : NULL;
+    if (bytes > NO_LIMIT)
+        bytes = NO_LIMIT;
+    koila__account_set_limit(on ? bytes : UINT64_MAX);
+    Py_XDECREF(before);
+}
+
+void koila__cpu_bytes_lift_limit(bool more)
+{
+    koila_assert(more || n_lifts > 0);
+    n_lifts += more ? 1 : -1;
+}
 void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
 int64_t koila__cpu_bytes_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
@@ -427,6 +470,8 @@ static void after_fork_child(void)
 {
     koila__ledger_fork_child(&ledger);
     koila__accounts_fork_child();
+    limited = NULL; /* its reference stays */
+    n_lifts = 0;
 }
 
 /* A thread that runs Python works for itself. Its state is found in its own storage: no lock. */
@@ -487,23 +532,21 @@ static PyObject *cpu_bytes_set_limit(PyObject *self, PyObject *bytes)
     uint64_t limit;
     if (!read_limit(bytes, &limit))
         return NULL;
-    atomic_store_explicit(&ledger.limit, limit, memory_order_relaxed);
+    koila__cpu_bytes_set_limit(limit);
     Py_RETURN_NONE;
 }
-static PyObject *cpu_bytes_own_limit(PyObject *self, PyObject *bytes)
+static PyObject *cpu_bytes_lift_limit(PyObject *self, PyObject *on)
 {
-    uint64_t limit;
-    const uint64_t before = koila__cpu_bytes_get_limit();
-    if (!read_limit(bytes, &limit))
+    const int more = PyObject_IsTrue(on);
+    if (more < 0)
         return NULL;
-    koila__cpu_bytes_set_limit(limit);
-    return limit_or_none(before);
+    koila__cpu_bytes_lift_limit(more);
+    Py_RETURN_NONE;
 }
 static PyObject *cpu_bytes_get_limit(PyObject *self, PyObject *none)
 {
-    const uint64_t own = koila__cpu_bytes_get_limit();
-    const uint64_t all = atomic_load_explicit(&ledger.limit, memory_order_relaxed);
-    return limit_or_none(own < all ? own : all);
+    const uint64_t limit = koila__cpu_bytes_get_limit();
+    return limit_or_none(limit < NO_LIMIT ? limit : UINT64_MAX);
 }
 static PyObject *cpu_bytes_fail_nth(PyObject *self, PyObject *arg)
 {
@@ -579,9 +622,10 @@ static PyMethodDef methods[] = {
     { "cpu_bytes_set_limit", cpu_bytes_set_limit, METH_O,
       "Refuse allocations of any thread that would bring cpu_bytes_current() above this; None: no "
       "limit." },
-    { "cpu_bytes_own_limit", cpu_bytes_own_limit, METH_O,
-      "The same for this thread alone, as budgets use it; returns the limit before, or None." },
-    { "cpu_bytes_get_limit", cpu_bytes_get_limit, METH_NOARGS, "The limit in bytes, or None." },
+    { "cpu_bytes_lift_limit", cpu_bytes_lift_limit, METH_O,
+      "cpu_bytes_lift_limit(on): while on, nothing that this thread allocates is refused" },
+    { "cpu_bytes_get_limit", cpu_bytes_get_limit, METH_NOARGS,
+      "The limit in bytes on what this thread allocates, or None." },
     { "cpu_bytes_fail_nth", cpu_bytes_fail_nth, METH_O,
       "Refuse the nth allocation from now, for tests; 0: none." },
     { "cpu_bytes_n_allocs", cpu_bytes_n_allocs, METH_NOARGS,

@@ -46,11 +46,17 @@ void koila__cpu_bytes_reset_peak(void); /* peak = current */
 int koila__cpu_bytes_open(void);
 uint64_t koila__cpu_bytes_close(int window);
 
-/* Bytes that koila__cpu_bytes_current() may not exceed by what this thread, or the threads that
- * help it, allocates; UINT64_MAX: no limit. Other threads are not refused. Beyond it torch raises
- * its own "can't allocate memory". */
+/* Bytes that koila__cpu_bytes_current() may not exceed, for all threads that have no limit of their
+ * own; UINT64_MAX: no limit. Beyond it torch raises its own "can't allocate memory". */
 void koila__cpu_bytes_set_limit(uint64_t bytes);
+/* The limit on what the calling thread allocates. */
 uint64_t koila__cpu_bytes_get_limit(void);
+/* On: `bytes` is the limit for what this thread, or the threads that help it, allocates in its
+ * present context of contextvars, in place of the process's. Off: no longer. pre: the GIL is
+ * held. */
+void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes);
+/* true: until the matching call with false nothing that this thread allocates is refused. */
+void koila__cpu_bytes_lift_limit(bool more);
 /* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */
 void koila__cpu_bytes_fail_nth(int64_t n);
 int64_t koila__cpu_bytes_n_allocs(void); /* allocations granted */

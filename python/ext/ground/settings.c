@@ -1,29 +1,84 @@
 /* settings.c — see settings.h.
  *
- *   configure(*, micro_batch, budget, cpu_budget, strict, fastest, dry) -> the settings before, as
- *       a dict for configure(**dict); only the given settings change
+ *   configure(*, micro_batch, budget, cpu_budget, strict, fastest, dry, own_budget) -> the settings
+ *       before, as a dict for configure(**dict); only the given settings change
+ *   configure_process(*, budget, cpu_budget): where no budget is entered
+ *
+ * A context variable holds an object that never changes, so that a copied context keeps what was
+ * set when it was copied.
  */
 #include "ground/settings.h"
+#include "ground/context.h"
 #include "ground/cpu_bytes.h"
 
-struct koila__settings koila__settings = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
+typedef struct settings_object {
+    PyObject_HEAD
+    koila__settings s;
+} settings_object;
 
-bool koila__is_planning(void) { return koila__settings.dry; }
+static PyTypeObject settings_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.Settings",
+    .tp_basicsize = sizeof(settings_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+};
+
+static PyObject *variable; /* contextvars.ContextVar */
+static koila__settings process = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
+
+/* Without the settings of the process. */
+static koila__settings own(void)
+{
+    koila__settings s = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
+    PyObject *o = koila__context_get(variable);
+    if (o && Py_IS_TYPE(o, &settings_type))
+        s = ((settings_object *)o)->s;
+    Py_XDECREF(o);
+    return s;
+}
+
+koila__settings koila__settings_now(void)
+{
+    koila__settings s = own();
+    if (!s.own_budget && !s.dry) {
+        s.has_budget = process.has_budget;
+        s.budget = process.budget;
+        s.cpu_budget = process.cpu_budget;
+    }
+    return s;
+}
+
+bool koila__settings_any(void)
+{
+    PyObject *o = koila__context_get(variable);
+    Py_XDECREF(o);
+    return o != NULL;
+}
+
+bool koila__is_planning(void) { return own().dry; }
+
+void koila__settings_enforce(void)
+{
+    if (koila__context_lent())
+        return; /* this thread is not that context's */
+    const koila__settings s = own();
+    koila__cpu_bytes_set_own_limit(s.own_budget && !s.dry, s.cpu_budget);
+}
 
 static PyObject *number_or_none(bool is_number, uint64_t n)
 {
     return is_number ? PyLong_FromUnsignedLongLong(n) : Py_NewRef(Py_None);
 }
 
+static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
+
 static PyObject *settings_dict(void)
 {
-    const struct koila__settings *s = &koila__settings;
-    return Py_BuildValue("{s:N,s:N,s:N,s:O,s:O,s:O}", "micro_batch",
-                         number_or_none(s->rows, (uint64_t)s->rows), "budget",
-                         number_or_none(s->has_budget, s->budget), "cpu_budget",
-                         number_or_none(s->cpu_budget != UINT64_MAX, s->cpu_budget), "strict",
-                         s->strict ? Py_True : Py_False, "fastest", s->fastest ? Py_True : Py_False,
-                         "dry", s->dry ? Py_True : Py_False);
+    const koila__settings s = koila__settings_now();
+    return Py_BuildValue(
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch", number_or_none(s.rows, (uint64_t)s.rows),
+        "budget", number_or_none(s.has_budget, s.budget), "cpu_budget",
+        number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "strict", truth(s.strict),
+        "fastest", truth(s.fastest), "dry", truth(s.dry), "own_budget", truth(s.own_budget));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -40,47 +95,104 @@ static void set_switch(bool *out, PyObject *o)
         *out = PyObject_IsTrue(o) == 1;
 }
 
+static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget)
+{
+    s->has_budget = budget != Py_None;
+    s->budget = bytes_of(budget, UINT64_MAX);
+    s->cpu_budget = bytes_of(cpu_budget, s->budget);
+}
+
+static int store(koila__settings s)
+{
+    settings_object *o = PyObject_New(settings_object, &settings_type);
+    if (!o)
+        return -1;
+    o->s = s;
+    /* whoever has settings is no thread of torch's */
+    PyObject *token = koila__context_now() ? PyContextVar_Set(variable, (PyObject *)o) : NULL;
+    Py_DECREF(o);
+    Py_XDECREF(token);
+    return token ? 0 : -1;
+}
+
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = {
-        "micro_batch", "budget", "cpu_budget", "strict", "fastest", "dry", NULL
-    };
+    static char *names[] = { "micro_batch", "budget", "cpu_budget", "strict",
+                             "fastest",     "dry",    "own_budget", NULL };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL;
-    PyObject *strict = NULL, *fastest = NULL, *dry = NULL;
+    PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOO:configure", names, &rows, &budget,
-                                     &cpu_budget, &strict, &fastest, &dry))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOO:configure", names, &rows, &budget,
+                                     &cpu_budget, &strict, &fastest, &dry, &own_budget))
         return NULL;
-    int64_t new_rows = koila__settings.rows;
+    koila__settings s = own();
     if (rows)
-        new_rows = rows == Py_None ? 0 : PyLong_AsLongLong(rows);
-    const uint64_t new_budget = bytes_of(budget, UINT64_MAX);
-    const uint64_t new_cpu_budget = bytes_of(cpu_budget, new_budget);
-    if (!PyErr_Occurred() && new_rows < 0)
+        s.rows = rows == Py_None ? 0 : PyLong_AsLongLong(rows);
+    if (budget) {
+        s.own_budget = true;
+        set_budget(&s, budget, cpu_budget);
+    }
+    if (!PyErr_Occurred() && s.rows < 0)
         PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
     PyObject *before = PyErr_Occurred() ? NULL : settings_dict();
     if (!before)
         return NULL;
-    /* nothing fails from here on */
-    koila__settings.rows = new_rows;
-    set_switch(&koila__settings.dry, dry);
-    set_switch(&koila__settings.strict, strict);
-    set_switch(&koila__settings.fastest, fastest);
-    if (budget) {
+    if (!kw || !PyDict_GET_SIZE(kw))
+        return before;
+    set_switch(&s.dry, dry);
+    set_switch(&s.strict, strict);
+    set_switch(&s.fastest, fastest);
+    set_switch(&s.own_budget, own_budget);
+    if (budget)
         koila__cpu_bytes_install();
-        koila__settings.has_budget = budget != Py_None;
-        koila__settings.budget = new_budget;
-        koila__settings.cpu_budget = new_cpu_budget;
-        if (!koila__settings.dry)
-            koila__cpu_bytes_set_limit(new_cpu_budget);
-    }
+    if (store(s) < 0)
+        Py_CLEAR(before);
+    else
+        koila__settings_enforce();
     return before;
 }
 
+static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "budget", "cpu_budget", NULL };
+    PyObject *budget = NULL, *cpu_budget = NULL;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OO:configure_process", names, &budget,
+                                     &cpu_budget))
+        return NULL;
+    if (!budget)
+        budget = Py_None;
+    koila__settings s = process;
+    set_budget(&s, budget, cpu_budget);
+    if (PyErr_Occurred())
+        return NULL;
+    process = s;
+    koila__cpu_bytes_install();
+    koila__cpu_bytes_set_limit(s.cpu_budget);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_is_planning(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    return PyBool_FromLong(koila__is_planning());
+}
+
 static PyMethodDef methods[] = {
+    { "is_planning", py_is_planning, METH_NOARGS, "Is koila.plan() recording here?" },
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS,
-      "Change settings; returns the old ones as a dict." },
+      "Change settings of this thread or task; returns the old ones as a dict." },
+    { "configure_process", (PyCFunction)(void (*)(void))py_configure_process,
+      METH_VARARGS | METH_KEYWORDS, "The budget wherever none is entered." },
     { NULL, NULL, 0, NULL },
 };
 
-int koila__settings_add_module(PyObject *m) { return PyModule_AddFunctions(m, methods); }
+int koila__settings_add_module(PyObject *m)
+{
+    if (!variable && !(variable = PyContextVar_New("koila settings", NULL)))
+        return -1;
+    if (PyType_Ready(&settings_type) < 0)
+        return -1;
+    return PyModule_AddFunctions(m, methods);
+}

@@ -1,5 +1,10 @@
-/* settings.h — the user's settings for the process: koila.budget(), micro_batch(), strict(), and
- * whether koila.plan() records. Only koila._core.configure() writes them. */
+/* settings.h — what the user has set: koila.budget(), micro_batch(), strict(), and whether
+ * koila.plan() records.
+ *
+ * They belong to the running thread or asyncio task, by the rules of contextvars: a new task starts
+ * with those of the task that made it, a new thread with none, and nothing that is set in one is
+ * seen in another. koila.set_budget() and KOILA_BUDGET are the process's: they hold wherever no
+ * budget() is entered. */
 #ifndef KOILA_EXT_SETTINGS_H
 #define KOILA_EXT_SETTINGS_H
 
@@ -9,19 +14,28 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-extern struct koila__settings {
+typedef struct koila__settings {
     int64_t rows; /* forced rows of a slice; 0: automatic */
     /* limit on all bytes held on the device in use; UINT64_MAX: as much as is free */
     uint64_t budget;
-    /* the same on the CPU, where it holds for every allocation: torch itself raises beyond it */
+    /* the same on the CPU, where it holds for every allocation of this thread: torch itself raises
+     * beyond it */
     uint64_t cpu_budget;
     bool has_budget;
-    bool strict;  /* refuse plans that gather */
-    bool fastest; /* time a few slice sizes and keep the fastest */
-    bool dry;     /* koila.plan(): steps are planned, and nothing runs */
+    bool strict;     /* refuse plans that gather */
+    bool fastest;    /* time a few slice sizes and keep the fastest */
+    bool dry;        /* koila.plan(): steps are planned, and nothing runs */
+    bool own_budget; /* a budget() is entered here, so the process's does not count */
 } koila__settings;
 
+/* Those of the running code. */
+koila__settings koila__settings_now(void);
+/* Has the running code settings of its own, perhaps from the task that made it? */
+bool koila__settings_any(void);
 bool koila__is_planning(void); /* is koila.plan() recording? */
+/* The limit on the CPU's bytes is that of the running code's settings from now on, for what this
+ * thread allocates in this context. */
+void koila__settings_enforce(void);
 int koila__settings_add_module(PyObject *m);
 
 #endif

@@ -28,7 +28,7 @@ static volatile sig_atomic_t arrived[N_SIGNALS], any_arrived;
 static pid_t owner;
 static uint32_t depth;
 
-bool koila__interrupted;
+_Thread_local bool koila__interrupted;
 
 static void pass_on(int k)
 {

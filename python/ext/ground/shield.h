@@ -11,8 +11,8 @@
 int koila__shield_enter(void);
 /* Handlers of delayed signals run at Python's next check. Keeps a set exception. */
 void koila__shield_leave(void);
-/* Has koila__check_signals() raised? The caller that wants to know clears it first. */
-extern bool koila__interrupted;
+/* Has koila__check_signals() raised on this thread? Who wants to know clears it first. */
+extern _Thread_local bool koila__interrupted;
 /* Like PyErr_CheckSignals(), for work inside a shield that may stop here. */
 int koila__check_signals(void);
 int koila__shield_init(PyObject *module);

@@ -78,8 +78,9 @@ int koila__gpu_look(int index, koila__room *room)
     room->gpu = index;
     room->held = held;
     room->limit = reserved + free;
-    if (koila__settings.has_budget && koila__settings.budget < room->limit)
-        room->limit = koila__settings.budget;
+    const koila__settings set = koila__settings_now();
+    if (set.has_budget && set.budget < room->limit)
+        room->limit = set.budget;
     room->bytes = room->limit > held ? room->limit - held : 0;
     room->state = koila__mix(state, room->limit) | 1;
     return 1;

@@ -841,14 +841,13 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
  * rank that raised there would leave the others waiting. */
 static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 {
-    const uint64_t limit = koila__cpu_bytes_get_limit();
     if (koila__ranks_meet(x->ranks) < 0) {
         x->failure_announced = true;
         return -1;
     }
-    koila__cpu_bytes_set_limit(UINT64_MAX);
+    koila__cpu_bytes_lift_limit(true);
     const int status = run_node(x, in, in_loop);
-    koila__cpu_bytes_set_limit(limit);
+    koila__cpu_bytes_lift_limit(false);
     x->failed_inside_call = status < 0;
     return status;
 }

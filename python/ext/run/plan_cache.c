@@ -68,7 +68,7 @@ static bool still_holds(const cached *c, uint64_t key, const koila__room *room, 
         return true;
     /* with a third more memory, or another user's budget, fewer slices may fit */
     const bool is_similar = room->bytes / 4 <= c->budget / 3 || room->bytes == c->budget;
-    return is_similar && (room->gpu >= 0 || c->user_budget == koila__settings.cpu_budget);
+    return is_similar && (room->gpu >= 0 || c->user_budget == koila__settings_now().cpu_budget);
 }
 
 /* On a GPU: should c be kept in the allocator's present state? In another state fewer slices may
@@ -124,8 +124,9 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
                               koila_plan **out, koila_fit *fit, koila_error *err)
 {
     koila_plan_options o = { .struct_size = sizeof o,
-                             .budget_bytes =
-                                 rows > 0 && !koila__settings.has_budget ? UINT64_MAX : room->bytes,
+                             .budget_bytes = rows > 0 && !koila__settings_now().has_budget
+                                                 ? UINT64_MAX
+                                                 : room->bytes,
                              .rows = rows,
                              .workspace = koila__workspace_of };
     const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
@@ -194,7 +195,7 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
                    .part = part,
                    .plan = plan,
                    .info = koila_plan_get(plan),
-                   .user_budget = koila__settings.cpu_budget,
+                   .user_budget = koila__settings_now().cpu_budget,
                    .gpu = room->gpu,
                    .state = room->state,
                    .n_states = n_states,

@@ -187,7 +187,7 @@ static int64_t few_rows(void)
 
 static bool can_measure(void)
 {
-    return !koila__settings.dry && koila__torch.ready && koila__cpu_bytes_ok();
+    return !koila__is_planning() && koila__torch.ready && koila__cpu_bytes_ok();
 }
 
 /* The size of the batch axis that the call's rows come from, or 0. */

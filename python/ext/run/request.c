@@ -111,7 +111,7 @@ static next find_part(request *q)
         q->ranks = koila__ranks_of(q->part.graph);
         if (!q->ranks)
             return FAILED;
-        q->is_awaited = q->ranks != Py_None && !koila__settings.dry;
+        q->is_awaited = q->ranks != Py_None && !koila__is_planning();
     }
     if (koila__part_check_versions(q->tape, &q->part) == 0)
         return GO_ON;
@@ -124,15 +124,15 @@ static next find_plan(request *q)
     koila_status status = KOILA_OK;
     if (koila__room_for(q->part.graph, &q->room) < 0)
         return FAILED;
-    if (koila__settings.dry) { /* what the step reads will be held beside it */
+    if (koila__is_planning()) { /* what the step reads will be held beside it */
         uint64_t held;
         if (koila__part_leaf_bytes(q->tape, &q->part, &held) < 0)
             return FAILED;
         koila__room_holds(&q->room, held);
     }
     q->key = koila_graph_hash(q->part.graph);
-    q->is_timed =
-        koila__settings.fastest && !koila__settings.rows && !q->step.retries && !q->rows_agreed;
+    const koila__settings set = koila__settings_now();
+    q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
     if (q->is_timed)
         q->rows = koila__tuned_rows(q->key);
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n, &q->room, q->rows,
@@ -141,7 +141,7 @@ static next find_plan(request *q)
         return GO_ON;
     if (status == KOILA_OOM && q->n > q->n_must)
         return retry_without_largest(q);
-    if (status == KOILA_OOM && !koila__settings.dry && koila__learned_misfit(q->key))
+    if (status == KOILA_OOM && !koila__is_planning() && koila__learned_misfit(q->key))
         return RETRY; /* once: now less is known of what operators use inside */
     if (status != KOILA_OOM || q->room.gpu >= 0 || koila__held_fits("one step") == 0)
         koila__raise_no_fit(status, &err, "one step");
@@ -175,7 +175,8 @@ static next agree_with_ranks(request *q)
         return GO_ON;
     koila_assert(q->ranks && q->ranks != Py_None);
     q->is_awaited = false; /* where the exchange fails, it fails on all */
-    if (koila__ranks_agree(q->ranks, q->c, q->rows_agreed || koila__settings.rows, &n_slices) < 0)
+    if (koila__ranks_agree(q->ranks, q->c, q->rows_agreed || koila__settings_now().rows,
+                           &n_slices) < 0)
         return FAILED;
     if (!n_slices)
         return GO_ON;
@@ -302,7 +303,7 @@ static next try_once(request *q)
         what = find_plan(q);
     if (what == GO_ON)
         what = ask_strict(q);
-    if (what == GO_ON && koila__settings.dry)
+    if (what == GO_ON && koila__is_planning())
         return planned(q);
     if (what == GO_ON)
         what = agree_with_ranks(q);
@@ -364,7 +365,7 @@ static void hand_over(request *q)
 
 static int run_request(koila__tape *t, const koila__wanted *w)
 {
-    request q = { .tape = t, .is_wanted = w->n_wanted > 0, .rows = koila__settings.rows };
+    request q = { .tape = t, .is_wanted = w->n_wanted > 0, .rows = koila__settings_now().rows };
     if (koila__torch_setup() < 0 || find_targets(&q, w) < 0)
         return -1;
     t->ran = true;
@@ -392,20 +393,49 @@ static int run_request(koila__tape *t, const koila__wanted *w)
     return status;
 }
 
+/* Operators written in Python make plain tensors meanwhile. */
+static int run_held(koila__tape *t, const koila__wanted *w)
+{
+    PyObject *modes;
+    int status = koila__modes_aside(&modes);
+    if (status < 0)
+        return -1;
+    status = koila__factories_hold(true);
+    if (status == 0) {
+        status = run_request(t, w);
+        koila__factories_hold(false);
+    }
+    return koila__modes_back(modes, status);
+}
+
+/* No other thread records in `t` or runs it meanwhile. */
+static int run_alone(koila__tape *t, const koila__wanted *w)
+{
+    if (koila__shield_enter() < 0)
+        return -1;
+    int status = -1;
+    if (koila__tape_enter(t) == 0) {
+        status = run_held(t, w);
+        koila__tape_leave(t);
+        if (t->left_meanwhile)
+            koila__step_left(t);
+    }
+    koila__shield_leave();
+    return status;
+}
+
 /* Signals stop it between operators, where nothing has changed yet; or they wait until it is
  * done. */
 int koila__request(koila__tape *t, const koila__wanted *w)
 {
-    if (koila__shield_enter() < 0)
-        return -1;
-    PyObject *modes;
-    int status = koila__modes_aside(&modes);
-    if (status == 0) {
-        koila__switch_hold(true); /* operators written in Python make plain tensors */
-        status = run_request(t, w);
-        koila__switch_hold(false);
-        status = koila__modes_back(modes, status);
-    }
-    koila__shield_leave();
+    koila__context *before = koila__context_lent();
+    Py_INCREF(t);
+    /* a thread of torch's works for the step's context */
+    if (!koila__context_peek() && !koila__settings_any())
+        koila__context_lend(t->context);
+    koila__settings_enforce();
+    const int status = run_alone(t, w);
+    koila__context_give_back(before);
+    Py_DECREF(t);
     return status;
 }

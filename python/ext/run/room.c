@@ -23,8 +23,9 @@ static void look_at_cpu(koila__room *room)
 {
     const uint64_t held = koila__cpu_bytes_current();
     uint64_t free;
-    if (koila__settings.cpu_budget != UINT64_MAX) {
-        room->limit = koila__settings.cpu_budget;
+    const uint64_t budget = koila__settings_now().cpu_budget;
+    if (budget != UINT64_MAX) {
+        room->limit = budget;
         koila__room_holds(room, held);
     } else if (free_bytes(&free)) {
         room->held = held;
@@ -37,9 +38,10 @@ static void look_at_cpu(koila__room *room)
 int koila__room_for(const koila_graph *part, koila__room *out)
 {
     *out = (koila__room){ .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
-    if (koila__settings.dry) {
-        if (koila__settings.has_budget)
-            out->bytes = out->limit = koila__settings.budget;
+    const koila__settings set = koila__settings_now();
+    if (set.dry) {
+        if (set.has_budget)
+            out->bytes = out->limit = set.budget;
         return 0;
     }
     const int gpu = koila__gpu_of(part);
@@ -59,9 +61,10 @@ void koila__room_holds(koila__room *room, uint64_t held)
 int koila__held_fits(const char *call)
 {
     const uint64_t held = koila__cpu_bytes_current();
-    const uint64_t budget = koila__settings.cpu_budget;
+    const koila__settings set = koila__settings_now();
+    const uint64_t budget = set.cpu_budget;
     const bool is_limit = budget != UINT64_MAX && koila__cpu_bytes_get_limit() == budget;
-    if (!is_limit || koila__settings.dry || held <= budget)
+    if (!is_limit || set.dry || held <= budget)
         return 0;
     char text[400];
     snprintf(text, sizeof text,

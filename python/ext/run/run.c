@@ -14,7 +14,7 @@ static bool is_small(const koila__tape *t, koila_value v)
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
-    if (koila__settings.dry) {
+    if (koila__is_planning()) {
         koila__unsupported("koila.plan(): the step reads a value (print, .item(), if, a mask) "
                            "before backward; nothing is computed while planning. Plan the part up "
                            "to there");

@@ -252,9 +252,6 @@ int koila__commit_effects(koila__tape *t);
 bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n);
 
 /* ---- strict.c */
-/* The operator that needs the values of the requested run, or NULL. strict() refuses to gather for
- * it. */
-extern const char *koila__gathers_for;
 /* GatherError if strict() refuses plan c, whose first n targets are asked for. */
 int koila__strict_check(koila__tape *t, const cached *c, uint32_t n);
 /* Reorders targets [n_must, n) so that those which strict() accepts along with the first n_must

@@ -113,7 +113,7 @@ static PyObject *py_finish_step(PyObject *self, PyObject *args)
         return NULL;
     t->failed = !done;
     t->refused_at = done ? 0 : koila_graph_n_nodes(t->graph) + 1;
-    if (koila__settings.dry)
+    if (koila__is_planning())
         done = 0;
     if (done) {
         if (koila__commit_effects(t) < 0)
@@ -304,10 +304,14 @@ static int note_gather(PyObject *lazy, koila__handle *h, const char *op)
 static PyObject *py_gather(PyObject *self, PyObject *args)
 {
     PyObject *list;
-    const char *op, *before = koila__gathers_for;
+    const char *op;
     (void)self;
     if (!PyArg_ParseTuple(args, "O!s:gather", &PyList_Type, &list, &op))
         return NULL;
+    koila__context *c = koila__context_now();
+    if (!c)
+        return NULL;
+    const char *before = c->gathers_for;
     const Py_ssize_t n = PyList_GET_SIZE(list);
     koila__handle **h = PyMem_Calloc((size_t)n + 1, sizeof *h);
     bool *noted = PyMem_Calloc((size_t)n + 1, sizeof *noted);
@@ -323,9 +327,9 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
             noted[i] = true;
     }
     if (status >= 0) {
-        koila__gathers_for = op;
+        c->gathers_for = op;
         status = koila__concrete_many(h, (uint32_t)n);
-        koila__gathers_for = before;
+        c->gathers_for = before;
     }
     if (status < 0 && noted) {
         /* it does not run: take the entries back */
@@ -353,9 +357,12 @@ static PyObject *py_swap_open(PyObject *self, PyObject *tape)
         PyErr_SetString(PyExc_TypeError, "swap_open() takes a tape or None");
         return NULL;
     }
-    PyObject *before = Py_NewRef(koila__open ? (PyObject *)koila__open : Py_None);
+    koila__context *c = koila__context_now();
     koila__tape *now = tape == Py_None ? NULL : (koila__tape *)tape;
-    koila__tape_set_open(now && !now->closed ? now : NULL);
+    if (!c)
+        return NULL;
+    PyObject *before = Py_NewRef(c->open ? c->open : Py_None);
+    koila__tape_set_open(c, now && !now->closed && now->context == c ? now : NULL);
     return before;
 }
 
@@ -376,7 +383,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         koila_status status = KOILA_OK;
         const koila__step step = {
             .c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
-                                 koila__settings.rows, &err, &status),
+                                 koila__settings_now().rows, &err, &status),
             .early = t->early,
             .base_bytes = room.gpu >= 0 ? room.held : koila__cpu_bytes_current(),
             .budget_bytes = room.limit,

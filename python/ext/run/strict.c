@@ -6,8 +6,6 @@
  */
 #include "run/run.h"
 
-const char *koila__gathers_for;
-
 static int refuse(const cached *c, koila_gather g, const char *op, const char *line)
 {
     return koila__raise_gather(koila__gather_text(c, g, op, line));
@@ -20,7 +18,7 @@ static bool is_larger_than_a_slice(const cached *c, koila_gather g)
 
 int koila__strict_check(koila__tape *t, const cached *c, uint32_t n)
 {
-    if (!koila__settings.strict || c->info.n_slices <= 1)
+    if (!koila__settings_now().strict || c->info.n_slices <= 1)
         return 0;
     for (uint32_t i = 0; i < c->info.n_gathers; i++) {
         const koila_gather g = koila_plan_gather(c->plan, i);
@@ -28,7 +26,9 @@ int koila__strict_check(koila__tape *t, const cached *c, uint32_t n)
             return refuse(c, g, NULL, NULL);
     }
     const koila_graph *lowered = koila_plan_graph(c->plan);
-    for (uint32_t i = 0; koila__gathers_for && i < n; i++) {
+    const koila__context *here = koila__context_peek();
+    const char *op = here ? here->gathers_for : NULL;
+    for (uint32_t i = 0; op && i < n; i++) {
         const koila_value v = koila_plan_target(c->plan, i);
         const koila_meta meta = koila_value_get(lowered, v).meta;
         const koila_gather g = { .value = v,
@@ -38,7 +38,7 @@ int koila__strict_check(koila__tape *t, const cached *c, uint32_t n)
             continue;
         char line[300] = "";
         koila__line_text(t->graph, koila__line_now(t), line, sizeof line);
-        return refuse(c, g, koila__gathers_for, line);
+        return refuse(c, g, op, line);
     }
     return 0;
 }
@@ -56,7 +56,7 @@ static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
         koila__room room;
         if (koila__room_for(part.graph, &room) == 0)
             c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
-                                koila__settings.rows, &err, &status);
+                                koila__settings_now().rows, &err, &status);
         koila__part_free(&part);
     }
     const bool refused = !c || koila__strict_check(t, c, n) < 0;

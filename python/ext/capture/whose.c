@@ -1,0 +1,252 @@
+/* whose.c — whose operator, whose backward: which context a call belongs to, when a thread of
+ * torch's makes it or nothing lazy is in sight.
+ *
+ *   operator   of the running thread or task; a thread that never used koila works for the
+ *              context whose tensors it was given (autograd's devices, parallel_apply)
+ *   backward   of the running thread or task, or of the one whose backward autograd's engine runs:
+ *              torch carries its thread-local objects to its devices' threads, and ours is among
+ *              them while a backward is recorded
+ *   plain      a backward that meets nothing lazy is none of ours: torch's own, at once
+ *
+ * A backward from a plain tensor can come upon lazy ones only where operators on lazy tensors gave
+ * a plain result that autograd follows, or a torch.autograd.Function took the value of one: an
+ * exit. Tapes remember that they have one.
+ */
+#include "capture/capture.h"
+
+#include <frameobject.h> /* PyFrame_GetBack on 3.10 */
+
+/* What koila needs of torch; all owned. */
+static struct {
+    PyObject *stash, *get, *has, *drop, *graph_task, *key;
+    PyObject *apply; /* code of torch.autograd.Function.apply; NULL: this torch has another */
+    bool ready;
+} torch_tls;
+
+static uint32_t n_backwards; /* that are recorded now, in all threads */
+
+static PyObject *function_of(PyObject *module, const char *name)
+{
+    PyObject *f = module ? PyObject_GetAttrString(module, name) : NULL;
+    PyErr_Clear();
+    return f;
+}
+
+int koila__whose_setup(void)
+{
+    PyObject *torch = PyImport_ImportModule("torch._C");
+    PyObject *autograd = torch ? PyImport_ImportModule("torch.autograd.function") : NULL;
+    PyObject *class = autograd ? PyObject_GetAttrString(autograd, "Function") : NULL;
+    PyObject *apply = class ? PyObject_GetAttrString(class, "apply") : NULL;
+    if (!apply || torch_tls.ready)
+        goto done;
+    torch_tls.apply = PyObject_GetAttrString(apply, "__code__"); /* a method gives its function's */
+    PyErr_Clear();
+    torch_tls.stash = function_of(torch, "_stash_obj_in_tls");
+    torch_tls.get = function_of(torch, "_get_obj_in_tls");
+    torch_tls.has = function_of(torch, "_is_key_in_tls");
+    torch_tls.drop = function_of(torch, "_remove_obj_from_tls");
+    torch_tls.graph_task = function_of(torch, "_current_graph_task_id");
+    torch_tls.key = PyUnicode_InternFromString("koila");
+    torch_tls.ready = true;
+done:
+    Py_XDECREF(torch);
+    Py_XDECREF(autograd);
+    Py_XDECREF(class);
+    Py_XDECREF(apply);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* A new reference to the context whose backward runs in this thread; NULL: none does, without an
+ * exception. */
+static koila__context *carried(void)
+{
+    if (!n_backwards)
+        return NULL;
+    if (!torch_tls.stash || !torch_tls.has || !torch_tls.get)
+        return (koila__context *)Py_XNewRef((PyObject *)koila__context_peek());
+    PyObject *has = PyObject_CallOneArg(torch_tls.has, torch_tls.key);
+    PyObject *c = has == Py_True ? PyObject_CallOneArg(torch_tls.get, torch_tls.key) : NULL;
+    Py_XDECREF(has);
+    PyErr_Clear();
+    if (c == Py_None)
+        Py_CLEAR(c);
+    return (koila__context *)c;
+}
+
+/* ---- what a call is given */
+
+/* Calls `see` for each lazy tensor in `o`, until it returns true. */
+static bool any_lazy(PyObject *o, bool (*see)(void *user, PyObject *lazy), void *user)
+{
+    if (PyList_Check(o) || PyTuple_Check(o)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); i++)
+            if (any_lazy(PySequence_Fast_GET_ITEM(o, i), see, user))
+                return true;
+        return false;
+    }
+    return koila__lazy_class && koila__is_lazy(o) && koila__handle_of(o) && see(user, o);
+}
+
+static bool any_of_call(PyObject *args, PyObject *kwargs, bool (*see)(void *user, PyObject *lazy),
+                        void *user)
+{
+    Py_ssize_t at = 0;
+    PyObject *name, *value;
+    if (any_lazy(args, see, user))
+        return true;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        if (any_lazy(value, see, user))
+            return true;
+    return false;
+}
+
+static bool see_any(void *user, PyObject *lazy) { return true; }
+
+static bool see_tape(void *user, PyObject *lazy)
+{
+    *(koila__tape **)user = koila__handle_of(lazy)->group->tape;
+    return true;
+}
+
+/* ---- operators */
+
+/* Does autograd's engine run here, in a backward that koila has not begun? Then gradients of plain
+ * leaves would be lazy. */
+static bool is_in_a_plain_backward(void)
+{
+    PyObject *id = torch_tls.graph_task ? PyObject_CallNoArgs(torch_tls.graph_task) : NULL;
+    const bool in_engine = id && PyLong_AsLong(id) != -1;
+    Py_XDECREF(id);
+    PyErr_Clear();
+    koila__context *c = in_engine ? carried() : NULL;
+    Py_XDECREF((PyObject *)c);
+    return in_engine && !c;
+}
+
+int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to)
+{
+    koila__tape *t = NULL;
+    *to = NULL;
+    if (koila__context_lent() || koila__context_peek() || koila__settings_any())
+        return 0;
+    any_of_call(args, kwargs, see_tape, &t);
+    if (!t)
+        return 0;
+    if (is_in_a_plain_backward()) {
+        koila__unsupported("backward() of a plain tensor that was computed from lazy ones, in a "
+                           "thread that has no lazy tensors of its own. Call it in the thread that "
+                           "made them lazy, or detach the tensor there");
+        return -1;
+    }
+    *to = (koila__context *)Py_NewRef((PyObject *)t->context);
+    return 0;
+}
+
+static bool see_exit(void *user, PyObject *lazy)
+{
+    PyObject *r = PyObject_GetAttrString(lazy, "requires_grad");
+    if (r != Py_False)
+        koila__tape_has_exit(koila__handle_of(lazy)->group->tape);
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return false;
+}
+
+void koila__note_exit(PyObject *args, PyObject *kwargs, PyObject *result)
+{
+    if (koila__grad_mode() && !PyLong_Check(result) && !PyFloat_Check(result))
+        any_of_call(args, kwargs, see_exit, NULL);
+}
+
+void koila__note_value_taken(koila__handle *h)
+{
+    PyFrameObject *f = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
+    bool found = false;
+    while (f && torch_tls.apply && !found) {
+        PyCodeObject *code = PyFrame_GetCode(f);
+        found = (PyObject *)code == torch_tls.apply;
+        Py_DECREF(code);
+        PyFrameObject *back = PyFrame_GetBack(f);
+        Py_DECREF(f);
+        f = back;
+    }
+    Py_XDECREF((PyObject *)f);
+    if (found)
+        koila__tape_has_exit(h->group->tape);
+}
+
+/* ---- backwards: functions of koila._core */
+
+/* backward_context(outputs, gradients) -> the context that records this backward, or None: it is
+ * plain, and torch's own */
+static PyObject *py_backward_context(PyObject *module, PyObject *args)
+{
+    PyObject *outputs, *gradients;
+    if (!PyArg_ParseTuple(args, "OO", &outputs, &gradients))
+        return NULL;
+    koila__context *c = carried();
+    if (c)
+        return (PyObject *)c;
+    if (any_lazy(outputs, see_any, NULL) || any_lazy(gradients, see_any, NULL))
+        return Py_XNewRef((PyObject *)koila__context_now());
+    c = koila__n_exits ? koila__context_peek() : NULL;
+    return Py_NewRef(c ? (PyObject *)c : Py_None);
+}
+
+static int carry(PyObject *c)
+{
+    PyObject *done = NULL;
+    if (!torch_tls.stash)
+        return 0;
+    if (c == Py_None && torch_tls.drop)
+        done = PyObject_CallOneArg(torch_tls.drop, torch_tls.key);
+    else
+        done = PyObject_CallFunctionObjArgs(torch_tls.stash, torch_tls.key, c, NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* backward_begins(context) -> what backward_ends() takes: from here on operators and backwards that
+ * autograd's engine calls, on whichever thread, are of this context. */
+static PyObject *py_backward_begins(PyObject *module, PyObject *context)
+{
+    koila__context *before = carried();
+    if ((PyObject *)before != context && carry(context) < 0) {
+        Py_XDECREF((PyObject *)before);
+        return NULL;
+    }
+    n_backwards++;
+    return before ? (PyObject *)before : Py_NewRef(Py_None);
+}
+
+static PyObject *py_backward_ends(PyObject *module, PyObject *before)
+{
+    koila_assert(n_backwards > 0);
+    koila__context *now = carried();
+    const int status = (PyObject *)now == before ? 0 : carry(before);
+    Py_XDECREF((PyObject *)now);
+    n_backwards--;
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* has_exit(lazy): a plain tensor with a graph behind it is made of this one */
+static PyObject *py_has_exit(PyObject *module, PyObject *o)
+{
+    any_lazy(o, see_exit, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    { "backward_context", py_backward_context, METH_VARARGS,
+      "backward_context(outputs, gradients) -> the context that records this backward; None: it "
+      "meets nothing lazy" },
+    { "backward_begins", py_backward_begins, METH_O,
+      "backward_begins(context) -> what backward_ends() takes" },
+    { "backward_ends", py_backward_ends, METH_O, "backward_ends(what backward_begins() gave)" },
+    { "has_exit", py_has_exit, METH_O,
+      "has_exit(lazy): a plain tensor that autograd follows is made of it" },
+    { 0 },
+};
+
+int koila__whose_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }

@@ -1,0 +1,530 @@
+"""One process, many threads and asyncio tasks: each as if it were alone, and a thread that does not
+use koila as if koila were not there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import gc
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import koila
+import pytest
+import torch
+from koila import _core, lazy
+from torch import nn
+
+B = 12
+
+
+@pytest.fixture(autouse=True)
+def _often():
+    """Threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+    gc.collect()
+
+
+def is_plain(t):
+    return type(t) is torch.Tensor
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        self.double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def data(seed, n=B):
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, 6, generator=g, dtype=torch.float64),
+        torch.randint(3, (n,), generator=g),
+    )
+
+
+def train(seed, wrap, n_steps=3, model=None):
+    """A few steps; parameters, buffers and losses."""
+    model = Net(seed) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for k in range(n_steps):
+        x, y = wrap(*data(100 * seed + k))
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [t.detach().clone() for t in [*model.state_dict().values()]], losses
+
+
+def sliced(*values):
+    return lazy(*values)
+
+
+def eager(*values):
+    return values
+
+
+def assert_close(a, b):
+    for s, t in zip(a[0], b[0], strict=True):
+        torch.testing.assert_close(s, t, rtol=1e-9, atol=1e-12)
+    assert a[1] == pytest.approx(b[1], rel=1e-9)
+
+
+def assert_same(a, b):
+    assert a[1] == b[1] and all(map(torch.equal, a[0], b[0]))
+
+
+def together(*functions):
+    """Run them in threads that start at once; their results. The first exception is raised."""
+    start = threading.Barrier(len(functions))
+
+    def run(f):
+        start.wait()
+        return f()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [r.result() for r in [pool.submit(run, f) for f in functions]]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each training run gives by itself, before any thread starts: (eager, lazy in slices)."""
+    out = {}
+    for seed in range(4):
+        with koila.micro_batch(4 + seed):
+            out[seed] = train(seed, eager), train(seed, sliced)
+        assert_close(*out[seed])
+    return out
+
+
+def own_model(seed):
+    """Models are made in one thread: their seeds are the process's."""
+    return Net(seed)
+
+
+# ---- threads
+
+
+def test_threads_train_as_each_does_alone(alone):
+    models = [own_model(s) for s in range(4)]
+
+    def work(seed):
+        def run():
+            with koila.micro_batch(4 + seed):
+                for _ in range(3):
+                    out = train(seed, sliced, model=copy.deepcopy(models[seed]))
+                    assert _core.configure()["micro_batch"] == 4 + seed
+                return out
+
+        return run
+
+    for seed, out in enumerate(together(*map(work, range(4)))):
+        assert_same(out, alone[seed][1])
+
+
+def test_a_plain_thread_beside_koila_threads_is_bit_equal(alone):
+    models = [own_model(s) for s in range(4)]
+    stop = threading.Event()
+
+    def plain():
+        try:
+            return [train(0, eager, model=copy.deepcopy(models[0])) for _ in range(10)]
+        finally:
+            stop.set()
+
+    def koilas(seed):
+        def run():
+            with koila.micro_batch(3):
+                while not stop.is_set():
+                    train(seed, sliced, model=copy.deepcopy(models[seed]))
+
+        return run
+
+    plains, *_ = together(plain, koilas(1), koilas(2))
+    for out in plains:
+        assert_same(out, alone[0][0])
+
+
+def count_ours(monkeypatch):
+    """How often koila's own backward is entered, by thread."""
+    from koila import _backward
+
+    entered = []
+    run = _backward._run_lazily
+
+    def counting(*args, **kwargs):
+        entered.append(threading.get_ident())
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(_backward, "_run_lazily", counting)
+    return entered
+
+
+def test_a_plain_backward_is_torch_s_own_while_lazy_tensors_live(monkeypatch):
+    entered = count_ours(monkeypatch)
+    w = torch.ones(3, requires_grad=True)
+    x = lazy(torch.randn(B, 3))
+    kept = (x * w).sum()
+
+    def plain():
+        v = torch.ones(3, requires_grad=True)
+        (v * 2).sum().backward()
+        torch.autograd.grad((v * 3).sum(), v)
+        return v.grad
+
+    assert torch.equal(plain(), torch.full((3,), 2.0)) and not entered
+    assert torch.equal(together(plain)[0], torch.full((3,), 2.0)) and not entered
+    kept.backward()
+    assert len(entered) == 1 and is_plain(w.grad)
+    assert torch.allclose(w.grad, x.torch().sum(0))
+
+
+def test_a_backward_that_comes_back_to_lazy_tensors_through_a_plain_one(monkeypatch):
+    """x.torch(), and a function of the user that takes values."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            value = torch.from_numpy(x.detach().numpy())
+            ctx.save_for_backward(value)
+            return value.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].cos()
+
+    x = torch.randn(B, 3, dtype=torch.float64)
+
+    def gradients(wrap, through):
+        w = torch.linspace(1, 2, 3, dtype=torch.float64, requires_grad=True)
+        through(wrap(x) * w).sum().backward()
+        assert is_plain(w.grad)
+        return w.grad
+
+    for through in (Sine.apply, lambda t: t.torch() if hasattr(t, "torch") else t):
+        expected = gradients(lambda t: t, through)
+        with koila.micro_batch(5):
+            torch.testing.assert_close(gradients(lazy, through), expected)
+
+
+def test_planning_beside_a_plain_backward():
+    """koila.plan() in one thread made the backward of others do nothing."""
+    model, shapes = Net(1), [torch.empty(64, 6, dtype=torch.float64), torch.empty(64).long()]
+    before = [p.detach().clone() for p in model.parameters()]
+    stop = threading.Event()
+
+    def plans():
+        try:
+            return [
+                koila.plan(
+                    lambda a, b: nn.functional.cross_entropy(model(a), b), *shapes, micro_batch=16
+                ).n_micro_batches
+                for _ in range(15)
+            ]
+        finally:
+            stop.set()
+
+    def backwards(wrap):
+        def run():
+            n = 0
+            while not stop.is_set() or n < 3:
+                w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+                x = data(n)[0]
+                (wrap(x) * w).sum().backward()
+                assert w.grad is not None
+                torch.testing.assert_close(w.grad, x.sum(0), rtol=1e-9, atol=1e-12)
+                assert not _core.is_planning()
+                n += 1
+
+        return run
+
+    found, *_ = together(plans, backwards(lambda x: x), backwards(lazy))
+    assert len(found) == 15
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_tensors_of_one_thread_used_in_another():
+    """A loader's thread makes batches lazy; a step is read elsewhere; results come back."""
+    x, w = data(7)[0], torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    with ThreadPoolExecutor(1) as pool:
+        batches = list(pool.map(lazy, [x, x + 1, x + 2]))
+        with koila.micro_batch(5):
+            for k, batch in enumerate(batches):
+                w.grad = None
+                (batch * w).sum().backward()
+                torch.testing.assert_close(w.grad, (x + k).sum(0))
+                assert koila.last_plan().micro_batch == 5
+        one, other = pool.submit(lazy, x).result(), lazy(x)
+        mixed = (one * w).exp() + (other * w).tanh()
+        assert pool.submit(float, mixed.detach().sum()).result() == pytest.approx(
+            float(((x * w).exp() + (x * w).tanh()).sum())
+        )
+
+
+def test_one_step_recorded_by_many_threads():
+    """As torch.nn.parallel.parallel_apply does."""
+    x = data(3)[0]
+    models = [Net(s).eval() for s in range(4)]
+
+    def loss(wrap):
+        for m in models:
+            m.zero_grad()
+        batch = wrap(x)
+        outputs = together(*[lambda m=m: m(batch) for m in models])
+        sum(o.pow(2).mean() for o in outputs).backward()
+        return [p.grad.clone() for m in models for p in m.parameters()]
+
+    expected = loss(lambda t: t)
+    for _ in range(3):
+        with koila.micro_batch(5):
+            for g, e in zip(loss(lazy), expected, strict=True):
+                torch.testing.assert_close(g, e, rtol=1e-9, atol=1e-12)
+            assert koila.last_plan().micro_batch == 5
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="it asks for a device's stream")
+def test_parallel_apply():
+    from torch.nn.parallel import parallel_apply
+
+    x, models = data(4)[0], [Net(s).eval() for s in range(3)]
+    expected = [m(x) for m in models]
+    batch = lazy(x)
+    for o, e in zip(parallel_apply(models, [batch] * 3), expected, strict=True):
+        assert isinstance(o, koila.LazyTensor)
+        torch.testing.assert_close(o.detach().torch(), e.detach())
+
+
+# ---- settings
+
+
+def test_settings_of_a_thread_are_its_own():
+    seen = {}
+    inside, looked = threading.Event(), threading.Event()
+
+    def other():
+        assert inside.wait(20)
+        seen["other"] = _core.configure()
+        with koila.micro_batch(7), koila.strict():
+            looked.set()
+            assert left.wait(20)
+        seen["after"] = _core.configure()
+
+    left = threading.Event()
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = _core.configure()
+    with koila.micro_batch(3), koila.budget("1GiB"):
+        inside.set()
+        assert looked.wait(20)
+        now = _core.configure()
+    left.set()
+    thread.join()
+    assert seen["other"] == seen["after"] == before == _core.configure()
+    assert now["micro_batch"] == 3 and now["budget"] == 1 << 30 and not now["strict"]
+
+
+def test_one_setting_entered_by_many_threads():
+    setting = koila.micro_batch(3)
+    both = threading.Barrier(2)
+
+    @setting
+    def work(n):
+        both.wait(20)
+        with koila.micro_batch(n):
+            both.wait(20)
+            seen = _core.configure()["micro_batch"]
+        both.wait(20)
+        return seen, _core.configure()["micro_batch"]
+
+    assert together(lambda: work(5), lambda: work(6)) == [(5, 3), (6, 3)]
+    assert _core.configure()["micro_batch"] is None
+
+
+def test_the_budget_of_the_process_and_the_budget_of_a_thread():
+    if not _core.cpu_bytes_ok() and _core.cpu_bytes_install() not in "AB":
+        pytest.skip("torch's CPU memory cannot be counted here")
+
+    def large():
+        return torch.zeros(1 << 20).numel()
+
+    room = _core.cpu_bytes_current() + (1 << 20)
+    with koila.budget({"cpu": room}):
+        with pytest.raises(RuntimeError, match="memory"):
+            large()
+        assert together(large) == [1 << 20]  # a plain thread is not limited
+    koila.set_budget({"cpu": room})
+    try:
+        for f in (large, lambda: together(large)):
+            with pytest.raises(RuntimeError, match="memory"):
+                f()
+        assert together(lambda: _core.configure()["cpu_budget"]) == [room]
+        with koila.budget({"cpu": room + (8 << 20)}):
+            assert large() == 1 << 20
+    finally:
+        koila.set_budget(None)
+    assert together(large) == [1 << 20] and large() == 1 << 20
+
+
+def test_set_budget_inside_a_budget():
+    with koila.budget("3GiB"):
+        koila.set_budget("2GiB")
+        assert _core.configure()["budget"] == 2 << 30
+    assert _core.configure()["budget"] == 2 << 30
+    koila.set_budget(None)
+    assert _core.configure()["budget"] is None
+
+
+# ---- asyncio
+
+
+def test_asyncio_tasks_train_as_each_does_alone(alone):
+    async def task(seed):
+        model = Net(seed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        with koila.micro_batch(4 + seed):
+            for k in range(3):
+                x, y = lazy(*data(100 * seed + k))
+                await asyncio.sleep(0)
+                z = torch.zeros(B, 3, dtype=torch.float64)
+                z[:] = model(x)
+                await asyncio.sleep(0)
+                loss = nn.functional.cross_entropy(z, y)
+                optimizer.zero_grad()
+                loss.backward()
+                await asyncio.sleep(0)
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        return [t.detach().clone() for t in model.state_dict().values()], losses
+
+    async def main():
+        return await asyncio.gather(*map(task, range(4)))
+
+    for seed, out in enumerate(asyncio.run(main())):
+        assert_close(out, alone[seed][0])
+
+
+def test_settings_of_a_task_are_its_own_and_those_of_tasks_made_inside():
+    def rows():
+        return _core.configure()["micro_batch"]
+
+    async def child(n):
+        inherited = rows()
+        with koila.micro_batch(n):
+            await asyncio.sleep(0.001)
+            return inherited, rows()
+
+    async def main():
+        with koila.micro_batch(3):
+            inside = [asyncio.create_task(child(n)) for n in (4, 5)]
+            thread = asyncio.to_thread(rows)
+        outside = asyncio.create_task(child(6))
+        return await asyncio.gather(*inside, outside), await thread, rows()
+
+    made, in_thread, after = asyncio.run(main())
+    assert made == [(3, 4), (3, 5), (None, 6)] and after is None
+    assert in_thread is None  # a coroutine that starts outside
+
+
+def test_a_step_goes_on_in_another_context():
+    """A notebook runs each cell in a context of its own."""
+    w = torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    x, y = data(5)[0], data(6)[0]
+    names = {}
+
+    def cell(code):
+        contextvars.copy_context().run(exec, code, {**globals(), **locals()}, names)
+
+    names.update(x=x, y=y, w=w, lazy=lazy, torch=torch)
+    cell("a = lazy(x)")
+    cell("h = (a * w).tanh()")
+    cell("b = lazy(y)")
+    cell("loss = (h * b).sum()")
+    cell("loss.backward()")
+    expected = torch.autograd.grad(((x * w).tanh() * y).sum(), w)[0]
+    torch.testing.assert_close(w.grad, expected)
+
+
+# ---- other things that were the process's
+
+
+def test_factories_belong_to_the_step_of_their_thread():
+    done = threading.Event()
+    found = []
+
+    def other():
+        try:
+            for _ in range(200):
+                found.append(is_plain(torch.zeros(B, 2)))
+        finally:
+            done.set()
+
+    x = lazy(torch.randn(B, 3))
+    thread = threading.Thread(target=other)
+    thread.start()
+    ours = []
+    while not done.is_set():
+        ours.append(isinstance(torch.zeros(B, 2), koila.LazyTensor))
+    thread.join()
+    assert all(found) and all(ours) and len(found) == 200
+    del x
+
+
+def test_hooks_of_a_plain_thread_run_while_a_step_is_recorded():
+    """Both use one model: its hooks were taken off for everybody."""
+    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    w.register_hook(lambda g: g * 2)
+    stop = threading.Event()
+    x = data(1)[0]
+
+    def koilas():
+        try:
+            for _ in range(30):
+                (gradient,) = torch.autograd.grad((lazy(x) * w).tanh().sum(), w)
+                assert torch.isfinite(gradient).all()
+        finally:
+            stop.set()
+
+    def plains():
+        n = 0
+        while not stop.is_set() or n < 3:
+            v = w * 1
+            v.retain_grad()
+            (gradient,) = torch.autograd.grad((x * w).sum(), w)
+            torch.testing.assert_close(gradient, 2 * x.sum(0))
+            n += 1
+
+    together(koilas, plains)
+
+
+def test_new_calls_in_many_threads():
+    """Each asks for shapes of its own: one FakeTensorMode served all."""
+
+    def work(seed):
+        def run():
+            out = []
+            for k in range(12):
+                n = 5 + seed + 3 * k
+                x = data(seed, n)[0]
+                got = (lazy(x).unsqueeze(1) @ x[: 3 + k].t()).amax(-1)
+                out.append(torch.allclose(got.torch(), (x.unsqueeze(1) @ x[: 3 + k].t()).amax(-1)))
+                with pytest.raises(RuntimeError):
+                    lazy(x) @ x[:5]
+            return all(out)
+
+        return run
+
+    assert together(*map(work, range(3))) == [True] * 3
