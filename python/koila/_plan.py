@@ -14,6 +14,7 @@ from . import _backward, _core, _hooks
 from ._budget import readable
 from ._dry import UndoWrites
 from ._lazy import tree_map
+from ._torch import ModesAside
 
 
 class Loop(NamedTuple):
@@ -402,7 +403,9 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
             hooks = _hooks.quiet_hooks(leaves, _hooks.BEFORE)
             context.explains = True
             try:
-                with UndoWrites():  # type: ignore[no-untyped-call]
+                # as Tensor.backward() does: a checkpoint enters its forward's default device again,
+                # which torch cannot leave if it is on the stack already
+                with ModesAside(), UndoWrites():  # type: ignore[no-untyped-call]
                     found = _backward._original(
                         (loss,),
                         (torch.ones_like(loss),),

@@ -96,6 +96,21 @@ def test_explain_of_a_checkpointed_step_leaves_statistics_and_random_state_alone
     assert all(torch.equal(a, b) for a, b in zip(step(False), step(True), strict=True))
 
 
+def test_explain_of_a_checkpointed_step_leaves_no_default_device_behind(no_default_device):
+    """Torch's checkpoint enters the default device of its forward once more; where it is still on
+    the stack, torch.set_default_device(None) could not take it off any more."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    torch.set_default_device("cpu")
+    try:
+        x = torch.randn(12, 4)
+        loss = checkpoint(model, lazy(x), use_reentrant=False).square().mean()
+        assert koila.explain(loss).batch == 12
+    finally:
+        torch.set_default_device(None)
+    assert torch._C._len_torch_function_stack() == 0
+    loss.backward()
+
+
 @pytest.mark.parametrize("rows", [None, 4])
 def test_explain_of_a_loss_tells_the_whole_step_and_leaves_no_trace(rows, tmp_path):
     torch.manual_seed(0)
