@@ -286,7 +286,9 @@ def main() -> int:
     parser.add_argument(
         "--beside", nargs="*", default=[], help="test files, tensors where they say"
     )
-    parser.add_argument("--keep", type=Path, help="write what a simulated device says into FILE")
+    parser.add_argument(
+        "--keep", type=Path, help="put what a simulated device says into FILE, part by part"
+    )
     parser.add_argument("--read", type=Path, help="print the summary of this report")
     parser.add_argument(
         "--processes", type=int, default=1, help="of pytest; more than one blurs measured memory"
@@ -307,6 +309,9 @@ def main() -> int:
         report = make_report(parts, args.suites, args.beside, args.processes)
         if args.keep and not report["device"]["simulated"]:
             parser.error("--keep is for a simulated device; this GPU is a real one")
+        if args.keep:  # parts that did not run stay as they were
+            old = read_json(args.keep)
+            report = {**old, **report, "seconds": {**old.get("seconds", {}), **report["seconds"]}}
         (args.keep or args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(*summary(report, read_json(SIMULATED), known_failures()), sep="\n")
     if not args.read and not args.keep:
