@@ -16,7 +16,7 @@ static koila__account accounts[KOILA__ACCOUNTS_MAX];
 static bool (*_Atomic other)(void);
 /* of those that work: how many, and which one if it is the only one */
 static pthread_mutex_t works = PTHREAD_MUTEX_INITIALIZER;
-static koila__account *working[KOILA__ACCOUNTS_MAX];
+static koila__account *working[KOILA__ACCOUNTS_MAX + 1];
 static _Atomic uint32_t n_working;
 static _Atomic(koila__account *) only;
 static _Atomic uint64_t n_unclear; /* events of helpers while several worked */

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -176,6 +177,140 @@ def test_a_budget_refuses_the_thread_that_set_it_and_no_other():
         allocate("own")
     assert outcome["other"] == 64 * MIB
     assert "can't allocate memory" in outcome["own"]
+
+
+# ---- Python code that runs inside koila's C
+
+
+def own_process(code):
+    """Runs `code` in a process of its own, which a broken walk may kill."""
+    p = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert p.returncode == 0, (p.returncode, p.stderr[-3000:])
+
+
+PREAMBLE = """
+import gc, weakref
+import torch, koila
+from torch import nn
+from koila import _core, lazy
+torch.set_num_threads(1)
+
+
+class Meddling:
+    # the collector runs at almost every allocation, and its callback runs `work`
+    def __init__(self, work, every=1):
+        self.work, self.every, self.n, self.inside = work, every, 0, False
+
+    def __call__(self, phase, info):
+        self.n += 1
+        if phase == "start" and not self.inside and self.n % self.every == 0 and self.n < 2000:
+            self.inside = True
+            try:
+                self.work()
+            finally:
+                self.inside = False
+
+    def __enter__(self):
+        gc.callbacks.append(self)
+        self.before = gc.get_threshold()
+        gc.freeze()  # what is there already need not be looked at each time
+        gc.set_threshold(1, 10**6, 10**6)
+        return self
+
+    def __exit__(self, *_):
+        gc.set_threshold(*self.before)
+        gc.unfreeze()
+        gc.callbacks.remove(self)
+
+
+def step(x, y, m, rows=4):
+    m.zero_grad()
+    torch.manual_seed(1)
+    with koila.micro_batch(rows):
+        nn.functional.mse_loss(m(x), y).backward()
+    return [p.grad.clone() for p in m.parameters()] + [b.clone() for b in m.buffers()]
+
+
+torch.manual_seed(0)
+m = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2))
+state = {k: v.clone() for k, v in m.state_dict().items()}
+x, y = torch.randn(16, 6), torch.randn(16, 2)
+expected = step(*lazy(x, y), m)
+m.load_state_dict(state)
+
+
+def same(got):
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+"""
+
+
+def test_what_is_recorded_while_a_request_runs_is_not_in_it():
+    own_process("""
+        from koila import _run
+        a, b = lazy(x, y)
+        free_bytes = _run.free_bytes
+
+        def records():
+            held.extend(a + torch.randn(1) for _ in range(20_000))
+            return free_bytes()
+
+        held = []
+        _run.free_bytes = records  # called between the making of a part and its run
+        same(step(a, b, m))
+        assert len(held) >= 20_000
+    """)
+
+
+def test_a_callback_of_the_collector_may_record_at_any_time():
+    own_process("""
+        a, b = lazy(x, y)
+        other = a * 2
+        held = []
+
+        def records():
+            if len(held) > 50:
+                held.clear()
+            held.append(other + torch.randn(()))
+            held.append(torch.rand_like(other, requires_grad=False))
+            other[0].mul_(1.5)
+
+        with Meddling(records, 7) as meddling:
+            m.zero_grad()
+            with koila.micro_batch(4):
+                h = m[1](m[0](a))
+                loss = nn.functional.mse_loss(m[4](m[3](h)), b)
+                loss.backward()
+        got = [p.grad.clone() for p in m.parameters()] + [t.clone() for t in m.buffers()]
+        assert meddling.n > 100
+        m.load_state_dict(state)
+        m.zero_grad()
+        a, b = lazy(x, y)
+        with koila.micro_batch(4):
+            nn.functional.mse_loss(m[4](m[3](m[1](m[0](a)))), b).backward()
+        expected[:] = [p.grad.clone() for p in m.parameters()] + [t.clone() for t in m.buffers()]
+        same(got)
+    """)
+
+
+def test_a_wrapper_that_dies_is_not_handed_out():
+    own_process("""
+        base = lazy(torch.ones(6, 2)) * 1.0
+        seen = []
+        for _ in range(20):
+            view = base[0]
+            ref = weakref.ref(view, lambda _: seen.append(_core.group_wrappers(base)))
+            del view
+            gc.collect()
+        assert len(seen) == 20 and all(len(s) == 1 for s in seen)
+        assert koila.run(base).sum() == 12
+    """)
 
 
 # ---- all kinds of threads at once: thread_stress.py

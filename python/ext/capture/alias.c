@@ -34,13 +34,16 @@ static koila_value replay(koila__group *g, koila__chain *c)
     if (c->memo_gen == g->gen)
         return c->memo;
     koila_assert(!c->parent || c->n_links == c->parent->n_links + 1);
+    koila__tape *t = g->tape;
+    const uint32_t gen = g->gen;
     const koila_value input = replay(g, c->parent);
     if (input == KOILA_NONE)
         return KOILA_NONE;
-    koila__tape *t = g->tape;
+    const uint32_t line = koila__line_now(t);
+    if (g->gen != gen) /* finding the line ran Python, which wrote the base: from the start */
+        return replay(g, c);
     koila_value first;
-    const koila_status s =
-        koila_graph_node(t->graph, c->link.sig, &input, koila__line_now(t), &first);
+    const koila_status s = koila_graph_node(t->graph, c->link.sig, &input, line, &first);
     if (s) {
         koila__raise(s);
         return KOILA_NONE;
@@ -54,15 +57,27 @@ static koila_value replay(koila__group *g, koila__chain *c)
 
 koila_value koila__value_of(koila__handle *h)
 {
-    koila__group *g = h->group;
-    if (h->gen == g->gen && h->value != KOILA_NONE)
-        return h->value;
-    const koila_value v = replay(g, h->chain);
-    if (v == KOILA_NONE)
-        return KOILA_NONE;
-    koila__handle_set_value(h, v);
-    h->gen = g->gen;
-    return v;
+    for (;;) {
+        koila__group *g = h->group;
+        koila__chain *c = h->chain;
+        if (h->gen == g->gen && h->value != KOILA_NONE)
+            return h->value;
+        g->refs++; /* Python may run, and `h` move to another tape */
+        if (c)
+            c->refs++;
+        const koila_value v = replay(g, c);
+        const bool is_here = h->group == g && h->chain == c;
+        koila__chain_release(c);
+        if (--g->refs == 0)
+            koila__group_free(g);
+        if (v == KOILA_NONE || !h->group)
+            return KOILA_NONE;
+        if (!is_here)
+            continue;
+        koila__handle_set_value(h, v);
+        h->gen = g->gen;
+        return v;
+    }
 }
 
 /* ---- concrete values */
@@ -81,13 +96,13 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
         PyErr_NoMemory();
     }
     for (uint32_t i = 0; i < n && rc == 0; i++) {
-        if (done[i])
+        if (done[i] || !h[i]->group) /* one that settled meanwhile is plain */
             continue;
         /* one run for each tape */
-        koila__tape *t = h[i]->group->tape;
+        koila__tape *t = (koila__tape *)Py_NewRef((PyObject *)h[i]->group->tape);
         uint32_t m = 0;
         for (uint32_t j = i; j < n; j++) {
-            if (h[j]->group->tape != t)
+            if (!h[j]->group || h[j]->group->tape != t)
                 continue;
             done[j] = true;
             const koila_value v = koila__value_of(h[j]);
@@ -99,13 +114,12 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
                 want[m++] = v;
         }
         if (rc == 0 && m) {
-            Py_INCREF(t);
             rc = koila__executor->run(t, want, m, false);
             t->ran = true;
             /* compact a closed tape again: a running total must not keep all past losses alive */
             t->compacted = false;
-            Py_DECREF(t);
         }
+        Py_DECREF(t);
     }
     PyMem_Free(done);
     if (want != fixed)
@@ -117,6 +131,8 @@ PyObject *koila__concrete(koila__handle *h)
 {
     if (koila__concrete_many(&h, 1) < 0)
         return NULL;
+    if (!h->group)
+        return h->wrapper; /* it settled meanwhile */
     const koila_value v = koila__value_of(h);
     if (v == KOILA_NONE)
         return NULL;
@@ -132,8 +148,13 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
                       koila_leaf_kind kind, uint16_t axis, uint32_t dim)
 {
     Py_INCREF(real);
+    g->refs++; /* its class may run Python, and the last handle may leave */
     const koila_value v = koila__tape_leaf_new(to, real, meta, kind, axis, dim);
     Py_DECREF(real);
+    if (--g->refs == 0) {
+        koila__group_free(g);
+        return 0;
+    }
     if (v == KOILA_NONE)
         return -1;
     koila__group *fresh = koila__group_new(to, v, meta);

@@ -7,6 +7,24 @@
 static PyObject *opaque_ids;     /* dict (type, object) → id */
 static PyObject *opaque_objects; /* list by id */
 
+/* Table and list grow together: no Python code runs between, which may enter another object. */
+static int remember_opaque(const char *text, PyObject *o, uint32_t *id)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(opaque_objects);
+    if (PyList_Append(opaque_objects, o) < 0)
+        return -1;
+    const koila_status s = koila_table_opaque(koila__table, text, id);
+    if (s == KOILA_OK) {
+        koila_assert(*id == (uint32_t)n);
+        return 0;
+    }
+    *id = KOILA_NONE;
+    if (PyList_SetSlice(opaque_objects, n, n + 1, NULL) < 0)
+        PyErr_Clear();
+    koila__raise(s);
+    return -1;
+}
+
 uint32_t koila__opaque_id(PyObject *o)
 {
     PyObject *key = PyTuple_Pack(2, Py_TYPE(o), o);
@@ -19,11 +37,9 @@ uint32_t koila__opaque_id(PyObject *o)
     } else if (!PyErr_Occurred()) {
         PyObject *label = PyObject_Str(o);
         const char *text = label ? PyUnicode_AsUTF8(label) : NULL;
-        if (text) {
-            const koila_status s = koila_table_opaque(koila__table, text, &id);
-            PyObject *n = s ? koila__raise(s) : PyLong_FromUnsignedLong(id);
-            if (!n || PyDict_SetItem(opaque_ids, key, n) < 0 ||
-                PyList_Append(opaque_objects, o) < 0)
+        if (text && remember_opaque(text, o, &id) == 0) {
+            PyObject *n = PyLong_FromUnsignedLong(id);
+            if (!n || PyDict_SetItem(opaque_ids, key, n) < 0)
                 id = KOILA_NONE;
             Py_XDECREF(n);
         }
@@ -258,6 +274,22 @@ int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *
             return -1;
     w->writing = false;
     return 0;
+}
+
+/* Since the inputs were resolved Python may have run (a shape function, the collector, a line seen
+ * for the first time), and have written them or moved them on. */
+bool koila__walk_holds(const call_walk *w)
+{
+    for (uint32_t i = 0; i < w->n_in; i++) {
+        const koila__handle *h = w->in[i].h;
+        if (!h)
+            continue;
+        const koila__group *g = h->group;
+        if (!g || g->tape != w->tape || h->gen != g->gen ||
+            (w->in[i].value != h->value && w->in[i].value != g->cur))
+            return false;
+    }
+    return true;
 }
 
 int koila__arguments_init(void)

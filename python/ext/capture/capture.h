@@ -124,6 +124,8 @@ void koila__chain_release(koila__chain *c);
 /* Is this view of a complex base a conjugate one? In torch that is a flag on the tensor, which its
  * views inherit. */
 bool koila__chain_conjugated(const koila__chain *c);
+/* Appends the wrappers of the group that live to a list, newest first. Runs no Python code. */
+int koila__group_wrappers(const koila__group *g, PyObject *list);
 /* Adds h to all lists; takes references on group and chain. */
 void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
                           koila_meta meta, int64_t offset);
@@ -200,6 +202,7 @@ static inline bool koila__is_lazy(PyObject *o)
 {
     return koila__has_slot(o) && !koila__is_settled(o);
 }
+PyObject *koila__moved_meanwhile(void); /* UnsupportedError */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
                              int64_t offset);

@@ -422,11 +422,10 @@ static PyObject *py_group_info(PyObject *module, PyObject *o)
 /* group_wrappers(lazy) → all lazy tensors that share its memory, itself too, newest first */
 static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
 {
-    koila__handle *h = handle_arg(o);
-    PyObject *r = h ? PyList_New(0) : NULL;
-    for (h = h ? h->group->handles : NULL; r && h; h = h->next_in_group)
-        if (h->wrapper && PyList_Append(r, h->wrapper) < 0)
-            Py_CLEAR(r);
+    PyObject *r = PyList_New(0); /* before the handle is looked at: the collector runs Python */
+    const koila__handle *h = r ? handle_arg(o) : NULL;
+    if (!h || koila__group_wrappers(h->group, r) < 0)
+        Py_CLEAR(r);
     return r;
 }
 

@@ -194,6 +194,15 @@ void koila__group_is_factory(koila__group *g, bool no_lazy_data)
     g->no_lazy_data = no_lazy_data;
 }
 
+int koila__group_wrappers(const koila__group *g, PyObject *list)
+{
+    /* a weak reference's callback sees wrappers that are dead already */
+    for (const koila__handle *h = g->handles; h; h = h->next_in_group)
+        if (h->wrapper && Py_REFCNT(h->wrapper) > 0 && PyList_Append(list, h->wrapper) < 0)
+            return -1;
+    return 0;
+}
+
 bool koila__chain_conjugated(const koila__chain *c)
 {
     bool odd = false;

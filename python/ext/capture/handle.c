@@ -56,10 +56,28 @@ PyTypeObject koila__handle_type = {
     .tp_doc = "What a LazyTensor stands for: a value of a tape.",
 };
 
+PyObject *koila__moved_meanwhile(void)
+{
+    return koila__unsupported(
+        "a tensor went on to another step while a view of it was made: Python "
+        "code ran inside (a finaliser, a callback of the garbage collector) "
+        "and used it");
+}
+
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,
                              int64_t offset)
 {
+    /* A new object: the collector may run Python, which may write the group, or move it on. */
+    const bool is_new = !g->refs;
+    const uint32_t gen = g->gen;
+    g->refs++;
     PyObject *w = koila__wrapper_alone(meta, offset);
+    if (--g->refs == 0 && !is_new) {
+        koila__group_free(g);
+        if (w)
+            koila__moved_meanwhile();
+        Py_CLEAR(w);
+    }
     if (!w)
         return NULL;
     koila__handle *h = n_free ? freelist[--n_free] : PyObject_Malloc(sizeof *h);
@@ -67,6 +85,8 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
         Py_DECREF(w);
         return PyErr_NoMemory();
     }
+    if (g->gen != gen)
+        v = c ? KOILA_NONE : g->cur;
     koila_assert(v == KOILA_NONE || v < koila_graph_n_values(g->tape->graph));
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;

@@ -71,7 +71,7 @@ static int memo_add(memo_entry *e)
 {
     koila_assert(e->no_node || koila_sig_get(koila__table, e->sig)->n_fresh == e->n_results);
     if (n_memo >= MEMO_CAP)
-        koila__memo_clear();
+        koila__memo_clear(); /* runs Python, which may add entries: read everything after it */
     if ((n_memo + 1) * 2 > n_memo_slots) {
         const uint32_t n = n_memo_slots ? n_memo_slots * 2 : MEMO_FIRST_SLOTS;
         memo_entry **fresh = PyMem_Calloc(n, sizeof *fresh);
@@ -312,7 +312,10 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
     const bool factory = op->kind == FACTORY;
     PyObject *said = koila__ask(factory ? "factory" : "shape", op->func, args, kwargs);
     int rc = -1;
-    if (said && factory) {
+    w->again = said && PyTuple_Check(said) && !koila__walk_holds(w);
+    if (w->again) {
+        /* what was said is of inputs that have changed since */
+    } else if (said && factory) {
         rc = learn_factory(e, said, mode);
     } else if (said && PyTuple_Check(said)) {
         rc = learn_results(e, w, op, said, mode);
@@ -321,9 +324,9 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
         w->instead = said;
         said = NULL;
     }
+    Py_XDECREF(said); /* Python may run here: before the entry can be cleared away */
     if (rc == 0)
         rc = memo_add(e);
-    Py_XDECREF(said);
     if (rc == 0)
         return e;
     entry_free(e);

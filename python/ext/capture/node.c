@@ -177,6 +177,8 @@ static PyObject *give(const memo_result *r, koila__tape *t, koila_value v, koila
         return w;
     }
     koila__group *g = view_of->group;
+    if (!g || g->tape != t)
+        return koila__moved_meanwhile();
     const int64_t offset = r->offset + (strided ? 0 : view_of->offset);
     koila__chain *c =
         koila__chain_new(strided ? NULL : view_of->chain, link, r->meta, offset, g->gen, v);
@@ -371,7 +373,7 @@ static int check_writes(const call_walk *w, const op_info *op, PyObject *args, P
 
 /* What the memo says of a call, copied: whatever runs Python (the user's line, a new wrapper) may
  * clear the memo. */
-enum { FEW_RESULTS = 8 };
+enum { FEW_RESULTS = 8, MOST_TRIES = 100 };
 typedef struct outcome {
     koila_sig sig;
     uint32_t n;
@@ -434,7 +436,7 @@ static memo_entry *find_entry(call_walk *w, const op_info *op, PyObject *args, P
     return e ? e : koila__memo_miss(w, op, args, kwargs, mode, n_key, hash);
 }
 
-static int append_node(const call_walk *w, const outcome *c, koila_value *first_out)
+static int append_node(const call_walk *w, const outcome *c, uint32_t line, koila_value *first_out)
 {
     koila_value few[KOILA__N_INPUTS], *inputs = few;
     koila__tape *t = w->tape;
@@ -447,8 +449,8 @@ static int append_node(const call_walk *w, const outcome *c, koila_value *first_
     }
     for (uint32_t i = 0; i < w->n_in; i++)
         inputs[i] = w->in[i].written ? w->in[i].h->group->cur : w->in[i].value;
-    const koila_status s = koila_graph_node(t->graph, c->sig, c->no_inputs ? NULL : inputs,
-                                            koila__line_now(t), first_out);
+    const koila_status s =
+        koila_graph_node(t->graph, c->sig, c->no_inputs ? NULL : inputs, line, first_out);
     if (inputs != few)
         PyMem_Free(inputs);
     if (s) {
@@ -529,6 +531,8 @@ static PyObject *record_on_tape(call_walk *w, const op_info *op, PyObject *args,
     if (resolve_inputs(w) == 0 && (op->kind != STRIDED || read_base(w, args) == 0) &&
         (!w->n_written || check_writes(w, op, args, kwargs) == 0))
         e = find_entry(w, op, args, kwargs);
+    if (!e && w->again)
+        return NULL;
     if (!e && w->instead)
         return PyObject_CallFunctionObjArgs(w->instead, op->func, args, kwargs, NULL);
     if (!e)
@@ -540,13 +544,17 @@ static PyObject *record_on_tape(call_walk *w, const op_info *op, PyObject *args,
     PyObject *r = NULL;
     if (outcome_copy(&c, e) < 0)
         return NULL;
-    if (append_node(w, &c, &first_out) == 0 && make_items(w, op, &c, first_out) == 0)
+    const uint32_t line = koila__line_now(w->tape);
+    w->again = !koila__walk_holds(w);
+    if (!w->again && append_node(w, &c, line, &first_out) == 0 &&
+        make_items(w, op, &c, first_out) == 0)
         r = finish_call(w, op, &c, first_out, args, kwargs);
     outcome_free(&c);
     return r;
 }
 
-PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs)
+/* *again: nothing was recorded, for the inputs changed meanwhile, and no exception is set. */
+static PyObject *record_once(const op_info *op, PyObject *args, PyObject *kwargs, bool *again)
 {
     call_walk w;
     PyObject *r = NULL;
@@ -570,8 +578,24 @@ PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs
         Py_DECREF(t);
     }
 done:
+    *again = w.again;
     koila__walk_deinit(&w);
     return r;
+}
+
+PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs)
+{
+    for (int k = 0; k < MOST_TRIES; k++) {
+        bool again;
+        PyObject *r = record_once(op, args, kwargs, &again);
+        if (!again)
+            return r;
+    }
+    koila__unsupported(
+        "%s: whenever it is recorded, Python code runs inside (a finaliser, a callback "
+        "of the garbage collector) and writes its arguments",
+        koila_op_name(koila__table, op->id));
+    return NULL;
 }
 
 /* ---- views */

@@ -81,6 +81,7 @@ typedef struct call_walk {
     call_input *in;
     uint32_t n_tok, cap_tok, n_in, cap_in, n_lazy, n_pos, n_kw, n_written, n_written_real;
     bool writing; /* the argument being walked is written */
+    bool again;   /* its inputs have changed: nothing was recorded, walk the call once more */
     koila__tape *tape;
     /* owned, or NULL: call this instead of recording; no exception is set then */
     PyObject *instead;
@@ -96,6 +97,8 @@ void koila__walk_deinit(call_walk *w);
 /* Appends a token, all zero except its kind. NULL + error. */
 koila_arg *koila__walk_push(call_walk *w, uint8_t kind);
 int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs);
+/* Are the lazy inputs what they were when they were resolved? */
+bool koila__walk_holds(const call_walk *w);
 int koila__arguments_init(void);
 
 /* ---- memo.c */

@@ -36,17 +36,20 @@ static PyObject *contents(koila__group *g, bool *fresh)
     return Py_XNewRef(t->values[v].real);
 }
 
-/* Lists every wrapper of the group and its place in the base: (sizes, strides, offset). */
+/* Lists every wrapper of the group and its place in the base: (sizes, strides, offset). The
+ * wrappers first, which runs no Python code: after that others may come and go. */
 static int find_places(const koila__group *g, PyObject *wrappers, PyObject *places)
 {
-    for (const koila__handle *h = g->handles; h; h = h->next_in_group) {
+    if (koila__group_wrappers(g, wrappers) < 0)
+        return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wrappers); i++) {
+        const koila__handle *h = koila__handle_of(PyList_GET_ITEM(wrappers, i));
         PyObject *m = koila__meta_object(h->meta);
         PyObject *place = NULL;
         if (m)
             place = Py_BuildValue("(OOL)", PyTuple_GET_ITEM(m, 2), PyTuple_GET_ITEM(m, 3),
                                   (long long)h->offset);
-        const int bad =
-            !place || PyList_Append(places, place) < 0 || PyList_Append(wrappers, h->wrapper) < 0;
+        const int bad = !place || PyList_Append(places, place) < 0;
         Py_XDECREF(m);
         Py_XDECREF(place);
         if (bad)
@@ -112,15 +115,13 @@ static int settle(PyObject *o)
         koila__tape_has_exit(t); /* it keeps the graph of what was written into it */
     bool fresh;
     PyObject *base = contents(g, &fresh);
-    const int collecting = PyGC_Disable();
     const int rc = base ? settle_on(g, base, fresh) : -1;
-    if (collecting)
-        PyGC_Enable();
     Py_XDECREF(base);
     if (--g->refs == 0)
         koila__group_free(g);
     Py_DECREF(t);
-    return rc < 0 ? -1 : 1;
+    /* the run may have moved the group to another tape, where it is concrete now: once more */
+    return rc < 0 ? -1 : settle(o);
 }
 
 static bool requires_grad(PyObject *tensor)

@@ -44,13 +44,58 @@ static bool user_holds(PyObject *wrapper, PyObject *use_count)
 {
     if (!koila__owners_show)
         return true;
-    if (Py_REFCNT(wrapper) > 1)
+    if (Py_REFCNT(wrapper) > 2) /* one of them is that of `handles` */
         return true;
     PyObject *n = PyObject_CallOneArg(use_count, wrapper);
     const long uses = n ? PyLong_AsLong(n) : 1;
     Py_XDECREF(n);
     PyErr_Clear();
     return uses < 2;
+}
+
+/* The handles of a tape, held while they are walked and Python may run: hooks, the collector and
+ * other threads make and drop wrappers meanwhile. */
+typedef struct handles {
+    koila__handle **at; /* [n] owned, as are their wrappers */
+    PyObject **wrappers;
+    uint32_t n;
+} handles;
+
+static void handles_release(handles *all)
+{
+    for (uint32_t i = 0; i < all->n; i++) {
+        Py_DECREF(all->at[i]);
+        Py_DECREF(all->wrappers[i]);
+    }
+    PyMem_Free(all->at);
+    PyMem_Free(all->wrappers);
+}
+
+/* Those whose wrappers live. -1 with an exception, and nothing to release. */
+static int handles_of(const koila__tape *t, handles *all)
+{
+    *all = (handles){ .at = PyMem_Malloc((t->n_handles + 1) * sizeof *all->at),
+                      .wrappers = PyMem_Malloc((t->n_handles + 1) * sizeof *all->wrappers) };
+    if (!all->at || !all->wrappers) {
+        handles_release(all);
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
+        /* a weak reference's callback sees wrappers that are dead already */
+        if (!h->wrapper || !Py_REFCNT(h->wrapper))
+            continue;
+        koila_assert(all->n < t->n_handles);
+        all->at[all->n] = (koila__handle *)Py_NewRef((PyObject *)h);
+        all->wrappers[all->n] = Py_NewRef(h->wrapper);
+        all->n++;
+    }
+    return 0;
+}
+
+static bool is_still_in(const koila__handle *h, const koila__tape *t)
+{
+    return h->group && h->group->tape == t;
 }
 
 /* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
@@ -74,11 +119,12 @@ static bool needs_base(const koila__handle *h)
 {
     if (!h->chain || (!h->next_in_group && !h->prev_in_group))
         return false;
+    const koila__group *g = h->group;
     PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
     const bool constant = grad == Py_False;
     Py_XDECREF(grad);
     PyErr_Clear();
-    return constant;
+    return constant && h->group == g;
 }
 
 uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
@@ -88,17 +134,21 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
     PyErr_Fetch(&type, &value, &trace);
     PyObject *use_count = koila__helper("use_count");
     uint32_t n = 0;
-    /* handles are borrowed here: no wrapper may die meanwhile, not even one that only a cycle keeps
-     */
-    const int collecting = PyGC_Disable();
-    for (koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        if (h->is_unheld || (h->wrapper && use_count && !user_holds(h->wrapper, use_count)))
+    handles all;
+    if (handles_of(t, &all) < 0)
+        all = (handles){ 0 }; /* then nothing more is made in passing */
+    for (uint32_t k = 0; k < all.n; k++) {
+        koila__handle *h = all.at[k];
+        if (h->is_unheld || (use_count && !user_holds(all.wrappers[k], use_count)) ||
+            !is_still_in(h, t))
             continue;
         const koila_value v = koila__value_of(h); /* may record the replay of its chain */
         if (v == KOILA_NONE) {
             PyErr_Clear(); /* asked for later, it will say so itself */
             continue;
         }
+        if (!is_still_in(h, t))
+            continue;
         add_held(t, v, out, cap, &n);
         bool for_itself = false;
         for (uint32_t i = 0; i < n_wanted && !for_itself; i++)
@@ -106,8 +156,8 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
         if (!for_itself && needs_base(h))
             add_held(t, h->group->cur, out, cap, &n);
     }
-    if (collecting)
-        PyGC_Enable();
+    PyErr_Clear();
+    handles_release(&all);
     Py_XDECREF(use_count);
     PyErr_Restore(type, value, trace);
     return n;
@@ -160,16 +210,19 @@ koila__tape *koila__tape_current(void)
 static bool backward_may_come(koila__tape *t)
 {
     bool waits = false;
-    const int collecting = PyGC_Disable(); /* see koila__tape_held */
-    for (koila__handle *h = t->handles; h && !waits; h = h->next_in_tape) {
-        PyObject *r = PyObject_GetAttrString(h->wrapper, "requires_grad");
+    handles all;
+    if (handles_of(t, &all) < 0) {
+        PyErr_Clear();
+        return true;
+    }
+    for (uint32_t k = 0; k < all.n && !waits; k++) {
+        PyObject *r = PyObject_GetAttrString(all.wrappers[k], "requires_grad");
         waits = r == Py_True;
         Py_XDECREF(r);
         if (!r)
             PyErr_Clear();
     }
-    if (collecting)
-        PyGC_Enable();
+    handles_release(&all);
     return waits;
 }
 

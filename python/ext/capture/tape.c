@@ -227,18 +227,42 @@ bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n
 
 /* ---- what must still happen outside */
 
+/* The tensor has new contents and a new version, or the old ones: a later read is a new leaf. */
+static void forget_leaf(koila__tape *t, const PyObject *real)
+{
+    tape_leaf *leaf = find_leaf(t, real);
+    if (leaf && leaf->real)
+        leaf->version = UINT32_MAX;
+}
+
 void koila__tape_drop_effects(koila__tape *t)
 {
     const uint32_t n = t->n_effects;
-    /* the tensor has new contents and a new version: a later read is a new leaf */
-    for (uint32_t i = 0; i < n; i++) {
-        tape_leaf *leaf = find_leaf(t, t->effects[i].real);
-        if (leaf && leaf->real)
-            leaf->version = UINT32_MAX;
-    }
-    t->n_effects = 0;
+    tape_effect *gone = t->effects;
     for (uint32_t i = 0; i < n; i++)
-        Py_CLEAR(t->effects[i].real);
+        forget_leaf(t, gone[i].real);
+    /* a tensor that dies may run Python, which may record the next effect */
+    t->effects = NULL;
+    t->n_effects = t->n_effects_alloc = 0;
+    for (uint32_t i = 0; i < n; i++)
+        Py_DECREF(gone[i].real);
+    PyMem_Free(gone);
+}
+
+void koila__tape_drop_happened(koila__tape *t, PyObject *const *reals, const koila_value *values,
+                               uint32_t n)
+{
+    uint32_t n_left = 0, k = 0;
+    for (uint32_t i = 0; i < t->n_effects; i++) {
+        const tape_effect e = t->effects[i];
+        if (k < n && reals[k] == e.real && values[k] == e.value) {
+            k++;
+            forget_leaf(t, e.real);
+            Py_DECREF(e.real); /* the caller holds it too: nothing dies */
+        } else
+            t->effects[n_left++] = e;
+    }
+    t->n_effects = n_left;
 }
 
 /* The step of `t` failed: what it would have done outside does not happen, and what torch's own
@@ -266,9 +290,12 @@ int koila__tape_drop_overwritten(koila__tape *t)
 {
     uint32_t n = 0;
     for (uint32_t i = 0; i < t->n_effects; i++) {
-        tape_effect e = t->effects[i];
+        const tape_effect e = t->effects[i];
         uint32_t now;
-        if (koila__version_of(e.real, &now) < 0)
+        Py_INCREF(e.real); /* a class of the user's may run Python when asked */
+        const int known = koila__version_of(e.real, &now);
+        Py_DECREF(e.real);
+        if (known < 0)
             return -1;
         if (now == e.version) {
             t->effects[i] = t->effects[n];
@@ -276,11 +303,19 @@ int koila__tape_drop_overwritten(koila__tape *t)
         }
     }
     const uint32_t n_dropped = t->n_effects - n;
-    for (uint32_t i = n; i < t->n_effects; i++)
-        Py_CLEAR(t->effects[i].real);
-    t->n_effects = n;
     if (!n_dropped)
         return 0;
+    PyObject **gone = PyMem_Malloc(n_dropped * sizeof *gone);
+    if (!gone) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t i = 0; i < n_dropped; i++)
+        gone[i] = t->effects[n + i].real;
+    t->n_effects = n; /* first: a tensor that dies may run Python, which may record effects */
+    for (uint32_t i = 0; i < n_dropped; i++)
+        Py_DECREF(gone[i]);
+    PyMem_Free(gone);
     return PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
                             "koila: a training-mode forward pass was left without backward, and %u "
                             "of its running statistics have been written since "

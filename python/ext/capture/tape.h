@@ -121,8 +121,11 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
 extern koila__tape *koila__tapes; /* all live tapes, linked by next_tape */
 bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is `real` a leaf of t? */
-/* Forgets the effects, which are committed. */
-void koila__tape_drop_effects(koila__tape *t);
+void koila__tape_drop_effects(koila__tape *t);                      /* forgets them all */
+/* Forgets those which have happened: the tensors reals[i], held by the caller, with the contents of
+ * values[i], in the order in which they were recorded. */
+void koila__tape_drop_happened(koila__tape *t, PyObject *const *reals, const koila_value *values,
+                               uint32_t n);
 void koila__tape_give_up(koila__tape *t); /* the step failed: its effects do not happen */
 void koila__tape_let_go(koila__tape *t);
 /* Makes `real` (taken over from the caller) the tensor of value v. */

@@ -82,10 +82,6 @@ static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
     for (uint32_t i = 0; i < n_prototypes; i++)
         if (prototypes[i].dtype == dtype && prototypes[i].device == device)
             return koila__tensor_handle(prototypes[i].wrapper);
-    struct prototype *p = PyMem_Realloc(prototypes, (n_prototypes + 1) * sizeof *p);
-    if (!p)
-        return NULL;
-    prototypes = p;
     PyObject *size = Py_BuildValue("(L)", 1LL << 58);
     PyObject *args = size ? wrap_args(size, NULL, 0, dtype, device) : NULL;
     PyObject *w = wrap_by_arguments(args);
@@ -95,6 +91,13 @@ static tensor_handle prototype_of(koila_dtype dtype, uint16_t device)
         PyErr_Clear();
         return NULL;
     }
+    /* after the last line that may run Python, which may have added others */
+    struct prototype *p = PyMem_Realloc(prototypes, (n_prototypes + 1) * sizeof *p);
+    if (!p) {
+        Py_DECREF(w);
+        return NULL;
+    }
+    prototypes = p;
     /* it refers to nothing, and gc.get_objects() must not list it as the user's */
     PyObject_GC_UnTrack(w);
     prototypes[n_prototypes++] = (struct prototype){ w, dtype, device };
@@ -151,10 +154,16 @@ static PyObject *args_of(const koila_meta_info *m, int64_t offset)
 static int wrap_fill(koila_meta meta)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    PyObject *args = args_of(m, 0);
+    if (!args)
+        return -1;
+    const tensor_handle like = prototype_of(m->dtype, m->device);
+    /* from here on no Python code runs, which may fill in others */
     if (meta >= n_wraps) {
         const uint32_t n = (meta + 1) * 2 < 64 ? 64 : (meta + 1) * 2;
         struct wrap *w = PyMem_Realloc(wraps, n * sizeof *w);
         if (!w) {
+            Py_DECREF(args);
             PyErr_NoMemory();
             return -1;
         }
@@ -162,10 +171,10 @@ static int wrap_fill(koila_meta meta)
         wraps = w;
         n_wraps = n;
     }
-    wraps[meta].args = args_of(m, 0);
-    if (!wraps[meta].args)
-        return -1;
-    wraps[meta].like = prototype_of(m->dtype, m->device);
+    if (wraps[meta].args)
+        Py_DECREF(args); /* filled in meanwhile */
+    else
+        wraps[meta] = (struct wrap){ args, like };
     return 0;
 }
 

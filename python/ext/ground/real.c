@@ -128,13 +128,14 @@ PyObject *koila__device_object(uint16_t device)
     if (device >> 8 == 0xff)
         return PyList_GetItem(devices_other, device & 0xff);
     while (PyList_GET_SIZE(devices_cuda) <= (device & 0xff)) {
-        PyObject *d =
-            PyObject_CallFunction(torch_device, "sn", "cuda", PyList_GET_SIZE(devices_cuda));
-        if (!d || PyList_Append(devices_cuda, d) < 0) {
-            Py_XDECREF(d);
+        const Py_ssize_t n = PyList_GET_SIZE(devices_cuda);
+        PyObject *d = PyObject_CallFunction(torch_device, "sn", "cuda", n);
+        /* the collector may have run somebody who added it */
+        const bool is_next = n == PyList_GET_SIZE(devices_cuda);
+        const bool ok = d && (!is_next || PyList_Append(devices_cuda, d) == 0);
+        Py_XDECREF(d);
+        if (!ok)
             return NULL;
-        }
-        Py_DECREF(d);
     }
     return PyList_GET_ITEM(devices_cuda, device & 0xff);
 }

@@ -27,7 +27,9 @@ typedef struct template {
     bool joins;
 } template;
 
-static template *templates; /* [n_templates] by signature */
+/* [n_templates] by signature, NULL: none yet. A template is made once and stays where it is: calls
+ * use it while Python runs, which may make others. */
+static template **templates;
 static uint32_t n_templates;
 
 /* A constant as a new object; also a list of constants. */
@@ -78,13 +80,21 @@ static bool has_tensor(const koila_arg *t)
     return false;
 }
 
-static template *template_of(koila_sig sig)
+static void template_deinit(template *t, uint32_t n)
 {
-    if (sig < n_templates && templates[sig].op)
-        return &templates[sig];
+    for (uint32_t i = 0; i < n; i++)
+        Py_XDECREF(t->constant[i]);
+    PyMem_Free(t->constant);
+    Py_XDECREF(t->kw_names);
+    Py_XDECREF(t->op);
+}
+
+/* Enters t, unless somebody did meanwhile. NULL: no memory. */
+static template *remember(koila_sig sig, const template *t)
+{
     if (sig >= n_templates) {
         const uint32_t n = (sig + 1) * 2 < 256 ? 256 : (sig + 1) * 2;
-        template *p = PyMem_Realloc(templates, n * sizeof *p);
+        template **p = PyMem_Realloc(templates, n * sizeof *p);
         if (!p) {
             PyErr_NoMemory();
             return NULL;
@@ -93,6 +103,23 @@ static template *template_of(koila_sig sig)
         templates = p;
         n_templates = n;
     }
+    koila_assert(!templates[sig]);
+    templates[sig] = PyMem_Malloc(sizeof *t);
+    if (!templates[sig]) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *templates[sig] = *t;
+    return templates[sig];
+}
+
+static template *known_template(koila_sig sig) { return sig < n_templates ? templates[sig] : NULL; }
+
+static template *template_of(koila_sig sig)
+{
+    template *known = known_template(sig);
+    if (known)
+        return known;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     const uint32_t n = s->n_pos + s->n_kw;
     template t = { 0 };
@@ -126,13 +153,14 @@ static template *template_of(koila_sig sig)
     t.op = PyObject_GetAttrString(op, "_op");
     if (!t.op)
         goto fail;
-    templates[sig] = t;
-    return &templates[sig];
+    known = known_template(sig); /* made by another thread, or in a call inside */
+    if (!known)
+        known = remember(sig, &t);
+    else
+        template_deinit(&t, n);
+    return known;
 fail:
-    for (uint32_t i = 0; i < n; i++)
-        Py_XDECREF(t.constant[i]);
-    PyMem_Free(t.constant);
-    Py_XDECREF(t.kw_names);
+    template_deinit(&t, n);
     return NULL;
 }
 

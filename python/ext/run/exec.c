@@ -751,14 +751,8 @@ static void hand_over(exec *x, const node_call *call, bool is_done)
 
 /* Sets the generator of a random node to its state before the recorded draw: 0. Or draws the rows
  * of the slice right here: 1. -1 with an exception. */
-static int prepare_random(exec *x, const node_call *call)
+static int prepare_recorded(exec *x, const node_call *call, const tape_random *random)
 {
-    if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
-        return 0;
-    const tape_random *random =
-        koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, call->n)]);
-    if (!random)
-        return 0;
     if (borrow_generator(x, random->generator) < 0)
         return -1;
     const koila_value first = call->info.first_output;
@@ -767,6 +761,23 @@ static int prepare_random(exec *x, const node_call *call)
     if (is_cut)
         return run_random_rows(x, call->n, random, call->s, first) < 0 ? -1 : 1;
     return koila__generator_set(random->generator, random->state);
+}
+
+static int prepare_random(exec *x, const node_call *call)
+{
+    if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
+        return 0;
+    const tape_random *found =
+        koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, call->n)]);
+    if (!found)
+        return 0;
+    const tape_random random = *found; /* the tape's list moves when more is recorded */
+    Py_INCREF(random.generator);
+    Py_INCREF(random.state);
+    const int status = prepare_recorded(x, call, &random);
+    Py_DECREF(random.generator);
+    Py_DECREF(random.state);
+    return status;
 }
 
 static int run_node(exec *x, const koila_instr *in, bool in_loop)
@@ -1170,7 +1181,8 @@ static int exec_init(exec *x, const koila__part *p)
         return -1;
     }
     const tape_value *values = x->tape->values;
-    for (koila_value v = 0; v < koila_graph_n_values(x->tape->graph); v++) {
+    /* of the values that the part knows: more may have been recorded since it was made */
+    for (koila_value v = 0; v < p->n_values; v++) {
         if (p->value_of[v] == KOILA_NONE || !values[v].real)
             continue;
         const koila_value leaf = koila_plan_leaf(x->plan, p->value_of[v]);

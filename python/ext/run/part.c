@@ -46,14 +46,16 @@ static uintptr_t storage_of(PyObject *real, uint64_t *bytes)
 /* The storages of the part's leaves, numbered by the first leaf in each. */
 static void tell_storages(const koila__tape *t, const koila__part *p)
 {
-    const uint32_t n = koila_graph_n_values(t->graph);
+    const uint32_t n = p->n_values;
     uintptr_t *address = PyMem_Calloc(n + 1, sizeof *address);
     for (koila_value v = 0; address && v < n; v++) {
         uint64_t bytes = 0;
         uint32_t first = 0;
         if (p->value_of[v] == KOILA_NONE || !t->values[v].real)
             continue;
-        address[v] = storage_of(t->values[v].real, &bytes);
+        PyObject *real = Py_NewRef(t->values[v].real); /* a class of the user's may run Python */
+        address[v] = storage_of(real, &bytes);
+        Py_DECREF(real);
         if (!address[v])
             continue;
         while (address[first] != address[v])
@@ -70,7 +72,8 @@ int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koi
     uint8_t *known = PyMem_Calloc(n_values + 1, 1);
     *out = (koila__part){ .value_of = PyMem_Malloc((n_values + 1) * sizeof *out->value_of),
                           .node_from = PyMem_Malloc((n_nodes + 1) * sizeof *out->node_from),
-                          .targets = PyMem_Malloc((n + 1) * sizeof *out->targets) };
+                          .targets = PyMem_Malloc((n + 1) * sizeof *out->targets),
+                          .n_values = n_values };
     koila_status status = KOILA_NO_MEMORY;
     if (out->value_of && out->node_from && out->targets && known) {
         for (uint32_t v = 0; v < n_values; v++)
@@ -144,11 +147,14 @@ static int raise_stale_leaf(const koila__tape *t, koila_value v, uint32_t versio
 
 int koila__part_check_versions(koila__tape *t, const koila__part *p)
 {
-    for (koila_value v = 0; v < koila_graph_n_values(t->graph); v++) {
+    for (koila_value v = 0; v < p->n_values; v++) {
         uint32_t now;
         if (!is_recorded_leaf(t, p, v))
             continue;
-        if (koila__version_of(t->values[v].real, &now) < 0)
+        PyObject *real = Py_NewRef(t->values[v].real); /* a class of the user's may run Python */
+        const int known = koila__version_of(real, &now);
+        Py_DECREF(real);
+        if (known < 0)
             return -1;
         if (now != t->values[v].version)
             return raise_stale_leaf(t, v, now);
@@ -160,11 +166,13 @@ int koila__part_check_versions(koila__tape *t, const koila__part *p)
 static PyObject *leaves_of(const koila__tape *t, const koila__part *p)
 {
     PyObject *leaves = PyList_New(0);
-    for (koila_value v = 0; leaves && v < koila_graph_n_values(t->graph); v++) {
+    for (koila_value v = 0; leaves && v < p->n_values; v++) {
         if (!is_recorded_leaf(t, p, v))
             continue;
         const bool is_batch = koila_value_get(t->graph, v).leaf_kind == KOILA_LEAF_BATCH;
-        PyObject *pair = PyTuple_Pack(2, t->values[v].real, is_batch ? Py_True : Py_False);
+        PyObject *real = Py_NewRef(t->values[v].real); /* the collector may run Python */
+        PyObject *pair = PyTuple_Pack(2, real, is_batch ? Py_True : Py_False);
+        Py_DECREF(real);
         if (!pair || PyList_Append(leaves, pair) < 0)
             Py_CLEAR(leaves);
         Py_XDECREF(pair);

@@ -84,7 +84,7 @@ static bool holds_in_state(cached *c, const koila__room *room, int64_t rows, uin
     return !try_anew && koila__gpu_still_fits(room, c);
 }
 
-/* A cached plan that still holds, borrowed; NULL: none. *n_states: cached.n_states for a new
+/* A cached plan that still holds, a new reference; NULL: none. *n_states: cached.n_states for a new
  * plan. */
 static cached *find(uint64_t key, const koila__room *room, int64_t rows, uint32_t *n_states)
 {
@@ -93,12 +93,17 @@ static cached *find(uint64_t key, const koila__room *room, int64_t rows, uint32_
         if (!c || !still_holds(c, key, room, rows))
             continue;
         *n_states = c->n_states + (c->state != room->state);
-        if (holds_in_state(c, room, rows, *n_states)) {
+        c->refs++; /* a look at the GPU's allocator runs Python, which may put another plan here */
+        const bool holds = holds_in_state(c, room, rows, *n_states);
+        if (holds) {
             c->n_states = *n_states;
             return c;
         }
+        if (cache[i] == c) {
+            cache[i] = NULL;
+            koila__cached_release(c);
+        }
         koila__cached_release(c);
-        cache[i] = NULL;
     }
     return NULL;
 }
@@ -168,7 +173,6 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     if (c) {
         koila_assert(c->refs > 0);
         c->used = ++clock_of_uses;
-        c->refs++;
         if (koila_graph_n_drops(part)) /* equal steps may hold their values for other times */
             koila_graph_take_lives(c->part, part);
         koila_graph_free(part);

@@ -140,9 +140,8 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_
         koila_error err = KOILA_ERROR_INIT;
         koila_status status;
         p->struct_size = sizeof *p;
-        Py_BEGIN_ALLOW_THREADS;
+        /* with the GIL: rewriting a step enters calls into the table that all threads read */
         status = koila_predict_plan(g, d, &conf, &o, p, plan, &err);
-        Py_END_ALLOW_THREADS;
         if (status == KOILA_OK)
             out = prediction_dict(p, d);
         else

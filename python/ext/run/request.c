@@ -359,7 +359,10 @@ static void hand_over(request *q)
     koila_assert(!PyErr_Occurred());
     for (uint32_t i = 0; i < q->n; i++) {
         koila_assert(q->results[i]);
-        koila__tape_set_real(q->tape, q->targets[i], q->results[i]);
+        if (q->tape->values[q->targets[i]].real)
+            Py_DECREF(q->results[i]); /* a hook asked for it meanwhile, and may have the tensor */
+        else
+            koila__tape_set_real(q->tape, q->targets[i], q->results[i]);
     }
 }
 

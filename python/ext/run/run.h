@@ -77,6 +77,8 @@ typedef struct koila__part {
     koila_value *value_of; /* [values of the tape] -> of the part; KOILA_NONE: not in it */
     koila_node *node_from; /* [nodes of the part] -> of the tape */
     koila_value *targets;  /* [as many as were asked for], of the part */
+    /* of the tape when the part was made: what is recorded while it runs is not in it */
+    uint32_t n_values;
 } koila__part;
 int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out);
 koila_graph *koila__part_give(koila__part *p); /* the caller owns it from now on */

@@ -24,7 +24,16 @@ static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
     (void)self;
     (void)ignored;
     const koila__step *last = koila__last_step();
-    return last ? koila__step_dict(last) : Py_NewRef(Py_None);
+    if (!last)
+        return Py_NewRef(Py_None);
+    koila__step step =
+        *last; /* kept: while the dict is made another step may become the last one */
+    step.c->refs++;
+    Py_XINCREF(step.early);
+    PyObject *d = koila__step_dict(&step);
+    koila__cached_release(step.c);
+    Py_XDECREF(step.early);
+    return d;
 }
 
 /* The tape of the first lazy tensor in a list, and the values of all that are not concrete. */
@@ -478,7 +487,10 @@ static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
         return NULL;
     }
     koila_plan *plan = NULL;
-    PyObject *d = koila__predict_graph(last->c->part, device, memory, rows, &with, &plan);
+    cached *c = last->c; /* kept: another thread's step may become the last one */
+    c->refs++;
+    PyObject *d = koila__predict_graph(c->part, device, memory, rows, &with, &plan);
+    koila__cached_release(c);
     if (d && koila__last_step_adopt(plan) < 0)
         Py_CLEAR(d);
     if (!d)

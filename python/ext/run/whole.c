@@ -95,13 +95,14 @@ static int call_with_state(const tape_random *random, koila_sig sig, PyObject *c
 static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObject **out)
 {
     const koila_value *inputs = koila_node_inputs(w->g, n);
-    PyObject *in[MOST_TENSORS], *copies[KOILA__MAX_WRITES];
+    PyObject *in[MOST_TENSORS], *held[MOST_TENSORS], *copies[KOILA__MAX_WRITES];
     uint32_t n_copies = 0;
     koila_assert(s->n_writes <= KOILA__MAX_WRITES);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         PyObject *real = w->t->values[inputs[i]].real;
         in[i] = real ? real : w->env[inputs[i]];
         koila_assert(in[i]);
+        held[i] = Py_NewRef(in[i]);
     }
     int status = 0;
     while (n_copies < s->n_writes && status == 0) {
@@ -118,6 +119,8 @@ static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObje
         status = call_with_state(koila__tape_random(w->t, n), koila_node_get(w->g, n).sig, in, out);
     for (uint32_t i = 0; i < n_copies; i++)
         Py_DECREF(copies[i]);
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        Py_DECREF(held[i]);
     return status;
 }
 
