@@ -1,12 +1,15 @@
 #!/bin/sh
 # hostile.sh — everything in C again, under builds that look for faults. Bounded: about 25 minutes on two cores; ends in "hostile: ok".
 #
-#   tools/hostile.sh [warnings] [valgrind] [sanitize]     (nothing: all three)
+#   tools/hostile.sh [warnings] [valgrind] [sanitize] [threads]     (nothing: the first three)
 #
 #   warnings   gcc and clang, -O2 -Wall -Wextra -Wpedantic -Werror, over the library, the command and the C tests
 #   valgrind   the C unit tests, every read of memory that nobody wrote and every lost block is a failure
 #   sanitize   the extension with address and undefined-behaviour sanitizers, debug level 3 (whole structures checked at each step, first
 #              capacity 1) and asserts; then the Python tests that give it the most trouble
+#   threads    the C units that run without Python's lock, and the extension, with the thread sanitizer; then tests/python/thread_stress.py for
+#              STRESS_SECONDS (600). The interpreter and torch are not instrumented: Python's lock is seen as a lock, races inside torch are not
+#              looked for. So a report is about memory of this extension alone.
 #
 # PYTHON: an interpreter with torch and the test requirements (default: .venv/bin/python). JOBS: 2. BUILD: where to build (default: build-hostile).
 # A compiler or valgrind that is not there is said and skipped.
@@ -68,11 +71,34 @@ sanitize() {
     fi
 }
 
+threads() {
+    tsan=$BUILD/tsan
+    core=_core.$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX")[1:])')
+    rm -rf "$tsan" "$BUILD"/tsan.report.*
+    meson setup "$tsan" -Dpython=true -Db_sanitize=thread -Db_lundef=false -Dbuildtype=debugoptimized -Db_ndebug=false -Ddebug_level=2 >"$tsan.log" 2>&1 || { cat "$tsan.log"; exit 1; }
+    timeout 1200 ninja -C "$tsan" -j "$JOBS" "$core" test_account test_ledger >"$tsan.log" 2>&1 || { cat "$tsan.log"; exit 1; }
+    for unit in account ledger; do
+        "$tsan/test_$unit" || { echo "hostile: test_$unit failed under the thread sanitizer"; exit 1; }
+    done
+    mkdir -p "$tsan/site"
+    cp -r python/koila "$tsan/site/"
+    rm -f "$tsan"/site/koila/_core*.so
+    cp "$tsan/$core" "$tsan/site/koila/"
+    LD_PRELOAD="$(gcc -print-file-name=libtsan.so)" PYTHONPATH="$tsan/site" KOILA_STRESS_LIMIT=600 \
+        TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_signal_unsafe=0 exitcode=0 log_path=$BUILD/tsan.report" \
+        "$PYTHON" tests/python/thread_stress.py --runs 1000000 --seconds "${STRESS_SECONDS:-600}" || { echo "hostile: thread_stress.py found something"; exit 1; }
+    if ls "$BUILD"/tsan.report.* >/dev/null 2>&1; then
+        cat "$BUILD"/tsan.report.*
+        echo "hostile: data races"
+        exit 1
+    fi
+}
+
 for what in ${*:-warnings valgrind sanitize}; do
     case $what in
-        warnings | sanitize) $what ;;
+        warnings | sanitize | threads) $what ;;
         valgrind) valgrind_units ;;
-        *) echo "hostile: expected warnings, valgrind or sanitize, got $what" >&2 && exit 2 ;;
+        *) echo "hostile: expected warnings, valgrind, sanitize or threads, got $what" >&2 && exit 2 ;;
     esac
 done
 echo "hostile: ok"

@@ -6,6 +6,7 @@ import torch
 
 import koila
 import program_generator as programs
+from conftest import LONG as LONG_RUNS
 from koila import UnsupportedError, lazy
 
 WHOLE, SLICED, LONG = range(60), range(1000, 1025), range(2000, 3000)
@@ -33,6 +34,17 @@ def test_a_program_in_one_slice_is_bit_equal(seed):
 @pytest.mark.parametrize("seed", SLICED)
 def test_a_program_in_slices_is_equal(seed, rows):
     same(seed, rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [1000, *([] if not LONG_RUNS else range(4000, 6000, 4))])
+def test_programs_in_threads_beside_each_other_are_equal(first):
+    seeds = range(first, first + 4)
+    ours = programs.together(seeds, lazy, (UnsupportedError,))
+    for seed, outcome in zip(seeds, ours):
+        eager = programs.run(seed, seed % 2, kinds=programs.WITHOUT_RANDOM)
+        eager.generator = b""
+        assert outcome is None or not programs.compare(eager, outcome, exact=False), seed
 
 
 @pytest.mark.long
