@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ._torch import DATA, GRAD, set_data, torch
+from ._torch import DATA, GRAD, SETTING_UP, set_data, torch
 from . import _core, _packed
 from ._errors import UnsupportedError
 from ._settled import alias_of
@@ -20,15 +20,18 @@ _installed = False
 def install() -> None:
     """Wrap them, once in a process."""
     global _installed
-    if _installed:
-        return
-    _installed = True
+    with SETTING_UP:
+        if not _installed:
+            _install()
+        _installed = True
 
+
+def _install() -> None:
     def guarded_data(self: torch.Tensor, value: Any) -> None:
         if _core.is_lazy(self):
             _set_lazy_data(self, value)
         else:
-            if (tape := _core.current_tape()) is not None:
+            for tape in _core.tapes_reading(plain(self)):  # perhaps another thread's
                 _keep_leaf(tape, plain(self))
             DATA.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
             if _core.settled(self) is not None:

@@ -16,6 +16,7 @@ from torch.utils import _device, _pytree as pytree
 
 from . import _core, _sharded
 from ._errors import UnsupportedError
+from ._torch import SETTING_UP
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
@@ -182,26 +183,30 @@ def _backward_of(
 
 def _define() -> Any:
     """The operators koila::opaque and koila::opaque_backward, made at the first use of opaque()."""
-    global _library
     if _library is None:
-        _library = torch.library.Library("koila", "FRAGMENT")
-        _library.define("opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
-        _library.define(
-            "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> "
-            "Tensor[]"
-        )
-        for key in ("CPU", "CUDA"):
-            _library.impl("opaque", _forward, key)
-            _library.impl("opaque_backward", _backward_of, key)
-        torch.library.register_fake("koila::opaque", _fake_forward, lib=_library)
-        torch.library.register_fake(
-            "koila::opaque_backward",
-            lambda grads, inputs, parameters, id: [
-                torch.empty_like(t) for t in [*inputs, *parameters]
-            ],
-            lib=_library,
-        )
+        with SETTING_UP:
+            if _library is None:
+                _define_now()
     return torch.ops.koila
+
+
+def _define_now() -> None:
+    global _library
+    library = torch.library.Library("koila", "FRAGMENT")
+    library.define("opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
+    library.define(
+        "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]"
+    )
+    for key in ("CPU", "CUDA"):
+        library.impl("opaque", _forward, key)
+        library.impl("opaque_backward", _backward_of, key)
+    torch.library.register_fake("koila::opaque", _fake_forward, lib=library)
+    torch.library.register_fake(
+        "koila::opaque_backward",
+        lambda grads, inputs, parameters, id: [torch.empty_like(t) for t in [*inputs, *parameters]],
+        lib=library,
+    )
+    _library = library
 
 
 def _fake_forward(

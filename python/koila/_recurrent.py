@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._torch import torch
+from ._torch import SETTING_UP, torch
 
 LSTM, GRU, TANH, RELU = range(4)
 MODES = {"LSTM": LSTM, "GRU": GRU, "RNN_TANH": TANH, "RNN_RELU": RELU}
@@ -499,28 +499,29 @@ _library: Any = None
 def operators() -> Any:
     """torch.ops.koila with the operators above, made at their first use."""
     global _library
-    if _library is None:
-        library = torch.library.Library("koila", "FRAGMENT")
-        rest = "int mode, bool biased, bool projected"
-        states = "Tensor places, Tensor? hx, Tensor? cx, Tensor[] weights"
-        library.define(
-            f"packed_rnn(Tensor x, {states}, {rest}, int per_row, bool keeps) -> "
-            "(Tensor, Tensor, Tensor, Tensor)"
-        )
-        library.define(
-            f"packed_rnn_backward(Tensor? g_out, Tensor? g_h, Tensor? g_c, Tensor x, {states}, "
-            f"Tensor work, {rest}, bool wants_x, bool wants_weights) -> "
-            "(Tensor, Tensor, Tensor, Tensor[])"
-        )
-        library.define("pack_rows(Tensor x, Tensor rows) -> Tensor")
-        library.define("unpack_rows(Tensor data, Tensor places, Tensor offsets) -> Tensor")
-        for name, kernel, fake in (
-            ("packed_rnn", _forward, _fake_forward),
-            ("packed_rnn_backward", _backward, _fake_backward),
-            ("pack_rows", _pack, _fake_pack),
-            ("unpack_rows", _unpack, _fake_unpack),
-        ):
-            library.impl(name, kernel, "CPU")
-            torch.library.register_fake(f"koila::{name}", fake, lib=library)
-        _library = library
+    with SETTING_UP:
+        if _library is None:
+            library = torch.library.Library("koila", "FRAGMENT")
+            rest = "int mode, bool biased, bool projected"
+            states = "Tensor places, Tensor? hx, Tensor? cx, Tensor[] weights"
+            library.define(
+                f"packed_rnn(Tensor x, {states}, {rest}, int per_row, bool keeps) -> "
+                "(Tensor, Tensor, Tensor, Tensor)"
+            )
+            library.define(
+                f"packed_rnn_backward(Tensor? g_out, Tensor? g_h, Tensor? g_c, Tensor x, {states}, "
+                f"Tensor work, {rest}, bool wants_x, bool wants_weights) -> "
+                "(Tensor, Tensor, Tensor, Tensor[])"
+            )
+            library.define("pack_rows(Tensor x, Tensor rows) -> Tensor")
+            library.define("unpack_rows(Tensor data, Tensor places, Tensor offsets) -> Tensor")
+            for name, kernel, fake in (
+                ("packed_rnn", _forward, _fake_forward),
+                ("packed_rnn_backward", _backward, _fake_backward),
+                ("pack_rows", _pack, _fake_pack),
+                ("unpack_rows", _unpack, _fake_unpack),
+            ):
+                library.impl(name, kernel, "CPU")
+                torch.library.register_fake(f"koila::{name}", fake, lib=library)
+            _library = library
     return torch.ops.koila

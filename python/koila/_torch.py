@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,9 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     with torch._C.DisableTorchFunction():
         DATA.__set__(tensor, data)
 
+
+# Held while something is set up that all threads use from then on.
+SETTING_UP = threading.RLock()
 
 # The number of a tensor's C++ owners.
 use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]

@@ -307,6 +307,43 @@ def test_parallel_apply():
         torch.testing.assert_close(o.detach().torch(), e.detach())
 
 
+def test_two_threads_that_would_wait_for_each_other_are_told():
+    """Each runs its own step and needs a tensor of the other's in the middle of it."""
+    x = torch.randn(B, 3)
+    recorded, running = threading.Barrier(2), threading.Barrier(2)
+    told = []
+
+    def step(mine, theirs):
+        armed = []
+
+        @koila.opaque
+        def meet(t):
+            if armed:
+                armed.clear()  # a failed run is tried again, without what is merely held
+                running.wait(60)
+                try:
+                    theirs[0].torch()
+                except koila.KoilaError as e:
+                    told.append(str(e))
+                    raise
+            return t * 2
+
+        def run():
+            batch = lazy(x)
+            mine.append((batch * 2).sum(0))
+            total = (meet(batch).sum(0) + mine[0]).sum()
+            recorded.wait(60)
+            armed.append(True)
+            return float(total)
+
+        return run
+
+    a, b = [], []
+    found = together(step(a, b), step(b, a))
+    assert len(told) == 1 and "wait for each other" in told[0]
+    assert found == pytest.approx([4 * float(x.sum())] * 2, rel=1e-4, abs=1e-4)
+
+
 # ---- settings
 
 

@@ -484,6 +484,16 @@ static PyObject *py_leaves_on(PyObject *module, PyObject *args)
     return r;
 }
 
+/* tapes_reading(real) → the tapes of steps that have not run, in all threads, with this leaf */
+static PyObject *py_tapes_reading(PyObject *module, PyObject *real)
+{
+    PyObject *r = PyList_New(0);
+    for (koila__tape *t = koila__tapes; r && t; t = t->next_tape)
+        if (!t->closed && koila__tape_reads(t, real) && PyList_Append(r, (PyObject *)t) < 0)
+            Py_CLEAR(r);
+    return r;
+}
+
 /* replace_leaf(tape, value id, tensor): the leaf reads `tensor` from now on */
 static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
 {
@@ -666,6 +676,9 @@ static PyMethodDef methods[] = {
     { "group_wrappers", py_group_wrappers, METH_O,
       "group_wrappers(lazy) -> [every lazy tensor that shares its memory]" },
     { "leaves_on", py_leaves_on, METH_VARARGS, "leaves_on(tape) -> [(value id, tensor), ...]" },
+    { "tapes_reading", py_tapes_reading, METH_O,
+      "tapes_reading(tensor) -> the tapes of steps that have not run, in all threads, with this "
+      "leaf" },
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
     { "memo_clear", py_memo_clear, METH_NOARGS, "Forget every call seen." },
