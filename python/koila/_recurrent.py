@@ -125,7 +125,7 @@ def _lstm_step(igates: Tensor, h: Tensor, c: Tensor, w: _Weights, kept: Any) -> 
     gates, cell, hidden = kept
     width = cell.shape[1]
     torch.add(_linear(h, w.w_hh, w.b_hh), igates, out=gates)
-    i, f, g, o = gates.split(width, 1)
+    i, f, g, o = gates.unsafe_split(width, 1)
     i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
     torch.mul(f, c, out=cell).add_(i * g)
     if w.w_hr is None:
@@ -138,9 +138,9 @@ def _gru_step(igates: Tensor, h: Tensor, w: _Weights, kept: Any) -> Tensor:
     gates, new, hidden = kept
     width = new.shape[1]
     own = _linear(h, w.w_hh, w.b_hh)
-    ir, iz, i_new = igates.split(width, 1)
-    hr, hz, h_new = own.split(width, 1)
-    r, z, h_part = gates.split(width, 1)
+    ir, iz, i_new = igates.unsafe_split(width, 1)
+    hr, hz, h_new = own.unsafe_split(width, 1)
+    r, z, h_part = gates.unsafe_split(width, 1)
     torch.add(hr, ir, out=r).sigmoid_()
     torch.add(hz, iz, out=z).sigmoid_()
     h_part.copy_(h_new)
@@ -293,8 +293,8 @@ class _Way:
     ) -> tuple[Tensor, Tensor]:
         """to: gets the gradient of the gates. Returns those of the states before."""
         cell = self.kept.cells[part]
-        i, f, g, o = self.kept.gates[part].split(cell.shape[1], 1)
-        ti, tf, tg, to_ = to.split(cell.shape[1], 1)
+        i, f, g, o = self.kept.gates[part].unsafe_split(cell.shape[1], 1)
+        ti, tf, tg, to_ = to.unsafe_split(cell.shape[1], 1)
         curved = cell.tanh()
         if self.w.w_hr is not None:
             if self.sums is not None:
@@ -310,8 +310,8 @@ class _Way:
     def gru(self, part: slice, dh: Tensor, h: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the two gradients of the state before, in autograd's order."""
         new = self.kept.cells[part]
-        r, z, h_part = self.kept.gates[part].split(new.shape[1], 1)
-        tr, tz, tn = to.split(new.shape[1], 1)
+        r, z, h_part = self.kept.gates[part].unsafe_split(new.shape[1], 1)
+        tr, tz, tn = to.unsafe_split(new.shape[1], 1)
         through = dh * z
         aten.tanh_backward.grad_input(dh + through.neg(), new, grad_input=tn)
         aten.sigmoid_backward.grad_input(dh * (h - new), z, grad_input=tz)

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import (
 
 import koila
 from helpers import compare, compare_programs, model_state, plain
-from koila import lazy
+from koila import _packed, _recurrent, lazy
 
 B, T, C, H = 12, 8, 5, 6
 LENGTHS = [3, 8, 1, 5, 8, 2, 7, 4, 1, 6, 5, 3]
@@ -348,6 +348,27 @@ def test_a_write_to_what_was_packed_or_padded_comes_too_late():
         return {"loss": plain(loss), "x": plain(x), **model_state(layer)}
 
     compare_programs(program, B, batch=1, split=False)
+
+
+def test_planted_faults_are_caught(monkeypatch):
+    steps_of, at = _recurrent.steps_of, _packed._at
+    monkeypatch.setattr(
+        _recurrent, "steps_of", lambda places: steps_of((places - torch.tensor([1, 0])).clamp(1))
+    )  # rows end a step too early
+    with pytest.raises(AssertionError):
+        compare_nets(Net)
+    monkeypatch.setattr(
+        _recurrent, "steps_of", lambda places: steps_of(places * torch.tensor([1, 0]))
+    )
+    with pytest.raises((AssertionError, RuntimeError)):  # rows in no order
+        compare_nets(Net)
+    monkeypatch.setattr(_recurrent, "steps_of", steps_of)
+    compare_nets(Net)
+    monkeypatch.setattr(_packed, "_at", lambda data, padded: ())  # a write is not noticed
+    with pytest.raises(AssertionError):
+        compare_programs(with_packed(written), B, split=False)
+    monkeypatch.setattr(_packed, "_at", at)
+    compare_programs(with_packed(written), B, split=False)
 
 
 def test_gradients_of_gradients():
