@@ -13,6 +13,7 @@
 #include "ground/settings.h"
 #include "ground/shield.h"
 #include "ground/cpu_bytes.h"
+#include "ground/limits.h"
 
 int koila__module_add(PyObject *m); /* capture/capture_module.c */
 
@@ -33,7 +34,9 @@ static int exec(PyObject *m)
     if (koila__errors_add_module(m) < 0 || koila__context_add_module(m) < 0 ||
         koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0)
         return -1;
-    if (koila__cpu_bytes_add_module(m) < 0 || koila__autograd_nodes_add(m) < 0)
+    if (koila__cpu_bytes_add_module(m) < 0 || koila__resident_add_module(m) < 0)
+        return -1;
+    if (koila__autograd_nodes_add(m) < 0)
         return -1;
     for (size_t i = 0; i < sizeof memlab / sizeof *memlab; i++)
         if (memlab[i](m) < 0)

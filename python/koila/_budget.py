@@ -28,6 +28,7 @@ class _Amounts(TypedDict):
 
     budget: int | None
     cpu_budget: int | None
+    resident: bool
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -62,12 +63,10 @@ def _total(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _held(device: torch.device) -> int:
-    return (
-        int(torch.cuda.memory_allocated(device))
-        if device.type == "cuda"
-        else int(_core.cpu_bytes_current())
-    )
+def _held(device: torch.device, resident: bool) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(_core.resident()["with_files"] or 0) if resident else int(_core.cpu_bytes_current())
 
 
 def _device_in_use() -> torch.device:
@@ -108,9 +107,12 @@ def _parsed(asked: object, call: str) -> tuple[float, bool]:
     return asked, fraction
 
 
-def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True) -> int:
+def _bytes(
+    asked: object, device: torch.device, call: str, *, here: bool = True, resident: bool = False
+) -> int:
     """Bytes of `asked` on `device`. A fraction is of the bytes free there now, and is added to
-    those that torch holds. here: refuse more than the device has."""
+    those that torch holds, or on the CPU to the `resident` ones. here: refuse more than the device
+    has."""
     amount, fraction = _parsed(asked, call)
     if not math.isfinite(amount) or amount <= 0:
         raise _refuse(asked, "a budget above zero", call)
@@ -119,38 +121,47 @@ def _bytes(asked: object, device: torch.device, call: str, *, here: bool = True)
     if device.type == "cuda" and not fraction and not torch.cuda.is_initialized():
         return max(int(amount), 1)  # what the GPU has is not asked before somebody uses it
     total = _total(device)
-    n = min(_held(device) + int(amount * _free(device)), total) if fraction else int(amount)
+    n = int(amount)
+    if fraction:
+        n = min(_held(device, resident) + int(amount * _free(device)), total)
     if here and n > total:
         raise _refuse(asked, f"at most what {device} has, {readable(total)}", call)
     return max(n, 1)
 
 
-def _resolve(asked: Budget, call: str) -> _Amounts:
+def _resolve(asked: Budget, call: str, resident: bool = False) -> _Amounts:
     """The budget for `_core.configure`: bytes for the device in use, and for the CPU beside a GPU.
     None: the bytes free when the step is planned. On a machine with a GPU a single amount is the
-    GPU's: it does not limit the CPU, which holds the data sets."""
-    if asked is None:
-        return {"budget": None, "cpu_budget": None}
+    GPU's: it does not limit the CPU, which holds the data sets. resident: the CPU's is a limit on
+    the resident memory of the process."""
+    chosen: _Amounts = {"budget": None, "cpu_budget": None, "resident": resident}
+    if asked is None and not resident:
+        return chosen
     here = _device_in_use()
-    if not isinstance(asked, Mapping):
-        n = _bytes(asked, here, call)
-        return {"budget": n, "cpu_budget": n if here.type == "cpu" else None}
-    chosen: _Amounts = {"budget": None, "cpu_budget": None}
-    for name, amount in asked.items():
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError):
-            raise _refuse(name, 'a device like "cpu" or "cuda:0"', call) from None
-        present = device.type == "cpu" or device.type == here.type
-        limit = (
-            _bytes(amount, device if present else torch.device("cpu"), call)
-            if amount is not None
-            else None
+    if isinstance(asked, Mapping):
+        for name, amount in asked.items():
+            try:
+                device = torch.device(name)
+            except (RuntimeError, TypeError):
+                raise _refuse(name, 'a device like "cpu" or "cuda:0"', call) from None
+            present = device.type == "cpu" or device.type == here.type
+            limit = (
+                _bytes(amount, device if present else torch.device("cpu"), call, resident=resident)
+                if amount is not None
+                else None
+            )
+            if device.type == here.type and device.index in (None, here.index):
+                chosen["budget"] = limit
+            if device.type == "cpu":
+                chosen["cpu_budget"] = limit
+    elif asked is not None:
+        chosen["budget"] = _bytes(asked, here, call, resident=resident)
+        if here.type == "cpu":
+            chosen["cpu_budget"] = chosen["budget"]
+    if resident and chosen["cpu_budget"] is None:
+        raise _refuse(
+            asked, 'an amount for the CPU, such as "2GiB" without a GPU, or {"cpu": "2GiB"}', call
         )
-        if device.type == here.type and device.index in (None, here.index):
-            chosen["budget"] = limit
-        if device.type == "cpu":
-            chosen["cpu_budget"] = limit
     return chosen
 
 
@@ -221,6 +232,9 @@ class budget(_Setting):
     Args:
         amount: bytes (int), `"512MB"`, `"2GiB"`, a fraction such as `0.8` of what is free on entry,
             a dict by device, or `None`: what is free when a step is planned.
+        resident: the CPU's amount limits the resident memory of the process instead: torch's bytes,
+            Python, libraries, and freed memory that the C library keeps. For where a process is
+            killed beyond a limit. The limit of a control group (a container's) need not be told.
 
     Raises:
         ValueError: not a size, not above zero, or more than the machine has.
@@ -230,20 +244,23 @@ class budget(_Setting):
         ...     pass
     """
 
-    def __init__(self, amount: Budget) -> None:
+    def __init__(self, amount: Budget, *, resident: bool = False) -> None:
         super().__init__()
         self._amount = amount
-        _resolve(amount, f"budget({amount!r})")
+        self._resident = resident
+        self._call = f"budget({amount!r}{', resident=True' if resident else ''})"
+        _resolve(amount, self._call, resident)
 
     def _settings(self) -> dict[str, Any]:
-        return {**_resolve(self._amount, f"budget({self._amount!r})")}
+        return {**_resolve(self._amount, self._call, self._resident)}
 
 
-def set_budget(amount: Budget) -> None:
+def set_budget(amount: Budget, *, resident: bool = False) -> None:
     """The budget of the process from here on, in all its threads: it holds wherever no `budget()`
-    is entered (inside one, also there until it ends). The environment variable `KOILA_BUDGET` does
-    the same at import."""
-    amounts = _resolve(amount, f"set_budget({amount!r})")
+    is entered (inside one, also there until it ends). resident: as in `budget()`. The environment
+    variable `KOILA_BUDGET` does the same at import."""
+    call = f"set_budget({amount!r}{', resident=True' if resident else ''})"
+    amounts = _resolve(amount, call, resident)
     _core.configure_process(**amounts)
     if _core.configure()["own_budget"]:
         _core.configure(**amounts)

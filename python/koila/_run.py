@@ -1,11 +1,10 @@
-"""The Python part of the executor (python/ext/run): mode guards, free memory of the device, and the
-operators that only rewrites use."""
+"""The Python part of the executor (python/ext/run): mode guards, bytes held, and the operators that
+only rewrites use."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import _core
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch
 
 
@@ -47,18 +46,9 @@ class _Guards(BelowAutograd):
 n_dispatch_modes = torch._C._len_torch_dispatch_stack
 n_function_modes = torch._C._len_torch_function_stack
 
-_SHARE_OF_FREE = 0.9  # the rest is for other programs
-
 
 def guards() -> _Guards:
     return _Guards()
-
-
-def free_bytes() -> int | None:
-    """Bytes of the CPU's memory that a step may use beyond the live bytes; None if unknown. (For a
-    GPU: `_cuda.py`.)"""
-    free = _core.free_memory()["free"]
-    return None if free is None else int(free * _SHARE_OF_FREE)
 
 
 def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:

@@ -36,6 +36,7 @@ def a_step(
 
 def settings(device: torch.device) -> None:
     koila.set_budget("2GiB")
+    koila.set_budget({"cpu": "2GiB"}, resident=True)
     koila.set_budget(None)
     koila.set_budget([1])  # type: ignore[arg-type]
     with koila.budget(0.8), koila.micro_batch(16), koila.strict():

@@ -38,6 +38,7 @@
 #include "memory/freemem.h"
 #include "ground/got.h"
 #include "memory/ledger.h"
+#include "ground/limits.h"
 
 static koila__ledger ledger;
 
@@ -80,6 +81,18 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
     }
 }
 
+/* Counts n bytes that are about to be asked for: within the limits on torch's bytes, of which
+ * `limit` is this thread's, and within that on resident memory. */
+KOILA__HOT static bool reserve(uint64_t n, uint64_t limit, uint64_t *now)
+{
+    if (!koila__ledger_reserve_within(&ledger, n, limit, now))
+        return false;
+    if (koila__resident_grants(n, *now))
+        return true;
+    koila__ledger_cancel(&ledger, n);
+    return false;
+}
+
 /* Enters a granted block into the table, and into the account `a`. False: no memory for the
  * entry. */
 KOILA__HOT static bool remember(void *p, uint64_t n, uint64_t now, koila__account *a)
@@ -107,7 +120,7 @@ KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n
 {
     uint64_t now, limit;
     koila__account *account = koila__account_now(&limit);
-    if (!koila__ledger_reserve_within(&ledger, n, limit_here(limit), &now))
+    if (!reserve(n, limit_here(limit), &now))
         return ENOMEM;
     void *p = NULL;
     int r = posix_memalign(&p, alignment, n);
@@ -163,7 +176,7 @@ static void *hook_alloc_cpu(size_t n)
     if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES)
         return real_alloc_cpu(n);
     koila__account *account = koila__account_now(&limit);
-    if (!koila__ledger_reserve_within(&ledger, n, limit_here(limit), &now))
+    if (!reserve(n, limit_here(limit), &now))
         refuse(n);
     __attribute__((cleanup(take_back))) reservation r = { n, true };
     void *p = real_alloc_cpu(n);

@@ -167,7 +167,7 @@ int koila__raise_out_of_memory(const char *text, uint64_t missing_bytes)
 int koila__raise_no_fit(koila_status status, const koila_error *err, const char *call)
 {
     if (status == KOILA_OOM) {
-        char text[400];
+        char text[520];
         snprintf(text, sizeof text,
                  "%s: %s. Try: a larger budget, a smaller model or sequence, or "
                  "torch.utils.checkpoint around its blocks",

@@ -1,8 +1,8 @@
 /* settings.c — see settings.h.
  *
- *   configure(*, micro_batch, budget, cpu_budget, strict, fastest, dry, own_budget) -> the settings
- *       before, as a dict for configure(**dict); only the given settings change
- *   configure_process(*, budget, cpu_budget): where no budget is entered
+ *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget) ->
+ *       the settings before, as a dict for configure(**dict); only the given settings change
+ *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
  *
  * A context variable holds an object that never changes, so that a copied context keeps what was
  * set when it was copied.
@@ -10,6 +10,7 @@
 #include "ground/settings.h"
 #include "ground/context.h"
 #include "ground/cpu_bytes.h"
+#include "ground/limits.h"
 
 typedef struct settings_object {
     PyObject_HEAD
@@ -43,6 +44,7 @@ koila__settings koila__settings_now(void)
         s.has_budget = process.has_budget;
         s.budget = process.budget;
         s.cpu_budget = process.cpu_budget;
+        s.resident = process.resident;
     }
     return s;
 }
@@ -61,7 +63,10 @@ void koila__settings_enforce(void)
     if (koila__context_lent())
         return; /* this thread is not that context's */
     const koila__settings s = own();
-    koila__cpu_bytes_set_own_limit(s.own_budget && !s.dry, s.cpu_budget);
+    const bool holds = s.own_budget && !s.dry;
+    koila__cpu_bytes_set_own_limit(holds, s.resident ? UINT64_MAX : s.cpu_budget);
+    koila__resident_budget_here(holds && s.resident ? s.cpu_budget : UINT64_MAX,
+                                koila__cpu_bytes_current());
 }
 
 static PyObject *number_or_none(bool is_number, uint64_t n)
@@ -74,11 +79,12 @@ static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
-    return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch", number_or_none(s.rows, (uint64_t)s.rows),
-        "budget", number_or_none(s.has_budget, s.budget), "cpu_budget",
-        number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "strict", truth(s.strict),
-        "fastest", truth(s.fastest), "dry", truth(s.dry), "own_budget", truth(s.own_budget));
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+                         number_or_none(s.rows, (uint64_t)s.rows), "budget",
+                         number_or_none(s.has_budget, s.budget), "cpu_budget",
+                         number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
+                         truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest),
+                         "dry", truth(s.dry), "own_budget", truth(s.own_budget));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -95,8 +101,10 @@ static void set_switch(bool *out, PyObject *o)
         *out = PyObject_IsTrue(o) == 1;
 }
 
-static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget)
+static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,
+                       PyObject *resident)
 {
+    s->resident = resident && PyObject_IsTrue(resident) == 1;
     s->has_budget = budget != Py_None;
     s->budget = bytes_of(budget, UINT64_MAX);
     s->cpu_budget = bytes_of(cpu_budget, s->budget);
@@ -117,20 +125,20 @@ static int store(koila__settings s)
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "cpu_budget", "strict",
+    static char *names[] = { "micro_batch", "budget", "cpu_budget", "resident", "strict",
                              "fastest",     "dry",    "own_budget", NULL };
-    PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL;
+    PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOO:configure", names, &rows, &budget,
-                                     &cpu_budget, &strict, &fastest, &dry, &own_budget))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOO:configure", names, &rows, &budget,
+                                     &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget))
         return NULL;
     koila__settings s = own();
     if (rows)
         s.rows = rows == Py_None ? 0 : PyLong_AsLongLong(rows);
     if (budget) {
         s.own_budget = true;
-        set_budget(&s, budget, cpu_budget);
+        set_budget(&s, budget, cpu_budget, resident);
     }
     if (!PyErr_Occurred() && s.rows < 0)
         PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
@@ -154,21 +162,22 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 
 static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "budget", "cpu_budget", NULL };
-    PyObject *budget = NULL, *cpu_budget = NULL;
+    static char *names[] = { "budget", "cpu_budget", "resident", NULL };
+    PyObject *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OO:configure_process", names, &budget,
-                                     &cpu_budget))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOO:configure_process", names, &budget,
+                                     &cpu_budget, &resident))
         return NULL;
     if (!budget)
         budget = Py_None;
     koila__settings s = process;
-    set_budget(&s, budget, cpu_budget);
+    set_budget(&s, budget, cpu_budget, resident);
     if (PyErr_Occurred())
         return NULL;
     process = s;
     koila__cpu_bytes_install();
-    koila__cpu_bytes_set_limit(s.cpu_budget);
+    koila__cpu_bytes_set_limit(s.resident ? UINT64_MAX : s.cpu_budget);
+    koila__resident_budget(s.resident ? s.cpu_budget : UINT64_MAX, koila__cpu_bytes_current());
     Py_RETURN_NONE;
 }
 

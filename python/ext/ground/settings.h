@@ -22,6 +22,7 @@ typedef struct koila__settings {
      * beyond it */
     uint64_t cpu_budget;
     bool has_budget;
+    bool resident;   /* cpu_budget limits the resident memory of the process, not torch's bytes */
     bool strict;     /* refuse plans that gather */
     bool fastest;    /* time a few slice sizes and keep the fastest */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */

@@ -856,8 +856,11 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
         x->failure_announced = true;
         return -1;
     }
+    const bool refuses = koila__resident_refuses_here();
     koila__cpu_bytes_lift_limit(true);
+    koila__resident_refuse_here(false);
     const int status = run_node(x, in, in_loop);
+    koila__resident_refuse_here(refuses);
     koila__cpu_bytes_lift_limit(false);
     x->failed_inside_call = status < 0;
     return status;
@@ -1061,9 +1064,10 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
 {
     koila_assert(rows > 0 && st->n_instrs > 0);
     x->batch = koila_graph_axis_size(x->g, st->axis);
-    for (int64_t at = begin; at < end; at += rows) {
+    for (int64_t at = begin, next; at < end; at = next) {
+        next = at + rows < end ? at + rows : end;
         x->begin = at;
-        x->end = at + rows < end ? at + rows : end;
+        x->end = next;
         if (already)
             memcpy(x->done, already, st->n_instrs);
         else
@@ -1072,6 +1076,8 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             end_slice(x, st);
         else if (run_in_halves(x, st) < 0)
             return -1;
+        else if (next - at == rows) /* the next slices are as large: not once more in vain */
+            rows = (rows + 1) / 2;
     }
     return 0;
 }

@@ -39,6 +39,7 @@ typedef struct request {
     int64_t rows;     /* of a slice, for the next plan; 0: as many as fit */
     PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
     bool rows_agreed; /* all ranks plan with these rows */
+    bool no_extra;    /* leave nothing free for what libraries may take */
     bool is_awaited;  /* other ranks wait for this one in the exchange (ranks.c) */
     koila__step step; /* what is to be told of it */
     /* of one try */
@@ -118,10 +119,8 @@ static next find_part(request *q)
     return koila__is_stale() ? retry_without_held(q) : FAILED;
 }
 
-static next find_plan(request *q)
+static next find_room(request *q)
 {
-    koila_error err = KOILA_ERROR_INIT;
-    koila_status status = KOILA_OK;
     if (koila__room_for(q->part.graph, &q->room) < 0)
         return FAILED;
     if (koila__is_planning()) { /* what the step reads will be held beside it */
@@ -130,6 +129,45 @@ static next find_plan(request *q)
             return FAILED;
         koila__room_holds(&q->room, held);
     }
+    if (q->no_extra)
+        koila__room_without_extra(&q->room);
+    return GO_ON;
+}
+
+/* Something has to be cut: is there more room when the C library gives back what it retains? */
+static bool settle_room(const request *q)
+{
+    return !koila__is_planning() && q->room.resident.limit != UINT64_MAX &&
+           koila__resident_settle(q->room.held);
+}
+
+/* There is no plan, for want of memory or as `err` says. */
+static next without_plan(request *q, koila_status status, const koila_error *err)
+{
+    const bool ran_out = status == KOILA_OOM;
+    if (ran_out && !q->no_extra && koila__room_without_extra(&q->room)) {
+        q->no_extra = true;
+        return RETRY;
+    }
+    if (ran_out && q->n > q->n_must)
+        return retry_without_largest(q);
+    if (ran_out && !koila__is_planning() && koila__learned_misfit(q->key))
+        return RETRY; /* once: now less is known of what operators use inside */
+    if (!ran_out || q->room.gpu >= 0 || koila__held_fits("one step") == 0) {
+        char resident[120], call[140];
+        koila__room_tell(&q->room, resident, sizeof resident);
+        snprintf(call, sizeof call, "one step%s", resident);
+        koila__raise_no_fit(status, err, call);
+    }
+    return FAILED;
+}
+
+static next find_plan(request *q)
+{
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    if (find_room(q) == FAILED)
+        return FAILED;
     q->key = koila_graph_hash(q->part.graph);
     const koila__settings set = koila__settings_now();
     q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
@@ -137,15 +175,9 @@ static next find_plan(request *q)
         q->rows = koila__tuned_rows(q->key);
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n, &q->room, q->rows,
                            &err, &status);
-    if (q->c)
-        return GO_ON;
-    if (status == KOILA_OOM && q->n > q->n_must)
-        return retry_without_largest(q);
-    if (status == KOILA_OOM && !koila__is_planning() && koila__learned_misfit(q->key))
-        return RETRY; /* once: now less is known of what operators use inside */
-    if (status != KOILA_OOM || q->room.gpu >= 0 || koila__held_fits("one step") == 0)
-        koila__raise_no_fit(status, &err, "one step");
-    return FAILED;
+    if ((q->c ? q->c->info.n_slices > 1 : status == KOILA_OOM) && settle_room(q))
+        return RETRY;
+    return q->c ? GO_ON : without_plan(q, status, &err);
 }
 
 static next ask_strict(request *q)
@@ -209,10 +241,11 @@ static next planned(request *q)
 
 static void raise_with_largest(const request *q, bool ranks_wait)
 {
-    char largest[300], text[600];
+    char largest[300], resident[120], text[700];
     koila__largest_text(q->c, N_LARGEST_TOLD, largest, sizeof largest);
-    snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:%s%s",
-             (long long)q->c->info.rows, largest,
+    koila__room_tell(&q->room, resident, sizeof resident);
+    snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:%s%s%s",
+             (long long)q->c->info.rows, largest, resident,
              ranks_wait ? ". It ran out inside a sharded module, where the other ranks wait: give "
                           "all ranks a smaller koila.micro_batch(n)"
                         : "");
@@ -271,9 +304,13 @@ static next execute(request *q)
     const int window = koila__cpu_bytes_open();
     const double started = seconds_now();
     koila__interrupted = false;
+    const bool is_limited = q->room.resident.limit != UINT64_MAX;
+    const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
     const int status = koila__exec_plan(
         q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks, q->n, q->results, &told);
     koila_assert((status < 0) == (PyErr_Occurred() != NULL));
+    if (is_limited)
+        koila__resident_end(inside, koila__cpu_bytes_current(), base + q->c->info.peak_bytes);
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     const bool ran_out = status < 0 && koila__is_out_of_memory();

@@ -4,44 +4,75 @@
 
 #define MIB 1048576.0
 
-/* Free bytes of the CPU's memory, as koila._run counts them. False: not known. */
-static bool free_bytes(uint64_t *out)
+static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
+
+/* Torch's bytes may come to `limit`. */
+static void limit_to(koila__room *room, uint64_t limit)
 {
-    PyObject *mine = PyImport_ImportModule("koila._run");
-    PyObject *n = mine ? PyObject_CallMethod(mine, "free_bytes", NULL) : NULL;
-    if (n && n != Py_None)
-        *out = PyLong_AsUnsignedLongLong(n);
-    const bool known = n && n != Py_None && !PyErr_Occurred();
-    PyErr_Clear();
-    Py_XDECREF(mine);
-    Py_XDECREF(n);
-    return known;
+    room->limit = least_of(room->limit, limit);
+    koila__room_holds(room, room->held);
 }
 
 /* The CPU's, or that of a GPU that cannot be read. */
 static void look_at_cpu(koila__room *room)
 {
-    const uint64_t held = koila__cpu_bytes_current();
-    uint64_t free;
-    const uint64_t budget = koila__settings_now().cpu_budget;
-    if (budget != UINT64_MAX) {
-        room->limit = budget;
-        koila__room_holds(room, held);
-    } else if (free_bytes(&free)) {
-        room->held = held;
-        room->bytes = free;
-        room->limit = free + held;
-    } else
-        room->held = held;
+    const koila__settings set = koila__settings_now();
+    const uint64_t budget = set.cpu_budget;
+    const bool is_resident = set.resident;
+    room->held = koila__cpu_bytes_current();
+    room->resident = koila__resident_room_for(room->held, is_resident ? budget : UINT64_MAX,
+                                              budget == UINT64_MAX);
+    if (budget != UINT64_MAX && !is_resident)
+        limit_to(room, budget);
+    if (room->resident.mapped != UINT64_MAX)
+        limit_to(room, room->held + room->resident.mapped);
+    if (room->resident.limit != UINT64_MAX)
+        limit_to(room, minus(room->resident.limit, room->resident.base + room->resident.extra));
+}
+
+/* What torch's bytes may come to in a step that is only planned. */
+static uint64_t dry_budget(const koila__settings *set)
+{
+    const uint64_t budget = set->budget;
+    if (!set->resident || set->cpu_budget != budget)
+        return budget;
+    const koila__resident_room r =
+        koila__resident_room_for(koila__cpu_bytes_current(), budget, false);
+    return least_of(budget, minus(r.limit, r.base + r.extra));
+}
+
+void koila__room_tell(const koila__room *room, char *text, size_t n)
+{
+    const koila__resident_room *r = &room->resident;
+    *text = 0;
+    if (room->gpu < 0 && r->limit != UINT64_MAX && room->limit <= minus(r->limit, r->base))
+        snprintf(text, n, " (of at most %.1f MiB resident memory, %.1f MiB are not torch's)",
+                 (double)r->limit / MIB, (double)r->base / MIB);
+}
+
+bool koila__room_without_extra(koila__room *room)
+{
+    const koila__resident_room *r = &room->resident;
+    if (room->gpu >= 0 || r->limit == UINT64_MAX || !r->extra)
+        return false;
+    const uint64_t with = minus(r->limit, r->base + r->extra);
+    if (room->limit < with) /* something else limits it */
+        return false;
+    room->limit = minus(r->limit, r->base);
+    koila__room_holds(room, room->held);
+    return true;
 }
 
 int koila__room_for(const koila_graph *part, koila__room *out)
 {
-    *out = (koila__room){ .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1 };
+    *out = (koila__room){
+        .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1, .resident = { .limit = UINT64_MAX }
+    };
     const koila__settings set = koila__settings_now();
     if (set.dry) {
         if (set.has_budget)
-            out->bytes = out->limit = set.budget;
+            out->bytes = out->limit = dry_budget(&set);
         return 0;
     }
     const int gpu = koila__gpu_of(part);
@@ -64,7 +95,7 @@ int koila__held_fits(const char *call)
     const koila__settings set = koila__settings_now();
     const uint64_t budget = set.cpu_budget;
     const bool is_limit = budget != UINT64_MAX && koila__cpu_bytes_get_limit() == budget;
-    if (!is_limit || set.dry || held <= budget)
+    if (!is_limit || set.dry || set.resident || held <= budget)
         return 0;
     char text[400];
     snprintf(text, sizeof text,

@@ -21,6 +21,7 @@
 #include "capture/capture.h"
 #include "ground/cpu_bytes.h"
 #include "ground/errors.h"
+#include "ground/limits.h"
 #include "ground/settings.h"
 #include "memory/account.h"
 
@@ -96,9 +97,17 @@ typedef struct koila__room {
     uint64_t held;
     int gpu;
     uint64_t state; /* GPU: state of its allocator, never 0 */
+    /* CPU: where all of the process is limited, and not torch's bytes alone */
+    koila__resident_room resident;
 } koila__room;
 /* -1 with UnsupportedError while the GPU's work is captured into a graph. */
 int koila__room_for(const koila_graph *part, koila__room *out);
+/* The same without the bytes that are left free because libraries may take them: for a step that
+ * else does not fit at all. False: there are none. */
+bool koila__room_without_extra(koila__room *room);
+/* Writes what of the process's resident memory is not torch's, for the text of an error; "" where
+ * something else limits the room. */
+void koila__room_tell(const koila__room *room, char *text, size_t n);
 /* Subtracts `held` more bytes that are held. */
 void koila__room_holds(koila__room *room, uint64_t held);
 /* OutOfMemory if torch holds more than the budget before `call` begins: nothing could be
