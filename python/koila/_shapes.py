@@ -29,6 +29,8 @@ class _Here(threading.local):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Each call comes here once. Torch's own cache would keep each for ever.
+        self.fake_mode.cache_enabled = False
         self.quiet = False  # its log is not told what fails now
 
 
