@@ -16,28 +16,58 @@ enum { MOST_LARGEST = 32, MOST_CURVE_POINTS = 1024 };
 static koila__step last;
 static uint64_t n_last_steps;
 
-const koila__step *koila__last_step(void) { return last.c ? &last : NULL; }
+/* While koila.plan() records, the last step is the last one that this thread planned, for other
+ * threads' steps end meanwhile. Kept until the thread's next step. */
+static _Thread_local koila__step planned;
+static _Thread_local uint64_t n_planned;
 
-uint64_t koila__n_last_steps(void) { return n_last_steps; }
-
-void koila__last_step_is(const koila__step *step)
+const koila__step *koila__last_step(void)
 {
-    const koila__step before = last;
-    koila_assert(step->c);
-    last = *step;
-    n_last_steps++;
+    const koila__step *step = koila__is_planning() ? &planned : &last;
+    return step->c ? step : NULL;
+}
+
+uint64_t koila__n_last_steps(void) { return koila__is_planning() ? n_planned : n_last_steps; }
+
+static void replace(koila__step *old, const koila__step *step)
+{
+    const koila__step before = *old;
+    *old = *step;
     koila__cached_release(before.c);
     Py_XDECREF(before.early);
 }
 
+void koila__last_step_is(const koila__step *step)
+{
+    koila__step own = { 0 };
+    koila_assert(step->c);
+    if (koila__is_planning()) {
+        own = *step;
+        own.c->refs++;
+        Py_XINCREF(own.early);
+        n_planned++;
+    }
+    replace(&planned, &own);
+    n_last_steps++;
+    replace(&last, step);
+}
+
 int koila__last_step_adopt(koila_plan *plan)
 {
-    koila_assert(last.c);
-    cached *c = koila__cached_variant(last.c, plan);
+    koila__step *step = koila__is_planning() ? &planned : &last;
+    koila_assert(step->c);
+    cached *c = koila__cached_variant(step->c, plan);
     if (!c)
         return -1;
-    koila__cached_release(last.c);
-    last.c = c;
+    if (step == &planned) { /* last_plan() tells it too */
+        koila__step told = planned;
+        c->refs++;
+        told.c = c;
+        Py_XINCREF(told.early);
+        replace(&last, &told);
+    }
+    koila__cached_release(step->c);
+    step->c = c;
     return 0;
 }
 
