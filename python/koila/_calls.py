@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from collections.abc import Callable
 
-from ._torch import BelowAutograd, ViewFlags, torch
+from ._torch import BelowAutograd, ViewFlags, torch, untyped_storage
 from . import _core
 from ._errors import UnsupportedError
 from ._tensor import LazyTensor, plain
@@ -188,8 +188,8 @@ def unshare(real: torch.Tensor) -> None:
     tape = _core.current_tape()
     if tape is None:
         return
-    memory = real.untyped_storage().data_ptr()
+    memory = untyped_storage(real).data_ptr()
     for v, leaf in _core.leaves_on(tape):
-        if leaf is real or leaf.untyped_storage().data_ptr() == memory:
+        if leaf is real or untyped_storage(leaf).data_ptr() == memory:
             with torch.no_grad():
                 _core.replace_leaf(tape, v, clone_exactly(leaf.detach()))

@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from ._torch import set_data, torch, use_count
+from ._torch import set_data, torch, untyped_storage, use_count
 from ._batch_norm import uncount
 from ._calls import (
     clone_exactly,
@@ -55,6 +55,7 @@ __all__ = [
     "settled_views",
     "shape",
     "uncount",
+    "untyped_storage",
     "use_count",
     "value_dependent",
     "with_strides",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ._torch import DATA, GRAD, SETTING_UP, set_data, torch
+from ._torch import DATA, GRAD, NUMPY, SETTING_UP, set_data, torch, untyped_storage
 from . import _core, _packed
 from ._errors import UnsupportedError
 from ._settled import alias_of
@@ -31,8 +31,7 @@ def _install() -> None:
         if _core.is_lazy(self):
             _set_lazy_data(self, value)
         else:
-            for tape in _core.tapes_reading(plain(self)):  # perhaps another thread's
-                _keep_leaf(tape, plain(self))
+            _keep_leaves(plain(self))
             DATA.__set__(self, plain(value) if isinstance(value, torch.Tensor) else value)
             if _core.settled(self) is not None:
                 _core.resettle(self, alias_of(self))
@@ -43,7 +42,7 @@ def _install() -> None:
         GRAD.__set__(self, value)
 
     torch.Tensor.data = property(
-        DATA.__get__,
+        _core.data_of,
         guarded_data,
         DATA.__delete__ if hasattr(DATA, "__delete__") else None,
         DATA.__doc__,
@@ -84,6 +83,9 @@ def _install() -> None:
                 "swap_tensors() of a lazy and a plain tensor. Make the lazy one plain with "
                 "x.torch()"
             )
+        if not _core.is_lazy(t1):
+            _keep_leaves(t1)
+            _keep_leaves(t2)
         swap(t1, t2)
         _core.rewrap(t1)
         _core.rewrap(t2)
@@ -96,6 +98,7 @@ def _install() -> None:
             "them plain with x.torch()"
         )
 
+    _memory()
     _quick_rules()
     _lazy_states()
     _packed.install()
@@ -176,11 +179,41 @@ def _lazy_states() -> None:
         cls.forward = wrap(original)  # type: ignore[method-assign]
 
 
-def _keep_leaf(tape: _core.Tape, real: torch.Tensor) -> None:
-    for v, leaf in _core.leaves_on(tape):
-        if leaf is real:
-            with torch.no_grad():
-                _core.replace_leaf(tape, v, real.detach())
+def _keep_leaves(real: torch.Tensor) -> None:
+    """What was recorded from `real` keeps its contents, for the tensor is about to get others."""
+    for tape in _core.tapes():
+        for v, leaf in _core.leaves_on(tape):
+            if leaf is real:
+                with torch.no_grad():
+                    _core.replace_leaf(tape, v, real.detach())
+
+
+def _memory() -> None:
+    """Functions that hand out memory without a version counter, see Note [Back doors] in
+    back_doors.c."""
+
+    def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        array = NUMPY(self, *args, **kwargs)
+        _core.handed_out(self, array, True)
+        return array
+
+    to_dlpack = torch.Tensor.__dlpack__
+
+    def dlpack(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        capsule = to_dlpack(self, *args, **kwargs)
+        _core.handed_out(self, capsule, False)
+        return capsule
+
+    def storage(self: torch.Tensor) -> Any:
+        memory = untyped_storage(self)
+        _core.handed_out(self, memory, False)
+        return memory
+
+    for name, function in (("numpy", numpy), ("__dlpack__", dlpack), ("untyped_storage", storage)):
+        original = getattr(torch.Tensor, name)
+        function.__name__, function.__doc__ = name, original.__doc__
+        function.__qualname__ = f"Tensor.{name}"
+        setattr(torch.Tensor, name, function)
 
 
 def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _core, _packed, _sharded
 from ._errors import UnsupportedError
+from ._torch import untyped_storage
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -384,10 +385,21 @@ def _wrap(t: torch.Tensor, axis: int | None, dim: int) -> torch.Tensor:
         return given
     settled = _core.settled(t)
     leaf = _core.lazy_leaf(t if settled is None else settled, axis, dim)
+    if settled is None and _is_foreign(t):
+        _core.watch(leaf)
     if t.requires_grad:
         leaf.requires_grad_()
         _given[leaf] = t
     return leaf
+
+
+def _is_foreign(t: torch.Tensor) -> bool:
+    """Is the memory somebody else's (a numpy buffer), who may write it behind torch's back? What a
+    loader's worker sent lies in shared memory, and is the receiver's alone."""
+    if t.device.type != "cpu":
+        return False
+    storage = untyped_storage(t)
+    return not (storage.resizable() or storage.is_shared())
 
 
 def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:

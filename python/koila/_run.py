@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import BelowAutograd, ModesAside as ModesAside, torch
+from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
 
 
 class _Guards(BelowAutograd):
@@ -57,7 +57,7 @@ def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
     storages = {}
     for t, is_batch in leaves:
         if t.layout is torch.strided and not (is_batch and t.device.type == "meta"):
-            storage = t.untyped_storage()
+            storage = untyped_storage(t)
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 

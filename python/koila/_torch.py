@@ -40,6 +40,11 @@ DATA: Any = torch._C.TensorBase.data
 GRAD: Any = torch._C.TensorBase.grad
 
 
+# These of torch.Tensor tell koila which memory was handed out, see _doors.py.
+untyped_storage: Callable[[torch.Tensor], Any] = torch._C.TensorBase.untyped_storage
+NUMPY: Any = torch._C.TensorBase.numpy
+
+
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """`tensor.data = data` by torch's own setter, which would hand it to modes of functions (a
     default device is one), and these to torch.Tensor's, which is guarded."""

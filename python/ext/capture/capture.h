@@ -139,6 +139,17 @@ void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koil
 /* Puts `h` next after `other` in the group's list, which is sorted by age. */
 void koila__handle_stand_beside(koila__handle *h, koila__handle *other);
 
+/* ---- back_doors.c */
+extern uint32_t koila__n_aliases; /* handed out, and perhaps alive */
+/* Leaf v of t is new. counted: its version counter sees every write that no alias makes. */
+int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counted);
+bool koila__is_written_behind(koila__tape *t, koila_value v); /* by such an alias, since */
+void koila__watches_free(koila__tape *t);
+/* functions of the module */
+PyObject *koila__py_data_of(PyObject *module, PyObject *tensor);
+PyObject *koila__py_handed_out(PyObject *module, PyObject *args);
+PyObject *koila__py_watch(PyObject *module, PyObject *lazy);
+
 /* ---- alias.c */
 /* Moves each group of a closed tape whose base is concrete to a tape of its own. */
 int koila__compact(koila__tape *t);

@@ -441,6 +441,23 @@ static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_fingerprint(PyObject *module, PyObject *o)
+{
+    uint64_t print;
+    if (!koila__is_tensor(o) || koila__is_lazy(o) || !koila__fingerprint(o, &print))
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(print);
+}
+
+static PyObject *py_tapes(PyObject *module, PyObject *unused)
+{
+    PyObject *r = PyList_New(0);
+    for (koila__tape *t = koila__tapes; r && t; t = t->next_tape)
+        if (PyList_Append(r, (PyObject *)t) < 0)
+            Py_CLEAR(r);
+    return r;
+}
+
 static PyObject *py_forked(PyObject *module, PyObject *unused)
 {
     koila__steps_forked();
@@ -595,6 +612,10 @@ static PyObject *get_n_random(koila__tape *t, void *c)
 {
     return PyLong_FromUnsignedLong(t->n_random);
 }
+static PyObject *get_n_watches(koila__tape *t, void *c)
+{
+    return PyLong_FromUnsignedLong(t->n_watches);
+}
 static PyObject *get_hash(koila__tape *t, void *c)
 {
     return PyLong_FromUnsignedLongLong(koila_graph_hash(t->graph));
@@ -609,6 +630,7 @@ static PyGetSetDef tape_getset[] = {
     { "n_effects", (getter)get_n_effects, NULL, "number of real tensors that the step will write",
       NULL },
     { "n_random", (getter)get_n_random, NULL, "number of random nodes", NULL },
+    { "n_watches", (getter)get_n_watches, NULL, "number of watched aliases of its tensors", NULL },
     { "hash", (getter)get_hash, NULL, "hash of everything that decides a plan", NULL },
     { "closed", (getter)get_closed, NULL, "its step has run", NULL },
     { "ran", (getter)get_ran, NULL, "some value was made concrete", NULL },
@@ -682,6 +704,14 @@ static PyMethodDef methods[] = {
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
     { "memo_clear", py_memo_clear, METH_NOARGS, "Forget every call seen." },
+    { "data_of", koila__py_data_of, METH_O, "data_of(tensor): tensor.data, remembered" },
+    { "handed_out", koila__py_handed_out, METH_VARARGS,
+      "handed_out(tensor, memory, lasting): an alias without a version counter exists from now on; "
+      "lasting: as long as the object `memory` lives" },
+    { "watch", koila__py_watch, METH_O, "watch(lazy): the memory of this leaf is somebody else's" },
+    { "fingerprint", py_fingerprint, METH_O,
+      "fingerprint(tensor): a number that its elements decide; None: not of this tensor" },
+    { "tapes", py_tapes, METH_NOARGS, "tapes() -> all live tapes" },
     { "forked", py_forked, METH_NOARGS, "forked(): let go of the parent's steps" },
     { "lines", py_lines, METH_O, "lines(on): record source lines" },
     { 0 },

@@ -143,6 +143,24 @@ static int not_dense(call_walk *w, PyObject *real)
     return -1;
 }
 
+/* The value of h was made, and what the user got of it (`z.torch()`) was written since: z has these
+ * contents from now on. What was recorded from the old ones is stale. */
+static int follow_write(koila__handle *h, koila_value *v)
+{
+    koila__tape *t = h->group->tape;
+    PyObject *real = t->values[*v].real;
+    uint32_t now;
+    if (h->chain || *v != h->group->cur || koila_value_get(t->graph, *v).node == KOILA_NONE ||
+        koila__version_of(real, &now) < 0 ||
+        (now == t->values[*v].version && !koila__is_written_behind(t, *v)))
+        return 0;
+    *v = koila__tape_leaf_new(t, real, h->meta, KOILA_LEAF_REAL, 0, 0);
+    if (*v == KOILA_NONE)
+        return -1;
+    koila__group_written(h->group, *v);
+    return koila__value_of(h) == KOILA_NONE ? -1 : 0;
+}
+
 static int resolve_inputs(call_walk *w)
 {
     for (uint32_t i = 0; i < w->n_in; i++) {
@@ -151,6 +169,9 @@ static int resolve_inputs(call_walk *w)
         if (h) {
             in->value =
                 h->gen == h->group->gen && h->value != KOILA_NONE ? h->value : koila__value_of(h);
+            if (in->value != KOILA_NONE && w->tape->values[in->value].real &&
+                follow_write(h, &in->value) < 0)
+                return -1;
         } else {
             koila_meta m;
             in->value = koila__tape_leaf_real(w->tape, in->object, &m);

@@ -156,6 +156,9 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
     koila_assert(!t->values[v].real && !t->values[v].handle);
     t->values[v].real = Py_NewRef(real);
     t->values[v].version = version;
+    const bool counted = version != KOILA__NO_VERSION;
+    if ((koila__n_aliases || !counted) && koila__watch_leaf(t, v, real, counted) < 0)
+        return KOILA_NONE;
     return v;
 }
 
@@ -165,7 +168,8 @@ koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *me
     if (koila__version_of(real, &version) < 0)
         return KOILA_NONE;
     tape_leaf *leaf = find_leaf(t, real);
-    if (leaf && leaf->real && leaf->version == version) {
+    if (leaf && leaf->real && leaf->version == version &&
+        (!t->n_watches || !koila__is_written_behind(t, leaf->value))) {
         *meta = leaf->meta;
         return leaf->value;
     }
@@ -412,6 +416,7 @@ void koila__tape_let_go(koila__tape *t)
             return;
     koila_assert(!koila__tape_is_open(t));
     t->let_go = true;
+    koila__watches_free(t);
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
         if (!t->values[v].handle)
@@ -441,6 +446,7 @@ static void tape_dealloc(koila__tape *t)
         Py_DECREF(t->random[i].state);
     }
     koila__n_exits -= t->has_exit;
+    koila__watches_free(t);
     Py_XDECREF(t->early);
     Py_DECREF(t->context);
     PyMem_Free(t->values);

@@ -36,6 +36,14 @@ typedef struct tape_effect {
     uint32_t version; /* `_version` of `real` when the effect was recorded */
 } tape_effect;
 
+/* See Note [Back doors] in back_doors.c. */
+typedef struct tape_watch {
+    koila_value value;
+    PyObject *real;  /* borrowed: the tensor of `value` then; with another one the watch is over */
+    PyObject *alias; /* owned tensor with a version counter of its own; NULL: the memory */
+    uint64_t mark;   /* the counter, or the fingerprint of the memory */
+} tape_watch;
+
 typedef struct koila__tape {
     PyObject_HEAD
     koila_graph *graph;
@@ -73,6 +81,8 @@ typedef struct koila__tape {
     /* open addressing, keyed by the real tensor's address: n_leaf_slots is 0 or a power of two */
     struct tape_leaf *leaves;
     uint32_t n_leaves, n_leaf_slots;
+    tape_watch *watches;
+    uint32_t n_watches, n_watches_alloc;
     struct tape_random *random; /* sorted by node, since nodes are recorded in order */
     uint32_t n_random, n_random_alloc;
     /* [n_axes] process-wide identity of each axis, so that a batch leaf can move to the next tape
@@ -128,6 +138,9 @@ void koila__tape_drop_happened(koila__tape *t, PyObject *const *reals, const koi
                                uint32_t n);
 void koila__tape_give_up(koila__tape *t); /* the step failed: its effects do not happen */
 void koila__tape_let_go(koila__tape *t);
+/* A value of the tape with value_of[value] != KOILA_NONE whose tensor was written where no version
+ * counter of its own shows it; KOILA_NONE: there is none. */
+koila_value koila__written_behind(koila__tape *t, const koila_value *value_of);
 /* Makes `real` (taken over from the caller) the tensor of value v. */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 

@@ -14,8 +14,9 @@ static int8_t dtype_of_code[256]; /* torch's ScalarType → koila_dtype, -1: unk
 static PyObject *devices_other;   /* list: device 0xff00 + i */
 static PyObject *devices_cuda;    /* list: cuda:i */
 static PyObject *device_cpu;
-static getter version_getter, layout_getter;
-static void *version_closure, *layout_closure;
+static getter version_getter, layout_getter, data_getter;
+static void *version_closure, *layout_closure, *data_closure;
+static Py_ssize_t storage_at; /* offset of storage_ in a TensorImpl; 0: not known */
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 koila_table *koila__table;
@@ -29,6 +30,7 @@ static struct shim {
     int32_t (*get_dtype)(tensor_handle, int32_t *);
     int32_t (*get_device_type)(tensor_handle, int32_t *);
     int32_t (*get_device_index)(tensor_handle, int32_t *);
+    int32_t (*get_data_ptr)(tensor_handle, void **);
     bool (*grad_mode)(void);
     void (*set_grad_mode)(bool);
     bool (*inference_mode)(void);
@@ -298,15 +300,106 @@ int koila__meta_of(PyObject *real, koila_meta *out)
 int koila__version_of(PyObject *real, uint32_t *out)
 {
     PyObject *v = version_getter(real, version_closure);
-    /* inference tensors have no version counter: they cannot be written outside inference mode */
-    if (!v) {
+    if (!v) { /* inference tensors have no version counter */
         PyErr_Clear();
-        *out = 0;
+        *out = KOILA__NO_VERSION;
         return 0;
     }
     *out = (uint32_t)PyLong_AsUnsignedLong(v);
     Py_DECREF(v);
     return 0;
+}
+
+/* ---- memory */
+
+const void *koila__storage_of(PyObject *tensor)
+{
+    if (!storage_at || !koila__cdata)
+        return NULL;
+    const char *impl = *(const char **)koila__tensor_handle(tensor);
+    return impl ? *(const void *const *)(impl + storage_at) : NULL;
+}
+
+PyObject *koila__data_of(PyObject *tensor)
+{
+    if (!koila__is_tensor(tensor)) {
+        PyErr_SetString(PyExc_TypeError, "data_of(tensor)");
+        return NULL;
+    }
+    return data_getter(tensor, data_closure);
+}
+
+/* The two halves of the product of two words, folded. */
+static inline uint64_t fold(uint64_t a, uint64_t b)
+{
+    const unsigned __int128 p = (unsigned __int128)a * b;
+    return (uint64_t)p ^ (uint64_t)(p >> 64);
+}
+
+static uint64_t print_bytes(const unsigned char *at, size_t n, uint64_t h)
+{
+    enum { LANES = 4, BLOCK = 16 * LANES };
+    static const uint64_t odd[2] = { 0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu };
+    uint64_t lane[LANES] = { h, h ^ 1, h ^ 2, h ^ 3 }, w[2 * LANES];
+    h ^= n;
+    while (n) {
+        const size_t some = n < BLOCK ? n : BLOCK;
+        if (some < BLOCK)
+            memset(w, 0, sizeof w);
+        memcpy(w, at, some);
+        for (int i = 0; i < LANES; i++)
+            lane[i] = fold(w[2 * i] ^ odd[0] ^ lane[i], w[2 * i + 1] ^ odd[1]) + lane[i];
+        at += some;
+        n -= some;
+    }
+    for (int i = 0; i < LANES; i++)
+        h = fold(h ^ lane[i], odd[i & 1]) + lane[i];
+    return h;
+}
+
+/* Dimensions [d, n_dims), in the order of `order`. */
+static uint64_t print_dims(const koila_meta_info *m, const uint32_t *order, uint32_t d,
+                           const unsigned char *at, uint64_t h)
+{
+    const size_t bytes = koila_dtype_bytes(m->dtype);
+    if (d == m->n_dims)
+        return print_bytes(at, bytes, h);
+    const int64_t size = m->size[order[d]];
+    const int64_t stride = m->stride[order[d]];
+    if (d + 1 == m->n_dims && stride == 1)
+        return print_bytes(at, (size_t)size * bytes, h);
+    for (int64_t i = 0; i < size && (i == 0 || stride); i++)
+        h = print_dims(m, order, d + 1, at + (size_t)(i * stride) * bytes, h);
+    return h;
+}
+
+bool koila__fingerprint(PyObject *real, uint64_t *out)
+{
+    koila_meta meta;
+    void *at = NULL;
+    if (!shim.works || !shim.get_data_ptr || koila__meta_of(real, &meta) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    if (m->device || (m->n_elements && shim.get_data_ptr(koila__tensor_handle(real), &at)))
+        return false;
+    *out = 0;
+    if (!m->n_elements || !at)
+        return true;
+    if (koila_meta_is_dense(m)) {
+        *out = print_bytes(at, (size_t)m->n_elements * koila_dtype_bytes(m->dtype), meta);
+        return true;
+    }
+    uint32_t order[KOILA_MAX_DIMS]; /* outermost first */
+    for (uint32_t d = 0; d < m->n_dims; d++) {
+        uint32_t i = d;
+        for (; i && m->stride[order[i - 1]] < m->stride[d]; i--)
+            order[i] = order[i - 1];
+        order[i] = d;
+    }
+    *out = print_dims(m, order, 0, at, meta);
+    return true;
 }
 
 /* ---- start-up */
@@ -360,6 +453,7 @@ static bool find_functions(void *lib)
     FIND(shim.get_dtype, "aoti_torch_get_dtype");
     FIND(shim.get_device_type, "aoti_torch_get_device_type");
     FIND(shim.get_device_index, "aoti_torch_get_device_index");
+    FIND(shim.get_data_ptr, "aoti_torch_get_data_ptr");
     FIND(shim.grad_mode, "aoti_torch_grad_mode_is_enabled");
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
@@ -419,6 +513,21 @@ static bool shim_tells_the_truth(PyObject *probe)
            stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
 }
 
+/* Finds storage_ among the first words of a TensorImpl. Without it writes by the back door are not
+ * seen. */
+static void learn_storage(PyObject *probe)
+{
+    PyObject *storage = PyObject_CallMethod(probe, "untyped_storage", NULL);
+    PyObject *cdata = storage ? PyObject_GetAttrString(storage, "_cdata") : NULL;
+    void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
+    for (Py_ssize_t at = 8; impl && at <= 64 && !storage_at; at += 8)
+        if (*(void **)(*(char **)koila__tensor_handle(probe) + at) == impl)
+            storage_at = at;
+    PyErr_Clear();
+    Py_XDECREF(cdata);
+    Py_XDECREF(storage);
+}
+
 /* Sets up the shim; it stays unused if anything is missing. -1 with an exception. */
 static int learn_shim(PyObject *torch)
 {
@@ -426,6 +535,8 @@ static int learn_shim(PyObject *torch)
     if (!probe)
         return -1;
     const int rc = learn_cdata(probe);
+    if (rc == 0 && koila__cdata)
+        learn_storage(probe);
     void *lib = rc == 0 && koila__cdata ? open_libtorch(torch) : NULL;
     if (lib && find_functions(lib)) {
         learn_dtype_codes(torch);
@@ -480,7 +591,8 @@ int koila__real_setup(PyObject *torch)
         dtypes[d] = Py_NewRef(Py_None);
     }
     if (getset_of("_version", &version_getter, &version_closure) < 0 ||
-        getset_of("layout", &layout_getter, &layout_closure) < 0)
+        getset_of("layout", &layout_getter, &layout_closure) < 0 ||
+        getset_of("data", &data_getter, &data_closure) < 0)
         return -1;
     return learn_shim(torch);
 }

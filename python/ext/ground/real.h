@@ -23,7 +23,15 @@ int koila__real_setup(PyObject *torch);
 bool koila__is_tensor(PyObject *o);
 /* The meta of a plain tensor. -1 with an exception: sparse, or an unknown dtype. */
 int koila__meta_of(PyObject *real, koila_meta *out);
+/* *out: `_version`, or KOILA__NO_VERSION for a tensor made in inference mode. */
 int koila__version_of(PyObject *real, uint32_t *out);
+#define KOILA__NO_VERSION (UINT32_MAX - 1)
+/* The StorageImpl of a tensor, only to be compared; NULL: it has none, or it is not known where torch
+ * keeps it. */
+const void *koila__storage_of(PyObject *tensor);
+PyObject *koila__data_of(PyObject *tensor); /* new: torch's own `tensor.data` */
+/* A number that all elements of a dense CPU tensor decide. False: it is no such tensor. */
+bool koila__fingerprint(PyObject *real, uint64_t *out);
 
 PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
 int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */

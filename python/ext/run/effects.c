@@ -109,7 +109,7 @@ static int keep_old_contents(const happening *h)
  * writes: the version that autograd saved stays. */
 static int overwrite(PyObject *real, PyObject *contents)
 {
-    PyObject *data = PyObject_GetAttrString(real, "data");
+    PyObject *data = koila__data_of(real);
     PyObject *done =
         data ? PyObject_CallFunctionObjArgs(koila__torch.copy_, data, contents, NULL) : NULL;
     Py_XDECREF(data);

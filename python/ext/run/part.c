@@ -25,7 +25,7 @@ static void tell_held(const koila__tape *t, const koila__part *p)
 /* The address of `real`'s StorageImpl, and its bytes. 0: torch does not say. */
 static uintptr_t storage_of(PyObject *real, uint64_t *bytes)
 {
-    PyObject *s = PyObject_CallMethod(real, "untyped_storage", NULL);
+    PyObject *s = koila__ask("untyped_storage", real, NULL, NULL);
     PyObject *at = s ? PyObject_GetAttrString(s, "_cdata") : NULL;
     PyObject *n = at ? PyObject_CallMethod(s, "nbytes", NULL) : NULL;
     uintptr_t address = 0;
@@ -128,7 +128,8 @@ static void first_reader(const koila_graph *g, koila_value v, char *out, size_t 
     }
 }
 
-static int raise_stale_leaf(const koila__tape *t, koila_value v, uint32_t version)
+/* how: what tells. */
+static int raise_stale_leaf(const koila__tape *t, koila_value v, const char *how)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(t->graph, v).meta);
     char shape[400] = "", where[400];
@@ -138,28 +139,36 @@ static int raise_stale_leaf(const koila__tape *t, koila_value v, uint32_t versio
     first_reader(t->graph, v, where, sizeof where);
     return koila__raise_stale(
         "this value depends on a tensor %s[%s]%s, which has been written since it was recorded "
-        "(version %u, recorded at %u): a parameter after optimizer.step(), or a "
+        "(%s): a parameter after optimizer.step(), or a "
         "buffer. Call backward(), or ask for the value (print it, .item(), .torch()), before "
         "the write; or hold the value in a variable while backward() runs, which then "
         "computes and keeps it",
-        koila_dtype_text(m->dtype), shape, where, version, t->values[v].version);
+        koila_dtype_text(m->dtype), shape, where, how);
 }
 
 int koila__part_check_versions(koila__tape *t, const koila__part *p)
 {
     for (koila_value v = 0; v < p->n_values; v++) {
         uint32_t now;
-        if (!is_recorded_leaf(t, p, v))
+        char how[80];
+        if (p->value_of[v] == KOILA_NONE || !t->values[v].real)
             continue;
         PyObject *real = Py_NewRef(t->values[v].real); /* a class of the user's may run Python */
         const int known = koila__version_of(real, &now);
         Py_DECREF(real);
         if (known < 0)
             return -1;
-        if (now != t->values[v].version)
-            return raise_stale_leaf(t, v, now);
+        if (now == t->values[v].version)
+            continue;
+        snprintf(how, sizeof how, "version %u, recorded at %u", now, t->values[v].version);
+        return raise_stale_leaf(t, v, how);
     }
-    return 0;
+    const koila_value v = t->n_watches ? koila__written_behind(t, p->value_of) : KOILA_NONE;
+    return v == KOILA_NONE
+               ? 0
+               : raise_stale_leaf(t, v,
+                                  "through .data, numpy, DLPack or its storage, which its "
+                                  "version counter does not show");
 }
 
 /* [(tensor, is it a batch?), ...] */

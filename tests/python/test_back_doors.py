@@ -1,0 +1,283 @@
+"""Writes that no version counter shows, between recording and reading: eager's value or
+StaleValueError."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from helpers import SLICES, plain, rows
+from torch import nn
+
+import koila
+from koila import lazy
+from koila import _core
+
+B = 6
+
+
+def with_grad_off(f):
+    def g(*a):
+        with torch.no_grad():
+            f(*a)
+
+    return g
+
+
+# w: a parameter; x: the tensor handed to lazy(); a: the numpy array that x was made of
+WRITES = {
+    "data": lambda w, x, a: w.data.mul_(2),
+    "data of a view": lambda w, x, a: w.detach()[1:].data.mul_(2),
+    "a view of data": lambda w, x, a: w.data[0].mul_(2),
+    "data of data": lambda w, x, a: w.data.data.detach().mul_(2),
+    "one element": lambda w, x, a: w.data[1].__setitem__(1, 7.0),
+    "copy to data": lambda w, x, a: w.data.copy_(torch.ones(4, 4)),
+    "data of the batch": lambda w, x, a: x.data.mul_(2),
+    "an item of the batch's data": lambda w, x, a: x.data.__setitem__((0, 0), 5.0),
+    "data set": lambda w, x, a: setattr(w, "data", torch.ones(4, 4)),
+    "data set elsewhere": lambda w, x, a: w.data.set_(torch.ones(4, 4)),
+    "set_": with_grad_off(lambda w, x, a: w.set_(torch.ones(4, 4))),
+    "numpy": lambda w, x, a: w.detach().numpy().__setitem__((0, 0), 3.0),
+    "numpy of data": lambda w, x, a: w.data.numpy().fill(3.0),
+    "numpy by force": lambda w, x, a: w.numpy(force=True).__setitem__(..., 3.0),
+    "asarray": lambda w, x, a: np.asarray(w.detach()).__imul__(2),
+    "a transposed array": lambda w, x, a: w.detach().T.numpy().__setitem__((3, 0), 3.0),
+    "the batch's numpy": lambda w, x, a: x.numpy().__setitem__((5, 3), 3.0),
+    "the array that the batch was made of": lambda w, x, a: a.__setitem__((2, 1), 3.0),
+    "DLPack": lambda w, x, a: torch.from_dlpack(w.detach()).mul_(2),
+    "DLPack in numpy": lambda w, x, a: np.from_dlpack(x).__imul__(2),
+    "storage": lambda w, x, a: w.untyped_storage().copy_(torch.ones(16).untyped_storage()),
+    "typed storage": lambda w, x, a: w.detach().storage().fill_(3.0),
+    "swap_tensors": lambda w, x, a: torch.utils.swap_tensors(
+        w, torch.ones(4, 4, requires_grad=True)
+    ),
+}
+
+
+def value(wrap, write, read):
+    torch.manual_seed(0)
+    w = torch.randn(4, 4, requires_grad=True)
+    a = np.random.default_rng(0).standard_normal((B, 4)).astype("f")
+    x = torch.as_tensor(a)
+    h = torch.tanh(wrap(x) @ w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write(w, x, a)
+    return read(h, w)
+
+
+def by_value(h, w):
+    return [plain(h.detach())]
+
+
+def by_item(h, w):
+    return [torch.tensor(h.detach().sum().item())]
+
+
+def by_grad(h, w):
+    return [plain(g) for g in torch.autograd.grad(h.square().sum(), w)]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("read", [by_value, by_item])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_by_the_back_door_is_right_or_said(name, read, slices):
+    expected = value(lambda t: t, WRITES[name], read)
+    with koila.micro_batch(rows(slices, B)):
+        try:
+            got = value(lazy, WRITES[name], read)
+        except koila.StaleValueError as e:
+            assert "has been written since it was recorded" in str(e) and "test_back_doors" in str(
+                e
+            )
+            return
+    for e, g in zip(expected, got, strict=True):
+        assert torch.allclose(e, g, atol=1e-5), name
+
+
+def test_a_tape_that_watches_nothing_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "data", torch._C.TensorBase.data)
+    expected = value(lambda t: t, WRITES["data"], by_value)
+    got = value(lazy, WRITES["data"], by_value)
+    assert not torch.allclose(expected[0], got[0])
+
+
+@pytest.mark.parametrize("kind", ["data", "numpy"])
+@pytest.mark.parametrize("written", ["before", "after"])
+def test_an_alias_from_before_the_recording(kind, written):
+    """An alias that lives longer than a step; what it writes before the recording is no harm."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, requires_grad=True)
+        x = torch.randn(B, 4)
+        alias = w.data if kind == "data" else w.detach().numpy()
+        out = []
+        for _ in range(3):
+            lx = wrap(x)
+            if written == "before":
+                alias *= 0.5
+            h = (lx @ w).square().mean()
+            if written == "after":
+                alias *= 0.5
+            out.append(plain(h.detach()))
+        return out
+
+    lazy(torch.ones(2))  # the doors are watched from the first lazy() on
+    expected = program(lambda t: t)
+    if written == "before":
+        assert torch.allclose(torch.stack(expected), torch.stack(program(lazy)))
+    else:
+        with pytest.raises(koila.StaleValueError):
+            program(lazy)
+
+
+def test_a_constraint_on_data_in_forward_is_no_error():
+    class Positive(nn.Linear):
+        def forward(self, x):
+            self.weight.data.clamp_(0.01)
+            return super().forward(x)
+
+    def program(wrap):
+        torch.manual_seed(0)
+        m = nn.Sequential(Positive(4, 4), nn.Tanh(), Positive(4, 2))
+        out = []
+        for _ in range(3):
+            m.zero_grad()
+            loss = m(wrap(torch.randn(B, 4))).square().mean()
+            loss.backward()
+            for p in m.parameters():
+                p.data.add_(p.grad.data, alpha=-0.1)
+            out += [plain(loss), *(plain(p) for p in m.parameters())]
+        return out
+
+    for e, g in zip(program(lambda t: t), program(lazy), strict=True):
+        assert torch.allclose(e, g, atol=1e-6)
+
+
+def test_a_loader_that_reuses_its_buffer():
+    """Each batch lies in the same numpy array. What is asked for in time is right, what is asked
+    for when the next batch lies there is said to be gone."""
+    buffer = np.zeros((B, 200), dtype="f")
+
+    def batches():
+        for i in range(3):
+            buffer[:] = i + 1
+            yield torch.from_numpy(buffer)
+
+    w = torch.ones(200, 200, requires_grad=True)
+    kept = None
+    for i, x in enumerate(batches()):
+        if kept is not None:
+            with pytest.raises(koila.StaleValueError):
+                koila.run(kept)
+        h = lazy(x) @ w
+        loss = h.mean()
+        loss.backward()
+        assert float(loss) == (i + 1) * 200
+        kept = lazy(x) * 2
+
+
+def test_values_that_were_handed_out_and_written():
+    """What was recorded before the write is right or said; what is recorded after it sees it."""
+    big = torch.ones(2000, 2)
+    for write in (
+        lambda v: v.mul_(100),
+        lambda v: v.data.mul_(100),
+        lambda v: v.numpy().__imul__(100),
+    ):
+        z = lazy(big) * 2
+        before = z + 1
+        write(koila.run(z))
+        after = z + 1
+        assert torch.equal(koila.run(after), torch.full_like(big, 201))
+        assert torch.equal(koila.run(z), torch.full_like(big, 200))
+        with pytest.raises(koila.StaleValueError):
+            koila.run(before)
+
+
+def test_inference_tensors_have_no_version_and_are_watched():
+    with torch.inference_mode():
+        x = torch.ones(B, 4)
+        h = lazy(x) * 2
+        x.add_(1)
+        with pytest.raises(koila.StaleValueError):
+            koila.run(h)
+        h = lazy(x) * 2
+        assert torch.equal(koila.run(h), torch.full((B, 4), 4.0))
+
+
+def test_a_closed_step_is_watched_too():
+    torch.manual_seed(0)
+    w, x = torch.randn(300, 300, requires_grad=True), torch.randn(B, 300)
+    for write, right in (
+        (lambda: w.data.mul_(2), False),
+        (lambda: setattr(w, "data", torch.ones(300, 300)), True),
+    ):
+        expected = x @ w.detach()
+        h = lazy(x) @ w
+        h.sum().backward(retain_graph=True)
+        other = lazy(x) * 1  # another step
+        write()
+        try:
+            assert torch.allclose(koila.run(h.detach()), expected, atol=1e-4)
+        except koila.StaleValueError:
+            assert not right
+        del other
+
+
+def test_nothing_is_watched_of_tensors_without_aliases(monkeypatch):
+    """... and nothing stays when aliases are gone."""
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(B, 4)
+
+    def watched():
+        h = lazy(x) @ w
+        n = _core.tape_of(h).n_watches
+        del h
+        return n
+
+    assert watched() == 0
+    data, array = w.data, w.detach().numpy()
+    assert watched() == 2
+    del data
+    assert watched() == 1
+    del array
+    assert watched() == 0
+    h = lazy(x) @ w
+    w.detach().numpy(), w.data, pickle.dumps(w.detach())
+    assert _core.tape_of(h).n_watches > 0
+    del h
+    assert watched() == 0
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (64, 33), (2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.bool])
+@pytest.mark.parametrize("layout", ["dense", "permuted", "gaps", "expanded"])
+def test_a_fingerprint_sees_every_element_and_no_other(shape, dtype, layout):
+    g = torch.Generator().manual_seed(0)
+    base = torch.randint(0, 2, [2 * s for s in shape], generator=g).to(dtype)
+    t = (
+        base[tuple(slice(0, 2 * s, 2) for s in shape)]
+        if layout == "gaps"
+        else base[tuple(slice(0, s) for s in shape)].clone()
+    )
+    if layout == "permuted":
+        backwards = tuple(reversed(range(t.dim())))
+        t = t.permute(backwards).clone().permute(backwards)
+    if layout == "expanded":
+        t = t.unsqueeze(0).expand(3, *t.shape)
+    before = _core.fingerprint(t)
+    assert _core.fingerprint(t) == before
+    if layout == "gaps" and t.numel() and t.dim():
+        base.view(-1)[1] = 1 - base.view(-1)[1] if dtype is not torch.bool else ~base.view(-1)[1]
+        assert _core.fingerprint(t) == before, "an element of somebody else"
+    flat = t[0] if layout == "expanded" else t
+    for i in range(min(flat.numel(), 300)):
+        at = np.unravel_index(i, tuple(flat.shape)) if flat.dim() else ()
+        at = tuple(int(k) for k in at)
+        old = flat[at].clone()
+        flat[at] = ~old if dtype is torch.bool else old + 1
+        assert _core.fingerprint(t) != before, at
+        flat[at] = old
+    assert _core.fingerprint(t) == before
