@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ._torch import DATA, GRAD, NUMPY, SETTING_UP, set_data, torch, untyped_storage
-from . import _core, _packed
+from . import _control_flow, _core, _packed
 from ._errors import UnsupportedError
 from ._settled import alias_of
 from ._tensor import LazyTensor, plain
@@ -93,12 +93,10 @@ def _install() -> None:
     utils.swap_tensors = swap_tensors
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            "a higher-order operator (torch.cond, flex_attention, ...) on lazy tensors. Make "
-            "them plain with x.torch()"
-        )
+        raise UnsupportedError(_control_flow.refused("a higher-order operator"))
 
     _memory()
+    _control_flow.install()
     _quick_rules()
     _lazy_states()
     _packed.install()

@@ -26,7 +26,7 @@ int koila__meta_of(PyObject *real, koila_meta *out);
 /* *out: `_version`, or KOILA__NO_VERSION for a tensor made in inference mode. */
 int koila__version_of(PyObject *real, uint32_t *out);
 #define KOILA__NO_VERSION (UINT32_MAX - 1)
-/* The StorageImpl of a tensor, only to be compared; NULL: it has none, or it is not known where torch
+/* The StorageImpl of a tensor, only to be compared. NULL: it has none, or nobody knows where torch
  * keeps it. */
 const void *koila__storage_of(PyObject *tensor);
 PyObject *koila__data_of(PyObject *tensor); /* new: torch's own `tensor.data` */
