@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH = 6
 WITHOUT_RANDOM = "vvvwwwfffmnps"
@@ -283,6 +284,44 @@ def _exposed(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def _behind(r: random.Random, w: torch.Tensor) -> None:
+    """A write that no version counter shows, to the parameter. What was recorded from it before is StaleValueError's; eager's value otherwise."""
+    kind = r.randrange(6)
+    c = round(r.uniform(0.8, 1.2), 3)
+    if kind == 0:
+        w.data.mul_(c)
+    elif kind == 1:
+        w.data[r.randrange(w.shape[0])] = c
+    elif kind == 2:
+        w.detach().numpy()[...] *= c
+    elif kind == 3:
+        w.data = w.data * c
+    elif kind == 4:
+        torch.from_dlpack(w.detach()).add_(0.01)
+    else:
+        w.detach().T.data.clamp_(-1, 1)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Mode(TorchDispatchMode):
+    """Changes what some operators give."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.tanh.default, torch.ops.aten.mm.default):
+            return result * 1.5
+        return result
+
+
 def _strided(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     size = tuple(t.shape)
     return t.as_strided(size[:1] or (1,), (1,), t.storage_offset())
@@ -300,7 +339,22 @@ def run(
 ) -> Outcome:
     """Run program `seed`, on plain tensors or on what `lazily(x, batch=batch_dim)` makes of them. v
     views, w writes, f fresh, r random, m metadata, n no_grad, p Python values, s as_strided, z
-    torch.zeros and its like, e the memory of such a tensor."""
+    torch.zeros and its like, e the memory of such a tensor, d writes by the back door, o another
+    mode or default dtype from here on."""
+    with contextlib.ExitStack() as others:  # other people's modes
+        return _run(seed, batch_dim, lazily, steps, dtype, kinds, refusals, others)
+
+
+def _run(
+    seed: int,
+    batch_dim: int,
+    lazily: Callable[..., Any] | None,
+    steps: int,
+    dtype: torch.dtype,
+    kinds: str,
+    refusals: tuple[type[BaseException], ...],
+    others: contextlib.ExitStack,
+) -> Outcome:
     r = random.Random(seed)
     shape = [4, 5]
     shape.insert(batch_dim, BATCH)
@@ -338,6 +392,17 @@ def run(
                 new = _no_grad(r, t, pool)
             elif kind == "s":
                 new = _strided(r, t)
+            elif kind == "d":
+                _behind(r, w)
+                new = t @ w if t.dim() and t.shape[-1] == w.shape[0] else t
+            elif kind == "o":
+                others.close()
+                choice = r.randrange(4)
+                if choice == 0:
+                    others.enter_context(_Mode())
+                elif choice == 1:
+                    others.enter_context(_default_dtype(torch.float64))
+                new = t / 2 if choice < 2 else (t > 0).sum(-1) / 3
             elif kind == "z":
                 new = _made(r, t)
                 buffers.append(new)
@@ -361,6 +426,8 @@ def run(
         out.log.append(f"{step} {kind}{at} {_describe(new, any(new is pool[i] for i in relaid))}")
         if not any(new is p for p in pool) and new.numel() < 3000:
             pool.append(new)
+    if r.random() < 0.5:
+        others.close()
     try:
         total: Any = 0
         for i, t in enumerate(pool):
@@ -375,6 +442,7 @@ def run(
         # with a changed layout, a subclass' autograd may trip over a saved view (a select beyond
         # the new size) before it finds it out of date
         out.log.append("backward raises" + ("" if relaid else f" {type(e).__name__}: {_said(e)}"))
+    others.close()
     out.values = [t.detach() for t in pool]
     out.gradients = [w.grad]
     out.generator = torch.default_generator.get_state().numpy().tobytes()

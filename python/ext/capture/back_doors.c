@@ -153,6 +153,16 @@ bool koila__is_written_behind(koila__tape *t, koila_value v)
     return false;
 }
 
+void koila__watches_follow(koila__tape *t, koila_value v, PyObject *real)
+{
+    PyObject *old = t->values[v].real;
+    if (!koila__storage_of(old) || koila__storage_of(old) != koila__storage_of(real))
+        return;
+    for (uint32_t i = 0; i < t->n_watches; i++)
+        if (t->watches[i].value == v && t->watches[i].real == old)
+            t->watches[i].real = real;
+}
+
 void koila__watches_free(koila__tape *t)
 {
     tape_watch *w = t->watches;

@@ -144,6 +144,8 @@ extern uint32_t koila__n_aliases; /* handed out, and perhaps alive */
 /* Leaf v of t is new. counted: its version counter sees every write that no alias makes. */
 int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counted);
 bool koila__is_written_behind(koila__tape *t, koila_value v); /* by such an alias, since */
+/* Value v of t is about to be `real`. Where that has the same memory, it is watched like the old. */
+void koila__watches_follow(koila__tape *t, koila_value v, PyObject *real);
 void koila__watches_free(koila__tape *t);
 /* functions of the module */
 PyObject *koila__py_data_of(PyObject *module, PyObject *tensor);

@@ -396,10 +396,17 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
 {
     koila_assert(v < koila_graph_n_values(t->graph));
     PyObject *old = t->values[v].real;
-    t->values[v].real = real;
     uint32_t version = 0;
     if (real)
         koila__version_of(real, &version);
+    if (real && old) { /* other memory for the same contents: unless they are gone already */
+        uint32_t now;
+        koila__version_of(old, &now);
+        if (now != t->values[v].version || koila__is_written_behind(t, v))
+            version = UINT32_MAX;
+        koila__watches_follow(t, v, real);
+    }
+    t->values[v].real = real;
     t->values[v].version = version;
     Py_XDECREF(old);
 }
