@@ -188,7 +188,7 @@ def _keep_leaves(real: torch.Tensor) -> None:
 
 def _memory() -> None:
     """Functions that hand out memory without a version counter, see Note [Back doors] in
-    back_doors.c."""
+    watches.c."""
 
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         array = NUMPY(self, *args, **kwargs)

@@ -139,7 +139,7 @@ void koila__handle_move(koila__handle *h, koila__group *g, koila__chain *c, koil
 /* Puts `h` next after `other` in the group's list, which is sorted by age. */
 void koila__handle_stand_beside(koila__handle *h, koila__handle *other);
 
-/* ---- back_doors.c */
+/* ---- watches.c */
 extern uint32_t koila__n_aliases; /* handed out, and perhaps alive */
 /* Leaf v of t is new. counted: its version counter sees every write that no alias makes. */
 int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counted);
@@ -147,7 +147,15 @@ bool koila__is_written_behind(koila__tape *t, koila_value v); /* by such an alia
 /* Value v of t is about to be `real`. Where that has the same memory, it is watched like the old. */
 void koila__watches_follow(koila__tape *t, koila_value v, PyObject *real);
 void koila__watches_free(koila__tape *t);
-/* functions of the module */
+/* `o`, an alias of that storage, exists from now on. counts: it has a version counter of its own. */
+int koila__alias_remember(const void *storage, PyObject *o, bool counts);
+/* Adds a watch of value v, whose tensor is `real` now. by: an alias that counts its versions; NULL:
+ * none, so the memory is looked at. */
+int koila__watch(koila__tape *t, koila_value v, PyObject *real, PyObject *by);
+/* Is the memory of v watched? */
+bool koila__is_watched(const koila__tape *t, koila_value v, const PyObject *real);
+
+/* ---- back_doors.c: functions of the module */
 PyObject *koila__py_data_of(PyObject *module, PyObject *tensor);
 PyObject *koila__py_handed_out(PyObject *module, PyObject *args);
 PyObject *koila__py_watch(PyObject *module, PyObject *lazy);

@@ -36,7 +36,7 @@ typedef struct tape_effect {
     uint32_t version; /* `_version` of `real` when the effect was recorded */
 } tape_effect;
 
-/* See Note [Back doors] in back_doors.c. */
+/* See Note [Back doors] in watches.c. */
 typedef struct tape_watch {
     koila_value value;
     PyObject *real;  /* borrowed: the tensor of `value` then; with another one the watch is over */
