@@ -35,7 +35,7 @@ def install() -> None:
                 raise UnsupportedError(refused("a higher-order operator"))
             return _WAYS[name](fn, *args)
 
-        utils._hop_compile_and_call = call  # type: ignore[assignment]
+        utils._hop_compile_and_call = call
     from torch.nn.attention import flex_attention as flex
 
     check: Any = getattr(flex, "_validate_sdpa_input", None)
@@ -52,7 +52,7 @@ def install() -> None:
                 )
             return check(*args, **kwargs)
 
-        flex._validate_sdpa_input = validate
+        setattr(flex, "_validate_sdpa_input", validate)  # noqa: B010
 
 
 def refused(what: str) -> str:

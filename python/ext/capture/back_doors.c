@@ -1,5 +1,5 @@
-/* back_doors.c — aliases of plain tensors that count no versions are handed out: the tapes are told,
- * see Note [Back doors] in watches.c. */
+/* back_doors.c — aliases of plain tensors that count no versions are handed out, and the tapes are
+ * told, see Note [Back doors] in watches.c. */
 #include "capture/capture.h"
 
 /* `o`, an alias of the storage, is handed out now: t watches every tensor there that it recorded or

@@ -144,10 +144,10 @@ extern uint32_t koila__n_aliases; /* handed out, and perhaps alive */
 /* Leaf v of t is new. counted: its version counter sees every write that no alias makes. */
 int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counted);
 bool koila__is_written_behind(koila__tape *t, koila_value v); /* by such an alias, since */
-/* Value v of t is about to be `real`. Where that has the same memory, it is watched like the old. */
+/* Value v of t is about to be `real`: watched like the old one where it has the same memory. */
 void koila__watches_follow(koila__tape *t, koila_value v, PyObject *real);
 void koila__watches_free(koila__tape *t);
-/* `o`, an alias of that storage, exists from now on. counts: it has a version counter of its own. */
+/* `o`, an alias of that storage, exists now. counts: it has a version counter of its own. */
 int koila__alias_remember(const void *storage, PyObject *o, bool counts);
 /* Adds a watch of value v, whose tensor is `real` now. by: an alias that counts its versions; NULL:
  * none, so the memory is looked at. */
