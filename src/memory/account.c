@@ -126,9 +126,11 @@ bool koila__work_begin(void)
         return true;
     pthread_mutex_lock(&works);
     const uint32_t n = LOAD(n_working);
-    koila_assert(n < KOILA__ACCOUNTS_MAX);
-    working[n] = a;
-    count_working(n + 1);
+    koila_assert(n < KOILA__ACCOUNTS_MAX); /* an account works once */
+    if (n < KOILA__ACCOUNTS_MAX) {
+        working[n] = a;
+        count_working(n + 1);
+    }
     pthread_mutex_unlock(&works);
     return true;
 }

@@ -269,17 +269,25 @@ static bool is_over(const koila__tape *t)
     return t->refused_at == koila_graph_n_nodes(t->graph) + 1;
 }
 
-/* The values of `t` that are held are made, and it is closed, also if that fails: what is left of
- * an old step must not stop each new one. */
+/* The values of `t` that are held are made where they can be, and it is closed, also if that fails:
+ * what is left of an old step must not stop each new one. Of a step that is over nothing is made
+ * where a backward could have come: it would run what was just refused once more. */
 static int end_step(koila__tape *t)
 {
+    const bool over = is_over(t);
+    const bool makes_held = t->n_handles && !t->planned && !koila__is_planning();
     int rc = 0;
-    if (is_over(t))
+    if (over)
         koila__tape_give_up(t);
-    else if (t->n_handles && !t->planned && !koila__is_planning())
+    if (makes_held && !(over && backward_may_come(t)))
         rc = run_what_is_held(t);
     if (rc < 0 && koila__is_stale()) {
         report_abandoned(t);
+        rc = 0;
+    }
+    /* who asks for such a value again is told again */
+    if (rc < 0 && over && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
         rc = 0;
     }
     if (rc < 0)
