@@ -52,7 +52,7 @@ def install() -> None:
                 )
             return check(*args, **kwargs)
 
-        setattr(flex, "_validate_sdpa_input", validate)  # noqa: B010
+        setattr(flex, "_validate_sdpa_input", validate)
 
 
 def refused(what: str) -> str:

@@ -14,6 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import _backward, _core
 
 
+def _draws(func: Any, args: Any) -> bool:
+    """Does this call move a generator? Planned ones of lazy tensors do not."""
+    planned = _core.is_planning() and any(map(_core.is_lazy, args))
+    return torch.Tag.nondeterministic_seeded in func.tags and not planned
+
+
 class UndoWrites(TorchDispatchMode):
     """Undo the writes of a step that is only planned (or explained) into plain tensors (a batch
     norm's counter, a logged mean), and put the CPU's random state back. A tensor gets its contents
@@ -26,6 +32,7 @@ class UndoWrites(TorchDispatchMode):
         # the copy.
         self.casts_parameters = False
         self._random = torch.get_rng_state()
+        self._drew = False  # if nothing was drawn here, what other threads drew stays drawn
         TorchDispatchMode.__enter__(self)
         return self
 
@@ -38,6 +45,7 @@ class UndoWrites(TorchDispatchMode):
             and not _core.is_lazy(args[0])
         ):
             self.casts_parameters |= kwargs.get("dtype") in (torch.float16, torch.bfloat16)
+        self._drew |= _draws(func, args)
         for given, declared in zip(
             [*args, *kwargs.values()],
             [
@@ -68,7 +76,8 @@ class UndoWrites(TorchDispatchMode):
                 t.detach().copy_(was)
                 if version is not None:
                     torch._C._autograd._unsafe_set_version_counter((t,), (version,))
-        torch.set_rng_state(self._random)
+        if self._drew:
+            torch.set_rng_state(self._random)
 
 
 _plain_attention: Any = functional.scaled_dot_product_attention

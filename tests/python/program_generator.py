@@ -285,7 +285,8 @@ def _exposed(r: random.Random, t: torch.Tensor) -> torch.Tensor:
 
 
 def _behind(r: random.Random, w: torch.Tensor) -> None:
-    """A write that no version counter shows, to the parameter. What was recorded from it before is StaleValueError's; eager's value otherwise."""
+    """A write that no version counter shows, to the parameter. What was recorded from it before is
+    StaleValueError's; eager's value otherwise."""
     kind = r.randrange(6)
     c = round(r.uniform(0.8, 1.2), 3)
     if kind == 0:

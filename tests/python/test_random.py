@@ -1,10 +1,12 @@
 """Random operators in slices draw exactly eager's numbers, and only their own rows where the
 generator can be moved."""
 
+import threading
+
 import pytest
 import torch
 from conftest import DEVICE
-from helpers import plain, random_state
+from helpers import plain, random_state, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -171,3 +173,33 @@ def test_wrong_bounds_are_an_error_at_the_call_also_after_right_ones():
         else:
             with pytest.raises(RuntimeError, match="from=4"):
                 y.uniform_(low, high)
+
+
+@pytest.mark.parametrize("slices", ["whole", "ragged", "one"])
+def test_what_another_thread_draws_during_a_run_is_neither_repeated_nor_lost(slices):
+    """The operator `probe` draws in another thread whenever it runs, after dropout has drawn."""
+    drawn = []
+
+    @torch.library.custom_op("koila_test::probe", mutates_args=())
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+        thread.start()
+        thread.join()
+        return x.clone()
+
+    probe.register_fake(torch.empty_like)
+    batch = torch.ones(6, 40)
+    torch.manual_seed(5)
+    expected = F.dropout(batch, 0.5) + F.dropout(batch, 0.25)
+    torch.manual_seed(5)
+    with koila.micro_batch(rows(slices, 6)), torch.no_grad():
+        x = lazy(batch)
+        y = probe(F.dropout(x, 0.5)) + F.dropout(x, 0.25)
+        rest = torch.Generator()
+        rest.set_state(torch.get_rng_state())
+        out = koila.run(y)
+    assert drawn
+    for got in drawn:
+        assert torch.equal(got, torch.rand(3, generator=rest))
+    assert torch.equal(torch.get_rng_state(), rest.get_state())
+    assert torch.equal(out, expected)

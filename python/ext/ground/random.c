@@ -113,6 +113,8 @@ int koila__generator_set(PyObject *generator, PyObject *bytes)
     return r ? 0 : -1;
 }
 
+bool koila__is_cpu_state(PyObject *bytes) { return PyBytes_GET_SIZE(bytes) == STATE_BYTES; }
+
 PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words)
 {
     if (!n_words)

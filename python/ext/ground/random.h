@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 /* NULL or -1 comes with an exception; returned objects are new references. */
@@ -11,6 +12,8 @@
 PyObject *koila__state_bytes(PyObject *tensor);
 PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
 int koila__generator_set(PyObject *generator, PyObject *bytes);
+/* Is it the state of a generator of the CPU? */
+bool koila__is_cpu_state(PyObject *bytes);
 /* The state after n_words more 32-bit words. */
 PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words);
 int koila__random_add_module(PyObject *m);

@@ -334,6 +334,26 @@ static PyObject *invoke_strided(const template *t, const koila_sig_info *s, PyOb
     return r;
 }
 
+/* The call draws from `generator`. */
+static PyObject *invoke_random(const template *t, const koila_sig_info *s, PyObject **args,
+                               PyObject *generator)
+{
+    PyObject *all[MAX_ARGUMENTS + 1];
+    const uint32_t n = s->n_pos + s->n_kw;
+    PyObject *names = PyTuple_New(s->n_kw + 1);
+    if (!names)
+        return NULL;
+    for (uint32_t i = 0; i < s->n_kw; i++)
+        PyTuple_SET_ITEM(names, i, Py_NewRef(PyTuple_GET_ITEM(t->kw_names, i)));
+    PyTuple_SET_ITEM(names, s->n_kw, PyUnicode_InternFromString("generator"));
+    memcpy(all, args, n * sizeof *all);
+    all[n] = generator;
+    PyObject *r =
+        PyTuple_GET_ITEM(names, s->n_kw) ? PyObject_Vectorcall(t->op, all, s->n_pos, names) : NULL;
+    Py_DECREF(names);
+    return r;
+}
+
 static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObject **args,
                               bool is_link)
 {
@@ -377,8 +397,12 @@ static PyObject *invoke(koila_sig sig, PyObject *const *inputs, const koila__cal
         return NULL;
     arguments a;
     PyObject *r = NULL;
-    if (arguments_init(&a, t, s, inputs, fix) == 0)
-        r = t->strided ? invoke_strided(t, s, a.at) : invoke_plain(t, s, a.at, is_link);
+    if (arguments_init(&a, t, s, inputs, fix) == 0) {
+        if (fix && fix->generator)
+            r = invoke_random(t, s, a.at, fix->generator);
+        else
+            r = t->strided ? invoke_strided(t, s, a.at) : invoke_plain(t, s, a.at, is_link);
+    }
     arguments_deinit(&a);
     if (mode != s->grad_mode)
         give_mode_back(mode);

@@ -54,9 +54,14 @@ typedef struct exec {
     bool failure_announced;  /* a rank failed, and all ranks know */
     bool failed_inside_call; /* this rank failed where it cannot tell the others */
     struct used {
-        PyObject *generator, *state; /* a generator of the user, and its state before the step */
+        PyObject *generator; /* of the user */
+        /* of the CPU: the run draws from one of its own, so that what other threads draw from the
+         * user's meanwhile is neither repeated nor lost; else NULL */
+        PyObject *own;
+        PyObject *state; /* of `generator` before the step, where the run draws from it; or NULL */
     } used[MAX_GENERATORS];
     uint32_t n_used;
+    PyObject *draws_from; /* borrowed: the `own` of the node that runs, or NULL */
     struct cursor {
         /* state of the generator just before it draws element `at` (in the order of memory) of the
          * node's result */
@@ -336,22 +341,34 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
-/* Remembers the state of a generator, once, before it is changed. */
-static int borrow_generator(exec *x, PyObject *generator)
+/* What a run draws from in place of `generator`: found, or added. may_give: the operator has an
+ * argument `generator`. NULL with an exception. */
+static const struct used *use_generator(exec *x, PyObject *generator, bool may_give)
 {
     for (uint32_t i = 0; i < x->n_used; i++)
-        if (x->used[i].generator == generator)
-            return 0;
+        if (x->used[i].generator == generator && (may_give || x->used[i].state))
+            return &x->used[i];
     if (x->n_used == MAX_GENERATORS) {
         PyErr_Format(PyExc_RuntimeError,
                      "koila: random operators on more than %d devices in one step", MAX_GENERATORS);
-        return -1;
+        return NULL;
     }
     PyObject *state = koila__generator_get(generator);
     if (!state)
-        return -1;
-    x->used[x->n_used++] = (struct used){ Py_NewRef(generator), state };
-    return 0;
+        return NULL;
+    struct used *u = &x->used[x->n_used];
+    *u = (struct used){ .generator = generator };
+    if (may_give && koila__is_cpu_state(state)) {
+        u->own = PyObject_CallNoArgs((PyObject *)Py_TYPE(generator));
+        Py_DECREF(state);
+        if (!u->own)
+            return NULL;
+    } else {
+        u->state = state;
+    }
+    Py_INCREF(generator);
+    x->n_used++;
+    return u;
 }
 
 /* Draws only the slice's rows of a random node that draws in the order of memory: moves the
@@ -381,6 +398,7 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
         return -1;
     }
     struct cursor *c = &x->cursors[n];
+    const koila__call_fix fix = { .generator = x->draws_from };
     PyObject *local = empty_like_meta(m, share.dim, share.outer * share.inner * rows);
     PyObject *flat = local ? PyObject_CallFunction(koila__torch.as_strided, "O(L)(i)", local,
                                                    (long long)(n_blocks * rows * unit), 1)
@@ -398,7 +416,7 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
             part ? koila__generator_skipped(c->state, (uint64_t)(at - c->at) * random->words)
                  : NULL;
         if (!state || koila__generator_set(random->generator, state) < 0 ||
-            koila__call(koila_node_get(x->g, n).sig, &part, NULL, NULL, &out) < 0)
+            koila__call(koila_node_get(x->g, n).sig, &part, &fix, NULL, &out) < 0)
             status = -1;
         Py_XDECREF(part);
         Py_XDECREF(out);
@@ -440,7 +458,8 @@ static int run_random_rows(exec *x, koila_node n, const tape_random *random,
     }
     if (s->n_inputs && !(base = empty_like_meta(koila_meta_get(x->table, s->inputs[0]), -1, -1)))
         return -1;
-    if (koila__call(koila_node_get(x->g, n).sig, base ? &base : NULL, NULL, NULL, out) < 0)
+    const koila__call_fix fix = { .generator = x->draws_from };
+    if (koila__call(koila_node_get(x->g, n).sig, base ? &base : NULL, &fix, NULL, out) < 0)
         goto done;
     for (uint32_t i = 0; i < s->n_outputs; i++) {
         const koila_value v = first + i;
@@ -709,8 +728,9 @@ static int make_outputs(const exec *x, node_call *call)
         return -1;
     if (koila__lines_enabled)
         work_for_line(x, call->n);
-    if (koila__call(call->info.sig, call->inputs, call->own_fix.n_fix ? &call->own_fix : NULL,
-                    call->link_fix, call->outputs) < 0)
+    call->own_fix.generator = x->draws_from;
+    if (koila__call(call->info.sig, call->inputs, &call->own_fix, call->link_fix, call->outputs) <
+        0)
         return -1;
     const bool is_one_row = call->in_loop && n_rows(x) == 1 && x->batch > 1;
     if (is_one_row && one_row_outermost(x->table, call->s, call->outputs) < 0) {
@@ -749,12 +769,10 @@ static void hand_over(exec *x, const node_call *call, bool is_done)
     }
 }
 
-/* Sets the generator of a random node to its state before the recorded draw: 0. Or draws the rows
- * of the slice right here: 1. -1 with an exception. */
+/* Sets the generator that a random node draws from to its state before the recorded draw: 0. Or
+ * draws the rows of the slice right here: 1. -1 with an exception. */
 static int prepare_recorded(exec *x, const node_call *call, const tape_random *random)
 {
-    if (borrow_generator(x, random->generator) < 0)
-        return -1;
     const koila_value first = call->info.first_output;
     const bool is_cut = call->in_loop && !is_all_rows(x) &&
                         koila_plan_share(x->plan, first).kind == KOILA_SHARE_SLICE;
@@ -765,17 +783,26 @@ static int prepare_recorded(exec *x, const node_call *call, const tape_random *r
 
 static int prepare_random(exec *x, const node_call *call)
 {
+    x->draws_from = NULL;
     if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
         return 0;
     const tape_random *found =
         koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, call->n)]);
     if (!found)
         return 0;
-    const tape_random random = *found; /* the tape's list moves when more is recorded */
+    tape_random random = *found; /* the tape's list moves when more is recorded */
     Py_INCREF(random.generator);
     Py_INCREF(random.state);
-    const int status = prepare_recorded(x, call, &random);
-    Py_DECREF(random.generator);
+    /* in-place draws take a generator; native_dropout, which makes its results, does not */
+    const struct used *u = use_generator(x, random.generator, call->s->n_writes > 0);
+    Py_DECREF(random.generator); /* kept by x->used */
+    int status = -1;
+    if (u) {
+        x->draws_from = u->own;
+        if (u->own)
+            random.generator = u->own;
+        status = prepare_recorded(x, call, &random);
+    }
     Py_DECREF(random.state);
     return status;
 }
@@ -1155,18 +1182,20 @@ static void exec_free(exec *x)
     PyMem_Free(x->cursors);
     for (uint32_t i = 0; i < x->n_used; i++) {
         Py_DECREF(x->used[i].generator);
-        Py_DECREF(x->used[i].state);
+        Py_XDECREF(x->used[i].own);
+        Py_XDECREF(x->used[i].state);
     }
 }
 
-/* Restores the user's generators. -1 with an exception if that failed and none was set before. */
+/* Restores those of the user's generators that the run drew from. -1 with an exception if that
+ * failed and none was set before. */
 static int give_generators_back(exec *x)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     int status = 0;
     for (uint32_t i = 0; i < x->n_used; i++)
-        if (koila__generator_set(x->used[i].generator, x->used[i].state) < 0)
+        if (x->used[i].state && koila__generator_set(x->used[i].generator, x->used[i].state) < 0)
             status = -1;
     if (type) {
         PyErr_Clear();

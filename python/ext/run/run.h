@@ -56,6 +56,7 @@ typedef struct koila__arg_fix {
 typedef struct koila__call_fix {
     uint32_t n_fix;
     const koila__arg_fix *fix;
+    PyObject *generator; /* borrowed: given by the name `generator` too; NULL: none */
 } koila__call_fix;
 /* Runs signature `sig` on inputs[n_inputs], borrowed real tensors. A written input is its base
  * tensor, which is written in place; the caller has cloned it where needed. `fix` adapts the call
