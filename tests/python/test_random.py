@@ -175,19 +175,24 @@ def test_wrong_bounds_are_an_error_at_the_call_also_after_right_ones():
                 y.uniform_(low, high)
 
 
+drawn = []
+
+
+@torch.library.custom_op("koila_test::probe", mutates_args=())
+def probe(x: torch.Tensor) -> torch.Tensor:
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+    thread.start()
+    thread.join()
+    return x.clone()
+
+
+probe.register_fake(torch.empty_like)
+
+
 @pytest.mark.parametrize("slices", ["whole", "ragged", "one"])
 def test_what_another_thread_draws_during_a_run_is_neither_repeated_nor_lost(slices):
     """The operator `probe` draws in another thread whenever it runs, after dropout has drawn."""
-    drawn = []
-
-    @torch.library.custom_op("koila_test::probe", mutates_args=())
-    def probe(x: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=lambda: drawn.append(torch.rand(3)))
-        thread.start()
-        thread.join()
-        return x.clone()
-
-    probe.register_fake(torch.empty_like)
+    drawn.clear()
     batch = torch.ones(6, 40)
     torch.manual_seed(5)
     expected = F.dropout(batch, 0.5) + F.dropout(batch, 0.25)
