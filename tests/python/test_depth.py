@@ -171,3 +171,46 @@ in_a_small_thread(f)
         args=[100_000 if LONG else 4_000],
         timeout=900,
     )
+
+
+# ---- views, and what outlives its step
+
+
+@pytest.mark.parametrize("n_views", [3, 31, 32, 33, 150])
+def test_long_chains_of_views_are_replayed_after_each_write(n_views):
+    def program(x):
+        base = x * 2
+        view, kept = base, []
+        for i in range(n_views):
+            view = view.t() if i % 2 else view.unsqueeze(0).select(0, 0)
+            if i % 7 == 0:
+                kept.append(view)
+        base.add_(1)
+        view.mul_(3)
+        first = [v * 1 for v in kept]
+        base[1].zero_()
+        kept[-1].sub_(0.5)
+        return [base, view, *kept, *first]
+
+    x = torch.randn(3, 3)
+    for got, wanted in zip(program(lazy(x)), program(x), strict=True):
+        assert torch.equal(got.torch(), wanted)
+
+
+def test_kept_losses_stay_what_they_were_and_can_be_used():
+    def program(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        losses, total = [], 0
+        for i in range(8):
+            model.zero_grad()
+            loss = model(wrap(torch.full((4, 3), float(i)))).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if i % 3 == 2:  # those that rest are used in a step, viewed and written
+                total = total + sum(losses) + losses[i - 2].view(1)[0]
+                losses[i - 1].mul_(2)
+        return [*losses, total, *(p.grad for p in model.parameters())]
+
+    for got, wanted in zip(program(lazy), program(lambda x: x), strict=True):
+        assert torch.allclose(got.torch() if hasattr(got, "torch") else got, wanted, rtol=1e-5)

@@ -27,21 +27,11 @@ void koila__group_written(koila__group *g, koila_value v)
             h->gen = g->gen;
 }
 
-static koila_value replay(koila__group *g, koila__chain *c)
+/* One call of the chain, on the value of the link before it. Runs no Python code. */
+static koila_value replay_link(koila__group *g, koila__chain *c, koila_value input, uint32_t line)
 {
-    if (!c)
-        return g->cur;
-    if (c->memo_gen == g->gen)
-        return c->memo;
     koila_assert(!c->parent || c->n_links == c->parent->n_links + 1);
     koila__tape *t = g->tape;
-    const uint32_t gen = g->gen;
-    const koila_value input = replay(g, c->parent);
-    if (input == KOILA_NONE)
-        return KOILA_NONE;
-    const uint32_t line = koila__line_now(t);
-    if (g->gen != gen) /* finding the line ran Python, which wrote the base: from the start */
-        return replay(g, c);
     koila_value first;
     const koila_status s = koila_graph_node(t->graph, c->link.sig, &input, line, &first);
     if (s) {
@@ -53,6 +43,49 @@ static koila_value replay(koila__group *g, koila__chain *c)
     c->memo = first + c->link.output;
     c->memo_gen = g->gen;
     return c->memo;
+}
+
+/* stale[c->n_links] is room for the links that are replayed. *again: finding the line ran Python,
+ * which wrote the base. */
+static koila_value replay_stale(koila__group *g, koila__chain *c, koila__chain **stale, bool *again)
+{
+    const uint32_t gen = g->gen;
+    uint32_t n = 0;
+    for (; c && c->memo_gen != gen; c = c->parent)
+        stale[n++] = c;
+    koila_value v = c ? c->memo : g->cur;
+    *again = false;
+    while (n && v != KOILA_NONE) {
+        const uint32_t line = koila__line_now(g->tape);
+        if (g->gen != gen) {
+            *again = true;
+            return KOILA_NONE;
+        }
+        v = replay_link(g, stale[--n], v, line);
+    }
+    return v;
+}
+
+static koila_value replay(koila__group *g, koila__chain *c)
+{
+    enum { FEW_LINKS = 32 };
+    koila__chain *few[FEW_LINKS], **stale = few;
+    const uint32_t most = c ? c->n_links : 0;
+    if (most > FEW_LINKS) {
+        stale = PyMem_Malloc(most * sizeof *stale);
+        if (!stale) {
+            PyErr_NoMemory();
+            return KOILA_NONE;
+        }
+    }
+    koila_value v;
+    bool again;
+    do
+        v = replay_stale(g, c, stale, &again);
+    while (again);
+    if (stale != few)
+        PyMem_Free(stale);
+    return v;
 }
 
 koila_value koila__value_of(koila__handle *h)
@@ -118,6 +151,7 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
             t->ran = true;
             /* compact a closed tape again: a running total must not keep all past losses alive */
             t->compacted = false;
+            koila__tape_rests(t, false);
         }
         Py_DECREF(t);
     }
@@ -260,6 +294,8 @@ int koila__compact(koila__tape *t)
             return -1;
         island->closed = island->is_island = island->compacted = true;
         const int rc = move_concrete(h, island);
+        if (rc > 0)
+            koila__tape_rests(island, true);
         Py_DECREF(island); /* the handles keep it */
         if (rc <= 0)
             return rc;

@@ -17,6 +17,14 @@ static int watch_storage(koila__tape *t, const void *storage, PyObject *o, bool 
     return 0;
 }
 
+static int watch_storage_in(koila__tape *first, const void *storage, PyObject *o, bool counts)
+{
+    for (koila__tape *t = first; t; t = t->next_tape)
+        if (!t->let_go && !t->planned && watch_storage(t, storage, o, counts) < 0)
+            return -1;
+    return 0;
+}
+
 /* Tells of an alias `o` of plain tensor `from`. lasting: it shows in a weak reference how long it
  * lives. */
 static int handed_out(PyObject *from, PyObject *o, bool counts, bool lasting)
@@ -24,10 +32,10 @@ static int handed_out(PyObject *from, PyObject *o, bool counts, bool lasting)
     const void *storage = koila__storage_of(from);
     if (!storage || (lasting && koila__alias_remember(storage, o, counts) < 0))
         return storage ? -1 : 0;
-    for (koila__tape *t = koila__tapes; t; t = t->next_tape)
-        if (!t->let_go && !t->planned && watch_storage(t, storage, o, counts) < 0)
-            return -1;
-    return 0;
+    return watch_storage_in(koila__tapes, storage, o, counts) < 0 ||
+                   watch_storage_in(koila__resting_tapes, storage, o, counts) < 0
+               ? -1
+               : 0;
 }
 
 /* data_of(tensor): torch's own `tensor.data`, remembered */

@@ -455,6 +455,9 @@ static PyObject *py_tapes(PyObject *module, PyObject *unused)
     for (koila__tape *t = koila__tapes; r && t; t = t->next_tape)
         if (PyList_Append(r, (PyObject *)t) < 0)
             Py_CLEAR(r);
+    for (koila__tape *t = koila__resting_tapes; r && t; t = t->next_tape)
+        if (PyList_Append(r, (PyObject *)t) < 0)
+            Py_CLEAR(r);
     return r;
 }
 

@@ -98,19 +98,37 @@ static bool is_still_in(const koila__handle *h, const koila__tape *t)
     return h->group && h->group->tape == t;
 }
 
-/* Values that are already concrete or among out[*n] are left out; *n may become larger than cap. */
-static void add_held(const koila__tape *t, koila_value v, koila_value *out, uint32_t cap,
-                     uint32_t *n)
+/* Marks of values while koila__tape_held() looks: t->mark plus one of these. Smaller: not met. */
+enum { WANTED, HELD, WANTED_AND_HELD, N_MARKS };
+
+/* Values that are already concrete or in `out` are left out; *n may become larger than cap. */
+static void add_held(koila__tape *t, koila_value v, koila_value *out, uint32_t cap, uint32_t *n)
 {
-    if (t->values[v].real)
+    uint32_t *mark = &t->values[v].mark;
+    if (t->values[v].real || *mark >= t->mark + HELD)
         return;
-    const uint32_t there = *n < cap ? *n : cap;
-    for (uint32_t i = 0; i < there; i++)
-        if (out[i] == v)
-            return;
+    *mark = t->mark + (*mark == t->mark + WANTED ? WANTED_AND_HELD : HELD);
     if (*n < cap)
         out[*n] = v;
     ++*n;
+}
+
+static bool is_wanted(const koila__tape *t, koila_value v)
+{
+    const uint32_t mark = t->values[v].mark;
+    return mark == t->mark + WANTED || mark == t->mark + WANTED_AND_HELD;
+}
+
+static void mark_wanted(koila__tape *t, const koila_value *wanted, uint32_t n_wanted)
+{
+    if (t->mark > UINT32_MAX - 2 * N_MARKS) { /* once in a billion requests */
+        for (uint32_t v = 0; v < t->n_values_alloc; v++)
+            t->values[v].mark = 0;
+        t->mark = 0;
+    }
+    t->mark += N_MARKS;
+    for (uint32_t i = 0; i < n_wanted; i++)
+        t->values[wanted[i]].mark = t->mark + WANTED;
 }
 
 /* A view that can be used in a later step takes its whole storage along, unless it is the only one
@@ -127,19 +145,15 @@ static bool needs_base(const koila__handle *h)
     return constant && h->group == g;
 }
 
-uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
-                          koila_value *out, uint32_t cap)
+/* The values of those handles, and the shared bases of views: pairs in found[2 * all->n], the base
+ * KOILA_NONE where it is not needed. Returns the number of pairs. Runs Python code. */
+static uint32_t find_held(const koila__tape *t, const handles *all, koila_value *found)
 {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
     PyObject *use_count = koila__helper("use_count");
     uint32_t n = 0;
-    handles all;
-    if (handles_of(t, &all) < 0)
-        all = (handles){ 0 }; /* then nothing more is made in passing */
-    for (uint32_t k = 0; k < all.n; k++) {
-        koila__handle *h = all.at[k];
-        if (h->is_unheld || (use_count && !user_holds(all.wrappers[k], use_count)) ||
+    for (uint32_t k = 0; k < all->n; k++) {
+        koila__handle *h = all->at[k];
+        if (h->is_unheld || (use_count && !user_holds(all->wrappers[k], use_count)) ||
             !is_still_in(h, t))
             continue;
         const koila_value v = koila__value_of(h); /* may record the replay of its chain */
@@ -149,16 +163,37 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
         }
         if (!is_still_in(h, t))
             continue;
-        add_held(t, v, out, cap, &n);
-        bool for_itself = false;
-        for (uint32_t i = 0; i < n_wanted && !for_itself; i++)
-            for_itself = wanted[i] == v;
-        if (!for_itself && needs_base(h))
-            add_held(t, h->group->cur, out, cap, &n);
+        found[2 * n] = v;
+        found[2 * n + 1] = needs_base(h) ? h->group->cur : KOILA_NONE;
+        n++;
     }
     PyErr_Clear();
-    handles_release(&all);
     Py_XDECREF(use_count);
+    return n;
+}
+
+uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
+                          koila_value *out, uint32_t cap)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    uint32_t n = 0;
+    handles all;
+    if (handles_of(t, &all) < 0)
+        all = (handles){ 0 }; /* then nothing more is made in passing */
+    koila_value *found = PyMem_Malloc((2 * all.n + 1) * sizeof *found);
+    const uint32_t n_found = found ? find_held(t, &all, found) : 0;
+    /* from here on no Python runs, so the marks are those of this walk */
+    mark_wanted(t, wanted, n_wanted);
+    for (uint32_t k = 0; k < n_found; k++) {
+        const koila_value v = found[2 * k], base = found[2 * k + 1];
+        add_held(t, v, out, cap, &n);
+        if (base != KOILA_NONE && !is_wanted(t, v))
+            add_held(t, base, out, cap, &n);
+    }
+    PyMem_Free(found);
+    PyErr_Clear();
+    handles_release(&all);
     PyErr_Restore(type, value, trace);
     return n;
 }
@@ -353,9 +388,9 @@ void koila__step_left(koila__tape *t)
         koila__tape_set_open(t->context, NULL);
 }
 
-void koila__steps_forked(void)
+static void let_fork_pass(koila__tape *first)
 {
-    koila__tape *t = (koila__tape *)Py_XNewRef((PyObject *)koila__tapes);
+    koila__tape *t = (koila__tape *)Py_XNewRef((PyObject *)first);
     while (t) {
         if (koila__tape_is_busy(t))
             t->n_entered = 0;        /* that thread is the parent's */
@@ -365,4 +400,10 @@ void koila__steps_forked(void)
         Py_DECREF(t);
         t = next;
     }
+}
+
+void koila__steps_forked(void)
+{
+    let_fork_pass(koila__tapes);
+    let_fork_pass(koila__resting_tapes);
 }

@@ -16,7 +16,7 @@
 #include <structmember.h>
 
 static uint64_t next_axis_id = 1, next_uid;
-koila__tape *koila__tapes;
+koila__tape *koila__tapes, *koila__resting_tapes;
 uint32_t koila__n_exits;
 
 koila__tape *koila__tape_open(void)
@@ -51,6 +51,37 @@ void koila__tape_has_exit(koila__tape *t)
     t->has_exit = true;
 }
 
+static void link_tape(koila__tape *t)
+{
+    koila__tape **list = t->resting ? &koila__resting_tapes : &koila__tapes;
+    t->prev_tape = NULL;
+    t->next_tape = *list;
+    if (*list)
+        (*list)->prev_tape = t;
+    *list = t;
+}
+
+static void unlink_tape(koila__tape *t)
+{
+    koila__tape **list = t->resting ? &koila__resting_tapes : &koila__tapes;
+    if (t->prev_tape)
+        t->prev_tape->next_tape = t->next_tape;
+    else
+        *list = t->next_tape;
+    if (t->next_tape)
+        t->next_tape->prev_tape = t->prev_tape;
+}
+
+void koila__tape_rests(koila__tape *t, bool rests)
+{
+    if (t->resting == rests)
+        return;
+    koila_assert(!rests || (t->closed && t->compacted && !t->n_leaves && !t->n_effects));
+    unlink_tape(t);
+    t->resting = rests;
+    link_tape(t);
+}
+
 koila__tape *koila__tape_new(koila__context *c)
 {
     koila__tape *t = PyObject_New(koila__tape, &koila__tape_type);
@@ -61,10 +92,7 @@ koila__tape *koila__tape_new(koila__context *c)
     t->thread = PyThread_get_thread_ident();
     t->uid = ++next_uid;
     t->planned = koila__is_planning();
-    t->next_tape = koila__tapes;
-    if (koila__tapes)
-        koila__tapes->prev_tape = t;
-    koila__tapes = t;
+    link_tape(t);
     const koila_status s = koila_graph_new(koila__table, NULL, &t->graph);
     if (s) {
         Py_DECREF(t);
@@ -115,6 +143,7 @@ static tape_leaf *find_leaf(const koila__tape *t, const PyObject *real)
 
 static tape_leaf *add_leaf(koila__tape *t, PyObject *real)
 {
+    koila__tape_rests(t, false);
     if ((t->n_leaves + 1) * 2 > t->n_leaf_slots) {
         const uint32_t n = t->n_leaf_slots ? t->n_leaf_slots * 2 : 128;
         const uint32_t n_old = t->n_leaf_slots;
@@ -435,12 +464,7 @@ void koila__tape_let_go(koila__tape *t)
 static void tape_dealloc(koila__tape *t)
 {
     koila_assert(!koila__tape_is_open(t) && !t->handles && !t->n_handles && !t->n_entered);
-    if (t->prev_tape)
-        t->prev_tape->next_tape = t->next_tape;
-    else
-        koila__tapes = t->next_tape;
-    if (t->next_tape)
-        t->next_tape->prev_tape = t->prev_tape;
+    unlink_tape(t);
     if (t->weakrefs)
         PyObject_ClearWeakRefs((PyObject *)t);
     const uint32_t n = t->graph ? koila_graph_n_values(t->graph) : 0;

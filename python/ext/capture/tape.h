@@ -28,6 +28,7 @@ typedef struct tape_value {
     /* borrowed: newest handle that can still ask for this value, or NULL */
     struct koila__handle *handle;
     uint32_t version; /* of a leaf: `_version` of `real` when it was recorded */
+    uint32_t mark;    /* koila__tape_held(): compared with koila__tape.mark */
 } tape_value;
 
 typedef struct tape_effect {
@@ -91,8 +92,10 @@ typedef struct koila__tape {
     uint32_t n_axis_ids;
     bool compacted; /* closed, and its concrete values have left it */
     bool is_island; /* made for one concrete value that outlives its step */
+    bool resting;   /* in koila__resting_tapes */
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                              /* never reused in this process */
+    uint32_t mark;                             /* larger than the marks of all values */
     /* owned list or NULL: gathers that happened while recording, as gathers_list() in plan_report.c
      * makes them */
     PyObject *early;
@@ -129,7 +132,11 @@ uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_
                           koila_value *out, uint32_t cap);
 /* The record of random node `n`, its state borrowed; NULL without an error: not a random node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
-extern koila__tape *koila__tapes; /* all live tapes, linked by next_tape */
+/* All live tapes, linked by next_tape. Those that rest are islands as they were made, which have no
+ * effects, and no leaf that is found by its tensor: one for each loss that a program keeps. No step
+ * walks them. */
+extern koila__tape *koila__tapes, *koila__resting_tapes;
+void koila__tape_rests(koila__tape *t, bool rests);
 bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is `real` a leaf of t? */
 void koila__tape_drop_effects(koila__tape *t);                      /* forgets them all */
 /* Forgets those which have happened: the tensors reals[i], held by the caller, with the contents of
