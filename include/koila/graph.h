@@ -274,7 +274,8 @@ KOILA_API koila_table *koila_graph_table(const koila_graph *g);
 KOILA_API koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out);
 KOILA_API uint32_t koila_graph_n_axes(const koila_graph *g);
 KOILA_API int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis);
-/** A leaf. BATCH: size[dim] must equal the axis' size. `name` may be NULL (for people: "input 0",
+/** A leaf. BATCH: size[dim] must be the axis' size, or a multiple: each row has as many entries.
+ * `name` may be NULL (for people: "input 0",
  * "layer.weight"). */
 KOILA_API koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind,
                                         uint16_t axis, uint32_t dim, const char *name,
@@ -322,20 +323,30 @@ KOILA_API void koila_graph_take_lives(koila_graph *to, koila_graph *from);
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
  * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
-/** The part of `g` that makes `targets`. A value whose known[v] is nonzero becomes a REAL leaf
- * instead of being made (BATCH leaves stay; `known` may be NULL). If no BATCH leaf is left, each
- * known value with a dimension as large as an axis becomes a BATCH leaf. Drops of values of the
- * part are those of the part. Ids are dense and depend
- * on the part alone, so equal steps give equal graphs and hashes, whatever was recorded around
- * them.
- *  value_of[n_values of g]: new value or KOILA_NONE. node_from[n_nodes of g]: the first entries,
- *  one for each node of *out, are the nodes of g that they come from.
- *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the contents of the two
- *  arrays are then undefined. */
+/** How a known value may be sliced: along `dim` of axis `axis`, if is_cut. */
+typedef struct koila_cut {
+    bool is_cut;
+    uint8_t dim;
+    uint16_t axis;
+} koila_cut;
+/** Is the value of `v` known? *cut is no cut when it is called. */
+typedef bool (*koila_known_fn)(void *user, koila_value v, koila_cut *cut);
+/** The part of `g` that makes `targets`. A made value that is known (`known` may be NULL; `user` is
+ * passed on) becomes a leaf instead: BATCH if it may be cut, else REAL; BATCH leaves stay. If no
+ * BATCH leaf is left, each known value with a dimension as large as an axis becomes one. Drops of
+ * values of the part are those of the part. Ids are dense and depend on the part alone, so equal
+ * steps give equal graphs and hashes, whatever was recorded around them. Leaves come first.
+ *  value_of[n_values of g]: all 0 before the call; then 1 + the new value, or 0.
+ *  leaf_from[n_values of g]: the first entries, one for each leaf of *out, are their values in g.
+ *  node_from[n_nodes of g]: the same for nodes.
+ *  Takes the time of the part, not of `g`.
+ *  Expected: BAD_ARGUMENT for a target that does not exist, NO_MEMORY; the contents of the arrays
+ *  are then undefined. */
 KOILA_API koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
-                                           uint32_t n_targets, const uint8_t *known,
+                                           uint32_t n_targets, koila_known_fn known, void *user,
                                            const koila_allocator *mem, koila_graph **out,
-                                           koila_value *value_of, koila_node *node_from);
+                                           koila_value *value_of, koila_value *leaf_from,
+                                           koila_node *node_from);
 /** Every invariant of this header; true when all hold. */
 KOILA_API bool koila_graph_check(const koila_graph *g, koila_error *err);
 

@@ -67,6 +67,12 @@ koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
     return KOILA_OK;
 }
 
+/* May a dimension of so many entries be cut along an axis? Each row has as many of them. */
+static bool is_batch_size(int64_t size, int64_t axis_size)
+{
+    return size == axis_size || (axis_size > 0 && size > 0 && size % axis_size == 0);
+}
+
 koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
                               uint32_t dim, const char *name, koila_value *out)
 {
@@ -74,7 +80,7 @@ koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind k
         return KOILA_BAD_ARGUMENT;
     const koila_meta_info *m = koila__meta(g->table, meta);
     if (kind == KOILA_LEAF_BATCH &&
-        (axis >= g->axes.n || dim >= m->n_dims || m->size[dim] != g->axes.at[axis]))
+        (axis >= g->axes.n || dim >= m->n_dims || !is_batch_size(m->size[dim], g->axes.at[axis])))
         return KOILA_BAD_ARGUMENT;
     if (kind != KOILA_LEAF_BATCH) {
         axis = 0;
@@ -121,10 +127,8 @@ static bool line_same(const void *g, uint32_t id, const void *key)
     return a.file == b->file && a.number == b->number;
 }
 
-koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, uint32_t *out)
+static koila_status intern_line(koila_graph *g, koila__line l, uint32_t *out)
 {
-    koila__line l = { 0, line };
-    KOILA_TRY(koila_table_text(g->table, file, &l.file));
     const uint64_t hash = koila__mix(l.file, l.number);
     uint32_t id = koila__idset_find(&g->line_set, hash, line_same, g, &l);
     if (id == KOILA_NONE) {
@@ -136,6 +140,12 @@ koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, u
     }
     *out = id;
     return KOILA_OK;
+}
+koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, uint32_t *out)
+{
+    koila__line l = { 0, line };
+    KOILA_TRY(koila_table_text(g->table, file, &l.file));
+    return intern_line(g, l, out);
 }
 const char *koila_graph_line_file(const koila_graph *g, uint32_t line)
 {
@@ -236,52 +246,98 @@ static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis,
     return false;
 }
 
-/* The state that the parts of koila_graph_extract() share. value_of and node_from hold NEEDED and
- * UNNEEDED before they hold ids. */
-typedef struct extraction {
-    const koila_graph *g;
-    const uint8_t *known; /* may be NULL */
-    koila_graph *part;
-    koila_value *value_of;
-    koila_node *node_from;
-} extraction;
-static const uint32_t NEEDED = 0, UNNEEDED = KOILA_NONE;
+/* One bit for each id. */
+typedef struct id_set {
+    uint64_t *words;
+    uint32_t n_words;
+} id_set;
 
-static bool is_known(const extraction *x, koila_value v) { return x->known && x->known[v]; }
-
-static void mark_needed(const extraction *x, const koila_value *targets, uint32_t n_targets)
+static bool id_set_new(const koila_allocator *mem, uint32_t n_ids, id_set *out)
 {
-    const koila_graph *g = x->g;
-    for (koila_value v = 0; v < g->values.n; v++)
-        x->value_of[v] = UNNEEDED;
-    for (uint32_t i = 0; i < n_targets; i++)
-        x->value_of[targets[i]] = NEEDED;
-    for (koila_node n = g->nodes.n; n-- > 0;) {
-        const koila_sig_info *s = koila__node_sig(g, n);
-        x->node_from[n] = UNNEEDED;
-        for (uint32_t o = 0; o < s->n_outputs; o++) {
-            const koila_value v = g->nodes.at[n].first_output + o;
-            if (x->value_of[v] == NEEDED && !is_known(x, v))
-                x->node_from[n] = NEEDED;
-        }
-        if (x->node_from[n] == UNNEEDED)
-            continue;
-        for (uint32_t i = 0; i < s->n_inputs; i++)
-            x->value_of[g->inputs.at[g->nodes.at[n].first_input + i]] = NEEDED;
-    }
+    out->n_words = n_ids / 64 + 1;
+    out->words = koila__realloc(mem, NULL, 0, out->n_words * sizeof *out->words);
+    if (out->words)
+        memset(out->words, 0, out->n_words * sizeof *out->words);
+    return out->words != NULL;
 }
 
-static koila_status copy_axes_and_lines(const extraction *x)
+static void id_set_free(const koila_allocator *mem, id_set *s)
+{
+    koila__release(mem, s->words, s->words ? s->n_words * sizeof *s->words : 0);
+}
+
+static void id_set_add(id_set *s, uint32_t id) { s->words[id / 64] |= 1ull << id % 64; }
+static bool id_set_has(const id_set *s, uint32_t id) { return s->words[id / 64] >> id % 64 & 1; }
+
+/* The least member >= from; KOILA_NONE: none. */
+static uint32_t id_set_next(const id_set *s, uint32_t from)
+{
+    uint32_t w = from / 64;
+    if (w >= s->n_words)
+        return KOILA_NONE;
+    uint64_t bits = s->words[w] >> from % 64 << from % 64;
+    while (!bits && ++w < s->n_words)
+        bits = s->words[w];
+    return bits ? w * 64 + (uint32_t)__builtin_ctzll(bits) : KOILA_NONE;
+}
+
+/* The greatest member < end; KOILA_NONE: none. */
+static uint32_t id_set_before(const id_set *s, uint32_t end)
+{
+    if (!end)
+        return KOILA_NONE;
+    uint32_t w = (end - 1) / 64;
+    const uint32_t last = (end - 1) % 64;
+    uint64_t bits = s->words[w] << (63 - last) >> (63 - last);
+    while (!bits && w-- > 0)
+        bits = s->words[w];
+    return bits ? w * 64 + 63 - (uint32_t)__builtin_clzll(bits) : KOILA_NONE;
+}
+
+/* The state that the parts of koila_graph_extract() share. Its time is that of the part, and of 1
+ * bit for each node and value of g: a short part of a long recording is found quickly. */
+typedef struct extraction {
+    const koila_graph *g;
+    koila_known_fn known; /* may be NULL */
+    void *user;
+    koila_graph *part;
+    id_set nodes, leaves; /* of g: that the part gets; the leaves include known values */
+    koila_value *value_of, *leaf_from;
+    koila_node *node_from;
+} extraction;
+
+static bool is_known(const extraction *x, koila_value v, koila_cut *cut)
+{
+    *cut = (koila_cut){ 0 };
+    return x->known && x->known(x->user, v, cut);
+}
+
+static void need(extraction *x, koila_value v)
+{
+    const koila_node maker = x->g->values.at[v].node;
+    koila_cut cut;
+    if (maker == KOILA_NONE || is_known(x, v, &cut))
+        id_set_add(&x->leaves, v);
+    else
+        id_set_add(&x->nodes, maker);
+}
+
+static void mark_needed(extraction *x, const koila_value *targets, uint32_t n_targets)
 {
     const koila_graph *g = x->g;
-    for (uint32_t a = 0; a < g->axes.n; a++) {
+    for (uint32_t i = 0; i < n_targets; i++)
+        need(x, targets[i]);
+    /* a node's inputs were made before it, so what they add lies below n */
+    for (koila_node n = g->nodes.n; (n = id_set_before(&x->nodes, n)) != KOILA_NONE;)
+        for (uint32_t i = 0; i < koila__node_sig(g, n)->n_inputs; i++)
+            need(x, g->inputs.at[g->nodes.at[n].first_input + i]);
+}
+
+static koila_status copy_axes(const extraction *x)
+{
+    for (uint32_t a = 0; a < x->g->axes.n; a++) {
         uint16_t id;
-        KOILA_TRY(koila_graph_axis(x->part, g->axes.at[a], &id));
-    }
-    for (uint32_t l = 0; l < g->lines.n; l++) {
-        uint32_t id;
-        KOILA_TRY(koila_graph_line(x->part, koila_text(g->table, g->lines.at[l].file),
-                                   g->lines.at[l].number, &id));
+        KOILA_TRY(koila_graph_axis(x->part, x->g->axes.at[a], &id));
     }
     return KOILA_OK;
 }
@@ -295,22 +351,32 @@ static koila_status copy_leaves(const extraction *x)
 {
     const koila_graph *g = x->g;
     bool has_batch = false;
-    for (koila_value v = 0; v < g->values.n; v++)
-        has_batch |= x->value_of[v] == NEEDED && g->values.at[v].node == KOILA_NONE &&
-                     g->values.at[v].leaf_kind == KOILA_LEAF_BATCH;
-    for (koila_value v = 0; v < g->values.n; v++) {
+    for (koila_value v = 0; (v = id_set_next(&x->leaves, v)) != KOILA_NONE && !has_batch; v++) {
+        koila_cut cut = { 0 };
         const koila_value_info *info = &g->values.at[v];
-        const bool is_made = info->node != KOILA_NONE;
-        if (x->value_of[v] != NEEDED || (is_made && !is_known(x, v)))
-            continue;
+        has_batch = info->node == KOILA_NONE ? info->leaf_kind == KOILA_LEAF_BATCH
+                                             : is_known(x, v, &cut) && cut.is_cut;
+    }
+    for (koila_value v = 0; (v = id_set_next(&x->leaves, v)) != KOILA_NONE; v++) {
+        const koila_value_info *info = &g->values.at[v];
         const char *name = koila_graph_leaf_name(g, v);
-        koila_leaf_kind kind = is_made ? KOILA_LEAF_REAL : (koila_leaf_kind)info->leaf_kind;
+        koila_leaf_kind kind = (koila_leaf_kind)info->leaf_kind;
         uint16_t axis = info->axis;
         uint32_t dim = info->dim;
-        if (is_made && !has_batch && along_an_axis(g, info->meta, &axis, &dim))
-            kind = KOILA_LEAF_BATCH;
-        KOILA_TRY(koila_graph_leaf(x->part, info->meta, kind, axis, dim, *name ? name : NULL,
-                                   &x->value_of[v]));
+        if (info->node != KOILA_NONE) {
+            koila_cut cut;
+            (void)is_known(x, v, &cut);
+            axis = cut.axis;
+            dim = cut.dim;
+            kind = cut.is_cut || (!has_batch && along_an_axis(g, info->meta, &axis, &dim))
+                       ? KOILA_LEAF_BATCH
+                       : KOILA_LEAF_REAL;
+        }
+        koila_value leaf;
+        KOILA_TRY(
+            koila_graph_leaf(x->part, info->meta, kind, axis, dim, *name ? name : NULL, &leaf));
+        x->value_of[v] = leaf + 1;
+        x->leaf_from[leaf] = v;
     }
     return KOILA_OK;
 }
@@ -319,22 +385,22 @@ static koila_status copy_leaves(const extraction *x)
 static koila_status copy_nodes(const extraction *x, koila_value *inputs)
 {
     const koila_graph *g = x->g;
-    for (koila_node n = 0; n < g->nodes.n; n++) {
+    for (koila_node n = 0; (n = id_set_next(&x->nodes, n)) != KOILA_NONE; n++) {
         const koila_node_info *node = &g->nodes.at[n];
         const koila_sig_info *s = koila__node_sig(g, n);
         koila_value first = 0;
-        if (x->node_from[n] == UNNEEDED)
-            continue;
+        uint32_t line = node->line;
         for (uint32_t i = 0; i < s->n_inputs; i++) {
-            inputs[i] = x->value_of[g->inputs.at[node->first_input + i]];
+            inputs[i] = x->value_of[g->inputs.at[node->first_input + i]] - 1;
             koila_assert(inputs[i] < x->part->values.n);
         }
-        KOILA_TRY(koila_graph_node(x->part, node->sig, inputs, node->line, &first));
-        koila_assert(x->part->nodes.n - 1 <= n); /* that entry has been read already */
+        if (line != KOILA_NONE)
+            KOILA_TRY(intern_line(x->part, g->lines.at[line], &line));
+        KOILA_TRY(koila_graph_node(x->part, node->sig, inputs, line, &first));
         x->node_from[x->part->nodes.n - 1] = n;
         for (uint32_t o = 0; o < s->n_outputs; o++)
-            if (!is_known(x, node->first_output + o)) /* a known result keeps its leaf */
-                x->value_of[node->first_output + o] = first + o;
+            if (!id_set_has(&x->leaves, node->first_output + o)) /* a known result keeps its leaf */
+                x->value_of[node->first_output + o] = first + o + 1;
     }
     return KOILA_OK;
 }
@@ -349,8 +415,10 @@ static koila_status copy_drops(const extraction *x)
         while (n_nodes < part->nodes.n && x->node_from[n_nodes] < drop.n_nodes)
             n_nodes++;
         drop.n_nodes = n_nodes;
-        drop.value = x->value_of[drop.value];
-        if (drop.value != KOILA_NONE && !koila__vec_push(&part->mem, &part->drops, drop))
+        if (!x->value_of[drop.value])
+            continue;
+        drop.value = x->value_of[drop.value] - 1;
+        if (!koila__vec_push(&part->mem, &part->drops, drop))
             return KOILA_NO_MEMORY;
     }
     return KOILA_OK;
@@ -359,10 +427,10 @@ static koila_status copy_drops(const extraction *x)
 static koila_status extract(const extraction *x)
 {
     uint32_t most_inputs = 0;
-    for (koila_node n = 0; n < x->g->nodes.n; n++)
+    for (koila_node n = 0; (n = id_set_next(&x->nodes, n)) != KOILA_NONE; n++)
         if (koila__node_sig(x->g, n)->n_inputs > most_inputs)
             most_inputs = koila__node_sig(x->g, n)->n_inputs;
-    KOILA_TRY(copy_axes_and_lines(x));
+    KOILA_TRY(copy_axes(x));
     KOILA_TRY(copy_leaves(x));
     const size_t n_bytes = ((size_t)most_inputs + 1) * sizeof(koila_value);
     koila_value *inputs = koila__realloc(&x->g->mem, NULL, 0, n_bytes);
@@ -374,17 +442,28 @@ static koila_status extract(const extraction *x)
 }
 
 koila_status koila_graph_extract(const koila_graph *g, const koila_value *targets,
-                                 uint32_t n_targets, const uint8_t *known,
+                                 uint32_t n_targets, koila_known_fn known, void *user,
                                  const koila_allocator *mem, koila_graph **out,
-                                 koila_value *value_of, koila_node *node_from)
+                                 koila_value *value_of, koila_value *leaf_from,
+                                 koila_node *node_from)
 {
     for (uint32_t i = 0; i < n_targets; i++)
         if (targets[i] >= g->values.n || g->values.at[targets[i]].meta == KOILA_NONE)
             return KOILA_BAD_ARGUMENT;
-    extraction x = { .g = g, .known = known, .value_of = value_of, .node_from = node_from };
+    extraction x = { .g = g,
+                     .known = known,
+                     .user = user,
+                     .value_of = value_of,
+                     .leaf_from = leaf_from,
+                     .node_from = node_from };
     KOILA_TRY(koila_graph_new(g->table, mem, &x.part));
-    mark_needed(&x, targets, n_targets);
-    const koila_status status = extract(&x);
+    koila_status status = KOILA_NO_MEMORY;
+    if (id_set_new(&g->mem, g->nodes.n, &x.nodes) && id_set_new(&g->mem, g->values.n, &x.leaves)) {
+        mark_needed(&x, targets, n_targets);
+        status = extract(&x);
+    }
+    id_set_free(&g->mem, &x.nodes);
+    id_set_free(&g->mem, &x.leaves);
     if (status != KOILA_OK) {
         koila_graph_free(x.part);
         return status;
@@ -428,7 +507,7 @@ bool koila_graph_check(const koila_graph *g, koila_error *err)
         if (info->node == KOILA_NONE && info->leaf_kind == KOILA_LEAF_BATCH) {
             const koila_meta_info *m = koila__meta(g->table, info->meta);
             HOLDS(info->axis < g->axes.n && info->dim < m->n_dims &&
-                      m->size[info->dim] == g->axes.at[info->axis],
+                      is_batch_size(m->size[info->dim], g->axes.at[info->axis]),
                   "value %u: its batch dimension is not the axis' size", v);
         }
     }

@@ -1153,10 +1153,15 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
     if (s != KOILA_OK)
         return fail(p, s);
     koila_placement at = koila__r();
-    if (info.leaf_kind == KOILA_LEAF_BATCH && !p->whole)
-        at = (koila_placement){
-            .kind = KOILA_S, .dim = info.dim, .axis = info.axis, .outer = 1, .inner = 1
-        };
+    if (info.leaf_kind == KOILA_LEAF_BATCH && !p->whole) {
+        const int64_t rows = p->from->axes.at[info.axis];
+        const int64_t size = koila__meta(p->table, info.meta)->size[info.dim];
+        at = (koila_placement){ .kind = KOILA_S,
+                                .dim = info.dim,
+                                .axis = info.axis,
+                                .outer = 1,
+                                .inner = rows > 0 ? size / rows : 1 };
+    }
     if (!koila__vec_push(&p->mem, &p->value, at) || !koila__vec_push(&p->mem, &p->zero, 0) ||
         !koila__vec_push(&p->mem, &p->whole_of, KOILA_NONE))
         return fail(p, KOILA_NO_MEMORY);

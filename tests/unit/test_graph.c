@@ -132,6 +132,11 @@ TEST(graph__check_sees_planted_faults)
     rg_deinit(&r);
 }
 
+static bool is_in_array(void *known, koila_value v, koila_cut *cut)
+{
+    return ((const uint8_t *)known)[v];
+}
+
 TEST(graph__an_extracted_part_computes_the_same)
 {
     for (uint64_t seed = 1; seed <= 400; seed++) {
@@ -142,21 +147,23 @@ TEST(graph__an_extracted_part_computes_the_same)
         heap h = { 0 };
         tensor **truth = calloc(V + 1, sizeof *truth);
         uint8_t *known = calloc(V + 1, 1);
-        koila_value *value_of = malloc((V + 1) * sizeof *value_of);
+        koila_value *value_of = calloc(V + 1, sizeof *value_of);
+        koila_value *leaf_from = malloc((V + 1) * sizeof *leaf_from);
         koila_node *node_from = malloc((r.g->nodes.n + 1) * sizeof *node_from);
         CHECK(run_recorded(&h, r.g, truth));
         for (uint32_t v = 0; v < V; v++)
             known[v] = seed % 3 == 0 && rg_pick(&r, 5) == 0;
         koila_graph *part = NULL;
-        CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, known, NULL, &part, value_of,
-                                  node_from) == KOILA_OK);
+        CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, is_in_array, known, NULL, &part,
+                                  value_of, leaf_from, node_from) == KOILA_OK);
         CHECK(koila_graph_check(part, NULL) && part->nodes.n <= r.g->nodes.n);
         tensor **mine = calloc(part->values.n + 1, sizeof *mine);
         for (uint32_t v = 0; v < V; v++) { /* what was a leaf, or known, is given */
-            if (value_of[v] == KOILA_NONE || part->values.at[value_of[v]].node != KOILA_NONE)
+            if (!value_of[v] || part->values.at[value_of[v] - 1].node != KOILA_NONE)
                 continue;
             CHECK(known[v] || r.g->values.at[v].node == KOILA_NONE);
-            mine[value_of[v]] = view_of(truth[v]);
+            CHECK_EQ(leaf_from[value_of[v] - 1], v);
+            mine[value_of[v] - 1] = view_of(truth[v]);
         }
         for (uint32_t n = 0; n < part->nodes.n; n++) {
             CHECK_EQ(part->nodes.at[n].sig, r.g->nodes.at[node_from[n]].sig);
@@ -164,7 +171,7 @@ TEST(graph__an_extracted_part_computes_the_same)
         }
         CHECK(run_recorded(&h, part, mine));
         for (uint32_t i = 0; i < r.n_targets; i++)
-            CHECK(same_elements(mine[value_of[r.targets[i]]], truth[r.targets[i]]));
+            CHECK(same_elements(mine[value_of[r.targets[i]] - 1], truth[r.targets[i]]));
         for (uint32_t v = 0; v < part->values.n; v++)
             drop(&mine[v]);
         for (uint32_t v = 0; v < V; v++)
@@ -175,6 +182,7 @@ TEST(graph__an_extracted_part_computes_the_same)
         free(truth);
         free(known);
         free(value_of);
+        free(leaf_from);
         free(node_from);
         rg_deinit(&r);
     }
@@ -184,23 +192,28 @@ TEST(graph__a_part_does_not_know_what_was_recorded_around_it)
 {
     random_graph r;
     CHECK(rg_init(&r, NULL, 11, NULL, 0, 20) == KOILA_OK);
-    koila_value *value_of = malloc((r.g->values.n + 200) * sizeof *value_of);
+    const size_t room = (r.g->values.n + 200) * sizeof(koila_value);
+    koila_value *value_of = malloc(room), *leaf_from = malloc(room);
     koila_node *node_from = malloc((r.g->nodes.n + 200) * sizeof *node_from);
     koila_graph *a = NULL, *b = NULL;
-    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &a, value_of, node_from) ==
-          KOILA_OK);
+    memset(value_of, 0, room);
+    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, NULL, &a, value_of,
+                              leaf_from, node_from) == KOILA_OK);
     for (int i = 0; i < 40; i++)
         rg_step(&r);
-    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &b, value_of, node_from) ==
-          KOILA_OK);
+    memset(value_of, 0, room);
+    CHECK(koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, NULL, &b, value_of,
+                              leaf_from, node_from) == KOILA_OK);
     CHECK(koila_graph_hash(a) == koila_graph_hash(b) && a->values.n == b->values.n);
     koila_graph *c = NULL;
     const koila_value none = r.g->values.n;
-    CHECK_EQ(koila_graph_extract(r.g, &none, 1, NULL, NULL, &c, value_of, node_from),
-             KOILA_BAD_ARGUMENT);
+    CHECK_EQ(
+        koila_graph_extract(r.g, &none, 1, NULL, NULL, NULL, &c, value_of, leaf_from, node_from),
+        KOILA_BAD_ARGUMENT);
     koila_graph_free(a);
     koila_graph_free(b);
     free(value_of);
+    free(leaf_from);
     free(node_from);
     rg_deinit(&r);
 }
@@ -209,24 +222,27 @@ TEST(graph__a_part_has_the_drops_of_its_own_values)
 {
     random_graph r;
     CHECK(rg_init(&r, NULL, 12, NULL, 0, 20) == KOILA_OK);
-    koila_value *value_of = malloc((r.g->values.n + 1) * sizeof *value_of);
+    koila_value *value_of = calloc(r.g->values.n + 1, sizeof *value_of);
+    koila_value *leaf_from = malloc((r.g->values.n + 1) * sizeof *leaf_from);
     koila_node *node_from = malloc((r.g->nodes.n + 1) * sizeof *node_from);
     for (koila_value v = 0; v < r.g->values.n; v++)
         CHECK_EQ(koila_graph_drop(r.g, v), KOILA_OK);
     koila_graph *part = NULL;
-    CHECK_EQ(koila_graph_extract(r.g, r.targets, 1, NULL, NULL, &part, value_of, node_from),
+    CHECK_EQ(koila_graph_extract(r.g, r.targets, 1, NULL, NULL, NULL, &part, value_of, leaf_from,
+                                 node_from),
              KOILA_OK);
     uint32_t n = 0;
     for (koila_value v = 0; v < r.g->values.n; v++) {
-        if (value_of[v] == KOILA_NONE)
+        if (!value_of[v])
             continue;
         const koila_drop drop = koila_graph_drop_get(part, n++);
-        CHECK_EQ(drop.value, value_of[v]);
+        CHECK_EQ(drop.value, value_of[v] - 1);
         CHECK_EQ(drop.n_nodes, part->nodes.n); /* after all of r.g, therefore of the part */
     }
     CHECK_EQ(koila_graph_n_drops(part), n);
     koila_graph_free(part);
     free(value_of);
+    free(leaf_from);
     free(node_from);
     rg_deinit(&r);
 }
@@ -240,15 +256,15 @@ TEST(graph__the_nth_allocation_may_fail)
         fail = (failing_allocator){ .at = at };
         random_graph r;
         koila_graph *part = NULL;
-        koila_value value_of[RG_MAX_VALUES];
+        koila_value value_of[RG_MAX_VALUES] = { 0 }, leaf_from[RG_MAX_VALUES];
         koila_node node_from[RG_MAX_VALUES];
         uint32_t line;
         koila_status status = rg_init(&r, &mem, 3, NULL, 0, 20);
         if (status == KOILA_OK)
             status = koila_graph_line(r.g, "a.py", 3, &line);
         if (status == KOILA_OK)
-            status = koila_graph_extract(r.g, r.targets, r.n_targets, NULL, &mem, &part, value_of,
-                                         node_from);
+            status = koila_graph_extract(r.g, r.targets, r.n_targets, NULL, NULL, &mem, &part,
+                                         value_of, leaf_from, node_from);
         CHECK(status == (fail.n_calls < at ? KOILA_OK : KOILA_NO_MEMORY));
         if (r.g)
             CHECK(koila_graph_check(r.g, NULL));

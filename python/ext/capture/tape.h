@@ -145,9 +145,9 @@ void koila__tape_drop_happened(koila__tape *t, PyObject *const *reals, const koi
                                uint32_t n);
 void koila__tape_give_up(koila__tape *t); /* the step failed: its effects do not happen */
 void koila__tape_let_go(koila__tape *t);
-/* A value of the tape with value_of[value] != KOILA_NONE whose tensor was written where no version
- * counter of its own shows it; KOILA_NONE: there is none. */
-koila_value koila__written_behind(koila__tape *t, const koila_value *value_of);
+/* A value of the tape with value_of[value] != 0, value < n, whose tensor was written where no
+ * version counter of its own shows it; KOILA_NONE: there is none. */
+koila_value koila__written_behind(koila__tape *t, const koila_value *value_of, uint32_t n);
 /* Makes `real` (taken over from the caller) the tensor of value v. */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
 

@@ -129,11 +129,11 @@ int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counte
     return rc;
 }
 
-koila_value koila__written_behind(koila__tape *t, const koila_value *value_of)
+koila_value koila__written_behind(koila__tape *t, const koila_value *value_of, uint32_t n)
 {
     for (uint32_t i = 0; i < t->n_watches; i++) {
         const tape_watch *w = &t->watches[i];
-        if (value_of[w->value] != KOILA_NONE && t->values[w->value].real == w->real &&
+        if (w->value < n && value_of[w->value] && t->values[w->value].real == w->real &&
             is_written(w))
             return w->value;
     }

@@ -150,7 +150,7 @@ bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t
     }
     bool all = true;
     for (uint32_t i = 0; i < t->n_effects && all; i++)
-        all = part.value_of[t->effects[i].value] != KOILA_NONE;
+        all = koila__part_value(&part, t->effects[i].value) != KOILA_NONE;
     koila__part_free(&part);
     return all;
 }

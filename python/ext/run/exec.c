@@ -1216,13 +1216,10 @@ static int exec_init(exec *x, const koila__part *p)
         return -1;
     }
     const tape_value *values = x->tape->values;
-    /* of the values that the part knows: more may have been recorded since it was made */
-    for (koila_value v = 0; v < p->n_values; v++) {
-        if (p->value_of[v] == KOILA_NONE || !values[v].real)
-            continue;
-        const koila_value leaf = koila_plan_leaf(x->plan, p->value_of[v]);
+    for (uint32_t i = 0; i < p->n_leaves; i++) {
+        const koila_value leaf = koila_plan_leaf(x->plan, i);
         if (leaf != KOILA_NONE && koila_value_get(x->g, leaf).node == KOILA_NONE)
-            Py_XSETREF(x->whole[leaf], Py_NewRef(values[v].real));
+            Py_XSETREF(x->whole[leaf], Py_XNewRef(values[p->leaf_from[i]].real));
     }
     return 0;
 }

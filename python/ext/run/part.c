@@ -6,6 +6,7 @@ void koila__part_free(koila__part *p)
 {
     koila_graph_free(p->graph);
     PyMem_Free(p->value_of);
+    PyMem_Free(p->leaf_from);
     PyMem_Free(p->node_from);
     PyMem_Free(p->targets);
     *p = (koila__part){ 0 };
@@ -16,7 +17,7 @@ void koila__part_free(koila__part *p)
 static void tell_held(const koila__tape *t, const koila__part *p)
 {
     for (const koila__handle *h = t->handles; h; h = h->next_in_tape) {
-        const koila_value v = p->value_of[h->group->cur];
+        const koila_value v = koila__part_value(p, h->group->cur);
         if (v != KOILA_NONE)
             (void)koila_graph_drop(p->graph, v);
     }
@@ -46,53 +47,63 @@ static uintptr_t storage_of(PyObject *real, uint64_t *bytes)
 /* The storages of the part's leaves, numbered by the first leaf in each. */
 static void tell_storages(const koila__tape *t, const koila__part *p)
 {
-    const uint32_t n = p->n_values;
-    uintptr_t *address = PyMem_Calloc(n + 1, sizeof *address);
-    for (koila_value v = 0; address && v < n; v++) {
+    uintptr_t *address = PyMem_Calloc(p->n_leaves + 1, sizeof *address);
+    for (koila_value leaf = 0; address && leaf < p->n_leaves; leaf++) {
         uint64_t bytes = 0;
         uint32_t first = 0;
-        if (p->value_of[v] == KOILA_NONE || !t->values[v].real)
+        if (!t->values[p->leaf_from[leaf]].real)
             continue;
-        PyObject *real = Py_NewRef(t->values[v].real); /* a class of the user's may run Python */
-        address[v] = storage_of(real, &bytes);
+        PyObject *real = Py_NewRef(t->values[p->leaf_from[leaf]].real); /* may run Python */
+        address[leaf] = storage_of(real, &bytes);
         Py_DECREF(real);
-        if (!address[v])
+        if (!address[leaf])
             continue;
-        while (address[first] != address[v])
+        while (address[first] != address[leaf])
             first++;
-        (void)koila_graph_stored(p->graph, p->value_of[v], first, bytes);
+        (void)koila_graph_stored(p->graph, leaf, p->leaf_from[first], bytes);
     }
     PyMem_Free(address);
+}
+
+static bool is_concrete(void *tape, koila_value v, koila_cut *cut)
+{
+    const koila__tape *t = tape;
+    return t->values[v].real != NULL;
+}
+
+static uint32_t n_leaves_of(const koila_graph *g)
+{
+    uint32_t n = 0;
+    while (n < koila_graph_n_values(g) && koila_value_get(g, n).node == KOILA_NONE)
+        n++;
+    return n;
 }
 
 int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out)
 {
     const uint32_t n_values = koila_graph_n_values(t->graph);
     const uint32_t n_nodes = koila_graph_n_nodes(t->graph);
-    uint8_t *known = PyMem_Calloc(n_values + 1, 1);
-    *out = (koila__part){ .value_of = PyMem_Malloc((n_values + 1) * sizeof *out->value_of),
+    *out = (koila__part){ .value_of = PyMem_Calloc(n_values + 1, sizeof *out->value_of),
+                          .leaf_from = PyMem_Malloc((n_values + 1) * sizeof *out->leaf_from),
                           .node_from = PyMem_Malloc((n_nodes + 1) * sizeof *out->node_from),
                           .targets = PyMem_Malloc((n + 1) * sizeof *out->targets),
                           .n_values = n_values };
     koila_status status = KOILA_NO_MEMORY;
-    if (out->value_of && out->node_from && out->targets && known) {
-        for (uint32_t v = 0; v < n_values; v++)
-            known[v] = t->values[v].real != NULL;
-        status = koila_graph_extract(t->graph, targets, n, known, NULL, &out->graph, out->value_of,
-                                     out->node_from);
-    }
-    PyMem_Free(known);
+    if (out->value_of && out->leaf_from && out->node_from && out->targets)
+        status = koila_graph_extract(t->graph, targets, n, is_concrete, t, NULL, &out->graph,
+                                     out->value_of, out->leaf_from, out->node_from);
     if (status != KOILA_OK) {
         koila__part_free(out);
         koila__raise(status);
         return -1;
     }
+    out->n_leaves = n_leaves_of(out->graph);
     if (t->planned) {
         tell_held(t, out);
         tell_storages(t, out);
     }
     for (uint32_t i = 0; i < n; i++) {
-        out->targets[i] = out->value_of[targets[i]];
+        out->targets[i] = koila__part_value(out, targets[i]);
         koila_assert(out->targets[i] != KOILA_NONE);
     }
     return 0;
@@ -105,11 +116,9 @@ koila_graph *koila__part_give(koila__part *p)
     return graph;
 }
 
-/* Is value v of the tape a recorded leaf, and also in the part? */
-static bool is_recorded_leaf(const koila__tape *t, const koila__part *p, koila_value v)
+static bool is_recorded_leaf(const koila__tape *t, koila_value v)
 {
-    return p->value_of[v] != KOILA_NONE && t->values[v].real &&
-           koila_value_get(t->graph, v).node == KOILA_NONE;
+    return koila_value_get(t->graph, v).node == KOILA_NONE;
 }
 
 /* Writes ", read at file.py:12" for the first node that reads v; "" if no line is known. */
@@ -148,10 +157,11 @@ static int raise_stale_leaf(const koila__tape *t, koila_value v, const char *how
 
 int koila__part_check_versions(koila__tape *t, const koila__part *p)
 {
-    for (koila_value v = 0; v < p->n_values; v++) {
+    for (uint32_t i = 0; i < p->n_leaves; i++) {
+        const koila_value v = p->leaf_from[i];
         uint32_t now;
         char how[80];
-        if (p->value_of[v] == KOILA_NONE || !t->values[v].real)
+        if (!t->values[v].real)
             continue;
         PyObject *real = Py_NewRef(t->values[v].real); /* a class of the user's may run Python */
         const int known = koila__version_of(real, &now);
@@ -163,7 +173,8 @@ int koila__part_check_versions(koila__tape *t, const koila__part *p)
         snprintf(how, sizeof how, "version %u, recorded at %u", now, t->values[v].version);
         return raise_stale_leaf(t, v, how);
     }
-    const koila_value v = t->n_watches ? koila__written_behind(t, p->value_of) : KOILA_NONE;
+    const koila_value v =
+        t->n_watches ? koila__written_behind(t, p->value_of, p->n_values) : KOILA_NONE;
     return v == KOILA_NONE
                ? 0
                : raise_stale_leaf(t, v,
@@ -175,8 +186,9 @@ int koila__part_check_versions(koila__tape *t, const koila__part *p)
 static PyObject *leaves_of(const koila__tape *t, const koila__part *p)
 {
     PyObject *leaves = PyList_New(0);
-    for (koila_value v = 0; leaves && v < p->n_values; v++) {
-        if (!is_recorded_leaf(t, p, v))
+    for (uint32_t i = 0; leaves && i < p->n_leaves; i++) {
+        const koila_value v = p->leaf_from[i];
+        if (!is_recorded_leaf(t, v) || !t->values[v].real)
             continue;
         const bool is_batch = koila_value_get(t->graph, v).leaf_kind == KOILA_LEAF_BATCH;
         PyObject *real = Py_NewRef(t->values[v].real); /* the collector may run Python */

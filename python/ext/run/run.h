@@ -75,13 +75,20 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
 
 /* ---- part.c: the part of a tape that makes some targets, with maps back. Arrays are PyMem. */
 typedef struct koila__part {
-    koila_graph *graph;    /* owned until koila__part_give() */
-    koila_value *value_of; /* [values of the tape] -> of the part; KOILA_NONE: not in it */
+    koila_graph *graph;     /* owned until koila__part_give() */
+    koila_value *value_of;  /* [values of the tape] see koila__part_value() */
+    koila_value *leaf_from; /* [leaves of the part, its first values] -> of the tape */
+    uint32_t n_leaves;
     koila_node *node_from; /* [nodes of the part] -> of the tape */
     koila_value *targets;  /* [as many as were asked for], of the part */
     /* of the tape when the part was made: what is recorded while it runs is not in it */
     uint32_t n_values;
 } koila__part;
+/* The value of the part that value v of the tape is; KOILA_NONE: it is not in it. */
+static inline koila_value koila__part_value(const koila__part *p, koila_value v)
+{
+    return v < p->n_values && p->value_of[v] ? p->value_of[v] - 1 : KOILA_NONE;
+}
 int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out);
 koila_graph *koila__part_give(koila__part *p); /* the caller owns it from now on */
 void koila__part_free(koila__part *p);

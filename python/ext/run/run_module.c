@@ -247,15 +247,19 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
         return Py_BuildValue("sIss", "plain", 0u, made, here);
 
     koila_graph *part = NULL; /* as recorded: values that are concrete by now are recomputed */
-    koila_value *value_of = PyMem_Malloc((koila_graph_n_values(t->graph) + 1) * sizeof *value_of);
+    const uint32_t n_values = koila_graph_n_values(t->graph);
+    koila_value *value_of = PyMem_Calloc(n_values + 1, sizeof *value_of);
+    koila_value *leaf_from = PyMem_Malloc((n_values + 1) * sizeof *leaf_from);
     koila_node *node_from = PyMem_Malloc((koila_graph_n_nodes(t->graph) + 1) * sizeof *node_from);
     koila_plan *plan = NULL;
     const koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = UINT64_MAX, .rows = 1 };
     koila_error err = KOILA_ERROR_INIT;
     const char *kind = "";
     unsigned dim = 0;
-    if (value_of && node_from &&
-        koila_graph_extract(t->graph, &v, 1, NULL, NULL, &part, value_of, node_from) == KOILA_OK) {
+    if (value_of && leaf_from && node_from &&
+        koila_graph_extract(t->graph, &v, 1, NULL, NULL, NULL, &part, value_of, leaf_from,
+                            node_from) == KOILA_OK) {
+        const koila_value target = value_of[v] - 1;
         bool batched = false, many = false;
         for (koila_value i = 0; i < koila_graph_n_values(part); i++) {
             const koila_value_info leaf = koila_value_get(part, i);
@@ -266,7 +270,7 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
         }
         if (!batched)
             kind = "plain";
-        else if (many && koila_plan_new(part, &value_of[v], 1, &o, NULL, &plan, &err) == KOILA_OK) {
+        else if (many && koila_plan_new(part, &target, 1, &o, NULL, &plan, &err) == KOILA_OK) {
             const koila_share share = koila_plan_share(plan, koila_plan_target(plan, 0));
             kind = share.kind == KOILA_SHARE_SLICE ? "slice" : "whole";
             dim = share.dim;
@@ -275,6 +279,7 @@ static PyObject *py_cut_of(PyObject *self, PyObject *lazy)
     koila_plan_free(plan);
     koila_graph_free(part);
     PyMem_Free(value_of);
+    PyMem_Free(leaf_from);
     PyMem_Free(node_from);
     return Py_BuildValue("sIss", kind, dim, made, here);
 }
