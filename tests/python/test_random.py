@@ -189,6 +189,7 @@ def probe(x: torch.Tensor) -> torch.Tensor:
 probe.register_fake(torch.empty_like)
 
 
+@pytest.mark.about_the_cpu("a GPU's generator is drawn from itself: native_dropout takes no other")
 @pytest.mark.parametrize("slices", ["whole", "ragged", "one"])
 def test_what_another_thread_draws_during_a_run_is_neither_repeated_nor_lost(slices):
     """The operator `probe` draws in another thread whenever it runs, after dropout has drawn."""
