@@ -239,9 +239,9 @@ def test_the_slices_are_the_fewest_that_fit():
 def test_autograd_takes_the_gradients_without_a_copy(m, monkeypatch):
     made = []
 
-    def hand_over(leaves, gradients, create, right=_backward._hand_over):
+    def hand_over(depth, leaves, gradients, create, right=_backward._hand_over):
         made.extend(g.data_ptr() for g in gradients)
-        right(leaves, gradients, create)
+        right(depth, leaves, gradients, create)
 
     monkeypatch.setattr(_backward, "_hand_over", hand_over)
     model, batch = mlp(), (torch.randn(32, 64), torch.randint(0, 10, (32,)))

@@ -57,7 +57,8 @@ static bool kept;             /* a caller needs the count for good */
 /* Owned: the context of contextvars in which this thread's own limit holds. Other asyncio tasks of
  * this thread have the process's. NULL: it holds in all. */
 static _Thread_local PyObject *limited;
-static _Thread_local uint32_t n_lifts; /* while it is not 0 nothing is refused to this thread */
+static _Thread_local uint64_t own_room; /* UINT64_MAX less this thread's own limit; 0: none */
+static _Thread_local uint32_t n_lifts;  /* while it is not 0 nothing is refused to this thread */
 /* An own limit that refuses nothing. UINT64_MAX: there is none, and the process's counts. */
 static const uint64_t NO_LIMIT = UINT64_MAX - 1;
 
@@ -404,6 +405,12 @@ uint64_t koila__cpu_bytes_get_limit(void)
     const uint64_t own = limit_here(koila__account_get_limit());
     return own != UINT64_MAX ? own : atomic_load_explicit(&ledger.limit, memory_order_relaxed);
 }
+/* Threads that work for this one (gloo's, OpenMP's) find its limit in its account. */
+static void tell_account(void)
+{
+    koila__account_set_limit(n_lifts ? NO_LIMIT : UINT64_MAX - own_room);
+}
+
 void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes)
 {
     PyObject *before = limited;
@@ -413,7 +420,8 @@ void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes)
     limited = on ? Py_XNewRef(context) : NULL;
     if (bytes > NO_LIMIT)
         bytes = NO_LIMIT;
-    koila__account_set_limit(on ? bytes : UINT64_MAX);
+    own_room = on ? UINT64_MAX - bytes : 0;
+    tell_account();
     Py_XDECREF(before);
 }
 
@@ -421,6 +429,7 @@ void koila__cpu_bytes_lift_limit(bool more)
 {
     koila_assert(more || n_lifts > 0);
     n_lifts += more ? 1 : -1;
+    tell_account();
 }
 void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
@@ -484,6 +493,7 @@ static void after_fork_child(void)
     koila__ledger_fork_child(&ledger);
     koila__accounts_fork_child();
     limited = NULL; /* its reference stays */
+    own_room = 0;
     n_lifts = 0;
 }
 
