@@ -36,6 +36,7 @@ def test_a_program_in_slices_is_equal(seed, rows):
     same(seed, rows)
 
 
+@pytest.mark.about_the_cpu("torch's default device is a thread's own")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [1000, *([] if not LONG_RUNS else range(4000, 6000, 4))])
 def test_programs_in_threads_beside_each_other_are_equal(first):

@@ -143,20 +143,31 @@ int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to)
     return 0;
 }
 
-static bool see_exit(void *user, PyObject *lazy)
+static bool needs_gradient(PyObject *o)
 {
-    PyObject *r = PyObject_GetAttrString(lazy, "requires_grad");
-    if (r != Py_False)
-        koila__tape_has_exit(koila__handle_of(lazy)->group->tape);
+    PyObject *r = koila__is_tensor(o) ? PyObject_GetAttrString(o, "requires_grad") : NULL;
+    const bool yes = r == Py_True;
     Py_XDECREF(r);
     PyErr_Clear();
+    return yes;
+}
+
+/* *user: a bool, does another argument need a gradient? Its backward reads this one. */
+static bool see_exit(void *user, PyObject *lazy)
+{
+    if ((user && *(bool *)user) || needs_gradient(lazy))
+        koila__tape_has_exit(koila__handle_of(lazy)->group->tape);
     return false;
 }
 
 void koila__note_exit(PyObject *args, PyObject *kwargs, PyObject *result)
 {
-    if (koila__grad_mode() && !PyLong_Check(result) && !PyFloat_Check(result))
-        any_of_call(args, kwargs, see_exit, NULL);
+    if (!koila__grad_mode() || PyLong_Check(result) || PyFloat_Check(result))
+        return;
+    bool is_needed = false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !is_needed; i++)
+        is_needed = needs_gradient(PyTuple_GET_ITEM(args, i));
+    any_of_call(args, kwargs, see_exit, &is_needed);
 }
 
 void koila__note_value_taken(koila__handle *h)
