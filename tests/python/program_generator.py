@@ -304,7 +304,7 @@ def _behind(r: random.Random, w: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -402,7 +402,7 @@ def _run(
                 if choice == 0:
                     others.enter_context(_Mode())
                 elif choice == 1:
-                    others.enter_context(_default_dtype(torch.float64))
+                    others.enter_context(default_dtype(torch.float64))
                 new = t / 2 if choice < 2 else (t > 0).sum(-1) / 3
             elif kind == "z":
                 new = _made(r, t)

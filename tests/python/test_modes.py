@@ -6,6 +6,7 @@ import contextlib
 import pytest
 import torch
 from helpers import SLICES, plain, rows, run_python
+from program_generator import default_dtype
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -187,16 +188,6 @@ def test_a_profiler_sees_each_operator_recorded_and_run():
     recorded, run = counts(lazy, 3)
     assert recorded.count == 2 * eager.count and run.count == 3
     assert recorded.self_cpu_memory_usage == eager.self_cpu_memory_usage  # recording takes none
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 WHERE_DTYPE_DECIDES = {
