@@ -31,7 +31,11 @@ CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(ad
 CUDA_ALONE  ?= tests/python/test_cuda_inside.py
 # with a GPU in sight, but tensors where the tests put them
 CUDA_BESIDE ?= $(addprefix tests/python/,$(addprefix memlab/test_,cuda.py courtesy.py tensors.py))
+CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
 ON_CUDA      = FAKECUDA_MEMORY=$(CUDA_MEMORY) FAKECUDA_DEVICES=2
+GPU_VENV    ?= .venv-gpu
+GPU_PY       = $(GPU_VENV)/bin/python
+GPU_REPORT  ?= gpu-report.json
 FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
 
 export OMP_NUM_THREADS = 1
