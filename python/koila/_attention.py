@@ -21,9 +21,10 @@ import functools
 from typing import Any, NamedTuple
 from collections.abc import Iterator
 
-from ._torch import SETTING_UP, torch
+from ._torch import torch
 from . import _core
 from ._calls import run_on_reals
+from ._own_operators import OwnOperator, own_operators
 from ._random import default_generator
 from ._special import special
 
@@ -165,36 +166,26 @@ def _fake_backward(*arguments: Any) -> Any:
     return _kernel_backward(given, (0, 0), call)
 
 
-_library: Any = None
-
-
-def _operators() -> Any:
-    """koila::dropout_attention and koila::dropout_attention_backward, made at their first use.
+@own_operators("CUDA")
+def _operators() -> list[OwnOperator]:
+    """koila::dropout_attention and koila::dropout_attention_backward.
 
     draws: int64[B, 2] on the CPU, the generator's seed and offset of every row; it is cut like the
     rows of q. sums: the logsumexp of each query."""
-    global _library
-    with SETTING_UP:
-        if _library is None:
-            library = torch.library.Library("koila", "FRAGMENT")
-            rest = "float p, bool causal, float? scale, bool flash)"
-            library.define(
-                "dropout_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor draws, "
-                f"bool with_sums, {rest} -> (Tensor, Tensor)"
-            )
-            library.define(
-                "dropout_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
-                f"Tensor? bias, Tensor out, Tensor sums, Tensor draws, {rest} -> "
-                "(Tensor, Tensor, Tensor)"
-            )
-            for name, kernel, fake in (
-                ("dropout_attention", _forward, _fake_forward),
-                ("dropout_attention_backward", _backward, _fake_backward),
-            ):
-                library.impl(name, kernel, "CUDA")
-                torch.library.register_fake(f"koila::{name}", fake, lib=library)
-            _library = library
-    return torch.ops.koila
+    rest = "float p, bool causal, float? scale, bool flash)"
+    forward = (
+        "dropout_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor draws, "
+        f"bool with_sums, {rest} -> (Tensor, Tensor)"
+    )
+    backward = (
+        "dropout_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
+        f"Tensor? bias, Tensor out, Tensor sums, Tensor draws, {rest} -> "
+        "(Tensor, Tensor, Tensor)"
+    )
+    return [
+        OwnOperator(forward, _forward, _fake_forward),
+        OwnOperator(backward, _backward, _fake_backward),
+    ]
 
 
 # ---- are rows drawn as said above?

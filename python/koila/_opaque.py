@@ -16,7 +16,7 @@ from torch.utils import _device, _pytree as pytree
 
 from . import _core, _sharded
 from ._errors import UnsupportedError
-from ._torch import SETTING_UP
+from ._own_operators import OwnOperator, own_operators
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
@@ -103,7 +103,6 @@ class _Call:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
-_library: Any = None
 _MAX_KNOWN = 64  # ways of calling one function that are kept
 
 
@@ -181,32 +180,23 @@ def _backward_of(
     return out
 
 
-def _define() -> Any:
-    """The operators koila::opaque and koila::opaque_backward, made at the first use of opaque()."""
-    if _library is None:
-        with SETTING_UP:
-            if _library is None:
-                _define_now()
-    return torch.ops.koila
-
-
-def _define_now() -> None:
-    global _library
-    library = torch.library.Library("koila", "FRAGMENT")
-    library.define("opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]")
-    library.define(
+@own_operators("CPU", "CUDA")
+def _operators() -> list[OwnOperator]:
+    """koila::opaque and koila::opaque_backward. id: of the call, in _calls."""
+    forward = "opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]"
+    backward = (
         "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]"
     )
-    for key in ("CPU", "CUDA"):
-        library.impl("opaque", _forward, key)
-        library.impl("opaque_backward", _backward_of, key)
-    torch.library.register_fake("koila::opaque", _fake_forward, lib=library)
-    torch.library.register_fake(
-        "koila::opaque_backward",
-        lambda grads, inputs, parameters, id: [torch.empty_like(t) for t in [*inputs, *parameters]],
-        lib=library,
-    )
-    _library = library
+    return [
+        OwnOperator(forward, _forward, _fake_forward),
+        OwnOperator(backward, _backward_of, _fake_backward),
+    ]
+
+
+def _fake_backward(
+    grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+) -> list[torch.Tensor]:
+    return [torch.empty_like(t) for t in [*inputs, *parameters]]
 
 
 def _fake_forward(
@@ -259,12 +249,14 @@ class _Opaque(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, n_inputs: int, *tensors: torch.Tensor) -> Any:
         ctx.call, ctx.n_inputs = call, n_inputs
         ctx.save_for_backward(*tensors)
-        return tuple(_define().opaque(list(tensors[:n_inputs]), list(tensors[n_inputs:]), call.key))
+        return tuple(
+            _operators().opaque(list(tensors[:n_inputs]), list(tensors[n_inputs:]), call.key)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         tensors = ctx.saved_tensors
-        found = _define().opaque_backward(
+        found = _operators().opaque_backward(
             list(grads), list(tensors[: ctx.n_inputs]), list(tensors[ctx.n_inputs :]), ctx.call.key
         )
         return (

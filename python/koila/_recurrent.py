@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._torch import SETTING_UP, torch
+from ._own_operators import OwnOperator, own_operators
+from ._torch import torch
 
 LSTM, GRU, TANH, RELU = range(4)
 MODES = {"LSTM": LSTM, "GRU": GRU, "RNN_TANH": TANH, "RNN_RELU": RELU}
@@ -493,35 +494,24 @@ def _fake_unpack(data: Any, places: Any, offsets: Any) -> Any:
     return data.new_empty((offsets.shape[0], places.shape[0], *data.shape[1:]))
 
 
-_library: Any = None
-
-
-def operators() -> Any:
-    """torch.ops.koila with the operators above, made at their first use."""
-    global _library
-    with SETTING_UP:
-        if _library is None:
-            library = torch.library.Library("koila", "FRAGMENT")
-            rest = "int mode, bool biased, bool projected"
-            states = "Tensor places, Tensor? hx, Tensor? cx, Tensor[] weights"
-            library.define(
-                f"packed_rnn(Tensor x, {states}, {rest}, int per_row, bool keeps) -> "
-                "(Tensor, Tensor, Tensor, Tensor)"
-            )
-            library.define(
-                f"packed_rnn_backward(Tensor? g_out, Tensor? g_h, Tensor? g_c, Tensor x, {states}, "
-                f"Tensor work, {rest}, bool wants_x, bool wants_weights) -> "
-                "(Tensor, Tensor, Tensor, Tensor[])"
-            )
-            library.define("pack_rows(Tensor x, Tensor rows) -> Tensor")
-            library.define("unpack_rows(Tensor data, Tensor places, Tensor offsets) -> Tensor")
-            for name, kernel, fake in (
-                ("packed_rnn", _forward, _fake_forward),
-                ("packed_rnn_backward", _backward, _fake_backward),
-                ("pack_rows", _pack, _fake_pack),
-                ("unpack_rows", _unpack, _fake_unpack),
-            ):
-                library.impl(name, kernel, "CPU")
-                torch.library.register_fake(f"koila::{name}", fake, lib=library)
-            _library = library
-    return torch.ops.koila
+@own_operators("CPU")
+def operators() -> list[OwnOperator]:
+    """torch.ops.koila with the operators above."""
+    rest = "int mode, bool biased, bool projected"
+    states = "Tensor places, Tensor? hx, Tensor? cx, Tensor[] weights"
+    layer = (
+        f"packed_rnn(Tensor x, {states}, {rest}, int per_row, bool keeps) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
+    )
+    layer_backward = (
+        f"packed_rnn_backward(Tensor? g_out, Tensor? g_h, Tensor? g_c, Tensor x, {states}, "
+        f"Tensor work, {rest}, bool wants_x, bool wants_weights) -> "
+        "(Tensor, Tensor, Tensor, Tensor[])"
+    )
+    unpack = "unpack_rows(Tensor data, Tensor places, Tensor offsets) -> Tensor"
+    return [
+        OwnOperator(layer, _forward, _fake_forward),
+        OwnOperator(layer_backward, _backward, _fake_backward),
+        OwnOperator("pack_rows(Tensor x, Tensor rows) -> Tensor", _pack, _fake_pack),
+        OwnOperator(unpack, _unpack, _fake_unpack),
+    ]

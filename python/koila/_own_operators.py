@@ -1,0 +1,48 @@
+"""Operators of koila's own: torch.ops.koila.*, for what torch has no operator that can be cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ._torch import SETTING_UP, torch
+
+
+class OwnOperator(NamedTuple):
+    """schema: in torch's notation, without the namespace. kernel: computes it. fake: gives results
+    of the same shapes and dtypes, from tensors without memory."""
+
+    schema: str
+    kernel: Callable[..., Any]
+    fake: Callable[..., Any]
+
+
+def own_operators(*devices: str) -> Callable[[Callable[[], list[OwnOperator]]], Callable[[], Any]]:
+    """A decorator of a function that lists operators. What it leaves takes no arguments, defines
+    them for `devices` ("CPU", "CUDA") at its first call, and returns torch.ops.koila."""
+
+    def decorate(listed: Callable[[], list[OwnOperator]]) -> Callable[[], Any]:
+        libraries: list[Any] = []  # operators are gone when their library dies
+
+        @functools.wraps(listed)
+        def defined() -> Any:
+            if not libraries:
+                with SETTING_UP:
+                    if not libraries:
+                        libraries.append(_define(listed(), devices))
+            return torch.ops.koila
+
+        return defined
+
+    return decorate
+
+
+def _define(operators: list[OwnOperator], devices: tuple[str, ...]) -> Any:
+    library = torch.library.Library("koila", "FRAGMENT")
+    for schema, kernel, fake in operators:
+        name = library.define(schema)
+        for device in devices:
+            library.impl(name, kernel, device)
+        torch.library.register_fake(f"koila::{name}", fake, lib=library)
+    return library
