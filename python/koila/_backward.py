@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import graph as _graph
@@ -258,13 +258,18 @@ def _hand_over(
         _core.hold_factories(False)
 
 
+class _Call(NamedTuple):
+    """A call of torch's backward: of `outputs`, with the gradients `grads` of them. retain: the
+    graph is kept; create: the gradients get a graph of their own."""
+
+    outputs: Sequence[Any]
+    grads: Any
+    retain: bool
+    create: bool
+
+
 def _by_accumulation(
-    depth: _Depth,
-    outputs: Sequence[Any],
-    grads: Any,
-    retain: bool,
-    create: bool,
-    leaves: list[torch.Tensor],
+    depth: _Depth, call: _Call, leaves: list[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The gradients of leaves, accumulated into empty `.grad`s and taken out again."""
     before = [leaf.grad for leaf in leaves]
@@ -273,9 +278,7 @@ def _by_accumulation(
     try:
         for leaf in leaves:
             leaf.grad = None
-        depth.engine(
-            outputs, grads, retain, create, (), allow_unreachable=True, accumulate_grad=True
-        )
+        depth.engine(*call, (), allow_unreachable=True, accumulate_grad=True)
         return [leaf.grad for leaf in leaves]
     finally:
         depth.accumulating = outer
@@ -288,13 +291,7 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _record(
-    depth: _Depth,
-    outputs: Sequence[Any],
-    grads: Any,
-    retain: bool,
-    create: bool,
-    leaves: list[torch.Tensor],
-    reentrant: bool,
+    depth: _Depth, call: _Call, leaves: list[torch.Tensor], reentrant: bool
 ) -> _Pairs | None:
     """Pass 1: (leaf, gradient) of the real and the lazy leaves; None: they belong to an outer
     step."""
@@ -305,11 +302,11 @@ def _record(
     depth.level += 1
     outer_nested, depth.nested = depth.nested, []
     try:
-        given = _gradients(depth, outputs, grads, retain, create, leaves, reentrant)
+        given = _gradients(depth, call, leaves, reentrant)
         nested = depth.nested
     except BaseException as e:
         if depth.level == 1:
-            _sharded.withdraw(outputs, e)
+            _sharded.withdraw(call.outputs, e)
         raise
     finally:
         depth.level -= 1
@@ -327,30 +324,18 @@ def _record(
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
     if not depth.level:
         return list(pairs.values())
-    _pass_on(depth, own, list(pairs.values()), create)
+    _pass_on(depth, own, list(pairs.values()), call.create)
     return None
 
 
 def _gradients(
-    depth: _Depth,
-    outputs: Sequence[Any],
-    grads: Any,
-    retain: bool,
-    create: bool,
-    leaves: list[torch.Tensor],
-    reentrant: bool,
+    depth: _Depth, call: _Call, leaves: list[torch.Tensor], reentrant: bool
 ) -> Sequence[torch.Tensor | None]:
     """torch's backward, recorded: the gradient of each leaf."""
     if reentrant:
-        return _by_accumulation(depth, outputs, grads, retain, create, leaves)
+        return _by_accumulation(depth, call, leaves)
     found: Sequence[torch.Tensor | None] = depth.engine(
-        outputs,
-        grads,
-        retain,
-        create,
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=False,
+        *call, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
     return found
 
@@ -380,15 +365,7 @@ def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
     return given
 
 
-def _backward(
-    depth: _Depth,
-    outputs: Sequence[Any],
-    grads: Any,
-    retain: bool,
-    create: bool,
-    inputs: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> None:
+def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """`backward()`, all three steps. Whole because they share what a failure must undo.
 
     No local may hold a gradient when it is handed over: autograd copies every gradient that
@@ -396,17 +373,17 @@ def _backward(
     if inputs:
         leaves, reentrant = [i for i in inputs if isinstance(i, torch.Tensor)], False
     else:
-        leaves, reentrant = _leaves(outputs)
+        leaves, reentrant = _leaves(call.outputs)
     if not leaves:
-        depth.engine(outputs, grads, retain, create, inputs, **kwargs)
+        depth.engine(*call, inputs, **kwargs)
         return
-    pairs = _record(depth, outputs, grads, retain, create, leaves, reentrant)
+    pairs = _record(depth, call, leaves, reentrant)
     if pairs is None:
         return
     real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
-    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], create)
-    lazies = _lazies(g for _, g in pairs) or _lazies(outputs)
-    step = _core.run_all(lazies, not retain) if lazies else None
+    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], call.create)
+    lazies = _lazies(g for _, g in pairs) or _lazies(call.outputs)
+    step = _core.run_all(lazies, not call.retain) if lazies else None
     if _core.is_planning():  # koila.plan(): nothing was computed
         return
     # Gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
@@ -415,14 +392,14 @@ def _backward(
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
         if targets:
-            _hand_over(depth, targets, _computed(wanted, create), create)
+            _hand_over(depth, targets, _computed(wanted, call.create), call.create)
         else:
-            _computed(wanted, create)
+            _computed(wanted, call.create)
     except BaseException:
-        if step is not None and not retain:
+        if step is not None and not call.retain:
             _core.finish_step(step, False)
         raise
-    if step is not None and not retain:
+    if step is not None and not call.retain:
         _core.finish_step(step, True)
 
 
@@ -438,7 +415,8 @@ def _computed(gradients: list[torch.Tensor], create: bool) -> list[torch.Tensor]
 def _run_lazily(depth: _Depth, t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     grads, retain, create, inputs = args[:4]
     if kwargs.get("accumulate_grad"):
-        return _backward(depth, t_outputs, grads, retain, create, inputs or (), kwargs)
+        call = _Call(t_outputs, grads, retain, create)
+        return _backward(depth, call, inputs or (), kwargs)
     result = depth.engine(t_outputs, *args, **kwargs)
     if create or depth.level or not _any_lazy(result):
         return result
