@@ -139,8 +139,9 @@ typedef struct koila_plan_info {
     uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
     uint64_t budget_bytes;
     uint32_t n_stages, n_loops;
-    uint32_t n_recorded; /**< nodes the targets need, as recorded */
-    double replay_ratio; /**< work run in all slices / work recorded, by estimated time */
+    uint32_t n_recorded;        /**< nodes the targets need, as recorded */
+    double replay_ratio;        /**< work run in all slices / work recorded, by estimated time */
+    double work, work_recorded; /**< the two; only their ratios mean something */
     uint32_t n_gathers;
     /** node of the lowered graph that runs at the peak; KOILA_NONE: nothing runs */
     koila_node peak_node;

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from ._errors import StaleValueError as StaleValueError, UnsupportedError as UnsupportedError
     from ._lazy import lazy as lazy, run as run
-    from ._plan import Plan as Plan, explain as explain, last_plan as last_plan
+    from ._plan import Plan as Plan, explain as explain, last_plan as last_plan, plans as plans
     from ._predict import measure_device as measure_device, plan as plan
     from ._opaque import opaque as opaque
     from ._rules import register_rule as register_rule
@@ -52,6 +52,7 @@ _HOME = {
     "micro_batch": "_budget",
     "opaque": "_opaque",
     "plan": "_predict",
+    "plans": "_plan",
     "register_rule": "_rules",
     "run": "_lazy",
     "set_budget": "_budget",

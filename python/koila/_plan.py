@@ -1,4 +1,4 @@
-"""How a step ran, or would run, as text: `last_plan()`, `explain()`, and a self-contained page."""
+"""How a step ran, or would run, as text: `last_plan()`, `plans()`, `explain()`, and a page."""
 
 from __future__ import annotations
 
@@ -91,8 +91,14 @@ class Plan:
         loops, gathers, largest: lists of `Loop`, `Gather`, `Large`.
         curve: (label, bytes) along the step.
         retries: times a slice did not fit and was cut again.
-        n_recorded, n_run, replay_ratio: operators recorded; operators run, over all slices; `n_run`
-            per recorded operator and slice.
+        n_recorded, n_run, replay_ratio: operators recorded; operators run, over all slices; work
+            run per work recorded, by estimated time. Those of a backward count what ran before it
+            for values that were read in the middle of its step.
+        asked_by: "backward"; "item" (`.item()`, `float()`); "aten::nonzero" or another operator
+            whose result depends on values; "read" (`print`, `if`, `.torch()`, `koila.run()`);
+            "leaving" (a step was left without backward: what the program holds of it); "plan"
+            (`koila.plan()`: nothing ran).
+        asked_at: the program's line that asked, "file.py:12".
         fit: on a GPU, the answer of the model of torch's caching allocator: `fits`,
             `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and `margin_bytes`,
             kept free since a step like this ran out of memory. `None`: the sum of live bytes
@@ -110,6 +116,8 @@ class Plan:
     n_recorded: int
     n_run: int
     replay_ratio: float
+    asked_by: str
+    asked_at: str
     fit: dict[str, Any] | None
 
     def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
@@ -234,22 +242,18 @@ class Plan:
         path = os.fspath(path)
         ending = os.path.splitext(path)[1]
         if ending == ".kgraph":
-            values = (
-                None
-                if self._values is None
-                else [v for ref in self._values if (v := ref()) is not None]
-            )
-            gone = (
-                (_core.last_plan() != self._raw)
-                if values is None
-                else len(values) != len(self._values or ())
-            )
-            if gone:
+            if self._values is None:
+                is_saved = _core.save_graph(self._raw["number"], path)
+            else:
+                values = [v for ref in self._values if (v := ref()) is not None]
+                is_saved = len(values) == len(self._values)
+                if is_saved:
+                    _core.save_graph(_step_of(values), path)
+            if not is_saved:
                 raise ValueError(
-                    f"Plan.save({path!r}): expected the last step's plan, got that of an older "
-                    "step, whose graph is gone"
+                    f"Plan.save({path!r}): expected the plan of one of the last {_MOST_PLANS} runs "
+                    "of this thread, got that of an older step, whose graph is gone"
                 )
-            _core.save_graph(None if values is None else _step_of(values), path)
             return
         if ending not in (".html", ".txt"):
             raise ValueError(
@@ -385,9 +389,24 @@ def _page(plan: Plan) -> str:
 
 
 def last_plan() -> Plan | None:
-    """The plan of the last step that ran, or `None` before the first."""
+    """The plan of the last step that ran a backward, in this thread or asyncio task; `None` before
+    the first step.
+
+    A value that is read in the middle of a step, an evaluation and `koila.plan()` do not hide it;
+    `plans()` has theirs. Where no backward has run since the settings were changed (`budget`,
+    `micro_batch`, `strict`), it is the plan of what ran last.
+    """
     raw = _core.last_plan()
     return None if raw is None else Plan(raw)
+
+
+_MOST_PLANS = 16
+
+
+def plans() -> list[Plan]:
+    """The plans of the last 16 runs of this thread or asyncio task, the newest last. `asked_by` and
+    `asked_at` say what asked for each: a backward, a value that was read, `koila.plan()`."""
+    return [Plan(raw) for raw in _core.plans(_MOST_PLANS)]
 
 
 def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -148,7 +148,7 @@ def plan(
             strict_conf=conf is not None,
             torch_version=torch.__version__,
         )
-        raw = _core.last_plan() or raw  # the plan that was predicted
+        raw = _core.plans(1)[0]  # the plan that was predicted
         return Prediction(raw, prediction)
     except UnsupportedError as e:
         if profile is None or "(FSDP)" not in str(e):
@@ -184,13 +184,12 @@ def _recorded(
                 result.backward()  # type: ignore[no-untyped-call]
             else:
                 _core.run_all([result], False)
-    raw = _core.last_plan()
-    if raw is None or _core.n_plans() == n_plans:
+    if _core.n_plans() == n_plans:
         raise ValueError(
             "plan(): expected a step that returns its loss or calls backward on it, got one that "
             "does neither"
         )
-    return raw, writes.casts_parameters or stand_in.casts_parameters
+    return _core.plans(1)[0], writes.casts_parameters or stand_in.casts_parameters
 
 
 def _attention_of(profile: str, back_end: str) -> Attention:

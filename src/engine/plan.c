@@ -195,6 +195,8 @@ static void set_info(koila_plan *p, const koila_plan_options *o)
     p->info.n_stages = s->n_stages;
     p->info.n_loops = s->n_loops;
     p->info.n_recorded = s->n_needed;
+    p->info.work = s->work;
+    p->info.work_recorded = s->work_recorded;
     p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
     p->info.peak_node = KOILA_NONE;
 }

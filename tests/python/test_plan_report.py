@@ -395,7 +395,8 @@ def test_graph_and_text_files(tmp_path):
     for bad in ("step", "step.png"):
         with pytest.raises(ValueError, match="html"):
             p.save(tmp_path / bad)
-    step(m=5)
+    for _ in range(17):
+        step(m=5)
     with pytest.raises(ValueError, match="older step"):
         p.save(tmp_path / "old.kgraph")
 

@@ -74,7 +74,7 @@ def test_stub_and_docstrings_name_as_many_parameters():
     ] == [False, True, True, False, None]
 
 
-CONTRACT = """lazy LazyTensor run budget set_budget micro_batch last_plan explain strict Plan
+CONTRACT = """lazy LazyTensor run budget set_budget micro_batch last_plan plans explain strict Plan
     KoilaError OutOfMemory GatherError StaleValueError UnsupportedError""".split()
 
 

@@ -60,6 +60,8 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     decorated("1")  # type: ignore[arg-type]
     p = assert_type(koila.last_plan(), koila.Plan | None)
     print(p.n_micro_batches)  # type: ignore[union-attr]
+    asked = [assert_type(q, koila.Plan).asked_by for q in koila.plans()]
+    assert_type(asked, list[str])
     p = assert_type(koila.explain(loss), koila.Plan)
     assert_type(p.predicted_peak_bytes, int)
     assert_type(p.measured_peak_bytes, int | None)

@@ -479,6 +479,7 @@ static void tape_dealloc(koila__tape *t)
     koila__n_exits -= t->has_exit;
     koila__watches_free(t);
     Py_XDECREF(t->early);
+    PyMem_Free(t->reads.nodes);
     Py_DECREF(t->context);
     PyMem_Free(t->values);
     PyMem_Free(t->effects);

@@ -96,6 +96,13 @@ typedef struct koila__tape {
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                              /* never reused in this process */
     uint32_t mark;                             /* larger than the marks of all values */
+    /* what its runs before the backward have done; run/past.c counts it */
+    struct {
+        uint64_t *nodes; /* owned [n_words]: a bit for each node that was run */
+        uint32_t n_words;
+        uint64_t n_run;                         /* operators, over all slices */
+        double n_recorded, work, work_recorded; /* as koila_plan_info has them */
+    } reads;
     /* owned list or NULL: gathers that happened while recording, as gathers_list() in plan_report.c
      * makes them */
     PyObject *early;

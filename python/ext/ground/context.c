@@ -144,6 +144,8 @@ static void context_dealloc(koila__context *c)
     Py_XDECREF(c->of);
     Py_XDECREF(c->open);
     Py_XDECREF(c->backward);
+    if (c->past)
+        c->past_free(c->past);
     PyObject_Free(c);
 }
 

@@ -1,6 +1,6 @@
-/* context.h — what koila keeps for one line of work: the open step, the backward in progress. There
- * is one for each contextvars.Context that used koila, so one for each thread and each asyncio
- * task. What a user sets is beside it, in settings.h. */
+/* context.h — what koila keeps for one line of work: the open step, the backward in progress, its
+ * last runs. There is one for each contextvars.Context that used koila, so one for each thread and
+ * each asyncio task. What a user sets is beside it, in settings.h. */
 #ifndef KOILA_EXT_CONTEXT_H
 #define KOILA_EXT_CONTEXT_H
 
@@ -22,6 +22,10 @@ typedef struct koila__context {
     /* the line that called a backward which records now; file: kept by source_line.c, or NULL */
     const char *waiting_file;
     uint32_t waiting_line;
+    uint64_t n_settings; /* times that its settings were set (settings.h) */
+    /* owned: its last runs, of run/past.c, which also sets how they are freed; NULL: none yet */
+    struct koila__past *past;
+    void (*past_free)(struct koila__past *past);
 } koila__context;
 
 /* Borrowed: that of the running code. NULL without an exception: it never used koila. */

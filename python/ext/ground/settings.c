@@ -25,6 +25,7 @@ static PyTypeObject settings_type = {
 
 static PyObject *variable; /* contextvars.ContextVar */
 static koila__settings process = { .budget = UINT64_MAX, .cpu_budget = UINT64_MAX };
+static uint64_t n_process_settings; /* times that `process` was set */
 
 /* Without the settings of the process. */
 static koila__settings own(void)
@@ -57,6 +58,12 @@ bool koila__settings_any(void)
 }
 
 bool koila__is_planning(void) { return own().dry; }
+
+uint64_t koila__settings_number(void)
+{
+    const koila__context *c = koila__context_peek();
+    return n_process_settings + (c ? c->n_settings : 0);
+}
 
 void koila__settings_enforce(void)
 {
@@ -117,7 +124,11 @@ static int store(koila__settings s)
         return -1;
     o->s = s;
     /* whoever has settings is no thread of torch's */
-    PyObject *token = koila__context_now() ? PyContextVar_Set(variable, (PyObject *)o) : NULL;
+    koila__context *c = koila__context_now();
+    const bool is_for_plan = s.dry || own().dry;
+    PyObject *token = c ? PyContextVar_Set(variable, (PyObject *)o) : NULL;
+    if (token && !is_for_plan)
+        c->n_settings++;
     Py_DECREF(o);
     Py_XDECREF(token);
     return token ? 0 : -1;
@@ -175,6 +186,7 @@ static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *
     if (PyErr_Occurred())
         return NULL;
     process = s;
+    n_process_settings++;
     koila__cpu_bytes_install();
     koila__cpu_bytes_set_limit(s.resident ? UINT64_MAX : s.cpu_budget);
     koila__resident_budget(s.resident ? s.cpu_budget : UINT64_MAX, koila__cpu_bytes_current());

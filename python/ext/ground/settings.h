@@ -34,6 +34,8 @@ koila__settings koila__settings_now(void);
 /* Has the running code settings of its own, perhaps from the task that made it? */
 bool koila__settings_any(void);
 bool koila__is_planning(void); /* is koila.plan() recording? */
+/* Changes whenever settings are set for the running code, except by koila.plan(). */
+uint64_t koila__settings_number(void);
 /* The limit on the CPU's bytes is that of the running code's settings from now on, for what this
  * thread allocates in this context. */
 void koila__settings_enforce(void);

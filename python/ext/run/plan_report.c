@@ -1,7 +1,5 @@
 /* plan_report.c — reports plans to people and to Python. Nothing here is on the hot path.
  *
- *   koila__last_step_is(step)     after each step; last_plan() is then koila__step_dict() of it
- *
  * To report one more fact, add an item in koila__step_dict() and its name in the class Plan of
  * python/koila/_plan.py. A fact of the run that no plan has is also a new field of koila__step.
  */
@@ -10,66 +8,6 @@
 #define MIB 1048576.0
 #define KIB 1024.0
 enum { MOST_LARGEST = 32, MOST_CURVE_POINTS = 1024 };
-
-/* ---- the last step */
-
-static koila__step last;
-static uint64_t n_last_steps;
-
-/* While koila.plan() records, the last step is the last one that this thread planned, for other
- * threads' steps end meanwhile. Kept until the thread's next step. */
-static _Thread_local koila__step planned;
-static _Thread_local uint64_t n_planned;
-
-const koila__step *koila__last_step(void)
-{
-    const koila__step *step = koila__is_planning() ? &planned : &last;
-    return step->c ? step : NULL;
-}
-
-uint64_t koila__n_last_steps(void) { return koila__is_planning() ? n_planned : n_last_steps; }
-
-static void replace(koila__step *old, const koila__step *step)
-{
-    const koila__step before = *old;
-    *old = *step;
-    koila__cached_release(before.c);
-    Py_XDECREF(before.early);
-}
-
-void koila__last_step_is(const koila__step *step)
-{
-    koila__step own = { 0 };
-    koila_assert(step->c);
-    if (koila__is_planning()) {
-        own = *step;
-        own.c->refs++;
-        Py_XINCREF(own.early);
-        n_planned++;
-    }
-    replace(&planned, &own);
-    n_last_steps++;
-    replace(&last, step);
-}
-
-int koila__last_step_adopt(koila_plan *plan)
-{
-    koila__step *step = koila__is_planning() ? &planned : &last;
-    koila_assert(step->c);
-    cached *c = koila__cached_variant(step->c, plan);
-    if (!c)
-        return -1;
-    if (step == &planned) { /* last_plan() tells it too */
-        koila__step told = planned;
-        c->refs++;
-        told.c = c;
-        Py_XINCREF(told.early);
-        replace(&last, &told);
-    }
-    koila__cached_release(step->c);
-    step->c = c;
-    return 0;
-}
 
 /* ---- words */
 
@@ -280,6 +218,20 @@ static PyObject *bytes_or_none(bool is_known, uint64_t n)
     return is_known ? PyLong_FromUnsignedLongLong(n) : Py_NewRef(Py_None);
 }
 
+static PyObject *asked_by_text(const koila__step *step)
+{
+    static const char *const words[KOILA__N_ASKED_BY] = { "read", "backward", "leaving", "plan" };
+    if (step->asked_by != KOILA__ASKED_BY_READ || !*step->asked_by_op)
+        return PyUnicode_FromString(words[step->asked_by]);
+    const bool is_item = strcmp(step->asked_by_op, "aten::_local_scalar_dense") == 0;
+    return PyUnicode_FromString(is_item ? "item" : step->asked_by_op);
+}
+
+static double replay_ratio_of(const koila__step *step, const koila_plan_info *info)
+{
+    return step->work_recorded > 0 ? step->work / step->work_recorded : info->replay_ratio;
+}
+
 PyObject *koila__step_dict(const koila__step *step)
 {
     const koila_plan *plan = step->c->plan;
@@ -309,9 +261,13 @@ PyObject *koila__step_dict(const koila__step *step)
     bad |= set_item(d, "retries", PyLong_FromUnsignedLong(step->retries));
     bad |= set_item(d, "largest", largest_list(plan, part));
     bad |= set_item(d, "curve", curve_list(plan, base));
-    bad |= set_item(d, "n_recorded", PyLong_FromUnsignedLong(info.n_recorded));
+    const uint32_t n_recorded = step->n_recorded ? step->n_recorded : info.n_recorded;
+    bad |= set_item(d, "number", PyLong_FromUnsignedLongLong(step->number));
+    bad |= set_item(d, "asked_by", asked_by_text(step));
+    bad |= set_item(d, "asked_at", PyUnicode_DecodeFSDefault(step->asked_at));
+    bad |= set_item(d, "n_recorded", PyLong_FromUnsignedLong(n_recorded));
     bad |= set_item(d, "n_run", PyLong_FromUnsignedLongLong(step->n_run));
-    bad |= set_item(d, "replay_ratio", PyFloat_FromDouble(info.replay_ratio));
+    bad |= set_item(d, "replay_ratio", PyFloat_FromDouble(replay_ratio_of(step, &info)));
     bad |= set_item(d, "base_bytes", bytes_or_none(true, base));
     bad |= set_item(d, "fit", koila__fit_dict(step->c));
     if (bad)

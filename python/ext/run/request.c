@@ -41,7 +41,7 @@ typedef struct request {
     bool rows_agreed; /* all ranks plan with these rows */
     bool no_extra;    /* leave nothing free for what libraries may take */
     bool is_awaited;  /* other ranks wait for this one in the exchange (ranks.c) */
-    koila__step step; /* what is to be told of it */
+    koila__step step; /* what is to be told of it; asked_by stands from the beginning */
     /* of one try */
     koila__part part;
     koila__room room;
@@ -218,10 +218,25 @@ static next agree_with_ranks(request *q)
 
 /* ---- running it */
 
-/* What last_plan() tells from now on. Takes the plan over. */
+/* Which line of the program asks, and which operator of it needs the value. */
+static void tell_who_asks(request *q)
+{
+    const koila__context *here = koila__context_peek();
+    if (here && here->gathers_for)
+        snprintf(q->step.asked_by_op, sizeof q->step.asked_by_op, "%s", here->gathers_for);
+    koila__line_text(q->tape->graph, koila__line_now(q->tape), q->step.asked_at,
+                     sizeof q->step.asked_at);
+}
+
+/* What plans() tells from now on. Takes the plan over. */
 static void report(request *q)
 {
+    tell_who_asks(q);
     q->step.c = q->c;
+    if (q->step.asked_by == KOILA__ASKED_BY_BACKWARD)
+        koila__count_backward(q->tape, &q->part, &q->step);
+    else if (q->step.asked_by != KOILA__ASKED_BY_PLAN)
+        koila__count_read(q->tape, &q->part, q->c, q->step.n_run);
     q->c = NULL;
     q->step.budget_bytes = q->room.limit;
     if (q->tape->early) {
@@ -406,6 +421,7 @@ static void hand_over(request *q)
 static int run_request(koila__tape *t, const koila__wanted *w)
 {
     request q = { .tape = t, .is_wanted = w->n_wanted > 0, .rows = koila__settings_now().rows };
+    q.step.asked_by = koila__is_planning() ? KOILA__ASKED_BY_PLAN : w->asked_by;
     if (koila__torch_setup() < 0 || find_targets(&q, w) < 0)
         return -1;
     t->ran = true;

@@ -34,12 +34,16 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
                               .held = held,
                               .n_held = n_small,
                               .effects =
-                                  commit_effects || koila__effects_pass_by(t, targets, n_targets) };
+                                  commit_effects || koila__effects_pass_by(t, targets, n_targets),
+                              .asked_by =
+                                  n_targets ? KOILA__ASKED_BY_READ : KOILA__ASKED_BY_LEAVING };
     return koila__request(t, &w);
 }
 
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held)
 {
-    const koila__wanted w = { .held = held, .n_held = n_held, .effects = true };
+    const koila__wanted w = {
+        .held = held, .n_held = n_held, .effects = true, .asked_by = KOILA__ASKED_BY_LEAVING
+    };
     return koila__request(t, &w);
 }

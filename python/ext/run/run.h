@@ -9,6 +9,7 @@
  *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
  *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
+ *   past.c          the last runs of a context
  *   call.c          one recorded call              modes.c         other people's modes, put aside
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
@@ -245,17 +246,6 @@ typedef struct koila__exec_report {
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
                      uint32_t n, PyObject **results, koila__exec_report *report);
 
-/* ---- request.c */
-typedef struct koila__wanted {
-    const koila_value *wanted; /* the values that are asked for */
-    uint32_t n_wanted;
-    const koila_value *held; /* could still be asked for: made too, if that costs nothing */
-    uint32_t n_held;
-    bool effects; /* also make the values of the tape's effects */
-    bool later;   /* the caller itself calls koila__commit_effects() */
-} koila__wanted;
-int koila__request(koila__tape *t, const koila__wanted *w);
-
 /* ---- modes.c */
 /* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were
  * none. */
@@ -277,9 +267,22 @@ int koila__strict_check(koila__tape *t, const cached *c, uint32_t n);
  * come first, and returns their end. Returns n if strict() refuses one of the first n_must. */
 uint32_t koila__strict_pass(koila__tape *t, koila_value *targets, uint32_t n_must, uint32_t n);
 
-/* ---- plan_report.c */
+/* ---- past.c: the last runs of the running code's context. What is returned is borrowed, and valid
+ * until its next koila__last_step_is(). */
+/* What asked for a run. */
+typedef enum koila__asked_by {
+    KOILA__ASKED_BY_READ, /* print, .item(), if, ...; .asked_by_op may tell the operator */
+    KOILA__ASKED_BY_BACKWARD,
+    KOILA__ASKED_BY_LEAVING, /* a step was left: what is held of it, and its effects, are made */
+    KOILA__ASKED_BY_PLAN,    /* koila.plan(): nothing ran */
+    KOILA__N_ASKED_BY
+} koila__asked_by;
 /* How a step went or would go, as last_plan() and explain() report it. */
 typedef struct koila__step {
+    koila__asked_by asked_by;
+    char asked_by_op[60];  /* "aten::nonzero", or "": not known */
+    char asked_at[300];    /* "file.py:12", or "" */
+    uint64_t number;       /* of all runs and plans of the process; koila__last_step_is() sets it */
     cached *c;             /* counted */
     PyObject *early;       /* owned tuple or NULL: gathers while the step was recorded */
     uint64_t base_bytes;   /* held before the step */
@@ -288,14 +291,27 @@ typedef struct koila__step {
     uint64_t measured_peak_bytes;
     uint64_t n_run;   /* operators run, over all slices */
     uint32_t retries; /* times that one slice or all slices were made smaller */
+    /* with the runs of its step before it; 0: those of the plan */
+    uint32_t n_recorded;
+    double work, work_recorded;
 } koila__step;
 PyObject *koila__step_dict(const koila__step *step);
-/* The step that ran (or was planned) last. Valid until the next koila__last_step_is(). */
-const koila__step *koila__last_step(void);         /* NULL: none yet, without an exception */
-uint64_t koila__n_last_steps(void);                /* number of times it has changed */
-void koila__last_step_is(const koila__step *step); /* takes its references over */
-/* Makes `plan` (taken over, except on failure) the plan of the last step. */
+enum { KOILA__MOST_PAST = 16 };
+/* What last_plan() tells: see past.c. NULL: nothing yet, without an exception. */
+const koila__step *koila__last_step(void);
+/* i runs and plans before the newest; NULL: it is not remembered. */
+const koila__step *koila__past_step(uint32_t i);
+const koila__step *koila__past_numbered(uint64_t number); /* NULL: it is not remembered */
+uint64_t koila__n_past(void);                             /* runs and plans so far */
+void koila__last_step_is(const koila__step *step);        /* takes its references over */
+/* Makes `plan` (taken over, except on failure) the plan of the newest one. */
 int koila__last_step_adopt(koila_plan *plan);
+/* Plan c ran for part `p` of tape t, with n_run operators over all slices, and no backward did. */
+void koila__count_read(koila__tape *t, const koila__part *p, const cached *c, uint64_t n_run);
+/* A backward ran it: `step`, whose plan is set, also tells what was counted, which begins anew. */
+void koila__count_backward(koila__tape *t, const koila__part *p, koila__step *step);
+
+/* ---- plan_report.c */
 PyObject *koila__shape_of(const koila_meta_info *m);
 /* Writes "file.py:12"; without a line `out` is unchanged. */
 void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n);
@@ -308,6 +324,18 @@ const char *koila__instead_of(const char *op);
  * g.node. */
 PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *line);
 int koila__save_graph(const koila_graph *g, const char *path);
+
+/* ---- request.c */
+typedef struct koila__wanted {
+    const koila_value *wanted; /* the values that are asked for */
+    uint32_t n_wanted;
+    const koila_value *held; /* could still be asked for: made too, if that costs nothing */
+    uint32_t n_held;
+    bool effects; /* also make the values of the tape's effects */
+    bool later;   /* the caller itself calls koila__commit_effects() */
+    koila__asked_by asked_by;
+} koila__wanted;
+int koila__request(koila__tape *t, const koila__wanted *w);
 
 /* ---- predict_step.c */
 /* What a recorded step does not contain: the fields of koila_predict_opts in words. */

@@ -16,24 +16,51 @@ static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
 {
     (void)self;
     (void)ignored;
-    return PyLong_FromUnsignedLongLong(koila__n_last_steps());
+    return PyLong_FromUnsignedLongLong(koila__n_past());
 }
 
-static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
+/* The dict of `told`, or None for NULL. It is held: while the dict is made the collector may run,
+ * and with it a step that pushes it out of the past. */
+static PyObject *dict_of(const koila__step *told)
 {
-    (void)self;
-    (void)ignored;
-    const koila__step *last = koila__last_step();
-    if (!last)
+    if (!told)
         return Py_NewRef(Py_None);
-    koila__step step =
-        *last; /* kept: while the dict is made another step may become the last one */
+    koila__step step = *told;
     step.c->refs++;
     Py_XINCREF(step.early);
     PyObject *d = koila__step_dict(&step);
     koila__cached_release(step.c);
     Py_XDECREF(step.early);
     return d;
+}
+
+static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    return dict_of(koila__last_step());
+}
+
+/* plans(most): the dicts of at most so many last runs and plans, the newest last. */
+static PyObject *py_plans(PyObject *self, PyObject *most)
+{
+    (void)self;
+    uint64_t numbers[KOILA__MOST_PAST];
+    uint32_t n = 0;
+    const unsigned long wanted = PyLong_AsUnsignedLong(most);
+    PyObject *list = PyErr_Occurred() ? NULL : PyList_New(0);
+    for (const koila__step *step; n < wanted && (step = koila__past_step(n)); n++)
+        numbers[n] = step->number;
+    while (list && n-- > 0) {
+        const koila__step *step = koila__past_numbered(numbers[n]);
+        if (!step)
+            continue;
+        PyObject *d = dict_of(step);
+        if (!d || PyList_Append(list, d) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(d);
+    }
+    return list;
 }
 
 /* The tape of the first lazy tensor in a list, and the values of all that are not concrete. */
@@ -75,8 +102,8 @@ fail:
     return NULL;
 }
 
-/* run_all(lazies, commit) -> None: makes all of them concrete in one run, and what else the user
- * holds; commit also writes the effects and closes the tape. */
+/* run_all(lazies, commit) -> None: a backward makes all of them concrete in one run, and what else
+ * the user holds; commit also writes the effects and closes the tape. */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -100,7 +127,8 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
                                   .held = held,
                                   .n_held = n_now < n_held ? n_now : n_held,
                                   .effects = commit,
-                                  .later = true };
+                                  .later = true,
+                                  .asked_by = KOILA__ASKED_BY_BACKWARD };
         status = koila__request(t, &w);
     } else
         PyErr_NoMemory();
@@ -421,12 +449,11 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "Os:save_graph", &list, &path))
         return NULL;
     int status = -1;
-    if (list == Py_None) {
-        const koila__step *last = koila__last_step();
-        if (last)
-            status = koila__save_graph(last->c->part, path);
-        else
-            PyErr_SetString(PyExc_ValueError, "no step has run yet");
+    if (PyLong_Check(list)) {
+        const koila__step *step = koila__past_numbered(PyLong_AsUnsignedLongLong(list));
+        if (!step)
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+        status = koila__save_graph(step->c->part, path);
     } else {
         koila_value *values = NULL;
         uint32_t n;
@@ -437,7 +464,7 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
         koila__part_free(&part);
         PyMem_Free(values);
     }
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    return status < 0 ? NULL : Py_NewRef(Py_True);
 }
 
 static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
@@ -486,13 +513,13 @@ static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
         rows_or_none == Py_None ? KOILA_ROWS_AUTO : PyLong_AsLongLong(rows_or_none);
     if (PyErr_Occurred())
         return NULL;
-    const koila__step *last = koila__last_step();
+    const koila__step *last = koila__past_step(0);
     if (!last) {
         PyErr_SetString(PyExc_ValueError, "no step was planned");
         return NULL;
     }
     koila_plan *plan = NULL;
-    cached *c = last->c; /* kept: another thread's step may become the last one */
+    cached *c = last->c; /* held: the collector may run, and with it another step */
     c->refs++;
     PyObject *d = koila__predict_graph(c->part, device, memory, rows, &with, &plan);
     koila__cached_release(c);
@@ -578,8 +605,10 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 static PyMethodDef methods[] = {
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
-    { "n_plans", py_n_plans, METH_NOARGS, "Number of times last_plan() has changed." },
-    { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last run as a dict, or None." },
+    { "n_plans", py_n_plans, METH_NOARGS, "Number of runs and plans of this context so far." },
+    { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last step as a dict, or None." },
+    { "plans", py_plans, METH_O,
+      "plans(most): facts of at most so many last runs and plans as dicts, the newest last." },
     { "run_all", py_run_all, METH_VARARGS,
       "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS,
@@ -598,7 +627,8 @@ static PyMethodDef methods[] = {
     { "explain", py_explain, METH_O,
       "explain(lazies): the plan for them as a dict; runs nothing." },
     { "save_graph", py_save_graph, METH_VARARGS,
-      "save_graph(lazies or None, path): the recorded graph as text." },
+      "save_graph(lazies or a plan's number, path): the recorded graph as text. False: the plan is "
+      "none of the last ones, and its graph is gone." },
     { "is_recording", py_is_recording, METH_NOARGS, "Is any lazy tensor alive?" },
     { "predict", (PyCFunction)(void (*)(void))py_predict, METH_VARARGS | METH_KEYWORDS,
       "Predict the step planned last on a device, given by name or as JSON text; a dict. The "
