@@ -28,7 +28,7 @@ import torch
 from torch.autograd import graph as _graph
 
 from . import _core, _hooks, _lazy, _sharded
-from ._torch import GRAD, ModesAside, run_backward
+from ._torch import GRAD, ModesAside, run_backward, use_count
 
 
 def _original(*args: Any, **kwargs: Any) -> Any:
@@ -57,6 +57,32 @@ class _HandOver(torch.autograd.Function):
         for callback in ctx.callbacks:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
         return (None, None, *gradients)
+
+
+class _Through(torch.autograd.Function):
+    """A node that does nothing, on the thread that autograd has for a device."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def _let_go(gradients: Sequence[torch.Tensor]) -> None:
+    """Wait until no thread of autograd's holds these, which pass 1 has returned.
+
+    The thread of a GPU ends a backward before it drops its own reference to what that found. A
+    gradient that is still held when it is handed over is copied, at a time when running out of
+    memory can no longer be undone. When the thread gets to the next node, it has dropped it."""
+    held = {g.device for g in gradients if g.device.type != "cpu" and use_count(g) > 1}
+    for device in held:
+        with ModesAside(), torch.enable_grad():
+            tensor = torch.empty(0, device=device)  # takes no memory
+            through: Any = _Through.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+            run_backward((through,), (tensor.detach(),), False, False, (tensor,))
 
 
 class _Depth:
@@ -391,6 +417,7 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     try:
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
         del pairs, real, lazies
+        _let_go(wanted)
         if targets:
             _hand_over(depth, targets, _computed(wanted, call.create), call.create)
         else:

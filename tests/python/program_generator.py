@@ -298,7 +298,8 @@ def _behind(r: random.Random, w: torch.Tensor) -> None:
     elif kind == 3:
         w.data = w.data * c
     elif kind == 4:
-        torch.from_dlpack(w.detach()).add_(0.01)
+        # of a GPU's memory, DLPack's writes are not seen: docs/limits.md
+        (w.data if w.is_cuda else torch.from_dlpack(w.detach())).add_(0.01)
     else:
         w.detach().T.data.clamp_(-1, 1)
 

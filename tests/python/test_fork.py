@@ -1,7 +1,10 @@
 """A process that forks in the middle of a step: the child lets go of the parent's step without
 effects, may use `lazy` itself, and may ask for the parent's values."""
 
+import pytest
 from helpers import run_python
+
+pytestmark = pytest.mark.about_the_cpu("with a GPU torch refuses a child's backward: test_gpu.py")
 
 START = """
 import gc, os, sys

@@ -13,10 +13,12 @@ from helpers import (
     plain,
     random_state,
     rows,
+    run_python,
 )
 from memory_helpers import memory_only
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -777,3 +779,72 @@ def test_the_measured_peak_is_torchs_own_and_its_statistics_stay_the_users():
         F.cross_entropy(model(lazy(x)), lazy(y)).backward()
     assert koila.last_plan().measured_peak_bytes is None
     assert torch.cuda.max_memory_allocated() == highest
+
+
+# ---- autograd's thread of the GPU
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_taken_as_they_are():
+    """Autograd's thread held those of about one step in five a moment longer, so that they were
+    copied: twice the memory of the parameters."""
+    x = torch.randn(12, 6, device="cuda")
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).cuda()
+    with Copies() as copies:
+        for _ in range(100):
+            model.zero_grad()
+            model(lazy(x)).square().mean().backward()
+    assert copies.n == 0
+
+
+def test_a_forked_child_lets_go_of_the_step():
+    """What it asks of the GPU is refused by torch, for eager code and for the open step alike."""
+    run_python(
+        """
+        import gc, os
+        import koila, torch
+
+        def child(f):
+            pid = os.fork()
+            if pid:
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            try:
+                f()
+            except RuntimeError as e:
+                os._exit(7 if "fork" in str(e) else 3)
+            except BaseException:
+                os._exit(4)
+            os._exit(0)
+
+        def drop():
+            global loss
+            del loss
+            gc.collect()
+
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, device="cuda", requires_grad=True)
+        x = torch.randn(6, 4, device="cuda")
+        (expected,) = torch.autograd.grad((x @ w).square().mean(), w)
+        with koila.micro_batch(4):
+            loss = (koila.lazy(x) @ w).square().mean()
+            assert child(lambda: None) == child(drop) == 0
+            asks = (
+                lambda: (x @ w).mean().backward(),
+                lambda: torch.randn(3, device="cuda"),
+                lambda: loss.backward(),
+            )
+            for i, ask in enumerate(asks):
+                assert child(ask) == 7, i
+            loss.backward()
+        assert torch.allclose(w.grad, expected), (w.grad, expected)
+        """
+    )

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 import torch
+from conftest import DEVICE
 from helpers import SLICES, plain, rows, run_python
 from program_generator import default_dtype
 from torch import nn
@@ -186,8 +187,10 @@ def test_a_profiler_sees_each_operator_recorded_and_run():
 
     eager, _ = counts(lambda t: t, 3)
     recorded, run = counts(lazy, 3)
-    assert recorded.count == 2 * eager.count and run.count == 3
-    assert recorded.self_cpu_memory_usage == eager.self_cpu_memory_usage  # recording takes none
+    # each of the four once more, when it is recorded
+    assert recorded.count == eager.count + 3 * 4 and run.count == 3
+    for memory in ("self_cpu_memory_usage", "self_device_memory_usage"):  # recording takes none
+        assert getattr(recorded, memory) == getattr(eager, memory)
 
 
 WHERE_DTYPE_DECIDES = {
@@ -198,7 +201,7 @@ WHERE_DTYPE_DECIDES = {
     "where": lambda x: torch.where(x > 4, 1.0, 0.0),
     "zeros": lambda x: torch.zeros(B, 4) + x,
     "new": lambda x: x.sigmoid().new_ones(B),
-    "one_hot": lambda x: F.one_hot(x, 10) @ torch.ones(10, 2, dtype=torch.int64) / 3,
+    "one_hot": lambda x: F.one_hot(x, 10).sum(1) / 3,
 }
 
 
@@ -224,7 +227,7 @@ def test_the_default_dtype_is_that_of_the_recording(name, first):
     expected = program(lambda t: t)
     for slices in SLICES:
         with koila.micro_batch(rows(slices, B)):
-            same(expected, program(lazy), 0)
+            same(expected, program(lazy))
 
 
 def test_the_default_dtype_of_a_step_in_two_of_them():
@@ -253,7 +256,7 @@ def test_a_default_device_in_between_changes_nothing():
         try:
             h.sum().backward()
         finally:
-            torch.set_default_device(None)
+            torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
         return [koila.run(h).detach(), *(p.grad for p in lstm.parameters())]
 
     with koila.micro_batch(4):
@@ -280,7 +283,7 @@ def test_deterministic_algorithms_are_those_of_the_recording():
             koila.run(z)
             assert torch.are_deterministic_algorithms_enabled() is not on
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms(DEVICE != "cpu", warn_only=True)
         assert seen == [on]
 
 
@@ -306,14 +309,14 @@ def test_grad_mode_and_autocast_are_those_of_the_recording():
         torch.manual_seed(0)
         m = nn.Linear(4, 4)
         x = wrap(torch.randn(B, 4))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             a = m(x)
         b = m(x)
         with torch.no_grad():
             c = m(x)
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with torch.autocast(DEVICE, torch.bfloat16), torch.no_grad():
             values = [plain(t) for t in (a, b, c)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             (a.float() + b).sum().backward()
         return [*values, m.weight.grad]
 
@@ -327,7 +330,7 @@ def test_an_opaque_module_runs_in_the_autocast_of_its_call():
         torch.manual_seed(0)
         net.zero_grad()
         x = wrap(torch.randn(B, 4))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             a = f(x)
         b = f(x)
         (a.float() * b).sum().backward()
@@ -354,10 +357,11 @@ def test_modes_stay_on_their_stacks_whatever_happens():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     a, b, f = Logging(), Doubling(), Functions()
+    before = _get_current_function_mode_stack()  # the default device is one
     with a, b, f:
         z = torch.tanh(lazy(torch.randn(B, 4)))
         with koila.budget(1), pytest.raises(koila.OutOfMemory):
             koila.run(z)
         koila.run(z)
         assert _get_current_dispatch_mode_stack() == [a, b]
-        assert _get_current_function_mode_stack() == [f]
+        assert _get_current_function_mode_stack() == [*before, f]

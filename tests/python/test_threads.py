@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import koila
 import pytest
 import torch
+from conftest import DEVICE
 from koila import _core, lazy
 from torch import nn
 
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 
 def data(seed, n=B):
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     return (
         torch.randn(n, 6, generator=g, dtype=torch.float64),
         torch.randint(3, (n,), generator=g),
@@ -91,6 +92,8 @@ def together(*functions):
     start = threading.Barrier(len(functions))
 
     def run(f):
+        if DEVICE != "cpu":
+            torch.set_default_device(DEVICE)  # each thread has its own
         start.wait()
         return f()
 
@@ -197,7 +200,7 @@ def test_a_backward_that_comes_back_to_lazy_tensors_through_a_plain_one(monkeypa
     class Sine(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            value = torch.from_numpy(x.detach().numpy())
+            value = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)
             ctx.save_for_backward(value)
             return value.sin()
 
@@ -395,7 +398,7 @@ def test_the_budget_of_the_process_and_the_budget_of_a_thread():
         pytest.skip("torch's CPU memory cannot be counted here")
 
     def large():
-        return torch.zeros(1 << 20).numel()
+        return torch.zeros(1 << 20, device="cpu").numel()
 
     room = _core.cpu_bytes_current() + (1 << 20)
     with koila.budget({"cpu": room}):
