@@ -30,7 +30,7 @@ def default_generator(device: torch.device) -> Any:
 
 
 def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record the state of the generator, then advance it exactly as eager does."""
+    """Advance the generator exactly as eager does, and record its state before."""
     self = args[0]
     if not _core.is_lazy(self):
         return write_real(func, args, kwargs)
@@ -40,18 +40,14 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     kwargs = dict(kwargs)
     given, default = kwargs.pop("generator", None), default_generator(self.device)
     generator = default if given is None else given
-    state = generator.get_state()
     words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0
     if words:  # nothing is drawn now, so eager's error for wrong bounds is raised here
         func(torch.empty(0, dtype=self.dtype), *args[1:], **kwargs)
+        state = _core.generator_take(generator, words * self.numel())
+    else:
+        state = _advance(generator, func, self, args, kwargs)
     result = _core.record(func, args, kwargs)
     _core.random(self, default, state, words)
-    if words:
-        after = generator.get_state()
-        _core.generator_skip(after, words * self.numel())
-        generator.set_state(after)
-    else:
-        _advance(generator, func, self, args, kwargs)
     return result
 
 
@@ -110,8 +106,9 @@ def _takes(
     return True
 
 
-def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: Any) -> None:
-    """Draw as eager does; only one element if that provably leaves the same state."""
+def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: Any) -> bytes:
+    """Draw as eager does; only one element if that provably leaves the same state. Returns the
+    state before."""
     size, stride = tuple(like.size()), tuple(like.stride())
     if _draws_once(func, like.dtype) and like.numel() > 0:
         size, stride = (1,), (1,)
@@ -120,7 +117,9 @@ def _advance(generator: Any, func: Any, like: torch.Tensor, args: Any, kwargs: A
         torch.full(a.size(), 0.5, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
         for a in args[1:]
     ]
-    func(dummy, *rest, **kwargs, generator=generator)
+    return _core.generator_draw(
+        generator, func._op, (dummy, *rest), {**kwargs, "generator": generator}
+    )
 
 
 def _draws_once(func: Any, dtype: torch.dtype) -> bool:
@@ -182,12 +181,11 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # One kernel that draws by position: its mask is the same for all tensors of this shape.
         like = redispatch(aten.empty_like.default, (x,), {})
         generator = default_generator(x.device)
-        state = generator.get_state()
-        _, mask = _core.record(func, (like, p, True), {})
-        _core.random(mask, generator, state, 0)
         # The generator moves as eager would move it.
         dummy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
-        aten.native_dropout(dummy, p, True)
+        state = _core.generator_draw(generator, func._op, (dummy, p, True), {})
+        _, mask = _core.record(func, (like, p, True), {})
+        _core.random(mask, generator, state, 0)
     else:
         mask = redispatch(aten.empty_like.default, (x,), {"dtype": torch.bool})
         mask = redispatch(aten.bernoulli_.float, (mask, 1 - p), {})

@@ -209,3 +209,48 @@ def test_what_another_thread_draws_during_a_run_is_neither_repeated_nor_lost(sli
         assert torch.equal(got, torch.rand(3, generator=rest))
     assert torch.equal(torch.get_rng_state(), rest.get_state())
     assert torch.equal(out, expected)
+
+
+class Shared(torch.Generator):
+    """A generator from which another thread draws behind each of the first readings."""
+
+    n_times = 0
+
+    def get_state(self):
+        state = super().get_state()
+        if self.n_times:
+            self.n_times -= 1
+            others.append(torch.empty(3, dtype=D))
+            thread = threading.Thread(target=lambda: others[-1].uniform_(generator=self))
+            thread.start()
+            thread.join()
+        return state
+
+
+others = []
+
+
+@pytest.mark.about_the_cpu("a GPU's generator cannot be inherited from")
+@pytest.mark.parametrize("n_times", [1, 2, 5])
+@pytest.mark.parametrize("draw", ["uniform_", "normal_", "exponential_"])
+def test_what_another_thread_draws_while_an_operator_is_recorded_is_not_repeated(
+    monkeypatch, draw, n_times
+):
+    """The whole is what one thread draws after the other: first the others, then the operator."""
+    others.clear()
+    shared = Shared()
+    shared.manual_seed(5)
+    monkeypatch.setattr(_random, "default_generator", lambda device: shared)
+    with koila.micro_batch(2):
+        x = lazy(torch.ones(6, 5, dtype=D))
+        shared.n_times = n_times
+        noise = getattr(torch.empty_like(x), draw)()
+        shared.n_times = 0
+        found = koila.run(noise + x) - 1
+    alone = torch.Generator().manual_seed(5)
+    assert len(others) == n_times
+    for got in others:
+        assert torch.equal(got, torch.empty(3, dtype=D).uniform_(generator=alone))
+    expected = getattr(torch.empty(6, 5, dtype=D), draw)(generator=alone)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(shared.get_state(), alone.get_state())

@@ -338,7 +338,7 @@ static PyObject *py_random(PyObject *module, PyObject *args)
 {
     PyObject *lazy, *generator, *state;
     unsigned words;
-    if (!PyArg_ParseTuple(args, "OOOI", &lazy, &generator, &state, &words))
+    if (!PyArg_ParseTuple(args, "OOO!I", &lazy, &generator, &PyBytes_Type, &state, &words))
         return NULL;
     koila__handle *h = handle_arg(lazy);
     if (!h)
@@ -349,10 +349,7 @@ static PyObject *py_random(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_SystemError, "koila: no random node");
         return NULL;
     }
-    PyObject *bytes = koila__state_bytes(state);
-    const int status = bytes ? koila__tape_add_random(t, v.node, generator, bytes, words) : -1;
-    Py_XDECREF(bytes);
-    if (status < 0)
+    if (koila__tape_add_random(t, v.node, generator, state, words) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -8,10 +8,13 @@
 #include <stdint.h>
 
 /* NULL or -1 comes with an exception; returned objects are new references. */
-/* of the tensor that torch.Generator.get_state() returns */
-PyObject *koila__state_bytes(PyObject *tensor);
 PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
 int koila__generator_set(PyObject *generator, PyObject *bytes);
+/* The state before a move of n_words, or before a call of op(*args, **kwargs), which draws from the
+ * generator. Other threads' draws come before or after: Note [Generators beside threads]. */
+PyObject *koila__generator_take(PyObject *generator, uint64_t n_words); /* of the CPU */
+PyObject *koila__generator_draw(PyObject *generator, PyObject *op, PyObject *args,
+                                PyObject *kwargs);
 /* Is it the state of a generator of the CPU? */
 bool koila__is_cpu_state(PyObject *bytes);
 /* The state after n_words more 32-bit words. */
