@@ -3,13 +3,14 @@ unseen, so they are wrapped at the first lazy()."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from ._torch import DATA, GRAD, NUMPY, SETTING_UP, set_data, torch, untyped_storage
 from . import _control_flow, _core, _packed
 from ._errors import UnsupportedError
-from ._settled import alias_of
+from ._settled import alias_of, count_write
 from ._tensor import LazyTensor, plain
 
 aten = torch.ops.aten
@@ -96,6 +97,7 @@ def _install() -> None:
         raise UnsupportedError(_control_flow.refused("a higher-order operator"))
 
     _memory()
+    _uncounted_writes()
     _control_flow.install()
     _quick_rules()
     _lazy_states()
@@ -212,6 +214,45 @@ def _memory() -> None:
         function.__name__, function.__doc__ = name, original.__doc__
         function.__qualname__ = f"Tensor.{name}"
         setattr(torch.Tensor, name, function)
+
+
+# Kernels that count no version of what they write, with those arguments. Gradients are written by
+# the fused ones where there is a grad_scale.
+_MOMENTS = {0: "self", 2: "exp_avgs", 3: "exp_avg_sqs", 4: "max_exp_avg_sqs"}
+_UNCOUNTED = {
+    "_foreach_zero_": {0: "self"},
+    "_foreach_lerp_": {0: "self"},
+    "_amp_foreach_non_finite_check_and_unscale_": {0: "self"},
+    "_fused_adam_": _MOMENTS,
+    "_fused_adamw_": _MOMENTS,
+    "_fused_adagrad_": {0: "self", 2: "state_sums"},
+    "_fused_sgd_": {0: "self", 2: "momentum_buffer_list"},
+}
+
+
+def _uncounted_writes() -> None:
+    """What these write is told to the tapes, see Note [Back doors] in watches.c."""
+    witness = torch.empty(0, device="cpu")
+
+    def telling(original: Any, places: dict[int, str]) -> Any:
+        @functools.wraps(original)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                scaled = {1: "grads"} if kwargs.get("grad_scale") is not None else {}
+                lists = [
+                    args[i] if i < len(args) else kwargs.get(name) or ()
+                    for i, name in (places | scaled).items()
+                ]
+                _core.written([t for tensors in lists for t in tensors], witness)
+                count_write([witness])
+            return result
+
+        return write
+
+    for name, places in _UNCOUNTED.items():
+        if hasattr(torch, name):
+            setattr(torch, name, telling(getattr(torch, name), places))
 
 
 def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:

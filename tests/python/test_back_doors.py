@@ -27,6 +27,11 @@ def with_grad_off(f):
     return g
 
 
+def fused_step(w):
+    w.grad = torch.ones_like(w)
+    torch.optim.Adam([w], lr=0.5, fused=True).step()
+
+
 # w: a parameter; x: the tensor handed to lazy(); a: the numpy array that x was made of
 WRITES = {
     "data": lambda w, x, a: w.data.mul_(2),
@@ -51,6 +56,12 @@ WRITES = {
     "DLPack in numpy": lambda w, x, a: np.from_dlpack(x).__imul__(2),
     "storage": lambda w, x, a: w.untyped_storage().copy_(torch.ones(16).untyped_storage()),
     "typed storage": lambda w, x, a: w.detach().storage().fill_(3.0),
+    "a fused optimizer": lambda w, x, a: fused_step(w),
+    "a list set to zero": lambda w, x, a: torch._foreach_zero_([w.detach()]),
+    "a list moved": lambda w, x, a: torch._foreach_lerp_([w.detach()], [torch.zeros(4, 4)], 0.5),
+    "a list unscaled": lambda w, x, a: torch._amp_foreach_non_finite_check_and_unscale_(
+        [w.detach()], torch.zeros(1), torch.full((1,), 3.0)
+    ),
     "swap_tensors": lambda w, x, a: torch.utils.swap_tensors(
         w, torch.ones(4, 4, requires_grad=True)
     ),
@@ -186,6 +197,35 @@ def test_a_constraint_on_data_in_forward_is_no_error():
 
     for e, g in zip(program(lambda t: t), program(lazy), strict=True):
         assert torch.allclose(e, g, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers_train_while_old_losses_are_kept(optimizer):
+    """They count no versions, and torch's own counters stay as they are."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        step = getattr(torch.optim, optimizer)(m.parameters(), lr=0.1, fused=True).step
+        kept = []
+        for _ in range(6):
+            m.zero_grad()
+            x = wrap(torch.randn(B, 4))
+            out = m(x)
+            kept.append((out.square().mean(), out))
+            kept[-1][0].backward()
+            before = [p._version for p in m.parameters()]
+            step()
+            assert before == [p._version for p in m.parameters()]
+        losses = [plain(t.detach()) for pair in kept for t in pair]
+        return kept, [*losses, *(plain(p) for p in m.parameters())]
+
+    _, expected = program(lambda t: t)
+    with koila.micro_batch(4):
+        kept, got = program(lazy)
+    for e, g in zip(expected, got, strict=True):
+        assert torch.allclose(e, g, atol=1e-6)
+    assert _core.tape_of(kept[0][0]).n_watches <= 2 * 4  # parameters, not times steps
 
 
 @SEEN_ON_THE_CPU

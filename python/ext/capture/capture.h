@@ -158,6 +158,7 @@ bool koila__is_watched(const koila__tape *t, koila_value v, const PyObject *real
 /* ---- back_doors.c: functions of the module */
 PyObject *koila__py_data_of(PyObject *module, PyObject *tensor);
 PyObject *koila__py_handed_out(PyObject *module, PyObject *args);
+PyObject *koila__py_written(PyObject *module, PyObject *args);
 PyObject *koila__py_watch(PyObject *module, PyObject *lazy);
 
 /* ---- alias.c */

@@ -708,6 +708,9 @@ static PyMethodDef methods[] = {
     { "handed_out", koila__py_handed_out, METH_VARARGS,
       "handed_out(tensor, memory, lasting): an alias without a version counter exists from now on; "
       "lasting: as long as the object `memory` lives" },
+    { "written", koila__py_written, METH_VARARGS,
+      "written(tensors, witness): what was recorded from them is stale when the version of witness "
+      "moves" },
     { "watch", koila__py_watch, METH_O, "watch(lazy): the memory of this leaf is somebody else's" },
     { "fingerprint", py_fingerprint, METH_O,
       "fingerprint(tensor): a number that its elements decide; None: not of this tensor" },

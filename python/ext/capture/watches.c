@@ -8,6 +8,10 @@
  *   an alias with a counter   its counter, of which the tape keeps the alias alive
  *   memory                    a fingerprint of the elements, taken now and again at the run
  *
+ * Some kernels of torch write lists of tensors and count nothing (`_fused_adam_`; on a GPU
+ * `_foreach_zero_`). The plain program relies on that, so its counters stay: what was recorded gets
+ * an alias that has nothing to do with it, a witness, whose counter is moved.
+ *
  * An alias may be handed out before its tensor is recorded, too. Those that live (weak references
  * in `aliases`) are looked up at each new leaf. Nothing is done for a tensor of which no alias was
  * handed out. docs/limits.md says what cannot be seen.
