@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +153,71 @@ class Attention:
         )[0]
 
 
+class _Here(threading.local):
+    mode: AsOnCuda | None = None  # that this thread is in
+
+
+_here = _Here()
+
+
+def _attention_here(*args: Any, **kwargs: Any) -> Any:
+    mode = _here.mode
+    chosen = None if mode is None else mode._attention
+    return (chosen or _plain_attention)(*args, **kwargs)
+
+
+class _Exchange:
+    """Functions of torch that no mode sees are exchanged while any thread is in an `AsOnCuda`. In
+    all other threads what stands in their place calls them as they were called."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_users = 0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._n_users += 1
+            if self._n_users == 1:
+                self._exchange()
+
+    def end(self) -> None:
+        with self._lock:
+            self._n_users -= 1
+            if self._n_users == 0:
+                functional.scaled_dot_product_attention = _plain_attention
+                _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
+
+    def _exchange(self) -> None:
+        self._plain = init, enter, leave = (
+            _autocast.__init__,
+            _autocast.__enter__,
+            _autocast.__exit__,
+        )
+
+        def __init__(this: Any, *args: Any, **kwargs: Any) -> None:
+            mode = _here.mode
+            if mode is None:
+                init(this, *args, **kwargs)
+            else:
+                mode.autocast_init(init, this, *args, **kwargs)
+
+        def __enter__(this: Any) -> Any:
+            if _here.mode is not None:
+                _here.mode.depth += getattr(this, "_koila_for_cuda", False)
+            return enter(this)
+
+        def __exit__(this: Any, *exc: Any) -> Any:
+            if _here.mode is not None:
+                _here.mode.depth -= getattr(this, "_koila_for_cuda", False)
+            return leave(this, *exc)
+
+        _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = __init__, __enter__, __exit__
+        # also where functions of torch call it, inside which no mode is on
+        functional.scaled_dot_product_attention = _attention_here
+
+
 _autocast: Any = torch.autocast  # whose methods are exchanged for a while
+_exchange = _Exchange()
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -196,49 +261,31 @@ class AsOnCuda(TorchFunctionMode):
     def __enter__(self) -> AsOnCuda:
         # The number of open CUDA autocasts. A backward counts as one: a checkpoint runs its forward
         # again there, under the CPU's autocast.
-        self._depth = 0
+        self.depth = 0
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._plain = init, enter, leave = (
-            _autocast.__init__,
-            _autocast.__enter__,
-            _autocast.__exit__,
-        )
-        mode = self
-
-        def __init__(
-            this: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
-        ) -> None:
-            this._koila_for_cuda = device_type == "cuda"
-            if this._koila_for_cuda:
-                device_type, dtype = (
-                    "cpu",
-                    torch.get_autocast_dtype("cuda") if dtype is None else dtype,
-                )
-            init(this, device_type, dtype, *args, **kwargs)
-
-        def __enter__(this: Any) -> Any:
-            mode._depth += getattr(this, "_koila_for_cuda", False)
-            return enter(this)
-
-        def __exit__(this: Any, *exc: Any) -> Any:
-            mode._depth -= getattr(this, "_koila_for_cuda", False)
-            return leave(this, *exc)
-
-        _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = __init__, __enter__, __exit__
         self._depth_here = _backward.depth_of(_core.context())
         self._plain_engine, self._depth_here.engine = self._depth_here.engine, self._engine
-        # also where functions of torch call it, inside which no mode is on
-        if self._attention is not None:
-            functional.scaled_dot_product_attention = self._attention
+        _exchange.begin()
+        self._outer, _here.mode = _here.mode, self
         TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         TorchFunctionMode.__exit__(self, *exc)
-        functional.scaled_dot_product_attention = _plain_attention
+        _here.mode = self._outer
+        _exchange.end()
         self._casts.clear()
         self._depth_here.engine = self._plain_engine
-        _autocast.__init__, _autocast.__enter__, _autocast.__exit__ = self._plain
+
+    def autocast_init(
+        self, init: Any, this: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """What `torch.autocast(device_type, ...)` does here. init: torch's own."""
+        this._koila_for_cuda = device_type == "cuda"
+        if this._koila_for_cuda:
+            device_type = "cpu"
+            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        init(this, device_type, dtype, *args, **kwargs)
 
     def _narrow(self, x: Any) -> Any:
         """Cast a meta tensor to half precision. A plain tensor, such as a parameter, is cast once:
@@ -258,13 +305,13 @@ class AsOnCuda(TorchFunctionMode):
     def _engine(self, *args: Any, **kwargs: Any) -> Any:
         """Enter the mode once more for a backward. A mode is off inside the functions it handles,
         but the forward that a checkpoint runs again there must be cast too."""
-        self._depth += 1
+        self.depth += 1
         TorchFunctionMode.__enter__(self)
         try:
             return self._plain_engine(*args, **kwargs)
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
-            self._depth -= 1
+            self.depth -= 1
 
     def _stay(self, x: Any) -> Any:
         """Replace a CUDA device by the device on which the step is recorded."""
@@ -297,7 +344,7 @@ class AsOnCuda(TorchFunctionMode):
             if name == "to" or "device" in kwargs:
                 args = tuple(self._stay(a) for a in args)
                 kwargs = {k: self._stay(v) for k, v in kwargs.items()}
-        if self._depth and torch.is_autocast_enabled("cpu"):
+        if self.depth and torch.is_autocast_enabled("cpu"):
             if func is functional.cross_entropy:
                 return _cross_entropy(*args, **kwargs)
             cast = self._cast_of(name, args, kwargs)

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils import _device, _pytree as pytree
 
-from . import _core, _sharded
+from . import _core, _replica, _sharded
 from ._errors import UnsupportedError
 from ._own_operators import OwnOperator, own_operators
 
@@ -70,16 +71,22 @@ class _Call:
         _calls[self.key] = self
 
     def __call__(
-        self, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+        self,
+        inputs: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        instead: torch.nn.Module | None = None,
     ) -> list[torch.Tensor]:
-        """The tensors of the results. None is left out here and put back by `nested`."""
+        """The tensors of the results. None is left out here and put back by `nested`. instead:
+        called in place of the module, with parameters of its own."""
         args, kwargs = self.rebuild(inputs)
         with contextlib.ExitStack() as settings:
             if self.device is not None:
                 settings.enter_context(self.device)
             for device, dtype in self.autocast:
                 settings.enter_context(torch.autocast(device, dtype))
-            if self.module is not None and self.names:
+            if instead is not None:
+                result = instead(*args, **kwargs)
+            elif self.module is not None and self.names:
                 result = torch.func.functional_call(
                     self.module, dict(zip(self.names, parameters)), args, kwargs
                 )
@@ -221,9 +228,10 @@ def _shapes_of_rows(
     module or a custom kernel has no shape function."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
-    module = _calls[id].module
-    modes = [(m, m.training) for m in module.modules()] if module is not None else []
-    with torch.random.fork_rng(devices=[]):
+    call = _calls[id]
+    # What other threads draw meanwhile is not to be drawn again: then the generator stays moved.
+    alone = threading.active_count() == 1
+    with torch.random.fork_rng(devices=[]) if alone else contextlib.nullcontext():
         real = [
             torch.zeros(
                 [rows if d == 0 and t.shape[0] == batch else s for d, s in enumerate(t.shape)],
@@ -232,16 +240,28 @@ def _shapes_of_rows(
             )
             for t in inputs
         ]
-        try:
-            if module is not None:
-                module.eval()  # two rows of zeros must not touch running statistics
-            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
-            results = _forward(real, zeros, id)
-        finally:
-            # Each its own mode: a frozen batch norm inside a model that trains stays frozen.
-            for m, training in modes:
-                m.training = training
+        zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+        replica = None
+        if call.module is not None and not call.shards:
+            replica = _replica.evaluating(call.module, call.names, zeros)
+        with torch.no_grad(), _evaluating(None if replica is not None else call.module):
+            results = call(real, zeros, replica)
     return [(tuple(r.shape), r.dtype) for r in results]
+
+
+@contextlib.contextmanager
+def _evaluating(module: torch.nn.Module | None) -> Iterator[None]:
+    """The module itself in evaluation mode, for two rows of zeros must not touch running
+    statistics."""
+    modes = [(m, m.training) for m in module.modules()] if module is not None else []
+    try:
+        if module is not None:
+            module.eval()
+        yield
+    finally:
+        # Each its own mode: a frozen batch norm inside a model that trains stays frozen.
+        for m, training in modes:
+            m.training = training
 
 
 class _Opaque(torch.autograd.Function):

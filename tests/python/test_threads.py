@@ -9,6 +9,7 @@ import copy
 import gc
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import koila
@@ -568,3 +569,111 @@ def test_new_calls_in_many_threads():
         return run
 
     assert together(*map(work, range(3))) == [True] * 3
+
+
+# ---- what others see of a step that is only tried
+
+
+def in_a_thread(f):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result()
+
+
+@pytest.mark.about_the_cpu("it tells what autocast does where there is no GPU")
+def test_planning_for_a_gpu_leaves_other_threads_their_autocast_and_attention():
+    q = torch.randn(4, 2, 8, 16, dtype=torch.bfloat16)
+    attention = nn.functional.scaled_dot_product_attention
+    methods = [getattr(torch.autocast, n) for n in ("__init__", "__enter__", "__exit__")]
+
+    def look():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CUDA is not available
+            cast = torch.autocast("cuda", dtype=torch.bfloat16)
+        with cast, koila.micro_batch(2):
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+            x = lazy(q)
+            out = nn.functional.scaled_dot_product_attention(x, x, x)
+            n_nodes = _core.tape_of(out).n_nodes
+            return cast.device, product.dtype, koila.run(out), n_nodes
+
+    expected, found = in_a_thread(look), []
+
+    def step(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+            found.append(in_a_thread(look))
+            # a second plan begins and ends while the first one records
+            found.append(in_a_thread(lambda: koila.plan(inner, x0, device="h100-80gb") and look()))
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+        return nn.functional.scaled_dot_product_attention(x, x, x).float().sum()
+
+    def inner(x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return nn.functional.scaled_dot_product_attention(x, x, x).float().sum()
+
+    x0 = torch.empty(4, 2, 8, 16, dtype=torch.bfloat16)
+    koila.plan(step, x0, device="h100-80gb")
+    assert len(found) == 2
+    for got in found:
+        assert got[:2] == expected[:2] and torch.equal(got[2], expected[2])
+        assert got[3] == expected[3], "the attention was recorded as on the GPU"
+    assert nn.functional.scaled_dot_product_attention is attention
+    assert methods == [getattr(torch.autocast, n) for n in ("__init__", "__enter__", "__exit__")]
+
+
+class Watched(nn.Module):
+    """Looks at the module as another thread would, while it runs."""
+
+    def __init__(self, original=None):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.lstm = nn.LSTM(3, 3, batch_first=True)
+        self.seen = []
+
+    def forward(self, x):
+        y = self.lstm(self.norm(self.linear(x))[:, None])[0][:, 0]
+        self.seen.append((y.shape[0], in_a_thread(self.look)))
+        return y
+
+    def look(self):
+        model = self.seen_of
+        flags = [m.training for m in model.modules()]
+        return flags, float(model.linear.weight.detach().abs().sum()), model.norm.running_var.sum()
+
+
+@pytest.mark.about_the_cpu("threads of the test make tensors where they like")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_shapes_of_an_opaque_module_are_looked_up_unseen(frozen):
+    model = Watched()
+    object.__setattr__(model, "seen_of", model)  # no child
+    model.norm.train(not frozen)
+    weight = float(model.linear.weight.detach().abs().sum())
+    statistics = model.norm.running_var.clone()
+    flags = [m.training for m in model.modules()]
+    y = koila.opaque(model)(lazy(torch.randn(6, 4)))
+    (n_rows, seen), *rest = model.seen
+    assert not rest and n_rows == 2, "a look-up runs two rows, once"
+    assert seen == (flags, weight, statistics.sum())
+    assert torch.equal(model.norm.running_var, statistics)
+    assert [m.training for m in model.modules()] == flags
+    y.sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+@pytest.mark.about_the_cpu("a compiler for the CPU")
+def test_a_compiled_opaque_module_is_not_compiled_for_its_look_up():
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.extend(tuple(t.shape) for t in inputs)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    x = torch.randn(6, 4)
+    y = koila.opaque(compiled)(lazy(x))
+    assert tuple(y.shape) == (6, 3) and not shapes
+    found = koila.run(y).detach()
+    assert shapes
+    assert torch.allclose(found, nn.Sequential(*model)(x).detach(), atol=1e-6)
