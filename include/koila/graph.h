@@ -10,7 +10,10 @@
  *
  * Sizes and strides are in elements, n_bytes in bytes. Ids are dense and start at 0; KOILA_NONE is
  * "no id". Pointers returned by getters are borrowed and stay valid until the table (or graph) is
- * freed; arrays inside koila_graph may move when the graph grows.
+ * freed, or their entry is forgotten; arrays inside koila_graph may move when the graph grows.
+ *
+ * A program that makes new shapes and numbers all the time fills its table without end, unless the
+ * owner calls koila_table_forget() now and then.
  *
  * Note [Writes]. A node whose signature has n_writes > 0 is an in-place or out= operator. For write
  * w, input `w.input` is the *base* value (oldest storage owner, never a view); `w.chain` lists the
@@ -242,7 +245,27 @@ KOILA_API koila_status koila_table_rule(koila_table *t, const char *op, const ch
 /** Intern a signature; `desc` is copied. */
 KOILA_API koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_sig *out);
 KOILA_API const koila_sig_info *koila_sig_get(const koila_table *t, koila_sig sig);
+/** 1 + the greatest id of a signature so far */
 KOILA_API uint32_t koila_table_n_sigs(const koila_table *t);
+
+/** What koila_table_forget() keeps, and all that these name. */
+typedef struct koila_keeper koila_keeper;
+KOILA_API void koila_keep_text(koila_keeper *k, uint32_t text);
+KOILA_API void koila_keep_opaque(koila_keeper *k, uint32_t opaque);
+KOILA_API void koila_keep_meta(koila_keeper *k, koila_meta meta); /**< KOILA_NONE: nothing */
+KOILA_API void koila_keep_sig(koila_keeper *k, koila_sig sig);
+/** Forgets each text, opaque argument, meta and signature that no living graph of the table names,
+ * no rule of koila_table_rule(), and that `keep` (may be NULL) does not keep by the calls above.
+ * What is kept has the same id and stays where it is. The ids of the rest are given again, to other
+ * entries: nobody may hold one, or a pointer to its entry. Operators are never forgotten.
+ *      Expected: NO_MEMORY: nothing was forgotten. */
+KOILA_API koila_status koila_table_forget(koila_table *t, void (*keep)(void *user, koila_keeper *k),
+                                          void *user);
+/** Texts, opaque arguments, metas and signatures that the table holds, together. */
+KOILA_API uint32_t koila_table_n_known(const koila_table *t);
+/** Is it an id, and not forgotten? For metas and signatures: koila_..._get() gives NULL. */
+KOILA_API bool koila_table_has_text(const koila_table *t, uint32_t text);
+KOILA_API bool koila_table_has_opaque(const koila_table *t, uint32_t opaque);
 
 /* ---- the graph */
 

@@ -12,6 +12,10 @@ koila_status koila_graph_new(koila_table *table, const koila_allocator *mem, koi
     memset(g, 0, sizeof *g);
     g->mem = a;
     g->table = table;
+    g->next = table->graphs;
+    if (g->next)
+        g->next->prev = g;
+    table->graphs = g;
     *out = g;
     return KOILA_OK;
 }
@@ -21,6 +25,12 @@ void koila_graph_free(koila_graph *g)
     if (!g)
         return;
     const koila_allocator mem = g->mem;
+    if (g->prev)
+        g->prev->next = g->next;
+    else
+        g->table->graphs = g->next;
+    if (g->next)
+        g->next->prev = g->prev;
     koila__vec_free(&mem, &g->nodes);
     koila__vec_free(&mem, &g->inputs);
     koila__vec_free(&mem, &g->values);
@@ -76,7 +86,7 @@ static bool is_batch_size(int64_t size, int64_t axis_size)
 koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
                               uint32_t dim, const char *name, koila_value *out)
 {
-    if (meta >= g->table->metas.n)
+    if (!koila_meta_get(g->table, meta))
         return KOILA_BAD_ARGUMENT;
     const koila_meta_info *m = koila__meta(g->table, meta);
     if (kind == KOILA_LEAF_BATCH &&
@@ -159,7 +169,7 @@ uint32_t koila_graph_line_number(const koila_graph *g, uint32_t line)
 koila_status koila_graph_node(koila_graph *g, koila_sig sig, const koila_value *inputs,
                               uint32_t line, koila_value *first_output)
 {
-    if (sig >= g->table->sigs.n)
+    if (!koila_sig_get(g->table, sig))
         return KOILA_BAD_ARGUMENT;
     const koila_sig_info *s = koila__sig(g->table, sig);
     for (uint32_t i = 0; i < s->n_inputs; i++)
@@ -484,7 +494,7 @@ bool koila_graph_check(const koila_graph *g, koila_error *err)
     uint32_t next_input = 0;
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_node_info *info = &g->nodes.at[n];
-        HOLDS(info->sig < g->table->sigs.n, "node %u: no such signature", n);
+        HOLDS(koila_sig_get(g->table, info->sig), "node %u: no such signature", n);
         const koila_sig_info *s = koila__sig(g->table, info->sig);
         HOLDS(info->first_input == next_input, "node %u: inputs out of order", n);
         next_input += s->n_inputs;

@@ -1,8 +1,8 @@
 /* table.c — interning. Operators, metas and call signatures repeat from step to step; each is
  * stored once and named by a dense id, so that recording a node is an array append and comparing
- * two steps is comparing ids. Everything interned lives in the table's arena and never moves. Each
- * kind has: a hash of its contents, a comparison, and an id set. A new entry is complete before it
- * enters the set. */
+ * two steps is comparing ids. An entry is one block, which never moves. Each kind has: a hash of
+ * its contents, a comparison, and an id set. A new entry is complete before it enters the set. What
+ * no graph names is forgotten on request (forget.c), and its id given to a new entry. */
 #include "graph/table.h"
 
 _Static_assert(KOILA__NO_ID == KOILA_NONE, "ids of sets are ids of the graph");
@@ -29,9 +29,29 @@ uint32_t koila_dtype_bytes(koila_dtype d)
     return (unsigned)d < KOILA_N_DTYPES ? dtype_bytes[d] : 0;
 }
 
+/* ---- ids and blocks */
+
+/* Gives `entry` an id: one that is free, else the next. False: no memory. */
+#define PLACE(t, kind, entry, id)                                                                  \
+    (koila__vec_reserve(&(t)->mem, &(t)->kind, (t)->free_##kind.n ? 0 : 1) &&                      \
+     (*(id) = (t)->free_##kind.n ? (t)->free_##kind.at[--(t)->free_##kind.n] : (t)->kind.n++,      \
+      (t)->kind.at[*(id)] = (entry), true))
+
+/* Gives a block back; NULL is fine. Where invariants are checked, whoever still reads it sees that
+ * at once. */
+static void release_block(const koila_table *t, void *block, size_t n_bytes)
+{
+    if (!block)
+        return;
+#if KOILA_DEBUG_LEVEL >= 2
+    memset(block, 0xdb, n_bytes);
+#endif
+    koila__release(&t->mem, block, n_bytes);
+}
+
 /* ---- texts and operators */
 
-static uint64_t text_hash_of(const void *t, uint32_t id)
+uint64_t koila__text_hash_of(const void *t, uint32_t id)
 {
     return koila__hash_text(((const koila_table *)t)->texts.at[id]);
 }
@@ -48,16 +68,29 @@ static bool op_same(const void *t, uint32_t id, const void *key)
     return strcmp(((const koila_table *)t)->ops.at[id].name, key) == 0;
 }
 
+static char *copy_text(const koila_table *t, const char *text)
+{
+    const size_t n = strlen(text) + 1;
+    char *copy = koila__realloc(&t->mem, NULL, 0, n);
+    return copy ? memcpy(copy, text, n) : NULL;
+}
+
+void koila__table_free_text(const koila_table *t, char *text)
+{
+    release_block(t, text, text ? strlen(text) + 1 : 0);
+}
+
 koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
 {
     const uint64_t hash = koila__hash_text(text);
     uint32_t id = koila__idset_find(&t->text_set, hash, text_same, t, text);
     if (id == KOILA_NONE) {
-        char *copy = koila__arena_str(&t->arena, text, strlen(text));
-        if (!copy || !koila__idset_reserve(&t->mem, &t->text_set, text_hash_of, t) ||
-            !koila__vec_push(&t->mem, &t->texts, copy))
+        char *copy = copy_text(t, text);
+        if (!copy || !koila__idset_reserve(&t->mem, &t->text_set, koila__text_hash_of, t) ||
+            !PLACE(t, texts, copy, &id)) {
+            koila__table_free_text(t, copy);
             return KOILA_NO_MEMORY;
-        id = t->texts.n - 1;
+        }
         koila__idset_insert(&t->text_set, hash, id);
     }
     *out = id;
@@ -65,7 +98,11 @@ koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
 }
 const char *koila_text(const koila_table *t, uint32_t text)
 {
-    return text < t->texts.n ? t->texts.at[text] : "";
+    return koila_table_has_text(t, text) ? t->texts.at[text] : "";
+}
+bool koila_table_has_text(const koila_table *t, uint32_t text)
+{
+    return text < t->texts.n && t->texts.at[text];
 }
 
 koila_status koila_table_op(koila_table *t, const char *name, uint32_t flags, koila_op *out)
@@ -101,15 +138,19 @@ uint32_t koila_table_n_ops(const koila_table *t) { return t->ops.n; }
 
 koila_status koila_table_opaque(koila_table *t, const char *label, uint32_t *out)
 {
-    char *copy = koila__arena_str(&t->arena, label, strlen(label));
-    if (!copy || !koila__vec_push(&t->mem, &t->opaques, copy))
-        return KOILA_NO_MEMORY;
-    *out = t->opaques.n - 1;
-    return KOILA_OK;
+    char *copy = copy_text(t, label);
+    if (copy && PLACE(t, opaques, copy, out))
+        return KOILA_OK;
+    koila__table_free_text(t, copy);
+    return KOILA_NO_MEMORY;
 }
 const char *koila_opaque_label(const koila_table *t, uint32_t id)
 {
-    return id < t->opaques.n ? t->opaques.at[id] : "";
+    return koila_table_has_opaque(t, id) ? t->opaques.at[id] : "";
+}
+bool koila_table_has_opaque(const koila_table *t, uint32_t opaque)
+{
+    return opaque < t->opaques.n && t->opaques.at[opaque];
 }
 
 /* ---- metas */
@@ -121,7 +162,7 @@ static uint64_t hash_meta(const koila_meta_info *m)
         h = koila__mix(koila__mix(h, (uint64_t)m->size[d]), (uint64_t)m->stride[d]);
     return h;
 }
-static uint64_t meta_hash_of(const void *t, uint32_t id)
+uint64_t koila__meta_hash_of(const void *t, uint32_t id)
 {
     return hash_meta(((const koila_table *)t)->metas.at[id]);
 }
@@ -174,10 +215,10 @@ static bool bytes_of(uint64_t n_elements, koila_dtype dtype, uint64_t *out)
 }
 
 /* A copy with its own sizes and strides; NULL: no memory. */
-static const koila_meta_info *copy_meta(koila_table *t, const koila_meta_info *m)
+static koila_meta_info *copy_meta(const koila_table *t, const koila_meta_info *m)
 {
     const size_t n_bytes = m->n_dims * sizeof *m->size;
-    koila_meta_info *copy = koila__arena_alloc(&t->arena, sizeof *copy + 2 * n_bytes);
+    koila_meta_info *copy = koila__realloc(&t->mem, NULL, 0, sizeof *copy + 2 * n_bytes);
     if (!copy)
         return NULL;
     int64_t *dims = (int64_t *)(copy + 1);
@@ -189,6 +230,11 @@ static const koila_meta_info *copy_meta(koila_table *t, const koila_meta_info *m
     copy->size = dims;
     copy->stride = dims + m->n_dims;
     return copy;
+}
+
+void koila__table_free_meta(const koila_table *t, koila_meta_info *m)
+{
+    release_block(t, m, m ? sizeof *m + 2 * m->n_dims * sizeof *m->size : 0);
 }
 
 koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device, uint32_t n_dims,
@@ -211,11 +257,12 @@ koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device
     const uint64_t hash = hash_meta(&m);
     uint32_t id = koila__idset_find(&t->meta_set, hash, meta_same, t, &m);
     if (id == KOILA_NONE) {
-        const koila_meta_info *copy = copy_meta(t, &m);
-        if (!copy || !koila__idset_reserve(&t->mem, &t->meta_set, meta_hash_of, t) ||
-            !koila__vec_push(&t->mem, &t->metas, copy))
+        koila_meta_info *copy = copy_meta(t, &m);
+        if (!copy || !koila__idset_reserve(&t->mem, &t->meta_set, koila__meta_hash_of, t) ||
+            !PLACE(t, metas, copy, &id)) {
+            koila__table_free_meta(t, copy);
             return KOILA_NO_MEMORY;
-        id = t->metas.n - 1;
+        }
         koila__idset_insert(&t->meta_set, hash, id);
     }
     *out = id;
@@ -313,7 +360,7 @@ static uint64_t hash_sig(const koila_sig_info *s)
     }
     return h;
 }
-static uint64_t sig_hash_of(const void *t, uint32_t id)
+uint64_t koila__sig_hash_of(const void *t, uint32_t id)
 {
     return hash_sig(((const koila_table *)t)->sigs.at[id]);
 }
@@ -354,15 +401,15 @@ static bool is_token(const koila_table *t, const koila_arg *a)
 {
     switch ((koila_arg_kind)a->kind) {
     case KOILA_ARG_TENSOR:
-        return a->u.id < t->metas.n;
+        return koila_meta_get(t, a->u.id) != NULL;
     case KOILA_ARG_BOOL:
         return (uint64_t)a->u.i <= 1;
     case KOILA_ARG_STR:
-        return a->u.id < t->texts.n;
+        return koila_table_has_text(t, a->u.id);
     case KOILA_ARG_DTYPE:
         return a->u.id < KOILA_N_DTYPES;
     case KOILA_ARG_OPAQUE:
-        return a->u.id < t->opaques.n;
+        return koila_table_has_opaque(t, a->u.id);
     case KOILA_ARG_ABSENT:
     case KOILA_ARG_INT:
     case KOILA_ARG_FLOAT:
@@ -399,7 +446,7 @@ static bool count_values(const koila_table *t, const koila_sig_info *d, uint32_t
 /* A view call of one tensor, and one of its results. */
 static bool is_link(const koila_table *t, koila_link link)
 {
-    if (link.sig >= t->sigs.n)
+    if (!koila_sig_get(t, link.sig))
         return false;
     const koila_sig_info *view = koila__sig(t, link.sig);
     return view->n_inputs == 1 && !view->n_writes && link.output < view->n_fresh &&
@@ -430,10 +477,10 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
     if (!count_values(t, d, &n_values, &n_tensors) || n_values != d->n_pos + d->n_kw)
         return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_kw; i++)
-        if (d->kw_names[i] >= t->texts.n)
+        if (!koila_table_has_text(t, d->kw_names[i]))
             return KOILA_BAD_ARGUMENT;
     for (uint32_t i = 0; i < d->n_fresh; i++)
-        if (d->outputs[i] != KOILA_NONE && d->outputs[i] >= t->metas.n)
+        if (d->outputs[i] != KOILA_NONE && !koila_meta_get(t, d->outputs[i]))
             return KOILA_BAD_ARGUMENT;
     for (uint32_t w = 0; w < d->n_writes; w++)
         if (!is_write(t, &d->writes[w], n_tensors))
@@ -442,19 +489,41 @@ static koila_status check_desc(const koila_table *t, const koila_sig_info *d, ui
     return KOILA_OK;
 }
 
-static const koila_sig_info *copy_sig(koila_table *t, const koila_sig_info *d, uint32_t n_inputs)
+/* Bytes of the block of signature `d`, which holds all its arrays. 0: too many. */
+static size_t sig_bytes(const koila_sig_info *d, uint32_t n_inputs)
 {
-    koila_sig_info *s = koila__arena_alloc(&t->arena, sizeof *s);
-    const uint32_t n_values = d->n_pos + d->n_kw;
-    const uint32_t n_outputs = d->n_fresh + d->n_writes;
-    koila_arg *tokens = koila__arena_array(&t->arena, d->n_tokens, sizeof *tokens);
-    uint32_t *start = koila__arena_array(&t->arena, n_values, sizeof *start);
-    uint32_t *kw_names = koila__arena_array(&t->arena, d->n_kw, sizeof *kw_names);
-    koila_meta *inputs = koila__arena_array(&t->arena, n_inputs, sizeof *inputs);
-    koila_meta *outputs = koila__arena_array(&t->arena, n_outputs, sizeof *outputs);
-    koila_write *writes = koila__arena_array(&t->arena, d->n_writes, sizeof *writes);
-    if (!s || !tokens || !start || !kw_names || !inputs || !outputs || !writes)
+    uint64_t n = sizeof *d + (uint64_t)d->n_tokens * sizeof *d->tokens +
+                 (uint64_t)d->n_writes * sizeof *d->writes;
+    n += ((uint64_t)d->n_pos + 2 * (uint64_t)d->n_kw + n_inputs) * sizeof(uint32_t);
+    n += ((uint64_t)d->n_fresh + d->n_writes) * sizeof(koila_meta);
+    for (uint32_t w = 0; w < d->n_writes; w++)
+        n += (uint64_t)d->writes[w].n_links * sizeof *d->writes[w].links;
+    return n <= SIZE_MAX / 2 ? (size_t)n : 0;
+}
+
+/* The next n_bytes of a block; *at moves on. */
+static void *take(char **at, size_t n_bytes)
+{
+    void *p = *at;
+    *at += n_bytes;
+    return p;
+}
+
+static koila_sig_info *copy_sig(const koila_table *t, const koila_sig_info *d, uint32_t n_inputs)
+{
+    const size_t n_bytes = sig_bytes(d, n_inputs);
+    char *block = n_bytes ? koila__realloc(&t->mem, NULL, 0, n_bytes) : NULL;
+    if (!block)
         return NULL;
+    memset(block, 0, n_bytes);
+    char *at = block; /* first what is aligned to 8 bytes, then what is to 4 */
+    koila_sig_info *s = take(&at, sizeof *s);
+    koila_arg *tokens = take(&at, d->n_tokens * sizeof *tokens);
+    koila_write *writes = take(&at, d->n_writes * sizeof *writes);
+    uint32_t *start = take(&at, (d->n_pos + d->n_kw) * sizeof *start);
+    uint32_t *kw_names = take(&at, d->n_kw * sizeof *kw_names);
+    koila_meta *inputs = take(&at, n_inputs * sizeof *inputs);
+    koila_meta *outputs = take(&at, (d->n_fresh + d->n_writes) * sizeof *outputs);
     *s = *d;
     if (d->n_tokens)
         memcpy(tokens, d->tokens, d->n_tokens * sizeof *tokens);
@@ -470,24 +539,28 @@ static const koila_sig_info *copy_sig(koila_table *t, const koila_sig_info *d, u
         if (tokens[i].kind == KOILA_ARG_TENSOR)
             inputs[in++] = tokens[i].u.id;
     for (uint32_t w = 0; w < d->n_writes; w++) {
-        koila_link *links = koila__arena_array(&t->arena, d->writes[w].n_links, sizeof *links);
-        if (!links)
-            return NULL;
+        koila_link *links = take(&at, d->writes[w].n_links * sizeof *links);
         if (d->writes[w].n_links)
             memcpy(links, d->writes[w].links, d->writes[w].n_links * sizeof *links);
         writes[w] = d->writes[w];
         writes[w].links = links;
         outputs[d->n_fresh + w] = inputs[d->writes[w].input];
     }
+    koila_assert(at == block + n_bytes);
     s->tokens = tokens;
     s->start = start;
     s->kw_names = kw_names;
     s->inputs = inputs;
     s->n_inputs = n_inputs;
     s->outputs = outputs;
-    s->n_outputs = n_outputs;
+    s->n_outputs = d->n_fresh + d->n_writes;
     s->writes = writes;
     return s;
+}
+
+void koila__table_free_sig(const koila_table *t, koila_sig_info *s)
+{
+    release_block(t, s, s ? sig_bytes(s, s->n_inputs) : 0);
 }
 
 koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_sig *out)
@@ -497,11 +570,12 @@ koila_status koila_table_sig(koila_table *t, const koila_sig_info *desc, koila_s
     const uint64_t hash = hash_sig(desc);
     uint32_t id = koila__idset_find(&t->sig_set, hash, sig_same, t, desc);
     if (id == KOILA_NONE) {
-        const koila_sig_info *s = copy_sig(t, desc, n_inputs);
-        if (!s || !koila__idset_reserve(&t->mem, &t->sig_set, sig_hash_of, t) ||
-            !koila__vec_push(&t->mem, &t->sigs, s))
+        koila_sig_info *s = copy_sig(t, desc, n_inputs);
+        if (!s || !koila__idset_reserve(&t->mem, &t->sig_set, koila__sig_hash_of, t) ||
+            !PLACE(t, sigs, s, &id)) {
+            koila__table_free_sig(t, s);
             return KOILA_NO_MEMORY;
-        id = t->sigs.n - 1;
+        }
         koila__idset_insert(&t->sig_set, hash, id);
     }
     *out = id;
@@ -540,6 +614,19 @@ void koila_table_free(koila_table *t)
     koila__idset *sets[] = { &t->op_set, &t->op_lines, &t->text_set, &t->meta_set, &t->sig_set };
     for (size_t i = 0; i < KOILA_COUNT(sets); i++)
         koila__idset_free(&mem, sets[i]);
+    koila_assert_arg(!t->graphs);
+    for (uint32_t i = 0; i < t->texts.n; i++)
+        koila__table_free_text(t, t->texts.at[i]);
+    for (uint32_t i = 0; i < t->opaques.n; i++)
+        koila__table_free_text(t, t->opaques.at[i]);
+    for (uint32_t i = 0; i < t->metas.n; i++)
+        koila__table_free_meta(t, t->metas.at[i]);
+    for (uint32_t i = 0; i < t->sigs.n; i++)
+        koila__table_free_sig(t, t->sigs.at[i]);
+    koila__vec_free(&mem, &t->free_texts);
+    koila__vec_free(&mem, &t->free_opaques);
+    koila__vec_free(&mem, &t->free_metas);
+    koila__vec_free(&mem, &t->free_sigs);
     koila__vec_free(&mem, &t->ops);
     koila__vec_free(&mem, &t->texts);
     koila__vec_free(&mem, &t->opaques);

@@ -22,13 +22,16 @@ typedef struct koila__user_rule {
 
 struct koila_table {
     koila_allocator mem;
-    koila__arena arena;
+    koila__arena arena; /* of the operators; every other entry is one block of its own */
     VEC(koila__op) ops;
-    VEC(const char *) texts;
-    VEC(const char *) opaques;
-    VEC(const koila_meta_info *) metas;
-    VEC(const koila_sig_info *) sigs;
-    VEC(koila__user_rule) user_rules; /* rules_custom.c */
+    /* by id; NULL: forgotten, and its id is free */
+    VEC(char *) texts;
+    VEC(char *) opaques;
+    VEC(koila_meta_info *) metas;
+    VEC(koila_sig_info *) sigs;
+    VEC(uint32_t) free_texts, free_opaques, free_metas, free_sigs; /* ids to give again */
+    VEC(koila__user_rule) user_rules;                              /* rules_custom.c */
+    koila_graph *graphs; /* all living graphs of this table, linked by `next` */
     koila__idset op_set, text_set, meta_set, sig_set;
     koila__idset op_lines; /* the lines of ops.def, by name */
 };
@@ -40,7 +43,8 @@ typedef struct koila__line {
 
 struct koila_graph {
     koila_allocator mem;
-    koila_table *table; /* borrowed */
+    koila_table *table;              /* borrowed */
+    struct koila_graph *next, *prev; /* of table->graphs */
     VEC(koila_node_info) nodes;
     VEC(koila_value) inputs;
     VEC(koila_value_info) values;
@@ -56,19 +60,21 @@ struct koila_graph {
 
 static inline const koila_meta_info *koila__meta(const koila_table *t, koila_meta m)
 {
+    koila_assert(m < t->metas.n && t->metas.at[m]);
     return t->metas.at[m];
 }
 static inline const koila_sig_info *koila__sig(const koila_table *t, koila_sig s)
 {
+    koila_assert(s < t->sigs.n && t->sigs.at[s]);
     return t->sigs.at[s];
 }
 static inline const koila_sig_info *koila__node_sig(const koila_graph *g, koila_node n)
 {
-    return g->table->sigs.at[g->nodes.at[n].sig];
+    return koila__sig(g->table, g->nodes.at[n].sig);
 }
 static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koila_value v)
 {
-    return g->table->metas.at[g->values.at[v].meta];
+    return koila__meta(g->table, g->values.at[v].meta);
 }
 /* Does a call read its input i? The base of an overwriting write is only a place: nobody makes it
  * for that, and nobody waits for it. */
@@ -95,6 +101,15 @@ static inline uint64_t koila__hash_text(const char *s)
         h = (h ^ (unsigned char)*s) * 1099511628211u;
     return koila__mix(h, 0);
 }
+
+/* ---- table.c, for forget.c: the hash of what an id stands for; an entry's block is given back */
+
+uint64_t koila__text_hash_of(const void *table, uint32_t id);
+uint64_t koila__meta_hash_of(const void *table, uint32_t id);
+uint64_t koila__sig_hash_of(const void *table, uint32_t id);
+void koila__table_free_text(const koila_table *t, char *text);
+void koila__table_free_meta(const koila_table *t, koila_meta_info *m);
+void koila__table_free_sig(const koila_table *t, koila_sig_info *s);
 
 /* ---- ops.c: the lines of ops.def */
 

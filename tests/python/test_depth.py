@@ -4,6 +4,7 @@ that grows faster than it, and what is remembered of calls is bounded.
 Such a program runs in a fresh process. KOILA_LONG=1: a million operators, 100,000 steps."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -214,3 +215,161 @@ def test_kept_losses_stay_what_they_were_and_can_be_used():
 
     for got, wanted in zip(program(lazy), program(lambda x: x), strict=True):
         assert torch.allclose(got.torch() if hasattr(got, "torch") else got, wanted, rtol=1e-5)
+
+
+# ---- what is remembered of calls is bounded
+
+
+@pytest.fixture
+def forget_after():
+    """forget_after(n): forget after so many new entries, until the test ends"""
+    before = []
+    yield lambda n: before.append(_core.forget_after(n))
+    _core.forget_after(before[0])
+
+
+def _annealed(x, model, i):
+    loss = (model(x) / (1 + 1 / (i + 1))).square().mean() + (x * (0.1 + i / 997)).sum()
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [loss.detach(), *grads]
+
+
+def _new_shapes(x, model, i):
+    x = torch.cat([x] * (1 + i)).narrow(0, 0, 2 + i)
+    return _annealed(x, model, 0)
+
+
+def _new_text(x, model, i):
+    y = torch.div(x, 3, rounding_mode="floor") * complex(1, i)
+    drawn = torch.bernoulli(x * 0 + 0.5, generator=torch.Generator().manual_seed(i))
+    return [(y.imag + drawn).sum().detach()]
+
+
+def _new_code(x, model, i):
+    scope = {}
+    exec(compile("\n" * i + "def f(x): return (x * 2).sum()", f"cell_{i}.py", "exec"), scope)
+    return [scope["f"](x).detach()]
+
+
+@pytest.mark.parametrize("program", [_annealed, _new_shapes, _new_text, _new_code])
+def test_ever_new_calls_are_forgotten_and_results_are_the_same(program, forget_after):
+    n_steps, n = 100, 50
+    forget_after(n)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    n_known = []
+    before = _core.memo_info()["forgotten"]
+    for i in range(n_steps):
+        x = torch.randn(4, 3)
+        wanted = program(x, model, i)
+        got = program(lazy(x), model, i)
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.allclose(a.torch() if _core.is_lazy(a) else a, b, rtol=1e-5)
+        n_known.append(_core.memo_info()["known"])
+    assert _core.memo_info()["forgotten"] > before
+    # beside the new ones: 32 cached plans, and calls of the tests before, once more
+    assert max(n_known[n_steps // 2 :]) < max(n_known[: n_steps // 2]) + n, n_known
+
+
+def _junk():
+    """Calls that nobody repeats: they take the ids that were forgotten."""
+    for i in range(3):
+        _junk.n += 1
+        x = lazy(torch.ones(2 + _junk.n % 50, 3, dtype=torch.float64))
+        (x.t() * (_junk.n + i / 7)).sum().torch()
+
+
+_junk.n = 0
+
+
+def test_what_is_in_use_stays_when_the_rest_is_forgotten(forget_after):
+    def program(wrap, between):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 2))
+        runner = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+        if wrap is lazy:
+            runner = koila.opaque(runner)
+        kept, views, answers = [], [], []
+        for i in range(8):
+            x = wrap(torch.randn(6, 4))
+            between()
+            h = checkpoint(model, x * (1 + i / 3), use_reentrant=False)
+            between()
+            base = x.detach() * (2 + i)
+            view = base[1:].t().unsqueeze(0)
+            between()
+            loss = runner(h).square().mean() + h.logsumexp(1).sum()
+            loss.backward()
+            between()
+            base.mul_(i + 0.5)  # the view is replayed, after its links could have been forgotten
+            kept.append(loss.detach())
+            views.append(view)
+            answers += [view.sum(), (views[i // 2] + 1).sum(), sum(kept)]
+            between()
+            buffer = torch.zeros(6, 4)
+            buffer[:, 1:] = x[:, :-1]
+            answers.append((buffer * (i + 1)).sum())
+        answers += [p.grad for p in model.parameters()] + list(model.buffers())
+        return answers + kept + views
+
+    wanted = program(lambda x: x, lambda: None)
+    forget_after(0)
+    for between in (lambda: None, _junk):
+        for got, one in zip(program(lazy, between), wanted, strict=True):
+            got = got.torch() if _core.is_lazy(got) else got
+            assert torch.allclose(got, one, rtol=1e-5), (got, one)
+
+
+def test_nothing_is_forgotten_while_another_thread_is_in_the_middle_of_an_operator(forget_after):
+    library = torch.library.Library("koila_depth", "DEF")
+    library.define("twice(Tensor x, float by) -> Tensor")
+    library.impl("twice", lambda x, by: x * 2 * by, "CPU")
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def shape(x, by):
+        is_inside.set()
+        assert may_go_on.wait(60)
+        return torch.empty_like(x)
+
+    torch.library.register_fake("koila_depth::twice", shape, lib=library)
+    got = []
+
+    def other():
+        x = lazy(torch.full((5, 7), 3.0))
+        got.append(torch.ops.koila_depth.twice(x.t()[1:], 1.25).sum().torch())
+
+    thread = threading.Thread(target=other)
+    forget_after(0)
+    thread.start()
+    assert is_inside.wait(60)
+    before = _core.memo_info()["forgotten"]
+    _junk()
+    assert _core.memo_info()["forgotten"] == before
+    may_go_on.set()
+    thread.join()
+    _junk()
+    assert _core.memo_info()["forgotten"] > before
+    assert got[0].item() == 5 * 6 * 3 * 2 * 1.25
+    library._destroy()
+
+
+def test_a_call_that_steps_repeat_is_not_forgotten(forget_after):
+    model = nn.Linear(3, 2)
+
+    def steps(factor):
+        for n in range(2, 42):  # more than there are cached plans
+            (model(lazy(torch.ones(n, 3))) * factor).sum().backward()
+
+    forget_after(10**6)
+    steps(2.5)
+    steps(2.5)
+    steps(7.5)
+    n_calls, n_forgotten = _core.memo_info()["calls"], _core.memo_info()["forgotten"]
+    forget_after(0)
+    lazy(torch.ones(2, 3))
+    forget_after(10**6)
+    info = _core.memo_info()
+    assert info["forgotten"] == n_forgotten + 1 and info["calls"] < n_calls
+    steps(2.5)
+    assert _core.memo_info()["calls"] == info["calls"]

@@ -263,3 +263,98 @@ TEST(table__the_nth_allocation_may_fail)
     }
     CHECK(at > 10);
 }
+
+/* ---- forgetting */
+
+static koila_sig call_of(koila_table *t, koila_meta m, double number)
+{
+    koila_op op = 0;
+    koila_sig sig = KOILA_NONE;
+    CHECK(koila_table_op(t, "aten::mul.Tensor", 0, &op) == KOILA_OK);
+    const koila_arg tokens[] = { { .kind = KOILA_ARG_TENSOR, .u.id = m },
+                                 { .kind = KOILA_ARG_FLOAT, .u.f = number } };
+    const koila_sig_info d = {
+        .op = op, .n_tokens = 2, .n_pos = 2, .tokens = tokens, .n_fresh = 1, .outputs = &m
+    };
+    CHECK(koila_table_sig(t, &d, &sig) == KOILA_OK);
+    return sig;
+}
+
+TEST(forget__what_a_graph_names_stays_and_other_ids_are_given_again)
+{
+    koila_table *t = fresh();
+    koila_graph *g = NULL;
+    koila_value x = 0, y = 0;
+    uint32_t line = 0;
+    CHECK(koila_graph_new(t, NULL, &g) == KOILA_OK);
+    const koila_meta m = meta(t, KOILA_DTYPE_F32, DIMS(3, 5), NULL);
+    const koila_sig kept = call_of(t, m, 0.5);
+    CHECK(koila_graph_leaf(g, m, KOILA_LEAF_REAL, 0, 0, "weight", &x) == KOILA_OK);
+    CHECK(koila_graph_line(g, "file.py", 7, &line) == KOILA_OK);
+    CHECK(koila_graph_node(g, kept, &x, line, &y) == KOILA_OK);
+    const koila_sig_info *info = koila_sig_get(t, kept);
+    uint32_t most = 0;
+    for (int round = 0; round < 100; round++) {
+        for (int i = 1; i <= 50; i++) {
+            uint32_t text = 0;
+            const int64_t size = round * 50 + i;
+            const koila_sig s = call_of(t, meta(t, KOILA_DTYPE_F64, 1, &size, NULL), (double)size);
+            CHECK(s != kept && koila_sig_get(t, s)->tokens[1].u.f == (double)size);
+            CHECK(koila_table_opaque(t, "generator", &text) == KOILA_OK);
+            CHECK_STR(koila_opaque_label(t, text), "generator");
+        }
+        most = koila_table_n_sigs(t) > most ? koila_table_n_sigs(t) : most;
+        CHECK(koila_table_forget(t, NULL, NULL) == KOILA_OK);
+        CHECK_EQ(koila_table_n_known(t), 4); /* a signature, a meta, "weight", "file.py" */
+    }
+    CHECK_EQ(most, 51);
+    CHECK(koila_sig_get(t, kept) == info && info->tokens[1].u.f == 0.5);
+    CHECK_EQ(call_of(t, meta(t, KOILA_DTYPE_F32, DIMS(3, 5), NULL), 0.5), kept);
+    CHECK_STR(koila_graph_line_file(g, line), "file.py");
+    CHECK_STR(koila_graph_leaf_name(g, x), "weight");
+    CHECK(koila_graph_check(g, NULL));
+    koila_graph_free(g);
+    CHECK(koila_table_forget(t, NULL, NULL) == KOILA_OK);
+    CHECK_EQ(koila_table_n_known(t), 0);
+    CHECK(!koila_sig_get(t, kept) && !koila_meta_get(t, m) && !koila_table_has_text(t, 0));
+    koila_table_free(t);
+}
+
+static void keep_one(void *sig, koila_keeper *k) { koila_keep_sig(k, *(koila_sig *)sig); }
+
+TEST(forget__a_signature_keeps_all_that_it_names)
+{
+    koila_table *t = fresh();
+    koila_sig kept = 0, other = 0, again = 0;
+    CHECK(everything(t, 0, &kept) == KOILA_OK && everything(t, 4, &other) == KOILA_OK);
+    const koila_sig_info *s = koila_sig_get(t, kept);
+    const koila_sig link = s->writes[0].links[0].sig;
+    const uint32_t n = koila_table_n_known(t);
+    CHECK(koila_table_forget(t, keep_one, &kept) == KOILA_OK);
+    CHECK(!koila_sig_get(t, other) && koila_sig_get(t, kept) == s && koila_sig_get(t, link));
+    /* the other one, and the text "y" */
+    CHECK_EQ(koila_table_n_known(t), n - 2);
+    CHECK(everything(t, 0, &again) == KOILA_OK && again == kept);
+    CHECK(everything(t, 4, &again) == KOILA_OK && again == other); /* the id that was free */
+    koila_table_free(t);
+}
+
+TEST(forget__without_memory_nothing_is_forgotten)
+{
+    uint64_t n_refused = 0;
+    for (koila_status status = KOILA_NO_MEMORY; status != KOILA_OK; n_refused++) {
+        failing_allocator f = { 0 };
+        const koila_allocator mem = { failing_realloc, &f };
+        koila_table *t = NULL;
+        koila_sig sig = 0;
+        CHECK(koila_table_new(&mem, &t) == KOILA_OK && everything(t, 0, &sig) == KOILA_OK);
+        const uint32_t n = koila_table_n_known(t);
+        f.at = f.n_calls + n_refused + 1;
+        status = koila_table_forget(t, NULL, NULL);
+        CHECK_EQ(koila_table_n_known(t), status == KOILA_OK ? 0 : n);
+        CHECK(status == KOILA_OK || koila_sig_get(t, sig));
+        koila_table_free(t);
+        CHECK_EQ(f.n_live_bytes, 0);
+    }
+    CHECK(n_refused > 4);
+}

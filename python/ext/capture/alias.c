@@ -98,7 +98,9 @@ koila_value koila__value_of(koila__handle *h)
         g->refs++; /* Python may run, and `h` move to another tape */
         if (c)
             c->refs++;
+        koila__hold_ids();
         const koila_value v = replay(g, c);
+        koila__release_ids();
         const bool is_here = h->group == g && h->chain == c;
         koila__chain_release(c);
         if (--g->refs == 0)
@@ -211,8 +213,7 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     return 0;
 }
 
-/* Moves the group if no run is needed for it: 1 moved, 0 not concrete, -1 error. */
-static int move_concrete(koila__handle *h, koila__tape *to)
+static int move_if_concrete(koila__handle *h, koila__tape *to)
 {
     koila__group *g = h->group;
     koila__tape *from = g->tape;
@@ -243,6 +244,15 @@ static int move_concrete(koila__handle *h, koila__tape *to)
         koila__group_is_factory(fresh, g->no_lazy_data);
     koila__handle_move(h, fresh, NULL, v, h->meta, h->offset);
     return 1;
+}
+
+/* Moves the group if no run is needed for it: 1 moved, 0 not concrete, -1 error. */
+static int move_concrete(koila__handle *h, koila__tape *to)
+{
+    koila__hold_ids();
+    const int rc = move_if_concrete(h, to);
+    koila__release_ids();
+    return rc;
 }
 
 int koila__move_to(koila__handle *h, koila__tape *to)

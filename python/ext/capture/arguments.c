@@ -4,25 +4,40 @@
 
 /* ---- opaque arguments: devices, layouts, memory formats, complex numbers, generators */
 
-static PyObject *opaque_ids;     /* dict (type, object) → id */
-static PyObject *opaque_objects; /* list by id */
+/* dict (type, object) → [id]; [None]: forgotten, koila__opaques_drop() takes the key out */
+static PyObject *opaque_ids;
+static PyObject *opaque_objects; /* list by id; None: forgotten */
 
-/* Table and list grow together: no Python code runs between, which may enter another object. */
+/* Table and list change together: no Python code runs between, which may enter another object. */
 static int remember_opaque(const char *text, PyObject *o, uint32_t *id)
 {
     const Py_ssize_t n = PyList_GET_SIZE(opaque_objects);
-    if (PyList_Append(opaque_objects, o) < 0)
+    if (PyList_Append(opaque_objects, Py_None) < 0)
         return -1;
     const koila_status s = koila_table_opaque(koila__table, text, id);
     if (s == KOILA_OK) {
-        koila_assert(*id == (uint32_t)n);
-        return 0;
+        koila_assert(*id <= (uint32_t)n && PyList_GET_ITEM(opaque_objects, *id) == Py_None);
+        PyList_SetItem(opaque_objects, *id, Py_NewRef(o));
+    } else {
+        *id = KOILA_NONE;
+        koila__raise(s);
     }
-    *id = KOILA_NONE;
-    if (PyList_SetSlice(opaque_objects, n, n + 1, NULL) < 0)
-        PyErr_Clear();
-    koila__raise(s);
-    return -1;
+    /* the place at the end is taken, or was made for nothing */
+    if (*id != (uint32_t)n) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        if (PyList_SetSlice(opaque_objects, n, n + 1, NULL) < 0)
+            PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
+    return s == KOILA_OK ? 0 : -1;
+}
+
+/* The id in an item of opaque_ids; KOILA_NONE: forgotten. */
+static uint32_t id_in(PyObject *item)
+{
+    PyObject *id = PyList_GET_ITEM(item, 0);
+    return id == Py_None ? KOILA_NONE : (uint32_t)PyLong_AsUnsignedLong(id);
 }
 
 uint32_t koila__opaque_id(PyObject *o)
@@ -31,14 +46,12 @@ uint32_t koila__opaque_id(PyObject *o)
     if (!key)
         return KOILA_NONE;
     PyObject *found = PyDict_GetItemWithError(opaque_ids, key);
-    uint32_t id = KOILA_NONE;
-    if (found) {
-        id = (uint32_t)PyLong_AsUnsignedLong(found);
-    } else if (!PyErr_Occurred()) {
+    uint32_t id = found ? id_in(found) : KOILA_NONE;
+    if (id == KOILA_NONE && !PyErr_Occurred()) {
         PyObject *label = PyObject_Str(o);
         const char *text = label ? PyUnicode_AsUTF8(label) : NULL;
         if (text && remember_opaque(text, o, &id) == 0) {
-            PyObject *n = PyLong_FromUnsignedLong(id);
+            PyObject *n = Py_BuildValue("[I]", id);
             if (!n || PyDict_SetItem(opaque_ids, key, n) < 0)
                 id = KOILA_NONE;
             Py_XDECREF(n);
@@ -47,6 +60,37 @@ uint32_t koila__opaque_id(PyObject *o)
     }
     Py_DECREF(key);
     return id;
+}
+
+/* The keys stay: a dict finds them by their own functions, which may be written in Python. */
+void koila__opaques_forget(PyObject *gone)
+{
+    Py_ssize_t at = 0;
+    PyObject *key, *item;
+    while (PyDict_Next(opaque_ids, &at, &key, &item)) {
+        const uint32_t id = id_in(item);
+        if (id == KOILA_NONE || koila_table_has_opaque(koila__table, id))
+            continue;
+        if (PyList_Append(gone, PyList_GET_ITEM(opaque_objects, id)) < 0) {
+            PyErr_Clear();
+            Py_INCREF(PyList_GET_ITEM(opaque_objects, id)); /* no memory: it stays */
+        }
+        PyList_SetItem(opaque_objects, id, Py_NewRef(Py_None));
+        PyList_SetItem(item, 0, Py_NewRef(Py_None));
+    }
+}
+
+void koila__opaques_drop(void)
+{
+    PyObject *keys = PyDict_Keys(opaque_ids);
+    for (Py_ssize_t i = 0; keys && i < PyList_GET_SIZE(keys); i++) {
+        PyObject *key = PyList_GET_ITEM(keys, i);
+        PyObject *item = PyDict_GetItemWithError(opaque_ids, key);
+        if (item && id_in(item) == KOILA_NONE && PyDict_DelItem(opaque_ids, key) < 0)
+            PyErr_Clear();
+    }
+    PyErr_Clear();
+    Py_XDECREF(keys);
 }
 
 PyObject *koila__opaque_object(uint32_t id) { return PyList_GetItem(opaque_objects, id); }

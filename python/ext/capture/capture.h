@@ -26,6 +26,7 @@ typedef struct koila__chain {
     int64_t offset;    /* of the result in the base's storage, elements */
     uint32_t memo_gen; /* group's gen when `memo` was recorded */
     koila_value memo;
+    uint32_t kept; /* the number of the forgetting that has seen it: see bounds.c */
 } koila__chain;
 
 typedef struct koila__group {
@@ -73,6 +74,17 @@ bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint6
 /* make wrappers by parts where torch has the functions for it */
 extern bool koila__by_parts;
 
+/* Arguments of metas that are forgotten: their objects go to the list `gone`. Runs no Python. */
+void koila__wraps_forget(PyObject *gone);
+
+/* ---- bounds.c */
+/* What a table holds at most beside what was in use when it last forgot. Tests make it smaller. */
+extern uint32_t koila__forget_after;
+extern uint32_t koila__n_forgotten; /* so many times */
+/* At the start of a step, where no id is held: forgets what is not used any more, if that is much.
+ * Runs Python code. */
+void koila__forget_when_due(void);
+
 /* ---- factory_switch.c */
 enum { KOILA__MAX_WRITES = 64 };     /* tensors that one operator writes; more is refused */
 enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.c */
@@ -93,6 +105,7 @@ void koila__tape_close(koila__tape *t);
 koila__tape *koila__tape_new(koila__context *c);
 /* Live tapes with has_exit; koila__tape_has_exit() sets that. */
 extern uint32_t koila__n_exits;
+extern uint32_t koila__n_steps; /* so many times a tape was opened; it wraps */
 void koila__tape_has_exit(koila__tape *t);
 int koila__tape_reserve(koila__tape *t); /* makes values[] cover every value of the graph */
 /* KOILA_NONE + error */

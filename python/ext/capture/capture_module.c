@@ -41,7 +41,11 @@ static PyObject *py_wrapper_pair(PyObject *module, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "wrapper_pair((dtype, device, sizes, strides, offset))");
         return NULL;
     }
-    return koila__meta_from(tuple, &meta, &offset) < 0 ? NULL : koila__wrapper_pair(meta, offset);
+    koila__hold_ids();
+    PyObject *r =
+        koila__meta_from(tuple, &meta, &offset) < 0 ? NULL : koila__wrapper_pair(meta, offset);
+    koila__release_ids();
+    return r;
 }
 
 static PyObject *py_learn_keys(PyObject *module, PyObject *args)
@@ -83,6 +87,7 @@ static PyObject *py_axis(PyObject *module, PyObject *arg)
         PyErr_SetString(PyExc_ValueError, "axis(): the size must be at least 0");
         return NULL;
     }
+    koila__forget_when_due();
     koila__tape *t = koila__tape_for_lazy();
     uint16_t axis;
     if (!t || koila__tape_axis(t, 0, size, &axis) < 0)
@@ -141,13 +146,8 @@ static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObj
     return w;
 }
 
-/* lazy_leaf(tensor, axis, dim): axis None: not batched */
-static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
+static PyObject *make_leaf(PyObject *real, PyObject *axis_arg, unsigned dim)
 {
-    PyObject *real, *axis_arg;
-    unsigned dim = 0;
-    if (!PyArg_ParseTuple(args, "OO|I", &real, &axis_arg, &dim))
-        return NULL;
     if (!koila__lazy_class || !koila__is_tensor(real) || koila__is_lazy(real)) {
         PyErr_SetString(PyExc_TypeError, "lazy_leaf() takes a plain tensor");
         return NULL;
@@ -173,6 +173,19 @@ static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
     if (batched)
         koila__factories_step(t, meta);
     return w;
+}
+
+/* lazy_leaf(tensor, axis, dim): axis None: not batched */
+static PyObject *py_lazy_leaf(PyObject *module, PyObject *args)
+{
+    PyObject *real, *axis_arg;
+    unsigned dim = 0;
+    if (!PyArg_ParseTuple(args, "OO|I", &real, &axis_arg, &dim))
+        return NULL;
+    koila__hold_ids();
+    PyObject *r = make_leaf(real, axis_arg, dim);
+    koila__release_ids();
+    return r;
 }
 
 static PyObject *py_is_conjugated(PyObject *module, PyObject *o)
@@ -366,7 +379,8 @@ static PyObject *py_become(PyObject *module, PyObject *args)
         return NULL;
     koila__tape *kept = x->group->tape;
     Py_INCREF(kept);
-    koila__handle_move(x, y->group, y->chain, koila__value_of(y), y->meta, y->offset);
+    const koila_value v = koila__value_of(y);
+    koila__handle_move(x, y->group, y->chain, v, y->meta, y->offset);
     Py_DECREF(kept);
     Py_RETURN_NONE;
 }
@@ -428,8 +442,20 @@ static PyObject *py_group_wrappers(PyObject *module, PyObject *o)
 
 static PyObject *py_memo_info(PyObject *module, PyObject *unused)
 {
-    return Py_BuildValue("{sIsI}", "calls", koila__memo_n(), "signatures",
-                         koila__table ? koila_table_n_sigs(koila__table) : 0);
+    return Py_BuildValue("{sIsIsIsI}", "calls", koila__memo_n(), "signatures",
+                         koila__table ? koila_table_n_sigs(koila__table) : 0, "known",
+                         koila__table ? koila_table_n_known(koila__table) : 0, "forgotten",
+                         koila__n_forgotten);
+}
+
+static PyObject *py_forget_after(PyObject *module, PyObject *arg)
+{
+    const unsigned long n = PyLong_AsUnsignedLong(arg);
+    if (PyErr_Occurred())
+        return NULL;
+    const uint32_t before = koila__forget_after;
+    koila__forget_after = (uint32_t)n;
+    return PyLong_FromUnsignedLong(before);
 }
 
 static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
@@ -703,6 +729,9 @@ static PyMethodDef methods[] = {
       "leaf" },
     { "replace_leaf", py_replace_leaf, METH_VARARGS, "replace_leaf(tape, value id, tensor)" },
     { "memo_info", py_memo_info, METH_NOARGS, "Sizes of the memo." },
+    { "forget_after", py_forget_after, METH_O,
+      "forget_after(n) -> before: calls that no step uses any more are forgotten when n new ids "
+      "have come; for tests. 0: at the start of each step." },
     { "memo_clear", py_memo_clear, METH_NOARGS, "Forget every call seen." },
     { "data_of", koila__py_data_of, METH_O, "data_of(tensor): tensor.data, remembered" },
     { "handed_out", koila__py_handed_out, METH_VARARGS,

@@ -58,7 +58,10 @@ static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs
             break;
         return koila__record_view(op, args, kwargs);
     case INDEX:
-        if (!index_is_special(args))
+        koila__hold_ids();
+        const bool is_special = index_is_special(args);
+        koila__release_ids();
+        if (!is_special)
             return koila__record_call(op, args, kwargs);
         break;
     default:

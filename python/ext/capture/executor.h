@@ -17,6 +17,9 @@ typedef struct koila__executor_calls {
     /* Make one call that reads no tensor: *out is a new reference. Below autograd; the caller
      * holds the mode guards. 0, or -1 with torch's own exception. */
     int (*call)(koila_sig sig, PyObject **out);
+    /* Drops what is kept of signatures that the table has forgotten. Objects go to the list `gone`;
+     * runs no Python. */
+    void (*forget)(PyObject *gone);
 } koila__executor_calls;
 
 extern const koila__executor_calls *koila__executor;

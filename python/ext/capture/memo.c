@@ -49,8 +49,10 @@ memo_entry *koila__memo_find(const koila_arg *key, uint32_t n, uint64_t hash)
     for (uint32_t i = (uint32_t)hash & (n_memo_slots - 1); memo[i];
          i = (i + 1) & (n_memo_slots - 1))
         if (memo[i]->hash == hash && memo[i]->n_key == n &&
-            !memcmp(memo[i]->key, key, n * sizeof *key))
+            !memcmp(memo[i]->key, key, n * sizeof *key)) {
+            memo[i]->used = koila__n_steps;
             return memo[i];
+        }
     return NULL;
 }
 
@@ -64,6 +66,103 @@ void koila__memo_clear(void)
     for (uint32_t i = 0; i < n; i++)
         if (old[i])
             entry_free(old[i]);
+    PyMem_Free(old);
+}
+
+/* ---- forgetting */
+
+/* Will e be asked for again? A number that changes in each step is met in one step only. */
+static bool is_used(const memo_entry *e, uint32_t since)
+{
+    return e->used != e->made && (int32_t)(e->used - since) >= 0;
+}
+
+static void keep_key(koila_keeper *k, const koila_arg *t)
+{
+    if (t->kind == KOILA_ARG_TENSOR || t->kind == KEY_WRITTEN)
+        koila_keep_meta(k, t->u.id);
+    else if (t->kind == KOILA_ARG_STR || t->kind == KEY_KEYWORD)
+        koila_keep_text(k, t->u.id);
+    else if (t->kind == KOILA_ARG_OPAQUE)
+        koila_keep_opaque(k, t->u.id);
+    else if (t->kind == KEY_LINK)
+        koila_keep_sig(k, t->n);
+}
+
+static bool is_key_known(const koila_arg *t)
+{
+    if (t->kind == KOILA_ARG_TENSOR || t->kind == KEY_WRITTEN)
+        return koila_meta_get(koila__table, t->u.id) != NULL;
+    if (t->kind == KOILA_ARG_STR || t->kind == KEY_KEYWORD)
+        return koila_table_has_text(koila__table, t->u.id);
+    if (t->kind == KOILA_ARG_OPAQUE)
+        return koila_table_has_opaque(koila__table, t->u.id);
+    return t->kind != KEY_LINK || koila_sig_get(koila__table, t->n);
+}
+
+void koila__memo_keep(koila_keeper *k, uint32_t since)
+{
+    for (uint32_t i = 0; i < n_memo_slots; i++) {
+        const memo_entry *e = memo[i];
+        if (!e || !is_used(e, since))
+            continue;
+        for (uint32_t j = 0; j < e->n_key; j++)
+            keep_key(k, &e->key[j]);
+        for (uint32_t j = 0; j < e->n_results; j++)
+            koila_keep_meta(k, e->results[j].meta);
+        if (!e->no_node)
+            koila_keep_sig(k, e->sig);
+    }
+}
+
+static bool is_known(const memo_entry *e)
+{
+    bool known = e->no_node || koila_sig_get(koila__table, e->sig);
+    for (uint32_t j = 0; j < e->n_key && known; j++)
+        known = is_key_known(&e->key[j]);
+    for (uint32_t j = 0; j < e->n_results && known; j++)
+        known =
+            e->results[j].meta == KOILA_NONE || koila_meta_get(koila__table, e->results[j].meta);
+    return known;
+}
+
+static void give_away(PyObject *gone, PyObject *o)
+{
+    if (o && PyList_Append(gone, o) < 0) {
+        PyErr_Clear();
+        Py_INCREF(o); /* no memory: it stays, for its end may run Python */
+    }
+}
+
+static void entry_give_away(PyObject *gone, memo_entry *e)
+{
+    for (uint32_t j = 0; j < e->n_results; j++)
+        give_away(gone, e->results[j].constant);
+    give_away(gone, e->fill);
+    entry_free(e);
+}
+
+void koila__memo_forget(PyObject *gone, uint32_t since)
+{
+    memo_entry **old = memo;
+    const uint32_t n = n_memo_slots;
+    memo = PyMem_Calloc(n ? n : 1, sizeof *memo);
+    n_memo = 0;
+    n_memo_slots = memo ? n : 0; /* without memory all is forgotten */
+    for (uint32_t i = 0; i < n; i++) {
+        memo_entry *e = old[i];
+        if (!e)
+            continue;
+        if (!memo || !is_known(e) || (e->no_node && !is_used(e, since))) {
+            entry_give_away(gone, e);
+            continue;
+        }
+        uint32_t j = (uint32_t)e->hash & (n - 1);
+        while (memo[j])
+            j = (j + 1) & (n - 1);
+        memo[j] = e;
+        n_memo++;
+    }
     PyMem_Free(old);
 }
 
@@ -309,6 +408,7 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
     memcpy(e->key, w->tok, n_key * sizeof *e->key);
     e->hash = hash;
     e->n_key = n_key;
+    e->made = e->used = koila__n_steps;
     const bool factory = op->kind == FACTORY;
     PyObject *said = koila__ask(factory ? "factory" : "shape", op->func, args, kwargs);
     int rc = -1;

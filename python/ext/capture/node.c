@@ -608,7 +608,9 @@ PyObject *koila__record_call(const op_info *op, PyObject *args, PyObject *kwargs
 {
     for (int k = 0; k < MOST_TRIES; k++) {
         bool again;
+        koila__hold_ids();
         PyObject *r = record_once(op, args, kwargs, &again);
+        koila__release_ids();
         if (!again)
             return r;
     }
@@ -630,7 +632,10 @@ static PyObject *same(PyObject *args)
     const koila_value v = koila__value_of(h);
     if (v == KOILA_NONE)
         return NULL;
-    return koila__wrapper_new(h->group, h->chain, v, h->meta, h->offset);
+    koila__hold_ids();
+    PyObject *r = koila__wrapper_new(h->group, h->chain, v, h->meta, h->offset);
+    koila__release_ids();
+    return r;
 }
 
 /* In inference mode a view of a normal tensor is a normal tensor: its wrapper is made outside that

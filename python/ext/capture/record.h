@@ -100,6 +100,10 @@ int koila__walk_call(call_walk *w, const op_info *op, PyObject *args, PyObject *
 /* Are the lazy inputs what they were when they were resolved? */
 bool koila__walk_holds(const call_walk *w);
 int koila__arguments_init(void);
+/* The objects of opaque arguments that the table has forgotten go to the list `gone`, and then
+ * koila__opaques_drop() takes them out of the dict that finds them, which may run Python. */
+void koila__opaques_forget(PyObject *gone);
+void koila__opaques_drop(void);
 
 /* ---- memo.c */
 typedef struct memo_result {
@@ -111,6 +115,7 @@ typedef struct memo_result {
 typedef struct memo_entry {
     uint64_t hash;
     uint32_t n_key, n_results;
+    uint32_t made, used; /* koila__n_steps when it was made, and when it was found last */
     koila_sig sig;
     uint8_t result_kind;
     bool no_inputs; /* a factory: the node reads nothing */
@@ -133,6 +138,11 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
                              uint8_t mode, uint32_t n_key, uint64_t hash);
 uint32_t koila__memo_n(void);
 void koila__memo_clear(void);
+/* Keeps the ids of the calls that more than one step has made, the last of them since `since`. */
+void koila__memo_keep(koila_keeper *k, uint32_t since);
+/* Drops the calls of which an id was forgotten, or that were made without a node in one step only.
+ * Objects go to the list `gone`; runs no Python. */
+void koila__memo_forget(PyObject *gone, uint32_t since);
 
 /* ---- source_line.c */
 extern int koila__lines_on;

@@ -211,17 +211,22 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
         const koila__handle *h = koila__handle_of(m.written[i]);
         if (!h->group)
             continue; /* settled together with an earlier one */
-        const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
         if (m.lazy_data) {
             h->group->no_lazy_data = false;
-        } else if (!requires_grad(m.written[i]) &&
-                   (h->group->tape->closed ||
-                    !koila__tape_has_batch(h->group->tape, view->size, view->n_dims) ||
-                    call_reads_known_data(written, args))) {
-            if (settle(m.written[i]) < 0)
-                return -1;
-            m.settled = true;
+            continue;
         }
+        koila__hold_ids();
+        const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
+        const bool settles = !requires_grad(m.written[i]) &&
+                             (h->group->tape->closed ||
+                              !koila__tape_has_batch(h->group->tape, view->size, view->n_dims) ||
+                              call_reads_known_data(written, args));
+        koila__release_ids();
+        if (!settles)
+            continue;
+        if (settle(m.written[i]) < 0)
+            return -1;
+        m.settled = true;
     }
     return m.settled;
 }

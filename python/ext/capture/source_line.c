@@ -7,8 +7,10 @@
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 
 int koila__lines_on = 1;
-/* dict code object → None (library) or file name; keeps the code objects alive */
+/* dict code object → None (library) or file name; keeps the code objects alive. At MOST_CODES it is
+ * begun anew, for some programs make code all the time. */
 static PyObject *line_files;
+#define MOST_CODES 8192
 #define LINE_SLOTS 8192
 static struct line_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
@@ -18,14 +20,29 @@ static struct line_slot {
 } line_slots[LINE_SLOTS];
 static struct code_slot {
     PyCodeObject *code; /* borrowed from line_files' keys */
-    const char *file;   /* NULL: library */
+    PyObject *file;     /* borrowed from line_files' values; NULL: library */
 } code_slots[LINE_SLOTS];
 
-static const char *file_of(PyCodeObject *code, bool *failed)
+/* When line_files is full. Objects that die may run Python: everything is empty by then. */
+static void forget_codes(void)
+{
+    PyObject *fresh = PyDict_GET_SIZE(line_files) < MOST_CODES ? NULL : PyDict_New();
+    if (!fresh) {
+        PyErr_Clear();
+        return;
+    }
+    memset(line_slots, 0, sizeof line_slots);
+    memset(code_slots, 0, sizeof code_slots);
+    Py_SETREF(line_files, fresh);
+}
+
+/* Borrowed until Python runs; NULL: library. */
+static PyObject *file_of(PyCodeObject *code, bool *failed)
 {
     struct code_slot *s = &code_slots[((uintptr_t)code >> 5) & (LINE_SLOTS - 1)];
     if (s->code == code)
         return s->file;
+    forget_codes();
     PyObject *file = PyDict_GetItemWithError(line_files, (PyObject *)code);
     if (!file) {
         PyObject *f = PyErr_Occurred() ? NULL : koila__helper("user_file");
@@ -45,12 +62,13 @@ static const char *file_of(PyCodeObject *code, bool *failed)
         }
     }
     s->code = code;
-    s->file = file == Py_None ? NULL : PyUnicode_AsUTF8(file);
+    s->file = file == Py_None ? NULL : file;
     return s->file;
 }
 
-/* The user's nearest frame on this thread, a new reference, and its file; NULL: there is none. */
-static PyFrameObject *user_frame(const char **file)
+/* The user's nearest frame on this thread, a new reference, and its file, borrowed until Python
+ * runs; NULL: there is none. */
+static PyFrameObject *user_frame(PyObject **file)
 {
     PyFrameObject *f = PyEval_GetFrame();
     Py_XINCREF(f);
@@ -69,8 +87,20 @@ static PyFrameObject *user_frame(const char **file)
     return NULL;
 }
 
+/* Line `line` of `file` in the graph of `t`; KOILA_NONE: no memory. */
+static uint32_t line_in(koila__tape *t, PyObject *file, uint32_t line)
+{
+    uint32_t id = KOILA_NONE;
+    const char *name = PyUnicode_AsUTF8(file);
+    if (!name)
+        PyErr_Clear();
+    else if (koila_graph_line(t->graph, name, line, &id) != KOILA_OK)
+        id = KOILA_NONE;
+    return id;
+}
+
 /* The line of frame `f`, in the graph of `t`. */
-static uint32_t line_of(PyFrameObject *f, const char *file, koila__tape *t)
+static uint32_t line_of(PyFrameObject *f, PyObject *file, koila__tape *t)
 {
     PyCodeObject *code = PyFrame_GetCode(f);
     Py_DECREF(code); /* the frame keeps it */
@@ -86,8 +116,8 @@ static uint32_t line_of(PyFrameObject *f, const char *file, koila__tape *t)
         return s->id;
     /* slow: it walks the code's table of lines from the start */
     const uint32_t line = known ? s->line : (uint32_t)PyFrame_GetLineNumber(f);
-    uint32_t id;
-    if (koila_graph_line(t->graph, file, line, &id) != KOILA_OK)
+    const uint32_t id = line_in(t, file, line);
+    if (id == KOILA_NONE)
         return KOILA_NONE;
     *s = (struct line_slot){ code, t->uid, lasti, line, id };
     return id;
@@ -100,21 +130,17 @@ uint32_t koila__line_now(koila__tape *t)
         koila__nodes_captured(t->uid, koila_graph_n_nodes(t->graph));
     if (!koila__lines_on)
         return KOILA_NONE;
-    const char *file = NULL;
+    PyObject *file = NULL;
     PyFrameObject *f = user_frame(&file);
     if (f) {
         const uint32_t id = line_of(f, file, t);
         Py_DECREF(f);
         return id;
     }
-    uint32_t id = KOILA_NONE;
     const koila__context *c = koila__context_peek();
     if (!c)
         c = t->context;
-    if (c->waiting_file &&
-        koila_graph_line(t->graph, c->waiting_file, c->waiting_line, &id) != KOILA_OK)
-        return KOILA_NONE;
-    return id;
+    return c->waiting_file ? line_in(t, c->waiting_file, c->waiting_line) : KOILA_NONE;
 }
 
 void koila__line_waits(bool begins)
@@ -124,12 +150,12 @@ void koila__line_waits(bool begins)
         PyErr_Clear(); /* its operators have no line */
         return;
     }
-    c->waiting_file = NULL;
-    const char *file = NULL;
+    Py_CLEAR(c->waiting_file);
+    PyObject *file = NULL;
     PyFrameObject *f = begins && koila__lines_on ? user_frame(&file) : NULL;
     if (!f)
         return;
-    c->waiting_file = file;
+    Py_XSETREF(c->waiting_file, Py_NewRef(file));
     c->waiting_line = (uint32_t)PyFrame_GetLineNumber(f);
     Py_DECREF(f);
 }

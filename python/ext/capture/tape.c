@@ -18,6 +18,7 @@
 static uint64_t next_axis_id = 1, next_uid;
 koila__tape *koila__tapes, *koila__resting_tapes;
 uint32_t koila__n_exits;
+uint32_t koila__n_steps;
 
 koila__tape *koila__tape_open(void)
 {
@@ -30,6 +31,7 @@ void koila__tape_set_open(koila__context *c, koila__tape *t)
     koila_assert(!t || (!t->closed && t->context == c));
     koila__tape *old = (koila__tape *)c->open;
     c->open = Py_XNewRef((PyObject *)t);
+    koila__n_steps += t != NULL;
     koila__switch_batch(old && old->n_devices ? -1 : 0);
     koila__switch_batch(t && t->n_devices ? 1 : 0);
     Py_XDECREF(old);
@@ -173,7 +175,10 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 {
     koila_value v;
     uint32_t version;
-    if (koila__version_of(real, &version) < 0)
+    koila__hold_ids(); /* a class of the user's may run Python when asked */
+    const int known = koila__version_of(real, &version);
+    koila__release_ids();
+    if (known < 0)
         return KOILA_NONE;
     const koila_status s = koila_graph_leaf(t->graph, meta, kind, axis, dim, NULL, &v);
     if (s) {

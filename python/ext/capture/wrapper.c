@@ -178,6 +178,19 @@ static int wrap_fill(koila_meta meta)
     return 0;
 }
 
+void koila__wraps_forget(PyObject *gone)
+{
+    for (koila_meta m = 0; m < n_wraps; m++) {
+        if (!wraps[m].args || koila_meta_get(koila__table, m))
+            continue;
+        if (PyList_Append(gone, wraps[m].args) < 0)
+            PyErr_Clear(); /* no memory: it stays */
+        else
+            Py_DECREF(wraps[m].args);
+        wraps[m] = (struct wrap){ 0 };
+    }
+}
+
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset)
 {
     if ((meta >= n_wraps || !wraps[meta].args) && wrap_fill(meta) < 0)

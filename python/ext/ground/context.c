@@ -144,6 +144,7 @@ static void context_dealloc(koila__context *c)
     Py_XDECREF(c->of);
     Py_XDECREF(c->open);
     Py_XDECREF(c->backward);
+    Py_XDECREF(c->waiting_file);
     if (c->past)
         c->past_free(c->past);
     PyObject_Free(c);

@@ -19,8 +19,8 @@ typedef struct koila__context {
     uint32_t n_holds;   /* torch.zeros and its like make plain tensors while it is not 0 */
     /* The operator that needs the values of the requested run, or NULL: see strict.c. */
     const char *gathers_for;
-    /* the line that called a backward which records now; file: kept by source_line.c, or NULL */
-    const char *waiting_file;
+    /* the line that called a backward which records now; file: owned str, or NULL */
+    PyObject *waiting_file;
     uint32_t waiting_line;
     uint64_t n_settings; /* times that its settings were set (settings.h) */
     /* owned: its last runs, of run/past.c, which also sets how they are freed; NULL: none yet */

@@ -20,6 +20,7 @@ static Py_ssize_t storage_at; /* offset of storage_ in a TensorImpl; 0: not know
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 koila_table *koila__table;
+uint32_t koila__n_ids_held;
 Py_ssize_t koila__cdata;
 PyObject *koila__strided;
 koila__shim_tensors koila__shim;
@@ -198,10 +199,12 @@ PyObject *koila__ints_object(const int64_t *v, uint8_t n)
 PyObject *koila__meta_object(koila_meta meta)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    koila__hold_ids();
     PyObject *size = koila__ints_object(m->size, m->n_dims);
     PyObject *stride = size ? koila__ints_object(m->stride, m->n_dims) : NULL;
     PyObject *device = koila__device_object(m->device);
     PyObject *r = stride && device ? PyTuple_Pack(4, dtypes[m->dtype], device, size, stride) : NULL;
+    koila__release_ids();
     Py_XDECREF(size);
     Py_XDECREF(stride);
     return r;

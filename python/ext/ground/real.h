@@ -13,6 +13,13 @@
 
 extern koila_table *koila__table; /* the table of the process; set by koila__real_setup() */
 /* KOILA_FACT_* bits of a recorded call's operator. */
+/* Between these two calls, which nest, code may keep ids of the table, and pointers to their
+ * entries, that no graph and no lazy tensor names, while Python runs: see Note [Ids] in bounds.c.
+ * A run needs none of that: all its ids are those of graphs that it keeps. */
+extern uint32_t koila__n_ids_held;
+static inline void koila__hold_ids(void) { koila__n_ids_held++; }
+static inline void koila__release_ids(void) { koila__n_ids_held--; }
+
 static inline uint32_t koila__facts_of(koila_sig sig)
 {
     return koila_op_facts(koila__table, koila_sig_get(koila__table, sig)->op);

@@ -21,8 +21,9 @@ enum {
 typedef struct template {
     PyObject *op;        /* owned: OpOverload._op */
     PyObject *kw_names;  /* owned tuple, or NULL when there are none */
-    PyObject **constant; /* [n_pos + n_kw] owned; NULL: it contains tensors */
-    bool strided;        /* as_strided: addresses the storage */
+    PyObject **constant; /* [n = n_pos + n_kw] owned; NULL: it contains tensors */
+    uint32_t n;
+    bool strided; /* as_strided: addresses the storage */
     /* a view that is only possible in the recorded memory order of its input */
     bool joins;
 } template;
@@ -80,9 +81,9 @@ static bool has_tensor(const koila_arg *t)
     return false;
 }
 
-static void template_deinit(template *t, uint32_t n)
+static void template_deinit(template *t)
 {
-    for (uint32_t i = 0; i < n; i++)
+    for (uint32_t i = 0; i < t->n; i++)
         Py_XDECREF(t->constant[i]);
     PyMem_Free(t->constant);
     Py_XDECREF(t->kw_names);
@@ -113,6 +114,30 @@ static template *remember(koila_sig sig, const template *t)
     return templates[sig];
 }
 
+static void give_away(PyObject *gone, PyObject *o)
+{
+    if (o && PyList_Append(gone, o) < 0)
+        PyErr_Clear(); /* no memory: it stays, for its end may run Python */
+    else
+        Py_XDECREF(o);
+}
+
+void koila__templates_forget(PyObject *gone)
+{
+    for (koila_sig sig = 0; sig < n_templates; sig++) {
+        template *t = templates[sig];
+        if (!t || koila_sig_get(koila__table, sig))
+            continue;
+        for (uint32_t i = 0; i < t->n; i++)
+            give_away(gone, t->constant[i]);
+        give_away(gone, t->kw_names);
+        give_away(gone, t->op);
+        PyMem_Free(t->constant);
+        PyMem_Free(t);
+        templates[sig] = NULL;
+    }
+}
+
 static template *known_template(koila_sig sig) { return sig < n_templates ? templates[sig] : NULL; }
 
 static template *template_of(koila_sig sig)
@@ -122,7 +147,7 @@ static template *template_of(koila_sig sig)
         return known;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     const uint32_t n = s->n_pos + s->n_kw;
-    template t = { 0 };
+    template t = { .n = n };
     PyObject *op = koila__op_object(s->op);
     if (!op)
         return NULL;
@@ -157,10 +182,10 @@ static template *template_of(koila_sig sig)
     if (!known)
         known = remember(sig, &t);
     else
-        template_deinit(&t, n);
+        template_deinit(&t);
     return known;
 fail:
-    template_deinit(&t, n);
+    template_deinit(&t);
     return NULL;
 }
 

@@ -520,8 +520,10 @@ static int one_row_outermost(const koila_table *table, const koila_sig_info *s, 
     }
     if (!moved)
         return 0;
+    koila__hold_ids();
     PyObject *size = dims_tuple(now->size, now->n_dims);
     PyObject *strides = dims_tuple(stride, now->n_dims);
+    koila__release_ids();
     PyObject *r = size && strides ? PyObject_CallFunctionObjArgs(koila__torch.as_strided, *view,
                                                                  size, strides, NULL)
                                   : NULL;

@@ -68,6 +68,9 @@ typedef struct koila__call_fix {
  * (koila._run.guards). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs);
+/* Drops the templates of signatures that the table has forgotten. Objects go to the list `gone`;
+ * runs no Python. */
+void koila__templates_forget(PyObject *gone);
 
 /* ---- run.c, whole.c: what executor.h promises to capture */
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
@@ -170,6 +173,7 @@ bool koila__learned_misfit(uint64_t key);
 /* Changes whenever an earlier plan would come out differently now. */
 uint64_t koila__learned_generation(void);
 void koila__unlearn(void);
+void koila__workspaces_forget(void); /* those of signatures that the table has forgotten */
 
 /* ---- tuning.c: micro_batch("fastest"), by a step's key */
 int64_t koila__tuned_rows(uint64_t key); /* for its next run; 0: as many as fit */

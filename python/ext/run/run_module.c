@@ -653,6 +653,12 @@ static int call_without_inputs(koila_sig sig, PyObject **out)
     return koila__call(sig, NULL, NULL, NULL, out);
 }
 
+static void forget_signatures(PyObject *gone)
+{
+    koila__templates_forget(gone);
+    koila__workspaces_forget();
+}
+
 int koila__run_module_add(PyObject *m)
 {
     static const koila__executor_calls executor = {
@@ -660,6 +666,7 @@ int koila__run_module_add(PyObject *m)
         .run_held = koila__run_held,
         .run_whole = koila__run_whole,
         .call = call_without_inputs,
+        .forget = forget_signatures,
     };
     koila__executor = &executor;
     return PyModule_AddFunctions(m, methods);

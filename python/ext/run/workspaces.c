@@ -286,6 +286,13 @@ bool koila__learned_misfit(uint64_t key)
     return learned.generation != before;
 }
 
+void koila__workspaces_forget(void)
+{
+    for (koila_sig s = 0; s < learned.n; s++)
+        if (!koila_sig_get(koila__table, s))
+            memset(&learned.at[s], 0, sizeof learned.at[s]);
+}
+
 uint64_t koila__learned_generation(void) { return learned.generation; }
 
 void koila__unlearn(void)
