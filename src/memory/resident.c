@@ -23,7 +23,20 @@ void koila__resident_init(koila__resident *r)
     pthread_mutex_init(&r->lock, NULL);
 }
 
-uint64_t koila__resident_now(koila__resident *r, bool with_files)
+koila__resident_news koila__resident_news_of(koila__resident *r)
+{
+    pthread_mutex_lock(&r->lock);
+    const koila__resident_news news = { .refused_at = r->refused_at,
+                                        .n_looks = r->n_looks,
+                                        .n_trims = r->n_trims,
+                                        .n_refused = r->n_refused,
+                                        .was_near = r->was_near };
+    pthread_mutex_unlock(&r->lock);
+    return news;
+}
+
+/* pre: the lock is held. */
+static uint64_t resident_now(koila__resident *r, bool with_files)
 {
     char text[128];
     if (r->pid != (int)getpid()) { /* a child has its own; the parent's number is not closed */
@@ -39,6 +52,14 @@ uint64_t koila__resident_now(koila__resident *r, bool with_files)
         return 0;
     return (uint64_t)(with_files || files > resident ? resident : resident - files) *
            (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+uint64_t koila__resident_now(koila__resident *r, bool with_files)
+{
+    pthread_mutex_lock(&r->lock);
+    const uint64_t now = resident_now(r, with_files);
+    pthread_mutex_unlock(&r->lock);
+    return now;
 }
 
 void koila__resident_trim(void)
@@ -65,7 +86,7 @@ void koila__resident_on(koila__resident *r, uint64_t limit, bool with_files, uin
     r->was_near = false;
     r->least_freed = limit / TRIM_SHARE;
     /* all that is beyond the base now may be retained */
-    const uint64_t now = koila__resident_now(r, with_files);
+    const uint64_t now = resident_now(r, with_files);
     const uint64_t retained = now > base + handed_out ? now - base - handed_out : 0;
     r->kept_at_trim = (int64_t)(r->granted - handed_out) - (int64_t)retained;
     atomic_fetch_add_explicit(&r->n_on, 1, memory_order_relaxed);
@@ -98,7 +119,7 @@ static uint64_t trimmed(koila__resident *r, uint64_t now, uint64_t n, uint64_t h
     koila__resident_trim();
     r->n_trims++;
     r->kept_at_trim = kept;
-    const uint64_t after = koila__resident_now(r, r->with_files);
+    const uint64_t after = resident_now(r, r->with_files);
     const bool is_poor = now < after + r->limit / TRIM_SHARE;
     r->least_freed = r->limit / (is_poor ? POOR_TRIM_SHARE : TRIM_SHARE);
     if (after + n > r->base + handed_out)
@@ -108,13 +129,13 @@ static uint64_t trimmed(koila__resident *r, uint64_t now, uint64_t n, uint64_t h
 
 bool koila__resident_look(koila__resident *r, uint64_t n, uint64_t handed_out)
 {
-    if (!refuses_here && !r->for_all)
+    if (!refuses_here && !atomic_load_explicit(&r->for_all, memory_order_relaxed))
         return true;
     pthread_mutex_lock(&r->lock);
     const int64_t before = atomic_load_explicit(&r->left, memory_order_relaxed);
     r->granted += (uint64_t)(r->given - before);
     r->given = before; /* counted until here; set anew below */
-    uint64_t now = koila__resident_now(r, r->with_files);
+    uint64_t now = resident_now(r, r->with_files);
     uint64_t most = after_touching(r, now, n, handed_out);
     if (now && most > r->limit && now + n > r->limit) {
         now = trimmed(r, now, n, handed_out);

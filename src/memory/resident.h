@@ -28,13 +28,14 @@ typedef struct koila__resident {
     /* bytes that may be handed out before the next look; read and written by all threads */
     _Alignas(64) _Atomic int64_t left;
     _Atomic uint32_t n_on; /* those who want the limit kept; 0: nothing is done */
-    pthread_mutex_t lock;  /* of all below */
-    uint64_t limit;        /* on resident(); UINT64_MAX: none */
-    bool with_files;       /* mapped files count as resident: they do not in a control group */
-    bool for_all;     /* refuse on every thread; else on those in koila__resident_refuse_here() */
-    uint64_t base;    /* resident - handed out, without what is retained; 0: not known yet */
-    int64_t given;    /* what `left` was set to */
-    uint64_t granted; /* bytes handed out in all, since somebody wants the limit kept */
+    /* refuse on every thread; else on those in koila__resident_refuse_here() */
+    _Atomic bool for_all;
+    pthread_mutex_t lock; /* of all below */
+    uint64_t limit;       /* on resident(); UINT64_MAX: none */
+    bool with_files;      /* mapped files count as resident: they do not in a control group */
+    uint64_t base;        /* resident - handed out, without what is retained; 0: not known yet */
+    int64_t given;        /* what `left` was set to */
+    uint64_t granted;     /* bytes handed out in all, since somebody wants the limit kept */
     int64_t kept_at_trim; /* granted - handed out after the last malloc_trim() */
     uint64_t least_freed; /* bytes to be freed before the next malloc_trim() */
     uint64_t refused_at;  /* most handed out at a refusal in this step; 0: none */
@@ -44,7 +45,14 @@ typedef struct koila__resident {
     int statm, pid; /* its descriptor and whose it is; pid 0: not open */
 } koila__resident;
 
+/* What a guard has seen, at one moment. */
+typedef struct koila__resident_news {
+    uint64_t refused_at, n_looks, n_trims, n_refused;
+    bool was_near;
+} koila__resident_news;
+
 void koila__resident_init(koila__resident *r);
+koila__resident_news koila__resident_news_of(koila__resident *r);
 /* Resident bytes of this process now; 0: not known. */
 uint64_t koila__resident_now(koila__resident *r, bool with_files);
 /* What the C library retains goes back to the system. Takes milliseconds for each 100 MB. */

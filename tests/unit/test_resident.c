@@ -1,4 +1,5 @@
 /* The guard against real memory of this process: what it grants, gives back and refuses. */
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -82,6 +83,7 @@ TEST(resident__other_threads_are_not_refused_but_with_for_all)
     stop();
 }
 
+#ifndef __SANITIZE_THREAD__ /* the sanitizer's malloc() gives nothing back */
 TEST(resident__memory_that_the_c_library_keeps_is_given_back_before_a_block_is_refused)
 {
     enum { N = 2000, BYTES = 64 << 10 };
@@ -101,5 +103,50 @@ TEST(resident__memory_that_the_c_library_keeps_is_given_back_before_a_block_is_r
     CHECK_EQ(guard.n_trims, 1);
     CHECK(koila__resident_now(&guard, false) < guard.base + 50 * MIB);
     free(blocks[N - 1]);
+    stop();
+}
+#endif
+
+static pthread_barrier_t together;
+
+/* Allocates and frees as a step does, which ends now and then. */
+static void *works(void *arg)
+{
+    _Atomic int64_t *held = arg;
+    koila__resident_refuse_here(true);
+    pthread_barrier_wait(&together);
+    for (int i = 0; i < 3000; i++) {
+        const uint64_t n = (uint64_t)(1 + i % 7) << 18;
+        const int64_t now = atomic_fetch_add(held, (int64_t)n) + (int64_t)n;
+        koila__resident_allows(&guard, n, (uint64_t)now);
+        atomic_fetch_sub(held, (int64_t)n);
+        const koila__resident_news news = koila__resident_news_of(&guard);
+        CHECK(news.n_refused <= news.n_looks && !news.was_near);
+        if (i % 10)
+            continue;
+        koila__resident_on(&guard, (uint64_t)1 << 40, false, koila__resident_now(&guard, false),
+                           (uint64_t)now);
+        atomic_store(&guard.for_all, i % 20 == 0);
+        koila__resident_off(&guard);
+    }
+    koila__resident_refuse_here(false);
+    return NULL;
+}
+
+/* What the thread sanitizer is to see: tools/hostile.sh threads. */
+TEST(resident__threads_begin_and_end_steps_while_others_allocate)
+{
+    static _Atomic int64_t held;
+    pthread_t t[4];
+    start((uint64_t)1 << 40);
+    pthread_barrier_init(&together, NULL, 4);
+    for (int i = 0; i < 4; i++)
+        pthread_create(&t[i], NULL, works, &held);
+    for (int i = 0; i < 4; i++)
+        pthread_join(t[i], NULL);
+    pthread_barrier_destroy(&together);
+    atomic_store(&guard.for_all, false);
+    CHECK(koila__resident_news_of(&guard).n_looks > 0);
+    CHECK_EQ(guard.n_refused, 0);
     stop();
 }

@@ -139,15 +139,14 @@ bool koila__resident_begin(const koila__resident_room *room, uint64_t held)
     return inside;
 }
 
-static void learn(uint64_t planned)
+static void learn(uint64_t planned, uint64_t refused_at)
 {
-    const koila__resident *g = &koila__guard;
-    if (seen.learned && !g->refused_at && ++seen.n_well >= WELL_STEPS) {
+    if (seen.learned && !refused_at && ++seen.n_well >= WELL_STEPS) {
         seen.learned = seen.learned / FORGET_SHARE;
         seen.n_well = 0;
     }
-    if (g->refused_at) {
-        const uint64_t too_much = minus(planned, g->refused_at);
+    if (refused_at) {
+        const uint64_t too_much = minus(planned, refused_at);
         seen.learned = least_of(seen.learned + too_much, current.limit / 2);
         seen.n_well = 0;
     }
@@ -157,8 +156,9 @@ void koila__resident_end(bool inside, uint64_t held, uint64_t planned)
 {
     koila__resident_refuse_here(inside);
     koila__resident_off(&koila__guard);
-    learn(planned);
-    if (!koila__guard.was_near)
+    const koila__resident_news news = koila__resident_news_of(&koila__guard);
+    learn(planned, news.refused_at);
+    if (!news.was_near)
         return;
     seen.was_near = true;
     settle(held, current.with_files);
@@ -180,7 +180,7 @@ void koila__resident_budget(uint64_t limit, uint64_t held)
     if (limit_of_all != UINT64_MAX)
         koila__resident_off(&koila__guard);
     limit_of_all = limit;
-    koila__guard.for_all = limit != UINT64_MAX;
+    atomic_store(&koila__guard.for_all, limit != UINT64_MAX);
     if (limit != UINT64_MAX)
         keep_from_now(limit, held);
 }
@@ -225,12 +225,13 @@ PyDoc_STRVAR(resident_doc,
 static PyObject *resident(PyObject *self, PyObject *none)
 {
     koila__resident *g = &koila__guard;
+    const koila__resident_news news = koila__resident_news_of(g);
     PyObject *base = seen.is_known ? PyLong_FromUnsignedLongLong(seen.base) : Py_NewRef(Py_None);
     return Py_BuildValue(
         "{s:K,s:K,s:N,s:K,s:K,s:K,s:K}", "now", (unsigned long long)koila__resident_now(g, false),
         "with_files", (unsigned long long)koila__resident_now(g, true), "base", base, "learned",
-        (unsigned long long)seen.learned, "looks", (unsigned long long)g->n_looks, "trims",
-        (unsigned long long)g->n_trims, "refused", (unsigned long long)g->n_refused);
+        (unsigned long long)seen.learned, "looks", (unsigned long long)news.n_looks, "trims",
+        (unsigned long long)news.n_trims, "refused", (unsigned long long)news.n_refused);
 }
 
 static PyMethodDef methods[] = {
@@ -244,7 +245,7 @@ static void after_fork_child(void)
     pthread_mutex_init(&koila__guard.lock, NULL);
     atomic_store(&koila__guard.n_on, 0);
     memset(&seen, 0, sizeof seen);
-    koila__guard.for_all = false;
+    atomic_store(&koila__guard.for_all, false);
     limit_here = limit_of_all = UINT64_MAX;
     koila__resident_refuse_here(false);
 }
