@@ -60,13 +60,16 @@ def _per_row(lengths: Tensor) -> int:
 
 
 def _layout(batch_sizes: Tensor, order: Tensor | None, places: Tensor | None = None) -> Layout:
+    """On the CPU, where batch_sizes lie; `order` lies where the data do."""
     n_rows = int(batch_sizes[0])
-    by_rank = (batch_sizes.unsqueeze(1) > torch.arange(n_rows)).sum(0)
-    ranks = torch.arange(n_rows) if order is None else order.argsort()
+    rows = torch.arange(n_rows, device="cpu")
+    in_order = rows if order is None else order.cpu()
+    by_rank = (batch_sizes.unsqueeze(1) > rows).sum(0)
+    ranks = in_order.argsort()
     lengths = by_rank[ranks]
-    steps = torch.arange(len(batch_sizes))
+    steps = torch.arange(len(batch_sizes), device="cpu")
     runs = steps.unsqueeze(1) < by_rank
-    numbers = steps.unsqueeze(1) * n_rows + (torch.arange(n_rows) if order is None else order)
+    numbers = steps.unsqueeze(1) * n_rows + in_order
     if places is None:
         places = torch.stack([lengths, ranks], 1)
     offsets = batch_sizes.cumsum(0) - batch_sizes
@@ -160,7 +163,8 @@ def _unpack(data: Tensor, layout: Layout) -> tuple[Tensor, bool]:
 
 def _runs(layout: Layout, n_dims: int) -> Tensor:
     """bool[T, B, 1, ...]: does the row run at this step?"""
-    runs = torch.arange(len(layout.batch_sizes)).unsqueeze(1) < layout.lengths
+    steps = torch.arange(len(layout.batch_sizes), device="cpu")
+    runs = steps.unsqueeze(1) < layout.lengths
     return runs[(...,) + (None,) * (n_dims - 2)]
 
 
@@ -360,7 +364,7 @@ def pack_padded_sequence(
         lengths, order = torch.sort(lengths, descending=True)
     padded = input.transpose(0, 1) if batch_first else input
     # torch's own errors, and batch_sizes; of something small
-    small: Any = torch.arange(padded.size(0)).unsqueeze(1).expand(padded.shape[:2])
+    small: Any = torch.arange(padded.size(0), device="cpu").unsqueeze(1).expand(padded.shape[:2])
     if order is not None:
         small = small.index_select(1, order)
     batch_sizes: Any
