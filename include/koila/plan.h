@@ -75,7 +75,10 @@ typedef enum koila_partial_kind {
     KOILA_PARTIAL_SUM,
     KOILA_PARTIAL_MAX,
     KOILA_PARTIAL_MIN,
-    KOILA_PARTIAL_MOMENTS
+    KOILA_PARTIAL_MOMENTS,
+    /** taken from rows outer .. inner: the value of the one slice that has them all, and absent in
+     * the others */
+    KOILA_PARTIAL_PIECE
 } koila_partial_kind;
 
 /** Where a value (or a use of it) lives: whole; a slice: size[dim] = outer * rows * inner; or a
@@ -169,6 +172,31 @@ KOILA_API koila_node koila_plan_recorded(const koila_plan *p, koila_node lowered
 KOILA_API koila_share koila_plan_share(const koila_plan *p, koila_value v);
 KOILA_API koila_share koila_plan_need(const koila_plan *p, koila_node n, uint32_t input);
 KOILA_API bool koila_plan_in_loop(const koila_plan *p, koila_node n);
+/** Does some node work on pieces of the axis? Then slices may differ in length, and in what they
+ * run. */
+KOILA_API bool koila_plan_has_pieces(const koila_plan *p, uint16_t axis);
+/** Does node n run in the slice of rows begin .. end? Always, unless it works on a piece of other
+ * rows. What it would have made is then absent: a zero to a sum, to be made by whoever reads it.
+ */
+KOILA_API bool koila_plan_runs_in(const koila_plan *p, koila_node n, int64_t begin, int64_t end);
+/** Does node n belong to a piece: does it run once, as it was recorded? */
+KOILA_API bool koila_plan_runs_once(const koila_plan *p, koila_node n);
+/** How node n treats absent inputs. */
+typedef enum koila_absence {
+    KOILA_ABSENT_ZEROS, /**< as zeros */
+    KOILA_ABSENT_SKIP,  /**< a list of tensors, from which they are left out */
+    /** of two terms: both absent: so is the result; one: the result may be the other, if they are
+     * alike */
+    KOILA_ABSENT_SUM
+} koila_absence;
+KOILA_API koila_absence koila_plan_absence(const koila_plan *p, koila_node n);
+/** May the value be absent in some slices? */
+KOILA_API bool koila_plan_may_be_absent(const koila_plan *p, koila_value v);
+/** The end of the slice that begins at row `begin` and shall have `rows` rows. Slices are as long
+ * as that, but shorter at the end of the batch and where a piece would be cut, and longer where a
+ * piece is. */
+KOILA_API int64_t koila_plan_slice_end(const koila_plan *p, uint16_t axis, int64_t begin,
+                                       int64_t rows);
 /** Number of slices and the rows [*begin, *end) of slice i of an axis. */
 KOILA_API uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis);
 KOILA_API int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis);
@@ -213,6 +241,10 @@ typedef struct koila_adapt {
  * KOILA_MAX_ADAPTS, returns how many. */
 KOILA_API uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
                                     koila_adapt *out);
+/** The same for a slice that begins at row `begin`, where koila_plan_adapt() means the first one.
+ * Calls that take rows out of the batch differ. */
+KOILA_API uint32_t koila_plan_adapt_at(const koila_plan *p, koila_node n, int32_t link,
+                                       int64_t begin, int64_t rows, koila_adapt *out);
 /** The plan as a table for people: facts, then every stage with its instructions, one per line;
  * successive FREEs share a line. */
 KOILA_API koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user);

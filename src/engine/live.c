@@ -38,6 +38,7 @@ typedef struct walk {
      */
     uint64_t *held, *held_before;
     bool stopped, saw_top;
+    int64_t begin, end; /* rows of the slice, in a loop with pieces; end == 0: not in one */
 } walk;
 
 /* Finds the largest storages now, in order; among equals the first. */
@@ -93,6 +94,14 @@ static uint64_t combine_bytes(const koila__placed *p, koila_value v)
     return p->value[v].combine == KOILA_SUM ? 0 : koila__value_meta(p->graph, v)->n_bytes;
 }
 
+/* What node n uses inside. A node of a piece runs as it was recorded. */
+static uint64_t workspace_of(const walk *w, koila_node n, int64_t rows, int64_t batch)
+{
+    const bool is_whole = !batch || w->p->node[n].end;
+    return w->o->workspace(w->o->user, w->p->graph->nodes.at[n].sig, is_whole ? 0 : rows,
+                           is_whole ? 0 : batch);
+}
+
 /* Whole because it is one line for each kind of event, and is inlined into the walks.
  *
  * Returns the bytes that event e adds (modulo 2^64), in the first slice or in another one. *inside:
@@ -145,8 +154,7 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
         return first && cut ? META->n_bytes : 0;
     case KOILA__RUN:
         if (w->o->workspace)
-            *inside =
-                w->o->workspace(w->o->user, w->p->graph->nodes.at[v].sig, batch ? rows : 0, batch);
+            *inside = workspace_of(w, v, rows, batch);
         return 0;
     case KOILA__KEPT:
     case KOILA__KEPT_FROM:
@@ -173,6 +181,20 @@ static bool takes_over(const koila__event *e, bool first, bool cut)
            (first && !cut && (e->kind == KOILA__ADD_OWNED_WIDE || e->kind == KOILA__PUT_OWNED));
 }
 
+/* Is event e about a piece that another slice has? */
+static inline bool is_elsewhere(const walk *w, const koila__event *e)
+{
+    if (e->kind == KOILA__RUN)
+        return !koila__runs_in(&w->p->node[e->value], w->begin, w->end);
+    return !koila__is_in(w->p->value[e->value], w->begin, w->end);
+}
+
+/* Does event e begin what slices leave behind? A piece's only slice is its first. */
+static inline bool is_first(const walk *w, const koila__event *e, bool first)
+{
+    return first || (w->end && e->kind != KOILA__RUN && koila__is_piece(w->p->value[e->value]));
+}
+
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
     const koila__stage *st = &w->s->stages[stage];
@@ -182,13 +204,15 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     w->slice_node = KOILA_NONE;
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
         const uint32_t v = e->value;
-        uint64_t inside = 0;
-        const uint64_t changed = change(w, e, rows, batch, first, &inside);
         const bool runs = e->kind == KOILA__RUN;
+        uint64_t inside = 0;
+        if (w->end && is_elsewhere(w, e))
+            continue;
+        const uint64_t changed = change(w, e, rows, batch, is_first(w, e, first), &inside);
         if (!runs)
             put(w, v, changed);
         any_given_up |= e->kind == KOILA__KEPT_FREE;
-        if (w->held && takes_over(e, first, rows != batch)) {
+        if (w->held && takes_over(e, is_first(w, e, first), rows != batch)) {
             const koila_value from = e[1].value;
             const uint64_t bytes = koila__live_bytes(w->p, from, rows);
             koila_assert(e + 1 < end);
@@ -314,6 +338,19 @@ static void cast_back(walk *w, uint32_t stage, bool cut)
     }
 }
 
+/* A loop with pieces: every slice has its own, so every slice is walked. */
+static void walk_pieces(walk *w, uint32_t stage)
+{
+    const uint16_t axis = w->s->stages[stage].stage.axis;
+    const int64_t batch = w->p->graph->axes.at[axis];
+    for (int64_t at = 0; at < batch && !w->stopped; at = w->end) {
+        w->begin = at;
+        w->end = koila__slice_end(w->p, axis, at, w->o->rows[axis]);
+        walk_slice(w, stage, w->end - at, batch, at == 0);
+    }
+    w->end = 0;
+}
+
 static void walk_loop(walk *w, uint32_t stage)
 {
     const koila_stage *st = &w->s->stages[stage].stage;
@@ -321,7 +358,9 @@ static void walk_loop(walk *w, uint32_t stage)
     const int64_t rows = w->o->rows[st->axis];
     const int64_t n_full = rows > 0 ? batch / rows : 0;
     const int64_t ragged = rows > 0 ? batch % rows : 0;
-    if (w->o->bytes_only) {
+    if (w->p->cut && w->p->cut[st->axis] && rows > 0) {
+        walk_pieces(w, stage);
+    } else if (w->o->bytes_only) {
         if (n_full)
             walk_bytes(w, stage, rows, batch, true, (uint64_t)n_full);
         if (ragged && !w->stopped)

@@ -47,6 +47,27 @@ static inline uint64_t koila__live_bytes(const koila__placed *p, koila_value v, 
 {
     return p->size[v].fixed + p->size[v].per_row * (uint64_t)rows;
 }
+/* The number of slices of an axis, if they shall have `rows` rows; *largest: rows of the largest
+ * (NULL: not wanted). */
+static inline uint32_t koila__count_slices(const koila__placed *p, uint16_t axis, int64_t rows,
+                                           int64_t *largest)
+{
+    const int64_t batch = koila_graph_axis_size(p->graph, axis);
+    uint32_t n = 0;
+    int64_t most = rows;
+    if (!p->cut || !p->cut[axis] || rows <= 0) {
+        n = rows > 0 ? (uint32_t)((batch + rows - 1) / rows) : 1;
+    } else {
+        most = 0;
+        for (int64_t at = 0, end; at < batch; at = end, n++) {
+            end = koila__slice_end(p, axis, at, rows);
+            most = end - at > most ? end - at : most;
+        }
+    }
+    if (largest)
+        *largest = most;
+    return n;
+}
 static inline uint32_t koila__n_slices(int64_t batch, int64_t rows)
 {
     return rows > 0 ? (uint32_t)((batch + rows - 1) / rows) : 1;

@@ -73,7 +73,7 @@ static bool never_fits(const koila__placed *p, const koila__schedule *s,
                        const koila_plan_options *o, int64_t most_slices, int64_t *rows)
 {
     for (uint32_t a = 0; a < p->graph->axes.n; a++)
-        if (p->graph->axes.at[a] & (p->graph->axes.at[a] - 1))
+        if (p->graph->axes.at[a] & (p->graph->axes.at[a] - 1) || (p->cut && p->cut[a]))
             return false;
     const koila__live_options live = { .rows = rows, .bytes_only = true, .limit = o->budget_bytes };
     rows_for(p->graph, most_slices, rows);
@@ -191,6 +191,8 @@ static void set_info(koila_plan *p, const koila_plan_options *o)
     p->info.batch = g->axes.n ? g->axes.at[axis] : 1;
     p->info.rows = g->axes.n ? p->rows[axis] : 1;
     p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    if (p->placed->cut)
+        p->info.n_slices = koila__count_slices(p->placed, axis, p->rows[axis], &p->info.rows);
     p->info.budget_bytes = o->budget_bytes;
     p->info.n_stages = s->n_stages;
     p->info.n_loops = s->n_loops;
@@ -685,6 +687,41 @@ static bool gathers(const koila__placed *p)
     return false;
 }
 
+/* May the slices of the plan be as long as its pieces ask for? Not if the caller chose the rows. */
+static bool are_as_forced(const planning *q, const sliced *s)
+{
+    int64_t largest;
+    for (uint16_t a = 0; a < q->graph->axes.n && q->options->rows > 0; a++) {
+        koila__count_slices(s->placed, a, s->rows[a], &largest);
+        if (largest > s->rows[a])
+            return false;
+    }
+    return true;
+}
+
+/* Does b, which has pieces, fit too, at no more work? Its calls on pieces run once, in however many
+ * slices, so their number is no measure. */
+static bool is_as_little_work(const planning *q, const sliced *b, const sliced *a)
+{
+    return !is_frugal(q->options) && b->peak <= q->options->budget_bytes &&
+           (b->accepted || !a->accepted) && b->schedule.work <= a->schedule.work;
+}
+
+/* Plans with rows that stay in their slice; *best becomes that plan where it is better. */
+static koila_status try_pieces(planning *q, sliced *best)
+{
+    sliced pieces = { 0 };
+    const koila_status status = slice(q, koila__place_pieces, &pieces);
+    if (status == KOILA_OK && pieces.placed->cut && are_as_forced(q, &pieces) &&
+        (is_better(q, &pieces, best) || is_as_little_work(q, &pieces, best))) {
+        const sliced swap = *best;
+        *best = pieces;
+        pieces = swap;
+    }
+    sliced_free(&pieces);
+    return status;
+}
+
 /* Plans in slices; if something is gathered, also with gathered values sliced again. On
  * KOILA_UNSUPPORTED the plan is unchanged. */
 static koila_status plan_sliced(planning *q)
@@ -704,6 +741,13 @@ static koila_status plan_sliced(planning *q)
             again = swap;
         }
         sliced_free(&again);
+        if (status != KOILA_OK && status != KOILA_UNSUPPORTED) {
+            sliced_free(&best);
+            return status;
+        }
+    }
+    if (!fewest && koila__takes_rows(best.placed)) {
+        status = try_pieces(q, &best);
         if (status != KOILA_OK && status != KOILA_UNSUPPORTED) {
             sliced_free(&best);
             return status;

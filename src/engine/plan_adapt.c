@@ -1,6 +1,6 @@
-/* plan_adapt.c — a recorded call adapted to a slice of `rows` rows: its arguments that hold sizes,
- * strides or extents of the whole batch. The placement rules have listed these arguments as fixes
- * (koila__fix). */
+/* plan_adapt.c — a recorded call adapted to a slice of `rows` rows from row `begin`: its arguments
+ * that hold sizes, strides or extents of the whole batch, or indices into it. The placement rules
+ * have listed these arguments as fixes (koila__fix). */
 #include "engine/plan_inside.h"
 
 #include "graph/table.h"
@@ -47,6 +47,23 @@ static void adapt_rows(const subject *x, int64_t rows, int64_t batch, koila_adap
     a->n = is_list ? first->n : 1;
     for (uint32_t i = 0; i < a->n && i < KOILA_MAX_DIMS; i++)
         a->ints[i] = batch ? first[is_list + i].u.i / batch * rows : 0;
+}
+
+/* INDEX, END: counted from the first row of the slice, in the block in which the element lies. */
+static void adapt_index(const subject *x, bool is_end, int64_t begin, int64_t rows, int64_t batch,
+                        koila_adapt *a)
+{
+    const koila_placement cut = x->placement;
+    const int64_t size = x->meta->size[cut.dim];
+    const int64_t block = batch * cut.inner;
+    int64_t at = x->call->tokens[x->call->start[a->arg]].u.i;
+    if (at < 0)
+        at += size;
+    at -= is_end;
+    a->kind = KOILA_ADAPT_INT;
+    a->n = 1;
+    if (block > 0)
+        a->ints[0] = at / block * rows * cut.inner + at % block - begin * cut.inner + is_end;
 }
 
 /* DIMS: of the dims that a squeeze names (all, when it names none), those of recorded size 1.
@@ -115,6 +132,12 @@ static subject subject_of_link(const koila_plan *p, koila_node n, uint32_t link,
 uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64_t rows,
                           koila_adapt *out)
 {
+    return koila_plan_adapt_at(p, n, link, 0, rows, out);
+}
+
+uint32_t koila_plan_adapt_at(const koila_plan *p, koila_node n, int32_t link, int64_t begin,
+                             int64_t rows, koila_adapt *out)
+{
     const koila_graph *g = p->placed->graph;
     const koila__placed_node *node = &p->placed->node[n];
     if (link >= 0 && !node->link)
@@ -151,6 +174,10 @@ uint32_t koila_plan_adapt(const koila_plan *p, koila_node n, int32_t link, int64
             break;
         case KOILA__FIX_DIMS:
             adapt_dims(g->table, &x, a);
+            break;
+        case KOILA__FIX_INDEX:
+        case KOILA__FIX_END:
+            adapt_index(&x, fix[k].kind == KOILA__FIX_END, begin, rows, g->axes.at[node->axis], a);
             break;
         case KOILA__FIX_NONE:
             break;

@@ -21,7 +21,7 @@ static bool is_gathered(const koila__placed *p, koila_node n, uint32_t i)
     const uint32_t at = g->nodes.at[n].first_input + i;
     const koila_value v = g->inputs.at[at];
     return g->values.at[v].node != KOILA_NONE && p->need[at].kind == KOILA_R &&
-           p->value[v].kind == KOILA_S;
+           koila__is_of_rows(p->value[v]);
 }
 
 /* Each gathered value once, with the first node that needs it whole. */
@@ -60,13 +60,18 @@ static koila_status make_curve(koila_plan *p)
         const koila_stage *st = &p->schedule.stages[k].stage;
         uint64_t n_slices = 1;
         uint64_t n_runs = 0;
+        uint64_t n_once = 0; /* runs of pieces */
         if (st->is_loop)
-            n_slices = koila__n_slices(p->placed->graph->axes.at[st->axis], p->rows[st->axis]);
-        if (n_slices > KOILA__LIVE_MAX_WALKED)
+            n_slices = koila__count_slices(p->placed, st->axis, p->rows[st->axis], NULL);
+        if (n_slices > KOILA__LIVE_MAX_WALKED && !(p->placed->cut && p->placed->cut[st->axis]))
             n_slices = KOILA__LIVE_MAX_WALKED;
         for (uint32_t i = 0; i < st->n_instrs; i++)
-            n_runs += st->instrs[i].kind == KOILA_DO_RUN;
-        n_points += n_runs * n_slices;
+            if (st->instrs[i].kind == KOILA_DO_RUN) {
+                const bool is_piece = p->placed->node[st->instrs[i].id].end > 0;
+                n_once += is_piece;
+                n_runs += !is_piece;
+            }
+        n_points += n_runs * n_slices + n_once;
     }
     if (n_points >= UINT32_MAX)
         return KOILA_NO_MEMORY;
@@ -214,7 +219,31 @@ bool koila_plan_in_loop(const koila_plan *p, koila_node n) { return p->placed->n
 int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis) { return p->rows[axis]; }
 uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis)
 {
-    return koila__n_slices(p->placed->graph->axes.at[axis], p->rows[axis]);
+    return koila__count_slices(p->placed, axis, p->rows[axis], NULL);
+}
+int64_t koila_plan_slice_end(const koila_plan *p, uint16_t axis, int64_t begin, int64_t rows)
+{
+    return koila__slice_end(p->placed, axis, begin, rows);
+}
+bool koila_plan_has_pieces(const koila_plan *p, uint16_t axis)
+{
+    return p->placed->cut && p->placed->cut[axis];
+}
+bool koila_plan_runs_in(const koila_plan *p, koila_node n, int64_t begin, int64_t end)
+{
+    return koila__runs_in(&p->placed->node[n], begin, end);
+}
+bool koila_plan_runs_once(const koila_plan *p, koila_node n) { return p->placed->node[n].end > 0; }
+koila_absence koila_plan_absence(const koila_plan *p, koila_node n)
+{
+    const koila__placed_node *node = &p->placed->node[n];
+    if (node->joins)
+        return KOILA_ABSENT_SKIP;
+    return node->sums ? KOILA_ABSENT_SUM : KOILA_ABSENT_ZEROS;
+}
+bool koila_plan_may_be_absent(const koila_plan *p, koila_value v)
+{
+    return p->placed->absent && p->placed->absent[v];
 }
 koila_gather koila_plan_gather(const koila_plan *p, uint32_t i) { return p->gathers[i]; }
 uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows)

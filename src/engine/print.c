@@ -29,6 +29,10 @@ static void out_bytes(koila__out *o, uint64_t n)
 static void out_share(koila__out *o, koila_share s)
 {
     static const char *const partial[] = { " P", " P(max)", " P(min)", " P(moments)" };
+    if (s.kind == KOILA_SHARE_PARTIAL && s.partial == KOILA_PARTIAL_PIECE) {
+        koila__out_fmt(o, " rows %lld..%lld", (long long)s.outer, (long long)s.inner - 1);
+        return;
+    }
     if (s.kind == KOILA_SHARE_SLICE) {
         koila__out_fmt(o, " S%u", s.dim);
         if (s.outer != 1 || s.inner != 1)
@@ -130,7 +134,7 @@ static void out_stage_head(koila__out *o, const koila_plan *p, uint32_t k)
         const uint32_t n = koila_plan_slices(p, st->axis);
         koila__out_fmt(o, "loop over axis %u, %u slice%s of %lld rows", st->axis, n,
                        n == 1 ? "" : "s", (long long)rows);
-        if (rows > 0 && batch % rows)
+        if (rows > 0 && batch % rows && !koila_plan_has_pieces(p, st->axis))
             koila__out_fmt(o, ", the last of %lld", (long long)(batch % rows));
     } else
         koila__out_str(o, "whole, once");

@@ -34,6 +34,10 @@
  * without reading does not use its base: its result is new memory, and the base may have been freed
  * long before.
  *
+ * Note [Shared terms]. A sum whose other term is absent (Note [Pieces] in place.h) is the same
+ * tensor as its term. The bytes are planned as if it were a copy; but neither storage is written in
+ * place any more, or handed to an accumulator.
+ *
  * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the
  * instructions and checks that every local value is made before it is used and freed exactly once
  * per slice. */
@@ -105,8 +109,9 @@ typedef struct life {
     koila_value region;
     /* as region: values alive there; sum over the regions of a root == alive of the root */
     uint32_t touching;
-    uint8_t owned; /* as root: owner */
-    uint8_t here;  /* alive in this scope */
+    uint8_t owned;  /* as root: owner */
+    uint8_t shared; /* as root: Note [Shared terms] */
+    uint8_t here;   /* alive in this scope */
 } life;
 typedef life *scope; /* [value] */
 
@@ -706,6 +711,7 @@ static void begin_value(scope s, koila_value v, owner o)
     s[v].alive = 1;
     s[v].made = v;
     s[v].owned = (uint8_t)o;
+    s[v].shared = false;
     s[v].region = v;
     s[v].touching = 1;
 }
@@ -859,6 +865,8 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
         return false;
     const koila_value r = w->s[b].root;
     const koila_value part = w->s[b].region;
+    if (w->s[r].shared)
+        return false;
     if ((w->s[r].owned != OWNER_SCOPE && w->s[r].owned != OWNER_COLLECTED) ||
         w->s[part].touching != 1)
         return false;
@@ -880,6 +888,18 @@ static void keep_until_next(work_state *w, koila_value v, uint32_t j)
     w->kept_first[u] = v;
 }
 
+/* Does nothing but v, whose last use is `number`, use its dense storage, so that it may be handed
+ * on? */
+static bool owns_storage(const work_state *w, koila_value v, uint32_t number)
+{
+    const life *root = &w->s[w->s[v].root];
+    const koila_meta_info *m = koila__value_meta(w->g, v);
+    const koila_meta_info *storage = koila__value_meta(w->g, root->made);
+    return w->last_use[v] == number && root->owned == OWNER_SCOPE && root->alive == 1 &&
+           !root->shared && m->n_bytes == storage->n_bytes && koila_meta_is_dense(m) &&
+           koila_meta_is_dense(storage);
+}
+
 /* Collects a local result: into the whole value, and as a piece for later loops. `number` as in
  * emit_node. Returns the event that ends its storage. */
 static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t number, uint32_t j)
@@ -890,9 +910,7 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_value made = w->s[r].made;
     const koila_meta_info *storage = koila__value_meta(w->g, made);
-    const bool own = w->last_use[v] == number && w->s[r].owned == OWNER_SCOPE &&
-                     w->s[r].alive == 1 && m->n_bytes == storage->n_bytes &&
-                     koila_meta_is_dense(m) && koila_meta_is_dense(storage);
+    const bool own = owns_storage(w, v, number);
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
         const bool wide = koila_accumulator_dtype(m->dtype, koila__share_of(x), false) != m->dtype;
@@ -977,9 +995,19 @@ static void begin_results(work_state *w, const emission *x)
         }
         /* a view of a leaf or of a whole value owns nothing */
         begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE);
+        w->s[v].shared = w->p->node[x->n].sums;
         if (!of_input)
             event(w, x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
     }
+}
+
+/* Note [Shared terms] */
+static void share_terms(work_state *w, const emission *x)
+{
+    const use *const end = w->uses + w->span[x->n].in_end;
+    for (const use *u = w->uses + w->span[x->n].in; u < end; u++)
+        if (w->s[u->value].here)
+            w->s[w->s[u->value].root].shared = true;
 }
 
 /* Frees the inputs whose last use this was. */
@@ -1027,6 +1055,8 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
     if (in_loop)
         KOILA_TRY(emit_inputs(w, &x));
+    if (w->p->node[n].sums)
+        share_terms(w, &x);
     for (uint32_t k = 0; k < x.s->n_writes; k++)
         if (steals(w, n, number, k))
             x.steal |= (uint16_t)(1u << k);

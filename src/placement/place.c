@@ -135,6 +135,8 @@ static bool case_init(koila__placer *p, attempt *a, const koila_sig_info *sig,
     c->zero = zero;
     c->out_meta = out_meta;
     c->fix = a->fix;
+    c->may_own = p->may_own && in && !sig->n_writes;
+    c->own = koila__r();
     return p->status == KOILA_OK;
 }
 
@@ -672,12 +674,16 @@ static bool set_whole(koila__placer *p, koila_node id, value_stack *stack)
     node->link = NULL;
     node->axis = 0;
     node->in_loop = node->gathered = false;
-    for (uint32_t j = 0; j < sig->n_outputs; j++)
+    node->begin = node->end = 0;
+    node->joins = node->sums = false;
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
         p->value.at[n.first_output + j] = koila__r();
+        p->absent.at[n.first_output + j] = false;
+    }
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         const koila_value x = p->to->inputs.at[n.first_input + i];
         p->need.at[n.first_input + i] = koila__r();
-        node->gathered |= koila__is_s(p->value.at[x]);
+        node->gathered |= koila__is_of_rows(p->value.at[x]);
         if (p->value.at[x].kind == KOILA_FREE && !koila__vec_push(&p->mem, stack, x))
             return fail(p, KOILA_NO_MEMORY);
     }
@@ -822,6 +828,24 @@ static bool resolve(koila__placer *p, koila_value x, koila_placement need)
     return p->status == KOILA_OK && resolve_r(p, x);
 }
 
+/* What Note [Pieces] says of a node. */
+static void settle_pieces(koila__placer *p, koila_node id, const koila__case *c)
+{
+    const koila_node_info n = p->to->nodes.at[id];
+    koila__placed_node *node = &p->node.at[id];
+    const bool is_owned = koila__is_piece(c->own);
+    bool is_absent = c->sums;
+    node->begin = is_owned ? c->own.outer : 0;
+    node->end = is_owned ? c->own.inner : 0;
+    node->joins = c->joins;
+    node->sums = c->sums;
+    for (uint32_t i = 0; i < c->n_in && is_absent; i++)
+        is_absent = p->absent.at[p->to->inputs.at[n.first_input + i]];
+    for (uint32_t j = 0; j < c->n_out; j++)
+        p->absent.at[n.first_output + j] = c->out_meta[j] && (is_owned || is_absent);
+    p->any_piece |= is_owned;
+}
+
 /* Places the node by the attempt, and its FREE inputs as it needs them. Two inputs with a common
  * FREE ancestor may need different placements of it: the first wins, and the node is gathered if
  * the second cannot use that. */
@@ -833,6 +857,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
     bool gathered = false;
     for (uint32_t j = 0; j < c->n_out; j++)
         p->value.at[n.first_output + j] = c->out_meta[j] ? c->out[j] : koila__r();
+    settle_pieces(p, id, c);
     for (uint32_t i = 0; i < c->n_in; i++) {
         const koila_value x = p->to->inputs.at[n.first_input + i];
         p->need.at[n.first_input + i] = c->need[i];
@@ -845,7 +870,7 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
         koila_assert(is.kind != KOILA_FREE);
         suits &= need.kind == KOILA_R || koila__placement_equal(is, need) ||
                  (need.kind == KOILA_S && is.kind == KOILA_R);
-        gathered |= need.kind == KOILA_R && is.kind == KOILA_S;
+        gathered |= need.kind == KOILA_R && koila__is_of_rows(is);
         if (koila__is_opaque(is) && !koila__placement_equal(is, need))
             return fail(p, KOILA_UNSUPPORTED);
     }
@@ -926,6 +951,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
     koila_assert(p->value.n == first && p->zero.n == first && p->whole_of.n == first);
     if (!koila__vec_reserve(&p->mem, &p->value, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->zero, sig->n_outputs) ||
+        !koila__vec_reserve(&p->mem, &p->absent, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->whole_of, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->need, sig->n_inputs) ||
         !koila__vec_reserve(&p->mem, &p->node, 1))
@@ -936,6 +962,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
         p->value.at[p->value.n++] =
             is_free_call && exists ? (koila_placement){ .kind = KOILA_FREE } : koila__r();
         p->zero.at[p->zero.n++] = zero;
+        p->absent.at[p->absent.n++] = false;
         p->whole_of.at[p->whole_of.n++] = KOILA_NONE;
         results[j] = first + j;
     }
@@ -1095,31 +1122,91 @@ static bool take_inputs(koila__placer *p, const attempt *a, const koila_value *i
     return true;
 }
 
-static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+/* Note [Pieces]: a call that has pieces among its inputs. */
+static bool attempt_pieces(koila__placer *p, attempt *a, const koila_sig_info *sig,
+                           const koila_value *in, const koila_placement *placed, uint16_t axis)
+{
+    if (!case_init(p, a, sig, in, placed, axis) || !koila__rule_pieces(&a->c))
+        return false;
+    a->loop = true;
+    return true;
+}
+
+static bool any_piece(const koila_placement *placed, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (koila__is_piece(placed[i]))
+            return true;
+    return false;
+}
+
+/* Pieces become whole before the call. */
+static void show_pieces_whole(koila_placement *placed, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (koila__is_piece(placed[i]))
+            placed[i] = koila__r();
+}
+
+/* Is the call a sum with a term that may be absent? */
+static bool leaves_out_absent(const koila__placer *p, const attempt *a, const koila_value *in)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < a->c.n_in; i++) {
+        any |= p->absent.at[in[i]];
+        if (a->c.need[i].kind == KOILA_R)
+            return false;
+    }
+    return any && !is_rewritten(a) && koila__is_plain_sum(&a->c);
+}
+
+/* Places a call whose inputs are of this axis, none of them a piece. */
+static bool place_on_axis(koila__placer *p, koila_sig id, const koila_value *in,
+                          const koila_placement *placed, uint16_t axis, koila_value *results)
 {
     const koila_sig_info *sig = koila__sig(p->table, id);
-    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
     koila_value *from = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *from);
     attempt a;
-    if (!placed || !from)
+    if (!from)
         return fail(p, KOILA_NO_MEMORY);
-    for (uint32_t i = 0; i < sig->n_inputs; i++)
-        placed[i] = p->value.at[in[i]];
-    const uint32_t axis = axis_of(p, placed, sig->n_inputs);
-    if (axis == KOILA_NONE)
-        return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
-
-    const bool is_sliced = attempt_sliced(p, &a, sig, in, placed, (uint16_t)axis);
+    p->may_own = p->pieces;
+    const bool is_sliced = attempt_sliced(p, &a, sig, in, placed, axis);
+    p->may_own = false;
     if (p->status != KOILA_OK)
         return false;
+    if (is_sliced && p->any_piece)
+        a.c.sums |= leaves_out_absent(p, &a, in);
     if (is_sliced && is_rewritten(&a)) {
         memcpy(results, a.c.replaced, a.c.n_out * sizeof *results);
         return true;
     }
-    if (!is_sliced && !attempt_gather(p, &a, sig, in, placed, (uint16_t)axis))
+    if (!is_sliced && !attempt_gather(p, &a, sig, in, placed, axis))
         return false;
     return take_inputs(p, &a, in, from) && append(p, id, sig, from, &a, false, results) &&
-           (is_sliced || !p->cut || cut(p, sig, placed, (uint16_t)axis, results));
+           (is_sliced || !p->cut || cut(p, sig, placed, axis, results));
+}
+
+static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    attempt a;
+    if (!placed)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        placed[i] = p->value.at[in[i]];
+    uint32_t axis = axis_of(p, placed, sig->n_inputs);
+    if (axis == KOILA_NONE)
+        return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
+    if (any_piece(placed, sig->n_inputs)) {
+        if (attempt_pieces(p, &a, sig, in, placed, (uint16_t)axis))
+            return append(p, id, sig, in, &a, false, results);
+        show_pieces_whole(placed, sig->n_inputs);
+        axis = axis_of(p, placed, sig->n_inputs);
+        if (axis == KOILA_NONE)
+            return p->status == KOILA_OK && append(p, id, sig, in, NULL, false, results);
+    }
+    return place_on_axis(p, id, in, placed, (uint16_t)axis, results);
 }
 
 static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
@@ -1163,6 +1250,7 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
                                 .inner = rows > 0 ? size / rows : 1 };
     }
     if (!koila__vec_push(&p->mem, &p->value, at) || !koila__vec_push(&p->mem, &p->zero, 0) ||
+        !koila__vec_push(&p->mem, &p->absent, 0) ||
         !koila__vec_push(&p->mem, &p->whole_of, KOILA_NONE))
         return fail(p, KOILA_NO_MEMORY);
     return true;
@@ -1216,6 +1304,92 @@ static bool settle_free(koila__placer *p, koila_node id)
     return p->status == KOILA_OK && set_whole(p, id, &stack) && drain_r(p, &stack);
 }
 
+/* Whose pieces use a value: nobody's yet, one piece's, or also something else. */
+typedef struct users {
+    enum { NOBODY, ONE_PIECE, OTHERS } who;
+    koila_placement piece;
+} users;
+
+static void add_user(users *u, const koila__placed_node *node)
+{
+    const koila_placement piece = { .kind = KOILA_P,
+                                    .combine = KOILA_PIECE,
+                                    .axis = node->axis,
+                                    .outer = node->begin,
+                                    .inner = node->end };
+    if (!node->end || (u->who == ONE_PIECE && !koila__placement_equal(u->piece, piece)))
+        u->who = OTHERS;
+    else if (u->who == NOBODY)
+        *u = (users){ ONE_PIECE, piece };
+}
+
+/* Does node n run once, on whole values that no loop makes, for one piece alone? */
+static bool may_sink(const koila__placer *p, koila_node n, const users *of, koila_placement *piece)
+{
+    const koila_node_info info = p->to->nodes.at[n];
+    const koila_sig_info *sig = koila__sig(p->table, info.sig);
+    bool any = false;
+    if (p->node.at[n].in_loop || (p->table->ops.at[sig->op].flags & KOILA_OP_OPAQUE))
+        return false;
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_placement is = p->value.at[p->to->inputs.at[info.first_input + i]];
+        if (is.kind != KOILA_R)
+            return false;
+    }
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        const users *u = &of[info.first_output + j];
+        if (sig->outputs[j] == KOILA_NONE || u->who == NOBODY)
+            continue;
+        if (u->who == OTHERS || (any && !koila__placement_equal(u->piece, *piece)))
+            return false;
+        *piece = u->piece;
+        any = true;
+    }
+    return any;
+}
+
+/* Whole values that one piece alone uses (its mask of dropout, its share of a mean's gradient) are
+ * made where the piece is: all of them at once would be as large as the batch. */
+static bool sink(koila__placer *p, const koila_value *targets, uint32_t n_targets,
+                 const koila_value *lowered)
+{
+    users *of = koila__arena_array(&p->scratch, p->to->values.n, sizeof *of);
+    if (!of)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t t = 0; t < n_targets; t++)
+        if (lowered[targets[t]] != KOILA_NONE)
+            of[lowered[targets[t]]].who = OTHERS;
+    for (koila_node n = p->to->nodes.n; n-- > 0;) {
+        const koila_node_info info = p->to->nodes.at[n];
+        const koila_sig_info *sig = koila__sig(p->table, info.sig);
+        koila__placed_node *node = &p->node.at[n];
+        koila_placement piece;
+        if (may_sink(p, n, of, &piece)) {
+            node->axis = piece.axis;
+            node->in_loop = true;
+            node->begin = piece.outer;
+            node->end = piece.inner;
+            for (uint32_t j = 0; j < sig->n_outputs; j++)
+                if (sig->outputs[j] != KOILA_NONE) {
+                    p->value.at[info.first_output + j] = piece;
+                    p->absent.at[info.first_output + j] = true;
+                }
+        }
+        for (uint32_t i = 0; i < sig->n_inputs; i++)
+            add_user(&of[p->to->inputs.at[info.first_input + i]], node);
+    }
+    for (koila_node n = 0; n < p->to->nodes.n; n++) { /* their users need them where they are */
+        const koila_node_info info = p->to->nodes.at[n];
+        const uint32_t n_inputs = koila__sig(p->table, info.sig)->n_inputs;
+        for (uint32_t i = 0; i < n_inputs && p->node.at[n].end; i++) {
+            const koila_value v = p->to->inputs.at[info.first_input + i];
+            if (of[v].who == ONE_PIECE && koila__placement_equal(p->value.at[v], of[v].piece))
+                p->need.at[info.first_input + i] = of[v].piece;
+        }
+    }
+    return true;
+}
+
 /* Copies the source lines under the same numbers. */
 static bool lower_lines(koila__placer *p)
 {
@@ -1253,6 +1427,17 @@ static bool lower_node(koila__placer *p, koila_node n, koila_value *lowered)
     return place_sig(p, info.sig, in, lowered + info.first_output);
 }
 
+/* Targets are whole: those that were cut again are the originals. */
+static void take_originals(const koila__placer *p, const koila_value *targets, uint32_t n_targets,
+                           koila_value *lowered)
+{
+    for (uint32_t t = 0; t < n_targets; t++) {
+        koila_value *v = &lowered[targets[t]];
+        if (*v != KOILA_NONE && p->whole_of.at[*v] != KOILA_NONE)
+            *v = p->whole_of.at[*v];
+    }
+}
+
 static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets,
                  koila_value *lowered)
 {
@@ -1277,11 +1462,10 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     for (uint32_t n = 0; n < p->to->nodes.n && !p->whole; n++)
         if (!settle_free(p, n))
             return false;
-    for (uint32_t t = 0; t < n_targets && p->cut; t++) { /* targets are whole: take the originals */
-        koila_value *v = &lowered[targets[t]];
-        if (*v != KOILA_NONE && p->whole_of.at[*v] != KOILA_NONE)
-            *v = p->whole_of.at[*v];
-    }
+    if (p->any_piece && !sink(p, targets, n_targets, lowered))
+        return false;
+    if (p->cut)
+        take_originals(p, targets, n_targets, lowered);
     return true;
 }
 
@@ -1313,6 +1497,39 @@ static bool lower_axes(koila__placer *p)
     return true;
 }
 
+/* Where slices may end: cut[c] is the last place at or before c that lies within no piece. */
+static bool find_cuts(koila__placer *p, koila__placed *r)
+{
+    r->absent = koila__arena_copy(p->keep, p->absent.at, p->absent.n);
+    r->cut = koila__arena_array(p->keep, p->to->axes.n, sizeof *r->cut);
+    if (!r->absent || !r->cut)
+        return fail(p, KOILA_NO_MEMORY);
+    for (koila_node n = 0; n < p->node.n; n++) {
+        const koila__placed_node *node = &p->node.at[n];
+        int64_t **cut = &r->cut[node->axis];
+        if (!node->end)
+            continue;
+        if (!*cut)
+            *cut =
+                koila__arena_array(p->keep, (size_t)p->to->axes.at[node->axis] + 1, sizeof **cut);
+        if (!*cut)
+            return fail(p, KOILA_NO_MEMORY);
+        koila_assert(node->begin >= 0 && node->end <= p->to->axes.at[node->axis]);
+        (*cut)[node->begin + 1]++; /* how many more pieces lie around here than before */
+        (*cut)[node->end]--;
+    }
+    for (uint32_t a = 0; a < p->to->axes.n; a++) {
+        int64_t n_open = 0;
+        int64_t last = 0;
+        for (int64_t c = 0; r->cut[a] && c <= p->to->axes.at[a]; c++) {
+            n_open += r->cut[a][c];
+            last = n_open ? last : c;
+            r->cut[a][c] = last;
+        }
+    }
+    return true;
+}
+
 /* The result owns the lowered graph, its arrays and the arena from now on. NULL: no memory. */
 static koila__placed *hand_over(koila__placer *p, koila_value *lowered)
 {
@@ -1333,6 +1550,9 @@ static koila__placed *hand_over(koila__placer *p, koila_value *lowered)
                           .cap_needs = p->need.cap,
                           .cap_nodes = p->node.cap,
                           .arena = *p->keep };
+    if (p->any_piece && !find_cuts(p, r))
+        return NULL;
+    r->arena = *p->keep; /* it has grown */
     return r;
 }
 
@@ -1350,8 +1570,10 @@ static koila__placed *place_all(koila__placer *p, const koila_value *targets, ui
     return hand_over(p, lowered);
 }
 
+typedef enum placing { PLACE, PLACE_CUT, PLACE_PIECES, PLACE_WHOLE } placing;
+
 static koila_status place(const koila_graph *recorded, const koila_value *targets,
-                          uint32_t n_targets, bool whole, bool cut, const koila_allocator *mem,
+                          uint32_t n_targets, placing how, const koila_allocator *mem,
                           koila__placed **out, koila_error *err)
 {
     for (uint32_t t = 0; t < n_targets; t++)
@@ -1366,11 +1588,13 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .keep = &keep,
                         .main_axis = KOILA_NONE,
                         .line = KOILA_NONE,
-                        .whole = whole,
-                        .cut = cut };
+                        .whole = how == PLACE_WHOLE,
+                        .cut = how == PLACE_CUT,
+                        .pieces = how == PLACE_PIECES };
     koila__arena_init(&p.scratch, &a);
     koila__placed *r = place_all(&p, targets, n_targets);
     koila__vec_free(&a, &p.zero);
+    koila__vec_free(&a, &p.absent);
     koila__vec_free(&a, &p.whole_of);
     koila__vec_free(&a, &p.op);
     koila__arena_deinit(&p.scratch);
@@ -1393,21 +1617,45 @@ koila_status koila__place(const koila_graph *recorded, const koila_value *target
                           uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                           koila_error *err)
 {
-    return place(recorded, targets, n_targets, false, false, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE, mem, out, err);
 }
 
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err)
 {
-    return place(recorded, targets, n_targets, false, true, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE_CUT, mem, out, err);
+}
+
+koila_status koila__place_pieces(const koila_graph *recorded, const koila_value *targets,
+                                 uint32_t n_targets, const koila_allocator *mem,
+                                 koila__placed **out, koila_error *err)
+{
+    return place(recorded, targets, n_targets, PLACE_PIECES, mem, out, err);
+}
+
+bool koila__takes_rows(const koila__placed *p)
+{
+    const koila_table *t = koila_graph_table(p->graph);
+    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
+    bool any = false;
+    for (koila_node n = 0; n < koila_graph_n_nodes(p->graph); n++) {
+        const koila_op op = koila__node_sig(p->graph, n)->op;
+        const koila__rule rule = koila__rule_of(t, op);
+        if (koila_op_facts(t, op) & of_module)
+            return false; /* ranks that share it must run as many slices, of any rows */
+        any |= p->node[n].gathered && (rule == koila__rule_select || rule == koila__rule_slice ||
+                                       rule == koila__rule_unbind || rule == koila__rule_split ||
+                                       rule == koila__rule_chunk);
+    }
+    return any;
 }
 
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets,
                                 uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                                 koila_error *err)
 {
-    return place(recorded, targets, n_targets, true, false, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE_WHOLE, mem, out, err);
 }
 
 void koila__placed_free(koila__placed *p)
@@ -1473,6 +1721,34 @@ static bool check_need(const koila__placed *p, koila_node n, uint32_t i, koila_e
     return true;
 }
 
+/* Note [Pieces]: what a node needs is in its slice, and what it leaves there is known to be absent
+ * elsewhere. */
+static bool check_pieces(const koila__placed *p, koila_node n, koila_error *err)
+{
+    const koila_node_info info = koila_node_get(p->graph, n);
+    const koila_sig_info *sig = koila_sig_get(koila_graph_table(p->graph), info.sig);
+    const koila__placed_node *node = &p->node[n];
+    const bool sees_all = node->joins || node->sums;
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_placement need = p->need[info.first_input + i];
+        if (!koila__is_piece(need) || sees_all)
+            continue;
+        HOLDS(node->end == 0 ? p->absent[koila_node_inputs(p->graph, n)[i]]
+                             : node->begin <= need.outer && need.inner <= node->end,
+              "node %u: input %u is a piece of another slice", n, i);
+    }
+    for (uint32_t j = 0; j < sig->n_outputs; j++) {
+        const koila_value v = info.first_output + j;
+        if (sig->outputs[j] == KOILA_NONE)
+            continue;
+        HOLDS(!node->end || (node->in_loop && p->absent[v]), "node %u: result %u is absent", n, j);
+        HOLDS(!koila__is_piece(p->value[v]) ||
+                  (p->value[v].outer == node->begin && p->value[v].inner == node->end),
+              "node %u: result %u is a piece of another slice", n, j);
+    }
+    return true;
+}
+
 static bool check_node(const koila__placed *p, koila_node n, koila_error *err)
 {
     const koila_node_info info = koila_node_get(p->graph, n);
@@ -1484,7 +1760,7 @@ static bool check_node(const koila__placed *p, koila_node n, koila_error *err)
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
         const koila_placement need = p->need[info.first_input + i];
         loop |= need.kind != KOILA_R;
-        gathered |= need.kind == KOILA_R && p->value[in[i]].kind == KOILA_S;
+        gathered |= need.kind == KOILA_R && koila__is_of_rows(p->value[in[i]]);
         if (!check_need(p, n, i, err))
             return false;
     }
@@ -1500,7 +1776,7 @@ static bool check_node(const koila__placed *p, koila_node n, koila_error *err)
     HOLDS(loop == (p->node[n].in_loop != 0), "node %u: in_loop", n);
     HOLDS(!(loop && whole_result), "node %u: a whole result made in a loop", n);
     HOLDS(gathered == (p->node[n].gathered != 0), "node %u: gathered", n);
-    return true;
+    return check_pieces(p, n, err);
 }
 
 #undef HOLDS

@@ -27,6 +27,18 @@
  * tensor for its mask. Every other random call (bernoulli of probabilities, normal_ of a view) is
  * gathered.
  *
+ * Note [Pieces]. P(piece) on rows a .. b is a value that was taken from those rows alone (x[3],
+ * x[4:8], a result of unbind or split): it is whole, and exists only in the slice that has all of
+ * these rows, its *owner*. A call whose inputs are such pieces or R runs once, in that slice, with
+ * the arguments that were recorded: this is right for every operator, with or without a rule, also
+ * for one that draws random numbers. The slices are cut where no piece is (koila__slice_end). Three
+ * things lead back: pieces that follow the rows are joined by cat or stack to an S; the gradient of
+ * taking rows (select_backward, slice_backward) is an S that is zero in all slices but the owner;
+ * and sums of different pieces are P(sum). Zeros that no slice need compute are *absent*: a sum
+ * passes its other term on, any other use gets zeros from the executor. A piece that is needed
+ * whole, or by rows of another slice, is a barrier like any P. Which values are pieces is the
+ * business of pieces.c.
+ *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it:
  * most nodes are copied; a rule may instead emit a few nodes without a hidden reduction (nll_loss
  * mean, BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or
@@ -50,6 +62,8 @@ typedef enum koila_combine {
     /* size[0] == 3: count, mean, sum of squared deviations; combined pairwise (Chan, Golub, LeVeque
      * 1979) */
     KOILA_MOMENTS,
+    /* the value of the slice with rows outer .. inner, absent in all others; Note [Pieces] */
+    KOILA_PIECE,
 } koila_combine;
 
 typedef struct koila_placement {
@@ -82,6 +96,11 @@ typedef enum koila__fix_kind {
     /* a squeeze: call "aten::squeeze.dims" with those of the call's dims (all, when it names none)
      * of size 1 in the recorded input */
     KOILA__FIX_DIMS,
+    /* argument `arg` is an index along the sliced dimension of output `output`, or of input
+     * `output` - KOILA__FIX_OF_INPUT: counted from the slice's first row */
+    KOILA__FIX_INDEX,
+    /* the same for an end, the index after the last */
+    KOILA__FIX_END,
 } koila__fix_kind;
 enum { KOILA__MAX_FIXES = 4, KOILA__FIX_OF_INPUT = 1000 };
 typedef struct koila__fix {
@@ -106,6 +125,12 @@ typedef struct koila__placed_node {
      * gather) */
     uint8_t gathered;
     koila_node recorded; /* the recorded node it comes from */
+    /* Note [Pieces]: runs only in the slice that has rows begin .. end; end == 0: in every slice */
+    int64_t begin, end;
+    /* joins pieces: takes those that its slice has */
+    uint8_t joins;
+    /* a sum of two terms: absent ones are left out */
+    uint8_t sums;
 } koila__placed_node;
 
 /* Bytes of a value's storage: fixed + per_row * rows of the slice. */
@@ -126,6 +151,11 @@ typedef struct koila__placed {
     /* [n_values of the recorded graph] -> value of `graph`, or KOILA_NONE when not reached from the
      * targets */
     koila_value *lowered;
+    /* [n_values of graph] the value may be absent in some slices: Note [Pieces]; NULL: none is */
+    uint8_t *absent;
+    /* [axes] NULL: slices may be cut anywhere; else [rows + 1]: the last row at or before each
+     * where no piece is cut */
+    int64_t **cut;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;
     koila__arena arena; /* of the rest */
@@ -142,6 +172,12 @@ koila_status koila__place(const koila_graph *recorded, const koila_value *target
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err);
+/** The same, but rows that are taken out of the batch stay in their slice: Note [Pieces]. */
+koila_status koila__place_pieces(const koila_graph *recorded, const koila_value *targets,
+                                 uint32_t n_targets, const koila_allocator *mem,
+                                 koila__placed **out, koila_error *err);
+/** Does a gathered call of `p` take rows out of the batch, so that pieces would help? */
+bool koila__takes_rows(const koila__placed *p);
 /** Places the same graph with everything R and every node outside loops: the plan of one slice
  * (bit-equal to eager). */
 koila_status koila__place_whole(const koila_graph *recorded, const koila_value *targets,
@@ -161,8 +197,45 @@ static inline bool koila__placement_equal(koila_placement a, koila_placement b)
     if (a.kind == KOILA_S)
         return a.axis == b.axis && a.dim == b.dim && a.outer == b.outer && a.inner == b.inner;
     if (a.kind == KOILA_P)
-        return a.axis == b.axis && a.combine == b.combine;
+        return a.axis == b.axis && a.combine == b.combine &&
+               (a.combine != KOILA_PIECE || (a.outer == b.outer && a.inner == b.inner));
     return true;
 }
+static inline bool koila__is_piece(koila_placement p)
+{
+    return p.kind == KOILA_P && p.combine == KOILA_PIECE;
+}
+/** Made of rows of the batch: to need it whole is a gather. */
+static inline bool koila__is_of_rows(koila_placement p)
+{
+    return p.kind == KOILA_S || koila__is_piece(p);
+}
 
+/** The end of the slice that begins at row `begin` and wants `rows` rows: fewer at the end of the
+ * batch or where a piece would be cut; more where a piece itself is larger. `begin` is 0 or such an
+ * end. */
+static inline int64_t koila__slice_end(const koila__placed *p, uint16_t axis, int64_t begin,
+                                       int64_t rows)
+{
+    const int64_t batch = koila_graph_axis_size(p->graph, axis);
+    int64_t end = rows < batch - begin ? begin + rows : batch;
+    const int64_t *cut = p->cut ? p->cut[axis] : NULL;
+    if (!cut)
+        return end;
+    if (cut[end] > begin)
+        return cut[end];
+    while (cut[end] != end)
+        end++;
+    return end;
+}
+/** Does the node run in the slice of these rows? */
+static inline bool koila__runs_in(const koila__placed_node *n, int64_t begin, int64_t end)
+{
+    return n->end == 0 || (begin <= n->begin && n->end <= end);
+}
+/** Does the slice of these rows have the value, as far as its placement says? */
+static inline bool koila__is_in(koila_placement p, int64_t begin, int64_t end)
+{
+    return !koila__is_piece(p) || (begin <= p.outer && p.inner <= end);
+}
 #endif

@@ -21,6 +21,7 @@ struct koila__placer {
     koila__arena scratch;
     VEC(koila_placement) value; /* [values of to] */
     VEC(uint8_t) zero;          /* [values of to] FREE and all zeros */
+    VEC(uint8_t) absent;        /* [values of to] may be absent in some slices: Note [Pieces] */
     /* [values of to] the whole form of this S or P value: made for uses that slice it otherwise, or
      * the value from which it was cut; KOILA_NONE: neither exists */
     VEC(koila_value) whole_of;
@@ -33,6 +34,9 @@ struct koila__placer {
     uint32_t depth;      /* of resolving FREE values */
     bool whole;          /* koila__place_whole */
     bool cut;            /* koila__place_cut */
+    bool pieces;         /* koila__place_pieces */
+    bool may_own;        /* the call that is placed may give pieces */
+    bool any_piece;      /* some node has */
     koila_status status; /* the first failure; the walk stops */
 };
 

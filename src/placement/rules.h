@@ -59,6 +59,10 @@ typedef struct koila__case {
     uint32_t unread;
     /* preset KOILA_NONE; to rewrite, set it for all results that exist */
     koila_value *replaced;
+    /* Note [Pieces] in place.h. may_own: results may be pieces. own: the piece that the call
+     * belongs to, or R; joins, sums: as in koila__placed_node */
+    bool may_own, joins, sums;
+    koila_placement own;
 } koila__case;
 
 typedef bool (*koila__rule)(koila__case *c);
@@ -153,6 +157,18 @@ bool koila__need_rows(koila__case *c, uint32_t n, koila_placement p);
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim);
 /** Input i holds 0, step, 2 * step, ... and was made by such an arange; step > 0. */
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step);
+
+/* ---- pieces (pieces.c) */
+
+/** The call takes elements first .. last of S input 0, along its sliced dimension: all results are
+ * pieces. False: not in one block, more than half of the batch, or pieces are not wanted. */
+bool koila__take_rows(koila__case *c, int64_t first, int64_t last);
+/** May the results of the call be pieces of at most `n_elements` elements of S input 0? */
+bool koila__may_take(const koila__case *c, int64_t n_elements);
+/** Places a call that has pieces among its inputs; false: they must be made whole. */
+bool koila__rule_pieces(koila__case *c);
+/** Is the call a sum of two terms that are written as they are, also in place? */
+bool koila__is_plain_sum(const koila__case *c);
 
 /* ---- arguments (rules.c). Positions count positional values; defaults may have been left out. */
 

@@ -218,8 +218,23 @@ static bool fix_bound(koila__case *c, uint32_t pos, int64_t size)
     return koila__fix_add(c, KOILA__FIX_ROWS, pos, 0);
 }
 
-/* slice(x, dim, start, end, step). On the batch dimension: all of it, or whole blocks of `outer`
- * (the halves of cat([a, b])). */
+/* Elements start .. end along the batch, which stay in their slice. */
+static bool taken(koila__case *c, int64_t start, int64_t end, int64_t size)
+{
+    const koila_arg *from = koila__arg(c, 2);
+    const koila_arg *to = koila__arg(c, 3);
+    if (start >= end || !koila__take_rows(c, start, end))
+        return false;
+    if (from && from->kind == KOILA_ARG_INT &&
+        !koila__fix_add(c, KOILA__FIX_INDEX, 2, KOILA__FIX_OF_INPUT))
+        return false;
+    if (!to || to->kind != KOILA_ARG_INT || to->u.i >= size)
+        return true; /* to the end, also of the slice */
+    return koila__fix_add(c, KOILA__FIX_END, 3, KOILA__FIX_OF_INPUT);
+}
+
+/* slice(x, dim, start, end, step). On the batch dimension: all of it, whole blocks of `outer`
+ * (the halves of cat([a, b])), or rows of one slice. */
 bool koila__rule_slice(koila__case *c)
 {
     uint32_t d;
@@ -239,7 +254,7 @@ bool koila__rule_slice(koila__case *c)
     if (start == 0 && end == size)
         return koila__out_like(c, 0) && koila__fix_add(c, KOILA__FIX_ALIAS, 0, 0);
     if (!at_block(c, p, start, &first) || !at_block(c, p, end, &last) || first >= last)
-        return false;
+        return taken(c, start, end, size);
     c->out[0] = koila__s(c, d, last - first, p.inner);
     return fix_bound(c, 2, size) && fix_bound(c, 3, size);
 }
@@ -250,9 +265,45 @@ bool koila__rule_select(koila__case *c)
     if (koila__any_p(c))
         return passes_p(c);
     if (c->n_in != 1 || !koila__is_s(c->in[0]) ||
-        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || d == c->in[0].dim)
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
+    if (d == c->in[0].dim) {
+        int64_t i;
+        if (!koila__arg_int(c, 2, 0, &i))
+            return false;
+        if (i < 0)
+            i += c->in_meta[0]->size[d];
+        return koila__take_rows(c, i, i + 1) &&
+               koila__fix_add(c, KOILA__FIX_INDEX, 2, KOILA__FIX_OF_INPUT);
+    }
     c->out[0] = koila__moved(c->in[0], c->in[0].dim - (c->in[0].dim > d));
+    return true;
+}
+
+/* Writes the call out as one select or slice for each result: rows of one slice each. */
+static bool taken_apart(koila__case *c, uint32_t d, bool selects)
+{
+    int64_t at = 0;
+    if (!c->may_emit)
+        return false;
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (!c->out_meta[j] || !koila__may_take(c, selects ? 1 : c->out_meta[j]->size[d]))
+            return false;
+    for (uint32_t j = 0; j < c->n_out; j++) {
+        const int64_t end = at + (selects ? 1 : c->out_meta[j]->size[d]);
+        koila__call k;
+        koila__emit_begin(c, &k, selects ? "aten::select.int" : "aten::slice.Tensor",
+                          KOILA_OP_VIEW);
+        koila__emit_copy(&k, 0);
+        koila__emit_int(&k, d);
+        koila__emit_int(&k, at);
+        if (!selects)
+            koila__emit_int(&k, end);
+        c->replaced[j] = koila__emit_end(&k, c->sig->outputs[j]);
+        if (c->replaced[j] == KOILA_NONE)
+            return false;
+        at = end;
+    }
     return true;
 }
 
@@ -270,10 +321,10 @@ static bool split(koila__case *c, bool sizes_are_rows)
     if (d != c->in[0].dim)
         return koila__out_all(c, c->in[0]);
     if (!sizes_are_rows)
-        return false;
+        return taken_apart(c, d, false);
     for (uint32_t j = 0; j < c->n_out; j++) {
         if (!c->out_meta[j] || !at_block(c, c->in[0], c->out_meta[j]->size[d], &block) || block < 1)
-            return false;
+            return taken_apart(c, d, false);
         c->out[j] = koila__s(c, d, block, c->in[0].inner);
     }
     const koila_arg *a = koila__arg(c, 1); /* one size, or a list */
@@ -295,8 +346,10 @@ bool koila__rule_unbind(koila__case *c)
     if (koila__any_p(c))
         return passes_p(c);
     if (c->n_in != 1 || !koila__is_s(c->in[0]) ||
-        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d) || d == c->in[0].dim)
+        !koila__arg_dim(c, 1, 0, c->in_meta[0]->n_dims, &d))
         return false;
+    if (d == c->in[0].dim)
+        return taken_apart(c, d, true);
     return koila__out_all(c, koila__moved(c->in[0], c->in[0].dim - (c->in[0].dim > d)));
 }
 

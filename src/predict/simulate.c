@@ -366,17 +366,28 @@ static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
 
 /* ---- stages */
 
-/* Slice number `slice` of a loop, of `rows` rows; or a whole stage: all three 0. */
-static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int64_t rows,
-                      int64_t batch)
+/* Does the running slice, from row `begin`, have what the instruction is about? Pieces of other
+ * slices are absent. Other values that may be absent are counted: a little too much. */
+static bool is_here(const koila__sim *s, const koila_instr *in, int64_t begin)
 {
-    koila_assert(rows <= batch);
+    if (in->kind == KOILA_DO_RUN)
+        return !s->in_loop || koila_plan_runs_in(s->plan, in->id, begin, begin + s->rows);
+    return in->kind == KOILA_DO_FREE || !s->in_loop || s->local[in->id] ||
+           !koila_plan_may_be_absent(s->plan, in->id);
+}
+
+/* Slice number `slice` of a loop, of `rows` rows from row `begin`; or a whole stage: all 0. */
+static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int64_t begin,
+                      int64_t rows, int64_t batch)
+{
+    koila_assert(begin + rows <= batch);
     s->in_loop = st->is_loop;
     s->rows = rows;
     s->batch = batch;
     s->n_drop = 0;
     for (uint32_t i = 0; i < st->n_instrs && !s->status; i++)
-        run_instr(s, &st->instrs[i], slice);
+        if (is_here(s, &st->instrs[i], begin))
+            run_instr(s, &st->instrs[i], slice);
     for (uint32_t i = 0; i < s->n_drop; i++) {
         koila__storage_id *kept = kept_at(s, s->drop[i], slice);
         if (kept)
@@ -398,20 +409,22 @@ static bool may_repeat(const koila_stage *st)
  * call, all later slices of its size do the same, and are not run. */
 static void run_loop(koila__sim *s, const koila_stage *st, int64_t rows, int64_t batch)
 {
-    const uint32_t n = koila_plan_slices(s->plan, st->axis);
     const uint32_t n_full = rows > 0 ? (uint32_t)(batch / rows) : 0;
     const koila_cache_stat *stat = koila__cache_stats_ref(s->c);
-    const bool repeats = n_full > 2 && may_repeat(st);
+    const bool repeats = n_full > 2 && may_repeat(st) && !koila_plan_has_pieces(s->plan, st->axis);
     uint64_t layout = 0;
-    for (uint32_t i = 0; i < n && !s->status; i++) {
-        const int64_t left = batch - (int64_t)i * rows;
+    uint32_t i = 0;
+    for (int64_t at = 0, end; at < batch && rows > 0 && !s->status; at = end, i++) {
         const uint64_t n_driver = stat->num_device_alloc + stat->num_device_free;
-        run_slice(s, st, i, left < rows ? left : rows, batch);
+        end = koila_plan_slice_end(s->plan, st->axis, at, rows);
+        run_slice(s, st, i, at, end - at, batch);
         if (!repeats || i + 1 >= n_full)
             continue;
         const uint64_t now = koila__cache_layout(s->c);
-        if (now && now == layout && n_driver == stat->num_device_alloc + stat->num_device_free)
+        if (now && now == layout && n_driver == stat->num_device_alloc + stat->num_device_free) {
             i = n_full - 1;
+            end = (int64_t)n_full * rows;
+        }
         layout = now;
     }
 }
@@ -436,7 +449,7 @@ void koila__sim_run_plan(koila__sim *s)
     for (uint32_t k = 0; k < s->n_stages && !s->status; k++) {
         const koila_stage *st = koila_plan_stage(s->plan, k);
         if (!st->is_loop) {
-            run_slice(s, st, 0, 0, 0);
+            run_slice(s, st, 0, 0, 0, 0);
             continue;
         }
         const int64_t batch = koila_graph_axis_size(s->g, st->axis);

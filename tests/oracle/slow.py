@@ -143,15 +143,25 @@ class Placement(C.Structure):
 
     def key(self):
         return (self.kind, self.combine if self.kind == 2 else 0) + (
-            (self.dim, self.outer, self.inner) if self.kind == 1 else ()
+            (self.dim, self.outer, self.inner)
+            if self.kind == 1
+            else (self.outer, self.inner)
+            if self.is_piece
+            else ()
         )
+
+    @property
+    def is_piece(self):
+        return self.kind == 2 and self.combine == 4
 
     def __repr__(self):
         o = f",{self.outer},{self.inner}" if (self.outer, self.inner) != (1, 1) else ""
         return [
             "R",
             f"S({self.dim}{o})",
-            "P(" + ["sum", "max", "min", "moments"][self.combine] + ")",
+            f"P({self.outer}..{self.inner})"
+            if self.is_piece
+            else "P(" + ["sum", "max", "min", "moments"][self.combine] + ")",
             "FREE",
         ][self.kind]
 
@@ -160,7 +170,7 @@ class Fix(C.Structure):
     _fields_ = [("kind", u8), ("arg", u8), ("output", u16)]
 
 
-FIX = ["NONE", "SIZES", "STRIDES", "EXTENT", "ROWS", "SCALE", "ALIAS", "DIMS"]
+FIX = ["NONE", "SIZES", "STRIDES", "EXTENT", "ROWS", "SCALE", "ALIAS", "DIMS", "INDEX", "END"]
 
 
 class PlacedLink(C.Structure):
@@ -175,6 +185,10 @@ class PlacedNode(C.Structure):
         ("in_loop", u8),
         ("gathered", u8),
         ("recorded", u32),
+        ("begin", i64),
+        ("end", i64),
+        ("joins", u8),
+        ("sums", u8),
     ]
 
 
@@ -187,7 +201,12 @@ class Placed(C.Structure):
         ("need", C.POINTER(Placement)),
         ("node", C.POINTER(PlacedNode)),
         ("lowered", C.POINTER(u32)),
+        ("absent", C.POINTER(u8)),
+        ("cut", C.POINTER(C.POINTER(i64))),
     ]
+
+
+MISSING = object()  # a piece of another slice
 
 
 class Error(C.Structure):
@@ -876,7 +895,7 @@ class Run:
             a = sig.tokens[at]
             at += 1
             if a.kind == 8:
-                return [one() for _ in range(a.n)]
+                return [x for x in [one() for _ in range(a.n)] if x is not MISSING]
             return {
                 0: lambda: None,
                 1: lambda: next(it),
@@ -903,8 +922,8 @@ class Run:
         op, _, overload = rest.partition(".")
         return getattr(getattr(getattr(torch.ops, ns), op), overload or "default")
 
-    def call(self, sig, name, tensors, fixes, outs, needs, b, metas_in, batch):
-        """One call on a slice of b of `batch` rows (b None: whole)."""
+    def call(self, sig, name, tensors, fixes, outs, needs, b, metas_in, batch, start=0):
+        """One call on a slice of b of `batch` rows from row `start` (b None: whole)."""
         pos, kw = self.decode(sig, tensors)
         scale = []
         if b is not None:
@@ -937,6 +956,15 @@ class Run:
                         if isinstance(pos[f.arg], list)
                         else pos[f.arg] // batch * b
                     )
+                elif kind in ("INDEX", "END"):
+                    of_output = f.output < 1000
+                    p = outs[f.output] if of_output else needs[f.output - 1000]
+                    meta = sig.outputs[f.output] if of_output else sig.inputs[f.output - 1000]
+                    n = self.meta_size(meta)[p.dim]
+                    rows = torch.arange(n).view(p.outer, batch, p.inner)
+                    here = rows[:, start : start + b].flatten().tolist()
+                    first = pos[f.arg] % n if kind == "INDEX" else (pos[f.arg] - 1) % n
+                    pos[f.arg] = here.index(first) + (kind == "END")
                 elif kind == "SCALE":
                     scale.append(f.output)
                 elif kind == "DIMS":
@@ -974,6 +1002,11 @@ class Run:
         assert [sum(r) for r in lengths] == self.r.batches
         cuts = [[(sum(r[:k]), sum(r[:k]) + n) for k, n in enumerate(r)] for r in lengths]
         p = self.p.contents
+        for x in range(len(cuts)):  # no slice ends within a piece
+            if p.cut and p.cut[x]:
+                ends = sorted({p.cut[x][e] for _, e in cuts[x]} - {0})
+                cuts[x] = list(zip([0, *ends[:-1]], ends))
+        lengths = [[e - s for s, e in c] for c in cuts]
         store: dict[object, object] = {}  # value -> whole tensor (R) or list of pieces
 
         def whole(v):
@@ -982,12 +1015,24 @@ class Run:
                 return store[v]
             key = ("whole", v)
             if key not in store:
+                if q.is_piece:
+                    (store[key],) = (x for x in store[v] if x is not MISSING)
+                    return store[key]
+                parts = [local(v, k, e - s) for k, (s, e) in enumerate(cuts[q.axis])]
                 store[key] = (
-                    put_together(store[v], q, lengths[q.axis])
-                    if q.kind == 1
-                    else combine(store[v], q)
+                    put_together(parts, q, lengths[q.axis]) if q.kind == 1 else combine(parts, q)
                 )
             return store[key]
+
+        def local(v, k, b):
+            """Value v in slice k of b rows; zeros where it is absent."""
+            if store[v][k] is not MISSING:
+                return store[v][k]
+            assert p.absent[v], f"value {v} is absent in slice {k}"
+            q, size = p.value[v], list(self.size_of(v))
+            if q.kind == 1:
+                size[q.dim] = q.outer * b * q.inner
+            return self.absent(next(x for x in store[v] if x is not MISSING), size)
 
         for v in range(self.n_values):
             info = lib.koila_value_get(self.graph, u32(v))
@@ -1016,17 +1061,26 @@ class Run:
                     self.r.batches[node.axis],
                 )
                 results = []
+
+                def runs(s, e):
+                    return not node.end or (s <= node.begin and node.end <= e)
+
                 if flags & RANDOM:
                     whole_out = self.r.rec.node_out[self.recorded_of[info.first_output]]
                     for s, e in loop:
                         results.append(
                             [
-                                take(o, q, s, e, batch).clone() if node.in_loop else o
+                                take(o, q, s, e, batch).clone() if q.kind == 1 else o
                                 for o, q in zip(whole_out, outs)
                             ]
+                            if not node.in_loop or runs(s, e)
+                            else [MISSING] * sig.n_outputs
                         )
                 else:
                     for k, (s, e) in enumerate(loop):
+                        if node.in_loop and not runs(s, e):
+                            results.append([MISSING] * sig.n_outputs)
+                            continue
                         tensors = []
                         for i, v in enumerate(ins):
                             q = needs[i]
@@ -1034,8 +1088,10 @@ class Run:
                                 t = whole(v)
                             elif p.value[v].kind == 0:
                                 t = take(whole(v), q, s, e, batch)
-                            else:
+                            elif node.joins:
                                 t = store[v][k]
+                            else:
+                                t = local(v, k, e - s)
                             tensors.append(t)
                         results.append(
                             self.one(
@@ -1048,6 +1104,7 @@ class Run:
                                 e - s if node.in_loop else None,
                                 sizes_in,
                                 batch,
+                                s,
                             )
                         )
                 for j in range(sig.n_outputs):
@@ -1059,22 +1116,26 @@ class Run:
                     store[v] = pieces if node.in_loop else pieces[0]
         return [whole(p.lowered[t]) for t in self.r.targets]
 
+    @staticmethod
+    def absent(like, size):
+        return like.new_zeros(size)
+
     def check_piece(self, n, name, v, pieces, q, cuts):
         size = self.size_of(v)
         for x, (s, e) in zip(pieces, cuts):
             want = list(size)
             if q.kind == 1:
                 want[q.dim] = q.outer * (e - s) * q.inner
-            if x is None or (q.outer * q.inner == 0 and q.kind == 1):
+            if x is None or x is MISSING or (q.outer * q.inner == 0 and q.kind == 1):
                 continue
             assert list(x.shape) == want, (
                 f"node {n} {name}: a slice of {e - s} rows is {list(x.shape)}, placement {q!r} "
                 f"says {want}"
             )
 
-    def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, batch):
+    def one(self, sig, name, tensors, node, outs, needs, b, sizes_in, batch, start):
         if not sig.n_writes:
-            return self.call(sig, name, tensors, node.fix, outs, needs, b, sizes_in, batch)
+            return self.call(sig, name, tensors, node.fix, outs, needs, b, sizes_in, batch, start)
         tensors, bases, at = list(tensors), [], 0
         for w in range(sig.n_writes):
             wr = sig.writes[w]

@@ -620,6 +620,98 @@ loss(
 )
 
 
+# ---- loops over samples: with pieces nothing is gathered
+
+SAMPLES: dict[str, object] = {}
+
+
+def samples(name, loss_of, features=True):
+    """loss_of(head, h, y): h are features of a net, or the batch itself."""
+    SAMPLES[f"samples: {name}"] = loss_of
+
+    @case(f"samples: {name}")
+    def _():
+        body = nn.Sequential(nn.Linear(5, 11), nn.GELU()) if features else nn.Identity()
+        head = nn.Sequential(nn.Linear(11 if features else 5, 6), nn.GELU(), nn.Linear(6, 4))
+        model = nn.ModuleList([body, head])
+        return (
+            model,
+            lambda m, x, y: loss_of(m[1], m[0](x), y),
+            [randn(B, 5), randint(4, (B,))],
+            None,
+        )
+
+
+def one_by_one(head, h, y):
+    return sum(F.cross_entropy(head(r)[None], t[None]) for r, t in zip(h, y)) / B
+
+
+def in_place(head, h, y):
+    loss = torch.zeros(())
+    for i in range(B):
+        loss += F.cross_entropy(head(h[i]), y[i])
+    return loss
+
+
+def moving_average(head, h, y):
+    s = torch.zeros(4)
+    for r in h:
+        s = 0.9 * s + 0.1 * head(r)
+    return s.pow(2).sum()
+
+
+for features in (True, False):
+    of = "features" if features else "the batch"
+    samples(f"one by one, of {of}", one_by_one, features)
+    samples(f"added in place, of {of}", in_place, features)
+    samples(f"a moving average, of {of}", moving_average, features)
+    samples(
+        f"stacked, of {of}",
+        lambda f, h, y: F.cross_entropy(torch.stack([f(r) for r in h]), y),
+        features,
+    )
+    samples(
+        f"chunks, of {of}",
+        lambda f, h, y: F.cross_entropy(torch.cat([f(c) for c in h.chunk(4)]), y),
+        features,
+    )
+    samples(
+        f"ragged parts, of {of}",
+        lambda f, h, y: F.cross_entropy(torch.cat([f(c) for c in h.split([1, 3, 2, 1])]), y),
+        features,
+    )
+    samples(
+        f"the losses of parts, of {of}",
+        lambda f, h, y: torch.stack(
+            [F.cross_entropy(f(c), t) for c, t in zip(h.split(2), y.split(2))]
+        ).mean(),
+        features,
+    )
+    samples(
+        f"in another order, twice, some never, of {of}",
+        lambda f, h, y: sum(f(h[i]).pow(2).mean() * h[i].sum() for i in (3, -1, 0, 3)),
+        features,
+    )
+    samples(
+        f"of different lengths, of {of}",
+        lambda f, h, y: sum(
+            (h[i, :n] * f[0].weight[:, :n]).pow(2).sum()
+            for i, n in enumerate([3, 1, 5, 2, 4, 5, 2])
+        ),
+        features,
+    )
+    samples(
+        f"pairs, of {of}",
+        lambda f, h, y: sum((f(h[i]) - f(h[i + 1])).pow(2).sum().sqrt() for i in (0, 2, 4)),
+        features,
+    )
+    samples(
+        f"dropout, of {of}",
+        lambda f, h, y: sum(F.dropout(f(r), 0.4).pow(2).mean() for r in h),
+        features,
+    )
+
+
 def record(name):
     fn, gathers, tolerance, dtype = CASES[name]
     torch.manual_seed(1)
@@ -650,15 +742,36 @@ def record(name):
 def test_sliced_equals_eager(name):
     _, gathers, tolerance, _ = CASES[name]
     recording = record(name)
-    for how in ("koila__place", "koila__place_cut"):
+    for how in ("koila__place", "koila__place_cut", "koila__place_pieces"):
         run = recording.place(how)
         try:
             run.check(SLICES, atol=tolerance, rtol=tolerance, loose=False)
-            assert how == "koila__place_cut" or {op for op, _ in run.gathers()} <= gathers, (
+            assert (
+                how != "koila__place"
+                or name in SAMPLES
+                or {op for op, _ in run.gathers()} <= gathers
+            ), run.gathers()
+            assert how != "koila__place_pieces" or name not in SAMPLES or not run.gathers(), (
                 run.gathers()
             )
         finally:
             run.close()
+
+
+@pytest.mark.parametrize("name", ["samples: stacked, of features", "samples: pairs, of features"])
+@pytest.mark.parametrize("fault", ["absent values are ones", "rows are counted from the batch"])
+def test_a_fault_in_pieces_is_caught(name, fault, monkeypatch):
+    run = record(name).place("koila__place_pieces")
+    if fault.startswith("absent"):
+        monkeypatch.setattr(run, "absent", lambda like, size: like.new_ones(size))
+    else:
+        call = run.call
+        monkeypatch.setattr(run, "call", lambda *a: call(*a[:9], min(a[9], 1) if a[9:] else 0))
+    try:
+        with pytest.raises((AssertionError, ValueError)):
+            run.check(SLICES, atol=1e-11, rtol=1e-11, loose=False)
+    finally:
+        run.close()
 
 
 @pytest.mark.parametrize("name", ["mlp", "loss: ignore index", "resnet, batch norm in training"])

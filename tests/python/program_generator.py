@@ -216,6 +216,55 @@ def _metadata(r: random.Random, t: torch.Tensor) -> torch.Tensor:
     return t.transpose_(0, t.dim() - 1)
 
 
+def _samples(r: random.Random, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A loop over samples: rows or parts of a dimension, each through a little net, then joined or
+    added up."""
+    if not t.dim() or not t.numel() or not t.dtype.is_floating_point:
+        return t
+    d = r.randrange(t.dim())
+    size = t.shape[d]
+    kind = r.randrange(5)
+    if kind == 0:
+        parts = list(t.unbind(d))
+    elif kind == 1:
+        parts = list(t.split(r.randint(1, size), d))
+    elif kind == 2:
+        parts = list(t.chunk(r.randint(1, 4), d))
+    elif kind == 3:
+        order = [r.randrange(-size, size) for _ in range(r.randint(1, size))]
+        parts = [t.select(d, i) for i in order]
+    else:
+        n = r.randint(1, size)
+        parts = [t.narrow(d, i, min(n, size - i)) for i in range(0, size, n)]
+
+    def net(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() and x.shape[-1] == w.shape[0]:
+            x = (x @ w).tanh()
+        return (x * 1.5 + 0.1).sigmoid()
+
+    layers = r.randrange(4)
+    if layers == 3:
+        parts = [net(x).add_(0.5).mul_(x) for x in parts]
+    elif layers:
+        parts = [net(x) for x in parts]
+    kind = r.randrange(5)
+    if kind == 0 and all(x.shape == parts[0].shape for x in parts):
+        return torch.stack(parts, r.randint(0, parts[0].dim()))
+    if kind == 1 and parts[0].dim():
+        return torch.cat(parts, min(d, parts[0].dim() - 1))
+    if kind == 2:
+        total = torch.zeros((), dtype=t.dtype)
+        for x in parts:
+            total += x.sum()
+        return total
+    if kind == 3:
+        return torch.stack([x.mean() for x in parts])
+    total = parts[0].sum() * 0.5
+    for i, x in enumerate(parts):
+        total = total - x.pow(2).sum() if i % 2 else total + x.sum()
+    return total
+
+
 def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         kind = r.randrange(5)
@@ -390,6 +439,8 @@ def _run(
                 new = _random(r, t)
             elif kind == "m":
                 new = _metadata(r, t)
+            elif kind == "l":
+                new = _samples(r, t, w)
             elif kind == "n":
                 new = _no_grad(r, t, pool)
             elif kind == "s":

@@ -274,23 +274,29 @@ static void own(arguments *a, uint32_t i, PyObject *o)
     a->owned |= (uint64_t)1 << i;
 }
 
-/* Builds a list that contains tensors, taking them from *inputs in order. */
+/* Builds a list that contains tensors, taking them from *inputs in order. Those that are NULL are
+ * left out: pieces of other slices. */
 static PyObject *list_with_tensors(const koila_arg *token, PyObject *const **inputs)
 {
     PyObject *list = PyList_New(token->n);
+    uint32_t n = 0;
     for (uint32_t k = 0; list && k < token->n; k++) {
         const koila_arg *x = token + 1 + k;
         PyObject *o;
         if (x->kind == KOILA_ARG_TENSOR) {
-            o = Py_NewRef(**inputs);
+            o = Py_XNewRef(**inputs);
             ++*inputs;
+            if (!o)
+                continue;
         } else
             o = constant_of(x, &x);
         if (o)
-            PyList_SET_ITEM(list, k, o);
+            PyList_SET_ITEM(list, n++, o);
         else
             Py_CLEAR(list);
     }
+    if (list && n < token->n && PyList_SetSlice(list, n, token->n, NULL) < 0)
+        Py_CLEAR(list);
     return list;
 }
 

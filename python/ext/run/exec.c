@@ -4,6 +4,7 @@
  * Accumulators that it had already added to are remembered and skipped. Complete slices are never
  * run again, and the pieces that a slice fetched are released only when it is complete. Any other
  * failure is left to the caller (request.c), with the exception set and nothing outside changed.
+ * A slice whose rows lie in one piece is not halved.
  * Where other ranks run the same calls at the same time (ranks.c), no rank halves a slice alone.
  *
  * Invariant: when a slice is complete, no local value is left (koila_plan_check checks this of
@@ -197,10 +198,33 @@ static PyObject *empty_whole(const exec *x, koila_value v)
     return empty_like_meta(&like, -1, -1);
 }
 
+/* Is local v absent from this slice, as the plan foresees? */
+static bool is_absent(const exec *x, koila_value v)
+{
+    return !x->local[v] && koila_plan_may_be_absent(x->plan, v);
+}
+
+/* Absent local v is zero: makes it. */
+static int make_absent(exec *x, koila_value v)
+{
+    const koila_share s = koila_plan_share(x->plan, v);
+    const bool is_rows = s.kind == KOILA_SHARE_SLICE;
+    PyObject *zeros = empty_like_meta(meta_of(x, v), is_rows ? (int32_t)s.dim : -1,
+                                      is_rows ? s.outer * s.inner * n_rows(x) : -1);
+    PyObject *done = zeros ? PyObject_CallFunctionObjArgs(koila__torch.zero_, zeros, NULL) : NULL;
+    if (done)
+        x->local[v] = Py_NewRef(zeros);
+    Py_XDECREF(zeros);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* Puts the slice's rows of v into the whole result. Not owned: local v may still be written in
  * place. */
 static int put_value(exec *x, koila_value v, bool owned)
 {
+    if (is_absent(x, v) && make_absent(x, v) < 0)
+        return -1;
     koila_assert(x->local[v]);
     const koila_share s = koila_plan_share(x->plan, v);
     if (!x->acc[v] && owned && is_all_rows(x)) {
@@ -246,6 +270,8 @@ static PyObject *combination_of(koila_partial_kind kind)
         return koila__torch.minimum;
     case KOILA_PARTIAL_MOMENTS:
         return koila__pseudo_object("koila::combine_moments");
+    case KOILA_PARTIAL_PIECE:
+        break; /* one slice alone has it */
     }
     koila_assert(!"a kind of partial result");
     return NULL;
@@ -254,6 +280,8 @@ static PyObject *combination_of(koila_partial_kind kind)
 /* Adds the slice's share of v to the accumulator. */
 static int add_value(exec *x, koila_value v, bool owned)
 {
+    if (is_absent(x, v))
+        return 0;
     koila_assert(x->local[v]);
     const koila_share s = koila_plan_share(x->plan, v);
     if (!x->acc[v]) {
@@ -276,6 +304,8 @@ static int add_value(exec *x, koila_value v, bool owned)
 
 static int keep_value(exec *x, koila_value v)
 {
+    if (is_absent(x, v) && make_absent(x, v) < 0)
+        return -1;
     koila_assert(x->local[v]);
     const piece kept = { x->begin, x->end, x->local[v] };
     if (!koila__vec_push(&koila__libc, &x->kept[v], kept)) {
@@ -596,15 +626,48 @@ static void use_made(node_call *call, uint32_t at, PyObject *tensor)
     call->inputs[at] = tensor;
 }
 
-static void find_inputs(const exec *x, node_call *call)
+/* Does the call read input i? A write that overwrites all of its base does not. */
+static bool is_read(const koila_sig_info *s, uint32_t i)
+{
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        if (s->writes[w].input == i && s->writes[w].overwrites)
+            return false;
+    return true;
+}
+
+static int find_inputs(exec *x, node_call *call)
 {
     const koila_value *values = koila_node_inputs(x->g, call->n);
+    const bool skips = koila_plan_absence(x->plan, call->n) == KOILA_ABSENT_SKIP;
     for (uint32_t i = 0; i < call->s->n_inputs; i++) {
         const koila_value v = values[i];
         const bool is_whole =
             !call->in_loop || koila_plan_need(x->plan, call->n, i).kind == KOILA_SHARE_WHOLE;
+        const bool is_zero = !is_whole && !skips && is_absent(x, v) && is_read(call->s, i);
+        if (is_zero && make_absent(x, v) < 0)
+            return -1;
         call->inputs[i] = is_whole && x->whole[v] ? x->whole[v] : x->local[v];
     }
+    return 0;
+}
+
+/* A sum of two terms of which one is absent is the other one; of which both are, is absent too. 1:
+ * done; 0: there are both, or they differ in form. */
+static int sum_of_one(exec *x, const node_call *call)
+{
+    const koila_value *terms = koila_node_inputs(x->g, call->n);
+    const koila_value sum = call->info.first_output;
+    const bool none[2] = { is_absent(x, terms[0]), is_absent(x, terms[1]) };
+    koila_assert(call->s->n_inputs == 2 && call->s->n_outputs == 1);
+    if (!none[0] && !none[1])
+        return 0;
+    if (none[0] && none[1] && koila_plan_may_be_absent(x->plan, sum))
+        return 1;
+    const uint32_t i = none[0];
+    if (none[i] || call->s->inputs[i] != call->s->outputs[0])
+        return 0;
+    x->local[sum] = Py_XNewRef(x->local[terms[i]]);
+    return x->local[sum] != NULL;
 }
 
 /* A tensor for write w to write: uninitialised if the write overwrites all of it, else a copy. */
@@ -646,8 +709,9 @@ static int prepare_writes(const exec *x, node_call *call)
             return -1;
         use_made(call, at, tensor);
     }
+    const bool skips = koila_plan_absence(x->plan, call->n) == KOILA_ABSENT_SKIP;
     for (uint32_t i = 0; i < s->n_inputs; i++)
-        if (!call->inputs[i])
+        if (!call->inputs[i] && !skips)
             return missing_input(x, call, i);
     /* view_as_real refuses a conjugate view, which is a flag on the tensor */
     if (koila_op_facts(x->table, s->op) & KOILA_FACT_AS_REAL) {
@@ -663,7 +727,7 @@ static int prepare_writes(const exec *x, node_call *call)
 static koila__call_fix adapt_call(const exec *x, koila_node n, int32_t link, adapted *a)
 {
     koila__call_fix fix = { .fix = a->fixes };
-    a->n = koila_plan_adapt(x->plan, n, link, n_rows(x), a->adapts);
+    a->n = koila_plan_adapt_at(x->plan, n, link, x->begin, n_rows(x), a->adapts);
     koila_assert(a->n <= KOILA_MAX_ADAPTS);
     for (uint32_t i = 0; i < a->n; i++) {
         const koila_adapt *from = &a->adapts[i];
@@ -822,15 +886,17 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     call.steal = in->steal;
     call.info = koila_node_get(x->g, in->id);
     call.s = koila_sig_get(x->table, call.info.sig);
+    if (in_loop && koila_plan_absence(x->plan, call.n) == KOILA_ABSENT_SUM && sum_of_one(x, &call))
+        return 0;
     x->n_run++;
     const int drawn = prepare_random(x, &call);
     if (drawn)
         return drawn < 0 ? -1 : 0;
     int status = call_init(&call);
-    if (status == 0) {
-        find_inputs(x, &call);
+    if (status == 0)
+        status = find_inputs(x, &call);
+    if (status == 0)
         status = prepare_writes(x, &call);
-    }
     if (status == 0 && in_loop)
         status = adapt_to_slice(x, &call);
     if (status == 0)
@@ -911,8 +977,10 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
     /* a view is planned with no memory at all, so bytes that it took were a copy */
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
+    const bool once = koila_plan_runs_once(x->plan, in->id);
     if (status == 0 && is_known)
-        koila__learn(sig, n_rows(x), x->batch, (uint64_t)(peak - (is_view && now > 0 ? 0 : now)));
+        koila__learn(sig, once ? 0 : n_rows(x), once ? 0 : x->batch,
+                     (uint64_t)(peak - (is_view && now > 0 ? 0 : now)));
     if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",
@@ -952,7 +1020,9 @@ static gpu_call call_on_gpu(const exec *x, const koila_instr *in)
  * rows, since asking takes time. */
 static bool is_news(const exec *x, const koila_instr *in)
 {
-    return !koila__learned_surely(koila_node_get(x->g, in->id).sig, n_rows(x), x->batch);
+    const bool once = koila_plan_runs_once(x->plan, in->id);
+    return !koila__learned_surely(koila_node_get(x->g, in->id).sig, once ? 0 : n_rows(x),
+                                  once ? 0 : x->batch);
 }
 
 /* run_measured() of a GPU. */
@@ -961,8 +1031,9 @@ static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
     koila__gpu_count before, after;
     const bool is_read = koila__gpu_bytes(x->c->gpu, &before);
     const int status = run_node(x, in, in_loop);
+    const bool once = koila_plan_runs_once(x->plan, in->id);
     if (status == 0 && is_read && koila__gpu_bytes(x->c->gpu, &after))
-        koila__learn(koila_node_get(x->g, in->id).sig, n_rows(x), x->batch,
+        koila__learn(koila_node_get(x->g, in->id).sig, once ? 0 : n_rows(x), once ? 0 : x->batch,
                      koila__gpu_inside(&before, &after));
     return status;
 }
@@ -994,6 +1065,8 @@ static int run_instr(exec *x, const koila_stage *st, uint32_t i)
     const bool is_owned = in->flags & KOILA_INSTR_OWNED;
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
+        if (st->is_loop && !koila_plan_runs_in(x->plan, in->id, x->begin, x->end))
+            return 0;
         return run_one(x, in, st->is_loop);
     case KOILA_DO_SLICE:
         x->local[v] = slice_value(x, v, koila_plan_need(x->plan, in->user, in->steal));
@@ -1065,7 +1138,9 @@ static int run_in_halves(exec *x, const koila_stage *st)
 {
     const int64_t begin = x->begin;
     const int64_t end = x->end;
-    const bool may_halve = koila__is_out_of_memory() && end - begin > 1 && !x->ranks;
+    const int64_t half = (end - begin + 1) / 2;
+    const bool may_halve = koila__is_out_of_memory() && !x->ranks &&
+                           koila_plan_slice_end(x->plan, st->axis, begin, half) < end;
     if (may_halve)
         PyErr_Clear();
     clear_local(x);
@@ -1081,7 +1156,7 @@ static int run_in_halves(exec *x, const koila_stage *st)
         return -1;
     }
     memcpy(added, x->done, st->n_instrs);
-    const int status = run_rows(x, st, begin, end, (end - begin + 1) / 2, added);
+    const int status = run_rows(x, st, begin, end, half, added);
     PyMem_Free(added);
     return status;
 }
@@ -1094,7 +1169,8 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
     koila_assert(rows > 0 && st->n_instrs > 0);
     x->batch = koila_graph_axis_size(x->g, st->axis);
     for (int64_t at = begin, next; at < end; at = next) {
-        next = at + rows < end ? at + rows : end;
+        next = koila_plan_slice_end(x->plan, st->axis, at, rows);
+        next = next < end ? next : end;
         x->begin = at;
         x->end = next;
         if (already)

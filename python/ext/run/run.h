@@ -33,7 +33,7 @@ int koila__run_module_add(PyObject *m);
 extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
-        *unflatten, *flatten, *cat, *to_copy, *mul_, *squeeze_dims;
+        *unflatten, *flatten, *cat, *to_copy, *mul_, *zero_, *squeeze_dims;
     PyObject *oom_type; /* torch.OutOfMemoryError */
     /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;

@@ -20,6 +20,7 @@ static const struct {
     { &koila__torch.cat, "cat", "default" },
     { &koila__torch.to_copy, "_to_copy", "default" },
     { &koila__torch.mul_, "mul_", "Scalar" },
+    { &koila__torch.zero_, "zero_", "default" },
     { &koila__torch.as_strided, "as_strided", "default" },
     { &koila__torch.squeeze_dims, "squeeze", "dims" },
 };
