@@ -1,11 +1,13 @@
 """Does a long run grow, or slow down? Each program takes ever-new calls: what koila remembers of
 them must stay bounded.
 
-    python bench/bench_growth.py [--steps 100000] [--only NAME,...]
+    python bench/bench_growth.py [--steps 100000] [--only NAME,...] [--part 1000]
+                                 [--forget-after 16384]
 
 Each program runs in a fresh process. `grown` is its resident memory after the last step less that
-after the first thousand, both after a collection, in MB (10^6 bytes); a time is the mean of a
-thousand steps, the second thousand and the last one. Plain PyTorch runs the same steps (`plain`).
+after the first part, both after a collection, in MB (10^6 bytes); a time is the mean processor time
+of the steps of a part, the second and the last one. Plain PyTorch runs the same steps (`plain`).
+With a smaller --forget-after, koila forgets more often: what grows then was not forgotten.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 Wrap = Callable[[Any], Any]
-PART = 1000
+KEPT = 1000
 
 
 def mlp() -> nn.Module:
@@ -125,7 +127,7 @@ def kept(wrap: Wrap) -> Callable[[int], None]:
         loss.backward()
         model.zero_grad()
         losses.append(loss.detach())
-        del losses[:-PART]
+        del losses[:-KEPT]
 
     return step
 
@@ -141,11 +143,12 @@ def resident() -> int:
         return int(f.read().split()[1]) * 4096
 
 
-def measure(name: str, how: str, n_steps: int) -> None:
+def measure(name: str, how: str, n_steps: int, part: int, forget_after: int) -> None:
     torch.set_num_threads(1)
     if how == "koila":
         from koila import _core, lazy
 
+        _core.forget_after(forget_after)
         wrap: Wrap = lazy
     else:
 
@@ -154,11 +157,11 @@ def measure(name: str, how: str, n_steps: int) -> None:
 
     step = PROGRAMS[name](wrap)
     times, sizes = [], []
-    for part in range(n_steps // PART):
+    for first in range(0, n_steps, part):
         start = time.process_time()
-        for i in range(part * PART, (part + 1) * PART):
+        for i in range(first, first + part):
             step(i)
-        times.append((time.process_time() - start) / PART * 1e6)
+        times.append((time.process_time() - start) / part * 1e6)
         sizes.append(resident())
     most = (max(sizes) - sizes[0]) / 1e6
     print(
@@ -174,14 +177,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--only", default=",".join(PROGRAMS))
     parser.add_argument("--how", default="koila,plain")
+    parser.add_argument("--part", type=int, default=1000)
+    parser.add_argument("--forget-after", type=int, default=16384)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        measure(*given.one, given.steps)
+        measure(*given.one, given.steps, given.part, given.forget_after)
         return
     for name in given.only.split(","):
         for how in given.how.split(","):
-            one = [sys.executable, __file__, "--steps", str(given.steps), "--one", name, how]
+            numbers = (given.steps, given.part, given.forget_after)
+            names = ("--steps", "--part", "--forget-after")
+            words = [x for option, n in zip(names, numbers, strict=True) for x in (option, str(n))]
+            one = [sys.executable, __file__, *words, "--one", name, how]
             subprocess.run(one, check=True)
 
 
