@@ -18,10 +18,22 @@ from koila import _core
 
 pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 
+
+def reading(model, x, y):
+    """A loss whose step also reads two values in its middle, whole: what they left must go well."""
+    with koila.micro_batch(None):
+        hidden = model.layers[:3](x)
+        hidden.std().item()
+        loss = F.cross_entropy(model.layers[3:](hidden), y)
+        loss.item()
+    return loss
+
+
 STEPS = {
     "mlp": (lambda: MLP().double(), rows_of(5), ce),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d).double(), images(), ce),
     "gpt2": (lambda: gpt2().double(), tokens(), lm64),
+    "mlp, read": (lambda: MLP().double(), rows_of(5), reading),
     "infonce": (
         lambda: MLP().double(),
         rows_of(5),

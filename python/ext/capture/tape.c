@@ -43,6 +43,7 @@ void koila__tape_close(koila__tape *t)
 {
     koila_assert(Py_REFCNT(t) > 1 || !koila__tape_is_open(t));
     t->closed = true;
+    koila__unkeep_all(t);
     if (koila__tape_is_open(t))
         koila__tape_set_open(t->context, NULL);
 }
@@ -442,6 +443,7 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
     }
     t->values[v].real = real;
     t->values[v].version = version;
+    koila__unkeep(t, v);
     Py_XDECREF(old);
 }
 
@@ -485,6 +487,8 @@ static void tape_dealloc(koila__tape *t)
     koila__watches_free(t);
     Py_XDECREF(t->early);
     PyMem_Free(t->reads.nodes);
+    koila__unkeep_all(t);
+    PyMem_Free(t->kept.at);
     Py_DECREF(t->context);
     PyMem_Free(t->values);
     PyMem_Free(t->effects);

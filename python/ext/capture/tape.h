@@ -29,7 +29,17 @@ typedef struct tape_value {
     struct koila__handle *handle;
     uint32_t version; /* of a leaf: `_version` of `real` when it was recorded */
     uint32_t mark;    /* koila__tape_held(): compared with koila__tape.mark */
+    uint32_t kept;    /* 1 + its place in koila__tape.kept; 0: it is not kept */
 } tape_value;
+
+/* See Note [Kept] in kept.c. */
+typedef struct koila__kept {
+    PyObject *tensor;    /* owned */
+    const void *storage; /* of `tensor` */
+    koila_value value;
+    koila_cut cut;   /* how a run may slice it */
+    bool only_whole; /* it depends on the batch, and no slice of it is one of a dimension */
+} koila__kept;
 
 typedef struct tape_effect {
     PyObject *real; /* owned: the user's tensor, which gets the contents of `value` */
@@ -96,6 +106,14 @@ typedef struct koila__tape {
     struct koila__tape *next_tape, *prev_tape; /* all live tapes */
     uint64_t uid;                              /* never reused in this process */
     uint32_t mark;                             /* larger than the marks of all values */
+    /* what reads leave for the next run; tight: not all of it fits, see run/reads.c */
+    struct {
+        koila__kept *at; /* owned [n] */
+        uint32_t n, n_alloc;
+        uint32_t n_reads; /* so far */
+        bool tight;
+        uint64_t n_bytes; /* of all, views too */
+    } kept;
     /* what its runs before the backward have done; run/past.c counts it */
     struct {
         uint64_t *nodes; /* owned [n_words]: a bit for each node that was run */
@@ -157,5 +175,14 @@ void koila__tape_let_go(koila__tape *t);
 koila_value koila__written_behind(koila__tape *t, const koila_value *value_of, uint32_t n);
 /* Makes `real` (taken over from the caller) the tensor of value v. */
 void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real);
+
+/* ---- kept.c. Dropping may run Python, last. */
+/* Borrowed until the next call of these; NULL: v is not kept. */
+const koila__kept *koila__kept_of(const koila__tape *t, koila_value v);
+/* Takes kept.tensor over; drops it where v is concrete or kept, or there is no memory for it. */
+void koila__keep(koila__tape *t, koila__kept kept);
+void koila__unkeep(koila__tape *t, koila_value v); /* v need not be kept */
+void koila__unkeep_all(koila__tape *t);
+void koila__unkeep_storage(koila__tape *t, const void *storage); /* all that have that memory */
 
 #endif

@@ -144,7 +144,7 @@ int koila__commit_effects(koila__tape *t)
 bool koila__effects_pass_by(koila__tape *t, const koila_value *targets, uint32_t n)
 {
     koila__part part;
-    if (!t->n_effects || koila__part_make(t, targets, n, &part) < 0) {
+    if (!t->n_effects || koila__part_make(t, targets, n, false, &part) < 0) {
         PyErr_Clear();
         return false;
     }

@@ -1293,11 +1293,10 @@ static int exec_init(exec *x, const koila__part *p)
         PyErr_NoMemory();
         return -1;
     }
-    const tape_value *values = x->tape->values;
     for (uint32_t i = 0; i < p->n_leaves; i++) {
         const koila_value leaf = koila_plan_leaf(x->plan, i);
         if (leaf != KOILA_NONE && koila_value_get(x->g, leaf).node == KOILA_NONE)
-            Py_XSETREF(x->whole[leaf], Py_XNewRef(values[p->leaf_from[i]].real));
+            Py_XSETREF(x->whole[leaf], Py_XNewRef(koila__part_leaf(x->tape, p, i)));
     }
     return 0;
 }

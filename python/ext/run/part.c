@@ -9,7 +9,12 @@ void koila__part_free(koila__part *p)
     PyMem_Free(p->leaf_from);
     PyMem_Free(p->node_from);
     PyMem_Free(p->targets);
+    PyObject **const kept = p->kept;
+    const uint32_t n = p->n_leaves;
     *p = (koila__part){ 0 };
+    for (uint32_t i = 0; kept && i < n; i++)
+        Py_XDECREF(kept[i]);
+    PyMem_Free(kept);
 }
 
 /* What is still held when a planned step ends lives until then. Where there is no memory for that,
@@ -71,6 +76,35 @@ static bool is_concrete(void *tape, koila_value v, koila_cut *cut)
     return t->values[v].real != NULL;
 }
 
+static bool is_concrete_or_kept(void *tape, koila_value v, koila_cut *cut)
+{
+    const koila__tape *t = tape;
+    const koila__kept *kept = t->values[v].real ? NULL : koila__kept_of(t, v);
+    if (kept)
+        *cut = kept->cut;
+    return kept || t->values[v].real;
+}
+
+/* The part owns the kept values that it reads. Runs no Python code, as nothing did since it was
+ * extracted. */
+static int hold_kept(const koila__tape *t, koila__part *p)
+{
+    for (uint32_t i = 0; i < p->n_leaves; i++) {
+        const koila_value v = p->leaf_from[i];
+        const koila__kept *kept = t->values[v].real ? NULL : koila__kept_of(t, v);
+        if (!kept)
+            continue;
+        if (!p->kept) {
+            p->kept = PyMem_Calloc(p->n_leaves, sizeof *p->kept);
+            if (!p->kept)
+                return -1;
+        }
+        p->kept[i] = Py_NewRef(kept->tensor);
+        p->has_only_whole |= kept->only_whole;
+    }
+    return 0;
+}
+
 static uint32_t n_leaves_of(const koila_graph *g)
 {
     uint32_t n = 0;
@@ -79,7 +113,8 @@ static uint32_t n_leaves_of(const koila_graph *g)
     return n;
 }
 
-int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out)
+int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, bool with_kept,
+                     koila__part *out)
 {
     const uint32_t n_values = koila_graph_n_values(t->graph);
     const uint32_t n_nodes = koila_graph_n_nodes(t->graph);
@@ -90,14 +125,20 @@ int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koi
                           .n_values = n_values };
     koila_status status = KOILA_NO_MEMORY;
     if (out->value_of && out->leaf_from && out->node_from && out->targets)
-        status = koila_graph_extract(t->graph, targets, n, is_concrete, t, NULL, &out->graph,
-                                     out->value_of, out->leaf_from, out->node_from);
+        status = koila_graph_extract(
+            t->graph, targets, n, with_kept && t->kept.n ? is_concrete_or_kept : is_concrete, t,
+            NULL, &out->graph, out->value_of, out->leaf_from, out->node_from);
     if (status != KOILA_OK) {
         koila__part_free(out);
         koila__raise(status);
         return -1;
     }
     out->n_leaves = n_leaves_of(out->graph);
+    if (with_kept && t->kept.n && hold_kept(t, out) < 0) {
+        koila__part_free(out);
+        PyErr_NoMemory();
+        return -1;
+    }
     if (t->planned) {
         tell_held(t, out);
         tell_storages(t, out);
@@ -105,6 +146,21 @@ int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koi
     for (uint32_t i = 0; i < n; i++) {
         out->targets[i] = koila__part_value(out, targets[i]);
         koila_assert(out->targets[i] != KOILA_NONE);
+    }
+    return 0;
+}
+
+int koila__part_add_targets(koila__part *p, uint32_t n, const koila__kept *more, uint32_t n_more)
+{
+    koila_value *all = PyMem_Realloc(p->targets, ((size_t)n + n_more + 1) * sizeof *all);
+    if (!all) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->targets = all;
+    for (uint32_t i = 0; i < n_more; i++) {
+        all[n + i] = koila__part_value(p, more[i].value);
+        koila_assert(all[n + i] != KOILA_NONE);
     }
     return 0;
 }

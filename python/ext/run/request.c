@@ -2,9 +2,10 @@
  *
  *   targets = wanted, the effects' values, held   # n_must are needed, the rest is merely held
  *   until it is decided, try:
- *       part = extract(tape.graph, targets)       # values that are concrete are its leaves
+ *       part = extract(tape.graph, targets)       # values that are concrete or kept are its leaves
  *       no leaf was written since                 # or StaleValueError
- *       plan = plan_for(part, room, rows)         # or OutOfMemory
+ *       of a read: what it computes is kept, and thus a target too       # reads.c
+ *       plan = plan_for(part, room, rows)         # or OutOfMemory; what is kept gives way first
  *       strict() allows it                        # or GatherError
  *       the other ranks will make the same calls  # sharded modules only
  *       results = exec_plan(plan)
@@ -41,12 +42,16 @@ typedef struct request {
     bool rows_agreed; /* all ranks plan with these rows */
     bool no_extra;    /* leave nothing free for what libraries may take */
     bool is_awaited;  /* other ranks wait for this one in the exchange (ranks.c) */
+    bool is_read;     /* in the middle of a step */
+    bool may_keep;    /* a read: what it computes */
+    const koila__wanted *asked;
     koila__step step; /* what is to be told of it; asked_by stands from the beginning */
     /* of one try */
     koila__part part;
+    koila__keeping keeping;
     koila__room room;
     cached *c;
-    PyObject **results; /* [n] new references, or NULL each */
+    PyObject **results; /* [n + keeping.n] new references, or NULL each */
     uint64_t key;       /* of the step, for tuning.c */
     bool is_timed;
 } request;
@@ -106,7 +111,7 @@ static next retry_without_held(request *q)
 
 static next find_part(request *q)
 {
-    if (koila__part_make(q->tape, q->targets, q->n, &q->part) < 0)
+    if (koila__part_make(q->tape, q->targets, q->n, true, &q->part) < 0)
         return FAILED;
     if (!q->ranks) {
         q->ranks = koila__ranks_of(q->part.graph);
@@ -132,6 +137,40 @@ static next find_room(request *q)
     if (q->no_extra)
         koila__room_without_extra(&q->room);
     return GO_ON;
+}
+
+/* What the run makes beside the targets, for the next one. */
+static next find_what_to_keep(request *q)
+{
+    /* of a module that ranks share all must keep the same */
+    if (!q->may_keep || q->ranks != Py_None)
+        return GO_ON;
+    const int changed =
+        koila__reads_choose(q->tape, &q->part, q->targets, q->n, &q->room, q->asked, &q->keeping);
+    if (changed < 0)
+        return FAILED;
+    return changed ? RETRY : GO_ON;
+}
+
+/* The plan is in slices, or (ran_out) it does not fit: keep less than until now? */
+static bool keep_less(request *q, bool ran_out)
+{
+    koila__tape *t = q->tape;
+    const bool is_kept = q->keeping.n || q->part.kept;
+    if (!t->kept.tight && (is_kept || q->is_read)) {
+        koila__reads_tighten(t, q->is_read ? q->asked : NULL);
+        return is_kept;
+    }
+    if (q->part.has_only_whole) {
+        koila__reads_drop_only_whole(t, &q->part);
+        return true;
+    }
+    if (!ran_out || !is_kept)
+        return false;
+    if (!q->keeping.n)
+        koila__unkeep_all(t);
+    q->may_keep = false;
+    return true;
 }
 
 /* Something has to be cut: is there more room when the C library gives back what it retains? */
@@ -168,14 +207,19 @@ static next find_plan(request *q)
     koila_status status = KOILA_OK;
     if (find_room(q) == FAILED)
         return FAILED;
+    const next kept = find_what_to_keep(q);
+    if (kept != GO_ON)
+        return kept;
     q->key = koila_graph_hash(q->part.graph);
     const koila__settings set = koila__settings_now();
     q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
     if (q->is_timed)
         q->rows = koila__tuned_rows(q->key);
-    q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n, &q->room, q->rows,
-                           &err, &status);
-    if ((q->c ? q->c->info.n_slices > 1 : status == KOILA_OOM) && settle_room(q))
+    q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
+                           &q->room, q->rows, &err, &status);
+    const bool ran_out = !q->c && status == KOILA_OOM;
+    const bool is_cut = q->c && q->c->info.n_slices > 1;
+    if ((is_cut || ran_out) && (settle_room(q) || keep_less(q, ran_out)))
         return RETRY;
     return q->c ? GO_ON : without_plan(q, status, &err);
 }
@@ -185,6 +229,12 @@ static next ask_strict(request *q)
     PyObject *type, *value, *trace;
     if (koila__strict_check(q->tape, q->c, q->n_must) == 0)
         return GO_ON;
+    if (q->part.kept || q->keeping.n) { /* it decides as if nothing were kept */
+        PyErr_Clear();
+        q->may_keep = false;
+        koila__unkeep_all(q->tape);
+        return RETRY;
+    }
     if (q->is_wanted)
         return FAILED;
     /* lazy() would have made them in passing: only who asks for such a value is told */
@@ -273,6 +323,10 @@ static next after_out_of_memory(request *q, koila__announced announced)
     const koila_plan_info *info = &q->c->info;
     const bool is_sharded = q->ranks != Py_None;
     const bool may_retry = q->step.retries < MAX_RETRIES;
+    if (!is_sharded && keep_less(q, true)) {
+        PyErr_Clear();
+        return RETRY;
+    }
     /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
     if (announced && may_retry)
         q->rows_agreed = q->is_awaited = true;
@@ -305,15 +359,31 @@ static void measure_peak(request *q, uint64_t cpu_peak, const koila__gpu_count *
     q->step.measured_peak_bytes = q->step.measured ? after.peak : 0;
 }
 
-static next execute(request *q)
+/* Room for the results. */
+static next prepare(request *q)
 {
-    koila__exec_report told;
-    koila__gpu_count gpu;
-    q->results = PyMem_Calloc(q->n + 1, sizeof *q->results);
+    q->results = PyMem_Calloc((size_t)q->n + q->keeping.n + 1, sizeof *q->results);
     if (!q->results) {
         PyErr_NoMemory();
         return FAILED;
     }
+    return koila__reads_begin(q->tape, &q->part, &q->keeping) < 0 ? FAILED : GO_ON;
+}
+
+/* The results are there. */
+static next executed(request *q)
+{
+    koila__reads_end(q->tape, &q->part, q->c, q->n, q->results, q->asked, &q->keeping);
+    q->tape->kept.n_reads += q->is_read;
+    report(q);
+    return MADE;
+}
+
+static next execute(request *q)
+{
+    koila__exec_report told;
+    koila__gpu_count gpu;
+    const uint32_t n = q->n + q->keeping.n;
     const bool is_counted = q->room.gpu >= 0 && koila__gpu_bytes(q->room.gpu, &gpu);
     const uint64_t base = koila__cpu_bytes_current();
     const int window = koila__cpu_bytes_open();
@@ -322,7 +392,7 @@ static next execute(request *q)
     const bool is_limited = q->room.resident.limit != UINT64_MAX;
     const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
     const int status = koila__exec_plan(
-        q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks, q->n, q->results, &told);
+        q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks, n, q->results, &told);
     koila_assert((status < 0) == (PyErr_Occurred() != NULL));
     if (is_limited)
         koila__resident_end(inside, koila__cpu_bytes_current(), base + q->c->info.peak_bytes);
@@ -344,8 +414,7 @@ static next execute(request *q)
                    : FAILED;
     measure_peak(q, peak, is_counted ? &gpu : NULL);
     q->step.base_bytes = q->room.gpu < 0 ? base : q->room.held;
-    report(q);
-    return MADE;
+    return executed(q);
 }
 
 static next try_once(request *q)
@@ -360,6 +429,8 @@ static next try_once(request *q)
     if (what == GO_ON)
         what = agree_with_ranks(q);
     if (what == GO_ON)
+        what = prepare(q);
+    if (what == GO_ON)
         what = execute(q);
     koila_assert(what != GO_ON);
     return what;
@@ -368,6 +439,7 @@ static next try_once(request *q)
 static void end_try(request *q)
 {
     koila__part_free(&q->part);
+    koila__keeping_free(&q->keeping);
     koila__cached_release(q->c);
     PyMem_Free(q->results); /* no reference is left in it */
     q->c = NULL;
@@ -405,6 +477,26 @@ static int find_targets(request *q, const koila__wanted *w)
     return 0;
 }
 
+/* What is kept of what somebody asks for is handed out as it is. */
+static void take_kept(request *q)
+{
+    uint32_t n = 0, n_must = 0;
+    for (uint32_t i = 0; i < q->n; i++) {
+        const koila_value v = q->targets[i];
+        const koila__kept *kept = koila__kept_of(q->tape, v);
+        if (!kept || q->tape->values[v].real || i >= q->n_must) {
+            n_must += i < q->n_must;
+            q->targets[n++] = v;
+            continue;
+        }
+        const void *storage = kept->storage;
+        koila__tape_set_real(q->tape, v, Py_NewRef(kept->tensor));
+        koila__unkeep_storage(q->tape, storage);
+    }
+    q->n = n;
+    q->n_must = n_must;
+}
+
 /* From here on the values can be seen. */
 static void hand_over(request *q)
 {
@@ -418,13 +510,28 @@ static void hand_over(request *q)
     }
 }
 
+static request request_for(koila__tape *t, const koila__wanted *w)
+{
+    const bool is_read = w->asked_by == KOILA__ASKED_BY_READ && !t->closed && !t->planned;
+    request q = { .tape = t,
+                  .is_wanted = w->n_wanted > 0,
+                  .rows = koila__settings_now().rows,
+                  .is_read = is_read,
+                  .may_keep = is_read,
+                  .asked = w };
+    q.step.asked_by = koila__is_planning() ? KOILA__ASKED_BY_PLAN : w->asked_by;
+    return q;
+}
+
 static int run_request(koila__tape *t, const koila__wanted *w)
 {
-    request q = { .tape = t, .is_wanted = w->n_wanted > 0, .rows = koila__settings_now().rows };
-    q.step.asked_by = koila__is_planning() ? KOILA__ASKED_BY_PLAN : w->asked_by;
+    request q = request_for(t, w);
     if (koila__torch_setup() < 0 || find_targets(&q, w) < 0)
         return -1;
     t->ran = true;
+    take_kept(&q);
+    if (t->kept.tight && !q.is_read) /* it runs in slices, and computes again what it needs */
+        koila__unkeep_all(t);
     next what = q.n ? RETRY : NOTHING;
     while (what == RETRY) {
         end_try(&q);

@@ -20,14 +20,14 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
                            "to there");
         return -1;
     }
-    koila_value held[MAX_HELD];
-    uint32_t n_held = koila__tape_held(t, targets, n_targets, held, MAX_HELD);
+    koila_value variables[MAX_HELD], held[MAX_HELD];
+    uint32_t n_held = koila__tape_held(t, targets, n_targets, variables, MAX_HELD);
     uint32_t n_small = 0;
     if (n_held > MAX_HELD)
         n_held = MAX_HELD;
     for (uint32_t i = 0; i < n_held; i++)
-        if (is_small(t, held[i]))
-            held[n_small++] = held[i];
+        if (is_small(t, variables[i]))
+            held[n_small++] = variables[i];
     /* effects whose values are made in passing may happen now, as they would have in eager */
     const koila__wanted w = { .wanted = targets,
                               .n_wanted = n_targets,
@@ -36,7 +36,9 @@ int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, b
                               .effects =
                                   commit_effects || koila__effects_pass_by(t, targets, n_targets),
                               .asked_by =
-                                  n_targets ? KOILA__ASKED_BY_READ : KOILA__ASKED_BY_LEAVING };
+                                  n_targets ? KOILA__ASKED_BY_READ : KOILA__ASKED_BY_LEAVING,
+                              .variables = variables,
+                              .n_variables = n_held };
     return koila__request(t, &w);
 }
 

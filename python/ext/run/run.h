@@ -9,7 +9,7 @@
  *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
  *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
- *   past.c          the last runs of a context
+ *   past.c          the last runs of a context      reads.c         what a read leaves
  *   call.c          one recorded call              modes.c         other people's modes, put aside
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
@@ -87,13 +87,25 @@ typedef struct koila__part {
     koila_value *targets;  /* [as many as were asked for], of the part */
     /* of the tape when the part was made: what is recorded while it runs is not in it */
     uint32_t n_values;
+    /* [n_leaves] owned: those of its leaves that are kept values, NULL for others; NULL: none is */
+    PyObject **kept;
+    bool has_only_whole; /* one of them cannot be sliced (koila__kept.only_whole) */
 } koila__part;
 /* The value of the part that value v of the tape is; KOILA_NONE: it is not in it. */
 static inline koila_value koila__part_value(const koila__part *p, koila_value v)
 {
     return v < p->n_values && p->value_of[v] ? p->value_of[v] - 1 : KOILA_NONE;
 }
-int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, koila__part *out);
+/* with_kept: what is kept (capture/kept.c) is a leaf too, as in the run that would come. */
+int koila__part_make(koila__tape *t, const koila_value *targets, uint32_t n, bool with_kept,
+                     koila__part *out);
+/* What is to be kept becomes a target too, behind the first n. */
+int koila__part_add_targets(koila__part *p, uint32_t n, const koila__kept *more, uint32_t n_more);
+/* Borrowed: the tensor of leaf i; NULL: it has none any more. */
+static inline PyObject *koila__part_leaf(const koila__tape *t, const koila__part *p, uint32_t i)
+{
+    return p->kept && p->kept[i] ? p->kept[i] : t->values[p->leaf_from[i]].real;
+}
 koila_graph *koila__part_give(koila__part *p); /* the caller owns it from now on */
 void koila__part_free(koila__part *p);
 /* StaleValueError if a leaf was written after it was recorded. */
@@ -338,8 +350,37 @@ typedef struct koila__wanted {
     bool effects; /* also make the values of the tape's effects */
     bool later;   /* the caller itself calls koila__commit_effects() */
     koila__asked_by asked_by;
+    /* of a read: all that variables of the program hold, as far as it is not concrete */
+    const koila_value *variables;
+    uint32_t n_variables;
 } koila__wanted;
 int koila__request(koila__tape *t, const koila__wanted *w);
+
+/* ---- reads.c: what is kept of a read, see there */
+typedef struct koila__keeping {
+    /* owned [n]: what the tape will keep, without its tensors; the cut is that of a run that is
+     * whole */
+    koila__kept *at;
+    uint32_t n;
+    const void **shown; /* owned [n_shown], sorted: memory that tensors outside have */
+    uint32_t n_shown;
+} koila__keeping;
+void koila__keeping_free(koila__keeping *k);
+/* Chooses what to keep of a read that runs part `p`, whose first n targets are values `targets` of
+ * the tape, and makes them targets too. 1: kept values were dropped, so there is more room now; 0;
+ * -1 with an exception. */
+int koila__reads_choose(koila__tape *t, koila__part *p, const koila_value *targets, uint32_t n,
+                        const koila__room *room, const koila__wanted *w, koila__keeping *k);
+/* From now on only what variables of the program hold is kept. w NULL: no read, so nothing. */
+void koila__reads_tighten(koila__tape *t, const koila__wanted *w);
+/* Drops what part `p` reads and cannot slice. */
+void koila__reads_drop_only_whole(koila__tape *t, const koila__part *p);
+/* Before the run: remembers which memory its leaves have. -1 with an exception. */
+int koila__reads_begin(koila__tape *t, const koila__part *p, koila__keeping *k);
+/* After it: takes over results[n + k->n], keeps those behind the first n where that is safe, and
+ * leaves results[n], perhaps copied, to be handed out. No run: p->graph was given away. */
+void koila__reads_end(koila__tape *t, const koila__part *p, const cached *c, uint32_t n,
+                      PyObject **results, const koila__wanted *w, koila__keeping *k);
 
 /* ---- predict_step.c */
 /* What a recorded step does not contain: the fields of koila_predict_opts in words. */

@@ -419,7 +419,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     koila__part part = { 0 };
     koila__room room;
     PyObject *d = NULL;
-    if (t && koila__part_make(t, values, n, &part) == 0 &&
+    if (t && koila__part_make(t, values, n, true, &part) == 0 &&
         koila__room_for(part.graph, &room) == 0) {
         koila_error err = KOILA_ERROR_INIT;
         koila_status status = KOILA_OK;
@@ -459,7 +459,7 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
         uint32_t n;
         koila__part part = { 0 };
         koila__tape *t = values_of_list(list, &values, &n);
-        if (t && koila__part_make(t, values, n, &part) == 0)
+        if (t && koila__part_make(t, values, n, false, &part) == 0)
             status = koila__save_graph(part.graph, path);
         koila__part_free(&part);
         PyMem_Free(values);
@@ -586,7 +586,7 @@ static PyObject *py_ranks_of(PyObject *self, PyObject *lazies)
     PyObject *ranks = NULL;
     (void)self;
     koila__tape *t = values_of_list(lazies, &values, &n);
-    if (t && koila__part_make(t, values, n, &part) == 0)
+    if (t && koila__part_make(t, values, n, false, &part) == 0)
         ranks = koila__ranks_of(part.graph);
     koila__part_free(&part);
     PyMem_Free(values);

@@ -52,7 +52,7 @@ static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
     cached *c = NULL;
     if (!n)
         return false;
-    if (koila__part_make(t, targets, n, &part) == 0) {
+    if (koila__part_make(t, targets, n, true, &part) == 0) {
         koila__room room;
         if (koila__room_for(part.graph, &room) == 0)
             c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
