@@ -281,7 +281,8 @@ def _no_grad(r: random.Random, t: torch.Tensor, pool: list[torch.Tensor]) -> tor
             torch._foreach_mul_([t], 0.5)
         else:
             torch._foreach_add_([t], [t.clone()])
-        if t.is_cuda and t._version == version:  # some of CUDA's own kernels do not count
+        # not counted by some of CUDA's own kernels, nor by any under another's mode
+        if t._version == version:
             torch.autograd.graph.increment_version(t)
         return t
 
