@@ -70,12 +70,29 @@ void koila__unkeep_all(koila__tape *t)
         koila__unkeep(t, t->kept.at[t->kept.n - 1].value);
 }
 
+uint32_t koila__unkeep_those(koila__tape *t, koila__kept_test *goes, void *user)
+{
+    uint32_t n = 0;
+    for (uint32_t i = t->kept.n; i-- > 0;) {
+        if (i >= t->kept.n) { /* others went meanwhile */
+            i = t->kept.n;
+            continue;
+        }
+        const koila_value v = t->kept.at[i].value;
+        if (!goes(t, v, user))
+            continue;
+        koila__unkeep(t, v);
+        n++;
+    }
+    return n;
+}
+
+static bool has_storage(const koila__tape *t, koila_value v, void *storage)
+{
+    return koila__kept_of(t, v)->storage == storage;
+}
+
 void koila__unkeep_storage(koila__tape *t, const void *storage)
 {
-    for (uint32_t i = t->kept.n; i-- > 0;) {
-        if (i >= t->kept.n) /* others went meanwhile */
-            i = t->kept.n;
-        else if (t->kept.at[i].storage == storage)
-            koila__unkeep(t, t->kept.at[i].value);
-    }
+    koila__unkeep_those(t, has_storage, (void *)storage);
 }

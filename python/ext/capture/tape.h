@@ -183,6 +183,9 @@ const koila__kept *koila__kept_of(const koila__tape *t, koila_value v);
 void koila__keep(koila__tape *t, koila__kept kept);
 void koila__unkeep(koila__tape *t, koila_value v); /* v need not be kept */
 void koila__unkeep_all(koila__tape *t);
+/* Shall kept value v go? */
+typedef bool koila__kept_test(const koila__tape *t, koila_value v, void *user);
+uint32_t koila__unkeep_those(koila__tape *t, koila__kept_test *goes, void *user); /* how many */
 void koila__unkeep_storage(koila__tape *t, const void *storage); /* all that have that memory */
 
 #endif

@@ -57,25 +57,6 @@ void koila__keeping_free(koila__keeping *k)
 
 /* ---- dropping */
 
-/* Drops the kept values that `goes` names, and returns their number. */
-static uint32_t drop_those(koila__tape *t, bool (*goes)(const koila__tape *, koila_value, void *),
-                           void *user)
-{
-    uint32_t n = 0;
-    for (uint32_t i = t->kept.n; i-- > 0;) {
-        if (i >= t->kept.n) { /* others went meanwhile */
-            i = t->kept.n;
-            continue;
-        }
-        const koila_value v = t->kept.at[i].value;
-        if (!goes(t, v, user))
-            continue;
-        koila__unkeep(t, v);
-        n++;
-    }
-    return n;
-}
-
 typedef struct needs {
     const koila__part *part;    /* its leaves are needed; NULL: none is */
     const koila__wanted *asked; /* NULL: nobody asks */
@@ -101,7 +82,7 @@ void koila__reads_tighten(koila__tape *t, const koila__wanted *w)
 {
     needs none = { NULL, w };
     t->kept.tight = true;
-    drop_those(t, no_variable_holds, &none);
+    koila__unkeep_those(t, no_variable_holds, &none);
 }
 
 static bool is_only_whole(const koila__tape *t, koila_value v, void *user)
@@ -112,7 +93,7 @@ static bool is_only_whole(const koila__tape *t, koila_value v, void *user)
 void koila__reads_drop_only_whole(koila__tape *t, const koila__part *p)
 {
     needs part = { p, NULL };
-    drop_those(t, is_only_whole, &part);
+    koila__unkeep_those(t, is_only_whole, &part);
 }
 
 /* ---- choosing */
@@ -288,7 +269,7 @@ static int choose_from(choice *x, const koila__room *room, const koila__wanted *
             return 1;
     }
     if (t->kept.tight) {
-        if (drop_those(t, no_variable_holds, &part))
+        if (koila__unkeep_those(t, no_variable_holds, &part))
             return 1;
         if (t->kept.n_reads)
             choose_variables(x, w, most);
@@ -297,7 +278,7 @@ static int choose_from(choice *x, const koila__room *room, const koila__wanted *
     choose_all(x);
     if (is_free || x->n_bytes + kept / 4 <= most)
         return 0;
-    if (!drop_those(t, nobody_can_ask_for, &part))
+    if (!koila__unkeep_those(t, nobody_can_ask_for, &part))
         koila__reads_tighten(t, w);
     return 1;
 }
