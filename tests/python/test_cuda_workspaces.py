@@ -76,13 +76,17 @@ def fits_by_hand(net, x, y, rows):
 
 
 def test_a_second_step_is_predicted_with_what_the_first_one_used():
+    """Bytes of the step alone: what other tests hold says nothing of it. The prediction may be one
+    activation above what is used, 8 % here; below it never."""
     net, x, y = model()
+    held = torch.cuda.memory_allocated()
     step(net, x, y)
-    before = koila.last_plan()
-    _, measured = step(net, x, y)
-    predicted = koila.last_plan().predicted_peak_bytes
-    assert abs(predicted - measured) < 0.02 * measured
-    assert before.predicted_peak_bytes < 0.9 * measured  # planted: what it would be unlearned
+    unlearned = koila.last_plan().predicted_peak_bytes - held
+    held = torch.cuda.memory_allocated()
+    used = step(net, x, y)[1] - held
+    predicted = koila.last_plan().predicted_peak_bytes - held
+    assert used <= predicted < 1.1 * used
+    assert unlearned < 0.9 * used  # planted: what it would be unlearned
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35])

@@ -564,13 +564,17 @@ def test_a_step_in_another_thread():
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
             found.append(plain(loss))
+            plans.append(koila.last_plan())  # of this thread
 
         t = threading.Thread(target=work)
         t.start()
         t.join()
         return {"loss:loss": found.pop()}
 
-    check(step, lambda: mlp().double().cuda(), 5)
+    plans = []
+    expected, got = both(step, lambda: mlp().double().cuda(), 5)
+    assert_same(expected, got, 1e-12, "slices of 5")
+    assert plans[0] is None and plans[1].n_micro_batches == 3
 
 
 def test_a_step_inside_a_graph_capture_is_an_error_and_changes_nothing():
