@@ -7,6 +7,7 @@ program equals eager to 1e-12 in whole, even, ragged and single-row slices, and 
 import program_generator
 import pytest
 import torch
+from conftest import DEVICE
 import torch.nn.functional as F
 from helpers import EVEN, ONE, RAGGED, WHOLE, compare
 from torch import nn
@@ -38,7 +39,7 @@ def step(of_features, loop):
 
 
 def batch():
-    g = torch.Generator().manual_seed(3)
+    g = torch.Generator(DEVICE).manual_seed(3)
     return torch.randn(B, T, D, generator=g), torch.randint(4, (B, T), generator=g)
 
 
