@@ -12,18 +12,17 @@ their gradients are compared.
 import argparse
 import math
 import os
-import time
 
 import torch
+from in_turns import MIB, in_turns
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import koila
-from koila import _core, lazy
+from koila import lazy
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-MIB = 2**20
 WIDTH, SHORTEST, LONGEST = 128, 5, 79
 
 
@@ -71,53 +70,18 @@ def in_half(model, x, y, lengths, n):
     loss_of(model, x, y, lengths).backward()
 
 
-def once(step, model, batch, n):
-    """Seconds, and peak bytes above model and data."""
-    model.zero_grad(set_to_none=True)
-    base = _core.cpu_bytes_current()
-    _core.cpu_bytes_reset_peak()
-    start = time.perf_counter()
-    step(model, *batch, n)
-    return time.perf_counter() - start, _core.cpu_bytes_peak() - base
-
-
-def difference(model, gradients):
-    return max(
-        float((p.grad - g).abs().max() / g.abs().max())
-        for p, g in zip(model.parameters(), gradients)
-    )
-
-
 def compare(name, make, rows, repeat):
     torch.manual_seed(0)
     model = make()
     lengths = torch.randint(SHORTEST, LONGEST + 1, (rows,))
     batch = torch.randn(rows, LONGEST, WIDTH), torch.randint(0, 10, (rows,)), lengths
-    once(plain, model, batch, 1)
-    peak = once(plain, model, batch, 1)[1]
-    gradients = [p.grad.clone() for p in model.parameters()]
-    of_gradients = sum(g.nbytes for g in gradients)
-    allowed = of_gradients + (peak - of_gradients) // 2
-    n = 1
-    while once(by_hand, model, batch, n)[1] > allowed:
-        n *= 2
-    times, peaks, apart = {}, {}, {}
-    for turn in range(repeat + 1):  # the first one warms up
-        for step in (plain, whole, by_hand, in_half):
-            model.zero_grad(set_to_none=True)
-            budget = _core.cpu_bytes_current() + allowed if step is in_half else None
-            with koila.budget(budget):
-                seconds, peaks[step] = once(step, model, batch, n)
-            apart[step] = difference(model, gradients)
-            if turn:
-                times.setdefault(step, []).append(seconds)
-    plan = koila.last_plan()
-    t = {step: min(all_of) for step, all_of in times.items()}
+    turns = in_turns(model, batch, plain, by_hand, in_half, repeat, others=(whole,))
+    t, peaks, apart, plan = turns.seconds, turns.peaks, turns.apart, turns.plan
     print(
         f"{name:12} | plain {t[plain] * 1e3:7.1f} ms {peaks[plain] / MIB:6.1f} MiB"
         f" | whole : plain {t[whole] / t[plain]:5.2f} peak {peaks[whole] / peaks[plain]:5.2f}"
-        f" | by hand in {n} {t[by_hand] * 1e3:7.1f} ms"
-        f" | half {allowed / MIB:6.1f} MiB, peak {peaks[in_half] / MIB:6.1f} in"
+        f" | by hand in {turns.n_by_hand} {t[by_hand] * 1e3:7.1f} ms"
+        f" | half {turns.allowed / MIB:6.1f} MiB, peak {peaks[in_half] / MIB:6.1f} in"
         f" {plan.n_micro_batches}, : by hand {t[in_half] / t[by_hand]:5.2f}"
         f" : plain {t[in_half] / t[plain]:5.2f}"
         f" | apart {apart[whole]:.0e} {apart[by_hand]:.0e} {apart[in_half]:.0e}",

@@ -11,12 +11,11 @@ import argparse
 import math
 
 import torch
-from bench_packed import MIB, difference, once
+from in_turns import MIB, in_turns
 from torch import nn
 from torch.nn import functional as F
 
-import koila
-from koila import _core, lazy
+from koila import lazy
 
 WIDTH, POSITIONS, CLASSES = 256, 48, 16
 
@@ -69,34 +68,16 @@ def compare(loss_of, n_rows, repeat):
     torch.manual_seed(0)
     model = net()
     batch = torch.randn(n_rows, POSITIONS, WIDTH), torch.randint(CLASSES, (n_rows, POSITIONS))
-    once(plain, model, batch, 1)
-    peak = once(plain, model, batch, 1)[1]
-    gradients = [p.grad.clone() for p in model.parameters()]
-    of_gradients = sum(g.nbytes for g in gradients)
-    allowed = of_gradients + (peak - of_gradients) // 2
-    n = 1
-    while once(by_hand, model, batch, n)[1] > allowed:
-        n *= 2
-    times, peaks, apart = {}, {}, {}
-    for turn in range(repeat + 1):  # the first one warms up
-        for step in (plain, by_hand, in_half):
-            model.zero_grad(set_to_none=True)
-            budget = _core.cpu_bytes_current() + allowed if step is in_half else None
-            with koila.budget(budget):
-                seconds, peaks[step] = once(step, model, batch, n)
-            apart[step] = difference(model, gradients)
-            if turn:
-                times.setdefault(step, []).append(seconds)
-    plan = koila.last_plan()
-    t = {step: min(all_of) for step, all_of in times.items()}
+    turns = in_turns(model, batch, plain, by_hand, in_half, repeat)
+    t, peaks, plan, allowed = turns.seconds, turns.peaks, turns.plan, turns.allowed
     print(
         f"{loss_of.__name__:9} | plain {t[plain] * 1e3:7.1f} ms {peaks[plain] / MIB:6.1f} MiB"
-        f" | by hand in {n} {t[by_hand] / t[plain]:5.2f} : plain, peak"
+        f" | by hand in {turns.n_by_hand} {t[by_hand] / t[plain]:5.2f} : plain, peak"
         f" {peaks[by_hand] / allowed:5.2f} : half"
         f" | koila in {plan.n_micro_batches} {t[in_half] / t[plain]:5.2f} : plain,"
         f" {t[in_half] / t[by_hand]:5.2f} : by hand, peak {peaks[in_half] / allowed:5.2f} : half"
         f" | {plan.n_run / plan.n_recorded:4.2f} runs an operator, {len(plan.gathers)} gathers"
-        f" | apart {apart[by_hand]:.0e} {apart[in_half]:.0e}",
+        f" | apart {turns.apart[by_hand]:.0e} {turns.apart[in_half]:.0e}",
         flush=True,
     )
 
