@@ -197,6 +197,7 @@ class _Setting(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         new = self._settings()
         before = _core.configure(**new)
+        _core.reads_fit()
         if "budget" in new:
             new["own_budget"] = True
         _entered.set((self, {name: before[name] for name in new}, _entered.get()))
@@ -206,6 +207,7 @@ class _Setting(contextlib.ContextDecorator):
         _entered.set(rest)
         if before is not None:
             _core.configure(**before)
+            _core.reads_fit()
 
     def __call__(self, func: _F) -> _F:
         """As a decorator: the body runs under the setting. This holds for generators and coroutines
@@ -264,6 +266,7 @@ def set_budget(amount: Budget, *, resident: bool = False) -> None:
     _core.configure_process(**amounts)
     if _core.configure()["own_budget"]:
         _core.configure(**amounts)
+    _core.reads_fit()
 
 
 class micro_batch(_Setting):

@@ -1,6 +1,7 @@
 """Values read in the middle of a step: what a read computed is kept for the next read and for the
 backward, and nobody can tell but by the clock."""
 
+import contextlib
 import gc
 
 import pytest
@@ -410,6 +411,26 @@ def test_a_lowered_budget_gets_the_memory_back():
     assert step.measured_peak_bytes <= held + kept // 3 and step.n_micro_batches > 1
     for e, p in zip(expected, model.parameters(), strict=True):
         assert torch.allclose(e, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@counted
+@pytest.mark.about_the_cpu("bytes of the host")
+@pytest.mark.parametrize("how", ["entered", "set"])
+def test_a_lowered_budget_leaves_the_program_s_own_tensors_their_room(how):
+    model, x = tower(8, 64, 4096)
+    held = _core.cpu_bytes_current()
+    h = model(lazy(x))
+    h.std().item()
+    kept = _core.cpu_bytes_current() - held
+    budget = held + kept
+    try:
+        with koila.budget(budget) if how == "entered" else contextlib.nullcontext():
+            if how == "set":
+                koila.set_budget(budget)
+            assert torch.ones(kept // 16).sum() == kept // 16
+    finally:
+        koila.set_budget(None)
+    assert h.shape == (4096, 64)
 
 
 @counted

@@ -96,6 +96,30 @@ void koila__reads_drop_only_whole(koila__tape *t, const koila__part *p)
     koila__unkeep_those(t, is_only_whole, &part);
 }
 
+/* Drops all of the open step, where no other thread is in it. */
+void koila__reads_drop_open(void)
+{
+    koila__tape *t = koila__tape_open();
+    if (!t || !t->kept.n || koila__tape_is_busy(t))
+        return;
+    Py_INCREF(t);
+    koila__unkeep_all(t);
+    Py_DECREF(t);
+}
+
+void koila__reads_fit(void)
+{
+    const koila__tape *t = koila__tape_open();
+    const koila__settings set = koila__settings_now();
+    if (!t || !t->kept.n || set.cpu_budget == UINT64_MAX)
+        return;
+    const uint64_t held = koila__cpu_bytes_current();
+    const uint64_t others = held > t->kept.n_bytes ? held - t->kept.n_bytes : 0;
+    const uint64_t room = set.cpu_budget > others ? set.cpu_budget - others : 0;
+    if (set.resident || t->kept.n_bytes > room / 4 * KEPT_QUARTERS)
+        koila__reads_drop_open();
+}
+
 /* ---- choosing */
 
 typedef struct choice {

@@ -89,26 +89,16 @@ void koila__room_holds(koila__room *room, uint64_t held)
         room->bytes = room->limit > held ? room->limit - held : 0;
 }
 
-/* What reads have kept gives way, where the open step is this thread's. */
-static uint64_t held_without_kept(void)
-{
-    koila__tape *t = koila__tape_open();
-    if (t && t->kept.n && !koila__tape_is_busy(t)) {
-        Py_INCREF(t);
-        koila__unkeep_all(t);
-        Py_DECREF(t);
-    }
-    return koila__cpu_bytes_current();
-}
-
 int koila__held_fits(const char *call)
 {
     uint64_t held = koila__cpu_bytes_current();
     const koila__settings set = koila__settings_now();
     const uint64_t budget = set.cpu_budget;
     const bool is_limit = budget != UINT64_MAX && koila__cpu_bytes_get_limit() == budget;
-    if (is_limit && held > budget)
-        held = held_without_kept();
+    if (is_limit && held > budget) {
+        koila__reads_drop_open();
+        held = koila__cpu_bytes_current();
+    }
     if (!is_limit || set.dry || set.resident || held <= budget)
         return 0;
     char text[400];

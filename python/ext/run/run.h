@@ -375,6 +375,11 @@ int koila__reads_choose(koila__tape *t, koila__part *p, const koila_value *targe
 void koila__reads_tighten(koila__tape *t, const koila__wanted *w);
 /* Drops what part `p` reads and cannot slice. */
 void koila__reads_drop_only_whole(koila__tape *t, const koila__part *p);
+/* Drops all that the open step of the running code keeps, unless another thread is in that step. */
+void koila__reads_drop_open(void);
+/* The budget of the CPU has changed: what is kept takes no more of the room than it may, so that
+ * what the program allocates before the next run finds some. */
+void koila__reads_fit(void);
 /* Before the run: remembers which memory its leaves have. -1 with an exception. */
 int koila__reads_begin(koila__tape *t, const koila__part *p, koila__keeping *k);
 /* After it: takes over results[n + k->n], keeps those behind the first n where that is safe, and

@@ -12,6 +12,14 @@ static PyObject *py_held_fits(PyObject *self, PyObject *call)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_reads_fit(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    koila__reads_fit();
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
 {
     (void)self;
@@ -605,6 +613,8 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
 static PyMethodDef methods[] = {
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
+    { "reads_fit", py_reads_fit, METH_NOARGS,
+      "What is kept for reads gives way to a lowered budget." },
     { "n_plans", py_n_plans, METH_NOARGS, "Number of runs and plans of this context so far." },
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last step as a dict, or None." },
     { "plans", py_plans, METH_O,
