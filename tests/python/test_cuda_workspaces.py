@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 ROWS = 48
 MIB = 1 << 20
+ROUNDING = 4096  # of some tensors to 512 bytes each
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +77,18 @@ def fits_by_hand(net, x, y, rows):
 
 
 def test_a_second_step_is_predicted_with_what_the_first_one_used():
-    """Bytes of the step alone: what other tests hold says nothing of it. The prediction may be one
-    activation above what is used, 8 % here; below it never."""
+    """Bytes of the step alone: what other tests hold says nothing of it. Two of the convolutions
+    have one signature; the one that does not reach the peak tells a bound only, which was one
+    activation too high. What torch rounds up each tensor by is in the allocator's model alone."""
     net, x, y = model()
     held = torch.cuda.memory_allocated()
     step(net, x, y)
     unlearned = koila.last_plan().predicted_peak_bytes - held
     held = torch.cuda.memory_allocated()
     used = step(net, x, y)[1] - held
-    predicted = koila.last_plan().predicted_peak_bytes - held
-    assert used <= predicted < 1.1 * used
+    plan = koila.last_plan()
+    assert used <= plan.fit["peak_allocated"] - held <= used + ROUNDING
+    assert abs(plan.predicted_peak_bytes - held - used) <= ROUNDING
     assert unlearned < 0.9 * used  # planted: what it would be unlearned
 
 

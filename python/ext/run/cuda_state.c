@@ -356,11 +356,14 @@ bool koila__gpu_bytes(int index, koila__gpu_count *out)
     return ok;
 }
 
-uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after)
+uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after,
+                           koila__measured *how)
 {
     const uint64_t at_peak = after->peak > after->now ? after->peak - after->now : 0;
     const uint64_t freed = after->freed - before->freed;
-    return after->peak > before->peak || at_peak < freed ? at_peak : freed;
+    const bool is_exact = after->peak > before->peak;
+    *how = is_exact || !freed ? KOILA__MEASURED_HERE : KOILA__MEASURED_BOUND;
+    return is_exact || at_peak < freed ? at_peak : freed;
 }
 
 PyObject *koila__fit_dict(const cached *c)

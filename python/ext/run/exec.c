@@ -980,7 +980,7 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const bool once = koila_plan_runs_once(x->plan, in->id);
     if (status == 0 && is_known)
         koila__learn(sig, once ? 0 : n_rows(x), once ? 0 : x->batch,
-                     (uint64_t)(peak - (is_view && now > 0 ? 0 : now)));
+                     (uint64_t)(peak - (is_view && now > 0 ? 0 : now)), KOILA__MEASURED_HERE);
     if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",
@@ -1029,13 +1029,16 @@ static bool is_news(const exec *x, const koila_instr *in)
 static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
 {
     koila__gpu_count before, after;
+    koila__measured how;
     const bool is_read = koila__gpu_bytes(x->c->gpu, &before);
     const int status = run_node(x, in, in_loop);
     const bool once = koila_plan_runs_once(x->plan, in->id);
-    if (status == 0 && is_read && koila__gpu_bytes(x->c->gpu, &after))
-        koila__learn(koila_node_get(x->g, in->id).sig, once ? 0 : n_rows(x), once ? 0 : x->batch,
-                     koila__gpu_inside(&before, &after));
-    return status;
+    if (status < 0 || !is_read || !koila__gpu_bytes(x->c->gpu, &after))
+        return status;
+    const uint64_t bytes = koila__gpu_inside(&before, &after, &how);
+    koila__learn(koila_node_get(x->g, in->id).sig, once ? 0 : n_rows(x), once ? 0 : x->batch, bytes,
+                 how);
+    return 0;
 }
 
 static int run_one(exec *x, const koila_instr *in, bool in_loop)

@@ -165,7 +165,7 @@ static void probe(const call *c, int64_t rows, int64_t batch)
         (!try_once(c, c->maker, rows, batch, NULL, forward, &inside) || !forward[WORKSPACE]))
         goto done;
     if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside))
-        koila__learn_probed(c->sig, rows, batch, inside);
+        koila__learn(c->sig, rows, batch, inside, KOILA__MEASURED_APART);
 done:
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++) {
         Py_XDECREF(forward[i]);

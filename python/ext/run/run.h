@@ -174,9 +174,12 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
 /* More than once, and alike? */
 bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch);
-void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
-/* The same, measured apart from any step. */
-void koila__learn_probed(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+typedef enum koila__measured {
+    KOILA__MEASURED_HERE,  /* in a step */
+    KOILA__MEASURED_APART, /* from any step: once is enough */
+    KOILA__MEASURED_BOUND, /* in a step, which tells only that it was no more */
+} koila__measured;
+void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, koila__measured how);
 /* A plan is about to run: what is learned until the next one belongs to it. */
 void koila__learned_run(void);
 /* No plan fits the step of this key. True: some of what was learned is doubted now, so that one
@@ -216,7 +219,8 @@ bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be 
 /* Bytes that a call used beyond its results, from the counts before and after it. Exact if it
  * raised the peak. Else an upper bound: what it gave back inside, or what the peak leaves room for.
  */
-uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after);
+uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after,
+                           koila__measured *how);
 PyObject *koila__fit_dict(const cached *c); /* for reports; None where the sum decided */
 void koila__gpu_forget(void);
 

@@ -32,6 +32,7 @@ typedef struct seen {
     uint32_t n_less; /* runs since then */
     uint32_t run;    /* of the signature, in which it was seen last */
     bool is_sure;    /* measured alike more than once, or by a probe */
+    bool is_bound;   /* it uses no more than that, maybe less */
 } seen;
 typedef struct workspace {
     seen at[N_SEEN]; /* ascending rows */
@@ -160,9 +161,16 @@ static bool make_room(koila_sig sig)
 static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + NOISE_BYTES; }
 static bool is_alike(uint64_t a, uint64_t b) { return !is_more(a, b) && !is_more(b, a); }
 
-/* One more sample of entry e, in a run that e has not seen (is_next) or has. */
-static void see_again(seen *e, uint64_t bytes, bool is_next)
+/* One more sample of entry e, in a run that e has not seen (is_next) or has. What was measured
+ * stands before any bound. */
+static void see_again(seen *e, uint64_t bytes, bool is_bound, bool is_next)
 {
+    if (is_bound && !e->is_bound && bytes > e->bytes)
+        return;
+    if (!is_bound && e->is_bound) {
+        *e = (seen){ .rows = e->rows, .bytes = bytes, .is_sure = is_alike(bytes, e->bytes) };
+        return;
+    }
     if (is_alike(bytes, e->bytes))
         e->is_sure = true;
     if (!is_more(e->bytes, bytes)) {
@@ -174,6 +182,7 @@ static void see_again(seen *e, uint64_t bytes, bool is_next)
     e->n_less += is_next;
     if (e->n_less > HEALS_AFTER) { /* the first sample of this run is one of the next ones */
         e->bytes = e->lately > bytes ? e->lately : bytes;
+        e->is_bound |= is_bound;
         e->lately = 0;
         e->n_less = 0;
     } else if (bytes > e->lately)
@@ -207,17 +216,21 @@ static seen *insert(workspace *w, uint32_t i)
 }
 
 /* Finds or adds the entry of `rows`, and enters a sample. */
-static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes, bool is_sure)
+static const seen *add_entry(workspace *w, int64_t rows, uint64_t bytes, koila__measured how)
 {
+    const bool is_bound = how == KOILA__MEASURED_BOUND;
+    const bool is_sure = how == KOILA__MEASURED_APART;
     const uint32_t i = entry_from(w, rows);
     seen *e = is_entry(w, i, rows) ? &w->at[i] : NULL;
     if (e) {
-        see_again(e, bytes, e->run != w->run);
+        see_again(e, bytes, is_bound, e->run != w->run);
         e->is_sure |= is_sure;
     } else {
         const bool was_right = w->doubted.rows == rows && is_alike(w->doubted.bytes, bytes);
         e = insert(w, i);
-        *e = (seen){ .rows = rows, .bytes = bytes, .is_sure = is_sure || was_right };
+        *e = (seen){
+            .rows = rows, .bytes = bytes, .is_sure = is_sure || was_right, .is_bound = is_bound
+        };
     }
     e->run = w->run;
     return e;
@@ -236,7 +249,7 @@ static void count_run(workspace *w)
             doubt(w, i);
 }
 
-static void learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, bool is_sure)
+void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, koila__measured how)
 {
     if (!make_room(sig))
         return;
@@ -245,19 +258,9 @@ static void learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, bo
     const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
     if (batch)
         w->batch = batch;
-    const seen *now = add_entry(w, rows_or_whole(rows, batch), bytes, is_sure);
+    const seen *now = add_entry(w, rows_or_whole(rows, batch), bytes, how);
     if (!is_alike(now->bytes, counted_with))
         learned.generation++;
-}
-
-void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
-{
-    learn(sig, rows, batch, bytes, false);
-}
-
-void koila__learn_probed(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
-{
-    learn(sig, rows, batch, bytes, true);
 }
 
 bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch)
