@@ -677,6 +677,48 @@ def test_the_peak_is_predicted_and_not_above_the_hand_written_loop_s(m):
     assert abs(predicted - found) <= 0.02 * found
 
 
+def bytes_held(device):
+    if device == "cpu":
+        return koila._core.cpu_bytes_current()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_budget_cuts_forced_rows_further(device):
+    """On the CPU torch refuses what lies beyond the budget, and the slice is cut again. On a GPU
+    torch refuses nothing there: the plan stays below."""
+    model = big_model(D, 128).to(device)
+    x, y = (t.to(device) for t in big_batch(128, D))
+    big_loss(model, x, y).backward()
+    expected = model_state(model)
+
+    def step(n_bytes):
+        model.zero_grad()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with koila.micro_batch(128), koila.budget({device: n_bytes} if n_bytes else None):
+            big_loss(model, *lazy(x, y)).backward()
+        assert_same(expected, model_state(model), 1e-11)
+        return koila.last_plan()
+
+    free = step(None)
+    model.zero_grad()
+    held = bytes_held(device)
+    need = free.measured_peak_bytes - free.base_bytes
+    limit = held + need // 2
+    for _ in range(2):
+        cut = step(limit)
+        assert cut.measured_peak_bytes <= limit < free.measured_peak_bytes
+        assert cut.retries > 0 if device == "cpu" else cut.micro_batch < 128
+    assert step(held + 2 * need).micro_batch == 128
+    model.zero_grad()
+    with pytest.raises(koila.OutOfMemory):
+        step(held + need // 1000)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_a_step_after_memory_was_taken_is_cut():
     """A hook takes nearly all that is left."""
     model, (x, y) = big_model(D, 128), big_batch(128, D)

@@ -79,7 +79,8 @@ int koila__gpu_look(int index, koila__room *room)
     room->held = held;
     room->limit = reserved + free;
     const koila__settings set = koila__settings_now();
-    if (set.has_budget && set.budget < room->limit)
+    room->is_budget = set.has_budget && set.budget < room->limit;
+    if (room->is_budget)
         room->limit = set.budget;
     room->bytes = room->limit > held ? room->limit - held : 0;
     room->state = koila__mix(state, room->limit) | 1;

@@ -64,7 +64,8 @@ static bool still_holds(const cached *c, uint64_t key, const koila__room *room, 
     if (c->key != key || c->generation != koila__learned_generation() || c->gpu != room->gpu ||
         c->info.peak_bytes > room->bytes)
         return false;
-    if (rows > 0 || c->info.n_slices == 1)
+    const bool is_as_forced = rows > 0 && c->info.rows >= rows;
+    if (is_as_forced || c->info.n_slices == 1)
         return true;
     /* with a third more memory, or another user's budget, fewer slices may fit */
     const bool is_similar = room->bytes / 4 <= c->budget / 3 || room->bytes == c->budget;
@@ -124,6 +125,27 @@ static cached **slot_for_new(void)
 
 /* ---- making a plan */
 
+/* Forced rows where only the user's budget limits: halved until they fit, as a run on the CPU is cut
+ * again when torch refuses what lies beyond the budget. */
+static koila_status plan_within_budget(const koila_graph *part, const koila_value *targets,
+                                       uint32_t n_targets, const koila__room *room,
+                                       koila_plan_options *o, koila_plan **out, koila_fit *fit,
+                                       koila_error *err)
+{
+    for (;;) {
+        const koila_status status =
+            koila__gpu_plan(room, part, targets, n_targets, o, out, fit, err);
+        const bool is_too_large =
+            status == KOILA_OOM || (status == KOILA_OK && fit->struct_size && !fit->fits);
+        if (!is_too_large || o->rows == 1)
+            return status;
+        koila_plan_free(*out);
+        *out = NULL;
+        *fit = (koila_fit){ 0 };
+        o->rows -= o->rows / 2;
+    }
+}
+
 static koila_status make_plan(const koila_graph *part, const koila_value *targets,
                               uint32_t n_targets, const koila__room *room, int64_t rows,
                               koila_plan **out, koila_fit *fit, koila_error *err)
@@ -134,6 +156,8 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
                                                  : room->bytes,
                              .rows = rows,
                              .workspace = koila__workspace_of };
+    if (rows > 0 && room->is_budget)
+        return plan_within_budget(part, targets, n_targets, room, &o, out, fit, err);
     const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
     if (status != KOILA_OOM || rows <= 0)
         return status;

@@ -121,6 +121,9 @@ typedef struct koila__room {
     uint64_t held;
     int gpu;
     uint64_t state; /* GPU: state of its allocator, never 0 */
+    /* GPU: the limit is the user's budget. Beyond it torch refuses nothing, so a plan must not go
+     * there. */
+    bool is_budget;
     /* CPU: where all of the process is limited, and not torch's bytes alone */
     koila__resident_room resident;
 } koila__room;
