@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from collections.abc import Callable
 
-from ._torch import BelowAutograd, ViewFlags, torch, untyped_storage
+from ._torch import BelowAutograd, torch, untyped_storage, view_flags
 from . import _core
 from ._errors import UnsupportedError
 from ._tensor import LazyTensor, plain
@@ -98,7 +98,7 @@ def redispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _call_plain(func: Any, args: Any, kwargs: Any) -> Any:
     a, k = map_call(plain, args, kwargs)
-    with ViewFlags():
+    with view_flags():
         return func(*a, **k)
 
 
@@ -142,7 +142,7 @@ def write_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flags: l
         return plain(t)
 
     a, k = map_call(real, args, kwargs)
-    with ViewFlags():
+    with view_flags():
         result = func(*a, **k)
     if isinstance(result, torch.ScriptObject):
         result = _waited(result)

@@ -117,13 +117,11 @@ def set_torch(dtype: torch.dtype, deterministic: int) -> None:
 
 
 def leave_inference(like: torch.Tensor) -> Any:
-    """Leave inference mode to wrap a view of a normal tensor, which is a normal tensor too. Returns
-    the context, entered; None if there is nothing to leave."""
+    """A context outside inference mode, not yet entered, to wrap a view of a normal tensor, which
+    is a normal tensor too; None if there is nothing to leave."""
     if like.is_inference() or not torch.is_inference_mode_enabled():
         return None
-    context = torch._C._InferenceMode(False)
-    context.__enter__()
-    return context
+    return torch._C._InferenceMode(False)
 
 
 def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:

@@ -46,13 +46,14 @@ def fake_mode() -> Any:
 
 
 def _fake_call(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-    """Run on fakes. Returns the result and the fakes of the tensor arguments, in order."""
+    """Run on fakes. Returns the result and the fakes of the tensor arguments, in order. Shielded: a
+    mode that Ctrl-C keeps from ending would make a fake of each tensor that the program makes."""
     fakes: list[Any] = []
     here = _here()
     # The mode logs every failure. Ours are the user's shape errors, and they are raised.
     quiet, here.quiet = here.quiet, True
     try:
-        with here.fake_mode:
+        with _core.shield, here.fake_mode:
 
             def fake(t: torch.Tensor) -> Any:
                 fakes.append(

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 __all__ = ["torch"]
@@ -111,47 +112,39 @@ class ModesAside:
         self.back()
 
 
+_nothing = nullcontext()
 _SEEN_ABOVE = tuple(
     getattr(torch._C.DispatchKey, k) for k in ("Conjugate", "Negative", "ZeroTensor")
 )
 
 
-class ViewFlags:
-    """Within this context, conjugate and negative views are resolved inside `__torch_dispatch__`
-    too. Each is a flag on the tensor, which torch resolves above and ignores inside."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        ignored = [k for k in _SEEN_ABOVE if torch._C._dispatch_tls_local_exclude_set().has(k)]
-        self._guard: Any = None
-        if ignored:
-            rest = torch._C._dispatch_tls_local_exclude_set()
-            for k in ignored:
-                rest = rest.remove(k)
-            self._guard = torch._C._ForceDispatchKeyGuard(
-                torch._C._dispatch_tls_local_include_set(), rest
-            )
-            self._guard.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(None, None, None)
-            self._guard = None
+def view_flags() -> AbstractContextManager[Any]:
+    """A context, not yet entered, in which conjugate and negative views are resolved inside
+    `__torch_dispatch__` too. Each is a flag on the tensor, which torch resolves above and ignores
+    inside. Torch's own context, in C: a guard that Ctrl-C keeps from ending in its turn puts back
+    another time's state."""
+    ignored = [k for k in _SEEN_ABOVE if torch._C._dispatch_tls_local_exclude_set().has(k)]
+    if not ignored:
+        return _nothing
+    rest = torch._C._dispatch_tls_local_exclude_set()
+    for k in ignored:
+        rest = rest.remove(k)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), rest)
 
 
 class BelowAutograd:
     """Where recorded operators run: below autograd, with conjugate and negative views resolved, and
-    under the guards that `more` make. Holds from construction until the object dies."""
+    under the guards that `more` make. Holds from construction until the object dies, both of which
+    must lie in a shield (python/ext/ground/shield.c)."""
 
     __slots__ = ("_flags", "_guards")
 
     def __init__(self, *more: Callable[[], Any]) -> None:
-        self._flags = ViewFlags()
+        self._flags = view_flags()
         self._flags.__enter__()
         self._guards = [make() for make in (torch._C._AutoDispatchBelowAutograd, *more)]
 
     def __del__(self) -> None:
         while self._guards:  # the last one first
             self._guards.pop()
-        self._flags.__exit__()
+        self._flags.__exit__(None, None, None)

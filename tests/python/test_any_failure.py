@@ -29,11 +29,42 @@ def reading(model, x, y):
     return loss
 
 
+def reading_each_layer(model, x, y):
+    """In slices what variables hold is kept: here of two layers at a time, and pieces of them."""
+    h = x
+    for layer in model.layers:
+        before, h = h, layer(h)
+        h.std().item()
+        h[1].sum().item()
+        before.mean().item()
+    return F.cross_entropy(h, y)
+
+
+def each_row(model, x, y):
+    return sum(F.cross_entropy(model(row), label) for row, label in zip(x, y)) / len(x)
+
+
+def each_row_read(model, x, y):
+    loss = 0
+    for row, label in zip(model.layers[:2](x), y):
+        one = F.cross_entropy(model.layers[2:](row), label)
+        loss = loss + one * (2 if one.item() > 1.4 else 1)
+    return loss
+
+
+def parts_joined(model, x, y):
+    return F.cross_entropy(torch.cat([model(part) for part in x.split(2)]), y)
+
+
 STEPS = {
     "mlp": (lambda: MLP().double(), rows_of(5), ce),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d).double(), images(), ce),
     "gpt2": (lambda: gpt2().double(), tokens(), lm64),
     "mlp, read": (lambda: MLP().double(), rows_of(5), reading),
+    "mlp, each layer read": (lambda: MLP().double(), rows_of(5), reading_each_layer),
+    "each row": (lambda: MLP().double(), rows_of(5), each_row),
+    "each row, read": (lambda: MLP().double(), rows_of(5), each_row_read),
+    "parts, joined": (lambda: MLP().double(), rows_of(5), parts_joined),
     "infonce": (
         lambda: MLP().double(),
         rows_of(5),

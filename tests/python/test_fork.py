@@ -109,6 +109,72 @@ right(model, other, x, loss)
     )
 
 
+def test_a_forked_child_may_use_what_reads_left():
+    """What the parent's reads have kept is the child's too, and what the child drops, reads or
+    writes of it is the child's alone."""
+    run_python(
+        START
+        + """
+def close(a, b):
+    assert abs(a - b) < 1e-6, (a, b)
+
+def nothing():
+    pass
+
+def drop():
+    global h
+    del h
+    gc.collect()
+
+def reads_again():
+    close(h.std().item(), spread)
+    close(h[2].sum().item(), row)
+    close(h.square().mean().item(), value)
+
+def backward():
+    h.square().mean().backward()
+
+def plain(t):
+    return t.torch() if isinstance(t, koila.LazyTensor) else t
+
+def writes_what_it_got():
+    plain(h.detach()).zero_()
+    plain(h.detach()[1]).zero_()
+
+def other_step():
+    reads_again()
+    with koila.micro_batch(4):
+        step(*pair())
+
+def leaves_by_a_new_one():
+    lazy(torch.ones(3, 3)).sum().item()
+
+for rows in (None, 4):
+    for f in (nothing, drop, reads_again, backward, writes_what_it_got, other_step,
+              leaves_by_a_new_one):
+        for ends_as in ("program", "worker"):
+            model, other = pair()
+            x = torch.randn(6, 4)
+            with torch.no_grad():
+                at = pair()[0](x)
+            spread, row, value = at.std().item(), at[2].sum().item(), at.square().mean().item()
+            with koila.micro_batch(rows):
+                told = []
+                hooks = [m.register_forward_hook(lambda m, i, o: told.append(o.std().item()))
+                         for m in model]
+                h = model(lazy(x))
+                close(told[-1], spread)
+                close(h[2].sum().item(), row)
+                child(f, ends_as)
+                reads_again()
+                loss = h.square().mean()
+                loss.backward()
+                right(model, other, x, loss)
+            del h, loss
+"""
+    )
+
+
 def test_a_child_that_kept_the_effects_would_be_noticed():
     p = run_python(
         START

@@ -81,9 +81,9 @@ def modes():
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "autograd excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(
-            torch._C.DispatchKey.AutogradCPU
-        ),
+        "excluded": str(torch._C._dispatch_tls_local_exclude_set()),
+        "included": str(torch._C._dispatch_tls_local_include_set()),
+        "modes": torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack(),
         "functions": torch._C._is_torch_function_enabled(),
         "handler": signal.getsignal(signal.SIGINT),
         "depth": _backward.depth_of(_core.context()).level,
@@ -218,3 +218,157 @@ def test_a_thread_other_than_the_main_one_is_not_shielded():
         signal.raise_signal(signal.SIGINT)
         for _ in range(10):
             pass
+
+
+# ---- reads in the middle of a step
+
+
+@torch.library.custom_op("koila_interrupts::mark", mutates_args=())
+def mark(x: torch.Tensor) -> torch.Tensor:
+    """An operator in whose n-th run a signal comes."""
+    mark.seen += 1
+    if mark.seen == mark.at:
+        signal.raise_signal(signal.SIGINT)
+    return x * 2
+
+
+mark.seen = mark.at = 0
+mark.register_fake(torch.empty_like)
+mark.register_autograd(lambda ctx, g: g * 2)
+
+
+class InterruptedOperator:
+    """While on: SIGINT inside the `at`-th run of `mark`."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __enter__(self):
+        mark.seen, mark.at = 0, self.at
+        return self
+
+    def __exit__(self, *_):
+        mark.at, self.seen = 0, mark.seen
+
+
+def sweep_reads(interrupt, rows, every):
+    """A step that reads values behind each of its layers, each time under `interrupt(at)`, for
+    every `every`-th `at`: what was interrupted is read again, and all is eager's. Returns the
+    number of reads that were interrupted."""
+    koila.register_rule("koila_interrupts::mark", "S0->S0")
+    model, data = net(), torch.randn(12, 6, dtype=D)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    n_interrupted = n_seen = 0
+
+    def look(h):
+        return h.detach()[1].sum().item(), h.std().item()
+
+    def look_under(at, h):
+        nonlocal n_interrupted, n_seen
+        modes_before = modes()
+        try:
+            with interrupt(at) as found:
+                told = look(h)
+            for _ in range(10):  # it may come right after
+                pass
+            assert told == look(h)
+        except KeyboardInterrupt:
+            n_interrupted += 1
+            assert modes() == modes_before, at
+        n_seen = max(n_seen, found.seen)
+
+    def step(wrap, at):
+        model.load_state_dict(start)
+        model.zero_grad()
+        torch.manual_seed(11)
+        h, told = wrap(data), []
+        for layer in model:
+            h = mark(layer(h))
+            look_under(at, h)
+            told += look(h)
+        h.square().mean().backward()
+        told = torch.tensor([*told, h.std().item()], dtype=D)
+        return model_state(model) | {"told": told, "rng": torch.get_rng_state()}
+
+    with koila.micro_batch(rows):
+        expected = step(lambda x: x, -1)
+        step(lazy, -1)  # shapes are known from here on
+        n_seen = 0
+        step(lazy, -1)
+        n_places = n_seen
+        for at in range(1, n_places + 1, every):
+            for name, value in step(lazy, at).items():
+                torch.testing.assert_close(
+                    value,
+                    expected[name],
+                    rtol=1e-11,
+                    atol=1e-13,
+                    msg=lambda m: f"{name}, {at}: {m}",
+                )
+    return n_interrupted
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_a_read_that_is_interrupted_at_any_bytecode_can_be_tried_again(rows):
+    assert sweep_reads(Interrupt, rows, 1 if os.environ.get("KOILA_LONG") else 5) > 50
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_a_read_that_is_interrupted_at_any_operator_can_be_tried_again(rows):
+    assert sweep_reads(InterruptedOperator, rows, 1) >= 5
+
+
+def programs_of_views(model, x):
+    """Views of many kinds, writes, and `torch.zeros` that are filled or settle."""
+    h = model(x)
+    out = torch.zeros(12, 3, dtype=D)
+    out[:, 1] = h[:, 0]
+    out.t()[2].add_(h.view(-1) * 2)
+    filled = torch.zeros(12, 2, dtype=D)
+    filled.add_(1)
+    z = torch.view_as_complex(torch.stack([out[:, 1], out[:, 2]], -1)).conj()
+    return (z * z.conj()).real.mean() + out[1:5].std() + (h + filled[:, :1]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:koila. a training-mode forward pass was left")
+@pytest.mark.parametrize("known", [True, False], ids=["known calls", "new calls"])
+def test_an_interrupt_at_any_bytecode_of_the_recording_leaves_the_modes_and_the_next_step_alone(
+    known,
+):
+    model, n = net(), 0
+
+    def step(at):
+        nonlocal n
+        n += not known
+        data = torch.randn(12, 6, dtype=D)
+        torch.manual_seed(11)
+        model.zero_grad()
+        before = modes()
+        try:
+            with Interrupt(at) as found:
+                loss = programs_of_views(model, lazy(data) * (1 + n / 1024))
+            for _ in range(10):  # it may come right after
+                pass
+            assert at < 0 or found.seen < at
+            return found.seen
+        except KeyboardInterrupt:
+            pass
+        assert modes() == before, at
+        torch.manual_seed(11)
+        with koila.micro_batch(5):
+            loss = programs_of_views(model, lazy(data) * 1.0)
+            loss.backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        torch.manual_seed(11)
+        programs_of_views(model, data * 1.0).backward()
+        for g, p in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad, rtol=1e-9, atol=1e-12, msg=lambda m: f"{at}: {m}")
+        return found.seen
+
+    step(-1)
+    n_places = step(-1)
+    assert n_places > 100
+    every = 1 if os.environ.get("KOILA_LONG") else max(1, n_places // 150)
+    for at in range(1, n_places + 1, every):
+        step(at)

@@ -103,6 +103,11 @@ def together(*functions):
         return [r.result() for r in [pool.submit(run, f) for f in functions]]
 
 
+def in_a_thread(f):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result()
+
+
 @pytest.fixture(scope="module")
 def alone():
     """What each training run gives by itself, before any thread starts: (eager, lazy in slices)."""
@@ -573,12 +578,130 @@ def test_new_calls_in_many_threads():
     assert together(*map(work, range(3))) == [True] * 3
 
 
+# ---- values read in the middle of a step, and what they leave
+
+
+def train_reading(seed, wrap, model, n_steps=2):
+    """A few steps, whose layers are all looked at; parameters, buffers, and what was read."""
+    optimizer, told = torch.optim.SGD(model.parameters(), 0.1), []
+    hooks = [
+        m.register_forward_hook(lambda m, i, o: told.extend((o.std().item(), o[1].sum().item())))
+        for m in model.modules()
+    ]
+    for k in range(n_steps):
+        x, y = wrap(*data(100 * seed + k))
+        loss = nn.functional.cross_entropy(model(x), y)
+        told.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    return [t.detach().clone() for t in [*model.state_dict().values()]], told
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_threads_read_in_the_middle_as_each_does_alone(rows):
+    models = [own_model(s) for s in range(4)]
+
+    def work(seed, wrap=sliced):
+        def run():
+            with koila.micro_batch(rows):
+                return train_reading(seed, wrap, copy.deepcopy(models[seed]))
+
+        return run
+
+    alone = [work(s)() for s in range(4)]
+    for seed, out in enumerate(alone):
+        assert_close(work(seed, eager)(), out)
+    for _ in range(3):
+        for seed, out in enumerate(together(*map(work, range(4)))):
+            assert_same(out, alone[seed])
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_one_step_is_read_by_other_threads_while_it_is_recorded(rows):
+    """Each reader finds eager's numbers, whatever the others and the recording keep or drop."""
+    x, n = data(9)[0], 12
+    weight = torch.linspace(-0.4, 0.4, 36, dtype=torch.float64).view(6, 6).requires_grad_()
+
+    def layers(h):
+        for k in range(n):
+            h = (h @ weight).tanh() * (1 + 0.1 * k)
+            yield h
+
+    def step(wrap, n_readers):
+        weight.grad, made, done = None, [], threading.Event()
+
+        def record():
+            try:
+                for h in layers(wrap(x)):
+                    made.append(h)
+                    h[0].sum().item()
+            finally:
+                done.set()
+
+        def read():
+            told = {}
+            while not done.is_set() or len(told) < n:
+                for k, h in enumerate(made.copy()):
+                    told.setdefault(k, []).append((h.std().item(), h[2, 3].item()))
+            return told
+
+        with koila.micro_batch(rows):
+            _, *found = together(record, *[read] * n_readers)
+            made[-1].square().sum().backward()
+        return found, weight.grad
+
+    (expected,), gradient = step(lambda t: t, 1)
+    for _ in range(4):
+        found, got = step(lazy, 3)
+        torch.testing.assert_close(got, gradient, rtol=1e-11, atol=1e-13)
+        for told in found:
+            for k, pairs in told.items():
+                for pair in pairs:
+                    assert pair == pytest.approx(expected[k][0], rel=1e-11), k
+
+
+@pytest.mark.about_the_cpu("bytes of the host")
+def test_what_is_kept_of_one_thread_s_step_stays_beside_the_budget_of_another():
+    models = [own_model(s) for s in range(2)]
+    x = data(4, 4096)[0]
+    expected = models[0](x).mean().item()
+    h = models[0](lazy(x))
+    h.std().item()
+
+    def limited():
+        with koila.budget(_core.cpu_bytes_current() + (64 << 10)):
+            return train(1, sliced, model=models[1])
+
+    assert_close(train(1, eager, model=copy.deepcopy(models[1])), in_a_thread(limited))
+    assert h.mean().item() == pytest.approx(expected, rel=1e-11)
+    assert koila.plans()[-1].n_run == 1, "the mean alone"
+
+
+def test_asyncio_tasks_read_in_the_middle_as_each_does_alone():
+    models = [own_model(s) for s in range(3)]
+
+    async def one(seed, wrap):
+        model, told = copy.deepcopy(models[seed]), []
+        with koila.micro_batch([None, 4, 5][seed]):
+            h = wrap(data(seed)[0])
+            for layer in model.layers:
+                h = layer(h)
+                told.append(h.std().item())
+                await asyncio.sleep(0)
+            h.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()], told
+
+    async def all_of(wrap):
+        return await asyncio.gather(*(one(s, wrap) for s in range(3)))
+
+    for a, b in zip(asyncio.run(all_of(lambda t: t)), asyncio.run(all_of(lazy)), strict=True):
+        assert_close(a, b)
+
+
 # ---- what others see of a step that is only tried
-
-
-def in_a_thread(f):
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(f).result()
 
 
 @pytest.mark.about_the_cpu("it tells what autocast does where there is no GPU")

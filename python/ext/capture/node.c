@@ -639,14 +639,21 @@ static PyObject *same(PyObject *args)
 }
 
 /* In inference mode a view of a normal tensor is a normal tensor: its wrapper is made outside that
- * mode. */
+ * mode. The mode is left here, not in Python, where Ctrl-C could come between leaving it and
+ * knowing that. */
 PyObject *koila__record_view(const op_info *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *context = Py_None, *type, *value, *trace;
     if (koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
         context = koila__ask("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
-        if (!context)
+        PyObject *entered = NULL;
+        if (context && context != Py_None)
+            entered = PyObject_CallMethod(context, "__enter__", NULL);
+        if (!context || (context != Py_None && !entered)) {
+            Py_XDECREF(context);
             return NULL;
+        }
+        Py_XDECREF(entered);
     } else {
         Py_INCREF(context);
     }

@@ -3,6 +3,7 @@
  * factories. */
 #include "capture/capture.h"
 #include "capture/executor.h"
+#include "ground/shield.h"
 
 /* ---- settling */
 
@@ -99,8 +100,7 @@ static int settle_on(koila__group *g, PyObject *base, bool fresh)
     return rc;
 }
 
-/* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception. */
-static int settle(PyObject *o)
+static int settle_shielded(PyObject *o)
 {
     if (koila__is_settled(o))
         return 1;
@@ -121,7 +121,18 @@ static int settle(PyObject *o)
         koila__group_free(g);
     Py_DECREF(t);
     /* the run may have moved the group to another tape, where it is concrete now: once more */
-    return rc < 0 ? -1 : settle(o);
+    return rc < 0 ? -1 : settle_shielded(o);
+}
+
+/* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception. Some of what it does
+ * is Python, where a signal would leave it half done. */
+static int settle(PyObject *o)
+{
+    if (koila__shield_enter() < 0)
+        return -1;
+    const int rc = settle_shielded(o);
+    koila__shield_leave();
+    return rc;
 }
 
 static bool requires_grad(PyObject *tensor)
