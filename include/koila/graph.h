@@ -136,6 +136,9 @@ enum {
     KOILA_FACT_DENSE_MASK = 15 << 24,
     /** takes rows of whole tensors wherever the result is cut: its use decides its placement */
     KOILA_FACT_SPREADS = 1 << 28,
+    /** on tensors of floating-point numbers: sizes, strides, dtype and errors depend on no value of
+     * a number, only on its type. Numbers in lists are left out. */
+    KOILA_FACT_ANY_NUMBERS = 1 << 29,
 };
 /** KOILA_FACT_DENSE_..., or 0. */
 static inline uint32_t koila_facts_dense(uint32_t facts) { return facts & KOILA_FACT_DENSE_MASK; }

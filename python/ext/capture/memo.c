@@ -1,6 +1,11 @@
 /* memo.c — remembers each call by its tokens: its interned signature and the metas of its results.
  * A new call asks Python (_shapes.shape), which asks FakeTensor, because the plain meta kernels
  * give wrong strides for some operators.
+ *
+ * Some operators (KOILA_FACT_ANY_NUMBERS) give the same metas whatever the values of their numbers
+ * are. The first call of each kind is remembered a second time, with its numbers left out; a call
+ * that differs from it in these values only is answered from there. So a number that changes in
+ * each step costs a signature, and FakeTensor is not asked.
  */
 #include "capture/record.h"
 
@@ -11,6 +16,8 @@ enum {
     KEY_LINK,          /* n: signature, u.id: output */
     /* n: number of positional arguments << 8 | koila__call_mode(), u.id: operator */
     KEY_CALL,
+    /* the same of a call of which the values of numbers are left out: they are 0 */
+    KEY_CALL_OF_ANY_NUMBERS,
 };
 /* The tag of a result in the answer of _shapes.shape: (tag, what). */
 enum { TAG_NONE, TAG_TENSOR, TAG_CONSTANT };
@@ -397,18 +404,109 @@ static int learn_results(memo_entry *e, call_walk *w, const op_info *op, PyObjec
     return rc;
 }
 
-memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
-                             uint8_t mode, uint32_t n_key, uint64_t hash)
+/* An entry with a key and nothing learned. */
+static memo_entry *entry_new(const koila_arg *key, uint32_t n_key, uint64_t hash)
 {
-    memo_entry *e = PyMem_Calloc(1, sizeof *e + n_key * sizeof(koila_arg));
+    memo_entry *e = PyMem_Calloc(1, sizeof *e + n_key * sizeof *key);
     if (!e) {
         PyErr_NoMemory();
         return NULL;
     }
-    memcpy(e->key, w->tok, n_key * sizeof *e->key);
+    memcpy(e->key, key, n_key * sizeof *key);
     e->hash = hash;
     e->n_key = n_key;
     e->made = e->used = koila__n_steps;
+    return e;
+}
+
+static bool is_float(koila_meta meta)
+{
+    const koila_dtype d = koila_meta_get(koila__table, meta)->dtype;
+    return d == KOILA_DTYPE_F32 || d == KOILA_DTYPE_BF16 || d == KOILA_DTYPE_F16 ||
+           d == KOILA_DTYPE_F64;
+}
+
+/* Leaves the values of numbers out of a key; their types stay. In lists they are sizes and
+ * dimensions, which stay too. False: there are none, or other tensors than of floating-point
+ * numbers, where a value may be an error (whole numbers to a negative power). */
+static bool leave_out_numbers(koila_arg *key, uint32_t n)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < n; i++) {
+        if (key[i].kind == KOILA_ARG_TENSOR && !is_float(key[i].u.id))
+            return false;
+        if (key[i].kind == KOILA_ARG_LIST) {
+            i += key[i].n;
+        } else if (key[i].kind == KOILA_ARG_INT || key[i].kind == KOILA_ARG_FLOAT) {
+            any = true;
+            key[i].u.i = 0;
+        }
+    }
+    key[n - 1].kind = KEY_CALL_OF_ANY_NUMBERS;
+    return any;
+}
+
+/* *out: an entry for all calls that differ from e's in the values of numbers, with nothing learned;
+ * NULL: results may depend on them, or there are none. */
+static int entry_of_any_numbers(const memo_entry *e, const op_info *op, memo_entry **out)
+{
+    *out = NULL;
+    if (!(koila_op_facts(koila__table, op->id) & KOILA_FACT_ANY_NUMBERS))
+        return 0;
+    memo_entry *any = entry_new(e->key, e->n_key, 0);
+    if (!any)
+        return -1;
+    if (!leave_out_numbers(any->key, any->n_key)) {
+        entry_free(any);
+        return 0;
+    }
+    any->hash = koila__memo_hash(any->key, any->n_key);
+    *out = any;
+    return 0;
+}
+
+/* What is known of `like` is known of e, but for its signature. */
+static int learn_alike(memo_entry *e, const memo_entry *like)
+{
+    const uint32_t n = like->n_results;
+    koila_assert(!like->fill && !like->no_inputs && !like->no_node);
+    e->results = PyMem_Calloc(n + 1, sizeof *e->results);
+    if (!e->results) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    e->n_results = n;
+    e->result_kind = like->result_kind;
+    for (uint32_t j = 0; j < n; j++) {
+        e->results[j] = like->results[j];
+        Py_XINCREF(e->results[j].constant);
+    }
+    return 0;
+}
+
+/* Learns e from `like`, which differs in the values of numbers. Runs no Python. */
+static int learn_from_sibling(memo_entry *e, const memo_entry *like, call_walk *w,
+                              const op_info *op, uint8_t mode)
+{
+    koila_meta *metas = PyMem_Malloc((like->n_results + 1) * sizeof *metas);
+    if (!metas) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t j = 0; j < like->n_results; j++)
+        metas[j] = like->results[j].meta;
+    int rc = learn_alike(e, like);
+    if (rc == 0)
+        rc = make_sig(w, op, mode, metas, e->n_results, e->result_kind, &e->sig);
+    PyMem_Free(metas);
+    return rc;
+}
+
+/* Asks Python. -1 with an error; or without one, when the inputs have changed (w->again) or
+ * something else is called (w->instead). */
+static int learn_from_python(memo_entry *e, call_walk *w, const op_info *op, PyObject *args,
+                             PyObject *kwargs, uint8_t mode)
+{
     const bool factory = op->kind == FACTORY;
     PyObject *said = koila__ask(factory ? "factory" : "shape", op->func, args, kwargs);
     int rc = -1;
@@ -425,11 +523,34 @@ memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, Py
         said = NULL;
     }
     Py_XDECREF(said); /* Python may run here: before the entry can be cleared away */
+    return rc;
+}
+
+memo_entry *koila__memo_miss(call_walk *w, const op_info *op, PyObject *args, PyObject *kwargs,
+                             uint8_t mode, uint32_t n_key, uint64_t hash)
+{
+    memo_entry *e = entry_new(w->tok, n_key, hash), *any = NULL;
+    int rc = e ? entry_of_any_numbers(e, op, &any) : -1;
+    const memo_entry *like = any ? koila__memo_find(any->key, n_key, any->hash) : NULL;
     if (rc == 0)
-        rc = memo_add(e);
+        rc = like ? learn_from_sibling(e, like, w, op, mode)
+                  : learn_from_python(e, w, op, args, kwargs, mode);
+    if (rc == 0 && any && !like && !e->no_node) {
+        any->sig = e->sig;
+        rc = learn_alike(any, e);
+        if (rc == 0)
+            rc = memo_add(any);
+        if (rc == 0)
+            any = NULL;
+    }
+    if (any)
+        entry_free(any);
+    if (rc == 0)
+        rc = memo_add(e); /* last: room for the other is made by clearing the memo */
     if (rc == 0)
         return e;
-    entry_free(e);
+    if (e)
+        entry_free(e);
     return NULL;
 }
 
