@@ -129,7 +129,7 @@ static next find_room(request *q)
     if (koila__room_for(q->part.graph, &q->room) < 0)
         return FAILED;
     q->room.is_budget &= q->ranks == Py_None; /* ranks agree on slices: none cuts again alone */
-    if (koila__is_planning()) { /* what the step reads will be held beside it */
+    if (koila__is_planning()) {               /* what the step reads will be held beside it */
         uint64_t held;
         if (koila__part_leaf_bytes(q->tape, &q->part, &held) < 0)
             return FAILED;
