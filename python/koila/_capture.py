@@ -23,6 +23,7 @@ from ._calls import (
 )
 from ._doors import install
 from ._errors import StaleValueError, UnsupportedError
+from ._fingerprint import device_print as device_print
 from ._foreach import foreach
 from ._index import special_index
 from ._layout import as_strided, metadata_write

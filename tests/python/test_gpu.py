@@ -751,6 +751,29 @@ def test_a_step_after_memory_was_taken_is_cut():
     assert_same(expected, model_state(model), 1e-11)
 
 
+@pytest.mark.parametrize("layout", ["dense", "gaps"])
+def test_fingerprints_take_some_mib_or_none_and_are_the_same(layout):
+    """Of memory without a version counter. It is the CPU's that adds up where the GPU is full."""
+    x = torch.randn(3000, 2000, device="cuda", dtype=D)
+    x = x if layout == "dense" else x[:, ::2]
+    before = koila._core.fingerprint(x)
+    assert peak_of(lambda: koila._core.fingerprint(x)) <= 32 << 20
+    torch.cuda.empty_cache()
+    share = torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(8 << 20, device="cuda")
+        assert koila._core.fingerprint(x) == before
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for write in (lambda: x.neg_(), lambda: x[:2].copy_(x[:2].flip(0)), lambda: x[-1, -1].add_(1)):
+        write()
+        after = koila._core.fingerprint(x)
+        assert after != before
+        before = after
+
+
 def test_a_loss_that_couples_all_rows():
     def step(model, wrap):
         x, _ = wrap(*(t.cuda() for t in data(b=12)))

@@ -19,10 +19,17 @@ static int watch_storage(koila__tape *t, const void *storage, PyObject *o, bool 
 
 static int watch_storage_in(koila__tape *first, const void *storage, PyObject *o, bool counts)
 {
-    for (koila__tape *t = first; t; t = t->next_tape)
-        if (!t->let_go && !t->planned && watch_storage(t, storage, o, counts) < 0)
-            return -1;
-    return 0;
+    int rc = 0;
+    Py_XINCREF(first);
+    for (koila__tape *t = first; t;) { /* of memory on a GPU Python takes the fingerprint */
+        if (rc == 0 && !t->let_go && !t->planned)
+            rc = watch_storage(t, storage, o, counts);
+        koila__tape *next = t->next_tape;
+        Py_XINCREF(next);
+        Py_DECREF(t);
+        t = next;
+    }
+    return rc;
 }
 
 /* Tells of an alias `o` of plain tensor `from`. lasting: it shows in a weak reference how long it

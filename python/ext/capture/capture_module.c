@@ -467,7 +467,10 @@ static PyObject *py_memo_clear(PyObject *module, PyObject *unused)
 static PyObject *py_fingerprint(PyObject *module, PyObject *o)
 {
     uint64_t print;
-    if (!koila__is_tensor(o) || koila__is_lazy(o) || !koila__fingerprint(o, &print))
+    const int known = koila__is_tensor(o) && !koila__is_lazy(o) ? koila__fingerprint(o, &print) : 0;
+    if (known < 0)
+        return NULL;
+    if (!known)
         Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(print);
 }

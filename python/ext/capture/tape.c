@@ -203,10 +203,11 @@ koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *me
     if (koila__version_of(real, &version) < 0)
         return KOILA_NONE;
     tape_leaf *leaf = find_leaf(t, real);
-    if (leaf && leaf->real && leaf->version == version &&
-        (!t->n_watches || !koila__is_written_behind(t, leaf->value))) {
+    if (leaf && leaf->real && leaf->version == version) {
+        const koila_value known = leaf->value; /* leaves may move while a fingerprint is taken */
         *meta = leaf->meta;
-        return leaf->value;
+        if (!t->n_watches || !koila__is_written_behind(t, known))
+            return known;
     }
     koila_meta m;
     if (koila__meta_of(real, &m) < 0)
@@ -250,7 +251,7 @@ int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
 
 bool koila__tape_reads(const koila__tape *t, const PyObject *real)
 {
-    const tape_leaf *leaf = find_leaf(t, real);
+    tape_leaf *leaf = find_leaf(t, real);
     return leaf && leaf->real;
 }
 

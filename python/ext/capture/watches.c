@@ -76,8 +76,10 @@ int koila__watch(koila__tape *t, koila_value v, PyObject *real, PyObject *by)
         uint32_t version;
         koila__version_of(by, &version);
         w.mark = version;
-    } else if (!koila__fingerprint(real, &w.mark)) {
-        return 0; /* on another device: no array sees it */
+    } else {
+        const int known = koila__fingerprint(real, &w.mark);
+        if (known <= 0 || t->values[v].real != real)
+            return known < 0 ? -1 : 0;
     }
     if (t->n_watches == t->n_watches_alloc) {
         const uint32_t n = t->n_watches_alloc ? t->n_watches_alloc * 2 : 16;
@@ -94,14 +96,24 @@ int koila__watch(koila__tape *t, koila_value v, PyObject *real, PyObject *by)
     return 0;
 }
 
-static bool is_written(const tape_watch *w)
+/* Of memory whose fingerprint cannot be taken any more nobody knows: it counts as written. w: a
+ * copy, for on a GPU Python runs, and other threads, which may add watches. */
+static bool is_written(tape_watch w)
 {
-    uint64_t now = w->mark;
-    if (!w->alias)
-        return koila__fingerprint(w->real, &now) && now != w->mark;
-    uint32_t version;
-    koila__version_of(w->alias, &version);
-    return version != (uint32_t)w->mark;
+    if (w.alias) {
+        uint32_t version;
+        koila__version_of(w.alias, &version);
+        return version != (uint32_t)w.mark;
+    }
+    PyObject *type, *value, *trace;
+    uint64_t now;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_INCREF(w.real);
+    const int known = koila__fingerprint(w.real, &now);
+    Py_DECREF(w.real);
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return known < 0 || (known && now != w.mark);
 }
 
 bool koila__is_watched(const koila__tape *t, koila_value v, const PyObject *real)
@@ -118,28 +130,26 @@ int koila__watch_leaf(koila__tape *t, koila_value v, PyObject *real, bool counte
     int rc = 0;
     if (t->planned)
         return 0;
-    if (!counted)
-        return koila__watch(t, v, real, NULL);
-    for (uint32_t i = 0; i < aliases.n && rc == 0; i++) {
+    bool is_memory = !counted;
+    for (uint32_t i = 0; counted && i < aliases.n && rc == 0; i++) {
         if (aliases.at[i].storage != storage || !storage)
             continue;
         PyObject *o = alive(&aliases.at[i]);
         if (o && aliases.at[i].counts)
             rc = koila__watch(t, v, real, o);
-        else if (o && !koila__is_watched(t, v, real))
-            rc = koila__watch(t, v, real, NULL);
+        is_memory |= o && !aliases.at[i].counts;
         Py_XDECREF(o);
     }
-    return rc;
+    return rc == 0 && is_memory && !koila__is_watched(t, v, real) ? koila__watch(t, v, real, NULL)
+                                                                  : rc;
 }
 
 koila_value koila__written_behind(koila__tape *t, const koila_value *value_of, uint32_t n)
 {
     for (uint32_t i = 0; i < t->n_watches; i++) {
-        const tape_watch *w = &t->watches[i];
-        if (w->value < n && value_of[w->value] && t->values[w->value].real == w->real &&
-            is_written(w))
-            return w->value;
+        const tape_watch w = t->watches[i];
+        if (w.value < n && value_of[w.value] && t->values[w.value].real == w.real && is_written(w))
+            return w.value;
     }
     return KOILA_NONE;
 }
@@ -147,8 +157,8 @@ koila_value koila__written_behind(koila__tape *t, const koila_value *value_of, u
 bool koila__is_written_behind(koila__tape *t, koila_value v)
 {
     for (uint32_t i = 0; i < t->n_watches; i++) {
-        const tape_watch *w = &t->watches[i];
-        if (w->value == v && t->values[v].real == w->real && is_written(w))
+        const tape_watch w = t->watches[i];
+        if (w.value == v && t->values[v].real == w.real && is_written(w))
             return true;
     }
     return false;

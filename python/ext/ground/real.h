@@ -37,8 +37,9 @@ int koila__version_of(PyObject *real, uint32_t *out);
  * keeps it. */
 const void *koila__storage_of(PyObject *tensor);
 PyObject *koila__data_of(PyObject *tensor); /* new: torch's own `tensor.data` */
-/* A number that all elements of a dense CPU tensor decide. False: it is no such tensor. */
-bool koila__fingerprint(PyObject *real, uint64_t *out);
+/* A number that all elements of a strided tensor decide; on another device than the CPU Python
+ * runs. 1; 0: it is no such tensor, or its device cannot be asked now; -1 with an exception. */
+int koila__fingerprint(PyObject *real, uint64_t *out);
 
 PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
 int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */

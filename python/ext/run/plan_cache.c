@@ -125,8 +125,8 @@ static cached **slot_for_new(void)
 
 /* ---- making a plan */
 
-/* Forced rows where only the user's budget limits: halved until they fit, as a run on the CPU is cut
- * again when torch refuses what lies beyond the budget. */
+/* Forced rows where only the user's budget limits: halved until they fit, as a run on the CPU is
+ * cut again when torch refuses what lies beyond the budget. */
 static koila_status plan_within_budget(const koila_graph *part, const koila_value *targets,
                                        uint32_t n_targets, const koila__room *room,
                                        koila_plan_options *o, koila_plan **out, koila_fit *fit,
