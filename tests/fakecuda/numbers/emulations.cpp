@@ -233,9 +233,12 @@ static void rms_norm_backward(Stack &s, const Draw &)
 // ---- attention
 
 struct Attention {
-    Tensor q, k, v, bias, p, dropped; // p: probabilities; dropped: those kept, scaled
+    Tensor q, k, v, scores, sums; // sums: the logsumexp of the scores of each query
     double scale, keep;
-    Tensor mask;
+    Tensor mask; // elements that dropout keeps; undefined: all
+
+    Tensor dropped(const Tensor &p) const { return mask.defined() ? p * mask / keep : p; }
+    Tensor out() const { return at::matmul(dropped(at::softmax(scores, -1)), v); }
 };
 
 // Which elements of [B, H, L, S] are kept. As in the kernels, the numbers of each head of each row
@@ -263,7 +266,6 @@ static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const
     t.q = wide(q);
     t.k = wide(k);
     t.v = wide(v);
-    t.bias = bias;
     t.scale = scale ? *scale : 1 / std::sqrt(static_cast<double>(q.size(-1)));
     if (k.size(1) != q.size(1)) {
         t.k = t.k.repeat_interleave(q.size(1) / k.size(1), 1);
@@ -275,26 +277,25 @@ static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const
     if (causal)
         s = s.masked_fill(at::ones({ q.size(-2), k.size(-2) }, at::kBool).tril().logical_not(),
                           -INFINITY);
-    t.bias = s.logsumexp(-1);
-    t.p = at::softmax(s, -1);
+    t.scores = s;
+    t.sums = s.logsumexp(-1);
     t.keep = 1 - dropout;
-    t.dropped = t.p;
-    if (dropout > 0) {
-        t.mask = kept_by(draw, t.p.sizes(), t.keep, distance ? distance : t.p[0][0].numel());
-        t.dropped = t.p * t.mask / t.keep;
-    }
+    if (dropout > 0)
+        t.mask = kept_by(draw, s.sizes(), t.keep, distance ? distance : s[0][0].numel());
     return t;
 }
 
+// As the kernels do, from the logsumexp and the result that they are given: those may be of more
+// keys than k has. sums[B, H, L] may be padded.
 static std::array<Tensor, 4> attend_backward(const Attention &t, const Tensor &grad,
-                                             const Tensor &k, const Tensor &v)
+                                             const Tensor &k, const Tensor &v, const Tensor &out,
+                                             const Tensor &sums)
 {
     Tensor g = wide(grad);
-    Tensor gv = at::matmul(t.dropped.transpose(-2, -1), g),
-           gp = at::matmul(g, t.v.transpose(-2, -1));
-    if (t.mask.defined())
-        gp = gp * t.mask / t.keep;
-    Tensor gs = t.p * (gp - (gp * t.p).sum(-1, true));
+    Tensor p = at::exp(t.scores - wide(sums).narrow(2, 0, t.q.size(2)).unsqueeze(-1));
+    Tensor gv = at::matmul(t.dropped(p).transpose(-2, -1), g),
+           gp = t.dropped(at::matmul(g, t.v.transpose(-2, -1)));
+    Tensor gs = p * (gp - (g * wide(out)).sum(-1, true));
     Tensor gq = at::matmul(gs, t.k) * t.scale, gk = at::matmul(gs.transpose(-2, -1), t.q) * t.scale;
     auto fold = [](const Tensor &x, const Tensor &like) {
         if (x.size(1) == like.size(1))
@@ -320,11 +321,11 @@ static void efficient(Stack &s, const Draw &draw)
     Tensor q = a[0].toTensor();
     Attention t = attend(q, a[1].toTensor(), a[2].toTensor(), optional(a[3]), a[5].toDouble(),
                          a[6].toBool(), scale_of(a[7]), draw);
-    s.push_back(as(at::matmul(t.dropped, t.v), q));
+    s.push_back(as(t.out(), q));
     int64_t rows = a[4].toBool() ? (q.size(2) + 31) / 32 * 32 : 0;
     Tensor lse = at::full({ q.size(0), q.size(1), rows }, INFINITY, at::kFloat);
     if (rows)
-        lse.narrow(2, 0, q.size(2)).copy_(t.bias);
+        lse.narrow(2, 0, q.size(2)).copy_(t.sums);
     s.push_back(lse);
     s.push_back(number(draw.seed));
     s.push_back(number(draw.offset));
@@ -346,7 +347,7 @@ static void efficient_backward(Stack &s, const Draw &)
                a[9].toDouble() > 0 ? a[8].toTensor().item<int64_t>() : 0 };
     Tensor q = a[1].toTensor(), k = a[2].toTensor(), v = a[3].toTensor();
     Attention t = attend(q, k, v, bias, a[9].toDouble(), a[11].toBool(), scale_of(a[12]), draw);
-    auto g = attend_backward(t, grad, k, v);
+    auto g = attend_backward(t, grad, k, v, a[5].toTensor(), a[6].toTensor());
     for (int i = 0; i < 3; i++)
         s.push_back(as(g[i], q));
     s.push_back(wanted[3] && bias.defined() ? as(g[3].sum_to_size(bias.sizes()), bias) : Tensor());
@@ -358,8 +359,8 @@ static void flash(Stack &s, const Draw &draw)
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), Tensor(), a[3].toDouble(), a[4].toBool(),
                          scale_of(a[6]), draw, flash_distance);
-    s.push_back(as(at::matmul(t.dropped, t.v), q));
-    s.push_back(t.bias);
+    s.push_back(as(t.out(), q));
+    s.push_back(t.sums);
     s.push_back(Tensor());
     s.push_back(Tensor());
     s.push_back(q.size(2));
@@ -382,7 +383,7 @@ static void flash_backward(Stack &s, const Draw &)
     }
     Attention t = attend(q, k, v, Tensor(), a[10].toDouble(), a[11].toBool(), scale_of(a[14]), draw,
                          flash_distance);
-    auto g = attend_backward(t, a[0].toTensor(), k, v);
+    auto g = attend_backward(t, a[0].toTensor(), k, v, a[4].toTensor(), a[5].toTensor());
     for (int i = 0; i < 3; i++)
         s.push_back(as(g[i], q));
 }
@@ -412,8 +413,8 @@ static void cudnn_attention(Stack &s, const Draw &draw)
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), optional(a[3]), a[5].toDouble(), a[6].toBool(),
                          scale_of(a[8]), draw);
-    s.push_back(laid_out_as(as(at::matmul(t.dropped, t.v), q), q));
-    s.push_back(a[4].toBool() ? t.bias.unsqueeze(-1) : Tensor());
+    s.push_back(laid_out_as(as(t.out(), q), q));
+    s.push_back(a[4].toBool() ? t.sums.unsqueeze(-1) : Tensor());
     s.push_back(Tensor());
     s.push_back(Tensor());
     s.push_back(q.size(2));
@@ -434,7 +435,8 @@ static void cudnn_attention_backward(Stack &s, const Draw &)
                drops ? a[7].toTensor().item<int64_t>() : 0 };
     Attention t =
         attend(q, k, v, optional(a[8]), a[13].toDouble(), a[14].toBool(), scale_of(a[15]), draw);
-    auto g = attend_backward(t, a[0].toTensor(), k, v);
+    auto g =
+        attend_backward(t, a[0].toTensor(), k, v, a[4].toTensor(), a[5].toTensor().squeeze(-1));
     for (int i = 0; i < 3; i++)
         s.push_back(at::empty_like(a[i + 1].toTensor()).copy_(g[i]));
 }
