@@ -54,7 +54,7 @@ _FLASH_NUMBERS = 32  # of a head: the lanes of a warp
 _UINT64 = 1 << 64
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """An attention with dropout, forward or backward, without its tensors."""
 
     p: float
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
     flash: bool
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """The tensors of a backward, in the order of its operator."""
 
     grad: torch.Tensor
@@ -103,15 +103,15 @@ def _first_draw(draws: torch.Tensor) -> tuple[int, int]:
     return seed, offset
 
 
-def _kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, with_sums: bool, call: _Call
+def kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, with_sums: bool, call: Call
 ) -> tuple[Any, ...]:
     if call.flash:
         return tuple(_FLASH(q, k, v, call.p, call.causal, False, scale=call.scale))
     return tuple(_EFFICIENT(q, k, v, bias, with_sums, call.p, call.causal, scale=call.scale))
 
 
-def _kernel_backward(given: _Given, draw: tuple[int, int], call: _Call) -> tuple[torch.Tensor, ...]:
+def kernel_backward(given: Given, draw: tuple[int, int], call: Call) -> tuple[torch.Tensor, ...]:
     grad, q, k, v, bias, out, sums = given
     if call.flash:
         # as the forward kernel returns them; it does not use the second either
@@ -142,28 +142,28 @@ def _forward(
     flash: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with _drawing_at(q.device, *_first_draw(draws)):
-        out, sums = _kernel(q, k, v, bias, with_sums, _Call(p, causal, scale, flash))[:2]
+        out, sums = kernel(q, k, v, bias, with_sums, Call(p, causal, scale, flash))[:2]
     return out, sums
 
 
-def _in_parts(arguments: tuple[Any, ...]) -> tuple[_Given, torch.Tensor, _Call]:
+def _in_parts(arguments: tuple[Any, ...]) -> tuple[Given, torch.Tensor, Call]:
     """The arguments of koila::dropout_attention_backward: its tensors, `draws`, the rest."""
-    n = len(_Given._fields)
-    return _Given(*arguments[:n]), arguments[n], _Call(*arguments[n + 1 :])
+    n = len(Given._fields)
+    return Given(*arguments[:n]), arguments[n], Call(*arguments[n + 1 :])
 
 
 def _backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     given, draws, call = _in_parts(arguments)
-    return _kernel_backward(given, _first_draw(draws), call)
+    return kernel_backward(given, _first_draw(draws), call)
 
 
 def _fake_forward(q: Any, k: Any, v: Any, bias: Any, draws: Any, *rest: Any) -> Any:
-    return _kernel(q, k, v, bias, rest[0], _Call(*rest[1:]))[:2]
+    return kernel(q, k, v, bias, rest[0], Call(*rest[1:]))[:2]
 
 
 def _fake_backward(*arguments: Any) -> Any:
     given, _, call = _in_parts(arguments)
-    return _kernel_backward(given, (0, 0), call)
+    return kernel_backward(given, (0, 0), call)
 
 
 @own_operators("CUDA")
@@ -193,7 +193,7 @@ def _operators() -> list[OwnOperator]:
 _tried: dict[tuple[Any, ...], bool] = {}
 
 
-def _draws_by_row(q: torch.Tensor, k: torch.Tensor, call: _Call) -> bool:
+def _draws_by_row(q: torch.Tensor, k: torch.Tensor, call: Call) -> bool:
     """Do the kernels of this build draw any row as the whole does, and does the generator move by
     the sum of the distances? Tried once for each dtype and size of a head."""
     key = (call.flash, q.dtype, q.shape[3], q.device)
@@ -207,7 +207,7 @@ def _draws_by_row(q: torch.Tensor, k: torch.Tensor, call: _Call) -> bool:
 
 def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) -> bool:
     rows, heads, length = 3, 2, 36  # more than one tile of 32
-    call = _Call(0.5, False, None, flash)
+    call = Call(0.5, False, None, flash)
     source = torch.Generator().manual_seed(20)
     shape = (4, rows, heads, length, head)
     q, k, v, grad = torch.randn(shape, generator=source, device="cpu").to(device, dtype)
@@ -217,9 +217,9 @@ def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) 
     def part(begin: int, end: int, at: int) -> tuple[list[torch.Tensor], int]:
         x, y, z, g = (t[begin:end] for t in (q, k, v, grad))
         with _drawing_at(device, seed, at):
-            out, sums = _kernel(x, y, z, None, True, call)[:2]
+            out, sums = kernel(x, y, z, None, True, call)[:2]
             moved = default_generator(device).get_offset() - at
-        back = _kernel_backward(_Given(g, x, y, z, None, out, sums), (seed, at), call)
+        back = kernel_backward(Given(g, x, y, z, None, out, sums), (seed, at), call)
         return [out, *back], moved
 
     whole, moved = part(0, rows, offset)
@@ -271,7 +271,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _core.is_planning():
         return _planned(func, a)
     q, k, v, bias = a["query"], a["key"], a["value"], a.get("attn_bias")
-    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), func is _FLASH)
+    call = Call(a["dropout_p"], a["is_causal"], a.get("scale"), func is _FLASH)
     distance = _distance(q, k, call.flash)
     generator = default_generator(q.device)
     if distance % _OFFSET_STEP or not _draws_by_row(q, k, call) or a.get("return_debug_mask"):
@@ -295,7 +295,7 @@ def _planned(func: Any, a: dict[str, Any]) -> Any:
     """A planned step draws nothing, and its device may not be here: rows are taken to be drawn by
     their own numbers, as all builds so far do."""
     q, k, flash = a["query"], a["key"], func is _FLASH
-    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
+    call = Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
     draws = _draws_of_rows(q.shape[0], _OFFSET_STEP, 0, 0)
     out, sums = _core.record(
         _operators().dropout_attention.default,
@@ -320,7 +320,7 @@ def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     state = [a["philox_seed"]] if flash else [a["philox_seed"], a["philox_offset"]]
     distance = _distance(q, k, flash)
     wants_bias = bias is not None and a["grad_input_mask"][3]
-    call = _Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
+    call = Call(a["dropout_p"], a["is_causal"], a.get("scale"), flash)
     is_cut = not any(_core.is_lazy(t) for t in state) and not wants_bias
     grad = a["grad_out"] if flash else a["grad_out_"]
     if is_cut and _core.is_planning():
@@ -330,7 +330,7 @@ def _attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         seed, offset = state[0].tolist() if flash else (t.item() for t in state)
         draws = _draws_of_rows(q.shape[0], distance, seed, offset)
-    given = _Given(grad, q, k, a["value"], bias, a["out"], a["logsumexp"])
+    given = Given(grad, q, k, a["value"], bias, a["out"], a["logsumexp"])
     operator = _operators().dropout_attention_backward.default
     gradients = _core.record(operator, (*given, draws, *call), {})
     return tuple(gradients) if flash else (*gradients, None)

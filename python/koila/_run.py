@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._query_rows import query_rows, query_rows_backward
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
 
 
@@ -182,4 +183,6 @@ PSEUDO: dict[str, Any] = {
     "koila::embedding_bag": _embedding_bag,
     "koila::embedding_bag_backward": _embedding_bag_backward,
     "koila::embedding_bag_weights_backward": _embedding_bag_weights_backward,
+    "koila::query_rows": query_rows,
+    "koila::query_rows_backward": query_rows_backward,
 }

@@ -179,6 +179,11 @@ uint32_t koila_plan_adapt_at(const koila_plan *p, koila_node n, int32_t link, in
         case KOILA__FIX_END:
             adapt_index(&x, fix[k].kind == KOILA__FIX_END, begin, rows, g->axes.at[node->axis], a);
             break;
+        case KOILA__FIX_FIRST:
+            a->kind = KOILA_ADAPT_INT;
+            a->n = 1;
+            a->ints[0] = begin * x.placement.inner;
+            break;
         case KOILA__FIX_NONE:
             break;
         }

@@ -101,6 +101,9 @@ typedef enum koila__fix_kind {
     KOILA__FIX_INDEX,
     /* the same for an end, the index after the last */
     KOILA__FIX_END,
+    /* argument `arg` is an int: := the index of the slice's first row along the sliced dimension of
+     * output `output`, or of input `output` - KOILA__FIX_OF_INPUT; outer == 1 */
+    KOILA__FIX_FIRST,
 } koila__fix_kind;
 enum { KOILA__MAX_FIXES = 4, KOILA__FIX_OF_INPUT = 1000 };
 typedef struct koila__fix {

@@ -170,7 +170,9 @@ class Fix(C.Structure):
     _fields_ = [("kind", u8), ("arg", u8), ("output", u16)]
 
 
-FIX = ["NONE", "SIZES", "STRIDES", "EXTENT", "ROWS", "SCALE", "ALIAS", "DIMS", "INDEX", "END"]
+FIX = ["NONE", "SIZES", "STRIDES", "EXTENT", "ROWS", "SCALE", "ALIAS", "DIMS", "INDEX", "END"] + [
+    "FIRST"
+]
 
 
 class PlacedLink(C.Structure):
@@ -749,6 +751,29 @@ def index_put_rows(x, dim, n_dims, indices, values, accumulate):
     )
 
 
+def scores_of(q, k, bias, first, is_causal, scale):
+    scores = q @ k.transpose(-1, -2) * (q.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.arange(first, first + q.size(2))[:, None] >= torch.arange(k.size(2))
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores if bias is None else scores + bias
+
+
+def query_rows(q, k, v, bias, first, kernel, is_causal, scale, with_sums):
+    assert kernel == 0
+    scores = scores_of(q, k, bias, first, is_causal, scale)
+    out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
+    return out.copy_(scores.softmax(-1) @ v), scores.logsumexp(-1)
+
+
+def query_rows_backward(grad, q, k, v, bias, out, sums, first, kernel, is_causal, scale):
+    share = (scores_of(q, k, bias, first, is_causal, scale) - sums[..., None]).exp()
+    by_score = share * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
+    by_score = by_score * (q.size(-1) ** -0.5 if scale is None else scale)
+    gradients = by_score @ k, by_score.transpose(-1, -2) @ q, share.transpose(-1, -2) @ grad
+    return [torch.empty_like(t).copy_(g) for t, g in zip((q, k, v), gradients)]
+
+
 def laid_out(x, dims):
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype).copy_(x)
 
@@ -800,6 +825,8 @@ PSEUDO = {
     "koila::embedding_bag": embedding_bag,
     "koila::embedding_bag_backward": embedding_bag_backward,
     "koila::embedding_bag_weights_backward": embedding_bag_weights_backward,
+    "koila::query_rows": query_rows,
+    "koila::query_rows_backward": query_rows_backward,
 }
 
 
@@ -965,6 +992,10 @@ class Run:
                     here = rows[:, start : start + b].flatten().tolist()
                     first = pos[f.arg] % n if kind == "INDEX" else (pos[f.arg] - 1) % n
                     pos[f.arg] = here.index(first) + (kind == "END")
+                elif kind == "FIRST":
+                    p = outs[f.output] if f.output < 1000 else needs[f.output - 1000]
+                    assert p.outer == 1
+                    pos[f.arg] = start * p.inner
                 elif kind == "SCALE":
                     scale.append(f.output)
                 elif kind == "DIMS":

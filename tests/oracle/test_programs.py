@@ -227,6 +227,47 @@ def _():
     )
 
 
+class SelfAttention(nn.Module):
+    def forward(self, x, mask=None, causal=False, memory=None):
+        q, k, v = self.project(x).unflatten(-1, (3, 3, 4)).transpose(1, 3).unbind(2)
+        if memory is not None:
+            k, v = memory
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.out(out.transpose(1, 2).flatten(2)) + x
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.k, self.v = (nn.Parameter(randn(2, 3, 5, 4)) for _ in range(2))
+
+
+# fused attention, with the queries of two sequences cut: keys and values are gathered
+QUERIES = {
+    "causal": lambda m, x: m(m(x, causal=True), causal=True),
+    "all see all": lambda m, x: m(m(x)),
+    "a window": lambda m, x: m(
+        x, mask=(torch.arange(B)[:, None] - torch.arange(B)).abs().lt(3).view(1, 1, B, B)
+    ),
+    "a bias of its own": lambda m, x: m(x, mask=x[..., :1].unsqueeze(1) * torch.arange(B)),
+    "keys of a parameter": lambda m, x: m(x, memory=(m.k, m.v)),
+    "causal, fewer keys": lambda m, x: m(x, causal=True, memory=(m.k, m.v)),
+}
+KEYS_OF = {
+    "causal": {"koila::query_rows", "koila::query_rows_backward"},
+    "all see all": {
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+    "keys of a parameter": set(),
+    "causal, fewer keys": set(),
+}
+for name, forward in QUERIES.items():
+
+    @case(f"queries: {name}", KEYS_OF.get(name, KEYS_OF["all see all"]))
+    def _(forward=forward):
+        return SelfAttention(), lambda m, x: forward(m, x).pow(2).mean(), [randn(2, B, 12)], [1]
+
+
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -769,6 +810,17 @@ def test_a_fault_in_pieces_is_caught(name, fault, monkeypatch):
         monkeypatch.setattr(run, "call", lambda *a: call(*a[:9], min(a[9], 1) if a[9:] else 0))
     try:
         with pytest.raises((AssertionError, ValueError)):
+            run.check(SLICES, atol=1e-11, rtol=1e-11, loose=False)
+    finally:
+        run.close()
+
+
+def test_a_fault_in_the_number_of_the_first_query_is_caught(monkeypatch):
+    run = record("queries: causal").place()
+    call = run.call
+    monkeypatch.setattr(run, "call", lambda *a: call(*a[:9], 0))
+    try:
+        with pytest.raises(AssertionError):
             run.check(SLICES, atol=1e-11, rtol=1e-11, loose=False)
     finally:
         run.close()
