@@ -35,6 +35,12 @@
  * the choice of the dimension is a guess. It saves memory and costs loops, so the planner tries
  * both.
  *
+ * Note [Late sums]. A sum of partial sums stays partial, so that one loop makes both terms. Where
+ * barriers lie between the terms (the gradient of an embedding that is also the last layer: its
+ * terms come from the first and the last loop of the backward), the later loop would have to run
+ * all of the earlier one again for it. Then both terms become whole where they are made, and are
+ * added once. The number of barriers on the longest path to a value is its level.
+ *
  * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor; here slices run one after another
  * on one device, where theirs run on several at once.
  */
@@ -936,6 +942,45 @@ static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_val
 
 /* ---- one call */
 
+/* The level of a call with these inputs and needs: Note [Late sums]. */
+static uint32_t level_of(const koila__placer *p, const koila_value *in, const koila_placement *need,
+                         uint32_t n)
+{
+    uint32_t level = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const bool is_barrier = koila__is_r(need[i]) && !koila__is_r(p->value.at[in[i]]);
+        const uint32_t its = p->level.at[in[i]] + is_barrier;
+        level = its > level ? its : level;
+    }
+    return level;
+}
+
+/* Does the call, which cuts nothing, add partial sums of different levels? */
+static bool is_late_sum(const koila__placer *p, const attempt *a, const koila_value *in)
+{
+    uint32_t lowest = UINT32_MAX;
+    for (uint32_t i = 0; i < a->c.n_in; i++) {
+        if (a->c.need[i].kind == KOILA_S || p->value.at[in[i]].kind == KOILA_P)
+            if (a->c.need[i].kind != KOILA_P)
+                return false;
+        if (a->c.need[i].kind == KOILA_P && p->value.at[in[i]].kind == KOILA_P &&
+            p->level.at[in[i]] < lowest)
+            lowest = p->level.at[in[i]];
+    }
+    return lowest < level_of(p, in, a->c.need, a->c.n_in);
+}
+
+/* Places a node that was just appended as R, see append(). */
+static bool settle_new(koila__placer *p, koila_node node, const attempt *a, bool is_free_call)
+{
+    if (a)
+        return settle(p, node, a);
+    if (is_free_call || p->whole)
+        return true; /* whole: everything is R, as it is now */
+    value_stack stack = { 0 };
+    return set_whole(p, node, &stack) && drain_r(p, &stack);
+}
+
 /* Appends the call to the lowered graph, placed by `a`; without `a` it is FREE if possible, else
  * whole. */
 static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, const koila_value *in,
@@ -953,6 +998,7 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
         !koila__vec_reserve(&p->mem, &p->zero, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->absent, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->whole_of, sig->n_outputs) ||
+        !koila__vec_reserve(&p->mem, &p->level, sig->n_outputs) ||
         !koila__vec_reserve(&p->mem, &p->need, sig->n_inputs) ||
         !koila__vec_reserve(&p->mem, &p->node, 1))
         return fail(p, KOILA_NO_MEMORY);
@@ -964,16 +1010,17 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
         p->zero.at[p->zero.n++] = zero;
         p->absent.at[p->absent.n++] = false;
         p->whole_of.at[p->whole_of.n++] = KOILA_NONE;
+        p->level.at[p->level.n++] = 0;
         results[j] = first + j;
     }
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         p->need.at[p->need.n++] = koila__r();
-    if (a)
-        return settle(p, node, a);
-    if (is_free_call || p->whole)
-        return true; /* whole: everything is R, as it is now */
-    value_stack stack = { 0 };
-    return set_whole(p, node, &stack) && drain_r(p, &stack);
+    if (!settle_new(p, node, a, is_free_call))
+        return false;
+    const uint32_t level = level_of(p, in, &p->need.at[p->need.n - sig->n_inputs], sig->n_inputs);
+    for (uint32_t j = 0; j < sig->n_outputs; j++)
+        p->level.at[first + j] = level;
+    return true;
 }
 
 /* Makes an alias of v that needs v placed `at` and is itself placed `at`. */
@@ -1079,7 +1126,8 @@ static bool attempt_sliced(koila__placer *p, attempt *a, const koila_sig_info *s
     bool any_p = false;
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         any_p |= koila__is_p(placed[i]);
-    if (attempt_rule(p, a, sig, in, placed, axis, NULL, true))
+    if (attempt_rule(p, a, sig, in, placed, axis, NULL, true) &&
+        (is_rewritten(a) || !any_p || !is_late_sum(p, a, in)))
         return true;
     if (p->status != KOILA_OK || !any_p)
         return false;
@@ -1251,7 +1299,8 @@ static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
     }
     if (!koila__vec_push(&p->mem, &p->value, at) || !koila__vec_push(&p->mem, &p->zero, 0) ||
         !koila__vec_push(&p->mem, &p->absent, 0) ||
-        !koila__vec_push(&p->mem, &p->whole_of, KOILA_NONE))
+        !koila__vec_push(&p->mem, &p->whole_of, KOILA_NONE) ||
+        !koila__vec_push(&p->mem, &p->level, 0))
         return fail(p, KOILA_NO_MEMORY);
     return true;
 }
@@ -1596,6 +1645,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     koila__vec_free(&a, &p.zero);
     koila__vec_free(&a, &p.absent);
     koila__vec_free(&a, &p.whole_of);
+    koila__vec_free(&a, &p.level);
     koila__vec_free(&a, &p.op);
     koila__arena_deinit(&p.scratch);
     if (!r) {

@@ -25,6 +25,7 @@ struct koila__placer {
     /* [values of to] the whole form of this S or P value: made for uses that slice it otherwise, or
      * the value from which it was cut; KOILA_NONE: neither exists */
     VEC(koila_value) whole_of;
+    VEC(uint32_t) level; /* [values of to] barriers on the longest path to it: Note [Late sums] */
     VEC(koila_placement) need;    /* [flat inputs of to] */
     VEC(koila__placed_node) node; /* [nodes of to] */
     VEC(koila__op_rule) op;       /* [operators of table], grown on demand */
