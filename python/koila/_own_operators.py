@@ -11,11 +11,13 @@ from ._torch import SETTING_UP, torch
 
 class OwnOperator(NamedTuple):
     """schema: in torch's notation, without the namespace. kernel: computes it. fake: gives results
-    of the same shapes and dtypes, from tensors without memory."""
+    of the same shapes and dtypes, from tensors without memory. on_cuda: computes it there, if not
+    kernel does."""
 
     schema: str
     kernel: Callable[..., Any]
     fake: Callable[..., Any]
+    on_cuda: Callable[..., Any] | None = None
 
 
 def own_operators(*devices: str) -> Callable[[Callable[[], list[OwnOperator]]], Callable[[], Any]]:
@@ -40,9 +42,9 @@ def own_operators(*devices: str) -> Callable[[Callable[[], list[OwnOperator]]], 
 
 def _define(operators: list[OwnOperator], devices: tuple[str, ...]) -> Any:
     library = torch.library.Library("koila", "FRAGMENT")
-    for schema, kernel, fake in operators:
+    for schema, kernel, fake, on_cuda in operators:
         name = library.define(schema)
         for device in devices:
-            library.impl(name, kernel, device)
+            library.impl(name, on_cuda if device == "CUDA" and on_cuda else kernel, device)
         torch.library.register_fake(f"koila::{name}", fake, lib=library)
     return library

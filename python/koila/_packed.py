@@ -170,7 +170,8 @@ def _runs(layout: Layout, n_dims: int) -> Tensor:
 
 def _filled(padded: Tensor, layout: Layout, value: float) -> Tensor:
     number = torch.full((), value, dtype=padded.dtype, device="cpu")
-    return torch.where(_runs(layout, padded.dim()), padded, plain(number))
+    runs = _runs(layout, padded.dim()).to(padded.device)
+    return torch.where(runs, padded, plain(number))
 
 
 # ---- as autograd sees it
@@ -243,12 +244,13 @@ class _Call(NamedTuple):
     mode: int
     biased: bool
     projected: bool
+    layers: int  # on a GPU all, for cuDNN; else one
     function: Callable[..., Any]  # torch's own, for gradients of gradients
     keeps: bool  # a backward may come
 
 
 class _Layer(torch.autograd.Function):
-    """One layer, in one or both directions. hx, cx: [directions, B, H] or None for zeros."""
+    """Layers, in one or both directions. hx, cx: [layers x directions, B, H] or None for zeros."""
 
     @staticmethod
     def forward(
@@ -256,7 +258,7 @@ class _Layer(torch.autograd.Function):
     ) -> Any:
         padded, _ = _unpack(data, layout)
         states = (layout.places, hx, cx, list(weights))
-        numbers = (call.mode, call.biased, call.projected)
+        numbers = (call.mode, call.biased, call.projected, call.layers)
         out, h, c, work = _core.record(
             operators().packed_rnn.default,
             (padded, *states, *numbers, layout.per_row, call.keeps),
@@ -265,7 +267,8 @@ class _Layer(torch.autograd.Function):
         ctx.layout, ctx.call, ctx.n_weights = layout, call, len(weights)
         ctx.set_materialize_grads(False)
         if call.keeps:
-            ctx.save_for_backward(data, hx, cx, padded, work, *weights)
+            again = None if data.device.type == "cpu" else out  # the CPU's is in `work`
+            ctx.save_for_backward(data, hx, cx, padded, work, again, *weights)
         packed = _pack(out, layout, True)
         return (packed, h, c) if call.mode == LSTM else (packed, h)
 
@@ -275,7 +278,7 @@ class _Layer(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
             return _written_out(ctx, gradients)
-        data, hx, cx, padded, work, *weights = ctx.saved_tensors
+        data, hx, cx, padded, work, out, *weights = ctx.saved_tensors
         layout, call, needs = ctx.layout, ctx.call, ctx.needs_input_grad
         g_out = None if gradients[0] is None else _unpack(gradients[0], layout)[0]
         g_c = gradients[2] if call.mode == LSTM else None
@@ -283,8 +286,8 @@ class _Layer(torch.autograd.Function):
         gx, gh, gc, *of_weights = _core.record(
             operators().packed_rnn_backward.default,
             (
-                *(g_out, gradients[1], g_c, padded, layout.places, hx, cx, weights, work),
-                *(call.mode, call.biased, call.projected, needs[0], wants_weights),
+                *(g_out, gradients[1], g_c, padded, layout.places, hx, cx, weights, work, out),
+                *(call.mode, call.biased, call.projected, call.layers, needs[0], wants_weights),
             ),
             {},
         )
@@ -302,11 +305,12 @@ class _Layer(torch.autograd.Function):
 
 def _written_out(ctx: Any, gradients: Any) -> Any:
     """The gradients with a graph of their own: of torch's own steps, recorded one by one."""
-    data, hx, cx, _, _, *weights = ctx.saved_tensors
+    data, hx, cx, _, _, _, *weights = ctx.saved_tensors
     layout, call, needs = ctx.layout, ctx.call, ctx.needs_input_grad
-    two = len(weights) == 2 * (2 + 2 * call.biased + call.projected)
+    n = len(weights) // (2 + 2 * call.biased + call.projected)
+    two = n == 2 * call.layers
     rows = len(layout.lengths)
-    sizes = ((1 + two, rows, weights[1].shape[1]), (1 + two, rows, weights[0].shape[0] // 4))
+    sizes = ((n, rows, weights[1].shape[1]), (n, rows, weights[0].shape[0] // 4))
     with torch.enable_grad():
         states = []
         for state, size in zip((hx, cx), sizes):
@@ -314,7 +318,7 @@ def _written_out(ctx: Any, gradients: Any) -> Any:
             states.append(state if layout.order is None else state.index_select(1, layout.order))
         given = tuple(states) if call.mode == LSTM else states[0]
         results = call.function(
-            data, layout.batch_sizes, given, weights, call.biased, 1, 0.0, True, two
+            data, layout.batch_sizes, given, weights, call.biased, call.layers, 0.0, True, two
         )
         out, *ends = results
         if layout.order is not None:
@@ -342,8 +346,24 @@ def _is_ours(data: Any) -> bool:
     return (
         isinstance(data, LazyTensor)
         and _core.is_lazy(data)
-        and data.device.type == "cpu"
+        and data.device.type in ("cpu", "cuda")
         and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+_CUDNN_TAKES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _runs_on(data: Tensor, module: Any, keeps: bool) -> bool:
+    """Can koila's operator compute the layers there? On a GPU they are cuDNN's, which has a
+    backward only in training, and a dropout that no slice can draw. (Projections are not tried.)"""
+    return data.device.type == "cpu" or (
+        torch.backends.cudnn.enabled
+        and torch.version.hip is None
+        and data.dtype in _CUDNN_TAKES
+        and not module.proj_size
+        and (module.training or not keeps)
+        and not (module.training and module.dropout and module.num_layers > 1)
     )
 
 
@@ -373,6 +393,7 @@ def pack_padded_sequence(
     )
     if len(batch_sizes) > padded.size(0):
         return original(input, given, batch_first, enforce_sorted)
+    order = None if order is None else order.to(input.device)
     layout = batch_sizes._koila_layout = _layout(batch_sizes, order)
     if len(batch_sizes) < padded.size(0):
         padded = padded.narrow(0, 0, len(batch_sizes))
@@ -406,7 +427,7 @@ def pad_packed_sequence(
     return out, layout.lengths.clone()
 
 
-def _states_fit(module: Any, hx: Any, n_rows: int, dtype: Any) -> bool:
+def _states_fit(module: Any, hx: Any, n_rows: int, data: Tensor) -> bool:
     """Are they as the module wants them? If not, torch's own code says what is wrong."""
     n = module.num_layers * (2 if module.bidirectional else 1)
     sizes = [(n, n_rows, module.proj_size or module.hidden_size)]
@@ -418,9 +439,21 @@ def _states_fit(module: Any, hx: Any, n_rows: int, dtype: Any) -> bool:
     return all(
         isinstance(h, Tensor)
         and tuple(h.shape) == size
-        and h.dtype == dtype
-        and h.device.type == "cpu"
+        and h.dtype == data.dtype
+        and h.device == data.device
         for h, size in zip(states, sizes)
+    )
+
+
+def _is_known(module: Any, data: Tensor) -> bool:
+    """Layers whose sizes and weights fit the data."""
+    weights = module._flat_weights
+    return (
+        data.dtype.is_floating_point
+        and module.mode in MODES
+        and module.input_size == data.size(1)
+        and all(isinstance(w, Tensor) for w in weights)
+        and all(w.dtype == data.dtype and w.device == data.device for w in weights)
     )
 
 
@@ -430,42 +463,44 @@ def recur(module: Any, packed: Any, hx: Any) -> Any:
     data = packed.data
     if not _is_ours(data) or data.dim() != 2 or torch._C._is_any_autocast_enabled():
         return None
-    weights, layout = module._flat_weights, _layout_of(packed)
-    dtype = data.dtype
-    if (
-        layout is None
-        or not dtype.is_floating_point
-        or module.mode not in MODES
-        or module.input_size != data.size(1)
-        or not all(isinstance(w, Tensor) for w in weights)
-        or any(w.dtype != dtype or w.device.type != "cpu" for w in weights)
-        or (hx is not None and not _states_fit(module, hx, len(layout.lengths), dtype))
-    ):
+    layout = _layout_of(packed)
+    if layout is None or not _is_known(module, data):
         return None
-    return _layers(module, packed, layout, hx, list(weights))
-
-
-def _layers(module: Any, packed: Any, layout: Layout, hx: Any, weights: list[Tensor]) -> Any:
-    data = packed.data
-    n_ways = 2 if module.bidirectional else 1
-    per_layer = len(weights) // module.num_layers
-    is_lstm = module.mode == "LSTM"
-    states = [None, None] if hx is None else list(hx) if is_lstm else [hx, None]
+    if hx is not None and not _states_fit(module, hx, len(layout.lengths), data):
+        return None
+    states = [None, None] if hx is None else list(hx) if module.mode == "LSTM" else [hx, None]
+    weights = list(module._flat_weights)
     given = [data, *(s for s in states if s is not None), *weights]
+    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not _runs_on(data, module, keeps):
+        return None
+    return _layers(module, packed, layout, states, weights, keeps)
+
+
+def _layers(
+    module: Any, packed: Any, layout: Layout, states: list[Any], weights: list[Tensor], keeps: bool
+) -> Any:
+    data = packed.data
+    at_once = 1 if data.device.type == "cpu" else module.num_layers
+    n_states = at_once * (2 if module.bidirectional else 1)
+    n_calls = module.num_layers // at_once
+    per_call = len(weights) // n_calls
+    is_lstm = module.mode == "LSTM"
     call = _Call(
         MODES[module.mode],
         module.bias,
         module.proj_size > 0,
+        at_once,
         getattr(torch._VF, module.mode.lower()),
-        torch.is_grad_enabled() and any(t.requires_grad for t in given),
+        keeps,
     )
     ends = []
-    for layer in range(module.num_layers):
-        own = [None if s is None else s[layer * n_ways : (layer + 1) * n_ways] for s in states]
-        of_layer = weights[layer * per_layer : (layer + 1) * per_layer]
-        data, *end = _Layer.apply(data, *own, layout, call, *of_layer)  # type: ignore[no-untyped-call]
+    for i in range(n_calls):
+        own = [None if s is None else s[i * n_states : (i + 1) * n_states] for s in states]
+        of_call = weights[i * per_call : (i + 1) * per_call]
+        data, *end = _Layer.apply(data, *own, layout, call, *of_call)  # type: ignore[no-untyped-call]
         ends.append(end)
-        if module.training and 0 < module.dropout and layer + 1 < module.num_layers:
+        if module.training and 0 < module.dropout and i + 1 < n_calls:
             data = _Drop.apply(data, layout, module.dropout)  # type: ignore[no-untyped-call]
     last = [torch.cat(list(of), 0) if len(ends) > 1 else of[0] for of in zip(*ends)]
     out = rnn.PackedSequence(

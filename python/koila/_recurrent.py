@@ -7,7 +7,8 @@ the sequences padded, [T, B, ...], with two numbers of each row:
 
     places  int64[B, 2]: a row's length, and its rank among the rows by falling length
 
-The rows of a slice, ordered by rank, are a packed batch again.
+The rows of a slice, ordered by rank, are a packed batch again. On a GPU all layers are one call of
+cuDNN, as in eager; `places` and what is computed of them stay on the CPU, where cuDNN wants them.
 
     koila::packed_rnn           a layer; its workspace is what backward needs, packed
     koila::packed_rnn_backward
@@ -20,7 +21,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ._own_operators import OwnOperator, own_operators
-from ._torch import torch
+from ._torch import DATA, torch
 
 LSTM, GRU, TANH, RELU = range(4)
 MODES = {"LSTM": LSTM, "GRU": GRU, "RNN_TANH": TANH, "RNN_RELU": RELU}
@@ -43,9 +44,14 @@ def steps_of(places: Tensor) -> Steps:
     order = places[:, 1].argsort()
     lengths = places[order, 0]
     longest = int(lengths[0]) if len(lengths) else 0
-    runs: Tensor = torch.arange(longest).unsqueeze(1) < lengths
+    runs: Tensor = torch.arange(longest, device="cpu").unsqueeze(1) < lengths
     time, rank = runs.nonzero().unbind(1)
     return Steps(order, runs.sum(1).tolist(), time, order[rank])
+
+
+def _steps_on(device: torch.device, places: Tensor) -> Steps:
+    s = steps_of(places)
+    return Steps(s.order.to(device), s.sizes, s.time.to(device), s.row.to(device))
 
 
 def _packed(x: Tensor, s: Steps) -> Tensor:
@@ -224,6 +230,7 @@ def _forward(
     mode: int,
     biased: bool,
     projected: bool,
+    layers: int,
     per_row: int,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -397,9 +404,11 @@ def _backward(
     cx: Any,
     weights: list[Tensor],
     work: Tensor,
+    out_again: Any,
     mode: int,
     biased: bool,
     projected: bool,
+    layers: int,
     wants_x: bool,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -434,21 +443,134 @@ def _backward(
         )
 
 
+# ---- by cuDNN
+
+_CUDNN_MODES = {RELU: 0, TANH: 1, LSTM: 2, GRU: 3}
+
+
+class _Cudnn(NamedTuple):
+    """What both calls of cuDNN take beside the tensors of a slice."""
+
+    weights: list[Tensor]
+    per_way: int  # weights of a direction of a layer
+    buffer: Tensor  # a copy of the weights, in one piece
+    numbers: tuple[Any, ...]  # mode, hidden size, size of the projection, layers, batch_first
+
+    @staticmethod
+    def of(weights: Any, n_features: int, mode: int, biased: bool, layers: int) -> _Cudnn:
+        per_way = 2 + 2 * biased
+        weights = [DATA.__get__(w) for w in weights]  # flattening counts a version
+        numbers = (_CUDNN_MODES[mode], weights[1].shape[1], 0, layers, False)
+        both = len(weights) == 2 * layers * per_way
+        buffer = aten._cudnn_rnn_flatten_weight.default(  # moves these aliases into it
+            list(weights), per_way, n_features, *numbers, both
+        )
+        return _Cudnn(weights, per_way, buffer, numbers)
+
+    def given(self) -> tuple[Any, ...]:
+        return self.weights, self.per_way, self.buffer
+
+    def rest(self, trains: bool, sizes: list[int]) -> tuple[Any, ...]:
+        *numbers, layers, _ = self.numbers
+        both = len(self.weights) == 2 * layers * self.per_way
+        return *self.numbers, 0.0, trains, both, sizes, None
+
+
+def _first_states(x: Tensor, hx: Any, cx: Any, weights: Any, mode: int, s: Steps) -> Any:
+    """By rank, [layers x directions, B, H]. The second is None but in an LSTM."""
+    n = len(weights)
+
+    def state(given: Any) -> Tensor:
+        if given is not None:
+            chosen: Tensor = given.index_select(1, s.order)
+            return chosen
+        return x.new_zeros(n, len(s.order), weights[0].shape[1])
+
+    return state(hx), state(cx) if mode == LSTM else None
+
+
+def _rows_of(by_rank: Tensor, s: Steps) -> Tensor:
+    return torch.empty_like(by_rank).index_copy_(1, s.order, by_rank)
+
+
+def _forward_cudnn(
+    x: Tensor,
+    places: Tensor,
+    hx: Any,
+    cx: Any,
+    weights: list[Tensor],
+    mode: int,
+    biased: bool,
+    projected: bool,
+    layers: int,
+    per_row: int,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad():
+        s = _steps_on(x.device, places)
+        call = _Cudnn.of(weights, x.shape[2], mode, biased, layers)
+        states = _first_states(x, hx, cx, weights[1 :: call.per_way], mode, s)
+        y, h, c, reserve, _ = aten._cudnn_rnn.default(
+            _packed(x, s), *call.given(), *states, *call.rest(keeps, s.sizes)
+        )
+        c = _rows_of(c, s) if mode == LSTM else h[..., :0]
+        return _padded(y, x.shape[0], s), _rows_of(h, s), c, reserve
+
+
+def _backward_cudnn(
+    g_out: Any,
+    g_h: Any,
+    g_c: Any,
+    x: Tensor,
+    places: Tensor,
+    hx: Any,
+    cx: Any,
+    weights: list[Tensor],
+    work: Tensor,
+    out_again: Tensor,
+    mode: int,
+    biased: bool,
+    projected: bool,
+    layers: int,
+    wants_x: bool,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    with torch.no_grad():
+        s = _steps_on(x.device, places)
+        call = _Cudnn.of(weights, x.shape[2], mode, biased, layers)
+        states = _first_states(x, hx, cx, weights[1 :: call.per_way], mode, s)
+        is_lstm = mode == LSTM
+        g_ends = [None if g is None else g.index_select(1, s.order) for g in (g_h, g_c)]
+        gx, gh, gc, of_weights = aten._cudnn_rnn_backward.default(
+            *(_packed(x, s), *call.given(), *states, _packed(out_again, s)),
+            *(None if g_out is None else _packed(g_out, s), *g_ends),
+            *call.rest(True, s.sizes),
+            work.clone(),  # cuDNN writes into it, and another backward may come
+            [wants_x, True, is_lstm, wants_weights],
+        )
+        return (
+            _padded(gx, x.shape[0], s) if wants_x else x.new_empty(0),
+            _rows_of(gh, s),
+            _rows_of(gc, s) if is_lstm else gh[..., :0],
+            of_weights if wants_weights else [],
+        )
+
+
 # ---- packed and padded
 
 
 def _pack(x: Tensor, rows: Tensor) -> Tensor:
-    return x.flatten(0, 1).index_select(0, rows)
+    return x.flatten(0, 1).index_select(0, rows.to(x.device))
 
 
 def _unpack(data: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
     """offsets: [T], where each step begins in data."""
     lengths, ranks = places.unbind(1)
     steps = len(offsets)
-    runs = torch.arange(steps).unsqueeze(1) < lengths
+    runs = torch.arange(steps, device="cpu").unsqueeze(1) < lengths
     at = torch.where(runs, offsets.unsqueeze(1) + ranks, 0).flatten()
-    out = data.index_select(0, at)
-    out[~runs.flatten()] = 0
+    out = data.index_select(0, at.to(data.device))
+    out[~runs.flatten().to(data.device)] = 0
     return out.view(steps, len(places), *data.shape[1:])
 
 
@@ -456,24 +578,29 @@ def _unpack(data: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fake_forward(x: Any, places: Any, hx: Any, cx: Any, weights: Any, *rest: Any) -> Any:
-    mode, biased, projected, per_row, keeps = rest
+    mode, biased, projected, layers, per_row, keeps = rest
     ways = _directions(weights, biased, projected)
+    n_ways = len(ways) // layers
     out = ways[0].w_hh.shape[1]
     hidden = ways[0].w_hr.shape[1] if projected else out
     steps, rows = x.shape[:2]
-    columns = kept_columns(mode, hidden, out) * len(ways)
+    kept = rows * per_row * kept_columns(mode, hidden, out) * len(ways) if keeps else 0
+    if x.device.type == "cpu":
+        work = x.new_empty(kept)
+    else:  # cuDNN's reserve
+        work = x.new_empty(kept * x.element_size(), dtype=torch.uint8)
     return (
-        x.new_empty(steps, rows, out * len(ways)),
+        x.new_empty(steps, rows, out * n_ways),
         x.new_empty(len(ways), rows, out),
         x.new_empty(len(ways), rows, hidden if mode == LSTM else 0),
-        x.new_empty(rows * per_row * columns if keeps else 0),
+        work,
     )
 
 
 def _fake_backward(
     g_out: Any, g_h: Any, g_c: Any, x: Any, places: Any, hx: Any, cx: Any, weights: Any, *rest: Any
 ) -> Any:
-    _, mode, biased, projected, wants_x, wants_weights = rest
+    _, _, mode, biased, projected, _, wants_x, wants_weights = rest
     ways = _directions(weights, biased, projected)
     out = ways[0].w_hh.shape[1]
     hidden = ways[0].w_hr.shape[1] if projected else out
@@ -494,10 +621,10 @@ def _fake_unpack(data: Any, places: Any, offsets: Any) -> Any:
     return data.new_empty((offsets.shape[0], places.shape[0], *data.shape[1:]))
 
 
-@own_operators("CPU")
+@own_operators("CPU", "CUDA")
 def operators() -> list[OwnOperator]:
     """torch.ops.koila with the operators above."""
-    rest = "int mode, bool biased, bool projected"
+    rest = "int mode, bool biased, bool projected, int layers"
     states = "Tensor places, Tensor? hx, Tensor? cx, Tensor[] weights"
     layer = (
         f"packed_rnn(Tensor x, {states}, {rest}, int per_row, bool keeps) -> "
@@ -505,13 +632,13 @@ def operators() -> list[OwnOperator]:
     )
     layer_backward = (
         f"packed_rnn_backward(Tensor? g_out, Tensor? g_h, Tensor? g_c, Tensor x, {states}, "
-        f"Tensor work, {rest}, bool wants_x, bool wants_weights) -> "
+        f"Tensor work, Tensor? out, {rest}, bool wants_x, bool wants_weights) -> "
         "(Tensor, Tensor, Tensor, Tensor[])"
     )
     unpack = "unpack_rows(Tensor data, Tensor places, Tensor offsets) -> Tensor"
     return [
-        OwnOperator(layer, _forward, _fake_forward),
-        OwnOperator(layer_backward, _backward, _fake_backward),
+        OwnOperator(layer, _forward, _fake_forward, _forward_cudnn),
+        OwnOperator(layer_backward, _backward, _fake_backward, _backward_cudnn),
         OwnOperator("pack_rows(Tensor x, Tensor rows) -> Tensor", _pack, _fake_pack),
         OwnOperator(unpack, _unpack, _fake_unpack),
     ]

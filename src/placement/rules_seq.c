@@ -178,8 +178,8 @@ bool koila__rule_packed_rnn(koila__case *c)
     return true;
 }
 
-/* packed_rnn_backward(g_out?, g_h?, g_c?, x, places, hx?, cx?, weights, workspace, ...) -> gx, ghx,
- * gcx, [gw...] */
+/* packed_rnn_backward(g_out?, g_h?, g_c?, x, places, hx?, cx?, weights, workspace, out?, ...) ->
+ * gx, ghx, gcx, [gw...] */
 bool koila__rule_packed_rnn_backward(koila__case *c)
 {
     const uint32_t work = koila__input_at(c, 8);
@@ -192,7 +192,7 @@ bool koila__rule_packed_rnn_backward(koila__case *c)
             koila__need_r(c, i);
     if (!need_at(c, 4, koila__moved(rows, 0)))
         return false;
-    static const uint32_t padded[] = { 0, 1, 2, 3, 5, 6 };
+    static const uint32_t padded[] = { 0, 1, 2, 3, 5, 6, 9 };
     for (uint32_t k = 0; k < sizeof padded / sizeof padded[0]; k++)
         if (!need_at(c, padded[k], rows))
             return false;

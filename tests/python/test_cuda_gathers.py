@@ -1,6 +1,7 @@
-"""What a GPU's models are made of is sliced: attention by every kernel, cuDNN's recurrent layers,
-batch norm, U-Nets. A step of each in slices, under `strict()`, leaves eager's numbers. Two things
-run whole, and say so: dropout inside cuDNN's attention, and inside its recurrent layers."""
+"""What a GPU's models are made of is sliced: attention by every kernel, cuDNN's recurrent layers
+(packed too), batch norm, U-Nets. A step of each in slices, under `strict()`, leaves eager's
+numbers. Two things run whole, and say so: dropout inside cuDNN's attention, and inside its
+recurrent layers."""
 
 import contextlib
 
@@ -187,6 +188,46 @@ def test_recurrent_layers_are_sliced(kind, layers, bidirectional, batch_first):
         ce,
         axis=0 if batch_first else 1,
     )
+
+
+class Packed(Recurrent):
+    """Over rows of different lengths."""
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 8, 1, 5, 8, 2], True, False)
+        out, last = self.rnn(packed)
+        y, _ = nn.utils.rnn.pad_packed_sequence(out, True)
+        last = last[0] if isinstance(last, tuple) else last
+        return self.head(y.mean(1)) + last.square().mean((0, 2)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_recurrent_layers_are_sliced(kind, layers, bidirectional, dtype):
+    """All layers in one call of cuDNN, as in eager."""
+    plan = sliced(
+        lambda: Packed(kind, layers, True, bidirectional, 0.0).to(dtype),
+        lambda: tuple(t.to(dtype) if t.is_floating_point() else t for t in sequences(True)),
+        ce,
+        1e-12 if dtype == D else 2e-5,
+    )
+    assert not plan.gathers
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_layers_refuse_what_cudnn_refuses(kind):
+    """Gradients in evaluation, and gradients of gradients."""
+    net, x = Packed(kind, 1, True, False, 0.0).cuda(), torch.randn(B, 8, 5, device="cuda")
+    for wrap in (lambda t: t, lazy):
+        with pytest.raises(RuntimeError, match="double backwards is not supported|derivative"):
+            w = net.rnn.weight_hh_l0
+            (g,) = torch.autograd.grad(net(wrap(x)).sum(), w, create_graph=True)
+            g.square().sum().backward()
+        with pytest.raises(RuntimeError, match="backward can only be called in training mode"):
+            net.eval()(wrap(x)).sum().backward()
+        net.train()
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

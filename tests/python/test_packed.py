@@ -21,12 +21,11 @@ from torch.nn.utils.rnn import (
 )
 
 import koila
-from conftest import DEVICE
 from helpers import compare, compare_programs, model_state, plain
 from koila import _packed, _recurrent, lazy
 
 B, T, C, H = 12, 8, 5, 6
-OURS = pytest.mark.about_the_cpu("on a GPU packed layers are cuDNN's, and run whole")
+PROJECTED = pytest.mark.about_the_cpu("the simulated device lacks cuDNN's layers with projections")
 LENGTHS = [3, 8, 1, 5, 8, 2, 7, 4, 1, 6, 5, 3]
 
 
@@ -106,7 +105,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(of, id=name, marks=[OURS] if name in ("projected", "sorted") else [])
+        pytest.param(of, id=name, marks=[PROJECTED] if name == "projected" else [])
         for name, of in OPTIONS.items()
     ],
 )
@@ -142,7 +141,6 @@ def test_given_states_are_rows_of_the_batch_and_get_gradients(layer):
     compare_programs(program, B, gather_bytes_per_row=0)
 
 
-@OURS
 def test_no_gather_is_made_under_strict():
     model = Net(num_layers=2, bidirectional=True)
     x, y = lazy(*batch())
@@ -151,7 +149,6 @@ def test_no_gather_is_made_under_strict():
     assert koila.last_plan().n_micro_batches == 4
 
 
-@OURS
 def test_what_is_recorded_does_not_grow_with_the_lengths():
     def recorded(steps):
         model = Net(lengths=[steps] * B)
@@ -213,7 +210,7 @@ def test_a_packed_sequence_can_be_made_lazy(sort):
         assert torch.equal(given.data, plain(packed.data))
         return {"loss": plain(loss), **model_state(layer), **model_state(head)}
 
-    compare_programs(program, B, gather_bytes_per_row=0 if DEVICE == "cpu" else None)
+    compare_programs(program, B, gather_bytes_per_row=0)
 
 
 def test_the_data_of_a_lazy_packed_sequence_gets_a_gradient():
@@ -226,7 +223,7 @@ def test_the_data_of_a_lazy_packed_sequence_gets_a_gradient():
         pad_packed_sequence(out)[0].square().sum().backward()
         return {"data": plain(packed.data.grad), **model_state(layer)}
 
-    compare_programs(program, B, split=DEVICE == "cpu")
+    compare_programs(program, B)
 
 
 def test_lazy_twice_is_lazy_once_and_none_is_not_batched():
@@ -366,7 +363,6 @@ def test_a_write_to_what_was_packed_or_padded_comes_too_late():
     compare_programs(program, B, batch=1, split=False)
 
 
-@OURS
 def test_planted_faults_are_caught(monkeypatch):
     steps_of, at = _recurrent.steps_of, _packed._at
     monkeypatch.setattr(
@@ -388,7 +384,7 @@ def test_planted_faults_are_caught(monkeypatch):
     compare_programs(with_packed(written), B, split=False)
 
 
-@OURS
+@pytest.mark.about_the_cpu("cuDNN's layers have no gradients of gradients, in eager neither")
 def test_gradients_of_gradients():
     def program(wrap):
         torch.manual_seed(2)
@@ -420,7 +416,6 @@ def test_frozen_weights_and_frozen_inputs():
     compare_programs(program, B, gather_bytes_per_row=0)
 
 
-@OURS
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation(mode):
     def program(wrap):
@@ -499,7 +494,6 @@ def test_a_step_is_let_go_although_its_packed_results_are_held():
     assert [t.n_handles for t in tapes] == [0, 0, 0]
 
 
-@OURS
 def test_layouts_are_in_no_circle():
     gc.collect()
     gc.disable()

@@ -231,9 +231,9 @@ static koila_value packed_rnn(maker *m, koila_value x, koila_value *y)
     const koila_value u = real(m, f32(24, 6));
     const shape out[4] = { f32(9, 7, 6), f32(1, 7, 6), f32(1, 7, 6), f32(700) };
     const shape back[5] = { f32(9, 7, 5), f32(1, 7, 6), f32(1, 7, 6), f32(24, 5), f32(24, 6) };
-    *y = calls(m, "koila::packed_rnn", 4, out, "ttnnTibbib", x, places, 2, w, u, 0, 0, 0, 9, 1);
-    return calls(m, "koila::packed_rnn_backward", 5, back, "tnnttnnTtibbbb", *y, x, places, 2, w, u,
-                 *y + 3, 0, 0, 0, 1, 1);
+    *y = calls(m, "koila::packed_rnn", 4, out, "ttnnTibbiib", x, places, 2, w, u, 0, 0, 0, 1, 9, 1);
+    return calls(m, "koila::packed_rnn_backward", 5, back, "tnnttnnTttibbibb", *y, x, places, 2, w,
+                 u, *y + 3, *y, 0, 0, 0, 1, 1, 1);
 }
 
 TEST(rules__a_packed_layer_is_cut_by_rows)
