@@ -89,8 +89,13 @@ static void put_prediction(const plan_options *o, const koila_device *d, const k
 {
     char a[32];
     put_plain(stdout, o->path);
-    printf(": batch %lld in %u %s of %lld, on ", (long long)p->batch, p->n_slices,
-           p->n_slices == 1 ? "slice" : "slices", (long long)p->rows);
+    printf(": ");
+    if (p->dim == KOILA_NONE)
+        printf("batch %lld", (long long)p->batch);
+    else
+        printf("%lld along dim %u", (long long)p->batch, p->dim);
+    printf(" in %u %s of %lld, on ", p->n_slices, p->n_slices == 1 ? "slice" : "slices",
+           (long long)p->rows);
     put_plain(stdout, koila_device_name(d));
     printf("\n");
     put_peaks("first step", &p->first);
@@ -147,6 +152,8 @@ static void put_json_prediction(const plan_options *o, const koila_device *d,
     printf(",\"batch\":%lld,\"rows\":%lld,\"slices\":%u,\"steps\":%u,\"settled\":%s",
            (long long)p->batch, (long long)p->rows, p->n_slices, p->n_steps,
            p->settled ? "true" : "false");
+    if (p->dim != KOILA_NONE)
+        printf(",\"dim\":%u", p->dim);
     json_peaks("first_step", &p->first);
     json_peaks("later_steps", &p->steady);
     printf(",\"memory\":%llu,\"fits\":%s,\"spare\":%llu,\"retries\":%llu,\"peak\":{\"op\":",

@@ -116,6 +116,14 @@ typedef enum koila_keep_policy {
     KOILA_KEEP_NONE, /**< recompute everything */
 } koila_keep_policy;
 
+/** Which dimensions of the batch may be cut. */
+typedef enum koila_axes {
+    KOILA_AXES_ROWS, /**< those that the leaves name */
+    /** where no number of rows fits: another one that batched leaves have. `rows` > 0: as ROWS */
+    KOILA_AXES_ANY,
+    KOILA_AXES_OTHER, /**< another one in any case; `rows` counts its entries */
+} koila_axes;
+
 typedef struct koila_plan_options {
     uint32_t struct_size;
     /** bytes the step may use beyond those live before it; UINT64_MAX = no limit */
@@ -133,6 +141,7 @@ typedef struct koila_plan_options {
      * koila_plan_new() returns the last one found. Not called with forced rows and no budget. */
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
+    uint32_t axes; /**< koila_axes */
 } koila_plan_options;
 
 typedef struct koila_plan_info {
@@ -148,11 +157,15 @@ typedef struct koila_plan_info {
     uint32_t n_gathers;
     /** node of the lowered graph that runs at the peak; KOILA_NONE: nothing runs */
     koila_node peak_node;
+    /** KOILA_NONE: rows are cut. Else another axis, which all of this calls rows: this dimension of
+     * the first leaf that has it */
+    uint32_t dim;
+    bool has_other_axes; /**< another one could be cut */
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.
- *  Expected: OOM (even one row per slice needs more than the budget; err names the largest values;
- *  a budget of UINT64_MAX gives that plan),
+ *  Expected: OOM (even one row per slice, or one entry of each other axis that is tried, needs more
+ *  than the budget; err names the largest values; a budget of UINT64_MAX gives that plan),
  *  BAD_ARGUMENT, NO_MEMORY, UNSUPPORTED. */
 KOILA_API koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
                                       uint32_t n_targets, const koila_plan_options *options,

@@ -66,6 +66,7 @@ typedef struct koila_predict_opts {
     bool cudnn_sdpa_last; /**< TORCH_CUDNN_SDPA_DEPRIORITIZED is set */
     /** CUBLAS_WORKSPACE_CONFIG, read as torch reads it; NULL: not set, the profile's bytes count */
     const char *cublas_workspace;
+    bool rows_only; /**< koila_plan_options.axes is KOILA_AXES_ROWS, not ANY */
 } koila_predict_opts;
 
 /** Bytes of three runs, in which operators use the least, the likely and the most memory inside.
@@ -118,6 +119,9 @@ typedef struct koila_prediction {
      * autograd hold them, not until their last use (koila_graph_drop() says how long; a value of
      * which it is not known lives until its last use) */
     koila_peaks plain_first, plain_steady;
+    /** KOILA_NONE: `batch` and `rows` are rows; else entries of another axis, as
+     * koila_plan_info.dim says */
+    uint32_t dim;
 } koila_prediction;
 
 /** Predicts the step that makes all values of g that nobody uses. `c` NULL: defaults of the newest
@@ -177,9 +181,9 @@ KOILA_API koila_status koila_fits_plan(const koila_plan *p, const koila_device *
                                        koila_error *e);
 /** koila_plan_new(), of the plans that fit `live`: the fewest slices, then the least work. Plans
  * are compared by their sum of live bytes first (with the budget, and with what `live` has left);
- * then at most KOILA_MAX_SIMULATIONS of them are run. When some fit by the sum but none when run,
- * *out is the plan of one row a slice, and fit->fits is false. `o` may be NULL. On success *out is
- * yours: koila_plan_free().
+ * then at most KOILA_MAX_SIMULATIONS of them are run, of each axis that is tried. When some fit by
+ * the sum but none when run, *out is the plan of one row a slice, and fit->fits is false. `o` may
+ * be NULL. On success *out is yours: koila_plan_free().
  *  Expected: as koila_plan_new() and koila_fits(); OOM when one row does not fit by the sum. */
 KOILA_API koila_status koila_plan_live(const koila_graph *g, const koila_value *targets,
                                        uint32_t n_targets, const koila_plan_options *po,

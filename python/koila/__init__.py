@@ -15,6 +15,7 @@ from . import _torch  # noqa: F401  refuses a torch that is missing or too old
 
 if TYPE_CHECKING:
     from ._budget import (
+        axes as axes,
         budget as budget,
         micro_batch as micro_batch,
         set_budget as set_budget,
@@ -44,6 +45,7 @@ _HOME = {
     "Plan": "_plan",
     "StaleValueError": "_errors",
     "UnsupportedError": "_errors",
+    "axes": "_budget",
     "budget": "_budget",
     "explain": "_plan",
     "last_plan": "_plan",

@@ -294,6 +294,28 @@ class micro_batch(_Setting):
         return {"micro_batch": None if fastest else self._size, "fastest": fastest}
 
 
+class axes(_Setting):
+    """Which dimensions of the batch may be cut.
+
+    Args:
+        which: `"any"` (the default): the rows; where no number of rows fits, another dimension that
+            values of the batch have, such as the tokens of a sequence. `"batch"`: only the
+            dimension that `lazy(..., batch=)` names.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    def __init__(self, which: Literal["any", "batch"]) -> None:
+        super().__init__()
+        if which not in ("any", "batch"):
+            raise _refuse(which, '"any" or "batch"', f"axes({which!r})")
+        self._which = which
+
+    def _settings(self) -> dict[str, Any]:
+        return {"axes": self._which}
+
+
 class strict(_Setting):
     """Make a gather larger than a slice raise `GatherError`, before anything has run. The error
     names operator, shape and line.

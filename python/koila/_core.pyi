@@ -38,6 +38,7 @@ def configure(
     cpu_budget: int | None = ...,
     resident: bool = ...,
     strict: bool = ...,
+    axes: str = ...,
     fastest: bool = ...,
     dry: bool = ...,
     own_budget: bool = ...,

@@ -70,6 +70,22 @@ class Large(NamedTuple):
     line: str
 
 
+class Axis(NamedTuple):
+    """A dimension that was cut in place of the rows: `n_slices` slices of `slice_size` of its
+    `size` entries. `dim`: of the first value of the batch that has it."""
+
+    dim: int
+    size: int
+    slice_size: int
+    n_slices: int
+
+
+def _cut(n_slices: int, each: str, of: int, size: int) -> str:
+    """`4 × 8 rows of 30, the last 6`, where each is "8 rows of 30"."""
+    ragged = size % of if of else 0
+    return f"{n_slices} × {each}" + (f", the last {ragged}" if ragged else "")
+
+
 def _short(line: str) -> str:
     return os.path.basename(line)
 
@@ -83,6 +99,8 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
+        axis: the `Axis` that was cut where no number of rows fitted: each slice has all rows then.
+            `None`: rows were cut, or nothing.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
             is `None` where they were not counted; on a GPU, where an earlier peak was higher.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
@@ -119,6 +137,7 @@ class Plan:
     asked_by: str
     asked_at: str
     fit: dict[str, Any] | None
+    axis: Axis | None
 
     def __init__(self, raw: dict[str, Any], values: Iterable[torch.Tensor] | None = None) -> None:
         self._raw = raw
@@ -126,6 +145,7 @@ class Plan:
         self._values = None if values is None else [weakref.ref(v) for v in values]
         for name in Plan.__annotations__:
             setattr(self, name, raw.get(name))
+        self.axis = None if raw["axis"] is None else Axis(*raw["axis"])
         self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
         self.gathers = [Gather.of(*g) for g in raw["gathers"]]
         self.largest = [Large(*t) for t in raw["largest"]]
@@ -137,13 +157,15 @@ class Plan:
         def size(n: int | None, otherwise: str) -> str:
             return otherwise if n is None else readable(n)
 
-        ragged = self.batch % self.micro_batch if self.micro_batch else 0
-        cut = f"{self.n_micro_batches} × {self.micro_batch} rows of {self.batch}" + (
-            f", the last {ragged}" if ragged else ""
-        )
+        rows = f"{self.micro_batch} rows of {self.batch}"
+        cut = _cut(self.n_micro_batches, rows, self.micro_batch, self.batch)
         if self.n_micro_batches == 1:
             cut = f"whole, {self.batch} rows"
-        rows = [
+        if self.axis is not None:
+            a = self.axis
+            each = f"{a.slice_size} of {a.size:,} along dim {a.dim}"
+            cut = _cut(a.n_slices, each, a.slice_size, a.size)
+        table = [
             ("batch", cut),
             ("predicted peak", size(self.predicted_peak_bytes, "unknown")),
             (
@@ -167,7 +189,7 @@ class Plan:
                 if self.fit["margin_bytes"]
                 else ""
             )
-            rows.append(
+            table.append(
                 (
                     "reserved",
                     f"{readable(self.fit['peak_reserved'])}{margin}"
@@ -175,7 +197,7 @@ class Plan:
                     else f"does not fit by the allocator's model{margin}; tried all the same",
                 )
             )
-        return rows + ([("retries", str(self.retries))] if self.retries else [])
+        return table + ([("retries", str(self.retries))] if self.retries else [])
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         return [

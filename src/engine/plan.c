@@ -18,11 +18,16 @@
  *   error;
  *   - a policy that holds more between two loops than the best one needs at its peak.
  *
+ * If no number of rows fits, other axes of the batch are tried, where the caller allows it: the
+ * likeliest first, each placed once, with gathered values sliced again. The first that fits at
+ * moderate work is taken, else the least work of those that fit. src/engine/axes.c finds them.
+ *
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
  * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
  * called for each plan whose sum fits. */
 #include "engine/plan_inside.h"
 
+#include "engine/axes.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "graph/table.h"
@@ -160,6 +165,9 @@ typedef struct planning {
     int64_t largest_axis;
     bool is_empty;   /* an axis has no rows: nothing to slice */
     bool whole_fits; /* one slice fits by its sum of live bytes */
+    bool accepted;   /* the caller takes the plan */
+    uint32_t dim;    /* as koila_plan_info.dim */
+    koila__least other;
 } planning;
 
 typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t,
@@ -182,7 +190,7 @@ static koila_status place(planning *q, place_fn how, koila_value *targets, koila
 }
 
 /* Sets the facts of a plan that need no simulation; p->rows is set. */
-static void set_info(koila_plan *p, const koila_plan_options *o)
+static void set_info(koila_plan *p, const planning *q)
 {
     const koila_graph *g = p->placed->graph;
     const koila__schedule *s = &p->schedule;
@@ -193,7 +201,7 @@ static void set_info(koila_plan *p, const koila_plan_options *o)
     p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
     if (p->placed->cut)
         p->info.n_slices = koila__count_slices(p->placed, axis, p->rows[axis], &p->info.rows);
-    p->info.budget_bytes = o->budget_bytes;
+    p->info.budget_bytes = q->options->budget_bytes;
     p->info.n_stages = s->n_stages;
     p->info.n_loops = s->n_loops;
     p->info.n_recorded = s->n_needed;
@@ -201,6 +209,7 @@ static void set_info(koila_plan *p, const koila_plan_options *o)
     p->info.work_recorded = s->work_recorded;
     p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
     p->info.peak_node = KOILA_NONE;
+    p->info.dim = q->dim;
 }
 
 /* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
@@ -221,7 +230,7 @@ static bool accepted(const planning *q, koila__placed *placed, const koila__sche
     view.schedule = *schedule;
     view.targets = targets;
     view.rows = rows;
-    set_info(&view, q->options);
+    set_info(&view, q);
     view.info.peak_bytes = peak_bytes;
     return q->options->accepts(q->options->accepts_user, &view);
 }
@@ -238,7 +247,8 @@ static koila_status plan_whole(planning *q, bool *fits)
         koila__plan_peak(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
     q->whole_fits = peak <= q->options->budget_bytes;
     *fits = q->whole_fits && accepted(q, p->placed, &p->schedule, p->targets, p->rows, peak);
-    set_info(p, q->options);
+    q->accepted = *fits;
+    set_info(p, q);
     p->info.batch = q->largest_axis;
     p->info.rows = q->largest_axis;
     p->info.n_slices = 1;
@@ -722,11 +732,26 @@ static koila_status try_pieces(planning *q, sliced *best)
     return status;
 }
 
+/* The plan is that way from now on. */
+static void adopt(planning *q, const sliced *way)
+{
+    koila_plan *p = q->plan;
+    koila__placed_free(p->placed);
+    koila__schedule_deinit(&p->schedule);
+    p->placed = way->placed;
+    p->schedule = way->schedule;
+    p->targets = way->targets;
+    p->rows = way->rows;
+    q->accepted = way->accepted;
+    p->n_curve = 0;
+    p->info = (koila_plan_info){ 0 };
+    set_info(p, q);
+}
+
 /* Plans in slices; if something is gathered, also with gathered values sliced again. On
  * KOILA_UNSUPPORTED the plan is unchanged. */
 static koila_status plan_sliced(planning *q)
 {
-    koila_plan *p = q->plan;
     sliced best = { 0 }, again = { 0 };
     koila_status status = slice(q, koila__place, &best);
     if (status != KOILA_OK)
@@ -757,13 +782,7 @@ static koila_status plan_sliced(planning *q)
         sliced_free(&best);
         return KOILA_UNSUPPORTED; /* whole it fits, and was only not accepted */
     }
-    koila__placed_free(p->placed);
-    koila__schedule_deinit(&p->schedule);
-    p->placed = best.placed;
-    p->schedule = best.schedule;
-    p->targets = best.targets;
-    p->rows = best.rows;
-    set_info(p, q->options);
+    adopt(q, &best);
     return KOILA_OK;
 }
 
@@ -809,9 +828,110 @@ static koila_status choose_way(planning *q)
     return q->plan->placed ? KOILA_OK : plan_whole(q, &fits);
 }
 
+/* ---- other axes */
+
+/* Plans along one of them; on KOILA_OK *out is yours. */
+static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
+{
+    koila_graph view;
+    KOILA_TRY(koila__axes_view(q->graph, axis, &q->plan->mem, &view));
+    planning along = *q;
+    along.graph = &view;
+    along.largest_axis = axis->size;
+    along.dim = axis->dim;
+    const koila_status status = slice(&along, koila__place_cut, out);
+    koila__axes_end(&view, &q->plan->mem);
+    return status;
+}
+
+static bool fits_and_is_accepted(const planning *q, const sliced *s)
+{
+    return s->peak <= q->options->budget_bytes &&
+           (s->accepted || !q->options->accepts || is_frugal(q->options));
+}
+
+/* Is way b along another axis better than a, of which either may not fit? */
+static bool is_better_axis(const planning *q, const sliced *b, const sliced *a)
+{
+    const bool fits_a = fits_and_is_accepted(q, a);
+    const bool fits_b = fits_and_is_accepted(q, b);
+    if (fits_a != fits_b)
+        return fits_b;
+    return fits_a && !is_frugal(q->options) ? b->schedule.work < a->schedule.work
+                                            : b->peak < a->peak;
+}
+
+static void note_least(planning *q, const koila__axis *axis, const sliced *way)
+{
+    if (way->peak < q->other.peak_bytes)
+        q->other = (koila__least){ way->peak, axis->dim, way->rows[0], axis->size };
+}
+
+/* The best way along another axis; best->placed stays NULL where there is none. */
+static koila_status find_other_axis(planning *q, sliced *best, uint32_t *dim)
+{
+    koila__axis axes[KOILA__MOST_AXES];
+    const uint32_t n = koila__axes_find(q->graph, axes);
+    bool is_cheap = false;
+    for (uint32_t i = 0; i < n && !is_cheap; i++) {
+        sliced way = { 0 };
+        const koila_status status = slice_along(q, &axes[i], &way);
+        if (status == KOILA_UNSUPPORTED)
+            continue;
+        if (status != KOILA_OK)
+            return status;
+        note_least(q, &axes[i], &way);
+        if (!best->placed || is_better_axis(q, &way, best)) {
+            const sliced swap = *best;
+            *best = way;
+            way = swap;
+            *dim = axes[i].dim;
+        }
+        sliced_free(&way);
+        is_cheap = fits_and_is_accepted(q, best) &&
+                   best->schedule.work <= KOILA_COST_MODERATE * best->schedule.work_recorded;
+    }
+    return KOILA_OK;
+}
+
+/* Takes another axis where one fits; in any case if the caller asks for one. */
+static koila_status plan_other_axis(planning *q)
+{
+    sliced best = { 0 };
+    uint32_t dim = KOILA_NONE;
+    const bool in_any_case = q->options->axes == KOILA_AXES_OTHER;
+    const koila_status status = find_other_axis(q, &best, &dim);
+    if (status == KOILA_OK && !best.placed && in_any_case)
+        return koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the batch has no other axis");
+    if (status != KOILA_OK || !best.placed || !(in_any_case || fits_and_is_accepted(q, &best))) {
+        sliced_free(&best);
+        return status;
+    }
+    q->dim = dim;
+    adopt(q, &best);
+    return koila__plan_describe(q->plan, q->options);
+}
+
+/* ---- all of it */
+
+static koila_status plan_rows(planning *q)
+{
+    find_largest_axis(q);
+    KOILA_TRY(choose_way(q));
+    return koila__plan_describe(q->plan, q->options);
+}
+
+static bool rows_do_not_fit(const planning *q)
+{
+    const koila_plan_options *o = q->options;
+    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
+}
+
 static koila_status make_plan(planning *q)
 {
     koila_plan *p = q->plan;
+    koila__axis axes[KOILA__MOST_AXES];
+    const koila_plan_options *o = q->options;
     koila__arena_init(&p->arena, q->mem);
     p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
     p->rows = koila__arena_array(&p->arena, (size_t)q->graph->axes.n + 1, sizeof *p->rows);
@@ -819,13 +939,16 @@ static koila_status make_plan(planning *q)
         return KOILA_NO_MEMORY;
     p->n_targets = q->n_targets;
     KOILA_TRY(check_targets(q));
-    find_largest_axis(q);
-    KOILA_TRY(choose_way(q));
-    KOILA_TRY(koila__plan_describe(p, q->options));
+    if (o->axes != KOILA_AXES_OTHER)
+        KOILA_TRY(plan_rows(q));
+    if (o->axes == KOILA_AXES_OTHER ||
+        (o->axes == KOILA_AXES_ANY && o->rows <= 0 && rows_do_not_fit(q)))
+        KOILA_TRY(plan_other_axis(q));
+    p->info.has_other_axes = koila__axes_find(q->graph, axes) > 0;
     koila_check(koila_plan_check(p, NULL));
-    if (p->info.peak_bytes <= q->options->budget_bytes)
+    if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;
-    return koila__plan_no_fit(p, q->graph, q->err);
+    return koila__plan_no_fit(p, q->graph, &q->other, q->err);
 }
 
 koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
@@ -844,7 +967,9 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
                        .options = options,
                        .mem = mem,
                        .err = err,
-                       .plan = p };
+                       .plan = p,
+                       .dim = KOILA_NONE,
+                       .other = { .peak_bytes = UINT64_MAX } };
         status = make_plan(&q);
     }
     if (status == KOILA_NO_MEMORY)

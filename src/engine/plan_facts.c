@@ -174,28 +174,55 @@ static size_t name_value(char *out, size_t room, const koila_plan *p, const koil
     return n;
 }
 
-koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded, koila_error *err)
+/* "; along dim 1 of the batch 1 of 1024 need 234.6 KiB", or nothing. */
+static void name_other(char *out, size_t room, const koila__least *other)
+{
+    char needs[32];
+    if (other->peak_bytes != UINT64_MAX)
+        snprintf(out, room, "; along dim %u of the batch %lld of %lld need %s", other->dim,
+                 (long long)other->rows, (long long)other->size,
+                 size_text(needs, other->peak_bytes));
+}
+
+/* The first names of the largest values for which there is room. */
+static void name_largest(char *out, size_t room, const koila_plan *p, const koila_graph *recorded)
 {
     enum { N_NAMED = 3 };
-    char largest[150] = ""; /* the first names for which there is room */
-    char needs[32];
-    char there[32];
     size_t used = 0;
-    koila_assert(p->info.peak_bytes > p->info.budget_bytes);
-    const uint64_t missing = p->info.peak_bytes - p->info.budget_bytes;
+    out[0] = 0;
     for (uint32_t i = 0; i < p->n_largest && i < N_NAMED; i++) {
         char one[160];
         size_t n = (size_t)snprintf(one, sizeof one, "%s", i ? ", " : "");
         n += name_value(one + n, sizeof one - n, p, recorded, &p->largest[i]);
-        if (used + n >= sizeof largest)
+        if (used + n >= room)
             break;
-        memcpy(largest + used, one, n + 1);
+        memcpy(out + used, one, n + 1);
         used += n;
     }
+}
+
+koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
+                                const koila__least *other, koila_error *err)
+{
+    char needs[32];
+    char there[32];
+    char unit[40] = "row(s)";
+    char otherwise[90] = "";
+    char largest[150];
+    koila_assert(p->info.peak_bytes > p->info.budget_bytes);
+    const bool other_is_less = other->peak_bytes > p->info.budget_bytes && /* not refused */
+                               other->peak_bytes < p->info.peak_bytes;
+    const uint64_t least = other_is_less ? other->peak_bytes : p->info.peak_bytes;
+    const uint64_t missing = least - p->info.budget_bytes;
+    if (p->info.dim != KOILA_NONE)
+        snprintf(unit, sizeof unit, "along dim %u of the batch", p->info.dim);
+    else
+        name_other(otherwise, sizeof otherwise, other);
+    name_largest(largest, sizeof largest - strlen(otherwise), p, recorded);
     return koila__fail_short(
-        err, missing, "a slice of %lld row(s) needs %s, %s are free, %llu bytes short; largest: %s",
-        (long long)p->info.rows, size_text(needs, p->info.peak_bytes),
-        size_text(there, p->info.budget_bytes), (unsigned long long)missing, largest);
+        err, missing, "a slice of %lld %s needs %s, %s are free, %llu bytes short%s; largest: %s",
+        (long long)p->info.rows, unit, size_text(needs, p->info.peak_bytes),
+        size_text(there, p->info.budget_bytes), (unsigned long long)missing, otherwise, largest);
 }
 
 /* ---- the getters */

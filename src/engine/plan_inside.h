@@ -30,7 +30,14 @@ uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
 /* Fills the facts for users: peaks and the largest values; if the plan fits, also gathers and the
  * curve. Expected: NO_MEMORY. */
 koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o);
+/* The least that cutting another axis needs. */
+typedef struct koila__least {
+    uint64_t peak_bytes; /* UINT64_MAX: none was tried */
+    uint32_t dim;
+    int64_t rows, size; /* entries of a slice, and of all */
+} koila__least;
 /* Writes the OOM message of a plan above its budget. */
-koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded, koila_error *err);
+koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
+                                const koila__least *other, koila_error *err);
 
 #endif

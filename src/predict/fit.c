@@ -21,6 +21,11 @@ bool koila__fit_accepts(void *user, const koila_plan *p)
     const bool is_one_row = info.rows <= 1;
     const uint32_t most = KOILA_MAX_SIMULATIONS - (is_one_row ? 0 : 1);
     bool yes = false;
+    if (x->along != info.dim + 1) { /* another axis: counted anew */
+        x->along = info.dim + 1;
+        x->n_simulations = 0;
+        x->refused_slices = 0;
+    }
     if (x->status || x->n_simulations >= most)
         return false;
     /* try another policy for the refused number of slices only if it needs clearly less */

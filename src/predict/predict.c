@@ -267,6 +267,7 @@ static koila_status plan_that_fits(prediction_input *x, koila_plan **plan, koila
 {
     koila__fit_search search = { .fits = fits_from_start, .user = x };
     koila_plan_options po = { .struct_size = sizeof po,
+                              .axes = x->o.rows_only ? KOILA_AXES_ROWS : KOILA_AXES_ANY,
                               .accepts = koila__fit_accepts,
                               .accepts_user = &search };
     koila_plan *found = NULL;
@@ -529,6 +530,7 @@ static koila_status predict_one(const prediction_input *x, const koila_plan *pla
     p->batch = info.batch;
     p->rows = info.rows;
     p->n_slices = info.n_slices;
+    p->dim = info.dim;
     tell_peak(p, koila_plan_graph(plan), expected->peak_node);
     return KOILA_OK;
 }

@@ -197,6 +197,7 @@ typedef struct koila__fit_search {
     uint32_t n_simulations;  /* tries */
     uint32_t refused_slices; /* of the last plan that did not fit; 0: none */
     uint64_t refused_bytes;  /* its peak */
+    uint32_t along;          /* 1 + the dimension of the axis that is tried now; 0: the rows */
     bool accepted;           /* some plan fits */
     const koila_graph *accepted_graph; /* of the last one that does; only to be compared */
     int64_t accepted_rows;

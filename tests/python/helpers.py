@@ -23,10 +23,12 @@ import textwrap
 import torch
 
 import koila
-from koila import lazy
+from koila import _core, lazy
 
 WHOLE, EVEN, RAGGED, ONE = "whole", "even", "ragged", "one"
 SLICES = (WHOLE, EVEN, RAGGED, ONE)
+# compare() cuts along other dimensions of the batch than its rows
+OTHER_AXES = os.environ.get("KOILA_OTHER_AXES") == "1"
 
 
 def rows(kind, batch):
@@ -131,6 +133,9 @@ def compare_programs(
     torch.manual_seed(1234)
     expected = program(lambda *v: v[0] if len(v) == 1 else v)
     state = random_state()
+    if OTHER_AXES:
+        compare_along_other(program, expected, state if rng else None, max(tol, 1e-12), batch)
+        return expected
     for kind in slices:
         n = rows(kind, batch_size)
         torch.manual_seed(1234)
@@ -154,6 +159,25 @@ def compare_programs(
             big = [g for g in plan.gathers if g.n_bytes > gather_bytes_per_row * batch_size]
             assert not big, f"{what}: gathered {big}"
     return expected
+
+
+def compare_along_other(program, expected, state, tol, batch=0, sizes=(1, 2, 5), tamper=None):
+    """The same along another dimension of the batch, in slices of so many of its entries; the rows
+    where it has none. How many of the steps were cut along another one."""
+    n_along = 0
+    for n in sizes:
+        torch.manual_seed(1234)
+        before = _core.configure(micro_batch=n, axes="other")
+        try:
+            got = program(lambda *v: lazy(*v, batch=batch))
+        finally:
+            _core.configure(micro_batch=None, axes=before["axes"])
+        what = f"slices of {n} along another axis"
+        assert_same(expected, tamper(got) if tamper else got, tol, what)
+        assert state is None or torch.equal(state, random_state()), f"{what}: random state"
+        plan = koila.last_plan()
+        n_along += plan is not None and plan.axis is not None
+    return n_along
 
 
 def step_program(make_model, make_batch, loss_fn, optimizer=None):

@@ -39,7 +39,7 @@ def settings(device: torch.device) -> None:
     koila.set_budget({"cpu": "2GiB"}, resident=True)
     koila.set_budget(None)
     koila.set_budget([1])  # type: ignore[arg-type]
-    with koila.budget(0.8), koila.micro_batch(16), koila.strict():
+    with koila.budget(0.8), koila.micro_batch(16), koila.axes("batch"), koila.strict():
         pass
     with koila.budget({"cuda:0": "20GiB", "cpu": None}), koila.micro_batch("fastest"):
         pass
@@ -47,6 +47,7 @@ def settings(device: torch.device) -> None:
         pass
     koila.micro_batch("slowest")  # type: ignore[arg-type]
     koila.micro_batch(1.5)  # type: ignore[arg-type]
+    koila.axes("rows")  # type: ignore[arg-type]
     koila.lasy(device)  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,8 @@
 #include "interpreter.h"
 #include "random_graph.h"
 
+#include "engine/plan_inside.h"
+
 static koila_plan_options options(uint64_t budget, int64_t rows)
 {
     return (koila_plan_options){ .struct_size = sizeof(koila_plan_options),
@@ -454,6 +456,90 @@ TEST(plan__random_steps_plan_the_same_twice_and_hold_their_invariants)
     }
 }
 
+/* Does the plan, run by the interpreter, give the numbers of the recorded graph, in the bytes that
+ * were predicted? */
+static bool gives_the_truth(const random_graph *r, const koila_plan *p, tensor *const *truth)
+{
+    const koila__placed *placed = p->placed;
+    uint64_t *leaf = calloc(placed->graph->values.n + 1, sizeof *leaf);
+    interpreter x = { .p = placed, .s = &p->schedule, .rows = p->rows };
+    for (koila_value v = 0; v < r->g->values.n; v++)
+        if (r->g->values.at[v].node == KOILA_NONE && placed->lowered[v] != KOILA_NONE)
+            leaf[placed->lowered[v]] = v;
+    bool same = interpret(&x, leaf);
+    for (uint32_t i = 0; i < r->n_targets && same; i++)
+        same = same_elements(x.whole[p->targets[i]], truth[r->targets[i]]);
+    same = same && x.h.peak == p->info.peak_bytes;
+    interpreter_deinit(&x);
+    free(leaf);
+    return same;
+}
+
+TEST(plan__a_step_cut_along_another_axis_is_the_same_step)
+{
+    uint32_t n_cut = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 400; seed++) {
+        random_graph r;
+        heap h = { 0 };
+        if (rg_init(&r, NULL, seed, NULL, 0, 20) != KOILA_OK)
+            abort();
+        tensor **truth = calloc(r.g->values.n + 1, sizeof *truth);
+        CHECK(run_recorded(&h, r.g, truth));
+        for (int64_t rows = 1; rows <= 2; rows++) {
+            koila_plan_options o = options(UINT64_MAX, rows);
+            koila_plan *p = NULL;
+            o.axes = KOILA_AXES_OTHER;
+            const koila_status status = plan_of(&r, o, &p, NULL);
+            CHECK(status == KOILA_OK || status == KOILA_UNSUPPORTED);
+            if (status != KOILA_OK)
+                continue;
+            const koila_plan_info info = koila_plan_get(p);
+            CHECK(koila_plan_check(p, NULL) && info.dim != KOILA_NONE && info.has_other_axes);
+            CHECK(info.rows == (rows < info.batch ? rows : info.batch));
+            CHECK(gives_the_truth(&r, p, truth));
+            n_cut++;
+            /* a planted fault: one number of a result is another */
+            uint64_t *number = element(truth[r.targets[0]], 0);
+            const uint64_t right = *number;
+            *number = right ? right - 1 : 1;
+            n_seen += !gives_the_truth(&r, p, truth);
+            *number = right;
+            koila_plan_free(p);
+        }
+        for (koila_value v = 0; v < r.g->values.n; v++)
+            drop(&truth[v]);
+        free(truth);
+        rg_deinit(&r);
+    }
+    CHECK(n_cut > 200 && n_seen > 200);
+}
+
+TEST(plan__rows_come_first_and_another_axis_where_none_fits)
+{
+    random_graph r;
+    koila_plan *p = NULL;
+    koila_error err = KOILA_ERROR_INIT;
+    CHECK(chain(&r, NULL, 4) == KOILA_OK); /* the other axis: 64 columns of x */
+    r.targets[0] = r.targets[--r.n_targets];
+    koila_plan_options o = options(UINT64_MAX, 0);
+    CHECK(info_of(&r, o).dim == KOILA_NONE && info_of(&r, o).has_other_axes);
+    o.rows = 1;
+    o.axes = KOILA_AXES_ANY;
+    CHECK(info_of(&r, o).dim == KOILA_NONE); /* forced rows are rows */
+    o.axes = KOILA_AXES_OTHER;
+    const koila_plan_info along = info_of(&r, o);
+    CHECK(along.dim == 1 && along.batch == 64 && along.rows == 1 && along.n_slices == 64);
+    o = options(100, 0);
+    o.axes = KOILA_AXES_ANY;
+    CHECK_EQ(plan_of(&r, o, &p, &err), KOILA_OOM);
+    CHECK(strstr(err.text, "a slice of 1 row(s) needs ") &&
+          strstr(err.text, "; along dim 1 of the batch 1 of 64 need "));
+    o.axes = KOILA_AXES_OTHER;
+    CHECK_EQ(plan_of(&r, o, &p, &err), KOILA_OOM);
+    CHECK(strstr(err.text, "a slice of 1 along dim 1 of the batch needs "));
+    rg_deinit(&r);
+}
+
 /* Each kind of broken plan is seen by koila_plan_check(). */
 TEST(plan__check_sees_planted_faults)
 {
@@ -526,12 +612,15 @@ TEST(plan__the_nth_allocation_may_fail)
     if (rg_init(&r, NULL, 34, NULL, 0, 20) != KOILA_OK)
         abort();
     const uint64_t whole = info_of(&r, options(UINT64_MAX, 0)).peak_bytes;
-    for (int k = 0; k < 2; k++)
+    for (int k = 0; k < 3; k++)
         for (uint64_t at = 1;; at++) {
             fail = (failing_allocator){ .at = at };
             koila_plan *p = NULL;
             koila_error err = KOILA_ERROR_INIT;
-            const koila_plan_options o = options(k ? UINT64_MAX : whole * 9 / 10, k);
+            koila_plan_options o = options(k == 1 ? UINT64_MAX : whole * 9 / 10, k == 1);
+            if (k == 2)
+                o.budget_bytes = 1;
+            o.axes = KOILA_AXES_ANY;
             const koila_status status =
                 koila_plan_new(r.g, r.targets, r.n_targets, &o, &mem, &p, &err);
             const bool failed = fail.n_calls >= at;

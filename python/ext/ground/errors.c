@@ -168,9 +168,7 @@ int koila__raise_no_fit(koila_status status, const koila_error *err, const char 
 {
     if (status == KOILA_OOM) {
         char text[520];
-        snprintf(text, sizeof text,
-                 "%s: %s. Try: a larger budget, a smaller model or sequence, or "
-                 "torch.utils.checkpoint around its blocks",
+        snprintf(text, sizeof text, "%s: %s. Try: a larger budget, or a smaller model or sample",
                  call, err->text);
         return koila__raise_out_of_memory(text, err->missing_bytes);
     }

@@ -1,6 +1,7 @@
 /* settings.c — see settings.h.
  *
- *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget) ->
+ *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget,
+ *             axes) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
  *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
  *
@@ -81,17 +82,20 @@ static PyObject *number_or_none(bool is_number, uint64_t n)
     return is_number ? PyLong_FromUnsignedLongLong(n) : Py_NewRef(Py_None);
 }
 
+static const char *const axes_names[] = { "any", "batch", "other" };
+
 static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
-    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
                          number_or_none(s.rows, (uint64_t)s.rows), "budget",
                          number_or_none(s.has_budget, s.budget), "cpu_budget",
                          number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
                          truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest),
-                         "dry", truth(s.dry), "own_budget", truth(s.own_budget));
+                         "dry", truth(s.dry), "own_budget", truth(s.own_budget), "axes",
+                         PyUnicode_FromString(axes_names[s.axes]));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -106,6 +110,16 @@ static void set_switch(bool *out, PyObject *o)
 {
     if (o)
         *out = PyObject_IsTrue(o) == 1;
+}
+
+static void set_axes(koila__settings *s, PyObject *axes)
+{
+    for (int i = KOILA__CUT_ANY; i <= KOILA__CUT_OTHER; i++)
+        if (PyUnicode_Check(axes) && PyUnicode_CompareWithASCIIString(axes, axes_names[i]) == 0) {
+            s->axes = i;
+            return;
+        }
+    PyErr_SetString(PyExc_ValueError, "axes must be \"any\", \"batch\" or \"other\"");
 }
 
 static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,
@@ -137,12 +151,13 @@ static int store(koila__settings s)
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "micro_batch", "budget", "cpu_budget", "resident", "strict",
-                             "fastest",     "dry",    "own_budget", NULL };
+                             "fastest",     "dry",    "own_budget", "axes",     NULL };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
-    PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL;
+    PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOO:configure", names, &rows, &budget,
-                                     &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOO:configure", names, &rows, &budget,
+                                     &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget,
+                                     &axes))
         return NULL;
     koila__settings s = own();
     if (rows)
@@ -151,6 +166,8 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         s.own_budget = true;
         set_budget(&s, budget, cpu_budget, resident);
     }
+    if (axes)
+        set_axes(&s, axes);
     if (!PyErr_Occurred() && s.rows < 0)
         PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
     PyObject *before = PyErr_Occurred() ? NULL : settings_dict();

@@ -22,8 +22,11 @@ typedef struct koila__settings {
      * beyond it */
     uint64_t cpu_budget;
     bool has_budget;
-    bool resident;   /* cpu_budget limits the resident memory of the process, not torch's bytes */
-    bool strict;     /* refuse plans that gather */
+    bool resident; /* cpu_budget limits the resident memory of the process, not torch's bytes */
+    bool strict;   /* refuse plans that gather */
+    /* which dimensions of the batch may be cut. OTHER is for tests: another one than the rows, and
+     * `rows` counts its entries */
+    enum { KOILA__CUT_ANY, KOILA__CUT_BATCH, KOILA__CUT_OTHER } axes;
     bool fastest;    /* time a few slice sizes and keep the fastest */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */

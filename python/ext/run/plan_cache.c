@@ -1,9 +1,9 @@
 /* plan_cache.c — finds a plan made before, or makes a new one and keeps it.
  *
- * The key of a plan is the hash of the recorded part, the targets and the forced rows. A plan is
- * made again when its assumptions have changed (an operator has a larger workspace than was known),
- * when it no longer fits, or when there is so much more memory that fewer slices may fit. On a GPU
- * cuda_state.c decides whether it fits.
+ * The key of a plan is the hash of the recorded part, the targets, the forced rows and the axes
+ * that may be cut. A plan is made again when its assumptions have changed (an operator has a larger
+ * workspace than was known), when it no longer fits, or when there is so much more memory that
+ * fewer slices may fit. On a GPU cuda_state.c decides whether it fits.
  */
 #include "base/idset.h"
 #include "run/run.h"
@@ -50,9 +50,10 @@ cached *koila__cached_variant(cached *of, koila_plan *plan)
 /* ---- finding a plan */
 
 static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint32_t n_targets,
-                       int64_t rows)
+                       koila__cutting how)
 {
-    uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)rows);
+    uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)how.rows);
+    key = koila__mix(key, how.axes);
     for (uint32_t i = 0; i < n_targets; i++)
         key = koila__mix(key, targets[i]);
     return key;
@@ -147,10 +148,12 @@ static koila_status plan_within_budget(const koila_graph *part, const koila_valu
 }
 
 static koila_status make_plan(const koila_graph *part, const koila_value *targets,
-                              uint32_t n_targets, const koila__room *room, int64_t rows,
+                              uint32_t n_targets, const koila__room *room, koila__cutting how,
                               koila_plan **out, koila_fit *fit, koila_error *err)
 {
+    const int64_t rows = how.rows;
     koila_plan_options o = { .struct_size = sizeof o,
+                             .axes = how.axes,
                              .budget_bytes = rows > 0 && !koila__settings_now().has_budget
                                                  ? UINT64_MAX
                                                  : room->bytes,
@@ -168,15 +171,15 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
 /* Probes new calls before planning, and again at the planned rows. Their workspaces may change the
  * plan. */
 static koila_status plan_and_probe(const koila_graph *part, const koila_value *targets,
-                                   uint32_t n_targets, const koila__room *room, int64_t rows,
+                                   uint32_t n_targets, const koila__room *room, koila__cutting how,
                                    koila_plan **out, koila_fit *fit, koila_error *err)
 {
     *out = NULL;
     if (room->gpu < 0)
-        koila__probe_graph(part, rows);
+        koila__probe_graph(part, how.axes == KOILA_AXES_OTHER ? 0 : how.rows);
     for (int again = 0;; again++) {
         const uint64_t counted_with = koila__learned_generation();
-        const koila_status status = make_plan(part, targets, n_targets, room, rows, out, fit, err);
+        const koila_status status = make_plan(part, targets, n_targets, room, how, out, fit, err);
         if (status != KOILA_OK || again == MOST_PLANNED_AGAIN || room->gpu >= 0)
             return status;
         koila__probe_plan(*out);
@@ -187,13 +190,26 @@ static koila_status plan_and_probe(const koila_graph *part, const koila_value *t
     }
 }
 
+/* As the settings of the running code say. */
+koila__cutting koila__cutting_now(void)
+{
+    static const uint32_t axes[] = { [KOILA__CUT_ANY] = KOILA_AXES_ANY,
+                                     [KOILA__CUT_BATCH] = KOILA_AXES_ROWS,
+                                     [KOILA__CUT_OTHER] = KOILA_AXES_OTHER };
+    const koila__settings set = koila__settings_now();
+    return (koila__cutting){ .rows = set.rows, .axes = axes[set.axes] };
+}
+
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
-                        const koila__room *room, int64_t rows, koila_error *err,
+                        const koila__room *room, koila__cutting how, koila_error *err,
                         koila_status *status)
 {
-    const uint64_t key = key_of(part, targets, n_targets, rows);
+    const uint64_t key = key_of(part, targets, n_targets, how);
     uint32_t n_states = 0;
-    cached *c = find(key, room, rows, &n_states);
+    cached *c = find(key, room, how.rows, &n_states);
+    if (!c && how.or_known_other)
+        c = find(key_of(part, targets, n_targets, (koila__cutting){ .axes = KOILA_AXES_ANY }), room,
+                 0, &n_states);
     if (c) {
         koila_assert(c->refs > 0);
         c->used = ++clock_of_uses;
@@ -204,7 +220,7 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     }
     koila_plan *plan = NULL;
     koila_fit fit = { 0 };
-    *status = plan_and_probe(part, targets, n_targets, room, rows, &plan, &fit, err);
+    *status = plan_and_probe(part, targets, n_targets, room, how, &plan, &fit, err);
     if (*status == KOILA_OK) {
         c = PyMem_RawCalloc(1, sizeof *c);
         if (!c)

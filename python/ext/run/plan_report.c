@@ -232,6 +232,27 @@ static double replay_ratio_of(const koila__step *step, const koila_plan_info *in
     return step->work_recorded > 0 ? step->work / step->work_recorded : info->replay_ratio;
 }
 
+/* The axis that is cut in place of the rows: (dimension, size, of a slice, slices), or None. */
+static PyObject *axis_tuple(const koila_plan_info *info)
+{
+    if (info->dim == KOILA_NONE)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(ILLI)", info->dim, (long long)info->batch, (long long)info->rows,
+                         info->n_slices);
+}
+
+/* All rows of the step. */
+static int64_t batch_of(const koila_graph *part, const koila_plan_info *info)
+{
+    int64_t most = 1;
+    if (info->dim == KOILA_NONE)
+        return info->batch;
+    for (uint32_t a = 0; a < koila_graph_n_axes(part); a++)
+        if (koila_graph_axis_size(part, (uint16_t)a) > most)
+            most = koila_graph_axis_size(part, (uint16_t)a);
+    return most;
+}
+
 PyObject *koila__step_dict(const koila__step *step)
 {
     const koila_plan *plan = step->c->plan;
@@ -246,9 +267,11 @@ PyObject *koila__step_dict(const koila__step *step)
         return NULL;
     }
     /* without a loop the step runs whole, whatever number of slices was requested */
-    const bool is_cut = PyList_GET_SIZE(loops) > 0;
-    const int64_t rows = is_cut ? info.rows : info.batch;
-    int bad = set_item(d, "batch", PyLong_FromLongLong(info.batch));
+    const bool is_cut = PyList_GET_SIZE(loops) > 0 && info.dim == KOILA_NONE;
+    const int64_t batch = batch_of(part, &info);
+    const int64_t rows = is_cut ? info.rows : batch;
+    int bad = set_item(d, "batch", PyLong_FromLongLong(batch));
+    bad |= set_item(d, "axis", axis_tuple(&info));
     bad |= set_item(d, "micro_batch", PyLong_FromLongLong(rows));
     bad |= set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(is_cut ? info.n_slices : 1));
     bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, info.peak_bytes + base));

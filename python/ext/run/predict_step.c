@@ -131,6 +131,7 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_
         return NULL;
     o.memory_bytes = memory;
     o.rows = rows;
+    o.rows_only = koila__settings_now().axes == KOILA__CUT_BATCH;
     koila_device *d = device_of(device);
     if (!d)
         return NULL;

@@ -451,7 +451,7 @@ static void keep_results(const ended *x)
         kept.tensor = x->results[x->n + i];
         x->results[x->n + i] = NULL;
         kept.storage = koila__storage_of(kept.tensor);
-        if (x->c->info.n_slices > 1)
+        if (x->c->info.n_slices > 1 && x->c->info.dim == KOILA_NONE)
             kept.cut = cut_of(x->c, x->n + i, &kept.only_whole);
         if (kept.storage && !is_shown(x->k, kept.storage))
             koila__keep(x->t, kept);

@@ -35,9 +35,10 @@ typedef enum next {
 typedef struct request {
     koila__tape *tape;
     koila_value *targets; /* [n] of the tape; the first n_must are needed, others merely held */
-    uint32_t n, n_must;
+    uint32_t n, n_must, n_all;
     bool is_wanted;   /* somebody asks for some of them */
     int64_t rows;     /* of a slice, for the next plan; 0: as many as fit */
+    uint32_t axes;    /* koila_axes: of those rows */
     PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
     bool rows_agreed; /* all ranks plan with these rows */
     bool no_extra;    /* leave nothing free for what libraries may take */
@@ -93,7 +94,9 @@ static next retry_without_largest(request *q)
     for (uint32_t i = q->n_must; i < q->n; i++)
         if (bytes_of(q, q->targets[i]) > bytes_of(q, q->targets[largest]))
             largest = i;
-    q->targets[largest] = q->targets[q->n - 1];
+    const koila_value last = q->targets[q->n - 1];
+    q->targets[q->n - 1] = q->targets[largest];
+    q->targets[largest] = last;
     return retry_with_targets(q, q->n - 1);
 }
 
@@ -181,10 +184,30 @@ static bool settle_room(const request *q)
            koila__resident_settle(q->room.held);
 }
 
+/* May the batch be cut along other axes than its rows? Ranks agree on rows. */
+static bool may_cut_otherwise(const request *q)
+{
+    return koila__settings_now().axes != KOILA__CUT_BATCH && q->ranks == Py_None;
+}
+
+/* No number of rows fits, whatever was given up for it: all of that comes back, and other axes are
+ * tried. */
+static next retry_along_any(request *q)
+{
+    q->axes = KOILA_AXES_ANY;
+    q->n = q->n_all;
+    q->no_extra = false;
+    return RETRY;
+}
+
 /* There is no plan, for want of memory or as `err` says. */
 static next without_plan(request *q, koila_status status, const koila_error *err)
 {
     const bool ran_out = status == KOILA_OOM;
+    if (status == KOILA_UNSUPPORTED && q->axes == KOILA_AXES_OTHER && !q->step.retries) {
+        q->axes = KOILA_AXES_ROWS; /* only tests ask for another axis where there may be none */
+        return RETRY;
+    }
     if (ran_out && !q->no_extra && koila__room_without_extra(&q->room)) {
         q->no_extra = true;
         return RETRY;
@@ -193,6 +216,8 @@ static next without_plan(request *q, koila_status status, const koila_error *err
         return retry_without_largest(q);
     if (ran_out && !koila__is_planning() && koila__learned_misfit(q->key))
         return RETRY; /* once: now less is known of what operators use inside */
+    if (ran_out && q->axes == KOILA_AXES_ROWS && !q->rows && may_cut_otherwise(q))
+        return retry_along_any(q);
     if (!ran_out || q->room.gpu >= 0 || koila__held_fits("one step") == 0) {
         char resident[120], call[140];
         koila__room_tell(&q->room, resident, sizeof resident);
@@ -214,10 +239,12 @@ static next find_plan(request *q)
     q->key = koila_graph_hash(q->part.graph);
     const koila__settings set = koila__settings_now();
     q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
-    if (q->is_timed)
+    if (q->is_timed && q->axes == KOILA_AXES_ROWS)
         q->rows = koila__tuned_rows(q->key);
+    const koila__cutting how = { q->rows, q->axes, !q->rows && may_cut_otherwise(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
-                           &q->room, q->rows, &err, &status);
+                           &q->room, how, &err, &status);
+    q->is_timed &= q->c && q->c->info.dim == KOILA_NONE;
     const bool ran_out = !q->c && status == KOILA_OOM;
     const bool is_cut = q->c && q->c->info.n_slices > 1;
     if ((is_cut || ran_out) && (settle_room(q) || keep_less(q, ran_out)))
@@ -310,8 +337,10 @@ static void raise_with_largest(const request *q, bool ranks_wait)
     char largest[300], resident[120], text[700];
     koila__largest_text(q->c, N_LARGEST_TOLD, largest, sizeof largest);
     koila__room_tell(&q->room, resident, sizeof resident);
-    snprintf(text, sizeof text, "out of memory with slices of %lld row(s); largest:%s%s%s",
-             (long long)q->c->info.rows, largest, resident,
+    snprintf(text, sizeof text, "out of memory with slices of %lld %s; largest:%s%s%s",
+             (long long)q->c->info.rows,
+             q->c->info.dim == KOILA_NONE ? "row(s)" : "along another dimension of the batch",
+             largest, resident,
              ranks_wait ? ". It ran out inside a sharded module, where the other ranks wait: give "
                           "all ranks a smaller koila.micro_batch(n)"
                         : "");
@@ -334,9 +363,19 @@ static next after_out_of_memory(request *q, koila__announced announced)
     if ((!is_sharded || q->is_awaited) && may_retry && info->rows > 1 && info->batch > 1) {
         PyErr_Clear(); /* the plan was too optimistic */
         q->step.retries++;
+        if (info->dim != KOILA_NONE)
+            q->axes = KOILA_AXES_OTHER;
         return retry_with_rows(q, q->is_awaited
                                       ? divided_up(info->batch, 2 * (int64_t)info->n_slices)
                                       : divided_up(info->rows, 2));
+    }
+    const bool is_along_other = info->dim != KOILA_NONE;
+    if (may_cut_otherwise(q) && may_retry && !is_along_other && info->has_other_axes) {
+        PyErr_Clear();
+        q->step.retries++;
+        q->axes = KOILA_AXES_OTHER;
+        q->rows = 0;
+        return RETRY;
     }
     if (announced != KOILA__ANNOUNCED_BY_ANOTHER &&
         (q->room.gpu >= 0 || koila__held_fits("one step") == 0))
@@ -494,7 +533,7 @@ static void take_kept(request *q)
         koila__tape_set_real(q->tape, v, Py_NewRef(kept->tensor));
         koila__unkeep_storage(q->tape, storage);
     }
-    q->n = n;
+    q->n = q->n_all = n;
     q->n_must = n_must;
 }
 
@@ -517,6 +556,8 @@ static request request_for(koila__tape *t, const koila__wanted *w)
     request q = { .tape = t,
                   .is_wanted = w->n_wanted > 0,
                   .rows = koila__settings_now().rows,
+                  .axes = koila__settings_now().axes == KOILA__CUT_OTHER ? KOILA_AXES_OTHER
+                                                                         : KOILA_AXES_ROWS,
                   .is_read = is_read,
                   .may_keep = is_read,
                   .asked = w };

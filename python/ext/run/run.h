@@ -160,10 +160,19 @@ typedef struct cached {
 void koila__cached_release(cached *c); /* NULL is fine */
 /* Another plan (taken over) for the part of `of`, as a new entry. */
 cached *koila__cached_variant(cached *of, koila_plan *plan);
-/* A plan for targets of `part` (taken over) that fits `room`, with slices of `rows` rows (0: as few
- * slices as fit). A new reference, or NULL with *status and err filled and no exception. */
+/* How a step may be cut. */
+typedef struct koila__cutting {
+    int64_t rows;  /* of a slice; 0: as few slices as fit */
+    uint32_t axes; /* koila_axes */
+    /* a plan along another axis will do, if one was made before and still holds: then no number of
+     * rows fitted */
+    bool or_known_other;
+} koila__cutting;
+koila__cutting koila__cutting_now(void); /* as the settings of the running code say */
+/* A plan for targets of `part` (taken over) that fits `room`. A new reference, or NULL with *status
+ * and err filled and no exception. */
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
-                        const koila__room *room, int64_t rows, koila_error *err,
+                        const koila__room *room, koila__cutting how, koila_error *err,
                         koila_status *status);
 void koila__plan_cache_clear(void); /* also drops learned workspaces */
 

@@ -1,0 +1,391 @@
+"""Where one sample does not fit, another dimension of the batch is cut: tokens, height, depth. The
+step is eager's, whatever is cut; rows come first wherever they fit."""
+
+import copy
+
+import program_generator as programs
+import pytest
+import torch
+from conftest import DEVICE, LONG
+from helpers import compare_along_other, model_state, plain, random_state, step_program
+from long_models import MODELS, T, gpt2, lm_loss
+from memory_helpers import clear, installed, koila_step, memory_only, only, out_of_memory
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import UnsupportedError, _core, lazy
+
+pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+counted = pytest.mark.about_the_cpu("its peaks are counted to the byte")
+
+
+def eager(program):
+    torch.manual_seed(1234)
+    return program(lambda *v: v[0] if len(v) == 1 else v), random_state()
+
+
+class Cut:
+    """Another dimension is cut, in slices of `n` entries, whatever fits."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __enter__(self):
+        self.before = _core.configure(micro_batch=self.n, axes="other")
+
+    def __exit__(self, *exc):
+        _core.configure(micro_batch=self.before["micro_batch"], axes=self.before["axes"])
+
+
+# ---- exact
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_cut_along_another_dimension_is_eager_s(name, samples):
+    make, data, loss = MODELS[name]
+    program = step_program(make, lambda: data(samples), loss)
+    expected, state = eager(program)
+    sizes = (16, 7) if not LONG else (16, 7, 1)
+    assert compare_along_other(program, expected, state, 1e-12, sizes=sizes) == len(sizes)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_dropout_draws_the_numbers_of_eager(samples):
+    program = step_program(lambda: gpt2(dropout=0.3), lambda: MODELS["gpt2"][1](samples), lm_loss)
+    expected, state = eager(program)
+    assert compare_along_other(program, expected, state, 1e-12, sizes=(32, 7)) == 2
+
+
+@pytest.mark.parametrize("draw", ["dropout", "bernoulli", "normal", "uniform", "rand_like"])
+@pytest.mark.parametrize("shape", [(1, 12, 5), (3, 12, 5), (2, 4, 12)])
+def test_random_operators_draw_the_numbers_of_eager(draw, shape):
+    draws = {
+        "dropout": lambda h: F.dropout(h, 0.4),
+        "bernoulli": lambda h: h * torch.bernoulli(torch.full_like(h, 0.5)),
+        "normal": lambda h: h + torch.empty_like(h).normal_(),
+        "uniform": lambda h: h * torch.empty_like(h).uniform_(),
+        "rand_like": lambda h: h * torch.rand_like(h),
+    }
+
+    def loss(m, x):
+        return draws[draw](m(draws[draw](x.tanh()))).square().mean()
+
+    program = step_program(
+        lambda: nn.Linear(shape[-1], 6).double(), lambda: (torch.randn(shape).double(),), loss
+    )
+    expected, state = eager(program)
+    assert compare_along_other(program, expected, state, 1e-12, sizes=(5, 1)) == 2
+
+
+def test_a_planted_fault_is_caught():
+    program = step_program(*MODELS["gpt2"][:1], lambda: MODELS["gpt2"][1](1), lm_loss)
+    expected, state = eager(program)
+
+    def lose_a_token(got):
+        name = next(k for k in got if k.endswith("wpe.weight"))
+        got[name][T // 2] = 0
+        return got
+
+    with pytest.raises(AssertionError, match="wpe.weight: relative error"):
+        compare_along_other(program, expected, state, 1e-12, sizes=(16,), tamper=lose_a_token)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(7000, 8000 if LONG else 7060, 20))
+def test_random_programs_are_eager_s(first):
+    n_along = 0
+    for seed in range(first, first + 20):
+        expected = programs.run(seed, seed % 2)
+        try:
+            with Cut((1, 2, 4)[seed % 3]):
+                got = programs.run(seed, seed % 2, lazy, refusals=(UnsupportedError,))
+        except programs.Refused:
+            continue
+        differences = programs.against(expected, got, seed, exact=False)
+        assert not differences, (seed, differences)
+        n_along += koila.last_plan().axis is not None
+    assert n_along > 10
+
+
+# ---- found, not said
+
+
+def needs(model, data, loss):
+    """Bytes above the gradients that a step needs in slices of one row."""
+    base = _core.cpu_bytes_current()
+    koila_step(model, loss, data, 1)
+    plan = koila.last_plan()
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    clear(model)
+    return plan.measured_peak_bytes - base - gradients, gradients
+
+
+@counted
+@pytest.mark.parametrize(
+    ("name", "samples", "share"),
+    [
+        ("mlp", 1, 0.5),
+        ("mlp", 1, 0.3),
+        ("mlp", 2, 0.5),
+        ("gpt2", 1, 0.5),
+        ("gpt2", 1, 0.3),
+        ("gpt2", 2, 0.5),
+        ("llama", 1, 0.5),
+        ("mistral", 1, 0.8),
+        ("qwen2", 1, 0.5),
+    ],
+)
+def test_a_sample_that_does_not_fit_trains(name, samples, share):
+    make, data, loss = MODELS[name]
+    torch.manual_seed(5)
+    model, batch = make(), data(samples)
+    loss(model, *batch).backward()
+    expected = model_state(model)
+    clear(model)
+    room, gradients = needs(model, batch, loss)
+    limit = int(gradients + share * room)
+    with only(limit):
+        koila_step(model, loss, batch)
+    plan, got = koila.last_plan(), model_state(model)
+    assert plan.axis is not None and plan.axis.size > plan.axis.slice_size
+    assert (plan.n_micro_batches, plan.micro_batch) == (1, samples)
+    assert plan.measured_peak_bytes - plan.base_bytes <= limit
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.02)
+    for k, e in expected.items():
+        scale = max(1e-3, float(e.abs().max()))
+        assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k
+    clear(model)
+    with only(limit):
+        koila_step(model, loss, batch)  # the plan is found again
+    assert koila.last_plan().axis == plan.axis
+
+
+def mlp(width=32):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, 96), nn.Tanh(), nn.Linear(96, 4)).double()
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="about a GPU's allocator")
+def test_a_sample_that_does_not_fit_a_gpu_trains():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+    x = torch.randn(1, 8192, 256)
+    with memory_only():
+        koila_step(model, square, (x,))
+        whole = koila.last_plan()
+        clear(model)
+        with koila.budget(whole.base_bytes + (whole.predicted_peak_bytes - whole.base_bytes) // 2):
+            koila_step(model, square, (x,))
+    plan = koila.last_plan()
+    assert whole.axis is None and plan.axis[:2] == (1, 8192) and plan.axis.n_slices > 1
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+
+
+@counted
+def test_rows_come_first():
+    model, x = mlp(), torch.randn(8, 64, 32).double()
+    room, gradients = needs(model, (x,), square)
+    with only(gradients + 2 * room):
+        koila_step(model, square, (x,))
+    plan = koila.last_plan()
+    assert plan.axis is None and plan.n_micro_batches > 1
+    with only(gradients + room // 2):
+        koila_step(model, square, (x,))
+    assert koila.last_plan().axis[:2] == (1, 64)
+
+
+@counted
+def test_the_longest_dimension_that_values_share_is_cut():
+    """Height and width of a square image are two dimensions; what another value lacks is whole."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 40, 40, 32).double(), torch.rand(1, 40).double()
+    model = mlp()
+
+    def loss(m, x, w):
+        return (m(x).square().mean((1, 3)) * w).sum()
+
+    room, gradients = needs(model, (x, weight), loss)
+    loss(model, x, weight).backward()
+    expected = model_state(model)
+    clear(model)
+    with only(gradients + room // 3):
+        koila_step(model, loss, (x, weight))
+    plan = koila.last_plan()
+    assert plan.axis.size == 40 and plan.axis.dim in (1, 2)
+    for k, e in expected.items():
+        torch.testing.assert_close(model_state(model)[k], e, rtol=1e-11, atol=1e-13)
+
+
+# ---- said
+
+
+@counted
+def test_other_dimensions_can_be_forbidden():
+    model, x = mlp(), torch.randn(1, 512, 32).double()
+    room, gradients = needs(model, (x,), square)
+    with only(gradients + room // 2):
+        with koila.axes("batch"), pytest.raises(koila.OutOfMemory) as e:
+            koila_step(model, square, (x,))
+        assert "1 row(s)" in str(e.value) and "along dim" not in str(e.value)
+        assert all(p.grad is None for p in model.parameters())
+        with koila.axes("batch"), koila.axes("any"):
+            koila_step(model, square, (x,))
+    assert koila.last_plan().axis.size == 512
+
+
+@pytest.mark.parametrize("which", ["other", "rows", None, 1, ["any"]])
+def test_a_choice_of_axes_that_does_not_exist_is_refused(which):
+    with pytest.raises(ValueError, match='expected "any" or "batch"'):
+        koila.axes(which)
+
+
+@counted
+def test_out_of_memory_says_what_was_tried():
+    model, x = mlp(), torch.randn(1, 512, 32).double()
+    with only(1000), pytest.raises(koila.OutOfMemory) as e:
+        koila_step(model, square, (x,))
+    text = str(e.value)
+    assert "a slice of 1 row(s) needs" in text and "along dim 1 of the batch 1 of 512 need" in text
+    assert "checkpoint" not in text and "batch=1" not in text and e.value.missing_bytes > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@counted
+def test_a_plan_tells_its_axis():
+    model, x = mlp(), torch.randn(1, 2048, 32).double()
+    room, gradients = needs(model, (x,), square)
+    koila_step(model, square, (x,))
+    assert koila.last_plan().axis is None
+    clear(model)
+    with only(gradients + room // 4):
+        explained = koila.explain(square(model, lazy(x)))
+        held = x.nbytes + sum(p.nbytes for p in model.parameters())
+        ahead = koila.plan(
+            lambda v: square(model, v).backward(), x, budget=held + gradients + room // 4
+        )
+        koila_step(model, square, (x,))
+    plan = koila.last_plan()
+    assert f"{plan.axis.n_slices} × {plan.axis.slice_size} of 2,048 along dim 1" in str(plan)
+    assert plan.axis.dim == 1 and plan.axis.size == 2048
+    assert explained.axis is not None and ahead.axis is not None
+    assert "of 2,048 along dim 1" in repr(plan)
+
+
+def test_forced_rows_are_rows():
+    model, x = mlp(), torch.randn(4, 64, 32).double()
+    koila_step(model, square, (x,), 1)
+    plan = koila.last_plan()
+    assert plan.axis is None and (plan.n_micro_batches, plan.micro_batch) == (4, 1)
+
+
+# ---- safe
+
+
+SAFE = {
+    "gpt2": (lambda: MODELS["gpt2"], 24),
+    "segmenter": (lambda: MODELS["segmenter"], 11),  # running statistics
+}
+
+
+@pytest.mark.about_the_cpu("it refuses allocations of the host")
+@pytest.mark.parametrize("name", SAFE)
+def test_every_refused_allocation_ends_well(name):
+    (make, data, loss), n_entries = SAFE[name][0](), SAFE[name][1]
+    torch.manual_seed(0)
+    model, batch = make(), data(1)
+    start = copy.deepcopy(model.state_dict())
+    loss(model, *batch).backward()
+    expected = model_state(model)
+
+    def step():
+        clear(model)
+        model.load_state_dict(start)
+        with Cut(n_entries):
+            koila_step(model, loss, batch)
+
+    step()
+    assert koila.last_plan().axis is not None
+    before = _core.cpu_bytes_n_allocs()
+    step()
+    n_allocs = _core.cpu_bytes_n_allocs() - before
+    clear(model)
+    model.load_state_dict(start)
+    untouched = model_state(model)
+    finished = raised = 0
+    for n in range(1, n_allocs + 2, 1 if LONG else max(1, n_allocs // 60)):
+        clear(model)
+        model.load_state_dict(start)
+        _core.cpu_bytes_fail_nth(n)
+        try:
+            with Cut(n_entries):
+                koila_step(model, loss, batch)
+            finished += 1
+            wanted = expected
+        except (RuntimeError, MemoryError, koila.KoilaError) as e:
+            assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
+            raised += 1
+            wanted = untouched
+        finally:
+            _core.cpu_bytes_fail_nth(0)
+        for k, value in model_state(model).items():
+            if wanted is untouched and k.startswith("value:buffer"):
+                continue  # the model's own forward may have counted a batch
+            e = wanted[k]
+            assert (e is None) == (value is None), f"allocation {n}: {k}"
+            if e is not None:
+                torch.testing.assert_close(value, e, rtol=1e-10, atol=1e-13, msg=f"{n}: {k}")
+    assert finished > raised
+
+
+@pytest.mark.about_the_cpu("it refuses allocations of the host")
+def test_a_sample_that_runs_out_in_the_middle_goes_on_along_another_dimension():
+    make, data, loss = MODELS["gpt2"]
+    torch.manual_seed(0)
+    model, batch = make(), data(1)
+    loss(model, *batch).backward()
+    expected = model_state(model)
+    clear(model)
+    koila_step(model, loss, batch)
+    before = _core.cpu_bytes_n_allocs()
+    clear(model)
+    koila_step(model, loss, batch)
+    n_allocs = _core.cpu_bytes_n_allocs() - before
+    _core.cpu_bytes_fail_nth(n_allocs * 3 // 4)
+    clear(model)
+    try:
+        koila_step(model, loss, batch)
+    finally:
+        _core.cpu_bytes_fail_nth(0)
+    plan = koila.last_plan()
+    assert plan.retries > 0 and plan.axis is not None
+    for k, e in expected.items():
+        torch.testing.assert_close(model_state(model)[k], e, rtol=1e-10, atol=1e-13)
+
+
+def test_a_value_read_in_the_middle_is_right():
+    torch.manual_seed(0)
+    first, second = mlp(), nn.Linear(4, 4).double()
+    x = torch.randn(1, 64, 32).double()
+
+    def step(x):
+        hidden = first(x)
+        scale = float(hidden.detach().std())
+        loss = (second(hidden) / scale).square().mean()
+        middle = loss.item()
+        loss.backward()
+        found = [middle, *(plain(p.grad) for p in (*first.parameters(), *second.parameters()))]
+        clear(first)
+        clear(second)
+        return found
+
+    expected = step(x)
+    with Cut(20):
+        found = step(lazy(x))
+    assert koila.last_plan().axis is not None
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), rtol=1e-11, atol=1e-13)
