@@ -152,7 +152,8 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     assert plan.axis is not None and plan.axis.size > plan.axis.slice_size
     assert (plan.n_micro_batches, plan.micro_batch) == (1, samples)
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
-    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.02)
+    assert plan.retries == 0
+    assert plan.measured_peak_bytes <= plan.predicted_peak_bytes <= 1.06 * plan.measured_peak_bytes
     for k, e in expected.items():
         scale = max(1e-3, float(e.abs().max()))
         assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k

@@ -1,5 +1,5 @@
-/* probe.c — measures the workspace of convolutions and fused recurrent layers before their first
- * step.
+/* probe.c — measures the workspace of convolutions, fused recurrent layers and attention to some of
+ * the queries before their first step.
  *
  * On a CPU these operators copy their operands into other layouts, or unfold them. The copies are
  * often as large as the result; their size depends on shapes, threads and the processor. The
@@ -7,6 +7,9 @@
  * the first step. So each new call of this kind is run on a few rows of zeros: on two numbers of
  * rows, which give a line, and on the rows of a slice where the plan's slices are that small (one
  * row often takes another kernel). That is a small part of the step's work, once for each shape.
+ *
+ * Attention that is cut along its queries makes parts of its results inside, the more the later the
+ * queries: the last slice of the plan is run on zeros.
  *
  * A probe that fails (no memory, an unusual call) is ignored. */
 #include "run/run.h"
@@ -19,6 +22,7 @@ enum {
     WORKSPACE = 3,
     RNN_INPUTS = 7,
     N_RNN_WEIGHTS = 4, /* inputs 1 to 4 */
+    QUERIES = 2,       /* the dimension of an attention's operands that counts them */
 };
 
 /* A call that can be probed: aten::convolution*(input, ...), or aten::mkldnn_rnn_layer(x[T, N, C],
@@ -123,6 +127,23 @@ done:
     return r;
 }
 
+/* Makes the call. *inside: bytes used beyond its outputs. False: it failed, or they are not
+ * known. */
+static bool measure(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
+                    PyObject **outputs, uint64_t *inside)
+{
+    koila__use use;
+    int64_t peak = 0, now = 0;
+    if (!koila__work_begin())
+        return false;
+    koila__use_begin(&use);
+    bool ok = koila__call(sig, inputs, fix, NULL, outputs) == 0;
+    ok = koila__use_end(&use, &peak, &now) && ok;
+    *inside = (uint64_t)(peak - now);
+    koila__work_end();
+    return ok;
+}
+
 /* Makes one call of `sig` (c's own, or its maker) on `rows` of `batch` rows. outputs[MAX_OUTPUTS]
  * are new references or NULL. *inside: bytes used beyond them. False: it failed, or what it used is
  * not known. */
@@ -139,16 +160,7 @@ static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, 
             inputs[i] = zeros(s->inputs[i], batch_dim(c, sig, i), rows, batch);
         ok = inputs[i] != NULL;
     }
-    if (ok && koila__work_begin()) {
-        koila__use use;
-        int64_t peak = 0, now = 0;
-        koila__use_begin(&use);
-        ok = koila__call(sig, inputs, NULL, NULL, outputs) == 0;
-        ok = koila__use_end(&use, &peak, &now) && ok;
-        *inside = (uint64_t)(peak - now);
-        koila__work_end();
-    } else
-        ok = false;
+    ok = ok && measure(sig, inputs, NULL, outputs, inside);
     PyErr_Clear();
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);
@@ -235,6 +247,82 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
     Py_XDECREF(guard);
 }
 
+/* Is node n attention to some of the queries? *cut: how. */
+static bool is_cut_attention(const koila_plan *plan, koila_node n, koila_share *cut)
+{
+    const koila_sig_info *s =
+        koila_sig_get(koila__table, koila_node_get(koila_plan_graph(plan), n).sig);
+    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
+    if ((kind != KOILA_FACT_DENSE_ATTENTION && kind != KOILA_FACT_DENSE_ATTENTION_BACKWARD) ||
+        !koila_plan_in_loop(plan, n) || s->n_writes || s->n_inputs > MAX_INPUTS ||
+        s->n_outputs > MAX_OUTPUTS || koila_plan_runs_once(plan, n))
+        return false;
+    *cut = koila_plan_need(plan, n, 0);
+    return cut->kind == KOILA_SHARE_SLICE && cut->dim == QUERIES;
+}
+
+/* The numbers of a call of node n in the last slice. False: it differs by more than numbers. */
+static bool numbers_of_last(const koila_plan *plan, koila_node n, int64_t begin, int64_t rows,
+                            koila_adapt *adapts, koila__arg_fix *fixes, koila__call_fix *out)
+{
+    const uint32_t n_adapts = koila_plan_adapt_at(plan, n, -1, begin, rows, adapts);
+    *out = (koila__call_fix){ .fix = fixes, .n_fix = n_adapts };
+    for (uint32_t i = 0; i < n_adapts; i++) {
+        const koila_adapt *a = &adapts[i];
+        if (a->kind != KOILA_ADAPT_INT && a->kind != KOILA_ADAPT_INTS)
+            return false;
+        fixes[i] = (koila__arg_fix){
+            .arg = a->arg, .n = a->n, .is_list = a->kind == KOILA_ADAPT_INTS, .ints = a->ints
+        };
+    }
+    return true;
+}
+
+static void probe_attention(const koila_plan *plan, koila_node n, koila_share cut)
+{
+    const koila_sig sig = koila_node_get(koila_plan_graph(plan), n).sig;
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    const int64_t batch = koila_graph_axis_size(koila_plan_graph(plan), cut.axis);
+    const int64_t rows = koila_plan_axis_rows(plan, cut.axis);
+    PyObject *inputs[MAX_INPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
+    koila_adapt adapts[KOILA_MAX_ADAPTS];
+    koila__arg_fix fixes[KOILA_MAX_ADAPTS];
+    koila__call_fix fix;
+    uint64_t inside;
+    bool ok = numbers_of_last(plan, n, batch - rows, rows, adapts, fixes, &fix);
+    for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
+        const koila_share need = koila_plan_need(plan, n, i);
+        const bool is_cut = need.kind == KOILA_SHARE_SLICE;
+        inputs[i] = zeros(s->inputs[i], is_cut ? need.dim : -1, rows, batch);
+        ok = inputs[i] && need.kind != KOILA_SHARE_PARTIAL;
+    }
+    if (ok && measure(sig, inputs, &fix, outputs, &inside))
+        koila__learn(sig, rows, batch, inside, KOILA__MEASURED_APART);
+    for (uint32_t i = 0; i < MAX_INPUTS; i++)
+        Py_XDECREF(inputs[i]);
+    for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
+        Py_XDECREF(outputs[i]);
+    PyErr_Clear();
+}
+
+static void probe_attentions(const koila_plan *plan)
+{
+    const koila_graph *g = koila_plan_graph(plan);
+    PyObject *guard = NULL;
+    for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
+        koila_share cut;
+        if (!is_cut_attention(plan, n, &cut) ||
+            koila__learned(koila_node_get(g, n).sig, koila_plan_axis_rows(plan, cut.axis),
+                           koila_graph_axis_size(g, cut.axis)))
+            continue;
+        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
+            break;
+        probe_attention(plan, n, cut);
+    }
+    PyErr_Clear();
+    Py_XDECREF(guard);
+}
+
 void koila__probe_plan(const koila_plan *plan)
 {
     const koila_graph *g = koila_plan_graph(plan);
@@ -242,6 +330,7 @@ void koila__probe_plan(const koila_plan *plan)
     int64_t few = 0;
     if (!can_measure())
         return;
+    probe_attentions(plan);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
         if (!is_probed(g, n, &c) || !koila_plan_in_loop(plan, n))
