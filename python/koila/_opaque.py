@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,47 @@ from torch.utils import _device, _pytree as pytree
 from . import _core, _replica, _sharded
 from ._errors import UnsupportedError
 from ._own_operators import OwnOperator, own_operators
+
+
+class _Exchanges:
+    """Which modules have other parameters than their own just now: those of a thread that runs
+    them. What two threads exchange at once they put back wrong."""
+
+    def __init__(self) -> None:
+        self._now: list[tuple[int, set[int]]] = []  # thread, ids of modules
+        self._ended = threading.Condition()
+
+    def _wait(self, module: torch.nn.Module) -> tuple[int, set[int]]:
+        """Until no other thread has exchanged this module's parameters, or those of a part of
+        it."""
+        mine = threading.get_ident(), {id(m) for m in module.modules()}
+        while any(t != mine[0] and not ids.isdisjoint(mine[1]) for t, ids in self._now):
+            self._ended.wait()
+        return mine
+
+    @contextlib.contextmanager
+    def of(self, module: torch.nn.Module) -> Iterator[None]:
+        """Alone with this module; a thread may be so again inside. In a shield: who leaves it by an
+        interrupt makes others wait for ever."""
+        with self._ended:
+            mine = self._wait(module)
+            self._now.append(mine)
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._now = [m for m in self._now if m is not mine]
+                self._ended.notify_all()
+
+    def own_parameters(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        with _core.shield, self._ended:
+            self._wait(module)
+            return dict(module.named_parameters())
+
+
+_exchanges = _Exchanges()
+# The threads that a child does not have would be waited for.
+os.register_at_fork(after_in_child=_exchanges.__init__)  # type: ignore[misc]
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
@@ -87,6 +129,7 @@ class _Call:
             if instead is not None:
                 result = instead(*args, **kwargs)
             elif self.module is not None and self.names:
+                settings.enter_context(_exchanges.of(self.module))
                 result = torch.func.functional_call(
                     self.module, dict(zip(self.names, parameters)), args, kwargs
                 )
@@ -310,7 +353,7 @@ class _Runner:
             _core.ranks_ask(ranks_of)
             shards, parameters = _sharded.shards(self._module)
         elif self._module is not None:
-            named = dict(self._module.named_parameters())
+            named = _exchanges.own_parameters(self._module)
             parameters = list(named.values())
         call = self._call(
             [None if isinstance(x, torch.Tensor) else x for x in leaves],

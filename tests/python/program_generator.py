@@ -512,15 +512,22 @@ def _run(
 
 
 def together(
-    seeds: Sequence[int], lazily: Callable[..., Any] | None, refusals: tuple[type[Exception], ...]
+    seeds: Sequence[int],
+    lazily: Callable[..., Any] | None,
+    refusals: tuple[type[Exception], ...],
+    kinds: str = WITHOUT_RANDOM,
+    rows: int | None = None,
 ) -> list[Outcome | None]:
-    """Programs `seeds`, each in a thread of its own, all at once. None: refused. They draw no
-    random numbers, for the generator belongs to all threads."""
+    """Programs `seeds`, each in a thread of its own, all at once, in slices of `rows`. None:
+    refused. They draw no random numbers, for the generator belongs to all threads."""
+    import koila
+
     found: list[Any] = [None] * len(seeds)
 
     def work(i: int, seed: int) -> None:
         try:
-            found[i] = run(seed, seed % 2, lazily, kinds=WITHOUT_RANDOM, refusals=refusals)
+            with koila.micro_batch(rows):
+                found[i] = run(seed, seed % 2, lazily, kinds=kinds, refusals=refusals)
             found[i].generator = b""
         except Refused:
             pass
@@ -671,13 +678,15 @@ def _unseen_view(eager: Outcome, ours: Outcome) -> bool:
     )
 
 
-def against(eager: Outcome, ours: Outcome, seed: int, *, exact: bool) -> list[str]:
-    """Differences of program `seed` from plain PyTorch. Exact: bit-equal to it in one of the two
-    ways in which its autograd writes the gradient of a view. Where the two also differ in what a
-    write is refused for (_unseen_view), the second way is the only one that can be compared
-    with."""
+def against(eager: Outcome, ours: Outcome, seed: int, *, exact: bool, **options: Any) -> list[str]:
+    """Differences of program `seed`, run with these `options`, from plain PyTorch. Exact: bit-equal
+    to it in one of the two ways in which its autograd writes the gradient of a view. Where the two
+    also differ in what a write is refused for (_unseen_view), the second way is the only one that
+    can be compared with."""
     bad = compare(eager, ours, exact=exact)
     if bad and (_unseen_view(eager, ours) or (exact and not compare(eager, ours, exact=False))):
         with views_replayed():
-            return compare(run(seed, seed % 2), ours, exact=exact)
+            other = run(seed, seed % 2, **options)
+            other.generator = eager.generator
+            return compare(other, ours, exact=exact)
     return bad

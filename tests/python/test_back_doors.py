@@ -378,3 +378,22 @@ def test_random_programs_with_back_doors_and_modes(block):
             bad = program_generator.compare(eager, ours, exact=False, tolerance=1e-5)
             assert not bad, (seed, slices, bad)
     assert n_same >= 10
+
+
+@pytest.mark.about_the_cpu("torch's default device is a thread's own")
+@pytest.mark.parametrize("first", range(30_000, 32_000 if LONG else 30_004, 4))
+def test_random_programs_with_back_doors_and_loops_over_samples_in_threads(first):
+    """As above, four at once; no modes, for a default dtype is the process's."""
+    kinds, seeds = "vvvwwwfffppddnmsl", range(first, first + 4)
+    refusals = koila.UnsupportedError, koila.StaleValueError
+    for slices in SLICES:
+        ours = program_generator.together(
+            seeds, lazy, refusals, kinds, rows(slices, program_generator.BATCH)
+        )
+        for seed, outcome in zip(seeds, ours, strict=True):
+            if outcome is None:
+                continue
+            eager = program_generator.run(seed, seed % 2, kinds=kinds)
+            eager.generator = b""
+            bad = program_generator.against(eager, outcome, seed, exact=False, kinds=kinds)
+            assert not bad, (seed, slices, bad)

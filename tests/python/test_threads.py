@@ -701,6 +701,41 @@ def test_asyncio_tasks_read_in_the_middle_as_each_does_alone():
         assert_close(a, b)
 
 
+# ---- a module that several threads run at once
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_threads_run_the_same_opaque_module_at_the_same_moment(rows):
+    """Each run exchanges the module's parameters for its own. Two that did so at once put back each
+    other's."""
+    model = own_model(1).eval()
+    whole, part = koila.opaque(model), koila.opaque(model.layers)
+    before = dict(model.named_parameters())
+    xs = [data(s)[0] for s in range(4)]
+
+    def gradients(f, x):
+        return torch.autograd.grad(f(x).square().sum(), list(before.values()))
+
+    def work(seed):
+        def run():
+            out = []
+            for _ in range(10):
+                with koila.micro_batch(rows):
+                    out.append(gradients([whole, part][seed % 2], lazy(xs[seed])))
+            return out
+
+        return run
+
+    expected = [gradients(model, x) for x in xs]
+    found = together(*map(work, range(4)))
+    for name, p in model.named_parameters():
+        assert p is before[name] and p.is_leaf, f"{name} is another run's"
+    for e, runs in zip(expected, found, strict=True):
+        for got in runs:
+            for g, w in zip(got, e, strict=True):
+                torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-12)
+
+
 # ---- what others see of a step that is only tried
 
 
