@@ -174,6 +174,59 @@ in_a_small_thread(f)
     )
 
 
+# ---- time
+
+LINEAR = """
+import gc, time, torch
+from koila import lazy
+torch.set_num_threads(1)
+gc.disable()  # which walks all that lives, again and again
+
+
+def writes(n):
+    # a write after each view, and all views live
+    y = lazy(torch.ones(8, 4)) * 2
+    kept = []
+    yield
+    for i in range(n):
+        kept.append(y[i % 8])
+        y.add_(1)
+    yield
+    assert kept[-1].sum().item() == (2 + n) * 4
+
+
+def held(n):
+    # a value is read, and then all the others are made when the next step begins
+    x = lazy(torch.ones(8, 4, dtype=torch.float64))
+    kept = [x * float(i) for i in range(n)]
+    assert sum(kept[: n // 2]).sum().item() == 8 * 4 * sum(range(n // 2))
+    yield
+    lazy(torch.ones(2, 2))
+    yield
+    assert kept[-1].sum().item() == 8 * 4 * (n - 1)
+
+
+def each(program, n):
+    steps = program(n)
+    next(steps)
+    start = time.process_time()
+    next(steps)
+    took = (time.process_time() - start) / n
+    assert next(steps, None) is None
+    return took
+
+
+for program, few, many in ((writes, 2_000, 40_000), (held, 2_000, 32_000)):
+    each(program, 100)
+    times = [min(each(program, n) for _ in range(2)) for n in (few, many)]
+    assert times[1] < 3 * times[0], (program.__name__, times)
+"""
+
+
+def test_what_one_operator_costs_does_not_grow_with_what_is_held():
+    run_python(LINEAR, timeout=600)
+
+
 # ---- views, and what outlives its step
 
 

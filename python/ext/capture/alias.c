@@ -2,10 +2,10 @@
  *
  * Note [Groups]. A group is one storage. `cur` is the newest value of its base; every wrapper of
  * the group is a chain of view calls applied to the base. A write makes a new value of the whole
- * base and increments `gen`. A wrapper with an older `gen` replays its chain on `cur`, as new
- * nodes, when it is next read. Replays are remembered in the links (memo at memo_gen), so siblings
- * share them. Thus a wrapper never shows contents older than the last write, and the executor sees
- * pure values.
+ * base and increments `gen`. A wrapper with an older `gen` has no value: it replays its chain on
+ * `cur`, as new nodes, when it is next read, and until then no write looks at it again. Replays are
+ * remembered in the links (memo at memo_gen), so siblings share them. Thus a wrapper never shows
+ * contents older than the last write, and the executor sees pure values.
  *
  * A group belongs to one tape. When another tape needs it, its base becomes a leaf there: a batch
  * leaf stays one; anything else is made concrete first and becomes a whole leaf.
@@ -20,11 +20,12 @@ void koila__group_written(koila__group *g, koila_value v)
     koila_assert(v < koila_graph_n_values(g->tape->graph));
     g->cur = v;
     g->gen++;
-    for (koila__handle *h = g->handles; h; h = h->next_in_group)
+    for (koila__handle *h = g->with_value, *next; h; h = next) {
+        next = h->next_with_value; /* the base's come to the front again */
         koila__handle_set_value(h, h->chain ? KOILA_NONE : v);
-    for (koila__handle *h = g->handles; h; h = h->next_in_group)
         if (!h->chain)
             h->gen = g->gen;
+    }
 }
 
 /* One call of the chain, on the value of the link before it. Runs no Python code. */

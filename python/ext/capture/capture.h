@@ -40,6 +40,9 @@ typedef struct koila__group {
     /* `factory` is set, and nothing lazy was written into it yet */
     bool no_lazy_data;
     struct koila__handle *handles; /* list, linked by next_in_group */
+    /* those that have a value, the base's and the views read since the last write: a write takes
+     * them theirs, and does not walk the others. Linked by next_with_value. */
+    struct koila__handle *with_value;
 } koila__group;
 
 typedef struct koila__handle {
@@ -56,7 +59,7 @@ typedef struct koila__handle {
     bool is_unheld; /* no variable of the user reaches the wrapper: it is not saved for one */
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
-    struct koila__handle *next_of_value, *prev_of_value;
+    struct koila__handle *next_with_value, *prev_with_value; /* while it has one, in the group */
 } koila__handle;
 
 extern PyTypeObject koila__tape_type, koila__handle_type;

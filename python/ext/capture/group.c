@@ -17,35 +17,39 @@ static void tell_drop(koila__tape *t, koila_value v)
 
 static void link_value(koila__handle *h, koila_value v)
 {
+    koila__group *g = h->group;
     h->value = v;
-    h->prev_of_value = NULL;
-    h->next_of_value = NULL;
+    h->prev_with_value = NULL;
+    h->next_with_value = NULL;
     if (v == KOILA_NONE)
         return;
-    koila_assert(v < h->group->tape->n_values_alloc);
-    tape_value *tv = &h->group->tape->values[v];
-    koila_assert(!tv->handle || (tv->handle->value == v && !tv->handle->prev_of_value));
-    h->next_of_value = tv->handle;
-    if (tv->handle)
-        tv->handle->prev_of_value = h;
-    tv->handle = h;
+    koila_assert(v < g->tape->n_values_alloc);
+    g->tape->values[v].n_handles++;
+    koila_assert(!g->with_value || !g->with_value->prev_with_value);
+    h->next_with_value = g->with_value;
+    if (g->with_value)
+        g->with_value->prev_with_value = h;
+    g->with_value = h;
 }
 
 static void unlink_value(koila__handle *h)
 {
     if (h->value == KOILA_NONE)
         return;
-    koila_assert(h->prev_of_value || h->group->tape->values[h->value].handle == h);
-    if (h->prev_of_value)
-        h->prev_of_value->next_of_value = h->next_of_value;
+    koila__group *g = h->group;
+    koila_assert(h->prev_with_value || g->with_value == h);
+    if (h->prev_with_value)
+        h->prev_with_value->next_with_value = h->next_with_value;
     else
-        h->group->tape->values[h->value].handle = h->next_of_value;
-    if (h->next_of_value)
-        h->next_of_value->prev_of_value = h->prev_of_value;
-    if (!h->group->tape->values[h->value].handle && h->group->cur != h->value)
-        tell_drop(h->group->tape, h->value);
+        g->with_value = h->next_with_value;
+    if (h->next_with_value)
+        h->next_with_value->prev_with_value = h->prev_with_value;
+    tape_value *v = &g->tape->values[h->value];
+    koila_assert(v->n_handles > 0);
+    if (--v->n_handles == 0 && g->cur != h->value)
+        tell_drop(g->tape, h->value);
     h->value = KOILA_NONE;
-    h->next_of_value = h->prev_of_value = NULL;
+    h->next_with_value = h->prev_with_value = NULL;
 }
 
 void koila__handle_set_value(koila__handle *h, koila_value v)
@@ -57,6 +61,7 @@ void koila__handle_set_value(koila__handle *h, koila_value v)
 void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, koila_value v,
                           koila_meta meta, int64_t offset)
 {
+    koila_assert(c || v != KOILA_NONE);
     g->refs++;
     if (c)
         c->refs++;

@@ -188,7 +188,7 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
     }
     if (koila__tape_reserve(t) < 0)
         return KOILA_NONE;
-    koila_assert(!t->values[v].real && !t->values[v].handle);
+    koila_assert(!t->values[v].real && !t->values[v].n_handles);
     t->values[v].real = Py_NewRef(real);
     t->values[v].version = version;
     const bool counted = version != KOILA__NO_VERSION;
@@ -463,7 +463,7 @@ void koila__tape_let_go(koila__tape *t)
     koila__watches_free(t);
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
-        if (!t->values[v].handle)
+        if (!t->values[v].n_handles)
             Py_CLEAR(t->values[v].real);
 }
 

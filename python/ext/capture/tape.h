@@ -24,12 +24,11 @@
 struct koila__handle; /* the Value object in LazyTensor's slot; handle.c */
 
 typedef struct tape_value {
-    PyObject *real; /* owned torch.Tensor, or NULL: not concrete */
-    /* borrowed: newest handle that can still ask for this value, or NULL */
-    struct koila__handle *handle;
-    uint32_t version; /* of a leaf: `_version` of `real` when it was recorded */
-    uint32_t mark;    /* koila__tape_held(): compared with koila__tape.mark */
-    uint32_t kept;    /* 1 + its place in koila__tape.kept; 0: it is not kept */
+    PyObject *real;     /* owned torch.Tensor, or NULL: not concrete */
+    uint32_t n_handles; /* that can still ask for this value */
+    uint32_t version;   /* of a leaf: `_version` of `real` when it was recorded */
+    uint32_t mark;      /* koila__tape_held(): compared with koila__tape.mark */
+    uint32_t kept;      /* 1 + its place in koila__tape.kept; 0: it is not kept */
 } tape_value;
 
 /* See Note [Kept] in kept.c. */

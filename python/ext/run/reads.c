@@ -52,6 +52,7 @@ void koila__keeping_free(koila__keeping *k)
 {
     PyMem_Free(k->at);
     PyMem_Free(k->shown);
+    PyMem_Free(k->memory);
     *k = (koila__keeping){ 0 };
 }
 
@@ -75,7 +76,7 @@ static bool no_variable_holds(const koila__tape *t, koila_value v, void *user)
 
 static bool nobody_can_ask_for(const koila__tape *t, koila_value v, void *user)
 {
-    return !is_needed_by(user, v) && !t->values[v].handle;
+    return !is_needed_by(user, v) && !t->values[v].n_handles;
 }
 
 void koila__reads_tighten(koila__tape *t, const koila__wanted *w)
@@ -251,7 +252,7 @@ static void choose_all(choice *x)
         for (uint32_t o = 0; o < s->n_outputs; o++) {
             /* a result that is a leaf of the part has a value of its own there */
             const bool is_made = koila__part_value(x->p, first + o) == info.first_output + o;
-            if (is_made && s->outputs[o] != KOILA_NONE && x->t->values[first + o].handle &&
+            if (is_made && s->outputs[o] != KOILA_NONE && x->t->values[first + o].n_handles &&
                 can_keep(x, info.first_output + o, first + o))
                 choose(x, info.first_output + o, first + o);
         }
@@ -333,7 +334,8 @@ int koila__reads_begin(koila__tape *t, const koila__part *p, koila__keeping *k)
     /* the leaves, and what reads_end adds: the targets, and leaves that are kept no more */
     const size_t most = 2 * (size_t)p->n_leaves + koila_graph_n_values(t->graph) + 1;
     k->shown = PyMem_Malloc(most * sizeof *k->shown);
-    if (!k->shown) {
+    k->memory = PyMem_Malloc(((size_t)p->n_leaves + k->n + 1) * sizeof *k->memory);
+    if (!k->shown || !k->memory) {
         PyErr_NoMemory();
         return -1;
     }
@@ -392,34 +394,57 @@ static uint64_t target_bytes(const ended *x, uint32_t i, bool *is_contiguous)
     return m->n_bytes;
 }
 
-/* The most bytes of a value that is or would be kept in that memory; 0: there is none. */
-static uint64_t kept_there(const ended *x, const void *storage)
+/* By address, the largest value first. */
+static int compare_memory(const void *a, const void *b)
 {
-    uint64_t most = 0;
+    const koila__kept_memory *x = a, *y = b;
+    const int by_address = compare_addresses(&x->storage, &y->storage);
+    return by_address ? by_address : (x->n_bytes < y->n_bytes) - (x->n_bytes > y->n_bytes);
+}
+
+/* Each memory in which a value is or would be kept, with the most bytes of one. */
+static void find_kept_memory(const ended *x)
+{
+    koila__kept_memory *m = x->k->memory;
+    uint32_t n = 0, n_once = 0;
     bool ignored;
     for (uint32_t i = 0; x->p->kept && i < x->p->n_leaves; i++) {
-        if (!x->p->kept[i] || koila__storage_of(x->p->kept[i]) != storage)
+        if (!x->p->kept[i])
             continue;
         const koila_meta meta = koila_value_get(x->t->graph, x->p->leaf_from[i]).meta;
-        const uint64_t n = koila_meta_get(koila__table, meta)->n_bytes;
-        most = n > most ? n : most;
+        m[n++] = (koila__kept_memory){ koila__storage_of(x->p->kept[i]),
+                                       koila_meta_get(koila__table, meta)->n_bytes };
     }
-    for (uint32_t i = x->n; i < x->n + x->k->n; i++) {
-        if (koila__storage_of(x->results[i]) != storage)
-            continue;
-        const uint64_t n = target_bytes(x, i, &ignored);
-        most = n > most ? n : most;
-    }
-    return most;
+    for (uint32_t i = x->n; i < x->n + x->k->n; i++)
+        m[n++] =
+            (koila__kept_memory){ koila__storage_of(x->results[i]), target_bytes(x, i, &ignored) };
+    qsort(m, n, sizeof *m, compare_memory);
+    for (uint32_t i = 0; i < n; i++)
+        if (!n_once || m[n_once - 1].storage != m[i].storage)
+            m[n_once++] = m[i];
+    x->k->n_memory = n_once;
+}
+
+static int compare_storage(const void *storage, const void *memory)
+{
+    return compare_addresses(storage, &((const koila__kept_memory *)memory)->storage);
+}
+
+/* The most bytes of a value that is or would be kept in that memory; 0: there is none. */
+static uint64_t kept_there(const koila__keeping *k, const void *storage)
+{
+    const koila__kept_memory *m =
+        bsearch(&storage, k->memory, k->n_memory, sizeof *k->memory, compare_storage);
+    return m ? m->n_bytes : 0;
 }
 
 /* Result i will be handed out. Where kept values share its memory, it becomes a copy if it is a
- * small piece of it; else they are kept no more. */
+ * small piece of it; else that memory is shown, and they will be kept no more. */
 static void show(const ended *x, uint32_t i)
 {
     bool is_contiguous;
     const void *storage = koila__storage_of(x->results[i]);
-    const uint64_t beside = storage ? kept_there(x, storage) : 0;
+    const uint64_t beside = storage ? kept_there(x->k, storage) : 0;
     const uint64_t n_bytes = target_bytes(x, i, &is_contiguous);
     if (!beside)
         return;
@@ -429,7 +454,11 @@ static void show(const ended *x, uint32_t i)
         return;
     }
     x->k->shown[x->k->n_shown++] = storage;
-    koila__unkeep_storage(x->t, storage);
+}
+
+static bool is_shown_now(const koila__tape *t, koila_value v, void *k)
+{
+    return is_shown(k, koila__kept_of(t, v)->storage);
 }
 
 /* A kept leaf that is kept no more was handed out meanwhile, by Python that ran inside. */
@@ -465,7 +494,7 @@ static void drop_leaves(const ended *x, const koila__wanted *w)
 {
     for (uint32_t i = 0; x->p->kept && i < x->p->n_leaves; i++) {
         const koila_value v = x->p->leaf_from[i];
-        const bool stays = x->t->kept.tight ? is_variable(w, v) : x->t->values[v].handle != NULL;
+        const bool stays = x->t->kept.tight ? is_variable(w, v) : x->t->values[v].n_handles > 0;
         if (x->p->kept[i] && !stays)
             koila__unkeep(x->t, v);
     }
@@ -477,10 +506,15 @@ void koila__reads_end(koila__tape *t, const koila__part *p, const cached *c, uin
     const ended x = { t, p, c, n, results, k };
     if (!k->n && !p->kept)
         return;
+    find_kept_memory(&x);
+    const uint32_t n_before = k->n_shown;
     for (uint32_t i = 0; i < n; i++)
         show(&x, i);
+    const bool shows_kept = k->n_shown > n_before;
     show_lost_leaves(&x);
     sort_shown(k);
+    if (shows_kept)
+        koila__unkeep_those(t, is_shown_now, k);
     keep_results(&x);
     drop_leaves(&x, w);
 }

@@ -488,11 +488,16 @@ static void end_try(request *q)
 
 /* ---- the request */
 
-static void add_target(request *q, koila_value v)
+enum { FEW_TARGETS = 64 };
+
+/* met: which values were added; NULL: the targets are few, and looked through. */
+static void add_target(request *q, koila_value v, bool *met)
 {
-    bool is_there = q->tape->values[v].real != NULL;
-    for (uint32_t i = 0; i < q->n && !is_there; i++)
+    bool is_there = q->tape->values[v].real || (met && met[v]);
+    for (uint32_t i = 0; !met && i < q->n && !is_there; i++)
         is_there = q->targets[i] == v;
+    if (met)
+        met[v] = true;
     if (!is_there)
         q->targets[q->n++] = v;
 }
@@ -501,18 +506,23 @@ static int find_targets(request *q, const koila__wanted *w)
 {
     const uint32_t n_effects = w->effects ? q->tape->n_effects : 0;
     const size_t most = (size_t)w->n_wanted + w->n_held + n_effects;
+    const bool few = most <= FEW_TARGETS;
+    bool *met = few ? NULL : PyMem_Calloc(koila_graph_n_values(q->tape->graph), sizeof *met);
     q->targets = PyMem_Malloc((most + 1) * sizeof *q->targets);
-    if (!q->targets) {
+    if (!q->targets || (!few && !met)) {
+        PyMem_Free(q->targets);
+        PyMem_Free(met);
         PyErr_NoMemory();
         return -1;
     }
     for (uint32_t i = 0; i < w->n_wanted; i++)
-        add_target(q, w->wanted[i]);
+        add_target(q, w->wanted[i], met);
     for (uint32_t i = 0; i < n_effects; i++)
-        add_target(q, q->tape->effects[i].value);
+        add_target(q, q->tape->effects[i].value, met);
     q->n_must = q->n;
     for (uint32_t i = 0; i < w->n_held; i++)
-        add_target(q, w->held[i]);
+        add_target(q, w->held[i], met);
+    PyMem_Free(met);
     koila_assert(q->n_must <= q->n && q->n <= most);
     return 0;
 }

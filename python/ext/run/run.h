@@ -373,6 +373,11 @@ typedef struct koila__wanted {
 int koila__request(koila__tape *t, const koila__wanted *w);
 
 /* ---- reads.c: what is kept of a read, see there */
+typedef struct koila__kept_memory {
+    const void *storage;
+    uint64_t n_bytes; /* of the largest value that is kept there */
+} koila__kept_memory;
+
 typedef struct koila__keeping {
     /* owned [n]: what the tape will keep, without its tensors; the cut is that of a run that is
      * whole */
@@ -380,6 +385,8 @@ typedef struct koila__keeping {
     uint32_t n;
     const void **shown; /* owned [n_shown], sorted: memory that tensors outside have */
     uint32_t n_shown;
+    koila__kept_memory *memory; /* owned [n_memory], sorted by address */
+    uint32_t n_memory;
 } koila__keeping;
 void koila__keeping_free(koila__keeping *k);
 /* Chooses what to keep of a read that runs part `p`, whose first n targets are values `targets` of
