@@ -190,6 +190,7 @@ def _operators() -> list[OwnOperator]:
 
 # ---- are rows drawn as said above?
 
+_MOST_TRIED = 256  # answers that are kept
 _tried: dict[tuple[Any, ...], bool] = {}
 
 
@@ -197,12 +198,16 @@ def _draws_by_row(q: torch.Tensor, k: torch.Tensor, call: Call) -> bool:
     """Do the kernels of this build draw any row as the whole does, and does the generator move by
     the sum of the distances? Tried once for each dtype and size of a head."""
     key = (call.flash, q.dtype, q.shape[3], q.device)
-    if key not in _tried:
+    answer = _tried.get(key)
+    if answer is None:
         try:
-            _tried[key] = _try_rows(q.dtype, q.shape[3], q.device, call.flash)
+            answer = _try_rows(q.dtype, q.shape[3], q.device, call.flash)
         except RuntimeError:  # no kernel for this: eager will say so in its own words
-            _tried[key] = False
-    return _tried[key]
+            answer = False
+        if len(_tried) >= _MOST_TRIED:
+            _tried.clear()
+        _tried[key] = answer
+    return answer
 
 
 def _try_rows(dtype: torch.dtype, head: int, device: torch.device, flash: bool) -> bool:

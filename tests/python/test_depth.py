@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila import _backward, _core, lazy
+from koila import _attention, _backward, _core, _opaque, lazy
 
 LONG = bool(os.environ.get("KOILA_LONG"))
 
@@ -374,6 +374,36 @@ def test_what_is_in_use_stays_when_the_rest_is_forgotten(forget_after):
             assert torch.allclose(got, one, rtol=1e-5), (got, one)
 
 
+@pytest.mark.parametrize("between", [lambda: None, _junk])
+def test_views_that_outlive_their_step_beside_their_base_keep_what_names_them(
+    between, forget_after
+):
+    """Base and views rest together: no graph names the calls and the shapes of the views."""
+
+    def program(wrap):
+        kept, answers = [], []
+        for i in range(6):
+            x = wrap(torch.arange((5.0 + i) * (3 + i)).view(5 + i, 3 + i))
+            base = x * 2
+            kept.append((base, base[1:].t(), base[:, 1:].unsqueeze(0)[:, ::2]))
+            answers.append(base.sum() * 1)
+            between()
+        for n, (base, first, second) in enumerate(kept):
+            between()
+            answers += [first + 1, first.shape[0] * second.sum(2)]
+            base.mul_(n + 2)
+            between()
+            first.add_(second.sum())
+            answers += [first * 1, second * 1]
+        return [*answers, *(t for three in kept for t in three)]
+
+    wanted = program(lambda x: x)
+    forget_after(0)
+    for got, one in zip(program(lazy), wanted, strict=True):
+        assert got.shape == one.shape and got.stride() == one.stride()
+        assert torch.equal(got.torch() if _core.is_lazy(got) else got, one)
+
+
 def test_nothing_is_forgotten_while_another_thread_is_in_the_middle_of_an_operator(forget_after):
     library = torch.library.Library("koila_depth", "DEF")
     library.define("twice(Tensor x, float by) -> Tensor")
@@ -405,6 +435,28 @@ def test_nothing_is_forgotten_while_another_thread_is_in_the_middle_of_an_operat
     assert _core.memo_info()["forgotten"] > before
     assert got[0].item() == 5 * 6 * 3 * 2 * 1.25
     library._destroy()
+
+
+def test_ways_of_calling_an_opaque_function_are_forgotten():
+    def scaled(x, by):
+        return x * by
+
+    run = _opaque._Runner(scaled, None)
+    for i in range(3 * _opaque._MAX_KNOWN):
+        assert run(lazy(torch.ones(2, 3)), i / 7).sum().item() == pytest.approx(6 * i / 7)
+        assert len(run._known) <= _opaque._MAX_KNOWN
+
+
+def test_which_attention_was_tried_is_forgotten(monkeypatch):
+    tried = []
+    monkeypatch.setattr(_attention, "_tried", {})
+    monkeypatch.setattr(_attention, "_try_rows", lambda *a: tried.append(a) or True)
+    call = _attention.Call(0.5, False, None, True)
+    for head in range(1, 3 * _attention._MOST_TRIED):
+        q = torch.empty(1, 1, 1, head)
+        assert _attention._draws_by_row(q, q, call) and _attention._draws_by_row(q, q, call)
+        assert len(_attention._tried) <= _attention._MOST_TRIED
+    assert len(tried) == head
 
 
 def test_a_call_that_steps_repeat_is_not_forgotten(forget_after):
