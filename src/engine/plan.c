@@ -834,7 +834,7 @@ static koila_status choose_way(planning *q)
 static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
 {
     koila_graph view;
-    KOILA_TRY(koila__axes_view(q->graph, axis, &q->plan->mem, &view));
+    KOILA_TRY(koila__axes_view(q->graph, axis->size, &q->plan->mem, &view));
     planning along = *q;
     along.graph = &view;
     along.largest_axis = axis->size;
