@@ -160,7 +160,7 @@ typedef struct koila_plan_info {
     /** KOILA_NONE: rows are cut. Else another axis, which all of this calls rows: this dimension of
      * the first leaf that has it */
     uint32_t dim;
-    bool has_other_axes; /**< another one could be cut */
+    bool has_other_axes; /**< batched leaves have another one */
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.

@@ -1,7 +1,12 @@
 /* axes.c — the other axes of a recorded step. */
 #include "engine/axes.h"
 
-enum { MOST_KINDS = 16 }; /* of axes that are counted */
+enum { MOST_KINDS = 64 }; /* of axes that are counted */
+
+typedef struct kinds {
+    koila__axis at[MOST_KINDS];
+    uint32_t n;
+} kinds;
 
 static bool is_batched(const koila_graph *g, koila_value v)
 {
@@ -20,67 +25,187 @@ static uint32_t dim_of(const koila_graph *g, koila_value v, int64_t size)
     return KOILA_NONE;
 }
 
+/* The axis of that size, counted from now on; NULL: there is no room for it. */
+static koila__axis *kind_of(kinds *k, int64_t size, uint32_t dim)
+{
+    for (uint32_t i = 0; i < k->n; i++)
+        if (k->at[i].size == size)
+            return &k->at[i];
+    if (k->n == MOST_KINDS)
+        return NULL;
+    k->at[k->n] = (koila__axis){ .size = size, .dim = dim };
+    return &k->at[k->n++];
+}
+
+bool koila__axes_any(const koila_graph *g)
+{
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_meta_info *m = is_batched(g, v) ? koila__value_meta(g, v) : NULL;
+        for (uint32_t d = 0; m && d < m->n_dims; d++)
+            if (m->size[d] > 1 && d != g->values.at[v].dim)
+                return true;
+    }
+    return false;
+}
+
+static void count_leaves(const koila_graph *g, kinds *k)
+{
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_meta_info *m = is_batched(g, v) ? koila__value_meta(g, v) : NULL;
+        for (uint32_t d = 0; m && d < m->n_dims; d++)
+            if (m->size[d] > 1 && dim_of(g, v, m->size[d]) == d) {
+                koila__axis *kind = kind_of(k, m->size[d], d);
+                if (kind)
+                    kind->n_leaves++;
+            }
+    }
+}
+
+/* Counts what is computed from batched leaves, and returns its bytes; then other leaves. */
+static double count_values(const koila_graph *g, const uint8_t *of_batch, kinds *k)
+{
+    double all = 0;
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_value_info *info = &g->values.at[v];
+        if (info->node == KOILA_NONE || info->meta == KOILA_NONE || !of_batch[v])
+            continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        all += (double)m->n_bytes;
+        for (uint32_t d = 0; d < m->n_dims; d++) {
+            bool again = m->size[d] < 2;
+            for (uint32_t before = 0; before < d; before++)
+                again |= m->size[before] == m->size[d];
+            koila__axis *kind = again ? NULL : kind_of(k, m->size[d], d);
+            if (kind)
+                kind->bytes += (double)m->n_bytes;
+        }
+    }
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_value_info *info = &g->values.at[v];
+        if (info->node != KOILA_NONE || info->meta == KOILA_NONE || is_batched(g, v))
+            continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        for (uint32_t i = 0; i < k->n; i++)
+            for (uint32_t d = 0; d < m->n_dims; d++)
+                k->at[i].n_real += m->size[d] == k->at[i].size;
+    }
+    return all;
+}
+
 static bool is_likelier(const koila__axis *a, const koila__axis *b)
 {
     return a->n_leaves != b->n_leaves ? a->n_leaves > b->n_leaves : a->size > b->size;
 }
 
-/* One more leaf has an axis. */
-static void count(koila__axis *kinds, uint32_t *n, int64_t size, uint32_t dim)
+/* The likeliest of those that leaves have, which is counted no more; NULL: none is left. */
+static koila__axis *take_likeliest(kinds *k, int64_t longest)
 {
-    uint32_t i = 0;
-    while (i < *n && kinds[i].size != size)
-        i++;
-    if (i == MOST_KINDS)
-        return;
-    if (i == *n)
-        kinds[(*n)++] = (koila__axis){ .size = size, .dim = dim };
-    kinds[i].n_leaves++;
+    koila__axis *best = NULL;
+    for (uint32_t i = 0; i < k->n; i++)
+        if (k->at[i].n_leaves && k->at[i].size > longest / KOILA__SHORT_AXIS &&
+            (!best || is_likelier(&k->at[i], best)))
+            best = &k->at[i];
+    return best;
 }
 
-uint32_t koila__axes_find(const koila_graph *g, koila__axis out[KOILA__MOST_AXES])
+static int64_t longest_of(const kinds *k)
 {
-    koila__axis kinds[MOST_KINDS];
-    uint32_t n = 0;
-    uint32_t n_out = 0;
     int64_t longest = 0;
-    for (koila_value v = 0; v < g->values.n; v++) {
-        const koila_meta_info *m = is_batched(g, v) ? koila__value_meta(g, v) : NULL;
-        for (uint32_t d = 0; m && d < m->n_dims; d++)
-            if (m->size[d] > 1 && dim_of(g, v, m->size[d]) == d)
-                count(kinds, &n, m->size[d], d);
-    }
-    for (uint32_t i = 0; i < n; i++)
-        longest = kinds[i].size > longest ? kinds[i].size : longest;
-    while (n_out < KOILA__MOST_AXES) { /* the likeliest of what is left */
-        koila__axis *best = NULL;
-        for (uint32_t i = 0; i < n; i++)
-            if (kinds[i].n_leaves && kinds[i].size > longest / KOILA__SHORT_AXIS &&
-                (!best || is_likelier(&kinds[i], best)))
-                best = &kinds[i];
-        if (!best)
-            break;
-        out[n_out++] = *best;
-        best->n_leaves = 0;
-    }
-    return n_out;
+    for (uint32_t i = 0; i < k->n; i++)
+        if (k->at[i].n_leaves && k->at[i].size > longest)
+            longest = k->at[i].size;
+    return longest;
 }
 
-koila_status koila__axes_view(const koila_graph *g, int64_t size, const koila_allocator *mem,
-                              koila_graph *out)
+/* That of most bytes, more than half of `all`, which no batched leaf has, and not the width of a
+ * layer: at most one other leaf (a table of positions). NULL: there is none. */
+static const koila__axis *within_step(const koila_graph *g, const kinds *k, double all)
 {
-    koila_graph view = *g;
-    memset(&view.values, 0, sizeof view.values);
-    memset(&view.axes, 0, sizeof view.axes);
-    if (!koila__vec_reserve(mem, &view.values, g->values.n) ||
-        !koila__vec_push(mem, &view.axes, size)) {
-        koila__axes_end(&view, mem);
+    const koila__axis *best = NULL;
+    for (uint32_t i = 0; i < k->n; i++) {
+        const koila__axis *a = &k->at[i];
+        bool is_rows = false;
+        for (uint32_t x = 0; x < g->axes.n; x++)
+            is_rows |= a->size == g->axes.at[x];
+        if (!a->n_leaves && !is_rows && a->n_real <= 1 && a->bytes > all / 2 &&
+            (!best || a->bytes > best->bytes))
+            best = a;
+    }
+    return best;
+}
+
+/* of_batch[values], all 0 before: does the value depend on a batched leaf? */
+static void find_of_batch(const koila_graph *g, uint8_t *of_batch, uint8_t *seeds)
+{
+    for (koila_value v = 0; v < g->values.n; v++)
+        of_batch[v] = is_batched(g, v);
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        const koila_node_info *info = &g->nodes.at[n];
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            seeds[n] |= of_batch[g->inputs.at[info->first_input + i]];
+        for (uint32_t o = 0; o < s->n_outputs; o++)
+            of_batch[info->first_output + o] = seeds[n];
+    }
+}
+
+static bool alloc_flags(const koila_graph *g, const koila_allocator *mem, koila__along *a)
+{
+    a->n_values = g->values.n;
+    a->n_nodes = g->nodes.n;
+    a->of_batch = koila__realloc(mem, NULL, 0, (size_t)g->values.n + 1);
+    a->seeds = koila__realloc(mem, NULL, 0, (size_t)g->nodes.n + 1);
+    if (!a->of_batch || !a->seeds)
+        return false;
+    memset(a->of_batch, 0, (size_t)g->values.n + 1);
+    memset(a->seeds, 0, (size_t)g->nodes.n + 1);
+    find_of_batch(g, a->of_batch, a->seeds);
+    return true;
+}
+
+koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
+                              koila__axis out[KOILA__MOST_AXES], uint32_t *n)
+{
+    koila__along flags = { .graph = *g };
+    kinds k = { .n = 0 };
+    const koila__axis *last = NULL;
+    *n = 0;
+    memset(&flags.graph.values, 0, sizeof flags.graph.values);
+    memset(&flags.graph.axes, 0, sizeof flags.graph.axes);
+    const bool ok = alloc_flags(g, mem, &flags);
+    if (ok) {
+        count_leaves(g, &k);
+        const double all = count_values(g, flags.of_batch, &k);
+        last = within_step(g, &k, all);
+    }
+    const int64_t longest = longest_of(&k);
+    const uint32_t most = KOILA__MOST_AXES - (last != NULL);
+    koila__axis *a = take_likeliest(&k, longest);
+    for (; a && *n < most; a = take_likeliest(&k, longest)) {
+        out[(*n)++] = *a;
+        a->n_leaves = 0;
+    }
+    if (last)
+        out[(*n)++] = *last;
+    koila__along_deinit(&flags, mem);
+    return ok ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+koila_status koila__along_init(const koila_graph *g, int64_t size, const koila_allocator *mem,
+                               koila__along *out)
+{
+    koila__along a = { .graph = *g };
+    memset(&a.graph.values, 0, sizeof a.graph.values);
+    memset(&a.graph.axes, 0, sizeof a.graph.axes);
+    if (!koila__vec_reserve(mem, &a.graph.values, g->values.n) ||
+        !koila__vec_push(mem, &a.graph.axes, size) || !alloc_flags(g, mem, &a)) {
+        koila__along_deinit(&a, mem);
         return KOILA_NO_MEMORY;
     }
-    memcpy(view.values.at, g->values.at, g->values.n * sizeof *g->values.at);
-    view.values.n = g->values.n;
+    memcpy(a.graph.values.at, g->values.at, g->values.n * sizeof *g->values.at);
+    a.graph.values.n = g->values.n;
     for (koila_value v = 0; v < g->values.n; v++) {
-        koila_value_info *leaf = &view.values.at[v];
+        koila_value_info *leaf = &a.graph.values.at[v];
         if (!is_batched(g, v))
             continue;
         const uint32_t dim = dim_of(g, v, size);
@@ -88,12 +213,14 @@ koila_status koila__axes_view(const koila_graph *g, int64_t size, const koila_al
         leaf->dim = dim == KOILA_NONE ? 0 : (uint8_t)dim;
         leaf->axis = 0;
     }
-    *out = view;
+    *out = a;
     return KOILA_OK;
 }
 
-void koila__axes_end(koila_graph *view, const koila_allocator *mem)
+void koila__along_deinit(koila__along *a, const koila_allocator *mem)
 {
-    koila__vec_free(mem, &view->values);
-    koila__vec_free(mem, &view->axes);
+    koila__release(mem, a->of_batch, (size_t)a->n_values + 1);
+    koila__release(mem, a->seeds, (size_t)a->n_nodes + 1);
+    koila__vec_free(mem, &a->graph.values);
+    koila__vec_free(mem, &a->graph.axes);
 }

@@ -7,7 +7,9 @@
  *
  * An axis is a size: each batched leaf has it in its first dimension of that size, its rows apart.
  * Of two dimensions of one size (a square image) the second is never cut: it would be the same
- * once more. */
+ * once more. An axis that no leaf has begins within the step: the patches of an image, the tokens
+ * but the last. There whole values of that size are sliced, which is always exact.
+ */
 #ifndef KOILA_SRC_AXES_H
 #define KOILA_SRC_AXES_H
 
@@ -18,21 +20,35 @@ enum {
     KOILA__SHORT_AXIS = 8, /* times longer, the longest one makes an axis too short to be tried */
 };
 
-/* One other axis: `size` entries along dimension `dim` of the first leaf that has it. */
+/* One other axis: `size` entries along dimension `dim` of the first value that has it. */
 typedef struct koila__axis {
     int64_t size;
     uint32_t dim;
-    uint32_t n_leaves; /* that have it */
+    uint32_t n_leaves; /* batched ones that have it */
+    uint32_t n_real;   /* other leaves that do */
+    double bytes;      /* of values within the step that do */
 } koila__axis;
 
-/* Writes those that the batched leaves of `g` have, the likeliest to help first: what most leaves
- * share, then the longest. Returns how many. */
-uint32_t koila__axes_find(const koila_graph *g, koila__axis out[KOILA__MOST_AXES]);
+/* A step under another axis. */
+typedef struct koila__along {
+    koila_graph graph; /* borrows all but values and axes */
+    uint32_t n_values, n_nodes;
+    uint8_t *of_batch; /* [values] depends on batched leaves */
+    uint8_t *seeds;    /* [nodes] the same of their results */
+} koila__along;
 
-/* `g` cut along the axis of this size: a leaf that lacks it is whole. Borrows all of `g` but its
- * values and axes. Expected: NO_MEMORY. The caller ends it with koila__axes_end(). */
-koila_status koila__axes_view(const koila_graph *g, int64_t size, const koila_allocator *mem,
-                              koila_graph *out);
-void koila__axes_end(koila_graph *view, const koila_allocator *mem);
+/* Writes those that the batched leaves of `g` have, the likeliest to help first: what most leaves
+ * share, then the longest. The last is one that no leaf has but most bytes of the step do.
+ * *n: how many. Expected: NO_MEMORY. */
+koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
+                              koila__axis out[KOILA__MOST_AXES], uint32_t *n);
+/* Has some batched leaf another dimension? */
+bool koila__axes_any(const koila_graph *g);
+
+/* `g` cut along the axis of this size: a leaf that lacks it is whole. Expected: NO_MEMORY. The
+ * caller ends it with koila__along_deinit(). */
+koila_status koila__along_init(const koila_graph *g, int64_t size, const koila_allocator *mem,
+                               koila__along *out);
+void koila__along_deinit(koila__along *a, const koila_allocator *mem);
 
 #endif

@@ -163,10 +163,11 @@ typedef struct planning {
     koila_error *err;
     koila_plan *plan;
     int64_t largest_axis;
-    bool is_empty;   /* an axis has no rows: nothing to slice */
-    bool whole_fits; /* one slice fits by its sum of live bytes */
-    bool accepted;   /* the caller takes the plan */
-    uint32_t dim;    /* as koila_plan_info.dim */
+    bool is_empty;        /* an axis has no rows: nothing to slice */
+    bool whole_fits;      /* one slice fits by its sum of live bytes */
+    bool accepted;        /* the caller takes the plan */
+    uint32_t dim;         /* as koila_plan_info.dim */
+    const uint8_t *seeds; /* of another axis: koila__along.seeds */
     koila__least other;
 } planning;
 
@@ -176,7 +177,11 @@ typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint3
 static koila_status place(planning *q, place_fn how, koila_value *targets, koila__placed **out)
 {
     koila__placed *placed = NULL;
-    KOILA_TRY(how(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
+    if (q->seeds)
+        KOILA_TRY(koila__place_along(q->graph, q->seeds, q->targets, q->n_targets, q->mem, &placed,
+                                     q->err));
+    else
+        KOILA_TRY(how(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
     koila_check(koila__placed_check(placed, NULL));
     koila_status status = map_targets(placed, q->targets, q->n_targets, targets, q->err);
     if (status == KOILA_OK && !bytes_add_up(placed->graph))
@@ -833,14 +838,15 @@ static koila_status choose_way(planning *q)
 /* Plans along one of them; on KOILA_OK *out is yours. */
 static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
 {
-    koila_graph view;
-    KOILA_TRY(koila__axes_view(q->graph, axis->size, &q->plan->mem, &view));
+    koila__along view;
+    KOILA_TRY(koila__along_init(q->graph, axis->size, &q->plan->mem, &view));
     planning along = *q;
-    along.graph = &view;
+    along.graph = &view.graph;
+    along.seeds = view.seeds;
     along.largest_axis = axis->size;
     along.dim = axis->dim;
     const koila_status status = slice(&along, koila__place_cut, out);
-    koila__axes_end(&view, &q->plan->mem);
+    koila__along_deinit(&view, &q->plan->mem);
     return status;
 }
 
@@ -871,8 +877,9 @@ static void note_least(planning *q, const koila__axis *axis, const sliced *way)
 static koila_status find_other_axis(planning *q, sliced *best, uint32_t *dim)
 {
     koila__axis axes[KOILA__MOST_AXES];
-    const uint32_t n = koila__axes_find(q->graph, axes);
+    uint32_t n;
     bool is_cheap = false;
+    KOILA_TRY(koila__axes_find(q->graph, &q->plan->mem, axes, &n));
     for (uint32_t i = 0; i < n && !is_cheap; i++) {
         sliced way = { 0 };
         const koila_status status = slice_along(q, &axes[i], &way);
@@ -930,7 +937,6 @@ static bool rows_do_not_fit(const planning *q)
 static koila_status make_plan(planning *q)
 {
     koila_plan *p = q->plan;
-    koila__axis axes[KOILA__MOST_AXES];
     const koila_plan_options *o = q->options;
     koila__arena_init(&p->arena, q->mem);
     p->targets = koila__arena_array(&p->arena, q->n_targets, sizeof *p->targets);
@@ -944,7 +950,7 @@ static koila_status make_plan(planning *q)
     if (o->axes == KOILA_AXES_OTHER ||
         (o->axes == KOILA_AXES_ANY && o->rows <= 0 && rows_do_not_fit(q)))
         KOILA_TRY(plan_other_axis(q));
-    p->info.has_other_axes = koila__axes_find(q->graph, axes) > 0;
+    p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;

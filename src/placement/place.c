@@ -1244,8 +1244,12 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koil
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         placed[i] = p->value.at[in[i]];
     uint32_t axis = axis_of(p, placed, sig->n_inputs);
-    if (axis == KOILA_NONE)
-        return append(p, id, sig, in, NULL, is_free(p, sig, placed), results);
+    if (axis == KOILA_NONE) {
+        const bool stays_free = is_free(p, sig, placed);
+        const bool is_seed = p->seeds && p->seeds[p->recorded] && !stays_free;
+        return append(p, id, sig, in, NULL, stays_free, results) &&
+               (!is_seed || cut(p, sig, placed, 0, results));
+    }
     if (any_piece(placed, sig->n_inputs)) {
         if (attempt_pieces(p, &a, sig, in, placed, (uint16_t)axis))
             return append(p, id, sig, in, &a, false, results);
@@ -1622,8 +1626,8 @@ static koila__placed *place_all(koila__placer *p, const koila_value *targets, ui
 typedef enum placing { PLACE, PLACE_CUT, PLACE_PIECES, PLACE_WHOLE } placing;
 
 static koila_status place(const koila_graph *recorded, const koila_value *targets,
-                          uint32_t n_targets, placing how, const koila_allocator *mem,
-                          koila__placed **out, koila_error *err)
+                          uint32_t n_targets, placing how, const uint8_t *seeds,
+                          const koila_allocator *mem, koila__placed **out, koila_error *err)
 {
     for (uint32_t t = 0; t < n_targets; t++)
         if (targets[t] >= koila_graph_n_values(recorded))
@@ -1639,6 +1643,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .line = KOILA_NONE,
                         .whole = how == PLACE_WHOLE,
                         .cut = how == PLACE_CUT,
+                        .seeds = seeds,
                         .pieces = how == PLACE_PIECES };
     koila__arena_init(&p.scratch, &a);
     koila__placed *r = place_all(&p, targets, n_targets);
@@ -1667,21 +1672,28 @@ koila_status koila__place(const koila_graph *recorded, const koila_value *target
                           uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                           koila_error *err)
 {
-    return place(recorded, targets, n_targets, PLACE, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE, NULL, mem, out, err);
 }
 
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err)
 {
-    return place(recorded, targets, n_targets, PLACE_CUT, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE_CUT, NULL, mem, out, err);
+}
+
+koila_status koila__place_along(const koila_graph *recorded, const uint8_t *seeds,
+                                const koila_value *targets, uint32_t n_targets,
+                                const koila_allocator *mem, koila__placed **out, koila_error *err)
+{
+    return place(recorded, targets, n_targets, PLACE_CUT, seeds, mem, out, err);
 }
 
 koila_status koila__place_pieces(const koila_graph *recorded, const koila_value *targets,
                                  uint32_t n_targets, const koila_allocator *mem,
                                  koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, PLACE_PIECES, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE_PIECES, NULL, mem, out, err);
 }
 
 bool koila__takes_rows(const koila__placed *p)
@@ -1705,7 +1717,7 @@ koila_status koila__place_whole(const koila_graph *recorded, const koila_value *
                                 uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                                 koila_error *err)
 {
-    return place(recorded, targets, n_targets, PLACE_WHOLE, mem, out, err);
+    return place(recorded, targets, n_targets, PLACE_WHOLE, NULL, mem, out, err);
 }
 
 void koila__placed_free(koila__placed *p)

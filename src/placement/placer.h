@@ -32,10 +32,12 @@ struct koila__placer {
     uint32_t main_axis;
     uint32_t line; /* of the recorded node being placed, as an id of `to` */
     koila_node recorded;
-    uint32_t depth;      /* of resolving FREE values */
-    bool whole;          /* koila__place_whole */
-    bool cut;            /* koila__place_cut */
-    bool pieces;         /* koila__place_pieces */
+    uint32_t depth; /* of resolving FREE values */
+    bool whole;     /* koila__place_whole */
+    bool cut;       /* koila__place_cut */
+    bool pieces;    /* koila__place_pieces */
+    /* [nodes of from] cut the whole results of this call too; NULL: of none */
+    const uint8_t *seeds;
     bool may_own;        /* the call that is placed may give pieces */
     bool any_piece;      /* some node has */
     koila_status status; /* the first failure; the walk stops */

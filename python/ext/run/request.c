@@ -203,11 +203,14 @@ static next retry_along_any(request *q)
 /* There is no plan, for want of memory or as `err` says. */
 static next without_plan(request *q, koila_status status, const koila_error *err)
 {
-    const bool ran_out = status == KOILA_OOM;
-    if (status == KOILA_UNSUPPORTED && q->axes == KOILA_AXES_OTHER && !q->step.retries) {
+    const bool has_none = status == KOILA_UNSUPPORTED && q->axes == KOILA_AXES_OTHER;
+    if (has_none && !q->step.retries) {
         q->axes = KOILA_AXES_ROWS; /* only tests ask for another axis where there may be none */
         return RETRY;
     }
+    if (has_none) /* the rows had run out of memory before */
+        status = KOILA_OOM;
+    const bool ran_out = status == KOILA_OOM;
     if (ran_out && !q->no_extra && koila__room_without_extra(&q->room)) {
         q->no_extra = true;
         return RETRY;
