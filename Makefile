@@ -23,7 +23,7 @@ CUDA_PY      = $(CUDA_VENV)/bin/python
 CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers ipython
 CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py exactness_programs.py random.py low_precision.py) \
 	$(addprefix tests/python/test_,capture_models.py capture_programs.py capture_doors.py rules_of_users.py interrupts.py bad_input.py plan_report.py) \
-	$(addprefix tests/python/test_,capture_lifetime.py tokens.py factories.py wild.py opinfo.py reads.py plans.py samples.py left_steps.py threads.py modes.py back_doors.py control_flow.py packed.py) \
+	$(addprefix tests/python/test_,capture_lifetime.py tokens.py factories.py wild.py opinfo.py reads.py plans.py samples.py left_steps.py threads.py modes.py back_doors.py control_flow.py packed.py depth.py) \
 	$(addprefix tests/python/memlab/test_,lines.py timeline.py)
 # those that only a GPU can run
 CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(addsuffix .py,attention gathers workspaces planning survival replay))
@@ -31,7 +31,8 @@ CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(ad
 CUDA_ALONE  ?= tests/python/test_cuda_inside.py
 # with a GPU in sight, but tensors where the tests put them
 CUDA_BESIDE ?= $(addprefix tests/python/,$(addprefix memlab/test_,cuda.py courtesy.py tensors.py))
-CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt
+CUDA_SKIPS   = --known-skips=tests/fakecuda/known_skips.txt
+CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt $(CUDA_SKIPS)
 ON_CUDA      = FAKECUDA_MEMORY=$(CUDA_MEMORY) FAKECUDA_DEVICES=2
 GPU_VENV    ?= .venv-gpu
 GPU_PY       = $(GPU_VENV)/bin/python
@@ -75,8 +76,8 @@ gpu-suites: $(CUDA_VENV)/installed
 	FAKECUDA_MEMORY=$(CUDA_MEMORY) $(CUDA_PY) -m pytest tests/fakecuda/tests -q -n $(JOBS) --dist worksteal
 	$(ON_CUDA) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_SUITES) $(CUDA_KNOWN) -q -n $(JOBS) --dist worksteal
 	$(ON_CUDA) KOILA_DEVICE=cuda $(CUDA_PY) -m pytest $(CUDA_OWN) $(CUDA_KNOWN) -q -n $(JOBS) --dist loadfile
-	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_ALONE) -q
-	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_BESIDE) -q -n $(JOBS) --dist worksteal
+	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_ALONE) $(CUDA_SKIPS) -q
+	$(ON_CUDA) $(CUDA_PY) -m pytest $(CUDA_BESIDE) $(CUDA_SKIPS) -q -n $(JOBS) --dist worksteal
 	$(ON_CUDA) $(CUDA_PY) -m pytest tests/python/test_together.py -k cuda -q
 
 # Only the tests of known_failures.txt: which of them pass by now?

@@ -24,6 +24,7 @@ if DEVICE != "cpu":
 def pytest_addoption(parser):
     parser.addoption("--known-failures", metavar="FILE", help="leave the tests of this list out")
     parser.addoption("--only-known-failures", action="store_true", help="run only those")
+    parser.addoption("--known-skips", metavar="FILE", help="fail if a test skips that is not there")
 
 
 def pytest_configure(config):
@@ -31,6 +32,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "about_the_cpu(why): a claim about the CPU, left out where KOILA_DEVICE is not"
     )
+    if config.getoption("--known-skips") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Skips(config.getoption("--known-skips")))
 
 
 def leave_known_failures_out(config, items):
@@ -47,6 +50,37 @@ def leave_known_failures_out(config, items):
         (kept if is_known == wanted else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+class Skips:
+    """Every test that skipped, but those that wait for KOILA_LONG, is in the list, and the list is
+    short. A line is `test  # what ends it`."""
+
+    MOST = 15
+
+    def __init__(self, path):
+        with open(path, encoding="utf-8") as file:
+            lines = [line for line in file if line.strip() and not line.startswith("#")]
+        self.known = {line.split("  #")[0].strip() for line in lines}
+        self.wrong = [f"no reason: {line.strip()}" for line in lines if "  # " not in line]
+        if len(lines) > self.MOST:
+            self.wrong.append(f"{len(lines)} tests may skip, at most {self.MOST} should")
+
+    def pytest_runtest_logreport(self, report):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        if report.skipped and not hasattr(report, "wasxfail") and "long: KOILA_LONG" not in reason:
+            if report.nodeid not in self.known:
+                self.wrong.append(f"{report.nodeid}: {reason}")
+
+    pytest_collectreport = pytest_runtest_logreport  # a whole file
+
+    def pytest_sessionfinish(self, session):
+        if self.wrong and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for line in self.wrong:
+            terminalreporter.write_line(f"skipped, and not in --known-skips: {line}", red=True)
 
 
 def leave_claims_about_the_cpu_out(config, items):

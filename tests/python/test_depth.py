@@ -296,7 +296,7 @@ def _new_shapes(x, model, i):
 
 def _new_text(x, model, i):
     y = torch.div(x, 3, rounding_mode="floor") * complex(1, i)
-    drawn = torch.bernoulli(x * 0 + 0.5, generator=torch.Generator().manual_seed(i))
+    drawn = torch.bernoulli(x * 0 + 0.5, generator=torch.Generator(x.device).manual_seed(i))
     return [(y.imag + drawn).sum().detach()]
 
 
