@@ -142,6 +142,9 @@ typedef struct koila_plan_options {
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
     uint32_t axes; /**< koila_axes */
+    /** if nothing fits: may results of the forward pass be dropped and computed again for the
+     * backward pass? */
+    bool recomputes;
 } koila_plan_options;
 
 typedef struct koila_plan_info {
@@ -161,6 +164,7 @@ typedef struct koila_plan_info {
      * the first leaf that has it */
     uint32_t dim;
     bool has_other_axes; /**< batched leaves have another one */
+    uint32_t n_again;    /**< nodes of the forward pass that run again: options.recomputes */
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.

@@ -112,6 +112,8 @@ class Plan:
         n_recorded, n_run, replay_ratio: operators recorded; operators run, over all slices; work
             run per work recorded, by estimated time. Those of a backward count what ran before it
             for values that were read in the middle of its step.
+        n_recomputed: operators of the forward pass that ran once more in each slice, because
+            their results were dropped: nothing else fitted.
         asked_by: "backward"; "item" (`.item()`, `float()`); "aten::nonzero" or another operator
             whose result depends on values; "read" (`print`, `if`, `.torch()`, `koila.run()`);
             "leaving" (a step was left without backward: what the program holds of it); "plan"
@@ -134,6 +136,7 @@ class Plan:
     n_recorded: int
     n_run: int
     replay_ratio: float
+    n_recomputed: int
     asked_by: str
     asked_at: str
     fit: dict[str, Any] | None
@@ -180,6 +183,7 @@ class Plan:
             (
                 "operators",
                 f"{self.n_recorded} recorded, {self.n_run} run"
+                + (f", {self.n_recomputed} computed again" if self.n_recomputed else "")
                 + (f", {self.replay_ratio:.2f} per slice" if self.n_run else ""),
             ),
         ]

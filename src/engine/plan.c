@@ -30,6 +30,7 @@
 #include "engine/axes.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
+#include "engine/recompute.h"
 #include "graph/table.h"
 
 #include <math.h>
@@ -215,6 +216,8 @@ static void set_info(koila_plan *p, const planning *q)
     p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
     p->info.peak_node = KOILA_NONE;
     p->info.dim = q->dim;
+    for (koila_node n = 0; n < g->nodes.n; n++)
+        p->info.n_again += p->placed->node[n].is_again;
 }
 
 /* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
@@ -919,6 +922,150 @@ static koila_status plan_other_axis(planning *q)
     return koila__plan_describe(q->plan, q->options);
 }
 
+/* Does the plan so far not fit, or does the caller not take it? */
+static bool rows_do_not_fit(const planning *q)
+{
+    const koila_plan_options *o = q->options;
+    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
+}
+
+/* ---- dropped and computed again */
+
+/* What is dropped, least work first. */
+static const koila__recompute ladder[] = {
+    { .n_segments = 2, .keeps_expensive = true },
+    { .n_segments = 8, .keeps_expensive = true },
+    { .n_segments = 32, .keeps_expensive = true },
+    { .n_segments = 2 },
+    { .n_segments = 3 },
+    { .n_segments = 4 },
+    { .n_segments = 6 },
+    { .n_segments = 8 },
+    { .n_segments = 12 },
+    { .n_segments = 16 },
+    { .n_segments = 24 },
+    { .n_segments = 32 },
+};
+
+/* Schedules s->placed, keeping all, and finds the peak in s->rows. */
+static koila_status schedule_and_weigh(const planning *q, sliced *s, koila_node *peak_node)
+{
+    const koila_plan_options *o = q->options;
+    const koila__live_options live = { .rows = s->rows,
+                                       .workspace = o->workspace,
+                                       .user = o->user };
+    KOILA_TRY(koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
+                                   (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
+    const koila__live l = koila__live_simulate(s->placed, &s->schedule, &live, NULL, NULL, NULL);
+    s->peak = l.peak_bytes;
+    *peak_node = l.peak_node;
+    return KOILA_OK;
+}
+
+/* The way `base`, with one of its rungs; out->placed stays NULL where nothing can be dropped. */
+static koila_status take_rung(const planning *q, const sliced *base, koila__recompute how,
+                              sliced *out)
+{
+    koila_node ignored;
+    *out = (sliced){ .rows = base->rows };
+    out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
+    if (!out->targets)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(koila__recompute_new(base->placed, base->targets, q->n_targets, how, q->mem,
+                                   &out->placed, out->targets));
+    if (!out->placed)
+        return KOILA_OK;
+    const koila_status status = schedule_and_weigh(q, out, &ignored);
+    if (status != KOILA_OK) {
+        koila__placed_free(out->placed);
+        return status;
+    }
+    out->accepted = out->peak <= q->options->budget_bytes &&
+                    accepted(q, out->placed, &out->schedule, out->targets, out->rows, out->peak);
+    return KOILA_OK;
+}
+
+/* The first rung of `base` that fits; else the one with the least peak, if that is below *best's.
+ */
+static koila_status climb(const planning *q, const sliced *base, koila_node at, sliced *best)
+{
+    for (size_t i = 0; i < KOILA_COUNT(ladder) && !best->accepted; i++) {
+        koila__recompute how = ladder[i];
+        sliced way;
+        how.at = at;
+        KOILA_TRY(take_rung(q, base, how, &way));
+        if (way.placed && (way.accepted || !best->placed || way.peak < best->peak)) {
+            const sliced swap = *best;
+            *best = way;
+            way = swap;
+        }
+        sliced_free(&way);
+    }
+    return KOILA_OK;
+}
+
+/* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped. */
+static koila_status recompute(const planning *q, place_fn how, int64_t n_slices, sliced *best)
+{
+    sliced base = { 0 };
+    koila_node at = KOILA_NONE;
+    planning place_of = *q;
+    base.targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *base.targets);
+    base.rows =
+        koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *base.rows);
+    if (!base.targets || !base.rows)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(place(&place_of, how, base.targets, &base.placed));
+    if (q->options->rows > 0)
+        rows_as_forced(q->graph, q->options, base.rows);
+    else
+        rows_for(q->graph, n_slices, base.rows);
+    koila_status status = schedule_and_weigh(q, &base, &at);
+    if (status != KOILA_OK) {
+        koila__placed_free(base.placed);
+        return status;
+    }
+    if (base.schedule.n_loops <= 4 && at != KOILA_NONE)
+        status = climb(q, &base, at, best);
+    sliced_free(&base);
+    return status;
+}
+
+/* Is it better than the plan so far, which may fit along another axis? */
+static bool is_better_recomputed(const planning *q, const sliced *way)
+{
+    const koila_plan_info *now = &q->plan->info;
+    if (rows_do_not_fit(q))
+        return way->accepted || way->peak < now->peak_bytes;
+    return way->accepted && way->schedule.work < now->work;
+}
+
+/* Is another axis cut at more work than computing the forward pass again takes? */
+static bool is_costly_axis(const planning *q)
+{
+    return q->dim != KOILA_NONE && q->plan->info.replay_ratio > KOILA_COST_FORWARD_AGAIN;
+}
+
+/* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
+ * slices, or in one. The plan changes if that needs less. */
+static koila_status plan_recomputed(planning *q)
+{
+    koila_plan *p = q->plan;
+    sliced best = { 0 };
+    koila_status status = KOILA_OK;
+    if (q->largest_axis > 1 && !q->is_empty)
+        status = recompute(q, koila__place, q->largest_axis, &best);
+    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
+        status = recompute(q, koila__place_whole, 1, &best);
+    if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
+        sliced_free(&best);
+        return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+    }
+    q->dim = KOILA_NONE;
+    adopt(q, &best);
+    return koila__plan_describe(p, q->options);
+}
+
 /* ---- all of it */
 
 static koila_status plan_rows(planning *q)
@@ -926,12 +1073,6 @@ static koila_status plan_rows(planning *q)
     find_largest_axis(q);
     KOILA_TRY(choose_way(q));
     return koila__plan_describe(q->plan, q->options);
-}
-
-static bool rows_do_not_fit(const planning *q)
-{
-    const koila_plan_options *o = q->options;
-    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
 }
 
 static koila_status make_plan(planning *q)
@@ -950,6 +1091,8 @@ static koila_status make_plan(planning *q)
     if (o->axes == KOILA_AXES_OTHER ||
         (o->axes == KOILA_AXES_ANY && o->rows <= 0 && rows_do_not_fit(q)))
         KOILA_TRY(plan_other_axis(q));
+    if (o->recomputes && (rows_do_not_fit(q) || is_costly_axis(q)))
+        KOILA_TRY(plan_recomputed(q));
     p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)

@@ -32,6 +32,9 @@
  * times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0
 
+/* A step whose forward pass is computed twice: the backward pass is about twice as much work. */
+#define KOILA_COST_FORWARD_AGAIN 1.33
+
 /* Frontier policies: loops between checkpoints, as multiples of sqrt(loops). */
 #define KOILA_SPACING_FACTORS { 0.5, 0.7, 1.0 }
 

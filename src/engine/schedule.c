@@ -1365,6 +1365,8 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         if (!w->needed[n])
             continue;
+        if (w->p->node[n].is_again)
+            continue;
         s->n_needed++;
         s->work_recorded += work_of(w, n);
     }

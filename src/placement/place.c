@@ -1599,6 +1599,7 @@ static koila__placed *hand_over(koila__placer *p, koila_value *lowered)
                           .need = p->need.at,
                           .node = p->node.at,
                           .lowered = lowered,
+                          .n_recorded_values = koila_graph_n_values(p->from),
                           .cap_values = p->value.cap,
                           .cap_needs = p->need.cap,
                           .cap_nodes = p->node.cap,

@@ -134,6 +134,8 @@ typedef struct koila__placed_node {
     uint8_t joins;
     /* a sum of two terms: absent ones are left out */
     uint8_t sums;
+    /* it has run before, as another node: engine/recompute.c */
+    uint8_t is_again;
 } koila__placed_node;
 
 /* Bytes of a value's storage: fixed + per_row * rows of the slice. */
@@ -159,6 +161,7 @@ typedef struct koila__placed {
     /* [axes] NULL: slices may be cut anywhere; else [rows + 1]: the last row at or before each
      * where no piece is cut */
     int64_t **cut;
+    uint32_t n_recorded_values;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;
     koila__arena arena; /* of the rest */

@@ -150,8 +150,11 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     with only(limit):
         koila_step(model, loss, batch)
     plan, got = koila.last_plan(), model_state(model)
-    assert plan.axis is not None and plan.axis.size > plan.axis.slice_size
-    assert (plan.n_micro_batches, plan.micro_batch) == (1, samples)
+    if plan.axis is not None:
+        assert plan.axis.size > plan.axis.slice_size
+        assert (plan.n_micro_batches, plan.micro_batch) == (1, samples)
+    else:  # computing the forward pass again is less work
+        assert plan.n_recomputed and plan.replay_ratio < 1.4
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
     assert plan.retries == 0
     assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.06

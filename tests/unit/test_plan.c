@@ -4,6 +4,7 @@
 #include "random_graph.h"
 
 #include "engine/plan_inside.h"
+#include "engine/recompute.h"
 
 static koila_plan_options options(uint64_t budget, int64_t rows)
 {
@@ -475,6 +476,80 @@ static bool gives_the_truth(const random_graph *r, const koila_plan *p, tensor *
     return same;
 }
 
+/* Places the step, drops results at node `at`, schedules that in slices of `rows`, and runs it.
+ * *n_again: nodes that run again. */
+static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__recompute how,
+                                   int64_t rows_of_all, tensor *const *truth, uint32_t *n_again)
+{
+    koila__placed *base = NULL;
+    koila_value targets[RG_MAX_VALUES], again[RG_MAX_VALUES];
+    int64_t rows[4] = { 0 };
+    koila_plan p = { .targets = again, .rows = rows };
+    bool same = true;
+    CHECK((whole ? koila__place_whole : koila__place)(r->g, r->targets, r->n_targets, NULL, &base,
+                                                      NULL) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++)
+        targets[i] = base->lowered[r->targets[i]];
+    for (uint32_t a = 0; a < r->g->axes.n; a++)
+        rows[a] = whole || rows_of_all > r->g->axes.at[a] ? r->g->axes.at[a] : rows_of_all;
+    how.at %= base->graph->nodes.n + 1;
+    *n_again = 0;
+    if (how.at < base->graph->nodes.n)
+        CHECK(koila__recompute_new(base, targets, r->n_targets, how, NULL, &p.placed, again) ==
+              KOILA_OK);
+    if (p.placed) {
+        const koila__live_options live = { .rows = rows };
+        for (koila_node n = 0; n < p.placed->graph->nodes.n; n++)
+            *n_again += p.placed->node[n].is_again;
+        CHECK(p.placed->graph->nodes.n == base->graph->nodes.n + *n_again);
+        CHECK(koila__schedule_init(&p.schedule, p.placed, again, r->n_targets,
+                                   (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL) == KOILA_OK);
+        p.info.peak_bytes =
+            koila__live_simulate(p.placed, &p.schedule, &live, NULL, NULL, NULL).peak_bytes;
+        same = gives_the_truth(r, &p, truth);
+        koila__schedule_deinit(&p.schedule);
+    }
+    koila__placed_free(p.placed);
+    koila__placed_free(base);
+    return same;
+}
+
+/* Wherever the forward pass is said to end, in slices and whole. */
+TEST(plan__results_that_are_computed_again_are_the_same)
+{
+    uint32_t n_with = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 600; seed++) {
+        random_graph r;
+        heap h = { 0 };
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK)
+            abort();
+        tensor **truth = calloc(r.g->values.n + 1, sizeof *truth);
+        CHECK(run_recorded(&h, r.g, truth));
+        for (uint32_t k = 0; k < 8; k++) {
+            const koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
+                                           .n_segments = 2 + k % 4,
+                                           .keeps_expensive = k & 1 };
+            uint32_t n_again;
+            CHECK(is_the_same_recomputed(&r, k & 2, how, 1 + k % 3, truth, &n_again));
+            if (!n_again)
+                continue;
+            n_with++;
+            /* a planted fault: one number of a result is another */
+            uint64_t *number = element(truth[r.targets[0]], 0);
+            const uint64_t right = *number;
+            *number = right ? right - 1 : 1;
+            n_seen += !is_the_same_recomputed(&r, k & 2, how, 1 + k % 3, truth, &n_again);
+            *number = right;
+        }
+        for (koila_value v = 0; v < r.g->values.n; v++)
+            drop(&truth[v]);
+        free(truth);
+        rg_deinit(&r);
+    }
+    CHECK(n_with > 300 && n_seen > 300);
+    printf("  %u steps with results that are computed again\n", n_with);
+}
+
 TEST(plan__a_step_cut_along_another_axis_is_the_same_step)
 {
     uint32_t n_cut = 0, n_seen = 0;
@@ -621,6 +696,7 @@ TEST(plan__the_nth_allocation_may_fail)
             if (k == 2)
                 o.budget_bytes = 1;
             o.axes = KOILA_AXES_ANY;
+            o.recomputes = true;
             const koila_status status =
                 koila_plan_new(r.g, r.targets, r.n_targets, &o, &mem, &p, &err);
             const bool failed = fail.n_calls >= at;

@@ -53,7 +53,7 @@ static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint
                        koila__cutting how)
 {
     uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)how.rows);
-    key = koila__mix(key, how.axes);
+    key = koila__mix(key, how.axes | (uint32_t)how.recomputes << 8);
     for (uint32_t i = 0; i < n_targets; i++)
         key = koila__mix(key, targets[i]);
     return key;
@@ -66,9 +66,9 @@ static bool still_holds(const cached *c, uint64_t key, const koila__room *room, 
         c->info.peak_bytes > room->bytes)
         return false;
     const bool is_as_forced = rows > 0 && c->info.rows >= rows;
-    if (is_as_forced || c->info.n_slices == 1)
+    if (is_as_forced || (c->info.n_slices == 1 && !c->info.n_again))
         return true;
-    /* with a third more memory, or another user's budget, fewer slices may fit */
+    /* with a third more memory, or another user's budget, fewer slices may fit, or all results */
     const bool is_similar = room->bytes / 4 <= c->budget / 3 || room->bytes == c->budget;
     return is_similar && (room->gpu >= 0 || c->user_budget == koila__settings_now().cpu_budget);
 }
@@ -154,6 +154,7 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
     const int64_t rows = how.rows;
     koila_plan_options o = { .struct_size = sizeof o,
                              .axes = how.axes,
+                             .recomputes = how.recomputes,
                              .budget_bytes = rows > 0 && !koila__settings_now().has_budget
                                                  ? UINT64_MAX
                                                  : room->bytes,
@@ -197,7 +198,7 @@ koila__cutting koila__cutting_now(void)
                                      [KOILA__CUT_BATCH] = KOILA_AXES_ROWS,
                                      [KOILA__CUT_OTHER] = KOILA_AXES_OTHER };
     const koila__settings set = koila__settings_now();
-    return (koila__cutting){ .rows = set.rows, .axes = axes[set.axes] };
+    return (koila__cutting){ .rows = set.rows, .axes = axes[set.axes], .recomputes = !set.rows };
 }
 
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
@@ -207,9 +208,10 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     const uint64_t key = key_of(part, targets, n_targets, how);
     uint32_t n_states = 0;
     cached *c = find(key, room, how.rows, &n_states);
-    if (!c && how.or_known_other)
-        c = find(key_of(part, targets, n_targets, (koila__cutting){ .axes = KOILA_AXES_ANY }), room,
-                 0, &n_states);
+    if (!c && how.or_known_last) {
+        const koila__cutting last = { .axes = how.last_axes, .recomputes = true };
+        c = find(key_of(part, targets, n_targets, last), room, 0, &n_states);
+    }
     if (c) {
         koila_assert(c->refs > 0);
         c->used = ++clock_of_uses;

@@ -36,9 +36,12 @@ typedef struct request {
     koila__tape *tape;
     koila_value *targets; /* [n] of the tape; the first n_must are needed, others merely held */
     uint32_t n, n_must, n_all;
-    bool is_wanted;   /* somebody asks for some of them */
-    int64_t rows;     /* of a slice, for the next plan; 0: as many as fit */
-    uint32_t axes;    /* koila_axes: of those rows */
+    bool is_wanted;  /* somebody asks for some of them */
+    int64_t rows;    /* of a slice, for the next plan; 0: as many as fit */
+    uint32_t axes;   /* koila_axes: of those rows */
+    bool recomputes; /* results may be dropped and computed again */
+    /* bytes left out of the room, since a plan that drops results ran out of memory */
+    uint64_t less;
     PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
     bool rows_agreed; /* all ranks plan with these rows */
     bool no_extra;    /* leave nothing free for what libraries may take */
@@ -140,6 +143,8 @@ static next find_room(request *q)
     }
     if (q->no_extra)
         koila__room_without_extra(&q->room);
+    if (q->less && q->room.bytes != UINT64_MAX)
+        q->room.bytes -= q->less < q->room.bytes ? q->less : q->room.bytes;
     return GO_ON;
 }
 
@@ -190,17 +195,25 @@ static bool may_cut_otherwise(const request *q)
     return koila__settings_now().axes != KOILA__CUT_BATCH && q->ranks == Py_None;
 }
 
-/* No number of rows fits, whatever was given up for it: all of that comes back, and other axes are
- * tried. */
-static next retry_along_any(request *q)
+/* Which axes are cut when no number of rows fits. */
+static uint32_t last_axes(const request *q)
 {
-    q->axes = KOILA_AXES_ANY;
+    return may_cut_otherwise(q) ? KOILA_AXES_ANY : KOILA_AXES_ROWS;
+}
+
+/* No number of rows fits, whatever was given up for it: all of that comes back, other axes are
+ * tried, and results are dropped and computed again. */
+static next retry_at_last(request *q)
+{
+    q->axes = last_axes(q);
+    q->recomputes = true;
     q->n = q->n_all;
     q->no_extra = false;
     return RETRY;
 }
 
-/* There is no plan, for want of memory or as `err` says. */
+/* There is no plan, for want of memory or as `err` says. Whole because the order of what is tried
+ * matters. */
 static next without_plan(request *q, koila_status status, const koila_error *err)
 {
     const bool has_none = status == KOILA_UNSUPPORTED && q->axes == KOILA_AXES_OTHER;
@@ -219,8 +232,8 @@ static next without_plan(request *q, koila_status status, const koila_error *err
         return retry_without_largest(q);
     if (ran_out && !koila__is_planning() && koila__learned_misfit(q->key))
         return RETRY; /* once: now less is known of what operators use inside */
-    if (ran_out && q->axes == KOILA_AXES_ROWS && !q->rows && may_cut_otherwise(q))
-        return retry_along_any(q);
+    if (ran_out && q->axes == KOILA_AXES_ROWS && !q->rows && !q->recomputes && q->ranks == Py_None)
+        return retry_at_last(q);
     if (!ran_out || q->room.gpu >= 0 || koila__held_fits("one step") == 0) {
         char resident[120], call[140];
         koila__room_tell(&q->room, resident, sizeof resident);
@@ -244,7 +257,11 @@ static next find_plan(request *q)
     q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
     if (q->is_timed && q->axes == KOILA_AXES_ROWS)
         q->rows = koila__tuned_rows(q->key);
-    const koila__cutting how = { q->rows, q->axes, !q->rows && may_cut_otherwise(q) };
+    const koila__cutting how = { .rows = q->rows,
+                                 .axes = q->axes,
+                                 .recomputes = q->recomputes,
+                                 .or_known_last = !q->rows && q->axes == KOILA_AXES_ROWS,
+                                 .last_axes = last_axes(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
     q->is_timed &= q->c && q->c->info.dim == KOILA_NONE;
@@ -350,7 +367,28 @@ static void raise_with_largest(const request *q, bool ranks_wait)
     koila__raise_out_of_memory(text, 0);
 }
 
-/* The plan ran out of memory, with the exception set. */
+/* A plan that drops results ran out of memory: more of them are dropped. */
+static next retry_with_less(request *q)
+{
+    PyErr_Clear();
+    q->step.retries++;
+    q->recomputes = true;
+    q->less += q->c->info.peak_bytes / 8;
+    return RETRY;
+}
+
+/* A plan of rows ran out of memory, and no fewer rows can be tried. */
+static next retry_along_other(request *q)
+{
+    PyErr_Clear();
+    q->step.retries++;
+    q->axes = KOILA_AXES_OTHER;
+    q->rows = 0;
+    return RETRY;
+}
+
+/* The plan ran out of memory, with the exception set. Whole because the order of what is tried
+ * matters. */
 static next after_out_of_memory(request *q, koila__announced announced)
 {
     const koila_plan_info *info = &q->c->info;
@@ -360,6 +398,8 @@ static next after_out_of_memory(request *q, koila__announced announced)
         PyErr_Clear();
         return RETRY;
     }
+    if (!is_sharded && may_retry && info->n_again)
+        return retry_with_less(q);
     /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
     if (announced && may_retry)
         q->rows_agreed = q->is_awaited = true;
@@ -372,14 +412,8 @@ static next after_out_of_memory(request *q, koila__announced announced)
                                       ? divided_up(info->batch, 2 * (int64_t)info->n_slices)
                                       : divided_up(info->rows, 2));
     }
-    const bool is_along_other = info->dim != KOILA_NONE;
-    if (may_cut_otherwise(q) && may_retry && !is_along_other && info->has_other_axes) {
-        PyErr_Clear();
-        q->step.retries++;
-        q->axes = KOILA_AXES_OTHER;
-        q->rows = 0;
-        return RETRY;
-    }
+    if (may_retry && info->dim == KOILA_NONE && info->has_other_axes && may_cut_otherwise(q))
+        return retry_along_other(q);
     if (announced != KOILA__ANNOUNCED_BY_ANOTHER &&
         (q->room.gpu >= 0 || koila__held_fits("one step") == 0))
         raise_with_largest(q, is_sharded && !q->is_awaited);

@@ -164,9 +164,13 @@ cached *koila__cached_variant(cached *of, koila_plan *plan);
 typedef struct koila__cutting {
     int64_t rows;  /* of a slice; 0: as few slices as fit */
     uint32_t axes; /* koila_axes */
-    /* a plan along another axis will do, if one was made before and still holds: then no number of
-     * rows fitted */
-    bool or_known_other;
+    /* results may be dropped and computed again. It is the last thing that is tried, as other axes
+     * are */
+    bool recomputes;
+    /* a plan of the last try, with these axes, will do, if one was made before and still holds:
+     * then no number of rows fitted */
+    bool or_known_last;
+    uint32_t last_axes;
 } koila__cutting;
 koila__cutting koila__cutting_now(void); /* as the settings of the running code say */
 /* A plan for targets of `part` (taken over) that fits `room`. A new reference, or NULL with *status

@@ -1,0 +1,118 @@
+"""One sample of a deep convolution net, at shares of plain PyTorch's activations: results that are
+dropped and computed again, against checkpointing by hand, as ratios.
+
+    python bench/bench_recompute.py [--repeat 3] [--blocks 24]
+
+By hand: torch.utils.checkpoint around groups of blocks, with the group size that needs the least
+memory. Processor time, the best of all turns; peaks are the bytes of torch's allocator above model
+and data. Activations are what is above the gradients.
+"""
+
+import argparse
+import time
+
+import torch
+from in_turns import MIB, difference
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from koila import _core, lazy
+
+WIDTH, SIZE, CLASSES = 16, 96, 10
+SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+            nn.GroupNorm(4, WIDTH),
+            nn.SiLU(),
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+            nn.GroupNorm(4, WIDTH),
+        )
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self, n_blocks):
+        super().__init__()
+        self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block() for _ in range(n_blocks)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.group = 0  # blocks that are checkpointed together; 0: none is
+
+    def forward(self, x):
+        x = self.first(x)
+        if not self.group:
+            x = self.blocks(x)
+        for i in range(0, len(self.blocks), self.group) if self.group else ():
+            x = checkpoint(self.blocks[i : i + self.group], x, use_reentrant=False)
+        return self.head(x.mean((2, 3)))
+
+
+def measure(model, x, y, repeat, wrap=lambda *v: v, budget=None):
+    """Seconds of the fastest turn, and peak bytes of the last."""
+    seconds = []
+    for _ in range(repeat):
+        model.zero_grad(set_to_none=True)
+        base = _core.cpu_bytes_current()
+        _core.cpu_bytes_reset_peak()
+        start = time.process_time()
+        with koila.budget(None if budget is None else base + budget), koila.axes("batch"):
+            sample, label = wrap(x, y)
+            F.cross_entropy(model(sample), label).backward()
+        seconds.append(time.process_time() - start)
+        del sample, label
+    return min(seconds), _core.cpu_bytes_peak() - base
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=24)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Net(options.blocks)
+    x, y = torch.randn(1, 3, SIZE, SIZE), torch.randint(CLASSES, (1,))
+    gradients = sum(p.nbytes for p in model.parameters())
+    measure(model, x, y, 2)
+    plain, peak = measure(model, x, y, options.repeat)
+    expected = [p.grad.clone() for p in model.parameters()]
+    activations = peak - gradients
+    print(f"plain: {plain:.3f} s, {activations / MIB:.1f} MiB of activations")
+    by_hand = {}
+    for group in (1, 2, 3, 4, 6, 8, 12):
+        model.group = group
+        by_hand[group] = measure(model, x, y, options.repeat)
+    model.group = min(by_hand, key=lambda g: by_hand[g][1])
+    seconds, least = by_hand[model.group]
+    print(
+        f"by hand, groups of {model.group}: {(least - gradients) / activations:.2f} of them, "
+        f"{seconds / plain:.2f} x plain's time"
+    )
+    model.group = 0
+    for share in SHARES:
+        budget = gradients + int(share * activations)
+        try:
+            seconds, used = measure(model, x, y, options.repeat, lazy, budget)
+        except koila.OutOfMemory as e:
+            print(f"koila at {share:.2f}: {e}")
+            continue
+        plan = koila.last_plan()
+        print(
+            f"koila at {share:.2f}: {(used - gradients) / activations:.2f}, "
+            f"{seconds / plain:.2f} x plain's time, work {plan.replay_ratio:.2f}, "
+            f"{plan.n_recomputed} operators computed again, "
+            f"apart {difference(model, expected):.0e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

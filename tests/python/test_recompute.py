@@ -1,0 +1,192 @@
+"""A step that fits in no slices drops results of the forward pass and computes them again: the
+numbers are those of eager, the peak is below the budget, and a smaller budget never needs more."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from conftest import DEVICE, LONG
+from helpers import assert_same, model_state, plain
+from memory_helpers import installed, out_of_memory
+from torch import nn
+
+import koila
+from koila import _core, lazy
+
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="bytes of the host"),
+]
+
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self, width, norm, dropout):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1),
+            norm(width),
+            nn.SiLU(),
+            nn.Dropout(dropout),
+            nn.Conv2d(width, width, 3, padding=1),
+            norm(width),
+        )
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def tower(n=12, width=8, norm=lambda c: nn.GroupNorm(2, c), dropout=0.0):
+    blocks = [Block(width, norm, dropout) for _ in range(n)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    ).double()
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    return nn.Sequential(
+        nn.Linear(3, 16), nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+    ).double()
+
+
+MODELS = {
+    "convolutions": (tower, (3, 32, 32)),
+    "dropout": (lambda: tower(dropout=0.3), (3, 32, 32)),
+    "batch norm": (lambda: tower(6, norm=nn.BatchNorm2d), (3, 32, 32)),
+    "in place": (
+        lambda: nn.Sequential(tower(4), nn.Linear(8, 8), nn.ReLU(inplace=True)).double(),
+        (3, 32, 32),
+    ),
+    "u-net": (lambda: zoo.UNet().double(), (3, 32, 32)),
+    "encoder": (encoder, (64, 3)),
+}
+
+
+def step(make, shape, rows, wrap, budget=None):
+    """What a step leaves, and its peak above what is held before it, in bytes."""
+    torch.manual_seed(1)
+    model = make()
+    x = torch.randn(rows, *shape, dtype=torch.float64)
+    held = _core.cpu_bytes_current()
+    _core.cpu_bytes_reset_peak()
+    with koila.budget(None if budget is None else held + budget), koila.axes("batch"):
+        out = model(wrap(x))
+        loss = out.square().mean()
+        loss.backward()
+    peak = _core.cpu_bytes_peak() - held
+    return {"loss:loss": plain(loss), **model_state(model)}, peak
+
+
+def gradient_bytes(make):
+    return sum(p.numel() * p.element_size() for p in make().parameters())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_below_one_row_a_step_leaves_what_eager_leaves(name, rows):
+    make, shape = MODELS[name]
+    expected, _ = step(make, shape, rows, lambda x: x)
+    _, one_row = step(make, shape, 1, lazy)
+    gradients = gradient_bytes(make)
+    n_recomputed = 0
+    for share in (0.8, 0.6, 0.45):
+        budget = gradients + int(share * (one_row - gradients))
+        try:
+            got, peak = step(make, shape, rows, lazy, budget)
+        except koila.OutOfMemory:
+            continue
+        plan = koila.last_plan()
+        n_recomputed += plan.n_recomputed
+        assert peak <= budget
+        assert_same(expected, got, 1e-12 if rows > 1 else 0, f"{name}, {share}")
+        assert abs(plan.predicted_peak_bytes - plan.base_bytes - peak) <= 0.02 * peak
+    assert n_recomputed or rows > 1, "it never fitted"
+
+
+def deep():
+    return tower(24)
+
+
+def test_half_and_a_third_of_the_activations_of_a_deep_net():
+    _, whole = step(deep, (3, 32, 32), 1, lazy)
+    gradients = gradient_bytes(deep)
+    for share in (0.5, 0.3):
+        step(deep, (3, 32, 32), 1, lazy, gradients + int(share * (whole - gradients)))
+        plan = koila.last_plan()
+        assert plan.n_recomputed and 1 < plan.replay_ratio <= 1.35
+        assert f"{plan.n_recomputed} computed again" in str(plan)
+
+
+def test_a_smaller_budget_never_needs_more_memory():
+    _, whole = step(tower, (3, 32, 32), 1, lazy)
+    before, work = whole + 1, 0.0
+    for i in range(50, 4, -1):
+        try:
+            _, peak = step(tower, (3, 32, 32), 1, lazy, whole * i // 50)
+        except koila.OutOfMemory:
+            break
+        assert peak <= before and koila.last_plan().replay_ratio >= work
+        before, work = peak, koila.last_plan().replay_ratio
+    assert before < 0.5 * whole
+
+
+def test_with_more_memory_nothing_is_computed_again():
+    _, whole = step(tower, (3, 32, 32), 1, lazy)
+    step(tower, (3, 32, 32), 1, lazy, whole // 2)
+    assert koila.last_plan().n_recomputed
+    step(tower, (3, 32, 32), 1, lazy, 2 * whole)
+    assert not koila.last_plan().n_recomputed and koila.last_plan().replay_ratio == 1
+
+
+def test_what_does_not_fit_even_so_says_so():
+    _, whole = step(tower, (3, 32, 32), 1, lazy)
+    with pytest.raises(koila.OutOfMemory, match="1 row"):
+        step(tower, (3, 32, 32), 1, lazy, whole // 20)
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch norm"])
+def test_every_refused_allocation_ends_well(name):
+    make, shape = MODELS[name]
+    expected, whole = step(make, shape, 1, lambda x: x)
+    budget = gradient_bytes(make) + int(0.6 * whole)
+    torch.manual_seed(1)
+    model = make()
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    start, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    def again():
+        model.zero_grad(set_to_none=True)
+        model.load_state_dict(start)
+        torch.set_rng_state(generator)
+
+    def run():
+        with koila.budget(_core.cpu_bytes_current() + budget), koila.axes("batch"):
+            model(lazy(x)).square().mean().backward()
+
+    again()
+    run()
+    assert koila.last_plan().n_recomputed
+    again()
+    before = _core.cpu_bytes_n_allocs()
+    run()
+    n_allocs = _core.cpu_bytes_n_allocs() - before
+    finished = raised = 0
+    for n in range(1, n_allocs + 2, 1 if LONG else max(1, n_allocs // 40)):
+        again()
+        _core.cpu_bytes_fail_nth(n)
+        try:
+            run()
+            finished += 1
+        except (RuntimeError, MemoryError, koila.KoilaError) as e:
+            assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
+            raised += 1
+            assert all(p.grad is None for p in model.parameters()), f"allocation {n}: a part"
+            continue
+        finally:
+            _core.cpu_bytes_fail_nth(0)
+        got = {"loss:loss": expected["loss:loss"], **model_state(model)}
+        assert_same(expected, got, 1e-12, f"allocation {n}")
+    assert finished and raised
