@@ -25,20 +25,26 @@ _COUNTING = {
 _FRAMES_LOOKED_AT = 16  # from the operator up to the module that called it
 
 
-def _remember_count(value: Any, mean: torch.Tensor) -> None:
-    """Remember the counter that the calling module has already increased, in plain torch. If the
-    step fails, its statistics are not written and uncount() decreases the counter again."""
+def _calling_module(mean: torch.Tensor) -> Any:
+    """The BatchNorm module whose forward calls the operator, if `mean` is its running mean; else
+    None."""
     frame: Any = sys._getframe(2)
     for _ in range(_FRAMES_LOOKED_AT):
         if frame is None:
-            return
+            return None
         if frame.f_code in _COUNTING:
             module = frame.f_locals["self"]
-            counter = module.num_batches_tracked
-            if module.running_mean is mean and counter is not None and not _core.is_lazy(counter):
-                _counted.setdefault(_core.tape_of(value), []).append((counter, counter._version))
-            return
+            return module if module.running_mean is mean else None
         frame = frame.f_back
+    return None
+
+
+def _remember_count(module: Any, value: Any) -> None:
+    """Remember the counter that the calling module has already increased, in plain torch. If the
+    step fails, its statistics are not written and uncount() decreases the counter again."""
+    counter = module.num_batches_tracked
+    if counter is not None and not _core.is_lazy(counter):
+        _counted.setdefault(_core.tape_of(value), []).append((counter, counter._version))
 
 
 def uncount(tape: Any) -> None:
@@ -49,6 +55,27 @@ def uncount(tape: Any) -> None:
             with torch.no_grad():
                 counter.sub_(1)
             torch._C._autograd._unsafe_set_version_counter((counter,), (version - 1,))
+
+
+_Written = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def _write_statistics(x: torch.Tensor, module: Any, written: _Written) -> None:
+    """Write the new running statistics of a batch norm of `x`, when the step ends if they are lazy.
+    written: (buffer, value). module: the one whose buffers they are, if that is known."""
+    for buffer, value in written:
+        if _core.is_lazy(buffer):
+            redispatch(aten.copy_.default, (buffer, value), {})
+        elif not _core.is_lazy(value):
+            write_real(aten.copy_.default, (buffer, value), {})
+        elif not _core.context().explains:  # there a checkpoint's forward runs once more
+            _core.effect(value, buffer)
+            if module is not None and buffer is module.running_mean:
+                _remember_count(module, value)
+    mean = written[0][1]
+    if x.size(0) == 1 and module is None and _core.is_lazy(mean):
+        # perhaps instance_norm, whose statistics are temporaries that it reads at once
+        _core.run(_core.tape_of(mean), [value for _, value in written], True)
 
 
 @special(
@@ -80,18 +107,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         (x, weight, bias, mean, var, True, momentum, eps),
         {},
     )
-    for buffer, value in ((mean, new_mean), (var, new_var)):
-        if _core.is_lazy(buffer):
-            redispatch(aten.copy_.default, (buffer, value), {})
-        elif not _core.is_lazy(value):
-            write_real(aten.copy_.default, (buffer, value), {})
-        elif not _core.context().explains:  # there a checkpoint's forward runs once more
-            _core.effect(value, buffer)
-            if buffer is mean:
-                _remember_count(value, mean)
-    if x.size(0) == 1 and _core.is_lazy(new_mean):
-        # instance_norm: its statistics are temporaries that it reads at once
-        _core.run(_core.tape_of(new_mean), [], True)
+    _write_statistics(x, _calling_module(mean), ((mean, new_mean), (var, new_var)))
     if name in ("_batch_norm_with_update", "cudnn_batch_norm"):
         return out, saved_mean, saved_invstd, _no_workspace(x)
     return out, saved_mean, saved_invstd

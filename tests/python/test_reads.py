@@ -2,6 +2,7 @@
 backward, and nobody can tell but by the clock."""
 
 import contextlib
+import copy
 import gc
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import DEVICE
 from helpers import ONE, RAGGED, WHOLE, assert_same, model_state, rows, run_python
 from memory_helpers import installed
 from torch import nn
+from torch.nn import functional as F
 
 import koila
 from koila import _core, lazy
@@ -445,6 +447,32 @@ def test_a_result_that_nobody_can_ask_for_goes_once_it_was_read():
             h.mean().item()
             sizes.append(_core.cpu_bytes_current())
     assert max(sizes) - sizes[1] <= 4096, "as many as plain PyTorch holds"
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_batch_norm_of_one_sample_runs_its_step_once(functional):
+    """Instance norm is a batch norm of one sample, which reads its statistics at once."""
+
+    def forward(model, x):
+        for conv, norm in model:
+            x = conv(x)
+            if functional:
+                x = F.batch_norm(x, norm.running_mean, norm.running_var, training=True)
+            else:
+                x = norm(x)
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    layers = [nn.ModuleList([nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)]) for _ in range(8)]
+    model, x = nn.ModuleList(layers), torch.randn(1, 3, 32, 32)
+    start = copy.deepcopy(model.state_dict())
+    forward(model, x).backward()
+    expected = model_state(model)
+    model.zero_grad(set_to_none=True)
+    model.load_state_dict(start)
+    forward(model, lazy(x)).backward()
+    assert_same(expected, model_state(model), 0)
+    assert koila.last_plan().replay_ratio <= 1.01
 
 
 def test_steps_with_reads_leave_nothing():
