@@ -14,10 +14,8 @@ from torch import nn
 import koila
 from koila import _core, lazy
 
-pytestmark = [
-    pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here"),
-    pytest.mark.skipif(DEVICE != "cpu", reason="bytes of the host"),
-]
+pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+counted = pytest.mark.about_the_cpu("its peaks are counted to the byte")
 
 MIB = 2**20
 
@@ -84,6 +82,7 @@ def gradient_bytes(make):
     return sum(p.numel() * p.element_size() for p in make().parameters())
 
 
+@counted
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_below_one_row_a_step_leaves_what_eager_leaves(name, rows):
@@ -110,6 +109,7 @@ def deep():
     return tower(24)
 
 
+@counted
 def test_half_and_a_third_of_the_activations_of_a_deep_net():
     _, whole = step(deep, (3, 32, 32), 1, lazy)
     gradients = gradient_bytes(deep)
@@ -120,6 +120,7 @@ def test_half_and_a_third_of_the_activations_of_a_deep_net():
         assert f"{plan.n_recomputed} computed again" in str(plan)
 
 
+@counted
 def test_a_smaller_budget_never_needs_more_memory():
     _, whole = step(tower, (3, 32, 32), 1, lazy)
     before, work = whole + 1, 0.0
@@ -133,6 +134,7 @@ def test_a_smaller_budget_never_needs_more_memory():
     assert before < 0.5 * whole
 
 
+@counted
 def test_with_more_memory_nothing_is_computed_again():
     _, whole = step(tower, (3, 32, 32), 1, lazy)
     step(tower, (3, 32, 32), 1, lazy, whole // 2)
@@ -141,12 +143,14 @@ def test_with_more_memory_nothing_is_computed_again():
     assert not koila.last_plan().n_recomputed and koila.last_plan().replay_ratio == 1
 
 
+@counted
 def test_what_does_not_fit_even_so_says_so():
     _, whole = step(tower, (3, 32, 32), 1, lazy)
     with pytest.raises(koila.OutOfMemory, match="1 row"):
         step(tower, (3, 32, 32), 1, lazy, whole // 20)
 
 
+@counted
 @pytest.mark.parametrize("name", ["dropout", "batch norm"])
 def test_every_refused_allocation_ends_well(name):
     make, shape = MODELS[name]
@@ -190,3 +194,33 @@ def test_every_refused_allocation_ends_well(name):
         got = {"loss:loss": expected["loss:loss"], **model_state(model)}
         assert_same(expected, got, 1e-12, f"allocation {n}")
     assert finished and raised
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="about a GPU's allocator")
+def test_on_a_gpu_a_deep_net_trains_in_half_of_what_one_sample_needs():
+    def make():
+        return tower(16, dropout=0.2).cuda()
+
+    model = make()
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+
+    def run(wrap):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.manual_seed(3)
+        model(wrap(x)).square().mean().backward()
+        return model_state(model)
+
+    with torch.backends.cudnn.flags(enabled=False):
+        expected = run(lambda t: t)
+        run(lazy)
+        whole = koila.last_plan()
+        assert not whole.n_recomputed
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        budget = whole.base_bytes + (whole.predicted_peak_bytes - whole.base_bytes) // 2
+        with koila.budget({"cuda": budget}), koila.axes("batch"):
+            got = run(lazy)
+    plan = koila.last_plan()
+    assert plan.n_recomputed and plan.n_micro_batches == 1
+    assert plan.predicted_peak_bytes <= budget
+    assert_same(expected, got, 0)
