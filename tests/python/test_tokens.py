@@ -70,7 +70,7 @@ def test_sliced_tokens_equal_eager(name, kernel):
         )
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="of the CPU's kernel")
+@pytest.mark.about_the_cpu("of its kernel")
 @pytest.mark.parametrize("keys", [8, 5, 13])
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_that_are_not_cut(keys, causal):
@@ -93,7 +93,7 @@ def test_keys_that_are_not_cut(keys, causal):
     assert not koila.last_plan().gathers
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="of the CPU's kernel")
+@pytest.mark.about_the_cpu("of its kernel")
 def test_half_precision_is_as_accurate_as_eager():
     """A causal slice merges two results, each rounded to bfloat16."""
     torch.manual_seed(3)
