@@ -175,7 +175,8 @@ typedef struct planning {
 typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t,
                                  const koila_allocator *, koila__placed **, koila_error *);
 
-static koila_status place(planning *q, place_fn how, koila_value *targets, koila__placed **out)
+static koila_status place(const planning *q, place_fn how, koila_value *targets,
+                          koila__placed **out)
 {
     koila__placed *placed = NULL;
     if (q->seeds)
@@ -931,6 +932,9 @@ static bool rows_do_not_fit(const planning *q)
 
 /* ---- dropped and computed again */
 
+/* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
+enum { MOST_LOOPS_RECOMPUTED = 4 };
+
 /* What is dropped, least work first. */
 static const koila__recompute ladder[] = {
     { .n_segments = 2, .keeps_expensive = true },
@@ -1009,13 +1013,12 @@ static koila_status recompute(const planning *q, place_fn how, int64_t n_slices,
 {
     sliced base = { 0 };
     koila_node at = KOILA_NONE;
-    planning place_of = *q;
     base.targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *base.targets);
     base.rows =
         koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *base.rows);
     if (!base.targets || !base.rows)
         return KOILA_NO_MEMORY;
-    KOILA_TRY(place(&place_of, how, base.targets, &base.placed));
+    KOILA_TRY(place(q, how, base.targets, &base.placed));
     if (q->options->rows > 0)
         rows_as_forced(q->graph, q->options, base.rows);
     else
@@ -1025,7 +1028,7 @@ static koila_status recompute(const planning *q, place_fn how, int64_t n_slices,
         koila__placed_free(base.placed);
         return status;
     }
-    if (base.schedule.n_loops <= 4 && at != KOILA_NONE)
+    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE)
         status = climb(q, &base, at, best);
     sliced_free(&base);
     return status;

@@ -514,37 +514,54 @@ static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__rec
     return same;
 }
 
+/* A random step, and what its recorded graph gives: owned. */
+typedef struct known_step {
+    random_graph r;
+    heap h;
+    tensor **truth;
+} known_step;
+
+static void known_step_init(known_step *x, uint64_t seed, uint32_t n_nodes)
+{
+    *x = (known_step){ 0 };
+    if (rg_init(&x->r, NULL, seed, NULL, 0, n_nodes) != KOILA_OK)
+        abort();
+    x->truth = calloc(x->r.g->values.n + 1, sizeof *x->truth);
+    CHECK(run_recorded(&x->h, x->r.g, x->truth));
+}
+
+static void known_step_deinit(known_step *x)
+{
+    for (koila_value v = 0; v < x->r.g->values.n; v++)
+        drop(&x->truth[v]);
+    free(x->truth);
+    rg_deinit(&x->r);
+}
+
 /* Wherever the forward pass is said to end, in slices and whole. */
 TEST(plan__results_that_are_computed_again_are_the_same)
 {
     uint32_t n_with = 0, n_seen = 0;
     for (uint64_t seed = 1; seed <= 600; seed++) {
-        random_graph r;
-        heap h = { 0 };
-        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK)
-            abort();
-        tensor **truth = calloc(r.g->values.n + 1, sizeof *truth);
-        CHECK(run_recorded(&h, r.g, truth));
+        known_step x;
+        known_step_init(&x, seed, 40);
         for (uint32_t k = 0; k < 8; k++) {
             const koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
                                            .n_segments = 2 + k % 4,
                                            .keeps_expensive = k & 1 };
             uint32_t n_again;
-            CHECK(is_the_same_recomputed(&r, k & 2, how, 1 + k % 3, truth, &n_again));
+            CHECK(is_the_same_recomputed(&x.r, k & 2, how, 1 + k % 3, x.truth, &n_again));
             if (!n_again)
                 continue;
             n_with++;
             /* a planted fault: one number of a result is another */
-            uint64_t *number = element(truth[r.targets[0]], 0);
+            uint64_t *number = element(x.truth[x.r.targets[0]], 0);
             const uint64_t right = *number;
             *number = right ? right - 1 : 1;
-            n_seen += !is_the_same_recomputed(&r, k & 2, how, 1 + k % 3, truth, &n_again);
+            n_seen += !is_the_same_recomputed(&x.r, k & 2, how, 1 + k % 3, x.truth, &n_again);
             *number = right;
         }
-        for (koila_value v = 0; v < r.g->values.n; v++)
-            drop(&truth[v]);
-        free(truth);
-        rg_deinit(&r);
+        known_step_deinit(&x);
     }
     CHECK(n_with > 300 && n_seen > 300);
     printf("  %u steps with results that are computed again\n", n_with);
@@ -554,37 +571,30 @@ TEST(plan__a_step_cut_along_another_axis_is_the_same_step)
 {
     uint32_t n_cut = 0, n_seen = 0;
     for (uint64_t seed = 1; seed <= 400; seed++) {
-        random_graph r;
-        heap h = { 0 };
-        if (rg_init(&r, NULL, seed, NULL, 0, 20) != KOILA_OK)
-            abort();
-        tensor **truth = calloc(r.g->values.n + 1, sizeof *truth);
-        CHECK(run_recorded(&h, r.g, truth));
+        known_step x;
+        known_step_init(&x, seed, 20);
         for (int64_t rows = 1; rows <= 2; rows++) {
             koila_plan_options o = options(UINT64_MAX, rows);
             koila_plan *p = NULL;
             o.axes = KOILA_AXES_OTHER;
-            const koila_status status = plan_of(&r, o, &p, NULL);
+            const koila_status status = plan_of(&x.r, o, &p, NULL);
             CHECK(status == KOILA_OK || status == KOILA_UNSUPPORTED);
             if (status != KOILA_OK)
                 continue;
             const koila_plan_info info = koila_plan_get(p);
             CHECK(koila_plan_check(p, NULL) && info.dim != KOILA_NONE);
             CHECK(info.rows == (rows < info.batch ? rows : info.batch));
-            CHECK(gives_the_truth(&r, p, truth));
+            CHECK(gives_the_truth(&x.r, p, x.truth));
             n_cut++;
             /* a planted fault: one number of a result is another */
-            uint64_t *number = element(truth[r.targets[0]], 0);
+            uint64_t *number = element(x.truth[x.r.targets[0]], 0);
             const uint64_t right = *number;
             *number = right ? right - 1 : 1;
-            n_seen += !gives_the_truth(&r, p, truth);
+            n_seen += !gives_the_truth(&x.r, p, x.truth);
             *number = right;
             koila_plan_free(p);
         }
-        for (koila_value v = 0; v < r.g->values.n; v++)
-            drop(&truth[v]);
-        free(truth);
-        rg_deinit(&r);
+        known_step_deinit(&x);
     }
     CHECK(n_cut > 200 && n_seen > 200);
 }
