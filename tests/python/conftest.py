@@ -68,9 +68,8 @@ class Skips:
 
     def pytest_runtest_logreport(self, report):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        if report.skipped and not hasattr(report, "wasxfail") and "long: KOILA_LONG" not in reason:
-            if report.nodeid not in self.known:
-                self.wrong.append(f"{report.nodeid}: {reason}")
+        if report.skipped and "long: KOILA_LONG" not in reason and report.nodeid not in self.known:
+            self.wrong.append(f"{report.nodeid}: {reason}")
 
     pytest_collectreport = pytest_runtest_logreport  # a whole file
 

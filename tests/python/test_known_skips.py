@@ -19,12 +19,10 @@ def wrong(folder, lines, *reports):
     known = folder / "known.txt"
     known.write_text("# a list\n" + "".join(lines), encoding="utf-8")
     skips = Skips(known)
-    for name, reason, *expected in reports:
+    for name, reason in reports:
         report = SimpleNamespace(
             nodeid=name, skipped=reason is not None, longrepr=("file", 1, f"Skipped: {reason}")
         )
-        if expected:
-            report.wasxfail = "known"
         skips.pytest_runtest_logreport(report)
     session = SimpleNamespace(exitstatus=0)
     skips.pytest_sessionfinish(session)
@@ -34,7 +32,7 @@ def wrong(folder, lines, *reports):
 
 def test_a_skip_that_is_not_in_the_list_is_wrong(tmp_path):
     seen = [(f"test_it.py::test_marked[{n}]", "no such device") for n in (1, 2)]
-    fine = [("a", None), ("b", "long: KOILA_LONG=1 runs it"), ("c", "fails", "xfail")]
+    fine = [("a", None), ("b", "long: KOILA_LONG=1 runs it")]
     assert not wrong(tmp_path, [LINE.format(n) for n in (1, 2)], *seen, *fine)
     (found,) = wrong(tmp_path, [LINE.format(1)], *seen, *fine)
     assert "test_marked[2]: Skipped: no such device" in found
