@@ -279,8 +279,9 @@ class Graph:
         if t is None:
             return NONE
         size, stride = (i64 * max(t.dim(), 1))(*t.shape), (i64 * max(t.dim(), 1))(*t.stride())
+        device = u16(0x100 + t.device.index if t.is_cuda else 0)
         return self.out(
-            lib.koila_table_meta, self.table, DTYPES[t.dtype], u16(0), u32(t.dim()), size, stride
+            lib.koila_table_meta, self.table, DTYPES[t.dtype], device, u32(t.dim()), size, stride
         )
 
     def token(self, v) -> list[Arg]:
@@ -408,6 +409,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, g: Graph):
         super().__init__()
         self.g, self.refs, self.alive, self.reals, self.node_out = g, {}, [], [], {}
+        self.is_drawing = False
         self.leaf_tensor: dict[int, torch.Tensor] = {}
         self.names = []
 
@@ -449,6 +451,8 @@ class Recorder(TorchDispatchMode):
             kwargs.pop("layout", None)
         if base_name in LIKE and func._schema.overload_name != "out":
             return self.like(base_name, func, args, kwargs)
+        if base_name == "native_dropout" and args[0].numel() and not self.is_drawing:
+            return self.dropout(*args[:2])
         if base_name in ("detach", "alias", "lift_fresh"):
             out = func(*args, **kwargs)
             r = self.ref(args[0])
@@ -485,6 +489,8 @@ class Recorder(TorchDispatchMode):
             and any(a.name == "dtype" for a in func._schema.arguments)
         ):
             skw["dtype"] = flat[0].dtype  # not the default dtype of whoever replays
+        if not tensors and any(a.name == "device" for a in func._schema.arguments):
+            skw["device"] = flat[0].device
         sig = self.g.sig(
             name,
             flags,
@@ -512,6 +518,17 @@ class Recorder(TorchDispatchMode):
                 self.track(o, Ref(Group(o, self.g.meta(o), first + j), (), first + j))
         return out
 
+    def dropout(self, x, p):
+        """A GPU's dropout: its mask is drawn of an empty tensor, as capture records it."""
+        with self:
+            like = torch.empty_like(x)
+            self.is_drawing = True
+            try:
+                mask = torch.ops.aten.native_dropout(like, p, True)[1]
+            finally:
+                self.is_drawing = False
+            return x * mask * (1 / (1 - p)), mask
+
     def like(self, base_name, func, args, kwargs):
         out = func(*args, **kwargs)
         new = LIKE[base_name]
@@ -530,7 +547,7 @@ class Recorder(TorchDispatchMode):
             "aten::" + new,
             FACTORY | (RANDOM if "rand" in new else 0),
             a,
-            {"dtype": out.dtype},
+            {"dtype": out.dtype, "device": out.device},
             [self.g.meta(out)],
             0,
         )
@@ -655,7 +672,8 @@ class Recording:
                 v = self.g.leaf(x, d, a)
                 self.rec.leaf_tensor[v] = x.detach().clone()
                 self.rec.track(x, Ref(Group(x, self.g.meta(x), v), (), v))
-        with self.rec:
+        # Capture records cuDNN's normalisations as PyTorch's own.
+        with self.rec, torch.backends.cudnn.flags(enabled=False):
             outs = fn(*inputs)
             self.outs = [
                 o
@@ -689,7 +707,7 @@ def take(x: torch.Tensor, p: Placement, s: int, e: int, batch: int) -> torch.Ten
     if not is_dense(x) or is_dense(rows):
         return rows
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
-    return torch.empty_permuted(rows.shape, order, dtype=x.dtype).copy_(rows)
+    return torch.empty_permuted(rows.shape, order, dtype=x.dtype, device=x.device).copy_(rows)
 
 
 def is_dense(x: torch.Tensor) -> bool:
@@ -736,16 +754,20 @@ def moments(x, dims):
     return torch.stack([torch.full_like(m, n), m, v * n])
 
 
+def own_row(x, dim, n_dims):
+    """The number of each row of x, along dimension `dim` of `n_dims`."""
+    numbers = torch.arange(x.size(0), device=x.device)
+    return numbers.view([-1 if k == dim else 1 for k in range(n_dims)])
+
+
 def index_rows(x, dim, n_dims, indices):
-    return torch.ops.aten.index(
-        x, [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices]
-    )
+    return torch.ops.aten.index(x, [own_row(x, dim, n_dims), *indices])
 
 
 def index_put_rows(x, dim, n_dims, indices, values, accumulate):
     return torch.ops.aten.index_put(
         x,
-        [torch.arange(x.size(0)).view([-1 if k == dim else 1 for k in range(n_dims)]), *indices],
+        [own_row(x, dim, n_dims), *indices],
         values,
         accumulate,
     )
@@ -754,7 +776,8 @@ def index_put_rows(x, dim, n_dims, indices, values, accumulate):
 def scores_of(q, k, bias, first, is_causal, scale):
     scores = q @ k.transpose(-1, -2) * (q.size(-1) ** -0.5 if scale is None else scale)
     if is_causal:
-        seen = torch.arange(first, first + q.size(2))[:, None] >= torch.arange(k.size(2))
+        queries = torch.arange(first, first + q.size(2), device=q.device)
+        seen = queries[:, None] >= torch.arange(k.size(2), device=q.device)
         scores = scores.masked_fill(~seen, -torch.inf)
     return scores if bias is None else scores + bias
 
@@ -775,7 +798,7 @@ def query_rows_backward(grad, q, k, v, bias, out, sums, first, kernel, is_causal
 
 
 def laid_out(x, dims):
-    return torch.empty_permuted(x.shape, dims, dtype=x.dtype).copy_(x)
+    return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def embedding_bag(weight, indices, step, mode, weights, padding, trains):
@@ -783,7 +806,7 @@ def embedding_bag(weight, indices, step, mode, weights, padding, trains):
     return call(
         weight,
         indices,
-        torch.arange(len(indices) // step) * step,
+        torch.arange(0, len(indices), step, device=indices.device),
         False,
         mode,
         False,
@@ -794,8 +817,8 @@ def embedding_bag(weight, indices, step, mode, weights, padding, trains):
 
 
 def embedding_bag_backward(grad, indices, step, sizes, most, n, mode, weights, padding):
-    offsets = torch.arange(0, indices.numel(), step)
-    none = torch.empty(0, dtype=torch.long)
+    offsets = torch.arange(0, indices.numel(), step, device=indices.device)
+    none = torch.empty(0, dtype=torch.long, device=indices.device)
     return torch.ops.aten._embedding_bag_backward(
         grad,
         indices,
@@ -1016,7 +1039,9 @@ class Run:
             m = lib.koila_meta_get(self.r.g.table, u32(sig.inputs[0])).contents
             base, strides = pos[0], [m.stride[d] for d in range(m.n_dims)]
             if any(n > 1 and a != b for n, a, b in zip(base.shape, base.stride(), strides)):
-                base = torch.empty_strided(base.shape, strides, dtype=base.dtype).copy_(base)
+                base = torch.empty_strided(
+                    base.shape, strides, dtype=base.dtype, device=base.device
+                ).copy_(base)
             out = base.as_strided(
                 pos[1], pos[2], base.storage_offset() + (pos[3] if len(pos) > 3 and pos[3] else 0)
             )

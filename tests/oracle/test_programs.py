@@ -25,6 +25,10 @@ import slow
 
 B = 7
 SLICES = ([4, 3], [3, 3, 1], [7])
+# In float64 a GPU's attention is made of products. Where its queries are cut, keys and values are
+# collected for each, as for the CPU's one operator.
+ON_A_GPU = torch.get_default_device().type == "cuda"
+GATHERS_HERE = {"aten::bmm"} if ON_A_GPU else set()
 CASES: dict[str, tuple] = {}
 randn, randint = torch.randn, torch.randint
 
@@ -127,7 +131,11 @@ def _():
     return classify(resnet().eval(), B, 3, 12, 10)
 
 
-@case("batch norm of vectors, no affine, no statistics")
+# Here a GPU's kernel gives empty tensors for gradients that nobody asked for; capture has none.
+@case(
+    "batch norm of vectors, no affine, no statistics",
+    gathers={"aten::native_batch_norm_backward"} if ON_A_GPU else (),
+)
 def _():
     return classify(
         nn.Sequential(
@@ -790,7 +798,7 @@ def test_sliced_equals_eager(name):
             assert (
                 how != "koila__place"
                 or name in SAMPLES
-                or {op for op, _ in run.gathers()} <= gathers
+                or {op for op, _ in run.gathers()} <= gathers | GATHERS_HERE
             ), run.gathers()
             assert how != "koila__place_pieces" or name not in SAMPLES or not run.gathers(), (
                 run.gathers()
@@ -815,6 +823,7 @@ def test_a_fault_in_pieces_is_caught(name, fault, monkeypatch):
         run.close()
 
 
+@pytest.mark.about_the_cpu("in float64 a GPU has no attention of one operator")
 def test_a_fault_in_the_number_of_the_first_query_is_caught(monkeypatch):
     run = record("queries: causal").place()
     call = run.call
