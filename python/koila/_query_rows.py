@@ -16,7 +16,7 @@ from ._torch import torch
 from . import _attention
 
 aten = torch.ops.aten
-_CPU, _FLASH, _EFFICIENT = range(3)  # as src/placement/rules_attention.c numbers them
+_CPU = 0  # as src/placement/rules_attention.c numbers it; the others are _attention's
 _PADDED_TO = 32  # the length of the logsumexp that the efficient kernel wants is a multiple of it
 
 
@@ -29,7 +29,7 @@ class _Kernel(NamedTuple):
         if self.number == _CPU:
             on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
             return list(on_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=self.scale))
-        call = _attention.Call(0.0, is_causal, self.scale, self.number == _FLASH)
+        call = _attention.Call(0.0, is_causal, self.scale, self.number)
         results = list(_attention.kernel(q, k, v, bias, True, call))
         results[1] = results[1][..., : q.shape[2]].contiguous()
         return results
@@ -41,9 +41,9 @@ class _Kernel(NamedTuple):
             on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
             before = (grad, q, k, v, out, sums, 0.0, is_causal)
             return tuple(on_cpu(*before, attn_mask=bias, scale=self.scale))
-        missing = -given.q.shape[2] % _PADDED_TO if self.number == _EFFICIENT else 0
+        missing = -given.q.shape[2] % _PADDED_TO if self.number == _attention.EFFICIENT else 0
         sums = torch.constant_pad_nd(given.sums, [0, missing], float("inf"))
-        call = _attention.Call(0.0, is_causal, self.scale, self.number == _FLASH)
+        call = _attention.Call(0.0, is_causal, self.scale, self.number)
         return _attention.kernel_backward(given._replace(sums=sums), (0, 0), call)
 
 

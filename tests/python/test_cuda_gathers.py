@@ -1,7 +1,7 @@
 """What a GPU's models are made of is sliced: attention by every kernel, cuDNN's recurrent layers
 (packed too), batch norm, U-Nets. A step of each in slices, under `strict()`, leaves eager's
-numbers. Two things run whole, and say so: dropout inside cuDNN's attention, and inside its
-recurrent layers."""
+numbers. Two things run whole, and say so: dropout inside cuDNN's recurrent layers, and inside its
+attention where no offset leads to a row's numbers."""
 
 import contextlib
 
@@ -15,12 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import ResNet, ce
 
 import koila
-from koila import lazy
+from koila import _attention, lazy
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="a GPU is needed: make test-gpu simulates one"
 )
 
+SIMULATED = torch.cuda.is_available() and "(fake)" in torch.cuda.get_device_name()
 B, M = 6, 2  # rows, rows of a slice
 DROPOUT = 0.125  # cuDNN's attention takes multiples of 1/16
 D = torch.float64
@@ -132,14 +133,15 @@ TRANSFORMERS = {
 }
 
 
-def attends(name, kernel, dropout):
+def attends(name, kernel, dropout, is_reached=True):
+    """is_reached: does an offset lead to the numbers of a row? Of cuDNN's, nobody knows."""
     make, batch, loss_of = TRANSFORMERS[name]
     backend, dtype, tol = KERNELS[kernel]
-    runs_whole = kernel == "cudnn" and dropout > 0
+    is_known = SIMULATED or kernel != "cudnn" or not dropout
     program = (lambda: make(dropout, dtype), lambda: batch(dtype), loss_of)
     with sdpa_kernel(backend):
-        plan = sliced(*program, tol, strict=not runs_whole)
-        if runs_whole:
+        plan = sliced(*program, tol, strict=is_reached and is_known)
+        if plan.gathers or not is_reached:
             refused(*program, plan, "_scaled_dot_product_cudnn_attention")
 
 
@@ -154,6 +156,15 @@ def test_attention_is_sliced(name, kernel, dropout):
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn", "math"])  # flash takes no mask
 def test_attention_with_a_padding_mask_is_sliced(kernel, dropout):
     attends("bert, padded", kernel, dropout)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="kernels of hardware cannot be chosen: make test-gpu")
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_cudnn_attention_whose_rows_no_offset_reaches_runs_whole(name, monkeypatch):
+    """Planted: a mask whose heads are told apart by something else than the offset."""
+    monkeypatch.setenv("FAKECUDA_CUDNN_DROPOUT", "threads")
+    monkeypatch.setattr(_attention, "_tried", {})
+    attends(name, "cudnn", DROPOUT, is_reached=False)
 
 
 # ---- recurrent layers

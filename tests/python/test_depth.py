@@ -450,11 +450,12 @@ def test_ways_of_calling_an_opaque_function_are_forgotten():
 def test_which_attention_was_tried_is_forgotten(monkeypatch):
     tried = []
     monkeypatch.setattr(_attention, "_tried", {})
-    monkeypatch.setattr(_attention, "_try_rows", lambda *a: tried.append(a) or True)
-    call = _attention.Call(0.5, False, None, True)
+    monkeypatch.setattr(_attention, "_draws_by_row", lambda *a: tried.append(a) or True)
+    call = _attention.Call(0.5, False, None, _attention.FLASH)
     for head in range(1, 3 * _attention._MOST_TRIED):
         q = torch.empty(1, 1, 1, head)
-        assert _attention._draws_by_row(q, q, call) and _attention._draws_by_row(q, q, call)
+        assert _attention._distance(q, q, q, None, call) == 32
+        assert _attention._distance(q, q, q, None, call) == 32
         assert len(_attention._tried) <= _attention._MOST_TRIED
     assert len(tried) == head
 

@@ -366,8 +366,8 @@ TEST(rules__attention_with_dropout_is_cut_by_rows_that_know_where_their_numbers_
     const koila_value x = batch(&m, 0, full);
     const koila_value draws = real(&m, i64(7, 2));
     const koila_value y =
-        calls(&m, "koila::dropout_attention", 2, out, "tttntbdbnb", x, x, x, draws, 1, 0.5, 0, 0);
-    const koila_value grad = calls(&m, "koila::dropout_attention_backward", 3, back, "ttttntttdbnb",
+        calls(&m, "koila::dropout_attention", 2, out, "tttntbdbni", x, x, x, draws, 1, 0.5, 0, 0);
+    const koila_value grad = calls(&m, "koila::dropout_attention_backward", 3, back, "ttttntttdbni",
                                    x, x, x, x, y, y + 1, draws, 0.5, 0, 0);
     place(&m, call(&m, "aten::add.Tensor", full, "tt", y, grad));
     CHECK_AT(&m, y, S(0, 1, 1));
@@ -381,7 +381,7 @@ TEST(rules__attention_with_dropout_is_cut_by_rows_that_know_where_their_numbers_
     const koila_value by_heads = batch(&m, 1, f32(2, 7, 5, 8));
     const koila_value two = real(&m, i64(2, 2));
     const shape turned[2] = { f32(2, 7, 5, 8), f32(2, 7, 32) };
-    const koila_value z = calls(&m, "koila::dropout_attention", 2, turned, "tttntbdbnb", by_heads,
+    const koila_value z = calls(&m, "koila::dropout_attention", 2, turned, "tttntbdbni", by_heads,
                                 by_heads, by_heads, two, 1, 0.5, 0, 0);
     place(&m, z);
     CHECK_AT(&m, z, R_);

@@ -83,9 +83,9 @@ const char *koila__instead_of(const char *op)
         const char *op, *instead;
     } known[] = {
         { "aten::_scaled_dot_product_cudnn_attention",
-          "cuDNN does not tell which numbers its dropout draws. Flash and memory-efficient "
-          "attention are cut: torch.nn.attention.sdpa_kernel([SDPBackend.FLASH_ATTENTION, "
-          "SDPBackend.EFFICIENT_ATTENTION])" },
+          "no offset was found at which cuDNN's dropout draws the numbers of a slice. Flash and "
+          "memory-efficient attention are cut: torch.nn.attention.sdpa_kernel(["
+          "SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])" },
         { "aten::_cudnn_rnn",
           "cuDNN does not tell which numbers its dropout between layers draws. PyTorch's own "
           "layers are cut: torch.backends.cudnn.flags(enabled=False) around the step" },

@@ -241,26 +241,56 @@ struct Attention {
     Tensor out() const { return at::matmul(dropped(at::softmax(scores, -1)), v); }
 };
 
-// Which elements of [B, H, L, S] are kept. As in the kernels, the numbers of each head of each row
-// begin `distance` after those of the one before.
-static Tensor kept_by(const Draw &draw, at::IntArrayRef sizes, double keep, int64_t distance)
+// What tells the numbers of a head of a row of the batch from those of the one before: the offset,
+// which moves by a number for each element of the head's matrix, by a block of four numbers for
+// four elements, or by the lanes of a warp; or something else, and no offset leads there.
+enum class Heads { by_elements, by_blocks, by_lanes, by_threads };
+
+static Draw draw_of_head(const Draw &draw, int64_t head, int64_t elements, Heads heads)
+{
+    switch (heads) {
+    case Heads::by_elements:
+        return { draw.seed, draw.offset + head * elements };
+    case Heads::by_blocks:
+        return { draw.seed, draw.offset + head * elements / 4 };
+    case Heads::by_lanes:
+        return { draw.seed, draw.offset + head * 32 };
+    case Heads::by_threads:
+        break;
+    }
+    return { draw.seed + (head << 32), draw.offset };
+}
+
+// cuDNN does not say. Its frontend has the mask as one tensor of random numbers, [B, H, L, S], so a
+// number for each of its elements is taken to be the default; a device may do otherwise, and
+// FAKECUDA_CUDNN_DROPOUT plays that.
+static Heads cudnn_heads()
+{
+    const char *said = std::getenv("FAKECUDA_CUDNN_DROPOUT");
+    const std::string word = said ? said : "elements";
+    TORCH_CHECK(word == "elements" || word == "blocks" || word == "threads",
+                "FAKECUDA_CUDNN_DROPOUT: expected elements, blocks or threads, got ", word);
+    if (word == "blocks")
+        return Heads::by_blocks;
+    return word == "threads" ? Heads::by_threads : Heads::by_elements;
+}
+
+// Which elements of [B, H, L, S] are kept.
+static Tensor kept_by(const Draw &draw, at::IntArrayRef sizes, double keep, Heads heads)
 {
     Tensor mask = at::empty(sizes, at::kBool);
     for (int64_t row = 0; row < sizes[0]; row++)
         for (int64_t head = 0; head < sizes[1]; head++) {
-            Draw own{ draw.seed, draw.offset + (row * sizes[1] + head) * distance };
+            Draw own = draw_of_head(draw, row * sizes[1] + head, sizes[2] * sizes[3], heads);
             mask[row][head] =
                 at::rand({ sizes[2], sizes[3] }, own.generator(), at::kFloat).lt(keep);
         }
     return mask;
 }
 
-constexpr int64_t flash_distance = 32; // numbers of a head: the lanes of a warp
-
-// distance 0: that of the efficient kernels, a number for each element of a head's matrix.
 static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &bias,
                         double dropout, bool causal, const std::optional<double> &scale,
-                        const Draw &draw, int64_t distance = 0)
+                        const Draw &draw, Heads heads = Heads::by_elements)
 {
     Attention t;
     t.q = wide(q);
@@ -281,7 +311,7 @@ static Attention attend(const Tensor &q, const Tensor &k, const Tensor &v, const
     t.sums = s.logsumexp(-1);
     t.keep = 1 - dropout;
     if (dropout > 0)
-        t.mask = kept_by(draw, s.sizes(), t.keep, distance ? distance : s[0][0].numel());
+        t.mask = kept_by(draw, s.sizes(), t.keep, heads);
     return t;
 }
 
@@ -358,7 +388,7 @@ static void flash(Stack &s, const Draw &draw)
     auto a = taken(s); // query, key, value, dropout_p, is_causal, return_debug_mask, scale?
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), Tensor(), a[3].toDouble(), a[4].toBool(),
-                         scale_of(a[6]), draw, flash_distance);
+                         scale_of(a[6]), draw, Heads::by_lanes);
     s.push_back(as(t.out(), q));
     s.push_back(t.sums);
     s.push_back(Tensor());
@@ -382,7 +412,7 @@ static void flash_backward(Stack &s, const Draw &)
         draw = { state[0].item<int64_t>(), state[1].item<int64_t>() };
     }
     Attention t = attend(q, k, v, Tensor(), a[10].toDouble(), a[11].toBool(), scale_of(a[14]), draw,
-                         flash_distance);
+                         Heads::by_lanes);
     auto g = attend_backward(t, a[0].toTensor(), k, v, a[4].toTensor(), a[5].toTensor());
     for (int i = 0; i < 3; i++)
         s.push_back(as(g[i], q));
@@ -412,7 +442,7 @@ static void cudnn_attention(Stack &s, const Draw &draw)
     auto a = taken(s);
     Tensor q = a[0].toTensor(), k = a[1].toTensor();
     Attention t = attend(q, k, a[2].toTensor(), optional(a[3]), a[5].toDouble(), a[6].toBool(),
-                         scale_of(a[8]), draw);
+                         scale_of(a[8]), draw, cudnn_heads());
     s.push_back(laid_out_as(as(t.out(), q), q));
     s.push_back(a[4].toBool() ? t.sums.unsqueeze(-1) : Tensor());
     s.push_back(Tensor());
@@ -433,8 +463,8 @@ static void cudnn_attention_backward(Stack &s, const Draw &)
     bool drops = a[13].toDouble() > 0;
     Draw draw{ drops ? a[6].toTensor().item<int64_t>() : 0,
                drops ? a[7].toTensor().item<int64_t>() : 0 };
-    Attention t =
-        attend(q, k, v, optional(a[8]), a[13].toDouble(), a[14].toBool(), scale_of(a[15]), draw);
+    Attention t = attend(q, k, v, optional(a[8]), a[13].toDouble(), a[14].toBool(), scale_of(a[15]),
+                         draw, cudnn_heads());
     auto g =
         attend_backward(t, a[0].toTensor(), k, v, a[4].toTensor(), a[5].toTensor().squeeze(-1));
     for (int i = 0; i < 3; i++)

@@ -102,6 +102,24 @@ static Draw draw_of(const at::Generator &g)
     return { p[0], p[1] };
 }
 
+// How many numbers an operator draws whose own host code is not run: one for each element of the
+// matrix of cuDNN's attention with dropout.
+static uint64_t drawn_beyond(const std::string &name, const Stack &a)
+{
+    if (name != "aten::_scaled_dot_product_cudnn_attention" || a[5].toDouble() == 0)
+        return 0;
+    const Tensor &q = a[0].toTensor(), &k = a[1].toTensor();
+    return static_cast<uint64_t>(q.size(0) * q.size(1) * q.size(2) * k.size(2));
+}
+
+// as that host code moves it
+static void move(const at::Generator &g, uint64_t numbers)
+{
+    auto *cuda = at::check_generator<at::CUDAGeneratorImpl>(g);
+    std::lock_guard<std::mutex> lock(cuda->mutex_);
+    cuda->philox_cuda_state(numbers);
+}
+
 c10::DispatchKeySet keys_above_kernels()
 {
     return c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
@@ -235,6 +253,8 @@ class Wrapper final : public c10::OperatorKernel
         size_t below = stack->size() - n_arguments_;
         if (((counted_ && full_ != "aten::nonzero") || beyond.count(full_)) && !refused) {
             n_untrue++;
+            if (uint64_t numbers = drawn_beyond(full_, arguments))
+                move(generator_of(arguments), numbers);
             give(stack, below, on_cuda_all(computed_, device_of(arguments)));
             return;
         }
@@ -317,6 +337,8 @@ class Wrapper final : public c10::OperatorKernel
         }
         if (alone) { // what it returns has the shapes of what it would compute now
             n_untrue++;
+            if (uint64_t numbers = drawn_beyond(full_, arguments))
+                move(generator_of(arguments), numbers);
             Stack mine = compute(op, arguments, draw.now());
             Stack results, out;
             results.swap(computed_);

@@ -274,6 +274,46 @@ def test_attention_backends(backend, dropout):
         torch.testing.assert_close((g * d).sum(), slope, rtol=2e-2, atol=2e-2)
 
 
+def cudnn_attention(x):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def at(offset, x):
+    torch.manual_seed(3)
+    torch.cuda.default_generators[0].set_offset(offset)
+    return cudnn_attention(x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "distance"), [("elements", 72), ("blocks", 18), ("threads", None)]
+)
+def test_cudnn_attention_draws_a_row_where_its_heads_are_said_to_begin(
+    heads, distance, monkeypatch
+):
+    monkeypatch.setenv("FAKECUDA_CUDNN_DROPOUT", heads)
+    x = torch.randn(3, 2, 6, 8, device="cuda", dtype=torch.half)
+    whole = at(40, x)
+    reached = [n for n in range(0, 200, 2) if torch.equal(at(40 + 2 * n, x[2:]), whole[2:])]
+    assert reached == ([] if distance is None else [distance])
+
+
+def test_cudnn_attention_moves_the_generator_by_a_number_for_each_element():
+    """So a second one draws others, in a captured graph too."""
+    x = torch.randn(3, 1, 5, 8, device="cuda", dtype=torch.half)
+    torch.manual_seed(3)
+    two = [cudnn_attention(x), cudnn_attention(x)]
+    assert not torch.equal(*two)
+    assert torch.cuda.default_generators[0].get_offset() == 2 * 76  # of 75, a multiple of 4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [cudnn_attention(x), cudnn_attention(x)]
+    torch.manual_seed(3)
+    graph.replay()
+    assert all(map(torch.equal, captured, two))
+    assert torch.cuda.default_generators[0].get_offset() == 2 * 76
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_cudnn_attention_is_laid_out_like_the_query(turned):
     q = torch.randn(2, 5, 3, 8, device="cuda", dtype=torch.half)
