@@ -76,8 +76,8 @@ threads() {
     core=_core.$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX")[1:])')
     rm -rf "$tsan" "$BUILD"/tsan.report.*
     meson setup "$tsan" -Dpython=true -Db_sanitize=thread -Db_lundef=false -Dbuildtype=debugoptimized -Db_ndebug=false -Ddebug_level=2 >"$tsan.log" 2>&1 || { cat "$tsan.log"; exit 1; }
-    timeout 1200 ninja -C "$tsan" -j "$JOBS" "$core" test_account test_ledger test_resident >"$tsan.log" 2>&1 || { cat "$tsan.log"; exit 1; }
-    for unit in account ledger resident; do
+    timeout 1200 ninja -C "$tsan" -j "$JOBS" "$core" test_account test_copy test_ledger test_resident >"$tsan.log" 2>&1 || { cat "$tsan.log"; exit 1; }
+    for unit in account copy ledger resident; do
         "$tsan/test_$unit" || { echo "hostile: test_$unit failed under the thread sanitizer"; exit 1; }
     done
     mkdir -p "$tsan/site"

@@ -346,6 +346,12 @@ KOILA_API koila_stored koila_graph_stored_get(const koila_graph *g, koila_value 
 /** The drops and storages of `from`, a graph with the same nodes, replace those of `to`; `from` is
  * left with none. */
 KOILA_API void koila_graph_take_lives(koila_graph *to, koila_graph *from);
+/** `g` over a table of its own, which has what `g` names under the same ids, and the operators and
+ * rules: another thread may use the copy while the table of `g` is used here. Freed by
+ * koila_graph_copy_free(), with its table. Expected: NO_MEMORY. */
+KOILA_API koila_status koila_graph_copy(const koila_graph *g, const koila_allocator *mem,
+                                        koila_graph **out);
+KOILA_API void koila_graph_copy_free(koila_graph *copy); /**< NULL is fine */
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
  * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);

@@ -129,7 +129,8 @@ def plan(
         if conf is None:
             allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
             allocator = allocator or os.environ.get("PYTORCH_ALLOC_CONF")
-        prediction = _core.predict(
+        prediction, raw = _core.predict(
+            raw["number"],
             profile,
             memory=user_budget or 0,
             rows=micro_batch,  # None: the most that fit
@@ -148,7 +149,6 @@ def plan(
             strict_conf=conf is not None,
             torch_version=torch.__version__,
         )
-        raw = _core.plans(1)[0]  # the plan that was predicted
         return Prediction(raw, prediction)
     except UnsupportedError as e:
         if profile is None or "(FSDP)" not in str(e):

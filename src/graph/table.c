@@ -68,7 +68,7 @@ static bool op_same(const void *t, uint32_t id, const void *key)
     return strcmp(((const koila_table *)t)->ops.at[id].name, key) == 0;
 }
 
-static char *copy_text(const koila_table *t, const char *text)
+char *koila__table_copy_text(const koila_table *t, const char *text)
 {
     const size_t n = strlen(text) + 1;
     char *copy = koila__realloc(&t->mem, NULL, 0, n);
@@ -85,7 +85,7 @@ koila_status koila_table_text(koila_table *t, const char *text, uint32_t *out)
     const uint64_t hash = koila__hash_text(text);
     uint32_t id = koila__idset_find(&t->text_set, hash, text_same, t, text);
     if (id == KOILA_NONE) {
-        char *copy = copy_text(t, text);
+        char *copy = koila__table_copy_text(t, text);
         if (!copy || !koila__idset_reserve(&t->mem, &t->text_set, koila__text_hash_of, t) ||
             !PLACE(t, texts, copy, &id)) {
             koila__table_free_text(t, copy);
@@ -138,7 +138,7 @@ uint32_t koila_table_n_ops(const koila_table *t) { return t->ops.n; }
 
 koila_status koila_table_opaque(koila_table *t, const char *label, uint32_t *out)
 {
-    char *copy = copy_text(t, label);
+    char *copy = koila__table_copy_text(t, label);
     if (copy && PLACE(t, opaques, copy, out))
         return KOILA_OK;
     koila__table_free_text(t, copy);
@@ -214,8 +214,8 @@ static bool bytes_of(uint64_t n_elements, koila_dtype dtype, uint64_t *out)
     return koila__mul(n_elements, dtype_bytes[dtype], out) && *out <= INT64_MAX;
 }
 
-/* A copy with its own sizes and strides; NULL: no memory. */
-static koila_meta_info *copy_meta(const koila_table *t, const koila_meta_info *m)
+/* With its own sizes and strides. */
+koila_meta_info *koila__table_copy_meta(const koila_table *t, const koila_meta_info *m)
 {
     const size_t n_bytes = m->n_dims * sizeof *m->size;
     koila_meta_info *copy = koila__realloc(&t->mem, NULL, 0, sizeof *copy + 2 * n_bytes);
@@ -257,7 +257,7 @@ koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device
     const uint64_t hash = hash_meta(&m);
     uint32_t id = koila__idset_find(&t->meta_set, hash, meta_same, t, &m);
     if (id == KOILA_NONE) {
-        koila_meta_info *copy = copy_meta(t, &m);
+        koila_meta_info *copy = koila__table_copy_meta(t, &m);
         if (!copy || !koila__idset_reserve(&t->mem, &t->meta_set, koila__meta_hash_of, t) ||
             !PLACE(t, metas, copy, &id)) {
             koila__table_free_meta(t, copy);
@@ -556,6 +556,11 @@ static koila_sig_info *copy_sig(const koila_table *t, const koila_sig_info *d, u
     s->n_outputs = d->n_fresh + d->n_writes;
     s->writes = writes;
     return s;
+}
+
+koila_sig_info *koila__table_copy_sig(const koila_table *t, const koila_sig_info *s)
+{
+    return copy_sig(t, s, s->n_inputs);
 }
 
 void koila__table_free_sig(const koila_table *t, koila_sig_info *s)

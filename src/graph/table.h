@@ -102,7 +102,8 @@ static inline uint64_t koila__hash_text(const char *s)
     return koila__mix(h, 0);
 }
 
-/* ---- table.c, for forget.c: the hash of what an id stands for; an entry's block is given back */
+/* ---- table.c, for forget.c and copy.c: the hash of what an id stands for; an entry's block is
+ * given back; a copy of an entry of any table, for `t` (NULL: no memory) */
 
 uint64_t koila__text_hash_of(const void *table, uint32_t id);
 uint64_t koila__meta_hash_of(const void *table, uint32_t id);
@@ -110,6 +111,9 @@ uint64_t koila__sig_hash_of(const void *table, uint32_t id);
 void koila__table_free_text(const koila_table *t, char *text);
 void koila__table_free_meta(const koila_table *t, koila_meta_info *m);
 void koila__table_free_sig(const koila_table *t, koila_sig_info *s);
+char *koila__table_copy_text(const koila_table *t, const char *text);
+koila_meta_info *koila__table_copy_meta(const koila_table *t, const koila_meta_info *m);
+koila_sig_info *koila__table_copy_sig(const koila_table *t, const koila_sig_info *s);
 
 /* ---- ops.c: the lines of ops.def */
 

@@ -9,6 +9,7 @@ import copy
 import gc
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -837,3 +838,86 @@ def test_a_compiled_opaque_module_is_not_compiled_for_its_look_up():
     found = koila.run(y).detach()
     assert shapes
     assert torch.allclose(found, nn.Sequential(*model)(x).detach(), atol=1e-6)
+
+
+# ---- koila.plan(device=...) beside other threads
+
+
+def deep(x):
+    """A step that takes a while to predict."""
+    for _ in range(40):
+        x = nn.functional.gelu(x @ torch.ones(8, 8, requires_grad=True))
+    return x.square().mean()
+
+
+def plan_deep():
+    return koila.plan(deep, torch.empty(64, 8), device="h100-80gb")
+
+
+def test_other_threads_run_while_a_step_is_predicted(monkeypatch):
+    """The counting thread can count inside the call only where the call lets go of the lock: the
+    lock is taken from nobody while the interval lasts. How soon a waiting thread wakes up is the
+    system's business, so the call is made until one did."""
+    n, ended, predict = [0], threading.Event(), _core.predict
+    seen = []
+
+    def watched(*args, **kwargs):
+        before = n[0]
+        out = predict(*args, **kwargs)
+        seen.append(n[0] - before)
+        return out
+
+    def count():
+        while not ended.is_set():
+            n[0] += 1
+            time.sleep(0)
+
+    monkeypatch.setattr(_core, "predict", watched)
+    thread = threading.Thread(target=count)
+    thread.start()
+    sys.setswitchinterval(1000)
+    try:
+        while len(seen) < 200 and not any(seen):
+            plan_deep()
+    finally:
+        ended.set()
+        sys.setswitchinterval(1e-5)
+        thread.join()
+    assert any(seen)
+
+
+def test_predictions_beside_threads_with_new_calls_are_those_of_each_alone():
+    expected = plan_deep()
+
+    def predict():
+        return [plan_deep() for _ in range(4)]
+
+    def ever_new(first):
+        def run():
+            before = _core.forget_after(50)
+            for k in range(first, first + 60):
+                x = lazy(torch.ones(2 + k, 3))
+                (x * (1 + k)).tanh().reshape(-1).sum().item()
+            return before
+
+        return run
+
+    found = together(predict, ever_new(0), predict, ever_new(1000))
+    _core.forget_after(max(found[1], found[3]))
+    for p in (*found[0], *found[2]):
+        assert p.prediction == expected.prediction and str(p) == str(expected)
+
+
+def test_a_thread_without_settings_reads_a_step_whose_thread_plans():
+    x, _ = data(3)
+    y = lazy(x) * 2
+    found = []
+
+    def step(z):
+        found.append(in_a_thread(lambda: (koila.run(y), koila.plans())))
+        return (z * z).sum()
+
+    planned = koila.plan(step, x)
+    value, plans = found[0]
+    assert torch.equal(value, x * 2)
+    assert planned.asked_by == "plan" and planned.n_run == 0

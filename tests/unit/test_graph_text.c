@@ -219,6 +219,22 @@ TEST(text__one_of_everything_reads_back_equal)
     maker_deinit(&m);
 }
 
+TEST(text__of_a_copy_is_the_same)
+{
+    maker m;
+    maker_init(&m, NULL);
+    CHECK(make_everything(&m, NULL));
+    koila_graph *copy = NULL;
+    CHECK_EQ(koila_graph_copy(m.graph, NULL, &copy), KOILA_OK);
+    text t = printed(m.graph);
+    maker_deinit(&m);
+    text of_copy = printed(copy);
+    CHECK_STR(of_copy.at, t.at);
+    free(t.at);
+    free(of_copy.at);
+    koila_graph_copy_free(copy);
+}
+
 TEST(text__the_empty_graph_reads_back)
 {
     maker m;

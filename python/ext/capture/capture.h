@@ -197,6 +197,9 @@ void koila__tape_leave(koila__tape *t);
 bool koila__tape_is_busy(const koila__tape *t); /* is another thread in it? */
 
 /* ---- whose.c */
+/* May a thread without a context of its own work for that of step `t`? Not where that one records
+ * in koila.plan(), and `t` is another step: nothing of it would be computed. */
+bool koila__may_work_for(const koila__tape *t);
 /* *to: the context that this thread must work for in a call, a new reference; NULL: its own. -1 +
  * error: a plain backward came upon lazy tensors. */
 int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to);

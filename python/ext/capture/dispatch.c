@@ -128,7 +128,7 @@ static PyObject *dispatch_call(PyObject *func, PyObject *args, PyObject *kwargs)
     if (koila__lend_for_call(args, kwargs, &to) < 0)
         return NULL;
     if (!to) {
-        is_own = !koila__context_lent();
+        is_own = !koila__context_lent() && (koila__context_peek() || koila__settings_any());
         return dispatch_here(func, args, kwargs);
     }
     koila__context *before = koila__context_lend(to);

@@ -124,6 +124,14 @@ static bool is_in_a_plain_backward(void)
     return in_engine && !c;
 }
 
+bool koila__may_work_for(const koila__tape *t)
+{
+    koila__context *before = koila__context_lend(t->context);
+    const bool plans = koila__is_planning();
+    koila__context_give_back(before);
+    return plans == t->planned;
+}
+
 int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to)
 {
     koila__tape *t = NULL;
@@ -131,7 +139,7 @@ int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to)
     if (koila__context_lent() || koila__context_peek() || koila__settings_any())
         return 0;
     any_of_call(args, kwargs, see_tape, &t);
-    if (!t)
+    if (!t || !koila__may_work_for(t))
         return 0;
     if (is_in_a_plain_backward()) {
         koila__unsupported("backward() of a plain tensor that was computed from lazy ones, in a "

@@ -142,17 +142,15 @@ uint64_t koila__n_past(void)
     return p ? p->n : 0;
 }
 
-int koila__last_step_adopt(koila_plan *plan)
+void koila__past_predicted(uint64_t number, cached *c)
 {
-    past *p = past_now();
-    koila__step *step = &slot_of(p, 0)->step;
-    koila_assert(step->c && step->asked_by == KOILA__ASKED_BY_PLAN);
-    cached *c = koila__cached_variant(step->c, plan);
-    if (!c)
-        return -1;
-    koila__cached_release(step->c);
-    step->c = c;
-    return 0;
+    past_step *slot = (past_step *)koila__past_numbered(number);
+    if (!slot)
+        return;
+    koila_assert(slot->step.asked_by == KOILA__ASKED_BY_PLAN);
+    koila__cached_release(slot->step.c);
+    slot->step.c = c;
+    c->refs++;
 }
 
 /* ---- what the runs of one step have done */

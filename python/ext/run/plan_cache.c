@@ -23,24 +23,23 @@ void koila__cached_release(cached *c)
     if (--c->refs)
         return;
     koila_plan_free(c->plan);
-    if (c->part_of)
-        koila__cached_release(c->part_of);
+    if (c->is_predicted)
+        koila_graph_copy_free(c->part);
     else
         koila_graph_free(c->part);
     PyMem_RawFree(c);
 }
 
-cached *koila__cached_variant(cached *of, koila_plan *plan)
+cached *koila__cached_predicted(koila_graph *part, koila_plan *plan)
 {
     cached *c = PyMem_RawCalloc(1, sizeof *c);
     if (!c) {
         PyErr_NoMemory();
         return NULL;
     }
-    of->refs++;
     *c = (cached){ .refs = 1,
-                   .part = of->part,
-                   .part_of = of,
+                   .part = part,
+                   .is_predicted = true,
                    .plan = plan,
                    .info = koila_plan_get(plan),
                    .gpu = -1 };

@@ -44,13 +44,23 @@ static PyObject *line_of(const koila_plan *plan, const koila_graph *part, koila_
                                 koila_graph_line_number(part, info.line));
 }
 
+/* A predicted plan has a table of its own. */
+static const koila_table *table_of(const koila_plan *plan)
+{
+    return koila_graph_table(koila_plan_graph(plan));
+}
+
+static const koila_meta_info *meta_of(const koila_plan *plan, koila_value v)
+{
+    return koila_meta_get(table_of(plan), koila_value_get(koila_plan_graph(plan), v).meta);
+}
+
 static const char *op_of_node(const koila_plan *plan, koila_node n)
 {
-    const koila_graph *g = koila_plan_graph(plan);
-    return n == KOILA_NONE
-               ? "input"
-               : koila_op_name(koila__table,
-                               koila_sig_get(koila__table, koila_node_get(g, n).sig)->op);
+    if (n == KOILA_NONE)
+        return "input";
+    const koila_sig sig = koila_node_get(koila_plan_graph(plan), n).sig;
+    return koila_op_name(table_of(plan), koila_sig_get(table_of(plan), sig)->op);
 }
 
 static const char *readable(char *out, size_t n, uint64_t bytes)
@@ -101,8 +111,7 @@ const char *koila__instead_of(const char *op)
 PyObject *koila__gather_text(const cached *c, koila_gather g, const char *op, const char *at)
 {
     const koila_plan *plan = c->plan;
-    const koila_meta_info *m =
-        koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
+    const koila_meta_info *m = meta_of(plan, g.value);
     PyObject *shape = koila__shape_of(m);
     PyObject *line = op ? PyUnicode_FromString(at) : line_of(plan, c->part, g.node);
     PyObject *list = shape ? PySequence_List(shape) : NULL;
@@ -142,8 +151,7 @@ static PyObject *gathers_list(PyObject *early, const koila_plan *plan, const koi
     PyObject *list = early ? PySequence_List(early) : PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
         const koila_gather g = koila_plan_gather(plan, i);
-        const koila_meta_info *m =
-            koila_meta_get(koila__table, koila_value_get(koila_plan_graph(plan), g.value).meta);
+        const koila_meta_info *m = meta_of(plan, g.value);
         PyObject *t = Py_BuildValue("(ssNKN)", op_of_node(plan, g.node), koila_dtype_text(m->dtype),
                                     koila__shape_of(m), (unsigned long long)g.bytes,
                                     line_of(plan, part, g.node));
@@ -160,8 +168,7 @@ static PyObject *largest_list(const koila_plan *plan, const koila_graph *part)
     const uint32_t n = koila_plan_largest(plan, top, MOST_LARGEST);
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
-        const koila_meta_info *m = koila_meta_get(
-            koila__table, koila_value_get(koila_plan_graph(plan), top[i].value).meta);
+        const koila_meta_info *m = meta_of(plan, top[i].value);
         PyObject *t = Py_BuildValue(
             "(KsNsN)", (unsigned long long)top[i].bytes, koila_dtype_text(m->dtype),
             koila__shape_of(m), op_of_node(plan, top[i].node), line_of(plan, part, top[i].node));

@@ -122,8 +122,54 @@ static PyObject *prediction_dict(const koila_prediction *p, const koila_device *
         largest_of(p), "notes", notes_of(p), "not_modelled", not_modelled_of(p));
 }
 
+/* koila_predict_plan() without Python's lock, on a copy that no other thread knows: rewriting a
+ * step enters calls into its table. *part: the copy, the caller's also where this fails. */
+static koila_status predict_alone(const koila_graph *g, const koila_device *d,
+                                  const koila_cache_config *conf, const koila_predict_opts *o,
+                                  koila_prediction *p, koila_graph **part, koila_plan **plan,
+                                  koila_error *err)
+{
+    koila_status status = koila_graph_copy(g, NULL, part);
+    if (status != KOILA_OK)
+        return status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = koila_predict_plan(*part, d, conf, o, p, plan, err);
+    Py_END_ALLOW_THREADS;
+    return status;
+}
+
+/* d: the device profile. */
+static PyObject *predict_on(const koila_device *d, const koila_graph *g,
+                            const koila_cache_config *conf, const koila_predict_opts *o,
+                            cached **out)
+{
+    koila_error err = KOILA_ERROR_INIT;
+    koila_graph *part = NULL;
+    koila_plan *plan = NULL;
+    PyObject *dict = NULL;
+    koila_prediction *p = PyMem_Calloc(1, sizeof *p);
+    if (!p)
+        return PyErr_NoMemory();
+    p->struct_size = sizeof *p;
+    const koila_status status = predict_alone(g, d, conf, o, p, &part, &plan, &err);
+    *out = status == KOILA_OK ? koila__cached_predicted(part, plan) : NULL;
+    if (*out)
+        dict = prediction_dict(p, d);
+    else if (status != KOILA_OK)
+        koila__raise_no_fit(status, &err, "plan()");
+    if (!*out) {
+        koila_plan_free(plan);
+        koila_graph_copy_free(part);
+    } else if (!dict) {
+        koila__cached_release(*out);
+        *out = NULL;
+    }
+    PyMem_Free(p);
+    return dict;
+}
+
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_t memory,
-                               int64_t rows, const koila__training *with, koila_plan **plan)
+                               int64_t rows, const koila__training *with, cached **out)
 {
     koila_predict_opts o;
     koila_cache_config conf;
@@ -135,23 +181,9 @@ PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_
     koila_device *d = device_of(device);
     if (!d)
         return NULL;
-    PyObject *out = NULL;
-    koila_prediction *p = PyMem_Calloc(1, sizeof *p);
-    if (p) {
-        koila_error err = KOILA_ERROR_INIT;
-        koila_status status;
-        p->struct_size = sizeof *p;
-        /* with the GIL: rewriting a step enters calls into the table that all threads read */
-        status = koila_predict_plan(g, d, &conf, &o, p, plan, &err);
-        if (status == KOILA_OK)
-            out = prediction_dict(p, d);
-        else
-            koila__raise_no_fit(status, &err, "plan()");
-    } else
-        PyErr_NoMemory();
-    PyMem_Free(p);
+    PyObject *dict = predict_on(d, g, &conf, &o, out);
     koila_device_free(d);
-    return out;
+    return dict;
 }
 
 PyObject *koila__device_field(const char *device, const char *key)

@@ -683,7 +683,7 @@ int koila__request(koila__tape *t, const koila__wanted *w)
     koila__context *before = koila__context_lent();
     Py_INCREF(t);
     /* a thread of torch's works for the step's context */
-    if (!koila__context_peek() && !koila__settings_any())
+    if (!koila__context_peek() && !koila__settings_any() && koila__may_work_for(t))
         koila__context_lend(t->context);
     koila__settings_enforce();
     const int status = run_alone(t, w);

@@ -149,7 +149,7 @@ typedef struct cached {
     /* cpu_budget at planning; under another one a new plan is made, since fewer slices may fit */
     uint64_t user_budget;
     koila_graph *part;
-    struct cached *part_of; /* the owner of `part`; NULL: this struct */
+    bool is_predicted; /* `part` is a copy over a table of its own (predict_step.c) */
     koila_plan *plan;
     koila_plan_info info;
     int gpu;           /* planned for this GPU; -1: the CPU */
@@ -158,8 +158,8 @@ typedef struct cached {
     koila_fit fit;     /* struct_size 0: the sum of live bytes decided */
 } cached;
 void koila__cached_release(cached *c); /* NULL is fine */
-/* Another plan (taken over) for the part of `of`, as a new entry. */
-cached *koila__cached_variant(cached *of, koila_plan *plan);
+/* A plan for a copy of a recorded part, both taken over. NULL + error: they are not. */
+cached *koila__cached_predicted(koila_graph *part, koila_plan *plan);
 /* How a step may be cut. */
 typedef struct koila__cutting {
     int64_t rows;  /* of a slice; 0: as few slices as fit */
@@ -340,8 +340,8 @@ const koila__step *koila__past_step(uint32_t i);
 const koila__step *koila__past_numbered(uint64_t number); /* NULL: it is not remembered */
 uint64_t koila__n_past(void);                             /* runs and plans so far */
 void koila__last_step_is(const koila__step *step);        /* takes its references over */
-/* Makes `plan` (taken over, except on failure) the plan of the newest one. */
-int koila__last_step_adopt(koila_plan *plan);
+/* What koila.plan() planned as run `number` has plan c from now on, if it is remembered. */
+void koila__past_predicted(uint64_t number, cached *c);
 /* Plan c ran for part `p` of tape t, with n_run operators over all slices, and no backward did. */
 void koila__count_read(koila__tape *t, const koila__part *p, const cached *c, uint64_t n_run);
 /* A backward ran it: `step`, whose plan is set, also tells what was counted, which begins anew. */
@@ -422,9 +422,10 @@ typedef struct koila__training {
     int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last,
         strict_conf;
 } koila__training;
-/* rows: KOILA_ROWS_AUTO for the most that fit. *plan: the predicted plan, owned by the caller. */
+/* rows: KOILA_ROWS_AUTO for the most that fit. *out: the predicted plan, a new reference. Other
+ * threads run meanwhile; what they record and forget does not change `g`, which is copied first. */
 PyObject *koila__predict_graph(const koila_graph *g, const char *device, uint64_t memory,
-                               int64_t rows, const koila__training *with, koila_plan **plan);
+                               int64_t rows, const koila__training *with, cached **out);
 PyObject *koila__device_names(void);
 /* of a profile: a name, or JSON text. ValueError when there is no such profile or field */
 PyObject *koila__device_field(const char *device, const char *key);

@@ -482,12 +482,38 @@ static PyObject *py_is_recording(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__n_handles != 0);
 }
 
-/* predict(device, *, ...): predicts the step planned last on a device profile (a name, or JSON
- * text). The keywords are the fields of koila_predict_opts in words. rows None: the most that
+/* The prediction of a planned step, and the step's dict with the plan that was predicted. */
+static PyObject *predicted(const koila__step *planned, const char *device, uint64_t memory,
+                           int64_t rows, const koila__training *with)
+{
+    koila__step step = *planned;
+    cached *of = step.c, *c = NULL;
+    PyObject *found = NULL, *raw = NULL;
+    of->refs++; /* the collector may run, and with it another step */
+    Py_XINCREF(step.early);
+    PyObject *d = koila__predict_graph(of->part, device, memory, rows, with, &c);
+    if (d) {
+        koila__past_predicted(step.number, c);
+        step.c = c;
+        raw = koila__step_dict(&step);
+    }
+    if (raw)
+        found = PyTuple_Pack(2, d, raw);
+    Py_XDECREF(raw);
+    Py_XDECREF(d);
+    koila__cached_release(c);
+    koila__cached_release(of);
+    Py_XDECREF(step.early);
+    return found;
+}
+
+/* predict(number, device, *, ...): predicts planned step `number` on a device profile (a name, or
+ * JSON text). The keywords are the fields of koila_predict_opts in words. rows None: the most that
  * fit. */
 static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "device",
+    static char *names[] = { "number",
+                             "device",
                              "memory",
                              "rows",
                              "optimizer",
@@ -507,35 +533,25 @@ static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
                              NULL };
     const char *device;
     PyObject *rows_or_none = Py_None;
-    unsigned long long memory = 0;
+    unsigned long long number, memory = 0;
     koila__training with = { .optimizer = "none", .way = "foreach", .sdpa = "auto" };
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|$KOsssppppppzpzpz:predict", names, &device,
-                                     &memory, &rows_or_none, &with.optimizer, &with.way, &with.sdpa,
-                                     &with.weight_decay, &with.amsgrad, &with.clip_grad_norm,
-                                     &with.ddp, &with.autocast, &with.grad_scaler,
-                                     &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf,
-                                     &with.strict_conf, &with.torch_version))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kw, "Ks|$KOsssppppppzpzpz:predict", names, &number, &device, &memory,
+            &rows_or_none, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay,
+            &with.amsgrad, &with.clip_grad_norm, &with.ddp, &with.autocast, &with.grad_scaler,
+            &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf, &with.strict_conf,
+            &with.torch_version))
         return NULL;
     const int64_t rows =
         rows_or_none == Py_None ? KOILA_ROWS_AUTO : PyLong_AsLongLong(rows_or_none);
     if (PyErr_Occurred())
         return NULL;
-    const koila__step *last = koila__past_step(0);
-    if (!last) {
-        PyErr_SetString(PyExc_ValueError, "no step was planned");
-        return NULL;
-    }
-    koila_plan *plan = NULL;
-    cached *c = last->c; /* held: the collector may run, and with it another step */
-    c->refs++;
-    PyObject *d = koila__predict_graph(c->part, device, memory, rows, &with, &plan);
-    koila__cached_release(c);
-    if (d && koila__last_step_adopt(plan) < 0)
-        Py_CLEAR(d);
-    if (!d)
-        koila_plan_free(plan);
-    return d;
+    const koila__step *planned = koila__past_numbered(number);
+    if (planned && planned->asked_by == KOILA__ASKED_BY_PLAN)
+        return predicted(planned, device, memory, rows, &with);
+    PyErr_SetString(PyExc_ValueError, "no step was planned");
+    return NULL;
 }
 
 static PyObject *py_device_names(PyObject *self, PyObject *ignored)
