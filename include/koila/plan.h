@@ -163,6 +163,7 @@ typedef struct koila_plan_info {
     /** KOILA_NONE: rows are cut. Else another axis, which all of this calls rows: this dimension of
      * the first leaf that has it */
     uint32_t dim;
+    int64_t unit;        /**< entries of that dimension in what is called a row; 1 for rows */
     bool has_other_axes; /**< batched leaves have another one */
     uint32_t n_again;    /**< nodes of the forward pass that run again: options.recomputes */
 } koila_plan_info;

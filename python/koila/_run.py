@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._query_rows import query_rows, query_rows_backward
+from ._spatial_rows import conv_rows, conv_rows_weight
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
 
 
@@ -183,6 +184,8 @@ PSEUDO: dict[str, Any] = {
     "koila::embedding_bag": _embedding_bag,
     "koila::embedding_bag_backward": _embedding_bag_backward,
     "koila::embedding_bag_weights_backward": _embedding_bag_weights_backward,
+    "koila::conv_rows": conv_rows,
+    "koila::conv_rows_weight": conv_rows_weight,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
 }

@@ -149,6 +149,78 @@ static void find_of_batch(const koila_graph *g, uint8_t *of_batch, uint8_t *seed
     }
 }
 
+/* ---- rows of several entries */
+
+static int64_t common_divisor(int64_t a, int64_t b)
+{
+    while (b) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* The first spatial dimension: the batch and channels come before. */
+enum { FIRST_SPATIAL = 2 };
+
+/* The dimension of value `v` that was dimension `dim`, of `size` entries, of a value of n_dims; 0:
+ * it may be another one. */
+static uint32_t turned_into(const koila_graph *g, koila_value v, uint32_t n_dims, uint32_t dim,
+                            int64_t size)
+{
+    const koila_value_info *info = &g->values.at[v];
+    if (info->meta == KOILA_NONE)
+        return 0;
+    const koila_meta_info *m = koila__value_meta(g, v);
+    if (m->n_dims != n_dims || m->size[dim] < 1)
+        return 0;
+    return m->size[dim] % size == 0 || size % m->size[dim] == 0 ? dim : 0;
+}
+
+/* Follows the axis' dimension through layers that keep it or make it some times shorter or longer,
+ * and finds rows that all of these lengths have in common, as long as there are enough.
+ * dim[values]: that dimension, or 0; all 0 before. */
+static int64_t common_rows(const koila_graph *g, int64_t size, uint8_t *dim)
+{
+    int64_t rows = size;
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const uint32_t d = is_batched(g, v) ? dim_of(g, v, size) : KOILA_NONE;
+        dim[v] = d != KOILA_NONE && d >= FIRST_SPATIAL ? (uint8_t)d : 0;
+    }
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        const koila_node_info *info = &g->nodes.at[n];
+        const koila_value from = s->n_inputs ? g->inputs.at[info->first_input] : 0;
+        if (!s->n_inputs || !dim[from])
+            continue;
+        const koila_meta_info *m = koila__value_meta(g, from);
+        for (uint32_t o = 0; o < s->n_outputs; o++) {
+            const koila_value v = info->first_output + o;
+            dim[v] = (uint8_t)turned_into(g, v, m->n_dims, dim[from], m->size[dim[from]]);
+            if (!dim[v])
+                continue;
+            const int64_t common = common_divisor(rows, koila__value_meta(g, v)->size[dim[v]]);
+            rows = common < KOILA__FEWEST_ROWS ? rows : common;
+        }
+    }
+    return rows;
+}
+
+static koila_status find_rows(const koila_graph *g, const koila_allocator *mem, koila__axis *axes,
+                              uint32_t n)
+{
+    uint8_t *dim = koila__realloc(mem, NULL, 0, (size_t)g->values.n + 1);
+    if (!dim)
+        return KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < n; i++) {
+        memset(dim, 0, (size_t)g->values.n + 1);
+        axes[i].rows = common_rows(g, axes[i].size, dim);
+    }
+    koila__release(mem, dim, (size_t)g->values.n + 1);
+    return KOILA_OK;
+}
+
 static bool alloc_flags(const koila_graph *g, const koila_allocator *mem, koila__along *a)
 {
     a->n_values = g->values.n;
@@ -188,17 +260,17 @@ koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
     if (last)
         out[(*n)++] = *last;
     koila__along_deinit(&flags, mem);
-    return ok ? KOILA_OK : KOILA_NO_MEMORY;
+    return ok ? find_rows(g, mem, out, *n) : KOILA_NO_MEMORY;
 }
 
-koila_status koila__along_init(const koila_graph *g, int64_t size, const koila_allocator *mem,
-                               koila__along *out)
+koila_status koila__along_init(const koila_graph *g, const koila__axis *axis,
+                               const koila_allocator *mem, koila__along *out)
 {
     koila__along a = { .graph = *g };
     memset(&a.graph.values, 0, sizeof a.graph.values);
     memset(&a.graph.axes, 0, sizeof a.graph.axes);
     if (!koila__vec_reserve(mem, &a.graph.values, g->values.n) ||
-        !koila__vec_push(mem, &a.graph.axes, size) || !alloc_flags(g, mem, &a)) {
+        !koila__vec_push(mem, &a.graph.axes, axis->rows) || !alloc_flags(g, mem, &a)) {
         koila__along_deinit(&a, mem);
         return KOILA_NO_MEMORY;
     }
@@ -208,7 +280,7 @@ koila_status koila__along_init(const koila_graph *g, int64_t size, const koila_a
         koila_value_info *leaf = &a.graph.values.at[v];
         if (!is_batched(g, v))
             continue;
-        const uint32_t dim = dim_of(g, v, size);
+        const uint32_t dim = dim_of(g, v, axis->size);
         leaf->leaf_kind = dim == KOILA_NONE ? KOILA_LEAF_REAL : KOILA_LEAF_BATCH;
         leaf->dim = dim == KOILA_NONE ? 0 : (uint8_t)dim;
         leaf->axis = 0;

@@ -6,6 +6,9 @@
  * under other leaves, and the ids of values and nodes stay.
  *
  * An axis is a size: each batched leaf has it in its first dimension of that size, its rows apart.
+ * Where layers make that dimension shorter (a convolution with a stride, a pool), several entries
+ * are one row of the axis, so that the shorter dimensions are cut in the same rows: an image of 32
+ * that a U-Net halves twice has 8 rows of 4, then of 2, then of 1.
  * Of two dimensions of one size (a square image) the second is never cut: it would be the same
  * once more. An axis that no leaf has begins within the step: the patches of an image, the tokens
  * but the last. There whole values of that size are sliced, which is always exact.
@@ -16,13 +19,15 @@
 #include "graph/table.h"
 
 enum {
-    KOILA__MOST_AXES = 3,  /* that are tried; each costs a placing */
-    KOILA__SHORT_AXIS = 8, /* times longer, the longest one makes an axis too short to be tried */
+    KOILA__MOST_AXES = 3,   /* that are tried; each costs a placing */
+    KOILA__SHORT_AXIS = 8,  /* times longer, the longest one makes an axis too short to be tried */
+    KOILA__FEWEST_ROWS = 4, /* of an axis whose rows are several entries */
 };
 
-/* One other axis: `size` entries along dimension `dim` of the first value that has it. */
+/* One other axis: `size` entries along dimension `dim` of the first value that has it, in `rows`
+ * rows of the same number of entries. */
 typedef struct koila__axis {
-    int64_t size;
+    int64_t size, rows;
     uint32_t dim;
     uint32_t n_leaves; /* batched ones that have it */
     uint32_t n_real;   /* other leaves that do */
@@ -45,10 +50,10 @@ koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
 /* Has some batched leaf another dimension? */
 bool koila__axes_any(const koila_graph *g);
 
-/* `g` cut along the axis of this size: a leaf that lacks it is whole. Expected: NO_MEMORY. The
- * caller ends it with koila__along_deinit(). */
-koila_status koila__along_init(const koila_graph *g, int64_t size, const koila_allocator *mem,
-                               koila__along *out);
+/* `g` cut along the axis: a leaf that lacks it is whole. Expected: NO_MEMORY. The caller ends it
+ * with koila__along_deinit(). */
+koila_status koila__along_init(const koila_graph *g, const koila__axis *axis,
+                               const koila_allocator *mem, koila__along *out);
 void koila__along_deinit(koila__along *a, const koila_allocator *mem);
 
 #endif

@@ -168,6 +168,7 @@ typedef struct planning {
     bool whole_fits;      /* one slice fits by its sum of live bytes */
     bool accepted;        /* the caller takes the plan */
     uint32_t dim;         /* as koila_plan_info.dim */
+    int64_t unit;         /* as koila_plan_info.unit */
     const uint8_t *seeds; /* of another axis: koila__along.seeds */
     koila__least other;
 } planning;
@@ -217,6 +218,7 @@ static void set_info(koila_plan *p, const planning *q)
     p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
     p->info.peak_node = KOILA_NONE;
     p->info.dim = q->dim;
+    p->info.unit = q->unit;
     for (koila_node n = 0; n < g->nodes.n; n++)
         p->info.n_again += p->placed->node[n].is_again;
 }
@@ -843,12 +845,18 @@ static koila_status choose_way(planning *q)
 static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
 {
     koila__along view;
-    KOILA_TRY(koila__along_init(q->graph, axis->size, &q->plan->mem, &view));
+    KOILA_TRY(koila__along_init(q->graph, axis, &q->plan->mem, &view));
     planning along = *q;
+    koila_plan_options options = *q->options;
+    const int64_t unit = axis->size / axis->rows;
+    if (options.rows > 0) /* entries */
+        options.rows = (options.rows + unit - 1) / unit;
+    along.options = &options;
     along.graph = &view.graph;
     along.seeds = view.seeds;
-    along.largest_axis = axis->size;
+    along.largest_axis = axis->rows;
     along.dim = axis->dim;
+    along.unit = unit;
     const koila_status status = slice(&along, koila__place_cut, out);
     koila__along_deinit(&view, &q->plan->mem);
     return status;
@@ -874,11 +882,12 @@ static bool is_better_axis(const planning *q, const sliced *b, const sliced *a)
 static void note_least(planning *q, const koila__axis *axis, const sliced *way)
 {
     if (way->peak < q->other.peak_bytes)
-        q->other = (koila__least){ way->peak, axis->dim, way->rows[0], axis->size };
+        q->other = (koila__least){ way->peak, axis->dim, way->rows[0] * (axis->size / axis->rows),
+                                   axis->size };
 }
 
 /* The best way along another axis; best->placed stays NULL where there is none. */
-static koila_status find_other_axis(planning *q, sliced *best, uint32_t *dim)
+static koila_status find_other_axis(planning *q, sliced *best, koila__axis *taken)
 {
     koila__axis axes[KOILA__MOST_AXES];
     uint32_t n;
@@ -896,7 +905,7 @@ static koila_status find_other_axis(planning *q, sliced *best, uint32_t *dim)
             const sliced swap = *best;
             *best = way;
             way = swap;
-            *dim = axes[i].dim;
+            *taken = axes[i];
         }
         sliced_free(&way);
         is_cheap = fits_and_is_accepted(q, best) &&
@@ -909,16 +918,17 @@ static koila_status find_other_axis(planning *q, sliced *best, uint32_t *dim)
 static koila_status plan_other_axis(planning *q)
 {
     sliced best = { 0 };
-    uint32_t dim = KOILA_NONE;
+    koila__axis axis = { .size = 1, .rows = 1, .dim = KOILA_NONE };
     const bool in_any_case = q->options->axes == KOILA_AXES_OTHER;
-    const koila_status status = find_other_axis(q, &best, &dim);
+    const koila_status status = find_other_axis(q, &best, &axis);
     if (status == KOILA_OK && !best.placed && in_any_case)
         return koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the batch has no other axis");
     if (status != KOILA_OK || !best.placed || !(in_any_case || fits_and_is_accepted(q, &best))) {
         sliced_free(&best);
         return status;
     }
-    q->dim = dim;
+    q->dim = axis.dim;
+    q->unit = axis.size / axis.rows;
     adopt(q, &best);
     return koila__plan_describe(q->plan, q->options);
 }
@@ -1065,6 +1075,7 @@ static koila_status plan_recomputed(planning *q)
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
     }
     q->dim = KOILA_NONE;
+    q->unit = 1;
     adopt(q, &best);
     return koila__plan_describe(p, q->options);
 }
@@ -1121,6 +1132,7 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
                        .err = err,
                        .plan = p,
                        .dim = KOILA_NONE,
+                       .unit = 1,
                        .other = { .peak_bytes = UINT64_MAX } };
         status = make_plan(&q);
     }

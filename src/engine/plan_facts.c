@@ -221,7 +221,7 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
     name_largest(largest, sizeof largest - strlen(otherwise), p, recorded);
     return koila__fail_short(
         err, missing, "a slice of %lld %s needs %s, %s are free, %llu bytes short%s; largest: %s",
-        (long long)p->info.rows, unit, size_text(needs, p->info.peak_bytes),
+        (long long)(p->info.rows * p->info.unit), unit, size_text(needs, p->info.peak_bytes),
         size_text(there, p->info.budget_bytes), (unsigned long long)missing, otherwise, largest);
 }
 

@@ -1059,8 +1059,20 @@ bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
+/* Entries of a leaf's dimension in a row of an axis that is not the batch's: engine/axes.h. */
+static int64_t unit_of(const koila__placer *p, uint16_t axis)
+{
+    for (koila_value v = 0; v < p->from->values.n; v++) {
+        const koila_value_info *leaf = &p->from->values.at[v];
+        if (leaf->node == KOILA_NONE && leaf->leaf_kind == KOILA_LEAF_BATCH && leaf->axis == axis)
+            return koila__meta(p->table, leaf->meta)->size[leaf->dim] / p->from->axes.at[axis];
+    }
+    return 1;
+}
+
 /* The cut of a whole value of meta m: that of the first input that is cut along a dimension of the
- * same extent, else along the first dimension of the batch's size; R when there is none. */
+ * same extent, else along the first dimension of the batch's size; R when there is none. Of an axis
+ * that is not the batch's: of any extent, if it has all rows. */
 static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
                               const koila_meta_info *m, const koila_placement *placed,
                               uint16_t axis)
@@ -1071,11 +1083,20 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
         if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims &&
             m->size[like.dim] == koila__extent(like, batch))
             return like;
+        if (p->seeds && like.kind == KOILA_S && like.outer == 1 && like.dim > 1 && batch > 0 &&
+            m->n_dims == koila__meta(p->table, sig->inputs[i])->n_dims && m->size[like.dim] > 0 &&
+            m->size[like.dim] % batch == 0)
+            return (koila_placement){ .kind = KOILA_S,
+                                      .dim = like.dim,
+                                      .axis = axis,
+                                      .outer = 1,
+                                      .inner = m->size[like.dim] / batch };
     }
+    const int64_t unit = p->seeds ? unit_of(p, axis) : 1;
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (m->size[d] == batch)
+        if (m->size[d] == batch * unit)
             return (koila_placement){
-                .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = 1
+                .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = unit
             };
     return koila__r();
 }

@@ -1,45 +1,5 @@
-/* rules_conv.c — convolution, pooling, resampling, padding: images of the batch are independent. */
+/* rules_conv.c — pooling, resampling, padding: images of the batch are independent. */
 #include "placement/rules.h"
-
-/* convolution(x[N, ...], weight, bias?, stride, padding, dilation, transposed, output_padding,
- * groups): linear in x, and in weight, without a bias */
-bool koila__rule_convolution(koila__case *c)
-{
-    const uint32_t bias = koila__input_at(c, 2);
-    if (c->n_in < 2 || c->in_meta[0]->n_dims != c->in_meta[1]->n_dims)
-        return false;
-    if (koila__any_p(c)) {
-        const bool one = (koila__is_sum(c->in[0]) && koila__is_r(c->in[1])) ||
-                         (koila__is_sum(c->in[1]) && koila__is_r(c->in[0]));
-        return one && bias == KOILA_NONE && koila__out_all(c, koila__p(c, KOILA_SUM));
-    }
-    if (!koila__is_s(c->in[0]) || c->in[0].dim != 0)
-        return false;
-    for (uint32_t i = 1; i < c->n_in; i++)
-        koila__need_r(c, i);
-    c->out[0] = c->in[0];
-    return true;
-}
-
-/* convolution_backward(grad, x, weight, bias_sizes?, ..., mask) -> gx, gw, gb */
-bool koila__rule_convolution_backward(koila__case *c)
-{
-    const uint32_t lead = koila__lead_among(c, 2);
-    if (c->n_in != 3 || c->in_meta[0]->n_dims != c->in_meta[2]->n_dims)
-        return false;
-    if (koila__any_p(c)) /* linear in grad */
-        return koila__is_sum(c->in[0]) && koila__is_r(c->in[1]) && koila__is_r(c->in[2]) &&
-               koila__out_all(c, koila__p(c, KOILA_SUM));
-    if (lead == KOILA_NONE || c->in[lead].dim != 0)
-        return false;
-    if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead]))
-        return false;
-    koila__need_r(c, 2);
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j])
-            c->out[j] = j == 0 ? c->in[lead] : koila__p(c, KOILA_SUM);
-    return true;
-}
 
 /* Pooling and the like over the last `n_spatial` dims: all dims before them are independent, for
  * every tensor and result alike. */

@@ -527,8 +527,8 @@ static koila_status predict_one(const prediction_input *x, const koila_plan *pla
     p->spare_bytes = p->fits && p->memory_bytes > device ? p->memory_bytes - device : 0;
     p->settled = of[KOILA__LOW].settled && expected->settled && of[KOILA__HIGH].settled;
     p->n_steps = expected->n_steps;
-    p->batch = info.batch;
-    p->rows = info.rows;
+    p->batch = info.batch * info.unit;
+    p->rows = info.rows * info.unit;
     p->n_slices = info.n_slices;
     p->dim = info.dim;
     tell_peak(p, koila_plan_graph(plan), expected->peak_node);

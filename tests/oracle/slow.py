@@ -797,6 +797,20 @@ def query_rows_backward(grad, q, k, v, bias, out, sums, first, kernel, is_causal
     return [torch.empty_like(t).copy_(g) for t, g in zip((q, k, v), gradients)]
 
 
+def conv_rows(x, weight, bias, *numbers):
+    *window, dim, first, n = numbers
+    return torch.convolution(x, weight, bias, *window).narrow(dim, first, n)
+
+
+def conv_rows_weight(small, large, weight, stride, padding, dilation, groups, dim, first):
+    none = [0] * len(stride)
+    window = stride, padding, dilation, False, none, groups
+    whole = torch.zeros_like(torch.convolution(large, weight, None, *window))
+    whole.narrow(dim, first, small.shape[dim]).copy_(small)
+    backward = torch.ops.aten.convolution_backward
+    return backward(whole, large, weight, None, *window, [False, True, False])[1]
+
+
 def laid_out(x, dims):
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -848,6 +862,8 @@ PSEUDO = {
     "koila::embedding_bag": embedding_bag,
     "koila::embedding_bag_backward": embedding_bag_backward,
     "koila::embedding_bag_weights_backward": embedding_bag_weights_backward,
+    "koila::conv_rows": conv_rows,
+    "koila::conv_rows_weight": conv_rows_weight,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
 }

@@ -307,6 +307,18 @@ def _():
     )
 
 
+@case("rows of convolutions", {"koila::conv_rows", "koila::conv_rows_weight"})
+def _():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(),
+        nn.ConvTranspose2d(4, 4, 4, 2, padding=1), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, 2, padding=1, groups=2), nn.Tanh(),
+        nn.ConvTranspose2d(4, 4, 3, 2, 1, output_padding=1, dilation=1), nn.Tanh(),
+        nn.Conv2d(4, 2, 2, 2), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=2, dilation=2),
+    )  # fmt: skip
+    return model, lambda m, x: m(x).pow(2).mean(), [randn(2, 3, B, 5)], [2]
+
+
 @case("gradient penalty")
 def _():
     def loss(m, x):

@@ -244,8 +244,8 @@ static PyObject *axis_tuple(const koila_plan_info *info)
 {
     if (info->dim == KOILA_NONE)
         Py_RETURN_NONE;
-    return Py_BuildValue("(ILLI)", info->dim, (long long)info->batch, (long long)info->rows,
-                         info->n_slices);
+    return Py_BuildValue("(ILLI)", info->dim, (long long)(info->batch * info->unit),
+                         (long long)(info->rows * info->unit), info->n_slices);
 }
 
 /* All rows of the step. */

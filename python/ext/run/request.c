@@ -358,7 +358,7 @@ static void raise_with_largest(const request *q, bool ranks_wait)
     koila__largest_text(q->c, N_LARGEST_TOLD, largest, sizeof largest);
     koila__room_tell(&q->room, resident, sizeof resident);
     snprintf(text, sizeof text, "out of memory with slices of %lld %s; largest:%s%s%s",
-             (long long)q->c->info.rows,
+             (long long)(q->c->info.rows * q->c->info.unit),
              q->c->info.dim == KOILA_NONE ? "row(s)" : "along another dimension of the batch",
              largest, resident,
              ranks_wait ? ". It ran out inside a sharded module, where the other ranks wait: give "
@@ -410,7 +410,7 @@ static next after_out_of_memory(request *q, koila__announced announced)
             q->axes = KOILA_AXES_OTHER;
         return retry_with_rows(q, q->is_awaited
                                       ? divided_up(info->batch, 2 * (int64_t)info->n_slices)
-                                      : divided_up(info->rows, 2));
+                                      : divided_up(info->rows, 2) * info->unit);
     }
     if (may_retry && info->dim == KOILA_NONE && info->has_other_axes && may_cut_otherwise(q))
         return retry_along_other(q);

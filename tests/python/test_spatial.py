@@ -1,0 +1,182 @@
+"""The height of an image, the depth of a volume or the length of a signal is cut: what a slice's
+windows see of its neighbours is read from a whole input, and nothing else of a layer is whole."""
+
+import pytest
+import torch
+from conftest import LONG
+from helpers import compare_along_other, random_state, step_program
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import koila
+from koila import _spatial_rows
+from koila._spatial_rows import conv_rows
+
+H = 12  # rows of an image
+
+
+def eager(program):
+    torch.manual_seed(1234)
+    return program(lambda *v: v[0] if len(v) == 1 else v), random_state()
+
+
+def check(make, shape, sizes=(6, 5, 1), loss=None, tol=1e-12, tamper=None):
+    """The step is eager's in slices of each size; the operators whose inputs were made whole."""
+    loss = loss or (lambda m, x: m(x).tanh().square().mean())
+    program = step_program(lambda: make().double(), lambda: (torch.randn(shape).double(),), loss)
+    expected, state = eager(program)
+    n_cut = compare_along_other(program, expected, state, tol, sizes=sizes, tamper=tamper)
+    assert n_cut == len(sizes)
+    return {g.operator for g in koila.last_plan().gathers}
+
+
+ROWS = {"koila::conv_rows", "koila::conv_rows_weight"}
+
+CONVOLUTIONS = {
+    "one": lambda: nn.Conv2d(3, 4, 3, padding=1),
+    "wide": lambda: nn.Conv2d(3, 4, (7, 3), padding=(3, 0)),
+    "without a bias": lambda: nn.Conv2d(3, 4, 5, padding=2, bias=False),
+    "dilated": lambda: nn.Conv2d(3, 4, 3, padding=3, dilation=3),
+    "depthwise": lambda: nn.Conv2d(3, 6, 3, padding=1, groups=3),
+    "strided": lambda: nn.Conv2d(3, 4, 3, 2, padding=1),
+    "strided, even window": lambda: nn.Conv2d(3, 4, 4, 2, padding=1),
+    "transposed": lambda: nn.ConvTranspose2d(3, 4, 3, padding=1),
+    "transposed, strided": lambda: nn.ConvTranspose2d(3, 4, 4, 2, padding=1),
+    "transposed, output padding": lambda: nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1),
+    "transposed, dilated, grouped": lambda: nn.ConvTranspose2d(
+        3, 6, 3, padding=2, dilation=2, groups=3
+    ),
+    "rows that no window sees": lambda: nn.Conv2d(3, 4, 3, 4, padding=1),
+}
+APART = {
+    "1 x 1": lambda: nn.Conv2d(3, 4, 1),
+    "patches": lambda: nn.Conv2d(3, 4, 3, 3),
+    "rows left out": lambda: nn.Conv2d(3, 4, 1, 2),
+    "narrower than its stride": lambda: nn.Conv2d(3, 4, 2, 3, bias=False),
+    "up": lambda: nn.ConvTranspose2d(3, 4, 2, 2),
+    "up, output padding": lambda: nn.ConvTranspose2d(3, 4, 2, 3, output_padding=1),
+    "along the other dimension": lambda: nn.Conv2d(3, 4, (1, 5), padding=(0, 2)),
+}
+
+
+def between(layer):
+    """`layer` behind and before others, so that its input has a gradient and its result is read."""
+    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh(), layer(), nn.Tanh())
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_reads_beyond_its_slice(name):
+    gathered = check(lambda: between(CONVOLUTIONS[name]), (2, 3, 16, 7))
+    assert gathered and gathered <= ROWS
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_any_rows_of_a_convolution(transposed):
+    """Also those that no window makes."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(2, 4, 5, 3).double(), torch.randn(4).double()
+    for window, stride, padding, extra in [(2, 4, 0, 3), (2, 3, 1, 2), (5, 2, 3, 1), (1, 1, 0, 0)]:
+        weight = torch.randn(4, 4, window, 1).double()
+        lists = [stride, 1], [padding, 0], [1, 1], transposed, [extra * transposed, 0], 1
+        whole = torch.convolution(x, weight, bias, *lists)
+        for first in range(whole.shape[2]):
+            for n in range(1, whole.shape[2] - first + 1):
+                got = conv_rows(x, weight, bias, *lists, 2, first, n)
+                torch.testing.assert_close(got, whole[:, :, first : first + n])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_windows_that_lie_apart_are_cut_without_neighbours(name):
+    assert not check(lambda: between(APART[name]), (2, 3, H, 7))
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_signals_and_volumes(dims, stride):
+    conv = (nn.Conv1d, None, nn.Conv3d)[dims - 1]
+    shape = ((1, 3, 24), None, (1, 3, H, 4, 5))[dims - 1]
+    gathered = check(
+        lambda: nn.Sequential(conv(3, 4, 3, padding=1), nn.Tanh(), conv(4, 5, 3, stride, 1)), shape
+    )
+    assert gathered and gathered <= ROWS
+
+
+def test_channels_last_images():
+    make = lambda: between(CONVOLUTIONS["one"]).to(memory_format=torch.channels_last)  # noqa: E731
+    loss = lambda m, x: m(x.to(memory_format=torch.channels_last)).square().mean()  # noqa: E731
+    assert check(make, (2, 3, H, 7), loss=loss) <= ROWS
+
+
+def test_extents_that_are_no_multiples_are_gathered():
+    """13 rows become 7 and 6; nothing is guessed."""
+    layers = lambda: nn.Sequential(  # noqa: E731
+        nn.Tanh(), nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh(), nn.Conv2d(4, 4, 2), nn.Tanh()
+    )
+    assert check(layers, (1, 3, 13, 5)) & {"aten::convolution", "aten::convolution_backward"}
+
+
+@st.composite
+def chains(draw):
+    """A few convolutions, one after another: (class, channels, window, stride, padding, dilation,
+    output padding, bias) each, of two dimensions."""
+    layers = []
+    for _ in range(draw(st.integers(1, 4))):
+        transposed = draw(st.booleans())
+        stride = draw(st.integers(1, 3))
+        window, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+        padding = draw(st.integers(0, dilation * (window - 1)))
+        most = max(stride, dilation) - 1
+        extra = draw(st.integers(0, most)) if transposed and most else 0
+        layers.append((transposed, stride, window, dilation, padding, extra, draw(st.booleans())))
+    return layers, draw(st.sampled_from([(1, 6), (2, 12), (1, 13)])), draw(st.integers(1, 7))
+
+
+def chain(layers):
+    modules, channels = [], 2
+    for transposed, stride, window, dilation, padding, extra, is_grouped in layers:
+        made = 2 * (1 + (len(modules) % 4 == 0))
+        groups = 2 if is_grouped else 1
+        options = dict(stride=(stride, 1), padding=(padding, 0), dilation=(dilation, 1))
+        options |= dict(groups=groups, bias=not is_grouped)
+        if transposed:
+            options |= dict(output_padding=(extra, 0))
+        conv = nn.ConvTranspose2d if transposed else nn.Conv2d
+        modules += [conv(channels, made, (window, 1), **options), nn.Tanh()]
+        channels = made
+    return nn.Sequential(*modules)
+
+
+def runs(layers, height):
+    try:
+        chain(layers)(torch.zeros(1, 2, height, 2))
+    except RuntimeError:  # a result without rows
+        return False
+    return True
+
+
+@settings(max_examples=300 if LONG else 40, deadline=None, derandomize=True)
+@given(chains())
+def test_random_chains_of_convolutions_are_eager_s(drawn):
+    layers, (samples, height), n = drawn
+    if runs(layers, height):
+        check(lambda: chain(layers), (samples, 2, height, 2), sizes=(n,))
+
+
+@pytest.mark.parametrize("fault", ["a row too few", "a row of zeros"])
+def test_a_planted_fault_in_the_halo_is_caught(fault, monkeypatch):
+    right = _spatial_rows._rows
+
+    def wrong(x, dim, begin, end):
+        rows = right(x, dim, begin, end)
+        if begin > 0 and end < x.shape[dim]:
+            rows = rows.clone()
+            rows.narrow(dim, 0, 1).zero_()
+        return rows
+
+    def shifted(x, dim, begin, end):
+        return right(x, dim, begin + (begin > 0), end + (begin > 0))
+
+    monkeypatch.setattr(_spatial_rows, "_rows", shifted if fault == "a row too few" else wrong)
+    with pytest.raises(AssertionError, match="relative error"):
+        check(lambda: between(CONVOLUTIONS["one"]), (2, 3, H, 7), sizes=(1,))
