@@ -31,6 +31,46 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
+class _Forward(NamedTuple):
+    """The arguments of koila::packed_rnn."""
+
+    x: Tensor
+    places: Tensor
+    hx: Any  # None: zeros
+    cx: Any
+    weights: list[Tensor]
+    mode: int
+    biased: bool
+    projected: bool
+    layers: int
+    per_row: int
+    keeps: bool  # a backward may come
+
+
+class _Backward(NamedTuple):
+    """The arguments of koila::packed_rnn_backward."""
+
+    g_out: Any  # gradients of what packed_rnn gives, None where there is none
+    g_h: Any
+    g_c: Any
+    x: Tensor
+    places: Tensor
+    hx: Any
+    cx: Any
+    weights: list[Tensor]
+    work: Tensor
+    out: Any  # given for cuDNN alone
+    mode: int
+    biased: bool
+    projected: bool
+    layers: int
+    wants_x: bool
+    wants_weights: bool
+
+
+_Arguments = _Forward | _Backward
+
+
 class Steps(NamedTuple):
     """A packed batch: its rows by falling length, and where each element of it lies."""
 
@@ -86,14 +126,21 @@ class _Weights(NamedTuple):
     w_hr: Any
 
 
-def _directions(weights: Any, biased: bool, projected: bool) -> list[_Weights]:
-    n = 2 + 2 * biased + projected
+def _directions(a: _Arguments) -> list[_Weights]:
+    n = 2 + 2 * a.biased + a.projected
     out = []
-    for at in range(0, len(weights), n):
-        own = weights[at : at + n]
-        b_ih, b_hh = own[2:4] if biased else (None, None)
-        out.append(_Weights(own[0], own[1], b_ih, b_hh, own[-1] if projected else None))
+    for at in range(0, len(a.weights), n):
+        own = a.weights[at : at + n]
+        b_ih, b_hh = own[2:4] if a.biased else (None, None)
+        out.append(_Weights(own[0], own[1], b_ih, b_hh, own[-1] if a.projected else None))
     return out
+
+
+def _sizes(ways: list[_Weights]) -> tuple[int, int]:
+    """Of h, which may be projected, and of c."""
+    w = ways[0]
+    out = w.w_hh.shape[1]
+    return out, out if w.w_hr is None else w.w_hr.shape[1]
 
 
 class _Kept(NamedTuple):
@@ -210,51 +257,39 @@ def _ends(sizes: list[int]) -> list[int]:
     return ends
 
 
-def _states(x: Tensor, hx: Any, cx: Any, w: _Weights, s: Steps, d: int) -> tuple[Tensor, Tensor]:
+def _states(a: _Arguments, w: _Weights, s: Steps, d: int) -> tuple[Tensor, Tensor]:
     """h0 and c0 of direction d, by rank."""
-    out = w.w_hh.shape[1]
     rows = len(s.order)
-    h = x.new_zeros(rows, out) if hx is None else hx[d].index_select(0, s.order)
-    if cx is None:
-        wide = out if w.w_hr is None else w.w_hr.shape[1]
-        return h, x.new_zeros(rows, wide)
-    return h, cx[d].index_select(0, s.order)
+    sizes = _sizes([w])
+    h, c = (
+        a.x.new_zeros(rows, size) if state is None else state[d].index_select(0, s.order)
+        for state, size in zip((a.hx, a.cx), sizes)
+    )
+    return h, c
 
 
-def _forward(
-    x: Tensor,
-    places: Tensor,
-    hx: Any,
-    cx: Any,
-    weights: list[Tensor],
-    mode: int,
-    biased: bool,
-    projected: bool,
-    layers: int,
-    per_row: int,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = _Forward(*arguments)
     with torch.no_grad():
-        s = steps_of(places)
-        packed = _packed(x, s)
+        s = steps_of(a.places)
+        packed = _packed(a.x, s)
         n = len(packed)
-        ways = _directions(weights, biased, projected)
-        out = ways[0].w_hh.shape[1]
-        hidden = ways[0].w_hr.shape[1] if projected else out
-        columns = kept_columns(mode, hidden, out)
-        work = x.new_empty(len(ways) * n * columns if keeps else 0)
+        ways = _directions(a)
+        out, hidden = _sizes(ways)
+        columns = kept_columns(a.mode, hidden, out)
+        work = a.x.new_empty(len(ways) * n * columns if a.keeps else 0)
         outputs, h_ends, c_ends = [], [], []
         for d, w in enumerate(ways):
-            own = work if keeps else x.new_empty(n * columns)
-            kept = _kept(own, n, d if keeps else 0, mode, hidden, out)
-            h0, c0 = _states(x, hx, cx, w, s, d)
+            own = work if a.keeps else a.x.new_empty(n * columns)
+            kept = _kept(own, n, d if a.keeps else 0, a.mode, hidden, out)
+            h0, c0 = _states(a, w, s, d)
             igates = _linear(packed, w.w_ih, w.b_ih)
-            h, c = _run_direction(igates, h0, c0, w, kept, s, mode, d == 1)
+            h, c = _run_direction(igates, h0, c0, w, kept, s, a.mode, d == 1)
             del igates
             outputs.append(kept.hidden)
             h_ends.append(_in_rows(h, s))
-            c_ends.append(_in_rows(c, s) if mode == LSTM else c[:, :0])
-        y = _padded(outputs[0] if len(ways) == 1 else torch.cat(outputs, 1), x.shape[0], s)
+            c_ends.append(_in_rows(c, s) if a.mode == LSTM else c[:, :0])
+        y = _padded(outputs[0] if len(ways) == 1 else torch.cat(outputs, 1), a.x.shape[0], s)
         return y, torch.stack(h_ends), torch.stack(c_ends), work
 
 
@@ -394,49 +429,35 @@ def _back_direction(
     return gates, gh0, gc0
 
 
-def _backward(
-    g_out: Any,
-    g_h: Any,
-    g_c: Any,
-    x: Tensor,
-    places: Tensor,
-    hx: Any,
-    cx: Any,
-    weights: list[Tensor],
-    work: Tensor,
-    out_again: Any,
-    mode: int,
-    biased: bool,
-    projected: bool,
-    layers: int,
-    wants_x: bool,
-    wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    a = _Backward(*arguments)
     with torch.no_grad():
-        s = steps_of(places)
-        ways = _directions(weights, biased, projected)
-        out = ways[0].w_hh.shape[1]
-        hidden = ways[0].w_hr.shape[1] if projected else out
-        go = None if g_out is None else _packed(g_out, s)
-        packed = _packed(x, s) if wants_weights else None
+        s = steps_of(a.places)
+        ways = _directions(a)
+        out, hidden = _sizes(ways)
+        go = None if a.g_out is None else _packed(a.g_out, s)
+        packed = _packed(a.x, s) if a.wants_weights else None
         gx: Any = None
         found: list[Any] = [None] * len(ways)
         for d in reversed(range(len(ways))):
-            w, sums = ways[d], _Sums() if wants_weights else None
-            way = _Way(mode, w, _kept(work, len(s.time), d, mode, hidden, out), sums)
-            last = tuple(None if g is None else g[d].index_select(0, s.order) for g in (g_h, g_c))
+            w, sums = ways[d], _Sums() if a.wants_weights else None
+            kept = _kept(a.work, len(s.time), d, a.mode, hidden, out)
+            way = _Way(a.mode, w, kept, sums)
+            h_end, c_end = (
+                None if g is None else g[d].index_select(0, s.order) for g in (a.g_h, a.g_c)
+            )
             own = None if go is None else go[:, d * out : (d + 1) * out]
-            first = _states(x, hx, cx, w, s, d)
-            gates, gh, gc = _back_direction(way, s, d == 1, own, (last[0], last[1]), first)
-            if wants_x:
+            first = _states(a, w, s, d)
+            gates, gh, gc = _back_direction(way, s, d == 1, own, (h_end, c_end), first)
+            if a.wants_x:
                 more = gates.mm(w.w_ih)
                 gx = more if gx is None else gx.add_(more)
             if sums is not None:
-                sums.of_inputs(gates, packed, biased)
-            found[d] = (_in_rows(gh, s), _in_rows(gc, s) if mode == LSTM else gc[:, :0], sums)
-        names = ["w_ih", "w_hh", *(["b_ih", "b_hh"] if biased else []), *(["w_hr"] * projected)]
+                sums.of_inputs(gates, packed, a.biased)
+            found[d] = (_in_rows(gh, s), _in_rows(gc, s) if a.mode == LSTM else gc[:, :0], sums)
+        names = ["w_ih", "w_hh", *(["b_ih", "b_hh"] if a.biased else []), *(["w_hr"] * a.projected)]
         return (
-            _padded(gx, x.shape[0], s) if wants_x else x.new_empty(0),
+            _padded(gx, a.x.shape[0], s) if a.wants_x else a.x.new_empty(0),
             torch.stack([h for h, _, _ in found]),
             torch.stack([c for _, c, _ in found]),
             [sums.of[name] for _, _, sums in found if sums is not None for name in names],
@@ -457,13 +478,13 @@ class _Cudnn(NamedTuple):
     numbers: tuple[Any, ...]  # mode, hidden size, size of the projection, layers, batch_first
 
     @staticmethod
-    def of(weights: Any, n_features: int, mode: int, biased: bool, layers: int) -> _Cudnn:
-        per_way = 2 + 2 * biased
-        weights = [DATA.__get__(w) for w in weights]  # flattening counts a version
-        numbers = (_CUDNN_MODES[mode], weights[1].shape[1], 0, layers, False)
-        both = len(weights) == 2 * layers * per_way
+    def of(a: _Arguments) -> _Cudnn:
+        per_way = 2 + 2 * a.biased
+        weights = [DATA.__get__(w) for w in a.weights]  # flattening counts a version
+        numbers = (_CUDNN_MODES[a.mode], weights[1].shape[1], 0, a.layers, False)
+        both = len(weights) == 2 * a.layers * per_way
         buffer = aten._cudnn_rnn_flatten_weight.default(  # moves these aliases into it
-            list(weights), per_way, n_features, *numbers, both
+            list(weights), per_way, a.x.shape[2], *numbers, both
         )
         return _Cudnn(weights, per_way, buffer, numbers)
 
@@ -476,83 +497,55 @@ class _Cudnn(NamedTuple):
         return *self.numbers, 0.0, trains, both, sizes, None
 
 
-def _first_states(x: Tensor, hx: Any, cx: Any, weights: Any, mode: int, s: Steps) -> Any:
+def _first_states(a: _Arguments, call: _Cudnn, s: Steps) -> tuple[Any, Any]:
     """By rank, [layers x directions, B, H]. The second is None but in an LSTM."""
-    n = len(weights)
+    of_states = call.weights[1 :: call.per_way]
 
     def state(given: Any) -> Tensor:
         if given is not None:
             chosen: Tensor = given.index_select(1, s.order)
             return chosen
-        return x.new_zeros(n, len(s.order), weights[0].shape[1])
+        return a.x.new_zeros(len(of_states), len(s.order), of_states[0].shape[1])
 
-    return state(hx), state(cx) if mode == LSTM else None
+    return state(a.hx), state(a.cx) if a.mode == LSTM else None
 
 
 def _rows_of(by_rank: Tensor, s: Steps) -> Tensor:
     return torch.empty_like(by_rank).index_copy_(1, s.order, by_rank)
 
 
-def _forward_cudnn(
-    x: Tensor,
-    places: Tensor,
-    hx: Any,
-    cx: Any,
-    weights: list[Tensor],
-    mode: int,
-    biased: bool,
-    projected: bool,
-    layers: int,
-    per_row: int,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_cudnn(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = _Forward(*arguments)
     with torch.no_grad():
-        s = _steps_on(x.device, places)
-        call = _Cudnn.of(weights, x.shape[2], mode, biased, layers)
-        states = _first_states(x, hx, cx, weights[1 :: call.per_way], mode, s)
+        s = _steps_on(a.x.device, a.places)
+        call = _Cudnn.of(a)
         y, h, c, reserve, _ = aten._cudnn_rnn.default(
-            _packed(x, s), *call.given(), *states, *call.rest(keeps, s.sizes)
+            *(_packed(a.x, s), *call.given(), *_first_states(a, call, s)),
+            *call.rest(a.keeps, s.sizes),
         )
-        c = _rows_of(c, s) if mode == LSTM else h[..., :0]
-        return _padded(y, x.shape[0], s), _rows_of(h, s), c, reserve
+        c = _rows_of(c, s) if a.mode == LSTM else h[..., :0]
+        return _padded(y, a.x.shape[0], s), _rows_of(h, s), c, reserve
 
 
-def _backward_cudnn(
-    g_out: Any,
-    g_h: Any,
-    g_c: Any,
-    x: Tensor,
-    places: Tensor,
-    hx: Any,
-    cx: Any,
-    weights: list[Tensor],
-    work: Tensor,
-    out_again: Tensor,
-    mode: int,
-    biased: bool,
-    projected: bool,
-    layers: int,
-    wants_x: bool,
-    wants_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _backward_cudnn(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    a = _Backward(*arguments)
     with torch.no_grad():
-        s = _steps_on(x.device, places)
-        call = _Cudnn.of(weights, x.shape[2], mode, biased, layers)
-        states = _first_states(x, hx, cx, weights[1 :: call.per_way], mode, s)
-        is_lstm = mode == LSTM
-        g_ends = [None if g is None else g.index_select(1, s.order) for g in (g_h, g_c)]
+        s = _steps_on(a.x.device, a.places)
+        call = _Cudnn.of(a)
+        is_lstm = a.mode == LSTM
+        g_ends = [None if g is None else g.index_select(1, s.order) for g in (a.g_h, a.g_c)]
         gx, gh, gc, of_weights = aten._cudnn_rnn_backward.default(
-            *(_packed(x, s), *call.given(), *states, _packed(out_again, s)),
-            *(None if g_out is None else _packed(g_out, s), *g_ends),
+            *(_packed(a.x, s), *call.given(), *_first_states(a, call, s), _packed(a.out, s)),
+            *(None if a.g_out is None else _packed(a.g_out, s), *g_ends),
             *call.rest(True, s.sizes),
-            work.clone(),  # cuDNN writes into it, and another backward may come
-            [wants_x, True, is_lstm, wants_weights],
+            a.work.clone(),  # cuDNN writes into it, and another backward may come
+            [a.wants_x, True, is_lstm, a.wants_weights],
         )
         return (
-            _padded(gx, x.shape[0], s) if wants_x else x.new_empty(0),
+            _padded(gx, a.x.shape[0], s) if a.wants_x else a.x.new_empty(0),
             _rows_of(gh, s),
             _rows_of(gc, s) if is_lstm else gh[..., :0],
-            of_weights if wants_weights else [],
+            of_weights if a.wants_weights else [],
         )
 
 
@@ -577,39 +570,35 @@ def _unpack(data: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 # ---- what they give, for tensors without values
 
 
-def _fake_forward(x: Any, places: Any, hx: Any, cx: Any, weights: Any, *rest: Any) -> Any:
-    mode, biased, projected, layers, per_row, keeps = rest
-    ways = _directions(weights, biased, projected)
-    n_ways = len(ways) // layers
-    out = ways[0].w_hh.shape[1]
-    hidden = ways[0].w_hr.shape[1] if projected else out
-    steps, rows = x.shape[:2]
-    kept = rows * per_row * kept_columns(mode, hidden, out) * len(ways) if keeps else 0
-    if x.device.type == "cpu":
-        work = x.new_empty(kept)
+def _fake_forward(*arguments: Any) -> Any:
+    a = _Forward(*arguments)
+    ways = _directions(a)
+    n_ways = len(ways) // a.layers
+    out, hidden = _sizes(ways)
+    steps, rows = a.x.shape[:2]
+    kept = rows * a.per_row * kept_columns(a.mode, hidden, out) * len(ways) if a.keeps else 0
+    if a.x.device.type == "cpu":
+        work = a.x.new_empty(kept)
     else:  # cuDNN's reserve
-        work = x.new_empty(kept * x.element_size(), dtype=torch.uint8)
+        work = a.x.new_empty(kept * a.x.element_size(), dtype=torch.uint8)
     return (
-        x.new_empty(steps, rows, out * n_ways),
-        x.new_empty(len(ways), rows, out),
-        x.new_empty(len(ways), rows, hidden if mode == LSTM else 0),
+        a.x.new_empty(steps, rows, out * n_ways),
+        a.x.new_empty(len(ways), rows, out),
+        a.x.new_empty(len(ways), rows, hidden if a.mode == LSTM else 0),
         work,
     )
 
 
-def _fake_backward(
-    g_out: Any, g_h: Any, g_c: Any, x: Any, places: Any, hx: Any, cx: Any, weights: Any, *rest: Any
-) -> Any:
-    _, _, mode, biased, projected, _, wants_x, wants_weights = rest
-    ways = _directions(weights, biased, projected)
-    out = ways[0].w_hh.shape[1]
-    hidden = ways[0].w_hr.shape[1] if projected else out
-    steps, rows, features = x.shape
+def _fake_backward(*arguments: Any) -> Any:
+    a = _Backward(*arguments)
+    ways = _directions(a)
+    out, hidden = _sizes(ways)
+    steps, rows, features = a.x.shape
     return (
-        x.new_empty(steps, rows, features) if wants_x else x.new_empty(0),
-        x.new_empty(len(ways), rows, out),
-        x.new_empty(len(ways), rows, hidden if mode == LSTM else 0),
-        [w.new_empty(w.shape) for w in weights] if wants_weights else [],
+        a.x.new_empty(steps, rows, features) if a.wants_x else a.x.new_empty(0),
+        a.x.new_empty(len(ways), rows, out),
+        a.x.new_empty(len(ways), rows, hidden if a.mode == LSTM else 0),
+        [w.new_empty(w.shape) for w in a.weights] if a.wants_weights else [],
     )
 
 

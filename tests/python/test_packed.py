@@ -443,6 +443,44 @@ def test_a_checkpointed_layer():
     compare_programs(program, B, gather_bytes_per_row=0)
 
 
+def of_the_batch(a, b, x):
+    """Two backwards in one run: the gradients of a lazy tensor are lazy."""
+    (first,) = torch.autograd.grad(a, x, retain_graph=True)
+    (second,) = torch.autograd.grad(b, x)
+    return first * second
+
+
+TWICE = {
+    "two losses": lambda a, b, x: (a.backward(retain_graph=True), b.backward()),
+    "one loss twice": lambda a, b, x: (a.backward(retain_graph=True), a.backward()),
+    "both, then one": lambda a, b, x: ((a + b).backward(retain_graph=True), a.backward()),
+    "of the batch": of_the_batch,
+}
+
+
+@pytest.mark.parametrize("read_between", [False, True])
+@pytest.mark.parametrize("backwards", TWICE.values(), ids=TWICE)
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_two_backwards_of_one_forward_give_both_gradients(layer, backwards, read_between):
+    """cuDNN's backward writes into what its forward left for it."""
+
+    def program(wrap):
+        torch.manual_seed(2)
+        model = Net(layer, num_layers=2)
+        x, y = wrap(*batch())
+        x.requires_grad_()
+        out, states = model(x)
+        a = F.cross_entropy(out.sum(1), y)
+        b = out.square().mean() + sum(s.square().mean() for s in states)
+        if read_between:
+            a.item()
+        found = backwards(a, b, x)
+        more = {} if isinstance(found, tuple) else {"value:product": plain(found)}
+        return {"loss:a": plain(a), "loss:b": plain(b), **more, **model_state(model)}
+
+    compare_programs(program, B, split=not read_between)
+
+
 def test_states_that_go_on_into_the_next_step():
     def program(wrap):
         torch.manual_seed(2)

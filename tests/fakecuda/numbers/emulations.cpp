@@ -532,6 +532,15 @@ static Draw draw_in(const Tensor &state)
     return { words[0], words[1] };
 }
 
+// Has a backward written into the reserve (dnn.c)? Small ones do not tell.
+static bool is_used(const Tensor &reserve)
+{
+    int64_t words[3] = { 0, 0, 0 };
+    if (reserve.nbytes() >= sizeof words)
+        std::memcpy(words, reserve.data_ptr(), sizeof words);
+    return words[2] == 0x75736564;
+}
+
 // The weights in the shapes of torch.nn: those that autocast has laid out in one piece of memory
 // are columns. Of each layer: two matrices, two biases or none, a projection or none.
 static std::vector<Tensor> shaped(const std::vector<Tensor> &weights, int64_t mode, int64_t hidden,
@@ -603,6 +612,9 @@ static void cudnn_rnn_backward(Stack &s, const Draw &)
     for (size_t i = 0; i < g.size(); i++)
         if (!g[i].defined())
             g[i] = at::zeros_like(leaves[i].detach());
+    if (is_used(a[20].toTensor()))
+        for (Tensor &t : g)
+            t = at::full_like(t, NAN);
     size_t next = cx.defined() ? 3 : 2;
     s.push_back(g[0]);
     s.push_back(g[1]);

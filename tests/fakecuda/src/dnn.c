@@ -308,23 +308,42 @@ int cudnnGetRNNTempSpaceSizes(void *h, struct recurrent *r, int training, struct
     return 0;
 }
 
-/* The next mask of each layer is another one: the state counts, and the reserve, which backward is
- * given, begins with the state that forward drew from. In a graph it draws the same at each
- * replay. */
+/* How a reserve begins. Backward writes into a reserve, so one serves a single backward. */
+struct reserve {
+    struct drawn drawn; /* what forward's dropout drew from */
+    int64_t used;       /* by a backward: RESERVE_USED */
+};
+#define RESERVE_USED 0x75736564 /* emulations.cpp knows it too */
+
+/* The next mask of each layer is another one: the state counts. In a graph it draws the same at
+ * each replay. */
 int cudnnRNNForward(void *h, struct recurrent *r, int training, const int *lengths, void *x_is,
                     void *x, void *y_is, void *y, void *h_is, void *hx, void *hy, void *c_is,
                     void *cx, void *cy, size_t n_weights, void *weights, size_t n_work, void *work,
-                    size_t n_reserve, void *reserve)
+                    size_t n_reserve, struct reserve *reserve)
 {
-    if (!training || !r->drawn || n_reserve < sizeof *r->drawn)
+    if (!training || n_reserve < sizeof *reserve)
         return 0;
-    memcpy(reserve, r->drawn, sizeof *r->drawn);
+    reserve->used = 0;
+    if (!r->drawn)
+        return 0;
+    reserve->drawn = *r->drawn;
     if (!is_captured(((struct thing *)h)->stream))
         r->drawn->n++;
     return 0;
 }
 
-int cudnnRNNBackwardData_v8(void *h) { return 0; }
+/* In a graph nothing is said of the reserve: forward would not take it back at the next replay. */
+int cudnnRNNBackwardData_v8(void *h, struct recurrent *r, const int *lengths, void *y_is, void *y,
+                            void *dy, void *x_is, void *dx, void *h_is, void *hx, void *dhy,
+                            void *dhx, void *c_is, void *cx, void *dcy, void *dcx, size_t n_weights,
+                            void *weights, size_t n_work, void *work, size_t n_reserve,
+                            struct reserve *reserve)
+{
+    if (n_reserve >= sizeof *reserve && !is_captured(((struct thing *)h)->stream))
+        reserve->used = RESERVE_USED;
+    return 0;
+}
 int cudnnRNNBackwardWeights_v8(void *h) { return 0; }
 
 int cudnnDropoutGetStatesSize(void *h, size_t *n)

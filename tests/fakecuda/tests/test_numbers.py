@@ -274,6 +274,29 @@ def test_attention_backends(backend, dropout):
         torch.testing.assert_close((g * d).sum(), slope, rtol=2e-2, atol=2e-2)
 
 
+def test_a_reserve_of_a_recurrent_layer_serves_one_backward():
+    """cuDNN's backward writes into it, so torch copies it where the graph is kept."""
+    x, h = torch.randn(4, 3, 5, device="cuda"), torch.zeros(1, 3, 7, device="cuda")
+    gru = nn.GRU(5, 7).cuda()
+    options = (3, 7, 0, 1, False, 0.0, True, False, [], None)  # a GRU
+    weights = gru._flat_weights
+    aten = torch.ops.aten
+    y, _, _, reserve, buffer = aten._cudnn_rnn(x, weights, 4, None, h, None, *options)
+
+    def gradient(of):
+        grads = (torch.ones_like(y), None, None)
+        before = (x, weights, 4, buffer, h, None, y, *grads, *options)
+        return aten._cudnn_rnn_backward(*before, of, [True, True, False, True])[0]
+
+    first = gradient(reserve.clone())
+    assert first.isfinite().all() and torch.equal(gradient(reserve), first)
+    assert gradient(reserve).isnan().all()
+    out, _ = gru(x)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    assert gru.weight_hh_l0.grad.isfinite().all()
+
+
 def cudnn_attention(x):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
