@@ -178,7 +178,10 @@ struct koila__scheduler {
     scope s; /* the scope of the current emission */
     /* [value] the use for which a whole value was sliced; user KOILA_NONE: not a slice */
     slice_of *sliced;
-    uint32_t *whole_last; /* [value] last stage that reads whole v */
+    uint32_t *whole_until; /* [value] last stage that may read whole v, whatever is kept */
+    uint32_t *whole_seen;  /* [value] last stage so far that reads it, in the current emission */
+    uint32_t *whole_last;  /* [value] last stage that reads it, for the current emission */
+    uint32_t stage;        /* that is emitted */
     instr_vec instrs;
     event_vec events;
     uint64_t n_emitted, max_emitted;
@@ -841,6 +844,8 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
         begin_value(w->s, v, in.flags ? OWNER_PIECE : OWNER_NONE);
     } else {
         const owner o = slice_owner(w, v, need);
+        if (u->from != KOILA_NONE)
+            w->whole_seen[v] = w->stage;
         begin_value(w->s, v, o);
         if (o == OWNER_SLICE)
             event(w, KOILA__SLICE_ALLOC, v);
@@ -964,6 +969,8 @@ static koila_status emit_inputs(work_state *w, const emission *x)
     const use *const in = w->uses + w->span[x->n].in;
     const use *const end = w->uses + w->span[x->n].in_end;
     for (const use *u = in; u < end; u++) {
+        if (u->reads && u->is_whole && u->from != KOILA_NONE)
+            w->whole_seen[u->value] = w->stage;
         if (!u->reads || u->is_whole)
             continue;
         const bool there =
@@ -1213,6 +1220,7 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 {
     uint32_t lo, hi;
     w->s = w->slice;
+    w->stage = out->n_stages;
     find_demand(w, j, &lo, &hi, &out->work);
     if (is_too_much(w, out->work))
         return KOILA_UNSUPPORTED;
@@ -1264,9 +1272,13 @@ static koila_status emit_whole(work_state *w, koila__schedule *out, uint32_t lev
                 : k;                                                                               \
     } while (0)
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
-             u++)
-            if (u->reads)
-                LAST_USE(u->value);
+             u++) {
+            if (!u->reads)
+                continue;
+            LAST_USE(u->value);
+            if (u->from != KOILA_NONE)
+                w->whole_seen[u->value] = stage;
+        }
         for (koila_value x = w->span[n].out; x < w->span[n].out_end; x++)
             LAST_USE(x);
 #undef LAST_USE
@@ -1301,35 +1313,34 @@ static uint32_t find_last_run(const work_state *w, koila_node n)
     return last;
 }
 
-/* Node n of `stage` reads whole values: updates whole_last. */
+/* Node n of `stage` may read whole values: updates whole_until. */
 static void see_readers(work_state *w, koila_node n, uint32_t stage)
 {
     for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
         const koila_value v = u->value;
         if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n])))
             continue;
-        if (w->whole_last[v] == KOILA_NONE || w->whole_last[v] < stage)
-            w->whole_last[v] = stage;
+        if (w->whole_until[v] == KOILA_NONE || w->whole_until[v] < stage)
+            w->whole_until[v] = stage;
     }
 }
 
 /* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole
  * stage of a level, then its loops. */
-static koila_status find_whole_last(work_state *w)
+static koila_status find_whole_until(work_state *w)
 {
     uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
     uint32_t *loop_stage = koila__arena_array(&w->spare, w->n_loops, sizeof *loop_stage);
     const uint32_t n_stages = w->n_levels + w->n_loops;
     w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
     TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
-    memset(w->ending_first, 0xff, n_stages * sizeof *w->ending_first);
     for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
         whole_stage[level] = stage++;
         for (; j < w->n_loops && w->loops[j].level == level; j++)
             loop_stage[j] = stage++;
     }
     for (uint32_t v = 0; v < w->n_values; v++)
-        w->whole_last[v] = KOILA_NONE;
+        w->whole_until[v] = KOILA_NONE;
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         w->last_run[n] = KOILA_NONE;
         if (!w->needed[n])
@@ -1342,13 +1353,29 @@ static koila_status find_whole_last(work_state *w)
         if (w->last_run[n] != KOILA_NONE)
             see_readers(w, n, loop_stage[w->last_run[n]]);
     }
+    return KOILA_OK;
+}
+
+/* The next emission ends whole values after these stages. */
+static void set_whole_last(work_state *w, const uint32_t *last)
+{
+    memcpy(w->whole_last, last, w->n_values * sizeof *last);
+    memset(w->ending_first, 0xff, (w->n_levels + w->n_loops) * sizeof *w->ending_first);
     for (uint32_t v = w->n_values; v-- > 0;) {
         if (w->whole_last[v] == KOILA_NONE || w->is_result[v])
             continue;
         w->ending_next[v] = w->ending_first[w->whole_last[v]];
         w->ending_first[w->whole_last[v]] = v;
     }
-    return KOILA_OK;
+}
+
+/* Did the emission read some whole value for the last time before the stage that could? */
+static bool ends_earlier(const work_state *w)
+{
+    for (uint32_t v = 0; v < w->n_values; v++)
+        if (w->whole_seen[v] != w->whole_last[v] && !w->is_result[v])
+            return true;
+    return false;
 }
 
 static uint64_t max_emitted(const work_state *w)
@@ -1427,7 +1454,9 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(last_use, V);
     MAKE_FOR_PREPARE(last_run, N);
     MAKE_UNSET(sliced, V);
-    MAKE(whole_last, V);
+    MAKE(whole_until, V);
+    MAKE_UNSET(whole_seen, V);
+    MAKE_UNSET(whole_last, V);
     MAKE_UNSET(whole, V);
     MAKE_UNSET(slice, V);
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
@@ -1455,6 +1484,7 @@ static void forget_emission(work_state *w)
     memset(w->whole, 0, V * sizeof *w->whole);
     memset(w->slice, 0, V * sizeof *w->slice);
     memset(w->sliced, 0xff, V * sizeof *w->sliced);
+    memset(w->whole_seen, 0xff, V * sizeof *w->whole_seen);
     w->instrs.n = w->events.n = w->n_keeps = 0;
     w->n_emitted = 0;
     w->any_wide = false;
@@ -1473,7 +1503,7 @@ static koila_status prepare(work_state *w, const koila_value *targets, uint32_t 
     KOILA_TRY(make_loops(w));
     assign_targets(w);
     KOILA_TRY(find_exec(w));
-    KOILA_TRY(find_whole_last(w));
+    KOILA_TRY(find_whole_until(w));
     /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
     w->level = w->natural = w->exec = w->last_run = NULL;
@@ -1629,16 +1659,33 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     return work;
 }
 
+/* Into the memory of a recycled schedule. */
+static koila_status emit_all(work_state *w, koila__schedule *s)
+{
+    *s = (koila__schedule){ .arena = w->spare };
+    koila__arena_init(&w->spare, &w->mem);
+    forget_demand(w);
+    forget_emission(w);
+    return make_stages(w, s);
+}
+
+/* What is kept decides which loops read a whole value, and the emission decides what is kept. So
+ * the first emission ends whole values where any policy could; where that was too late, a second
+ * one ends them after their last reader. Nothing else depends on it. */
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out,
                                   koila_error *err)
 {
-    koila__schedule s = { .arena = w->spare };
+    koila__schedule s;
     koila_assert(keep.cheap == w->keep.cheap);
-    koila__arena_init(&w->spare, &w->mem);
     w->keep = keep;
-    forget_demand(w);
-    forget_emission(w);
-    const koila_status status = make_stages(w, &s);
+    set_whole_last(w, w->whole_until);
+    koila_status status = emit_all(w, &s);
+    if (status == KOILA_OK && w->n_loops > 1 && ends_earlier(w)) {
+        koila__schedule_recycle(w, &s);
+        set_whole_last(w, w->whole_seen);
+        status = emit_all(w, &s);
+        koila_assert(status != KOILA_OK || !ends_earlier(w));
+    }
     if (status != KOILA_OK) {
         koila__schedule_recycle(w, &s);
         return failed(status, err);

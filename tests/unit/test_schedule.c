@@ -342,6 +342,75 @@ TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
     CHECK(n_kept > 100);
 }
 
+/* The first stage of operators outside loops from `stage` on: there whole values end. */
+static uint32_t next_whole(const made *m, uint32_t stage)
+{
+    while (stage < m->s.n_stages && m->s.stages[stage].stage.is_loop)
+        stage++;
+    return stage;
+}
+
+static bool is_made_in_loop(const made *m, koila_value v)
+{
+    const koila_node n = m->p->graph->values.at[v].node;
+    return n != KOILA_NONE && m->p->node[n].in_loop;
+}
+
+/* [value] the last stage that reads it whole or slices it; the stage that frees what a loop made
+ * whole, else 0. */
+static void find_ends(const made *m, uint32_t *last, uint32_t *freed)
+{
+    const koila_graph *g = m->p->graph;
+    for (uint32_t k = 0; k < m->s.n_stages; k++) {
+        const koila_stage *stage = &m->s.stages[k].stage;
+        for (uint32_t x = 0; x < stage->n_instrs; x++) {
+            const koila_instr in = stage->instrs[x];
+            if (in.kind == KOILA_DO_SLICE)
+                last[in.id] = k;
+            if (in.kind == KOILA_DO_FREE && !stage->is_loop && is_made_in_loop(m, in.id))
+                freed[in.id] = k;
+            const koila_sig_info *s = koila__node_sig(g, in.kind == KOILA_DO_RUN ? in.id : 0);
+            for (uint32_t i = 0; in.kind == KOILA_DO_RUN && i < s->n_inputs; i++) {
+                const koila_node_info *node = &g->nodes.at[in.id];
+                const bool is_read = !s->n_writes || koila__reads(s, i);
+                if (is_read &&
+                    (!stage->is_loop || m->p->need[node->first_input + i].kind == KOILA_R))
+                    last[g->inputs.at[node->first_input + i]] = k;
+            }
+        }
+    }
+}
+
+TEST(schedule__a_whole_value_ends_with_the_last_loop_that_reads_it)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true },
+                                         { .horizon = 1, .cheap = true },
+                                         { .horizon = 3, .spacing = 1, .cheap = true },
+                                         { .horizon = 0, .cheap = true } };
+    uint32_t n_ends = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 40) != KOILA_OK)
+            abort();
+        made m = schedule(&r, keeps[seed % KOILA_COUNT(keeps)]);
+        const uint32_t n_values = m.p->graph->values.n;
+        uint32_t *last = calloc(n_values + 1, sizeof *last);
+        uint32_t *freed = calloc(n_values + 1, sizeof *freed);
+        find_ends(&m, last, freed);
+        for (koila_value v = 0; v < n_values; v++)
+            if (freed[v]) {
+                CHECK(last[v] <= freed[v]);
+                CHECK(freed[v] <= next_whole(&m, last[v] + 1) || freed[v] == last[v]);
+                n_ends++;
+            }
+        free(last);
+        free(freed);
+        unmake(&m);
+        rg_deinit(&r);
+    }
+    CHECK(n_ends > 500);
+}
+
 TEST(schedule__a_policy_that_runs_everything_again_and_again_is_refused)
 {
     random_graph r;
